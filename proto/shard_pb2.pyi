@@ -118,7 +118,7 @@ class Sampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., typical_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., bias_ids: _Optional[_Iterable[int]] = ..., bias_values: _Optional[_Iterable[float]] = ..., final_logprobs: _Optional[bool] = ...) -> None: ...
 
 class Group(_message.Message):
-    __slots__ = ("uid", "tokens", "choices", "max_new_tokens", "end_ids", "sampling", "top_n", "prompt_logprobs", "continuations", "cache_key", "prompt_top_n", "min_new_tokens", "grammar", "trace", "beams", "drafts", "adapter", "stops", "images")
+    __slots__ = ("uid", "tokens", "choices", "max_new_tokens", "end_ids", "sampling", "top_n", "prompt_logprobs", "continuations", "cache_key", "prompt_top_n", "min_new_tokens", "grammar", "trace", "beams", "drafts", "adapter", "stops", "thinking", "images")
     UID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     CHOICES_FIELD_NUMBER: _ClassVar[int]
@@ -137,6 +137,7 @@ class Group(_message.Message):
     DRAFTS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     STOPS_FIELD_NUMBER: _ClassVar[int]
+    THINKING_FIELD_NUMBER: _ClassVar[int]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
     uid: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
@@ -156,8 +157,19 @@ class Group(_message.Message):
     drafts: int
     adapter: str
     stops: _containers.RepeatedScalarFieldContainer[str]
+    thinking: Thinking
     images: _containers.RepeatedCompositeFieldContainer[Image]
-    def __init__(self, uid: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., choices: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., end_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., top_n: _Optional[int] = ..., prompt_logprobs: _Optional[bool] = ..., continuations: _Optional[_Iterable[_Union[Continuation, _Mapping]]] = ..., cache_key: _Optional[str] = ..., prompt_top_n: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., grammar: _Optional[str] = ..., trace: _Optional[str] = ..., beams: _Optional[_Union[Beams, _Mapping]] = ..., drafts: _Optional[int] = ..., adapter: _Optional[str] = ..., stops: _Optional[_Iterable[str]] = ..., images: _Optional[_Iterable[_Union[Image, _Mapping]]] = ...) -> None: ...
+    def __init__(self, uid: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., choices: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., end_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., top_n: _Optional[int] = ..., prompt_logprobs: _Optional[bool] = ..., continuations: _Optional[_Iterable[_Union[Continuation, _Mapping]]] = ..., cache_key: _Optional[str] = ..., prompt_top_n: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., grammar: _Optional[str] = ..., trace: _Optional[str] = ..., beams: _Optional[_Union[Beams, _Mapping]] = ..., drafts: _Optional[int] = ..., adapter: _Optional[str] = ..., stops: _Optional[_Iterable[str]] = ..., thinking: _Optional[_Union[Thinking, _Mapping]] = ..., images: _Optional[_Iterable[_Union[Image, _Mapping]]] = ...) -> None: ...
+
+class Thinking(_message.Message):
+    __slots__ = ("most", "end", "begin")
+    MOST_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    most: int
+    end: int
+    begin: int
+    def __init__(self, most: _Optional[int] = ..., end: _Optional[int] = ..., begin: _Optional[int] = ...) -> None: ...
 
 class Image(_message.Message):
     __slots__ = ("start", "rows", "columns", "pixels", "shape", "size")

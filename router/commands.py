@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from ..proto import shard_pb2
 from .drafting import Allowance, needed
 from .grammar import written
-from .request import Beams, Priority, Request, Stopping
+from .request import Beams, Priority, Request, Stopping, Thinking
 from .scheduler import Action, Decode, Filter, Prefill
 from .streams import Stream
 
@@ -103,6 +103,7 @@ def group(
         prompt_logprobs=request.prompt_logprobs and not resumes,
         prompt_top_n=request.prompt_top_n,
         min_new_tokens=request.min_new_tokens,
+        thinking=_thinking(request.thinking) if request.thinking else None,
         grammar=written(request.grammar) if request.grammar else "",
         continuations=resumes,
         trace=trace,
@@ -112,6 +113,10 @@ def group(
         adapter=request.adapter,
         drafts=request.drafts,
     )
+
+
+def _thinking(thinking: Thinking) -> shard_pb2.Thinking:
+    return shard_pb2.Thinking(most=thinking.most, end=thinking.end, begin=thinking.begin)
 
 
 def _beams(beams: Beams, told: int) -> shard_pb2.Beams:

@@ -69,6 +69,14 @@ class Image(msgspec.Struct, frozen=True, kw_only=True, weakref=True):
     size: tuple[int, ...] = ()
 
 
+class Thinking(msgspec.Struct, frozen=True):
+    """How long an answer's reasoning may be."""
+
+    most: int  # tokens
+    end: int  # token that ends it
+    begin: int | None = None  # token that begins it; None: it is begun in the prompt
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """A validated request. Its prompt fits, its numbers are in range."""
 
@@ -83,6 +91,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: bool = False
     prompt_top_n: int = 0  # alternatives per token of the prompt, if its log-probabilities are asked for
     min_new_tokens: int = 0  # before so many, no token of end_ids is drawn
+    thinking: Thinking | None = None  # that it may do before it answers; None: as long as it likes
     skip_special_tokens: bool = True  # in the text
     shown: tuple[int, ...] = ()  # special tokens that are in the text all the same: whoever parses it has to see them
     choices: int = 1  # answers, drawn independently, the prompt is computed once; or the best that beam search finds, in order

@@ -19,7 +19,21 @@ import msgspec
 from .config import Misconfigured, RouterConfig
 from .grammar import Grammars
 from .pictures import NO_IMAGES, Pictures
-from .request import Beams, Expired, Grammar, Image, Limits, Overloaded, Priority, Refused, Request, Sampling, Stopping, TooLong
+from .request import (
+    Beams,
+    Expired,
+    Grammar,
+    Image,
+    Limits,
+    Overloaded,
+    Priority,
+    Refused,
+    Request,
+    Sampling,
+    Stopping,
+    Thinking,
+    TooLong,
+)
 from .scheduler import most_pages
 from .text import LONG_TEXT, Tokenizer
 
@@ -70,6 +84,7 @@ class Parameters(msgspec.Struct, frozen=True, kw_only=True):
     prompt_top_n: int = 0  # alternatives for each token of the prompt
     most_top_n: int = 0  # alternatives that may be asked for, if that is more than the operator's setting
     min_new_tokens: int = 0
+    thinking: Thinking | None = None
     final_logprobs: bool = False
     skip_special_tokens: bool = True
     shown: tuple[int, ...] = ()
@@ -151,6 +166,7 @@ class Validator:
             prompt_logprobs=parameters.prompt_logprobs,
             prompt_top_n=parameters.prompt_top_n,
             min_new_tokens=parameters.min_new_tokens,
+            thinking=parameters.thinking,
             skip_special_tokens=parameters.skip_special_tokens,
             shown=parameters.shown,
             choices=choices,
@@ -295,7 +311,7 @@ class Validator:
     def _beams(self, given: Parameters) -> Beams | None:
         """Whether and how beams are searched. The operator's width is for those who ask for nothing, and draw nothing."""
         drawn = (given.choices or 1) > 1
-        default = 1 if given.sampled or drawn else self._config.num_beams
+        default = 1 if given.sampled or drawn or given.thinking else self._config.num_beams
         width = default if given.num_beams is None else given.num_beams
         most = self._config.most_beams
         if not 0 < width <= most:
@@ -306,6 +322,8 @@ class Validator:
             if name := _about_beams(given):
                 raise Refused(f"`{name}` needs beams: ask for them with `num_beams` > 1, or leave it out", name)
             return None
+        if given.thinking:
+            raise Refused("`thinking_token_budget` together with `num_beams` > 1 is not supported", "thinking_token_budget")
         if drawn:
             raise Refused(
                 "`best_of` together with `num_beams` > 1 is not supported: `num_return_sequences` says how many of the best beams "

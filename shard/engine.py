@@ -224,6 +224,8 @@ class Engine:
             return f"{group.prompt_length} tokens and {group.max_new_tokens} more are too many: {self.decoder.shape.max_positions}"
         if problem := self._unknown(group):
             return problem
+        if group.thinking is not None and max(group.thinking.begin, group.thinking.end) >= vocabulary:
+            return f"what thoughts begin and end with must be in the model's vocabulary of {vocabulary}"
         if max(group.end_ids, default=0) >= vocabulary or max((token for token, _ in group.sampling.bias), default=0) >= vocabulary:
             return f"end_ids and logit bias must be in the model's vocabulary of {vocabulary}"
         if not group.waiting and not all(0 < sequence.generated < group.max_new_tokens for sequence in group.sequences):

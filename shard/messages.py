@@ -13,7 +13,7 @@ from .decoding.hypotheses import Hypothesis, Path, Search, Stop
 from .decoding.strategy import Grown
 from .outcome import Outcome
 from .pictures import Picture
-from .sequence import Group, Sampling, sequences
+from .sequence import Group, Sampling, Thinking, sequences
 
 
 def step_reply(step: int, outcome: Outcome) -> wire.Reply:
@@ -120,6 +120,7 @@ def group_from(message: wire.Group) -> Group:
         prompt_logprobs=message.prompt_logprobs and not continuations,  # they were reported with the first token
         prompt_top_n=message.prompt_top_n,
         min_new_tokens=message.min_new_tokens,
+        thinking=thinking_from(message.thinking) if message.HasField("thinking") else None,
         grammar=message.grammar,
         search=search,
         drafts=0 if search else message.drafts,
@@ -128,6 +129,11 @@ def group_from(message: wire.Group) -> Group:
         images=tuple(map(picture_from, message.images)),
         trace=message.trace,
     )
+
+
+def thinking_from(message: wire.Thinking) -> Thinking:
+    """How long it may be."""
+    return Thinking(message.most, message.end, message.begin if message.HasField("begin") else -1)
 
 
 def picture_from(message: wire.Image) -> Picture:

@@ -50,6 +50,26 @@ class Sampling:
         return bool(self.repetition_penalty != 1 or self.frequency_penalty or self.presence_penalty or self.bias)
 
 
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """How long an answer's beginning may be that is no answer yet."""
+
+    most: int  # tokens
+    end: int  # token that ends it
+    begin: int = -1  # token that begins it; -1: it is begun in the prompt
+
+    def overdue(self, tokens: Listing[int], prompt_length: int) -> bool:
+        """Whether behind prompt and answer, `tokens`, the end has to come."""
+        if len(tokens) - prompt_length < self.most:
+            return False
+        answer = tokens[prompt_length:]
+        if self.end in answer:
+            return False
+        if self.begin < 0:
+            return True
+        return self.begin in answer and len(answer) - answer.index(self.begin) > self.most
+
+
 @dataclass(slots=True)
 class Sequence:
     """One continuation of a group's prompt."""
@@ -132,6 +152,7 @@ class Group:
     prompt_top_n: int = 0
     prompt_tops: list[tuple[int, float]] = field(default_factory=list)  # so many for each of these scores: (token, logprob)
     min_new_tokens: int = 0  # before so many, end_ids can't be drawn
+    thinking: Thinking | None = None  # that it may do before it answers
     grammar: str = ""  # that its sequences keep, as `decoding.grammar` wants it; "": none
     compiled: bool = False  # the grammar is, as rank 0 has told
     found: int = 0  # tokens that were cached, until a step tells

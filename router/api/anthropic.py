@@ -69,6 +69,7 @@ class Conversation(ChatBody, kw_only=True):
     """As a chat. Claude Code has system messages in the middle of almost each."""
 
     folds_system = True
+    bound_if_able = True  # clients say how long the model may think, whatever it is
 
 
 class Anthropic:
@@ -188,14 +189,23 @@ def _chat(body: MessagesBody) -> Conversation:
         parallel_tool_calls=parallel,
         chat_template_kwargs=_thinking(body.thinking) | (body.chat_template_kwargs or {}),
         reasoning_effort=effort_of(output.get("effort"), "output_config.effort"),
+        thinking_token_budget=_budget(body.thinking or {}),
     )
 
 
 def _thinking(given: Json | None) -> dict[str, Any]:
-    """What the template is told. How many tokens it may take is up to the model."""
+    """What the template is told."""
     if given is None:
         return {}
     kind = given.get("type")
     if not isinstance(kind, str) or kind not in THINKING:
         raise Refused(f"`thinking.type` must be one of {', '.join(THINKING)}. Given: {kind!r}", "thinking.type")
     return {} if THINKING[kind] is None else dict.fromkeys(SWITCHES, THINKING[kind])
+
+
+def _budget(given: Json) -> int | None:
+    """How many tokens it may take."""
+    most = given.get("budget_tokens")
+    if most is not None and (type(most) is not int or most < 0):
+        raise Refused(f"`thinking.budget_tokens` must be a positive integer. Given: {most!r}", "thinking.budget_tokens")
+    return most if given.get("type") == "enabled" else None

@@ -164,6 +164,7 @@ class ChatBody(Body, kw_only=True):
     """Of /v1/chat/completions."""
 
     folds_system: ClassVar[bool] = False  # see `Chat`
+    bound_if_able: ClassVar[bool] = False  # of a model whose thoughts can't be bound nobody is told so
 
     messages: list[dict[str, Any]]
     documents: list[dict[str, Any]] | None = None
@@ -177,6 +178,7 @@ class ChatBody(Body, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
+    thinking_token_budget: int | None = None  # vLLM's
     echo: Any = None  # refused
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

@@ -5,8 +5,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ..parsing import constraint, formatted, markers, reader
-from ..request import Grammar, Limits, Refused, Request
+from ..parsing import constraint, formatted, markers, marks_of, reader
+from ..request import Grammar, Limits, Refused, Request, Thinking
 from ..template import Chat
 from ..text import Tokenizer
 from ..validation import Parameters, Validator, in_time
@@ -17,6 +17,8 @@ from .openai_messages import images_of, messages_of
 from .openai_shapes import Speaker
 from .openai_tools import Tools, tools_of
 
+BUDGET = "thinking_token_budget"
+MOST_THOUGHTS = 2**31 - 1
 PLAIN_FORM = "json"  # in which forced calls are written where nothing tells how the model does
 
 
@@ -49,7 +51,8 @@ class Chats:
             grammar = self._formatted(format, reasoning, prompt, continued)
             if grammar is None:  # then the answer is that from the first token on
                 reasoning, grammar = None, format
-        asked = replace(asked, grammar=grammar, shown=self._shown(reasoning, parser))
+        thinking = self._thinking(body, prompt, continued)
+        asked = replace(asked, grammar=grammar, shown=self._shown(reasoning, parser), thinking=thinking)
         with naming(grammar="tools" if tools.forced else format_name(body)):
             async with in_time(asked), self._links.opened(images) as opened:
                 asked = replace(asked, images=opened)
@@ -89,6 +92,20 @@ class Chats:
         """Special tokens that a reader has to see."""
         ids = [self._tokenizer.special_id(marker) for marker in markers(reasoning, parser)]
         return tuple(id for id in ids if id is not None)
+
+    def _thinking(self, body: ChatBody, prompt: str, continued: str) -> Thinking | None:
+        most = body.thinking_token_budget
+        if most is None:
+            return None
+        if not 0 <= most <= MOST_THOUGHTS:
+            raise Refused(f"`{BUDGET}` must be from 0 to {MOST_THOUGHTS}. Given: {most}", BUDGET)
+        marks = None if self._reasoning is None else marks_of(self._reasoning, prompt, continued)
+        begin, end = (self._tokenizer.added_id(mark) if mark else None for mark in marks or ("", ""))
+        if marks is not None and end is not None and (begin is not None or not marks[0]):
+            return Thinking(most, end, begin)
+        if body.bound_if_able:
+            return None
+        raise Refused(f"`{BUDGET}` is not supported: no token ends this model's reasoning (--reasoning-parser)", BUDGET)
 
     def _formatted(self, format: Grammar, reasoning: str, prompt: str, continued: str) -> Grammar | None:
         return formatted(format, reasoning, prompt=prompt, continued=continued, special=self._tokenizer.added_id)

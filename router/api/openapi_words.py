@@ -37,6 +37,7 @@ WORDS = {
     "stop_token_ids": "More tokens that end the answer.",
     "stream_beams": "A stream also has an event named `beams` for every step of the search.",
     "structured_outputs": "vLLM's name for all that is guided: `json`, `regex`, `choice` or `grammar`.",
+    "thinking_token_budget": "Tokens of reasoning after which it is ended.",
     "timeout": "Seconds after the request came by which the whole answer must be there; else 504, or an error event.",
     "truncate_prompt_tokens": "Only the last so many tokens of the prompt are used.",
     "use_beam_search": "vLLM's: a search with `n` beams, or `best_of`.",

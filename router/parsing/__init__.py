@@ -2,7 +2,7 @@
 
 from .constraint import constraint, formatted
 from .parts import Arguments, Call, Part, Reader, Reasoning, Text
-from .readers import chosen, detect, markers, reader
+from .readers import chosen, detect, markers, marks_of, reader
 
 __all__ = [
     "Arguments",
@@ -16,5 +16,6 @@ __all__ = [
     "detect",
     "formatted",
     "markers",
+    "marks_of",
     "reader",
 ]

@@ -189,6 +189,15 @@ def markers(reasoning: str | None, tools: str | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
+def marks_of(reasoning: str, prompt: str, continued: str) -> tuple[str, str] | None:
+    """What an answer's reasoning begins and ends with; "": the `prompt`, or what is `continued`, has begun it. None: channels
+    do."""
+    thoughts = THOUGHTS.get(reasoning)
+    if thoughts is None:
+        return None
+    return "" if thoughts.begun(prompt, continued) else thoughts.opens[0], thoughts.closes[0]
+
+
 def _answer(
     thoughts: Thoughts | None, form: Form | None, calls: Calls, prompt: str, continued: str
 ) -> Callable[[Source], Steps[None]]:

@@ -27,7 +27,7 @@ class BeamSearch:
 
     def rows(self, group: Group) -> list[Row]:
         """One per beam; the first step has one, the prompt. A beam's rank is part of the key of its noise."""
-        sampling = sampling_of(group, group.sequences[0].generated)
+        sampling = sampling_of(group, group.sequences[0].tokens)
         return [Row(sampling, s.tokens, s.prompt_length, rank, group.top_n) for rank, s in enumerate(group.sequences)]
 
     def judge(self, group: Group, picks: Listing[Pick | None]) -> Verdict:

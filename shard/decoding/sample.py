@@ -1,6 +1,7 @@
 """Plain decoding: every sequence of the group goes on by one token, greedy or sampled."""
 
 import math
+from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Listing
 from dataclasses import replace
 
@@ -8,6 +9,8 @@ from ..sequence import Group, Sampling
 from ..step import Span
 from .sampler import Pick, Row
 from .strategy import NOT_FINITE, Emitted, Verdict, finish_of
+
+CERTAIN = 1e9  # bias that no logit and no noise comes near, also when it is divided by a temperature
 
 
 class Sample:
@@ -22,11 +25,9 @@ class Sample:
         bound = bool(group.grammar)
         if group.waiting:
             [first] = group.sequences
-            sampling = sampling_of(group, 0)
+            sampling = sampling_of(group, first.tokens)
             return [Row(sampling, first.tokens, first.prompt_length, choice, group.top_n, bound) for choice in group.waiting]
-        return [
-            Row(sampling_of(group, s.generated), s.tokens, s.prompt_length, s.choice, group.top_n, bound) for s in group.sequences
-        ]
+        return [Row(sampling_of(group, s.tokens), s.tokens, s.prompt_length, s.choice, group.top_n, bound) for s in group.sequences]
 
     def judge(self, group: Group, picks: Listing[Pick | None]) -> Verdict:
         """Appends each pick."""
@@ -42,9 +43,19 @@ class Sample:
         return Verdict(emitted, ended)
 
 
-def sampling_of(group: Group, generated: int) -> Sampling:
-    """Of the next token; while it is too early for an end token, none can be drawn. A grammar's mask sees to that itself."""
-    if generated >= group.min_new_tokens or group.grammar:
-        return group.sampling
-    kept = ((token, value) for token, value in group.sampling.bias if token not in group.end_ids)
-    return replace(group.sampling, bias=(*kept, *((token, -math.inf) for token in sorted(group.end_ids))))
+def sampling_of(group: Group, tokens: Listing[int]) -> Sampling:
+    """Of the token that follows these, prompt and answer. While it is too early for an end token, none can be drawn (a grammar's
+    mask sees to that itself); where it is time for thoughts to end, nothing else can."""
+    sampling, prompt_length = group.sampling, group.prompt_length
+    if len(tokens) - prompt_length < group.min_new_tokens and not group.grammar:
+        ends = ((token, -math.inf) for token in sorted(group.end_ids))
+        sampling = replace(sampling, bias=(*_without(sampling, group.end_ids), *ends))
+    if group.thinking is not None and group.thinking.overdue(tokens, prompt_length):
+        end = group.thinking.end
+        sampling = replace(sampling, bias=(*_without(sampling, (end,)), (end, CERTAIN)))
+    return sampling
+
+
+def _without(sampling: Sampling, tokens: Collection[int]) -> Iterator[tuple[int, float]]:
+    """What others than these tokens have for bias."""
+    return ((token, value) for token, value in sampling.bias if token not in tokens)

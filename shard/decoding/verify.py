@@ -92,8 +92,7 @@ class Extended(Listing[int]):
 def row(group: Group, sequence: Sequence, path: Listing[int]) -> Row:
     """What follows so many drafts is drawn as if they were the sequence's own tokens."""
     tokens = Extended(sequence.tokens, path) if path else sequence.tokens
-    sampling, bound = sampling_of(group, sequence.generated + len(path)), bool(group.grammar)
-    return Row(sampling, tokens, sequence.prompt_length, sequence.choice, group.top_n, bound)
+    return Row(sampling_of(group, tokens), tokens, sequence.prompt_length, sequence.choice, group.top_n, bool(group.grammar))
 
 
 def rows(group: Group, sequence: Sequence, tree: Tree) -> list[Row]:

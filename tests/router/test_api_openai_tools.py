@@ -1,15 +1,18 @@
 """Tools, reasoning and formats on /v1/chat/completions: what reaches template and shards, what becomes of an answer's text."""
 
+import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import tokenizers
 
 from penstock.router.grammar import WHITESPACE
 from penstock.router.parsing import formatted
-from penstock.router.request import Grammar
+from penstock.router.request import Grammar, Thinking
+from penstock.router.template import Chat
 from penstock.router.text import Tokenizer
 from penstock.tests.router.fake_batcher import LIMITS, Server, make_tokenizer, serve
 
@@ -338,6 +341,61 @@ def test_of_an_answer_with_a_format_only_its_beginning_is_reasoning(tokenizer: T
         assert message == {"role": "assistant", "content": '{"a": "<think>"}'}
 
     serve(tokenizer, test, says='{"a": "<think>"}</s>')
+
+
+@pytest.fixture(scope="module", params=[TEMPLATE, TEMPLATE + "<think>\n"])
+def thinker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Of a model whose thoughts begin and end with tokens; its template may have begun them."""
+    folder = tmp_path_factory.mktemp("thinker")
+    make_tokenizer(folder, request.param)
+    whole = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    whole.add_tokens(["<think>", "</think>"])
+    whole.save(str(folder / "tokenizer.json"))
+    return Tokenizer(folder)
+
+
+def test_thoughts_may_be_bound(thinker: Tokenizer) -> None:
+    begun = prompt_of(thinker).endswith("<think>")
+    begin, end = thinker.added_id("<think>"), thinker.added_id("</think>")
+
+    async def test(server: Server) -> None:
+        for most in (0, 7):
+            status, body, _ = await server.post(PATH, {**CHAT, "thinking_token_budget": most, "tools": [F]})
+            assert status == 200, body
+            assert server.batcher.requests[-1].thinking == Thinking(most, end, None if begun else begin)
+        await server.post(PATH, CHAT)
+        assert server.batcher.requests[-1].thinking is None
+        for most in (-1, 2**40):
+            status, body, _ = await server.post(PATH, {**CHAT, "thinking_token_budget": most})
+            assert (status, body["error"]["param"]) == (400, "thinking_token_budget")
+        status, body, _ = await server.post(PATH, {**CHAT, "thinking_token_budget": 7, "num_beams": 2})
+        assert (status, body["error"]["param"]) == (400, "thinking_token_budget")
+        asked = {**CHAT, "model": "m", "thinking": {"type": "enabled", "budget_tokens": 9}}
+        await server.post("/v1/messages", asked)
+        assert server.batcher.requests[-1].thinking == Thinking(9, end, None if begun else begin)
+        await server.post("/v1/messages", {**asked, "thinking": {"type": "disabled", "budget_tokens": 9}})
+        assert server.batcher.requests[-1].thinking is None
+        status, body, _ = await server.post("/v1/messages", {**asked, "thinking": {"type": "enabled", "budget_tokens": "9"}})
+        assert (status, "`thinking.budget_tokens`" in body["error"]["message"]) == (400, True)
+
+    serve(thinker, test)
+
+
+def prompt_of(tokenizer: Tokenizer) -> str:
+    """The end of one."""
+    return asyncio.run(tokenizer.chat_prompt(Chat(messages=[{"role": "user", "content": "hi"}], add_generation_prompt=True), None))
+
+
+def test_thoughts_that_no_token_ends_are_not_bound(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        status, body, _ = await server.post(PATH, {**CHAT, "thinking_token_budget": 7})
+        assert (status, body["error"]["param"]) == (400, "thinking_token_budget")
+        thinking = {"type": "enabled", "budget_tokens": 9}
+        status, body, _ = await server.post("/v1/messages", {**CHAT, "model": "m", "thinking": thinking})
+        assert status == 200, body  # whose clients say it to every model
+        assert server.batcher.requests[-1].thinking is None
+
+    serve(tokenizer, test)
 
 
 def test_tools_and_a_format_allow_either(tokenizer: Tokenizer) -> None:

@@ -2,7 +2,7 @@
 
 from penstock.proto import shard_pb2
 from penstock.router.commands import group
-from penstock.router.request import Request, Sampling
+from penstock.router.request import Request, Sampling, Thinking
 
 
 def test_neutral_sampling_stays_off_the_wire() -> None:
@@ -47,3 +47,10 @@ def test_every_setting_of_sampling_reaches_the_wire() -> None:
         seed=2**64 - 1,
         final_logprobs=True,
     )
+
+
+def test_how_long_it_may_think_reaches_the_wire() -> None:
+    for begin in (None, 0, 8):
+        sent = group(1, Request(prompt=(1,), max_new_tokens=1, thinking=Thinking(3, 7, begin)))
+        assert sent.thinking == shard_pb2.Thinking(most=3, end=7, begin=begin)
+        assert sent.thinking.HasField("begin") == (begin is not None)

@@ -25,7 +25,7 @@ from penstock.shard.engine import Engine
 from penstock.shard.messages import group_from, paused_to
 from penstock.shard.outcome import Outcome
 from penstock.shard.pictures import Picture
-from penstock.shard.sequence import Group, Sampling
+from penstock.shard.sequence import Group, Sampling, Thinking
 
 UNLIMITED = 1 << 20
 
@@ -333,11 +333,17 @@ def message(group: Group) -> wire.Group:
         prompt_logprobs=group.prompt_logprobs,
         prompt_top_n=group.prompt_top_n,
         min_new_tokens=group.min_new_tokens,
+        thinking=thinking(group.thinking) if group.thinking else None,
         grammar=group.grammar,
         cache_key=first.cache_key,
         adapter=group.adapter,
         images=map(shown, group.images),
     )
+
+
+def thinking(one: Thinking) -> wire.Thinking:
+    """Likewise."""
+    return wire.Thinking(most=one.most, end=one.end, begin=one.begin if one.begin >= 0 else None)
 
 
 def shown(one: Picture) -> wire.Image:

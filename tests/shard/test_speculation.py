@@ -12,7 +12,7 @@ from penstock.shard.decoding.tree import Tree, chain, merge
 from penstock.shard.decoding.verify import Draft
 from penstock.shard.engine import Engine
 from penstock.shard.parallel import Ranks
-from penstock.shard.sequence import Group, Sampling
+from penstock.shard.sequence import Group, Sampling, Thinking
 from penstock.tests.shard import configurations, tiny
 from penstock.tests.shard.driver import UNLIMITED, Habits, World, drive
 from penstock.tests.shard.test_oracle import at_rest, prompt
@@ -66,6 +66,7 @@ def asked(drafts: int) -> list[Group]:
                 choices=2 if uid % 5 == 1 else 1,
                 end_ids=frequent[: uid % 3],
                 min_new_tokens=uid % 4,
+                thinking=Thinking(uid % 7, uid) if uid % 6 == 2 else None,
                 top_n=uid % 2,
                 drafts=drafts,
             )
