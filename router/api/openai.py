@@ -36,6 +36,7 @@ from .openai_bodies import (
 )
 from .openai_chats import Chats
 from .openai_formats import format_name, grammar_of
+from .openai_ids import Numbered
 from .openai_scribe import Echo, Scribe, encode
 from .openai_shapes import Chat, Completions, Envelope, Json, Shapes, Usage
 from .ports import Batcher, limits_of
@@ -57,6 +58,7 @@ class Asked:
     headers: dict[str, str]
     entries: bool  # vLLM's `prompt_logprobs` are asked for
     silent: bool  # the generated token, which there must be, is not in the answer
+    beside: Json  # what stands in the answer, or its first chunk, beside choices
 
     @property
     def prompt_tokens(self) -> int:
@@ -199,9 +201,15 @@ class OpenAI:
     def _asked(
         self, body: Body, requests: list[Request], shapes: Shapes, shown: int, headers: dict[str, str], silent: bool = False
     ) -> Asked:
+        beside: Json = {}
+        if body.return_token_ids:
+            if isinstance(shapes, Chat):
+                beside = {"prompt_token_ids": requests[0].prompt}
+            prompts = () if beside else [request.prompt for request in requests]
+            shapes = Numbered(shapes, prompts, shown, silent)
         envelope = Envelope(shapes, body.model or self._config.model, self._fingerprint, body.service_tier)
-        options = body.stream_options or StreamOptions()
-        return Asked(requests, envelope, shown, bool(body.stream), options, headers, body.prompt_logprobs is not None, silent)
+        options, entries = body.stream_options or StreamOptions(), body.prompt_logprobs is not None
+        return Asked(requests, envelope, shown, bool(body.stream), options, headers, entries, silent, beside)
 
     async def _answer(self, http: web.Request, clock: Clock, asked: Asked) -> web.StreamResponse:
         clock.valid()
@@ -236,12 +244,12 @@ async def _whole(asked: Asked, folded: list[list[Answer]], entries: Sequence[msg
     usage.reasoning_tokens = shapes.reasoning_tokens()
     for drawn in folded:
         usage.guess(guesses(answer.finish for answer in drawn))
-    if not entries:
-        return asked.envelope.whole(choices, usage)
-    if isinstance(shapes, Chat):
-        return asked.envelope.whole(choices, usage) | {"prompt_logprobs": entries[0]}
-    told = [choice | {"prompt_logprobs": entries[place]} for choice, (place, _, _) in zip(choices, shown, strict=True)]
-    return asked.envelope.whole(told, usage)
+    beside = asked.beside
+    if entries and shapes.whole == Chat.whole:
+        beside = {"prompt_logprobs": entries[0]} | beside
+    elif entries:
+        choices = [choice | {"prompt_logprobs": entries[place]} for choice, (place, _, _) in zip(choices, shown, strict=True)]
+    return asked.envelope.whole(choices, usage) | beside
 
 
 class Events:
@@ -286,7 +294,8 @@ class Events:
             if self._asked.requests[0].beams is not None:
                 self._unopened.update(places[1:])
                 places = places[:1]
-            return b"".join([self._framed(self._shapes.opening(place)) for place in places])
+            beside = encode(self._asked.beside)[1:-1] if first == 0 else b""
+            return b"".join([self._framed(self._shapes.opening(place), beside if place == 0 else b"") for place in places])
         if isinstance(item, Grown):  # nobody can ask for them here
             return b""
         self._timing.end(item)
@@ -313,12 +322,12 @@ class Events:
             return None
         return b"data: " + escaped(self._head) + around[0], around[1] + escaped(self._rest) + b"\n\n"
 
-    def _framed(self, choice: bytes | None) -> bytes:
-        """A chunk with one choice, if there is one."""
+    def _framed(self, choice: bytes | None, beside: bytes = b"") -> bytes:
+        """A chunk with one choice, if there is one; beside: fields next to it."""
         if choice is None:
             return b""
         rest = self._rest or b'%b,"usage":%b}' % (self._tail, encode(self._usage.json()))
-        return plain_frame(self._head + choice + rest)
+        return plain_frame(self._head + choice + (rest[:-1] + b"," + beside + b"}" if beside else rest))
 
 
 class Timing:

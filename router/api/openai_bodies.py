@@ -49,7 +49,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "logits_processors": ([],),
     "bad_words": ([],),
     "modalities": (["text"],),
-    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "background": (False,),
     "store": (False,),
@@ -127,6 +126,7 @@ class Body(Common, kw_only=True):
     prompt_logprobs: int | None = None
     use_beam_search: bool | None = None
     beam_width: int | None = None  # SGLang's for num_beams
+    return_token_ids: bool | None = None  # vLLM's
 
     # What would change the answer, and can't be honoured.
     suffix: Any = None
@@ -144,7 +144,6 @@ class Body(Common, kw_only=True):
     modalities: Any = None
     audio: Any = None
     web_search_options: Any = None
-    return_token_ids: Any = None
     return_tokens_as_token_ids: Any = None
 
 

@@ -215,6 +215,7 @@ class ChatChoice(Closed, kw_only=True):
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"]
     score: float | Maybe = msgspec.UNSET
+    token_ids: list[int] | Maybe = msgspec.UNSET
 
 
 class ChatChunkChoice(Closed, kw_only=True):
@@ -223,6 +224,7 @@ class ChatChunkChoice(Closed, kw_only=True):
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"] | None
     score: float | Maybe = msgspec.UNSET
+    token_ids: list[int] | Maybe = msgspec.UNSET
 
 
 class CompletionLogprobs(Closed, kw_only=True):
@@ -238,6 +240,8 @@ class CompletionChoice(Closed, kw_only=True):
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"] | None
     score: float | Maybe = msgspec.UNSET
+    token_ids: list[int] | Maybe = msgspec.UNSET
+    prompt_token_ids: list[int] | Maybe = msgspec.UNSET
     prompt_logprobs: list[dict[str, Any] | None] | Maybe = msgspec.UNSET
 
 
@@ -253,6 +257,7 @@ class ChatCompletion(Answered, kw_only=True):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: UsageJson
+    prompt_token_ids: list[int] | Maybe = msgspec.UNSET
     prompt_logprobs: list[dict[str, Any] | None] | Maybe = msgspec.UNSET
 
 
@@ -260,6 +265,7 @@ class ChatChunk(Answered, kw_only=True):
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
     usage: UsageJson | Maybe | None = msgspec.UNSET
+    prompt_token_ids: list[int] | Maybe = msgspec.UNSET
     metrics: Timings | Maybe = msgspec.UNSET
 
 

@@ -32,6 +32,7 @@ WORDS = {
     "prompt_cache_key": "Requests with the same key belong together: of several replicas they go to one.",
     "prompt_logprobs": "Log-probabilities of the prompt's tokens, each with so many alternatives. Not streamed.",
     "regex": "SGLang's name for `guided_regex`.",
+    "return_token_ids": "true: the ids of the tokens stand beside the text, those of the prompt, too.",
     "skip_special_tokens": "Whether special tokens are left out of the text.",
     "speculate": "The most guesses in a step, up to what --speculate says; 0: none. They change no token.",
     "stop_token_ids": "More tokens that end the answer.",

@@ -171,6 +171,61 @@ def test_chat_logprobs(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test)
 
 
+@pytest.mark.parametrize("more", [{}, {"logprobs": True}, {"n": 2}, {"max_tokens": 3}, {"stop": "lo"}], ids=str)
+@BOTH
+def test_the_ids_of_tokens(tokenizer: Tokenizer, path: str, body: dict[str, Any], more: dict[str, Any]) -> None:
+    """All those that were generated, whatever of them is text; those of the prompt once."""
+    several = path == PATH
+    asked = body | more | {"return_token_ids": True}
+    if several:
+        asked |= {"prompt": ["hi", "you"], "logprobs": 1 if "logprobs" in more else None}
+    said = (
+        "Hello"[: 5 if "stop" in more else more.get("max_tokens", 99)] if more.keys() & {"stop", "max_tokens"} else "Hello you</s>"
+    )
+
+    def decoded(ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=False).lstrip("0123")  # of several choices each begins with its number
+
+    async def test(server: Server) -> None:
+        _, plain, _ = await server.post(path, asked | {"return_token_ids": False})
+        _, whole, _ = await server.post(path, asked)
+        prompts = [list(request.prompt) for request in server.batcher.requests[-1 - several :]]
+        shown = more.get("n", 1)
+        for choice, same in zip(whole["choices"], plain["choices"], strict=True):
+            assert decoded(choice.pop("token_ids")) == said
+            if several:
+                assert choice.pop("prompt_token_ids") == prompts[choice["index"] // shown]
+            assert choice == same
+        assert whole.pop("prompt_token_ids", None) == (None if several else prompts[0])
+        assert whole["usage"] == plain["usage"]
+        *chunks, _ = await server.events(path, asked | {"stream": True, "stream_options": {"include_usage": True}})
+        told: dict[int, list[int]] = {}
+        heard = [chunk["prompt_token_ids"] for chunk in chunks if "prompt_token_ids" in chunk]
+        assert heard == ([] if several else prompts)
+        assert several or "prompt_token_ids" in chunks[0]
+        for chunk in chunks:
+            for choice in chunk["choices"]:
+                index = choice["index"]
+                assert ("prompt_token_ids" in choice) == (several and index not in told)
+                assert choice.get("prompt_token_ids", prompts[index // shown]) == prompts[index // shown]
+                told.setdefault(index, []).extend(choice["token_ids"])
+        assert [*map(decoded, told.values())] == [said] * (1 + several) * shown
+
+    serve(tokenizer, test)
+
+
+def test_of_a_silent_answer_the_prompt_has_ids(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        body = {**COMPLETION, "max_tokens": 0, "echo": True, "return_token_ids": True}
+        _, answer, _ = await server.post(PATH, body)
+        [choice] = answer["choices"]
+        assert (choice["token_ids"], choice["prompt_token_ids"]) == ([], list(server.batcher.requests[-1].prompt))
+        chunks = await server.events(PATH, {**body, "stream": True})
+        assert [choice["token_ids"] for chunk in chunks[:-1] for choice in chunk["choices"]] == [[], []]
+
+    serve(tokenizer, test)
+
+
 def test_completion_logprobs(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         expected = {"tokens": ["H", "e", "l"], "token_logprobs": [-0.5] * 3, "text_offset": [0, 1, 2]}

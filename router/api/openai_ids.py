@@ -1,0 +1,53 @@
+"""The ids of tokens in OpenAI's answers, beside their text, as vLLM's `return_token_ids` has them: who trains with answers wants
+the very tokens. A way to answer around another one."""
+
+from collections.abc import Sequence
+
+from ..request import Finish, Prompt, Token
+from .openai_scribe import encode
+from .openai_shapes import Json, Shapes
+from .stream import Answer
+
+
+class Numbered:
+    """See Shapes."""
+
+    def __init__(self, shapes: Shapes, prompts: Sequence[Sequence[int]], shown: int, silent: bool) -> None:
+        """prompts: whose ids stand in choices, too, of which each has so many that are shown; (): in none; silent: no token of an
+        answer is told."""
+        self.id_prefix, self.whole, self.part = shapes.id_prefix, shapes.whole, shapes.part
+        self._shapes = shapes
+        self._prompts = prompts
+        self._shown = shown
+        self._silent = silent
+        self._begun: set[int] = set()  # choices of which a chunk was told
+
+    async def open(self, place: int, prompt: Prompt) -> None:
+        await self._shapes.open(place, prompt)
+
+    async def choice(self, index: int, answer: Answer) -> Json:
+        tokens = () if self._silent else answer.tokens
+        return await self._shapes.choice(index, answer) | self._ids(index, [token.id for token in tokens])
+
+    def opening(self, index: int) -> bytes | None:
+        return self._numbered(index, self._shapes.opening(index), [])
+
+    def delta(self, index: int, item: Token | Finish) -> bytes | None:
+        return self._numbered(index, self._shapes.delta(index, item), [item.id] if isinstance(item, Token) else [])
+
+    def around(self, index: int) -> tuple[bytes, bytes] | None:
+        return None
+
+    def reasoning_tokens(self) -> int | None:
+        return self._shapes.reasoning_tokens()
+
+    def _numbered(self, index: int, choice: bytes | None, ids: list[int]) -> bytes | None:
+        if choice is None:
+            return None
+        more = self._ids(index, ids) if index not in self._begun else {"token_ids": ids}
+        self._begun.add(index)
+        return choice[:-1] + b"," + encode(more)[1:]
+
+    def _ids(self, index: int, ids: list[int]) -> Json:
+        prompt = {"prompt_token_ids": self._prompts[index // self._shown]} if self._prompts else {}
+        return prompt | {"token_ids": ids}
