@@ -1,6 +1,8 @@
 """OpenAI's Responses API: its items to a chat's messages, a stream of items to its events. The server keeps no answers."""
 
+import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +34,7 @@ from .responses_shapes import Output, Response
 from .stream import Clock, fold, headers_of, named_frame, send, stream_headers_of
 
 LOGPROBS = "message.output_text.logprobs"
+FUNCTION = re.compile(r"tools\[(\d+)\]\.function")  # of a tool, the place of what stands here beside its type
 NOTHING = "reasoning.encrypted_content"  # may be asked to be included: there is none
 
 
@@ -108,7 +111,7 @@ class Responses:
         )
         chat = _chat(body)
         theirs = {"inputs": "input", "messages": "input", "max_new_tokens": "max_output_tokens", "response_format": "text.format"}
-        with naming(**theirs, top_n_tokens="top_logprobs", truncate="truncate_prompt_tokens"):
+        with _flat(body.tools), naming(**theirs, top_n_tokens="top_logprobs", truncate="truncate_prompt_tokens"):
             request, make = await self._chats.request(chat, chat.messages, asked, limits)
         clock.valid()
         output = Output(speaker_of(make), self._scribe.logprob if logprobs else None)
@@ -209,9 +212,26 @@ def _chat(body: ResponsesBody) -> ChatBody:
 
 def _tool(tool: Any) -> Any:
     """Here a function's fields stand beside its type."""
-    if not isinstance(tool, dict) or tool.get("type") != "function" or "function" in tool:
+    if not isinstance(tool, dict) or tool.get("type") != "function" or _nested(tool):
         return tool
     return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+
+
+@contextmanager
+def _flat(tools: Sequence[Any] | None) -> Iterator[None]:
+    """What is refused of a tool inside is told with the places of fields here, unless the client has them as in chats."""
+    try:
+        yield
+    except Refused as refused:
+        found = FUNCTION.match(refused.parameter or "")
+        if found and not _nested((tools or ())[int(found[1])]):
+            refused.args = (str(refused).replace(found[0], found[0].removesuffix(".function")),)
+            refused.parameter = (refused.parameter or "").replace(".function", "", 1)
+        raise
+
+
+def _nested(tool: Any) -> bool:
+    return isinstance(tool, dict) and "function" in tool
 
 
 def messages_of(body: ResponsesBody) -> list[dict[str, Any]]:

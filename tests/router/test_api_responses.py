@@ -210,6 +210,9 @@ def test_formats_and_tools_bind(tokenizer: Tokenizer) -> None:
         ({"truncation": "auto"}, "truncation"),
         ({"include": ["file_search_call.results"]}, "include"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [F, {"type": "function", "name": "a b"}]}, "tools[1].name"),
+        ({"tools": [{"type": "function", "name": "f", "parameters": {"type": "string"}}]}, "tools[0].parameters.type"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
         ({"input": []}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
@@ -228,6 +231,7 @@ def test_what_is_refused_is_named(tokenizer: Tokenizer, given: dict[str, Any], p
         for streaming in (False, True):
             status, body, _ = await server.post(PATH, {"input": "hi", **given, "stream": streaming})
             assert (status, body["error"]["param"]) == (400, parameter), body
+            assert f"`{parameter}`" in body["error"]["message"] or not parameter.startswith("tools")
             assert server.batcher.requests == []
 
     serve(tokenizer, test)
