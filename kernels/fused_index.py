@@ -164,6 +164,8 @@ def scores_kernel(
             cache + slots[:, None] * WIDTH + feature[None, :], mask=(key_at < end)[:, None] & (feature < SIZE)[None, :], other=0.0
         )
         found = tl.maximum(dot(asking, tl.trans(key.to(asking.dtype)), WIDEN), 0.0)
+        if not TREES:  # read again for every tile, lest they be kept: ptxas would spill on Blackwell; with trees it is as well off
+            weight = tl.load(weights + token * HEADS + head, mask=head < HEADS, other=0.0)
         score = tl.sum(found * weight[:, None], 0)
         visible = visible_of(
             key_at, position, position, positions, word_0, word_1, word_2, word_3, context, tree, 0, end, False, TREES

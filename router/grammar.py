@@ -14,7 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import llguidance
@@ -57,6 +57,7 @@ ANY_NAME: tuple[Any, ...] = ({}, True, {"type": "string"})  # of a property
 DIGITS = 10  # fewer has the index of a list that fits into a body
 SCALARS = ("string", "number", "integer", "boolean", "null")
 
+Known = dict[int, dict[str, float]]  # bounds of schemas, by id
 Verdict = tuple[str, Grammar]  # what is wrong with a grammar, if anything is, and what the shards are told instead of it
 
 
@@ -74,12 +75,12 @@ def objects(schema: Any) -> Any:
     through there, if no type is named; nobody who asks for an answer means that, and text-generation-inference's clients leave the
     type out. That names of properties are strings, as zod writes, says nothing, and llguidance knows no `propertyNames`.
     """
-    return _changed(schema, _meant)
+    return _changed(schema, partial(_meant, {}))
 
 
-def _meant(schema: Mapping[str, Any]) -> dict[str, Any]:
+def _meant(known: Known, schema: Mapping[str, Any]) -> dict[str, Any]:
     """A schema as `objects` says, but for those in it."""
-    meant = _bounded(schema)
+    meant = _bounded(schema, known)
     if meant.get("propertyNames") in ANY_NAME:
         del meant["propertyNames"]
     return {"type": "object", **meant} if "properties" in meant and not meant.keys() & {"type", "$ref"} else meant
@@ -112,7 +113,7 @@ def _all(schema: Any) -> list[Mapping[str, Any]]:
     return found
 
 
-def _bounded(schema: Mapping[str, Any]) -> dict[str, Any]:
+def _bounded(schema: Mapping[str, Any], known: Known) -> dict[str, Any]:
     """The schema, with bounds of its own that llguidance keeps: where it had others they are a little narrower."""
     bounds = {name: _inward(name, bound) for name, bound in _bounds(schema).items()}
     types = schema.get("type", "number")
@@ -122,19 +123,26 @@ def _bounded(schema: Mapping[str, Any]) -> dict[str, Any]:
             bounds[name] = max(bounds[name], LOWEST if whole else -FARTHEST)
         elif not whole:
             bounds[name] = min(bounds[name], FARTHEST)
-    # Above 2 and up to 2.5 llguidance has 2, too; above 2 alone, or with integers, it has not.
-    every = _narrowest([bounds, *map(_bounds_of_all, _parts(schema, "allOf"))])
+    if not whole:
+        every = _narrowest([bounds, *(_bounds_of_all(part, known) for part in _parts(schema, "allOf"))])
+        bounds = _apart(bounds, every)
+    others = {name: value for name, value in schema.items() if name not in LEAST | MOST or not _is_number(value)}
+    return others | bounds
+
+
+def _apart(bounds: dict[str, float], every: Mapping[str, float]) -> dict[str, float]:
+    """A schema's own bounds, away from those that llguidance lets through: above 2 and up to 2.5 it has 2, too; above 2 alone, or
+    with integers, it has not. every: those of all that holds together."""
     low, high = every.get("exclusiveMinimum", -1), every.get("exclusiveMaximum", 1)
     least = max((every[name] for name in LEAST & every.keys()), default=-math.inf)
     most = min((every[name] for name in MOST & every.keys()), default=math.inf)
-    if not whole and 0 <= low <= FARTHEST and low % 1 == 0 and most < low + 1:
+    if 0 <= low <= FARTHEST and low % 1 == 0 and most < low + 1:
         bounds["minimum"] = max(least, low * (1 + NEAR) or NEAREST)
         bounds.pop("exclusiveMinimum", None)
-    if not whole and -FARTHEST <= high <= 0 and high % 1 == 0 and least > high - 1:
+    if -FARTHEST <= high <= 0 and high % 1 == 0 and least > high - 1:
         bounds["maximum"] = min(most, high * (1 + NEAR) or -NEAREST)
         bounds.pop("exclusiveMaximum", None)
-    others = {name: value for name, value in schema.items() if name not in LEAST | MOST or not _is_number(value)}
-    return others | bounds
+    return bounds
 
 
 def _bounds(schema: Any) -> dict[str, float]:
@@ -143,10 +151,13 @@ def _bounds(schema: Any) -> dict[str, float]:
     return {name: bound for name in names if _is_number(bound := schema[name])}
 
 
-def _bounds_of_all(schema: Any) -> dict[str, float]:
-    """And those of all that it asks for beside them."""
-    parts = _parts(schema, "allOf") if isinstance(schema, Mapping) else ()
-    return _narrowest([_bounds(schema), *map(_bounds_of_all, parts)])
+def _bounds_of_all(schema: Any, known: Known) -> dict[str, float]:
+    """And those of all that it asks for beside them. known: of schemas that were asked for before."""
+    if id(schema) not in known:
+        parts = _parts(schema, "allOf") if isinstance(schema, Mapping) else ()
+        found = _narrowest([_bounds(schema), *(_bounds_of_all(part, known) for part in parts)])
+        known[id(schema)] = found
+    return known[id(schema)]
 
 
 def _narrowest(some: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -159,9 +170,10 @@ def _narrowest(some: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def _inward(name: str, bound: float) -> float:
     """A number that llguidance has as it is, within this bound and as near as can be. It has all of them as floats of 64 bits,
     takes long exclusive ones for inclusive ones, and is out by a bit for long ones that are written with a point."""
-    if not EXACT < abs(bound) < HIGHEST + (name == "exclusiveMaximum"):
+    if not EXACT <= abs(bound) < HIGHEST + (name == "exclusiveMaximum"):
         return bound
-    near, out, far = float(bound), name.startswith("exclusive"), math.inf if name in LEAST else -math.inf
+    bound, out = int(bound), name.startswith("exclusive")  # so long that there is nothing behind the point
+    near, far = float(bound), math.inf if name in LEAST else -math.inf
     within = near >= bound + out if name in LEAST else near <= bound - out
     return int(near if within else math.nextafter(near, far))
 
@@ -186,7 +198,7 @@ def within(grammar: Grammar) -> str:
     schema = json.loads(grammar.source)
     if isinstance(schema, dict):  # as `written` has it
         schema = {"x-guidance": {"whitespace_pattern": WHITESPACE}} | schema
-    return f"%json {json.dumps(schema, ensure_ascii=False)}"
+    return f"%json {json.dumps(schema, ensure_ascii=False, separators=(',', ':'))}"
 
 
 def lark(text: str) -> Grammar:
@@ -215,7 +227,7 @@ def written(grammar: Grammar) -> str:
         case "lark":
             return llguidance.LLMatcher.grammar_from_lark(grammar.source)
         case "choice":
-            return llguidance.LLMatcher.grammar_from_regex("|".join(map(literally, _options(grammar.source))))
+            return llguidance.LLMatcher.grammar_from_regex("|".join(map(_literally, _options(grammar.source))))
     raise ValueError(f"its kind must be one of {', '.join(KINDS)}. Given: {grammar.kind}")
 
 
@@ -362,7 +374,7 @@ def _options(source: str) -> list[str]:
     return options
 
 
-def literally(text: str) -> str:
+def _literally(text: str) -> str:
     """A pattern that matches this text alone."""
     text.encode()  # llguidance would take half of a surrogate pair for something else
     return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)

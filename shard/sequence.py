@@ -26,6 +26,7 @@ from .sketch import Sketch
 
 # Decode steps that `Group.grow` covers: the router decides on the next one while another is under way.
 AHEAD = 2
+LEAD = 4  # tokens of an answer, white space perhaps, among which its thoughts begin if it has any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,15 +60,14 @@ class Thinking:
     begin: int = -1  # token that begins it; -1: it is begun in the prompt
 
     def overdue(self, tokens: Listing[int], prompt_length: int) -> bool:
-        """Whether behind prompt and answer, `tokens`, the end has to come."""
-        if len(tokens) - prompt_length < self.most:
-            return False
-        answer = tokens[prompt_length:]
-        if self.end in answer:
-            return False
-        if self.begin < 0:
-            return True
-        return self.begin in answer and len(answer) - answer.index(self.begin) > self.most
+        """Whether behind prompt and answer, `tokens`, the end has to come. Who doesn't begin with thoughts has none."""
+        start = prompt_length
+        if self.begin >= 0:
+            first = tokens[prompt_length : prompt_length + LEAD]
+            if self.begin not in first:
+                return False
+            start += first.index(self.begin) + 1
+        return len(tokens) - start == self.most and self.end not in tokens[start:]
 
 
 @dataclass(slots=True)

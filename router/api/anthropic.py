@@ -17,7 +17,7 @@ from .anthropic_shapes import Blocks, Message, end_of, usage_json
 from .body import json_response, read, read_named
 from .errors import Problem, anthropic_error
 from .openai_bodies import ChatBody, Common, effort_of, ignored, naming, parameters, refuse_unsupported, truncation
-from .openai_chats import Chats, speaker_of
+from .openai_chats import MOST_THOUGHTS, Chats, speaker_of
 from .openai_scribe import Scribe, encode
 from .openai_shapes import Json, Usage
 from .ports import Batcher, limits_of
@@ -206,6 +206,8 @@ def _thinking(given: Json | None) -> dict[str, Any]:
 def _budget(given: Json) -> int | None:
     """How many tokens it may take."""
     most = given.get("budget_tokens")
-    if most is not None and (type(most) is not int or most < 0):
-        raise Refused(f"`thinking.budget_tokens` must be a positive integer. Given: {most!r}", "thinking.budget_tokens")
-    return most if given.get("type") == "enabled" else None
+    if most is None or given.get("type") != "enabled":
+        return None
+    if type(most) is not int or most < 0:
+        raise Refused(f"`thinking.budget_tokens` must be an integer, 0 or more. Given: {most!r}", "thinking.budget_tokens")
+    return min(most, MOST_THOUGHTS)

@@ -203,6 +203,8 @@ class OpenAI:
     ) -> Asked:
         beside: Json = {}
         if body.return_token_ids:
+            if any(request.images for request in requests):
+                raise Refused("`return_token_ids` together with images is not supported: they have no tokens", "return_token_ids")
             if isinstance(shapes, Chat):
                 beside = {"prompt_token_ids": requests[0].prompt}
             prompts = () if beside else [request.prompt for request in requests]

@@ -48,7 +48,8 @@ class Chats:
             parser = parser or PLAIN_FORM
             grammar = self._calls(tools, parser, format, prompt, continued)
         elif format is not None and reasoning is not None:
-            grammar = self._formatted(format, reasoning, prompt, continued)
+            with naming(grammar=format_name(body)):
+                grammar = self._formatted(format, reasoning, prompt, continued)
             if grammar is None:  # then the answer is that from the first token on
                 reasoning, grammar = None, format
         thinking = self._thinking(body, prompt, continued)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..grammar import literally, objects, within
+from ..grammar import objects, within
 from ..request import Grammar, Refused
 from . import gemma, harmony
 from .calls import MAX_NAME
@@ -46,6 +46,7 @@ def constraint(
     """
     functions = [tool["function"] for tool in tools if named is None or tool["function"]["name"] == named]
     assert functions, "no such tool"
+    parser = HARMONY if reasoning == HARMONY else parser
     lark = Lark(special)
     header = parser == HARMONY and bool(harmony.begun(prompt))
     try:
@@ -68,9 +69,8 @@ def constraint(
 def formatted(format: Grammar, reasoning: str, *, prompt: str = "", continued: str = "", special: Special) -> Grammar | None:
     """The grammar for an answer in a format, behind what the model thinks; None for formats that are grammars themselves. The rest
     as in `constraint`."""
-    lark = Lark(special)
-    within_answer = reasoning == HARMONY and harmony.answers(harmony.begun(prompt))
-    before = "" if within_answer else _thinking(lark, reasoning, reasoning, prompt, continued)
+    lark = Lark(special, "grammar")
+    before = _thinking(lark, reasoning, reasoning, prompt, continued)
     answer = _answer(lark, reasoning, format, prompt)
     if answer is None:
         return None
@@ -86,7 +86,7 @@ def _answer(lark: Lark, parser: str, format: Grammar, prompt: str) -> str | None
         case "regex":
             rule = lark.rule("answer", f"/(?:{SLASH.sub(_escaped, format.source)})/")
         case "choice":
-            rule = lark.rule("answer", f"/(?:{'|'.join(map(literally, json.loads(format.source)))})/")
+            rule = lark.rule("answer", " | ".join(map(quoted, json.loads(format.source))))
         case _:
             return None
     if parser == HARMONY and not harmony.answers(harmony.begun(prompt)):
@@ -237,11 +237,16 @@ def _keywords(lark: Lark, schema: Json) -> str:
 def _thinking(lark: Lark, parser: str, reasoning: str | None, prompt: str, continued: str) -> str:
     """What may stand before the calls."""
     if parser == HARMONY:
+        if harmony.answers(harmony.begun(prompt)):
+            return ""
         thinking = f"{lark.up_to(harmony.END)} {lark.text(harmony.START, 'assistant')}"
         begun = harmony.begun(prompt).endswith(harmony.MESSAGE)
         return thinking if begun else f"({lark.text(harmony.CHANNEL, 'analysis', harmony.MESSAGE)} {thinking})?"
     if reasoning is None:
         return ""
     thoughts = THOUGHTS[reasoning]
+    begun = thoughts.begun(prompt, continued)
+    if continued.strip() and not begun:
+        return ""  # who has begun to answer thinks no more
     thinking = f"{lark.up_to(thoughts.closes[0])} /[ \\n]{{0,4}}/"
-    return thinking if thoughts.begun(prompt, continued) else f"({lark.text(thoughts.opens[0])} {thinking})?"
+    return thinking if begun else f"({lark.text(thoughts.opens[0])} {thinking})?"

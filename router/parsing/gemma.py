@@ -9,18 +9,19 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from ..grammar import MOST_CHARACTERS
 from .calls import MAX_NAME, Calls, stream, usable
 from .lark import MOST_KEYWORDS, Lark, quoted
 from .parameters import LISTING, Parameters
 from .source import Markers, Pieces, Source, Steps, after_space, space, up_to
-from .values import CLOSING, NUMBER_OR_NAME, dump, string
+from .values import CLOSING, NUMBER_OR_NAME, PYTHON_NAMES, dump, string
 
 OPEN, CLOSE, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 CALL = "call:"
 QUOTES = Markers(QUOTE)
 BARE = re.compile(r'[^:,<>{}\[\]"\s](?:[^:,<>{}\[\]"\n\r\t]*[^:,<>{}\[\]"\s])?')  # a key that stands without quotes
 ATOM = re.compile(rf"[^,<>{{}}\[\]\"]{{0,{MAX_NAME + 1}}}")  # what is neither a string nor in brackets, and what may follow it
-NULL = "None"  # as its template shows it
+FLAT = ('"$ref": ', '"oneOf": ')  # where a schema has these, its parts mean something together alone
 Json = Mapping[str, Any]
 
 
@@ -63,15 +64,20 @@ def _value(source: Source) -> Pieces[bool]:
                 continue
         elif not (yield from _scalar(source)):
             return False
-        while closing and (char := (yield from space(source))) == closing[-1]:
+        while closing:
+            char = yield from space(source)
+            if char == ",":
+                source.at += 1
+                char = yield from space(source)
+                if char != closing[-1]:  # else it was one too many
+                    yield ", "
+                    break
+            if char != closing[-1]:
+                return False
             source.at += 1
             yield closing.pop()
-        if not closing:
+        else:
             return True
-        if char != ",":
-            return False
-        source.at += 1
-        yield ", "
         if closing[-1] == "}" and not (yield from _key(source)):
             return False
 
@@ -97,7 +103,8 @@ def _key(source: Source) -> Pieces[bool]:
 
 
 def _scalar(source: Source) -> Pieces[bool]:
-    """A string, a number, true, false or null. What is none of them is a string that lacks its quotes."""
+    """A string, a number, true, false or null, which its template may show as Python does. What is none of them is a string that
+    lacks its quotes."""
     if source.text[source.at : source.at + 1] in ('"', "<"):
         return (yield from _quoted(source))
     while True:
@@ -110,7 +117,7 @@ def _scalar(source: Source) -> Pieces[bool]:
     if not text or match.end() == len(source.text) or len(match[0]) > MAX_NAME:
         return False
     source.at = match.end()
-    yield "null" if text == NULL else text if NUMBER_OR_NAME.fullmatch(text) else dump(text)
+    yield text if NUMBER_OR_NAME.fullmatch(text) else dump(PYTHON_NAMES.get(text, text))
     return True
 
 
@@ -138,14 +145,17 @@ def _quoted(source: Source) -> Pieces[bool]:
 
 def call(lark: Lark, name: str, schema: Json) -> str:
     """The rule of a call whose arguments keep the schema. What of it this notation can't say is written as JSON."""
-    return f"{lark.text(OPEN, f'{CALL}{name}')} {_object(lark, schema) or lark.json(schema)} {lark.text(CLOSE)}"
+    text = json.dumps(schema)
+    arguments = None if len(text) > MOST_CHARACTERS else _object(lark, schema, any(word in text for word in FLAT))
+    return f"{lark.text(OPEN, f'{CALL}{name}')} {arguments or lark.json(schema)} {lark.text(CLOSE)}"
 
 
-def _object(lark: Lark, schema: Json) -> str | None:
+def _object(lark: Lark, schema: Json, flat: bool) -> str | None:
+    """flat: what is within its values is JSON."""
     plain = Parameters(schema).plain
     if plain is None or len(plain) > MOST_KEYWORDS:
         return None
-    rules = [(f"{lark.text(*_named(key), ':')} {_any(lark, value)}", required) for key, (value, required) in plain.items()]
+    rules = [(f"{lark.text(*_named(key), ':')} {_any(lark, value, flat)}", required) for key, (value, required) in plain.items()]
     return f"{lark.text('{')} {lark.some(rules, ',')} {lark.text('}')}"
 
 
@@ -155,34 +165,38 @@ def _named(key: str) -> tuple[str, ...]:
     return (dump(key),) if QUOTE in key else (QUOTE, key, QUOTE)
 
 
-def _any(lark: Lark, schema: Any) -> str:
+def _any(lark: Lark, schema: Any, flat: bool) -> str:
     """Of a schema that refers to nothing outside."""
-    exclusive = isinstance(schema, Mapping) and "oneOf" in json.dumps(schema)  # of which values must not be more than one
-    rules = [_one(lark, part) for part in ([None] if exclusive else Parameters(schema).alternatives(schema))]
+    parts = Parameters(schema).alternatives(schema)
+    rules = [_one(lark, part, flat) for part in parts] if len(parts) == 1 or not flat else [None]
     found = [rule for rule in rules if rule is not None]
     return lark.json(schema) if len(found) < len(rules) else f"({' | '.join(found)})"
 
 
-def _one(lark: Lark, schema: Json | None) -> str | None:
+def _one(lark: Lark, schema: Json | None, flat: bool) -> str | None:
     """None: it takes JSON."""
-    if schema is None or '"$ref": ' in json.dumps(schema):
+    if schema is None:
         return None
+    kind = schema.get("type")
     if schema.keys() & LISTING:
         return _listed(lark, Parameters(schema).listed(schema) or [])
-    kind = schema.get("type")
     if isinstance(kind, list):
-        rules = [_one(lark, {**schema, "type": one}) for one in kind]
+        rules = [_one(lark, {**schema, "type": one}, flat) for one in dict.fromkeys(map(str, kind))]
         found = [rule for rule in rules if rule is not None]
         return f"({' | '.join(found)})" if rules and len(found) == len(rules) else None
     if kind == "string":
         lengths = Parameters(schema).lengths(schema)
         return f"{lark.text(QUOTE)} {lark.bounded([QUOTE], *lengths)}" if lengths is not None else None
+    if kind not in ("object", "array"):
+        return lark.json(schema) if kind is not None else None
+    if flat:
+        return None
     if kind == "object":
-        return _object(lark, schema) if schema.get("properties") else None
-    if kind == "array" and schema.keys() == {"type", "items"}:
-        one = lark.new(_any(lark, schema["items"]))
-        return f"{lark.text('[')} ({one} ({lark.text(',')} {one})*)? {lark.text(']')}"
-    return lark.json(schema)
+        return _object(lark, schema, flat) if schema.get("properties") else None
+    if schema.keys() != {"type", "items"} or not isinstance(schema["items"], Mapping):
+        return None
+    one = lark.new(_any(lark, schema["items"], flat))
+    return f"{lark.text('[')} ({one} ({lark.text(',')} {one})*)? {lark.text(']')}"
 
 
 def _listed(lark: Lark, values: list[Any]) -> str | None:

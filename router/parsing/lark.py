@@ -18,8 +18,10 @@ COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 class Lark:
     """Rules as they are made, each under a name of its own."""
 
-    def __init__(self, special: Special) -> None:
+    def __init__(self, special: Special, field: str = "tools") -> None:
+        """special: see `constraint`; field: of a request, which is to blame."""
         self._special = special
+        self._field = field
         self._rules: list[str] = []
         self._size = 0  # characters of them
 
@@ -32,7 +34,7 @@ class Lark:
         self._rules.append(f"{name}{options}: {body}")
         self._size += len(self._rules[-1]) + 1
         if self._size > MOST_CHARACTERS:
-            raise Refused(f"`tools` are not possible: their grammar has more than {MOST_CHARACTERS} characters", "tools")
+            raise Refused(f"`{self._field}` is too large: its grammar has more than {MOST_CHARACTERS} characters", self._field)
         return name
 
     def new(self, body: str, options: str = "") -> str:
@@ -73,7 +75,7 @@ class Lark:
     def some(self, rules: Sequence[tuple[str, bool]], between: str) -> str:
         """What is required, and of the rest any, in their order."""
         first = [rule for rule, required in rules if required]
-        rest = [rule for rule, required in rules if not required]
+        rest = [self.new(rule) for rule, required in rules if not required]  # which may stand there often
         comma = self.text(between)
         if first:
             return " ".join([f" {comma} ".join(first), *(f"({comma} {rule})?" for rule in rest)])

@@ -12,7 +12,7 @@ class Thoughts:
 
     opens: tuple[str, ...]
     closes: tuple[str, ...]
-    name: str = ""  # behind a marker, of what it opens
+    name: str = ""  # behind a marker, on its line, of what it opens
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -23,7 +23,7 @@ class Thoughts:
         message that is `continued`, whose text the prompt ends with; "" if none is."""
         if continued.strip():
             return continued.lstrip().startswith(self.opens) and not any(marker in continued for marker in self.closes)
-        return prompt[-256:].rstrip().endswith(self.opens)
+        return prompt[-256:].rstrip().removesuffix(self.name).rstrip().endswith(self.opens)
 
     def read(self, source: Source, prompt: str, continued: str) -> Steps[None]:
         """Reads the reasoning if the answer begins with it or in it, and nothing otherwise."""
@@ -37,7 +37,8 @@ class Thoughts:
                 source.at = 0
                 return
         if not begun or self.begun(prompt, ""):  # a marker has just been there
-            yield from after_space(source, self.name)
+            if self.name:
+                yield from after_space(source, f"{self.name}\n")
             yield from space(source)
         marker = yield from before(source, Markers(*self.closes), Reasoning)
         if marker:

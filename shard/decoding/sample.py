@@ -1,7 +1,6 @@
 """Plain decoding: every sequence of the group goes on by one token, greedy or sampled."""
 
 import math
-from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Listing
 from dataclasses import replace
 
@@ -10,7 +9,7 @@ from ..step import Span
 from .sampler import Pick, Row
 from .strategy import NOT_FINITE, Emitted, Verdict, finish_of
 
-CERTAIN = 1e9  # bias that no logit and no noise comes near, also when it is divided by a temperature
+CERTAIN = 1e9  # bias that no logit comes near
 
 
 class Sample:
@@ -46,16 +45,10 @@ class Sample:
 def sampling_of(group: Group, tokens: Listing[int]) -> Sampling:
     """Of the token that follows these, prompt and answer. While it is too early for an end token, none can be drawn (a grammar's
     mask sees to that itself); where it is time for thoughts to end, nothing else can."""
-    sampling, prompt_length = group.sampling, group.prompt_length
-    if len(tokens) - prompt_length < group.min_new_tokens and not group.grammar:
-        ends = ((token, -math.inf) for token in sorted(group.end_ids))
-        sampling = replace(sampling, bias=(*_without(sampling, group.end_ids), *ends))
-    if group.thinking is not None and group.thinking.overdue(tokens, prompt_length):
-        end = group.thinking.end
-        sampling = replace(sampling, bias=(*_without(sampling, (end,)), (end, CERTAIN)))
-    return sampling
-
-
-def _without(sampling: Sampling, tokens: Collection[int]) -> Iterator[tuple[int, float]]:
-    """What others than these tokens have for bias."""
-    return ((token, value) for token, value in sampling.bias if token not in tokens)
+    sampling, thinking = group.sampling, group.thinking
+    if thinking is not None and thinking.overdue(tokens, group.prompt_length):
+        return Sampling(bias=((thinking.end, CERTAIN),), seed=sampling.seed, final_logprobs=sampling.final_logprobs)
+    if len(tokens) - group.prompt_length >= group.min_new_tokens or group.grammar:
+        return sampling
+    kept = ((token, value) for token, value in sampling.bias if token not in group.end_ids)
+    return replace(sampling, bias=(*kept, *((token, -math.inf) for token in sorted(group.end_ids))))

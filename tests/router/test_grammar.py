@@ -419,7 +419,7 @@ def test_long_bounds_of_integers_let_nothing_through_beyond_them(
     checked: Callable[[Grammar], str], least: str, most: str, sign: int
 ) -> None:
     """llguidance has them as floats, of which none is between these and the next number that is one, inside or outside."""
-    for low, high in ((2**60 + 1, 2**61 + 300), (2**60 + 200, 2**62), (2**53 + 1, 2**53 + 7), (2**62, 2**63 - 1)):
+    for low, high in ((2**53, 2**54), (2**60 + 1, 2**61 + 300), (2**60 + 200, 2**62), (2**53 + 1, 2**53 + 7), (2**62, 2**63 - 1)):
         first, last = sorted((sign * low, sign * high))
         grammar = json_schema({"type": "integer", least: first, most: last})
         assert checked(grammar) == ""
@@ -433,6 +433,15 @@ def test_long_bounds_of_integers_let_nothing_through_beyond_them(
         allowed = [number for number in around if allows(grammar, str(number))]
         assert allowed
         assert all(first + exclusive <= number <= last - exclusive for number in allowed)
+
+
+def test_bounds_that_are_divided_again_and_again_take_no_time() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(300):
+        schema = {"allOf": [schema]}
+    start = time.thread_time()
+    json_schema({"anyOf": [json.loads(json.dumps(schema)) for _ in range(60)]})
+    assert time.thread_time() - start < 9
 
 
 def test_bounds_that_nothing_keeps_are_refused(checked: Callable[[Grammar], str]) -> None:

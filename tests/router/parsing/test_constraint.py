@@ -61,7 +61,7 @@ def test_definitions_are_not_repeated_without_an_end(parser: str) -> None:
     small = {f"d{i}": {"type": "object", "properties": {"a": {"type": "integer"}}} for i in range(61)}
     assert len(source({f"p{i}": {"$ref": f"#/$defs/d{i}"} for i in range(25)}, small)) < 10_000
     assert len(source({f"p{i}": {"type": "integer"} for i in range(250)}, {})) < 65_536
-    with pytest.raises(Refused, match="grammar has more than 65536 characters"):
+    with pytest.raises(Refused, match="its grammar has more than 65536 characters"):
         source({f"p{i}": {"$ref": "#/$defs/x"} for i in range(1000)}, {"x": BIG})
 
 
@@ -232,6 +232,38 @@ def test_of_a_grammar_nobody_knows_what_else_it_names() -> None:
         assert formatted(format, "deepseek_r1", special=lambda text: None) is None
         with pytest.raises(Refused, match="a format that is a grammar is not supported"):
             constraint("hermes", TOOLS, None, True, format=format)
+
+
+def test_who_has_begun_to_answer_thinks_no_more() -> None:
+    world = World([], "letters")
+    for continued, thinks in (("", True), ("[", False), ("<think>Hm</think>[", False), ("<think>H", True)):
+        asked: dict[str, Any] = {"prompt": f"<user>{continued}", "continued": continued, "special": world.special.get}
+        grammar = formatted(json_schema({"properties": {}}), "deepseek_r1", **asked)
+        assert grammar is not None
+        begin = "" if continued.endswith("H") else "<think>"
+        assert world.accepts(grammar.source, begin + "m</think>{}") == thinks
+        assert world.accepts(grammar.source, "{}") == (continued != "<think>H")
+
+
+def test_of_gpt_oss_all_is_in_channels_whatever_its_calls_are_said_to_be() -> None:
+    world = World(list(markers("harmony", None)))
+    format = json_schema({"properties": {}})
+    source = constraint("json", TOOLS, None, True, format=format, reasoning="harmony", special=world.special.get).source
+    assert world.accepts(source, "<|channel|>final<|message|>{}")
+    assert world.accepts(source, "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}")
+    assert not world.accepts(source, "{}")
+    begun: dict[str, Any] = {"prompt": "<|start|>assistant<|channel|>final<|message|>{", "special": world.special.get}
+    assert world.accepts(constraint("harmony", TOOLS, None, True, format=format, **begun).source, "{}")
+
+
+def test_what_types_repeat_takes_no_time() -> None:
+    schema: Any = {"type": "string"}
+    for _ in range(12):
+        schema = {"type": ["object", "array"] * 9, "properties": {"a": schema}, "items": {"type": "integer"}}
+    start = time.thread_time()
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": schema}}}}
+    constraint("gemma4", [tool], None, True)
+    assert time.thread_time() - start < 9
 
 
 def test_gpt_oss_may_call_at_once_where_the_prompt_names_its_role() -> None:
@@ -426,12 +458,12 @@ def test_what_is_no_schema_is_a_grammars_affair(parser: str, schema: dict[str, A
     assert constraint(parser, [{"type": "function", "function": {"name": "f", "parameters": schema}}], None, True).source
 
 
-@pytest.mark.parametrize("parser", ["qwen3_coder", "glm45", "pythonic"])
+@pytest.mark.parametrize("parser", ["gemma4", "qwen3_coder", "glm45", "pythonic"])
 def test_many_parts_take_no_time(parser: str) -> None:
     parts = [{"properties": {f"p{index}": {}}, "required": [f"p{index}"]} for index in range(15_000)]
     tool = {"type": "function", "function": {"name": "f", "parameters": {"allOf": parts}}}
     start = time.thread_time()
-    with pytest.raises(Refused, match="their grammar has more than"):
+    with pytest.raises(Refused, match="its grammar has more than"):
         constraint(parser, [tool], None, True)
     assert time.thread_time() - start < 1
 

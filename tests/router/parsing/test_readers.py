@@ -209,6 +209,7 @@ CASES: list[tuple[str, str, list[Part]]] = [
     # What lacks its quotes is a string, and what lacks its end a call.
     ("gemma4", "<|tool_call>\ncall: now {a:New York,b:[x, 01]}", calls(("now", '{"a": "New York", "b": ["x", "01"]}'))),
     ("gemma4", "<|tool_call>call:srv:get-it{größe:1}<tool_call|>", calls(("srv:get-it", '{"größe": 1}'))),
+    ("gemma4", "<|tool_call>call:now{a:[True,],b:{},}<tool_call|>", calls(("now", '{"a": [true], "b": {}}'))),
 ]
 # What only looks like a call, or is a broken one: all of it is text.
 TEXTS: list[tuple[str, str]] = [
@@ -505,6 +506,8 @@ def test_gemmas_thoughts_have_a_name() -> None:
         for deltas in ([text], list(text)):
             assert parts_of(deltas, "gemma4", "gemma4", schemas=SCHEMAS) == told
     assert parts_of(list("<|channel>thought\n<channel|>Yes"), "gemma4", "gemma4") == [Text("Yes")]
+    assert parts_of(list("hm<channel|>Hi"), "gemma4", None, prompt="<|channel>thought\n") == [Reasoning("hm"), Text("Hi")]
+    assert parts_of(list("<|channel>thoughts<channel|>Hi"), "gemma4", None) == [Reasoning("thoughts"), Text("Hi")]
     assert parts_of(list("Yes"), "gemma4", "gemma4", prompt="<|turn>model\n<|channel>thought\n<channel|>") == [Text("Yes")]
     assert set(markers("gemma4", "gemma4")) == {"<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>'}
 
