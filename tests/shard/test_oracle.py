@@ -104,8 +104,8 @@ def test_logits_of_chunks_equal_transformers(name: str) -> None:
         if spans:
             for i, part in zip(going, bench.run(spans).split(cuts), strict=True):
                 found[i].append(part)
-    for tokens, parts in zip(asked, found, strict=True):
-        close(torch.cat(parts), tiny.expected_logits(name, tokens))
+    for parts, expected in zip(found, tiny.expected_together(name, asked), strict=True):
+        close(torch.cat(parts), expected)
 
 
 @pytest.mark.parametrize("name", ["deepseek-v32", "llama", "llama4", "mistral"])
@@ -139,15 +139,16 @@ def check_tree(name: str, page_size: int) -> None:
         step.Span(sequence, sequence.computed, own, parents=above, wanted=len(own))
         for sequence, own, above in zip(sequences, nodes, parents, strict=True)
     ]
-    rows = bench.run(spans).split([len(own) for own in nodes])
-    for start, own, above, logits in zip(base, nodes, parents, rows, strict=True):
-        for i in range(len(own)):
-            path = []
-            node = i
+    paths = []
+    for start, own, above in zip(base, nodes, parents, strict=True):
+        for node in range(len(own)):
+            path: list[int] = []
             while node >= 0:
                 path.insert(0, own[node])
                 node = above[node] if above is not None else node - 1
-            close(logits[i], tiny.expected_logits(name, [*start, *path])[-1])
+            paths.append([*start, *path])
+    for logits, expected in zip(bench.run(spans), tiny.expected_together(name, paths), strict=True):
+        close(logits, expected[-1])
 
 
 @pytest.mark.parametrize("name", ["bloom", "deepseek-v3", "gemma4", "glm-5", "llama", "mistral", "qwen3"])
@@ -179,18 +180,31 @@ def test_the_tree_check_finds_a_mask_that_is_a_chain(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("name", [*FAMILIES, "demo"])
 def test_the_reference_is_what_generate_does(name: str) -> None:
-    """`tiny.greedy`, which everything below is compared with, against the real thing."""
+    """`tiny.following`, which everything below is compared with, against the real thing."""
     asked = prompts(4)[-1]
     tokens = torch.tensor([list(asked)])
     options = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
     answer = tiny.reference(name).generate(tokens, attention_mask=torch.ones_like(tokens), **options)
-    assert answer[0, len(asked) :].tolist() == tiny.greedy(name, (asked,), 6)[0]
+    said = {0: answer[0, len(asked) :].tolist()}
+    assert said == tiny.following(name, (asked,), said, 6)
+
+
+def test_what_follows_differs_from_every_other_answer() -> None:
+    """And token by token it is the same."""
+    asked = prompts(4)
+    said = dict(enumerate(tiny.greedy("llama", asked, 5)))
+    assert tiny.following("llama", asked, said, 5) == said
+    for uid, right in said.items():
+        changed = [[*right[:at], (right[at] + 1) % VOCABULARY, *right[at + 1 :]] for at in range(5)]
+        for wrong in (*changed, right[:-1], [*right, 1], []):
+            assert tiny.following("llama", asked, said | {uid: wrong}, 5) != said | {uid: wrong}
+    assert tiny.following("llama", asked, {uid: said[uid] for uid in range(3)}, 5).keys() == said.keys()
 
 
 def check_greedy(name: str, engine: Engine, asked: tuple[tuple[int, ...], ...], habits: Habits, seed: int = 0) -> World:
     world = drive(engine, requests(asked), habits, seed)
     assert world.failed == {}
-    assert world.answers == dict(enumerate(tiny.greedy(name, asked, COUNT)))
+    assert world.answers == tiny.following(name, asked, world.answers, COUNT)
     assert at_rest(engine)
     return world
 
@@ -224,7 +238,7 @@ def test_every_family_on_two_ranks(name: str) -> None:
         return answers
 
     first, second = tiny.Threads().run(work)
-    assert first == second == dict(enumerate(tiny.greedy(name, asked, COUNT)))
+    assert first == second == tiny.following(name, asked, first, COUNT)
 
 
 def test_two_ranks_have_the_logits_of_one() -> None:
@@ -438,7 +452,7 @@ def unharmed(engine: Engine) -> None:
     """Later users of the pool's pages get what they should."""
     assert at_rest(engine)
     world = drive(engine, requests(AFTER), Habits(arrivals=5))
-    assert (world.failed, world.answers) == ({}, dict(enumerate(tiny.greedy("mistral", AFTER, COUNT))))
+    assert (world.failed, world.answers) == ({}, tiny.following("mistral", AFTER, world.answers, COUNT))
 
 
 def test_logits_that_are_not_numbers_fail_only_their_group(poisoned: Engine, poison: int) -> None:

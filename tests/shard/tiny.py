@@ -6,7 +6,7 @@ import functools
 import json
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -82,23 +82,42 @@ def reference(name: str) -> Any:
     return getattr(transformers, architecture).from_pretrained(folder(name), dtype=torch.float32).eval()
 
 
-@torch.inference_mode()
 def expected_logits(name: str, tokens: Sequence[int]) -> Tensor:
     """[tokens, vocabulary], by transformers."""
-    return reference(name)(torch.tensor([list(tokens)])).logits[0]  # type: ignore[no-any-return]
+    return expected_together(name, [tokens])[0]
+
+
+@torch.inference_mode()
+def expected_together(name: str, rows: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Likewise for each of several: all at once, padded on the right, where causal attention never looks."""
+    longest = max(map(len, rows))
+    logits = reference(name)(torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])).logits
+    return [own[: len(row)] for row, own in zip(rows, logits, strict=True)]
 
 
 @functools.cache
-@torch.inference_mode()
 def greedy(name: str, prompts: tuple[tuple[int, ...], ...], count: int) -> list[list[int]]:
-    """`count` tokens for each prompt, by transformers: all at once, padded on the right, where causal attention never looks."""
+    """`count` tokens for each prompt, by transformers. Where there are answers to compare, `following` says as much in one pass."""
     rows = [list(prompt) for prompt in prompts]
     for _ in range(count):
-        longest = max(map(len, rows))
-        logits = reference(name)(torch.tensor([row + [0] * (longest - len(row)) for row in rows])).logits
-        for row, own in zip(rows, logits, strict=True):
-            row.append(int(own[len(row) - 1].argmax()))
+        for row, own in zip(rows, expected_together(name, rows), strict=True):
+            row.append(int(own[-1].argmax()))
     return [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
+
+
+def following(
+    name: str, prompts: tuple[tuple[int, ...], ...], answers: Mapping[int, Sequence[int]], count: int
+) -> dict[int, list[int]]:
+    """What transformers says in the place of each token of the answers, by the prompt's number, where it has those before it:
+    `answers` itself if that is what `greedy` gives, and not if a token is another, lacks or is one too many."""
+    begun = tuple(tuple(answers.get(uid, ())[: count - 1]) for uid in range(len(prompts)))
+    return dict(enumerate(_following(name, prompts, begun)))
+
+
+@functools.cache
+def _following(name: str, prompts: tuple[tuple[int, ...], ...], begun: tuple[tuple[int, ...], ...]) -> list[list[int]]:
+    logits = expected_together(name, [prompt + answer for prompt, answer in zip(prompts, begun, strict=True)])
+    return [own[len(prompt) - 1 :].argmax(-1).tolist() for prompt, own in zip(prompts, logits, strict=True)]
 
 
 @functools.cache
