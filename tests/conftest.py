@@ -1,5 +1,6 @@
 """What holds for all tests."""
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -8,6 +9,15 @@ import pytest
 # Before numpy comes: its threads wait by spinning, and take the cores of those who compute. For shards the launcher says so.
 for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
     os.environ.setdefault(name, "1")
+
+# While modules come nothing of theirs goes: each look for what might takes longer than the one before.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """What has come stays. Else each collection, of which bench and servers ask for some, takes half a second to look at it all."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="module")
