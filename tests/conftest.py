@@ -1,5 +1,6 @@
 """What holds for all tests."""
 
+import atexit
 import gc
 import os
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ def pytest_collection_finish() -> None:
     """What has come stays. Else each collection, of which bench and servers ask for some, takes half a second to look at it all."""
     gc.freeze()
     gc.enable()
+    atexit.register(gc.unfreeze)  # some of it complains where it outlives Python
 
 
 @pytest.fixture(scope="module")
