@@ -1,4 +1,4 @@
-"""Checkpoints of few bits, packed number by number as their formats say, and the same weights in float32.
+"""Checkpoints of few bits, packed place by place as their formats say, and the same weights in float32.
 
 Independent of what reads them: no line is shared with `shard/models/codes.py`.
 """
@@ -46,12 +46,8 @@ class Rounded:
     zeros: Tensor  # [out, groups] int64
 
     def plain(self) -> Tensor:
-        size = self.codes.shape[1] // self.scales.shape[1]
-        rows = [
-            torch.cat([(part - zero) * scale for part, scale, zero in zip(row.split(size), scales, zeros, strict=True)])
-            for row, scales, zeros in zip(self.codes, self.scales, self.zeros, strict=True)
-        ]
-        return torch.stack(rows).float()
+        codes = self.codes.view(*self.scales.shape, -1)
+        return ((codes - self.zeros[:, :, None]) * self.scales[:, :, None]).flatten(1)
 
 
 def rounded(weight: Tensor, bits: int, size: int, centered: bool) -> Rounded:
@@ -73,10 +69,9 @@ def words(numbers: Tensor, bits: int, order: tuple[int, ...] = ()) -> Tensor:
     """Some numbers of each row, [n, m], in words of 32 bits: [n, m / numbers in a word]. order: see AWQ_ORDER."""
     each = 32 // bits
     found = np.zeros((len(numbers), -(-numbers.shape[1] // each)), np.uint32)
-    for row, line in enumerate(numbers.tolist()):
-        for place, number in enumerate(line):
-            within = order.index(place % each) if order else place % each
-            found[row, place // each] |= np.uint32(number << (bits * within))
+    for place, column in enumerate(numbers.t().numpy().astype(np.uint32)):
+        within = order.index(place % each) if order else place % each
+        found[:, place // each] |= column << np.uint32(bits * within)
     return torch.from_numpy(found.view(np.int32))
 
 
