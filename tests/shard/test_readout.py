@@ -100,11 +100,17 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-@functools.cache
+KNOWN: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+
+
 @torch.inference_mode()
 def features(name: str, text: tuple[int, ...]) -> Tensor:
-    """What the model's last norm gives for the last token."""
-    return tiny.reference(name)(torch.tensor([text]), output_hidden_states=True).hidden_states[-1][0, -1]  # type: ignore[no-any-return]
+    """What the model's last norm gives for the last token: as it is where the text goes on, if that is known."""
+    for (known, longer), found in KNOWN.items():
+        if known == name and longer[: len(text)] == text:
+            return found[len(text) - 1]
+    states = tiny.reference(name)(torch.tensor([text]), output_hidden_states=True).hidden_states
+    return KNOWN.setdefault((name, text), states[-1][0])[-1]
 
 
 @functools.cache
@@ -152,8 +158,8 @@ def check(own: Engine, oracle: Oracle, groups: Sequence[Group], habits: Habits) 
     """Logits of every node, and the tokens of plain decoding."""
     off = watched(own, oracle)
     world = drive(own, groups, habits, seed=own.page_size)
-    assert max(off) < 1e-3
-    assert len(off) > 50
+    assert max(told := off()) < 1e-3
+    assert len(told) > 50
     assert world.tokens == {one: expected().tokens[one] for one in world.tokens}
     assert world.finishes == {one: expected().finishes[one] for one in world.tokens}
     assert world.drafted > 50
@@ -190,7 +196,7 @@ def test_beside_linear_attention(folders: dict[str, Path]) -> None:
     off = watched(own, Oracle("speculator", "qwen3.5"))
     world = drive(own, groups, Habits(7, pause=0.05), seed=2)
     plain = drive(tiny.engine("qwen3.5", 16, 2000, prefix_caching=False), [replace(group, drafts=0) for group in groups], Habits())
-    assert max(off) < 5e-3
+    assert max(off()) < 5e-3
     assert world.tokens == plain.tokens
     assert world.drafted > 30
 
@@ -212,8 +218,8 @@ def test_two_ranks_keep_what_one_of_them_guesses_by(
     def work(ranks: Ranks) -> tuple[World, list[float]]:
         own.ranks = ranks
         half = halved(name, folders[kind], said, ranks)
-        off = watched(half, Oracle(kind, name)) if not ranks.rank else []
-        return drive(half, copied(groups), Habits(16, pause=0.05), seed=5), off
+        off = watched(half, Oracle(kind, name)) if not ranks.rank else list
+        return drive(half, copied(groups), Habits(16, pause=0.05), seed=5), off()
 
     (world, off), (twin, _) = tiny.Threads().run(work)
     assert max(off) < 1e-3
