@@ -64,6 +64,7 @@ class Case:
         ]
 
 
+@functools.cache
 def cases(count: int) -> list[Case]:
     """Random ones. What ends an answer is what the model likes to say."""
     chance = random.Random(count)
@@ -95,6 +96,7 @@ def frequent() -> list[int]:
     return sorted(set(said), key=lambda token: (-said.count(token), token))[:12]
 
 
+@functools.cache
 @torch.inference_mode()
 def by_transformers(case: Case) -> list[list[tuple[list[int], float]]]:
     """Of each prompt the answers with their scores."""
@@ -138,10 +140,9 @@ def same(found: Sequence[tuple[list[int], float]], expected: Sequence[tuple[list
     return tied == sorted(tokens for tokens, score in expected if any(abs(score - one) < 1e-5 for one in near))
 
 
-@functools.cache
-def answered(count: int) -> list[tuple[Case, list[list[tuple[list[int], float]]]]]:
+def answered(some: Sequence[Case]) -> list[tuple[Case, list[list[tuple[list[int], float]]]]]:
     """Cases and what transformers makes of them."""
-    return [(case, by_transformers(case)) for case in cases(count)]
+    return [(case, by_transformers(case)) for case in some]
 
 
 def check(world: World, asked: Sequence[tuple[Case, Any]]) -> None:
@@ -153,7 +154,7 @@ def check(world: World, asked: Sequence[tuple[Case, Any]]) -> None:
 
 
 def test_a_thousand_answers_are_those_of_transformers() -> None:
-    asked = answered(COMBINATIONS)
+    asked = answered(cases(COMBINATIONS))
     engine = tiny.engine(NAME, 16, 4000)
     groups = [group for index, (case, _) in enumerate(asked) for group in case.groups(index * PROMPTS)]
     world = drive(engine, groups, Habits())
@@ -174,7 +175,7 @@ def others(first: int, count: int = 12) -> list[Group]:
 
 def some(part: int, parts: int = PARTS) -> list[tuple[Case, list[list[tuple[list[int], float]]]]]:
     """A part of the thousand."""
-    return answered(COMBINATIONS)[part % parts :: parts]
+    return answered(cases(COMBINATIONS)[part % parts :: parts])
 
 
 def mixed(asked: Sequence[tuple[Case, Any]]) -> tuple[list[Group], list[Group]]:
