@@ -108,7 +108,12 @@ async def serve_through(fleet: Fleet, shards: Shards, trouble: Callable[[], Awai
     await quiet(fleet, shards)
 
 
-EXPECTED = expected()
+EXPECTED: list[list[object]] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _expected() -> None:
+    EXPECTED[:] = expected()
 
 
 def test_requests_are_divided_and_nothing_is_different() -> None:
