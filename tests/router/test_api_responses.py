@@ -188,7 +188,7 @@ def test_formats_and_tools_bind(tokenizer: Tokenizer) -> None:
         _, body, _ = await server.post(PATH, {"input": "hi", "text": {"format": format}})
         grammar = server.batcher.requests[-1].grammar
         assert grammar is not None
-        assert '"const": 1' in grammar.source.splitlines()[-2]  # behind what the model thinks
+        assert '"const":1' in grammar.source.splitlines()[-2]  # behind what the model thinks
         assert body["text"] == {"format": format}
         for choice in ("required", {"type": "function", "name": "f"}):
             await server.post(PATH, {"input": "hi", "tools": [F], "tool_choice": choice})

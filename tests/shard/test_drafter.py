@@ -72,7 +72,7 @@ def all_of(said: str) -> int:
 def test_a_draft_model_changes_no_token(said: str, page_size: int, chunk: int, prefix_caching: bool, draft: str) -> None:
     plain, groups = expected(), asked(all_of(said))
     own = free(engine(said, page_size, room(groups, page_size) + 200 // page_size, prefix_caching, draft))
-    world = drive(own, groups, Habits(chunk, pause=0.05), seed=page_size)
+    world = drive(own, groups, Habits(chunk, pause=0.1), seed=page_size)
     assert world.tokens == plain.tokens
     assert world.finishes == plain.finishes
     assert world.pauses
@@ -85,7 +85,7 @@ def test_a_draft_model_changes_no_token(said: str, page_size: int, chunk: int, p
 def test_who_drafts_for_itself_is_always_right(page_size: int, prefix_caching: bool) -> None:
     groups = asked(4)
     own = free(engine("tokens=4", page_size, 2000, prefix_caching))
-    world = drive(own, groups, Habits(7, pause=0.05), seed=3)
+    world = drive(own, groups, Habits(7, pause=0.1), seed=3)
     assert world.tokens == expected().tokens
     assert world.accepted > 300
     assert world.drafted - world.accepted <= wasted(world, groups)
