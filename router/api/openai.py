@@ -56,6 +56,7 @@ class Asked:
     stream: bool
     options: StreamOptions
     headers: dict[str, str]
+    chat: bool  # what is told of the prompt stands beside choices, and not in each
     entries: bool  # vLLM's `prompt_logprobs` are asked for
     silent: bool  # the generated token, which there must be, is not in the answer
     beside: Json  # what stands in the answer, or its first chunk, beside choices
@@ -202,16 +203,17 @@ class OpenAI:
         self, body: Body, requests: list[Request], shapes: Shapes, shown: int, headers: dict[str, str], silent: bool = False
     ) -> Asked:
         beside: Json = {}
+        chat = isinstance(shapes, Chat)
         if body.return_token_ids:
             if any(request.images for request in requests):
                 raise Refused("`return_token_ids` together with images is not supported: they have no tokens", "return_token_ids")
-            if isinstance(shapes, Chat):
+            if chat:
                 beside = {"prompt_token_ids": requests[0].prompt}
-            prompts = () if beside else [request.prompt for request in requests]
+            prompts = () if chat else [request.prompt for request in requests]
             shapes = Numbered(shapes, prompts, shown, silent)
         envelope = Envelope(shapes, body.model or self._config.model, self._fingerprint, body.service_tier)
         options, entries = body.stream_options or StreamOptions(), body.prompt_logprobs is not None
-        return Asked(requests, envelope, shown, bool(body.stream), options, headers, entries, silent, beside)
+        return Asked(requests, envelope, shown, bool(body.stream), options, headers, chat, entries, silent, beside)
 
     async def _answer(self, http: web.Request, clock: Clock, asked: Asked) -> web.StreamResponse:
         clock.valid()
@@ -247,7 +249,7 @@ async def _whole(asked: Asked, folded: list[list[Answer]], entries: Sequence[msg
     for drawn in folded:
         usage.guess(guesses(answer.finish for answer in drawn))
     beside = asked.beside
-    if entries and shapes.whole == Chat.whole:
+    if entries and asked.chat:
         beside = {"prompt_logprobs": entries[0]} | beside
     elif entries:
         choices = [choice | {"prompt_logprobs": entries[place]} for choice, (place, _, _) in zip(choices, shown, strict=True)]

@@ -20,7 +20,7 @@ class Numbered:
         self._prompts = prompts
         self._shown = shown
         self._silent = silent
-        self._begun: set[int] = set()  # choices of which a chunk was told
+        self._begun: set[int] = set()  # choices of which ids were told
 
     async def open(self, place: int, prompt: Prompt) -> None:
         await self._shapes.open(place, prompt)
@@ -44,10 +44,11 @@ class Numbered:
     def _numbered(self, index: int, choice: bytes | None, ids: list[int]) -> bytes | None:
         if choice is None:
             return None
-        more = self._ids(index, ids) if index not in self._begun else {"token_ids": ids}
-        self._begun.add(index)
-        return choice[:-1] + b"," + encode(more)[1:]
+        return choice[:-1] + b"," + encode(self._ids(index, ids))[1:]
 
     def _ids(self, index: int, ids: list[int]) -> Json:
-        prompt = {"prompt_token_ids": self._prompts[index // self._shown]} if self._prompts else {}
+        """More of a choice's; its prompt's stand before the first of them."""
+        first = index not in self._begun
+        self._begun.add(index)
+        prompt = {"prompt_token_ids": self._prompts[index // self._shown]} if self._prompts and first else {}
         return prompt | {"token_ids": ids}

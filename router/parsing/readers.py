@@ -85,11 +85,16 @@ FORMS: dict[str, Form] = {
     ),
     "qwen3_coder": TaggedForm("<function=", ">", "<parameter=", ">", "", "</parameter>", "</function>", lines=True),
     "seed_oss": TaggedForm(
-        "<function=", ">", "<parameter=", ">", "", "</parameter>", "</function>", False, "<seed:tool_call>", "</seed:tool_call>"
+        *("<function=", ">", "<parameter=", ">", "", "</parameter>", "</function>"),
+        lines=False,
+        call="<seed:tool_call>",
+        call_end="</seed:tool_call>",
     ),
     "minimax_m2": TaggedForm(
         *('<invoke name="', '">', '<parameter name="', '">', "", "</parameter>", "</invoke>"),
-        *(False, "<minimax:tool_call>", "</minimax:tool_call>"),
+        lines=False,
+        call="<minimax:tool_call>",
+        call_end="</minimax:tool_call>",
     ),
     "gemma4": GemmaForm(),
     "glm45": TaggedForm("", "", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</tool_call>", lines=False),
