@@ -168,9 +168,8 @@ def _named(key: str) -> tuple[str, ...]:
 def _any(lark: Lark, schema: Any, flat: bool) -> str:
     """Of a schema that refers to nothing outside."""
     parts = Parameters(schema).alternatives(schema)
-    rules = [_one(lark, part, flat) for part in parts] if len(parts) == 1 or not flat else [None]
-    found = [rule for rule in rules if rule is not None]
-    return lark.json(schema) if len(found) < len(rules) else f"({' | '.join(found)})"
+    rule = _either([_one(lark, part, flat) for part in parts]) if len(parts) == 1 or not flat else None
+    return rule or lark.json(schema)
 
 
 def _one(lark: Lark, schema: Json | None, flat: bool) -> str | None:
@@ -181,9 +180,7 @@ def _one(lark: Lark, schema: Json | None, flat: bool) -> str | None:
     if schema.keys() & LISTING:
         return _listed(lark, Parameters(schema).listed(schema) or [])
     if isinstance(kind, list):
-        rules = [_one(lark, {**schema, "type": one}, flat) for one in dict.fromkeys(map(str, kind))]
-        found = [rule for rule in rules if rule is not None]
-        return f"({' | '.join(found)})" if rules and len(found) == len(rules) else None
+        return _either([_one(lark, {**schema, "type": one}, flat) for one in dict.fromkeys(map(str, kind))])
     if kind == "string":
         lengths = Parameters(schema).lengths(schema)
         return f"{lark.text(QUOTE)} {lark.bounded([QUOTE], *lengths)}" if lengths is not None else None
@@ -197,6 +194,12 @@ def _one(lark: Lark, schema: Json | None, flat: bool) -> str | None:
         return None
     one = lark.new(_any(lark, schema["items"], flat))
     return f"{lark.text('[')} ({one} ({lark.text(',')} {one})*)? {lark.text(']')}"
+
+
+def _either(rules: list[str | None]) -> str | None:
+    """One of these rules. None: of none, or one of them takes JSON."""
+    found = [rule for rule in rules if rule is not None]
+    return f"({' | '.join(found)})" if rules and len(found) == len(rules) else None
 
 
 def _listed(lark: Lark, values: list[Any]) -> str | None:

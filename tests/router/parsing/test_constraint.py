@@ -10,7 +10,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from penstock.router.api.openai_tools import tools_of
-from penstock.router.grammar import choice, json_schema, lark, regex, rules
+from penstock.router.grammar import choice, json_schema, lark, problem, regex, rules
 from penstock.router.parsing import Arguments, Call, Part, Reasoning, Text, constraint, formatted, markers, reader
 from penstock.router.parsing.readers import REASONING_PARSERS, THOUGHTS, TOOL_PARSERS
 from penstock.router.request import Grammar, Refused
@@ -456,6 +456,13 @@ def test_every_form_holds_every_name(parser: str) -> None:
 def test_what_is_no_schema_is_a_grammars_affair(parser: str, schema: dict[str, Any]) -> None:
     """Whoever checks the grammar may refuse it."""
     assert constraint(parser, [{"type": "function", "function": {"name": "f", "parameters": schema}}], None, True).source
+
+
+@pytest.mark.parametrize("parser", TOOL_PARSERS)
+def test_a_value_that_nothing_fits_is_refused(parser: str) -> None:
+    parameters = {"properties": {"a": {"anyOf": []}}, "required": ["a"]}
+    found = constraint(parser, [{"type": "function", "function": {"name": "f", "parameters": parameters}}], None, True)
+    assert "nsatisfiable" in problem(found)
 
 
 @pytest.mark.parametrize("parser", ["gemma4", "qwen3_coder", "glm45", "pythonic"])
