@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Pair = tuple[Tensor, Tensor]  # [rank, inputs], and [outputs, rank] times the adapter's factor
+
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
@@ -32,11 +34,23 @@ def choose(numbers: Tensor, count: int) -> Chosen:
 
 
 class Additions(ABC):
-    """What adapters add to the products of one weight; `weights` is what they are kept in: tensors, or laid out by `linear`."""
+    """What adapters add to the products of one weight. Each has a number; that of one which is gone may become another's."""
 
-    def __init__(self, weights: Sequence[Any]) -> None:
-        self.weights = weights
+    later: int  # bytes that one takes which comes later, at most
+
+    @property
+    @abstractmethod
+    def weights(self) -> Sequence[Any]:
+        """What they are kept in: tensors, or laid out by `linear`."""
 
     @abstractmethod
     def add(self, x: Tensor, out: Tensor, chosen: Chosen) -> None:
         """Adds to `out` [rows, outputs], the products of x [rows, inputs], what each row's adapter adds, in place."""
+
+    @abstractmethod
+    def prepared(self, pair: Pair) -> Any:
+        """What `put` takes, on any thread: all of it that takes time."""
+
+    @abstractmethod
+    def put(self, number: int, prepared: Any) -> None:
+        """An adapter with that number is another from now on; None: it adds nothing. Between two steps."""

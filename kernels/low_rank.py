@@ -7,45 +7,64 @@ On a CPU each adapter is a pair of products as `linear` lays them out, for its r
 from collections.abc import Sequence
 from itertools import pairwise
 
-import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .adapters import Additions, Chosen
+from .adapters import Additions, Chosen, Pair
 from .choose import triton_for
 from .linear import Exact, Weight
 
-Pair = tuple[Tensor, Tensor]  # [rank, inputs], and [outputs, rank] times the adapter's factor
+Products = tuple[Weight, Weight]
 
 
 class OneByOne(Additions):
     """By products as `linear` lays them out."""
 
-    def __init__(self, pairs: Sequence[Pair | None], exact: Exact) -> None:
-        self._pairs = [pair and (Weight(pair[0], None, exact), Weight(pair[1], None, exact)) for pair in pairs]
-        super().__init__([weight for pair in self._pairs if pair for weight in pair])
+    def __init__(self, pairs: Sequence[Pair | None], largest: Pair, exact: Exact) -> None:
+        self._exact, self._device = exact, largest[0].device
+        self.later = sum(factor.nbytes for factor in largest)
+        self._products = [pair and self.prepared(pair) for pair in pairs]
+
+    @property
+    def weights(self) -> list[Weight]:
+        """See Additions."""
+        return [weight for each in self._products if each for weight in each]
 
     def add(self, x: Tensor, out: Tensor, chosen: Chosen) -> None:
         """See Additions."""
-        for pair, (start, end) in zip(self._pairs, pairwise(chosen.starts.tolist()), strict=True):
-            if pair is not None and end > start:
-                down, up = pair
+        for products, (start, end) in zip(self._products, pairwise(chosen.starts.tolist()), strict=True):
+            if products is not None and end > start:
+                down, up = products
                 rows = chosen.order[start:end]
                 out.index_add_(0, rows, up(down(x[rows])))
+
+    def prepared(self, pair: Pair) -> Products:
+        """See Additions."""
+        down, up = (Weight(factor.to(self._device), None, self._exact) for factor in pair)
+        return down, up
+
+    def put(self, number: int, prepared: Products | None) -> None:
+        """See Additions."""
+        self._products[number] = prepared
 
 
 class Together(Additions):
     """By Triton: stacked, as high as the highest of them, with zeros."""
 
-    def __init__(self, pairs: Sequence[Pair | None], exact: Exact) -> None:
+    later = 0  # its place is there
+
+    def __init__(self, pairs: Sequence[Pair | None], largest: Pair, exact: Exact) -> None:
         self._steady = exact is Exact.STEADY
-        there = [pair for pair in pairs if pair is not None]
-        rank, (down, up) = max(len(pair[0]) for pair in there), there[0]
-        nothing = down[:0], up[:, :0]
-        lacking = [(pair or nothing, rank - len((pair or nothing)[0])) for pair in pairs]
-        self._downs = torch.stack([pad(pair[0], (0, 0, 0, rows)) for pair, rows in lacking])
-        self._ups = torch.stack([pad(pair[1], (0, columns)) for pair, columns in lacking])
-        super().__init__([self._downs, self._ups])
+        down, up = largest
+        self._downs = down.new_zeros(len(pairs), *down.shape)
+        self._ups = up.new_zeros(len(pairs), *up.shape)
+        for number, pair in enumerate(pairs):
+            self.put(number, pair and self.prepared(pair))
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """See Additions."""
+        return [self._downs, self._ups]
 
     def add(self, x: Tensor, out: Tensor, chosen: Chosen) -> None:
         """See Additions."""
@@ -55,8 +74,21 @@ class Together(Additions):
         add_products(inner, x, self._downs, chosen.order, chosen.starts, self._steady)
         add_products(out, inner, self._ups, chosen.order, chosen.starts, self._steady)
 
+    def prepared(self, pair: Pair) -> Pair:
+        """See Additions: no more than a copy is left to be done."""
+        lacking = self._downs.shape[1] - len(pair[0])
+        return pad(pair[0], (0, 0, 0, lacking)), pad(pair[1], (0, lacking))
 
-def lay_out(pairs: Sequence[Pair | None], exact: Exact = Exact.USUAL) -> Additions | None:
-    """pairs: of each adapter; None: it leaves this weight as it is; exact: see `linear`. None, if all do."""
-    first = next((pair for pair in pairs if pair), None)
-    return (Together if triton_for(first[0]) else OneByOne)(pairs, exact) if first else None
+    def put(self, number: int, prepared: Pair | None) -> None:
+        """See Additions. In place, since graphs read from there."""
+        self._downs[number], self._ups[number] = prepared or (0, 0)
+
+
+def lay_out(pairs: Sequence[Pair | None], exact: Exact = Exact.USUAL, largest: Pair | None = None) -> Additions | None:
+    """pairs: of each adapter; None: it leaves this weight as it is, if it is there at all; exact: see `linear`; largest: as those
+    that come later may be. None, if none comes, and all leave it."""
+    there = [pair for pair in (*pairs, largest) if pair]
+    if not there:
+        return None
+    highest = max(there, key=lambda pair: len(pair[0]))
+    return (Together if triton_for(highest[0]) else OneByOne)(pairs, highest, exact)

@@ -12,7 +12,7 @@ class InfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InfoReply(_message.Message):
-    __slots__ = ("rank", "ranks", "model", "dtype", "device", "page_size", "vocabulary", "max_positions", "loaded", "stage", "overlaps", "adapters", "quantize", "kv_cache_dtype", "batch_invariant", "prefix_caching")
+    __slots__ = ("rank", "ranks", "model", "dtype", "device", "page_size", "vocabulary", "max_positions", "loaded", "stage", "overlaps", "adapters", "quantize", "kv_cache_dtype", "batch_invariant", "prefix_caching", "later", "max_loras")
     RANK_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -29,6 +29,8 @@ class InfoReply(_message.Message):
     KV_CACHE_DTYPE_FIELD_NUMBER: _ClassVar[int]
     BATCH_INVARIANT_FIELD_NUMBER: _ClassVar[int]
     PREFIX_CACHING_FIELD_NUMBER: _ClassVar[int]
+    LATER_FIELD_NUMBER: _ClassVar[int]
+    MAX_LORAS_FIELD_NUMBER: _ClassVar[int]
     rank: int
     ranks: int
     model: str
@@ -45,7 +47,31 @@ class InfoReply(_message.Message):
     kv_cache_dtype: str
     batch_invariant: bool
     prefix_caching: bool
-    def __init__(self, rank: _Optional[int] = ..., ranks: _Optional[int] = ..., model: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., page_size: _Optional[int] = ..., vocabulary: _Optional[int] = ..., max_positions: _Optional[int] = ..., loaded: _Optional[bool] = ..., stage: _Optional[str] = ..., overlaps: _Optional[bool] = ..., adapters: _Optional[_Iterable[str]] = ..., quantize: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., batch_invariant: _Optional[bool] = ..., prefix_caching: _Optional[bool] = ...) -> None: ...
+    later: _containers.RepeatedCompositeFieldContainer[LoadedAdapter]
+    max_loras: int
+    def __init__(self, rank: _Optional[int] = ..., ranks: _Optional[int] = ..., model: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., page_size: _Optional[int] = ..., vocabulary: _Optional[int] = ..., max_positions: _Optional[int] = ..., loaded: _Optional[bool] = ..., stage: _Optional[str] = ..., overlaps: _Optional[bool] = ..., adapters: _Optional[_Iterable[str]] = ..., quantize: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., batch_invariant: _Optional[bool] = ..., prefix_caching: _Optional[bool] = ..., later: _Optional[_Iterable[_Union[LoadedAdapter, _Mapping]]] = ..., max_loras: _Optional[int] = ...) -> None: ...
+
+class LoadedAdapter(_message.Message):
+    __slots__ = ("key", "name", "folder", "retired")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    RETIRED_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    name: str
+    folder: str
+    retired: bool
+    def __init__(self, key: _Optional[str] = ..., name: _Optional[str] = ..., folder: _Optional[str] = ..., retired: _Optional[bool] = ...) -> None: ...
+
+class LoadAdapterRequest(_message.Message):
+    __slots__ = ("adapter",)
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    adapter: LoadedAdapter
+    def __init__(self, adapter: _Optional[_Union[LoadedAdapter, _Mapping]] = ...) -> None: ...
+
+class LoadAdapterReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class HealthRequest(_message.Message):
     __slots__ = ()
@@ -459,6 +485,26 @@ class ConcatReply(_message.Message):
     step: int
     def __init__(self, step: _Optional[int] = ...) -> None: ...
 
+class AdaptRequest(_message.Message):
+    __slots__ = ("step", "add", "retire", "drop")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    ADD_FIELD_NUMBER: _ClassVar[int]
+    RETIRE_FIELD_NUMBER: _ClassVar[int]
+    DROP_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    add: str
+    retire: str
+    drop: str
+    def __init__(self, step: _Optional[int] = ..., add: _Optional[str] = ..., retire: _Optional[str] = ..., drop: _Optional[str] = ...) -> None: ...
+
+class AdaptReply(_message.Message):
+    __slots__ = ("step", "problem")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    problem: str
+    def __init__(self, step: _Optional[int] = ..., problem: _Optional[str] = ...) -> None: ...
+
 class ClearCacheRequest(_message.Message):
     __slots__ = ("step",)
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -474,27 +520,31 @@ class ClearCacheReply(_message.Message):
     def __init__(self, step: _Optional[int] = ..., free: _Optional[int] = ...) -> None: ...
 
 class Command(_message.Message):
-    __slots__ = ("prefill", "decode", "filter", "concat", "clear_cache")
+    __slots__ = ("prefill", "decode", "filter", "concat", "clear_cache", "adapt")
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     FILTER_FIELD_NUMBER: _ClassVar[int]
     CONCAT_FIELD_NUMBER: _ClassVar[int]
     CLEAR_CACHE_FIELD_NUMBER: _ClassVar[int]
+    ADAPT_FIELD_NUMBER: _ClassVar[int]
     prefill: PrefillRequest
     decode: DecodeRequest
     filter: FilterRequest
     concat: ConcatRequest
     clear_cache: ClearCacheRequest
-    def __init__(self, prefill: _Optional[_Union[PrefillRequest, _Mapping]] = ..., decode: _Optional[_Union[DecodeRequest, _Mapping]] = ..., filter: _Optional[_Union[FilterRequest, _Mapping]] = ..., concat: _Optional[_Union[ConcatRequest, _Mapping]] = ..., clear_cache: _Optional[_Union[ClearCacheRequest, _Mapping]] = ...) -> None: ...
+    adapt: AdaptRequest
+    def __init__(self, prefill: _Optional[_Union[PrefillRequest, _Mapping]] = ..., decode: _Optional[_Union[DecodeRequest, _Mapping]] = ..., filter: _Optional[_Union[FilterRequest, _Mapping]] = ..., concat: _Optional[_Union[ConcatRequest, _Mapping]] = ..., clear_cache: _Optional[_Union[ClearCacheRequest, _Mapping]] = ..., adapt: _Optional[_Union[AdaptRequest, _Mapping]] = ...) -> None: ...
 
 class Reply(_message.Message):
-    __slots__ = ("step", "filter", "concat", "clear_cache")
+    __slots__ = ("step", "filter", "concat", "clear_cache", "adapt")
     STEP_FIELD_NUMBER: _ClassVar[int]
     FILTER_FIELD_NUMBER: _ClassVar[int]
     CONCAT_FIELD_NUMBER: _ClassVar[int]
     CLEAR_CACHE_FIELD_NUMBER: _ClassVar[int]
+    ADAPT_FIELD_NUMBER: _ClassVar[int]
     step: StepReply
     filter: FilterReply
     concat: ConcatReply
     clear_cache: ClearCacheReply
-    def __init__(self, step: _Optional[_Union[StepReply, _Mapping]] = ..., filter: _Optional[_Union[FilterReply, _Mapping]] = ..., concat: _Optional[_Union[ConcatReply, _Mapping]] = ..., clear_cache: _Optional[_Union[ClearCacheReply, _Mapping]] = ...) -> None: ...
+    adapt: AdaptReply
+    def __init__(self, step: _Optional[_Union[StepReply, _Mapping]] = ..., filter: _Optional[_Union[FilterReply, _Mapping]] = ..., concat: _Optional[_Union[ConcatReply, _Mapping]] = ..., clear_cache: _Optional[_Union[ClearCacheReply, _Mapping]] = ..., adapt: _Optional[_Union[AdaptReply, _Mapping]] = ...) -> None: ...

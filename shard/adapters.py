@@ -75,6 +75,11 @@ class Adapter:
         up = up.float() * self._factor(matrix, len(down))
         return down.to(self._device, self._dtype), up.to(self._device, self._dtype)
 
+    @property
+    def rank(self) -> int:
+        """The highest that it has for a matrix."""
+        return max(int(self._file.get_slice(key).get_shape()[0]) for (_, factor), key in self._places.items() if factor == "A")
+
     def check(self) -> None:
         """After all matrices were asked for. Raises Unsupported if it has more than these."""
         if self._unread:

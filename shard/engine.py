@@ -153,6 +153,7 @@ class Engine:
         self.filter(list(self.books.groups))
         if self.books.prefixes is not None:
             self.books.prefixes.clear()
+        self.decoder.changes.forget()
 
     def begin_prefill(
         self,
@@ -214,6 +215,17 @@ class Engine:
         self.land()
         self.books.concat(into, batches)
 
+    @torch.inference_mode()
+    def adapt(self, add: str = "", drop: str = "") -> str:
+        """Groups may go by an adapter that was prepared, and by another one no more. Returns why nothing was done; "": it was."""
+        self.land()
+        if drop and any(group.adapter == drop for group in self.books.groups.values()):
+            return f"there are groups that go by adapter {drop}: it can't be dropped"
+        problem = self.decoder.changes.put(add) if add else ""
+        if drop and not problem:
+            self.decoder.changes.drop(drop)
+        return problem
+
     def _problem(self, group: Group) -> str:
         vocabulary = self.decoder.shape.vocabulary
         if group.uid in self.books.groups:
@@ -232,7 +244,7 @@ class Engine:
             return f"a continuation has from 1 to {group.max_new_tokens - 1} tokens, one fewer than max_new_tokens"
         if group.search is not None and candidates_of(group.search.width, len(group.end_ids)) > vocabulary:
             return f"{group.search.width} beams and {len(group.end_ids)} end tokens are too many for a vocabulary of {vocabulary}"
-        if group.adapter and group.adapter not in self.decoder.adapters:
+        if group.adapter and group.adapter not in self.decoder.changes.names:
             return f"the shards have no adapter {group.adapter!r}"
         choices = group.waiting or [sequence.choice for sequence in group.sequences]
         return "" if len(set(choices)) == len(choices) else f"a choice comes twice among {choices}"
@@ -270,7 +282,7 @@ class Engine:
             group.images = ()
         if group.adapter:
             for sequence in group.sequences:
-                sequence.adapter = self.decoder.adapters.index(group.adapter)
+                sequence.adapter = self.decoder.changes.names.index(group.adapter)
         self.books.join(batch, group)
 
     def _decodes(self, batches: Iterable[int], allowance: Allowance | None, outcome: Outcome) -> list[Run]:

@@ -58,7 +58,7 @@ class Forward:
         self._decoder = decoder
         self._cache = cache
         self._layout = _layout_of(decoder, cache.page_size)
-        self._adapted = bool(decoder.adapters)
+        self._adapted = bool(decoder.changes.names)
         self._remembers = decoder.shape.remembering is not None
         self.narrows = decoder.shape.keyless > 0
         self._decodes: list[Graph] = []  # of spans of one token; by size

@@ -21,6 +21,7 @@ from .drafter import Drafter
 from .engine import Engine
 from .guesses import DraftModel, Guesses
 from .masks import Masks
+from .models.changes import Changes
 from .models.decoder import Decoder
 from .models.draft_families import DraftShape, check_guesses, draft_shape, heard, levels, shaped
 from .models.draft_head import Eagle3, NextTokens
@@ -92,7 +93,8 @@ def load(config: ShardConfig, stage: Callable[[str], None]) -> Engine:
     stage("loading weights")
     cache_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8_e4m3fn" else None
     source = _source(config.load_format, folder, DTYPES[config.dtype], device, progress)
-    changes = [Adapter(name, Path(place), source.dtype, device) for name, place in config.adapters]
+    first = [Adapter(name, Path(place), source.dtype, device) for name, place in config.adapters]
+    changes = Changes(first, config.max_loras, config.max_lora_rank)
     decoder = Decoder(model, source, ranks, device, exact, changes)
     if config.image_pixels:
         stage("loading what encodes images")

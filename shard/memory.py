@@ -69,7 +69,7 @@ def size_pool(
     seeing, seconds = _seeing(engine, tokens) if engine.decoder.sight else (0, 0.0)
     # Graphs keep what their steps take, in memory that all of them share.
     recorded = len(graphs) * GRAPH_BYTES + sample.bytes * max(graphs, default=0) // sample.tokens
-    needed = sample.bytes * -(-tokens // sample.tokens) + context + recorded + seeing
+    needed = sample.bytes * -(-tokens // sample.tokens) + context + recorded + seeing + engine.decoder.changes.later
     available = _usable(engine, fraction)
     sequences, states = engine.sequences(sequences, available - needed)
     needed += states

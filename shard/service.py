@@ -10,12 +10,15 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import grpc
+import torch
 
 from ..kernels.choose import triton_on
 from ..proto import shard_pb2 as wire
 from . import invariance
+from .adapters import Adapter
 from .checks import check_warmup, checked
 from .commands import LAND, Answer, Executor, Failed, Refused
 from .config import ShardConfig
@@ -33,6 +36,7 @@ log = logging.getLogger(__name__)
 
 LOOK = 1.0  # seconds between two looks whether somebody waits yet
 COMPILED = 64  # tokens of the largest step that is made ready before the first request; larger ones take long by themselves
+COLD = "call Warmup first: the pool has no size yet"
 FAILED = "the shard failed and ends; its log says why"
 
 
@@ -47,6 +51,8 @@ class Service:
         self._engine: Engine | None = None
         self._executor: Executor | None = None
         self._warmup: wire.WarmupReply | None = None
+        self._read: dict[str, wire.LoadedAdapter] = {}  # adapters that were loaded, by key ...
+        self._later: dict[str, wire.LoadedAdapter] = {}  # ... and those that groups may go by: another one after each change
         self.stage = "starting"
 
     @property
@@ -68,6 +74,8 @@ class Service:
         reply = wire.InfoReply(rank=config.rank, ranks=config.ranks, model=config.model, dtype=config.dtype, stage=self.stage)
         reply.page_size, reply.loaded, reply.device = config.page_size, self._loaded.is_set(), config.device
         reply.adapters.extend(name for name, _ in config.adapters)
+        reply.later.extend(self._later.values())
+        reply.max_loras = config.max_loras
         reply.quantize, reply.kv_cache_dtype, reply.batch_invariant = config.quantize, config.kv_cache_dtype, config.batch_invariant
         if self._engine is not None:
             shape = self._engine.decoder.shape
@@ -147,6 +155,24 @@ class Service:
             image_seconds=sample.image_seconds,
         )
 
+    def LoadAdapter(  # noqa: N802
+        self, request: wire.LoadAdapterRequest, context: grpc.ServicerContext
+    ) -> wire.LoadAdapterReply:
+        """See shard.proto. Rows are computed meanwhile: what is read comes to lie beside the processor."""
+        if self._warmup is None:
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, COLD)
+        if not self._config.max_loras:
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, "there is no room for other adapters: see --max-loras")
+        asked, decoder = request.adapter, self.engine.decoder
+        self._read[asked.key] = asked
+        try:
+            adapter = Adapter(asked.name, Path(asked.folder), decoder.embedding.dtype, torch.device("cpu"))
+            decoder.changes.prepare(asked.key, adapter)
+        except Unsupported as error:
+            del self._read[asked.key]
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        return wire.LoadAdapterReply()
+
     def Prefill(self, request: wire.PrefillRequest, context: grpc.ServicerContext) -> wire.StepReply:  # noqa: N802
         """See shard.proto."""
         return self._once(wire.Command(prefill=request), context).step
@@ -162,6 +188,10 @@ class Service:
     def Concat(self, request: wire.ConcatRequest, context: grpc.ServicerContext) -> wire.ConcatReply:  # noqa: N802
         """See shard.proto."""
         return self._once(wire.Command(concat=request), context).concat
+
+    def Adapt(self, request: wire.AdaptRequest, context: grpc.ServicerContext) -> wire.AdaptReply:  # noqa: N802
+        """See shard.proto."""
+        return self._once(wire.Command(adapt=request), context).adapt
 
     def ClearCache(  # noqa: N802
         self, request: wire.ClearCacheRequest, context: grpc.ServicerContext
@@ -192,7 +222,7 @@ class Service:
         if self._config.rank:
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, "send commands to rank 0, which passes them on to the others")
         if self._warmup is None:
-            context.abort(grpc.StatusCode.FAILED_PRECONDITION, "call Warmup first: the pool has no size yet")
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, COLD)
         assert self._executor is not None
         try:
             yield self._executor
@@ -242,8 +272,25 @@ class Service:
         told = wire.Reply(concat=wire.ConcatReply(step=request.step))
         reply(lambda: told)
 
+    def _adapt(self, request: wire.AdaptRequest, reply: Callable[[Answer], None]) -> None:
+        problem = self.engine.adapt(request.add, request.drop)
+        if not problem:
+            later = dict(self._later)
+            if request.add:
+                later[request.add] = self._read.pop(request.add)
+            if request.retire in later:
+                retired = later[request.retire] = wire.LoadedAdapter()
+                retired.CopyFrom(self._later[request.retire])
+                retired.retired = True
+            later.pop(request.drop, None)
+            self._read.pop(request.drop, None)
+            self._later = later
+        told = wire.Reply(adapt=wire.AdaptReply(step=request.step, problem=problem))
+        reply(lambda: told)
+
     def _clear_cache(self, request: wire.ClearCacheRequest, reply: Callable[[Answer], None]) -> None:
         self.engine.clear()
+        self._read.clear()
         told = wire.Reply(clear_cache=wire.ClearCacheReply(step=request.step, free=self.engine.pool.free))
         reply(lambda: told)
 

@@ -14,12 +14,12 @@ from torch.nn import functional
 
 from ...kernels.adapters import Chosen, choose
 from ...kernels.linear import Exact, Weight, compile_products
-from ..adapters import Adapter
 from ..cache import Cache
 from ..parallel import Ranks
 from ..step import Shown, Step
 from ..weights import Source
 from .alibi import table_of as leanings_of
+from .changes import Changes
 from .heads import Heads, Queries
 from .latents import Latents
 from .layer_inputs import Table, Told
@@ -133,12 +133,14 @@ class Decoder:
         ranks: Ranks,
         device: torch.device,
         exact: Exact = Exact.USUAL,
-        changes: Sequence[Adapter] = (),
+        changes: Changes | None = None,
     ) -> None:
-        """exact: see `Weight`; changes: adapters that tokens may go by."""
+        """exact: see `Weight`; changes: of adapters that tokens may go by."""
         self.shape = shape
         self.ranks = ranks
         self.steady = exact is Exact.STEADY
+        self.changes = changes or Changes()
+        changes = self.changes if self.changes.names else None
         self.kept: Taps | None = None  # for a draft model that goes by what this one makes of tokens
         source = Older(source, shape, shape.layout) if shape.layout else source
         root = self._root(source)
@@ -155,9 +157,7 @@ class Decoder:
                 layer.attention.scales = seen.scales
         self.positions = load.positions() if shape.learned is not None else None
         self.inputs = Table(load, shape.inputs) if shape.inputs else None
-        for change in changes:
-            change.check()
-        self.adapters = tuple(change.name for change in changes)
+        self.changes.check()
         self.first_norm = load.gains(shape.first_norm, shape.hidden) if shape.first_norm else None
         self.norm = load.gains(shape.last_norm, shape.hidden)
         self.head = self._output(load)
@@ -215,7 +215,7 @@ class Decoder:
         return found
 
     def _begin(self, step: Step, cache: Cache) -> Stream:
-        chosen = choose(step.adapters, len(self.adapters)) if step.adapters is not None else None
+        chosen = choose(step.adapters, len(self.changes.names)) if step.adapters is not None else None
         rows = self.embed(step.tokens)
         if self.positions is not None:
             rows.add_(self.positions.index_select(0, step.positions))
@@ -316,7 +316,7 @@ class Decoder:
         for additions, shape in {weight.shape: (weight.additions, weight.shape) for weight in weights if weight.additions}.values():
             for count in (1, rows):
                 x, out = (self.embedding.new_zeros(count, size) for size in reversed(shape))
-                additions.add(x, out, choose(torch.zeros(count, dtype=torch.int64, device=x.device), len(self.adapters)))
+                additions.add(x, out, choose(torch.zeros(count, dtype=torch.int64, device=x.device), len(self.changes.names)))
         if self.head.streams(self.embedding.new_zeros(1, self.shape.hidden)):
             # All that few rows of a layer go by besides attention, and logits.
             firsts = {(layer.attention is None, layer.mlp is None): layer for layer in reversed(self.layers)}

@@ -7,15 +7,13 @@ from itertools import accumulate, repeat
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from ...kernels import low_rank, quantized
+from ...kernels import quantized
 from ...kernels.codes import Codes, joined, unpacked
 from ...kernels.linear import Exact, Weight
-from ...kernels.low_rank import Pair
-from ..adapters import Adapter
 from ..parallel import Ranks
 from ..weights import Source
+from .changes import Change, Changes, Inwards, Outwards, Part
 from .codes import matrix
 from .shape import Shape
 
@@ -29,9 +27,9 @@ class Loader:
     """Cuts this rank's part out of the named tensors of one layer (or of the model, with an empty prefix)."""
 
     def __init__(
-        self, source: Source, shape: Shape, ranks: Ranks, prefix: str, exact: Exact, changes: Sequence[Adapter] = ()
+        self, source: Source, shape: Shape, ranks: Ranks, prefix: str, exact: Exact, changes: Changes | None = None
     ) -> None:
-        """changes: adapters that may be asked for."""
+        """changes: of adapters that may be asked for."""
         self.source = source
         self.changes = changes
         self.exact = exact
@@ -97,7 +95,7 @@ class Loader:
         """Matrices [size, hidden] side by side, of each this rank's part of the outputs. joint: what they are in checkpoints that
         have them so."""
         added = self.biases(names, sizes, joint) if bias else None
-        return self.laid_out(self.outwards(names, sizes, joint), added, self._added_outwards(names, sizes, joint))
+        return self.laid_out(self.outwards(names, sizes, joint), added, self._changed_outwards(names, sizes, joint))
 
     def heads(self, joint: str, names: list[str], sizes: list[int], bias: bool, whole: int) -> Weight:
         """As `columns`, of queries, keys and values, of which the first two are `ordered`, and of gates, which come behind all,
@@ -107,7 +105,7 @@ class Loader:
             sizes = [2 * sizes[0], *sizes[1:]]
         where = names, sizes, joint, whole
         found, added = self.outwards(*where, self.shape.attention_inputs), self.biases(*where) if bias else None
-        pairs = self._added_outwards(*where)
+        order = None
         if self.shape.order or beside:
             own = [self._own(size, whole)[1] for size in sizes]
             queries, keys, *others = torch.split(torch.arange(sum(own), device=self.source.device), own)
@@ -116,8 +114,7 @@ class Loader:
                 others.append(gates)
             order = torch.cat((self.ordered(torch.cat((queries, keys))), *others))
             found, added = found[order], added[order] if added is not None else None
-            pairs = [pair and (pair[0], pair[1][order]) for pair in pairs]
-        return self.laid_out(found, added, pairs)
+        return self.laid_out(found, added, self._changed_outwards(*where, order=order))
 
     def ordered(self, heads: Tensor) -> Tensor:
         """Some heads one after the other, [n * head size, ...], with their features in our order: see `Shape.order`."""
@@ -129,7 +126,7 @@ class Loader:
         added = None
         if bias and self.ranks.rank == 0:
             added = self.source.tensor(f"{self.prefix}{name}.bias", (self.shape.hidden,)) * self.shape.residual_factor
-        return self.laid_out(self.inwards(name, size), added, self._added_inwards(name, size))
+        return self.laid_out(self.inwards(name, size), added, self._changed_inwards(name, size))
 
     def outwards(
         self, names: Sequence[str], sizes: Sequence[int], joint: str = "", whole: int = 1, inputs: int = 0
@@ -183,35 +180,30 @@ class Loader:
         """What is computed with a number at a time."""
         return unpacked(weight, self.source.dtype) if isinstance(weight, Codes) else weight
 
-    def laid_out(self, weight: Tensor | Codes, bias: Tensor | None, pairs: Sequence[Pair | None] = ()) -> Weight:
-        """Ready for products; pairs: what adapters add to these."""
+    def laid_out(self, weight: Tensor | Codes, bias: Tensor | None, change: Change | None = None) -> Weight:
+        """Ready for products; change: what adapters do to it."""
         found = quantized.lay_out(weight, bias, self.exact, self.source.dtype)
-        found.additions = low_rank.lay_out(pairs, self.exact)
+        if self.changes is not None and change is not None:
+            like = torch.empty(0, dtype=self.source.dtype, device=self.source.device)
+            found.additions = self.changes.additions(change, found.shape, self.exact, like)
         return found
 
-    def _added_outwards(self, names: Sequence[str], sizes: Sequence[int], joint: str, whole: int = 1) -> list[Pair | None]:
-        """What adapters add to the products of `columns`: those of each part, on its own outputs."""
-        return [self._side_by_side(change, [*self._places(names, sizes, joint, whole)]) for change in self.changes]
-
-    def _side_by_side(self, change: Adapter, places: Sequence[tuple[str, int, Cut]]) -> Pair | None:
-        pairs = [change.pair(self._matrix_name(name), full, self.shape.hidden) for name, full, _ in places]
-        there = [pair for pair in pairs if pair]
-        if not there:
+    def _changed_outwards(
+        self, names: Sequence[str], sizes: Sequence[int], joint: str, whole: int = 1, order: Tensor | None = None
+    ) -> Outwards | None:
+        """How adapters change `columns`; order: of their outputs."""
+        if self.changes is None:
             return None
-        ranks, before, ups = sum(len(pair[0]) for pair in there), 0, []
-        for pair, (name, full, cut) in zip(pairs, places, strict=True):
-            _, start, stop = cut or (0, 0, full)
-            up, rank = (pair[1][start:stop], len(pair[0])) if pair else (there[0][1].new_zeros(stop - start, 0), 0)
-            up = up * self._factor(name)
-            ups.append(pad(up, (before, ranks - before - rank)))
-            before += rank
-        return torch.cat([pair[0] for pair in there]), torch.cat(ups)
+        places = [(name, full, cut or (0, 0, full)) for name, full, cut in self._places(names, sizes, joint, whole)]
+        parts = [Part(self._matrix_name(name), full, start, stop, self._factor(name)) for name, full, (_, start, stop) in places]
+        return Outwards(parts, self.shape.hidden, order)
 
-    def _added_inwards(self, name: str, size: int) -> list[Pair | None]:
+    def _changed_inwards(self, name: str, size: int) -> Inwards | None:
         """The same of `rows`."""
+        if self.changes is None:
+            return None
         own, factor = size // self.ranks.size, self.shape.residual_factor * self._factor(name)
-        pairs = [change.pair(self._matrix_name(name), self.shape.hidden, size) for change in self.changes]
-        return [pair and (pair[0].narrow(1, self.ranks.rank * own, own).contiguous(), pair[1] * factor) for pair in pairs]
+        return Inwards(self._matrix_name(name), self.shape.hidden, size, self.ranks.rank * own, own, factor)
 
     def _matrix_name(self, name: str) -> str:
         """Within the model, whatever that is called."""

@@ -111,3 +111,25 @@ def test_a_fault_would_be_seen(chance: random.Random, monkeypatch: pytest.Monkey
     monkeypatch.setattr(fused_experts, "_product", lambda out, *given, **how: honest(out.zero_(), *given, **how))
     with pytest.raises(AssertionError):
         test_additions(torch.float32, "triton", chance)
+
+
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+def test_one_that_comes_later_leaves_nothing_of_what_was_in_its_place(kernels: str, chance: random.Random) -> None:
+    """Ranks up to the largest, into places that were another's, and some that leave the weight alone."""
+    case = Case(chance, torch.float32, 60)
+    choose.force(kernels)
+    first = case.pairs[0]
+    assert first is not None
+    largest = first[0].new_zeros(40, first[0].shape[1]), first[1].new_zeros(len(first[1]), 40)
+    additions = lay_out([None] * case.count, largest=largest)
+    assert additions is not None
+    assert bool(additions.later) is (kernels == "reference")
+    for turn in range(3):
+        for number in chance.sample(range(case.count), case.count):
+            rank = chance.choice([1, 8, 40])
+            pair = torch.randn(rank, largest[0].shape[1]), torch.randn(len(largest[1]), rank) * 0.1
+            case.pairs[number] = None if turn and chance.random() < 0.4 else (pair[0].to(DEVICE), pair[1].to(DEVICE))
+            additions.put(number, additions.prepared(pair) if case.pairs[number] else None)
+        out = case.before.clone()
+        additions.add(case.x, out, by_adapter(case.numbers, case.count))
+        torch.testing.assert_close(out.double(), case.expected(), rtol=1e-4, atol=1e-4)

@@ -17,6 +17,7 @@ from penstock.shard.config import ShardConfig
 from penstock.shard.decoding.hypotheses import Search, Stop
 from penstock.shard.engine import Engine
 from penstock.shard.loading import load
+from penstock.shard.models.changes import Changes
 from penstock.shard.models.decoder import Decoder
 from penstock.shard.models.families import shape
 from penstock.shard.models.shape import Unsupported
@@ -103,7 +104,7 @@ def test_two_ranks_divide_them(name: str, tmp_path: Path) -> None:
         model = shape(json.loads((tiny.folder(name) / "config.json").read_text()))
         weights = Weights(tiny.folder(name), torch.float32, tiny.CPU, lambda read: None)
         own = [Adapter(key, Path(place), torch.float32, tiny.CPU) for key, place in changes]
-        found = Engine(Decoder(model, weights, rank, tiny.CPU, changes=own), tiny.CPU, 16)
+        found = Engine(Decoder(model, weights, rank, tiny.CPU, changes=Changes(own)), tiny.CPU, 16)
         found.resize(256)
         check(found, asked, models, Habits(chunk=9)) if rank.rank == 0 else drive(found, requests(asked), Habits(chunk=9))
 
@@ -151,6 +152,97 @@ def test_a_shard_without_it_says_so() -> None:
     world = drive(tiny.engine("llama"), [tiny.group(1, (1, 2, 3), COUNT, adapter="x"), tiny.group(2, (1, 2, 3), COUNT)], Habits())
     assert world.failed == {1: "the shards have no adapter 'x'"}
     assert len(world.tokens[2, 0]) == COUNT
+
+
+# Those that come later
+
+
+def with_room(name: str, room: int, rank: int = 8, changes: tuple[tuple[str, str], ...] = (), **more: Any) -> Engine:
+    config = ShardConfig(folder=str(tiny.folder(name)), model=name, adapters=changes, max_loras=room, max_lora_rank=rank)
+    found = Engine(load(config, lambda stage: None).decoder, tiny.CPU, 16, **more)
+    found.resize(512)
+    return found
+
+
+def bring(found: Engine, key: str, place: str | Path) -> None:
+    found.decoder.changes.prepare(key, Adapter("later", Path(place), torch.float32, tiny.CPU))
+    assert found.adapt(add=key) == ""
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_one_that_comes_later_is_as_one_that_was_there(name: str, tmp_path: Path) -> None:
+    changes, models = lora.of(name, tmp_path)
+    (_, first), (_, second) = changes
+    found = with_room(name, 2, changes=(("0", first),))
+    assert found.decoder.changes.later > 0
+    bring(found, "1", second)
+    assert found.decoder.changes.later == 0
+    check(found, mixed(9, 3), models, Habits(chunk=7, pauses=1))
+
+
+def test_they_come_and_go_while_others_are_asked_for(tmp_path: Path) -> None:
+    """In any order, into any place: each answers as its own merged model does, and nothing is left of what was there before."""
+    changes, models = lora.of("phi3", tmp_path, 4)
+    places, chance = dict(changes), random.Random(5)
+    found, there = with_room("phi3", 2, rank=15), set[str]()
+    for _ in range(12):
+        key = chance.choice(sorted(places) if len(there) < 2 else sorted(there))
+        if key in there:
+            assert found.adapt(drop=key) == ""
+            there.remove(key)
+        else:
+            bring(found, key, places[key])
+            there.add(key)
+        asked = [(tokens, chance.choice(["", *sorted(there)])) for tokens in prompts(5, 30)]
+        found.clear()  # what a key stands for never changes, but for a test's
+        check(found, asked, models, Habits(chunk=9))
+
+
+def test_two_ranks_divide_those_that_come_later(tmp_path: Path) -> None:
+    changes, models = lora.of("qwen2", tmp_path)
+    asked = mixed(5, 1)
+
+    def work(rank: Ranks) -> None:
+        model = shape(json.loads((tiny.folder("qwen2") / "config.json").read_text()))
+        weights = Weights(tiny.folder("qwen2"), torch.float32, tiny.CPU, lambda read: None)
+        found = Engine(Decoder(model, weights, rank, tiny.CPU, changes=Changes(room=2, rank=8)), tiny.CPU, 16)
+        found.resize(256)
+        for key, place in changes:
+            bring(found, key, place)
+        check(found, asked, models, Habits(chunk=9)) if rank.rank == 0 else drive(found, requests(asked), Habits(chunk=9))
+
+    [[greedy(models[adapter], tokens)] for tokens, adapter in asked]  # the ranks' threads would wait for each other
+    tiny.Threads().run(work)
+
+
+def test_what_can_not_come_changes_nothing(place: Path) -> None:
+    found = with_room("llama", 1, rank=3)
+    with pytest.raises(
+        Unsupported, match="adapter later has rank 4, and there is room for 3: start the server with --max-lora-rank 4"
+    ):
+        bring(found, "x", place)
+    found = with_room("llama", 1)
+    assert found.adapt(add="x") == "adapter x was not loaded"
+    spoil(place, **{"base_model.model.model.layers.7.mlp.up_proj.lora_A.weight": torch.zeros(4, 64)})
+    with pytest.raises(Unsupported, match=r"adapter later changes layers\.7\.mlp\.up_proj"):
+        bring(found, "x", place)
+    assert found.decoder.changes.names == [""]
+
+
+def test_one_that_is_asked_for_stays(place: Path) -> None:
+    found = with_room("llama", 1)
+    bring(found, "x", place)
+    found.prefill(1, [tiny.group(1, (1, 2, 3), COUNT, adapter="x")], [(1, 3)], 3, [])
+    assert found.adapt(drop="x") == "there are groups that go by adapter x: it can't be dropped"
+    found.decoder.changes.prepare("y", Adapter("later", place, torch.float32, tiny.CPU))
+    assert found.adapt(add="y") == "there is no room for adapter y: all 1 places are taken"
+    found.filter([1])
+    assert found.adapt(drop="x") == ""
+    assert found.adapt(add="y") == ""
+    assert found.adapt(drop="z") == ""
+    found.decoder.changes.prepare("w", Adapter("later", place, torch.float32, tiny.CPU))
+    found.clear()
+    assert found.adapt(add="w") == "adapter w was not loaded"  # another router's
 
 
 # What is read

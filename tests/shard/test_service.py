@@ -23,7 +23,7 @@ from penstock.shard.outcome import Outcome
 from penstock.shard.relay import Sender
 from penstock.shard.sequence import Sampling
 from penstock.shard.service import Service
-from penstock.tests.shard import configurations, tiny
+from penstock.tests.shard import configurations, lora, tiny
 from penstock.tests.shard.driver import Habits, Remote, drive, message
 from penstock.tests.shard.test_oracle import COUNT, prompt, prompts, requests
 
@@ -381,3 +381,65 @@ def test_a_fault_of_our_own_ends_the_process(warm: Process, monkeypatch: pytest.
         warm.stub.Decode(wire.DecodeRequest(step=1), timeout=5)
     assert code_of(error) == grpc.StatusCode.INTERNAL
     assert warm.codes == [1]
+
+
+# Adapters that come while it serves
+
+
+@pytest.fixture
+def roomy(tmp_path: Path) -> Iterator[Process]:
+    result = Process(tmp_path / "roomy", max_loras=2, max_lora_rank=4)
+    engine = load(result.config, lambda stage: None)
+    result.service.start(engine, Sender(ShardConfig(folder="", model="")))
+    yield result
+    result.close()
+
+
+def test_adapters_come_and_go(roomy: Process, tmp_path: Path) -> None:
+    first, second = (lora.adapter(tiny.folder(NAME), tmp_path / name, seed) for seed, name in enumerate(("first", "second")))
+    stub, one = roomy.stub, wire.LoadedAdapter(key="k1", name="one", folder=str(first))
+    with pytest.raises(grpc.RpcError, match="call Warmup first"):
+        stub.LoadAdapter(wire.LoadAdapterRequest(adapter=one), timeout=10)
+    stub.Warmup(WARMUP, timeout=30)
+    assert (stub.Info(wire.InfoRequest()).max_loras, list(stub.Info(wire.InfoRequest()).later)) == (2, [])
+    plain = answered(stub, 1, "")
+    assert stub.Adapt(wire.AdaptRequest(step=10, add="k1")).problem == "adapter k1 was not loaded"
+    stub.LoadAdapter(wire.LoadAdapterRequest(adapter=one), timeout=10)
+    assert list(stub.Info(wire.InfoRequest()).later) == []
+    assert stub.Adapt(wire.AdaptRequest(step=11, add="k1")).problem == ""
+    assert list(stub.Info(wire.InfoRequest()).later) == [one]
+    changed = answered(stub, 12, "k1")
+    again = wire.LoadedAdapter(key="k2", name="one", folder=str(second))
+    stub.LoadAdapter(wire.LoadAdapterRequest(adapter=again), timeout=10)
+    stub.Adapt(wire.AdaptRequest(step=20, add="k2", retire="k1"))
+    one.retired = True
+    assert list(stub.Info(wire.InfoRequest()).later) == [one, again]
+    assert answered(stub, 21, "k1") == changed
+    assert len({tuple(plain), tuple(changed), tuple(answered(stub, 30, "k2"))}) == 3
+    stub.Adapt(wire.AdaptRequest(step=40, drop="k1"))
+    assert list(stub.Info(wire.InfoRequest()).later) == [again]
+    assert stub.Prefill(prefill(41, 1, [3, 4], adapter="k1")).failed_messages == ["the shards have no adapter 'k1'"]
+    assert roomy.codes == []
+
+
+def test_an_adapter_that_can_not_be_loaded_changes_nothing(roomy: Process, warm: Process, tmp_path: Path) -> None:
+    asked = wire.LoadAdapterRequest(adapter=wire.LoadedAdapter(key="k", name="mine", folder=str(tmp_path)))
+    with pytest.raises(grpc.RpcError, match="no room for other adapters: see --max-loras") as error:
+        warm.stub.LoadAdapter(asked, timeout=10)
+    assert code_of(error) == grpc.StatusCode.FAILED_PRECONDITION
+    roomy.stub.Warmup(WARMUP, timeout=30)
+    with pytest.raises(grpc.RpcError, match=r"adapter mine: .*adapter_config.json can't be read") as error:
+        roomy.stub.LoadAdapter(asked, timeout=10)
+    assert code_of(error) == grpc.StatusCode.INVALID_ARGUMENT
+    high = lora.adapter(tiny.folder(NAME), tmp_path / "high", 1, rank=5)
+    asked.adapter.folder = str(high)
+    with pytest.raises(grpc.RpcError, match="adapter mine has rank 5, and there is room for 4"):
+        roomy.stub.LoadAdapter(asked, timeout=10)
+    assert roomy.stub.Adapt(wire.AdaptRequest(step=1, add="k")).problem == "adapter k was not loaded"
+    assert answered(roomy.stub, 2, "")
+
+
+def answered(stub: Any, step: int, adapter: str) -> list[int]:
+    """Three tokens of an adapter's answer, by which nothing is found that another has computed."""
+    found = list(stub.Prefill(prefill(step, step, [3, 4, 5], 3, adapter=adapter, cache_key=adapter)).tokens)
+    return found + [token for more in (1, 2) for token in stub.Decode(wire.DecodeRequest(step=step + more, batches=[1])).tokens]

@@ -1,0 +1,162 @@
+"""What adapters change of a model: which of them there are, each by its number, and what each adds to which weight.
+
+Others may come while the model serves, into places that were left for them, and go. What takes time is done beside the steps
+(`prepare`); that rows go by one from then on (`put`) is a matter of a moment, between two of them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ...kernels import low_rank
+from ...kernels.adapters import Additions, Pair
+from ...kernels.linear import Exact
+from ..adapters import Adapter
+from .shape import Unsupported
+
+
+class Change(Protocol):
+    """How adapters change one weight, of which this rank has a part."""
+
+    @property
+    def matrices(self) -> int:
+        """That the weight is made of: each adds as much rank as an adapter has."""
+        ...
+
+    def pair(self, adapter: Adapter) -> Pair | None:
+        """None: it leaves the weight as it is. Raises Unsupported."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A matrix, of whose outputs this rank has some."""
+
+    matrix: str  # its name within the model
+    outputs: int  # of all of it
+    start: int
+    stop: int
+    factor: float  # what the weight is multiplied by
+
+
+@dataclass(frozen=True, slots=True)
+class Outwards:
+    """Of matrices side by side, each changed on its own outputs."""
+
+    parts: Sequence[Part]
+    inputs: int
+    order: Tensor | None = None  # in which the weight has their outputs
+
+    @property
+    def matrices(self) -> int:
+        """See Change."""
+        return len(self.parts)
+
+    def pair(self, adapter: Adapter) -> Pair | None:
+        """See Change."""
+        pairs = [adapter.pair(part.matrix, part.outputs, self.inputs) for part in self.parts]
+        there = [pair for pair in pairs if pair]
+        if not there:
+            return None
+        ranks, before, ups = sum(len(pair[0]) for pair in there), 0, []
+        for pair, part in zip(pairs, self.parts, strict=True):
+            rows = part.stop - part.start
+            up, rank = (pair[1][part.start : part.stop], len(pair[0])) if pair else (there[0][1].new_zeros(rows, 0), 0)
+            ups.append(pad(up * part.factor, (before, ranks - before - rank)))
+            before += rank
+        up = torch.cat(ups)
+        return torch.cat([pair[0] for pair in there]), up if self.order is None else up[self.order.to(up.device)]
+
+
+@dataclass(frozen=True, slots=True)
+class Inwards:
+    """Of a matrix of whose inputs this rank has some."""
+
+    matrix: str
+    outputs: int
+    inputs: int  # of all of it
+    start: int
+    own: int
+    factor: float
+    matrices = 1
+
+    def pair(self, adapter: Adapter) -> Pair | None:
+        """See Change."""
+        found = adapter.pair(self.matrix, self.outputs, self.inputs)
+        return found and (found[0].narrow(1, self.start, self.own).contiguous(), found[1] * self.factor)
+
+
+class Changes:
+    """The adapters of one model."""
+
+    def __init__(self, first: Sequence[Adapter] = (), room: int = 0, rank: int = 0) -> None:
+        """first: those that are read with the weights; room: for how many there is at once, if there is for more; rank: the highest
+        that others may have."""
+        self.first = first
+        self.names = [adapter.name for adapter in first] + [""] * (room - len(first))  # or keys, by number; "": there is none
+        self._rank = rank if room > len(first) else 0
+        self._changed: list[tuple[Additions, Change]] = []
+        self._prepared: dict[str, list[Any]] = {}  # for each that is changed, by key
+
+    def additions(self, change: Change, weight: Sequence[int], exact: Exact, like: Tensor) -> Additions | None:
+        """What those that are there add to a weight [outputs, inputs], and others will; like: a tensor of the type, and on the
+        device, of all that is computed with."""
+        pairs = [change.pair(adapter) for adapter in self.first]
+        outputs, inputs = weight
+        most = self._rank * change.matrices
+        largest = (like.new_zeros(most, inputs), like.new_zeros(outputs, most)) if most else None
+        found = low_rank.lay_out([*pairs, *[None] * (len(self.names) - len(pairs))], exact, largest)
+        if found is not None and most:
+            self._changed.append((found, change))
+        return found
+
+    def check(self) -> None:
+        """After all weights were read. Raises Unsupported if an adapter changes more than these."""
+        for adapter in self.first:
+            adapter.check()
+
+    @property
+    def later(self) -> int:
+        """Bytes that those take which are not there yet, at most."""
+        return self.names.count("") * sum(additions.later for additions, _ in self._changed)
+
+    def prepare(self, key: str, adapter: Adapter) -> None:
+        """Another one may be put into its place then, by any thread. key: what it is to be called here. Raises Unsupported."""
+        pairs = [change.pair(adapter) for _, change in self._changed]
+        adapter.check()
+        if adapter.rank > self._rank:
+            raise Unsupported(
+                f"adapter {adapter.name} has rank {adapter.rank}, and there is room for {self._rank}: start the server with "
+                f"--max-lora-rank {adapter.rank}"
+            )
+        changed = zip(self._changed, pairs, strict=True)
+        self._prepared[key] = [pair and additions.prepared(pair) for (additions, _), pair in changed]
+
+    def put(self, key: str) -> str:
+        """One that was prepared can be asked for from now on. Returns why it can't; "": it can."""
+        if key not in self._prepared:
+            return f"adapter {key} was not loaded"
+        if "" not in self.names:
+            return f"there is no room for adapter {key}: all {len(self.names)} places are taken"
+        number = self.names.index("")
+        for (additions, _), own in zip(self._changed, self._prepared.pop(key), strict=True):
+            additions.put(number, own)
+        self.names[number] = key
+        return ""
+
+    def drop(self, key: str) -> None:
+        """Nobody asks for it any more. An unknown one is ignored."""
+        self._prepared.pop(key, None)
+        if key in self.names:
+            number = self.names.index(key)
+            self.names[number] = ""
+            for additions, _ in self._changed:
+                additions.put(number, None)
+
+    def forget(self) -> None:
+        """What was prepared and has no place yet is not wanted."""
+        self._prepared.clear()
