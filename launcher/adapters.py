@@ -31,6 +31,7 @@ def resolve(asked: Options, model: str, weights: bool = True) -> tuple[Adapter, 
     weights: whether they are needed; without, a download takes the small files only.
     """
     found = []
+    named(asked, model)
     for name, source in parse(asked.lora_adapters, model).items():
         place, _, revision = source.partition("@") if hub.on_hub(source) else (source, "", "")
         if revision and not hub.on_hub(place):
@@ -42,6 +43,14 @@ def resolve(asked: Options, model: str, weights: bool = True) -> tuple[Adapter, 
         except Mistake as error:
             raise Mistake(f"{FLAG} {name}: {error}") from None
     return tuple(found)
+
+
+def named(asked: Options, model: str) -> tuple[str, ...]:
+    """The names of these. Raises Mistake."""
+    found = tuple(parse(asked.lora_adapters, model))
+    if 0 < asked.max_loras < len(found):
+        raise Mistake(f"--max-loras {asked.max_loras} is less than the {len(found)} that {FLAG} names: raise it")
+    return found
 
 
 def parse(text: str, model: str = "") -> dict[str, str]:

@@ -31,7 +31,7 @@ def router_config(
     given |= {"max_images": images, "images_asked": bool(images and asked.max_images)}
     if images and asked.payload_limit == options.ROUTER.payload_limit:
         given["payload_limit"] = BODY
-    given["adapters"] = tuple(adapters.parse(asked.lora_adapters, name))
+    given["adapters"] = adapters.named(asked, name)
     keys = kinds.keys_of(asked.api_key)
     return RouterConfig(folder=str(folder), model=name, groups=addresses, complaints=complaints, api_keys=keys, **given)
 
@@ -54,6 +54,8 @@ def shard_configs(
             dtype=planned.dtype,
             quantize=asked.quantize,
             adapters=adapters.names(loras),
+            max_loras=asked.max_loras,
+            max_lora_rank=asked.max_lora_rank,
             kv_cache_dtype=asked.kv_cache_dtype,
             kernels=asked.penstock_kernels,
             cuda_graphs=asked.cuda_graphs,

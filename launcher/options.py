@@ -85,6 +85,20 @@ class Options:
         default="",
     )
 
+    max_loras: int = option(
+        MODEL,
+        "adapters that there may be at once, those of --lora-adapters among them: others are loaded and unloaded while the server "
+        "runs (POST /v1/load_lora_adapter, with the admin key if there is one); 0: there are no others",
+        default=ROUTER.max_loras,
+        kind=kinds.limit,
+    )
+    max_lora_rank: int = option(
+        MODEL,
+        "highest rank of an adapter that is loaded while the server runs: room for it is kept free",
+        default=SHARD.max_lora_rank,
+        kind=kinds.count,
+    )
+
     max_input_tokens: int = option(
         REQUESTS,
         "longest prompt (also --max-input-length; default: --max-total-tokens - 1)",
@@ -476,6 +490,7 @@ class Options:
 PAUSING = ("max_waiting_tokens", "waiting_served_ratio")  # settings that only --prefill-policy pause reads
 SHARDS = (  # settings that only shards read, so whoever starts those
     *("load_format", "dtype", "quantize", "prefix_caching", "page_size", "kv_pages", "max_batch_total_tokens", "kv_cache_dtype"),
+    "max_lora_rank",
     *("cuda_memory_fraction", "device", "cuda_graphs", "overlap", "penstock_kernels", "num_shard", "threads", "shard_uds_path"),
 )
 FIELDS = {field.name: field for field in dataclasses.fields(Options)}

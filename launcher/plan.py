@@ -86,7 +86,9 @@ def divide(
     packed = device == "cpu" and (dtype == "float32" or (dtype == "bfloat16" and (machine.fast_bfloat16 or machine.packs_bfloat16)))
     weights = form.weight_bytes(ranks, item, device, dtype, packed)
     # Each is laid out as the largest, and what it does to matrices that are stored as one has zeros beside it.
-    adapted = 2 * len(changes) * max((change.elements for change in changes), default=0) * item
+    largest = 2 * max((change.elements for change in changes), default=0)
+    later = options.max_lora_rank * form.adapted(ranks) if options.max_loras > len(changes) else 0
+    adapted = max(len(changes), options.max_loras) * max(largest, later) * item
     token = form.kv_elements(ranks) * (item if options.kv_cache_dtype == "auto" else 1)
     small = draft_shape(draft.config, form, own=draft is model) if draft else None
     draft_bytes = small.weight_bytes(1, item, device, dtype, packed) + borrowed(small, form, ranks) * item if small else 0

@@ -24,6 +24,7 @@ from functools import partial
 from time import monotonic
 
 from ..proto import shard_pb2
+from .adapters import Adapters, Later
 from .admission import admits
 from .beginnings import Beginnings
 from .bounds import bounds_of, drafting_of, policy_of, step_tokens
@@ -33,13 +34,15 @@ from .metrics import Metrics
 from .policies import largest_step
 from .record import begin
 from .recovery import Inquest
-from .request import Broken, Expired, Failure, Item, Limits, NotReady, Overloaded, Request, Sink
+from .request import Broken, Expired, Failure, Item, Limits, NoModel, NotReady, Overloaded, Refused, Request, Sink
 from .scheduler import DELAYS, Bounds, Job, Scheduler
 from .shards import Shards
 from .steps import Steps
 from .streams import Choice, Readers, Stream, Tokenizer, read
 
 RETRY = 0.2  # seconds until new shards that were lost at once are looked for again
+SOON = 0.02  # seconds in which shards hear of a request that has ended
+GONE = "the adapter was unloaded"
 STRIDES = 16  # beginnings of prompts that may be shared are looked at in strides of this part of their length
 
 logger = logging.getLogger(__name__)
@@ -75,8 +78,10 @@ class Batcher:
         name: str = "0",
         uids: Iterator[int] | None = None,
         others: Others | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
-        """name: of the replica, in metrics; uids: where those of streams come from, the same for all that streams may move to."""
+        """name: of the replica, in metrics; uids: where those of streams come from, adapters: that there are, the same for all that
+        streams may move to."""
         self.name = name
         self._config = config
         self._tokenizer = tokenizer
@@ -85,12 +90,14 @@ class Batcher:
         self._metrics = metrics
         self._uids = uids or itertools.count(1)
         self._others = others or Others()
+        self._adapters = adapters or Adapters(config.model, config.adapters)
         # Known since it has started, and told anew by new shards
         self.limits: Limits | None = None
         self.info: shard_pb2.InfoReply | None = None  # dtype, device, ...
         self.together = 0  # requests of full length that fit at once
         self._bounds: Bounds | None = None
         self._warm = shard_pb2.WarmupReply()
+        self.adapters: set[str] = set()  # keys of those that the shards have
         self._scheduler: Scheduler | None = None
         # Who is here
         self._streams: dict[int, Stream] = {}  # that need something of the shards yet, by uid
@@ -177,8 +184,51 @@ class Batcher:
         self._beginnings = Beginnings(self._bounds.page_size, STRIDES) if self.info.prefix_caching else None
         self.together = self._bounds.together(self.limits.max_total_tokens)
         self._warm = warm
+        await self._adapt()
         self._queue_all()
         self._others.found(self)
+
+    async def _adapt(self) -> None:
+        """The shards have all adapters that may be asked for. Those that a router before this one has left may be, too. Raises
+        Broken."""
+        assert self.info is not None
+        self.adapters = set(self.info.adapters)
+        for told in [*self.info.later]:
+            if self._adapters.adopt(told):
+                self.adapters.add(told.key)
+            else:
+                await self.drop(told.key)
+        failed = set[str]()
+        while lacking := self._adapters.lacking(self.adapters | failed):
+            for adapter in lacking:
+                try:
+                    await self.load(adapter)
+                except Refused as error:
+                    failed.add(adapter.key)
+                    logger.error("requests that go by adapter %s fail: it can't be loaded again: %s", adapter.name, error)
+
+    async def load(self, adapter: Later) -> None:
+        """Requests may go by it from now on. Raises Refused, or Broken."""
+        await self._shards.load_adapter(shard_pb2.LoadAdapterRequest(adapter=adapter.told))
+        if problem := await self._change(shard_pb2.AdaptRequest(add=adapter.key)):
+            raise Refused(problem)
+        self.adapters.add(adapter.key)
+
+    async def retire(self, key: str) -> None:
+        """The shards know that no new request goes by it. Raises Broken."""
+        await self._change(shard_pb2.AdaptRequest(retire=key))
+
+    async def drop(self, key: str) -> None:
+        """The shards forget it: no request goes by it any more, of which they may not have heard yet. Raises Broken."""
+        self.adapters.discard(key)
+        while problem := await self._change(shard_pb2.AdaptRequest(drop=key)):
+            logger.debug("%s yet", problem)
+            await asyncio.sleep(SOON)
+
+    async def _change(self, request: shard_pb2.AdaptRequest) -> str:
+        """Returns why nothing was done; "": it was."""
+        reply = await self._shards.execute(shard_pb2.Command(adapt=request))
+        return reply.adapt.problem
 
     def _queue_all(self) -> None:
         """Everybody arrives at a new scheduler."""
@@ -268,6 +318,8 @@ class Batcher:
 
     def _admissible(self, request: Request) -> None:
         """Raises if it can't be taken now."""
+        if not self._adapters.knows(request.adapter):
+            raise self._metrics.ended(NoModel(GONE), "validation")
         if self._broken:
             raise self._metrics.ended(Broken(self._broken), "generation")
         late = (request.arrived or monotonic()) >= self._last_call
@@ -282,6 +334,8 @@ class Batcher:
         they see."""
         scheduler, limits = self._scheduler, self.limits
         if scheduler is None or limits is None or self._shards.lost.done() or (request.images and not limits.images):
+            return False
+        if request.adapter and request.adapter not in self.adapters:
             return False
         return scheduler.admissible(len(request.prompt), request.max_new_tokens, request.sequences)
 
@@ -308,6 +362,7 @@ class Batcher:
     def _enter(self, stream: Stream) -> None:
         self._streams[stream.uid] = stream
         self._readers.add(stream.request.tenant)
+        self._adapters.enter(stream.request.adapter)
         self._arrive(stream)
         self._wake.set()
 
@@ -329,6 +384,8 @@ class Batcher:
         if not self._scheduler.admissible(job.prompt_tokens, job.max_new_tokens, job.choices):
             message = "the shards were lost, and those that took their place have too little memory for this request"
             self._fail(stream.uid, Broken(message), "generation")
+        elif request.adapter and request.adapter not in self.adapters:
+            self._fail(stream.uid, Broken("the adapter by which it goes could not be loaded again"), "generation")
         elif not self._inquest.admits(stream.uid):
             self._held.add(stream.uid)
         else:
@@ -386,6 +443,7 @@ class Batcher:
 
     def _forget(self, stream: Stream) -> None:
         del self._streams[stream.uid]
+        self._adapters.leave(stream.request.adapter)
         self._others.ended(self, stream)
 
     def _cancel(self, uid: int) -> None:

@@ -16,6 +16,11 @@ def bounds_of(config: RouterConfig, info: shard_pb2.InfoReply, warm: shard_pb2.W
     lacking = ", ".join(name for name in config.adapters if name not in info.adapters)
     if lacking:
         raise Misconfigured(f"the shards have no adapter {lacking}: give them and the router the same --lora-adapters")
+    if config.max_loras > info.max_loras:
+        raise Misconfigured(
+            f"the shards have room for {info.max_loras} adapters that come later: give them and the router the same --max-loras "
+            f"({config.max_loras})"
+        )
     if config.batch_invariant and not info.batch_invariant:
         raise Misconfigured("the shards don't keep what --batch-invariant promises: start them with it, or leave it out")
     if config.images_asked and not warm.images:

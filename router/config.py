@@ -27,6 +27,7 @@ class RouterConfig:
     model: str  # model id that clients see
     revision: str = ""
     adapters: tuple[str, ...] = ()  # names of those that the shards have
+    max_loras: int = 0  # adapters at once, these included, if others may be loaded while the server runs
     groups: tuple[tuple[str, ...], ...] = ()  # rank groups (replicas): of each the addresses of its ranks' services, rank 0 first
     hostname: str = "0.0.0.0"
     port: int = 3000

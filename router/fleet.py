@@ -20,13 +20,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic
 
+from .adapters import Adapters
 from .admission import admits
-from .batcher import Batcher, Others
+from .batcher import GONE, Batcher, Others
 from .config import Misconfigured, RouterConfig
 from .metrics import Metrics
 from .placement import Placement
 from .replica import Conflict, Replica, Unknown
-from .request import Broken, Item, Limits, NotReady, Overloaded, Request, Sink
+from .request import Broken, Item, Limits, NoModel, NotReady, Overloaded, Request, Sink
 from .scheduler import load_of
 from .shards import Shards
 from .streams import Stream, Tokenizer, read
@@ -86,6 +87,7 @@ class Fleet(Others):
         self._tokenizer = tokenizer
         self._connect = connect
         self._metrics = metrics
+        self.adapters = Adapters(config.model, config.adapters, config.max_loras, self._equipped)
         self._uids = itertools.count(1)
         self._numbers = itertools.count()  # names of replicas
         self._members: dict[str, Member] = {}
@@ -182,6 +184,8 @@ class Fleet(Others):
 
     def _admissible(self, request: Request) -> None:
         """Raises if it can't be taken now."""
+        if not self.adapters.knows(request.adapter):
+            raise self._metrics.ended(NoModel(GONE), "validation")
         if self.limits is None or (request.arrived or monotonic()) >= self._last_call:
             raise self._metrics.ended(NotReady(f"not ready: {self.stage}"), "unavailable")
         readers: Counter[str] = Counter()
@@ -310,11 +314,17 @@ class Fleet(Others):
     def _add(self, addresses: tuple[str, ...], name: str) -> Member:
         name = name or next(number for each in self._numbers if (number := str(each)) not in self._members)
         shards = self._connect(name, addresses)
-        batcher = Batcher(self._config, self._tokenizer, shards, self._metrics, name=name, uids=self._uids, others=self)
+        batcher = Batcher(
+            self._config, self._tokenizer, shards, self._metrics, name=name, uids=self._uids, others=self, adapters=self.adapters
+        )
         member = self._members[name] = Member(addresses, batcher)
         self._metrics.watch("penstock_replicas_ready", lambda: member.takes and batcher.ready, replica=name)
         self._arrange()
         return member
+
+    def _equipped(self) -> list[Batcher]:
+        """Those that have shards."""
+        return [member.batcher for member in self._members.values() if member.up]
 
     def _known(self, batcher: Batcher) -> Member | None:
         """Whose it is; None: it has left, and another may have its name."""

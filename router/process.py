@@ -59,7 +59,7 @@ async def serve(config: RouterConfig, listening: socket.socket, doorman: Doorman
         parsers=(config.tool_call_parser, config.reasoning_parser),
     )
     fleet = Fleet(config, tokenizer, partial(_connect, config), metrics)
-    app = make_app(config, tokenizer, fleet, metrics, tracer, fleet)
+    app = make_app(config, tokenizer, fleet, metrics, tracer, fleet, fleet.adapters)
     logging.getLogger("aiohttp.server").addFilter(NoHttp())
     runner = web.AppRunner(
         app,

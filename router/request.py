@@ -221,6 +221,13 @@ class Refused(Failure):
         self.parameter = parameter
 
 
+class NoModel(Refused):
+    """Nothing that is served bears the name."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "model")
+
+
 class TooLong(Refused):
     """The prompt has more tokens than there may be. `found`: how many these are."""
 

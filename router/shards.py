@@ -22,7 +22,7 @@ import grpc.aio
 from ..proto import shard_pb2
 from ..proto.certificates import Certificates
 from ..proto.rpc import FAR_CHANNEL_OPTIONS, OPTIONS, Stub, channel_credentials
-from .request import Broken
+from .request import Broken, Refused
 
 POLL = 0.02  # seconds between looks for a rank that does not answer yet; part of the time from start to ready
 STAGE_POLL = 0.1  # seconds between looks at what a loading rank does; nobody waits for it
@@ -64,6 +64,10 @@ class Shards(Protocol):
 
     async def warm_up(self, request: shard_pb2.WarmupRequest) -> shard_pb2.WarmupReply:
         """Returns when every rank has loaded, warmed up and forgotten what an earlier router may have asked. Raises Broken."""
+        ...
+
+    async def load_adapter(self, request: shard_pb2.LoadAdapterRequest) -> None:
+        """Every rank has read it, beside what it computes. Raises Refused if one can't, and Broken."""
         ...
 
     @property
@@ -159,6 +163,18 @@ class GrpcShards:
         self._guard = asyncio.create_task(self._watch_steps())
         await self.execute(shard_pb2.Command(clear_cache=shard_pb2.ClearCacheRequest()))
         return reply
+
+    async def load_adapter(self, request: shard_pb2.LoadAdapterRequest) -> None:
+        calls = [self._stubs[rank].LoadAdapter(request) for rank in range(len(self._addresses))]
+        # All of them end: one that was given up would still come to have it, when nobody asks for it any more.
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        for rank, answer in enumerate(answers):
+            if isinstance(answer, grpc.aio.AioRpcError):
+                if answer.code() is grpc.StatusCode.INVALID_ARGUMENT:
+                    raise Refused(f"{answer.details()} (shard rank {rank})" if rank else answer.details() or "")
+                raise _broken(rank, answer)
+            if isinstance(answer, BaseException):
+                raise answer
 
     def execute(self, command: shard_pb2.Command) -> asyncio.Future[shard_pb2.Reply]:
         future: asyncio.Future[shard_pb2.Reply] = asyncio.get_running_loop().create_future()

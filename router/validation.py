@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import msgspec
 
+from .adapters import Adapters
 from .config import Misconfigured, RouterConfig
 from .grammar import Grammars
 from .pictures import NO_IMAGES, Pictures
@@ -109,10 +110,17 @@ class Parameters(msgspec.Struct, frozen=True, kw_only=True):
 class Validator:
     """The rules for one model under one operator's settings."""
 
-    def __init__(self, config: RouterConfig, tokenizer: Tokenizer, observe: Callable[[float], None] = lambda seconds: None) -> None:
-        """observe: gets the seconds that finding a request valid took. Raises Misconfigured if the operator asks for images, which
-        the model does not see."""
+    def __init__(
+        self,
+        config: RouterConfig,
+        tokenizer: Tokenizer,
+        observe: Callable[[float], None] = lambda seconds: None,
+        adapters: Adapters | None = None,
+    ) -> None:
+        """observe: gets the seconds that finding a request valid took; adapters: that there are, if more than from the start.
+        Raises Misconfigured if the operator asks for images, which the model does not see."""
         self._config = config
+        self._adapters = adapters or Adapters(config.model, config.adapters)
         self._tokenizer = tokenizer
         self._observe = observe
         self.grammars = Grammars(tokenizer.added_id)
@@ -289,15 +297,15 @@ class Validator:
         return tuple(strings), tuple(id for id in ids if id < limits.vocabulary)  # a tokenizer may have more tokens than the model
 
     def _adapter(self, given: Parameters) -> str:
-        """By which the request goes; "": by none. What is no adapter's name may be any model's."""
-        known = self._config.adapters
+        """The key of the one by which the request goes; "": by none."""
         if not given.adapter:
-            return given.model if given.model in known else ""
-        if not known:
+            return self._adapters.key_of_model(given.model)
+        if not (known := self._adapters.names):
             raise Refused("`adapter_id` is not supported: the server has no adapters", "adapter_id")
-        if given.adapter not in known:
+        found = self._adapters.key(given.adapter)
+        if found is None:
             raise Refused(f"`adapter_id` must be one of {', '.join(known)} (--lora-adapters). Given: {given.adapter}", "adapter_id")
-        return given.adapter
+        return found
 
     def _drafts(self, given: Parameters, beams: Beams | None) -> int:
         """Guesses in a step. There are none for beams, and where a prompt shows what who guesses can't see."""

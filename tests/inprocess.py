@@ -64,6 +64,9 @@ class InProcess:
         self._thread.start()
         return reply
 
+    async def load_adapter(self, request: shard_pb2.LoadAdapterRequest) -> None:
+        self._service.LoadAdapter(request, NoCall())
+
     def execute(self, command: shard_pb2.Command) -> "asyncio.Future[shard_pb2.Reply]":
         self.steps += 1
         getattr(command, command.WhichOneof("kind")).step = self.steps

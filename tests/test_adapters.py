@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -92,3 +94,74 @@ def test_it_goes_on_where_a_shard_was_killed(server: Server, models: dict[str, A
         going = [threads.submit(ask, server, *each) for each in asked]
         os.kill(shard, signal.SIGKILL)
         assert [each.result() for each in going] == [expected(models, *each) for each in asked]
+
+
+# Those that come while it runs
+
+
+@pytest.fixture(scope="module")
+def roomy() -> Iterator[Server]:
+    with serve("--num-shard", "2", "--page-size", "4", "--max-loras", "2", "--max-lora-rank", "4") as with_two:
+        yield with_two
+
+
+def post(server: Server, path: str, **body: object) -> tuple[int, str]:
+    request = urllib.request.Request(f"{server.url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def load(server: Server, name: str, folder: Path, **more: object) -> tuple[int, str]:
+    return post(server, "/v1/load_lora_adapter", lora_name=name, lora_path=str(folder), **more)
+
+
+def named(server: Server) -> list[str]:
+    with urllib.request.urlopen(f"{server.url}/v1/models", timeout=60) as response:
+        return [model["id"] for model in json.load(response)["data"]][1:]
+
+
+def test_they_come_while_it_runs_and_go_on_where_processes_were_killed(
+    roomy: Server, adapters: dict[str, Path], models: dict[str, Any]
+) -> None:
+    """A shard first, so that all are loaded anew; then the router, so that another one finds those that there are."""
+    for name, folder in adapters.items():
+        assert load(roomy, name, folder) == (200, f"Success: LoRA adapter '{name}' added successfully.")
+    asked = [(prompt, adapter) for prompt in PROMPTS for adapter in ("", "one", "other")]
+    told = [expected(models, *each) for each in asked]
+    with ThreadPoolExecutor(len(asked)) as threads:
+        assert list(threads.map(lambda each: ask(roomy, *each), asked)) == told
+        going = [threads.submit(ask, roomy, *each) for each in asked]
+        os.kill(next(pid for pid, line in roomy.children().items() if "penstock.shard" in line), signal.SIGKILL)
+        assert [each.result() for each in going] == told
+    router = next(pid for pid, line in roomy.children().items() if "penstock.router" in line)
+    os.kill(router, signal.SIGKILL)
+    while roomy.health() != 200 or router in roomy.children():
+        time.sleep(0.05)
+    assert named(roomy) == ["one", "other"]
+    assert ask(roomy, *asked[1]) == told[1]
+
+
+def test_they_go_and_others_take_their_names(roomy: Server, adapters: dict[str, Path], models: dict[str, Any]) -> None:
+    """What one has left in the cache is not found by who takes its name."""
+    assert named(roomy) == ["one", "other"]
+    assert load(roomy, "third", adapters["one"])[0] == 409
+    assert post(roomy, "/v1/unload_lora_adapter", lora_name="other")[0] == 200
+    assert load(roomy, "one", adapters["other"], load_inplace=True)[0] == 200
+    assert ask(roomy, PROMPTS[0], "one") == expected(models, PROMPTS[0], "other")
+    assert post(roomy, "/v1/unload_lora_adapter", lora_name="one")[0] == 200
+    status, text = post(roomy, "/v1/completions", model="one", prompt="x", max_tokens=1)
+    assert (status, json.loads(text)["error"]["code"]) == (404, "model_not_found")
+    assert named(roomy) == []
+
+
+def test_one_that_can_not_be_loaded(roomy: Server, tmp_path: Path) -> None:
+    status, text = load(roomy, "mine", tmp_path)
+    assert status == 400
+    assert "adapter mine: " in text
+    assert "adapter_config.json can't be read" in text
+    status, text = load(roomy, "mine", lora.adapter(hub.DEMO_FOLDER, tmp_path / "high", 1, rank=8))
+    assert status == 400
+    assert "adapter mine has rank 8, and there is room for 4: start the server with --max-lora-rank 8" in text

@@ -10,6 +10,7 @@ from functools import partial
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from ..adapters import Adapters
 from ..config import Misconfigured, RouterConfig
 from ..pictures import Pictures
 from ..record import current
@@ -18,6 +19,7 @@ from ..text import Tokenizer
 from ..tracing import Tracing
 from ..validation import Validator
 from .access import add_headers, observed
+from .adapters import LOAD, UNLOAD, AdapterRoutes
 from .admin import PREFIX, Admin
 from .anthropic import Anthropic
 from .body import BODY
@@ -54,19 +56,21 @@ def make_app(
     metrics: Metrics,
     tracing: Tracing | None = None,
     replicas: Replicas | None = None,
+    adapters: Adapters | None = None,
 ) -> web.Application:
     """All routes. Run it with `handler_cancellation=True`, or a client that leaves is noticed late, and with
     `auto_decompress=False`, or a compressed body is unpacked before it can be refused.
 
-    replicas: for those who administer them, if anybody does.
+    replicas: for those who administer them, if anybody does; adapters: that there are, if more than from the start.
     """
-    validator = Validator(config, tokenizer, metrics.validated)
+    adapters = adapters or Adapters(config.model, config.adapters)
+    validator = Validator(config, tokenizer, metrics.validated, adapters)
     metrics.watch("penstock_grammars_compiled", lambda: validator.grammars.compiled)
     metrics.watch("penstock_grammars_found", lambda: validator.grammars.found)
     links = Links(config)
     chats = Chats(tokenizer, validator, links)
     tgi = Tgi(config, tokenizer, validator, links, batcher)
-    openai = OpenAI(config, tokenizer, validator, chats, batcher)
+    openai = OpenAI(config, tokenizer, validator, chats, batcher, adapters)
     responses = Responses(config, tokenizer, chats, batcher)
     anthropic = Anthropic(config, tokenizer, validator, chats, batcher)
     either = Either(config, batcher, chats, tgi, openai)
@@ -106,6 +110,7 @@ def make_app(
             *(web.get(path, probe.health) for path in (HEALTH, "/ping")),
             *page.routes(),
             *docs.routes(),
+            *AdapterRoutes(config, adapters).routes(),
             *(Admin(config, replicas).routes() if replicas is not None else ()),
         ]
     )
@@ -137,7 +142,7 @@ def _application(config: RouterConfig, metrics: Metrics, tracing: Tracing | None
             observed(tracing, open_paths | SILENT),
             preflight,
             _problems(metrics),
-            _authorization(config.api_keys, open_paths, PREFIX if config.admin_key else None),
+            _authorization(config.api_keys, open_paths, (PREFIX, LOAD, UNLOAD) if config.admin_key else ()),
             _read(config.payload_limit, config.payload_limit_total, unanswered),
             _deliver(patience),
         ]
@@ -199,14 +204,14 @@ def _problem_of_http(error: web.HTTPException) -> Problem:
     return Problem(error.status, kind, error.text or error.reason, headers=headers)
 
 
-def _authorization(keys: tuple[str, ...], open_paths: Set[str], other: str | None) -> Middleware:
-    """Asks for one of the operator's keys, if there are any, except for who looks at the probes and other open paths. other: the
-    beginning of paths that ask for a key of their own."""
+def _authorization(keys: tuple[str, ...], open_paths: Set[str], others: tuple[str, ...]) -> Middleware:
+    """Asks for one of the operator's keys, if there are any, except for who looks at the probes and other open paths. others: what
+    paths begin with that ask for a key of their own."""
     expected = [digest(key.encode()) for key in keys]
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        guarded = other is not None and request.path.startswith(other)
+        guarded = request.path.startswith(others)
         if expected and not guarded and not (request.method in ("GET", "HEAD") and request.path in open_paths):
             given = digest(bearer(request))
             # All are compared, each in constant time, so that nobody learns a key letter by letter, or which of them is near.

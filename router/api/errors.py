@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from ..request import Broken, Expired, Failure, NotReady, Overloaded, Refused
+from ..request import Broken, Expired, Failure, NoModel, NotReady, Overloaded, Refused
 
 RETRY = {"Retry-After": "1"}
 # OpenAI's clients repeat what failed with 5xx, unless they are told not to: late it would be late again, and what broke a shard...
@@ -59,6 +59,8 @@ def unauthorized(needed: str) -> Rejected:
 def problem_of(failure: Failure) -> Problem:
     """The table."""
     match failure:
+        case NoModel():
+            return Problem(404, "model_not_found", str(failure)[:MOST_SAID], failure.parameter)
         case Refused():
             return Problem(422, "validation", str(failure)[:MOST_SAID], failure.parameter)
         case Overloaded():

@@ -11,6 +11,7 @@ from time import monotonic
 import msgspec
 from aiohttp import web
 
+from ..adapters import Adapters
 from ..config import RouterConfig
 from ..request import Finish, Grown, Item, Prompt, Refused, Request, Token
 from ..text import Tokenizer
@@ -69,8 +70,18 @@ class Asked:
 class OpenAI:
     """The handlers."""
 
-    def __init__(self, config: RouterConfig, tokenizer: Tokenizer, validator: Validator, chats: Chats, batcher: Batcher) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        tokenizer: Tokenizer,
+        validator: Validator,
+        chats: Chats,
+        batcher: Batcher,
+        adapters: Adapters | None = None,
+    ) -> None:
+        """adapters: that there are, if more than from the start."""
         self._config = config
+        self._adapters = adapters or Adapters(config.model, config.adapters)
         self._validator = validator
         self._batcher = batcher
         self._chats = chats
@@ -169,13 +180,15 @@ class OpenAI:
     @property
     def _ids(self) -> tuple[str, ...]:
         """The model, and its adapters."""
-        return self._config.model, *self._config.adapters
+        return self._config.model, *self._adapters.names
 
     def _model(self, id: str) -> Json:
         base, limits = self._config.model, self._batcher.limits
         model: Json = {"id": id, "object": "model", "created": 0, "owned_by": base}
         if id != base:
             model["parent"] = base
+            if folder := self._adapters.folder(id):
+                model["root"] = folder
         return model if limits is None else model | {"max_model_len": limits.max_total_tokens}
 
     def _drawn(self, body: Body, width: Width) -> tuple[int, int]:

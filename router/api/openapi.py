@@ -13,6 +13,7 @@ import msgspec
 from ..config import RouterConfig
 from . import anthropic, openai_bodies, responses, tgi_shapes
 from . import openapi_answers as answers
+from .adapters import LOAD, UNLOAD, LoadBody, UnloadBody
 from .anthropic import MessagesBody
 from .either import TokenizeChatBody
 from .errors import ANTHROPIC_PATH, OPENAI_PATH
@@ -31,6 +32,7 @@ MEANINGS = {
     401: "An API key is needed.",
     404: "There is no such thing.",
     408: "The body did not come in time.",
+    409: "Something else has to go first: the message says what.",
     413: "The body is too large.",
     415: "The body is compressed.",
     422: "The request is invalid: the message names the field and what would do.",
@@ -188,6 +190,24 @@ OPERATIONS = (
     ),
     Operation(path="/v1/models", summary="The model that is served, and its adapters", tag=OPENAI, answer=answers.Models),
     Operation(path="/v1/models/{id}", summary="One of these", tag=OPENAI, answer=answers.Model, statuses=(401, 404)),
+    Operation(
+        path=LOAD,
+        summary="An adapter is loaded while the server runs (--max-loras)",
+        tag=OPERATION,
+        body=LoadBody,
+        answer=str,
+        kind=TEXT,
+        statuses=(*BODY, 404, 409, 503),
+    ),
+    Operation(
+        path=UNLOAD,
+        summary="And unloaded: its requests end as they would have",
+        tag=OPERATION,
+        body=UnloadBody,
+        answer=str,
+        kind=TEXT,
+        statuses=(*BODY, 404, 503),
+    ),
     Operation(path="/health", summary="200 once the model has loaded", tag=OPERATION, statuses=(503,), refusal=answers.Unhealthy),
     Operation(path="/ping", summary="The same", tag=OPERATION, statuses=(503,), refusal=answers.Unhealthy),
     Operation(

@@ -117,6 +117,7 @@ class Model(Closed, kw_only=True):
     created: int
     owned_by: str
     parent: str | Maybe = msgspec.UNSET
+    root: str | Maybe = msgspec.UNSET
     max_model_len: int | Maybe = msgspec.UNSET
 
 

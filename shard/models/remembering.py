@@ -15,6 +15,7 @@ class Remembering(ABC):
 
     name: ClassVar[str]  # for people
     layers: frozenset[int]
+    joint: ClassVar[int]  # parts of the first of `matrices` that adapters change; 0: they don't
     width: int  # tokens that the convolution sees, the last one included
     along: bool = False  # they attend as well, side by side with it
 
@@ -58,6 +59,7 @@ class Convolution(Remembering):
     """Short convolutions between two gates (Liquid AI 2025, arXiv:2511.23404), with nothing behind them."""
 
     name: ClassVar[str] = "short convolutions"
+    joint: ClassVar[int] = 3
     size: int  # channels
     biased: bool = False  # and so are the matrices before and behind it
 
@@ -88,6 +90,7 @@ class Linear(Remembering):
     arXiv:2405.21060), whose key heads are called groups."""
 
     name: ClassVar[str] = "linear attention"
+    joint: ClassVar[int] = 0
     key_heads: int  # and as many of queries
     value_heads: int  # several of them, one after the other, for each key head
     key_size: int

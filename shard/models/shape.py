@@ -686,6 +686,29 @@ class Shape:
                 found += less(how, *mixture.narrow(self.hidden))
         return int(found)
 
+    def adapted(self, ranks: int) -> int:
+        """Elements on one rank of an adapter of rank 1 that changes all that adapters can."""
+
+        def each(*matrices: tuple[int, int, int], parts: int = 1) -> int:
+            return parts * sum(outputs + own for outputs, _, own in matrices)
+
+        found = 0
+        for window, count in self._alike.items():
+            # Queries, keys and values side by side, but for latents, where adapters change what leads back alone.
+            before, *others = self._projections(ranks, window)
+            back = others[-1 if self.index is None else -3]
+            found += count * (each(before, parts=0 if self.latent else 3) + each(back))
+        found += sum(each(*self._questions(ranks, window)) for window in self._keyless)
+        if self.remembering:
+            before, back = self.remembering.matrices(ranks, self.hidden)
+            found += len(self.remembering.layers) * (each(before, parts=self.remembering.joint) + each(back))
+        for layer, mixture in self.mlps:
+            own = (mixture.shared if mixture else self.width(layer)) // ranks
+            if own:
+                parts = 2 - bool(self.ungated)
+                found += each((parts * own, self.hidden, self.hidden), parts=parts) + self.hidden + own
+        return found
+
     def _sparse(self, mixture: Mixture, ranks: int, tokens: int | None) -> int:
         """Elements of a layer's experts, their router, and the shared one with its gate."""
         size = mixture.part(ranks)

@@ -68,6 +68,25 @@ def test_a_folder(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert children.router_config(asked, "name", hub.DEMO_FOLDER, []).adapters == ("first", "second")
 
 
+def test_room_for_others(place: Path) -> None:
+    asked = Options(lora_adapters=f"first={place}", max_loras=3, max_lora_rank=32)
+    found = resolve(asked, "model")
+    planned = plan.divide(asked, DEMO, MACHINE, changes=found)
+    assert planned.adapter_bytes == 3 * 32 * planned.shape.adapted(1) * plan.ITEM_BYTES[planned.dtype]
+    [shard] = children.shard_configs(asked, "name", planned, Place(0, True, ["a"], "r", "m", (), {}), loras=found)
+    assert (shard.max_loras, shard.max_lora_rank) == (3, 32)
+    router = children.router_config(asked, "name", hub.DEMO_FOLDER, [])
+    assert (router.adapters, router.max_loras) == (("first",), 3)
+    few, words = (
+        Options(lora_adapters=f"first={place},second={place}", max_loras=1),
+        "1 is less than the 2 that --lora-adapters names",
+    )
+    with pytest.raises(Mistake, match=words):
+        resolve(few, "model")
+    with pytest.raises(Mistake, match=words):
+        children.router_config(few, "name", hub.DEMO_FOLDER, [])
+
+
 def test_broken_folders(place: Path) -> None:
     (place / lora.WEIGHTS).write_bytes(b"nothing to be read")
     with pytest.raises(Mistake, match=r"^--lora-adapters a: .* is no safetensors file, or is cut short: download it again"):

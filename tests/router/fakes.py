@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from penstock.proto import shard_pb2
-from penstock.router.request import Broken
+from penstock.router.request import Broken, Refused
 from penstock.simulator.shard import Asked, IntegerShard, Outcome
 
 LETTERS = 32  # the fake vocabulary: bytes, of which generated ones are printable from here on ...
@@ -33,6 +33,7 @@ class FakeShards:
         answer: Callable[[Sequence[int], int, int], int] = letter,
         max_positions: int = 4096,
         images: bool = False,
+        max_loras: int = 0,
     ) -> None:
         self.stage = "waiting"
         self.info = shard_pb2.InfoReply(
@@ -45,6 +46,7 @@ class FakeShards:
             max_positions=max_positions,
             loaded=True,
             stage="ready",
+            max_loras=max_loras,
         )
         self.model = IntegerShard(pages, page_size)
         self.pages = pages
@@ -57,6 +59,8 @@ class FakeShards:
         self.adopts = False  # there are others, whose groups may come here
         self.break_at = 0  # the step that kills the shard; there is no other until it is 0 again
         self.killers: set[bytes] = set()  # prompts that kill the shard when a token of theirs would be computed
+        self.read: dict[str, shard_pb2.LoadedAdapter] = {}  # adapters that may be added, by key
+        self.faulty = ""  # what is wrong with those that are read now; "die": the shard does
         self.fail: dict[int, str] = {}  # groups that fail in their next step, and why
         self.gate = asyncio.Event()  # cleared: commands wait
         self.gate.set()
@@ -80,6 +84,16 @@ class FakeShards:
         self.stage = "ready"
         return shard_pb2.WarmupReply(pages=self.pages, page_size=self.model.page_size, images=self.images)
 
+    async def load_adapter(self, request: shard_pb2.LoadAdapterRequest) -> None:
+        await asyncio.sleep(self._seconds)
+        if self.faulty == "die":
+            self.die()
+        if self.lost.done():
+            raise Broken("shard rank 0 has ended")
+        if self.faulty:
+            raise Refused(self.faulty)
+        self.read[request.adapter.key] = request.adapter
+
     def execute(self, command: shard_pb2.Command) -> asyncio.Future[shard_pb2.Reply]:
         self._last = asyncio.ensure_future(self._execute(command, self._last, self.lost))
         # As with the real ones, nobody need come back for it: complaints, written while rubbish is collected, disturb others.
@@ -91,6 +105,8 @@ class FakeShards:
         self.model = IntegerShard(self.pages, self.model.page_size)
         self._groups.clear()
         self._generated.clear()
+        self.read.clear()
+        del self.info.later[:]
         if not self.lost.done():
             self.lost.set_exception(Broken("shard rank 0 has ended"))
             self.lost.exception()
@@ -131,7 +147,24 @@ class FakeShards:
                 return self._reply(decoding, self.model.decode())
             case "filter":
                 return self._filter(command.filter)
+            case "adapt":
+                return shard_pb2.Reply(adapt=shard_pb2.AdaptReply(problem=self._adapt(command.adapt)))
         raise AssertionError(f"unexpected command {command}")
+
+    def _adapt(self, request: shard_pb2.AdaptRequest) -> str:
+        later = self.info.later
+        if any(self._groups[uid].adapter == request.drop for uid in self.model.groups if request.drop):
+            return "there are groups that go by it"
+        if request.add:
+            assert len(later) + len(self.info.adapters) < self.info.max_loras
+            later.append(self.read.pop(request.add))
+        for place in reversed(range(len(later))):
+            if later[place].key == request.retire:
+                later[place].retired = True
+            if later[place].key == request.drop:
+                del later[place]
+        self.read.pop(request.drop, None)
+        return ""
 
     def _killed(self, command: shard_pb2.Command) -> bool:
         kind = command.WhichOneof("kind")
@@ -147,6 +180,7 @@ class FakeShards:
         self.model.failing.update(self.fail)
         for group in request.groups:
             self._groups[group.uid] = group
+            assert group.adapter in ("", *self.info.adapters, *(adapter.key for adapter in self.info.later)), "it is not there"
             for one in group.continuations:
                 expected = [self._token(group, position, one.choice) for position in range(len(one.tokens))]
                 assert list(one.tokens) == expected, "not what it had generated"

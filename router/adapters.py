@@ -1,0 +1,244 @@
+"""The adapters by which requests may go: those that the shards had from the start, and others that come and go while they serve.
+
+What clients name is to shards a *key*. A name may mean another adapter later; a request goes on by the one that it began with, and
+finds nothing in the cache that another has left. So an adapter that clients can't name any more stays until the last of its
+requests has ended. Knows replicas by what is asked of them here, and no HTTP.
+"""
+
+import asyncio
+import logging
+import re
+import secrets
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..proto import shard_pb2
+from .request import Broken, NoModel, NotReady, Refused
+
+NAME = re.compile(r"[!-~]{1,200}")
+PLACEHOLDER = "tgi"  # what clients of TGI call whatever is served
+
+logger = logging.getLogger(__name__)
+
+
+class Full(Exception):
+    """There is no room for another adapter now."""
+
+
+@dataclass(slots=True, eq=False)
+class Later:
+    """An adapter that came while the shards served."""
+
+    key: str
+    name: str
+    folder: str
+    ready: bool = False  # all replicas that there are have it
+    retired: bool = False  # clients can't name it any more
+    users: int = 0  # requests that go by it
+
+    @property
+    def told(self) -> shard_pb2.LoadedAdapter:
+        """As shards are told of it."""
+        return shard_pb2.LoadedAdapter(key=self.key, name=self.name, folder=self.folder)
+
+
+class Replica(Protocol):
+    """What is asked of each of them; see `batcher.Batcher`."""
+
+    @property
+    def adapters(self) -> Collection[str]:
+        """Keys of those that it has."""
+        ...
+
+    async def load(self, adapter: Later, /) -> None:
+        """Raises Refused, or Broken if its shards are lost."""
+        ...
+
+    async def retire(self, key: str, /) -> None:
+        """Its shards know that clients can't name it any more. Raises Broken."""
+        ...
+
+    async def drop(self, key: str, /) -> None:
+        """Its shards forget it. Raises Broken."""
+        ...
+
+
+class Adapters:
+    """All of them, by what clients call them."""
+
+    def __init__(
+        self,
+        model: str = "",
+        first: Sequence[str] = (),
+        room: int = 0,
+        replicas: Callable[[], Iterable[Replica]] = lambda: (),
+    ) -> None:
+        """model: what the one that they change is called; first: those that were there from the start; room: for how many there is
+        at once; replicas: those that have shards now."""
+        self._model = model
+        self._first = tuple(first)
+        self._room = room
+        self._replicas = replicas
+        self._later: dict[str, Later] = {}  # by key, in the order in which they came
+        self._order = asyncio.Lock()  # they come and go one at a time
+        self._sweeps: set[asyncio.Task[None]] = set()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """That clients may name."""
+        return *self._first, *(adapter.name for adapter in self._later.values() if adapter.ready and not adapter.retired)
+
+    def folder(self, name: str) -> str:
+        """Where one is that came later; "": nobody has said."""
+        found = self._named(name)
+        return found.folder if found else ""
+
+    def key(self, name: str) -> str | None:
+        """Of the one that clients call so; None: there is none."""
+        if name in self._first:
+            return name
+        found = self._named(name)
+        return found.key if found else None
+
+    def key_of_model(self, name: str) -> str:
+        """The same where clients name a model; "": the one that is served. That is meant by any name, as with TGI, unless adapters
+        come and go: one that is gone shall not be mistaken for it. Raises NoModel then."""
+        key = self.key(name)
+        if key is None and self._room and name not in ("", self._model, PLACEHOLDER):
+            known = ", ".join(f"`{each}`" for each in (self._model, *self.names))
+            raise NoModel(f"the model `{name}` does not exist: this server has {known}")
+        return key or ""
+
+    def _named(self, name: str) -> Later | None:
+        found = (adapter for adapter in self._later.values() if adapter.name == name)
+        return next((adapter for adapter in found if adapter.ready and not adapter.retired), None)
+
+    # Requests
+
+    def knows(self, key: str) -> bool:
+        """Whether one is there; "": none is needed. Since a request was found valid it may have gone."""
+        return not key or key in self._first or key in self._later
+
+    def enter(self, key: str) -> None:
+        """A request goes by it."""
+        if key in self._later:
+            self._later[key].users += 1
+
+    def leave(self, key: str) -> None:
+        """And does no more."""
+        adapter = self._later.get(key)
+        if adapter is not None:
+            adapter.users -= 1
+            if adapter.retired and not adapter.users:
+                sweep = asyncio.ensure_future(self._sweep())
+                self._sweeps.add(sweep)
+                sweep.add_done_callback(self._sweeps.discard)
+
+    # What operators ask for
+
+    async def load(self, name: str, folder: str, replace: bool = False) -> None:
+        """Clients may name it from now on; replace: and mean another one by a name that one has. Whoever asks may leave meanwhile.
+        Raises Refused, Full, NotReady or Broken."""
+        await asyncio.shield(asyncio.ensure_future(self._load(name, folder, replace)))
+
+    async def unload(self, name: str) -> None:
+        """Clients can't name it any more. Raises NoModel or Refused."""
+        await asyncio.shield(asyncio.ensure_future(self._unload(name)))
+
+    async def _load(self, name: str, folder: str, replace: bool) -> None:
+        async with self._order:
+            before = self._named(name)
+            self._check_new(name, before if replace else None)
+            adapter = Later(f"{name}#{secrets.token_hex(8)}", name, folder)
+            replicas = list(self._replicas())
+            if not replicas:
+                raise NotReady("not ready: no replica has shards")
+            try:
+                for replica in replicas:
+                    await replica.load(adapter)
+            except BaseException:
+                await self._drop(adapter.key)
+                raise
+            self._later[adapter.key] = adapter
+            adapter.ready = True
+            if before is not None:
+                before.retired = True
+            await self._complete(adapter)
+            logger.info("adapter %s is loaded from %s", name, folder)
+            if before is not None:
+                await self._retire(before)
+
+    def _check_new(self, name: str, replaced: Later | None) -> None:
+        if not NAME.fullmatch(name):
+            raise Refused("`lora_name` must have from 1 to 200 characters of ASCII, and no spaces", "lora_name")
+        if name in (self._model, PLACEHOLDER):
+            raise Refused(f"`lora_name`: the model is called {name} itself: give the adapter another name", "lora_name")
+        if replaced is None and name in self.names:
+            which = "was there from the start, and stays" if name in self._first else "is loaded already"
+            remedy = "give this one another name" if name in self._first else "unload it, or say `load_inplace`"
+            raise Refused(f"`lora_name`: an adapter called {name} {which}: {remedy}", "lora_name")
+        if len(self._first) + len(self._later) >= self._room:
+            leaving = sum(adapter.retired for adapter in self._later.values())
+            wait = f" ({leaving} of them leave when their last requests end)" if leaving else ""
+            raise Full(
+                f"all {self._room} places for adapters are taken{wait}: unload one (POST /v1/unload_lora_adapter), or start the "
+                "server with more (--max-loras)"
+            )
+
+    async def _complete(self, adapter: Later) -> None:
+        """Replicas whose shards came while others loaded it have it, too."""
+        while lacking := [replica for replica in self._replicas() if adapter.key not in replica.adapters]:
+            try:
+                for replica in lacking:
+                    await replica.load(adapter)
+            except (Refused, Broken) as error:
+                logger.error("a replica does without adapter %s: %s", adapter.name, error)
+                return
+
+    async def _unload(self, name: str) -> None:
+        async with self._order:
+            if name in self._first:
+                raise Refused(f"`lora_name`: adapter {name} was there from the start (--lora-adapters), and stays", "lora_name")
+            adapter = self._named(name)
+            if adapter is None:
+                raise NoModel(f"there is no adapter `{name}`; loaded are: {', '.join(self.names) or 'none'}")
+            adapter.retired = True
+            logger.info("adapter %s is unloaded; requests that go by it yet: %d", name, adapter.users)
+            await self._retire(adapter)
+
+    async def _retire(self, adapter: Later) -> None:
+        for replica in self._replicas():
+            with suppress(Broken):  # shards that come anew don't have it
+                await replica.retire(adapter.key)
+        await self._drop_unused()
+
+    async def _sweep(self) -> None:
+        async with self._order:
+            await self._drop_unused()
+
+    async def _drop_unused(self) -> None:
+        for adapter in [adapter for adapter in self._later.values() if adapter.retired and not adapter.users]:
+            del self._later[adapter.key]  # from now on nobody can begin by it
+            await self._drop(adapter.key)
+
+    async def _drop(self, key: str) -> None:
+        for replica in self._replicas():
+            with suppress(Broken):
+                await replica.drop(key)
+
+    # Replicas that come
+
+    def adopt(self, told: shard_pb2.LoadedAdapter) -> bool:
+        """Shards have one, from a router before this one. Whether clients may name it here."""
+        if told.key in self._later:
+            return True
+        if told.retired or told.name in self.names or len(self._first) + len(self._later) >= self._room:
+            return False
+        self._later[told.key] = Later(told.key, told.name, told.folder, ready=True)
+        return True
+
+    def lacking(self, known: Collection[str]) -> list[Later]:
+        """Those that shards which have `known` lack, and may be asked for."""
+        return [adapter for adapter in self._later.values() if adapter.key not in known]

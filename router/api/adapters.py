@@ -1,0 +1,84 @@
+"""Adapters are loaded and unloaded while the server runs, as with vLLM, whose routes these are: the tools of Kubernetes know them.
+
+Who may: whoever has the admin key, if there is one, since what a name means is everybody's concern; else whoever has an API key, as
+with vLLM. Without `--max-loras` nobody may.
+"""
+
+import hmac
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from aiohttp import web
+
+from ..adapters import Adapters, Full
+from ..config import RouterConfig
+from ..request import Broken, NoModel, NotReady
+from .body import Body, read
+from .errors import Problem, Rejected, unauthorized
+from .tenant import bearer, digest
+
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+NO_ROOM = "adapters are loaded while the server runs if it is started with --max-loras"
+
+
+class LoadBody(msgspec.Struct):
+    """An adapter that clients come to know."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+
+
+class UnloadBody(msgspec.Struct):
+    """One that they know no more."""
+
+    lora_name: str
+
+
+class AdapterRoutes:
+    """The handlers."""
+
+    def __init__(self, config: RouterConfig, adapters: Adapters) -> None:
+        self._able = config.max_loras > 0
+        self._limit = config.payload_limit
+        self._adapters = adapters
+        self._key = digest(config.admin_key.encode()) if config.admin_key else b""
+        self._load, self._unload = msgspec.json.Decoder(LoadBody), msgspec.json.Decoder(UnloadBody)
+
+    def routes(self) -> list[web.RouteDef]:
+        """A server that can't says how it could."""
+        return [web.post(LOAD, self._guarded(self.load)), web.post(UNLOAD, self._guarded(self.unload))]
+
+    async def load(self, http: web.Request) -> str:
+        """POST /v1/load_lora_adapter: the folder is read on every machine that has shards."""
+        body = await self._read(http, self._load)
+        await self._adapters.load(body.lora_name, body.lora_path, body.load_inplace)
+        return f"Success: LoRA adapter '{body.lora_name}' added successfully."
+
+    async def unload(self, http: web.Request) -> str:
+        """POST /v1/unload_lora_adapter: requests that go by it end as they would have."""
+        body = await self._read(http, self._unload)
+        try:
+            await self._adapters.unload(body.lora_name)
+        except NoModel as unknown:
+            raise Rejected(Problem(404, "not_found", str(unknown), "lora_name")) from None
+        return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
+
+    async def _read(self, http: web.Request, decoder: msgspec.json.Decoder[Body]) -> Body:
+        body = await read(http, decoder, self._limit)
+        if not self._able:
+            raise Rejected(Problem(404, "not_found", NO_ROOM))
+        return body
+
+    def _guarded(self, handler: Callable[[web.Request], Awaitable[str]]) -> Callable[[web.Request], Awaitable[web.Response]]:
+        async def guarded(http: web.Request) -> web.Response:
+            if self._key and not hmac.compare_digest(digest(bearer(http)), self._key):
+                raise unauthorized("the admin key")
+            try:
+                return web.Response(text=await handler(http))
+            except Full as full:
+                raise Rejected(Problem(409, "conflict", str(full))) from None
+            except Broken as lost:
+                raise NotReady(f"the shards were lost meanwhile ({lost}): nothing has changed, try again") from None
+
+        return guarded

@@ -1,0 +1,168 @@
+"""Who may load and unload adapters, and what they are told. What becomes of requests then: test_adapters.py."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from penstock.router.adapters import Adapters, Later
+from penstock.router.api.app import make_app
+from penstock.router.config import RouterConfig
+from penstock.router.request import Broken, Refused
+from penstock.router.text import Tokenizer
+from penstock.tests.router.fake_batcher import FakeBatcher, FakeMetrics, make_tokenizer
+
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+SQL = {"lora_name": "sql", "lora_path": "/adapters/sql"}
+Ask = Callable[..., Awaitable[tuple[int, Any]]]
+
+
+class FakeReplica:
+    """It has whatever it is asked to load, unless that is faulty."""
+
+    def __init__(self) -> None:
+        self.adapters: set[str] = set()
+
+    async def load(self, adapter: Later) -> None:
+        if adapter.folder == "/faulty":
+            raise Refused(f"adapter {adapter.name}: /faulty/adapter_config.json can't be read: is it an adapter's folder?")
+        if adapter.folder == "/deadly":
+            raise Broken("shard rank 0 is lost")
+        self.adapters.add(adapter.key)
+
+    async def retire(self, key: str) -> None:
+        pass
+
+    async def drop(self, key: str) -> None:
+        self.adapters.discard(key)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return make_tokenizer(tmp_path_factory.mktemp("model"))
+
+
+def run(tokenizer: Tokenizer, test: Callable[[Ask, FakeBatcher], Awaitable[None]], **settings: Any) -> None:
+    async def main() -> None:
+        config = RouterConfig(folder="", model="m", **{"max_loras": 2, **settings})
+        replica, batcher = FakeReplica(), FakeBatcher(tokenizer)
+        adapters = Adapters(config.model, config.adapters, config.max_loras, lambda: [replica])
+        app = make_app(config, tokenizer, batcher, FakeMetrics(), None, None, adapters)
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, auto_decompress=False)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        host, port = runner.addresses[0][:2]
+
+        async def ask(path: str, body: Any = None, key: str = "") -> tuple[int, Any]:
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            method = "GET" if body is None else "POST"
+            async with client.request(method, path, json=body, headers=headers) as response:
+                return response.status, await (response.json() if response.content_type == "application/json" else response.text())
+
+        try:
+            async with asyncio.timeout(20), aiohttp.ClientSession(f"http://{host}:{port}") as client:
+                await test(ask, batcher)
+        finally:
+            await runner.cleanup()
+
+    asyncio.run(main())
+
+
+def test_they_come_and_go(tokenizer: Tokenizer) -> None:
+    async def test(ask: Ask, batcher: FakeBatcher) -> None:
+        chat = {"model": "sql", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+        status, answer = await ask("/v1/chat/completions", chat)
+        assert (status, answer["error"]["code"], answer["error"]["param"]) == (404, "model_not_found", "model")
+        assert answer["error"]["message"] == "the model `sql` does not exist: this server has `m`"
+        assert await ask(LOAD, SQL) == (200, "Success: LoRA adapter 'sql' added successfully.")
+        models = (await ask("/v1/models"))[1]["data"]
+        assert [(model["id"], model.get("parent"), model.get("root")) for model in models] == [
+            ("m", None, None),
+            ("sql", "m", "/adapters/sql"),
+        ]
+        assert (await ask("/v1/models/sql"))[0] == 200
+        for model in ("sql", "m", "tgi"):
+            assert (await ask("/v1/chat/completions", {**chat, "model": model}))[0] == 200
+        assert (await ask("/generate", {"inputs": "hi", "parameters": {"adapter_id": "sql"}}))[0] == 200
+        first, *others = batcher.requests
+        assert first.adapter.startswith("sql#")
+        assert [request.adapter for request in others] == ["", "", first.adapter]
+        assert (await ask(LOAD, {**SQL, "lora_path": "/b", "load_inplace": True}))[0] == 200
+        assert (await ask("/v1/chat/completions", chat))[0] == 200
+        assert batcher.requests[-1].adapter != first.adapter
+        assert batcher.requests[-1].cache_key != first.cache_key
+        assert await ask(UNLOAD, {"lora_name": "sql"}) == (200, "Success: LoRA adapter 'sql' removed successfully.")
+        assert (await ask("/v1/chat/completions", chat))[0] == 404
+        status, answer = await ask("/generate", {"inputs": "hi", "parameters": {"adapter_id": "sql"}})
+        assert (status, answer["error_type"]) == (422, "validation")
+
+    run(tokenizer, test)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "words"),
+    [
+        (LOAD, {"lora_name": "sql"}, 400, "lora_path"),
+        (LOAD, {"lora_name": 3, "lora_path": "/a"}, 400, "lora_name"),
+        (LOAD, {**SQL, "lora_name": "a b"}, 400, "`lora_name` must have from 1 to 200"),
+        (LOAD, {**SQL, "lora_name": "m"}, 400, "the model is called m itself"),
+        (LOAD, {**SQL, "lora_name": "one"}, 400, "was there from the start"),
+        (LOAD, {**SQL, "lora_path": "/faulty"}, 400, "adapter sql: /faulty/adapter_config.json can't be read"),
+        (LOAD, {**SQL, "lora_path": "/deadly"}, 503, "shard rank 0 is lost): nothing has changed, try again"),
+        (UNLOAD, {"lora_name": "sql"}, 404, "there is no adapter `sql`; loaded are: one"),
+        (UNLOAD, {"lora_name": "one"}, 400, "was there from the start"),
+        (UNLOAD, {}, 400, "lora_name"),
+    ],
+)
+def test_what_can_not_be(tokenizer: Tokenizer, path: str, body: dict[str, Any], status: int, words: str) -> None:
+    async def test(ask: Ask, batcher: FakeBatcher) -> None:
+        found, answer = await ask(path, body)
+        assert found == status
+        assert words in answer["error"]["message"]
+        assert [model["id"] for model in (await ask("/v1/models"))[1]["data"]] == ["m", "one"]
+
+    run(tokenizer, test, adapters=("one",))
+
+
+def test_all_places_may_be_taken(tokenizer: Tokenizer) -> None:
+    async def test(ask: Ask, batcher: FakeBatcher) -> None:
+        assert (await ask(LOAD, SQL))[0] == 200
+        status, answer = await ask(LOAD, {**SQL, "lora_name": "other"})
+        assert (status, answer["error"]["code"]) == (409, "conflict")
+        assert "all 1 places for adapters are taken: unload one" in answer["error"]["message"]
+
+    run(tokenizer, test, max_loras=1)
+
+
+def test_without_room_nobody_may(tokenizer: Tokenizer) -> None:
+    async def test(ask: Ask, batcher: FakeBatcher) -> None:
+        for path in (LOAD, UNLOAD):
+            status, answer = await ask(path, SQL)
+            assert (status, answer["error"]["code"]) == (404, "not_found")
+            assert "--max-loras" in answer["error"]["message"]
+        assert (await ask("/v1/chat/completions", {"model": "x", "messages": [{"role": "user", "content": "hi"}]}))[0] == 200
+
+    run(tokenizer, test, max_loras=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "able", "unable"),
+    [
+        ({}, ["", "client", "boss"], []),
+        ({"api_keys": ("client",)}, ["client"], ["", "boss"]),
+        ({"admin_key": "boss"}, ["boss"], ["", "client"]),
+        ({"api_keys": ("client",), "admin_key": "boss"}, ["boss"], ["", "client"]),
+    ],
+)
+def test_who_may(tokenizer: Tokenizer, settings: dict[str, Any], able: list[str], unable: list[str]) -> None:
+    async def test(ask: Ask, batcher: FakeBatcher) -> None:
+        for key in unable:
+            for path in (LOAD, UNLOAD):
+                assert (await ask(path, SQL, key))[0] == 401
+        for key in able:
+            assert [(await ask(path, SQL, key))[0] for path in (LOAD, LOAD, UNLOAD, UNLOAD)] == [200, 400, 200, 404]
+
+    run(tokenizer, test, **settings)
