@@ -56,6 +56,7 @@ def shard_configs(
             adapters=adapters.names(loras),
             max_loras=asked.max_loras,
             max_lora_rank=asked.max_lora_rank,
+            hub_cache=asked.huggingface_hub_cache if asked.max_loras else "",
             kv_cache_dtype=asked.kv_cache_dtype,
             kernels=asked.penstock_kernels,
             cuda_graphs=asked.cuda_graphs,

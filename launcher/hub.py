@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..proto.hub import Unavailable, download
 from .mistake import Mistake
 from .paths import expanded
 
@@ -99,36 +100,7 @@ def _headers(model: str, revision: str) -> dict[str, Any]:
 
 
 def _download(model: str, revision: str, cache: str, progress: bool, patterns: list[str]) -> Path:
-    # Lazy: takes half a second that the demo model and a local folder need not wait for.
-    import huggingface_hub
-    from huggingface_hub import errors
-    from huggingface_hub.utils.tqdm import disable_progress_bars
-
-    if not progress:
-        disable_progress_bars()
-    at = f"{model} at revision {revision}" if revision else model
     try:
-        return Path(
-            huggingface_hub.snapshot_download(
-                model, revision=revision or None, cache_dir=cache or None, allow_patterns=patterns, ignore_patterns=IGNORED
-            )
-        )
-    except errors.GatedRepoError:
-        raise Mistake(f"{model} asks for consent: accept its terms on the hub, then set HF_TOKEN or run `hf auth login`") from None
-    except errors.RepositoryNotFoundError:
-        raise Mistake(f"no folder {model}, and no such model on the hub (a private one needs HF_TOKEN)") from None
-    except errors.RevisionNotFoundError:
-        raise Mistake(f"{model} has no revision {revision} on the hub") from None
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
-        raise Mistake(
-            f"no folder {model}, no copy of {at} in the cache, and the hub can't be reached: go online (HF_HUB_OFFLINE unset), "
-            "or copy the model here and name its folder"
-        ) from None
-    except errors.HFValidationError as error:
-        raise Mistake(f"no folder {model}, and the hub has no such ids: {_line(error)}") from None
-    except (errors.HfHubHTTPError, OSError) as error:
-        raise Mistake(f"{at} could not be downloaded: {_line(error)}") from None
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())
+        return download(model, revision, cache, patterns, IGNORED, progress)
+    except Unavailable as error:
+        raise Mistake(str(error)) from None

@@ -102,6 +102,10 @@ class Adapters:
         found = self._named(name)
         return found.key if found else None
 
+    def name(self, key: str) -> str:
+        """What clients call one, or called it."""
+        return self._later[key].name if key in self._later else key
+
     def key_of_model(self, name: str) -> str:
         """The same where clients name a model; "": the one that is served. That is meant by any name, as with TGI, unless adapters
         come and go: one that is gone shall not be mistaken for it. Raises NoModel then."""

@@ -99,6 +99,8 @@ class Fleet(Others):
         self._endings: set[asyncio.Task[None]] = set()  # of members that have left
         self._settled = asyncio.Event()  # one is, or none will be
         self._over: asyncio.Future[None] | None = None
+        if most := max(config.max_loras, len(config.adapters)):
+            metrics.watch_adapters(most, self._asked_for)
         for addresses in config.groups:
             self._add(tuple(addresses), "")
 
@@ -321,6 +323,13 @@ class Fleet(Others):
         self._metrics.watch("penstock_replicas_ready", lambda: member.takes and batcher.ready, replica=name)
         self._arrange()
         return member
+
+    def _asked_for(self) -> tuple[list[str], list[str]]:
+        """Names of adapters by which requests go that have begun, and that have not."""
+        streams = [stream for member in self._members.values() for stream in member.batcher.streams if stream.request.adapter]
+        running, waiting = ([one for one in streams if bool(one.started) is begun] for begun in (True, False))
+        name = self.adapters.name
+        return [name(one.request.adapter) for one in running], [name(one.request.adapter) for one in waiting]
 
     def _equipped(self) -> list[Batcher]:
         """Those that have shards."""

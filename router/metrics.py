@@ -10,6 +10,7 @@ when somebody looks.
 
 import itertools
 import re
+import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -161,6 +162,10 @@ class Metrics:
         reads = self._watched.setdefault(name, {})
         reads[replica] = read
         self._gauges[name].set_function(lambda: sum(each() for each in reads.values()))
+
+    def watch_adapters(self, most: int, read: Callable[[], tuple[Iterable[str], Iterable[str]]]) -> None:
+        """`read` returns the names of adapters that running and that waiting requests go by; most: of them at once."""
+        self._as_vllm.adapters = most, read
 
     def left(self, replica: str) -> None:
         """It is in no gauge any more, and among no counter's labels: there would be more and more of them."""
@@ -433,6 +438,7 @@ class AsVllm:
     def __init__(self, registry: prometheus_client.CollectorRegistry, model: str) -> None:
         self._registry = registry
         self._labels = {"model_name": model, "engine": "0"}
+        self.adapters: tuple[int, Callable[[], tuple[Iterable[str], Iterable[str]]]] | None = None
 
     def collect(self) -> Iterator[Metric]:
         """Called by prometheus_client."""
@@ -455,6 +461,12 @@ class AsVllm:
         size = _sum(families["tgi_batch_max_total_tokens"]) / pages if pages else 0
         cache = {"block_size": f"{size:.0f}", "num_gpu_blocks": f"{pages:.0f}"}
         yield self._family("vllm:cache_config_info", "Pages: their size in tokens, and how many", "gauge", [(cache, 1.0)])
+        if self.adapters is not None:
+            most, read = self.adapters
+            running, waiting = (",".join(sorted({*names})) for names in read())
+            asked = {"max_lora": str(most), "running_lora_adapters": running, "waiting_lora_adapters": waiting}
+            row = [(asked, time.time())]  # of rows with other labels the newest counts
+            yield self._family("vllm:lora_requests_info", "Adapters that requests go by, and when that was so", "gauge", row)
 
     def _renamed(self, family: Metric, name: str) -> Metric:
         found = Metric(name, family.documentation, family.type)

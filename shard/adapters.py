@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..proto.hub import Unavailable, download
 from .models.shape import Unsupported
 from .weights import opened
 
@@ -17,6 +18,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 NAME = re.compile(
     r"(?:base_model\.model\.)?((?:(?:model|language_model|backbone)\.)*(layers\.\d+\..+))\.lora_([AB])(?:\.default)?\.weight"
 )
+ON_HUB = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(.+))?")
 CHANGED = ("pissa", "olora", "corda", "loftq", "lora_ga")  # ways to begin that leave the model with other weights
 # What else an adapter may be than products of low rank, beside the matrices that it names.
 OTHERWISE = (
@@ -31,6 +33,18 @@ OTHERWISE = (
 )
 NEVER_MERGED = ("alora_invocation_tokens", "arrow_config")  # such that are in no weights for all tokens
 REMEDY = "merge it into the weights (peft's merge_and_unload)"
+
+
+def place_of(name: str, source: str, cache: str = "") -> Path:
+    """The folder that an adapter is in, be it one of this machine, or of the hub, as OWNER/MODEL or OWNER/MODEL@REVISION, which may
+    take a while. cache: see `proto.hub`. Raises Unsupported."""
+    found = ON_HUB.fullmatch(source)
+    if Path(source).is_dir() or not found:
+        return Path(source)
+    try:
+        return download(found[1], found[2] or "", cache, (CONFIG, WEIGHTS))
+    except Unavailable as error:
+        raise Unsupported(f"adapter {name}: {error}") from None
 
 
 class Adapter:

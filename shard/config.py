@@ -20,6 +20,7 @@ class ShardConfig:
     adapters: tuple[tuple[str, str], ...] = ()  # by which requests may go: the name and the folder of each
     max_loras: int = 0  # of them at once, if others may come while it serves
     max_lora_rank: int = 16  # the highest that these may have
+    hub_cache: str = ""  # where these are kept if they come from the hub; "": the hub's own
     load_format: str = "auto"  # "auto": safetensors of the folder; "dummy": random weights from config.json alone
     kv_cache_dtype: str = "auto"  # of keys and values: as the weights; "fp8_e4m3fn": 8 bits, with the checkpoint's scales or 1
     kernels: str = ""  # "reference" (plain torch) or "triton" for tests; "": Triton on CUDA, torch elsewhere

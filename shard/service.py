@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
 import grpc
 import torch
@@ -18,7 +17,7 @@ import torch
 from ..kernels.choose import triton_on
 from ..proto import shard_pb2 as wire
 from . import invariance
-from .adapters import Adapter
+from .adapters import Adapter, place_of
 from .checks import check_warmup, checked
 from .commands import LAND, Answer, Executor, Failed, Refused
 from .config import ShardConfig
@@ -166,7 +165,8 @@ class Service:
         asked, decoder = request.adapter, self.engine.decoder
         self._read[asked.key] = asked
         try:
-            adapter = Adapter(asked.name, Path(asked.folder), decoder.embedding.dtype, torch.device("cpu"))
+            folder = place_of(asked.name, asked.folder, self._config.hub_cache)
+            adapter = Adapter(asked.name, folder, decoder.embedding.dtype, torch.device("cpu"))
             decoder.changes.prepare(asked.key, adapter)
         except Unsupported as error:
             del self._read[asked.key]

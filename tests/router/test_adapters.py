@@ -63,6 +63,7 @@ def test_one_that_is_unloaded_stays_until_its_last_request_has_ended() -> None:
         await until(lambda: value(fleet, "penstock_generated_tokens_total") > 10)
         await fleet.adapters.unload("a")
         assert fleet.adapters.names == ()
+        assert 'max_lora="2",model_name="",running_lora_adapters="a",waiting_lora_adapters=""' in fleet._metrics.render().decode()
         assert held(shards) == [["a#1"], ["a#1"]]
         assert all(adapter.retired for fake in shards.values() for adapter in fake.info.later)
         assert [len(items) for items in await asyncio.gather(*reading[:2])] == [42, 42]

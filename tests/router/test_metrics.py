@@ -1,8 +1,10 @@
 """What /metrics shows."""
 
 import re
+import time
 
 import prometheus_client
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.proto import shard_pb2
@@ -217,6 +219,14 @@ def test_what_joins_and_what_leaves_is_counted() -> None:
     assert values['tgi_batch_decode_duration_sum{method="prefill"}'] == 3 * 0.375
     assert values['tgi_batch_filter_duration_sum{method="decode"}'] == 0.25
     assert values["tgi_request_validation_duration_sum"] == 0.75
+
+
+def test_adapters_that_are_asked_for_are_told_as_vllm_does() -> None:
+    metrics = Metrics("m")
+    assert "lora_requests_info" not in metrics.render().decode()
+    metrics.watch_adapters(4, lambda: (["b", "a", "b"], []))
+    labels = 'engine="0",max_lora="4",model_name="m",running_lora_adapters="a,b",waiting_lora_adapters=""'
+    assert samples(metrics)[f"vllm:lora_requests_info{{{labels}}}"] == pytest.approx(time.time(), abs=60)
 
 
 # What is read by the Gateway API's endpoint picker, by autoscalers and by vLLM's own dashboards.

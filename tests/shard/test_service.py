@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import huggingface_hub
 import pytest
 import torch
 
@@ -443,3 +444,33 @@ def answered(stub: Any, step: int, adapter: str) -> list[int]:
     """Three tokens of an adapter's answer, by which nothing is found that another has computed."""
     found = list(stub.Prefill(prefill(step, step, [3, 4, 5], 3, adapter=adapter, cache_key=adapter)).tokens)
     return found + [token for more in (1, 2) for token in stub.Decode(wire.DecodeRequest(step=step + more, batches=[1])).tokens]
+
+
+@pytest.mark.parametrize(("source", "revision"), [("some/adapter", None), ("some/adapter@v2", "v2")])
+def test_an_adapter_of_the_hub(
+    roomy: Process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, revision: str | None
+) -> None:
+    place, asked = lora.adapter(tiny.folder(NAME), tmp_path / "cached", 1), list[object]()
+
+    def download(repository: str, **given: object) -> str:
+        asked.append((repository, given["revision"], given["allow_patterns"]))
+        return str(place)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    roomy.stub.Warmup(WARMUP, timeout=30)
+    one = wire.LoadedAdapter(key="k", name="one", folder=source)
+    roomy.stub.LoadAdapter(wire.LoadAdapterRequest(adapter=one), timeout=10)
+    assert asked == [("some/adapter", revision, ["adapter_config.json", "adapter_model.safetensors"])]
+    assert roomy.stub.Adapt(wire.AdaptRequest(step=1, add="k")).problem == ""
+    assert list(roomy.stub.Info(wire.InfoRequest()).later) == [one]
+
+
+def test_an_adapter_that_the_hub_does_not_have(roomy: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(repository: str, **given: object) -> str:
+        raise huggingface_hub.errors.LocalEntryNotFoundError("offline")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    roomy.stub.Warmup(WARMUP, timeout=30)
+    asked = wire.LoadAdapterRequest(adapter=wire.LoadedAdapter(key="k", name="mine", folder="some/adapter"))
+    with pytest.raises(grpc.RpcError, match=r"adapter mine: no folder some/adapter, no copy .* in the cache"):
+        roomy.stub.LoadAdapter(asked, timeout=10)

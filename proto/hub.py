@@ -1,0 +1,54 @@
+"""Files of the Hugging Face hub, as they are in its cache: what lacks there is downloaded. Knows nothing of what is in them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+
+class Unavailable(Exception):
+    """They can't be had. One line that says why, and what would do."""
+
+
+def download(
+    model: str, revision: str, cache: str, patterns: Sequence[str], ignored: Sequence[str] = (), progress: bool = False
+) -> Path:
+    """The folder with those of a model's files that match. cache: another one than the hub's own; progress: it is shown. Raises
+    Unavailable."""
+    # Lazy: takes half a second that the demo model and a local folder need not wait for.
+    import huggingface_hub
+    from huggingface_hub import errors
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    if not progress:
+        disable_progress_bars()
+    at = f"{model} at revision {revision}" if revision else model
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(
+                model,
+                revision=revision or None,
+                cache_dir=cache or None,
+                allow_patterns=list(patterns),
+                ignore_patterns=list(ignored),
+            )
+        )
+    except errors.GatedRepoError:
+        raise Unavailable(
+            f"{model} asks for consent: accept its terms on the hub, then set HF_TOKEN or run `hf auth login`"
+        ) from None
+    except errors.RepositoryNotFoundError:
+        raise Unavailable(f"no folder {model}, and no such model on the hub (a private one needs HF_TOKEN)") from None
+    except errors.RevisionNotFoundError:
+        raise Unavailable(f"{model} has no revision {revision} on the hub") from None
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
+        raise Unavailable(
+            f"no folder {model}, no copy of {at} in the cache, and the hub can't be reached: go online (HF_HUB_OFFLINE unset), "
+            "or copy the model here and name its folder"
+        ) from None
+    except errors.HFValidationError as error:
+        raise Unavailable(f"no folder {model}, and the hub has no such ids: {_line(error)}") from None
+    except (errors.HfHubHTTPError, OSError) as error:
+        raise Unavailable(f"{at} could not be downloaded: {_line(error)}") from None
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
