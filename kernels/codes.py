@@ -5,6 +5,9 @@ What they mean is `unpacked`; how products with them are computed stands in `qua
 Scales of floats of 4 bits have few bits themselves, so that a byte holds each: they are powers of 2 ("fp4", which is MXFP4), or
 numbers of float8_e4m3fn ("nvfp4"). What those are to be multiplied by stays apart, a number of 32 bits for each output: products
 of both would be rounded, and four bytes each. In checkpoints a whole matrix has one; those that are joined bring their own.
+
+Where GPTQ has rounded inputs in the order of their activations, those that share a scale are not beside each other. Here they are,
+and rows are put into that order before they are multiplied.
 """
 
 from collections.abc import Sequence
@@ -21,6 +24,7 @@ LARGEST_FP8 = 448.0
 # Floats of 4 bits (Rouhani et al. 2023, arXiv:2310.10537): a sign, two bits of an exponent, and one more.
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 FP4_BLOCKS = {"fp4": 32, "nvfp4": 16}  # inputs that share a scale
+PIECE = 32  # inputs of blocks in which there may be some of none, at most
 BLOCK = 64  # inputs that share a scale where weights of 4 bits are rounded here; those of 8 bits have one for each output
 
 
@@ -33,6 +37,12 @@ class Codes:
     scales: Tensor  # [out, blocks] float32: in / blocks inputs in a row share one; beside FP4 of few bits
     zeros: Tensor | None = None  # [out, blocks] uint8: the integers that mean 0; None: all are MIDDLES'; floats have none
     factors: Tensor | None = None  # [out] float32: what scales are to be multiplied by, beside FP4 alone; None: by 1
+    order: Tensor | None = None  # [in or more] int32: which input each column is for, -1 for none; None: they are as inputs are
+
+    @property
+    def inputs(self) -> int:
+        """Those that there are."""
+        return self.codes.shape[1] if self.order is None else int((self.order >= 0).sum())
 
     @property
     def block(self) -> int:
@@ -42,7 +52,7 @@ class Codes:
     def __getitem__(self, outputs: Tensor) -> "Codes":
         """Those of some outputs."""
         zeros, factors = (held[outputs] if held is not None else None for held in (self.zeros, self.factors))
-        return Codes(self.kind, self.codes[outputs], self.scales[outputs], zeros, factors)
+        return Codes(self.kind, self.codes[outputs], self.scales[outputs], zeros, factors, self.order)
 
     def scaled(self, factor: float) -> "Codes":
         """Times a number."""
@@ -58,6 +68,8 @@ class Codes:
 
     def part(self, dimension: int, start: int, stop: int) -> "Codes":
         """Those of some outputs (dimension 0) or inputs (1), with zeros beyond their end."""
+        if dimension and self.order is not None:
+            return self._among(start, stop)
         found = self.refined(gcd(self.block, start, stop)) if dimension else self
         places = (start // found.block, stop // found.block) if dimension else (start, stop)
 
@@ -69,11 +81,32 @@ class Codes:
         zeros, factors = cut(found.zeros, *places) if found.zeros is not None else None, found.factors
         if factors is not None and not dimension:
             factors = pad(factors[start:stop], (0, max(0, stop - len(factors))))
-        return Codes(found.kind, cut(found.codes, start, stop), cut(found.scales, *places), zeros, factors)
+        return Codes(found.kind, cut(found.codes, start, stop), cut(found.scales, *places), zeros, factors, found.order)
+
+    def _among(self, start: int, stop: int) -> "Codes":
+        """Those of some inputs, where they have an order. Of each block there are some, and with them columns of no input, so that
+        there are whole blocks, smaller ones."""
+        assert self.order is not None
+        size = gcd(self.block, PIECE)
+        own = ((self.order >= start) & (self.order < stop)).view(-1, self.block)
+        pieces = -(-own.sum(1) // size)  # of each block
+        firsts = (pieces.cumsum(0) - pieces) * size
+        columns = self.order.new_full((int(pieces.sum()) * size,), -1, dtype=torch.int64)
+        columns[(firsts.unsqueeze(1) + own.cumsum(1) - 1)[own]] = own.flatten().nonzero().squeeze(1)
+        order = torch.where(columns < 0, -1, self.order[columns] - start).int()
+        blocks = torch.arange(len(pieces), device=pieces.device).repeat_interleave(pieces)
+        zeros = self.zeros[:, blocks] if self.zeros is not None else None
+        return Codes(self.kind, self.codes[:, columns], self.scales[:, blocks], zeros, self.factors, order)
+
+
+def alike(parts: Sequence[Codes]) -> bool:
+    """Whether they can be joined: their inputs are in one order."""
+    first, *others = (part.order for part in parts)
+    return all(first is other or (first is not None and other is not None and first.equal(other)) for other in others)
 
 
 def joined(parts: Sequence[Codes]) -> Codes:
-    """Weights with the same inputs, side by side."""
+    """Weights with the same inputs in the same order, side by side."""
     block = gcd(*(part.block for part in parts))
     same = [part.refined(block) for part in parts]
     zeros = factors = None
@@ -81,7 +114,8 @@ def joined(parts: Sequence[Codes]) -> Codes:
         zeros = torch.cat([zeros_of(part) for part in same])
     if any(part.factors is not None for part in same):
         factors = torch.cat([factors_of(part) for part in same])
-    return Codes(same[0].kind, torch.cat([part.codes for part in same]), torch.cat([part.scales for part in same]), zeros, factors)
+    codes, scales = (torch.cat(each) for each in ([part.codes for part in same], [part.scales for part in same]))
+    return Codes(same[0].kind, codes, scales, zeros, factors, same[0].order)
 
 
 def zeros_of(codes: Codes) -> Tensor:
@@ -106,7 +140,13 @@ def unpacked(codes: Codes, dtype: torch.dtype) -> Tensor:
     values = values * codes.scales.unsqueeze(2)
     if codes.factors is not None:  # what they multiply is exact
         values = values * codes.factors[:, None, None]
-    return values.flatten(1).to(dtype)
+    found = values.flatten(1).to(dtype)
+    if codes.order is None:
+        return found
+    there = codes.order >= 0
+    inputs = found.new_empty(len(found), codes.inputs)
+    inputs[:, codes.order[there].long()] = found[:, there]
+    return inputs
 
 
 def quantize(weight: Tensor, kind: str) -> Codes:

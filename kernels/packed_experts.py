@@ -223,15 +223,16 @@ class Packed:
 
 
 def pack(weights: Sequence[Codes], dtype: torch.dtype) -> Packed | None:
-    """Those of all experts, for products with rows of `dtype`. None: blocks are too short or differ, or rows are not for the matrix
-    units."""
+    """Those of all experts, for products with rows of `dtype`. None: blocks are too short or differ, inputs have an order, or rows
+    are not for the matrix units."""
     first = weights[0]
     kind, block, inputs = first.kind, first.block, first.codes.shape[1]
     found = [read_factors(weight) for weight in weights]
     factors = [one for one in found if one is not None]
     alike = all(weight.kind == kind and weight.block == block for weight in weights) and len(factors) in (0, len(weights))
     run = _run(kind, inputs, block)
-    if not alike or run < LEAST_RUN or dtype not in TYPES:
+    ordered = any(weight.order is not None for weight in weights)
+    if not alike or ordered or run < LEAST_RUN or dtype not in TYPES:
         return None
     shifted = any(weight.zeros is not None for weight in weights)
     return Packed(

@@ -13,9 +13,11 @@ Everything else is unpacked once, when it is loaded.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from .choose import triton_for
 from .codes import MIDDLES, Codes, unpacked, zeros_of
@@ -23,6 +25,7 @@ from .linear import Exact, Product, Weight
 
 CPU_BLOCKS = (256, 128, 64, 32)  # that torch knows; and there must be a multiple of so many outputs and inputs
 CPU_OUTPUTS, CPU_INPUTS = 16, 32
+Found = tuple[Product, Sequence[Tensor | None]]  # and what it reads
 
 
 class Quantized(Weight):
@@ -41,16 +44,29 @@ def lay_out(weight: Tensor | Codes, bias: Tensor | None, exact: Exact, dtype: to
     """A weight ready for products with rows of `dtype`; exact: see `Weight`."""
     if isinstance(weight, Tensor):
         return Weight(weight, bias, exact)
+    even = replace(weight, order=None)
     if triton_for(weight.codes):
         from .fused_quantized import by_triton
 
-        found = by_triton(weight, bias, dtype, exact is Exact.STEADY)
+        found = by_triton(even, bias, dtype, exact is Exact.STEADY)
     else:
-        found = _by_torch(weight, bias, dtype)
-    return Quantized(weight.codes.shape, *found) if found else Weight(unpacked(weight, dtype), bias, exact)
+        found = _by_torch(even, bias, dtype)
+    if found is None:
+        return Weight(unpacked(weight, dtype), bias, exact)
+    if weight.order is not None:
+        found = _in_order(weight, *found)
+    return Quantized(torch.Size((len(weight.codes), weight.inputs)), *found)
 
 
-def _by_torch(codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> tuple[Product, Sequence[Tensor | None]] | None:
+def _in_order(codes: Codes, product: Product, kept: Sequence[Tensor | None]) -> Found:
+    """The product with rows that have their inputs as they are, by the one with rows in the order of the codes."""
+    assert codes.order is not None
+    lacking = int(len(codes.order) > codes.inputs)  # columns of no input are multiplied with a zero
+    places = torch.where(codes.order < 0, codes.inputs, codes.order)
+    return lambda x: product((functional.pad(x, (0, 1)) if lacking else x).index_select(1, places)), [*kept, places]
+
+
+def _by_torch(codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> Found | None:
     """torch's product, where it is quick. A row's result does not depend on the rows beside it, to the last bit."""
     outputs, inputs = codes.codes.shape
     block = next((size for size in CPU_BLOCKS if codes.block % size == 0), 0)

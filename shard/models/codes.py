@@ -43,12 +43,11 @@ def _gptq(source: Source, name: str, shape: tuple[int, int], how: Quantization) 
     bits, inputs = BITS[how.kind], shape[1]
     codes = _words(_stored(source, f"{name}.qweight", 2, ("I32",)), bits, 0).t()
     scales = _stored(source, f"{name}.scales", 2, FLOATS).float().t()
-    if source.has(f"{name}.g_idx"):
-        _in_order(_stored(source, f"{name}.g_idx", 1, ("I32", "I64")), name, _size(scales, inputs, how.group))
+    order = _order(source, name, "g_idx", inputs, _size(scales, inputs, how.group))
     words = _stored(source, f"{name}.qzeros", 2, ("I32",))
     if how.shifted:  # words had the ones taken away as a whole: where an integer was 0, the next one lent it a bit
         words = words + ONES[bits]
-    return _codes(how.kind, codes, *_even(scales, _words(words, bits, 1).t(), inputs, how.group))
+    return _codes(how.kind, codes, *_even(scales, _words(words, bits, 1).t(), inputs, how.group), order)
 
 
 def _awq(source: Source, name: str, shape: tuple[int, int], how: Quantization) -> Codes:
@@ -70,8 +69,7 @@ def _packed(source: Source, name: str, shape: tuple[int, int], how: Quantization
     bits = BITS[how.kind]
     codes = _words(_stored(source, f"{name}.weight_packed", 2, ("I32",)), bits, 1)[:, : shape[1]]
     scales = _each(_stored(source, f"{name}.weight_scale", 0, FLOATS).float(), shape[0])
-    if source.has(f"{name}.weight_g_idx"):
-        _in_order(_stored(source, f"{name}.weight_g_idx", 1, ("I32", "I64")), name, _size(scales, shape[1], how.group))
+    order = _order(source, name, "weight_g_idx", shape[1], _size(scales, shape[1], how.group))
     zeros = None
     if source.has(f"{name}.weight_zero_point"):
         found = _stored(source, f"{name}.weight_zero_point", 0, ("I32", "I8"))
@@ -83,7 +81,7 @@ def _packed(source: Source, name: str, shape: tuple[int, int], how: Quantization
             raise Unsupported(
                 f"{name}.weight_zero_point is {list(found.shape)} of I32, words of outputs and groups are needed: {REMEDY}"
             )
-    return _codes(how.kind, codes, *_even(scales, zeros, shape[1], how.group))
+    return _codes(how.kind, codes, *_even(scales, zeros, shape[1], how.group), order)
 
 
 def _plain(source: Source, name: str, shape: tuple[int, int], how: Quantization) -> Codes:
@@ -187,11 +185,14 @@ def _check(codes: Codes, name: str, shape: tuple[int, int]) -> None:
         raise Unsupported(f"{name} has {has}, config.json says {list(shape)}: they belong to different models")
 
 
-def _codes(kind: str, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Codes:
-    """Zeros that are all in the middle are left out, as they mean nothing more; not those of another shape, which are refused."""
+def _codes(kind: str, codes: Tensor, scales: Tensor, zeros: Tensor | None, order: Tensor | None = None) -> Codes:
+    """Zeros that are all in the middle are left out, as they mean nothing more; not those of another shape, which are refused.
+    order: of inputs in which those of a group are beside each other, if they aren't in the checkpoint."""
+    codes = codes if order is None or codes.shape[1] != len(order) else codes[:, order]
     if zeros is not None and zeros.shape == scales.shape and bool((zeros == MIDDLES.get(kind, 0)).all()):
         zeros = None
-    return Codes(kind, codes.contiguous(), scales.contiguous(), zeros.byte().contiguous() if zeros is not None else None)
+    held = zeros.byte().contiguous() if zeros is not None else None
+    return Codes(kind, codes.contiguous(), scales.contiguous(), held, order=order.int() if order is not None else None)
 
 
 def _size(scales: Tensor, inputs: int, group: int) -> int:
@@ -264,9 +265,14 @@ def _words(words: Tensor, bits: int, dimension: int) -> Tensor:
     return held.to(torch.uint8).flatten(dimension, dimension + 1)
 
 
-def _in_order(groups: Tensor, name: str, size: int) -> None:
-    """Raises Unsupported unless the groups of a matrix's inputs are one after the other."""
-    if not groups.equal(torch.arange(len(groups), dtype=groups.dtype, device=groups.device) // size):
-        raise Unsupported(
-            f"{name} has its inputs in the order of their activations (desc_act, actorder), which is not supported: {REMEDY}"
-        )
+def _order(source: Source, name: str, end: str, inputs: int, size: int) -> Tensor | None:
+    """A tensor of a matrix may say which group of `size` each of its inputs belongs to: the inputs, group by group; None: so they
+    are. Raises Unsupported where groups have other sizes."""
+    if not source.has(f"{name}.{end}"):
+        return None
+    groups = _stored(source, f"{name}.{end}", 1, ("I32", "I64"))
+    usual = torch.arange(inputs, dtype=groups.dtype, device=groups.device) // size
+    order = groups.argsort(stable=True)
+    if not groups[order].equal(usual):
+        raise Unsupported(f"{name} has {inputs} inputs in groups of {size}, {end} others: they belong to different models")
+    return None if groups.equal(usual) else order

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import quantized
-from ...kernels.codes import Codes, joined, unpacked
+from ...kernels.codes import Codes, alike, joined, unpacked
 from ...kernels.linear import Exact, Weight
 from ..parallel import Ranks
 from ..weights import Source
@@ -152,8 +152,9 @@ class Loader:
 
     def joined(self, parts: Sequence[Tensor | Codes]) -> Tensor | Codes:
         """Matrices with the same inputs, side by side."""
-        if all(isinstance(part, Codes) for part in parts):
-            return joined([part for part in parts if isinstance(part, Codes)])
+        few = [part for part in parts if isinstance(part, Codes)]
+        if len(few) == len(parts) and alike(few):
+            return joined(few)
         return torch.cat([self.dense(part) for part in parts])
 
     def biases(self, names: Sequence[str], sizes: Sequence[int], joint: str, whole: int = 1) -> Tensor:

@@ -15,8 +15,8 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from penstock.kernels import choose, fused_quantized, small_floats
-from penstock.kernels.codes import BITS, Codes, joined, quantize, unpacked
+from penstock.kernels import choose, fused_quantized, packed_experts, small_floats
+from penstock.kernels.codes import BITS, Codes, alike, joined, quantize, unpacked
 from penstock.kernels.fused_quantized import MOST
 from penstock.kernels.linear import Exact, Weight
 from penstock.kernels.quantized import Quantized, lay_out
@@ -185,6 +185,37 @@ def test_products(
             x = wide[:, :inputs].copy_(torch.randn(rows, inputs))
             expected = functional.linear(x.double(), unpacked(codes, torch.float64), bias.double() if bias is not None else None)
             assert (found(x).double() - expected).abs().max() <= TOLERANCES[dtype] * expected.abs().max()
+
+
+@pytest.mark.parametrize(("route", "kind", "dtype"), [row for row in ROUTES if row[1] in ("int4", "int8")])
+def test_products_of_inputs_in_an_order(
+    route: str, kind: str, dtype: torch.dtype, chance: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them, and those of a rank, among which there are columns of no input. What these hold means nothing."""
+    monkeypatch.setattr(fused_quantized.torch, "empty", poisoned)
+    for zeros in (False, True):
+        group = chance.choice([32, 64, 128])
+        inputs, outputs = group * chance.choice([2, 4]), chance.choice([16, 64])
+        even = some(kind, outputs, inputs, group, zeros)
+        order = torch.randperm(inputs, dtype=torch.int32, device=DEVICE)
+        codes, meaning = replace(even, order=order), torch.empty(outputs, inputs, dtype=torch.float64, device=DEVICE)
+        meaning[:, order.long()] = unpacked(even, torch.float64)
+        third = inputs // 3
+        for start, stop in ((0, inputs), (0, third), (third, inputs)):
+            part, expected = (codes, meaning) if stop - start == inputs else (codes.part(1, start, stop), meaning[:, start:stop])
+            assert unpacked(part, torch.float64).equal(expected)
+            assert unpacked(joined([part, part]), torch.float64).equal(torch.cat((expected, expected)))
+            found = laid_out(route, part, None, dtype)
+            assert isinstance(found, Quantized) == (route == "triton" or kind == "int4")
+            assert found.shape == (outputs, stop - start)
+            for rows in (1, 20):
+                x = torch.randn(rows, stop - start, device=DEVICE).to(dtype)
+                product = x.double() @ expected.T
+                assert (found(x).double() - product).abs().max() <= TOLERANCES[dtype] * product.abs().max()
+    assert not alike([codes, even])
+    assert not alike([codes, replace(codes, order=order.flip(0))])
+    assert packed_experts.pack([codes, codes], dtype) is None
+    assert packed_experts.pack([even, even], dtype) is not None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

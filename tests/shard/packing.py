@@ -87,16 +87,38 @@ class Format:
     more: dict[str, Any] = field(default_factory=dict)
 
 
+def in_order(how: Format, weight: Tensor) -> tuple[Rounded, Tensor]:
+    """What shares a scale is side by side, or in some order, the same for all with so many inputs. And the group of each input."""
+    inputs = weight.shape[1]
+    order = torch.arange(inputs)
+    if how.more.get("ordered"):
+        order = torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))
+    found = rounded(weight[:, order], how.bits, how.size, how.centered)
+    groups = torch.empty(inputs, dtype=torch.int32)
+    groups[order] = torch.arange(inputs, dtype=torch.int32) // (how.size or inputs)
+    codes = torch.empty_like(found.codes)
+    codes[:, order] = found.codes
+    return Rounded(codes, found.scales, found.zeros), groups
+
+
+def plain_of(found: Rounded, groups: Tensor) -> Tensor:
+    return torch.stack(
+        [
+            (codes - zeros[groups]) * scales[groups]
+            for codes, zeros, scales in zip(found.codes, found.zeros, found.scales, strict=True)
+        ]
+    )
+
+
 def gptq(how: Format, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    found = rounded(weight, how.bits, how.size, how.centered)
+    found, groups = in_order(how, weight)
     less = 0 if how.config.get("checkpoint_format") == "gptq_v2" else 1
-    groups = torch.arange(weight.shape[1], dtype=torch.int32) // (how.size or weight.shape[1])
     return {
         "qweight": words(found.codes, how.bits).t().contiguous(),
         "qzeros": words(found.zeros.t() - less, how.bits),
         "scales": found.scales.t().half().contiguous(),
         "g_idx": groups,
-    }, found.plain()
+    }, plain_of(found, groups)
 
 
 def awq(how: Format, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
@@ -108,7 +130,7 @@ def awq(how: Format, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def packed(how: Format, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    found = rounded(weight, how.bits, how.size, how.centered)
+    found, groups = in_order(how, weight)
     tensors = {
         "weight_packed": words(found.codes, how.bits),
         "weight_scale": found.scales.half(),
@@ -116,7 +138,9 @@ def packed(how: Format, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     }
     if not how.centered:
         tensors["weight_zero_point"] = words(found.zeros.t(), how.bits).t().contiguous()
-    return tensors, found.plain()
+    if how.more.get("ordered"):
+        tensors["weight_g_idx"] = groups
+    return tensors, plain_of(found, groups)
 
 
 def zeros_in_bytes(how: Format, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
@@ -215,6 +239,9 @@ FLOATS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": Tr
 TINY = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True, "dynamic": False}
 FORMATS = {
     "gptq": Format(gptq, {"quant_method": "gptq", "bits": 4, "group_size": 4, "desc_act": False}, size=4),
+    "gptq-ordered": Format(
+        gptq, {"quant_method": "gptq", "bits": 4, "group_size": 4, "desc_act": True}, size=4, more={"ordered": True}
+    ),
     "gptq-symmetric": Format(
         gptq, {"quant_method": "gptq", "bits": 4, "group_size": -1, "checkpoint_format": "gptq"}, centered=True
     ),
@@ -225,6 +252,9 @@ FORMATS = {
     ),
     "packed": Format(packed, compressed("pack-quantized", INTEGERS), size=4, centered=True),
     "packed-zeros": Format(packed, compressed("pack-quantized", INTEGERS | {"symmetric": False}), size=4),
+    "packed-ordered": Format(
+        packed, compressed("pack-quantized", INTEGERS | {"actorder": "group"}), size=4, centered=True, more={"ordered": True}
+    ),
     "packed-8": Format(packed, compressed("pack-quantized", BYTES | {"group_size": None}), bits=8, size=0, centered=True),
     "packed-bytes": Format(zeros_in_bytes, compressed("pack-quantized", INTEGERS | {"symmetric": False}), size=4),
     "packed-tensor": Format(one_for_all, compressed("pack-quantized", TENSOR), more={"packed": True}),

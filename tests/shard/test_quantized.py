@@ -14,7 +14,8 @@ import transformers
 from torch import Tensor
 
 from penstock.kernels.codes import Codes, quantize, unpacked
-from penstock.kernels.quantized import Quantized
+from penstock.kernels.linear import Exact
+from penstock.kernels.quantized import Quantized, lay_out
 from penstock.shard.engine import Engine
 from penstock.shard.models.codes import matrix
 from penstock.shard.models.decoder import Decoder
@@ -55,6 +56,7 @@ NAMES = ["phi3", "glm4", "granite", "gemma2", "olmo2", "mixtral", "deepseek-v3",
     ("name", "form"),
     [
         *itertools.product(NAMES, ["gptq", "packed-zeros", "float8"]),
+        *itertools.product(NAMES, ["gptq-ordered"]),
         *itertools.product(["granite", "mixtral", "phi3", "qwen3-moe", "words-wide"], ["modelopt-nvfp4"]),
         *itertools.product(["granite", "mixtral-wide"], ["mxfp4"]),
         ("deepseek-v3", "nvfp4"),
@@ -188,7 +190,7 @@ def logits(model: Decoder, tokens: tuple[int, ...]) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("form", ["gptq", "awq", "packed", "fp8-blocks", "modelopt-nvfp4"])
+@pytest.mark.parametrize("form", ["gptq", "gptq-ordered", "awq", "packed", "packed-ordered", "fp8-blocks", "modelopt-nvfp4"])
 def test_logits_are_transformers(form: str, tmp_path: Path) -> None:
     """Of transformers' model with the same numbers."""
     few, plain = packing.checkpoints("llama", form, tmp_path)
@@ -351,7 +353,45 @@ def few_bits(model: Decoder) -> list[str]:
     return [name for name, value in named.items() if isinstance(value, Quantized)]
 
 
-@pytest.mark.parametrize("form", ["gptq", "awq", "packed-zeros"])
+@pytest.mark.parametrize("form", ["gptq", "gptq-ordered", "packed-ordered"])
+def test_orders_may_differ_between_matrices_that_are_read_as_one(form: str, tmp_path: Path) -> None:
+    """Which GPTQ's never do, since they see the same inputs."""
+    few, plain = packing.checkpoints("llama", form, tmp_path)
+    end = "weight_g_idx" if form.startswith("packed") else "g_idx"
+    name = "model.layers.0.self_attn.k_proj"
+    spoil(few, f"{name}.{end}", lambda groups: groups.flip(0))
+    stored = safetensors.torch.load_file(few / WEIGHTS)
+    parts = {part.removeprefix(f"{name}."): tensor for part, tensor in stored.items() if part.startswith(f"{name}.")}
+    wanted = read(form, parts, tuple(safetensors.torch.load_file(plain / WEIGHTS)[f"{name}.weight"].shape))
+    spoil(plain, f"{name}.weight", lambda weight: wanted)
+    same(decoder(few), decoder(plain))
+    same(made(few, Alone(1)), made(plain, Alone(1)))
+
+
+def test_parts_of_inputs_in_an_order() -> None:
+    """Any part of them, in blocks of any size; in the products that are made of them, too."""
+    for bits, size, inputs in ((4, 32, 256), (4, 128, 512), (8, 64, 192), (4, 4, 48), (4, 96, 480)):
+        how = replace(packing.FORMATS["gptq-ordered"], bits=bits, size=size)
+        weight = torch.randn(64, inputs)
+        parts, plain = how.pack(how, weight)
+        given = {"quantization_config": how.config | {"bits": bits, "group_size": size}}
+        source = Held({f"m.{name}": part for name, part in parts.items()})
+        for ranks in (1, 2, 3, 4):
+            for rank in range(ranks):
+                start, stop = rank * inputs // ranks, (rank + 1) * inputs // ranks
+                found = matrix(source, "m", (64, inputs), quantization(given), (1, start, stop))
+                assert isinstance(found, Codes)
+                assert found.inputs == stop - start
+                assert unpacked(found, torch.float32).equal(plain[:, start:stop])
+                x = torch.randn(5, stop - start, dtype=torch.bfloat16)
+                laid = lay_out(found, None, Exact.USUAL, torch.bfloat16)
+                assert isinstance(laid, Quantized) is (bits == 4 and size >= 32)
+                assert laid.shape == (64, stop - start)
+                expected = x.double() @ plain[:, start:stop].double().t()
+                torch.testing.assert_close(laid(x).double(), expected, rtol=0, atol=0.03 * inputs**0.5)
+
+
+@pytest.mark.parametrize("form", ["gptq", "gptq-ordered", "awq", "packed-zeros"])
 def test_4_bits_are_kept_beside_bfloat16(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By torch's product of them, on one rank and on two; close to the same numbers in float32."""
     monkeypatch.setattr(packing.FORMATS[form], "size", 32)
@@ -516,7 +556,9 @@ LAYER = "model.layers.1.mlp.down_proj"
 @pytest.mark.parametrize(
     ("form", "end", "work", "words"),
     [
-        ("gptq", "g_idx", lambda found: found.flip(0), ["inputs in the order of their activations (desc_act, actorder)"]),
+        ("gptq", "g_idx", lambda found: found // 2, ["has 88 inputs in groups of 4, g_idx others"]),
+        ("gptq-ordered", "g_idx", lambda found: found + 1, ["has 88 inputs in groups of 4, g_idx others"]),
+        ("gptq-ordered", "g_idx", lambda found: found[1:], ["has 88 inputs in groups of 4, g_idx others"]),
         ("gptq", "qweight", lambda found: found[1:], ["has codes [64, 80]", "config.json says [64, 88]"]),
         ("gptq", "qweight", lambda found: found.float(), ["qweight is stored as F32", "it is I32"]),
         ("gptq", "qzeros", lambda found: None, ["no tensor", "qzeros"]),
