@@ -47,7 +47,8 @@ def constraint(
     functions = [tool["function"] for tool in tools if named is None or tool["function"]["name"] == named]
     assert functions, "no such tool"
     parser = HARMONY if reasoning == HARMONY else parser
-    lark = Lark(special)
+    form = FORMS.get(parser)
+    lark = Lark(special, within=form.token if isinstance(form, TaggedForm) else "")
     header = parser == HARMONY and bool(harmony.begun(prompt))
     try:
         calls = [_call(lark, parser, function, header) for function in functions]
@@ -161,6 +162,8 @@ def _around(lark: Lark, parser: str, several: bool) -> str:
         before, after = [form.section], [form.section_end]
     if isinstance(form, TaggedForm):
         between = "\n"
+        if form.kinds is not None:  # all within one
+            before, after = [form.call, "\n"], ["\n", form.call_end]
     more = f"({lark.text(between)} call)*" if several else ""
     return f"{lark.text(*before)} call {more} {lark.text(*after)}"
 
@@ -185,6 +188,11 @@ def _marked(lark: Lark, parser: str, form: MarkedForm, name: str, schema: Json) 
 def _tagged(lark: Lark, form: TaggedForm, name: str, schema: Json) -> str:
     """In tags or, where these can't hold all that the schema allows and nothing else, as Hermes: the form's reader knows both."""
     arguments = _in_tags(lark, form, Parameters(schema))
+    if form.kinds is not None and arguments is not None:
+        return f"{lark.text(form.function, name, form.function_end, chr(10))} {arguments} {lark.text(form.end)}"
+    if form.kinds is not None:
+        head = f'{{"name": {quoted(name)}, "arguments": '
+        return f"{lark.text(head)} {lark.json(schema)} {lark.text('}')}"
     if arguments is None:
         head = lark.text(form.call, f'\n{{"name": {quoted(name)}, "arguments": ')
         return f"{head} {lark.json(schema)} {lark.text(f'}}{chr(10)}', form.call_end)}"
@@ -198,7 +206,7 @@ def _in_tags(lark: Lark, form: TaggedForm, parameters: Parameters) -> str | None
     rules = []
     plain = parameters.plain
     for key, (schema, required) in () if plain is None else plain.items():
-        value = _bare(lark, form, schema, parameters)
+        value = (_bare if form.kinds is None else _of_kind)(lark, form, schema, parameters)
         if value is None or key != key.strip() or form.key_end in key or len(key) > MAX_NAME:
             return None
         head = lark.text(form.key, key, form.key_end, "\n" if form.value else "", form.value, "\n" if form.lines else "")
@@ -223,6 +231,37 @@ def _bare(lark: Lark, form: TaggedForm, schema: Any, parameters: Parameters) -> 
     if lengths is None or types & {"array", "object"}:
         return None
     return lark.up_to(form.value_end) if lengths == (0, None) else lark.bounded(ends, *lengths)
+
+
+def _of_kind(lark: Lark, form: TaggedForm, schema: Any, parameters: Parameters) -> str | None:
+    """As `_bare`, where the tag says whether a value is a string."""
+    assert form.kinds is not None
+    string, other = (lark.text(f" {kind}") for kind in form.kinds)
+    end = lark.text(form.value_end)
+    types = parameters.types_of(schema)
+    if "string" not in types:
+        return f"{other} {lark.json(schema)} {end}"
+    rules, shared = [], {key: schema[key] for key in ("$defs", "definitions") if isinstance(schema, dict) and key in schema}
+    for part in parameters.alternatives(schema):
+        if part is None:
+            return None
+        values = parameters.listed(part)
+        lengths = parameters.lengths(part)
+        if values is not None:
+            if not values or any(form.value_end in value for value in values if isinstance(value, str)):
+                return None
+            for value in values:
+                text = isinstance(value, str)
+                rules.append(f"{string if text else other} {quoted(value if text else dump(value))} {end}")
+            continue
+        if lengths is not None:
+            written = lark.up_to(form.value_end) if lengths == (0, None) else lark.bounded([form.value_end], *lengths)
+            rules.append(f"{string} {written}")
+        kinds = part.get("type", sorted(TYPES))
+        others = [kind for kind in ([kinds] if isinstance(kinds, str) else kinds) if kind != "string"]
+        if others:
+            rules.append(f"{other} {lark.json({**part, **shared, 'type': others})} {end}")
+    return f"({' | '.join(rules)})" if rules else None
 
 
 def _keywords(lark: Lark, schema: Json) -> str:

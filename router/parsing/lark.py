@@ -4,6 +4,7 @@ tokens, which a grammar has to name as such."""
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from ..grammar import MOST_CHARACTERS
@@ -18,9 +19,10 @@ COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 class Lark:
     """Rules as they are made, each under a name of its own."""
 
-    def __init__(self, special: Special, field: str = "tools") -> None:
-        """special: see `constraint`; field: of a request, which is to blame."""
+    def __init__(self, special: Special, field: str = "tools", within: str = "") -> None:
+        """special: see `constraint`; field: of a request, which is to blame; within: what may be a token within texts."""
         self._special = special
+        self._within = within if within and special(within) is not None else ""
         self._field = field
         self._rules: list[str] = []
         self._size = 0  # characters of them
@@ -43,7 +45,13 @@ class Lark:
 
     def text(self, *texts: str) -> str:
         """Literals one after the other; one that is a token is that token."""
-        return " ".join(map(self._one, filter(None, texts)))
+        pieces = chain.from_iterable(map(self._pieces, texts))
+        return " ".join(map(self._one, filter(None, pieces)))
+
+    def _pieces(self, text: str) -> Sequence[str]:
+        """Those of a text with a token within."""
+        before, token, after = text.partition(self._within) if self._within else (text, "", "")
+        return before, token, after
 
     def _one(self, text: str) -> str:
         id = self._special(text)
@@ -55,6 +63,9 @@ class Lark:
         """Anything up to the first such text, and that."""
         if self._special(text) is not None:
             return f"{self.new('/(?s:.*)/')} {self.text(text)}"
+        before, *token = self._pieces(text)
+        if any(token):
+            return f"{self.new(f'/(?s:.*){plainly(before)}/')} {self.text(*token)}"
         return self.new("/(?s:.*)/", f"[suffix={quoted(text)}]")
 
     def bounded(self, ends: Sequence[str], least: int, most: int | None) -> str:
@@ -65,6 +76,9 @@ class Lark:
         name = f"T{len(self._rules)}"
         if self._special(last) is not None:
             return f"{self.rule(name, text)} {self.text(*ends)}"
+        before, *token = self._pieces(last)
+        if any(token):
+            return f"{self.rule(name, f'({text}) {quoted(before)}')} {self.text(*token)}"
         return self.rule(name, f"({text}) {quoted(''.join(ends))}")
 
     def json(self, schema: Any) -> str:
@@ -81,6 +95,11 @@ class Lark:
             return " ".join([f" {comma} ".join(first), *(f"({comma} {rule})?" for rule in rest)])
         chains = [" ".join([rule, *(f"({comma} {other})?" for other in rest[index:])]) for index, rule in enumerate(rest, 1)]
         return f"({' | '.join(chains)})?" if chains else ""
+
+
+def plainly(text: str) -> str:
+    """As a part of a pattern between slashes."""
+    return re.escape(text).replace("/", r"\/")
 
 
 def quoted(text: str) -> str:

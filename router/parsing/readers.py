@@ -96,6 +96,14 @@ FORMS: dict[str, Form] = {
         call="<minimax:tool_call>",
         call_end="</minimax:tool_call>",
     ),
+    "deepseek_v32": TaggedForm(
+        *('<｜DSML｜invoke name="', '">', '<｜DSML｜parameter name="', '"', "", "</｜DSML｜parameter>", "</｜DSML｜invoke>"),
+        lines=False,
+        call="<｜DSML｜function_calls>",
+        call_end="</｜DSML｜function_calls>",
+        kinds=('string="true">', 'string="false">'),
+        token="｜DSML｜",
+    ),
     "gemma4": GemmaForm(),
     "glm45": TaggedForm("", "", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</tool_call>", lines=False),
 }
@@ -107,6 +115,7 @@ TOOL_PARSERS = (*FORMS, HARMONY)
 TOOL_HINTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (HARMONY, ("<|channel|>", "<|start|>")),
     ("gemma4", ("<|tool_call>", "<tool_call|>")),
+    ("deepseek_v32", ("｜DSML｜", "function_calls")),
     ("minimax_m2", ("<minimax:tool_call>",)),
     ("seed_oss", ("<seed:tool_call>",)),
     ("cohere", ("<|START_ACTION|>",)),

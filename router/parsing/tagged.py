@@ -1,10 +1,12 @@
-"""Calls whose arguments stand in tags, without quotes: Qwen3-Coder's, GLM's, MiniMax's. The tool's schema tells the types."""
+"""Calls whose arguments stand in tags, without quotes: Qwen3-Coder's, GLM's, MiniMax's. The tool's schema tells the types, or, as
+DeepSeek V3.2 writes them, the tag.
+"""
 
 import json
 from dataclasses import dataclass
 
 from .calls import MAX_NAME, Calls, json_call, usable
-from .parameters import STRING, Types
+from .parameters import STRING, TYPES, Types
 from .parts import Arguments
 from .source import Markers, Source, Steps, after_space, before, space, up_to
 from .values import dump, typed
@@ -12,7 +14,10 @@ from .values import dump, typed
 
 @dataclass(frozen=True, slots=True)
 class TaggedForm:
-    """`{call}{function}f{function_end} ({key}k{key_end}{value}v{value_end})* {end}{call_end}`; there may be several within."""
+    """`{call}{function}f{function_end} ({key}k{key_end}{value}v{value_end})* {end}{call_end}`; there may be several within.
+
+    With `kinds` one of them stands behind `{key_end}`: the first before a string, the second before any other value, as JSON.
+    """
 
     function: str  # "": the name stands by itself
     function_end: str
@@ -24,6 +29,8 @@ class TaggedForm:
     lines: bool  # a value stands on lines of its own
     call: str = "<tool_call>"
     call_end: str = "</tool_call>"
+    kinds: tuple[str, str] | None = None
+    token: str = ""  # that is within all of these
 
     @property
     def opens(self) -> tuple[str, ...]:
@@ -31,7 +38,8 @@ class TaggedForm:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        return tuple(filter(None, (*self.opens, self.key, self.key_end, self.value, self.value_end, self.end, self.call_end)))
+        found = (*self.opens, self.key, self.key_end, self.value, self.value_end, self.end, self.call_end, self.token)
+        return tuple(filter(None, found))
 
     def first(self, source: Source, calls: Calls) -> Steps[bool]:
         return False
@@ -41,7 +49,7 @@ class TaggedForm:
         if marker == self.call and (yield from space(source)) == "{":  # as Hermes writes it: such models do, too
             if not (yield from json_call(source, calls, strict=False)):
                 return False
-            yield from after_space(source, self.call_end)
+            yield from self._rest(source, calls)
             return True
         name = yield from self._name(source, marker)
         if not usable(name):
@@ -51,8 +59,17 @@ class TaggedForm:
         if (yield from self._arguments(source, calls, name)):
             yield calls.arguments("}")
             if self.end != self.call_end:
-                yield from after_space(source, self.call_end)
+                yield from self._rest(source, calls)
         return True
+
+    def _rest(self, source: Source, calls: Calls) -> Steps[None]:
+        """What is within the same tag as a call. Other calls in tags have their own; as Hermes writes them they have none."""
+        while (yield from space(source)) == "{":
+            start = source.at
+            if not (yield from json_call(source, calls, strict=True)):
+                source.at = start
+                return
+        yield from after_space(source, self.call_end)
 
     def _name(self, source: Source, marker: str) -> Steps[str]:
         """ "" if there is none."""
@@ -84,12 +101,25 @@ class TaggedForm:
             if key is None or (self.value and not (yield from after_space(source, self.value))):
                 source.at = start
                 return False
-            yield calls.arguments(f"{opening}{dump(key.strip())}: ")
             types = calls.types(name, key.strip())
+            if self.kinds is not None:
+                told = yield from self._told(source, self.kinds, types)
+                if told is None:
+                    source.at = start
+                    return False
+                types = told
+            yield calls.arguments(f"{opening}{dump(key.strip())}: ")
             if not (yield from self._string(source, calls) if types == STRING else self._value(source, calls, types)):
                 return False
             opening = ", "
         return True
+
+    def _told(self, source: Source, kinds: tuple[str, str], types: Types) -> Steps[Types | None]:
+        """What the tag says of a value that may have these types; None if it says nothing."""
+        string, other = kinds
+        if (yield from after_space(source, string)):
+            return STRING
+        return (types - STRING or TYPES) if (yield from after_space(source, other)) else None
 
     def _string(self, source: Source, calls: Calls) -> Steps[bool]:
         """A string comes out as it grows."""

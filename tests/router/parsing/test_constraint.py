@@ -65,8 +65,21 @@ def test_definitions_are_not_repeated_without_an_end(parser: str) -> None:
         source({f"p{i}": {"$ref": "#/$defs/x"} for i in range(1000)}, {"x": BIG})
 
 
+DSML = (
+    '<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n'
+    '<｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="unit" string="true">F</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="place" string="false">[true]</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+    '<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>'
+)
 # Ends of texts, which a monkey would not find letter by letter.
-WORDS: dict[str, list[str]] = {"letters": [], "gemma4": ['<|"|>'], "minimax_m2": ["</parameter>"], "seed_oss": ["</parameter>"]}
+WORDS: dict[str, list[str]] = {
+    "letters": [],
+    "gemma4": ['<|"|>'],
+    "minimax_m2": ["</parameter>"],
+    "seed_oss": ["</parameter>"],
+    "deepseek_v32": ["</｜DSML｜parameter>"],
+}
 
 
 class World:
@@ -304,6 +317,7 @@ def test_gpt_oss_may_call_at_once_where_the_prompt_names_its_role() -> None:
         ),
         ("glm45", "<tool_call>pick\n<arg_key>b</arg_key>\n<arg_value>true</arg_value>\n</tool_call>"),
         ("pythonic", '[weather(city="Paris", place=[true, false]), now(), pick(b=true)]'),
+        ("deepseek_v32", DSML),
         (
             "gemma4",
             '<|tool_call>call:weather{city:<|"|>Paris<|"|>,place:[true],unit:<|"|>F<|"|>}<tool_call|><|tool_call>call:now{}<tool_call|>',
@@ -318,6 +332,16 @@ def test_what_models_were_trained_to_write_is_allowed(parser: str, text: str) ->
     assert not world.accepts(source, f"{text} So.")
 
 
+@pytest.mark.parametrize("word", ["｜DSML｜", "</｜DSML｜parameter>"])
+def test_a_token_may_be_within_a_tag(word: str) -> None:
+    """As DeepSeek V3.2's is: no literal matches it."""
+    world = World([word])
+    source = constraint("deepseek_v32", TOOLS, None, True, special=world.special.get).source
+    assert world.accepts(source, DSML)
+    assert world.accepts(source, DSML.replace("Paris", "</Pa<ris</"))
+    assert not world.accepts(source, DSML.replace('string="true">Paris', 'string="false">Paris'))
+
+
 @pytest.mark.parametrize("schema", [{}, {"maxLength": 9}, {"minLength": 2}], ids=str)
 @pytest.mark.parametrize(
     ("parser", "text"),
@@ -326,6 +350,11 @@ def test_what_models_were_trained_to_write_is_allowed(parser: str, text: str) ->
         (
             "minimax_m2",
             '<minimax:tool_call>\n<invoke name="f">\n<parameter name="a"><b></parameter>\n</invoke>\n</minimax:tool_call>',
+        ),
+        (
+            "deepseek_v32",
+            '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="a" string="true"><b>'
+            "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>",
         ),
         ("glm45", "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value><b></arg_value>\n</tool_call>"),
         ("gemma4", '<|tool_call>call:f{a:<|"|><b><|"|>}<tool_call|>'),
@@ -394,7 +423,7 @@ def wrapped(schema: dict[str, Any], way: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("way", ["plain", "reference", "all", "twice", "any", "undeclared", "map"])
-@pytest.mark.parametrize("parser", ["gemma4", "qwen3_coder", "minimax_m2", "glm45", "pythonic", "hermes"])
+@pytest.mark.parametrize("parser", ["gemma4", "qwen3_coder", "minimax_m2", "deepseek_v32", "glm45", "pythonic", "hermes"])
 def test_arguments_are_valid(parser: str, way: str) -> None:
     """Whatever a schema says, and however: what is written under the grammar validates when it was read."""
     luck = random.Random(f"{parser} {way}")
@@ -465,7 +494,7 @@ def test_a_value_that_nothing_fits_is_refused(parser: str) -> None:
     assert "nsatisfiable" in problem(found)
 
 
-@pytest.mark.parametrize("parser", ["gemma4", "qwen3_coder", "glm45", "pythonic"])
+@pytest.mark.parametrize("parser", ["gemma4", "qwen3_coder", "deepseek_v32", "glm45", "pythonic"])
 def test_many_parts_take_no_time(parser: str) -> None:
     parts = [{"properties": {f"p{index}": {}}, "required": [f"p{index}"]} for index in range(15_000)]
     tool = {"type": "function", "function": {"name": "f", "parameters": {"allOf": parts}}}

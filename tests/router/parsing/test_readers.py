@@ -194,6 +194,32 @@ CASES: list[tuple[str, str, list[Part]]] = [
         '<parameter name="tags">["a"]</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>\n',
         [Text("So."), *calls(("weather", '{"city": "Paris", "tags": ["a"]}'), ("now", "{}"))],
     ),
+    (
+        "deepseek_v32",
+        'So.\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n'
+        '<｜DSML｜parameter name="city" string="true">New\nYork "</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="tags" string="false">["a"]</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="any" string="true">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        '<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+        [
+            Text("So."),
+            *calls(("weather", '{"city": "New\\nYork \\"", "days": 3, "tags": ["a"], "any": "3"}'), ("now", "{}")),
+        ],
+    ),
+    # What the tag says counts more than the schema; what is no JSON is a string all the same.
+    (
+        "deepseek_v32",
+        '<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="city" string="false">7</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="days" string="false">three</｜DSML｜parameter>\n</｜DSML｜invoke>',
+        calls(("weather", '{"city": 7, "days": "three"}')),
+    ),
+    (
+        "deepseek_v32",
+        '<｜DSML｜function_calls>\n{"name": "now", "arguments": {}}\n{"name": "weather", "arguments": {"days": 3}}\n'
+        "</｜DSML｜function_calls>",
+        calls(("now", "{}"), ("weather", '{"days": 3}')),
+    ),
     ("gemma4", '<|tool_call>call:weather{city:<|"|>Paris<|"|>,days:3}<tool_call|>', calls(("weather", PARIS))),
     (
         "gemma4",
@@ -251,6 +277,8 @@ TEXTS: list[tuple[str, str]] = [
     ("lfm2", "<|tool_call_start|>now()<|tool_call_end|>"),
     ("minimax_m2", "<minimax:tool_call>\n</minimax:tool_call>"),
     ("seed_oss", "<tool_call>\n<functions>"),
+    ("deepseek_v32", "<｜DSML｜function_calls>\n</｜DSML｜function_calls>"),
+    ("deepseek_v32", '<｜DSML｜function_calls>\n<｜DSML｜parameter name="city" string="true">'),
 ]
 
 
@@ -642,6 +670,7 @@ def test_reading_text_is_cheap() -> None:
         ("<tool_call> <arg_key> <think>", ("glm45", "deepseek_r1")),
         ("'<|tool_call>call:' + name + '}<tool_call|>' <|channel>thought <channel|>", ("gemma4", "gemma4")),
         ("<minimax:tool_call> <invoke name= </think>", ("minimax_m2", "deepseek_r1")),
+        ("<｜DSML｜function_calls> <think>", ("deepseek_v32", "deepseek_r1")),
         ("<seed:tool_call> <function=f> <parameter=x> <seed:think>", ("seed_oss", "seed_oss")),
         ("<|START_ACTION|> <|START_THINKING|>", ("cohere", "cohere")),
         ("<TOOLCALL> <think>", ("nemotron_json", "deepseek_r1")),
