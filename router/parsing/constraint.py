@@ -48,7 +48,7 @@ def constraint(
     assert functions, "no such tool"
     parser = HARMONY if reasoning == HARMONY else parser
     form = FORMS.get(parser)
-    lark = Lark(special, within=form.token if isinstance(form, TaggedForm) else "")
+    lark = Lark(special, within=form.within if isinstance(form, TaggedForm) else "")
     header = parser == HARMONY and bool(harmony.begun(prompt))
     try:
         calls = [_call(lark, parser, function, header) for function in functions]

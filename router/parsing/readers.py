@@ -102,7 +102,7 @@ FORMS: dict[str, Form] = {
         call="<｜DSML｜function_calls>",
         call_end="</｜DSML｜function_calls>",
         kinds=('string="true">', 'string="false">'),
-        token="｜DSML｜",
+        within="｜DSML｜",
     ),
     "gemma4": GemmaForm(),
     "glm45": TaggedForm("", "", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</tool_call>", lines=False),

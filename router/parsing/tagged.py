@@ -30,7 +30,7 @@ class TaggedForm:
     call: str = "<tool_call>"
     call_end: str = "</tool_call>"
     kinds: tuple[str, str] | None = None
-    token: str = ""  # that is within all of these
+    within: str = ""  # a token in all of these
 
     @property
     def opens(self) -> tuple[str, ...]:
@@ -38,7 +38,7 @@ class TaggedForm:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        found = (*self.opens, self.key, self.key_end, self.value, self.value_end, self.end, self.call_end, self.token)
+        found = (*self.opens, self.key, self.key_end, self.value, self.value_end, self.end, self.call_end, self.within)
         return tuple(filter(None, found))
 
     def first(self, source: Source, calls: Calls) -> Steps[bool]:
