@@ -12,9 +12,10 @@ from torch.nn.functional import pad
 
 from .adapters import Additions, Chosen, Pair
 from .choose import triton_for
-from .linear import Exact, Weight
+from .linear import Exact, Weight, compile_products
 
 Products = tuple[Weight, Weight]
+COMPILED = 32  # rows of one adapter in a step that are made ready, at most
 
 
 class OneByOne(Additions):
@@ -41,6 +42,7 @@ class OneByOne(Additions):
     def prepared(self, pair: Pair) -> Products:
         """See Additions."""
         down, up = (Weight(factor.to(self._device), None, self._exact) for factor in pair)
+        compile_products((down, up), COMPILED)  # or the first steps with it would
         return down, up
 
     def put(self, number: int, prepared: Products | None) -> None:

@@ -73,7 +73,9 @@ def run(asked: Options, environment: Mapping[str, str]) -> int:
         interpreted = planned.device == "cpu" and asked.penstock_kernels == "triton"
         local = asked.nnodes == 1 and sys.platform.startswith("linux")
         shown = places[0].environment if places[0].alone else {}
-        given = children.environment({**environment, **shown}, planned.threads, interpret=interpreted, local=local)
+        given = children.environment(
+            {**environment, **shown}, planned.threads, interpret=interpreted, local=local, downloads=asked.max_loras > 0
+        )
         if asked.nnodes > 1:
             digest = checkpoint.digest(model) + (checkpoint.digest(draft) if draft else "")
             digest += "".join(lora.digest for lora in loras)

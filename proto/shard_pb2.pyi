@@ -52,16 +52,18 @@ class InfoReply(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., ranks: _Optional[int] = ..., model: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., page_size: _Optional[int] = ..., vocabulary: _Optional[int] = ..., max_positions: _Optional[int] = ..., loaded: _Optional[bool] = ..., stage: _Optional[str] = ..., overlaps: _Optional[bool] = ..., adapters: _Optional[_Iterable[str]] = ..., quantize: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., batch_invariant: _Optional[bool] = ..., prefix_caching: _Optional[bool] = ..., later: _Optional[_Iterable[_Union[LoadedAdapter, _Mapping]]] = ..., max_loras: _Optional[int] = ...) -> None: ...
 
 class LoadedAdapter(_message.Message):
-    __slots__ = ("key", "name", "folder", "retired")
+    __slots__ = ("key", "name", "folder", "retired", "digest")
     KEY_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     FOLDER_FIELD_NUMBER: _ClassVar[int]
     RETIRED_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     key: str
     name: str
     folder: str
     retired: bool
-    def __init__(self, key: _Optional[str] = ..., name: _Optional[str] = ..., folder: _Optional[str] = ..., retired: _Optional[bool] = ...) -> None: ...
+    digest: str
+    def __init__(self, key: _Optional[str] = ..., name: _Optional[str] = ..., folder: _Optional[str] = ..., retired: _Optional[bool] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class LoadAdapterRequest(_message.Message):
     __slots__ = ("adapter",)
@@ -70,8 +72,12 @@ class LoadAdapterRequest(_message.Message):
     def __init__(self, adapter: _Optional[_Union[LoadedAdapter, _Mapping]] = ...) -> None: ...
 
 class LoadAdapterReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("folder", "digest")
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    folder: str
+    digest: str
+    def __init__(self, folder: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class HealthRequest(_message.Message):
     __slots__ = ()

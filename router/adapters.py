@@ -34,6 +34,7 @@ class Later:
     key: str
     name: str
     folder: str
+    digest: str = ""  # of its files; known when one replica has read them
     ready: bool = False  # all replicas that there are have it
     retired: bool = False  # clients can't name it any more
     users: int = 0  # requests that go by it
@@ -41,7 +42,7 @@ class Later:
     @property
     def told(self) -> shard_pb2.LoadedAdapter:
         """As shards are told of it."""
-        return shard_pb2.LoadedAdapter(key=self.key, name=self.name, folder=self.folder)
+        return shard_pb2.LoadedAdapter(key=self.key, name=self.name, folder=self.folder, digest=self.digest)
 
 
 class Replica(Protocol):
@@ -82,6 +83,7 @@ class Adapters:
         self._room = room
         self._replicas = replicas
         self._later: dict[str, Later] = {}  # by key, in the order in which they came
+        self._begun = False  # whether anybody may have named one
         self._order = asyncio.Lock()  # they come and go one at a time
         self._sweeps: set[asyncio.Task[None]] = set()
 
@@ -156,12 +158,13 @@ class Adapters:
             before = self._named(name)
             self._check_new(name, before if replace else None)
             adapter = Later(f"{name}#{secrets.token_hex(8)}", name, folder)
-            replicas = list(self._replicas())
+            self._begun, replicas = True, list(self._replicas())
             if not replicas:
                 raise NotReady("not ready: no replica has shards")
             try:
                 for replica in replicas:
-                    await replica.load(adapter)
+                    if replica in self._replicas():  # one that was lost meanwhile gets it when it is back
+                        await replica.load(adapter)
             except BaseException:
                 await self._drop(adapter.key)
                 raise
@@ -235,14 +238,22 @@ class Adapters:
     # Replicas that come
 
     def adopt(self, told: shard_pb2.LoadedAdapter) -> bool:
-        """Shards have one, from a router before this one. Whether clients may name it here."""
+        """Shards have one, perhaps from a router before this one. Whether it is one of those here."""
         if told.key in self._later:
             return True
-        if told.retired or told.name in self.names or len(self._first) + len(self._later) >= self._room:
+        if self._begun or told.retired or told.name in self.names or len(self._first) + len(self._later) >= self._room:
             return False
-        self._later[told.key] = Later(told.key, told.name, told.folder, ready=True)
+        self._later[told.key] = Later(told.key, told.name, told.folder, told.digest, ready=True)
         return True
+
+    def begin(self) -> None:
+        """A replica takes requests: what is not known by now is nobody's."""
+        self._begun = True
 
     def lacking(self, known: Collection[str]) -> list[Later]:
         """Those that shards which have `known` lack, and may be asked for."""
         return [adapter for adapter in self._later.values() if adapter.key not in known]
+
+    def retired(self, known: Collection[str]) -> list[str]:
+        """Keys of those of `known` that clients can't name any more."""
+        return [key for key in known if key in self._later and self._later[key].retired]

@@ -185,34 +185,47 @@ class Batcher:
         self.together = self._bounds.together(self.limits.max_total_tokens)
         self._warm = warm
         await self._adapt()
+        self._adapters.begin()
         self._queue_all()
         self._others.found(self)
 
     async def _adapt(self) -> None:
-        """The shards have all adapters that may be asked for. Those that a router before this one has left may be, too. Raises
-        Broken."""
+        """The shards have all adapters that may be asked for, and no others but those of their own start. What a router before this
+        one has left may be asked for, too. Raises Broken."""
         assert self.info is not None
-        self.adapters = set(self.info.adapters)
+        self.adapters, first, failed = set(self.info.adapters), set(self.info.adapters), set[str]()
         for told in [*self.info.later]:
-            if self._adapters.adopt(told):
-                self.adapters.add(told.key)
-            else:
-                await self.drop(told.key)
-        failed = set[str]()
-        while lacking := self._adapters.lacking(self.adapters | failed):
-            for adapter in lacking:
+            self.adapters.add(told.key)
+            self._adapters.adopt(told)
+        retired = {told.key for told in self.info.later if told.retired}
+        while True:  # others come and go meanwhile; behind the last look nothing is waited for
+            if gone := next((key for key in self.adapters - first if not self._adapters.knows(key)), ""):
+                await self.drop(gone)
+            elif untold := next((key for key in self._adapters.retired(self.adapters) if key not in retired), ""):
+                retired.add(untold)
+                await self.retire(untold)
+            elif lacking := self._adapters.lacking(self.adapters | failed):
                 try:
-                    await self.load(adapter)
+                    await self.load(lacking[0])
                 except Refused as error:
-                    failed.add(adapter.key)
-                    logger.error("requests that go by adapter %s fail: it can't be loaded again: %s", adapter.name, error)
+                    failed.add(lacking[0].key)
+                    logger.error("requests that go by adapter %s fail: it can't be loaded again: %s", lacking[0].name, error)
+            else:
+                break
 
     async def load(self, adapter: Later) -> None:
         """Requests may go by it from now on. Raises Refused, or Broken."""
-        await self._shards.load_adapter(shard_pb2.LoadAdapterRequest(adapter=adapter.told))
+        self._check_shards()
+        found = await self._shards.load_adapter(shard_pb2.LoadAdapterRequest(adapter=adapter.told))
         if problem := await self._change(shard_pb2.AdaptRequest(add=adapter.key)):
             raise Refused(problem)
+        adapter.folder, adapter.digest = found.folder, found.digest
         self.adapters.add(adapter.key)
+
+    def _check_shards(self) -> None:
+        """Raises Broken where others may be met, which know nothing yet."""
+        if self._shards.lost.done():
+            raise Broken("the shards are lost")
 
     async def retire(self, key: str) -> None:
         """The shards know that no new request goes by it. Raises Broken."""
@@ -227,6 +240,7 @@ class Batcher:
 
     async def _change(self, request: shard_pb2.AdaptRequest) -> str:
         """Returns why nothing was done; "": it was."""
+        self._check_shards()
         reply = await self._shards.execute(shard_pb2.Command(adapt=request))
         return reply.adapt.problem
 

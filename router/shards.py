@@ -27,6 +27,7 @@ from .request import Broken, Refused
 POLL = 0.02  # seconds between looks for a rank that does not answer yet; part of the time from start to ready
 STAGE_POLL = 0.1  # seconds between looks at what a loading rank does; nobody waits for it
 INFO_TIMEOUT = 5.0  # seconds; a rank that listens answers at once, even while it loads
+READING = 600.0  # seconds in which an adapter is read, or downloaded
 LOADING = 30.0  # seconds, at least, that a rank which loads may be too busy for that
 UNREACHED = 15.0  # seconds after which it is told that a rank of another machine can't be reached, since nobody else may
 SOON = 0.5  # seconds within which a socket at which nobody listens says so
@@ -66,7 +67,7 @@ class Shards(Protocol):
         """Returns when every rank has loaded, warmed up and forgotten what an earlier router may have asked. Raises Broken."""
         ...
 
-    async def load_adapter(self, request: shard_pb2.LoadAdapterRequest) -> None:
+    async def load_adapter(self, request: shard_pb2.LoadAdapterRequest) -> shard_pb2.LoadAdapterReply:
         """Every rank has read it, beside what it computes. Raises Refused if one can't, and Broken."""
         ...
 
@@ -164,17 +165,19 @@ class GrpcShards:
         await self.execute(shard_pb2.Command(clear_cache=shard_pb2.ClearCacheRequest()))
         return reply
 
-    async def load_adapter(self, request: shard_pb2.LoadAdapterRequest) -> None:
-        calls = [self._stubs[rank].LoadAdapter(request) for rank in range(len(self._addresses))]
+    async def load_adapter(self, request: shard_pb2.LoadAdapterRequest) -> shard_pb2.LoadAdapterReply:
+        calls = [stub.LoadAdapter(request, timeout=READING) for stub in self._stubs.values()]
         # All of them end: one that was given up would still come to have it, when nobody asks for it any more.
-        answers = await asyncio.gather(*calls, return_exceptions=True)
+        answers: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
         for rank, answer in enumerate(answers):
-            if isinstance(answer, grpc.aio.AioRpcError):
-                if answer.code() is grpc.StatusCode.INVALID_ARGUMENT:
-                    raise Refused(f"{answer.details()} (shard rank {rank})" if rank else answer.details() or "")
-                raise _broken(rank, answer)
-            if isinstance(answer, BaseException):
-                raise answer
+            if isinstance(answer, grpc.aio.AioRpcError) and answer.code() not in GONE:
+                raise Refused(f"{answer.details()} (shard rank {rank})" if rank else answer.details() or "")
+            if isinstance(answer, BaseException):  # a call that is given up is cancelled
+                raise Broken(f"shard rank {rank} is lost: it was to read an adapter")
+        if len({answer.digest for answer in answers}) > 1:
+            raise Refused(f"adapter {request.adapter.name} is not the same on all machines: copy its files from one of them")
+        found: shard_pb2.LoadAdapterReply = answers[0]
+        return found
 
     def execute(self, command: shard_pb2.Command) -> asyncio.Future[shard_pb2.Reply]:
         future: asyncio.Future[shard_pb2.Reply] = asyncio.get_running_loop().create_future()

@@ -1,8 +1,10 @@
 """Adapters of low rank as peft saves them, in a folder. Knows names of matrices, and no model."""
 
+import hashlib
 import json
 import math
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,10 @@ OTHERWISE = (
     "layer_replication",
 )
 NEVER_MERGED = ("alora_invocation_tokens", "arrow_config")  # such that are in no weights for all tokens
+# Of a pattern that anybody may have written: characters, of which few are repeated, so that no text takes long.
+TAME = re.compile(r"\^?(?:(?:[\w-]|\\?\.|\\d|\[[\w-]+\])[*+]?)*\$?")
+REPEATS = 2
+LONGEST_CONFIG = 1 << 20  # bytes
 REMEDY = "merge it into the weights (peft's merge_and_unload)"
 
 
@@ -39,22 +45,40 @@ def place_of(name: str, source: str, cache: str = "") -> Path:
     """The folder that an adapter is in, be it one of this machine, or of the hub, as OWNER/MODEL or OWNER/MODEL@REVISION, which may
     take a while. cache: see `proto.hub`. Raises Unsupported."""
     found = ON_HUB.fullmatch(source)
-    if Path(source).is_dir() or not found:
-        return Path(source)
     try:
+        if not found or Path(source).is_dir():
+            return Path(source)
         return download(found[1], found[2] or "", cache, (CONFIG, WEIGHTS))
-    except Unavailable as error:
+    except (Unavailable, OSError) as error:
         raise Unsupported(f"adapter {name}: {error}") from None
+
+
+def pinned(source: str, place: Path) -> str:
+    """What names the same files later: of the hub with the revision that was found, which is what its folder is called."""
+    found = ON_HUB.fullmatch(source)
+    return f"{found[1]}@{place.name}" if found and place != Path(source) else source
+
+
+def digest_of(place: Path) -> str:
+    """By which files are known again."""
+    found = hashlib.sha256()
+    for name in (CONFIG, WEIGHTS):
+        with (place / name).open("rb") as file:
+            found.update(hashlib.file_digest(file, "sha256").digest())
+    return found.hexdigest()
 
 
 class Adapter:
     """One of them. Its tensors are read as they are asked for."""
 
-    def __init__(self, name: str, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
-        """name: by which requests ask for it. Raises Unsupported, in one line with the remedy."""
+    def __init__(self, name: str, folder: Path, dtype: torch.dtype, device: torch.device, tame: bool = False) -> None:
+        """name: by which requests ask for it; tame: with no patterns but such as are quickly compared. Raises Unsupported, in one
+        line with the remedy."""
         self.name = name
         self._dtype, self._device = dtype, device
         self._config = _config(name, folder / CONFIG)
+        if tame:
+            _check_tame(name, self._config.get("alpha_pattern") or {})
         if not (folder / WEIGHTS).is_file():
             raise Unsupported(f"adapter {name}: {folder} has no {WEIGHTS}: save it with peft as safetensors")
         self._file = opened(folder / WEIGHTS)
@@ -87,12 +111,14 @@ class Adapter:
                 "they belong to different models"
             )
         up = up.float() * self._factor(matrix, len(down))
-        return down.to(self._device, self._dtype), up.to(self._device, self._dtype)
+        # A copy in any case: the file may be written to while it is used.
+        return down.to(self._device, self._dtype, copy=True), up.to(self._device, self._dtype)
 
     @property
     def rank(self) -> int:
         """The highest that it has for a matrix."""
-        return max(int(self._file.get_slice(key).get_shape()[0]) for (_, factor), key in self._places.items() if factor == "A")
+        shapes = [self._file.get_slice(key).get_shape() for (_, factor), key in self._places.items() if factor == "A"]
+        return max((int(shape[0]) for shape in shapes if shape), default=0)
 
     def check(self) -> None:
         """After all matrices were asked for. Raises Unsupported if it has more than these."""
@@ -122,6 +148,8 @@ class Adapter:
 
 def _config(name: str, path: Path) -> dict[str, Any]:
     try:
+        if path.stat().st_size > LONGEST_CONFIG:
+            raise ValueError(f"it has more than {LONGEST_CONFIG} bytes")
         found: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise Unsupported(f"adapter {name}: {path} can't be read ({error}): is it an adapter's folder, as peft saves it?") from None
@@ -140,13 +168,26 @@ def _config(name: str, path: Path) -> dict[str, Any]:
         )
     patterns = found.get("alpha_pattern") or {}
     try:
-        for pattern in dict(patterns):
+        if not isinstance(patterns, dict):
+            raise TypeError("an object is needed")
+        for pattern in patterns:
             re.compile(_within(pattern))
-    except (TypeError, ValueError, re.error) as error:
+    except (TypeError, ValueError, OverflowError, RecursionError, re.error) as error:
         raise Unsupported(f"adapter {name}: {CONFIG} says alpha_pattern {patterns!r:.40} ({error}): download it again") from None
     if found.get("bias", "none") != "none":
         raise Unsupported(f"adapter {name} has bias {found['bias']!r:.40}, which is not supported: {REMEDY}")
     return found
+
+
+def _check_tame(name: str, patterns: dict[str, Any]) -> None:
+    """Raises Unsupported."""
+    for pattern in patterns:
+        if any(not TAME.fullmatch(part) or sum(map(part.count, "*+")) > REPEATS for part in pattern.split("|")):
+            raise Unsupported(
+                f"adapter {name}: {CONFIG} says alpha_pattern {pattern!r:.80}, and one that is loaded while the server runs has no "
+                f"more than names, ., \\d, [abc], up to {REPEATS} of * and +, and | between such: start the server with it "
+                "(--lora-adapters)"
+            )
 
 
 def _within(pattern: str) -> str:
@@ -155,6 +196,6 @@ def _within(pattern: str) -> str:
 
 
 def _number(name: str, field: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < sys.float_info.max:
         raise Unsupported(f"adapter {name}: {CONFIG} says {field} {value!r:.40}, a number is needed")
     return float(value)

@@ -17,7 +17,7 @@ import torch
 from ..kernels.choose import triton_on
 from ..proto import shard_pb2 as wire
 from . import invariance
-from .adapters import Adapter, place_of
+from .adapters import Adapter, digest_of, pinned, place_of
 from .checks import check_warmup, checked
 from .commands import LAND, Answer, Executor, Failed, Refused
 from .config import ShardConfig
@@ -162,16 +162,30 @@ class Service:
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, COLD)
         if not self._config.max_loras:
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, "there is no room for other adapters: see --max-loras")
-        asked, decoder = request.adapter, self.engine.decoder
-        self._read[asked.key] = asked
+        asked = request.adapter
         try:
-            folder = place_of(asked.name, asked.folder, self._config.hub_cache)
-            adapter = Adapter(asked.name, folder, decoder.embedding.dtype, torch.device("cpu"))
-            decoder.changes.prepare(asked.key, adapter)
+            folder, digest = self._prepare(asked)
         except Unsupported as error:
-            del self._read[asked.key]
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        return wire.LoadAdapterReply()
+        except Exception as error:  # whatever may be wrong with somebody's files: it is no fault of the shard's
+            log.exception(f"adapter {asked.name} can't be loaded")
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"adapter {asked.name} can't be loaded: {error!r:.200}")
+        return wire.LoadAdapterReply(folder=folder, digest=digest)
+
+    def _prepare(self, asked: wire.LoadedAdapter) -> tuple[str, str]:
+        """Where it is to be found again, and the digest of its files. Raises Unsupported."""
+        decoder = self.engine.decoder
+        place = place_of(asked.name, asked.folder, self._config.hub_cache)
+        adapter = Adapter(asked.name, place, decoder.embedding.dtype, torch.device("cpu"), tame=True)
+        folder, digest = pinned(asked.folder, place), digest_of(place)
+        if asked.digest not in ("", digest):
+            raise Unsupported(f"adapter {asked.name}: its files in {place} are not those that were loaded first")
+        known = wire.LoadedAdapter()
+        known.CopyFrom(asked)
+        known.folder, known.digest = folder, digest
+        self._read[asked.key] = known
+        decoder.changes.prepare(asked.key, adapter)
+        return folder, digest
 
     def Prefill(self, request: wire.PrefillRequest, context: grpc.ServicerContext) -> wire.StepReply:  # noqa: N802
         """See shard.proto."""
@@ -276,7 +290,7 @@ class Service:
         problem = self.engine.adapt(request.add, request.drop)
         if not problem:
             later = dict(self._later)
-            if request.add:
+            if request.add in self._read:
                 later[request.add] = self._read.pop(request.add)
             if request.retire in later:
                 retired = later[request.retire] = wire.LoadedAdapter()

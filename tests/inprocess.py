@@ -64,8 +64,8 @@ class InProcess:
         self._thread.start()
         return reply
 
-    async def load_adapter(self, request: shard_pb2.LoadAdapterRequest) -> None:
-        self._service.LoadAdapter(request, NoCall())
+    async def load_adapter(self, request: shard_pb2.LoadAdapterRequest) -> shard_pb2.LoadAdapterReply:
+        return self._service.LoadAdapter(request, NoCall())
 
     def execute(self, command: shard_pb2.Command) -> "asyncio.Future[shard_pb2.Reply]":
         self.steps += 1

@@ -100,6 +100,7 @@ class Changes:
         self.names = [adapter.name for adapter in first] + [""] * (room - len(first))  # or keys, by number; "": there is none
         self._rank = rank if room > len(first) else 0
         self._changed: list[tuple[Additions, Change]] = []
+        self._era = 0  # how often all of these were forgotten
         self._prepared: dict[str, list[Any]] = {}  # for each that is changed, by key
 
     def additions(self, change: Change, weight: Sequence[int], exact: Exact, like: Tensor) -> Additions | None:
@@ -126,18 +127,24 @@ class Changes:
 
     def prepare(self, key: str, adapter: Adapter) -> None:
         """Another one may be put into its place then, by any thread. key: what it is to be called here. Raises Unsupported."""
-        pairs = [change.pair(adapter) for _, change in self._changed]
-        adapter.check()
-        if adapter.rank > self._rank:
+        era = self._era
+        if adapter.rank > self._rank:  # before it takes memory
             raise Unsupported(
                 f"adapter {adapter.name} has rank {adapter.rank}, and there is room for {self._rank}: start the server with "
                 f"--max-lora-rank {adapter.rank}"
             )
-        changed = zip(self._changed, pairs, strict=True)
-        self._prepared[key] = [pair and additions.prepared(pair) for (additions, _), pair in changed]
+        pairs = [(additions, change.pair(adapter)) for additions, change in self._changed]
+        adapter.check()
+        prepared = [pair and additions.prepared(pair) for additions, pair in pairs]
+        if era != self._era:
+            raise Unsupported(f"adapter {adapter.name} is not wanted any more: another router has come")
+        self._prepared[key] = prepared
 
     def put(self, key: str) -> str:
         """One that was prepared can be asked for from now on. Returns why it can't; "": it can."""
+        if key in self.names:
+            self._prepared.pop(key, None)
+            return ""
         if key not in self._prepared:
             return f"adapter {key} was not loaded"
         if "" not in self.names:
@@ -158,5 +165,6 @@ class Changes:
                 additions.put(number, None)
 
     def forget(self) -> None:
-        """What was prepared and has no place yet is not wanted."""
+        """What was prepared and has no place yet is not wanted, nor what is being prepared."""
+        self._era += 1
         self._prepared.clear()

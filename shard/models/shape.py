@@ -694,11 +694,14 @@ class Shape:
 
         found = 0
         for window, count in self._alike.items():
-            # Queries, keys and values side by side, but for latents, where adapters change what leads back alone.
+            # Queries, keys, values and gates side by side, but for latents, where adapters change what leads back alone.
             before, *others = self._projections(ranks, window)
             back = others[-1 if self.index is None else -3]
-            found += count * (each(before, parts=0 if self.latent else 3) + each(back))
+            beside = 2 + self.keys(window).values + bool(self.attention_gates and self.gates_name)
+            found += count * (each(before, parts=0 if self.latent else beside) + each(back))
         found += sum(each(*self._questions(ranks, window)) for window in self._keyless)
+        if self.inputs:
+            found += self.layers * each(*self.inputs.matrices(ranks, self.hidden))
         if self.remembering:
             before, back = self.remembering.matrices(ranks, self.hidden)
             found += len(self.remembering.layers) * (each(before, parts=self.remembering.joint) + each(back))

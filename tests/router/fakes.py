@@ -60,6 +60,9 @@ class FakeShards:
         self.break_at = 0  # the step that kills the shard; there is no other until it is 0 again
         self.killers: set[bytes] = set()  # prompts that kill the shard when a token of theirs would be computed
         self.read: dict[str, shard_pb2.LoadedAdapter] = {}  # adapters that may be added, by key
+        self.reading = asyncio.Event()  # cleared: adapters are not read yet
+        self.reading.set()
+        self.revision = ""  # of what they are made of
         self.faulty = ""  # what is wrong with those that are read now; "die": the shard does
         self.fail: dict[int, str] = {}  # groups that fail in their next step, and why
         self.gate = asyncio.Event()  # cleared: commands wait
@@ -84,15 +87,23 @@ class FakeShards:
         self.stage = "ready"
         return shard_pb2.WarmupReply(pages=self.pages, page_size=self.model.page_size, images=self.images)
 
-    async def load_adapter(self, request: shard_pb2.LoadAdapterRequest) -> None:
+    async def load_adapter(self, request: shard_pb2.LoadAdapterRequest) -> shard_pb2.LoadAdapterReply:
         await asyncio.sleep(self._seconds)
+        await self.reading.wait()
         if self.faulty == "die":
             self.die()
         if self.lost.done():
             raise Broken("shard rank 0 has ended")
         if self.faulty:
             raise Refused(self.faulty)
-        self.read[request.adapter.key] = request.adapter
+        digest = f"digest of {request.adapter.folder}{self.revision}"
+        if request.adapter.digest not in ("", digest):
+            raise Refused("not those that were loaded first")
+        known = shard_pb2.LoadedAdapter()
+        known.CopyFrom(request.adapter)
+        known.digest = digest
+        self.read[request.adapter.key] = known
+        return shard_pb2.LoadAdapterReply(folder=known.folder, digest=known.digest)
 
     def execute(self, command: shard_pb2.Command) -> asyncio.Future[shard_pb2.Reply]:
         self._last = asyncio.ensure_future(self._execute(command, self._last, self.lost))

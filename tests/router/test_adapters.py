@@ -205,6 +205,116 @@ def test_one_that_can_not_be_loaded_again_fails_its_own_requests_alone(caplog: p
     assert "requests that go by adapter a fail: it can't be loaded again: the folder is gone" in caplog.text
 
 
+def test_one_whose_files_have_changed_is_not_loaded_again() -> None:
+    """Its streams would go on by another."""
+
+    async def test(fleet: Fleet, shards: Shards) -> None:
+        await fleet.adapters.load("a", "/a")
+        reading = begin(fleet, [ask("x", 60, adapter="a#1")])
+        await until(lambda: value(fleet, "penstock_generated_tokens_total") > 5)
+        shards["0"].revision = ", the second"
+        shards["0"].die()
+        with pytest.raises(Broken, match="could not be loaded again"):
+            await reading[0]
+        await fleet.adapters.load("a", "/a", replace=True)
+        assert held(shards) == [["a#2"]]
+
+    served(test, 1)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_one_that_goes_while_shards_load_it_anew_is_not_there(replicas: int) -> None:
+    async def test(fleet: Fleet, shards: Shards) -> None:
+        await fleet.adapters.load("a", "/a")
+        await fleet.adapters.load("b", "/b")
+        shards["0"].reading.clear()
+        shards["0"].die()
+        await until(lambda: shards["0"].groups_met == 2)
+        await fleet.adapters.unload("a")
+        shards["0"].reading.set()
+        await until(lambda: states(fleet)["0"] == "ready")
+        assert held(shards) == [["b#2"]] * replicas
+        await fleet.adapters.load("c", "/c")
+        assert held(shards) == [["b#2", "c#3"]] * replicas
+
+    served(test, replicas)
+
+
+def test_shards_that_come_anew_know_which_ones_have_no_new_requests() -> None:
+    """Or the next router would take an old one for what its name means."""
+
+    async def test(fleet: Fleet, shards: Shards) -> None:
+        await fleet.adapters.load("a", "/a")
+        reading = begin(fleet, [ask("x", 60, adapter="a#1")])
+        await until(lambda: value(fleet, "penstock_generated_tokens_total") > 5)
+        await fleet.adapters.load("a", "/b", replace=True)
+        shards["0"].die()
+        await until(lambda: states(fleet)["0"] == "ready" and shards["0"].groups_met == 2)
+        assert [(adapter.key, adapter.retired) for adapter in shards["0"].info.later] == [("a#1", True), ("a#2", False)]
+        assert len(await reading[0]) == 62
+
+    served(test, 1)
+
+
+def test_one_is_retired_where_shards_load_it_anew_in_that_moment() -> None:
+    async def test(fleet: Fleet, shards: Shards) -> None:
+        await fleet.adapters.load("a", "/a")
+        reading = begin(fleet, [ask("x", 300, adapter="a#1")])
+        await until(lambda: value(fleet, "penstock_generated_tokens_total") > 5)
+        shards["0"].gate.clear()
+        shards["0"].die()
+        await until(lambda: bool(shards["0"].read))
+        await fleet.adapters.unload("a")
+        shards["0"].gate.set()
+        await until(lambda: states(fleet)["0"] == "ready")
+        assert [(adapter.key, adapter.retired) for adapter in shards["0"].info.later] == [("a#1", True)]
+        reading[0].cancel()
+        await until(lambda: held(shards) == [[]])
+
+    run(test, 1, make=lambda: FakeShards(pages=200, seconds=0.001, max_loras=2), max_loras=2)
+
+
+def test_what_came_while_a_router_was_there_is_nobodys() -> None:
+    """Shards that it meets again may have one that was unloaded meanwhile."""
+
+    async def test(fleet: Fleet, shards: Shards) -> None:
+        await fleet.adapters.load("a", "/a")
+        left = shard_pb2.LoadedAdapter(name="b", key="b#9", folder="/b")
+        die = shards["0"].die
+
+        def survive() -> None:
+            kept = [*shards["0"].info.later, left]
+            die()
+            shards["0"].info.later.extend(kept)
+
+        survive()
+        await fleet.adapters.unload("a")
+        await until(lambda: states(fleet)["0"] == "ready" and shards["0"].groups_met == 2)
+        assert held(shards) == [[]]
+        assert fleet.adapters.names == ()
+
+    served(test, 1)
+
+
+def test_shards_that_are_lost_are_asked_nothing() -> None:
+    """Whoever is met in their place knows nothing yet."""
+
+    async def test(fleet: Fleet, shards: Shards) -> None:
+        batcher = fleet._members["0"].batcher
+        shards["0"].break_at = 1
+        shards["0"].die()
+        before = len(shards["0"].commands)
+        for asked in (batcher.retire("a"), batcher.drop("a"), batcher.load(module.Later("k", "a", "/a"))):
+            with pytest.raises(Broken, match="the shards are lost"):
+                await asked
+        with pytest.raises((Broken, NotReady)):
+            await fleet.adapters.load("a", "/a")
+        assert len(shards["0"].commands) == before
+        shards["0"].break_at = 0
+
+    served(test, 1)
+
+
 def test_a_stream_moves_only_to_where_its_adapter_is() -> None:
     async def test(fleet: Fleet, shards: Shards) -> None:
         await fleet.adapters.load("a", "/a")

@@ -221,6 +221,7 @@ def test_what_can_not_come_changes_nothing(place: Path) -> None:
         Unsupported, match="adapter later has rank 4, and there is room for 3: start the server with --max-lora-rank 4"
     ):
         bring(found, "x", place)
+    assert not found.decoder.changes._prepared
     found = with_room("llama", 1)
     assert found.adapt(add="x") == "adapter x was not loaded"
     spoil(place, **{"base_model.model.model.layers.7.mlp.up_proj.lora_A.weight": torch.zeros(4, 64)})
@@ -243,6 +244,59 @@ def test_one_that_is_asked_for_stays(place: Path) -> None:
     found.decoder.changes.prepare("w", Adapter("later", place, torch.float32, tiny.CPU))
     found.clear()
     assert found.adapt(add="w") == "adapter w was not loaded"  # another router's
+    assert found.adapt(add="y") == ""  # it is there
+
+
+def test_one_that_is_read_while_another_router_comes_is_not_kept(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = with_room("llama", 1)
+    changes = found.decoder.changes
+    monkeypatch.setattr(Adapter, "check", lambda adapter: found.clear())
+    with pytest.raises(Unsupported, match="is not wanted any more: another router has come"):
+        changes.prepare("x", Adapter("later", place, torch.float32, tiny.CPU))
+    assert not changes._prepared
+
+
+@pytest.mark.parametrize(
+    ("pattern", "tame"),
+    [
+        ("q_proj|k_proj", True),
+        (r"^model\.layers\.\d+\.mlp\..+", True),
+        ("model.layers.[0-3].*", True),
+        ("([a-z_.0-9]+)+X", False),
+        ("(a|a)(a|a)", False),
+        (".*.*.*x", False),
+        ("a{1,99}", False),
+        ("(?=a)b", False),
+    ],
+)
+def test_patterns_that_anybody_may_have_written_are_compared_quickly(place: Path, pattern: str, tame: bool) -> None:
+    change(place, alpha_pattern={pattern: 3})
+    Adapter("mine", place, torch.float32, tiny.CPU)
+    if tame:
+        Adapter("mine", place, torch.float32, tiny.CPU, tame=True)
+    else:
+        with pytest.raises(Unsupported, match=r"adapter mine: .* says alpha_pattern .*--lora-adapters"):
+            Adapter("mine", place, torch.float32, tiny.CPU, tame=True)
+
+
+def test_a_file_may_be_written_to_while_its_adapter_is_used(tmp_path: Path) -> None:
+    """Also where products take weights as they are."""
+    folder = lora.adapter(tiny.folder("llama"), tmp_path / "one", 1)
+    spoil(folder, **{key: tensor.half() for key, tensor in safetensors.torch.load_file(folder / lora.WEIGHTS).items()})
+    read = Adapter("one", folder, torch.float16, tiny.CPU)
+    factors = [pair for matrix in {name for name, _ in read._places} if (pair := read.pair(matrix, *size_of(folder, matrix)))]
+    before = [factor.clone() for pair in factors for factor in pair]
+    with (folder / lora.WEIGHTS).open("r+b") as file:
+        size = file.seek(0, 2)
+        file.seek(size // 2)
+        file.write(b"\0" * (size - size // 2))
+    assert all(factor.equal(was) for factor, was in zip([f for pair in factors for f in pair], before, strict=True))
+
+
+def size_of(folder: Path, matrix: str) -> tuple[int, int]:
+    stored = safetensors.torch.load_file(folder / lora.WEIGHTS)
+    down, up = (next(tensor for key, tensor in stored.items() if f"{matrix}.lora_{factor}." in key) for factor in "AB")
+    return len(up), down.shape[1]
 
 
 # What is read
@@ -301,6 +355,9 @@ def place(tmp_path: Path) -> Path:
         ({"lora_alpha": float("inf")}, ["lora_alpha inf"]),
         ({"alpha_pattern": {".*": True}}, ["alpha_pattern True"]),
         ({"alpha_pattern": 7}, ["alpha_pattern 7"]),
+        ({"alpha_pattern": ["ab"]}, ["alpha_pattern ['ab']", "an object is needed"]),
+        ({"alpha_pattern": {"a{99999999999999}": 1}}, ["alpha_pattern"]),
+        ({"lora_alpha": 10**400}, ["lora_alpha 1000"]),
         ({"alpha_pattern": {"(": 7}}, ["alpha_pattern", "unterminated"]),
     ],
 )

@@ -20,6 +20,7 @@ from penstock.shard.config import ShardConfig
 from penstock.shard.decoding.budget import Allowance, Linear
 from penstock.shard.loading import load
 from penstock.shard.messages import allowance_from, group_from, step_reply
+from penstock.shard.models.changes import Changes
 from penstock.shard.outcome import Outcome
 from penstock.shard.relay import Sender
 from penstock.shard.sequence import Sampling
@@ -408,22 +409,23 @@ def test_adapters_come_and_go(roomy: Process, tmp_path: Path) -> None:
     stub.LoadAdapter(wire.LoadAdapterRequest(adapter=one), timeout=10)
     assert list(stub.Info(wire.InfoRequest()).later) == []
     assert stub.Adapt(wire.AdaptRequest(step=11, add="k1")).problem == ""
-    assert list(stub.Info(wire.InfoRequest()).later) == [one]
+    assert known(stub) == [("k1", "one", str(first), False)]
     changed = answered(stub, 12, "k1")
     again = wire.LoadedAdapter(key="k2", name="one", folder=str(second))
     stub.LoadAdapter(wire.LoadAdapterRequest(adapter=again), timeout=10)
     stub.Adapt(wire.AdaptRequest(step=20, add="k2", retire="k1"))
-    one.retired = True
-    assert list(stub.Info(wire.InfoRequest()).later) == [one, again]
+    assert known(stub) == [("k1", "one", str(first), True), ("k2", "one", str(second), False)]
     assert answered(stub, 21, "k1") == changed
     assert len({tuple(plain), tuple(changed), tuple(answered(stub, 30, "k2"))}) == 3
     stub.Adapt(wire.AdaptRequest(step=40, drop="k1"))
-    assert list(stub.Info(wire.InfoRequest()).later) == [again]
+    assert known(stub) == [("k2", "one", str(second), False)]
     assert stub.Prefill(prefill(41, 1, [3, 4], adapter="k1")).failed_messages == ["the shards have no adapter 'k1'"]
     assert roomy.codes == []
 
 
-def test_an_adapter_that_can_not_be_loaded_changes_nothing(roomy: Process, warm: Process, tmp_path: Path) -> None:
+def test_an_adapter_that_can_not_be_loaded_changes_nothing(
+    roomy: Process, warm: Process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = wire.LoadAdapterRequest(adapter=wire.LoadedAdapter(key="k", name="mine", folder=str(tmp_path)))
     with pytest.raises(grpc.RpcError, match="no room for other adapters: see --max-loras") as error:
         warm.stub.LoadAdapter(asked, timeout=10)
@@ -432,12 +434,43 @@ def test_an_adapter_that_can_not_be_loaded_changes_nothing(roomy: Process, warm:
     with pytest.raises(grpc.RpcError, match=r"adapter mine: .*adapter_config.json can't be read") as error:
         roomy.stub.LoadAdapter(asked, timeout=10)
     assert code_of(error) == grpc.StatusCode.INVALID_ARGUMENT
+    asked.adapter.folder = "x" * 5000
+    with pytest.raises(grpc.RpcError, match=r"adapter mine: .*File name too long") as error:
+        roomy.stub.LoadAdapter(asked, timeout=10)
+    assert code_of(error) == grpc.StatusCode.INVALID_ARGUMENT
     high = lora.adapter(tiny.folder(NAME), tmp_path / "high", 1, rank=5)
     asked.adapter.folder = str(high)
     with pytest.raises(grpc.RpcError, match="adapter mine has rank 5, and there is room for 4"):
         roomy.stub.LoadAdapter(asked, timeout=10)
+    monkeypatch.setattr(Changes, "prepare", lambda *given: 1 / 0)
+    asked.adapter.folder = str(lora.adapter(tiny.folder(NAME), tmp_path / "good", 1))
+    with pytest.raises(grpc.RpcError, match="adapter mine can't be loaded: ZeroDivisionError") as error:
+        roomy.stub.LoadAdapter(asked, timeout=10)
+    assert code_of(error) == grpc.StatusCode.INVALID_ARGUMENT
     assert roomy.stub.Adapt(wire.AdaptRequest(step=1, add="k")).problem == "adapter k was not loaded"
     assert answered(roomy.stub, 2, "")
+    assert roomy.codes == []
+
+
+def test_an_adapter_is_known_again_by_its_files(roomy: Process, tmp_path: Path) -> None:
+    place = lora.adapter(tiny.folder(NAME), tmp_path / "one", 1)
+    roomy.stub.Warmup(WARMUP, timeout=30)
+    asked = wire.LoadAdapterRequest(adapter=wire.LoadedAdapter(key="k", name="one", folder=str(place)))
+    first = roomy.stub.LoadAdapter(asked, timeout=10)
+    assert first.folder == str(place)
+    asked.adapter.digest = first.digest
+    assert roomy.stub.LoadAdapter(asked, timeout=10) == first
+    config = place / "adapter_config.json"
+    config.write_text(config.read_text().replace('"lora_alpha": 8', '"lora_alpha": 9'))
+    with pytest.raises(grpc.RpcError, match=r"adapter one: its files in .* are not those that were loaded first"):
+        roomy.stub.LoadAdapter(asked, timeout=10)
+    asked.adapter.digest = ""
+    assert roomy.stub.LoadAdapter(asked, timeout=10).digest != first.digest
+
+
+def known(stub: Any) -> list[tuple[str, str, str, bool]]:
+    """Of adapters that came later what Info tells."""
+    return [(one.key, one.name, one.folder, one.retired) for one in stub.Info(wire.InfoRequest()).later]
 
 
 def answered(stub: Any, step: int, adapter: str) -> list[int]:
@@ -450,7 +483,7 @@ def answered(stub: Any, step: int, adapter: str) -> list[int]:
 def test_an_adapter_of_the_hub(
     roomy: Process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, revision: str | None
 ) -> None:
-    place, asked = lora.adapter(tiny.folder(NAME), tmp_path / "cached", 1), list[object]()
+    place, asked = lora.adapter(tiny.folder(NAME), tmp_path / "0123abc", 1), list[object]()
 
     def download(repository: str, **given: object) -> str:
         asked.append((repository, given["revision"], given["allow_patterns"]))
@@ -459,10 +492,10 @@ def test_an_adapter_of_the_hub(
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     roomy.stub.Warmup(WARMUP, timeout=30)
     one = wire.LoadedAdapter(key="k", name="one", folder=source)
-    roomy.stub.LoadAdapter(wire.LoadAdapterRequest(adapter=one), timeout=10)
+    assert roomy.stub.LoadAdapter(wire.LoadAdapterRequest(adapter=one), timeout=10).folder == "some/adapter@0123abc"
     assert asked == [("some/adapter", revision, ["adapter_config.json", "adapter_model.safetensors"])]
     assert roomy.stub.Adapt(wire.AdaptRequest(step=1, add="k")).problem == ""
-    assert list(roomy.stub.Info(wire.InfoRequest()).later) == [one]
+    assert known(roomy.stub) == [("k", "one", "some/adapter@0123abc", False)]
 
 
 def test_an_adapter_that_the_hub_does_not_have(roomy: Process, monkeypatch: pytest.MonkeyPatch) -> None:
