@@ -166,7 +166,7 @@ class GrpcShards:
         return reply
 
     async def load_adapter(self, request: shard_pb2.LoadAdapterRequest) -> shard_pb2.LoadAdapterReply:
-        calls = [stub.LoadAdapter(request, timeout=READING) for stub in self._stubs.values()]
+        calls = [self._stubs[rank].LoadAdapter(request, timeout=READING) for rank in range(len(self._addresses))]
         # All of them end: one that was given up would still come to have it, when nobody asks for it any more.
         answers: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
         for rank, answer in enumerate(answers):

@@ -15,7 +15,7 @@ import pytest
 from penstock.proto import shard_pb2
 from penstock.proto.rpc import handler
 from penstock.router import shards as router_shards
-from penstock.router.request import Broken
+from penstock.router.request import Broken, Refused
 from penstock.router.shards import GrpcShards
 
 WARMUP = shard_pb2.WarmupRequest(max_step_tokens=8, max_step_rows=4)
@@ -38,6 +38,11 @@ class Servicer:
         self.ends_at = 0
         self.seconds = 0.0  # of a step
         self.image_seconds = 0.0
+        self.refusal: tuple[grpc.StatusCode, str] | None = None  # of adapters
+        self.reading = asyncio.Event()  # cleared: they are not read yet
+        self.reading.set()
+        self.loaded: list[str] = []
+        self.digest = "same"
         self.hangs = False  # it answers no Info any more
 
     async def Info(self, request: Any, context: Any) -> shard_pb2.InfoReply:  # noqa: N802
@@ -76,7 +81,14 @@ class Servicer:
     async def refuse(self, request: Any, context: Any) -> None:
         await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "not here")
 
-    Prefill = Decode = Filter = Concat = ClearCache = refuse
+    async def LoadAdapter(self, request: Any, context: Any) -> shard_pb2.LoadAdapterReply:  # noqa: N802
+        if self.refusal:
+            await context.abort(*self.refusal)
+        await self.reading.wait()
+        self.loaded.append(request.adapter.name)
+        return shard_pb2.LoadAdapterReply(folder=f"/{self.rank}", digest=self.digest)
+
+    Prefill = Decode = Filter = Concat = ClearCache = Adapt = refuse
 
 
 Test = Callable[[GrpcShards, list[Servicer]], Awaitable[None]]
@@ -461,5 +473,67 @@ def test_what_has_ended_is_missed_at_once_and_others_take_its_place(tmp_path: Pa
             assert not shards.lost.done()
             assert (await shards.execute(decode())).step.step == 2
         assert servicers[0].steps[-2:] == [("clear_cache", 1), ("decode", 2)]
+
+    serve(tmp_path, 1, test)
+
+
+# Adapters
+
+ADAPTER = shard_pb2.LoadAdapterRequest(adapter=shard_pb2.LoadedAdapter(key="k", name="one", folder="/one"))
+
+
+def test_all_ranks_read_an_adapter(tmp_path: Path) -> None:
+    async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
+        await shards.connect()
+        await shards.warm_up(WARMUP)
+        assert (await shards.load_adapter(ADAPTER)).folder == "/0"
+        assert [servicer.loaded for servicer in servicers] == [["one"]] * 3
+        servicers[1].digest = "other"
+        with pytest.raises(Refused, match="adapter one is not the same on all machines"):
+            await shards.load_adapter(ADAPTER)
+
+    serve(tmp_path, 3, test)
+
+
+@pytest.mark.parametrize(
+    ("rank", "code", "kind", "words"),
+    [
+        (0, grpc.StatusCode.INVALID_ARGUMENT, Refused, "^adapter one is odd$"),
+        (1, grpc.StatusCode.INVALID_ARGUMENT, Refused, r"^adapter one is odd \(shard rank 1\)$"),
+        (1, grpc.StatusCode.UNKNOWN, Refused, "is odd"),  # whatever it is, others can be served
+        (1, grpc.StatusCode.UNAVAILABLE, Broken, "shard rank 1 is lost"),
+    ],
+)
+def test_an_adapter_that_a_rank_can_not_read(
+    tmp_path: Path, rank: int, code: grpc.StatusCode, kind: type[Exception], words: str
+) -> None:
+    """The others are waited for: what they have read later nobody would know of."""
+
+    async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
+        await shards.connect()
+        await shards.warm_up(WARMUP)
+        servicers[rank].refusal = (code, "adapter one is odd")
+        servicers[2].reading.clear()
+        loading = asyncio.create_task(shards.load_adapter(ADAPTER))
+        await asyncio.sleep(0.05)
+        assert not loading.done()
+        servicers[2].reading.set()
+        with pytest.raises(kind, match=words):
+            await loading
+        assert servicers[2].loaded == ["one"]
+
+    serve(tmp_path, 3, test)
+
+
+def test_shards_that_are_given_up_while_they_read_are_lost(tmp_path: Path) -> None:
+    async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
+        await shards.connect()
+        await shards.warm_up(WARMUP)
+        servicers[0].reading.clear()
+        loading = asyncio.create_task(shards.load_adapter(ADAPTER))
+        await asyncio.sleep(0.05)
+        await shards.forget()
+        with pytest.raises(Broken, match="it was to read an adapter"):
+            await loading
 
     serve(tmp_path, 1, test)
