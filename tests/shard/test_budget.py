@@ -282,6 +282,15 @@ def test_who_has_drafts_does_not_wait() -> None:
         assert trackers[0].waited == 0
 
 
+def test_who_has_waited_longest_beyond_its_patience_is_tried_first() -> None:
+    trackers, probes = [Acceptance() for _ in range(3)], Probes()
+    for tracker, waited in zip(trackers, (3, 5, 4), strict=True):
+        tracker.waited = tracker.patience + waited
+    trackers[0].patience += 1
+    tried = [probes.add(trackers, [0] * 3, 0, Linear(1.0, 0.001, 0.0))[0] for _ in range(3)]
+    assert tried == [[0, 1, 0], [0, 0, 1], [1, 0, 0]]
+
+
 class World:
     """Sequences whose drafts are accepted with some probability, on a device with some cost."""
 
