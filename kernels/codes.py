@@ -100,9 +100,11 @@ class Codes:
 
 
 def alike(parts: Sequence[Codes]) -> bool:
-    """Whether they can be joined: their inputs are in one order."""
+    """Whether they can be joined: they are of one kind, and their inputs are in one order."""
     first, *others = (part.order for part in parts)
-    return all(first is other or (first is not None and other is not None and first.equal(other)) for other in others)
+    return len({part.kind for part in parts}) == 1 and all(
+        first is other or (first is not None and other is not None and first.equal(other)) for other in others
+    )
 
 
 def joined(parts: Sequence[Codes]) -> Codes:

@@ -7,6 +7,7 @@ On a CPU each adapter is a pair of products as `linear` lays them out, for its r
 from collections.abc import Sequence
 from itertools import pairwise
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -81,6 +82,7 @@ class Together(Additions):
         lacking = self._downs.shape[1] - len(pair[0])
         return pad(pair[0], (0, 0, 0, lacking)), pad(pair[1], (0, lacking))
 
+    @torch.inference_mode()
     def put(self, number: int, prepared: Pair | None) -> None:
         """See Additions. In place, since graphs read from there."""
         self._downs[number], self._ups[number] = prepared or (0, 0)

@@ -17,6 +17,7 @@ SIGN = 128  # of a byte
 USUAL_BLOCK = 128  # DeepSeek's and Qwen's
 ONES = {4: 0x11111111, 8: 0x01010101}  # side by side in a word
 FLOATS = ("F32", "F16", "BF16")
+Read = Callable[[Source, str, tuple[int, int], Quantization], Codes]
 FP4_MIDDLE = 127  # of the exponents of scales
 
 
@@ -31,11 +32,24 @@ def matrix(
         found = source.tensor(f"{name}.weight", shape, cut)
         made_up = not source.has(f"{name}.weight")  # where nobody knows what there is
         return quantize(found, how.kind) if how and (how.at_load or made_up) else found
-    codes = read(source, name, shape, how)
-    _check(codes, name, shape)
+    codes = _stored_as(read, source, name, shape, (how, *how.others))
     own = codes.part(*cut) if cut else codes
     source.progress(own.codes.numel())
     return own
+
+
+def _stored_as(read: Read, source: Source, name: str, shape: tuple[int, int], ways: tuple[Quantization, ...]) -> Codes:
+    """A matrix that is stored in one of these ways: what it is in others has another type, or another shape."""
+    problem: Unsupported | None = None
+    for how in ways:
+        try:
+            codes = read(source, name, shape, how)
+            _check(codes, name, shape)
+            return codes
+        except Unsupported as error:
+            problem = problem or error
+    assert problem is not None
+    raise problem
 
 
 def _gptq(source: Source, name: str, shape: tuple[int, int], how: Quantization) -> Codes:
@@ -67,7 +81,13 @@ def _packed(source: Source, name: str, shape: tuple[int, int], how: Quantization
     if how.kind in FP4_BLOCKS:
         return _fp4(source, name, shape, how)
     bits = BITS[how.kind]
-    codes = _words(_stored(source, f"{name}.weight_packed", 2, ("I32",)), bits, 1)[:, : shape[1]]
+    words = _stored(source, f"{name}.weight_packed", 2, ("I32",))
+    if words.shape[1] != -(-shape[1] * bits // 32):  # a word too few or too many are not those of other bits
+        raise Unsupported(
+            f"{name} has codes {[len(words), words.shape[1] * 32 // bits]}, config.json says {list(shape)}: they belong to "
+            "different models"
+        )
+    codes = _words(words, bits, 1)[:, : shape[1]]
     scales = _each(_stored(source, f"{name}.weight_scale", 0, FLOATS).float(), shape[0])
     order = _order(source, name, "weight_g_idx", shape[1], _size(scales, shape[1], how.group))
     zeros = None
@@ -156,7 +176,7 @@ def stack(source: Source, name: str, shape: tuple[int, int, int], how: Quantizat
 
 
 # By method, and the name of a tensor that shows that a matrix has few bits.
-READERS: dict[tuple[str, str], Callable[[Source, str, tuple[int, int], Quantization], Codes]] = {
+READERS: dict[tuple[str, str], Read] = {
     ("gptq", "qweight"): _gptq,
     ("awq", "qweight"): _awq,
     ("compressed-tensors", "weight_packed"): _packed,

@@ -5,6 +5,7 @@ Which matrices do, the checkpoint shows: those whose codes it has. So lists of e
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ FP4 = {"nvfp4-pack-quantized": ("nvfp4", 16), "mxfp4-pack-quantized": ("fp4", 32
 MODELOPT = ("modelopt", "modelopt_fp4")
 # Of those with NVFP4 what becomes of inputs is all that differs.
 ALGORITHMS = {"FP8": ("fp8", 0)} | dict.fromkeys(("NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8"), ("nvfp4", 16))
+MIXED = "MIXED_PRECISION"
+MANY = 1 << 14  # inputs
 # Files beside config.json that say it where that is silent, and whose method they mean.
 FILES = {"hf_quant_config.json": "modelopt", "quant_config.json": "awq"}
 OLD_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}  # AWQ's
@@ -88,31 +91,38 @@ def _awq(found: Config) -> Quantization:
 
 
 def _compressed(found: Config) -> Quantization:
-    """compressed-tensors', of which all matrices have to be stored alike."""
+    """compressed-tensors', whose groups of matrices may be stored in different ways."""
     groups = found.get("config_groups")
     schemes = list(groups.values()) if isinstance(groups, dict) else []
     weights = [scheme.get("weights") if isinstance(scheme, dict) else None for scheme in schemes]
-    if not weights or not isinstance(weights[0], dict) or any(other != weights[0] for other in weights):
-        raise Unsupported(f"compressed-tensors whose config_groups have not one kind of weights are not supported: {REMEDY}")
+    if not weights or not all(isinstance(one, dict) for one in weights):
+        raise Unsupported(f"compressed-tensors whose config_groups have not all weights are not supported: {REMEDY}")
     sparse = found.get("sparsity_config") or {}
     if found.get("transform_config") or not isinstance(sparse, dict) or sparse.get("format", "dense") != "dense":
         raise Unsupported(f"compressed-tensors with a transform_config, or a sparsity_config, are not supported: {REMEDY}")
-    form, numbers, bits = found.get("format"), weights[0].get("type", "int"), weights[0].get("num_bits")
+    return _several([_scheme(scheme.get("format") or found.get("format"), scheme["weights"]) for scheme in schemes])
+
+
+def _scheme(form: Any, weights: Config) -> Quantization:
+    """Of one of its groups."""
+    numbers, bits = weights.get("type", "int"), weights.get("num_bits")
     if form in PACKED and numbers == "int":
-        return Quantization(
-            method="compressed-tensors", kind=_kind(weights[0], "num_bits"), group=_group(weights[0].get("group_size"))
-        )
+        return Quantization(method="compressed-tensors", kind=_kind(weights, "num_bits"), group=_group(weights.get("group_size")))
     if form in PLAIN and bits == 8 and numbers in ("int", "float"):
         kind = "fp8" if numbers == "float" else "int8"
-        block, group = _block(weights[0], "block_structure")
-        return Quantization(
-            method="compressed-tensors", kind=kind, block=block, group=group or _group(weights[0].get("group_size"))
-        )
-    if form in FP4 and bits == 4 and numbers == "float" and weights[0].get("symmetric", True):
+        block, group = _block(weights, "block_structure")
+        return Quantization(method="compressed-tensors", kind=kind, block=block, group=group or _group(weights.get("group_size")))
+    if form in FP4 and bits == 4 and numbers == "float" and weights.get("symmetric", True):
         kind, size = FP4[form]
-        return Quantization(method="compressed-tensors", kind=kind, group=_only(size, weights[0].get("group_size"), form))
+        return Quantization(method="compressed-tensors", kind=kind, group=_only(size, weights.get("group_size"), form))
     what = f"of format {shown(form)} with numbers of type {shown(numbers)} and {shown(bits)} bits"
     raise Unsupported(f"compressed-tensors {what} are not supported: {REMEDY}")
+
+
+def _several(found: list[Quantization]) -> Quantization:
+    """Ways of which each matrix has one: that with the most bits, so that nobody plans with too few, and the others."""
+    first, *others = sorted(dict.fromkeys(found), key=lambda one: one.saved(2, "cuda", "bfloat16", MANY, MANY))
+    return replace(first, others=tuple(others))
 
 
 def _modelopt(found: Config) -> Quantization | None:
@@ -121,12 +131,25 @@ def _modelopt(found: Config) -> Quantization | None:
     if not isinstance(inner, dict):
         raise Unsupported(f"ModelOpt's quantization is {shown(inner)}, an object is needed: {REMEDY}")
     algorithm = inner.get("quant_algo")
+    if algorithm == MIXED:
+        layers = inner.get("quantized_layers")
+        if not isinstance(layers, dict) or not layers or not all(isinstance(layer, dict) for layer in layers.values()):
+            raise Unsupported(f"ModelOpt's {MIXED} has quantized_layers {shown(layers)}, an object of objects is needed: {REMEDY}")
+        return _several([_algorithm(layer) for layer in layers.values()])
     if algorithm is None and inner.get("kv_cache_quant_algo"):
         return None
+    return _algorithm(inner)
+
+
+def _algorithm(found: Config) -> Quantization:
+    """Of all its matrices, or of one."""
+    algorithm = found.get("quant_algo")
     if not isinstance(algorithm, str) or algorithm not in ALGORITHMS:
-        raise Unsupported(f"ModelOpt's quant_algo {shown(algorithm)} is not supported, {', '.join(ALGORITHMS)} are: {REMEDY}")
+        raise Unsupported(
+            f"ModelOpt's quant_algo {shown(algorithm)} is not supported, {', '.join(ALGORITHMS)} and {MIXED} of these are: {REMEDY}"
+        )
     kind, size = ALGORITHMS[algorithm]
-    return Quantization(method="modelopt", kind=kind, group=_only(size, inner.get("group_size"), algorithm) if size else 0)
+    return Quantization(method="modelopt", kind=kind, group=_only(size, found.get("group_size"), algorithm) if size else 0)
 
 
 def _kind(found: Config, name: str = "bits") -> str:

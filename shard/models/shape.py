@@ -75,6 +75,7 @@ class Quantization:
     group: int = 0  # inputs that share a scale; 0: all
     block: int = 0  # outputs that do; 0: none
     shifted: bool = False  # integers that mean 0 are stored less 1
+    others: tuple["Quantization", ...] = ()  # ways in which some matrices are instead, with no more bits
 
     @property
     def at_load(self) -> bool:

@@ -293,9 +293,23 @@ FORMATS = {
 }
 
 
+def mixed(name: str, ways: dict[str, Format], target: Path) -> tuple[Path, Path]:
+    """The same with matrices in several ways, by what is in their names: the first that fits. As config.json of today says it."""
+    hows = list(ways.values())
+    layers = {f"model.layers.0.{part}": how.config for part, how in ways.items()}
+    config: dict[str, Any] = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    if hows[0].config["quant_method"] == "compressed-tensors":
+        groups = [{**how.config["config_groups"]["group_0"], "format": how.config["format"]} for how in hows]
+        config = compressed("mixed-precision", {}) | {"config_groups": {f"group_{i}": group for i, group in enumerate(groups)}}
+    return _checkpoints(name, lambda key: next(how for part, how in ways.items() if part in key), config, target)
+
+
 def checkpoints(name: str, form: str, target: Path) -> tuple[Path, Path]:
     """A tiny model with its matrices packed, and the same in float32."""
-    how = FORMATS[form]
+    return _checkpoints(name, lambda key: FORMATS[form], FORMATS[form].config, target)
+
+
+def _checkpoints(name: str, way: Callable[[str], Format], config: dict[str, Any], target: Path) -> tuple[Path, Path]:
     few, plain = (Path(shutil.copytree(tiny.folder(name), target / kind)) for kind in ("packed", "plain"))
     stored = safetensors.torch.load_file(plain / "model.safetensors")
     kept: dict[str, Tensor] = {}
@@ -303,10 +317,11 @@ def checkpoints(name: str, form: str, target: Path) -> tuple[Path, Path]:
         if not key.endswith(PROJECTIONS) or key.endswith("weights_proj.weight"):
             kept[key] = weight
             continue
+        how = way(key)
         parts, stored[key] = how.pack(how, weight)
         kept |= {f"{key.removesuffix('weight')}{end}": part.contiguous() for end, part in parts.items()}
     safetensors.torch.save_file(stored, plain / "model.safetensors", metadata={"format": "pt"})
     safetensors.torch.save_file(kept, few / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((few / "config.json").read_text()) | {"quantization_config": how.config}
-    (few / "config.json").write_text(json.dumps(config))
+    whole = json.loads((few / "config.json").read_text()) | {"quantization_config": config}
+    (few / "config.json").write_text(json.dumps(whole))
     return few, plain

@@ -19,6 +19,7 @@ from penstock.shard.decoding.methods import strategy_of
 from penstock.shard.decoding.sampler import Pick, Picking
 from penstock.shard.engine import Engine
 from penstock.shard.logits import StepPicking
+from penstock.shard.models.changes import Changes
 from penstock.shard.pages import PADDING
 from penstock.shard.sequence import Group
 from penstock.shard.step import Picked, Run, Span
@@ -89,7 +90,7 @@ class Model:
     )
     ranks = SimpleNamespace(size=1, rank=0)
     embedding = torch.zeros(1)
-    adapters = ()
+    changes = Changes()
     steady = False
 
     def __init__(self) -> None:

@@ -22,6 +22,7 @@ from safetensors.numpy import save_file
 from penstock.kernels import choose, early, noise
 from penstock.proto import shard_pb2 as wire
 from penstock.shard import memory
+from penstock.shard.adapters import Adapter
 from penstock.shard.config import ShardConfig
 from penstock.shard.decoding.hypotheses import Path as Beam
 from penstock.shard.decoding.hypotheses import Search, Stop
@@ -500,17 +501,24 @@ def test_images_are_encoded_on_the_device(seen: dict[str, tuple[Path, list[seein
     assert waiting == (set() if name in ("Gemma3", "InternVL") else {"shard.models.encoders"})
 
 
-def test_adapters_ask_nothing(noted: Noted, tmp_path: Path) -> None:
-    """Graphs hold what they add, whichever of them is asked for; nothing of it is compiled after the warm-up."""
+@pytest.mark.parametrize("later", [False, True])
+def test_adapters_ask_nothing(noted: Noted, tmp_path: Path, later: bool) -> None:
+    """Graphs hold what they add, whichever of them is asked for, those that come later, too; nothing of it is compiled after the
+    warm-up."""
     changes, _ = lora.of("words-wide", tmp_path)
+    room: dict[str, Any] = {"max_loras": 2, "max_lora_rank": 8} if later else {"adapters": changes}
     folder = str(tiny.folder("words-wide"))
-    engine = load(ShardConfig(folder=folder, model="m", device="cuda", dtype="bfloat16", adapters=changes), print)
+    engine = load(ShardConfig(folder=folder, model="m", device="cuda", dtype="bfloat16", **room), print)
     engine.compile(TOKENS)
     size_pool(engine, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL, [1, 2, 4])
     engine.resize(PAGES)
     engine.record(Recorder(), Extent(TOKENS, ROWS, TOTAL, PAGES, None, False, False), lambda stage: None)
     known = {one for one in noted.launches if one.kernel == "experts_kernel"}
     assert known
+    assert not engine.decoder.changes.later
+    for name, place in changes if later else ():
+        engine.decoder.changes.prepare(name, Adapter(name, Path(place), torch.bfloat16, torch.device("cpu")))
+        assert engine.adapt(add=name) == ""
     noted.waits.clear()
     groups = [tiny.group(uid, range(20 + uid), 6, adapter=adapter) for uid, adapter in enumerate(("", "0", "1", "1"), 1)]
     assert len(run(engine, groups)) == 24

@@ -48,6 +48,37 @@ def test_every_format_is_the_same_model_in_float32(form: str, tmp_path: Path) ->
         same(made(few, Alone(rank)), made(plain, Alone(rank)), tolerance)
 
 
+def coarse(form: str, size: int) -> packing.Format:
+    """A format with other groups."""
+    weights = packing.INTEGERS | {"group_size": size}
+    return replace(packing.FORMATS[form], size=size, config=packing.compressed("pack-quantized", weights))
+
+
+# By what is in their names: also of those that are read as one.
+MIXTURES: list[dict[str, packing.Format]] = [
+    {part: packing.FORMATS[form] for part, form in parts.items()}
+    for parts in (
+        {"mlp": "modelopt-nvfp4", "q_proj": "modelopt-nvfp4", "": "modelopt"},
+        {"mlp": "packed", "": "float8"},
+        {"down_proj": "float8-blocks", "": "nvfp4"},
+        {"v_proj": "int8", "": "float8"},
+        {"mlp": "packed-8", "k_proj": "packed", "up_proj": "packed", "": "float8-tensor"},
+        {"mlp": "nvfp4", "": "packed-zeros"},
+    )
+] + [{"mlp": coarse("packed", 8), "": packing.FORMATS["packed"]}]
+
+
+@pytest.mark.parametrize("name", ["qwen2", "mixtral-wide"])
+@pytest.mark.parametrize("number", range(len(MIXTURES)))
+def test_matrices_may_be_stored_in_different_ways(number: int, name: str, tmp_path: Path) -> None:
+    few, plain = packing.mixed(name, MIXTURES[number], tmp_path)
+    for rank in (WHOLE, Alone(1)):
+        same(made(few, rank), made(plain, rank), 1e-6)
+    how = shape(beside(json.loads((few / "config.json").read_text()), few)).quantization
+    assert how is not None
+    assert all(how.saved(2, "cuda", "bfloat16", 4096, 4096) <= one.saved(2, "cuda", "bfloat16", 4096, 4096) for one in how.others)
+
+
 # With matrices that are stored as one, rotary features in another order, factors of what is added, and norms of their own.
 NAMES = ["phi3", "glm4", "granite", "gemma2", "olmo2", "mixtral", "deepseek-v3", "deepseek-v32"]
 
@@ -301,10 +332,17 @@ def test_scales_of_keys_and_values_by_modelopts_names(tmp_path: Path) -> None:
     assert all(own is not None and own.equal(torch.tensor([[0.5 + i], [0.25 + i]]).expand(2, 4)) for i, own in enumerate(scales))
 
 
-@pytest.mark.parametrize("algorithm", ["NVFP4_AWQ", "W4A8_AWQ", "MXFP8", "FP8_PB_WO", "MIXED_PRECISION"])
+@pytest.mark.parametrize("layers", [None, [], {}, {"a": "FP8"}, {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "W4A8_AWQ"}}])
+def test_mixtures_of_modelopt_that_are_none(layers: Any, tmp_path: Path) -> None:
+    few, _ = modelopt(tmp_path, quant_algo="MIXED_PRECISION", quantized_layers=layers)
+    words = "quant_algo 'W4A8_AWQ' is not supported" if layers and "b" in layers else "MIXED_PRECISION has quantized_layers"
+    refuses(few, words, "use the model's unquantized weights")
+
+
+@pytest.mark.parametrize("algorithm", ["NVFP4_AWQ", "W4A8_AWQ", "MXFP8", "FP8_PB_WO"])
 def test_other_algorithms_of_modelopt(algorithm: str, tmp_path: Path) -> None:
     few, _ = modelopt(tmp_path, quant_algo=algorithm)
-    words = f"ModelOpt's quant_algo '{algorithm}' is not supported, FP8, NVFP4, W4A16_NVFP4, W4A8_NVFP4_FP8 are"
+    words = f"ModelOpt's quant_algo '{algorithm}' is not supported, FP8, NVFP4, W4A16_NVFP4, W4A8_NVFP4_FP8 and MIXED_PRECISION of"
     refuses(few, words, "use the model's unquantized weights")
 
 
