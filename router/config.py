@@ -13,6 +13,7 @@ TOOL_CALL_PARSERS = (
 )
 REASONING_PARSERS = (
     *(AUTO, NONE, "deepseek_r1", "qwen3", "glm45", "kimi_k2", "mistral", "granite", "seed_oss", "cohere", "gemma4", "harmony"),
+    *("hunyuan_a13b", "ernie45"),
 )
 BACKLOG = 1024  # connections that wait to be accepted
 USUAL_BATCH = 1024  # sequences that run at once where only requests in flight are limited: each needs memory for its logits

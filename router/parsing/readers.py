@@ -54,6 +54,8 @@ THOUGHTS = {
     "seed_oss": Thoughts(("<seed:think>",), ("</seed:think>",)),
     "cohere": Thoughts(("<|START_THINKING|>",), ("<|END_THINKING|>",)),
     "gemma4": Thoughts(("<|channel>",), ("<channel|>",), name="thought"),
+    "hunyuan_a13b": Thoughts(("<think>",), ("</think>",), answer=("<answer>", "</answer>")),
+    "ernie45": Thoughts(("<think>",), ("</think>",), answer=("<response>", "</response>")),
 }
 DEEPSEEK = MarkedForm(
     "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
@@ -148,6 +150,8 @@ REASONING_HINTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("seed_oss", ("<seed:think>",)),
     ("cohere", ("<|START_THINKING|>",)),
     ("granite", ("Here is my thought process:",)),
+    ("hunyuan_a13b", ("<think>", "<answer>")),
+    ("ernie45", ("</think>", "<response>")),
     ("deepseek_r1", ("<think>",)),
     ("deepseek_r1", ("</think>",)),
 )
@@ -216,10 +220,12 @@ def _answer(
     thoughts: Thoughts | None, form: Form | None, calls: Calls, prompt: str, continued: str
 ) -> Callable[[Source], Steps[None]]:
     def read(source: Source) -> Steps[None]:
+        end = ""
         if thoughts is not None:
             yield from thoughts.read(source, prompt, continued)
-        if form is not None:
-            yield from _text_and_calls(source, form, calls)
+            end = yield from thoughts.unwrap(source, continued)
+        if form is not None or end:
+            yield from _text_and_calls(source, form, calls, end)
         while not source.ended or source.at < len(source.text):
             if source.at < len(source.text):
                 yield Text(source.text[source.at :])
@@ -231,20 +237,26 @@ def _answer(
     return read
 
 
-def _text_and_calls(source: Source, form: Form, calls: Calls) -> Steps[None]:
-    """Whitespace next to a call belongs to it."""
+def _text_and_calls(source: Source, form: Form | None, calls: Calls, end: str) -> Steps[None]:
+    """Whitespace next to a call belongs to it. end: a marker that is left out once, with that next to it."""
     start = source.at
-    if (yield from form.first(source, calls)):
+    if form is not None and (yield from form.first(source, calls)):
         yield from space(source)
     else:
         source.at = start
-    opens = Markers(*form.opens)
-    while marker := (yield from before(source, opens, Text)):
+    opens = form.opens if form is not None else ()
+    while markers := (*opens, end) if end else opens:
+        marker = yield from before(source, Markers(*markers), Text)
+        if not marker:
+            return
         start = source.at
         yield from space(source)
         source.at += len(marker)
         stop = source.at
-        if (yield from form.read(source, calls, marker)):
+        if marker == end:
+            yield from space(source)
+            end = ""
+        elif form is not None and (yield from form.read(source, calls, marker)):
             yield from space(source)
         else:
             source.at = stop

@@ -13,10 +13,11 @@ class Thoughts:
     opens: tuple[str, ...]
     closes: tuple[str, ...]
     name: str = ""  # behind a marker, on its line, of what it opens
+    answer: tuple[str, str] | None = None  # what the answer that follows may stand between
 
     @property
     def markers(self) -> tuple[str, ...]:
-        return (*self.opens, *self.closes)
+        return (*self.opens, *self.closes, *(self.answer or ()))
 
     def begun(self, prompt: str, continued: str) -> bool:
         """Whether the prompt ends where the answer's reasoning begins, as many templates have it, or in the reasoning of the
@@ -24,6 +25,19 @@ class Thoughts:
         if continued.strip():
             return continued.lstrip().startswith(self.opens) and not any(marker in continued for marker in self.closes)
         return prompt[-256:].rstrip().removesuffix(self.name).rstrip().endswith(self.opens)
+
+    def unwrap(self, source: Source, continued: str) -> Steps[str]:
+        """Reads over what the answer stands behind. Returns what is to be left out at its end; "": nothing. continued: as of
+        `begun`."""
+        if self.answer is None:
+            return ""
+        opened, closed = self.answer
+        if opened in continued:
+            return closed if closed not in continued else ""
+        if not (yield from after_space(source, opened)):
+            return ""
+        yield from space(source)
+        return closed
 
     def read(self, source: Source, prompt: str, continued: str) -> Steps[None]:
         """Reads the reasoning if the answer begins with it or in it, and nothing otherwise."""

@@ -525,6 +525,35 @@ def test_reasoning(name: str) -> None:
     assert parts_of([], name, None) == []
 
 
+@pytest.mark.parametrize(
+    ("name", "opened", "closed"), [("hunyuan_a13b", "<answer>", "</answer>"), ("ernie45", "<response>", "</response>")]
+)
+@pytest.mark.parametrize("tools", [None, "hermes"])
+def test_what_an_answer_stands_between_is_left_out(name: str, opened: str, closed: str, tools: str | None) -> None:
+    call = '<tool_call>{"name": "now", "arguments": {}}</tool_call>' if tools else ""
+    told = calls(("now", "{}")) if tools else []
+
+    def read(text: str, prompt: str = "", continued: str = "") -> None:
+        for deltas in ([text], list(text), cut(text, random.Random(text))):
+            found = parts_of(deltas, name, tools, prompt=prompt, continued=continued, schemas=SCHEMAS)
+            assert [part for part in found if not isinstance(part, Reasoning)] == expected, text
+
+    expected: list[Part] = [Text("Yes <b> or\n no"), *told]
+    for thought in ("<think>\nHm\n</think>\n", ""):
+        read(f"{thought}{opened}\nYes <b> or\n no\n{closed}{call}\n")
+        read(f"{thought}{opened}Yes <b> or\n no{call}{closed}")
+        read(f"{thought}{opened}\nYes <b> or\n no{call}")
+    read(f"Hm</think>\n{opened}\nYes <b> or\n no\n{closed}{call}", "<think>\n")
+    read(f"Yes <b> or\n no\n{closed}{call}", continued=f"<think>Hm</think>{opened}\nSo:\n")
+    # What is not between them stays.
+    expected = [Text(f"Yes{closed}"), *told]
+    read(f"Yes{closed}{call}", continued=f"{opened}So{closed}")
+    expected = [Text(f"Yes {opened} and {closed}.")]
+    read(f"<think>Hm</think>\nYes {opened} and {closed}.")
+    expected = [Text(f"Yes{closed}")]
+    read(f"{opened}\n{closed}Yes{closed}")
+
+
 def test_gemmas_thoughts_have_a_name() -> None:
     told = [Reasoning("Hm"), *calls(("now", "{}"))]
     for text in (
@@ -674,6 +703,8 @@ def test_reading_text_is_cheap() -> None:
         ("<seed:tool_call> <function=f> <parameter=x> <seed:think>", ("seed_oss", "seed_oss")),
         ("<|START_ACTION|> <|START_THINKING|>", ("cohere", "cohere")),
         ("<TOOLCALL> <think>", ("nemotron_json", "deepseek_r1")),
+        ("<think> </think> <answer> </answer>", (None, "hunyuan_a13b")),
+        ("</think> <response> <tool_call>", ("hermes", "ernie45")),
         ("<|tool_list_start|> tools", ("lfm2", None)),
         ("<function_calls> tools", ("olmo3", None)),
         ("[AVAILABLE_TOOLS] [TOOL_CALLS] [THINK]", ("mistral", "mistral")),
