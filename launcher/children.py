@@ -92,16 +92,18 @@ def command(module: str, configuration: str) -> list[str]:
     return [sys.executable, "-P", "-m", module, configuration]
 
 
-def environment(
-    given: Mapping[str, str], threads: int, interpret: bool = False, local: bool = False, downloads: bool = False
-) -> dict[str, str]:
+def downloading(asked: Options, given: Mapping[str, str]) -> dict[str, str]:
+    """What shards that may have to ask the hub for what is private have besides."""
+    names = [name for name in SECRETS if name.startswith(("HF_", "HUGGING_FACE_"))] if asked.max_loras else []
+    return {name: given[name] for name in names if name in given}
+
+
+def environment(given: Mapping[str, str], threads: int, interpret: bool = False, local: bool = False) -> dict[str, str]:
     """Ours, without secrets, and with what libraries read before any code of ours runs. interpret: kernels, by Triton on a CPU;
-    local: ranks talk to each other within this machine only, where else Gloo would listen at the address of its name; downloads: it
-    may have to ask the hub for what is private."""
-    hidden = SECRETS if not downloads else [name for name in SECRETS if not name.startswith(("HF_", "HUGGING_FACE_"))]
+    local: ranks talk to each other within this machine only, where else Gloo would listen at the address of its name."""
     libraries = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": threads}
     return {
-        **{name: value for name, value in given.items() if name not in hidden},
+        **{name: value for name, value in given.items() if name not in SECRETS},
         **{name: str(value) for name, value in libraries.items()},
         # Steps run on a thread of their own, whose arena would give memory back and fault it in again (7 % of a prefill).
         "MALLOC_ARENA_MAX": "1",

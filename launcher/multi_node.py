@@ -8,7 +8,7 @@ import secrets
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..proto import certificates, link, settings
@@ -38,6 +38,7 @@ class Node:
     folder: Path  # this server's own
     environment: Mapping[str, str]
     console: Console
+    beside: Mapping[str, str] = field(default_factory=dict)  # what its shards alone have in their environment
 
     @property
     def silence(self) -> float:
@@ -78,7 +79,7 @@ class Node:
         # NCCL takes all whose names begin so, unless there is a = before it.
         names = {"GLOO_SOCKET_IFNAME": found, "NCCL_SOCKET_IFNAME": f"={found}"} if found else {}
         chosen = {name: value for name, value in names.items() if not self.environment.get(name)}
-        return Command(f"shard {shard.rank}", children.command("penstock.shard", f"@{file}"), chosen)
+        return Command(f"shard {shard.rank}", children.command("penstock.shard", f"@{file}"), {**chosen, **self.beside})
 
 
 class Ranks:

@@ -73,20 +73,19 @@ def run(asked: Options, environment: Mapping[str, str]) -> int:
         interpreted = planned.device == "cpu" and asked.penstock_kernels == "triton"
         local = asked.nnodes == 1 and sys.platform.startswith("linux")
         shown = places[0].environment if places[0].alone else {}
-        given = children.environment(
-            {**environment, **shown}, planned.threads, interpret=interpreted, local=local, downloads=asked.max_loras > 0
-        )
+        given = children.environment({**environment, **shown}, planned.threads, interpret=interpreted, local=local)
+        beside = children.downloading(asked, environment)
         if asked.nnodes > 1:
             digest = checkpoint.digest(model) + (checkpoint.digest(draft) if draft else "")
             digest += "".join(lora.digest for lora in loras)
-            own = multi_node.Node(asked, shards[0], digest, private, given, console)
+            own = multi_node.Node(asked, shards[0], digest, private, given, console, beside)
             if asked.node_rank:
                 return multi_node.follow(own)
             part, found = multi_node.lead(own)
             groups: dict[str, Part] = {"0": part}
             addresses: Sequence[Sequence[str]] = [found]
         else:
-            groups = {place.name: _part(asked, place, ranks) for place, ranks in zip(places, shards, strict=True)}
+            groups = {place.name: _part(asked, place, ranks, beside) for place, ranks in zip(places, shards, strict=True)}
             addresses = [place.addresses for place in places]
         images = planned.sight.images if text == model.folder else 0
         return _supervisor(asked, name, text, private, groups, addresses, images, given, console, began).run()
@@ -135,11 +134,10 @@ def _places(asked: Options, planned: Plan, private: Path, environment: Mapping[s
         yield places
 
 
-def _part(asked: Options, place: Place, shards: Sequence[ShardConfig]) -> Part:
-    """A rank group of this machine alone."""
-    commands = [
-        Command(shard.name, children.command("penstock.shard", settings.dump(shard)), place.environment) for shard in shards
-    ]
+def _part(asked: Options, place: Place, shards: Sequence[ShardConfig], beside: Mapping[str, str]) -> Part:
+    """A rank group of this machine alone. beside: what its shards alone have in their environment."""
+    own = {**place.environment, **beside}
+    commands = [Command(shard.name, children.command("penstock.shard", settings.dump(shard)), own) for shard in shards]
     return Part(place.title, commands, asked.max_restarts, place.files)
 
 

@@ -196,13 +196,13 @@ class Adapters:
 
     async def _complete(self, adapter: Later) -> None:
         """Replicas whose shards came while others loaded it have it, too."""
-        while lacking := [replica for replica in self._replicas() if adapter.key not in replica.adapters]:
+        tried: list[Replica] = []
+        while lacking := [one for one in self._replicas() if adapter.key not in one.adapters and one not in tried]:
+            tried.append(lacking[0])
             try:
-                for replica in lacking:
-                    await replica.load(adapter)
-            except (Refused, Broken) as error:
+                await lacking[0].load(adapter)
+            except (Refused, Broken) as error:  # a lost one gets it when it is back
                 logger.error("a replica does without adapter %s: %s", adapter.name, error)
-                return
 
     async def _unload(self, name: str) -> None:
         async with self._order:
@@ -239,9 +239,16 @@ class Adapters:
 
     def adopt(self, told: shard_pb2.LoadedAdapter) -> bool:
         """Shards have one, perhaps from a router before this one. Whether it is one of those here."""
+        if self._begun:
+            return told.key in self._later
+        if told.retired:  # another replica's shards may not have heard that
+            self._later.pop(told.key, None)
+        before = self._named(told.name)
+        if before is not None and before.key != told.key:  # it was to be replaced: those that came later are told later
+            del self._later[before.key]
         if told.key in self._later:
             return True
-        if self._begun or told.retired or told.name in self.names or len(self._first) + len(self._later) >= self._room:
+        if told.retired or told.name in self._first or len(self._first) + len(self._later) >= self._room:
             return False
         self._later[told.key] = Later(told.key, told.name, told.folder, told.digest, ready=True)
         return True

@@ -97,7 +97,8 @@ class Batcher:
         self.together = 0  # requests of full length that fit at once
         self._bounds: Bounds | None = None
         self._warm = shard_pb2.WarmupReply()
-        self.adapters: set[str] = set()  # keys of those that the shards have
+        self.adapters: set[str] = set()  # keys of those that the shards have ...
+        self._failed: set[str] = set()  # ... and of those that they can't have
         self._scheduler: Scheduler | None = None
         # Who is here
         self._streams: dict[int, Stream] = {}  # that need something of the shards yet, by uid
@@ -178,37 +179,36 @@ class Batcher:
             max_sequences=config.sequences,
         )
         warm = await self._shards.warm_up(request)
-        self.info = self._shards.info
+        info = self._shards.info
+        limits, bounds = bounds_of(config, info, warm)
+        await self._adapt(info)
+        self._adapters.begin()
+        self.info, self.limits, self._bounds = info, limits, bounds
         self._shards.lost.add_done_callback(lambda lost: self._wake.set())
-        self.limits, self._bounds = bounds_of(config, self.info, warm)
         self._beginnings = Beginnings(self._bounds.page_size, STRIDES) if self.info.prefix_caching else None
         self.together = self._bounds.together(self.limits.max_total_tokens)
         self._warm = warm
-        await self._adapt()
-        self._adapters.begin()
         self._queue_all()
         self._others.found(self)
 
-    async def _adapt(self) -> None:
+    async def _adapt(self, info: shard_pb2.InfoReply) -> None:
         """The shards have all adapters that may be asked for, and no others but those of their own start. What a router before this
         one has left may be asked for, too. Raises Broken."""
-        assert self.info is not None
-        self.adapters, first, failed = set(self.info.adapters), set(self.info.adapters), set[str]()
-        for told in [*self.info.later]:
-            self.adapters.add(told.key)
+        first, later = set(info.adapters), [*info.later]
+        for told in later:
             self._adapters.adopt(told)
-        retired = {told.key for told in self.info.later if told.retired}
+        self.adapters, self._failed = first | {told.key for told in later}, set()
+        retired = {told.key for told in later if told.retired}
         while True:  # others come and go meanwhile; behind the last look nothing is waited for
             if gone := next((key for key in self.adapters - first if not self._adapters.knows(key)), ""):
                 await self.drop(gone)
             elif untold := next((key for key in self._adapters.retired(self.adapters) if key not in retired), ""):
                 retired.add(untold)
                 await self.retire(untold)
-            elif lacking := self._adapters.lacking(self.adapters | failed):
+            elif lacking := self._adapters.lacking(self.adapters | self._failed):
                 try:
                     await self.load(lacking[0])
                 except Refused as error:
-                    failed.add(lacking[0].key)
                     logger.error("requests that go by adapter %s fail: it can't be loaded again: %s", lacking[0].name, error)
             else:
                 break
@@ -216,9 +216,14 @@ class Batcher:
     async def load(self, adapter: Later) -> None:
         """Requests may go by it from now on. Raises Refused, or Broken."""
         self._check_shards()
-        found = await self._shards.load_adapter(shard_pb2.LoadAdapterRequest(adapter=adapter.told))
-        if problem := await self._change(shard_pb2.AdaptRequest(add=adapter.key)):
-            raise Refused(problem)
+        try:
+            found = await self._shards.load_adapter(shard_pb2.LoadAdapterRequest(adapter=adapter.told))
+            if problem := await self._change(shard_pb2.AdaptRequest(add=adapter.key)):
+                raise Refused(problem)
+        except Refused:
+            self._failed.add(adapter.key)
+            await self.drop(adapter.key)  # ranks may have read it
+            raise
         adapter.folder, adapter.digest = found.folder, found.digest
         self.adapters.add(adapter.key)
 
@@ -353,6 +358,10 @@ class Batcher:
             return False
         return scheduler.admissible(len(request.prompt), request.max_new_tokens, request.sequences)
 
+    def refuses(self, request: Request) -> bool:
+        """Whether it can't be answered here, by these shards: waiting is of no use."""
+        return request.adapter in self._failed
+
     def open(self, request: Request, sink: Sink | None) -> Stream:
         """A request begins, whether or not it is admissible."""
         now = monotonic()
@@ -398,7 +407,7 @@ class Batcher:
         if not self._scheduler.admissible(job.prompt_tokens, job.max_new_tokens, job.choices):
             message = "the shards were lost, and those that took their place have too little memory for this request"
             self._fail(stream.uid, Broken(message), "generation")
-        elif request.adapter and request.adapter not in self.adapters:
+        elif self.refuses(request):
             self._fail(stream.uid, Broken("the adapter by which it goes could not be loaded again"), "generation")
         elif not self._inquest.admits(stream.uid):
             self._held.add(stream.uid)

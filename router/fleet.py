@@ -182,7 +182,7 @@ class Fleet(Others):
 
     def _open(self, request: Request, sink: Sink | None) -> Stream:
         self._admissible(request)  # again: others may have come between `submit` and the first item
-        return (self._place(request, self._metrics.placed) or self._waiting_room()).open(request, sink)
+        return (self._place(request, self._metrics.placed) or self._waiting_room(request)).open(request, sink)
 
     def _admissible(self, request: Request) -> None:
         """Raises if it can't be taken now."""
@@ -218,12 +218,16 @@ class Fleet(Others):
             tell(placed.name, placed.reason, placed.hit)
         return self._members[placed.name].batcher
 
-    def _waiting_room(self) -> Batcher:
+    def _waiting_room(self, request: Request) -> Batcher:
         """Where requests wait while no replica has shards. Raises NotReady if none ever had, or will have."""
         known = [member for member in self._members.values() if member.batcher.limits is not None and not member.failed]
         if not known or self._draining:  # those that were have left, and others will not come
             raise self._metrics.ended(NotReady(f"not ready: {self.stage}"), "unavailable")
-        return min(known, key=lambda member: (member.leaving, len(member.batcher.streams))).batcher
+
+        def cost(member: Member) -> tuple[bool, bool, int]:
+            return member.batcher.refuses(request), member.leaving, len(member.batcher.streams)
+
+        return min(known, key=cost).batcher
 
     # What batchers tell: see `batcher.Others`
 

@@ -36,7 +36,7 @@ OTHERWISE = (
 NEVER_MERGED = ("alora_invocation_tokens", "arrow_config")  # such that are in no weights for all tokens
 # Of a pattern that anybody may have written: characters, of which few are repeated, so that no text takes long.
 TAME = re.compile(r"\^?(?:(?:[\w-]|\\?\.|\\d|\[[\w-]+\])[*+]?)*\$?")
-REPEATS = 2
+REPEATS, PATTERNS, LONGEST_NAME = 2, 1000, 128  # each name is compared with each pattern, which takes its length to the third
 LONGEST_CONFIG = 1 << 20  # bytes
 REMEDY = "merge it into the weights (peft's merge_and_unload)"
 
@@ -77,8 +77,9 @@ class Adapter:
         self.name = name
         self._dtype, self._device = dtype, device
         self._config = _config(name, folder / CONFIG)
+        patterns = self._config.get("alpha_pattern") or {}
         if tame:
-            _check_tame(name, self._config.get("alpha_pattern") or {})
+            _check_tame(name, patterns)
         if not (folder / WEIGHTS).is_file():
             raise Unsupported(f"adapter {name}: {folder} has no {WEIGHTS}: save it with peft as safetensors")
         self._file = opened(folder / WEIGHTS)
@@ -89,6 +90,8 @@ class Adapter:
             if found is None:
                 raise Unsupported(f"adapter {name} changes {key}, which is not supported: {REMEDY}")
             called, matrix, factor = found.groups()
+            if tame and patterns and len(called) > LONGEST_NAME:
+                raise Unsupported(f"adapter {name} changes {key:.80}..., no matrix has so long a name: download it again")
             other = self._places.setdefault((matrix, factor), key)
             if other != key:
                 raise Unsupported(f"adapter {name} has both {other} and {key}, for the same matrix: save it again")
@@ -181,6 +184,8 @@ def _config(name: str, path: Path) -> dict[str, Any]:
 
 def _check_tame(name: str, patterns: dict[str, Any]) -> None:
     """Raises Unsupported."""
+    if len(patterns) > PATTERNS:
+        raise Unsupported(f"adapter {name}: {CONFIG} has {len(patterns)} patterns in alpha_pattern, up to {PATTERNS} are supported")
     for pattern in patterns:
         if any(not TAME.fullmatch(part) or sum(map(part.count, "*+")) > REPEATS for part in pattern.split("|")):
             raise Unsupported(

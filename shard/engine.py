@@ -153,7 +153,6 @@ class Engine:
         self.filter(list(self.books.groups))
         if self.books.prefixes is not None:
             self.books.prefixes.clear()
-        self.decoder.changes.forget()
 
     def begin_prefill(
         self,
@@ -216,12 +215,13 @@ class Engine:
         self.books.concat(into, batches)
 
     @torch.inference_mode()
-    def adapt(self, add: str = "", drop: str = "") -> str:
-        """Groups may go by an adapter that was prepared, and by another one no more. Returns why nothing was done; "": it was."""
+    def adapt(self, add: str = "", prepared: Listing[object] = (), drop: str = "") -> str:
+        """Groups may go by an adapter from now on, of which this was prepared, and by another one no more. Returns why nothing was
+        done; "": it was."""
         self.land()
         if drop and any(group.adapter == drop for group in self.books.groups.values()):
             return f"there are groups that go by adapter {drop}: it can't be dropped"
-        problem = self.decoder.changes.put(add) if add else ""
+        problem = self.decoder.changes.put(add, prepared) if add else ""
         if drop and not problem:
             self.decoder.changes.drop(drop)
         return problem

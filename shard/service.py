@@ -12,12 +12,11 @@ from contextlib import contextmanager
 from functools import partial
 
 import grpc
-import torch
 
 from ..kernels.choose import triton_on
 from ..proto import shard_pb2 as wire
 from . import invariance
-from .adapters import Adapter, digest_of, pinned, place_of
+from .arrivals import Arrivals
 from .checks import check_warmup, checked
 from .commands import LAND, Answer, Executor, Failed, Refused
 from .config import ShardConfig
@@ -35,6 +34,7 @@ log = logging.getLogger(__name__)
 
 LOOK = 1.0  # seconds between two looks whether somebody waits yet
 COMPILED = 64  # tokens of the largest step that is made ready before the first request; larger ones take long by themselves
+MOST_SAID = 1000  # characters of a refusal, which may repeat what files say: gRPC carries few thousand
 COLD = "call Warmup first: the pool has no size yet"
 FAILED = "the shard failed and ends; its log says why"
 
@@ -50,8 +50,7 @@ class Service:
         self._engine: Engine | None = None
         self._executor: Executor | None = None
         self._warmup: wire.WarmupReply | None = None
-        self._read: dict[str, wire.LoadedAdapter] = {}  # adapters that were loaded, by key ...
-        self._later: dict[str, wire.LoadedAdapter] = {}  # ... and those that groups may go by: another one after each change
+        self._arrivals: Arrivals | None = None
         self.stage = "starting"
 
     @property
@@ -60,9 +59,16 @@ class Service:
         assert self._engine is not None
         return self._engine
 
+    @property
+    def arrivals(self) -> Arrivals:
+        """There once `start` was called."""
+        assert self._arrivals is not None
+        return self._arrivals
+
     def start(self, engine: Engine, relay: Sender) -> None:
         """The model is loaded: commands can come. `relay` leads to the other ranks, if this is rank 0."""
         self._engine = engine
+        self._arrivals = Arrivals(engine, self._config.hub_cache)
         self._executor = Executor(self, relay.send if self._config.ranks > 1 else None, self._end)
         self.stage = "loaded"
         self._loaded.set()
@@ -73,7 +79,8 @@ class Service:
         reply = wire.InfoReply(rank=config.rank, ranks=config.ranks, model=config.model, dtype=config.dtype, stage=self.stage)
         reply.page_size, reply.loaded, reply.device = config.page_size, self._loaded.is_set(), config.device
         reply.adapters.extend(name for name, _ in config.adapters)
-        reply.later.extend(self._later.values())
+        if self._arrivals is not None:
+            reply.later.extend(self._arrivals.there.values())
         reply.max_loras = config.max_loras
         reply.quantize, reply.kv_cache_dtype, reply.batch_invariant = config.quantize, config.kv_cache_dtype, config.batch_invariant
         if self._engine is not None:
@@ -164,28 +171,13 @@ class Service:
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, "there is no room for other adapters: see --max-loras")
         asked = request.adapter
         try:
-            folder, digest = self._prepare(asked)
+            reply = self.arrivals.read(asked, context.is_active)
         except Unsupported as error:
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)[:MOST_SAID])
         except Exception as error:  # whatever may be wrong with somebody's files: it is no fault of the shard's
             log.exception(f"adapter {asked.name} can't be loaded")
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"adapter {asked.name} can't be loaded: {error!r:.200}")
-        return wire.LoadAdapterReply(folder=folder, digest=digest)
-
-    def _prepare(self, asked: wire.LoadedAdapter) -> tuple[str, str]:
-        """Where it is to be found again, and the digest of its files. Raises Unsupported."""
-        decoder = self.engine.decoder
-        place = place_of(asked.name, asked.folder, self._config.hub_cache)
-        adapter = Adapter(asked.name, place, decoder.embedding.dtype, torch.device("cpu"), tame=True)
-        folder, digest = pinned(asked.folder, place), digest_of(place)
-        if asked.digest not in ("", digest):
-            raise Unsupported(f"adapter {asked.name}: its files in {place} are not those that were loaded first")
-        known = wire.LoadedAdapter()
-        known.CopyFrom(asked)
-        known.folder, known.digest = folder, digest
-        self._read[asked.key] = known
-        decoder.changes.prepare(asked.key, adapter)
-        return folder, digest
+        return reply
 
     def Prefill(self, request: wire.PrefillRequest, context: grpc.ServicerContext) -> wire.StepReply:  # noqa: N802
         """See shard.proto."""
@@ -287,24 +279,12 @@ class Service:
         reply(lambda: told)
 
     def _adapt(self, request: wire.AdaptRequest, reply: Callable[[Answer], None]) -> None:
-        problem = self.engine.adapt(request.add, request.drop)
-        if not problem:
-            later = dict(self._later)
-            if request.add in self._read:
-                later[request.add] = self._read.pop(request.add)
-            if request.retire in later:
-                retired = later[request.retire] = wire.LoadedAdapter()
-                retired.CopyFrom(self._later[request.retire])
-                retired.retired = True
-            later.pop(request.drop, None)
-            self._read.pop(request.drop, None)
-            self._later = later
-        told = wire.Reply(adapt=wire.AdaptReply(step=request.step, problem=problem))
+        told = wire.Reply(adapt=wire.AdaptReply(step=request.step, problem=self.arrivals.adapt(request)))
         reply(lambda: told)
 
     def _clear_cache(self, request: wire.ClearCacheRequest, reply: Callable[[Answer], None]) -> None:
         self.engine.clear()
-        self._read.clear()
+        self.arrivals.forget()
         told = wire.Reply(clear_cache=wire.ClearCacheReply(step=request.step, free=self.engine.pool.free))
         reply(lambda: told)
 

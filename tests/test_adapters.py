@@ -123,10 +123,16 @@ def named(server: Server) -> list[str]:
         return [model["id"] for model in json.load(response)["data"]][1:]
 
 
+def clear(server: Server) -> None:
+    for name in named(server):
+        assert post(server, "/v1/unload_lora_adapter", lora_name=name)[0] == 200
+
+
 def test_they_come_while_it_runs_and_go_on_where_processes_were_killed(
     roomy: Server, adapters: dict[str, Path], models: dict[str, Any]
 ) -> None:
     """A shard first, so that all are loaded anew; then the router, so that another one finds those that there are."""
+    clear(roomy)
     for name, folder in adapters.items():
         assert load(roomy, name, folder) == (200, f"Success: LoRA adapter '{name}' added successfully.")
     asked = [(prompt, adapter) for prompt in PROMPTS for adapter in ("", "one", "other")]
@@ -146,7 +152,10 @@ def test_they_come_while_it_runs_and_go_on_where_processes_were_killed(
 
 def test_they_go_and_others_take_their_names(roomy: Server, adapters: dict[str, Path], models: dict[str, Any]) -> None:
     """What one has left in the cache is not found by who takes its name."""
+    clear(roomy)
+    assert [load(roomy, name, adapters[name])[0] for name in ("one", "other")] == [200, 200]
     assert named(roomy) == ["one", "other"]
+    assert ask(roomy, PROMPTS[0], "one") == expected(models, PROMPTS[0], "one")
     assert load(roomy, "third", adapters["one"])[0] == 409
     assert post(roomy, "/v1/unload_lora_adapter", lora_name="other")[0] == 200
     assert load(roomy, "one", adapters["other"], load_inplace=True)[0] == 200
@@ -158,6 +167,7 @@ def test_they_go_and_others_take_their_names(roomy: Server, adapters: dict[str, 
 
 
 def test_one_that_can_not_be_loaded(roomy: Server, tmp_path: Path) -> None:
+    clear(roomy)
     status, text = load(roomy, "mine", tmp_path)
     assert status == 400
     assert "adapter mine: " in text

@@ -63,8 +63,9 @@ class TaggedForm:
         return True
 
     def _rest(self, source: Source, calls: Calls) -> Steps[None]:
-        """What is within the same tag as a call. Other calls in tags have their own; as Hermes writes them they have none."""
-        while (yield from space(source)) == "{":
+        """What is within the same tag as a call. Other calls in tags have marks of their own; as Hermes writes them they have none,
+        and are read where one tag is for all calls."""
+        while self.kinds is not None and (yield from space(source)) == "{":
             start = source.at
             if not (yield from json_call(source, calls, strict=True)):
                 source.at = start

@@ -1,7 +1,7 @@
 """What adapters change of a model: which of them there are, each by its number, and what each adds to which weight.
 
-Others may come while the model serves, into places that were left for them, and go. What takes time is done beside the steps
-(`prepare`); that rows go by one from then on (`put`) is a matter of a moment, between two of them.
+Others may come while the model serves, into places that were left for them, and go. What takes time can be done beside the steps
+(`prepared`); that rows go by one from then on (`put`) is a matter of a moment, between two of them.
 """
 
 from collections.abc import Sequence
@@ -100,8 +100,6 @@ class Changes:
         self.names = [adapter.name for adapter in first] + [""] * (room - len(first))  # or keys, by number; "": there is none
         self._rank = rank if room > len(first) else 0
         self._changed: list[tuple[Additions, Change]] = []
-        self._era = 0  # how often all of these were forgotten
-        self._prepared: dict[str, list[Any]] = {}  # for each that is changed, by key
 
     def additions(self, change: Change, weight: Sequence[int], exact: Exact, like: Tensor) -> Additions | None:
         """What those that are there add to a weight [outputs, inputs], and others will; like: a tensor of the type, and on the
@@ -125,9 +123,8 @@ class Changes:
         """Bytes that those take which are not there yet, at most."""
         return self.names.count("") * sum(additions.later for additions, _ in self._changed)
 
-    def prepare(self, key: str, adapter: Adapter) -> None:
-        """Another one may be put into its place then, by any thread. key: what it is to be called here. Raises Unsupported."""
-        era = self._era
+    def prepared(self, adapter: Adapter) -> list[Any]:
+        """What `put` takes, of another one; by any thread. Raises Unsupported."""
         if adapter.rank > self._rank:  # before it takes memory
             raise Unsupported(
                 f"adapter {adapter.name} has rank {adapter.rank}, and there is room for {self._rank}: start the server with "
@@ -135,36 +132,22 @@ class Changes:
             )
         pairs = [(additions, change.pair(adapter)) for additions, change in self._changed]
         adapter.check()
-        prepared = [pair and additions.prepared(pair) for additions, pair in pairs]
-        if era != self._era:
-            raise Unsupported(f"adapter {adapter.name} is not wanted any more: another router has come")
-        self._prepared[key] = prepared
+        return [pair and additions.prepared(pair) for additions, pair in pairs]
 
-    def put(self, key: str) -> str:
-        """One that was prepared can be asked for from now on. Returns why it can't; "": it can."""
-        if key in self.names:
-            self._prepared.pop(key, None)
-            return ""
-        if key not in self._prepared:
-            return f"adapter {key} was not loaded"
+    def put(self, key: str, prepared: Sequence[Any]) -> str:
+        """One can be asked for by this key from now on. Returns why it can't; "": it can."""
         if "" not in self.names:
             return f"there is no room for adapter {key}: all {len(self.names)} places are taken"
         number = self.names.index("")
-        for (additions, _), own in zip(self._changed, self._prepared.pop(key), strict=True):
+        for (additions, _), own in zip(self._changed, prepared, strict=True):
             additions.put(number, own)
         self.names[number] = key
         return ""
 
     def drop(self, key: str) -> None:
         """Nobody asks for it any more. An unknown one is ignored."""
-        self._prepared.pop(key, None)
         if key in self.names:
             number = self.names.index(key)
             self.names[number] = ""
             for additions, _ in self._changed:
                 additions.put(number, None)
-
-    def forget(self) -> None:
-        """What was prepared and has no place yet is not wanted, nor what is being prepared."""
-        self._era += 1
-        self._prepared.clear()

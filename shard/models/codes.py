@@ -45,6 +45,10 @@ def _stored_as(read: Read, source: Source, name: str, shape: tuple[int, int], wa
         try:
             codes = read(source, name, shape, how)
             _check(codes, name, shape)
+            if len(ways) > 1 and how.group and codes.block not in (how.group, gcd(how.group, shape[1])):
+                raise Unsupported(
+                    f"{name} has groups of {codes.block}, config.json says {how.group}: they belong to different models"
+                )
             return codes
         except Unsupported as error:
             problem = problem or error
@@ -80,6 +84,8 @@ def _packed(source: Source, name: str, shape: tuple[int, int], how: Quantization
     """compressed-tensors': codes along the inputs, [outputs, inputs / 8], zeros along the outputs."""
     if how.kind in FP4_BLOCKS:
         return _fp4(source, name, shape, how)
+    if how.kind not in MIDDLES:
+        raise Unsupported(f"{name} has packed integers, config.json says {how.kind}: they belong to different models")
     bits = BITS[how.kind]
     words = _stored(source, f"{name}.weight_packed", 2, ("I32",))
     if words.shape[1] != -(-shape[1] * bits // 32):  # a word too few or too many are not those of other bits
@@ -108,6 +114,8 @@ def _plain(source: Source, name: str, shape: tuple[int, int], how: Quantization)
     """A number in each byte. Scales of all, of each output, of some inputs of it, or of blocks of both."""
     if how.kind in FP4_BLOCKS:
         return _fp4(source, name, shape, how)
+    if BITS[how.kind] != 8:
+        raise Unsupported(f"{name} has a number in each byte, config.json says {how.kind}: they belong to different models")
     stored = _stored(source, f"{name}.weight", 2, ("F8_E4M3",) if how.kind == "fp8" else ("I8",))
     codes = stored.view(torch.uint8) if how.kind == "fp8" else stored.view(torch.uint8) ^ SIGN
     scale = "weight_scale_inv" if source.has(f"{name}.weight_scale_inv") else "weight_scale"

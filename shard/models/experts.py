@@ -12,6 +12,7 @@ from ...kernels.experts import Biases, Weights
 from ..weights import Source
 from .codes import fp4, powers, stack
 from .loader import Loader
+from .quantization import REMEDY
 from .shape import Mixture, Quantization, Unsupported
 
 TOGETHER = "mlp"  # what has the experts that are all in one tensor, but where what has them otherwise does, or the layer itself
@@ -47,7 +48,14 @@ def experts(load: Loader, mixture: Mixture) -> tuple[Weights, Weights, Biases]:
     gate, up, down = ([mixture.named(f"experts.{i}.{name}") for i in range(mixture.experts)] for name in mixture.names)
     apart = [[name] for name in up] if load.shape.ungated else zip(gate, up, strict=True)
     outwards = [load.outwards(names, [mixture.size] * len(names), inputs=mixture.latent) for names in apart]
-    return outwards, [load.inwards(name, mixture.size, mixture.latent) for name in down], None
+    inwards = [load.inwards(name, mixture.size, mixture.latent) for name in down]
+    ordered = any(isinstance(weight, Codes) and weight.order is not None for weight in (*outwards, *inwards))
+    if ordered and load.source.device.type != "cpu":  # unpacked they would take four times the memory that is planned for them
+        raise Unsupported(
+            f"{load.prefix}{down[0]}: experts with inputs in the order of their activations (desc_act, actorder) are not supported "
+            f"on an accelerator: {REMEDY}"
+        )
+    return outwards, inwards, None
 
 
 def _home(load: Loader, mixture: Mixture) -> str | None:

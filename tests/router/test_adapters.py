@@ -315,6 +315,89 @@ def test_shards_that_are_lost_are_asked_nothing() -> None:
     served(test, 1)
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_who_comes_while_shards_load_it_anew_waits(replicas: int) -> None:
+    async def test(fleet: Fleet, shards: Shards) -> None:
+        await fleet.adapters.load("a", "/a")
+        for fake in shards.values():
+            fake.reading.clear()
+            fake.die()
+        await until(lambda: all(fake.groups_met == 2 for fake in shards.values()))
+        reading = begin(fleet, [ask("x", 9, adapter="a#1"), ask("y", 9)])
+        await asyncio.sleep(0.02)
+        assert not any(one.done() for one in reading)
+        for fake in shards.values():
+            fake.reading.set()
+        assert [len(items) for items in await asyncio.gather(*reading)] == [11, 11]
+        await quiet(fleet, shards)
+
+    served(test, replicas)
+
+
+def test_who_comes_while_one_replica_is_lost_and_another_is_new_waits() -> None:
+    """Nobody waits where there has never been anything to wait for, nor is counted there for ever."""
+
+    async def test(fleet: Fleet, shards: Shards) -> None:
+        await fleet.adapters.load("a", "/a")
+        fleet.join(["unix:/9"], "late")
+        shards["late"].reading.clear()
+        await until(lambda: shards["late"].groups_met == 1)
+        shards["0"].break_at = 1
+        shards["0"].die()
+        await until(lambda: states(fleet)["0"] == "recovering")
+        reading = begin(fleet, [ask("x", 9, adapter="a#1"), ask("y", 9)])
+        await asyncio.sleep(0.02)
+        assert not any(one.done() for one in reading)
+        shards["late"].reading.set()
+        assert [len(items) for items in await asyncio.gather(*reading)] == [11, 11]
+        shards["0"].break_at = 0
+        await until(lambda: states(fleet)["0"] == "ready")
+        await quiet(fleet, shards)
+        assert all(not member.batcher.readers for member in fleet._members.values())
+
+    served(test, 1)
+
+
+def test_all_replicas_that_come_meanwhile_have_it_though_one_is_lost() -> None:
+    async def test(fleet: Fleet, shards: Shards) -> None:
+        for name in ("1", "2"):
+            shards[name].break_at = 1
+            shards[name].die()
+        await until(lambda: [*states(fleet).values()][1:] == ["recovering"] * 2)
+        shards["0"].gate.clear()
+        loading = asyncio.create_task(fleet.adapters.load("a", "/a"))
+        await asyncio.sleep(0.01)
+        for name in ("1", "2"):
+            shards[name].break_at = 0
+        await until(lambda: [*states(fleet).values()][1:] == ["ready"] * 2)
+        shards["1"].faulty = "die"
+        shards["0"].gate.set()
+        await loading
+        shards["1"].faulty = ""
+        assert held(shards)[2] == ["a#1"]
+        await until(lambda: held(shards) == [["a#1"]] * 3)
+
+    served(test, 3)
+
+
+def test_of_two_that_were_left_by_one_name_the_later_one_is_meant() -> None:
+    """A router died before the first was retired, or one of two replicas had heard of it."""
+    numbers = count()
+
+    def make() -> FakeShards:
+        fake = FakeShards(seconds=0.001 * next(numbers), max_loras=9)
+        retired = fake._seconds > 0
+        for name, key, gone in (("a", "k1", False), ("a", "k2", False), ("b", "k3", retired)):
+            fake.info.later.append(shard_pb2.LoadedAdapter(name=name, key=key, folder=f"/{key}", retired=gone))
+        return fake
+
+    async def test(fleet: Fleet, shards: Shards) -> None:
+        assert fleet.adapters.key("a") == "k2"
+        assert held(shards)[0][:1] == ["k2"]
+
+    run(test, 2, make=make, max_loras=9)
+
+
 def test_a_stream_moves_only_to_where_its_adapter_is() -> None:
     async def test(fleet: Fleet, shards: Shards) -> None:
         await fleet.adapters.load("a", "/a")
@@ -344,7 +427,7 @@ def test_whoever_asked_for_it_may_leave() -> None:
 
 def test_what_another_router_has_left_is_adopted() -> None:
     """But for what it had unloaded, and what there is no room for."""
-    left = [("old", "k0", True), ("a", "k1", False), ("a", "k2", False), ("b", "k3", False), ("c", "k4", False)]
+    left = [("old", "k0", True), ("a", "k2", False), ("a", "k1", False), ("b", "k3", False), ("c", "k4", False)]
 
     def make() -> FakeShards:
         fake = FakeShards(seconds=0.001, max_loras=9)
@@ -354,7 +437,7 @@ def test_what_another_router_has_left_is_adopted() -> None:
 
     async def test(fleet: Fleet, shards: Shards) -> None:
         assert held(shards) == [["k1", "k3"], ["k1", "k3"]]
-        assert fleet.adapters.names == ("a", "b")
+        assert {*fleet.adapters.names} == {"a", "b"}
         assert fleet.adapters.key("a") == "k1"
         await fleet.adapters.unload("a")
         assert held(shards) == [["k3"], ["k3"]]

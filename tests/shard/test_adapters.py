@@ -165,8 +165,11 @@ def with_room(name: str, room: int, rank: int = 8, changes: tuple[tuple[str, str
 
 
 def bring(found: Engine, key: str, place: str | Path) -> None:
-    found.decoder.changes.prepare(key, Adapter("later", Path(place), torch.float32, tiny.CPU))
-    assert found.adapt(add=key) == ""
+    assert found.adapt(key, prepared(found, place)) == ""
+
+
+def prepared(found: Engine, place: str | Path) -> list[Any]:
+    return found.decoder.changes.prepared(Adapter("later", Path(place), torch.float32, tiny.CPU))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -221,9 +224,7 @@ def test_what_can_not_come_changes_nothing(place: Path) -> None:
         Unsupported, match="adapter later has rank 4, and there is room for 3: start the server with --max-lora-rank 4"
     ):
         bring(found, "x", place)
-    assert not found.decoder.changes._prepared
     found = with_room("llama", 1)
-    assert found.adapt(add="x") == "adapter x was not loaded"
     spoil(place, **{"base_model.model.model.layers.7.mlp.up_proj.lora_A.weight": torch.zeros(4, 64)})
     with pytest.raises(Unsupported, match=r"adapter later changes layers\.7\.mlp\.up_proj"):
         bring(found, "x", place)
@@ -235,25 +236,12 @@ def test_one_that_is_asked_for_stays(place: Path) -> None:
     bring(found, "x", place)
     found.prefill(1, [tiny.group(1, (1, 2, 3), COUNT, adapter="x")], [(1, 3)], 3, [])
     assert found.adapt(drop="x") == "there are groups that go by adapter x: it can't be dropped"
-    found.decoder.changes.prepare("y", Adapter("later", place, torch.float32, tiny.CPU))
-    assert found.adapt(add="y") == "there is no room for adapter y: all 1 places are taken"
+    other = prepared(found, place)
+    assert found.adapt("y", other) == "there is no room for adapter y: all 1 places are taken"
     found.filter([1])
     assert found.adapt(drop="x") == ""
-    assert found.adapt(add="y") == ""
+    assert found.adapt("y", other) == ""
     assert found.adapt(drop="z") == ""
-    found.decoder.changes.prepare("w", Adapter("later", place, torch.float32, tiny.CPU))
-    found.clear()
-    assert found.adapt(add="w") == "adapter w was not loaded"  # another router's
-    assert found.adapt(add="y") == ""  # it is there
-
-
-def test_one_that_is_read_while_another_router_comes_is_not_kept(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = with_room("llama", 1)
-    changes = found.decoder.changes
-    monkeypatch.setattr(Adapter, "check", lambda adapter: found.clear())
-    with pytest.raises(Unsupported, match="is not wanted any more: another router has come"):
-        changes.prepare("x", Adapter("later", place, torch.float32, tiny.CPU))
-    assert not changes._prepared
 
 
 @pytest.mark.parametrize(
@@ -277,6 +265,19 @@ def test_patterns_that_anybody_may_have_written_are_compared_quickly(place: Path
     else:
         with pytest.raises(Unsupported, match=r"adapter mine: .* says alpha_pattern .*--lora-adapters"):
             Adapter("mine", place, torch.float32, tiny.CPU, tame=True)
+
+
+def test_names_and_patterns_are_not_too_many_and_not_too_long(place: Path) -> None:
+    change(place, alpha_pattern={f"layers.{i}": 1 for i in range(1001)})
+    with pytest.raises(Unsupported, match="has 1001 patterns in alpha_pattern, up to 1000"):
+        Adapter("mine", place, torch.float32, tiny.CPU, tame=True)
+    change(place, alpha_pattern={".*.*x": 1})
+    Adapter("mine", place, torch.float32, tiny.CPU, tame=True)
+    stored = safetensors.torch.load_file(place / lora.WEIGHTS)
+    key = next(iter(stored))
+    spoil(place, **{key: None, f"{'model.' * 600}{key[key.index('layers.') :]}": stored[key]})
+    with pytest.raises(Unsupported, match=r"adapter mine changes (model\.)+mo?\.\.\., no matrix has so long a name"):
+        Adapter("mine", place, torch.float32, tiny.CPU, tame=True)
 
 
 def test_a_file_may_be_written_to_while_its_adapter_is_used(tmp_path: Path) -> None:

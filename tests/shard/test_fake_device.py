@@ -517,8 +517,8 @@ def test_adapters_ask_nothing(noted: Noted, tmp_path: Path, later: bool) -> None
     assert known
     assert not engine.decoder.changes.later
     for name, place in changes if later else ():
-        engine.decoder.changes.prepare(name, Adapter(name, Path(place), torch.bfloat16, torch.device("cpu")))
-        assert engine.adapt(add=name) == ""
+        adapter = Adapter(name, Path(place), torch.bfloat16, torch.device("cpu"))
+        assert engine.adapt(name, engine.decoder.changes.prepared(adapter)) == ""
     noted.waits.clear()
     groups = [tiny.group(uid, range(20 + uid), 6, adapter=adapter) for uid, adapter in enumerate(("", "0", "1", "1"), 1)]
     assert len(run(engine, groups)) == 24

@@ -64,8 +64,22 @@ MIXTURES: list[dict[str, packing.Format]] = [
         {"v_proj": "int8", "": "float8"},
         {"mlp": "packed-8", "k_proj": "packed", "up_proj": "packed", "": "float8-tensor"},
         {"mlp": "nvfp4", "": "packed-zeros"},
+        {"mlp": "packed-8", "": "float8-blocks"},
+        {"mlp": "int8", "": "packed"},
     )
 ] + [{"mlp": coarse("packed", 8), "": packing.FORMATS["packed"]}]
+
+
+def test_of_several_sizes_of_groups_the_right_one_is_taken() -> None:
+    """Also where the last one is cut off, so that others would fit as well."""
+    for inputs, size in ((960, 128), (192, 128), (448, 128), (960, 64), (256, 64)):
+        weight = torch.randn(16, 1024)
+        how = replace(packing.FORMATS["packed"], size=size)
+        parts, plain = how.pack(how, weight)
+        cut = {"weight_packed": (..., slice(inputs // 8)), "weight_scale": (..., slice(-(-inputs // size)))}
+        parts = {name: part[cut[name]] if name in cut else part for name, part in parts.items()}
+        groups = {f"g{other}": {"weights": packing.INTEGERS | {"group_size": other}} for other in (64, 128)}
+        assert read("packed", parts, (16, inputs), config_groups=groups).equal(plain[:, :inputs])
 
 
 @pytest.mark.parametrize("name", ["qwen2", "mixtral-wide"])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import resource
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -434,7 +435,7 @@ def test_an_adapter_that_can_not_be_loaded_changes_nothing(
     with pytest.raises(grpc.RpcError, match=r"adapter mine: .*adapter_config.json can't be read") as error:
         roomy.stub.LoadAdapter(asked, timeout=10)
     assert code_of(error) == grpc.StatusCode.INVALID_ARGUMENT
-    asked.adapter.folder = "x" * 5000
+    asked.adapter.folder = "x" * 300
     with pytest.raises(grpc.RpcError, match=r"adapter mine: .*File name too long") as error:
         roomy.stub.LoadAdapter(asked, timeout=10)
     assert code_of(error) == grpc.StatusCode.INVALID_ARGUMENT
@@ -442,7 +443,7 @@ def test_an_adapter_that_can_not_be_loaded_changes_nothing(
     asked.adapter.folder = str(high)
     with pytest.raises(grpc.RpcError, match="adapter mine has rank 5, and there is room for 4"):
         roomy.stub.LoadAdapter(asked, timeout=10)
-    monkeypatch.setattr(Changes, "prepare", lambda *given: 1 / 0)
+    monkeypatch.setattr(Changes, "prepared", lambda *given: 1 / 0)
     asked.adapter.folder = str(lora.adapter(tiny.folder(NAME), tmp_path / "good", 1))
     with pytest.raises(grpc.RpcError, match="adapter mine can't be loaded: ZeroDivisionError") as error:
         roomy.stub.LoadAdapter(asked, timeout=10)
@@ -450,6 +451,45 @@ def test_an_adapter_that_can_not_be_loaded_changes_nothing(
     assert roomy.stub.Adapt(wire.AdaptRequest(step=1, add="k")).problem == "adapter k was not loaded"
     assert answered(roomy.stub, 2, "")
     assert roomy.codes == []
+
+
+@pytest.mark.parametrize("gone", ["router", "deadline"])
+def test_an_adapter_for_which_nobody_waits_is_not_kept(
+    roomy: Process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: str
+) -> None:
+    """Another router has come, or its own has given up: nobody would say that it is to go."""
+    place, slow, reading = lora.adapter(tiny.folder(NAME), tmp_path / "one", 1), threading.Event(), threading.Event()
+    roomy.stub.Warmup(WARMUP, timeout=30)
+    usual = Changes.prepared
+
+    def prepared(changes: Changes, adapter: Any) -> Any:
+        reading.set()
+        assert slow.wait(10)
+        return usual(changes, adapter)
+
+    monkeypatch.setattr(Changes, "prepared", prepared)
+    asked = wire.LoadAdapterRequest(adapter=wire.LoadedAdapter(key="k", name="one", folder=str(place)))
+    call = roomy.stub.LoadAdapter.future(asked, timeout=10 if gone == "router" else 0.3)
+    assert reading.wait(5)
+    with pytest.raises(grpc.RpcError, match="another one is being read yet: come again later"):
+        roomy.stub.LoadAdapter(asked, timeout=10)
+    if gone == "router":
+        roomy.stub.ClearCache(wire.ClearCacheRequest(step=1))
+        slow.set()
+        with pytest.raises(grpc.RpcError, match="adapter one: nobody waits for it any more"):
+            call.result()
+    else:
+        with pytest.raises(grpc.RpcError, match="Deadline"):
+            call.result()
+        slow.set()
+    monkeypatch.undo()
+    asked.adapter.key = "another"
+    deadline = time.monotonic() + 10
+    while not roomy.service.arrivals._reading.acquire(blocking=False):  # the thread that reads the first one is not done
+        assert time.monotonic() < deadline
+    roomy.service.arrivals._reading.release()
+    roomy.stub.LoadAdapter(asked, timeout=10)
+    assert list(roomy.service.arrivals._read) == ["another"]
 
 
 def test_an_adapter_is_known_again_by_its_files(roomy: Process, tmp_path: Path) -> None:

@@ -232,6 +232,11 @@ CASES: list[tuple[str, str, list[Part]]] = [
         '<|tool_call>call:weather{tags:[<|"|>a<|"|>,[],{x y:None, <|"|>p:q<|"|> : [1,true ]}],any:{ }, "k":"v"}<tool_call|> Done.',
         [*calls(("weather", '{"tags": ["a", [], {"x y": null, "p:q": [1, true]}], "any": {}, "k": "v"}')), Text("Done.")],
     ),
+    (
+        "qwen3_coder",
+        '<function=now>\n</function>\n{"name": "now", "arguments": {}} is an example',
+        [*calls(("now", "{}")), Text('{"name": "now", "arguments": {}} is an example')],
+    ),
     # What lacks its quotes is a string, and what lacks its end a call.
     ("gemma4", "<|tool_call>\ncall: now {a:New York,b:[x, 01]}", calls(("now", '{"a": "New York", "b": ["x", "01"]}'))),
     ("gemma4", "<|tool_call>call:srv:get-it{größe:1}<tool_call|>", calls(("srv:get-it", '{"größe": 1}'))),
@@ -239,6 +244,7 @@ CASES: list[tuple[str, str, list[Part]]] = [
 ]
 # What only looks like a call, or is a broken one: all of it is text.
 TEXTS: list[tuple[str, str]] = [
+    ("minimax_m2", '{"name": "now", "arguments": {}} is an example'),
     ("hermes", "The <tool_call> tag is  written\n so: <tool_call>{}</tool_call> "),
     ("hermes", '<tool_call>{"name": "weather", "argum'),
     ("hermes", '<tool_call>{"name": "weather" "arguments": {}}</tool_call>'),

@@ -1,0 +1,79 @@
+"""Adapters that come while the shard serves, and go. What takes time is done beside the steps, by the thread that is asked for it;
+rows go by one as soon as it is put into place, which is a command as others are, so that all ranks do it between the same steps.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..proto import shard_pb2 as wire
+from .adapters import Adapter, digest_of, pinned, place_of
+from .engine import Engine
+from .models.shape import Unsupported
+
+
+class Arrivals:
+    """Of one rank."""
+
+    def __init__(self, engine: Engine, cache: str) -> None:
+        """cache: of downloads, see `proto.hub`."""
+        self._engine = engine
+        self._cache = cache
+        self._reading = threading.Semaphore(1)  # one at a time: threads that wait for a disk are few
+        self._lock = threading.Lock()
+        self._era = 0  # how often all that was read was forgotten
+        self._read: dict[str, tuple[wire.LoadedAdapter, list[Any]]] = {}  # what has no place yet, by key
+        self.there: dict[str, wire.LoadedAdapter] = {}  # what has; another one after each change, for who looks meanwhile
+
+    def read(self, asked: wire.LoadedAdapter, wanted: Callable[[], bool]) -> wire.LoadAdapterReply:
+        """On any thread. wanted: whether somebody waits for it yet. Raises Unsupported, or whatever files may cause."""
+        era = self._era
+        if not self._reading.acquire(blocking=False):
+            raise Unsupported(f"adapter {asked.name}: another one is being read yet: come again later")
+        try:
+            changes, dtype = self._engine.decoder.changes, self._engine.decoder.embedding.dtype
+            place = place_of(asked.name, asked.folder, self._cache)
+            adapter = Adapter(asked.name, place, dtype, torch.device("cpu"), tame=True)
+            digest = digest_of(place)
+            if asked.digest not in ("", digest):
+                raise Unsupported(f"adapter {asked.name}: its files in {place} are not those that were loaded first")
+            prepared, known = changes.prepared(adapter), wire.LoadedAdapter()
+            known.CopyFrom(asked)
+            known.folder, known.digest = pinned(asked.folder, place), digest
+            with self._lock:
+                if era != self._era or not wanted():
+                    raise Unsupported(f"adapter {asked.name}: nobody waits for it any more")
+                self._read[asked.key] = known, prepared
+            return wire.LoadAdapterReply(folder=known.folder, digest=digest)
+        finally:
+            self._reading.release()
+
+    def adapt(self, request: wire.AdaptRequest) -> str:
+        """Between two steps. Returns why nothing was done; "": it was."""
+        add, drop = request.add, request.drop
+        with self._lock:
+            found = self._read.pop(add, None)
+            self._read.pop(drop, None)
+        if add and found is None and add not in self.there:
+            return f"adapter {add} was not loaded"
+        if problem := self._engine.adapt(add if found and add not in self.there else "", found[1] if found else (), drop):
+            return problem
+        there = dict(self.there)
+        if found is not None:
+            there[add] = found[0]
+        if request.retire in there:
+            retired = wire.LoadedAdapter()
+            retired.CopyFrom(there[request.retire])
+            retired.retired = True
+            there[request.retire] = retired
+        there.pop(drop, None)
+        self.there = there
+        return ""
+
+    def forget(self) -> None:
+        """What has no place yet is not wanted, nor what is being read."""
+        with self._lock:
+            self._era += 1
+            self._read.clear()
