@@ -196,6 +196,7 @@ def test_one_that_can_not_be_loaded_again_fails_its_own_requests_alone(caplog: p
         assert len(await reading[1]) == 62
         with pytest.raises(Broken, match="could not be loaded again"):
             await read(fleet, ask("x", 5, adapter="a#1"))
+        assert [command.adapt.drop for command in shards["0"].commands if command.HasField("adapt")][-1] == "a#1"  # of other ranks
         await fleet.adapters.unload("a")
         shards["0"].faulty = ""
         await fleet.adapters.load("a", "/a")
@@ -408,8 +409,26 @@ def test_a_stream_moves_only_to_where_its_adapter_is() -> None:
         found = await asyncio.gather(*begin(fleet, [ask(text, 9, adapter="a#1") for text in "uvwxyz"]))
         assert [len(items) for items in found] == [11] * 6
         assert not any(command.prefill.groups for command in shards["1"].commands)
+        shards["0"].break_at = 1
+        shards["0"].die()
+        await until(lambda: states(fleet)["0"] == "recovering")
+        reading = begin(fleet, [ask("x", 9, adapter="a#1"), ask("y", 9)])
+        assert len(await reading[1]) == 11
+        assert not reading[0].done()
+        shards["0"].break_at = 0
+        assert len(await reading[0]) == 11
 
     served(test)
+
+
+def test_what_one_replica_knows_to_be_unloaded_is_not_adopted_from_another() -> None:
+    adapters = Adapters("fake", (), 3)
+    told = shard_pb2.LoadedAdapter(name="a", key="k", folder="/a")
+    assert adapters.adopt(told)
+    assert adapters.names == ("a",)
+    told.retired = True
+    assert not adapters.adopt(told)
+    assert adapters.names == ()
 
 
 def test_whoever_asked_for_it_may_leave() -> None:
