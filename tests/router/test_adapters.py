@@ -412,11 +412,12 @@ def test_a_stream_moves_only_to_where_its_adapter_is() -> None:
         shards["0"].break_at = 1
         shards["0"].die()
         await until(lambda: states(fleet)["0"] == "recovering")
-        reading = begin(fleet, [ask("x", 9, adapter="a#1"), ask("y", 9)])
-        assert len(await reading[1]) == 11
-        assert not reading[0].done()
+        assert len(await read(fleet, ask("y", 9))) == 11
+        reading = begin(fleet, [ask("x", 9, adapter="a#1"), ask("y", 9, adapter="a#1")])
+        await asyncio.sleep(0.02)
+        assert not any(one.done() for one in reading)
         shards["0"].break_at = 0
-        assert len(await reading[0]) == 11
+        assert [len(items) for items in await asyncio.gather(*reading)] == [11, 11]
 
     served(test)
 
