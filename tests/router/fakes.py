@@ -139,10 +139,15 @@ class FakeShards:
     async def _execute(
         self, command: shard_pb2.Command, earlier: asyncio.Task[shard_pb2.Reply] | None, lost: "asyncio.Future[None]"
     ) -> shard_pb2.Reply:
-        if earlier is not None and not earlier.done():
-            await asyncio.wait([earlier])
-        await self.gate.wait()
-        await asyncio.sleep(self._seconds)
+        try:
+            if earlier is not None and not earlier.done():
+                await asyncio.wait([earlier])
+            await self.gate.wait()
+            await asyncio.sleep(self._seconds)
+        except asyncio.CancelledError:
+            if lost.done():  # by `forget`: whoever waits is told, as by the real ones
+                raise Broken("shard rank 0 has ended") from None
+            raise
         self._steps += 1
         if not lost.done() and ((self.break_at and self._steps >= self.break_at) or self._killed(command)):
             self.die()

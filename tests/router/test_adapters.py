@@ -1,6 +1,7 @@
 """Adapters come and go while requests are answered: each goes by the one that it began with, to its end, wherever that is."""
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable
 from itertools import count
 
@@ -508,3 +509,65 @@ def test_shards_without_room_are_refused() -> None:
         await fleet.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_worlds(seed: int) -> None:
+    """Whatever comes, goes and dies in whatever order: requests are answered by what they began with, or are told that it was gone,
+    and in the end all shards have what clients may name and nothing else."""
+    luck = random.Random(seed)
+    replicas, room = luck.randint(1, 3), luck.randint(1, 3)
+
+    async def test(fleet: Fleet, shards: Shards) -> None:
+        asked: list[asyncio.Task[int]] = []
+        changes: list[asyncio.Task[None]] = []
+
+        async def answered(key: str, most: int) -> int:
+            return len(await read(fleet, ask(f"{key}?" * luck.randint(1, 4), most, adapter=key)))
+
+        async def change(name: str) -> None:
+            act = luck.choice(["load", "load", "replace", "unload"])
+            try:
+                if act == "unload":
+                    await fleet.adapters.unload(name)
+                else:
+                    await fleet.adapters.load(name, f"/{name}", replace=act == "replace")
+            except (Refused, Full, NotReady, Broken):
+                pass
+
+        async def die(fake: FakeShards) -> None:
+            fake.break_at = 1
+            fake.die()
+            await asyncio.sleep(luck.choice([0, 0.001, 0.01, 0.03]))
+            fake.break_at = 0
+
+        deaths: list[asyncio.Task[None]] = []
+        for _ in range(60):
+            act = luck.random()
+            if act < 0.3:
+                changes.append(asyncio.create_task(change(luck.choice("abc"))))
+            elif act < 0.75:
+                name = luck.choice(["", *fleet.adapters.names])
+                asked.append(asyncio.create_task(answered(fleet.adapters.key(name) or "", luck.choice([1, 5, 30]))))
+            elif act < 0.82 and all(death.done() for death in deaths):
+                deaths.append(asyncio.create_task(die(luck.choice([*shards.values()]))))
+            elif act < 0.88 and asked:
+                luck.choice(asked).cancel()
+            else:
+                await asyncio.sleep(luck.choice([0, 0, 0.001, 0.003]))
+        for each in (*deaths, *changes):
+            await each
+        ended = await asyncio.gather(*asked, return_exceptions=True)
+        told = [str(end) for end in ended if isinstance(end, Exception)]  # who chose it just before it went; who was always there
+        assert all("was unloaded" in words or "again and again" in words for words in told)
+        assert all(end > 2 for end in ended if isinstance(end, int))
+        await until(lambda: all(state == "ready" for state in states(fleet).values()))
+        await quiet(fleet, shards)
+        keys = sorted(fleet.adapters.key(name) or "" for name in fleet.adapters.names)
+        await until(lambda: [sorted(own) for own in held(shards)] == [keys] * replicas)
+        assert not any(fake.read for fake in shards.values())
+        assert not any(adapter.retired for fake in shards.values() for adapter in fake.info.later)
+        assert all(not adapter.users for adapter in fleet.adapters._later.values())
+        assert len(fleet.adapters._later) == len(keys)
+
+    served(test, replicas, room)
