@@ -66,10 +66,12 @@ class LoadedAdapter(_message.Message):
     def __init__(self, key: _Optional[str] = ..., name: _Optional[str] = ..., folder: _Optional[str] = ..., retired: _Optional[bool] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class LoadAdapterRequest(_message.Message):
-    __slots__ = ("adapter",)
+    __slots__ = ("adapter", "router")
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
     adapter: LoadedAdapter
-    def __init__(self, adapter: _Optional[_Union[LoadedAdapter, _Mapping]] = ...) -> None: ...
+    router: str
+    def __init__(self, adapter: _Optional[_Union[LoadedAdapter, _Mapping]] = ..., router: _Optional[str] = ...) -> None: ...
 
 class LoadAdapterReply(_message.Message):
     __slots__ = ("folder", "digest")
@@ -512,10 +514,12 @@ class AdaptReply(_message.Message):
     def __init__(self, step: _Optional[int] = ..., problem: _Optional[str] = ...) -> None: ...
 
 class ClearCacheRequest(_message.Message):
-    __slots__ = ("step",)
+    __slots__ = ("step", "router")
     STEP_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
     step: int
-    def __init__(self, step: _Optional[int] = ...) -> None: ...
+    router: str
+    def __init__(self, step: _Optional[int] = ..., router: _Optional[str] = ...) -> None: ...
 
 class ClearCacheReply(_message.Message):
     __slots__ = ("step", "free")

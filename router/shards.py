@@ -9,6 +9,7 @@ started it does that. When it does not see by itself that there is something to 
 import asyncio
 import logging
 import os
+import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import suppress
@@ -115,6 +116,7 @@ class GrpcShards:
         self._stubs: dict[int, Stub] = {}
         self._stage = "waiting for the shards to start"
         self._info: shard_pb2.InfoReply | None = None
+        self._own = ""  # by which shards know who has asked them for something
         self._call: Any = None
         self._reader: asyncio.Task[None] | None = None
         self._outgoing: asyncio.Queue[shard_pb2.Command | None] = asyncio.Queue()  # None: no more
@@ -162,10 +164,12 @@ class GrpcShards:
         self._longest = reply.sample_seconds + reply.image_seconds
         self._lost = asyncio.get_running_loop().create_future()
         self._guard = asyncio.create_task(self._watch_steps())
-        await self.execute(shard_pb2.Command(clear_cache=shard_pb2.ClearCacheRequest()))
+        self._own = secrets.token_hex(8)
+        await self.execute(shard_pb2.Command(clear_cache=shard_pb2.ClearCacheRequest(router=self._own)))
         return reply
 
     async def load_adapter(self, request: shard_pb2.LoadAdapterRequest) -> shard_pb2.LoadAdapterReply:
+        request.router = self._own
         calls = [self._stubs[rank].LoadAdapter(request, timeout=READING) for rank in range(len(self._addresses))]
         # All of them end: one that was given up would still come to have it, when nobody asks for it any more.
         answers: list[Any] = await asyncio.gather(*calls, return_exceptions=True)

@@ -23,13 +23,13 @@ class Arrivals:
         self._cache = cache
         self._reading = threading.Semaphore(1)  # one at a time: threads that wait for a disk are few
         self._lock = threading.Lock()
-        self._era = 0  # how often all that was read was forgotten
-        self._read: dict[str, tuple[wire.LoadedAdapter, list[Any]]] = {}  # what has no place yet, by key
+        self._router = ""  # who came last
+        self._read: dict[str, tuple[str, wire.LoadedAdapter, list[Any]]] = {}  # what has no place yet, by key, and who asked for it
         self.there: dict[str, wire.LoadedAdapter] = {}  # what has; another one after each change, for who looks meanwhile
 
-    def read(self, asked: wire.LoadedAdapter, wanted: Callable[[], bool]) -> wire.LoadAdapterReply:
+    def read(self, asked: wire.LoadedAdapter, router: str, wanted: Callable[[], bool]) -> wire.LoadAdapterReply:
         """On any thread. wanted: whether somebody waits for it yet. Raises Unsupported, or whatever files may cause."""
-        era = self._era
+        before = self._router
         if not self._reading.acquire(blocking=False):
             raise Unsupported(f"adapter {asked.name}: another one is being read yet: come again later")
         try:
@@ -43,9 +43,9 @@ class Arrivals:
             known.CopyFrom(asked)
             known.folder, known.digest = pinned(asked.folder, place), digest
             with self._lock:
-                if era != self._era or not wanted():
+                if self._router not in (before, router) or not wanted():
                     raise Unsupported(f"adapter {asked.name}: nobody waits for it any more")
-                self._read[asked.key] = known, prepared
+                self._read[asked.key] = router, known, prepared
             return wire.LoadAdapterReply(folder=known.folder, digest=digest)
         finally:
             self._reading.release()
@@ -58,11 +58,11 @@ class Arrivals:
             self._read.pop(drop, None)
         if add and found is None and add not in self.there:
             return f"adapter {add} was not loaded"
-        if problem := self._engine.adapt(add if found and add not in self.there else "", found[1] if found else (), drop):
+        if problem := self._engine.adapt(add if found and add not in self.there else "", found[2] if found else (), drop):
             return problem
         there = dict(self.there)
         if found is not None:
-            there[add] = found[0]
+            there[add] = found[1]
         if request.retire in there:
             retired = wire.LoadedAdapter()
             retired.CopyFrom(there[request.retire])
@@ -72,8 +72,9 @@ class Arrivals:
         self.there = there
         return ""
 
-    def forget(self) -> None:
-        """What has no place yet is not wanted, nor what is being read."""
-        with self._lock:
-            self._era += 1
-            self._read.clear()
+    def welcome(self, router: str) -> None:
+        """One has come: what others have had read is not wanted, nor what is being read for them."""
+        if router:
+            with self._lock:
+                self._router = router
+                self._read = {key: found for key, found in self._read.items() if found[0] == router}

@@ -171,7 +171,7 @@ class Service:
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, "there is no room for other adapters: see --max-loras")
         asked = request.adapter
         try:
-            reply = self.arrivals.read(asked, context.is_active)
+            reply = self.arrivals.read(asked, request.router, context.is_active)
         except Unsupported as error:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)[:MOST_SAID])
         except Exception as error:  # whatever may be wrong with somebody's files: it is no fault of the shard's
@@ -284,7 +284,7 @@ class Service:
 
     def _clear_cache(self, request: wire.ClearCacheRequest, reply: Callable[[Answer], None]) -> None:
         self.engine.clear()
-        self.arrivals.forget()
+        self.arrivals.welcome(request.router)
         told = wire.Reply(clear_cache=wire.ClearCacheReply(step=request.step, free=self.engine.pool.free))
         reply(lambda: told)
 

@@ -474,7 +474,7 @@ def test_an_adapter_for_which_nobody_waits_is_not_kept(
     with pytest.raises(grpc.RpcError, match="another one is being read yet: come again later"):
         roomy.stub.LoadAdapter(asked, timeout=10)
     if gone == "router":
-        roomy.stub.ClearCache(wire.ClearCacheRequest(step=1))
+        roomy.stub.ClearCache(wire.ClearCacheRequest(step=1, router="another"))
         slow.set()
         with pytest.raises(grpc.RpcError, match="adapter one: nobody waits for it any more"):
             call.result()
@@ -490,6 +490,35 @@ def test_an_adapter_for_which_nobody_waits_is_not_kept(
     roomy.service.arrivals._reading.release()
     roomy.stub.LoadAdapter(asked, timeout=10)
     assert list(roomy.service.arrivals._read) == ["another"]
+
+
+def test_a_router_may_be_heard_of_after_what_it_asks_for(roomy: Process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By ranks to which commands are passed on: it has come before it asked, and what it has loaded stays."""
+    place, slow, reading = lora.adapter(tiny.folder(NAME), tmp_path / "one", 1), threading.Event(), threading.Event()
+    roomy.stub.Warmup(WARMUP, timeout=30)
+    roomy.stub.ClearCache(wire.ClearCacheRequest(step=1, router="first"))
+    asked = wire.LoadAdapterRequest(adapter=wire.LoadedAdapter(key="k1", name="one", folder=str(place)), router="second")
+    roomy.stub.LoadAdapter(asked, timeout=10)
+    roomy.stub.ClearCache(wire.ClearCacheRequest(step=2))  # the first one's stream has ended
+    usual = Changes.prepared
+
+    def prepared(changes: Changes, adapter: Any) -> Any:
+        reading.set()
+        assert slow.wait(10)
+        return usual(changes, adapter)
+
+    monkeypatch.setattr(Changes, "prepared", prepared)
+    asked.adapter.key = "k2"
+    call = roomy.stub.LoadAdapter.future(asked, timeout=10)
+    assert reading.wait(5)
+    roomy.stub.ClearCache(wire.ClearCacheRequest(step=3, router="second"))
+    slow.set()
+    call.result()
+    assert [roomy.stub.Adapt(wire.AdaptRequest(step=step, add=f"k{step - 3}")).problem for step in (4, 5)] == ["", ""]
+    asked.adapter.key = "k3"
+    roomy.stub.LoadAdapter(asked, timeout=10)
+    roomy.stub.ClearCache(wire.ClearCacheRequest(step=6, router="third"))
+    assert not roomy.service.arrivals._read
 
 
 def test_an_adapter_is_known_again_by_its_files(roomy: Process, tmp_path: Path) -> None:
