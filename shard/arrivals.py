@@ -14,6 +14,9 @@ from .engine import Engine
 from .models.shape import Unsupported
 
 
+WAIT = 20.0  # seconds for another one to be read, perhaps for a router that has gone
+
+
 class Arrivals:
     """Of one rank."""
 
@@ -30,7 +33,7 @@ class Arrivals:
     def read(self, asked: wire.LoadedAdapter, router: str, wanted: Callable[[], bool]) -> wire.LoadAdapterReply:
         """On any thread. wanted: whether somebody waits for it yet. Raises Unsupported, or whatever files may cause."""
         before = self._router
-        if not self._reading.acquire(blocking=False):
+        if not self._reading.acquire(timeout=WAIT):
             raise Unsupported(f"adapter {asked.name}: another one is being read yet: come again later")
         try:
             changes, dtype = self._engine.decoder.changes, self._engine.decoder.embedding.dtype

@@ -16,7 +16,7 @@ import torch
 
 from penstock.proto import rpc
 from penstock.proto import shard_pb2 as wire
-from penstock.shard import memory
+from penstock.shard import arrivals, memory
 from penstock.shard.config import ShardConfig
 from penstock.shard.decoding.budget import Allowance, Linear
 from penstock.shard.loading import load
@@ -468,6 +468,7 @@ def test_an_adapter_for_which_nobody_waits_is_not_kept(
         return usual(changes, adapter)
 
     monkeypatch.setattr(Changes, "prepared", prepared)
+    monkeypatch.setattr(arrivals, "WAIT", 0.1)
     asked = wire.LoadAdapterRequest(adapter=wire.LoadedAdapter(key="k", name="one", folder=str(place)))
     call = roomy.stub.LoadAdapter.future(asked, timeout=10 if gone == "router" else 0.3)
     assert reading.wait(5)
@@ -484,11 +485,7 @@ def test_an_adapter_for_which_nobody_waits_is_not_kept(
         slow.set()
     monkeypatch.undo()
     asked.adapter.key = "another"
-    deadline = time.monotonic() + 10
-    while not roomy.service.arrivals._reading.acquire(blocking=False):  # the thread that reads the first one is not done
-        assert time.monotonic() < deadline
-    roomy.service.arrivals._reading.release()
-    roomy.stub.LoadAdapter(asked, timeout=10)
+    roomy.stub.LoadAdapter(asked, timeout=10)  # when the thread that reads the first one is done
     assert list(roomy.service.arrivals._read) == ["another"]
 
 
