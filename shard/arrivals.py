@@ -13,7 +13,6 @@ from .adapters import Adapter, digest_of, pinned, place_of
 from .engine import Engine
 from .models.shape import Unsupported
 
-
 WAIT = 20.0  # seconds for another one to be read, perhaps for a router that has gone
 
 
