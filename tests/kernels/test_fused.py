@@ -90,6 +90,7 @@ def test_the_plain_branches(chance: random.Random) -> None:
     assert operations.gated(x, True).equal(reference.gated(x, True))
 
 
+@pytest.mark.filterwarnings("ignore:overflow")  # an exponential that is infinite is meant
 @pytest.mark.parametrize("gelu", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gates(dtype: torch.dtype, gelu: bool, chance: random.Random) -> None:
