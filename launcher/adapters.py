@@ -31,8 +31,7 @@ def resolve(asked: Options, model: str, weights: bool = True) -> tuple[Adapter, 
     weights: whether they are needed; without, a download takes the small files only.
     """
     found = []
-    named(asked, model)
-    for name, source in parse(asked.lora_adapters, model).items():
+    for name, source in sources(asked, model).items():
         place, _, revision = source.partition("@") if hub.on_hub(source) else (source, "", "")
         if revision and not hub.on_hub(place):
             raise Mistake(f"{FLAG} {name}: {place} is no model of the hub, and has no revisions: leave @{revision} out")
@@ -45,9 +44,9 @@ def resolve(asked: Options, model: str, weights: bool = True) -> tuple[Adapter, 
     return tuple(found)
 
 
-def named(asked: Options, model: str) -> tuple[str, ...]:
-    """The names of these. Raises Mistake."""
-    found = tuple(parse(asked.lora_adapters, model))
+def sources(asked: Options, model: str) -> dict[str, str]:
+    """Where each of these comes from, by its name. Raises Mistake."""
+    found = parse(asked.lora_adapters, model)
     if 0 < asked.max_loras < len(found):
         raise Mistake(f"--max-loras {asked.max_loras} is less than the {len(found)} that {FLAG} names: raise it")
     return found

@@ -31,7 +31,7 @@ def router_config(
     given |= {"max_images": images, "images_asked": bool(images and asked.max_images)}
     if images and asked.payload_limit == options.ROUTER.payload_limit:
         given["payload_limit"] = BODY
-    given["adapters"] = adapters.named(asked, name)
+    given["adapters"] = tuple(adapters.sources(asked, name))
     keys = kinds.keys_of(asked.api_key)
     return RouterConfig(folder=str(folder), model=name, groups=addresses, complaints=complaints, api_keys=keys, **given)
 

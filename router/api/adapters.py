@@ -4,7 +4,6 @@ Who may: whoever has the admin key, if there is one, since what a name means is 
 with vLLM. Without `--max-loras` nobody may.
 """
 
-import hmac
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -15,7 +14,7 @@ from ..config import RouterConfig
 from ..request import Broken, NoModel, NotReady
 from .body import Body, read
 from .errors import Problem, Rejected, unauthorized
-from .tenant import bearer, digest
+from .tenant import bears, digest
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 NO_ROOM = "adapters are loaded while the server runs if it is started with --max-loras"
@@ -72,7 +71,7 @@ class AdapterRoutes:
 
     def _guarded(self, handler: Callable[[web.Request], Awaitable[str]]) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def guarded(http: web.Request) -> web.Response:
-            if self._key and not hmac.compare_digest(digest(bearer(http)), self._key):
+            if self._key and not bears(http, [self._key]):
                 raise unauthorized("the admin key")
             try:
                 return web.Response(text=await handler(http))

@@ -4,7 +4,6 @@ Who may: whoever has the admin key, since what joins gets all prompts. A server 
 loopback address is no proof, for a proxy on it may say nothing of those behind it.
 """
 
-import hmac
 import re
 from collections.abc import Awaitable, Callable
 
@@ -17,7 +16,7 @@ from ..request import Refused
 from .body import json_response, read
 from .errors import Problem, Rejected, unauthorized
 from .ports import Replicas
-from .tenant import bearer, digest
+from .tenant import bears, digest
 
 PREFIX = "/admin/"
 REPLICAS = PREFIX + "replicas"
@@ -100,7 +99,7 @@ class Admin:
             raise Rejected(
                 Problem(404, "not_found", "these routes are there with --admin-key (ADMIN_KEY), which this server lacks")
             )
-        if not hmac.compare_digest(digest(bearer(http)), self._key):
+        if not bears(http, [self._key]):
             raise unauthorized("the admin key")
 
 

@@ -16,7 +16,9 @@ import tokenizers
 from aiohttp import web
 from tokenizers import decoders, models, pre_tokenizers
 
+from penstock.router.adapters import Adapters
 from penstock.router.api.app import make_app
+from penstock.router.api.ports import Replicas
 from penstock.router.config import RouterConfig
 from penstock.router.request import (
     Alternative,
@@ -283,10 +285,16 @@ class Server:
 
 
 @asynccontextmanager
-async def serving(tokenizer: Tokenizer, config: RouterConfig, batcher: FakeBatcher) -> AsyncIterator[Server]:
+async def serving(
+    tokenizer: Tokenizer,
+    config: RouterConfig,
+    batcher: FakeBatcher,
+    replicas: Replicas | None = None,
+    adapters: Adapters | None = None,
+) -> AsyncIterator[Server]:
     """Real HTTP on a free port, with the runner's settings that the router uses."""
     metrics = FakeMetrics()
-    app = make_app(config, tokenizer, batcher, metrics)
+    app = make_app(config, tokenizer, batcher, metrics, None, replicas, adapters)
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, auto_decompress=False, shutdown_timeout=1.0)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()

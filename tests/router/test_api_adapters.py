@@ -4,16 +4,13 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import aiohttp
 import pytest
-from aiohttp import web
 
 from penstock.router.adapters import Adapters, Later
-from penstock.router.api.app import make_app
 from penstock.router.config import RouterConfig
 from penstock.router.request import Broken, Refused
 from penstock.router.text import Tokenizer
-from penstock.tests.router.fake_batcher import FakeBatcher, FakeMetrics, make_tokenizer
+from penstock.tests.router.fake_batcher import FakeBatcher, make_tokenizer, serving
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 SQL = {"lora_name": "sql", "lora_path": "/adapters/sql"}
@@ -50,23 +47,15 @@ def run(tokenizer: Tokenizer, test: Callable[[Ask, FakeBatcher], Awaitable[None]
         config = RouterConfig(folder="", model="m", **{"max_loras": 2, **settings})
         replica, batcher = FakeReplica(), FakeBatcher(tokenizer)
         adapters = Adapters(config.model, config.adapters, config.max_loras, lambda: [replica])
-        app = make_app(config, tokenizer, batcher, FakeMetrics(), None, None, adapters)
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, auto_decompress=False)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        host, port = runner.addresses[0][:2]
 
         async def ask(path: str, body: Any = None, key: str = "") -> tuple[int, Any]:
             headers = {"Authorization": f"Bearer {key}"} if key else {}
             method = "GET" if body is None else "POST"
-            async with client.request(method, path, json=body, headers=headers) as response:
+            async with server.client.request(method, path, json=body, headers=headers) as response:
                 return response.status, await (response.json() if response.content_type == "application/json" else response.text())
 
-        try:
-            async with asyncio.timeout(20), aiohttp.ClientSession(f"http://{host}:{port}") as client:
-                await test(ask, batcher)
-        finally:
-            await runner.cleanup()
+        async with asyncio.timeout(20), serving(tokenizer, config, batcher, adapters=adapters) as server:
+            await test(ask, batcher)
 
     asyncio.run(main())
 

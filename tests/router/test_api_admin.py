@@ -4,16 +4,13 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-import aiohttp
 import pytest
-from aiohttp import web
 
-from penstock.router.api.app import make_app
 from penstock.router.api.openapi import document
 from penstock.router.config import RouterConfig
 from penstock.router.replica import Conflict, Replica, Unknown
 from penstock.router.text import Tokenizer
-from penstock.tests.router.fake_batcher import FakeBatcher, FakeMetrics, make_tokenizer
+from penstock.tests.router.fake_batcher import FakeBatcher, make_tokenizer, serving
 
 KEY = {"Authorization": "Bearer boss"}
 CLIENT = {"Authorization": "Bearer client"}
@@ -62,21 +59,13 @@ def run(tokenizer: Tokenizer, test: Callable[[Ask, FakeReplicas], Awaitable[None
     async def main() -> None:
         replicas = FakeReplicas()
         config = RouterConfig(folder="", model="m", **{"admin_key": "boss", **settings})
-        app = make_app(config, tokenizer, FakeBatcher(tokenizer), FakeMetrics(), None, replicas)
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, auto_decompress=False)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        host, port = runner.addresses[0][:2]
 
         async def ask(method: str, path: str, **options: Any) -> tuple[int, Any]:
-            async with client.request(method, path, **{"headers": KEY, **options}) as response:
+            async with server.client.request(method, path, **{"headers": KEY, **options}) as response:
                 return response.status, await response.json() if response.content_type == "application/json" else None
 
-        try:
-            async with asyncio.timeout(20), aiohttp.ClientSession(f"http://{host}:{port}") as client:
-                await test(ask, replicas)
-        finally:
-            await runner.cleanup()
+        async with asyncio.timeout(20), serving(tokenizer, config, FakeBatcher(tokenizer), replicas) as server:
+            await test(ask, replicas)
 
     asyncio.run(main())
 

@@ -453,13 +453,9 @@ def test_an_adapter_that_can_not_be_loaded_changes_nothing(
     assert roomy.codes == []
 
 
-@pytest.mark.parametrize("gone", ["router", "deadline"])
-def test_an_adapter_for_which_nobody_waits_is_not_kept(
-    roomy: Process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: str
-) -> None:
-    """Another router has come, or its own has given up: nobody would say that it is to go."""
-    place, slow, reading = lora.adapter(tiny.folder(NAME), tmp_path / "one", 1), threading.Event(), threading.Event()
-    roomy.stub.Warmup(WARMUP, timeout=30)
+def slow_reading(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Adapters are read no faster than the test says: the first event comes when one is begun, at the second it goes on."""
+    reading, slow = threading.Event(), threading.Event()
     usual = Changes.prepared
 
     def prepared(changes: Changes, adapter: Any) -> Any:
@@ -468,6 +464,17 @@ def test_an_adapter_for_which_nobody_waits_is_not_kept(
         return usual(changes, adapter)
 
     monkeypatch.setattr(Changes, "prepared", prepared)
+    return reading, slow
+
+
+@pytest.mark.parametrize("gone", ["router", "deadline"])
+def test_an_adapter_for_which_nobody_waits_is_not_kept(
+    roomy: Process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: str
+) -> None:
+    """Another router has come, or its own has given up: nobody would say that it is to go."""
+    place = lora.adapter(tiny.folder(NAME), tmp_path / "one", 1)
+    roomy.stub.Warmup(WARMUP, timeout=30)
+    reading, slow = slow_reading(monkeypatch)
     monkeypatch.setattr(arrivals, "WAIT", 0.1)
     asked = wire.LoadAdapterRequest(adapter=wire.LoadedAdapter(key="k", name="one", folder=str(place)))
     call = roomy.stub.LoadAdapter.future(asked, timeout=10 if gone == "router" else 0.3)
@@ -491,20 +498,13 @@ def test_an_adapter_for_which_nobody_waits_is_not_kept(
 
 def test_a_router_may_be_heard_of_after_what_it_asks_for(roomy: Process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By ranks to which commands are passed on: it has come before it asked, and what it has loaded stays."""
-    place, slow, reading = lora.adapter(tiny.folder(NAME), tmp_path / "one", 1), threading.Event(), threading.Event()
+    place = lora.adapter(tiny.folder(NAME), tmp_path / "one", 1)
     roomy.stub.Warmup(WARMUP, timeout=30)
     roomy.stub.ClearCache(wire.ClearCacheRequest(step=1, router="first"))
     asked = wire.LoadAdapterRequest(adapter=wire.LoadedAdapter(key="k1", name="one", folder=str(place)), router="second")
     roomy.stub.LoadAdapter(asked, timeout=10)
     roomy.stub.ClearCache(wire.ClearCacheRequest(step=2))  # the first one's stream has ended
-    usual = Changes.prepared
-
-    def prepared(changes: Changes, adapter: Any) -> Any:
-        reading.set()
-        assert slow.wait(10)
-        return usual(changes, adapter)
-
-    monkeypatch.setattr(Changes, "prepared", prepared)
+    reading, slow = slow_reading(monkeypatch)
     asked.adapter.key = "k2"
     call = roomy.stub.LoadAdapter.future(asked, timeout=10)
     assert reading.wait(5)
