@@ -15,7 +15,7 @@ from .fused_rotary import rotated, storable
 from .indexed import EPSILON, Choosing
 from .layout import Kind
 from .paged_attention import INTERPRET, TARGETS, Plan, tiles_of
-from .paged_kernels import dot, slots_of, visible_of
+from .paged_kernels import Sight, dot, slots_of, visible_of
 
 STAGES = 3  # two tiles of keys are under way while a third is worked on; as in attention, AMD's have little shared memory
 
@@ -144,13 +144,11 @@ def scores_kernel(
     tree = tl.load(item + 6)
     one = tl.arange(0, 1)
     position = tl.load(positions + token + one)
-    word_0 = one
-    word_1 = one
-    word_2 = one
-    word_3 = one
+    words = one, one, one, one
     if TREES:
-        words = masks + token * 4 + one
-        word_0, word_1, word_2, word_3 = tl.load(words), tl.load(words + 1), tl.load(words + 2), tl.load(words + 3)
+        at = masks + token * 4 + one
+        words = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+    sight = Sight(position, position, positions, context, tree, 0, end)
     head = tl.arange(0, HEADS_PADDED)
     feature = tl.arange(0, PADDED)
     asked = query + (token * HEADS + head)[:, None] * SIZE + feature[None, :]
@@ -167,9 +165,7 @@ def scores_kernel(
         if not TREES:  # read again for every tile, lest they be kept: ptxas would spill on Blackwell; with trees it is as well off
             weight = tl.load(weights + token * HEADS + head, mask=head < HEADS, other=0.0)
         score = tl.sum(found * weight[:, None], 0)
-        visible = visible_of(
-            key_at, position, position, positions, word_0, word_1, word_2, word_3, context, tree, 0, end, False, TREES
-        )
+        visible = visible_of(key_at, sight, words, False, TREES)
         hidden = tl.max(visible.to(tl.int32), 0) == 0
         tl.store(target + key_at, tl.where(hidden, float("-inf"), score), mask=key_at < end)
 

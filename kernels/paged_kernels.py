@@ -5,10 +5,55 @@ are read once. It goes through its keys in tiles, most of which nothing hides, a
 al. 2022, arXiv:2205.14135), in units of log 2.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from .early import wait
+
+
+class Layer(NamedTuple):
+    """What is known of a layer when a kernel is compiled, all of it constant."""
+
+    kv_heads: int
+    size: int  # of a value, and of a key but for what is turned
+    padded: int  # to a power of two, as the next one is
+    turned: int  # of keys that are latents, and values, too, the features behind these; 0: values are by themselves
+    turned_padded: int
+    width: int  # of a slot
+    page: int
+    windowed: bool
+    capped: bool
+    trees: bool
+    widen: bool
+
+
+class Sight(NamedTuple):
+    """Which keys the rows of a tile see."""
+
+    limit: tl.tensor  # [ROWS]: up to which they see all, in order
+    position: tl.tensor  # [ROWS]
+    positions: tl.tensor  # of all of the step's tokens
+    context: tl.tensor  # keys before a tree's
+    tree: tl.tensor  # its first token; less than 0: these are no nodes
+    window: tl.tensor
+    end: tl.tensor  # of the item
+
+
+class Asked(NamedTuple):
+    """A tile's queries. [ROWS, padded]"""
+
+    query: tl.tensor
+    turned: tl.tensor  # the features behind those, if a layer has any
+
+
+class Running(NamedTuple):
+    """What was added up of the keys so far."""
+
+    sums: tl.tensor  # [ROWS, padded]
+    best: tl.tensor  # [ROWS]: the highest logit
+    total: tl.tensor  # [ROWS]: of exponentials over that one
 
 
 @triton.jit
@@ -51,57 +96,48 @@ def _rows(places: tl.tensor, shown: tl.tensor, within: tl.tensor, MASKED: tl.con
 
 
 @triton.jit
-def visible_of(
-    key: tl.tensor,
-    limit: tl.tensor,
-    position: tl.tensor,
-    positions: tl.tensor,
-    word_0: tl.tensor,
-    word_1: tl.tensor,
-    word_2: tl.tensor,
-    word_3: tl.tensor,
-    context: tl.tensor,
-    tree: tl.tensor,
-    window: tl.tensor,
-    end: tl.tensor,
-    WINDOWED: tl.constexpr,
-    TREES: tl.constexpr,
-) -> tl.tensor:
-    """Which keys each row of a tile sees, in order up to its limit: [ROWS, KEYS]. key: [KEYS]; limit, position, words: [ROWS]."""
-    inside = key < end
-    visible = (key[None, :] <= limit[:, None]) & inside[None, :]
+def visible_of(key: tl.tensor, sight: Sight, words: tl.tuple, WINDOWED: tl.constexpr, TREES: tl.constexpr) -> tl.tensor:
+    """Which keys each row of a tile sees: [ROWS, KEYS]. key: [KEYS]; words: four of [ROWS], of which each bit is a node seen."""
+    inside = key < sight.end
+    visible = (key[None, :] <= sight.limit[:, None]) & inside[None, :]
     key_position = key
     if TREES:
-        node = key - context
-        of_tree = (node >= tl.where(tree >= 0, 0, 1 << 30)) & inside
-        low = tl.where((node < 32)[None, :], word_0[:, None], word_1[:, None])
-        high = tl.where((node < 96)[None, :], word_2[:, None], word_3[:, None])
+        node = key - sight.context
+        of_tree = (node >= tl.where(sight.tree >= 0, 0, 1 << 30)) & inside
+        low = tl.where((node < 32)[None, :], words[0][:, None], words[1][:, None])
+        high = tl.where((node < 96)[None, :], words[2][:, None], words[3][:, None])
         sees = (tl.where((node < 64)[None, :], low, high) >> (node & 31)[None, :]) & 1
         visible = tl.where(of_tree[None, :], sees == 1, visible)
         if WINDOWED:
-            key_position = tl.where(of_tree, tl.load(positions + tree + node, mask=of_tree, other=0), key)
+            key_position = tl.where(of_tree, tl.load(sight.positions + sight.tree + node, mask=of_tree, other=0), key)
     if WINDOWED:
-        visible = visible & (position[:, None] - key_position[None, :] < window)
+        visible = visible & (sight.position[:, None] - key_position[None, :] < sight.window)
     return visible
 
 
 @triton.jit
+def _words(masks: tl.tensor, token: tl.tensor, LOADED: tl.constexpr) -> tl.tuple:
+    """Of `visible_of`. Not LOADED: any, since nobody looks."""
+    if not LOADED:
+        return token, token, token, token
+    at, there = masks + token * 4, token >= 0
+    return (
+        tl.load(at, mask=there, other=0),
+        tl.load(at + 1, mask=there, other=0),
+        tl.load(at + 2, mask=there, other=0),
+        tl.load(at + 3, mask=there, other=0),
+    )
+
+
+@triton.jit
 def _logits(
-    query: tl.tensor,
-    key: tl.tensor,
-    turned_query: tl.tensor,
-    turned_key: tl.tensor,
-    factor: tl.tensor,
-    softcap: tl.tensor,
-    LATENT: tl.constexpr,
-    CAPPED: tl.constexpr,
-    WIDEN: tl.constexpr,
+    asked: Asked, key: tl.tensor, turned_key: tl.tensor, factor: tl.tensor, softcap: tl.tensor, LAYER: tl.constexpr
 ) -> tl.tensor:
-    """Times `unit` of `_through` they are in units of log 2. query: [ROWS, PADDED]; key: [KEYS, PADDED]."""
-    logits = dot(query, tl.trans(key.to(query.dtype)), WIDEN)
-    if LATENT:
-        logits += dot(turned_query, tl.trans(turned_key.to(query.dtype)), WIDEN)
-    if CAPPED:
+    """Times `unit` of `_through` they are in units of log 2: [ROWS, KEYS]. key: [KEYS, padded]."""
+    logits = dot(asked.query, tl.trans(key.to(asked.query.dtype)), LAYER.widen)
+    if LAYER.turned > 0:
+        logits += dot(asked.turned, tl.trans(turned_key.to(asked.query.dtype)), LAYER.widen)
+    if LAYER.capped:
         # tanh(x) = 1 - 2 / (exp(2 x) + 1), and factor holds 2 log2(e) / softcap.
         logits = softcap * 1.4426950408889634 * (1.0 - 2.0 / (tl.exp2(logits * factor) + 1.0))
     return logits
@@ -115,75 +151,43 @@ def _beside(sink: tl.tensor, best: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _through(
-    sums: tl.tensor,
-    best: tl.tensor,
-    total: tl.tensor,
-    query: tl.tensor,
-    turned_query: tl.tensor,
+    running: Running,
+    asked: Asked,
     cache: tl.tensor,
     pages: tl.tensor,
     first: tl.tensor,
     last: tl.tensor,
-    end: tl.tensor,
     lowest: tl.tensor,
     factor: tl.tensor,
     softcap: tl.tensor,
-    limit: tl.tensor,
-    position: tl.tensor,
+    sight: Sight,
     token: tl.tensor,
-    positions: tl.tensor,
     masks: tl.tensor,
-    context: tl.tensor,
-    tree: tl.tensor,
-    window: tl.tensor,
-    KV_HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-    PADDED: tl.constexpr,
-    TURNED: tl.constexpr,
-    TURNED_PADDED: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PAGE: tl.constexpr,
+    LAYER: tl.constexpr,
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    TREES: tl.constexpr,
-    WIDEN: tl.constexpr,
     MASKED: tl.constexpr,
-) -> tl.tensor:
-    """Adds the keys from `first` to `last` to sums [ROWS, PADDED], best and total [ROWS]. Not MASKED: whole tiles, all seen.
-
-    TURNED: of keys that are latents, and values, too, the features behind these; 0: values are by themselves; WIDTH: of a slot.
-    """
-    feature = tl.arange(0, PADDED)
-    within = feature < SIZE
-    turned = tl.arange(0, TURNED_PADDED)
-    word_0 = token
-    word_1 = token
-    word_2 = token
-    word_3 = token
-    if MASKED and TREES:
-        words = masks + token * 4
-        word_0 = tl.load(words, mask=token >= 0, other=0)
-        word_1 = tl.load(words + 1, mask=token >= 0, other=0)
-        word_2 = tl.load(words + 2, mask=token >= 0, other=0)
-        word_3 = tl.load(words + 3, mask=token >= 0, other=0)
-    unit = 1.0 if CAPPED else factor
+) -> Running:
+    """With the keys from `first` to `last`. lowest: before it all are hidden. Not MASKED: whole tiles, all seen."""
+    sums, best, total = running
+    feature = tl.arange(0, LAYER.padded)
+    within = feature < LAYER.size
+    turned = tl.arange(0, LAYER.turned_padded)
+    words = _words(masks, token, MASKED and LAYER.trees)
+    unit = 1.0 if LAYER.capped else factor
     for begin in tl.range(first, last, KEYS, num_stages=STAGES):
-        slots = slots_of(pages, begin, end, PAGE, KEYS, MASKED)
-        place = slots[:, None] * WIDTH + feature[None, :]
+        slots = slots_of(pages, begin, sight.end, LAYER.page, KEYS, MASKED)
+        place = slots[:, None] * LAYER.width + feature[None, :]
         key_at = begin + tl.arange(0, KEYS)
-        shown = (key_at < end) & (key_at >= lowest)
-        key = _rows(cache + place, shown, within, MASKED, PADDED == SIZE)
+        shown = (key_at < sight.end) & (key_at >= lowest)
+        key = _rows(cache + place, shown, within, MASKED, LAYER.padded == LAYER.size)
         turned_key = key
-        if TURNED > 0:
-            turned_place = cache + slots[:, None] * WIDTH + SIZE + turned[None, :]
-            turned_key = _rows(turned_place, shown, turned < TURNED, MASKED, TURNED_PADDED == TURNED)
-        logits = _logits(query, key, turned_query, turned_key, factor, softcap, TURNED > 0, CAPPED, WIDEN)
+        if LAYER.turned > 0:
+            turned_place = cache + slots[:, None] * LAYER.width + LAYER.size + turned[None, :]
+            turned_key = _rows(turned_place, shown, turned < LAYER.turned, MASKED, LAYER.turned_padded == LAYER.turned)
+        logits = _logits(asked, key, turned_key, factor, softcap, LAYER)
         if MASKED:
-            visible = visible_of(
-                key_at, limit, position, positions, word_0, word_1, word_2, word_3, context, tree, window, end, WINDOWED, TREES
-            )
+            visible = visible_of(key_at, sight, words, LAYER.windowed, LAYER.trees)
             logits = tl.where(visible, logits, float("-inf"))
         higher = tl.maximum(best, tl.max(logits, 1) * unit)
         base = higher
@@ -195,11 +199,75 @@ def _through(
         best = higher
         sums = sums * fade[:, None]
         value = key
-        if TURNED == 0:
-            value = _rows(cache + KV_HEADS * SIZE + place, shown, within, MASKED, PADDED == SIZE)
-        value = value.to(query.dtype)
-        sums += dot(part.to(value.dtype), value, WIDEN)
-    return sums, best, total
+        if LAYER.turned == 0:
+            value = _rows(cache + LAYER.kv_heads * LAYER.size + place, shown, within, MASKED, LAYER.padded == LAYER.size)
+        value = value.to(asked.query.dtype)
+        sums += dot(part.to(value.dtype), value, LAYER.widen)
+    return Running(sums, best, total)
+
+
+@triton.jit
+def _through_all(
+    asked: Asked,
+    cache: tl.tensor,
+    pages: tl.tensor,
+    first: tl.tensor,
+    factor: tl.tensor,
+    softcap: tl.tensor,
+    sight: Sight,
+    token: tl.tensor,
+    masks: tl.tensor,
+    LAYER: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
+    SINGLE: tl.constexpr,
+) -> Running:
+    """With all keys from `first` on. What hides nothing need not be masked; SINGLE: where memory is slower than masking, one loop
+    starts sooner."""
+    running = Running(
+        tl.zeros([ROWS, LAYER.padded], tl.float32), tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    )
+    nearest = tl.min(tl.where(token >= 0, sight.position, 1 << 30), 0)
+    # Before this key none is hidden, but by the window.
+    plain = tl.where(sight.tree == -2, sight.end, tl.minimum(sight.end, nearest + 1))
+    if LAYER.trees:
+        plain = tl.where(sight.tree >= 0, tl.minimum(sight.end, sight.context), plain)
+    lowest = first
+    if LAYER.windowed:
+        lowest = tl.maximum(first, nearest - sight.window + 1)
+        first += (lowest - first) // KEYS * KEYS
+    tail = first
+    EDGE: tl.constexpr = KEYS if SINGLE or KEYS < 64 else 64  # masks take registers, and of a large tile most may be hidden
+    if not SINGLE:
+        middle = first
+        if LAYER.windowed:
+            free = tl.minimum(tl.max(sight.position, 0) - sight.window + 1, sight.end)  # from here on the window hides nothing
+            middle = first + tl.cdiv(tl.maximum(free - first, 0), KEYS) * KEYS
+            running = _through(
+                running, asked, cache, pages, first, middle, lowest, factor, softcap, sight, token, masks, LAYER, EDGE, 3, True
+            )
+        tail = middle + tl.maximum(plain - middle, 0) // KEYS * KEYS
+        running = _through(
+            running, asked, cache, pages, middle, tail, lowest, factor, softcap, sight, token, masks, LAYER, KEYS, STAGES, False
+        )
+    STAGED: tl.constexpr = STAGES if SINGLE else 3
+    return _through(
+        running, asked, cache, pages, tail, sight.end, lowest, factor, softcap, sight, token, masks, LAYER, EDGE, STAGED, True
+    )
+
+
+@triton.jit
+def _queries(source: tl.tensor, valid: tl.tensor, LAYER: tl.constexpr) -> Asked:
+    """source: where each row's begin, [ROWS, 1]."""
+    feature = tl.arange(0, LAYER.padded)
+    query = tl.load(source + feature[None, :], mask=valid[:, None] & (feature < LAYER.size)[None, :], other=0.0)
+    turned_query = query
+    if LAYER.turned > 0:
+        turned = tl.arange(0, LAYER.turned_padded)
+        held = valid[:, None] & (turned < LAYER.turned)[None, :]
+        turned_query = tl.load(source + LAYER.size + turned[None, :], mask=held, other=0.0)
+    return Asked(query, turned_query)
 
 
 @triton.jit
@@ -240,10 +308,8 @@ def attend(
     WIDEN: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """One item and one key head. Key heads of an item are neighbours, since their keys are in memory.
-
-    TURNED: features of keys behind those that are values, too. Then KV_HEADS are parts of the query heads, all with the same keys.
-    """
+    """One item and one key head. Key heads of an item are neighbours, since their keys are in memory. For constants see `Layer`:
+    of latents KV_HEADS are parts of the query heads, all with the same keys."""
     wait(EARLY)
     head = tl.program_id(0) % KV_HEADS
     item = items + (tl.program_id(0) // KV_HEADS) * 8
@@ -258,20 +324,15 @@ def attend(
     tree = tl.load(item + 6)
     partial = tl.load(item + 7)
 
+    LAYER: tl.constexpr = Layer(KV_HEADS, SIZE, PADDED, TURNED, TURNED_PADDED, WIDTH, PAGE, WINDOWED, CAPPED, TREES, WIDEN)
     row = tl.arange(0, ROWS)
     asked = row // RATIO
     valid = asked < queries
     token = tl.load(listed + start + asked, mask=valid, other=-1)
     position = tl.load(positions + token, mask=valid, other=-1)
     query_head = head * RATIO + row % RATIO
-    feature = tl.arange(0, PADDED)
-    held = valid[:, None] & (feature < SIZE)[None, :]
     source = query + token.to(tl.int64)[:, None] * query_stride + (query_head * (SIZE + TURNED))[:, None]
-    asking = tl.load(source + feature[None, :], mask=held, other=0.0)
-    turned_asking = asking
-    if TURNED > 0:
-        turned = tl.arange(0, TURNED_PADDED)
-        turned_asking = tl.load(source + SIZE + turned[None, :], mask=valid[:, None] & (turned < TURNED)[None, :], other=0.0)
+    asking = _queries(source, valid, LAYER)
 
     factor = scale
     if SCALED:
@@ -279,47 +340,14 @@ def attend(
     if CAPPED:
         factor = factor * 2.0 / softcap
     factor *= 1.4426950408889634
-
-    sums = tl.zeros([ROWS, PADDED], tl.float32)
-    best = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
     own = cache
     if TURNED == 0:
         own += head * SIZE
-
-    nearest = tl.min(tl.where(valid, position, 1 << 30), 0)
     limit = tl.where(tree == -2, end - 1, position)  # of a whole row each query sees all keys
-    plain = tl.where(tree == -2, end, tl.minimum(end, nearest + 1))  # before this key none is hidden, but by the window
-    if TREES:
-        plain = tl.where(tree >= 0, tl.minimum(end, context), plain)
-    lowest = first
-    if WINDOWED:
-        lowest = tl.maximum(first, nearest - window + 1)
-        first += (lowest - first) // KEYS * KEYS
-    tail = first
-    EDGE: tl.constexpr = KEYS if SINGLE or KEYS < 64 else 64  # masks take registers, and of a large tile most may be hidden
-    if not SINGLE:  # what hides nothing need not be masked; where memory is slower than masking, one loop starts sooner
-        middle = first
-        if WINDOWED:
-            free = tl.minimum(tl.max(position, 0) - window + 1, end)  # from here on the window hides nothing from anybody
-            middle = first + tl.cdiv(tl.maximum(free - first, 0), KEYS) * KEYS
-            sums, best, total = _through(
-                sums, best, total, asking, turned_asking, own, table, first, middle, end, lowest, factor, softcap, limit, position,
-                token, positions, masks, context, tree, window,
-                KV_HEADS, SIZE, PADDED, TURNED, TURNED_PADDED, WIDTH, PAGE, EDGE, 3, WINDOWED, CAPPED, TREES, WIDEN, True,
-            )  # fmt: skip
-        tail = middle + tl.maximum(plain - middle, 0) // KEYS * KEYS
-        sums, best, total = _through(
-            sums, best, total, asking, turned_asking, own, table, middle, tail, end, lowest, factor, softcap, limit, position,
-            token, positions, masks, context, tree, window,
-            KV_HEADS, SIZE, PADDED, TURNED, TURNED_PADDED, WIDTH, PAGE, KEYS, STAGES, WINDOWED, CAPPED, TREES, WIDEN, False,
-        )  # fmt: skip
-    sums, best, total = _through(
-        sums, best, total, asking, turned_asking, own, table, tail, end, end, lowest, factor, softcap, limit, position, token,
-        positions, masks, context, tree, window,
-        KV_HEADS, SIZE, PADDED, TURNED, TURNED_PADDED, WIDTH, PAGE, EDGE, STAGES if SINGLE else 3, WINDOWED, CAPPED, TREES, WIDEN,
-        True,
-    )  # fmt: skip
+    sight = Sight(limit, position, positions, context, tree, window, end)
+    sums, best, total = _through_all(
+        asking, own, table, first, factor, softcap, sight, token, masks, LAYER, ROWS, KEYS, STAGES, SINGLE
+    )
 
     if SINKS:  # of partials, `merge` adds it once
         sink = _beside(tl.load(sinks + query_head, mask=valid, other=0.0), best)
@@ -327,6 +355,8 @@ def attend(
     answer = sums / tl.where(total > 0, total, 1.0)[:, None]
     if SCALED:
         answer *= tl.load(scales + KV_HEADS + head)
+    feature = tl.arange(0, PADDED)
+    held = valid[:, None] & (feature < SIZE)[None, :]
     if partial < 0:
         # Loaded once more, in other words lest it be kept: in the loops registers are scarce.
         token = tl.load(listed + start + asked, mask=valid, other=0, cache_modifier=".ca")
