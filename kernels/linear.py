@@ -59,6 +59,8 @@ SMALL = 3 << 18
 # Inputs of which MKL 2024 makes sums in one way, however many rows there are. Of more it makes them in one way for up to some 160
 # rows, and in another for more.
 PIECE = 768
+# Rows that AMX adds up in one way, however many there are. With more it goes by their number, of a few hundred inputs and more.
+ALIKE = 32
 # Rows that are few enough for reading the weight to be all that counts: those of `fused_product`. Not measured yet; 0 is none.
 FEW = 16
 # In float16 rows times the gains of their norm might come to more than it holds, and in float32 torch's own product is quicker.
@@ -84,7 +86,8 @@ class Weight:
         self._plain = (weight, bias) if streams else None
         route = _route(weight, exact)
         self.shared = route in (plain, steady)  # the weight is not copied
-        self.compiled = (weight.shape, weight.dtype, bias is not None) if route is packed else None  # what oneDNN compiles for
+        compiles = route in (packed, in_blocks)
+        self.compiled = (weight.shape, weight.dtype, bias is not None) if compiles else None  # what oneDNN compiles for
         self.product = route(weight, bias)
         if exact is Exact.GUESS and weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() <= SHORT:
             self.bytes += weight.nbytes
@@ -132,7 +135,8 @@ def steady(weight: Tensor, bias: Tensor | None) -> Product:
 
 
 def packed(weight: Tensor, bias: Tensor | None) -> Product:
-    """oneDNN's, by the operators that torch.compile uses. A row's result does not depend on the rows beside it, to the last bit."""
+    """oneDNN's, by the operators that torch.compile uses. A row's result does not depend on the rows beside it, to the last bit,
+    but by AMX."""
     blocked = torch.ops.mkldnn._reorder_linear_weight(weight, EXPECTED_ROWS)
 
     def product(x: Tensor) -> Tensor:
@@ -141,6 +145,12 @@ def packed(weight: Tensor, bias: Tensor | None) -> Product:
         return torch.ops.mkldnn._linear_pointwise(x, blocked, bias, "none", [], "")  # type: ignore[no-any-return]
 
     return product
+
+
+def in_blocks(weight: Tensor, bias: Tensor | None) -> Product:
+    """oneDNN's where it goes by AMX: a row's result does not depend on the rows beside it, to the last bit, by AMX either."""
+    product = packed(weight, bias)
+    return lambda x: product(x) if len(x) <= ALIKE else torch.cat([product(part) for part in x.split(ALIKE)])
 
 
 def usual(rows: int) -> int:
@@ -203,18 +213,29 @@ def shortened(weight: Tensor, bias: Tensor | None, product: Product) -> Product:
 def _route(weight: Tensor, exact: Exact) -> Callable[[Tensor, Tensor | None], Product]:
     if exact is Exact.STEADY and triton_for(weight):
         return steady
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if weight.device.type != "cpu" or not by_onednn(weight.dtype):
         return plain
-    if weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return packed
-    if weight.dtype != torch.float32:
+    if exact is Exact.STEADY:
+        return in_blocks if weight.dtype != torch.float32 and torch.cpu._is_amx_tile_supported() else packed
+    if weight.dtype == torch.float16:  # of which single rows are quicker by torch's own
         return plain
-    if torch.get_num_threads() > 1 or exact is Exact.STEADY:
+    if weight.dtype == torch.bfloat16 or torch.get_num_threads() > 1:
         return packed
     if torch.backends.cpu.get_cpu_capability() == "AVX2":
         return transposed
     # Of one output, such as the gate of a shared expert, MKL makes sums by the number of rows.
     return in_columns if len(weight) > 1 and weight.numel() <= SMALL and by_mkl() else packed
+
+
+def by_onednn(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies such numbers on this processor."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    supported = {
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+    }
+    return dtype == torch.float32 or (dtype in supported and supported[dtype]())
 
 
 @cache

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.codes import Codes
-from ...kernels.linear import Exact, Weight
+from ...kernels.linear import Exact, Weight, by_onednn
 from ...kernels.operations import rms_norm, rotate_and_write_latents
 from ...kernels.ragged import How, attention
 from ..step import Step
@@ -30,7 +30,7 @@ class ByHeads:
 
     def __init__(self, weights: Tensor, exact: Exact) -> None:
         """weights: [heads, in, out]. On a CPU, many heads' sums at once are made in ways that depend on the number of rows."""
-        apart = exact is Exact.STEADY and weights.device.type == "cpu" and weights.dtype == torch.float32
+        apart = exact is Exact.STEADY and weights.device.type == "cpu" and by_onednn(weights.dtype)
         self._apart = [Weight(own.t().contiguous(), exact=exact) for own in weights] if apart else []
         self._weights = weights if not apart else None
 
