@@ -150,7 +150,7 @@ def packed(weight: Tensor, bias: Tensor | None) -> Product:
 def in_blocks(weight: Tensor, bias: Tensor | None) -> Product:
     """oneDNN's where it goes by AMX: a row's result does not depend on the rows beside it, to the last bit, by AMX either."""
     product = packed(weight, bias)
-    return lambda x: product(x) if len(x) <= ALIKE else torch.cat([product(part) for part in x.split(ALIKE)])
+    return lambda x: product(x) if len(x) <= ALIKE else torch.cat([product(part) for part in torch.split(x, ALIKE)])
 
 
 def usual(rows: int) -> int:
