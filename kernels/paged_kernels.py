@@ -252,10 +252,9 @@ def _through_all(
             running, asked, cache, pages, middle, tail, lowest, factor, softcap, sight, token, masks, LAYER, KEYS, STAGES, False
         )
     STAGED: tl.constexpr = STAGES if SINGLE else 3
-    running = _through(
+    return _through(  # type: ignore[no-any-return]
         running, asked, cache, pages, tail, sight.end, lowest, factor, softcap, sight, token, masks, LAYER, EDGE, STAGED, True
     )
-    return running
 
 
 @triton.jit
