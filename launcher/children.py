@@ -111,6 +111,8 @@ def environment(given: Mapping[str, str], threads: int, interpret: bool = False,
         "OMP_WAIT_POLICY": given.get("OMP_WAIT_POLICY", "PASSIVE"),
         # A message comes over one thread instead of four that wake each other: of a step half of gRPC's CPU, in router and shard.
         "GRPC_EXPERIMENTS": given.get("GRPC_EXPERIMENTS", "-event_engine_client,-event_engine_listener"),
+        # As nvidia-smi counts GPUs, by whose answer it was planned; CUDA's own order puts the fastest first.
+        "CUDA_DEVICE_ORDER": given.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),
         "PYTHONUNBUFFERED": "1",  # their lines reach us when they are written
         "TOKENIZERS_PARALLELISM": "false",  # one prompt at a time gains nothing from it
         **({"TRITON_INTERPRET": "1"} if interpret else {}),

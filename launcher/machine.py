@@ -6,10 +6,8 @@ import ipaddress
 import os
 import resource
 import secrets
-import shutil
 import socket
 import struct
-import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -17,13 +15,12 @@ from pathlib import Path
 
 from ..proto import process
 from ..proto.process import available_memory, control_groups, lines_of
-from . import amd
+from . import amd, nvidia
 from .mistake import Mistake
 
 FIRST_PORT = 10240  # of those that are chosen; well-known services have lower ones
 SIOCGIFADDR = 0x8915  # linux/sockios.h
 FILES = 128  # the router's alone may be 100; eight shards' pipes and sockets take some here
-PATIENCE = 20  # seconds until nvidia-smi has answered; a driver that hangs lets it wait for ever
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +45,8 @@ class Machine:
 def inspect() -> Machine:
     flags = _cpu_flags()
     of_amd = amd.find(os.environ)
-    gpu_memory = of_amd.memory or _gpu_memory()
+    of_nvidia = nvidia.Found() if of_amd.memory else nvidia.find(os.environ)
+    gpu_memory = of_amd.memory or of_nvidia.memory
     return Machine(
         cores=cores(),
         memory=available_memory(),
@@ -56,7 +54,7 @@ def inspect() -> Machine:
         packs_bfloat16=flags >= {"avx512vl", "avx512bw", "avx512dq"},
         gpu_memory=gpu_memory,
         amd=of_amd.numbers,
-        obstacle="" if gpu_memory else of_amd.obstacle,
+        obstacle="" if gpu_memory else of_amd.obstacle or of_nvidia.obstacle,
     )
 
 
@@ -85,27 +83,6 @@ def _cpu_quotas() -> list[int]:
 
 def _cpu_flags() -> set[str]:
     return next((set(line.split()) for line in lines_of(process.PROC / "cpuinfo") if line.startswith("flags")), set())
-
-
-def _gpu_memory() -> tuple[int, ...]:
-    """Free bytes of each NVIDIA GPU that we may see, as nvidia-smi says it."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and visible.strip() in ("", "-1"):
-        return ()  # the operator hides all GPUs
-    if not shutil.which("nvidia-smi"):
-        return ()
-    command = ["nvidia-smi", "--query-gpu=index,uuid,memory.free", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
-    except subprocess.TimeoutExpired:
-        raise Mistake(
-            f"nvidia-smi has not answered for {PATIENCE} s: restart the GPU's driver, or do without GPUs: CUDA_VISIBLE_DEVICES=-1"
-        ) from None
-    rows = [[cell.strip() for cell in line.split(",")] for line in answer.stdout.splitlines()] if answer.returncode == 0 else []
-    if visible is not None:
-        asked = [name.strip() for name in visible.split(",")]
-        rows = [row for name in asked for row in rows if name == row[0] or (name and row[1].startswith(name))]
-    return tuple(int(row[2]) << 20 for row in rows if row[2].isdigit())  # else "[N/A]", of a device that has failed
 
 
 def take_files() -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from .machine import Machine
 from .mistake import Mistake
+from .nvidia import VISIBLE
 from .options import Options
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 VISIBLE_AMD = "HIP_VISIBLE_DEVICES"  # which wins where both are set
 LAST_PORT = 65535
 
@@ -113,5 +113,4 @@ def _devices(group: int, ranks: int, environment: Mapping[str, str], amd: Sequen
     given = [name.strip() for name in environment.get(VISIBLE, "").split(",") if name.strip()]
     if given:
         return {VISIBLE: ",".join(given[number] for number in numbers)}
-    # As nvidia-smi counts them, by whose answer it was planned.
-    return {VISIBLE: ",".join(map(str, numbers)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    return {VISIBLE: ",".join(map(str, numbers))}

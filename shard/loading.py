@@ -159,10 +159,11 @@ def _check_launcher() -> None:
 
     try:
         driver.active.get_current_target()
-    except (RuntimeError, subprocess.CalledProcessError) as error:
+    except (RuntimeError, AssertionError, OSError, subprocess.CalledProcessError) as error:
         raise Unsupported(
             f"Triton can't build what launches its kernels ({error}): it needs a C compiler and Python's headers: apt-get "
-            "install gcc python3-dev, or set CC; PENSTOCK_KERNELS=reference does without, and is slow"
+            "install gcc python3-dev, or set CC; a folder that it may write (TRITON_CACHE_DIR); and libcuda.so.1, which ldconfig "
+            "finds, or in the folder of TRITON_LIBCUDA_PATH. PENSTOCK_KERNELS=reference does without, and is slow"
         ) from error
 
 

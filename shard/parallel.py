@@ -14,6 +14,8 @@ import torch.distributed as distributed
 from torch import Tensor
 
 RENDEZVOUS_SECONDS = 120
+# That NCCL waits for a rank, which may be compiling what others don't need. Who hangs in a step is ended by the router long before.
+ANSWER_SECONDS = 900
 
 Meeting = Path | tuple[str, int]  # a file, which is not there yet, of ranks of one machine; an address and a port else
 
@@ -38,7 +40,8 @@ class Ranks:
             timeout = timedelta(seconds=RENDEZVOUS_SECONDS)
             backend = "nccl" if device.type == "cuda" else "gloo"
             store = _store(rank, size, meeting, timeout)
-            distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+            answer = timedelta(seconds=ANSWER_SECONDS) if backend == "nccl" else timeout  # Gloo meets by it, too
+            distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=answer)
             # Gloo meets here, NCCL only when the first thing is asked of it, after weights were loaded.
             store.set(f"here {rank}", "")
             store.wait([f"here {other}" for other in range(size)], timeout)

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 import pytest
 
-from penstock.launcher import checkpoint, cli, hub, machine, replicas
+from penstock.launcher import checkpoint, cli, hub, machine, nvidia, replicas
 from penstock.launcher.console import Console
 from penstock.proto import process
 from penstock.shard.models import fields
@@ -193,9 +193,9 @@ def test_a_driver_that_hangs_or_whose_device_has_failed(
     monkeypatch.setattr(process, "PROC", tmp_path)
     fake.write_text("#!/bin/sh\necho 0, GPU-a, '[N/A]'; echo 1, GPU-b, 1024\n")
     fake.chmod(0o755)
-    assert machine._gpu_memory() == (1 << 30,)
+    assert nvidia.find({}).memory == (1 << 30,)
     fake.write_text("#!/bin/sh\nexec sleep 60\n")
-    monkeypatch.setattr(machine, "PATIENCE", 1)
+    monkeypatch.setattr(nvidia, "PATIENCE", 1)
     check(["plan"], ["nvidia-smi has not answered for 1 s", "CUDA_VISIBLE_DEVICES=-1"], capsys)
 
 

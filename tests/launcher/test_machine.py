@@ -72,28 +72,6 @@ def test_limits_of_version_1(tree: Path) -> None:
     assert machine.cores() == 2
 
 
-@pytest.mark.parametrize(
-    ("visible", "expected"),
-    [
-        (None, (8 << 20, 9 << 20)),
-        ("", ()),
-        ("-1", ()),
-        ("1", (9 << 20,)),
-        ("1,0", (9 << 20, 8 << 20)),
-        ("GPU-bb", (9 << 20,)),
-    ],
-)
-def test_gpus(tree: Path, visible: str | None, expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of which there need be nothing in /proc: in WSL and gVisor the driver is another kernel's."""
-    write(tree / "bin/nvidia-smi", "#!/bin/sh\necho '0, GPU-aa11, 8'\necho '1, GPU-bb22, 9'\n")
-    (tree / "bin/nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tree / "bin"))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert machine.inspect().gpu_memory == expected
-
-
 def test_a_port_in_use_names_its_holder() -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
