@@ -20,18 +20,24 @@ WARPS = 4
 
 
 @triton.jit
-def _normal(low, high, weight, half, gained, SIZE: tl.constexpr, epsilon):  # type: ignore[no-untyped-def]
-    """Both halves of some heads over their root mean square, times the weight where they are `gained`. low, high: [heads, half], of
-    the tensors' type."""
+def _normal(low, high, low_gains, high_gains, SIZE: tl.constexpr, epsilon):  # type: ignore[no-untyped-def]
+    """Both halves of some heads over their root mean square, times their gains. low, high: [heads, half], of the tensors' type."""
     dtype = low.dtype
     wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
     squares = tl.sum(wide_low * wide_low, 1) + tl.sum(wide_high * wide_high, 1)
     scale = tl.rsqrt(squares / SIZE + epsilon)[:, None]
-    low_weight = tl.load(weight + half, mask=gained, other=1.0).to(tl.float32)
-    high_weight = tl.load(weight + SIZE // 2 + half, mask=gained, other=1.0).to(tl.float32)
-    low = ((wide_low * scale).to(dtype).to(tl.float32) * low_weight).to(dtype)
-    high = ((wide_high * scale).to(dtype).to(tl.float32) * high_weight).to(dtype)
+    low = ((wide_low * scale).to(dtype).to(tl.float32) * low_gains).to(dtype)
+    high = ((wide_high * scale).to(dtype).to(tl.float32) * high_gains).to(dtype)
     return low, high
+
+
+@triton.jit
+def _gains(queries, keys, is_query, is_key):  # type: ignore[no-untyped-def]
+    """Those of queries and of keys, and 1 for others: [heads, half] float32. Each is loaded by itself, by a tile of places: of
+    those that `where` chooses the compiler knows no alignment, and a row of them would come in another layout."""
+    of_queries = tl.load(queries + tl.zeros_like(is_query).to(tl.int32), mask=is_query, other=1.0)
+    of_keys = tl.load(keys + tl.zeros_like(is_key).to(tl.int32), mask=is_key, other=1.0)
+    return tl.where(is_query, of_queries, of_keys).to(tl.float32)
 
 
 @triton.jit
@@ -91,9 +97,11 @@ def rotary_kernel(
     high = tl.load(place + SIZE // 2, mask=inside, other=0.0)
     turned_low, turned_high = low, high
     if NORM:
-        weight = tl.where(is_query, query_weight, key_weight)
-        gained = head < heads + kv_heads if VALUES else head >= 0
-        turned_low, turned_high = _normal(low, high, weight, half, within & gained, SIZE, epsilon)
+        of_query, of_key = is_query & within, (head >= heads) & (head < heads + kv_heads) & within
+        low_gains = _gains(query_weight + half, key_weight + half, of_query, of_key)
+        far = SIZE // 2 + half
+        high_gains = _gains(query_weight + far, key_weight + far, of_query, of_key)
+        turned_low, turned_high = _normal(low, high, low_gains, high_gains, SIZE, epsilon)
     if VALUES:
         low, high = turned_low, turned_high
     angle = table + token * 2 * SIZE + half

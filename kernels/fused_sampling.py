@@ -527,7 +527,7 @@ _TYPES = {
 
 
 def compilations() -> list[Compilation]:
-    """With a grammar's mask, which without is the lesser case; the vocabulary of Llama 3."""
+    """With a grammar's mask, which without is the lesser case; the vocabulary of Llama 3, and the largest there are."""
     split = {"MASKED": True, "SIZE": SPLIT}
     few = {"MASKED": True, "BUCKETS": 4096, "PARTS": 32, "CAP": CAPACITY, "LEAST": WANTED, "BLOCK": AT_ONCE}
     cases = [
@@ -536,6 +536,8 @@ def compilations() -> list[Compilation]:
         ("weigh", weigh_kernel, split, WARPS),
         ("filter", filter_kernel, {**few, "CUDA": True}, WARPS),
         ("filter amd", filter_kernel, {**few, "CUDA": False}, WARPS),
+        ("filter 262144", filter_kernel, {**few, "CUDA": True, "BUCKETS": 8192}, WARPS),
+        ("filter 262144 amd", filter_kernel, {**few, "CUDA": False, "BUCKETS": 8192}, WARPS),
         ("draw", draw_kernel, {**split, "CUDA": True}, WARPS),
         ("draw amd", draw_kernel, {**split, "CUDA": False}, WARPS),
         ("settle", settle_kernel, {"SIZE": 64}, 1),

@@ -130,16 +130,15 @@ def _words(masks: tl.tensor, token: tl.tensor, LOADED: tl.constexpr) -> tl.tuple
 
 
 @triton.jit
-def _logits(
-    asked: Asked, key: tl.tensor, turned_key: tl.tensor, factor: tl.tensor, softcap: tl.tensor, LAYER: tl.constexpr
-) -> tl.tensor:
+def _logits(asked: Asked, key: tl.tensor, turned_key: tl.tensor, factor: tl.tensor, LAYER: tl.constexpr) -> tl.tensor:
     """Times `unit` of `_through` they are in units of log 2: [ROWS, KEYS]. key: [KEYS, padded]."""
     logits = dot(asked.query, tl.trans(key.to(asked.query.dtype)), LAYER.widen)
     if LAYER.turned > 0:
         logits += dot(asked.turned, tl.trans(turned_key.to(asked.query.dtype)), LAYER.widen)
     if LAYER.capped:
-        # tanh(x) = 1 - 2 / (exp(2 x) + 1), and factor holds 2 log2(e) / softcap.
-        logits = softcap * 1.4426950408889634 * (1.0 - 2.0 / (tl.exp2(logits * factor) + 1.0))
+        # tanh(x) = 1 - 2 / (exp(2 x) + 1), and factor holds 2 log2(e) / softcap. What it is multiplied with comes later, as where
+        # there is no cap: else loops would differ in what the compiler contracts, and so in the last bit.
+        logits = 1.0 - 2.0 / (tl.exp2(logits * factor) + 1.0)
     return logits
 
 
@@ -174,7 +173,7 @@ def _through(
     within = feature < LAYER.size
     turned = tl.arange(0, LAYER.turned_padded)
     words = _words(masks, token, MASKED and LAYER.trees)
-    unit = 1.0 if LAYER.capped else factor
+    unit = softcap * 1.4426950408889634 if LAYER.capped else factor
     for begin in tl.range(first, last, KEYS, num_stages=STAGES):
         slots = slots_of(pages, begin, sight.end, LAYER.page, KEYS, MASKED)
         place = slots[:, None] * LAYER.width + feature[None, :]
@@ -185,7 +184,7 @@ def _through(
         if LAYER.turned > 0:
             turned_place = cache + slots[:, None] * LAYER.width + LAYER.size + turned[None, :]
             turned_key = _rows(turned_place, shown, turned < LAYER.turned, MASKED, LAYER.turned_padded == LAYER.turned)
-        logits = _logits(asked, key, turned_key, factor, softcap, LAYER)
+        logits = _logits(asked, key, turned_key, factor, LAYER)
         if MASKED:
             visible = visible_of(key_at, sight, words, LAYER.windowed, LAYER.trees)
             logits = tl.where(visible, logits, float("-inf"))

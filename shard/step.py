@@ -356,7 +356,7 @@ def _inherit(step: Step, rows: Listing[attention.Row], spans: Listing[Span], siz
 def follow(before: Step, spans: Listing[Span], layout: Layout) -> Step | None:
     """The step of one token more for each span of `before`, which wanted one row each, and in their order; much sooner made than by
     `plan`. None if it can't be. For a few tokens: see `shared_prefixes.follow`."""
-    if not isinstance(before.attention, shared_prefixes.Plan):
+    if not isinstance(before.attention, shared_prefixes.Plan) or before.adapters is not None:
         return None
     rows = before.rows.tolist()
     order = sorted(range(len(rows)), key=rows.__getitem__)
@@ -367,8 +367,7 @@ def follow(before: Step, spans: Listing[Span], layout: Layout) -> Step | None:
     slots = [spans[i].sequence.pages[place // size] * size + place % size for i, place in zip(order, places, strict=True)]
     wanted = sorted(range(len(order)), key=order.__getitem__)
     attended = shared_prefixes.follow(before.attention, torch.tensor(slots, device=layout.device))
-    numbers = [spans[i].sequence.adapter for i in order] if before.adapters is not None else []
-    return _step(_Lists(tokens, positions, slots, numbers, wanted), attended, layout) if attended is not None else None
+    return _step(_Lists(tokens, positions, slots, [], wanted), attended, layout) if attended is not None else None
 
 
 def _step(lists: _Lists, attended: ragged.Plan, layout: Layout, lengths: tuple[int, ...] = (), states: Listing[int] = ()) -> Step:

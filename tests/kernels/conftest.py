@@ -54,10 +54,9 @@ def watched() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def quick() -> None:
     """Two thirds of the interpreter's time go to what it has done before."""
-    try:
-        interpreter: Any = importlib.import_module("triton.runtime.interpreter")
-    except ImportError:
+    if os.environ.get("TRITON_INTERPRET") != "1" or find_spec("triton") is None:
         return
+    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
     if by_place():
         multiply_by_rows(interpreter)
     if hasattr(interpreter, "_LangPatchScope"):
@@ -135,7 +134,8 @@ def remember_operands(interpreter: Any, core: Any) -> None:
     """What the operands of an operation become follows from their types, and of numbers from their values. Blocks are not made
     as large as each other: numpy does that by itself. Overflows are looked for, with operations of their own, and told nobody."""
     semantic, builder = interpreter.interpreter_semantic, interpreter.interpreter_builder
-    match, spread, make = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value, semantic.make_tensor
+    match, spread = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
+    make = getattr(semantic, "make_tensor", None) or semantic.tensor  # as Triton 3.6 calls it
     known: dict[Any, Any] = {}
 
     def name(operand: Any) -> Any:

@@ -48,7 +48,9 @@ DELTA, SPACES, SHORT, PARTS, BESIDE, GEMMA4_E = (
 
 
 @pytest.fixture(autouse=True)
-def free() -> Iterator[None]:
+def placed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if torch.cuda.is_available():
+        monkeypatch.setattr(tiny, "DEVICE", torch.device("cuda", 0))
     yield
     choose.force("")
 
@@ -139,7 +141,7 @@ def test_products_of_few_rows_give_the_same_tokens(name: str, monkeypatch: pytes
     norms = []
     norm = operations.add_rms_norm
     monkeypatch.setattr(stream, "add_rms_norm", lambda x, *given: norms.append(len(x)) or norm(x, *given))
-    found = run(tiny.engine_of(name, Ranks(0, 1, tiny.CPU), 4, PAGES))
+    found = run(tiny.engine_of(name, Ranks(0, 1, tiny.DEVICE), 4, PAGES))
     assert found.tokens == expected.tokens
     added = {"add"} if name not in (GEMMA4, OLMO) else set()  # which have a norm before it is added
     assert {how for _, *names in calls for how in names} == {"gains", "epsilon", "gated", "gelu"} | added
@@ -181,8 +183,8 @@ def test_steps_with_drafts_fit_graphs(said: str, name: str, monkeypatch: pytest.
     choose.force("triton")
     engine = tiny.engine(name, 4, PAGES)
     speculation = parse(f"draft=x,{said}")
-    drafter = Drafter(engine.decoder, configurations.VOCABULARY, tiny.CPU, speculation.most)
-    engine.guesses = Guesses(engine.decoder.ranks, tiny.CPU, speculation, drafter)
+    drafter = Drafter(engine.decoder, configurations.VOCABULARY, tiny.DEVICE, speculation.most)
+    engine.guesses = Guesses(engine.decoder.ranks, tiny.DEVICE, speculation, drafter)
     engine.resize(PAGES)
     asked = groups()
     for group in asked:
@@ -253,7 +255,7 @@ def test_a_cache_of_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
         write(slots, (rows / scale).to(small).to(rows.dtype) * scale, cache)
 
     def scores(dtype: torch.dtype | None) -> Tensor:
-        engine = Engine(tiny.decoder("llama"), tiny.CPU, 4, cache_dtype=dtype)
+        engine = Engine(tiny.decoder("llama"), tiny.DEVICE, 4, cache_dtype=dtype)
         engine.resize(PAGES)
         assert engine.token_bytes == tiny.decoder("llama").shape.kv_elements(1) * (1 if dtype else 4)
         for layer in engine.decoder.layers:
@@ -269,14 +271,14 @@ def test_a_cache_of_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found - full).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("name", [WINDOW, MOE])
-def test_nothing_depends_on_the_batch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "dtype"), [(WINDOW, "float32"), (MOE, "float32"), (GEMMA, "bfloat16")])
+def test_nothing_depends_on_the_batch(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With `batch_invariant`, where all go by tiles that are always the same: each request alone, and all of them in chunks."""
     rows = set()
     product = fused_steady.product
     monkeypatch.setattr(fused_steady, "product", lambda x, *given: rows.add(len(x)) or product(x, *given))
     choose.force("triton")
-    made = functools.partial(test_invariance.engine, name, "float32", page_size=4, pages=PAGES)
+    made = functools.partial(test_invariance.engine, name, dtype, page_size=4, pages=PAGES)
     expected = test_invariance.alone(lambda: made(prefix_caching=False), groups())
     assert test_invariance.differences(run(made()), expected) == []
     assert len(rows) > 5

@@ -35,7 +35,13 @@ def engine(
     name: str, dtype: str = "bfloat16", page_size: int = 16, pages: int = 1000, invariant: bool = True, **more: Any
 ) -> Engine:
     config = ShardConfig(
-        folder=str(tiny.folder(name)), model=name, dtype=dtype, page_size=page_size, batch_invariant=invariant, **more
+        folder=str(tiny.folder(name)),
+        model=name,
+        dtype=dtype,
+        page_size=page_size,
+        batch_invariant=invariant,
+        device=tiny.DEVICE.type,
+        **more,
     )
     made = load(config, lambda stage: None)
     made.resize(pages)

@@ -35,6 +35,7 @@ torch.set_num_threads(1)
 
 DEMO = Path(__file__).parents[2] / "demo" / "model"
 CPU = torch.device("cpu")
+DEVICE = CPU  # where engines are made; who tests kernels on a GPU changes it
 MAKING = threading.Lock()
 BUFFERS = ("correction", "expert_bias", "layer_scalar", "act_fn")  # that checkpoints have, too
 
@@ -120,15 +121,20 @@ def _following(name: str, prompts: tuple[tuple[int, ...], ...], begun: tuple[tup
     return [own[len(prompt) - 1 :].argmax(-1).tolist() for prompt, own in zip(prompts, logits, strict=True)]
 
 
-@functools.cache
 def decoder(name: str) -> Decoder:
     """Ours, on one rank."""
-    return load(ShardConfig(folder=str(folder(name)), model=name, page_size=1), lambda stage: None).decoder
+    return _decoder(name, DEVICE.type)
+
+
+@functools.cache
+def _decoder(name: str, device: str) -> Decoder:
+    config = ShardConfig(folder=str(folder(name)), model=name, page_size=1, device=device)
+    return load(config, lambda stage: None).decoder
 
 
 def engine(name: str, page_size: int = 16, pages: int = 1024, prefix_caching: bool = True, ahead: bool = False) -> Engine:
     """A fresh one with an empty pool."""
-    result = Engine(decoder(name), CPU, page_size, prefix_caching, ahead=ahead)
+    result = Engine(decoder(name), DEVICE, page_size, prefix_caching, ahead=ahead)
     result.resize(pages)
     return result
 
@@ -191,8 +197,8 @@ def engine_of(
 ) -> Engine:
     """One rank's engine."""
     model = shape(json.loads((folder(name) / "config.json").read_text()))
-    weights = Weights(folder(name), torch.float32, CPU, lambda read: None)
-    result = Engine(Decoder(model, weights, ranks, CPU), CPU, page_size, prefix_caching, ahead=ahead)
+    weights = Weights(folder(name), torch.float32, DEVICE, lambda read: None)
+    result = Engine(Decoder(model, weights, ranks, DEVICE), DEVICE, page_size, prefix_caching, ahead=ahead)
     result.resize(pages)
     return result
 
