@@ -379,11 +379,9 @@ def test_who_is_bound_reports_what_was_allowed(monkeypatch: pytest.MonkeyPatch, 
     allowed[:, 5:70:7] = True
     mask = torch.from_numpy(numpy.packbits(allowed.numpy(), axis=1, bitorder="little").view(numpy.int32))
     rows = [Row(Sampling(final_logprobs=final), [1], 1, 0, top_n, bound=True) for final in (True, False, True)]
-    choose.force(way)
-    try:
-        found = pick(logits, rows, mask)
-    finally:
-        choose.force("")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with choose.forced(way):
+        found = pick(logits.to(device), rows, mask.to(device))
     within = logits.masked_fill(~allowed[:, :70], -torch.inf)
     tokens = within.argmax(-1)
     for i, one in enumerate(found):
