@@ -78,9 +78,10 @@ CODE = """
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from dataclasses import replace
 import triton
-from penstock.kernels import compile
+from penstock.kernels import compile, paged_attention
 
 kernels = compile.gather()
 [hopper] = [target for target in compile.TARGETS if target.name == "sm_90"]
@@ -93,6 +94,14 @@ for one in kernels:
         print("early:", one.name, launches, fetches, "st.global" in after, touches)
     if one.name in ("sampling draw", "sampling weigh"):
         print("wide:", one.constants["MASKED"], compile._compiled(one, hopper).asm["ptx"].count("ld.global.v4.b32"))
+
+for more in ({}, {"softcap": 50.0}, {"window": 4096}, {"softcap": 50.0, "window": 4096}):
+    one = paged_attention._compilation(1, 128, 9, **more)  # the one tile where nothing may depend on the batch
+    code = compile._compiled(one, hopper).asm["ptx"]
+    loops = re.findall(r"^([$]L\\w+):(.*?)bra(?:[.]uni)?\\s+\\1;", code, re.DOTALL | re.MULTILINE)
+    bodies = [body for _, body in loops if "ex2" in body]
+    counts = [Counter(re.findall(r"^\\s+((?:fma|sub|mul|add)[.\\w]*f32)", body, re.MULTILINE)) for body in bodies]
+    print("loops:", one.name, len(counts), all(found == counts[0] for found in counts), counts[0]["fma.rn.f32"] > 8)
 
 [one] = [one for one in kernels if one.name == "sampling draw"]
 for fuse in (one.fuse, True):
@@ -116,7 +125,7 @@ def told() -> dict[str, list[str]]:
     answer = run("-c", CODE)
     assert answer.returncode == 0, answer.stdout + answer.stderr
     found = [line.split(": ", 1) for line in answer.stdout.splitlines()]
-    return {word: [line for first, line in found if first == word] for word in ("early", "wide", "exact")}
+    return {word: [line for first, line in found if first == word] for word in ("early", "wide", "exact", "loops")}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux only")
@@ -124,6 +133,13 @@ def test_kernels_that_begin_early_touch_nothing_before_the_others_are_over(told:
     assert len(told["early"]) == 4, told
     for line in told["early"]:
         assert line.endswith(f"True {line.startswith('product')} True []"), line
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux only")
+def test_keys_are_added_up_alike_whether_some_are_hidden_or_none(told: dict[str, list[str]]) -> None:
+    """Which loop of attention a key is in goes by how a prompt is cut: what is contracted in one must be in all."""
+    for line, more in zip(told["loops"], (2, 2, 3, 3), strict=True):
+        assert line.endswith(f" {more} True True"), line
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux only")
