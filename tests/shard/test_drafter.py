@@ -67,6 +67,7 @@ def all_of(said: str) -> int:
         ("nodes=64", 4, UNLIMITED, False, "llama"),
         ("tree=2x2,ngram=3", 16, 7, True, "llama"),
         ("tree=2x2,ngram=3", 1, 7, True, "llama-tied"),
+        ("tokens=8", 4, 7, True, "gemma2"),  # of a window each round is planned anew
     ],
 )
 def test_a_draft_model_changes_no_token(said: str, page_size: int, chunk: int, prefix_caching: bool, draft: str) -> None:
