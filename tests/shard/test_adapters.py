@@ -239,6 +239,8 @@ def test_one_that_is_asked_for_stays(place: Path) -> None:
     other = prepared(found, place)
     assert found.adapt("y", other) == "there is no room for adapter y: all 1 places are taken"
     found.filter([1])
+    assert found.adapt("y", other, drop="x") == "there is no room for adapter y: all 1 places are taken"
+    assert "x" in found.decoder.changes.names, "who does not come takes nobody's place"
     assert found.adapt(drop="x") == ""
     assert found.adapt("y", other) == ""
     assert found.adapt(drop="z") == ""

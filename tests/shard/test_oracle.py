@@ -531,6 +531,8 @@ def test_bad_groups_fail_alone() -> None:
     for _ in range(COUNT):
         got += [emitted.pick.token for uid, emitted in engine.decode([1, 2]).emitted if uid == 10]
     assert got == tiny.greedy("llama", (good,), COUNT)[0]
+    assert not engine.prefill(3, [tiny.group(12, [1, 2], 510)], [(12, 1)], 1, []).failed, "as many as there are positions"
+    engine.filter([12])
     assert at_rest(engine)
 
 
