@@ -19,9 +19,10 @@ How it is measured stands in gpu_measure.py. Medians, with the 10th and 90th per
 that fails, or takes far too long, says so, and the others run. The exit code is 1 if a result was wrong (not if a speed goal was
 missed). FlashInfer compiles for minutes when it is used first: once with --only attention before the run that counts.
 
-Where the package isn't installed: `mkdir -p build && ln -sfn .. build/penstock && PYTHONPATH=build python3 benchmarks/gpu.py`. The
-section `server` needs all that pyproject.toml lists, `tokens` and `model` need llguidance, all of them torch, triton, numpy and
-safetensors. Numbers are written after every section, so that a run that is ended early leaves those it has.
+Where the package isn't installed: `mkdir -p build && ln -sfn .. build/penstock`, and PYTHONPATH=$PWD/build. The section `server`
+needs all that pyproject.toml lists, `tokens` and `model` need llguidance, all of them torch, triton, numpy and safetensors.
+gpu_first.sh runs all of it, and the tests of kernels, on a machine that is there for some minutes. Numbers are written after every
+section, so that a run that is ended early leaves those it has.
 """
 
 import argparse

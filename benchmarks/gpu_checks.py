@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import random
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -66,6 +67,7 @@ REMEMBERED = {
 WORKERS = 8
 THREADS = 2  # of each, for what is computed on the host
 PATIENCE = 30.0  # seconds that checks may take beyond the section's time
+LONGEST = 90.0  # seconds until the next is done, or a process has been killed
 E4M3 = 0.07  # of a value's size: half a unit of three bits of mantissa is 1/16
 DIFFERENT = 1e-3  # rows of which a different token may be drawn: sums of masses are rounded otherwise on another device
 
@@ -94,7 +96,7 @@ def gather(bench: Bench, found: Any, names: Sequence[str]) -> None:
     missing = dict.fromkeys(names)
     while missing:
         try:
-            line = found.next(timeout=max(1.0, bench.seconds_left() + PATIENCE))
+            line = found.next(timeout=max(1.0, min(LONGEST, bench.seconds_left() + PATIENCE)))
         except multiprocessing.TimeoutError:
             break
         del missing[line.what]
@@ -119,6 +121,7 @@ def checked(bench: Bench, seed: int, name: str) -> Line:
         with choose.forced("triton"):
             found = checks(bench)[name](bench, chance)
     except Exception as problem:  # the others are still looked at
+        traceback.print_exc()
         return failed(SECTION, name, problem, 1.0, check=True)
     return Line(section=SECTION, what=name, ratio=found, against="of the tolerance", goal=1.0, most=True, check=True)
 
@@ -235,7 +238,10 @@ def _attended(bench: Bench, shape: Shape, rows: Sequence[Row], window: int, soft
         kind = replace(shape.kind(window), joined=True)
         plan = paged_attention.plan(rows, shape.page_size, [kind], bench.device, dtype=shape.dtype)
         found = paged_attention.attention(query, cache, plan, How(window, shape.size**-0.5, softcap, scales, sinks))
-    return error(found, _exact(query, cache, scales, sinks, rows, shape.page_size, window, softcap), TOLERANCES[shape.dtype])
+    wrong = error(found, _exact(query, cache, scales, sinks, rows, shape.page_size, window, softcap), TOLERANCES[shape.dtype])
+    if not wrong <= 1:
+        print(f"    wrong by {wrong:.2g} tolerances: {shape}, window {window}, softcap {softcap:g}, sinks {sinking}", flush=True)
+    return wrong
 
 
 def _contents(bench: Bench, shape: Shape, rows: Sequence[Row]) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -564,14 +570,17 @@ def rotary(bench: Bench, chance: random.Random, dtype: torch.dtype, eight_bits: 
         scales = torch.rand(2, kv_heads, device=device) + 0.5 if eight_bits else None
         cache = torch.zeros(2 * tokens, 2, kv_heads, size, dtype=torch.float8_e4m3fn if eight_bits else dtype, device=device)
         queries, stored = _turned(joint, table, heads, kv_heads, weights[0])
+        # Between its steps it rounds as torch does, and a difference may be much smaller than what it is made of: plain torch is up
+        # to 2.2 roundings from this, one time in six above one.
+        tolerance = 4 * ROUNDINGS[dtype]
         alone = operations.rotate(joint[:, : heads * size].clone(), table, weights[0], 1e-5)
-        worst = max(worst, error(alone, queries, ROUNDINGS[dtype]))
+        worst = max(worst, error(alone, queries, tolerance))
         found = operations.rotate_and_write(joint, table, slots, cache, weights[0], weights[1], 1e-5, scales)
-        worst = max(worst, error(found, queries, ROUNDINGS[dtype]))
+        worst = max(worst, error(found, queries, tolerance))
         expected = torch.zeros(cache.shape, dtype=torch.float64, device=device)
         expected[slots[slots >= 0]] = stored[slots >= 0]
         back = cache.double() if scales is None else cache.double() * scales.double()[:, :, None]
-        worst = max(worst, error(back, expected, E4M3 if eight_bits else ROUNDINGS[dtype]))
+        worst = max(worst, error(back, expected, E4M3 if eight_bits else tolerance))
     return worst
 
 

@@ -145,6 +145,8 @@ def flex(world: World) -> list[Answer]:
             wanted = torch.tensor(row.pages, device=world.device)
             table.page_table[i, : len(wanted)] = wanted
             table.physical_to_logical[i, wanted] = torch.arange(len(wanted), device=world.device)
+            if hasattr(table, "seq_lens"):  # by which some versions of torch hide what is behind
+                table.seq_lens[i] = row.context + row.queries
         ends = torch.tensor(_lengths(some), device=world.device)
         mask = module.create_block_mask(
             lambda b, h, q, k: k < ends[b], len(some), 1, 1, longest, device=world.device, BLOCK_SIZE=(128, shape.page_size)

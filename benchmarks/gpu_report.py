@@ -60,8 +60,9 @@ class Line:
 def failed(section: str, what: str, why: BaseException | str, goal: float | None = None, check: bool = False) -> Line:
     """What could not be measured."""
     text = why if isinstance(why, str) else f"{type(why).__name__}: {why}".strip()
-    first = next((line for line in text.splitlines() if line.strip()), "")[:160]
-    return Line(section=section, what=what, goal=goal, most=check, check=check, note=first)
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
+    told = f"{lines[0]} ... {lines[-1]}" if lines[0].endswith(":") else lines[0]  # Triton's begin with a place in the code
+    return Line(section=section, what=what, goal=goal, most=check, check=check, note=told[:160])
 
 
 def wrong(lines: Iterable[Line]) -> list[Line]:
