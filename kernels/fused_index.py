@@ -15,7 +15,7 @@ from .fused_rotary import rotated, storable
 from .indexed import EPSILON, Choosing
 from .layout import Kind
 from .paged_attention import INTERPRET, TARGETS, Plan, tiles_of
-from .paged_kernels import Sight, dot, slots_of, visible_of
+from .paged_kernels import Sight, dot, slots_of, visible_of, words_of
 
 STAGES = 3  # two tiles of keys are under way while a third is worked on; as in attention, AMD's have little shared memory
 
@@ -144,11 +144,8 @@ def scores_kernel(
     tree = tl.load(item + 6)
     one = tl.arange(0, 1)
     position = tl.load(positions + token + one)
-    words = one, one, one, one
-    if TREES:
-        at = masks + token * 4 + one
-        words = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
-    sight = Sight(position, position, positions, context, tree, 0, end)
+    sight = Sight(position, position, token + one, positions, masks, context, tree, 0, end)
+    words = words_of(sight, TREES)
     head = tl.arange(0, HEADS_PADDED)
     feature = tl.arange(0, PADDED)
     asked = query + (token * HEADS + head)[:, None] * SIZE + feature[None, :]

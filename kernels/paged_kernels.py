@@ -34,7 +34,9 @@ class Sight(NamedTuple):
 
     limit: tl.tensor  # [ROWS]: up to which they see all, in order
     position: tl.tensor  # [ROWS]
+    token: tl.tensor  # [ROWS]; -1: there is none
     positions: tl.tensor  # of all of the step's tokens
+    masks: tl.tensor  # likewise
     context: tl.tensor  # keys before a tree's
     tree: tl.tensor  # its first token; less than 0: these are no nodes
     window: tl.tensor
@@ -116,17 +118,18 @@ def visible_of(key: tl.tensor, sight: Sight, words: tl.tuple, WINDOWED: tl.const
 
 
 @triton.jit
-def _words(masks: tl.tensor, token: tl.tensor, LOADED: tl.constexpr) -> tl.tuple:
+def words_of(sight: Sight, LOADED: tl.constexpr) -> tl.tuple:
     """Of `visible_of`. Not LOADED: any, since nobody looks."""
-    if not LOADED:
-        return token, token, token, token
-    at, there = masks + token * 4, token >= 0
-    return (
-        tl.load(at, mask=there, other=0),
-        tl.load(at + 1, mask=there, other=0),
-        tl.load(at + 2, mask=there, other=0),
-        tl.load(at + 3, mask=there, other=0),
-    )
+    words = sight.token, sight.token, sight.token, sight.token
+    if LOADED:
+        at, there = sight.masks + sight.token * 4, sight.token >= 0
+        words = (
+            tl.load(at, mask=there, other=0),
+            tl.load(at + 1, mask=there, other=0),
+            tl.load(at + 2, mask=there, other=0),
+            tl.load(at + 3, mask=there, other=0),
+        )
+    return words
 
 
 @triton.jit
@@ -160,8 +163,6 @@ def _through(
     factor: tl.tensor,
     softcap: tl.tensor,
     sight: Sight,
-    token: tl.tensor,
-    masks: tl.tensor,
     LAYER: tl.constexpr,
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -172,7 +173,7 @@ def _through(
     feature = tl.arange(0, LAYER.padded)
     within = feature < LAYER.size
     turned = tl.arange(0, LAYER.turned_padded)
-    words = _words(masks, token, MASKED and LAYER.trees)
+    words = words_of(sight, MASKED and LAYER.trees)
     unit = softcap * 1.4426950408889634 if LAYER.capped else factor
     for begin in tl.range(first, last, KEYS, num_stages=STAGES):
         slots = slots_of(pages, begin, sight.end, LAYER.page, KEYS, MASKED)
@@ -214,8 +215,6 @@ def _through_all(
     factor: tl.tensor,
     softcap: tl.tensor,
     sight: Sight,
-    token: tl.tensor,
-    masks: tl.tensor,
     LAYER: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -227,7 +226,7 @@ def _through_all(
     running = Running(
         tl.zeros([ROWS, LAYER.padded], tl.float32), tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     )
-    nearest = tl.min(tl.where(token >= 0, sight.position, 1 << 30), 0)
+    nearest = tl.min(tl.where(sight.token >= 0, sight.position, 1 << 30), 0)
     # Before this key none is hidden, but by the window.
     plain = tl.where(sight.tree == -2, sight.end, tl.minimum(sight.end, nearest + 1))
     if LAYER.trees:
@@ -243,16 +242,12 @@ def _through_all(
         if LAYER.windowed:
             free = tl.minimum(tl.max(sight.position, 0) - sight.window + 1, sight.end)  # from here on the window hides nothing
             middle = first + tl.cdiv(tl.maximum(free - first, 0), KEYS) * KEYS
-            running = _through(
-                running, asked, cache, pages, first, middle, lowest, factor, softcap, sight, token, masks, LAYER, EDGE, 3, True
-            )
+            running = _through(running, asked, cache, pages, first, middle, lowest, factor, softcap, sight, LAYER, EDGE, 3, True)
         tail = middle + tl.maximum(plain - middle, 0) // KEYS * KEYS
-        running = _through(
-            running, asked, cache, pages, middle, tail, lowest, factor, softcap, sight, token, masks, LAYER, KEYS, STAGES, False
-        )
+        running = _through(running, asked, cache, pages, middle, tail, lowest, factor, softcap, sight, LAYER, KEYS, STAGES, False)
     STAGED: tl.constexpr = STAGES if SINGLE else 3
     return _through(  # type: ignore[no-any-return]
-        running, asked, cache, pages, tail, sight.end, lowest, factor, softcap, sight, token, masks, LAYER, EDGE, STAGED, True
+        running, asked, cache, pages, tail, sight.end, lowest, factor, softcap, sight, LAYER, EDGE, STAGED, True
     )
 
 
@@ -343,10 +338,8 @@ def attend(
     if TURNED == 0:
         own += head * SIZE
     limit = tl.where(tree == -2, end - 1, position)  # of a whole row each query sees all keys
-    sight = Sight(limit, position, positions, context, tree, window, end)
-    sums, best, total = _through_all(
-        asking, own, table, first, factor, softcap, sight, token, masks, LAYER, ROWS, KEYS, STAGES, SINGLE
-    )
+    sight = Sight(limit, position, token, positions, masks, context, tree, window, end)
+    sums, best, total = _through_all(asking, own, table, first, factor, softcap, sight, LAYER, ROWS, KEYS, STAGES, SINGLE)
 
     if SINKS:  # of partials, `merge` adds it once
         sink = _beside(tl.load(sinks + query_head, mask=valid, other=0.0), best)
