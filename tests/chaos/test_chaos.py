@@ -55,7 +55,7 @@ def test_nobody_notices_that_shards_die(
     assert sum(found["faults"].values()) >= 1
     assert found["answers"] >= 10  # beside six busy processes there were 29
     assert found["cut"] > 0
-    assert found["drafted"] > 0  # how many of them were right depends on how busy the machine is
+    assert found["drafted"] >= max(found["accepted"], 1)  # how many of them were right depends on how busy the machine is
     assert "wrong: 0; errors: 0" in out
     assert "longest pause of a stream: " in out
     assert "left behind: no page, process, socket or file" in out
