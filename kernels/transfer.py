@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -13,9 +14,14 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" and len(tensor) else tensor.to(device)
 
 
+def list_to_device(device: torch.device, values: Sequence[int]) -> Tensor:
+    """As a tensor of int64. By numpy, which takes a third of the time that torch takes for a list."""
+    return to_device(torch.from_numpy(numpy.array(values, numpy.int64)), device)
+
+
 def lists_to_device(device: torch.device, *lists: Sequence[int]) -> tuple[Tensor, ...]:
     """Each as a tensor of int64, by one copy for all."""
-    return torch.split(to_device(torch.tensor([*chain(*lists)], dtype=torch.int64), device), [*map(len, lists)])
+    return torch.split(list_to_device(device, [*chain(*lists)]), [*map(len, lists)])
 
 
 class Arrival:

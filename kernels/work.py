@@ -110,7 +110,7 @@ def table(rows: Sequence[Row], page_size: int, most: int) -> Table:
     """most: queries of a row that may share; a row of more fills a tile of its own anyway. 0: nothing is shared."""
     queries, contexts = _ints([row.queries for row in rows]), _ints([row.context for row in rows])
     starts, widths = _before(queries), -(-(contexts + queries) // page_size)
-    positions = positions_of(rows)
+    positions = _positions(rows, starts, contexts, queries)
     own = numpy.zeros_like(queries)
     tokens, runs, count = [numpy.arange(len(positions))], [], len(positions)
     for run in runs_of(rows, page_size, most):
@@ -130,7 +130,11 @@ def singles(seen: Array, apart: int) -> Table:
 def positions_of(rows: Sequence[Row]) -> Array:
     """Per query token."""
     queries = _ints([row.queries for row in rows])
-    starts, positions = _before(queries), _ranges(_ints([row.context for row in rows]), queries)
+    return _positions(rows, _before(queries), _ints([row.context for row in rows]), queries)
+
+
+def _positions(rows: Sequence[Row], starts: Array, contexts: Array, queries: Array) -> Array:
+    positions = _ranges(contexts, queries)
     for i, row in enumerate(rows):
         if row.parents is not None:
             positions[starts[i] : starts[i] + row.queries] = row.context + _ints(depths(row.parents))

@@ -350,8 +350,7 @@ class Engine:
         runs = prompts + decodes
         for run in prompts:
             outcome.count_prompt(run)
-        # Without what is computed once more, which is a part of what guesses cost: the router takes all others for sequences.
-        outcome.decode_tokens, outcome.decode_keys = sum(run.wanted for run in decodes), sum(run.wanted_keys for run in decodes)
+        outcome.count_decodes(decodes)
         if self.cache.states:
             runs = self._remember(runs, outcome)
         spans = [span for run in runs for span in run.spans]
@@ -394,19 +393,15 @@ class Engine:
 
     def _remaining(self, runs: Listing[Run], hidden: Tensor | None) -> tuple[list[Run], Tensor | None]:
         """Without what has ended since the forward was begun."""
-        remaining, rows = [], list[int]()
-        for run in runs:
-            if not self.books.has(run.group):
-                continue
-            row, spans = run.first, []
-            run.first = len(rows)
-            for span in run.spans:
-                if any(span.sequence is sequence for sequence in run.group.sequences):
-                    spans.append(span)
+        remaining, rows = [run for run in runs if self.books.has(run.group)], list[int]()
+        living = {id(sequence) for run in remaining for sequence in run.group.sequences}
+        for run in remaining:
+            row, spans, run.spans, run.first = run.first, run.spans, [], len(rows)
+            for span in spans:
+                if id(span.sequence) in living:
+                    run.spans.append(span)
                     rows += range(row, row + span.wanted)
                 row += span.wanted
-            run.spans = spans
-            remaining.append(run)
         if hidden is None or len(rows) == len(hidden):
             return remaining, hidden
         return remaining, hidden[to_device(torch.tensor(rows, dtype=torch.int64), self.device)]

@@ -68,6 +68,6 @@ class Flight:
 def _simple(run: Run) -> bool:
     """Each sequence gets one token; of all, only beams that are there already part."""
     group = run.group
-    drafts = any(span.drafts for span in run.spans)
+    drafts = group.drafts > 0 and any(span.drafts for span in run.spans)
     parts = not group.decodes if group.search else len(group.waiting) > 1
     return not (run.problem or drafts or parts)

@@ -42,7 +42,7 @@ def _judge(run: Run, picks: dict[int, Found], books: Books, cache: Cache, outcom
         if verdict.failure:
             books.fail(group, verdict.failure, outcome)
             return
-        if any(span.drafts for span in run.spans):
+        if group.drafts and any(span.drafts for span in run.spans):
             outcome.count_guesses(group, verdict)
             if verdict.moves:
                 _move(verdict.moves, cache)

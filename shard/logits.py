@@ -32,7 +32,7 @@ from .telling import Found, codes_of, found_from, length_of
 ELSEWHERE = "rank 0 says why"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # many a step: frozen ones take three times as long to make
 class Wanted:
     """What a run wants to be chosen."""
 
@@ -183,8 +183,9 @@ def _logits(means: Means, wanted: Listing[Wanted]) -> Tensor | None:
     copies: list[int] = []  # of each of them
     for one in wanted:
         run = one.run
-        count = 1 if run.group.waiting else run.wanted
-        places += range(run.first + run.wanted - count, run.first + run.wanted)
+        wanted_rows = run.wanted
+        count = 1 if run.group.waiting else wanted_rows
+        places += range(run.first + wanted_rows - count, run.first + wanted_rows)
         copies += [len(one.rows) // count] * count
     hidden, device = means.hidden, means.hidden.device
     logits = means.decoder.logits(hidden if len(places) == len(hidden) else hidden[to_device(torch.tensor(places), device)])

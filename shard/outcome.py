@@ -1,6 +1,7 @@
 """What a step did, in the words of the engine."""
 
 import logging
+from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
 
 from .decoding.strategy import Emitted, Grown, Verdict
@@ -54,6 +55,11 @@ class Outcome:
             self.restored_tokens += run.tokens
         elif run.found:
             self.found.append((run.group.uid, run.found))
+
+    def count_decodes(self, runs: Listing[Run]) -> None:
+        """Without what is computed once more, which is a part of what guesses cost: the router takes all others for sequences."""
+        spans = [span for run in runs for span in run.spans]
+        self.decode_tokens, self.decode_keys = sum([span.wanted for span in spans]), sum([span.wanted_keys for span in spans])
 
     def tell(self, group: Group, verdict: Verdict) -> None:
         """What a group's clients are told."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..kernels import attention, ragged, shared_prefixes, steady, work
 from ..kernels.gated_delta import Spans
 from ..kernels.layout import Layout
-from ..kernels.transfer import lists_to_device, to_device
+from ..kernels.transfer import list_to_device, lists_to_device, to_device
 from .pictures import AXES, Picture
 from .sequence import Group, Sequence
 
@@ -55,6 +55,11 @@ class Span:
     front: Front | None = None  # it continues one of these: that one's full pages take the place of its sequence's
     whole: bool = False  # it is an image, or the rest of one, of which some layers see all: see `parted`
 
+    @property
+    def wanted_keys(self) -> int:
+        """Keys that those tokens see, each itself and all before it, without windows."""
+        return self.wanted * (2 * (self.start + len(self.tokens)) - self.wanted + 1) // 2
+
 
 @dataclass(slots=True)
 class Run:
@@ -81,11 +86,6 @@ class Run:
     def wanted(self) -> int:
         """Rows whose logits it wants."""
         return sum(span.wanted for span in self.spans)
-
-    @property
-    def wanted_keys(self) -> int:
-        """Keys that these see, as `keys`."""
-        return sum(span.wanted * (2 * (span.start + len(span.tokens)) - span.wanted + 1) // 2 for span in self.spans)
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,7 +317,7 @@ def _fill_in(step: Step, spans: Listing[Span], starts: Listing[int], picked: Pic
     """Tokens that only the device knows. Where none could be picked, what is computed is thrown away."""
     pairs = [(start, span.source) for span, start in zip(spans, starts, strict=True) if span.source >= 0]
     if pairs:
-        places, sources = to_device(torch.tensor(pairs).t().contiguous(), picked.tokens.device).unbind()
+        places, sources = lists_to_device(picked.tokens.device, *zip(*pairs, strict=True))
         step.tokens.index_copy_(0, places, picked.tokens.index_select(0, sources).clamp_(min=0))
 
 
@@ -373,7 +373,7 @@ def follow(before: Step, spans: Listing[Span], layout: Layout) -> Step | None:
 def _step(lists: _Lists, attended: ragged.Plan, layout: Layout, lengths: tuple[int, ...] = (), states: Listing[int] = ()) -> Step:
     """lengths: of spans, with `states`: see `_states`; (): nobody asks for them."""
     parts = (lists.tokens, lists.positions, lists.slots, lists.wanted, lists.numbers, states)
-    buffer = to_device(torch.tensor(list(chain(*parts)), dtype=torch.int64), layout.device)
+    buffer = list_to_device(layout.device, [*chain(*parts)])
     tokens, positions, slots, rows, adapters, own = torch.split(buffer, [*map(len, parts)])
     found = Spans(lengths, *torch.split(own, [len(lengths) + 1, *[len(lengths)] * 3])) if lengths else None
     return Step(buffer, tokens, positions, slots, rows, attended, adapters if lists.numbers else None, found)

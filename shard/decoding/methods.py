@@ -15,4 +15,4 @@ def strategy_of(group: Group) -> Strategy:
     """How it goes on in this step."""
     if group.search is not None:
         return BEAM_SEARCH
-    return SPECULATE if any(map(len, (sequence.draft for sequence in group.sequences))) else SAMPLE
+    return SPECULATE if group.drafts and any(len(sequence.draft) for sequence in group.sequences) else SAMPLE

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Generic, TypeVar
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from ...kernels import noise
 from ...kernels.beam import largest, most_probable
 from ...kernels.choose import triton_for
 from ...kernels.sampling import Draws, Filtered, Penalties, allow, draw, filtered, first_largest, penalize
-from ...kernels.transfer import Arrival, to_device
+from ...kernels.transfer import Arrival, lists_to_device, to_device
 from ..sequence import Sampling
 from ..step import Picked
 from .hypotheses import Top
@@ -223,13 +224,13 @@ def _choose(scores: Tensor, rows: Listing[Row]) -> list[tuple[Filtered, Tensor]]
 def draws_of(rows: Listing[Row], device: torch.device) -> Draws:
     """Two copies to the device, whatever the number of parameters."""
     samplings = [row.sampling for row in rows]
-    floats = [[one.temperature, one.top_p, one.min_p, one.typical_p] for one in samplings]
+    floats = numpy.array([(one.temperature, one.top_p, one.min_p, one.typical_p) for one in samplings], numpy.float32)
     ints = [
         (one.top_k, one.seed - (one.seed >> 63 << 64), row.choice, len(row.tokens) - row.prompt_length)  # the seed's bits, signed
         for one, row in zip(samplings, rows, strict=True)
     ]
-    temperature, top_p, min_p, typical_p = to_device(torch.tensor(floats, dtype=torch.float32).t().contiguous(), device).unbind()
-    top_k, seeds, choices, positions = to_device(torch.tensor(ints, dtype=torch.int64).t().contiguous(), device).unbind()
+    temperature, top_p, min_p, typical_p = to_device(torch.from_numpy(floats.T.copy()), device).unbind()
+    top_k, seeds, choices, positions = lists_to_device(device, *zip(*ints, strict=True))
     return Draws(temperature, top_k, top_p, min_p, typical_p, seeds, choices, positions)
 
 
