@@ -38,22 +38,25 @@ def route(
     factor: float = 1.0,
     near: float = 0.0,
     least: float = LEAST_SUM,
+    by_logits: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Shares and numbers of the `count` experts that each token goes through: [tokens, count] float32 and int64.
 
     logits: [tokens, experts]; normalized: a token's shares add up to `factor`; sigmoid: each score is by itself, instead of a
     softmax; correction: [experts], which is added where experts are chosen, and not to their shares; sets: in how many they
     stand, from how many of these a token chooses, and by how many of their best (DeepSeek-AI 2024, arXiv:2412.19437); near: by
-    `_mixed`, which knows nothing of all that; least: is added to the sum that shares are divided by.
+    `_mixed`, which knows nothing of all that; least: is added to the sum that shares are divided by; by_logits: it is these that
+    are corrected, and by which experts are chosen.
     """
     if near:
         return _mixed(logits.float(), count, near)
     if triton_for(logits):
         from .fused_routing import route as fused
 
-        return fused(logits, count, normalized, sigmoid, correction, sets, factor, least)
+        return fused(logits, count, normalized, sigmoid, correction, sets, factor, least, by_logits)
     scores = by_lanes(torch.sigmoid, logits.float()) if sigmoid else logits.float().softmax(-1)
-    judged = scores if correction is None else scores + correction
+    judged = logits.float() if by_logits else scores
+    judged = judged if correction is None else judged + correction
     chosen = _within(judged, *sets).topk(count).indices
     shares = scores.gather(1, chosen)
     if normalized:

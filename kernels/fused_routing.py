@@ -63,6 +63,7 @@ def route_kernel(
     SIGMOID: tl.constexpr,
     CORRECTED: tl.constexpr,
     NORMALIZED: tl.constexpr,
+    BY_LOGITS: tl.constexpr,
 ) -> None:
     """One program: a token. PLACES, SLOTS: at least COUNT and EXPERTS."""
     token = tl.program_id(0).to(tl.int64)
@@ -73,7 +74,7 @@ def route_kernel(
     scores = tl.where(there, scores, 0.0)
     if not SIGMOID:
         scores /= tl.sum(scores, 0)
-    judged = scores
+    judged = logit if BY_LOGITS else scores
     if CORRECTED:
         judged += tl.load(correction + slot, mask=there, other=0.0)
     judged = tl.where(there & (judged == judged), judged, float("-inf"))  # of what is no number the first that there are
@@ -125,13 +126,14 @@ def route(
     sets: tuple[int, int, int],
     factor: float,
     least: float,
+    by_logits: bool,
 ) -> tuple[Tensor, Tensor]:
     """As `experts.route`."""
     tokens, experts = logits.shape
     shares = torch.empty(tokens, count, device=logits.device)
     chosen = torch.empty(tokens, count, dtype=torch.int64, device=logits.device)
     if tokens:
-        constants = _constants(experts, count, sets, sigmoid, correction is not None, normalized)
+        constants = _constants(experts, count, sets, sigmoid, correction is not None, normalized, by_logits)
         route_kernel[(tokens,)](
             shares,
             chosen,
@@ -147,7 +149,7 @@ def route(
 
 
 def _constants(
-    experts: int, count: int, sets: tuple[int, int, int], sigmoid: bool, corrected: bool, normalized: bool
+    experts: int, count: int, sets: tuple[int, int, int], sigmoid: bool, corrected: bool, normalized: bool, by_logits: bool = False
 ) -> dict[str, Any]:
     return {
         "EXPERTS": experts,
@@ -160,6 +162,7 @@ def _constants(
         "SIGMOID": sigmoid,
         "CORRECTED": corrected,
         "NORMALIZED": normalized,
+        "BY_LOGITS": by_logits,
     }
 
 

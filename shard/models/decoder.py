@@ -51,10 +51,16 @@ class Layer:
         self.ranks = load.ranks
         self.window = shape.windows[index]
         attends, thinks = index not in shape.inattentive, index not in shape.without_mlp
+        sparse = bool(shape.mixtures and shape.mixtures[index])
+        names = (*shape.norms[:3], shape.norms[3] or (shape.experts_norm if sparse else ""))
         self.input_norm, self.attention_norm, self.mlp_norm, self.last_norm = (
             load.gains(name, shape.hidden) if name and there else None
-            for name, there in zip(shape.norms, (attends, attends, thinks, thinks), strict=True)
+            for name, there in zip(names, (attends, attends, thinks, thinks), strict=True)
         )
+        if shape.residual_factor != shape.weight_factor:
+            self.attention_norm, self.last_norm = (
+                gains * shape.residual_factor if gains is not None else None for gains in (self.attention_norm, self.last_norm)
+            )
         self.attention = self._attention(load) if attends else None
         kept = shape.remembering
         along = kept is not None and kept.along and index in kept.layers

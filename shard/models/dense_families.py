@@ -54,6 +54,14 @@ GLM: Config = {"num_key_value_heads": 2, "head_dim": 128, "max_position_embeddin
 HUNYUAN: Config = {"rms_norm_eps": 1e-5}
 INTERNLM3: Config = {"num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 32_768, "rms_norm_eps": 1e-5}
 BIASES = (("qkv_bias", "attention_bias"), ("bias", "mlp_bias"))  # InternLM3's names, and transformers'
+HYPERCLOVA_NORMS = ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2")
+GRANITE_SWA: Config = {
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "sliding_window": 128,
+}
 IQUEST: Config = {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5}
 OLMO: Config = {"rms_norm_eps": 1e-5}
 OLMO3_THETA = 5e5
@@ -220,6 +228,41 @@ def granite(config: Config) -> Shape:
     )
 
 
+def _hyperclova(config: Config) -> Shape:
+    """HyperCLOVA X: Granite, with norms behind attention and MLP, too. Logits are multiplied, where Granite's are divided."""
+    given = config | {"logits_scaling": 1 / number(config, "logits_scaling", 1.0)}
+    base = granite(given)
+    scale = number(config, "attention_multiplier", base.head_size**-0.5)
+    return replace(base, attention_scale=scale, norms=HYPERCLOVA_NORMS if config.get("use_post_norm", True) else base.norms)
+
+
+def _granite_swa(config: Config) -> Shape:
+    """Granite, of which one layer in four sees all, the first one among them; heads have sinks."""
+    given = GRANITE_SWA | config
+    return with_thetas(granite(given), given)
+
+
+def with_thetas(base: Shape, given: Config) -> Shape:
+    """The same with sinks and windows, and layers that have each a theta of their own, or 0 and no rotary embedding."""
+    kinds = kinds_of(given, base.layers, lambda layer: layer % 4 > 0)
+    thetas = given.get("layer_rope_theta")
+    thetas = [base.rope.theta] * base.layers if thetas is None else thetas
+    if not isinstance(thetas, list) or len(thetas) != base.layers or not all(type(theta) in (int, float) for theta in thetas):
+        raise Unsupported(f"config.json says layer_rope_theta {shown(thetas)}, a number for each layer is needed: {AGAIN}")
+    still = frozenset(layer for layer, theta in enumerate(thetas) if not theta)
+    turned = {kind: {thetas[layer] for layer in range(base.layers) if kinds[layer] == kind} - {0} for kind in (FULL, SLIDING)}
+    if max(map(len, turned.values())) > 1:
+        raise Unsupported(
+            f"layer_rope_theta {shown(thetas)} is not supported: the decoder has one for {FULL}, and one for {SLIDING}"
+        )
+    full, local = (
+        replace(base.rope, theta=number({"layer_rope_theta": theta}, "layer_rope_theta")) if theta else None
+        for theta in (next(iter(turned[kind]), 0) for kind in (FULL, SLIDING))
+    )
+    found = replace(base, sinks=True, windows=windows_of(given, kinds), unturned=still, rope=full or local or base.rope)
+    return replace(found, local_rope=local if full and local != full else None)
+
+
 def _phi3(config: Config) -> Shape:
     """Also Phi 4."""
     base = common(PHI3 | config)
@@ -336,8 +379,10 @@ DENSE: dict[str, Callable[[Config], Shape]] = {
     "GlmForCausalLM": _glm,
     "Glm4ForCausalLM": _glm4,
     "GraniteForCausalLM": granite,
+    "GraniteSWAForCausalLM": _granite_swa,
     "HeliumForCausalLM": _helium,
     "HunYuanDenseV1ForCausalLM": hunyuan,
+    "HyperCLOVAXForCausalLM": _hyperclova,
     "InternLM3ForCausalLM": _internlm3,
     "IQuestCoderForCausalLM": _iquest,
     "LlamaForCausalLM": llama,

@@ -67,7 +67,8 @@ def _sound(found: Shape, kinds: list[Any] | None) -> Shape:
         other = SHORT if isinstance(found.remembering, Convolution) else LINEAR
     elif found.chunked:
         other = CHUNKED
-    unknown = set(map(str, kinds or ())) - ({INDEXED} if found.index else {FULL, other})
+    slides = {SLIDING} if any(found.windows) and not found.chunked else set()
+    unknown = set(map(str, kinds or ())) - ({INDEXED} if found.index else {FULL, other} | slides)
     if unknown:
         has = f"full attention and {other}" if other == SHORT else f"full and {other.replace('_', ' ')}"
         raise Unsupported(f"layer_types {', '.join(sorted(unknown))} are not supported: for this family the decoder has {has}")

@@ -20,6 +20,7 @@ SIZES = {
     "head_dim": 1 << 12,
     "max_position_embeddings": 1 << 30,
     "sliding_window": 1 << 30,
+    "sliding_window_size": 1 << 30,
     "max_window_layers": 1 << 12,
     "num_local_experts": 1 << 12,
     "num_experts": 1 << 12,
@@ -93,16 +94,18 @@ LEAST_OF = {  # the same, of a model_type
     "cohere2_moe": {"num_shared_experts": 0},
     "granitemoehybrid": {"num_local_experts": 0, "num_experts_per_tok": 0},
     "granitemoeshared": {"shared_intermediate_size": 0},
+    "granitemoe_swa": {"shared_intermediate_size": 0},
 }
 # And means that there is none.
 MAY_BE_NULL = (
     *("mamba_d_ssm", "moe_latent_size", "attention_chunk_size"),
-    *("num_key_value_heads", "head_dim", "sliding_window", "max_window_layers"),
+    *("num_key_value_heads", "head_dim", "sliding_window", "sliding_window_size", "max_window_layers"),
     *("n_shared_experts", "n_group", "topk_group", "first_k_dense_replace", "q_lora_rank"),
 )
 NULL_OF = {  # the same, of a model_type: it may have no experts, or the usual number of features
     "cohere2_moe": ("prefix_dense_intermediate_size",),
     "gemma4_text": ("num_experts", "moe_intermediate_size"),
+    "minicpm3": ("v_head_dim",),
 }
 AGAIN = "is it the model's own? Download it again"
 ELSE = "take a draft model that was made for this one, or a small model of the same family"
@@ -116,10 +119,14 @@ SWITCHES = (
     *("use_sliding_window", "use_qk_norm", "qk_layernorm", "norm_topk_prob", "use_qkv_bias", "use_parallel_residual"),
     *("rope_interleave", "mamba_conv_bias", "mamba_proj_bias", "use_cla", "mup_enabled", "lm_head_bias"),
     *("mamba_rms_norm", "mamba_norm_before_gate", "projectors_bias"),
-    *("conv_bias", "block_auto_adjust_ff_dim", "use_expert_bias", "tie_embedding"),
+    *("conv_bias", "block_auto_adjust_ff_dim", "use_expert_bias", "tie_embedding", "use_post_norm"),
+    *("use_sandwich_norm", "use_attention_gate"),
 )
 # What transformers calls a model where its architecture's name doesn't say so.
 MODEL_TYPES = {
+    "GraniteMoeSWAForCausalLM": "granitemoe_swa",
+    "GraniteSWAForCausalLM": "granite_swa",
+    "MiMoV2FlashForCausalLM": "mimo_v2_flash",
     "Cohere2MoeForCausalLM": "cohere2_moe",
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",

@@ -5,10 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 from .dense_families import AROUND, gemma
-from .fields import AGAIN, FULL, SIZES, SLIDING, Config, boolean, number, shown
+from .fields import AGAIN, FULL, SIZES, SLIDING, Config, boolean, shown
 from .parts import cap, kinds_of, windows_of
-from .ropes import ropes_by_kind
-from .shape import Inputs, Keys, Mixture, Rope, Shape, Unsupported
+from .ropes import rope_of_kind, ropes_by_kind
+from .shape import Inputs, Keys, Mixture, Shape, Unsupported
 
 # transformers' defaults, which some checkpoints rely on.
 TEXT: Config = {
@@ -114,8 +114,8 @@ def _text(config: Config) -> Shape:
         centered_norms=False,
         norms=AROUND,
         windows=windows_of(config, kinds),
-        rope=_rope(full),
-        local_rope=_rope(local),
+        rope=rope_of_kind(full),
+        local_rope=rope_of_kind(local),
         far=_far(config, base, kinds),
         attention_scale=1.0,
         qk_norm=True,
@@ -123,17 +123,6 @@ def _text(config: Config) -> Shape:
         layer_factors=True,
         final_softcap=cap(config, "final_logit_softcapping", 0.0),
     )
-
-
-def _rope(values: dict[str, Any]) -> Rope:
-    """Of one kind of layers."""
-    kind, theta = values.get("rope_type") or "default", number(values, "rope_theta")
-    if kind == "proportional":
-        part = number(values, "partial_rotary_factor", 1.0, 1.0)
-        return Rope(theta=theta, kind=kind, factor=number(values, "factor", 1.0), part=part)
-    if kind != "default":
-        raise Unsupported(f"rotary scaling {kind!r} is not supported: for this family the decoder has default and proportional")
-    return Rope(theta=theta)
 
 
 def _far(config: Config, base: Shape, kinds: Sequence[Any]) -> Keys:

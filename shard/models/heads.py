@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ...kernels.operations import rotate, rotate_and_write
 from ...kernels.ragged import How, attention
@@ -24,15 +25,17 @@ class Heads:
         self.window = window
         self.ranks = load.ranks
         keys = shape.keys(window)
-        self.size = keys.size
+        self.size, self.value_size, self.key_heads = keys.size, keys.own_values, keys.own(load.ranks.size)
         self.shared = not keys.values  # they are what keys are at first
-        sizes = [n * keys.size for n in (shape.heads, keys.heads, keys.heads)][: 2 + keys.values]
+        wholes = [keys.size, keys.size, keys.own_values][: 2 + keys.values]
+        sizes = [count * size for count, size in zip((shape.heads, keys.heads, keys.heads), wholes, strict=False)]
         own = shape.attention_name
         queries_name, keys_name, output = (f"{own}.{part}" for part in shape.attention_parts)
         names = [f"{own}.{name}_proj" for name in "qkv"][: 2 + keys.values]
+        gate, attended = 1 if shape.head_gates else keys.own_values, shape.heads * keys.own_values
         if shape.gates_name:
-            names, sizes = [*names, f"{own}.{shape.gates_name}"], [*sizes, sizes[0]]
-        self.inward = load.heads(f"{own}.qkv_proj", names, sizes, shape.qkv_bias, keys.size)
+            names, sizes, wholes = [*names, f"{own}.{shape.gates_name}"], [*sizes, shape.heads * gate], [*wholes, gate]
+        self.inward = load.heads(f"{own}.qkv_proj", names, sizes, shape.qkv_bias, wholes)
         self.query_norm, self.key_norm = (
             load.ordered(load.gains(name, keys.size)) if shape.qk_norm else None for name in (queries_name, keys_name)
         )
@@ -43,11 +46,11 @@ class Heads:
         joint = shape.joint_qk_norm
         self.queries_norm = load.ordered(load.part_of_gains(queries_name, sizes[0], keys.size)) if joint else None
         self.keys_norm = load.ordered(load.part_of_gains(keys_name, sizes[1], keys.size)) if joint else None
-        self.sinks = load.each_head(f"{own}.sinks", shape.heads) if shape.sinks else None
+        self.sinks = load.each_head(f"{own}.{shape.sinks_name}", shape.heads) if shape.sunk(window) else None
         self.scales = load.cache_scales(keys.heads)
         self.gains = self._moved() if shape.qk_norm_behind else None
-        self.gates = sizes[0] // load.ranks.size if shape.attention_gates else 0  # columns of `inward`, the last
-        self.output = load.rows(output, sizes[0], shape.output_bias)
+        self.gates = shape.heads * gate // load.ranks.size if shape.attention_gates else 0  # columns of `inward`, the last
+        self.output = load.rows(output, attended, shape.output_bias)
 
     def _moved(self) -> Tensor | None:
         """Gains of norms behind rotary, which are for queries alone: to turn a head changes nothing that its norm goes by but which
@@ -80,6 +83,8 @@ class Heads:
             joint.clamp_(-shape.qkv_limit, shape.qkv_limit)
         if places.leaning is not None:
             joint = widened(joint, places.leaning, self.size)
+        if self.value_size < self.size:
+            joint = self._filled_up(joint)
         scales = self.scales if layer.dtype != joint.dtype else None
         norms, values = (self.query_norm, self.key_norm), (shape.value_norm, self.shared)
         query = rotate_and_write(joint, places.rotary, step.slots, layer, *norms, epsilon, scales, *values)
@@ -89,8 +94,17 @@ class Heads:
             query.mul_(self.gains)
         how = How(self.window, shape.attention_scale, shape.softcap, scales, self.sinks)
         found = attention(query, layer, step.attention, how)
-        found = (found if places.leaning is None else found[..., : self.size]).flatten(1)
-        return found.mul_(by_lanes(torch.sigmoid, gates)) if self.gates else found
+        found = found if places.leaning is None and self.value_size == self.size else found[..., : self.value_size]
+        if not self.gates:
+            return found.flatten(1)
+        opened = by_lanes(torch.sigmoid, gates).view(len(found), -1, 1 if shape.head_gates else self.value_size)
+        return found.mul_(opened).flatten(1)
+
+    def _filled_up(self, joint: Tensor) -> Tensor:
+        """The same, of queries, keys and values, with zeros behind each value, which make it as long as a key."""
+        first = joint.shape[1] - self.key_heads * self.value_size
+        values = joint[:, first:].view(len(joint), -1, self.value_size)
+        return torch.cat((joint[:, :first], functional.pad(values, (0, self.size - self.value_size)).flatten(1)), 1)
 
 
 class Queries:
@@ -101,7 +115,7 @@ class Queries:
         self.shape = shape
         self.window = window
         norm, _, output = (f"{shape.attention_name}.{part}" for part in shape.attention_parts)
-        self.inward = load.heads("", [f"{shape.attention_name}.q_proj"], [shape.heads * size], shape.qkv_bias, size)
+        self.inward = load.heads("", [f"{shape.attention_name}.q_proj"], [shape.heads * size], shape.qkv_bias, [size])
         self.query_norm = load.gains(norm, size) if shape.qk_norm else None
         self.output = load.rows(output, shape.heads * size, shape.output_bias)
         self.scales: Tensor | None = None  # of those keys, and values

@@ -6,10 +6,10 @@ from math import inf
 from typing import Any
 
 from .dense_families import granite, llama
-from .fields import AGAIN, FULL, LINEAR, SHORT, Config, expect, number, shown
-from .parts import biased, common, kinds_of
+from .fields import AGAIN, FULL, LINEAR, SHORT, SLIDING, Config, expect, number, said, shown
+from .parts import biased, common, kinds_of, windows_of
 from .remembering import Convolution, Linear
-from .ropes import rotary_size
+from .ropes import rope_of_kind, ropes_by_kind, rotary_size
 from .shape import Mixture, Shape, Unsupported
 from .sparse_families import GRANITE_MOE, mixed, one_for_all, with_granites_experts
 
@@ -44,6 +44,19 @@ LFM2: Config = {
     "tie_word_embeddings": True,
     "rope_theta": 1e6,
     "conv_L_cache": 3,
+}
+LFM3: Config = {
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "max_position_embeddings": 128_000,
+    "norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "conv_L_cache": 7,
+    "sliding_window": 256,
+}
+LFM3_ROPES = {
+    SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+    FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
 }
 LFM2_MOE: Config = {
     "num_attention_heads": 32,
@@ -226,6 +239,29 @@ def _short(config: Config, kinds: list[Any]) -> Shape:
     )
 
 
+def _lfm3(config: Config) -> Shape:
+    """Attention in windows in one layer of four, and to all in another, behind gates of heads; norms around all."""
+    given = LFM3 | config
+    layers = given["num_hidden_layers"]
+    usual = [FULL if layer % 4 == 2 else SHORT if layer % 4 or not layer else SLIDING for layer in range(layers)]
+    kinds = given.get("layer_types") or usual
+    full, local = ropes_by_kind({"rope_parameters": LFM3_ROPES} | said(given), 1e6, 1e4)
+    base = replace(biased(_short(given | {"rope_parameters": None}, kinds), given), rope=rope_of_kind(full))
+    before, behind = ("operator_norm", "ffn_norm"), ("post_operator_norm", "post_ffn_norm")
+    behind = behind if given.get("use_sandwich_norm", True) else ("", "")
+    gates = given.get("use_attention_gate", True)
+    return replace(
+        base,
+        local_rope=rope_of_kind(local) if SLIDING in kinds else None,
+        windows=windows_of(given, kinds),
+        attention_gates=gates,
+        head_gates=gates,
+        gates_name="gate_proj" if gates else "",
+        attention_parts=("q_norm", "k_norm", "o_proj"),
+        norms=(before[0], behind[0], before[1], behind[1]),
+    )
+
+
 def _lfm2_moe(config: Config) -> Shape:
     """The same with experts behind the first layers, which are chosen by scores of their own."""
     given = LFM2_MOE | config
@@ -298,6 +334,7 @@ HYBRID: dict[str, Callable[[Config], Shape]] = {
     "GraniteMoeHybridForCausalLM": _granite_hybrid,
     "Lfm2ForCausalLM": _lfm2,
     "Lfm2MoeForCausalLM": _lfm2_moe,
+    "Lfm3ForCausalLM": _lfm3,
     "Qwen3NextForCausalLM": _qwen3_next,
     "Qwen3_5ForCausalLM": _qwen3_5,
     "Qwen3_5MoeForCausalLM": _qwen3_5_moe,

@@ -1,12 +1,13 @@
 """Families whose keys and values are made of a latent that all heads share. A new one is a new entry in `LATENT`."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from .fields import AGAIN, Config, expect, said, shown
+from .fields import AGAIN, Config, expect, number, said, shown
 from .parts import biased, common
-from .ropes import MISTRAL_YARN, sharpness, with_rope
+from .ropes import MISTRAL_YARN, check_factors, sharpness, with_original, with_rope
 from .shape import Index, Latent, Shape, Unsupported
 from .sparse_families import scored, scored_by_kinds, with_experts
 
@@ -65,6 +66,17 @@ MISTRAL_4: Config = FEATURES | {
     "norm_topk_prob": True,
 }
 MISTRAL_4_ROPE = MISTRAL_YARN | {"rope_theta": 10_000.0, "factor": 128.0, "original_max_position_embeddings": 8192}
+AX_K1: Config = DEEPSEEK_V3 | {"max_position_embeddings": 32_768, "n_routed_experts": 192, "first_k_dense_replace": 1}
+MINICPM: Config = FEATURES | {
+    "kv_lora_rank": 256,
+    "q_lora_rank": 768,
+    "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": None,
+    "max_position_embeddings": 32_768,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
 YOUTU: Config = FEATURES | {"max_position_embeddings": 131_072, "tie_word_embeddings": True}
 
 
@@ -155,17 +167,42 @@ def _youtu(config: Config) -> Shape:
     return _latent(YOUTU | config)
 
 
+def _ax_k1(config: Config) -> Shape:
+    """SK Telecom's A.X K1: DeepSeek V3, with a norm behind experts. Most checkpoints have nothing that corrects scores."""
+    base = scored_by_kinds(_latent(AX_K1 | config), AX_K1 | config)
+    return replace(with_experts(base, uncorrected=True), experts_norm="post_mlp_layernorm")
+
+
+def _minicpm_3(config: Config) -> Shape:
+    """Without experts, and scaled (Hu et al. 2024, arXiv:2404.06395)."""
+    given = MINICPM | with_original(config)
+    values = given["v_head_dim"] or given["hidden_size"] // given["num_attention_heads"]
+    base = _latent(given | {"v_head_dim": values, "rope_interleave": False})
+    check_factors(base.rope, given["qk_rope_head_dim"])
+    depth = math.sqrt(base.layers)
+    scale = depth if "scale_depth" in given and given["scale_depth"] is None else number(given, "scale_depth", 1.4)
+    model = base.hidden if "dim_model_base" in given and given["dim_model_base"] is None else number(given, "dim_model_base", 256.0)
+    return replace(
+        base,
+        embedding_factor=number(given, "scale_emb", 12.0),
+        residual_factor=scale / depth,
+        logit_divisor=base.hidden / model,
+    )
+
+
 def _softened(base: Shape, **more: Any) -> Shape:
     """The same, but scores of experts are a softmax's, and are not corrected."""
     return with_experts(base, sigmoid=False, correction="", **more)
 
 
 LATENT: dict[str, Callable[[Config], Shape]] = {
+    "AXK1ForCausalLM": _ax_k1,
     "DeepseekV2ForCausalLM": _deepseek_v2,
     "DeepseekV3ForCausalLM": _deepseek_v3,
     "DeepseekV32ForCausalLM": _deepseek_v32,
     "GlmMoeDsaForCausalLM": _glm_5,
     "Glm4MoeLiteForCausalLM": _glm_flash,
+    "MiniCPM3ForCausalLM": _minicpm_3,
     "Mistral4ForCausalLM": _mistral_4,
     "YoutuForCausalLM": _youtu,
 }

@@ -7,6 +7,7 @@ from itertools import accumulate, repeat
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ...kernels import quantized
 from ...kernels.codes import Codes, alike, joined, unpacked
@@ -97,20 +98,25 @@ class Loader:
         added = self.biases(names, sizes, joint) if bias else None
         return self.laid_out(self.outwards(names, sizes, joint), added, self._changed_outwards(names, sizes, joint))
 
-    def heads(self, joint: str, names: list[str], sizes: list[int], bias: bool, whole: int) -> Weight:
+    def heads(self, joint: str, names: list[str], sizes: list[int], bias: bool, wholes: Sequence[int]) -> Weight:
         """As `columns`, of queries, keys and values, of which the first two are `ordered`, and of gates, which come behind all,
-        wherever they are stored. whole: the size of a head."""
+        wherever they are stored. wholes: the size of a head of each."""
         beside = self.shape.attention_gates and not self.shape.gates_name
         if beside:
             sizes = [2 * sizes[0], *sizes[1:]]
-        where = names, sizes, joint, whole
-        found, added = self.outwards(*where, self.shape.attention_inputs), self.biases(*where) if bias else None
+        where = names, sizes, joint, wholes
+        found, added = self.outwards(*where, self.shape.attention_inputs), None
+        if bias:
+            kept = len(names) - bool(self.shape.gates_name)
+            added = self.biases(names[:kept], sizes[:kept], joint, wholes[:kept])
+            if self.shape.gates_name:  # gates of their own have none
+                added = functional.pad(added, (0, self._own(sizes[-1], wholes[-1])[1]))
         order = None
         if self.shape.order or beside:
-            own = [self._own(size, whole)[1] for size in sizes]
+            own = [self._own(*each)[1] for each in zip(sizes, wholes, strict=True)]
             queries, keys, *others = torch.split(torch.arange(sum(own), device=self.source.device), own)
             if beside:
-                queries, gates = queries.view(-1, 2, whole).transpose(0, 1).flatten(1)
+                queries, gates = queries.view(-1, 2, wholes[0]).transpose(0, 1).flatten(1)
                 others.append(gates)
             order = torch.cat((self.ordered(torch.cat((queries, keys))), *others))
             found, added = found[order], added[order] if added is not None else None
@@ -125,14 +131,14 @@ class Loader:
         """A matrix [hidden, size], this rank's part of the inputs. Rank 0 adds the bias, so that the sum has it once."""
         added = None
         if bias and self.ranks.rank == 0:
-            added = self.source.tensor(f"{self.prefix}{name}.bias", (self.shape.hidden,)) * self.shape.residual_factor
+            added = self.source.tensor(f"{self.prefix}{name}.bias", (self.shape.hidden,)) * self.shape.weight_factor
         return self.laid_out(self.inwards(name, size), added, self._changed_inwards(name, size))
 
     def outwards(
-        self, names: Sequence[str], sizes: Sequence[int], joint: str = "", whole: int = 1, inputs: int = 0
+        self, names: Sequence[str], sizes: Sequence[int], joint: str = "", wholes: Iterable[int] = repeat(1), inputs: int = 0
     ) -> Tensor | Codes:
-        """What leads away from the residual stream: as `columns`; whole: see `_own`; inputs: if they are not the stream's."""
-        places, inputs = self._places(names, sizes, joint, whole), inputs or self.shape.hidden
+        """What leads away from the residual stream: as `columns`; wholes: of each, see `_own`; inputs: if not the stream's."""
+        places, inputs = self._places(names, sizes, joint, wholes), inputs or self.shape.hidden
         return self.joined([self._matrix(name, (full, inputs), cut) for name, full, cut in places])
 
     def unrounded(self, names: Sequence[str], sizes: Sequence[int]) -> Tensor:
@@ -157,10 +163,11 @@ class Loader:
             return joined(few)
         return torch.cat([self.dense(part) for part in parts])
 
-    def biases(self, names: Sequence[str], sizes: Sequence[int], joint: str, whole: int = 1) -> Tensor:
+    def biases(self, names: Sequence[str], sizes: Sequence[int], joint: str, wholes: Iterable[int] = repeat(1)) -> Tensor:
         """Of the same."""
-        places = self._places(names, sizes, joint, whole)
-        return torch.cat([self.source.tensor(f"{self.prefix}{name}.bias", (full,), cut) for name, full, cut in places])
+        places = self._places(names, sizes, joint, wholes)
+        found = ((self.source.tensor(f"{self.prefix}{name}.bias", (full,), cut), self._factor(name)) for name, full, cut in places)
+        return torch.cat([bias if factor == 1 else bias * factor for bias, factor in found])
 
     def inwards(self, name: str, size: int, outputs: int = 0) -> Tensor | Codes:
         """What leads back to it: as `rows`; outputs: if they are not the stream's."""
@@ -169,7 +176,7 @@ class Loader:
 
     def residual(self, weight: Tensor | Codes) -> Tensor | Codes:
         """Times what is added to the stream is multiplied by."""
-        return self.times(weight, self.shape.residual_factor)
+        return self.times(weight, self.shape.weight_factor)
 
     def times(self, weight: Tensor | Codes, factor: float) -> Tensor | Codes:
         """The same, multiplied."""
@@ -190,12 +197,17 @@ class Loader:
         return found
 
     def _changed_outwards(
-        self, names: Sequence[str], sizes: Sequence[int], joint: str, whole: int = 1, order: Tensor | None = None
+        self,
+        names: Sequence[str],
+        sizes: Sequence[int],
+        joint: str,
+        wholes: Iterable[int] = repeat(1),
+        order: Tensor | None = None,
     ) -> Outwards | None:
         """How adapters change `columns`; order: of their outputs."""
         if self.changes is None:
             return None
-        places = [(name, full, cut or (0, 0, full)) for name, full, cut in self._places(names, sizes, joint, whole)]
+        places = [(name, full, cut or (0, 0, full)) for name, full, cut in self._places(names, sizes, joint, wholes)]
         parts = [Part(self._matrix_name(name), full, start, stop, self._factor(name)) for name, full, (_, start, stop) in places]
         return Outwards(parts, self.shape.hidden, order)
 
@@ -203,20 +215,22 @@ class Loader:
         """The same of `rows`."""
         if self.changes is None:
             return None
-        own, factor = size // self.ranks.size, self.shape.residual_factor * self._factor(name)
+        own, factor = size // self.ranks.size, self.shape.weight_factor * self._factor(name)
         return Inwards(self._matrix_name(name), self.shape.hidden, size, self.ranks.rank * own, own, factor)
 
     def _matrix_name(self, name: str) -> str:
         """Within the model, whatever that is called."""
         return self.prefix[self.prefix.index("layers.") :] + name
 
-    def _places(self, names: Sequence[str], sizes: Sequence[int], joint: str, whole: int) -> Iterator[tuple[str, int, Cut]]:
+    def _places(
+        self, names: Sequence[str], sizes: Sequence[int], joint: str, wholes: Iterable[int]
+    ) -> Iterator[tuple[str, int, Cut]]:
         """Of each of several tensors side by side: a name, how long that tensor is, and this rank's part of this one there."""
         if joint.rpartition(".")[2] in self.shape.joined:
-            found = zip(repeat(joint), repeat(sum(sizes)), accumulate(sizes, initial=0), sizes, strict=False)
+            found = zip(repeat(joint), repeat(sum(sizes)), accumulate(sizes, initial=0), sizes, wholes, strict=False)
         else:
-            found = zip(names, sizes, repeat(0), sizes, strict=False)
-        return ((name, full, self._cut((full,), 0, first, size, whole)) for name, full, first, size in found)
+            found = zip(names, sizes, repeat(0), sizes, wholes, strict=False)
+        return ((name, full, self._cut((full,), 0, *each)) for name, full, *each in found)
 
     def table(self, name: str) -> Tensor:
         """This rank's rows of a matrix [vocabulary, hidden], with zeros beyond its end."""

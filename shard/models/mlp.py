@@ -83,7 +83,9 @@ class Sparse:
     def __init__(self, load: Loader, mixture: Mixture) -> None:
         self.mixture = mixture = as_stored(load, mixture)
         self.router = load.whole(mixture.named(mixture.router), mixture.experts, mixture.biased, mixture.wide)
-        self.correction = load.each(mixture.named(mixture.correction), mixture.experts) if mixture.correction else None
+        correction = mixture.named(mixture.correction)
+        there = mixture.correction and not (mixture.uncorrected and not load.source.has(load.prefix + correction))
+        self.correction = load.each(correction, mixture.experts) if there else None
         gate_ups, downs, biases = experts(load, mixture)
         self.experts = lay_out(
             gate_ups, downs, load.source.dtype, biases, Gates(load.shape.gelu, mixture.limit, bool(load.shape.ungated)), load.exact
@@ -117,6 +119,7 @@ class Sparse:
             factor=mixture.factor,
             near=mixture.near,
             least=mixture.least,
+            by_logits=mixture.by_logits,
         )
 
     def weights(self) -> Iterator[Weight | Tensor]:

@@ -142,6 +142,13 @@ def check_factors(found: Rope, turned: int) -> None:
             raise Unsupported(f"config.json says {len(factors)} factors of longrope, {turned // 2} are needed: {AGAIN}")
 
 
+def with_original(config: Config) -> Config:
+    """The same, with longrope's original positions where Phi's config.json has them."""
+    values, name = _said(config), "original_max_position_embeddings"
+    stretched = isinstance(values, dict) and _kind(values) == "longrope" and name in values
+    return config | {name: values[name]} if stretched else config
+
+
 def with_amplitude(config: Config) -> Config:
     """The same, with longrope as Phi 3's config.json has it instead of Phi 3.5 MoE's. Raises Unsupported for other scaling, or two
     amplitudes."""
@@ -198,3 +205,14 @@ def ropes_by_kind(config: Config, theta: float, local_theta: float) -> tuple[dic
         )
     full, local = named.get(FULL, {}), named.get(SLIDING, {})
     return full | {"rope_theta": full.get("rope_theta") or theta}, local | {"rope_theta": local.get("rope_theta") or local_theta}
+
+
+def rope_of_kind(values: dict[str, Any]) -> Rope:
+    """Of one kind of layers: as it is usual, or turning a part of all pairs of features, by waves as if it were all of them."""
+    kind, theta = values.get("rope_type") or "default", number(values, "rope_theta")
+    if kind == "proportional":
+        part = number(values, "partial_rotary_factor", 1.0, 1.0)
+        return Rope(theta=theta, kind=kind, factor=number(values, "factor", 1.0), part=part)
+    if kind != "default":
+        raise Unsupported(f"rotary scaling {kind!r} is not supported: for this family the decoder has default and proportional")
+    return Rope(theta=theta)

@@ -115,11 +115,13 @@ class Mixture:
     shared_gate: str = "shared_expert_gate"  # which lets tokens through it; "": all as they are
     shared_factor: float = 1.0  # of what it comes to
     sigmoid: bool = False  # each expert's score is by itself, instead of a softmax
-    correction: str = ""  # the tensor that is added to scores for choosing by; "": none
+    correction: str = ""  # the tensor that is added to scores for choosing by; behind a dot, of the layer itself; "": none
     groups: int = 1  # of experts, of which a token chooses first
     groups_chosen: int = 1
     best: int = 2  # of a group's experts by which it is chosen
     factor: float = 1.0  # of all shares of those chosen
+    uncorrected: bool = False  # that tensor may be missing
+    by_logits: bool = False  # it is what scores are made of that is corrected, and by which they are chosen
     near: float = 0.0  # each share is by a softmax over those whose scores differ by no more than this part; 0: over all
     least: float = 1e-20  # is added to the sum that shares are divided by
     quantization: Quantization | None = None  # of the experts alone
@@ -138,7 +140,7 @@ class Mixture:
 
     def named(self, part: str) -> str:
         """Of what is in it."""
-        return f"{self.name}.{part}" if self.name else part
+        return f"{self.name}.{part}".removeprefix(".") if not part.startswith(".") else part[1:]
 
     @property
     def wide(self) -> bool:
@@ -209,6 +211,12 @@ class Keys:
     heads: int
     size: int  # of a head
     values: bool = True  # have a matrix of their own; without, they are what keys are before these are normalized and turned
+    value_size: int = 0  # of a value, if smaller than a key; zeros fill it up where it is cached; 0: the same
+
+    @property
+    def own_values(self) -> int:
+        """Features of a value before it is cached."""
+        return self.value_size or self.size
 
     def own(self, ranks: int) -> int:
         """How many a rank has. Of fewer heads than ranks, several ranks in a row have the same one."""
@@ -257,6 +265,7 @@ class Shape:
     heads: int
     kv_heads: int
     head_size: int  # of keys; of latents as they are cached
+    value_size: int = 0  # of values, if they are smaller; 0: they are not
     latent: Latent | None = None  # which keys and values are made of; the cache has one key head, of the latent and what turns
     intermediate: int
     norm_epsilon: float
@@ -271,6 +280,7 @@ class Shape:
     # Layers that remember what they saw, instead of attending to it: the cache has none of their keys.
     remembering: Remembering | None = None
     attention_gates: bool = False  # of all that heads attend to
+    head_gates: bool = False  # one of each head instead of one of each of its features
     gates_name: str = ""  # of their own matrix, without biases; "": in the checkpoint they are beside each head's queries
     unturned: frozenset[int] = frozenset()  # layers without a rotary embedding
     unturned_growth: Growth | None = None  # of their queries; None: none
@@ -281,10 +291,13 @@ class Shape:
     attention_scale: float  # of the products of queries and keys
     softcap: float = 0.0  # which those come near to at most; 0: none
     sinks: bool = False  # each head has a logit more, which no value belongs to
+    sinks_name: str = "sinks"
+    local_sinks: bool = False  # in layers with a window alone
     final_softcap: float = 0.0  # of the model's logits
     embedding_factor: float = 1.0  # what rows of the embedding table are multiplied by
     layer_factors: bool = False  # behind each layer the stream is multiplied by a number of the layer's
-    factors: tuple[tuple[str, float], ...] = ()  # what products with some matrices are multiplied by, by their names in a layer
+    # What products with some matrices, and their biases, are multiplied by, by their names in a layer.
+    factors: tuple[tuple[str, float], ...] = ()
     residual_factor: float = 1.0  # and what attention and MLP come to, before it is added
     logit_divisor: float = 1.0  # what logits are divided by
     logit_bias: bool = False  # the output matrix has one
@@ -301,6 +314,7 @@ class Shape:
     # Norms of queries and keys, and the matrix behind all heads.
     attention_parts: tuple[str, str, str] = ("q_norm", "k_norm", "o_proj")
     norms: tuple[str, str, str, str] = PLAIN  # names of those before and behind attention, before and behind the MLP; "": none
+    experts_norm: str = ""  # behind experts, in those layers that have some, where there is none behind the MLP; "": none
     last_norm: str = "norm"  # behind all layers
     first_norm: str = ""  # and in front of them; "": none
     centered_norms: bool = False  # norms' gains are stored less 1
@@ -406,7 +420,7 @@ class Shape:
 
     def keys(self, window: int) -> Keys:
         """Of the layers with this window."""
-        return self.far if self.far and not window else Keys(heads=self.kv_heads, size=self.head_size)
+        return self.far if self.far and not window else Keys(heads=self.kv_heads, size=self.head_size, value_size=self.value_size)
 
     def cached_size(self, window: int) -> int:
         """Features of a head of these layers, as it is cached."""
@@ -460,7 +474,13 @@ class Shape:
         """Norms of all layers, in front of them and behind."""
         before, behind = (sum(map(bool, names)) for names in (self.norms[:2], self.norms[2:]))
         found = before * (self.layers - len(self.inattentive)) + behind * (self.layers - len(self.without_mlp))
+        found += sum(map(bool, self.mixtures)) if self.experts_norm else 0
         return found + bool(self.first_norm) + 1
+
+    @property
+    def weight_factor(self) -> float:
+        """What matrices that lead back to the stream are multiplied by: a norm behind them would undo it, and has it itself."""
+        return 1.0 if self.norms[1] else self.residual_factor
 
     @property
     def with_keys(self) -> int:
@@ -602,13 +622,17 @@ class Shape:
         heads, keys = self.heads // ranks, self.keys(window)
         matrices = _elements(self._projections(ranks, window))
         norms = (2 * (self.qk_norm and not self.plain_norms) + self.joint_qk_norm * (heads + keys.own(ranks))) * keys.size
-        return matrices + self._beside(ranks, window) + self.output_bias * self.hidden + norms + self.sinks * heads
+        return matrices + self._beside(ranks, window) + self.output_bias * self.hidden + norms + self.sunk(window) * heads
+
+    def sunk(self, window: int) -> bool:
+        """Heads of layers with this window have sinks."""
+        return self.sinks and (window > 0 or not self.local_sinks)
 
     def _projections(self, ranks: int, window: int) -> Matrices:
         """The matrices before and behind attention, of a layer with this window."""
         heads, hidden, latent = self.heads // ranks, self.hidden, self.latent
         if latent is None:
-            size, inputs = self.keys(window).size, self.attention_inputs
+            size, inputs = self.keys(window).own_values, self.attention_inputs
             return [(self._heads_columns(ranks, window), inputs, inputs), (hidden, self.heads * size, heads * size)]
         asked, back = heads * (latent.plain + latent.turned), (hidden, self.heads * latent.values, heads * latent.values)
         if not latent.queries:
@@ -619,14 +643,22 @@ class Shape:
 
     def _heads_columns(self, ranks: int, window: int) -> int:
         """Features of queries, keys and values of their own, and gates, of a rank's heads."""
-        keys = self.keys(window)
-        return (self.heads // ranks * (1 + self.attention_gates) + (1 + keys.values) * keys.own(ranks)) * keys.size
+        keys, gates = self.keys(window), self._gates_columns(ranks, window)
+        return (self.heads // ranks + keys.own(ranks)) * keys.size + gates + keys.values * keys.own(ranks) * keys.own_values
+
+    def _gates_columns(self, ranks: int, window: int) -> int:
+        """Of that, gates."""
+        return self.heads // ranks * (1 if self.head_gates else self.keys(window).own_values) if self.attention_gates else 0
+
+    def _unbiased(self, ranks: int, window: int) -> int:
+        """Of these, those that have no biases where the others have some: zeros stand for them."""
+        return self._gates_columns(ranks, window) if self.gates_name else 0
 
     def _beside(self, ranks: int, window: int) -> int:
         """Elements of what else such a layer has before attention: biases, and what leads from latents to heads."""
         heads, latent = self.heads // ranks, self.latent
         if latent is None:
-            return self.qkv_bias * self._heads_columns(ranks, window)
+            return self.qkv_bias * (self._heads_columns(ranks, window) - self._unbiased(ranks, window))
         found = latent.size + latent.queries + (2 * self.index.size + self.index.heads * self.hidden if self.index else 0)
         return heads * (latent.plain + latent.values) * latent.size + found + self.qkv_bias * (latent.queries + self.head_size)
 
@@ -636,13 +668,14 @@ class Shape:
         wide = sum(mixture.routing(self.hidden) for mixture in self.mixtures if mixture and mixture.wide)
         wide += sum(self.hidden + mixture.experts for mixture in self.mixtures if mixture and mixture.beside)
         wide += self.layers * self.index.heads * self.hidden if self.index else 0
-        wide += self.sinks * self.heads // ranks * self.layers
+        wide += sum(self.sunk(window) * count for window, count in self._alike.items()) * self.heads // ranks
         if self.centered_norms and not self.layer_norms:
             wide += self.norm_count * self.hidden
             wide += 2 * self.qk_norm * sum(self.keys(self.windows[layer]).size for layer in self.keyed)
         if self.remembering:
             wide += len(self.remembering.layers) * self.remembering.wide(ranks)
         made = self.rotary_elements + self.qk_norm_behind * len(self.attending) * self.head_size + self._made_norms
+        made += self.qkv_bias * sum(count * self._unbiased(ranks, window) for window, count in self._alike.items())
         if self.latent and not self.latent.queries:  # zeros beside the biases of latents
             made += self.qkv_bias * len(self.attending) * self.heads // ranks * (self.latent.plain + self.latent.turned)
         if self.alibi:

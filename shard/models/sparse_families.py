@@ -4,11 +4,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from .dense_families import BEHIND, MISTRAL, OLMO, ernie, exaone4, granite, hunyuan, qwen3
-from .fields import AGAIN, SLIDING, Config, expect, number, shown
+from .dense_families import BEHIND, MISTRAL, OLMO, ernie, exaone4, granite, hunyuan, qwen3, with_thetas
+from .fields import AGAIN, FULL, SLIDING, Config, expect, number, said, shown
 from .parts import all_alike, biased, cap, common, kinds_of, windows_of
 from .ropes import rope_of, ropes_by_kind, rotary_size, with_rope
-from .shape import PLAIN, Mixture, Quantization, Shape, Unsupported
+from .shape import PLAIN, Keys, Mixture, Quantization, Shape, Unsupported
 
 # transformers' defaults, which some checkpoints rely on.
 AFMOE: Config = {
@@ -75,6 +75,43 @@ MELLUM: Config = {
     "num_key_value_heads": 4,
 }
 GRANITE_MOE: Config = {"num_local_experts": 8, "num_experts_per_tok": 2}
+FLINT: Config = {
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "max_position_embeddings": 262_144,
+    "sliding_window": 513,
+    "num_experts": 256,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 1024,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [0, 1],
+}
+KOLIBRI: Config = {
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "max_position_embeddings": 262_144,
+    "sliding_window": 513,
+    "num_experts": 384,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+AROUND_KOLIBRI = ("input_layernorm", "post_attn_norm", "post_attention_layernorm", "post_ffn_norm")
+MIMO: Config = {
+    "num_key_value_heads": 4,
+    "head_dim": 192,
+    "v_head_dim": 128,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "n_routed_experts": 256,
+    "moe_intermediate_size": 2048,
+    "norm_topk_prob": True,
+}
+MIMO_ROPES = {
+    FULL: {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.334},
+    SLIDING: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.334},
+}
 PLAIN_MLP, EXPERTS = "dense", "sparse"  # of `mlp_layer_types`
 MOE_LAYERS = {"start_index": 1, "end_index": -1, "interval": 1}  # ERNIE's
 STEEP = 1.702  # of gpt-oss's gates
@@ -377,6 +414,88 @@ def _granite_moe_shared(config: Config) -> Shape:
     return with_granites_experts(granite(given), given, shared=given.get("shared_intermediate_size", 0))
 
 
+def _granite_moe_swa(config: Config) -> Shape:
+    """The same; one layer in four sees all, and heads have sinks."""
+    given = GRANITE_MOE | {"shared_intermediate_size": 0, "sliding_window": 128} | config
+    return with_thetas(_granite_moe_shared(given), given)
+
+
+def _flint(config: Config) -> Shape:
+    """Qwen 3's attention with sinks, in windows but for some layers, which have no rotary embedding. Scores of experts are each by
+    itself, and one expert is for all tokens."""
+    given = FLINT | config
+    base = biased(common(given), given)
+    kinds = kinds_of(given, base.layers, lambda layer: layer > 1 and layer % 4 != 1 and layer < base.layers - 1)
+    mixture = replace(one_for_all(given, given["norm_topk_prob"]), sigmoid=True, shared_gate="")
+    return replace(
+        mixed(base, given, mixture),
+        qk_norm=True,
+        sinks=True,
+        sinks_name="softmax_offset",
+        windows=windows_of(given, kinds),
+        unturned=frozenset(layer for layer, kind in enumerate(kinds) if kind != SLIDING),
+    )
+
+
+def _kolibri(config: Config) -> Shape:
+    """Norms around attention and experts, which are in every layer, one of them for all tokens. Layers that see all have no rotary
+    embedding."""
+    given = KOLIBRI | config
+    given |= {"num_experts": given.get("num_local_experts") or given["num_experts"]}
+    base = common(given | {"intermediate_size": given["moe_intermediate_size"]})
+    kinds = kinds_of(given, base.layers, lambda layer: (layer + 1) % 5 > 0)
+    mixture = replace(
+        one_for_all(given, given.get("norm_topk_prob", False)),
+        sigmoid=True,
+        correction=".moe.router.expert_bias",
+        by_logits=True,
+        shared_name="shared_experts",
+        shared_gate="",
+    )
+    return replace(
+        base,
+        mixtures=(mixture,) * base.layers,
+        qk_norm=True,
+        norms=AROUND_KOLIBRI,
+        windows=windows_of(given, kinds),
+        unturned=frozenset(layer for layer, kind in enumerate(kinds) if kind != SLIDING),
+    )
+
+
+def _mimo(config: Config) -> Shape:
+    """Xiaomi's MiMo V2 Flash: layers that slide have twice as many key heads, and sinks; values are smaller than keys. A part of
+    each head turns."""
+    given = MIMO | said(config)
+    if (window := given.get("sliding_window_size")) is not None:  # which does not count the token itself
+        given |= {"sliding_window": window + 1}
+    full, local = ropes_by_kind({"rope_parameters": MIMO_ROPES} | given, 5e6, 1e4)
+    base = common(given | {"rope_parameters": full, "rope_scaling": None})
+    parts = {rotary_size({"rope_parameters": one}, base.head_size, 0.334) for one in (full, local)}
+    if len(parts) > 1:
+        raise Unsupported("partial_rotary_factor differs between kinds of layers, which is not supported: the decoder has one")
+    kinds = kinds_of(given, base.layers, lambda layer: layer > 0 and (layer + 1) % 6 > 0)
+    values = given["v_head_dim"] if given["v_head_dim"] != base.head_size else 0
+    if values > base.head_size:
+        raise Unsupported(
+            f"config.json says v_head_dim {values} and head_dim {base.head_size}, of which the second is no less: {AGAIN}"
+        )
+    dense = [PLAIN_MLP if layer == 0 else EXPERTS for layer in range(base.layers)]
+    found = scored_by_kinds(replace(base, qkv_bias=given.get("attention_bias", False)), {"mlp_layer_types": dense} | given)
+    return replace(
+        found,
+        kv_heads=2 * base.kv_heads,
+        far=Keys(heads=base.kv_heads, size=base.head_size, value_size=values),
+        value_size=values,
+        sinks=True,
+        sinks_name="attention_sink_bias",
+        local_sinks=True,
+        windows=windows_of({"sliding_window": 129} | given, kinds),
+        local_rope=rope_of(given | {"rope_parameters": local}, "rope_parameters"),
+        rotary_size=parts.pop(),
+        factors=(("self_attn.v_proj", number(given, "attention_value_scale", 0.707)),),
+    )
+
+
 def with_granites_experts(base: Shape, given: Config, shared: int) -> Shape:
     """The same, with experts in every layer, if there are any; shared: features of the one for all tokens, 0: there is none."""
     mixture = Mixture(
@@ -435,12 +554,16 @@ SPARSE: dict[str, Callable[[Config], Shape]] = {
     "ExaoneMoeForCausalLM": _exaone_moe,
     "FlexOlmoForCausalLM": _flex_olmo,
     "Glm4MoeForCausalLM": _glm4_moe,
+    "FlintForCausalLM": _flint,
     "GptOssForCausalLM": _gpt_oss,
     "GraniteMoeForCausalLM": _granite_moe,
+    "GraniteMoeSWAForCausalLM": _granite_moe_swa,
     "GraniteMoeSharedForCausalLM": _granite_moe_shared,
     "HYV3ForCausalLM": _hy_v3,
     "HunYuanMoEV1ForCausalLM": _hunyuan_moe,
+    "Kolibri1ForCausalLM": _kolibri,
     "MellumForCausalLM": _mellum,
+    "MiMoV2FlashForCausalLM": _mimo,
     "MiniMaxM2ForCausalLM": _minimax_m2,
     "MixtralForCausalLM": _mixtral,
     "OlmoeForCausalLM": _olmoe,

@@ -273,10 +273,13 @@ def random_routing(chance: random.Random) -> tuple[Tensor, dict[str, Any]]:
     logits = torch.randn(chance.choice([0, 1, 7, 40]), experts, device=DEVICE).to(chance.choice(DTYPES))
     if chance.random() < 0.5:
         logits = logits.round()
-    correction = torch.randn(experts, device=DEVICE).round() if chance.random() < 0.5 else None
+    correction = torch.randn(experts, device=DEVICE) if chance.random() < 0.5 else None
+    by_logits = chance.random() < 0.3
+    if correction is not None and not by_logits:  # then equal sums would be of other scores
+        correction = correction.round()
     count = chance.randint(1, min(8, experts * best // sets))
     how = {"normalized": chance.random() < 0.5, "sigmoid": chance.random() < 0.5, "correction": correction}
-    how["least"] = chance.choice([1e-20, 0.1])
+    how["least"], how["by_logits"] = chance.choice([1e-20, 0.1]), by_logits
     return logits, how | {"count": count, "sets": (sets, best, chance.choice([1, 2])), "factor": chance.choice([1.0, 2.5])}
 
 
@@ -296,7 +299,8 @@ def test_routes_by_triton(seed: int) -> None:
 def route_alone(logits: Tensor, count: int, how: dict[str, Any]) -> list[int]:
     """By sorting pairs of a score and a number."""
     scores = logits.sigmoid() if how["sigmoid"] else logits.softmax(0)
-    judged = (scores if how["correction"] is None else scores + how["correction"]).tolist()
+    judged = logits if how["by_logits"] else scores
+    judged = (judged if how["correction"] is None else judged + how["correction"]).tolist()
     sets, best, first = how["sets"]
     size = len(judged) // sets
     sums = [sum(sorted(judged[start : start + size])[-first:]) for start in range(0, len(judged), size)]

@@ -192,6 +192,7 @@ FALCON_H1 = SMALL | {
     "ssm_multipliers": [1.5, 0.7, 1.2, 0.8, 1.3],
 }
 LFM2 = SMALL | {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"]}
+LFM3 = SMALL | ENDS | {"num_hidden_layers": 4, "head_dim": 16, "sliding_window": WINDOW, "conv_L_cache": 5, "pad_token_id": 0}
 NEMOTRON = {name: value for name, value in SMALL.items() if name != "num_hidden_layers"} | {
     "head_dim": 12,
     "ssm_state_size": 12,
@@ -216,6 +217,9 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "afmoe": lambda: transformers.AfmoeConfig(**AFMOE, global_attn_every_n_layers=2, mup_enabled=True),
     "apertus": lambda: transformers.ApertusConfig(**SMALL, attention_bias=True),
     "arcee": lambda: transformers.ArceeConfig(**SMALL, mlp_bias=True),
+    "ax-k1": lambda: transformers.AXK1Config(
+        **LATENT | ENDS, n_group=4, topk_group=2, mlp_layer_types=["sparse", "dense", "sparse"]
+    ),
     "bamba": lambda: transformers.BambaConfig(
         **SMALL | {"num_hidden_layers": 3, "mamba_chunk_size": PIECE},
         attn_layer_indices=[1],
@@ -265,6 +269,9 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "falcon-h1-norms": lambda: transformers.FalconH1Config(**FALCON_H1, mamba_rms_norm=True, mamba_norm_before_gate=False),
     "falcon": lambda: transformers.FalconConfig(**FALCON, new_decoder_architecture=True, num_kv_heads=4),
     "falcon-rw": lambda: transformers.FalconConfig(**FALCON, alibi=True, multi_query=False, parallel_attn=False, bias=True),
+    "flint": lambda: transformers.FlintConfig(
+        **QWEN2_MOE | {"num_hidden_layers": 5}, sliding_window=WINDOW, mlp_only_layers=[1], attention_bias=True
+    ),
     "flex-olmo": lambda: transformers.FlexOlmoConfig(**SMALL, num_experts=6, num_experts_per_tok=3, pad_token_id=0),
     "gemma": lambda: transformers.GemmaConfig(**SMALL, head_dim=16),
     "gemma2": lambda: transformers.Gemma2Config(**GEMMA2),
@@ -318,6 +325,17 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         position_embedding_type="rope",
         tie_word_embeddings=True,
     ),
+    "granite-swa": lambda: transformers.GraniteSWAConfig(
+        **GRANITE | ENDS, sliding_window=WINDOW, attention_bias=True, layer_rope_theta=[500.0, 100.0]
+    ),
+    "granite-swa-moe": lambda: transformers.GraniteMoeSWAConfig(
+        **GRANITE | {"num_hidden_layers": 3, "intermediate_size": 20},
+        num_local_experts=7,
+        num_experts_per_tok=3,
+        shared_intermediate_size=36,
+        sliding_window=WINDOW,
+        layer_rope_theta=[0, 100.0, 0],
+    ),
     "helium": lambda: transformers.HeliumConfig(**SMALL, head_dim=8, attention_bias=True, mlp_bias=True),
     "hunyuan": lambda: transformers.HunYuanDenseV1Config(
         **SMALL, head_dim=16, rope_parameters={"rope_type": "dynamic", "rope_theta": 500.0, "alpha": 3.0, "factor": 1.0}
@@ -325,10 +343,30 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "hunyuan-moe": lambda: transformers.HunYuanMoEV1Config(
         **SMALL, head_dim=16, num_experts=7, moe_topk=[3, 1], attention_bias=True
     ),
+    "hyperclova": lambda: transformers.HyperCLOVAXConfig(**GRANITE, attention_bias=True),
+    "hyperclova-plain": lambda: transformers.HyperCLOVAXConfig(
+        **GRANITE | {"attention_multiplier": None}, use_post_norm=False, mlp_bias=True
+    ),
     "jais2": lambda: transformers.Jais2Config(**SMALL),
+    "kolibri": lambda: transformers.Kolibri1Config(
+        **{name: value for name, value in QWEN2_MOE.items() if name != "intermediate_size"},
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        norm_topk_prob=True,
+    ),
     "lfm2": lambda: transformers.Lfm2Config(**LFM2, conv_bias=True, conv_L_cache=4, block_multiple_of=8),
     "lfm2-moe": lambda: transformers.Lfm2MoeConfig(
         **LFM2, moe_intermediate_size=20, num_dense_layers=1, num_experts=7, num_experts_per_tok=3, tie_word_embeddings=False
+    ),
+    "lfm3": lambda: transformers.Lfm3Config(
+        **LFM3, layer_types=["conv", "full_attention", "sliding_attention", "conv"], attention_bias=True, conv_bias=True
+    ),
+    "lfm3-plain": lambda: transformers.Lfm3Config(
+        **LFM3,
+        layer_types=["full_attention", "conv", "full_attention", "conv"],
+        use_sandwich_norm=False,
+        use_attention_gate=False,
+        tie_word_embeddings=False,
     ),
     "llama": lambda: transformers.LlamaConfig(**SMALL),
     "llama-3.1": lambda: transformers.LlamaConfig(**SMALL, rope_parameters=LLAMA3),
@@ -361,6 +399,22 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         sliding_window=WINDOW,
         layer_types=["sliding_attention", "full_attention"] * 2,
         mlp_layer_types=["sparse", "dense", "sparse", "sparse"],
+    ),
+    "mimo": lambda: transformers.MiMoV2FlashConfig(
+        **GLM_MOE | {"num_key_value_heads": 2, "head_dim": 24},
+        v_head_dim=16,
+        sliding_window=WINDOW,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+        attention_bias=True,
+        n_group=2,
+        topk_group=1,
+    ),
+    "minicpm3": lambda: transformers.MiniCPM3Config(
+        **{name: value for name, value in LATENT.items() if name not in ("v_head_dim",)} | {"num_key_value_heads": 8},
+        scale_emb=2.5,
+        scale_depth=0.7,
+        dim_model_base=40,
+        attention_bias=True,
     ),
     "minimax-m2": lambda: transformers.MiniMaxM2Config(
         **SMALL, head_dim=16, num_local_experts=9, num_experts_per_tok=3, rotary_dim=8

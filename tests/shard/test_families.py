@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ def config(architecture: str, **more: Any) -> dict[str, Any]:
         ("Exaone4ForCausalLM", transformers.Exaone4Config),
         ("ExaoneMoeForCausalLM", transformers.ExaoneMoeConfig),
         ("FlexOlmoForCausalLM", transformers.FlexOlmoConfig),
+        ("FlintForCausalLM", transformers.FlintConfig),
         ("GemmaForCausalLM", transformers.GemmaConfig),
         ("Gemma2ForCausalLM", transformers.Gemma2Config),
         ("Gemma3ForCausalLM", transformers.Gemma3TextConfig),
@@ -54,9 +56,12 @@ def config(architecture: str, **more: Any) -> dict[str, Any]:
         ("Glm4MoeForCausalLM", transformers.Glm4MoeConfig),
         ("GraniteForCausalLM", transformers.GraniteConfig),
         ("GraniteMoeForCausalLM", transformers.GraniteMoeConfig),
+        ("GraniteMoeSWAForCausalLM", transformers.GraniteMoeSWAConfig),
         ("GraniteMoeSharedForCausalLM", transformers.GraniteMoeSharedConfig),
+        ("GraniteSWAForCausalLM", transformers.GraniteSWAConfig),
         ("HunYuanDenseV1ForCausalLM", transformers.HunYuanDenseV1Config),
         ("HunYuanMoEV1ForCausalLM", transformers.HunYuanMoEV1Config),
+        ("HyperCLOVAXForCausalLM", transformers.HyperCLOVAXConfig),
         ("HYV3ForCausalLM", transformers.HYV3Config),
         ("InternLM3ForCausalLM", transformers.InternLM3Config),
         ("IQuestCoderForCausalLM", transformers.IQuestCoderConfig),
@@ -141,6 +146,27 @@ def test_layers_are_of_transformers_kinds(architecture: str, theirs: Any, more: 
     every = 9 // more.get("sliding_window_pattern", 4)
     counts = {"AfmoeForCausalLM": 2, "SmolLM3ForCausalLM": 2, "Exaone4ForCausalLM": every, "Cohere2ForCausalLM": every}
     assert len(still) == counts.get(architecture, 0)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "theirs"),
+    [
+        ("AXK1ForCausalLM", transformers.AXK1Config),
+        ("FlintForCausalLM", transformers.FlintConfig),
+        ("GraniteMoeSWAForCausalLM", transformers.GraniteMoeSWAConfig),
+        ("GraniteSWAForCausalLM", transformers.GraniteSWAConfig),
+        ("Kolibri1ForCausalLM", transformers.Kolibri1Config),
+        ("Lfm3ForCausalLM", transformers.Lfm3Config),
+        ("MiMoV2FlashForCausalLM", transformers.MiMoV2FlashConfig),
+        ("MiniCPM3ForCausalLM", transformers.MiniCPM3Config),
+    ],
+)
+def test_all_is_as_when_transformers_has_written_it(architecture: str, theirs: Any) -> None:
+    """Kinds of layers, windows, rotary embeddings, experts: the usual ones are those that it writes."""
+    written = theirs(num_hidden_layers=14).to_dict() | {"architectures": [architecture]}
+    names = ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "architectures")
+    usual = {"intermediate_size": 88} | {name: written[name] for name in names if name in written}
+    assert shape(usual) == shape(usual | written)
 
 
 @pytest.mark.parametrize("pattern", [1, 2])
@@ -446,6 +472,37 @@ def test_scores_that_are_hardly_any_have_smaller_shares() -> None:
     assert own.sum() < 0.96
 
 
+def test_what_corrects_scores_may_be_missing(tmp_path: Path) -> None:
+    """Of A.X K1, as the hub has it; of others it must be there."""
+    for name, able in (("ax-k1", True), ("deepseek-v3", False)):
+        folder = shutil.copytree(tiny.folder(name), tmp_path / name)
+        tensors = safetensors.torch.load_file(folder / "model.safetensors")
+        left = {key: values for key, values in tensors.items() if "correction" not in key}
+        assert len(left) < len(tensors)
+        safetensors.torch.save_file(left, folder / "model.safetensors", {"format": "pt"})
+        config = ShardConfig(folder=str(folder), model="m")
+        if not able:
+            with pytest.raises(Unsupported, match="e_score_correction_bias"):
+                load(config, lambda stage: None)
+            continue
+        found = load(config, lambda stage: None).decoder.layers[0].mlp
+        assert isinstance(found, Sparse)
+        x = torch.randn(20, 64, generator=torch.Generator().manual_seed(1))
+        chosen = tiny.reference(name).model.layers[0].mlp.gate(x)[2]
+        corrected = tiny.decoder(name).layers[0].mlp
+        assert isinstance(corrected, Sparse)
+        assert corrected.correction is not None
+        assert corrected.correction.count_nonzero()
+        assert corrected.route(x)[1].sort(1).values.equal(chosen.sort(1).values)
+        assert not found.route(x)[1].sort(1).values.equal(chosen.sort(1).values)
+
+
+def test_how_far_mimo_looks_back_does_not_count_the_token_itself() -> None:
+    """In its own field."""
+    assert max(shape(config("MiMoV2FlashForCausalLM", sliding_window_size=7)).windows) == 8
+    assert max(shape(config("MiMoV2FlashForCausalLM", sliding_window=7)).windows) == 7
+
+
 @pytest.mark.parametrize("name", ["mistral", "ministral3", "mistral4"])
 def test_the_text_of_a_model_with_images_and_a_head_of_its_own(name: str, tmp_path: Path) -> None:
     """As the hub has it, where nothing says that tables are tied. The text's model_type says which family it is."""
@@ -544,6 +601,9 @@ def test_ranks_divide_what_is_there() -> None:
         shape(odd | {"moe_intermediate_size": 21}).check_ranks(2)
 
 
+PARTS = {"full_attention": {"partial_rotary_factor": 0.5}, "sliding_attention": {"partial_rotary_factor": 0.25}}
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -605,6 +665,13 @@ def test_ranks_divide_what_is_there() -> None:
         (config("PhimoeForCausalLM", num_experts_per_tok=3), "num_experts_per_tok 3 is not supported"),
         (config("LlamaForCausalLM", rope_scaling=LONGROPE), "'longrope' is not supported"),
         (config("GraniteForCausalLM", logits_scaling=0), "logits_scaling 0, a number above 0"),
+        (config("GraniteSWAForCausalLM", layer_rope_theta=[1e4]), r"layer_rope_theta \[10000.0\], a number for each layer"),
+        (config("GraniteSWAForCausalLM", layer_rope_theta=[[1], [2]]), "a number for each layer"),
+        (config("GraniteSWAForCausalLM", layer_rope_theta=[1, 2], layer_types=["full_attention"] * 2), "one for full_attention"),
+        (config("MiMoV2FlashForCausalLM", v_head_dim=256), "v_head_dim 256 and head_dim 192"),
+        (config("MiMoV2FlashForCausalLM", rope_parameters=PARTS), "partial_rotary_factor differs"),
+        (config("MiniCPM3ForCausalLM", rope_scaling=LONGROPE | {"original_max_position_embeddings": 8}), "6 factors of longrope"),
+        (config("Lfm3ForCausalLM", layer_types=["conv", "sliding_attention"], sliding_window=None), "sliding_window null"),
         (config("Olmo3ForCausalLM", sliding_window=None), "sliding_window null, and there are layers that slide"),
         (config("Olmo3ForCausalLM", rope_parameters={"rope_type": "default"}), "an object for each kind"),
         (config("SmolLM3ForCausalLM", no_rope_layers=[1]), r"no_rope_layers \[1\], 0 or 1 for each"),
