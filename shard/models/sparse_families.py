@@ -492,7 +492,7 @@ def _mimo(config: Config) -> Shape:
         windows=windows_of({"sliding_window": 129} | given, kinds),
         local_rope=rope_of(given | {"rope_parameters": local}, "rope_parameters"),
         rotary_size=parts.pop(),
-        factors=(("self_attn.v_proj", number(given, "attention_value_scale", 0.707)),),
+        factors=(("self_attn.v_proj", number({"attention_value_scale": 0.707} | config, "attention_value_scale", 1.0)),),
     )
 
 
