@@ -5,7 +5,7 @@ weight for each. A token's score of another is the sum of weights * max(0, query
 chosen, and of equal ones the first. What a token doesn't see otherwise can't be chosen.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ EPSILON = 1e-6  # of the layer norm of keys
 # Bytes that a score takes with all that becomes of it here. Measured 2026-11-24 on a CPU, in float32, 64 tokens at once among
 # 100,000 and 200,000: 29 and 25.
 SCORE_BYTES = 32
+CHOSEN_BYTES = 8  # of one that is chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,8 @@ class Choosing:
     queries: Tensor  # [tokens, heads, size]
     weights: Tensor  # [tokens, heads] float32
     most: int  # tokens that one attends to
+    # What some of them have chosen, by the first of these in the step: layers without an index attend to it, too.
+    chosen: dict[int, Tensor] = field(default_factory=dict)
 
     def of(self, start: int, rows: int, queries: int) -> tuple[Tensor, Tensor]:
         """Queries and weights of so many rows' tokens from `start` on: [rows, queries, heads, size], [rows, queries, heads]."""
@@ -46,14 +49,17 @@ def scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
 def narrowed(asked: Choosing, keys: Tensor, start: int, queries: int, hidden: Tensor | None) -> Tensor | None:
     """`hidden`, [rows, 1, queries, length] with -inf where a key is hidden, hiding all that isn't chosen, too.
 
-    keys: [rows, length or more, size], the index's; start: of the rows' tokens in the step.
+    keys: [rows, length or more, size], the index's, or of no size in a layer that has none; start: of the rows' tokens in the step.
     """
     keys = keys if hidden is None else keys[:, : hidden.shape[3]]
     if keys.shape[1] <= asked.most:
         return hidden
-    found = scores(*asked.of(start, len(keys), queries), keys)
-    if hidden is not None:
-        found += hidden[:, 0]
-    chosen = found.sort(dim=2, descending=True, stable=True).indices[:, :, : asked.most]
-    others = torch.full_like(found, -torch.inf).scatter_(2, chosen, 0.0).unsqueeze(1)
+    if start not in asked.chosen:
+        found = scores(*asked.of(start, len(keys), queries), keys)
+        if hidden is not None:
+            found += hidden[:, 0]
+        best = found.sort(dim=2, descending=True, stable=True).indices
+        asked.chosen[start] = best[:, :, : asked.most].clone()  # and not all that were sorted
+    others = torch.full((len(keys), queries, keys.shape[1]), -torch.inf, device=keys.device)
+    others = others.scatter_(2, asked.chosen[start], 0.0).unsqueeze(1)
     return (others if hidden is None else others + hidden).to(asked.queries.dtype)

@@ -19,6 +19,7 @@ from .transfer import to_device
 # Scores that are computed at once, and how many bytes one takes with what picking the best of them does.
 SCORES = 1 << 25
 SCORE_BYTES = 12
+CHOSEN_BYTES = 4  # of one that is chosen
 # Tokens at most whose chosen ones are looked at at once: a table of theirs takes 8 MiB.
 TOKENS = 1024
 
@@ -69,11 +70,13 @@ def attention(query: Tensor, cache: Tensor, plan: Plan, how: How) -> Tensor:
     found = query.new_empty(*query.shape[:2], how.latent) if len(plan.parts) > 1 else None
     for part in plan.parts:
         count = len(part.tables)
-        best = scores(asked, cache[..., query.shape[2] :], plan, part.first, count, part.length).topk(asked.most).indices
-        # Of a token that sees fewer the last ones are anything, and nobody looks at them.
-        places = (part.tables + best // plan.page_size).clamp_(max=len(plan.pages) - 1)
-        slots = plan.pages[places] * plan.page_size + best % plan.page_size
-        own = part.plan.chosen(slots.int().flatten())
+        if part.first not in asked.chosen:
+            best = scores(asked, cache[..., query.shape[2] :], plan, part.first, count, part.length).topk(asked.most).indices
+            # Of a token that sees fewer the last ones are anything, and nobody looks at them.
+            places = (part.tables + best // plan.page_size).clamp_(max=len(plan.pages) - 1)
+            slots = plan.pages[places] * plan.page_size + best % plan.page_size
+            asked.chosen[part.first] = slots.int().flatten()
+        own = part.plan.chosen(asked.chosen[part.first])
         answer = paged.attention(query[part.first : part.first + count], cache, own, how)
         if found is None:
             return answer

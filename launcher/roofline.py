@@ -77,7 +77,7 @@ def prefill(group: Group, on: Accelerator, tokens: int) -> float:
     attended = (pairs(tokens, window or (index.most if index else 0)) * shape.keys(window).size for window in windows)
     attention = 4 * sum(attended) * shape.heads / group.ranks
     if index and tokens > index.most:  # every rank has all of it
-        attention += 2 * shape.layers * _pairs(tokens, 0) * index.heads * index.size
+        attention += 2 * len(shape.indexing) * _pairs(tokens, 0) * index.heads * index.size
     if kept:
         attention += kept.rule * len(kept.layers) * tokens * prod(kept.memory(group.ranks))
     products = 2 * ((group.parameters() - group.head) * tokens + group.head)
@@ -89,9 +89,9 @@ def context_bytes(group: Group, context: int) -> float:
     """Of the keys and values that a token reads: layers with a window forget, and of latents some are chosen, by keys of all."""
     shape, index = group.shape, group.shape.index
     if index and context > index.most:
-        return group.token_bytes * (index.most * shape.head_size + context * index.size) / (shape.head_size + index.size)
-    windows = (shape.windows[layer] for layer in shape.attending)
-    seen = sum(_keys(shape, context, window) * prod(shape.slot(group.ranks, window)) for window in windows)
+        latents, keys = shape.layers * shape.head_size, len(shape.indexing) * index.size
+        return group.token_bytes * (index.most * latents + context * keys) / (latents + keys)
+    seen = sum(_keys(shape, context, shape.windows[layer]) * prod(shape.slot(group.ranks, layer)) for layer in shape.attending)
     return group.token_bytes / shape.kv_elements(group.ranks) * seen
 
 

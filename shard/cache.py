@@ -39,7 +39,7 @@ class Cache:
         """dtype: of keys and values; slots: for what is remembered; computed: type of what convolutions see and of features, if
         another; features: that are kept of each token, for a draft model."""
         attending = shape.keyed
-        each = [shape.slot(ranks, shape.windows[layer]) for layer in attending]
+        each = [shape.slot(ranks, layer) for layer in attending]
         wholes = {slot: _zeros((count, (pages + 1) * page_size, *slot), dtype, device) for slot, count in Counter(each).items()}
         self.page_size = page_size
         self.cleared: Callable[[Listing[int]], object] = lambda pages: None  # is told of pages that others get

@@ -131,7 +131,7 @@ def _layout_of(decoder: Decoder, page_size: int) -> Layout:
             kind(
                 window,
                 shape.heads // ranks,
-                shape.slot(ranks, window)[1],
+                shape.key_heads(ranks, window),
                 shape.cached_size(window),
                 latent,
                 window in shape.whole_images,

@@ -64,7 +64,8 @@ def size_pool(
     page_size, page_bytes = engine.page_size, engine.token_bytes * engine.page_size
     # The measured step has no context. On a CPU a long one is gathered, and copied once more by head, one layer at a time.
     context = 0 if triton_on(engine.device) else 2 * total * engine.layer_bytes
-    context += _chosen(engine, tokens, total) if engine.decoder.shape.index else 0
+    index = engine.decoder.shape.index
+    context += _chosen(engine, tokens, total, index.most) if index else 0
     sample = _sample(engine, tokens, min(rows, tokens), _together(engine, sequences, fraction))
     seeing, seconds = _seeing(engine, tokens) if engine.decoder.sight else (0, 0.0)
     # Graphs keep what their steps take, in memory that all of them share.
@@ -92,13 +93,15 @@ def size_pool(
     return int(chosen), sequences, replace(sample, image_seconds=seconds)
 
 
-def _chosen(engine: Engine, tokens: int, total: int) -> int:
-    """Bytes that choosing what tokens attend to takes in a step of so many, each of which sees up to `total`."""
+def _chosen(engine: Engine, tokens: int, total: int, most: int) -> int:
+    """Bytes that choosing what tokens attend to takes in a step of so many, each of which sees up to `total`; most: it chooses."""
+    chosen = tokens * min(most, total)  # kept for layers without an index
     if not triton_on(engine.device):
-        return indexed.SCORE_BYTES * min(tokens, TILE) * total
+        return indexed.SCORE_BYTES * min(tokens, TILE) * total + indexed.CHOSEN_BYTES * chosen
     from ..kernels import indexed_attention
 
-    return indexed_attention.SCORE_BYTES * min(tokens * total, indexed_attention.SCORES)
+    scores = indexed_attention.SCORE_BYTES * min(tokens * total, indexed_attention.SCORES)
+    return scores + indexed_attention.CHOSEN_BYTES * chosen
 
 
 @torch.inference_mode()

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...kernels.adapters import Chosen, choose
+from ...kernels.indexed import Choosing
 from ...kernels.linear import Exact, Weight, compile_products
 from ..cache import Cache
 from ..parallel import Ranks
@@ -75,7 +76,9 @@ class Layer:
             return Queries(load, self.window)
         if kept and not kept.along and self.index in kept.layers:
             return _remembered(load, kept)
-        return Latents(load, latent, self.window) if latent else Heads(load, self.window, self.index not in self.shape.unturned)
+        if latent:
+            return Latents(load, latent, self.window, self.index in self.shape.indexing)
+        return Heads(load, self.window, self.index not in self.shape.unturned)
 
     def _mlp(self, load: Loader) -> Dense | Sparse:
         mixture = self.shape.mixtures[self.index] if self.shape.mixtures else None
@@ -244,7 +247,8 @@ class Decoder:
     def _places(self, step: Step) -> list[Places]:
         """What the positions of the step's tokens mean to each layer."""
         leaning = self.leanings.index_select(0, step.positions) if self.leanings is not None else None
-        return [Places(*each, leaning) for each in zip(self._turnings(step), self._growths(step), strict=True)]
+        choosing: list[Choosing | None] = []
+        return [Places(*each, leaning, choosing) for each in zip(self._turnings(step), self._growths(step), strict=True)]
 
     def _turnings(self, step: Step) -> list[Tensor]:
         """Cosines and sines of the step's tokens, for each layer."""

@@ -8,7 +8,7 @@ from .dense_families import llama
 from .families import shape
 from .fields import AGAIN, ELSE, Config, check, shown
 from .readout_families import MedusaShape, ReadoutShape, is_readout, readout_shape
-from .shape import Features, Shape, Unsupported
+from .shape import Features, Latent, Shape, Unsupported
 
 EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
 LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -123,6 +123,11 @@ def is_head(config: Config) -> bool:
     return is_readout(config) or (isinstance(names, list) and any(name in EAGLE3 for name in names))
 
 
+def _indexing(latent: Latent | None) -> Latent | None:
+    """The same, of a layer that has an index of its own, if any has."""
+    return replace(latent, index=replace(latent.index, borrowing=frozenset())) if latent and latent.index else latent
+
+
 def _next(config: Config, target: Shape) -> Shape:
     """As DeepSeek V3 has it, and Qwen. There may be more than one such layer; the first guesses all tokens."""
     fields = config.get("text_config") or config
@@ -141,6 +146,7 @@ def _next(config: Config, target: Shape) -> Shape:
         mixtures=target.mixtures[-1:],
         unturned=frozenset({0} if target.layers - 1 in target.unturned else ()),
         remembering=None,
+        latent=_indexing(target.latent),
         layer_factors=False,
         tied=False,
         features=features,

@@ -77,6 +77,8 @@ MINICPM: Config = FEATURES | {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": True,
 }
+OWN, OTHERS = "full", "shared"  # of `indexer_types`
+LETTERS = {"F": OWN, "S": OTHERS}
 YOUTU: Config = FEATURES | {"max_position_embeddings": 131_072, "tie_word_embeddings": True}
 
 
@@ -120,19 +122,39 @@ def _deepseek_v32(config: Config) -> Shape:
 
 
 def _glm_5(config: Config) -> Shape:
-    """The same, but for the order of the index's features."""
-    layers = config.get("num_hidden_layers", 78)
-    kinds = config.get("indexer_types") or ["full"] * layers
-    every = config.get("index_topk_freq") or 1
-    if kinds != ["full"] * layers or every != 1 or config.get("index_topk_pattern") not in (None, "F" * layers):
-        raise Unsupported("layers that attend to what the index of another has chosen (indexer_types) are not supported")
-    return _indexed(GLM_5 | config, neighbours=True)
+    """The same, but for the order of the index's features; some layers may go by the index of another."""
+    return _indexed(GLM_5 | config, neighbours=True, borrowing=_borrowing(config))
 
 
-def _indexed(given: Config, neighbours: bool) -> Shape:
+def _borrowing(config: Config) -> frozenset[int]:
+    """Layers without an index: as they are named, by letters, or by how many follow each other."""
+    layers = config["num_hidden_layers"]
+    every, first = config.get("index_topk_freq", 1), config.get("index_skip_topk_offset", 2)
+    if type(every) is not int or type(first) is not int:
+        raise Unsupported(f"config.json says index_topk_freq {shown(every)} and index_skip_topk_offset {shown(first)}: {AGAIN}")
+    kinds = config.get("indexer_types")
+    if kinds is None and (letters := config.get("index_topk_pattern")) is not None:
+        kinds = [LETTERS.get(letter, letter) for letter in letters] if isinstance(letters, str) else letters
+    if kinds is None:
+        kinds = [OTHERS if max(layer - first + 1, 0) % max(every, 1) else OWN for layer in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers or not {OWN, OTHERS}.issuperset(map(str, kinds)) or kinds[0] != OWN:
+        raise Unsupported(
+            f"config.json says indexer_types {shown(kinds)}, {OWN!r} or {OTHERS!r} is needed for each of num_hidden_layers, the "
+            f"first of which has its own: {AGAIN}"
+        )
+    return frozenset(layer for layer, kind in enumerate(kinds) if kind == OTHERS)
+
+
+def _indexed(given: Config, neighbours: bool, borrowing: frozenset[int] = frozenset()) -> Shape:
     expect(said(given), scoring_func="sigmoid", topk_method="noaux_tc")
     base = _latent(given)
-    index = Index(heads=given["index_n_heads"], size=given["index_head_dim"], most=given["index_topk"], neighbours=neighbours)
+    index = Index(
+        heads=given["index_n_heads"],
+        size=given["index_head_dim"],
+        most=given["index_topk"],
+        neighbours=neighbours,
+        borrowing=borrowing,
+    )
     if base.latent is None or not base.latent.queries or index.size < base.latent.turned:
         raise Unsupported(
             f"config.json says q_lora_rank {shown(given['q_lora_rank'])}, index_head_dim {index.size} and qk_rope_head_dim "

@@ -47,7 +47,8 @@ class ByHeads:
 class Latents:
     """In the place of `Heads`."""
 
-    def __init__(self, load: Loader, latent: Latent, window: int) -> None:
+    def __init__(self, load: Loader, latent: Latent, window: int, indexing: bool) -> None:
+        """indexing: the layer has an index, if any has."""
         shape = load.shape
         self.shape = shape
         self.latent = latent
@@ -68,7 +69,7 @@ class Latents:
         self.heads = len(both)
         self.to_keys = ByHeads(both[:, : latent.plain].contiguous(), load.exact)  # [heads, plain, size]
         self.to_values = ByHeads(both[:, latent.plain :].transpose(1, 2).contiguous(), load.exact)  # [heads, size, values]
-        self.chooser = Chooser(load, latent, latent.index) if latent.index else None
+        self.chooser = Chooser(load, latent, latent.index) if latent.index and indexing else None
         self.output = load.rows("self_attn.o_proj", shape.heads * latent.values, shape.output_bias)
 
     @property
@@ -78,7 +79,7 @@ class Latents:
 
     def __call__(self, stream: Stream, norm: Tensor | None, step: Step, places: Places, layer: Tensor) -> Tensor:
         """As that of `Heads`: [tokens, this rank's heads * latent.values]."""
-        latent, width, chosen = self.latent, self.shape.head_size, None
+        latent, width = self.latent, self.shape.head_size
         x = stream.normalized(norm) if self.chooser else None
         joint = stream.through(norm, self.inward) if x is None else stream.product(x, self.inward)
         asked, latents = joint[:, :-width], joint[:, -width:]
@@ -86,12 +87,13 @@ class Latents:
             made = rms_norm(asked, self.query_norm, EPSILON)
             asked = stream.product(made, self.query)
             if self.chooser is not None and x is not None:
-                chosen = self.chooser(x, made, places.rotary, step, layer[..., width:])
+                places.choosing[:] = [self.chooser(x, made, places.rotary, step, layer[..., width:])]
         heads = asked.view(len(asked), self.heads, latent.plain + latent.turned)
         query = torch.cat((self.to_keys(heads[..., : latent.plain]), heads[..., latent.plain :]), 2)
         rotate_and_write_latents(query, latents, self.latent_norm, places.rotary, step.slots, layer[..., :width], EPSILON)
         if places.growth is not None:
             query.mul_(places.growth)
+        [chosen] = places.choosing or [None]  # by the layer's own index, or the last one before it
         how = How(self.window, self.shape.attention_scale, latent=latent.size, asked=chosen)
         found = attention(query, layer, step.attention, how)
         return self.to_values(found).flatten(1)

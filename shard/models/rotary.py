@@ -1,11 +1,12 @@
 """Rotary position embedding (Su et al. 2021, arXiv:2104.09864): how fast each pair of features turns, as a config.json says."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from ...kernels.indexed import Choosing
 from ...kernels.reference import rotary_table
 from .shape import Growth, Rope
 
@@ -19,6 +20,8 @@ class Places:
     rotary: Tensor  # cosines and sines
     growth: Tensor | None  # what queries are multiplied by
     leaning: Tensor | None  # what keys have besides: see `alibi.table_of`
+    # By which tokens choose what they attend to, as the last index has it; in a list that all layers have in common.
+    choosing: list[Choosing | None] = field(default_factory=list)
 
 
 def table_of(rope: Rope, size: int, positions: int, dtype: torch.dtype, device: torch.device, turned: int = 0) -> Tensor:

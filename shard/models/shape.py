@@ -174,6 +174,15 @@ class Index:
     size: int  # of a head, and of the key that is cached of each token
     most: int  # tokens that a token attends to
     neighbours: bool = False  # in the checkpoint, features that turn together are neighbours
+    borrowing: frozenset[int] = frozenset()  # layers without one, which attend to what the last one before them has chosen
+
+    def matrices(self, queries: int, hidden: int) -> Matrices:
+        """Of queries, which are made of so many features, and of keys."""
+        return [(self.heads * self.size, queries, queries), (self.size, hidden, hidden)]
+
+    def elements(self, queries: int, hidden: int) -> int:
+        """Of all of it: these, a norm of keys, and what weighs heads."""
+        return _elements(self.matrices(queries, hidden)) + 2 * self.size + self.heads * hidden
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -426,20 +435,30 @@ class Shape:
         """Features of a head of these layers, as it is cached."""
         return self.keys(window).size + (self.alibi.features if self.alibi else 0)
 
-    def slot(self, ranks: int, window: int) -> tuple[int, int, int]:
-        """What a layer with this window caches of a token on one rank: keys and values, or one for both; heads; features."""
+    def key_heads(self, ranks: int, window: int) -> int:
+        """That layers with this window cache on one rank."""
+        return self.keys(window).own(ranks) if self.latent is None else 1
+
+    def slot(self, ranks: int, layer: int) -> tuple[int, int, int]:
+        """What a layer caches of a token on one rank: keys and values, or one for both; heads; features."""
+        window = self.windows[layer]
         if self.latent is None:
-            return 2, self.keys(window).own(ranks), self.cached_size(window)
-        return 1, 1, self.head_size + (self.index.size if self.index else 0)
+            return 2, self.key_heads(ranks, window), self.cached_size(window)
+        return 1, 1, self.head_size + (self.index.size if self.index and layer in self.indexing else 0)
 
     @property
     def index(self) -> Index | None:
         """What chooses the tokens that each one attends to; None: it attends to all."""
         return self.latent.index if self.latent else None
 
+    @property
+    def indexing(self) -> list[int]:
+        """The layers that have one."""
+        return [layer for layer in range(self.layers) if self.index and layer not in self.index.borrowing]
+
     def kv_elements(self, ranks: int) -> int:
         """Elements that one token takes in the cache of one rank, all layers."""
-        return sum(prod(self.slot(ranks, self.windows[layer])) for layer in self.keyed)
+        return sum(prod(self.slot(ranks, layer)) for layer in self.keyed)
 
     @property
     def feature_elements(self) -> int:
@@ -573,6 +592,8 @@ class Shape:
         `tokens`: of experts those alone that so many tokens can be expected to choose."""
         found = sum(count * self._attention(ranks, window) for window, count in self._alike.items())
         found += sum(self._asking(ranks, window) for window in self._keyless)
+        if self.latent and self.index:
+            found += len(self.indexing) * self.index.elements(self.latent.queries, self.hidden)
         if self.remembering:
             own = _elements(self.remembering.matrices(ranks, self.hidden))
             found += len(self.remembering.layers) * (own + self.remembering.beside(ranks, self.hidden))
@@ -637,9 +658,7 @@ class Shape:
         asked, back = heads * (latent.plain + latent.turned), (hidden, self.heads * latent.values, heads * latent.values)
         if not latent.queries:
             return [(asked + self.head_size, hidden, hidden), back]
-        own, index = (latent.queries, latent.queries), self.index
-        chosen = [(index.heads * index.size, *own), (index.size, hidden, hidden)] if index else []
-        return [(latent.queries + self.head_size, hidden, hidden), (asked, *own), back, *chosen]
+        return [(latent.queries + self.head_size, hidden, hidden), (asked, latent.queries, latent.queries), back]
 
     def _heads_columns(self, ranks: int, window: int) -> int:
         """Features of queries, keys and values of their own, and gates, of a rank's heads."""
@@ -659,7 +678,7 @@ class Shape:
         heads, latent = self.heads // ranks, self.latent
         if latent is None:
             return self.qkv_bias * (self._heads_columns(ranks, window) - self._unbiased(ranks, window))
-        found = latent.size + latent.queries + (2 * self.index.size + self.index.heads * self.hidden if self.index else 0)
+        found = latent.size + latent.queries
         return heads * (latent.plain + latent.values) * latent.size + found + self.qkv_bias * (latent.queries + self.head_size)
 
     def weight_bytes(self, ranks: int, item: int, device: str, dtype: str, packed: bool) -> int:
@@ -667,7 +686,7 @@ class Shape:
         also the output matrix is held in both forms."""
         wide = sum(mixture.routing(self.hidden) for mixture in self.mixtures if mixture and mixture.wide)
         wide += sum(self.hidden + mixture.experts for mixture in self.mixtures if mixture and mixture.beside)
-        wide += self.layers * self.index.heads * self.hidden if self.index else 0
+        wide += len(self.indexing) * self.index.heads * self.hidden if self.index else 0
         wide += sum(self.sunk(window) * count for window, count in self._alike.items()) * self.heads // ranks
         if self.centered_norms and not self.layer_norms:
             wide += self.norm_count * self.hidden
@@ -707,6 +726,8 @@ class Shape:
         how = self.quantization
         found = sum(count * less(how, *self._projections(ranks, window)) for window, count in self._alike.items())
         found += sum(less(how, *self._questions(ranks, window)) for window in self._keyless)
+        if self.latent and self.index:
+            found += len(self.indexing) * less(how, *self.index.matrices(self.latent.queries, self.hidden))
         if self.inputs:
             found += self.layers * less(how, *self.inputs.matrices(ranks, self.hidden))
         if self.remembering:
@@ -729,8 +750,7 @@ class Shape:
         found = 0
         for window, count in self._alike.items():
             # Queries, keys, values and gates side by side, but for latents, where adapters change what leads back alone.
-            before, *others = self._projections(ranks, window)
-            back = others[-1 if self.index is None else -3]
+            before, *_, back = self._projections(ranks, window)
             beside = 2 + self.keys(window).values + bool(self.attention_gates and self.gates_name)
             found += count * (each(before, parts=0 if self.latent else beside) + each(back))
         found += sum(each(*self._questions(ranks, window)) for window in self._keyless)

@@ -39,7 +39,7 @@ GEMMA, GEMMA4, GEMMA4_MOE, GPT_OSS, LLAMA4, MIXTRAL, OLMO, MOE, DEEPSEEK, INDEXE
     f"few-heads-{name}"
     for name in (
         *("gemma2", "gemma4", "gemma4-experts", "gpt-oss", "llama4", "mixtral", "olmo3", "qwen2-moe"),
-        *("deepseek", "deepseek-v32"),
+        *("deepseek", "glm-5"),
     )
 )
 DELTA, SPACES, SHORT, PARTS, BESIDE, GEMMA4_E = (

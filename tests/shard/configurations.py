@@ -296,6 +296,9 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "glm-5": lambda: transformers.GlmMoeDsaConfig(
         **INDEXED, mlp_layer_types=["dense", "sparse", "dense"], attention_bias=True, rms_norm_eps=0.1
     ),
+    "glm-5-borrowing": lambda: transformers.GlmMoeDsaConfig(
+        **INDEXED | {"num_hidden_layers": 4}, indexer_types=["full", "shared", "full", "shared"]
+    ),
     "glm4-moe-lite": lambda: transformers.Glm4MoeLiteConfig(
         **LATENT, mlp_layer_types=["sparse", "dense", "sparse"], rms_norm_eps=0.1
     ),
@@ -551,7 +554,9 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "few-heads": lambda: transformers.LlamaConfig(**FEW_HEADS),
     "few-heads-bloom": lambda: transformers.BloomConfig(**BLOOM | {"n_head": 4}),
     "few-heads-deepseek": lambda: transformers.DeepseekV3Config(**LATENT | FEW_HEADS, n_group=4, topk_group=2),
-    "few-heads-deepseek-v32": lambda: transformers.DeepseekV32Config(**INDEXED | FEW_HEADS, n_group=4, topk_group=2),
+    "few-heads-glm-5": lambda: transformers.GlmMoeDsaConfig(
+        **INDEXED | FEW_HEADS | {"num_hidden_layers": 3}, indexer_types=["full", "shared", "full"]
+    ),
     "few-heads-granite-4-h": lambda: transformers.GraniteMoeHybridConfig(
         **GRANITE4 | FEW_HEADS | {"num_hidden_layers": 3, "mamba_n_heads": 4}, num_local_experts=5, num_experts_per_tok=2
     ),

@@ -77,7 +77,8 @@ def test_defaults_are_transformers() -> None:
 
 def test_what_is_cached_of_a_token_goes_by_the_layer() -> None:
     found = shape(ALONE)
-    assert [found.slot(ranks, window) for ranks in (1, 4) for window in (0, 1024)] == [
+    far, near = found.windows.index(0), found.windows.index(1024)
+    assert [found.slot(ranks, layer) for ranks in (1, 4) for layer in (far, near)] == [
         (2, 4, 512),
         (2, 16, 256),
         (2, 1, 512),
@@ -85,7 +86,7 @@ def test_what_is_cached_of_a_token_goes_by_the_layer() -> None:
     ]
     assert found.kv_elements(1) == 50 * 2 * 16 * 256 + 10 * 2 * 4 * 512
     assert found.fitting == [1, 2, 4, 8, 16, 32]
-    assert [found.slot(32, window) for window in (0, 1024)] == [(2, 1, 512), (2, 1, 256)]
+    assert [found.slot(32, layer) for layer in (far, near)] == [(2, 1, 512), (2, 1, 256)]
     engine = tiny.engine("gemma4", pages=3)
     assert [tuple(layer.shape) for layer in engine.cache.layers.values()] == [(64, 2, 4, 16), (64, 2, 2, 32)] * 2
     assert [len(part) for part in engine.cache.pages] == [2, 2]

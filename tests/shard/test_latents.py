@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import transformers
 
+from penstock.kernels import indexed
 from penstock.shard import memory
 from penstock.shard.models.families import shape
 from penstock.shard.models.shape import Index, Latent, Mixture, Shape, Unsupported
@@ -112,6 +113,41 @@ def test_published_models_with_an_index() -> None:
     assert found.parameters() / 1e9 == pytest.approx(743.9, abs=0.1)
     assert found.parameters(tokens=1) / 1e9 == pytest.approx(41.8, abs=0.1)  # 0.95 of them in a table of which a row is read
     assert found.index == Index(heads=32, size=128, most=2048, neighbours=True)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"index_topk_freq": 4},
+        {"index_topk_freq": 3, "index_skip_topk_offset": 1},
+        {"index_topk_freq": 0},
+        {"index_topk_pattern": "FSSFFSFSSS"},
+        {"indexer_types": ["full", *["shared"] * 9], "index_topk_freq": 2},
+    ],
+)
+def test_layers_without_an_index_are_transformers(more: dict[str, Any]) -> None:
+    """Where config.json does not name them, too. Of their tokens no keys of an index are cached."""
+    given = GLM_5 | {"num_hidden_layers": 10} | more
+    kinds = transformers.GlmMoeDsaConfig(**given).indexer_types
+    found = shape(given)
+    assert [layer in found.indexing for layer in range(10)] == [kind == "full" for kind in kinds]
+    assert [found.slot(1, layer)[2] for layer in range(10)] == [704 if kind == "full" else 576 for kind in kinds]
+    index = found.index
+    assert index is not None
+    assert shape(given | {"indexer_types": ["full"] * 10}).parameters() - found.parameters() == len(
+        index.borrowing
+    ) * index.elements(2048, found.hidden)
+
+
+def test_layers_without_an_index_choose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores are computed once for each layer that has an index."""
+    counted = []
+    right = indexed.scores
+    monkeypatch.setattr(indexed, "scores", lambda *given: counted.append(1) or right(*given))
+    engine = tiny.engine("glm-5-borrowing")
+    engine.prefill(1, [tiny.group(1, range(1, 40), 2)], [(1, 39)], 39, [])
+    assert len(counted) == 2
 
 
 def test_memory_for_what_an_index_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,9 +266,10 @@ def test_youtu_by_its_first_name() -> None:
         ("DeepseekV32", {"index_head_dim": 32}, "index_head_dim 32 and qk_rope_head_dim 64: .* heads as large as what turns"),
         ("DeepseekV32", {"topk_method": "greedy"}, "topk_method 'greedy' is not supported"),
         ("DeepseekV32", {"layer_types": ["full_attention"] * 5}, "layer_types full_attention are not supported"),
-        ("GlmMoeDsa", {"indexer_types": ["full"] * 4 + ["shared"]}, "indexer_types. are not supported"),
-        ("GlmMoeDsa", {"index_topk_freq": 4}, "indexer_types. are not supported"),
-        ("GlmMoeDsa", {"index_topk_pattern": "FSFSF"}, "indexer_types. are not supported"),
+        ("GlmMoeDsa", {"indexer_types": ["full"] * 4}, "indexer_types .*, 'full' or 'shared' is needed for each"),
+        ("GlmMoeDsa", {"indexer_types": ["shared"] + ["full"] * 4}, "first of which has its own"),
+        ("GlmMoeDsa", {"index_topk_freq": "4"}, "index_topk_freq '4'"),
+        ("GlmMoeDsa", {"index_topk_pattern": "FXFSF"}, "indexer_types .*'X'"),
         ("DeepseekV2", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not supported: the decoder has greedy and group"),
         ("DeepseekV2", {"norm_topk_prob": True}, "norm_topk_prob true is not supported"),
         ("Glm4MoeLite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types .'dense'., 'dense' or 'sparse' is needed for each of"),
