@@ -45,6 +45,12 @@ def _biases(biases, channel, within, DELTA: tl.constexpr):  # type: ignore[no-un
 
 
 @triton.jit
+def _fades(numbers, head, deep, within, KEY: tl.constexpr, EACH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A head's, or those of the features of its keys: [KEYS], 0 beyond them."""
+    return tl.load(numbers + head * KEY + deep, mask=within, other=0.0) if EACH else tl.load(numbers + head)
+
+
+@triton.jit
 def _convolved(own, stride, window, channels, i, first, channel, within, factors, bias, WIDTH: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Of a span's token i, some channels behind convolution and silu, float32. own: what goes in of the token; window: what went in
     before the span, WIDTH - 1 rows; first: of these, the first that is looked at."""
@@ -62,11 +68,11 @@ def memory_kernel(
     out: tl.tensor,  # [tokens, heads, VALUE], dense
     mixed: tl.tensor,  # [tokens, channels]
     strengths: tl.tensor,  # [tokens, heads]
-    fades: tl.tensor,
+    fades: tl.tensor,  # [tokens, heads], or with EACH [tokens, heads * KEY]
     taps: tl.tensor,  # [channels, WIDTH], dense
     biases: tl.tensor,  # [channels], dense
     rates: tl.tensor,  # [heads] float32
-    offsets: tl.tensor,
+    offsets: tl.tensor,  # of fades
     skips: tl.tensor,
     starts: tl.tensor,  # [spans + 1]
     slots: tl.tensor,  # [spans]; 0: of padding, nothing is read or written there
@@ -89,6 +95,7 @@ def memory_kernel(
     VALUE: tl.constexpr,
     WIDTH: tl.constexpr,
     DELTA: tl.constexpr,  # by this rule, which has no biases, skips, least and most; else by the other, which has no strengths
+    EACH: tl.constexpr,  # each feature of a key fades by itself
     KEYS: tl.constexpr,  # KEY up to a power of two
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,  # WIDTH up to a power of two
@@ -107,7 +114,7 @@ def memory_kernel(
     value_factors = _factors(taps, value_channel, wanted, WIDTH, ROWS)
     query_bias, key_bias = _biases(biases, query_channel, within, DELTA), _biases(biases, key_channel, within, DELTA)
     value_bias = _biases(biases, value_channel, wanted, DELTA)
-    rate, offset = tl.load(rates + head), tl.load(offsets + head)
+    rate, offset = tl.load(rates + head), _fades(offsets, head, deep, within, KEY, EACH)
     window = windows + slot * windows_stride
     place = memories + slot * memories_stride + (head * KEY + deep[:, None]) * VALUE + feature[None, :]
     memory = tl.load(place, mask=(deep[:, None] < depth) & wanted[None, :], other=0.0)
@@ -129,10 +136,10 @@ def memory_kernel(
                 query *= tl.rsqrt(tl.sum(query * query, 0) + epsilon) * (KEY**-0.5)
                 key *= tl.rsqrt(tl.sum(key * key, 0) + epsilon)
                 strength = tl.load(strengths + token * strengths_stride + head).to(tl.float32)
-            fade = tl.load(fades + token * fades_stride + head).to(tl.float32) + offset
+            fade = _fades(fades + token * fades_stride, head, deep, within, KEY, EACH).to(tl.float32) + offset
             fade = tl.where(fade > 20.0, fade, tl.log(1.0 + tl.exp(tl.minimum(fade, 20.0))))
             if DELTA:
-                memory *= tl.exp(rate * fade)
+                memory *= tl.exp(rate * fade)[:, None] if EACH else tl.exp(rate * fade)
                 change = (value - tl.sum(memory * key[:, None], 0)) / (1.0 + tl.exp(-strength))
             else:
                 fade = tl.minimum(tl.maximum(fade, least), most)
@@ -244,6 +251,7 @@ def memorize(
         VALUE=value_size,
         WIDTH=width,
         DELTA=strengths is not None,
+        EACH=fades.shape[1] > heads,
         KEYS=triton.next_power_of_2(key_size),
         BLOCK=BLOCK,
         ROWS=triton.next_power_of_2(width),
@@ -293,6 +301,7 @@ def gated_norm_kernel(
     epsilon: tl.tensor,
     SIZE: tl.constexpr,
     BEFORE: tl.constexpr,  # gates go before the norm
+    SIGMOID: tl.constexpr,  # through that, instead of silu
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
@@ -304,16 +313,17 @@ def gated_norm_kernel(
     wide = tl.load(x + outer * x_outer + place * x_inner + column, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(gates + outer * gates_outer + place * gates_inner + column, mask=inside, other=0.0).to(tl.float32)
     gain = tl.load(gains + place * gains_inner + column, mask=inside, other=0.0).to(tl.float32)
+    factor = 1.0 / (1.0 + tl.exp(-gate)) if SIGMOID else _silu(gate)
     if BEFORE:
-        wide *= _silu(gate)
+        wide *= factor
     scale = tl.rsqrt(tl.sum(wide * wide, 1) / SIZE + epsilon)[:, None]
     normal = ((wide * scale).to(x.dtype.element_ty).to(tl.float32) * gain).to(x.dtype.element_ty).to(tl.float32)
     if not BEFORE:
-        normal *= _silu(gate)
+        normal *= factor
     tl.store(out + row * SIZE + column, normal.to(out.dtype.element_ty), mask=inside)
 
 
-def gated_norm(x: Tensor, gates: Tensor, gains: Tensor, epsilon: float, before: bool, out: Tensor) -> Tensor:
+def gated_norm(x: Tensor, gates: Tensor, gains: Tensor, epsilon: float, before: bool, sigmoid: bool, out: Tensor) -> Tensor:
     """`gated_delta.gated_norm` into `out`, which is dense. x, gates, gains: views whose last dimension is dense."""
     assert x.stride(-1) == gates.stride(-1) == gains.stride(-1) == 1
     assert out.is_contiguous()
@@ -336,6 +346,7 @@ def gated_norm(x: Tensor, gates: Tensor, gains: Tensor, epsilon: float, before: 
             epsilon,
             SIZE=size,
             BEFORE=before,
+            SIGMOID=sigmoid,
             BLOCK=block,
             ROWS=height,
             num_warps=warps,
@@ -351,11 +362,12 @@ def _tile(size: int) -> tuple[int, int, int]:
 
 
 def compilations() -> list[Compilation]:
-    """Of Qwen3-Next's and Qwen 3.5's heads, 16 of keys and 32 of values with 128 features each, as a part of one product; and of
-    Granite 4 H Tiny's and Small's, 48 and 128 of 64 features, which share keys of 128."""
+    """Of Qwen3-Next's and Qwen 3.5's heads, 16 of keys and 32 of values with 128 features each, as a part of one product; of Kimi
+    Linear's, 32 of both; and of Granite 4 H Tiny's and Small's, 48 and 128 of 64 features, which share keys of 128."""
     found = []
-    for dtype, delta in itertools.product(("bf16", "fp32"), (True, False)):
+    for dtype, (delta, each) in itertools.product(("bf16", "fp32"), ((True, False), (True, True), (False, False))):
         rule, nothing = ("gated delta", ("biases", "skips")) if delta else ("state space", ("strengths",))
+        rule = f"{rule} by features" if each else rule
         types = dict.fromkeys(("out", "mixed", "strengths", "fades", "taps", "biases", "windows"), f"*{dtype}")
         types |= dict.fromkeys(("rates", "offsets", "skips", "memories"), "*fp32")
         types |= dict.fromkeys(("starts", "slots", "fresh", "sure"), "*i64") | dict.fromkeys(("tokens", "ratio"), "i32")
@@ -363,17 +375,21 @@ def compilations() -> list[Compilation]:
         types |= dict.fromkeys(("channels", *strides), "i32:16") | dict.fromkeys(("epsilon", "least", "most"), "fp32")
         signature = {name: kind for name, kind in types.items() if name not in nothing}
         sizes = {"KEY": 128, "VALUE": 128 if delta else 64, "WIDTH": 4, "KEYS": 128, "BLOCK": BLOCK, "ROWS": 4}
-        found.append(_hot(memory_kernel, f"{rule} {dtype}", signature, {"DELTA": delta, **dict.fromkeys(nothing), **sizes}, 1))
-        if delta:
+        found.append(
+            _hot(memory_kernel, f"{rule} {dtype}", signature, {"DELTA": delta, "EACH": each, **dict.fromkeys(nothing), **sizes}, 1)
+        )
+        if delta and not each:
             window = {name: types[name] for name in window_kernel.arg_names if name in types}
             found.append(_hot(window_kernel, f"{rule} windows {dtype}", window, {"WIDTH": 4, "BLOCK": COPIED, "ROWS": 4}, 4))
         for size in (128,) if delta else (3072, 8192):
             block, height, warps = _tile(size)
             apart = ("inner", "x_outer", "x_inner", "gates_outer", "gates_inner", "gains_inner")
             norm = dict.fromkeys(("x", "gates", "gains", "out"), f"*{dtype}") | dict.fromkeys(apart, "i32:16")
-            constants: dict[str, object] = {"SIZE": size, "BEFORE": not delta, "BLOCK": block, "ROWS": height}
+            constants: dict[str, object] = {"SIZE": size, "BEFORE": not delta, "SIGMOID": each, "BLOCK": block, "ROWS": height}
             signature = norm | {"rows": "i32", "epsilon": "fp32"}
-            found.append(_hot(gated_norm_kernel, f"gated norm {size} {dtype}", signature, constants, warps))
+            found.append(
+                _hot(gated_norm_kernel, f"gated norm {size} {dtype}{' by sigmoid' if each else ''}", signature, constants, warps)
+            )
     return found
 
 

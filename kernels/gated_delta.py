@@ -7,6 +7,8 @@ out what it holds under the token's key, and puts the token's value there instea
     memory = memory + key^T * sigmoid(strength) * (value - key * memory)
     output = query * memory
 
+Fades may also be of each feature of a key by itself, which is a row of the memory (Kimi Team 2025, arXiv:2510.26692).
+
 Queries, keys and values come out of a convolution over the last few tokens, each channel by itself, through silu; queries and keys
 are divided by their lengths, queries by the root of their number of features as well.
 """
@@ -44,6 +46,9 @@ class Spans:
 
 LENGTH_EPSILON = 1e-6  # added to squared lengths of queries and keys
 CHUNK = 64  # tokens whose changes of a memory are found together
+# The same where each feature of a key fades by itself, and by which power of e it does so at most, as far as anybody can see: what
+# all of them do to it, and what undoes that, must be numbers of 64 bits.
+FEW, FARTHEST = 16, -40.0
 
 
 def gated_delta(
@@ -59,8 +64,9 @@ def gated_delta(
     """What the tokens of `spans` find, [tokens, value heads, value size] in mixed's type; `states` of their slots go on, in place.
 
     mixed: [tokens, channels], what goes into the convolution: all heads' queries, then keys, then values; of key heads each serves
-    as many value heads, one after the other; strengths, fades: [tokens, value heads]; these three may be columns of something
-    wider; taps: [channels, width], the last for the token itself; rates, offsets: [value heads] float32, rates are negative.
+    as many value heads, one after the other; strengths: [tokens, value heads]; fades: as many, or as many for each feature of a
+    key; these three may be columns of something wider; taps: [channels, width], the last for the token itself; rates: [value heads]
+    float32, which are negative; offsets: of fades, float32.
 
     What comes out of the convolution is rounded to mixed's type; all behind it is float32. Of tokens behind the last span the
     result is 0, and what slot 0 holds is never looked at.
@@ -73,10 +79,12 @@ def gated_delta(
         known = spans.starts, spans.slots, spans.fresh, spans.sure, states.windows, states.memories
         return memorize(*inputs, *known, LENGTH_EPSILON, (0.0, 0.0), out)
     strong = strengths.float().sigmoid().t().unsqueeze(2)  # [heads, tokens, 1]
-    fading = (rates * functional.softplus(fades.float() + offsets)).t().unsqueeze(2)
+    far = functional.softplus(fades.float() + offsets).view(len(mixed), len(rates), -1)
+    fading = (rates[:, None] * far).transpose(0, 1)  # [heads, tokens, 1 or key size]
+    rule = advanced if fading.shape[2] == 1 else advanced_by_features
 
     def advance(memory: Tensor, features: tuple[Tensor, Tensor, Tensor], own: slice) -> Tensor:
-        return advanced(memory, *features, fading[:, own], strong[:, own])
+        return rule(memory, *features, fading[:, own], strong[:, own])
 
     return walk(mixed, taps, None, spans, states, _parts, advance)
 
@@ -220,19 +228,42 @@ def advanced(memory: Tensor, queries: Tensor, keys: Tensor, values: Tensor, fadi
     return found
 
 
+def advanced_by_features(memory: Tensor, queries: Tensor, keys: Tensor, values: Tensor, fading: Tensor, strong: Tensor) -> Tensor:
+    """The same where each feature of a key fades by itself, [heads, tokens, key size]: a few tokens at once."""
+    parts = zip(*(torch.split(part, FEW, 1) for part in (queries, keys, values, fading, strong)), strict=True)
+    return torch.cat([_advanced_few(memory, *part) for part in parts], 1)
+
+
+def _advanced_few(memory: Tensor, queries: Tensor, keys: Tensor, values: Tensor, fading: Tensor, strong: Tensor) -> Tensor:
+    if keys.shape[1] == 1:
+        memory *= _kept(fading).transpose(1, 2)
+        memory.baddbmm_(keys.transpose(1, 2), strong * (values - keys @ memory))
+        return queries @ memory
+    faded = fading.double().clamp_(min=FARTHEST).cumsum(1)
+    left, risen = _kept(faded), (keys * (-faded).exp()).transpose(1, 2)
+    among, between = ((part * faded.exp() @ risen).tril_().float() for part in (keys, queries))
+    changes = strong * (values - (keys * left) @ memory)
+    changes = torch.linalg.solve_triangular(among.mul_(strong), changes, upper=False, unitriangular=True)
+    found = ((queries * left) @ memory).baddbmm_(between, changes)
+    memory *= left[:, -1:].transpose(1, 2)
+    memory.baddbmm_((keys * _kept(faded[:, -1:] - faded)).transpose(1, 2), changes)
+    return found
+
+
 def _kept(fading: Tensor) -> Tensor:
     """exp(fading), or 0 where that is too little to be seen: a CPU takes many times as long for numbers that have fewer bits."""
     return torch.threshold_(fading.exp().float(), 1e-20, 0.0)
 
 
-def gated_norm(x: Tensor, gates: Tensor, gains: Tensor, epsilon: float, before: bool = False) -> Tensor:
-    """`reference.rms_norm` of x times silu(gates), which is computed in float32. before: of that product the norm, instead. x,
-    gates: [rows, size] or [tokens, heads, size]; gains: [size], or [heads, size]; all of one type, the result's."""
+def gated_norm(x: Tensor, gates: Tensor, gains: Tensor, epsilon: float, before: bool = False, sigmoid: bool = False) -> Tensor:
+    """`reference.rms_norm` of x times silu(gates), which is computed in float32, or times their sigmoid. before: of that product
+    the norm, instead. x, gates: [rows, size] or [tokens, heads, size]; gains: [size], or [heads, size]; all of one type, the
+    result's."""
     if triton_for(x):
         from .fused_gated_delta import gated_norm as fused
 
-        return fused(x, gates, gains, epsilon, before, torch.empty(x.shape, dtype=x.dtype, device=x.device))
-    factors: Tensor = functional.silu(gates.float())
+        return fused(x, gates, gains, epsilon, before, sigmoid, torch.empty(x.shape, dtype=x.dtype, device=x.device))
+    factors: Tensor = gates.float().sigmoid() if sigmoid else functional.silu(gates.float())
     if before:
         gated = factors.mul_(x)
         return scaled(gated, gated.square().mean(-1, keepdim=True), gains, epsilon)

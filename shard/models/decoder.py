@@ -22,12 +22,13 @@ from ..weights import Source
 from .alibi import table_of as leanings_of
 from .changes import Changes
 from .heads import Heads, Queries
+from .kimi_memories import FineDelta
 from .latents import Latents
 from .layer_inputs import Table, Told
 from .loader import Loader
 from .memories import DeltaRule, Remembered
 from .mlp import Beside, Dense, Narrow, Sparse, Ungated, Weighed
-from .remembering import Convolution, Linear, Remembering
+from .remembering import Convolution, FineLinear, Linear, Remembering
 from .renamed import Older
 from .rotary import Places, growth_of, unturned_growth_of
 from .rotary import table_of as angles_of
@@ -363,6 +364,8 @@ class Decoder:
 def _remembered(load: Loader, kept: Remembering) -> Remembered:
     if isinstance(kept, Convolution):
         return ShortConvolutions(load, kept)
+    if isinstance(kept, FineLinear):
+        return FineDelta(load, kept)
     assert isinstance(kept, Linear)
     return StateSpaces(load, kept) if kept.limits else DeltaRule(load, kept)
 

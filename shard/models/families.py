@@ -10,6 +10,7 @@ from .fields import AGAIN, CHUNKED, FULL, INDEXED, LINEAR, SHORT, SLIDING, Confi
 from .gemma4_families import GEMMA4
 from .hybrid_families import HYBRID
 from .image_families import IMAGES, seeing, text_of
+from .kimi_families import KIMI_LINEAR
 from .latent_families import LATENT
 from .layer_norm_families import LAYER_NORM
 from .llama4_families import LLAMA4
@@ -20,7 +21,7 @@ from .remembering import Convolution
 from .shape import Shape, Unsupported
 from .sparse_families import SPARSE
 
-FAMILIES = DENSE | GEMMA4 | SPARSE | LATENT | LAYER_NORM | HYBRID | NEMOTRON_H | LLAMA4 | OLDER
+FAMILIES = DENSE | GEMMA4 | SPARSE | LATENT | KIMI_LINEAR | LAYER_NORM | HYBRID | NEMOTRON_H | LLAMA4 | OLDER
 
 
 def shape(config: Config) -> Shape:

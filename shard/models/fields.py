@@ -56,6 +56,8 @@ SIZES = {
     "moe_layer_interval": 1 << 12,
     "full_attention_interval": 1 << 12,
     "linear_conv_kernel_dim": 1 << 6,
+    "linear_head_dim": 1 << 10,
+    "linear_num_heads": 1 << 12,
     "linear_key_head_dim": 1 << 10,
     "linear_num_key_heads": 1 << 12,
     "linear_num_value_heads": 1 << 12,
@@ -124,6 +126,7 @@ SWITCHES = (
 )
 # What transformers calls a model where its architecture's name doesn't say so.
 MODEL_TYPES = {
+    "KimiLinearForCausalLM": "kimi_linear",
     "GraniteMoeSWAForCausalLM": "granitemoe_swa",
     "GraniteSWAForCausalLM": "granite_swa",
     "MiMoV2FlashForCausalLM": "mimo_v2_flash",

@@ -82,7 +82,7 @@ LETTERS = {"F": OWN, "S": OTHERS}
 YOUTU: Config = FEATURES | {"max_position_embeddings": 131_072, "tie_word_embeddings": True}
 
 
-def _latent(config: Config) -> Shape:
+def latent_shape(config: Config) -> Shape:
     """What is the same for all. config: with all of `FEATURES`."""
     latent = Latent(
         size=config["kv_lora_rank"],
@@ -107,13 +107,13 @@ def _latent(config: Config) -> Shape:
 def _deepseek_v3(config: Config) -> Shape:
     """DeepSeek-AI 2024, arXiv:2412.19437, and Kimi K2. Experts are chosen by scores of their own."""
     expect(said(config), scoring_func="sigmoid", topk_method="noaux_tc")
-    return scored(_latent(DEEPSEEK_V3 | config), DEEPSEEK_V3 | config)
+    return scored(latent_shape(DEEPSEEK_V3 | config), DEEPSEEK_V3 | config)
 
 
 def _glm_flash(config: Config) -> Shape:
     """The same but for which layers have experts."""
     given = GLM_FLASH | config
-    return scored_by_kinds(_latent(given), given)
+    return scored_by_kinds(latent_shape(given), given)
 
 
 def _deepseek_v32(config: Config) -> Shape:
@@ -147,7 +147,7 @@ def _borrowing(config: Config) -> frozenset[int]:
 
 def _indexed(given: Config, neighbours: bool, borrowing: frozenset[int] = frozenset()) -> Shape:
     expect(said(given), scoring_func="sigmoid", topk_method="noaux_tc")
-    base = _latent(given)
+    base = latent_shape(given)
     index = Index(
         heads=given["index_n_heads"],
         size=given["index_head_dim"],
@@ -174,24 +174,24 @@ def _deepseek_v2(config: Config) -> Shape:
     method = config.get("topk_method") or "greedy"
     if method not in ("greedy", "group_limited_greedy"):
         raise Unsupported(f"topk_method {shown(method)} is not supported: the decoder has greedy and group_limited_greedy")
-    base = scored(_latent(given), given if method != "greedy" else given | {"n_group": 1, "topk_group": 1})
+    base = scored(latent_shape(given), given if method != "greedy" else given | {"n_group": 1, "topk_group": 1})
     return _softened(base, best=1, precise=True)
 
 
 def _mistral_4(config: Config) -> Shape:
     """The same, by the best two of a set. Queries grow with their position."""
     given = with_rope(MISTRAL_4 | config, MISTRAL_4_ROPE)
-    return _softened(scored(_latent(given), given))
+    return _softened(scored(latent_shape(given), given))
 
 
 def _youtu(config: Config) -> Shape:
     """Without experts."""
-    return _latent(YOUTU | config)
+    return latent_shape(YOUTU | config)
 
 
 def _ax_k1(config: Config) -> Shape:
     """SK Telecom's A.X K1: DeepSeek V3, with a norm behind experts. Most checkpoints have nothing that corrects scores."""
-    base = scored_by_kinds(_latent(AX_K1 | config), AX_K1 | config)
+    base = scored_by_kinds(latent_shape(AX_K1 | config), AX_K1 | config)
     return replace(with_experts(base, uncorrected=True), experts_norm="post_mlp_layernorm")
 
 
@@ -199,7 +199,7 @@ def _minicpm_3(config: Config) -> Shape:
     """Without experts, and scaled (Hu et al. 2024, arXiv:2404.06395)."""
     given = MINICPM | with_original(config)
     values = given["v_head_dim"] or given["hidden_size"] // given["num_attention_heads"]
-    base = _latent(given | {"v_head_dim": values, "rope_interleave": False})
+    base = latent_shape(given | {"v_head_dim": values, "rope_interleave": False})
     check_factors(base.rope, given["qk_rope_head_dim"])
     depth = math.sqrt(base.layers)
     scale = depth if "scale_depth" in given and given["scale_depth"] is None else number(given, "scale_depth", 1.4)

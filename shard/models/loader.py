@@ -71,9 +71,12 @@ class Loader:
         firsts = accumulate(sizes, initial=0)
         return [self._cut(full, 0, *each) for each in zip(firsts, sizes, wholes, strict=False)]
 
-    def each_head(self, name: str, heads: int) -> Tensor:
-        """A number for each of this rank's part of so many heads: float32."""
-        return self.source.tensor(self.prefix + name, (heads,), self._cut((heads,), 0, 0, heads), torch.float32)
+    def each_head(self, name: str, heads: int, within: int = 0) -> Tensor:
+        """A number for each of this rank's part of so many heads: float32. within: the dimension that they may be in the
+        checkpoint, of several of 1."""
+        full = (*[1] * within, heads, *[1] * (within > 0))
+        full, along = (full, within) if self.source.has(self.prefix + name, full) else ((heads,), 0)
+        return self.source.tensor(self.prefix + name, full, self._cut(full, along, 0, heads), torch.float32).flatten()
 
     def whole(self, name: str, outputs: int, bias: bool = False, wide: bool = False) -> Weight:
         """A matrix [outputs, hidden] that every rank has whole, with all bits that the checkpoint has; wide: in float32."""
@@ -146,6 +149,11 @@ class Loader:
         fulls = [(size, self.shape.hidden) for size in sizes]
         parts = [self._unrounded(name, full, self._cut(full, 0, 0, full[0])) for name, full in zip(names, fulls, strict=True)]
         return torch.cat([self.dense(part) for part in parts])
+
+    def all_bits(self, name: str, outputs: int, inputs: int = 0, cut: bool = False) -> Tensor:
+        """A matrix with all bits that the checkpoint has, or this rank's part of its outputs; inputs: if not the stream's."""
+        full = outputs, inputs or self.shape.hidden
+        return self.dense(self._unrounded(name, full, self._cut(full, 0, 0, outputs) if cut else None))
 
     def _unrounded(self, name: str, full: tuple[int, int], cut: Cut) -> Tensor | Codes:
         how = self.shape.quantization

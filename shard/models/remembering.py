@@ -150,3 +150,24 @@ class Linear(Remembering):
     def squares(self, ranks: int) -> int:
         """Of groups of which several ranks have parts."""
         return self.key_heads if self.normal and self.key_heads < ranks else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FineLinear(Linear):
+    """The gated delta rule where each feature of a key fades by itself (Kimi Team 2025, arXiv:2510.26692). Heads have as many
+    features of keys as of values. How far all fades, and what gates the result, are made of as many features as a head has."""
+
+    def matrices(self, ranks: int, hidden: int) -> Matrices:
+        """To the convolution's channels alone, and back."""
+        values = self.sizes[-1]
+        return [(self.channels(ranks), hidden, hidden), (hidden, values, values // ranks)]
+
+    def beside(self, ranks: int, hidden: int) -> int:
+        """Strengths, what fades and gates are made of and by, the convolution, the norm, and what is `wide`."""
+        heads, few, own = self.value_heads // ranks, self.value_size, self.sizes[-1] // ranks
+        made = (heads + 2 * few) * hidden + 2 * few * own
+        return made + self.width * self.channels(ranks) + few + self.wide(ranks)
+
+    def wide(self, ranks: int) -> int:
+        """Rates, and offsets of each feature."""
+        return (self.value_heads + self.sizes[-1]) // ranks

@@ -337,6 +337,7 @@ class Shape:
     layout: Layout | None = None  # of the checkpoint, if another than ours
     table: str = "embed_tokens"  # the embedding table's name
     mlp_name: str = "mlp"
+    mlp_alias: str = ""  # its name where the checkpoint has no other; "": it has none
     mlp_parts: tuple[str, str, str, str] = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")  # the first: of two joined ones
     joined: tuple[str, ...] = ()  # names of tensors that are several in other checkpoints: "qkv_proj", "gate_up_proj"
     rotary_size: int = 0  # features of a head that rotary embeddings turn, its first; 0: all

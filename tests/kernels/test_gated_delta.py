@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.qwen3_5 import modeling_qwen3_5 as oracle
 
 from penstock.kernels import choose
@@ -27,7 +28,7 @@ class Layer(memories.Rule):
     value_size: int
     taps: Tensor
     rates: Tensor
-    offsets: Tensor
+    offsets: Tensor  # as many as there are fades
 
     @property
     def memory(self) -> tuple[int, int, int]:
@@ -39,8 +40,9 @@ class Layer(memories.Rule):
 
     def inputs(self, tokens: int) -> tuple[Tensor, ...]:
         """Mixed, strengths and fades."""
-        mixed, more = memories.wide(self.taps, tokens, 2 * self.value_heads)
-        return mixed, *more.chunk(2, 1)
+        sizes = self.value_heads, len(self.offsets)
+        mixed, more = memories.wide(self.taps, tokens, sum(sizes))
+        return mixed, *more.split(sizes, 1)
 
     def run(self, inputs: tuple[Tensor, ...], spans: Spans, states: States) -> Tensor:
         mixed, strengths, fades = inputs
@@ -57,8 +59,13 @@ class Layer(memories.Rule):
         )
         sizes = self.key_size, self.key_size, self.value_size
         heads = [part.reshape(1, len(mixed), -1, size) for part, size in zip(parts, sizes, strict=True)]
-        decay = self.rates * functional.softplus(fades + self.offsets)
-        found, memory = oracle.torch_recurrent_gated_delta_rule(  # the other way of theirs adds up whole fading in 32 bits
+        decay = self.rates[:, None] * functional.softplus(fades + self.offsets).view(len(mixed), self.value_heads, -1)
+        # The other ways of theirs add up whole fading in 32 bits.
+        if decay.shape[2] == 1:
+            decay, rule = decay.squeeze(2), oracle.torch_recurrent_gated_delta_rule
+        else:
+            rule = kimi.recurrent_kimi_delta_attention
+        found, memory = rule(
             *heads,
             decay[None],
             strengths.sigmoid()[None],
@@ -69,32 +76,36 @@ class Layer(memories.Rule):
         return found[0], seen[len(mixed) :], memory[0]
 
 
-def layer_of(chance: random.Random, dtype: torch.dtype, most: int = 64, heads: int = 4) -> Layer:
+def layer_of(chance: random.Random, dtype: torch.dtype, most: int = 64, heads: int = 4, each: bool = False) -> Layer:
+    """each: feature of a key fades by itself, as Kimi's do, which have as many heads of values as of keys."""
     key_heads = chance.randint(1, heads)
-    value_heads = key_heads * chance.randint(1, heads)
+    value_heads = key_heads * (1 if each else chance.randint(1, heads))
     key_size, value_size = chance.randint(8, most), chance.randint(8, most)
     taps = torch.randn(2 * key_heads * key_size + value_heads * value_size, chance.randint(2, 5)).to(DEVICE, dtype)
-    rates, offsets = -16 * torch.rand(value_heads) ** 4, torch.randn(value_heads)
+    rates, offsets = -16 * torch.rand(value_heads) ** 4, torch.randn(value_heads * (key_size if each else 1))
     return Layer(key_heads, value_heads, key_size, value_size, taps, rates.to(DEVICE), offsets.to(DEVICE))
 
 
+@pytest.mark.parametrize("each", [False, True])
 @pytest.mark.parametrize("dtype", list(TOLERANCES))
-def test_it_is_transformers(dtype: torch.dtype, chance: random.Random) -> None:
+def test_it_is_transformers(dtype: torch.dtype, each: bool, chance: random.Random) -> None:
     for _ in range(4):
-        memories.check(layer_of(chance, dtype), memories.random_lengths(chance), chance, chance.randint(0, 3))
+        memories.check(layer_of(chance, dtype, each=each), memories.random_lengths(chance), chance, chance.randint(0, 3))
 
 
+@pytest.mark.parametrize("each", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_it_is_transformers_by_triton(dtype: torch.dtype, chance: random.Random) -> None:
+def test_it_is_transformers_by_triton(dtype: torch.dtype, each: bool, chance: random.Random) -> None:
     """The interpreter cuts bfloat16 off instead of rounding."""
     pytest.importorskip("triton")
     choose.force("triton")
-    memories.check(layer_of(chance, dtype, 40, 2), [1, chance.randint(2, 7), chance.randint(1, 3)], chance, 2)
+    memories.check(layer_of(chance, dtype, 40, 2, each), [1, chance.randint(2, 7), chance.randint(1, 3)], chance, 2)
 
 
-def test_cutting_a_sequence_changes_nothing(chance: random.Random) -> None:
+@pytest.mark.parametrize("each", [False, True])
+def test_cutting_a_sequence_changes_nothing(each: bool, chance: random.Random) -> None:
     """Nor do its neighbours, and tokens that let all fade: chunks add up how much."""
-    layer = layer_of(chance, torch.float32)
+    layer = layer_of(chance, torch.float32, each=each)
     inputs = layer.inputs(230)
     inputs[2][::9] = 2000.0
     memories.check_cuts(layer, inputs, chance)
@@ -109,17 +120,18 @@ def test_padding_has_a_slot_of_its_own(route: str, chance: random.Random) -> Non
 @pytest.mark.parametrize(
     ("dtype", "route"), [*((dtype, "reference") for dtype in TOLERANCES), (torch.float32, "triton"), (torch.float16, "triton")]
 )
-def test_gated_norm(dtype: torch.dtype, route: str, chance: random.Random) -> None:
+@pytest.mark.parametrize("kind", [oracle.Qwen3_5RMSNormGated, kimi.KimiLinearRMSNormGated])
+def test_gated_norm(kind: type, dtype: torch.dtype, route: str, chance: random.Random) -> None:
     choose.force(route)
-    size, heads = chance.randint(8, 70), chance.randint(1, 5)
-    norm = oracle.Qwen3_5RMSNormGated(size, eps=1e-3).to(DEVICE, dtype)
+    size, heads, sigmoid = chance.randint(8, 70), chance.randint(1, 5), kind is kimi.KimiLinearRMSNormGated
+    norm = kind(size, eps=1e-3).to(DEVICE, dtype)
     torch.nn.init.normal_(norm.weight)
     whole = torch.full((3, 2 * heads * size + 5), torch.nan).to(DEVICE, dtype)
     whole[:, 5:] = 2 * torch.randn(3, 2 * heads * size)
     x, gates = whole[:, 5:].view(3, 2 * heads, size).split(heads, 1)
     with torch.no_grad():
         wanted = norm(x, gates)
-        found = gated_norm(x, gates, norm.weight, 1e-3), gated_norm(x[:, 0], gates[:, 0], norm.weight, 1e-3)
+        found = [gated_norm(*each, norm.weight, 1e-3, sigmoid=sigmoid) for each in ((x, gates), (x[:, 0], gates[:, 0]))]
     tolerance = TOLERANCES[dtype]
     torch.testing.assert_close(found[0], wanted, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(found[1], wanted[:, 0], rtol=tolerance, atol=tolerance)

@@ -112,6 +112,16 @@ LATENT = {name: value for name, value in GLM_MOE.items() if name != "head_dim"} 
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
 }
+KIMI = {name: value for name, value in LATENT.items() if name not in ("n_routed_experts", "first_k_dense_replace")} | {
+    **ENDS,
+    "num_hidden_layers": 4,
+    "q_lora_rank": None,
+    "pad_token_id": 0,
+    "linear_head_dim": 12,
+    "linear_num_heads": 4,
+    "linear_conv_kernel_dim": 3,
+    "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+}
 INDEXED = LATENT | {"num_key_value_heads": 8, "index_topk": 6, "index_head_dim": 16, "index_n_heads": 12}
 AFMOE = SMALL | {
     "head_dim": 16,
@@ -351,6 +361,9 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         **GRANITE | {"attention_multiplier": None}, use_post_norm=False, mlp_bias=True
     ),
     "jais2": lambda: transformers.Jais2Config(**SMALL),
+    "kimi-linear": lambda: transformers.KimiLinearConfig(
+        **KIMI, num_experts=8, num_expert_group=2, topk_group=1, layer_types=["linear_attention", "full_attention"] * 2
+    ),
     "kolibri": lambda: transformers.Kolibri1Config(
         **{name: value for name, value in QWEN2_MOE.items() if name != "intermediate_size"},
         sliding_window=WINDOW,
@@ -509,7 +522,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 HYBRIDS = [
     name
     for name in FAMILIES
-    if name.startswith(("bamba", "falcon-h1", "granite-4-h", "lfm2", "nemotron-h", "qwen3-next", "qwen3.5"))
+    if name.startswith(("bamba", "falcon-h1", "granite-4-h", "kimi-linear", "lfm", "nemotron-h", "qwen3-next", "qwen3.5"))
 ]
 TINIEST: dict[str, Any] = {
     "vocab_size": 4,
@@ -554,6 +567,9 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "few-heads": lambda: transformers.LlamaConfig(**FEW_HEADS),
     "few-heads-bloom": lambda: transformers.BloomConfig(**BLOOM | {"n_head": 4}),
     "few-heads-deepseek": lambda: transformers.DeepseekV3Config(**LATENT | FEW_HEADS, n_group=4, topk_group=2),
+    "few-heads-kimi-linear": lambda: transformers.KimiLinearConfig(
+        **KIMI | FEW_HEADS | {"num_hidden_layers": 4}, num_experts=8, layer_types=["linear_attention", "full_attention"] * 2
+    ),
     "few-heads-glm-5": lambda: transformers.GlmMoeDsaConfig(
         **INDEXED | FEW_HEADS | {"num_hidden_layers": 3}, indexer_types=["full", "shared", "full"]
     ),

@@ -33,6 +33,7 @@ from penstock.tests.shard.test_oracle import COUNT, at_rest, prompts
 FAMILIES = [
     *("llama", "qwen2", "phi3", "glm4", "granite", "gemma2", "olmo2", "llama4", "mixtral", "qwen2-moe"),
     *("falcon-h1", "granite-4-h", "lfm2", "nemotron-h", "qwen3.5", "deepseek-v3"),
+    *("hyperclova", "lfm3", "mimo"),
 ]
 Asked = Sequence[tuple[tuple[int, ...], str]]
 

@@ -24,8 +24,9 @@ from penstock.shard.loading import load
 from penstock.shard.memory import Measured
 from penstock.shard.models.decoder import Decoder
 from penstock.shard.models.families import shape
+from penstock.shard.models.kimi_memories import FineDelta
 from penstock.shard.models.memories import DeltaRule, Memories, Remembered
-from penstock.shard.models.remembering import Convolution, Linear
+from penstock.shard.models.remembering import Convolution, FineLinear, Linear
 from penstock.shard.models.shape import Unsupported
 from penstock.shard.models.short_convolutions import ShortConvolutions
 from penstock.shard.service import Service
@@ -76,6 +77,61 @@ def test_shapes_are_transformers(architecture: str, more: dict[str, Any]) -> Non
         assert (mixture.size, mixture.shared) == (expected.moe_intermediate_size, expected.shared_expert_intermediate_size)
         assert mixture.normalized == getattr(expected, "norm_topk_prob", True)
     assert bool(found.mixtures) == hasattr(expected, "num_experts")
+
+
+KIMI = {  # as the hub has it, but for fewer layers and experts
+    "num_hidden_layers": 6,
+    "model_max_length": 4096,
+    "num_experts": 16,
+    "num_experts_per_token": 4,
+    "num_shared_experts": 2,
+    "num_expert_group": 2,
+    "topk_group": 1,
+    "moe_renormalize": False,
+    "moe_router_activation_func": "sigmoid",
+    "mla_use_nope": True,
+    "head_dim": 72,
+    "q_lora_rank": None,
+    "linear_attn_config": {
+        "full_attn_layers": [3, 6],
+        "kda_layers": [1, 2, 4, 5],
+        "head_dim": 64,
+        "num_heads": 16,
+        "short_conv_kernel_size": 5,
+    },
+}
+
+
+@pytest.mark.parametrize("said", [{}, KIMI, {"layer_types": ["full_attention", *["linear_attention"] * 8], "linear_num_heads": 8}])
+def test_kimis_shapes_are_transformers(said: dict[str, Any]) -> None:
+    """By whichever names its config.json has them."""
+    found, written = shape(config("KimiLinearForCausalLM", **said)), transformers.KimiLinearConfig(**SAID | said)
+    assert found == shape(written.to_dict() | config("KimiLinearForCausalLM", num_hidden_layers=found.layers))
+    layers = [layer for layer, kind in enumerate(written.layer_types) if kind == "linear_attention"]
+    heads, size = written.linear_num_heads, written.linear_head_dim
+    sizes = {"key_heads": heads, "value_heads": heads, "key_size": size, "value_size": size}
+    assert found.remembering == FineLinear(layers=frozenset(layers), width=written.linear_conv_kernel_dim, **sizes)
+    assert found.attending == [layer for layer in range(found.layers) if layer not in layers]
+    assert (found.max_positions, found.turns) == (written.max_position_embeddings, False)
+    *_, mixture = found.mixtures
+    assert mixture is not None
+    assert (mixture.experts, mixture.chosen, mixture.groups) == (
+        written.num_local_experts,
+        written.num_experts_per_tok,
+        written.n_group,
+    )
+    assert (mixture.normalized, mixture.shared) == (written.norm_topk_prob, written.n_shared_experts * mixture.size)
+
+
+def test_kimis_mlps_have_a_name_of_their_own(tmp_path: Path) -> None:
+    """On the hub, where transformers writes that of experts; and what is a number of each head there has one dimension."""
+    folder = Path(shutil.copytree(tiny.folder("kimi-linear"), tmp_path / "model"))
+    stored = safetensors.torch.load_file(folder / WEIGHTS)
+    for name in [name for name in stored if ".0.block_sparse_moe." in name or ".3.block_sparse_moe." in name]:
+        stored[name.replace("block_sparse_moe", "mlp")] = stored.pop(name)
+    stored |= {name: values.flatten() for name, values in stored.items() if "A_log" in name}
+    safetensors.torch.save_file(stored, folder / WEIGHTS, {"format": "pt"})
+    same(decoder(folder), tiny.decoder("kimi-linear"))
 
 
 def granite(**more: Any) -> dict[str, Any]:
@@ -442,6 +498,13 @@ def test_what_is_kept_of_a_sequence_by_short_convolutions() -> None:
         (config("Lfm2MoeForCausalLM"), "lacks 'layer_types'"),
         (config("Lfm2MoeForCausalLM", layer_types=None), "layer_types null, a name for each"),
         (config("Qwen3NextForCausalLM", layer_types=["conv", "full_attention", "linear_attention"] * 3), "conv are not supported"),
+        (config("KimiLinearForCausalLM", linear_attn_config=[1]), r"linear_attn_config \[1\], an object"),
+        (config("KimiLinearForCausalLM", linear_attn_config={"head_dim": "64"}), "linear_head_dim '64', an integer"),
+        (config("KimiLinearForCausalLM", layer_types=["linear_attention"] * 9), "layers of linear attention alone"),
+        (config("KimiLinearForCausalLM", mla_use_nope=False), "mla_use_nope false is not supported"),
+        (config("KimiLinearForCausalLM", moe_renormalize=1), "moe_renormalize 1, true or false"),
+        (config("KimiLinearForCausalLM", **KIMI | {"num_hidden_layers": 7}), "counts other layers .* than 1 to 7"),
+        (config("KimiLinearForCausalLM", linear_attn_config={"full_attn_layers": [1], "kda_layers": [1]}), r"kda_layers \[1\]"),
         (granite(position_embedding_type="alibi"), "position_embedding_type 'alibi' is not supported.* nope and rope"),
         (granite(layer_types=["mamba"] * 9), "layers of linear attention alone"),
         (granite(layer_types=None), "layers of linear attention alone"),
@@ -503,7 +566,7 @@ def memories(model: Decoder) -> Memories:
 def remembered(model: Decoder) -> Tensor:
     """What a layer that remembers something goes by: of each head, or of each channel."""
     found = next(reader for layer in model.layers for reader in layer.readers if isinstance(reader, Remembered))
-    assert isinstance(found, ShortConvolutions | Memories)
+    assert isinstance(found, ShortConvolutions | Memories | FineDelta)
     return found.taps if isinstance(found, ShortConvolutions) else found.rates
 
 

@@ -36,7 +36,9 @@ torch.set_num_threads(1)
 DEMO = Path(__file__).parents[2] / "demo" / "model"
 CPU = torch.device("cpu")
 DEVICE = CPU  # where engines are made; who tests kernels on a GPU changes it
-MAKING = threading.Lock()
+# Ranks that are threads come at the same time; and while transformers reads a model, no model in the process has tied tables: who
+# makes one then has an output matrix of its own, and two who read at once may leave it so.
+MAKING = threading.RLock()
 BUFFERS = ("correction", "expert_bias", "layer_scalar", "act_fn")  # that checkpoints have, too
 
 
@@ -49,7 +51,7 @@ def _scratch() -> Path:
 
 def folder(name: str) -> Path:
     """The checkpoint of a family; "demo" is the trained one that ships."""
-    with MAKING:  # ranks that are threads come at the same time
+    with MAKING:
         return DEMO if name == "demo" else _made(name)
 
 
@@ -80,7 +82,8 @@ def reference(name: str) -> Any:
     """transformers' model, in float32."""
     transformers.utils.logging.disable_progress_bar()
     [architecture] = json.loads((folder(name) / "config.json").read_text())["architectures"]
-    return getattr(transformers, architecture).from_pretrained(folder(name), dtype=torch.float32).eval()
+    with MAKING:
+        return getattr(transformers, architecture).from_pretrained(folder(name), dtype=torch.float32).eval()
 
 
 def expected_logits(name: str, tokens: Sequence[int]) -> Tensor:

@@ -1,0 +1,95 @@
+"""Kimi Linear: latents in some layers, and linear attention in the others (Kimi Team 2025, arXiv:2510.26692)."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from .fields import AGAIN, FULL, LEAST, LINEAR, SIZES, Config, boolean, expect, said, shown, whole
+from .latent_families import latent_shape
+from .parts import kinds_of
+from .remembering import FineLinear
+from .shape import Shape, Unsupported
+from .sparse_families import scored_by_kinds, with_experts
+
+# transformers' defaults.
+KIMI: Config = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "max_position_embeddings": 1_048_576,
+    "rms_norm_eps": 1e-5,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1024,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.446,
+    "linear_head_dim": 128,
+    "linear_num_heads": 32,
+    "linear_conv_kernel_dim": 4,
+}
+# What its config.json calls what others call so.
+NAMES = {
+    "model_max_length": "max_position_embeddings",
+    "num_experts": "n_routed_experts",
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_shared_experts": "n_shared_experts",
+    "num_expert_group": "n_group",
+    "moe_renormalize": "norm_topk_prob",
+}
+INNER = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads", "short_conv_kernel_size": "linear_conv_kernel_dim"}
+LAYERS = {"full_attn_layers": FULL, "kda_layers": LINEAR}  # which are counted from 1
+
+
+def _kimi_linear(config: Config) -> Shape:
+    """No layer has a rotary embedding; experts are chosen by corrected scores."""
+    expect(config, moe_router_activation_func="sigmoid", mla_use_nope=True)
+    inner = config.get("linear_attn_config") or {}
+    if not isinstance(inner, dict):
+        raise Unsupported(f"config.json says linear_attn_config {shown(inner)}, an object is needed: {AGAIN}")
+    named = said(_named(config, NAMES) | _named(inner, INNER))
+    boolean("moe_renormalize", named.get("norm_topk_prob", True))
+    for name in named.keys() - {"norm_topk_prob"}:
+        whole(name, named[name], LEAST.get(name, 1), SIZES[name])
+    given = KIMI | config | named
+    base = latent_shape(given | {"rope_interleave": False})
+    kinds = kinds_of(config, base.layers, lambda layer: not layer or layer % 4 > 0, LINEAR)
+    if not config.get("layer_types") and all(name in inner for name in LAYERS):
+        kinds = _counted(inner, base.layers)
+    layers = frozenset(layer for layer, kind in enumerate(kinds) if kind == LINEAR)
+    if len(layers) == base.layers:
+        raise Unsupported(f"config.json means layers of linear attention alone, the decoder needs one that attends to all: {AGAIN}")
+    heads, size = given["linear_num_heads"], given["linear_head_dim"]
+    linear = FineLinear(
+        layers=layers, key_heads=heads, value_heads=heads, key_size=size, value_size=size, width=given["linear_conv_kernel_dim"]
+    )
+    return replace(
+        with_experts(scored_by_kinds(base, given), name="block_sparse_moe", names=("w1", "w3", "w2")),
+        remembering=linear if layers else None,
+        unturned=frozenset(range(base.layers)),
+        mlp_alias="block_sparse_moe",  # as transformers writes it
+    )
+
+
+def _named(config: Config, names: dict[str, str]) -> Config:
+    return {ours: config[theirs] for theirs, ours in names.items() if theirs in config}
+
+
+def _counted(inner: Config, layers: int) -> list[str]:
+    """Kinds of layers, of which each is in one of two lists."""
+    found = dict[int, str]()
+    for name, kind in LAYERS.items():
+        counted = inner[name]
+        if not isinstance(counted, list) or not all(type(layer) is int and layer - 1 not in found for layer in counted):
+            raise Unsupported(f"config.json says {name} {shown(counted)}, numbers of layers are needed, each once: {AGAIN}")
+        found |= {layer - 1: kind for layer in counted}
+    if sorted(found) != list(range(layers)):
+        raise Unsupported(f"config.json counts other layers in {' and '.join(LAYERS)} than 1 to {layers}: {AGAIN}")
+    return [found[layer] for layer in range(layers)]
+
+
+KIMI_LINEAR: dict[str, Callable[[Config], Shape]] = {"KimiLinearForCausalLM": _kimi_linear}

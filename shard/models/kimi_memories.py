@@ -1,0 +1,53 @@
+"""The same where each feature of a key fades by itself (Kimi Team 2025, arXiv:2510.26692). Knows where checkpoints have its
+tensors."""
+
+import torch
+from torch import Tensor
+
+from ...kernels.gated_delta import States, gated_delta, gated_norm
+from ...kernels.linear import Weight
+from ..step import Step
+from .loader import Loader
+from .memories import Remembered
+from .remembering import FineLinear
+from .stream import Stream
+
+NAME = "self_attn"
+
+
+class FineDelta(Remembered):
+    """How far all fades, and what gates the result, are made of a few features that every rank has whole."""
+
+    def __init__(self, load: Loader, linear: FineLinear) -> None:
+        heads, few = linear.value_heads, linear.value_size
+        self.epsilon = load.shape.norm_epsilon
+        self.few, self.channels = few, linear.channels(load.ranks.size)
+        mixed = load.outwards([f"{NAME}.{part}_proj" for part in "qkv"], linear.sizes)
+        made = [load.all_bits(f"{NAME}.{part}_a_proj", few) for part in "fg"]
+        gating = torch.cat((*made, load.unrounded([f"{NAME}.b_proj"], [heads])))
+        self.gating = None if isinstance(mixed, Tensor) else load.laid_out(gating, None)  # apart where the others have few bits
+        self.inward = load.laid_out(torch.cat((mixed, gating)) if isinstance(mixed, Tensor) else mixed, None)
+        self.fades, self.gates = (self._by_heads(load, f"{NAME}.{part}_b_proj", linear.sizes[-1]) for part in "fg")
+        self.rates = -load.each_head(f"{NAME}.A_log", heads, within=2).exp()
+        self.offsets = load.each_head(f"{NAME}.dt_bias", linear.sizes[-1])
+        parts = zip("qkv", linear.sizes, strict=True)
+        taps = [load.parts(f"{NAME}.{part}_conv1d.weight", [size], (1, linear.width)) for part, size in parts]
+        self.taps = torch.cat([part for [part] in taps]).squeeze(1)
+        self.gains = load.source.tensor(f"{load.prefix}{NAME}.o_norm.weight", (few,))
+        self.output = load.rows(f"{NAME}.o_proj", linear.sizes[-1], bias=False)
+
+    def _by_heads(self, load: Loader, name: str, size: int) -> Weight:
+        return load.laid_out(load.all_bits(name, size, self.few, cut=True), None)
+
+    def __call__(self, stream: Stream, norm: Tensor | None, step: Step, states: States) -> Tensor:
+        """As that of `Remembered`: [tokens, this rank's heads * value size]."""
+        assert step.spans is not None
+        if self.gating is None:
+            mixed, gating = stream.through(norm, self.inward).tensor_split((self.channels,), 1)
+        else:
+            x = stream.normalized(norm)
+            mixed, gating = stream.product(x, self.inward), stream.product(x, self.gating)
+        fading, opening, strengths = gating.split_with_sizes((self.few, self.few, gating.shape[1] - 2 * self.few), 1)
+        fades, gates = self.fades(fading.contiguous()), self.gates(opening.contiguous())
+        found = gated_delta(mixed, strengths, fades, self.taps, self.rates, self.offsets, step.spans, states)
+        return gated_norm(found, gates.view(found.shape), self.gains, self.epsilon, sigmoid=True).flatten(1)
