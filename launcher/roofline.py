@@ -74,8 +74,8 @@ def prefill(group: Group, on: Accelerator, tokens: int) -> float:
     shape, index = group.shape, group.shape.index
     windows, kept = (shape.windows[layer] for layer in shape.attending), shape.remembering
     pairs = _pairs_of_chunks if shape.chunked else _pairs
-    attended = (pairs(tokens, window or (index.most if index else 0)) * shape.keys(window).size for window in windows)
-    attention = 4 * sum(attended) * shape.heads / group.ranks
+    seen = ((pairs(tokens, window or (index.most if index else 0)), window) for window in windows)
+    attention = 4 * sum(keys * shape.asking(window) * shape.keys(window).size for keys, window in seen) / group.ranks
     if index and tokens > index.most:  # every rank has all of it
         attention += 2 * len(shape.indexing) * _pairs(tokens, 0) * index.heads * index.size
     if kept:

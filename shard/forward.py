@@ -130,7 +130,7 @@ def _layout_of(decoder: Decoder, page_size: int) -> Layout:
         kinds=tuple(
             kind(
                 window,
-                shape.heads // ranks,
+                shape.asking(window) // ranks,
                 shape.key_heads(ranks, window),
                 shape.cached_size(window),
                 latent,

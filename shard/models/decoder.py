@@ -171,13 +171,14 @@ class Decoder:
         self.first_norm = load.gains(shape.first_norm, shape.hidden) if shape.first_norm else None
         self.norm = load.gains(shape.last_norm, shape.hidden)
         self.head = self._output(load)
-        size, turned, dtype = shape.turning_size(0), shape.rotary_size, self.embedding.dtype
-        of = partial(angles_of, positions=shape.turned_positions, dtype=dtype, device=device, turned=turned)
+        size, dtype = shape.turning_size(0), self.embedding.dtype
+        of = partial(angles_of, positions=shape.turned_positions, dtype=dtype, device=device, turned=shape.turned(0))
         still = partial(of, Rope(), size, positions=1)  # at position 0 nothing is turned
         self.rotary = of(shape.rope, size) if shape.turns else still()
         self.growth = growth_of(shape.rope, shape.max_positions, dtype, device)
         self.unturned_growth = unturned_growth_of(shape.unturned_growth, shape.max_positions, dtype, device)
-        self.local_rotary = of(shape.local_rope, shape.turning_size(max(shape.windows))) if shape.local_rope else None
+        near = max(shape.windows)
+        self.local_rotary = of(shape.local_rope, shape.turning_size(near), turned=shape.turned(near)) if shape.local_rope else None
         self.leanings = leanings_of(shape, ranks.rank, ranks.size, dtype, device) if shape.alibi else None
         self.unturned = still() if shape.unturned and shape.turns else None
         self.sight: Sight | None = None  # what encodes images, if they are to be seen

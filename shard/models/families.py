@@ -51,10 +51,11 @@ def shape(config: Config) -> Shape:
 
 def _sound(found: Shape, kinds: list[Any] | None) -> Shape:
     """The same. Raises Unsupported if its numbers contradict each other, or the `kinds` of layers that config.json names."""
-    for keys in map(found.keys, sorted(set(found.windows))):
-        if found.heads % keys.heads:
+    for window in sorted(set(found.windows)):
+        keys, heads = found.keys(window), found.asking(window)
+        if heads % keys.heads:
             raise Unsupported(
-                f"config.json says {found.heads} attention heads and {keys.heads} key/value heads, of which the first must be a "
+                f"config.json says {heads} attention heads and {keys.heads} key/value heads, of which the first must be a "
                 f"multiple: {AGAIN}"
             )
         if keys.size % 2:

@@ -26,30 +26,31 @@ class Heads:
         self.ranks = load.ranks
         keys = shape.keys(window)
         self.size, self.value_size, self.key_heads = keys.size, keys.own_values, keys.own(load.ranks.size)
+        heads, order = shape.asking(window), shape.order(window)
         self.shared = not keys.values  # they are what keys are at first
         wholes = [keys.size, keys.size, keys.own_values][: 2 + keys.values]
-        sizes = [count * size for count, size in zip((shape.heads, keys.heads, keys.heads), wholes, strict=False)]
+        sizes = [count * size for count, size in zip((heads, keys.heads, keys.heads), wholes, strict=False)]
         own = shape.attention_name
         queries_name, keys_name, output = (f"{own}.{part}" for part in shape.attention_parts)
         names = [f"{own}.{name}_proj" for name in "qkv"][: 2 + keys.values]
-        gate, attended = 1 if shape.head_gates else keys.own_values, shape.heads * keys.own_values
+        gate, attended = 1 if shape.head_gates else keys.own_values, heads * keys.own_values
         if shape.gates_name:
-            names, sizes, wholes = [*names, f"{own}.{shape.gates_name}"], [*sizes, shape.heads * gate], [*wholes, gate]
-        self.inward = load.heads(f"{own}.qkv_proj", names, sizes, shape.qkv_bias, wholes)
+            names, sizes, wholes = [*names, f"{own}.{shape.gates_name}"], [*sizes, heads * gate], [*wholes, gate]
+        self.inward = load.heads(f"{own}.qkv_proj", names, sizes, shape.qkv_bias, wholes, order)
         self.query_norm, self.key_norm = (
-            load.ordered(load.gains(name, keys.size)) if shape.qk_norm else None for name in (queries_name, keys_name)
+            load.ordered(load.gains(name, keys.size), order) if shape.qk_norm else None for name in (queries_name, keys_name)
         )
         if shape.turned_norm and turned:
             self.query_norm, self.key_norm = (
                 torch.ones(keys.size, dtype=load.source.dtype, device=load.source.device) for _ in range(2)
             )
         joint = shape.joint_qk_norm
-        self.queries_norm = load.ordered(load.part_of_gains(queries_name, sizes[0], keys.size)) if joint else None
-        self.keys_norm = load.ordered(load.part_of_gains(keys_name, sizes[1], keys.size)) if joint else None
-        self.sinks = load.each_head(f"{own}.{shape.sinks_name}", shape.heads) if shape.sunk(window) else None
+        self.queries_norm = load.ordered(load.part_of_gains(queries_name, sizes[0], keys.size), order) if joint else None
+        self.keys_norm = load.ordered(load.part_of_gains(keys_name, sizes[1], keys.size), order) if joint else None
+        self.sinks = load.each_head(f"{own}.{shape.sinks_name}", heads) if shape.sunk(window) else None
         self.scales = load.cache_scales(keys.heads)
         self.gains = self._moved() if shape.qk_norm_behind else None
-        self.gates = shape.heads * gate // load.ranks.size if shape.attention_gates else 0  # columns of `inward`, the last
+        self.gates = heads * gate // load.ranks.size if shape.attention_gates else 0  # columns of `inward`, the last
         self.output = load.rows(output, attended, shape.output_bias)
 
     def _moved(self) -> Tensor | None:
@@ -97,8 +98,8 @@ class Heads:
         found = found if places.leaning is None and self.value_size == self.size else found[..., : self.value_size]
         if not self.gates:
             return found.flatten(1)
-        opened = by_lanes(torch.sigmoid, gates).view(len(found), -1, 1 if shape.head_gates else self.value_size)
-        return found.mul_(opened).flatten(1)
+        opened = by_lanes(torch.sigmoid, gates) if not shape.softplus_gates else softplus(gates)
+        return found.mul_(opened.view(len(found), -1, 1 if shape.head_gates else self.value_size)).flatten(1)
 
     def _filled_up(self, joint: Tensor) -> Tensor:
         """The same, of queries, keys and values, with zeros behind each value, which make it as long as a key."""
@@ -115,9 +116,11 @@ class Queries:
         self.shape = shape
         self.window = window
         norm, _, output = (f"{shape.attention_name}.{part}" for part in shape.attention_parts)
-        self.inward = load.heads("", [f"{shape.attention_name}.q_proj"], [shape.heads * size], shape.qkv_bias, [size])
+        self.inward = load.heads(
+            "", [f"{shape.attention_name}.q_proj"], [shape.asking(window) * size], shape.qkv_bias, [size], shape.order(window)
+        )
         self.query_norm = load.gains(norm, size) if shape.qk_norm else None
-        self.output = load.rows(output, shape.heads * size, shape.output_bias)
+        self.output = load.rows(output, shape.asking(window) * size, shape.output_bias)
         self.scales: Tensor | None = None  # of those keys, and values
 
     @property
@@ -131,6 +134,11 @@ class Queries:
         query = rotate(stream.through(norm, self.inward), places.rotary, self.query_norm, shape.norm_epsilon)
         scales = self.scales if layer.dtype != query.dtype else None
         return attention(query, layer, step.attention, How(self.window, shape.attention_scale, shape.softcap, scales)).flatten(1)
+
+
+def softplus(gates: Tensor) -> Tensor:
+    """Computed in float32."""
+    return by_lanes(functional.softplus, gates.float()).to(gates.dtype)
 
 
 def normalize_parts(joint: Tensor, gains: tuple[Tensor, Tensor], epsilon: float, ranks: Ranks) -> None:

@@ -100,7 +100,7 @@ class Latents:
 
     def _ordered(self, weight: Tensor | Codes, plain: int) -> Tensor | Codes:
         """Of each head's outputs the first, `plain`, as they are, and those that turn in our order: see `Shape.order`."""
-        order = list(self.shape.order)
+        order = list(self.shape.order(self.window))
         if not order:
             return weight
         count = len(weight.codes if isinstance(weight, Codes) else weight)

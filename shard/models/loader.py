@@ -101,9 +101,11 @@ class Loader:
         added = self.biases(names, sizes, joint) if bias else None
         return self.laid_out(self.outwards(names, sizes, joint), added, self._changed_outwards(names, sizes, joint))
 
-    def heads(self, joint: str, names: list[str], sizes: list[int], bias: bool, wholes: Sequence[int]) -> Weight:
+    def heads(
+        self, joint: str, names: list[str], sizes: list[int], bias: bool, wholes: Sequence[int], features: Sequence[int]
+    ) -> Weight:
         """As `columns`, of queries, keys and values, of which the first two are `ordered`, and of gates, which come behind all,
-        wherever they are stored. wholes: the size of a head of each."""
+        wherever they are stored. wholes: the size of a head of each; features: see `Shape.order`."""
         beside = self.shape.attention_gates and not self.shape.gates_name
         if beside:
             sizes = [2 * sizes[0], *sizes[1:]]
@@ -115,20 +117,19 @@ class Loader:
             if self.shape.gates_name:  # gates of their own have none
                 added = functional.pad(added, (0, self._own(sizes[-1], wholes[-1])[1]))
         order = None
-        if self.shape.order or beside:
+        if features or beside:
             own = [self._own(*each)[1] for each in zip(sizes, wholes, strict=True)]
             queries, keys, *others = torch.split(torch.arange(sum(own), device=self.source.device), own)
             if beside:
                 queries, gates = queries.view(-1, 2, wholes[0]).transpose(0, 1).flatten(1)
                 others.append(gates)
-            order = torch.cat((self.ordered(torch.cat((queries, keys))), *others))
+            order = torch.cat((self.ordered(torch.cat((queries, keys)), features), *others))
             found, added = found[order], added[order] if added is not None else None
         return self.laid_out(found, added, self._changed_outwards(*where, order=order))
 
-    def ordered(self, heads: Tensor) -> Tensor:
+    def ordered(self, heads: Tensor, order: Sequence[int]) -> Tensor:
         """Some heads one after the other, [n * head size, ...], with their features in our order: see `Shape.order`."""
-        order = list(self.shape.order)
-        return heads.view(-1, len(order), *heads.shape[1:])[:, order].flatten(0, 1) if order else heads
+        return heads.view(-1, len(order), *heads.shape[1:])[:, list(order)].flatten(0, 1) if order else heads
 
     def rows(self, name: str, size: int, bias: bool) -> Weight:
         """A matrix [hidden, size], this rank's part of the inputs. Rank 0 adds the bias, so that the sum has it once."""

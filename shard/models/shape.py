@@ -221,6 +221,7 @@ class Keys:
     size: int  # of a head
     values: bool = True  # have a matrix of their own; without, they are what keys are before these are normalized and turned
     value_size: int = 0  # of a value, if smaller than a key; zeros fill it up where it is cached; 0: the same
+    queries: int = 0  # query heads, if others than in other layers; 0: they are not
 
     @property
     def own_values(self) -> int:
@@ -288,7 +289,8 @@ class Shape:
     far: Keys | None = None  # of the layers without a window, where they are others
     # Layers that remember what they saw, instead of attending to it: the cache has none of their keys.
     remembering: Remembering | None = None
-    attention_gates: bool = False  # of all that heads attend to
+    attention_gates: bool = False  # of all that heads attend to, through a sigmoid
+    softplus_gates: bool = False  # or through softplus
     head_gates: bool = False  # one of each head instead of one of each of its features
     gates_name: str = ""  # of their own matrix, without biases; "": in the checkpoint they are beside each head's queries
     unturned: frozenset[int] = frozenset()  # layers without a rotary embedding
@@ -341,6 +343,7 @@ class Shape:
     mlp_parts: tuple[str, str, str, str] = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")  # the first: of two joined ones
     joined: tuple[str, ...] = ()  # names of tensors that are several in other checkpoints: "qkv_proj", "gate_up_proj"
     rotary_size: int = 0  # features of a head that rotary embeddings turn, its first; 0: all
+    far_rotary_size: int = 0  # the same in layers without a window, if that is another number; 0: it is not
     rotary_reversed: bool = False  # they turn the other way round
     rotary_neighbours: bool = False  # of them the checkpoint has those side by side that turn together, not half of them apart
     gelu: bool = False  # of the MLP's gates, approximated by tanh, instead of silu
@@ -375,7 +378,10 @@ class Shape:
 
     def _undivided(self, ranks: int) -> str:
         """What so many ranks can't have equal parts of; "": they can."""
-        sizes, keys = {"attention heads": self.heads}, dict[str, int]()
+        sizes, keys = (
+            {"attention heads": self.heads, "attention heads of layers without a window": self.asking(0)},
+            dict[str, int](),
+        )
         if not self.latent:
             keys |= {"key/value heads": self.kv_heads, "key/value heads of layers without a window": self.keys(0).heads}
         if self.remembering:
@@ -431,6 +437,10 @@ class Shape:
     def keys(self, window: int) -> Keys:
         """Of the layers with this window."""
         return self.far if self.far and not window else Keys(heads=self.kv_heads, size=self.head_size, value_size=self.value_size)
+
+    def asking(self, window: int) -> int:
+        """Query heads of the layers with this window."""
+        return self.keys(window).queries or self.heads
 
     def cached_size(self, window: int) -> int:
         """Features of a head of these layers, as it is cached."""
@@ -548,12 +558,15 @@ class Shape:
         for that."""
         return self.latent.turned if self.latent else self.cached_size(window)
 
-    @property
-    def order(self) -> tuple[int, ...]:
+    def turned(self, window: int) -> int:
+        """Features of a head that turn in layers with this window."""
+        own = self.far_rotary_size if not window else 0
+        return own or self.rotary_size or self.turning_size(window)
+
+    def order(self, window: int) -> tuple[int, ...]:
         """Where a checkpoint's heads have the features of ours, in which those that turn together are half a head apart, the first
         of them towards the second, and those that don't turn stand behind the others in each half; (): where ours have them."""
-        size = self.turning_size(max(self.windows))
-        turned = self.rotary_size or size
+        size, turned = self.turning_size(window), self.turned(window)
         if turned == size and not self.rotary_neighbours and not self.rotary_reversed:
             return ()
         middle, apart = (size + turned) // 2, turned // 2
@@ -632,16 +645,17 @@ class Shape:
         """Elements of what a layer without keys attends by."""
         size = self.keys(window).size
         matrices = _elements(self._questions(ranks, window))
-        return matrices + self.qkv_bias * self.heads // ranks * size + self.output_bias * self.hidden + self.qk_norm * size
+        own = self.asking(window) // ranks * size
+        return matrices + self.qkv_bias * own + self.output_bias * self.hidden + self.qk_norm * size
 
     def _questions(self, ranks: int, window: int) -> Matrices:
         """The matrices of such a layer."""
-        asked = self.heads * self.keys(window).size
+        asked = self.asking(window) * self.keys(window).size
         return [(asked // ranks, self.hidden, self.hidden), (self.hidden, asked, asked // ranks)]
 
     def _attention(self, ranks: int, window: int) -> int:
         """Elements of what a layer with this window attends by."""
-        heads, keys = self.heads // ranks, self.keys(window)
+        heads, keys = self.asking(window) // ranks, self.keys(window)
         matrices = _elements(self._projections(ranks, window))
         norms = (2 * (self.qk_norm and not self.plain_norms) + self.joint_qk_norm * (heads + keys.own(ranks))) * keys.size
         return matrices + self._beside(ranks, window) + self.output_bias * self.hidden + norms + self.sunk(window) * heads
@@ -655,7 +669,8 @@ class Shape:
         heads, hidden, latent = self.heads // ranks, self.hidden, self.latent
         if latent is None:
             size, inputs = self.keys(window).own_values, self.attention_inputs
-            return [(self._heads_columns(ranks, window), inputs, inputs), (hidden, self.heads * size, heads * size)]
+            asked = self.asking(window) * size
+            return [(self._heads_columns(ranks, window), inputs, inputs), (hidden, asked, asked // ranks)]
         asked, back = heads * (latent.plain + latent.turned), (hidden, self.heads * latent.values, heads * latent.values)
         if not latent.queries:
             return [(asked + self.head_size, hidden, hidden), back]
@@ -664,11 +679,13 @@ class Shape:
     def _heads_columns(self, ranks: int, window: int) -> int:
         """Features of queries, keys and values of their own, and gates, of a rank's heads."""
         keys, gates = self.keys(window), self._gates_columns(ranks, window)
-        return (self.heads // ranks + keys.own(ranks)) * keys.size + gates + keys.values * keys.own(ranks) * keys.own_values
+        asked, values = self.asking(window) // ranks * keys.size, keys.values * keys.own(ranks) * keys.own_values
+        return asked + keys.own(ranks) * keys.size + values + gates
 
     def _gates_columns(self, ranks: int, window: int) -> int:
         """Of that, gates."""
-        return self.heads // ranks * (1 if self.head_gates else self.keys(window).own_values) if self.attention_gates else 0
+        each = 1 if self.head_gates else self.keys(window).own_values
+        return self.asking(window) // ranks * each if self.attention_gates else 0
 
     def _unbiased(self, ranks: int, window: int) -> int:
         """Of these, those that have no biases where the others have some: zeros stand for them."""
@@ -688,7 +705,7 @@ class Shape:
         wide = sum(mixture.routing(self.hidden) for mixture in self.mixtures if mixture and mixture.wide)
         wide += sum(self.hidden + mixture.experts for mixture in self.mixtures if mixture and mixture.beside)
         wide += len(self.indexing) * self.index.heads * self.hidden if self.index else 0
-        wide += sum(self.sunk(window) * count for window, count in self._alike.items()) * self.heads // ranks
+        wide += sum(self.sunk(window) * count * self.asking(window) for window, count in self._alike.items()) // ranks
         if self.centered_norms and not self.layer_norms:
             wide += self.norm_count * self.hidden
             wide += 2 * self.qk_norm * sum(self.keys(self.windows[layer]).size for layer in self.keyed)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from .dense_families import BEHIND, MISTRAL, OLMO, ernie, exaone4, granite, hunyuan, qwen3, with_thetas
-from .fields import AGAIN, FULL, SLIDING, Config, expect, number, said, shown
+from .fields import AGAIN, FULL, SIZES, SLIDING, Config, expect, number, said, shown, whole
 from .parts import all_alike, biased, cap, common, kinds_of, windows_of
 from .ropes import rope_of, ropes_by_kind, rotary_size, with_rope
 from .shape import PLAIN, Keys, Mixture, Quantization, Shape, Unsupported
@@ -98,6 +98,22 @@ KOLIBRI: Config = {
     "shared_expert_intermediate_size": 512,
 }
 AROUND_KOLIBRI = ("input_layernorm", "post_attn_norm", "post_attention_layernorm", "post_ffn_norm")
+LAGUNA: Config = {
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131_072,
+    "sliding_window": 512,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "gating": True,
+}
+LAGUNA_ROPES = {
+    FULL: {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5},
+    SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+}
+GATINGS = {True: True, "per-head": True, "per-element": False}  # whether there is one of each head
 MIMO: Config = {
     "num_key_value_heads": 4,
     "head_dim": 192,
@@ -462,6 +478,57 @@ def _kolibri(config: Config) -> Shape:
     )
 
 
+def _laguna(config: Config) -> Shape:
+    """Poolside's Laguna: layers with a window and those that see all may have other query heads, and other parts of each head turn;
+    gates of attention go through softplus. Experts are chosen by corrected scores, and one is for all tokens."""
+    expect(config, moe_apply_router_weight_on_input=False)
+    if config.get("moe_router_logit_softcapping") not in (None, 0, 0.0):
+        raise Unsupported(f"moe_router_logit_softcapping {shown(config['moe_router_logit_softcapping'])} is not supported")
+    given = LAGUNA | config
+    full, local = ropes_by_kind({"rope_parameters": LAGUNA_ROPES} | said(config), 5e5, 1e4)
+    base = biased(common(given | {"rope_parameters": full, "rope_scaling": None}), given)
+    kinds, gating = kinds_of(given, base.layers, lambda layer: False), given["gating"]
+    if not isinstance(gating, bool | str) or gating not in GATINGS:
+        raise Unsupported(f"gating {shown(gating)} is not supported: the decoder has {', '.join(map(shown, GATINGS))}")
+    mixture = replace(
+        one_for_all(given, normalized=True),
+        sigmoid=True,
+        correction="experts.e_score_correction_bias",
+        factor=number(given, "moe_routed_scaling_factor", 1.0),
+        shared_gate="",
+    )
+    slides, heads = SLIDING in kinds, _heads_by_kind(given, kinds)
+    parts = [rotary_size({"rope_parameters": own}, base.head_size) for own in (full, local)]
+    return replace(
+        base,
+        heads=heads[SLIDING if slides else FULL],
+        far=Keys(heads=base.kv_heads, size=base.head_size, queries=heads[FULL]) if slides else None,
+        mixtures=by_kinds(given.get("mlp_layer_types") or [PLAIN_MLP, *[EXPERTS] * (base.layers - 1)], mixture, base.layers),
+        qk_norm=True,
+        attention_gates=True,
+        softplus_gates=True,
+        head_gates=GATINGS[gating],
+        gates_name="g_proj",
+        windows=windows_of(given, kinds),
+        local_rope=rope_of(given | {"rope_parameters": local}, "rope_parameters") if slides else None,
+        rotary_size=parts[slides],
+        far_rotary_size=parts[0] if slides else 0,
+    )
+
+
+def _heads_by_kind(given: Config, kinds: list[Any]) -> dict[Any, int]:
+    """Query heads of layers that see all, and of those that slide."""
+    name, every = "num_attention_heads_per_layer", int(given["num_attention_heads"])
+    counts = given.get(name) or [every] * len(kinds)
+    if not isinstance(counts, list) or len(counts) != len(kinds):
+        raise Unsupported(f"config.json says {name} {shown(counts)}, a number for each layer is needed: {AGAIN}")
+    found = dict[Any, int]()
+    for kind, count in zip(kinds, counts, strict=True):
+        if found.setdefault(str(kind), whole(name, count, 1, SIZES["num_attention_heads"])) != count:
+            raise Unsupported(f"{name} {shown(counts)} is not supported: the decoder has as many in all layers of a kind")
+    return {kind: found.get(kind, every) for kind in (FULL, SLIDING)}
+
+
 def _mimo(config: Config) -> Shape:
     """Xiaomi's MiMo V2 Flash: layers that slide have twice as many key heads, and sinks; values are smaller than keys. A part of
     each head turns."""
@@ -562,6 +629,7 @@ SPARSE: dict[str, Callable[[Config], Shape]] = {
     "HYV3ForCausalLM": _hy_v3,
     "HunYuanMoEV1ForCausalLM": _hunyuan_moe,
     "Kolibri1ForCausalLM": _kolibri,
+    "LagunaForCausalLM": _laguna,
     "MellumForCausalLM": _mellum,
     "MiMoV2FlashForCausalLM": _mimo,
     "MiniMaxM2ForCausalLM": _minimax_m2,

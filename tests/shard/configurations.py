@@ -202,6 +202,7 @@ FALCON_H1 = SMALL | {
     "ssm_multipliers": [1.5, 0.7, 1.2, 0.8, 1.3],
 }
 LFM2 = SMALL | {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"]}
+LAGUNA = QWEN2_MOE | {"sliding_window": WINDOW}
 LFM3 = SMALL | ENDS | {"num_hidden_layers": 4, "head_dim": 16, "sliding_window": WINDOW, "conv_L_cache": 5, "pad_token_id": 0}
 NEMOTRON = {name: value for name, value in SMALL.items() if name != "num_hidden_layers"} | {
     "head_dim": 12,
@@ -369,6 +370,16 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         sliding_window=WINDOW,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
         norm_topk_prob=True,
+    ),
+    "laguna": lambda: transformers.LagunaConfig(
+        **LAGUNA,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        num_attention_heads_per_layer=[8, 4, 8],
+        moe_routed_scaling_factor=1.7,
+        attention_bias=True,
+    ),
+    "laguna-elements": lambda: transformers.LagunaConfig(
+        **LAGUNA, gating="per-element", layer_types=["full_attention"] * 3, mlp_layer_types=["sparse", "dense", "sparse"]
     ),
     "lfm2": lambda: transformers.Lfm2Config(**LFM2, conv_bias=True, conv_L_cache=4, block_multiple_of=8),
     "lfm2-moe": lambda: transformers.Lfm2MoeConfig(
@@ -569,6 +580,18 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "few-heads-deepseek": lambda: transformers.DeepseekV3Config(**LATENT | FEW_HEADS, n_group=4, topk_group=2),
     "few-heads-kimi-linear": lambda: transformers.KimiLinearConfig(
         **KIMI | FEW_HEADS | {"num_hidden_layers": 4}, num_experts=8, layer_types=["linear_attention", "full_attention"] * 2
+    ),
+    "few-heads-laguna": lambda: transformers.LagunaConfig(
+        **LAGUNA | FEW_HEADS,
+        layer_types=["sliding_attention", "full_attention"],
+        num_attention_heads_per_layer=[4, 2],
+    ),
+    "few-heads-mimo": lambda: transformers.MiMoV2FlashConfig(
+        **GLM_MOE | FEW_HEADS | {"num_key_value_heads": 1, "head_dim": 24},
+        v_head_dim=16,
+        sliding_window=WINDOW,
+        layer_types=["full_attention", "sliding_attention"],
+        mlp_layer_types=["sparse"] * 2,
     ),
     "few-heads-glm-5": lambda: transformers.GlmMoeDsaConfig(
         **INDEXED | FEW_HEADS | {"num_hidden_layers": 3}, indexer_types=["full", "shared", "full"]

@@ -41,6 +41,7 @@ FAMILIES = [
     ("granite-swa", 8),
     ("hyperclova", 8),
     ("kimi-linear", 4),
+    ("laguna", 4),
     ("lfm2", 8),
     ("lfm3", 8),
     ("mimo", 4),
