@@ -10,7 +10,8 @@ from ...kernels.codes import BITS, FP4_BLOCKS, MIDDLES, Codes, quantize
 from ..weights import Source
 from .fields import AGAIN
 from .quantization import REMEDY
-from .shape import Quantization, Unsupported
+from .shape import Unsupported
+from .traits import Quantization
 
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # the place in a word of each of eight outputs
 SIGN = 128  # of a byte

@@ -32,12 +32,13 @@ from .remembering import Convolution, FineLinear, Linear, Remembering
 from .renamed import Older
 from .rotary import Places, growth_of, unturned_growth_of
 from .rotary import table_of as angles_of
-from .shape import Rope, Shape, Unsupported
+from .shape import Shape, Unsupported
 from .short_convolutions import ShortConvolutions
 from .sight import Sight
 from .state_spaces import StateSpaces
 from .stream import Stream
 from .taps import Taps
+from .traits import Rope
 
 OUTPUTS = ("lm_head.weight", "language_model.lm_head.weight")
 # What names of tensors begin with: in a checkpoint of text alone, in those that have images as well, and in Nemotron's.

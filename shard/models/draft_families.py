@@ -8,7 +8,8 @@ from .dense_families import llama
 from .families import shape
 from .fields import AGAIN, ELSE, Config, check, shown
 from .readout_families import MedusaShape, ReadoutShape, is_readout, readout_shape
-from .shape import Features, Latent, Shape, Unsupported
+from .shape import Shape, Unsupported
+from .traits import Features, Latent
 
 EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
 LAYERS = "eagle_aux_hidden_state_layer_ids"

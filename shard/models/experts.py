@@ -13,7 +13,8 @@ from ..weights import Source
 from .codes import fp4, powers, stack
 from .loader import Loader
 from .quantization import REMEDY
-from .shape import Mixture, Quantization, Unsupported
+from .shape import Unsupported
+from .traits import Mixture, Quantization
 
 TOGETHER = "mlp"  # what has the experts that are all in one tensor, but where what has them otherwise does, or the layer itself
 SCALES = ("_scale_inv", "_scale", "_blocks", "_weight_scale")

@@ -19,9 +19,10 @@ from .older_families import OLDER, today
 from .quantization import beside as beside  # for who reads a folder
 from .remembering import Convolution
 from .shape import Shape, Unsupported
+from .sliding_families import SLIDING_ONES
 from .sparse_families import SPARSE
 
-FAMILIES = DENSE | GEMMA4 | SPARSE | LATENT | KIMI_LINEAR | LAYER_NORM | HYBRID | NEMOTRON_H | LLAMA4 | OLDER
+FAMILIES = DENSE | GEMMA4 | SPARSE | SLIDING_ONES | LATENT | KIMI_LINEAR | LAYER_NORM | HYBRID | NEMOTRON_H | LLAMA4 | OLDER
 
 
 def shape(config: Config) -> Shape:

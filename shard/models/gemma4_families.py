@@ -8,7 +8,8 @@ from .dense_families import AROUND, gemma
 from .fields import AGAIN, FULL, SIZES, SLIDING, Config, boolean, shown
 from .parts import cap, kinds_of, windows_of
 from .ropes import rope_of_kind, ropes_by_kind
-from .shape import Inputs, Keys, Mixture, Shape, Unsupported
+from .shape import Shape, Unsupported
+from .traits import Inputs, Keys, Mixture
 
 # transformers' defaults, which some checkpoints rely on.
 TEXT: Config = {

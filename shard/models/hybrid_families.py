@@ -10,8 +10,9 @@ from .fields import AGAIN, FULL, LINEAR, SHORT, SLIDING, Config, expect, number,
 from .parts import biased, common, kinds_of, windows_of
 from .remembering import Convolution, Linear
 from .ropes import rope_of_kind, ropes_by_kind, rotary_size
-from .shape import Mixture, Shape, Unsupported
+from .shape import Shape, Unsupported
 from .sparse_families import GRANITE_MOE, mixed, one_for_all, with_granites_experts
+from .traits import Mixture
 
 # transformers' defaults, which some checkpoints rely on.
 QWEN: Config = {

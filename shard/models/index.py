@@ -9,7 +9,7 @@ from ...kernels.operations import rotate_and_write_index
 from ...kernels.ragged import narrows
 from ..step import Step
 from .loader import Loader
-from .shape import Index, Latent
+from .traits import Index, Latent
 
 NAME = "self_attn.indexer"
 

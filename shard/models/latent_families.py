@@ -8,8 +8,9 @@ from typing import Any
 from .fields import AGAIN, Config, expect, number, said, shown
 from .parts import biased, common
 from .ropes import MISTRAL_YARN, check_factors, sharpness, with_original, with_rope
-from .shape import Index, Latent, Shape, Unsupported
+from .shape import Shape, Unsupported
 from .sparse_families import scored, scored_by_kinds, with_experts
+from .traits import Index, Latent
 
 # transformers' defaults, which some checkpoints rely on.
 FEATURES: Config = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}

@@ -16,8 +16,8 @@ from ..step import Step
 from .index import Chooser
 from .loader import Loader
 from .rotary import Places
-from .shape import Latent
 from .stream import Stream
+from .traits import Latent
 
 EPSILON = 1e-6  # of the norms of latents, whatever config.json says of the others
 # Multiplications of a head's product that `torch.bmm` leaves to MKL on a CPU, if there are as many: fewer it does itself, in

@@ -14,8 +14,8 @@ from torch.nn import functional
 from ...kernels.operations import rms_norm
 from ...kernels.reference import by_lanes
 from .loader import Loader
-from .shape import Inputs
 from .stream import Stream
+from .traits import Inputs
 
 
 class Table:

@@ -6,8 +6,9 @@ from dataclasses import replace
 from .fields import FULL, SLIDING, Config, expect, number, shown
 from .parts import all_alike, biased, cap, common, kinds_of, pattern_of, windows_of
 from .ropes import check_factors, rotary_size, with_amplitude
-from .shape import Mixture, Shape, Unsupported
+from .shape import Shape, Unsupported
 from .sparse_families import EXPERTS, PLAIN_MLP, by_kinds
+from .traits import Mixture
 
 # transformers' defaults, which some checkpoints rely on.
 COHERE: Config = {"max_position_embeddings": 8192, "tie_word_embeddings": True, "rope_theta": 5e5}

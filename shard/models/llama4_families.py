@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from .fields import AGAIN, CHUNKED, Config, number, shown
 from .parts import biased, common, kinds_of, unturned_of
-from .shape import Growth, Mixture, Shape, Unsupported
+from .shape import Shape, Unsupported
+from .traits import Growth, Mixture
 
 # transformers' defaults, which some checkpoints rely on.
 DEFAULTS: Config = {

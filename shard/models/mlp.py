@@ -14,8 +14,8 @@ from ...kernels.operations import gated
 from ...kernels.reference import by_lanes, squared, xielu
 from .experts import as_stored, experts
 from .loader import Loader
-from .shape import Mixture
 from .stream import Stream
+from .traits import Mixture
 
 # Of MLPs without gates. GELU: Hendrycks and Gimpel 2016, arXiv:1606.08415.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

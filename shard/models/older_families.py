@@ -10,7 +10,8 @@ from .fields import AGAIN, Config, boolean, expect, number, said, shown
 from .layer_norm_families import BEFORE_BOTH
 from .parts import cap, common
 from .ropes import rotary_size
-from .shape import PLAIN, Alibi, Layout, Mixture, Shape, Unsupported
+from .shape import PLAIN, Shape, Unsupported
+from .traits import Alibi, Layout, Mixture
 
 FIELDS = {  # as they are called today
     "n_embd": "hidden_size",

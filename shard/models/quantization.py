@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from .fields import AGAIN, Config, shown
-from .shape import Quantization, Unsupported
+from .shape import Unsupported
+from .traits import Quantization
 
 REMEDY = "use the model's unquantized weights, and --quantize if they are too large"
 KINDS = {4: "int4", 8: "int8"}

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from ..weights import Source, sliced
-from .shape import Layout, Shape
+from .shape import Shape
+from .traits import Layout
 
 PARTS = ("q_proj", "k_proj", "v_proj")
 

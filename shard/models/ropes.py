@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from .fields import AGAIN, FULL, SLIDING, Config, boolean, number, shown
-from .shape import Rope, Unsupported
+from .shape import Unsupported
+from .traits import Rope
 
 MISTRAL_YARN = {  # where nothing is said
     "rope_type": "yarn",

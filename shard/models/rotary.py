@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...kernels.indexed import Choosing
 from ...kernels.reference import rotary_table
-from .shape import Growth, Rope
+from .traits import Growth, Rope
 
 PART = 1 << 16  # positions whose cosines and sines are computed at once, in float32
 

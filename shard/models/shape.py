@@ -3,9 +3,9 @@
 from collections import Counter
 from dataclasses import dataclass, replace
 from math import gcd, prod
-from typing import ClassVar
 
 from .remembering import Matrices, Remembering
+from .traits import Alibi, Features, Growth, Index, Inputs, Keys, Latent, Layout, Mixture, Quantization, Rope, elements
 
 
 class Unsupported(ValueError):
@@ -13,255 +13,8 @@ class Unsupported(ValueError):
 
 
 KINDS = {"int4": 64, "int8": 0, "fp8": 0}  # of weights that are rounded when they are loaded: inputs that share a scale, 0: all
-LEAST_GROUP = 32  # products with few bits are of groups that are a multiple of it; all else is unpacked
-MOST_ON_CPU = 256  # inputs that share a scale there
 KEPT = 4  # sequences that run at once for each state that is kept for others to go on from
 PLAIN = ("input_layernorm", "", "post_attention_layernorm", "")  # norms of most families
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rope:
-    """Rotary embedding. `kind` "default" uses nothing but theta."""
-
-    theta: float = 10000.0
-    kind: str = "default"  # "default", "linear", "llama3", "yarn", "longrope", "proportional"
-    factor: float = 1.0
-    original_positions: int = 8192  # that the model was first trained on: llama3's, yarn's and longrope's
-    # Turns over these positions: waves with more stay as they are, with less they are stretched, and those between interpolated.
-    many_turns: float = 4.0
-    few_turns: float = 1.0
-    whole: bool = True  # yarn's: these bounds are rounded to whole pairs of features
-    amplitude: float = 1.0  # of all cosines and sines
-    growth: float = 0.0  # of queries, by the logarithm of how many times over they are behind the original positions
-    short: tuple[float, ...] = ()  # longrope's: how far each wave is stretched if no more than the original positions are served,
-    long: tuple[float, ...] = ()  # and if more are
-    axes: tuple[int, ...] = ()  # of each pair of features: which of an image's positions turns it; (): images' tokens have one
-    part: float = 1.0  # proportional's: of all pairs of features these turn, the first, and those behind them stand still
-
-    @property
-    def reach(self) -> int:
-        """Positions that it is made for, where it says so: yarn is added to a config.json whose number of positions stays."""
-        return int(self.original_positions * self.factor) if self.kind == "yarn" else 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Growth:
-    """What queries are multiplied by, lest attention blur among many keys: 1 + strength * log(1 + times), of as many times as
-    `positions` fit into a token's place, itself included."""
-
-    strength: float
-    positions: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Alibi:
-    """Linear biases (Press et al. 2022, arXiv:2108.12409) in the place of a rotary embedding: products of queries and keys get
-    more, the nearer the key is. Of the distance the query's part is the same for all that it sees, which a softmax doesn't
-    notice, so it is the key's position that counts."""
-
-    slopes: tuple[float, ...]  # of heads: this times the position is added to products, before they are scaled
-    rounded: bool = False  # slopes, positions and what they come to are rounded to bfloat16, whatever is computed with
-
-    # Of a key as it is cached, which hold it: so many that heads of 16 bits begin at multiples of 16 bytes.
-    features: ClassVar[int] = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Quantization:
-    """Of the layers' matrices: fewer bits than what is computed with. Tables are none of it."""
-
-    method: str  # "gptq", "awq", "compressed-tensors", "fp8", "modelopt", "mxfp4"; "": weights are rounded when they are loaded
-    kind: str  # "int4", "int8", "fp8", "fp4", "nvfp4"
-    group: int = 0  # inputs that share a scale; 0: all
-    block: int = 0  # outputs that do; 0: none
-    shifted: bool = False  # integers that mean 0 are stored less 1
-    others: tuple["Quantization", ...] = ()  # ways in which some matrices are instead, with no more bits
-
-    @property
-    def at_load(self) -> bool:
-        """The checkpoint is none that has few bits."""
-        return not self.method
-
-    def kept(self, device: str, dtype: str) -> bool:
-        """Whether weights stay as they are stored: what has no products for them unpacks them when they are loaded."""
-        return dtype != "float32" and (device == "cuda" or (self.kind == "int4" and dtype == "bfloat16"))
-
-    def saved(self, item: int, device: str, dtype: str, inputs: int, own: int) -> float:
-        """Bytes that a weight takes less than its `item`, with its part of a scale and of the integer that means 0; own: of as many
-        inputs those that a rank has. Where ranks cut within a group, or the last one is cut off, scales are repeated."""
-        shared = gcd(self.group, inputs, own)
-        alike = gcd(inputs, own) if self.kind == "nvfp4" else shared  # products are of whole blocks, however many
-        if not self.kept(device, dtype) or alike % LEAST_GROUP:
-            return 0.0
-        least = 1 if self.kind in ("int8", "fp8") else 0.5
-        if device == "cpu":
-            return item - least - 4 / gcd(shared, MOST_ON_CPU)
-        scale = 1 if self.kind in ("fp4", "nvfp4") else 4 if self.kind == "fp8" else 5
-        factor = 4 / own if own and self.kind == "nvfp4" else 0
-        return item - least - (scale / shared if self.group else 0) - factor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mixture:
-    """The experts of a layer, and what their tensors are named."""
-
-    experts: int
-    chosen: int  # by each token
-    size: int  # intermediate features of each
-    latent: int = 0  # features that they see and make, between two matrices that every rank has whole; 0: the stream's
-    normalized: bool  # the shares of those chosen add up to 1
-    shared: int = 0  # intermediate features of one more, that all tokens go through
-    shared_name: str = "shared_expert"
-    shared_gate: str = "shared_expert_gate"  # which lets tokens through it; "": all as they are
-    shared_factor: float = 1.0  # of what it comes to
-    sigmoid: bool = False  # each expert's score is by itself, instead of a softmax
-    correction: str = ""  # the tensor that is added to scores for choosing by; behind a dot, of the layer itself; "": none
-    groups: int = 1  # of experts, of which a token chooses first
-    groups_chosen: int = 1
-    best: int = 2  # of a group's experts by which it is chosen
-    factor: float = 1.0  # of all shares of those chosen
-    uncorrected: bool = False  # that tensor may be missing
-    by_logits: bool = False  # it is what scores are made of that is corrected, and by which they are chosen
-    near: float = 0.0  # each share is by a softmax over those whose scores differ by no more than this part; 0: over all
-    least: float = 1e-20  # is added to the sum that shares are divided by
-    quantization: Quantization | None = None  # of the experts alone
-    biased: bool = False  # experts and their router have biases
-    limit: float = 0.0  # beyond which gates and what they let through don't go; 0: none
-    precise: bool = False  # the router computes in float32 although its scores are a softmax's
-    stacked: tuple[str, ...] = ()  # names of the two tensors that have all experts', gates first; (): as checkpoints have them
-    interleaved: bool = False  # all experts are in one tensor, in which gates and what they let through stand by turns
-    inputs_first: bool = False  # all experts are in one tensor, of each [inputs, outputs]
-    by_kind: bool = False  # three tensors have those of all experts: gates, what they let through, and what leads back, turned
-    entering: bool = False  # shares multiply what experts see, instead of what they make
-    beside: bool = False  # the one that all tokens go through is the layer's MLP, and norms of their own are before and behind both
-    name: str = "mlp"  # of what all of it is in; "": of the layer itself
-    router: str = "gate"
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-
-    def named(self, part: str) -> str:
-        """Of what is in it."""
-        return f"{self.name}.{part}".removeprefix(".") if not part.startswith(".") else part[1:]
-
-    @property
-    def wide(self) -> bool:
-        """The router computes in float32."""
-        return self.precise or self.sigmoid or bool(self.correction)
-
-    def narrow(self, hidden: int) -> Matrices:
-        """To a latent and back."""
-        return [(self.latent, hidden, hidden), (hidden, self.latent, self.latent)] if self.latent else []
-
-    def routing(self, hidden: int) -> int:
-        """Elements of the router, and of what corrects its scores."""
-        return self.experts * (hidden + self.biased + bool(self.correction))
-
-    def part(self, ranks: int) -> int:
-        """Intermediate features of each on a rank. Blocks of experts that are stored in a few bits alone are not divided: the last
-        ranks have fewer of them, and zeros for what they lack."""
-        whole = self.quantization.group if self.quantization else 1
-        return -(-self.size // (whole * ranks)) * whole
-
-    def read(self, tokens: int | None) -> float:
-        """How many of them so many tokens can be expected to choose; None: all."""
-        return self.experts * (1 - (1 - self.chosen / self.experts) ** tokens if tokens is not None else 1.0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Index:
-    """Heads that choose what a token attends to (DeepSeek-AI 2025, arXiv:2512.02556). Every rank has all of them."""
-
-    heads: int
-    size: int  # of a head, and of the key that is cached of each token
-    most: int  # tokens that a token attends to
-    neighbours: bool = False  # in the checkpoint, features that turn together are neighbours
-    borrowing: frozenset[int] = frozenset()  # layers without one, which attend to what the last one before them has chosen
-
-    def matrices(self, queries: int, hidden: int) -> Matrices:
-        """Of queries, which are made of so many features, and of keys."""
-        return [(self.heads * self.size, queries, queries), (self.size, hidden, hidden)]
-
-    def elements(self, queries: int, hidden: int) -> int:
-        """Of all of it: these, a norm of keys, and what weighs heads."""
-        return _elements(self.matrices(queries, hidden)) + 2 * self.size + self.heads * hidden
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Latent:
-    """What all heads' keys and values are made of, instead of heads of their own (DeepSeek-AI 2024, arXiv:2405.04434). Features."""
-
-    size: int  # of a token's latent
-    turned: int  # of its key that turn, the same for all heads
-    plain: int  # of each head's queries and keys that don't
-    values: int  # of each head
-    queries: int = 0  # that queries are made of; 0: of the residual stream
-    index: Index | None = None  # None: each token attends to all before it
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Features:
-    """What a draft model that is made for one other model goes by, beside tokens: what that made of the token before each."""
-
-    layers: tuple[int, ...]  # of that model: what enters these, side by side; (): what its last norm gives
-    widened: bool  # attention sees a token and what was made of the one before it side by side; else a matrix makes one of both
-    normalized: bool = False  # what attention sees of the latter is also what the stream begins with, instead of what its norm sees
-    behind: bool = False  # for what the model would make of a draft stands what the last norm gives, instead of what it sees
-    table: bool = True  # it has an output matrix of its own
-    names: tuple[tuple[str, str], ...] = ()  # what names of a decoder's tensors begin with, and those of the checkpoint instead
-
-    def elements(self, hidden: int) -> int:
-        """Of the matrix that makes one of several, and of norms before it."""
-        return len(self.layers) * hidden**2 + hidden if self.widened else 2 * hidden**2 + 2 * hidden
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Keys:
-    """The key heads of a layer."""
-
-    heads: int
-    size: int  # of a head
-    values: bool = True  # have a matrix of their own; without, they are what keys are before these are normalized and turned
-    value_size: int = 0  # of a value, if smaller than a key; zeros fill it up where it is cached; 0: the same
-    queries: int = 0  # query heads, if others than in other layers; 0: they are not
-
-    @property
-    def own_values(self) -> int:
-        """Features of a value before it is cached."""
-        return self.value_size or self.size
-
-    def own(self, ranks: int) -> int:
-        """How many a rank has. Of fewer heads than ranks, several ranks in a row have the same one."""
-        return max(1, self.heads // ranks)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
-    """What each layer is told of a token apart."""
-
-    size: int  # features for each layer
-    vocabulary: int  # rows of the table that they come from
-    padding: int = 0  # the row for images' tokens
-
-    def matrices(self, ranks: int, hidden: int) -> Matrices:
-        """What gates them, and what leads back to the stream."""
-        own = self.size // ranks
-        return [(own, hidden, hidden), (hidden, self.size, own)]
-
-    def elements(self, ranks: int, hidden: int, layers: int, table: bool) -> int:
-        """Of all that makes and takes them, on a rank; table: with that."""
-        taking = _elements(self.matrices(ranks, hidden))
-        return layers * (self.size * hidden + taking + hidden + table * self.vocabulary * self.size // ranks) + self.size
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """How tensors are named, and lie, in checkpoints of older families. Ours are those of Llama's."""
-
-    roots: tuple[str, ...]  # what names begin with: the first by which there is an embedding table
-    layers: str
-    names: tuple[tuple[str, str], ...]  # of modules, ours and theirs: within a layer, and beside the layers
-    joint: bool = False  # queries, keys and values are in one tensor
-    grouped: bool = False  # in which they stand by key heads: its queries, a key, a value
-    turned: bool = False  # matrices of layers are [inputs, outputs]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -609,7 +362,7 @@ class Shape:
         if self.latent and self.index:
             found += len(self.indexing) * self.index.elements(self.latent.queries, self.hidden)
         if self.remembering:
-            own = _elements(self.remembering.matrices(ranks, self.hidden))
+            own = elements(self.remembering.matrices(ranks, self.hidden))
             found += len(self.remembering.layers) * (own + self.remembering.beside(ranks, self.hidden))
         for layer, mixture in self.mlps:
             found += self._sparse(mixture, ranks, tokens) if mixture else self._dense(ranks, self.width(layer))
@@ -644,7 +397,7 @@ class Shape:
     def _asking(self, ranks: int, window: int) -> int:
         """Elements of what a layer without keys attends by."""
         size = self.keys(window).size
-        matrices = _elements(self._questions(ranks, window))
+        matrices = elements(self._questions(ranks, window))
         own = self.asking(window) // ranks * size
         return matrices + self.qkv_bias * own + self.output_bias * self.hidden + self.qk_norm * size
 
@@ -656,7 +409,7 @@ class Shape:
     def _attention(self, ranks: int, window: int) -> int:
         """Elements of what a layer with this window attends by."""
         heads, keys = self.asking(window) // ranks, self.keys(window)
-        matrices = _elements(self._projections(ranks, window))
+        matrices = elements(self._projections(ranks, window))
         norms = (2 * (self.qk_norm and not self.plain_norms) + self.joint_qk_norm * (heads + keys.own(ranks))) * keys.size
         return matrices + self._beside(ranks, window) + self.output_bias * self.hidden + norms + self.sunk(window) * heads
 
@@ -790,12 +543,7 @@ class Shape:
         matrices = 3 - bool(self.ungated)
         each = matrices * size * (mixture.latent or self.hidden) + mixture.biased * (2 * size + self.hidden)
         routed = mixture.routing(self.hidden) + round(mixture.read(tokens) * each)
-        routed += _elements(mixture.narrow(self.hidden))
+        routed += elements(mixture.narrow(self.hidden))
         gate = mixture.shared > 0 and mixture.shared_gate != ""
         routed += mixture.beside * (4 * self.hidden + mixture.experts)  # norms, the router's included, and factors of shares
         return routed + self.hidden * (matrices * mixture.shared // ranks + gate)
-
-
-def _elements(matrices: Matrices) -> int:
-    """On a rank."""
-    return sum(outputs * own for outputs, _, own in matrices)

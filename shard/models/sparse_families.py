@@ -5,10 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 from .dense_families import BEHIND, MISTRAL, OLMO, ernie, exaone4, granite, hunyuan, qwen3, with_thetas
-from .fields import AGAIN, FULL, SIZES, SLIDING, Config, expect, number, said, shown, whole
+from .fields import AGAIN, SLIDING, Config, expect, number, shown
 from .parts import all_alike, biased, cap, common, kinds_of, windows_of
 from .ropes import rope_of, ropes_by_kind, rotary_size, with_rope
-from .shape import PLAIN, Keys, Mixture, Quantization, Shape, Unsupported
+from .shape import PLAIN, Shape, Unsupported
+from .traits import Mixture, Quantization
 
 # transformers' defaults, which some checkpoints rely on.
 AFMOE: Config = {
@@ -75,59 +76,6 @@ MELLUM: Config = {
     "num_key_value_heads": 4,
 }
 GRANITE_MOE: Config = {"num_local_experts": 8, "num_experts_per_tok": 2}
-FLINT: Config = {
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "max_position_embeddings": 262_144,
-    "sliding_window": 513,
-    "num_experts": 256,
-    "num_experts_per_tok": 6,
-    "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 1024,
-    "norm_topk_prob": True,
-    "mlp_only_layers": [0, 1],
-}
-KOLIBRI: Config = {
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "max_position_embeddings": 262_144,
-    "sliding_window": 513,
-    "num_experts": 384,
-    "num_experts_per_tok": 6,
-    "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512,
-}
-AROUND_KOLIBRI = ("input_layernorm", "post_attn_norm", "post_attention_layernorm", "post_ffn_norm")
-LAGUNA: Config = {
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 131_072,
-    "sliding_window": 512,
-    "num_experts": 256,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512,
-    "gating": True,
-}
-LAGUNA_ROPES = {
-    FULL: {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5},
-    SLIDING: {"rope_type": "default", "rope_theta": 1e4},
-}
-GATINGS = {True: True, "per-head": True, "per-element": False}  # whether there is one of each head
-MIMO: Config = {
-    "num_key_value_heads": 4,
-    "head_dim": 192,
-    "v_head_dim": 128,
-    "max_position_embeddings": 131_072,
-    "rms_norm_eps": 1e-5,
-    "n_routed_experts": 256,
-    "moe_intermediate_size": 2048,
-    "norm_topk_prob": True,
-}
-MIMO_ROPES = {
-    FULL: {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.334},
-    SLIDING: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.334},
-}
 PLAIN_MLP, EXPERTS = "dense", "sparse"  # of `mlp_layer_types`
 MOE_LAYERS = {"start_index": 1, "end_index": -1, "interval": 1}  # ERNIE's
 STEEP = 1.702  # of gpt-oss's gates
@@ -436,133 +384,6 @@ def _granite_moe_swa(config: Config) -> Shape:
     return with_thetas(_granite_moe_shared(given), given)
 
 
-def _flint(config: Config) -> Shape:
-    """Qwen 3's attention with sinks, in windows but for some layers, which have no rotary embedding. Scores of experts are each by
-    itself, and one expert is for all tokens."""
-    given = FLINT | config
-    base = biased(common(given), given)
-    kinds = kinds_of(given, base.layers, lambda layer: layer > 1 and layer % 4 != 1 and layer < base.layers - 1)
-    mixture = replace(one_for_all(given, given["norm_topk_prob"]), sigmoid=True, shared_gate="")
-    return replace(
-        mixed(base, given, mixture),
-        qk_norm=True,
-        sinks=True,
-        sinks_name="softmax_offset",
-        windows=windows_of(given, kinds),
-        unturned=frozenset(layer for layer, kind in enumerate(kinds) if kind != SLIDING),
-    )
-
-
-def _kolibri(config: Config) -> Shape:
-    """Norms around attention and experts, which are in every layer, one of them for all tokens. Layers that see all have no rotary
-    embedding."""
-    given = KOLIBRI | config
-    given |= {"num_experts": given.get("num_local_experts") or given["num_experts"]}
-    base = common(given | {"intermediate_size": given["moe_intermediate_size"]})
-    kinds = kinds_of(given, base.layers, lambda layer: (layer + 1) % 5 > 0)
-    mixture = replace(
-        one_for_all(given, given.get("norm_topk_prob", False)),
-        sigmoid=True,
-        correction=".moe.router.expert_bias",
-        by_logits=True,
-        shared_name="shared_experts",
-        shared_gate="",
-    )
-    return replace(
-        base,
-        mixtures=(mixture,) * base.layers,
-        qk_norm=True,
-        norms=AROUND_KOLIBRI,
-        windows=windows_of(given, kinds),
-        unturned=frozenset(layer for layer, kind in enumerate(kinds) if kind != SLIDING),
-    )
-
-
-def _laguna(config: Config) -> Shape:
-    """Poolside's Laguna: layers with a window and those that see all may have other query heads, and other parts of each head turn;
-    gates of attention go through softplus. Experts are chosen by corrected scores, and one is for all tokens."""
-    expect(config, moe_apply_router_weight_on_input=False)
-    if config.get("moe_router_logit_softcapping") not in (None, 0, 0.0):
-        raise Unsupported(f"moe_router_logit_softcapping {shown(config['moe_router_logit_softcapping'])} is not supported")
-    given = LAGUNA | config
-    full, local = ropes_by_kind({"rope_parameters": LAGUNA_ROPES} | said(config), 5e5, 1e4)
-    base = biased(common(given | {"rope_parameters": full, "rope_scaling": None}), given)
-    kinds, gating = kinds_of(given, base.layers, lambda layer: False), given["gating"]
-    if not isinstance(gating, bool | str) or gating not in GATINGS:
-        raise Unsupported(f"gating {shown(gating)} is not supported: the decoder has {', '.join(map(shown, GATINGS))}")
-    mixture = replace(
-        one_for_all(given, normalized=True),
-        sigmoid=True,
-        correction="experts.e_score_correction_bias",
-        factor=number(given, "moe_routed_scaling_factor", 1.0),
-        shared_gate="",
-    )
-    slides, heads = SLIDING in kinds, _heads_by_kind(given, kinds)
-    parts = [rotary_size({"rope_parameters": own}, base.head_size) for own in (full, local)]
-    return replace(
-        base,
-        heads=heads[SLIDING if slides else FULL],
-        far=Keys(heads=base.kv_heads, size=base.head_size, queries=heads[FULL]) if slides else None,
-        mixtures=by_kinds(given.get("mlp_layer_types") or [PLAIN_MLP, *[EXPERTS] * (base.layers - 1)], mixture, base.layers),
-        qk_norm=True,
-        attention_gates=True,
-        softplus_gates=True,
-        head_gates=GATINGS[gating],
-        gates_name="g_proj",
-        windows=windows_of(given, kinds),
-        local_rope=rope_of(given | {"rope_parameters": local}, "rope_parameters") if slides else None,
-        rotary_size=parts[slides],
-        far_rotary_size=parts[0] if slides else 0,
-    )
-
-
-def _heads_by_kind(given: Config, kinds: list[Any]) -> dict[Any, int]:
-    """Query heads of layers that see all, and of those that slide."""
-    name, every = "num_attention_heads_per_layer", int(given["num_attention_heads"])
-    counts = given.get(name) or [every] * len(kinds)
-    if not isinstance(counts, list) or len(counts) != len(kinds):
-        raise Unsupported(f"config.json says {name} {shown(counts)}, a number for each layer is needed: {AGAIN}")
-    found = dict[Any, int]()
-    for kind, count in zip(kinds, counts, strict=True):
-        if found.setdefault(str(kind), whole(name, count, 1, SIZES["num_attention_heads"])) != count:
-            raise Unsupported(f"{name} {shown(counts)} is not supported: the decoder has as many in all layers of a kind")
-    return {kind: found.get(kind, every) for kind in (FULL, SLIDING)}
-
-
-def _mimo(config: Config) -> Shape:
-    """Xiaomi's MiMo V2 Flash: layers that slide have twice as many key heads, and sinks; values are smaller than keys. A part of
-    each head turns."""
-    given = MIMO | said(config)
-    if (window := given.get("sliding_window_size")) is not None:  # which does not count the token itself
-        given |= {"sliding_window": window + 1}
-    full, local = ropes_by_kind({"rope_parameters": MIMO_ROPES} | given, 5e6, 1e4)
-    base = common(given | {"rope_parameters": full, "rope_scaling": None})
-    parts = {rotary_size({"rope_parameters": one}, base.head_size, 0.334) for one in (full, local)}
-    if len(parts) > 1:
-        raise Unsupported("partial_rotary_factor differs between kinds of layers, which is not supported: the decoder has one")
-    kinds = kinds_of(given, base.layers, lambda layer: layer > 0 and (layer + 1) % 6 > 0)
-    values = given["v_head_dim"] if given["v_head_dim"] != base.head_size else 0
-    if values > base.head_size:
-        raise Unsupported(
-            f"config.json says v_head_dim {values} and head_dim {base.head_size}, of which the second is no less: {AGAIN}"
-        )
-    dense = [PLAIN_MLP if layer == 0 else EXPERTS for layer in range(base.layers)]
-    found = scored_by_kinds(replace(base, qkv_bias=given.get("attention_bias", False)), {"mlp_layer_types": dense} | given)
-    return replace(
-        found,
-        kv_heads=2 * base.kv_heads,
-        far=Keys(heads=base.kv_heads, size=base.head_size, value_size=values),
-        value_size=values,
-        sinks=True,
-        sinks_name="attention_sink_bias",
-        local_sinks=True,
-        windows=windows_of({"sliding_window": 129} | given, kinds),
-        local_rope=rope_of(given | {"rope_parameters": local}, "rope_parameters"),
-        rotary_size=parts.pop(),
-        factors=(("self_attn.v_proj", number({"attention_value_scale": 0.707} | config, "attention_value_scale", 1.0)),),
-    )
-
-
 def with_granites_experts(base: Shape, given: Config, shared: int) -> Shape:
     """The same, with experts in every layer, if there are any; shared: features of the one for all tokens, 0: there is none."""
     mixture = Mixture(
@@ -621,17 +442,13 @@ SPARSE: dict[str, Callable[[Config], Shape]] = {
     "ExaoneMoeForCausalLM": _exaone_moe,
     "FlexOlmoForCausalLM": _flex_olmo,
     "Glm4MoeForCausalLM": _glm4_moe,
-    "FlintForCausalLM": _flint,
     "GptOssForCausalLM": _gpt_oss,
     "GraniteMoeForCausalLM": _granite_moe,
     "GraniteMoeSWAForCausalLM": _granite_moe_swa,
     "GraniteMoeSharedForCausalLM": _granite_moe_shared,
     "HYV3ForCausalLM": _hy_v3,
     "HunYuanMoEV1ForCausalLM": _hunyuan_moe,
-    "Kolibri1ForCausalLM": _kolibri,
-    "LagunaForCausalLM": _laguna,
     "MellumForCausalLM": _mellum,
-    "MiMoV2FlashForCausalLM": _mimo,
     "MiniMaxM2ForCausalLM": _minimax_m2,
     "MixtralForCausalLM": _mixtral,
     "OlmoeForCausalLM": _olmoe,

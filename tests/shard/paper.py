@@ -85,7 +85,9 @@ class Model:
         keyless=0,
         index=None,
         cached_size=lambda window: 1,
-        slot=lambda ranks, window: (2, 1, 1),
+        asking=lambda window: 1,
+        key_heads=lambda ranks, window: 1,
+        slot=lambda ranks, layer: (2, 1, 1),
         kv_elements=lambda ranks: 2,
     )
     ranks = SimpleNamespace(size=1, rank=0)

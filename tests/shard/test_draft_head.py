@@ -34,7 +34,8 @@ from penstock.shard.models.decoder import Decoder
 from penstock.shard.models.draft_families import draft_shape
 from penstock.shard.models.draft_head import Eagle3, NextTokens
 from penstock.shard.models.families import shape
-from penstock.shard.models.shape import Features, Shape, Unsupported
+from penstock.shard.models.shape import Shape, Unsupported
+from penstock.shard.models.traits import Features
 from penstock.shard.parallel import Ranks
 from penstock.shard.weights import Weights
 from penstock.tests.shard import configurations, tiny

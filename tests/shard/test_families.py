@@ -18,7 +18,8 @@ from penstock.shard.models.families import FAMILIES, shape
 from penstock.shard.models.heads import Heads
 from penstock.shard.models.image_families import IMAGES
 from penstock.shard.models.mlp import Sparse
-from penstock.shard.models.shape import Mixture, Unsupported
+from penstock.shard.models.shape import Unsupported
+from penstock.shard.models.traits import Mixture
 from penstock.shard.sequence import sequences
 from penstock.shard.step import Span
 from penstock.tests.shard import configurations, tiny

@@ -11,7 +11,8 @@ from penstock.shard.config import ShardConfig
 from penstock.shard.loading import load
 from penstock.shard.models.decoder import Layer
 from penstock.shard.models.families import shape
-from penstock.shard.models.shape import Keys, Unsupported
+from penstock.shard.models.shape import Unsupported
+from penstock.shard.models.traits import Keys
 from penstock.shard.step import Span
 from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import Habits, drive

@@ -16,7 +16,8 @@ from penstock.shard.models import loader
 from penstock.shard.models.changes import Changes
 from penstock.shard.models.decoder import Decoder
 from penstock.shard.models.families import shape
-from penstock.shard.models.shape import Keys, Unsupported
+from penstock.shard.models.shape import Unsupported
+from penstock.shard.models.traits import Keys
 from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import sequences
 from penstock.shard.step import Span

@@ -8,7 +8,8 @@ import transformers
 from penstock.kernels import indexed
 from penstock.shard import memory
 from penstock.shard.models.families import shape
-from penstock.shard.models.shape import Index, Latent, Mixture, Shape, Unsupported
+from penstock.shard.models.shape import Shape, Unsupported
+from penstock.shard.models.traits import Index, Latent, Mixture
 from penstock.tests.shard import tiny
 
 NEEDED = {

@@ -26,7 +26,8 @@ from penstock.shard.guesses import Guesses
 from penstock.shard.loading import load
 from penstock.shard.models.decoder import Decoder
 from penstock.shard.models.families import shape
-from penstock.shard.models.shape import Growth, Unsupported
+from penstock.shard.models.shape import Unsupported
+from penstock.shard.models.traits import Growth
 from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group, Sampling, sequences
 from penstock.shard.step import Span

@@ -21,7 +21,8 @@ from penstock.shard.models.codes import matrix
 from penstock.shard.models.decoder import Decoder
 from penstock.shard.models.families import shape
 from penstock.shard.models.quantization import beside, quantization
-from penstock.shard.models.shape import Quantization, Unsupported
+from penstock.shard.models.shape import Unsupported
+from penstock.shard.models.traits import Quantization
 from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import sequences
 from penstock.shard.step import Span
