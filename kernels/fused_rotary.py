@@ -225,7 +225,7 @@ def compilations() -> list[Compilation]:
     """All sizes of heads that models have, with the norm and without; a cache of 8 bits; and queries alone."""
     found = []
     cases: list[tuple[int, str, Collection[str]]] = [
-        *((64, "bf16", ()), (80, "fp16", ()), (96, "bf16", ()), (128, "bf16", ()), (128, "fp32", ())),
+        *((64, "bf16", ()), (80, "fp16", ()), (96, "bf16", ()), (128, "bf16", ()), (128, "fp32", ()), (192, "bf16", ())),
         *((128, "bf16", ("norm",)), (256, "bf16", ("norm",)), (512, "bf16", ("norm", "shared"))),
         *((128, "bf16", ("fp8",)), (128, "bf16", ("early",))),
         *((256, "bf16", ("norm", "queries")), (512, "bf16", ("norm", "queries"))),

@@ -439,6 +439,7 @@ def compilations() -> list[Compilation]:
                 _compilation(kind, 128, generation, trees=True, hot=True),
                 _compilation(kind, 128, generation, window=4096, hot=True),
                 _compilation(kind, 64, generation, ratio=8, window=128, sinks=True, hot=True),
+                _compilation(kind, 192, generation, ratio=8, window=128, sinks=True, hot=True),
                 _compilation(kind, 256, generation, window=4096, softcap=50.0, hot=True),
                 *(_compilation(kind, size, generation, dtype=torch.float32, hot=True) for size in (64, 128, 256)),
             ]
@@ -461,7 +462,7 @@ def compilations() -> list[Compilation]:
             _compilation(2, 128, generation, dtype=torch.float16, hot=True),
             _compilation(1, 256, generation, trees=True, window=4096, softcap=50.0, hot=True),
         ]
-    merges = [_merge_compilation(size, False) for size in (64, 96, 128, 256, 512)]
+    merges = [_merge_compilation(size, False) for size in (64, 96, 128, 192, 256, 512)]
     return [*result, *merges, _merge_compilation(128, True), _merge_compilation(64, False, True)]
 
 
