@@ -61,6 +61,7 @@ MIXTURES = ((8, 2), (128, 8))  # experts, and how many of them a token goes thro
 # Rules of what sequences remember, with heads of keys, heads of values for each, features of keys and of values, and taps.
 REMEMBERED = {
     "the gated delta rule": (16, 2, 128, 128, 4),
+    "the gated delta rule by features": (32, 1, 128, 128, 4),
     "state spaces": (1, 48, 128, 64, 4),
     "short convolutions": (0, 0, 0, 2048, 3),
 }
@@ -446,6 +447,7 @@ def routes(bench: Bench, chance: random.Random) -> float:
     for number, count, sets in ((8, 2, (1, 1, 2)), (128, 8, (1, 1, 2)), (160, 6, (8, 3, 1)), (256, 8, (8, 4, 2))):
         logits, correction = torch.randn(chance.randint(1, 99), number), torch.rand(number)
         how: dict[str, Any] = {"count": count, "normalized": True, "sigmoid": chance.random() < 0.5, "sets": sets}
+        how["by_logits"] = how["sigmoid"] and chance.random() < 0.5
         with poisoned():
             shares, chosen = experts.route(logits.to(bench.device), correction=correction.to(bench.device), **how)
             order, starts = sort(chosen[: PAIRS // count], number)
@@ -503,8 +505,10 @@ def remembered(bench: Bench, chance: random.Random, rule: str) -> float:
     channels = 2 * key_heads * key_size + max(1, heads) * value_size
     lengths = [1, 1, chance.randint(2, 9), chance.randint(2, 20 if bench.tiny else 300), 1]
     tokens = sum(lengths) + chance.randint(0, 3)
-    joint = torch.randn(tokens, 2 * channels + 2 * heads).to(dtype)
-    weights = [torch.randn(channels, taps).to(dtype), torch.randn(channels).to(dtype), -torch.rand(heads), *torch.randn(2, heads)]
+    fading = heads * (key_size if rule.endswith("features") else 1)
+    joint = torch.randn(tokens, 2 * channels + heads + fading).to(dtype)
+    weights = [torch.randn(channels, taps).to(dtype), torch.randn(channels).to(dtype), -torch.rand(heads)]
+    weights += torch.randn(fading), torch.randn(heads)
     windows = torch.randn(9, taps - 1, channels).to(dtype)
     states = States(windows, torch.randn(9, heads, key_size, value_size))
     numbers = [
@@ -525,7 +529,7 @@ def remembered(bench: Bench, chance: random.Random, rule: str) -> float:
             how = kernel, biases, rates, offsets, skips, (0.1, 2.0)
             answer = state_space.state_space(mixed, more[:, :heads], *how, spans, own)
         else:
-            strengths, fades = more.chunk(2, 1)
+            strengths, fades = torch.split(more, [heads, fading], 1)
             answer = gated_delta.gated_delta(mixed, strengths, fades, kernel, rates, offsets, spans, own)
         return [part.cpu() for part in (answer, own.windows, own.memories)]
 
@@ -545,11 +549,11 @@ def gated_norms(bench: Bench, chance: random.Random) -> float:
         tokens = chance.randint(1, 4 if bench.tiny else 300)
         x, gates = (_wide(tokens, 2 * heads * size, dtype=dtype, device=bench.device)[:, : heads * size] for _ in range(2))
         x, gates = x.view(tokens, heads, size), gates.view(tokens, heads, size)
-        for before, gains in ((False, (size,)), (True, (heads, size))):
+        for before, sigmoid, gains in ((False, False, (size,)), (False, True, (size,)), (True, False, (heads, size))):
             weight = _wide(*gains, dtype=dtype, device=bench.device)
-            factors = gates.double() * gates.double().sigmoid()
+            factors = gates.double().sigmoid() * (1.0 if sigmoid else gates.double())
             expected = _norm(x.double() * factors, weight, 1e-5) if before else _norm(x, weight, 1e-5) * factors
-            found = gated_delta.gated_norm(x, gates, weight, 1e-5, before)
+            found = gated_delta.gated_norm(x, gates, weight, 1e-5, before, sigmoid)
             worst = max(worst, relative_error(found, expected, dtype))
     return worst
 

@@ -188,7 +188,7 @@ def sort(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def compilations() -> list[Compilation]:
-    """Qwen3's experts, gpt-oss's, and DeepSeek's in their sets."""
+    """Qwen3's experts, gpt-oss's, DeepSeek's in their sets, and Kolibri's by logits."""
     found = []
     pointers = {"shares": "*fp32", "chosen": "*i64", "correction": "*fp32"} | dict.fromkeys(("factor", "least"), "fp32")
     for name, experts, count, sets, scored in (
@@ -196,8 +196,9 @@ def compilations() -> list[Compilation]:
         ("32 of 4", 32, 4, (1, 1, 2), False),
         ("160 of 6 in sets", 160, 6, (8, 3, 1), False),
         ("256 of 8 in sets", 256, 8, (8, 4, 2), True),
+        ("384 of 6 by logits", 384, 6, (1, 1, 2), True),
     ):
-        constants = _constants(experts, count, sets, scored, scored, True)
+        constants = _constants(experts, count, sets, scored, scored, True, name.endswith("logits"))
         found.append(
             Compilation(
                 kernel=route_kernel,

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,10 +101,11 @@ class Adapter:
             raise Unsupported(f"adapter {name}: {folder / WEIGHTS} has no tensors: save it again")
         self._unread = set(self._places)
 
-    def pair(self, matrix: str, outputs: int, inputs: int) -> tuple[Tensor, Tensor] | None:
-        """What it adds to a matrix of that shape, such as "layers.0.self_attn.q_proj": [rank, inputs], and [outputs, rank] times
-        its factor; None: nothing. Raises Unsupported."""
-        if (matrix, "A") not in self._places and (matrix, "B") not in self._places:
+    def pair(self, names: Sequence[str], outputs: int, inputs: int) -> tuple[Tensor, Tensor] | None:
+        """What it adds to a matrix of that shape: [rank, inputs], and [outputs, rank] times its factor; None: nothing. names: that
+        it may have, such as "layers.0.self_attn.q_proj". Raises Unsupported."""
+        matrix = next((name for name in names if (name, "A") in self._places or (name, "B") in self._places), None)
+        if matrix is None:
             return None
         down, up = (self._tensor(matrix, factor) for factor in "AB")
         if not len(down):

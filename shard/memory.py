@@ -65,7 +65,10 @@ def size_pool(
     # The measured step has no context. On a CPU a long one is gathered, and copied once more by head, one layer at a time.
     context = 0 if triton_on(engine.device) else 2 * total * engine.layer_bytes
     index = engine.decoder.shape.index
-    context += _chosen(engine, tokens, total, index.most) if index else 0
+    if index is not None:
+        context += _chosen(engine, tokens, total, index.most)
+        # Queries, while layers that have no index go by them.
+        context += tokens * index.heads * index.size * engine.decoder.embedding.dtype.itemsize if index.borrowing else 0
     sample = _sample(engine, tokens, min(rows, tokens), _together(engine, sequences, fraction))
     seeing, seconds = _seeing(engine, tokens) if engine.decoder.sight else (0, 0.0)
     # Graphs keep what their steps take, in memory that all of them share.

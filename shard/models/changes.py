@@ -36,7 +36,7 @@ class Change(Protocol):
 class Part:
     """A matrix, of whose outputs this rank has some."""
 
-    matrix: str  # its name within the model
+    names: Sequence[str]  # within the model
     outputs: int  # of all of it
     start: int
     stop: int
@@ -58,7 +58,7 @@ class Outwards:
 
     def pair(self, adapter: Adapter) -> Pair | None:
         """See Change."""
-        pairs = [adapter.pair(part.matrix, part.outputs, self.inputs) for part in self.parts]
+        pairs = [adapter.pair(part.names, part.outputs, self.inputs) for part in self.parts]
         there = [pair for pair in pairs if pair]
         if not there:
             return None
@@ -76,7 +76,7 @@ class Outwards:
 class Inwards:
     """Of a matrix of whose inputs this rank has some."""
 
-    matrix: str
+    names: Sequence[str]
     outputs: int
     inputs: int  # of all of it
     start: int
@@ -86,7 +86,7 @@ class Inwards:
 
     def pair(self, adapter: Adapter) -> Pair | None:
         """See Change."""
-        found = adapter.pair(self.matrix, self.outputs, self.inputs)
+        found = adapter.pair(self.names, self.outputs, self.inputs)
         return found and (found[0].narrow(1, self.start, self.own).contiguous(), found[1] * self.factor)
 
 

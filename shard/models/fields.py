@@ -164,7 +164,7 @@ MODEL_TYPES = {
     "SolarOpenForCausalLM": "solar_open",
 }
 
-ALIASES = {"kimi_k2": "deepseek_v3", "youtu_llm": "youtu"}  # of model_type
+ALIASES = {"kimi_k2": "deepseek_v3", "youtu_llm": "youtu", "AXK1": "axk1"}  # of model_type
 
 
 def types_of(architecture: str) -> list[str]:

@@ -99,12 +99,12 @@ class Heads:
         if not self.gates:
             return found.flatten(1)
         opened = by_lanes(torch.sigmoid, gates) if not shape.softplus_gates else softplus(gates)
-        return found.mul_(opened.view(len(found), -1, 1 if shape.head_gates else self.value_size)).flatten(1)
+        return found.mul_(opened.view(*found.shape[:2], 1 if shape.head_gates else self.value_size)).flatten(1)
 
     def _filled_up(self, joint: Tensor) -> Tensor:
         """The same, of queries, keys and values, with zeros behind each value, which make it as long as a key."""
         first = joint.shape[1] - self.key_heads * self.value_size
-        values = joint[:, first:].view(len(joint), -1, self.value_size)
+        values = joint[:, first:].view(len(joint), self.key_heads, self.value_size)
         return torch.cat((joint[:, :first], functional.pad(values, (0, self.size - self.value_size)).flatten(1)), 1)
 
 

@@ -9,7 +9,7 @@ from .dense_families import granite, llama
 from .fields import AGAIN, FULL, LINEAR, SHORT, SLIDING, Config, expect, number, said, shown
 from .parts import biased, common, kinds_of, windows_of
 from .remembering import Convolution, Linear
-from .ropes import rope_of_kind, ropes_by_kind, rotary_size
+from .ropes import rope_of_kind, ropes_by_kind, rotary_size, with_rope
 from .shape import Shape, Unsupported
 from .sparse_families import GRANITE_MOE, mixed, one_for_all, with_granites_experts
 from .traits import Mixture
@@ -246,7 +246,7 @@ def _lfm3(config: Config) -> Shape:
     layers = given["num_hidden_layers"]
     usual = [FULL if layer % 4 == 2 else SHORT if layer % 4 or not layer else SLIDING for layer in range(layers)]
     kinds = given.get("layer_types") or usual
-    full, local = ropes_by_kind({"rope_parameters": LFM3_ROPES} | said(given), 1e6, 1e4)
+    full, local = ropes_by_kind(with_rope(said(given), LFM3_ROPES), 1e6, 1e4)
     base = replace(biased(_short(given | {"rope_parameters": None}, kinds), given), rope=rope_of_kind(full))
     before, behind = ("operator_norm", "ffn_norm"), ("post_operator_norm", "post_ffn_norm")
     behind = behind if given.get("use_sandwich_norm", True) else ("", "")
@@ -258,6 +258,7 @@ def _lfm3(config: Config) -> Shape:
         attention_gates=gates,
         head_gates=gates,
         gates_name="gate_proj" if gates else "",
+        modules=(("self_attn.gate_proj", "self_attn.g_proj"),),
         attention_parts=("q_norm", "k_norm", "o_proj"),
         norms=(before[0], behind[0], before[1], behind[1]),
     )

@@ -1,5 +1,5 @@
-"""The same where each feature of a key fades by itself (Kimi Team 2025, arXiv:2510.26692). Knows where checkpoints have its
-tensors."""
+"""Linear attention as `memories` has it, where each feature of a key fades by itself (Kimi Team 2025, arXiv:2510.26692). Knows
+where checkpoints have its tensors."""
 
 import torch
 from torch import Tensor

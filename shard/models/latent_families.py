@@ -138,7 +138,8 @@ def _borrowing(config: Config) -> frozenset[int]:
         kinds = [LETTERS.get(letter, letter) for letter in letters] if isinstance(letters, str) else letters
     if kinds is None:
         kinds = [OTHERS if max(layer - first + 1, 0) % max(every, 1) else OWN for layer in range(layers)]
-    if not isinstance(kinds, list) or len(kinds) != layers or not {OWN, OTHERS}.issuperset(map(str, kinds)) or kinds[0] != OWN:
+    kinds = kinds[:layers] if isinstance(kinds, list) else kinds  # there may be one for a layer that predicts more
+    if not isinstance(kinds, list) or len(kinds) < layers or not {OWN, OTHERS}.issuperset(map(str, kinds)) or kinds[0] != OWN:
         raise Unsupported(
             f"config.json says indexer_types {shown(kinds)}, {OWN!r} or {OTHERS!r} is needed for each of num_hidden_layers, the "
             f"first of which has its own: {AGAIN}"

@@ -15,7 +15,7 @@ from ...kernels.linear import Exact, Weight
 from ..parallel import Ranks
 from ..weights import Source
 from .changes import Change, Changes, Inwards, Outwards, Part
-from .codes import matrix
+from .codes import READERS, matrix
 from .shape import Shape
 
 # Numbers of a table that are read at once, before a rank's part is taken out of them.
@@ -85,6 +85,11 @@ class Loader:
         if wide:
             return Weight(self.source.tensor(f"{self.prefix}{name}.weight", full, dtype=dtype), added, self.exact)
         return Weight(self.dense(self._unrounded(name, full, None)), added, self.exact)
+
+    def there(self, name: str) -> bool:
+        """Whether the checkpoint has such a matrix, in whichever way it is stored."""
+        marks = {"weight", *(mark for _, mark in READERS)}
+        return any(self.source.has(f"{self.prefix}{name}.{mark}") for mark in marks)
 
     def each(self, name: str, count: int) -> Tensor:
         """A number for each of `count` that every rank has all: [count] float32."""
@@ -217,7 +222,7 @@ class Loader:
         if self.changes is None:
             return None
         places = [(name, full, cut or (0, 0, full)) for name, full, cut in self._places(names, sizes, joint, wholes)]
-        parts = [Part(self._matrix_name(name), full, start, stop, self._factor(name)) for name, full, (_, start, stop) in places]
+        parts = [Part(self._matrix_names(name), full, start, stop, self._factor(name)) for name, full, (_, start, stop) in places]
         return Outwards(parts, self.shape.hidden, order)
 
     def _changed_inwards(self, name: str, size: int) -> Inwards | None:
@@ -225,11 +230,12 @@ class Loader:
         if self.changes is None:
             return None
         own, factor = size // self.ranks.size, self.shape.weight_factor * self._factor(name)
-        return Inwards(self._matrix_name(name), self.shape.hidden, size, self.ranks.rank * own, own, factor)
+        return Inwards(self._matrix_names(name), self.shape.hidden, size, self.ranks.rank * own, own, factor)
 
-    def _matrix_name(self, name: str) -> str:
-        """Within the model, whatever that is called."""
-        return self.prefix[self.prefix.index("layers.") :] + name
+    def _matrix_names(self, name: str) -> list[str]:
+        """Within the model, whatever that is called: the checkpoint's, and transformers' for the module, if that is another."""
+        own = self.prefix[self.prefix.index("layers.") :] + name
+        return [own, *(own.replace(*pair) for pair in self.shape.modules if pair[0] in own)]
 
     def _places(
         self, names: Sequence[str], sizes: Sequence[int], joint: str, wholes: Iterable[int]

@@ -32,7 +32,7 @@ class Dense:
     def __init__(self, load: Loader, size: int) -> None:
         """size: of its features."""
         bias, name, alias = load.shape.mlp_bias, load.shape.mlp_name, load.shape.mlp_alias
-        if alias and load.source.has(f"{load.prefix}{alias}.{load.shape.mlp_parts[3]}.weight"):
+        if alias and load.there(f"{alias}.{load.shape.mlp_parts[3]}"):
             name = alias
         both, gate, up, down = (f"{name}.{part}" for part in load.shape.mlp_parts)
         self.gate_up = load.columns(both, [gate, up], [size] * 2, bias)

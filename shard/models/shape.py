@@ -60,7 +60,8 @@ class Shape:
     final_softcap: float = 0.0  # of the model's logits
     embedding_factor: float = 1.0  # what rows of the embedding table are multiplied by
     layer_factors: bool = False  # behind each layer the stream is multiplied by a number of the layer's
-    # What products with some matrices, and their biases, are multiplied by, by their names in a layer.
+    # What products with some matrices that lead away from the stream, and their biases, are multiplied by, by their names in a
+    # layer; of those that lead back, products alone.
     factors: tuple[tuple[str, float], ...] = ()
     residual_factor: float = 1.0  # and what attention and MLP come to, before it is added
     logit_divisor: float = 1.0  # what logits are divided by
@@ -92,8 +93,9 @@ class Shape:
     layout: Layout | None = None  # of the checkpoint, if another than ours
     table: str = "embed_tokens"  # the embedding table's name
     mlp_name: str = "mlp"
-    mlp_alias: str = ""  # its name where the checkpoint has no other; "": it has none
+    mlp_alias: str = ""  # another name, which some checkpoints have; "": it has none
     mlp_parts: tuple[str, str, str, str] = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")  # the first: of two joined ones
+    modules: tuple[tuple[str, str], ...] = ()  # what is in names of its matrices, and in transformers' names of their modules
     joined: tuple[str, ...] = ()  # names of tensors that are several in other checkpoints: "qkv_proj", "gate_up_proj"
     rotary_size: int = 0  # features of a head that rotary embeddings turn, its first; 0: all
     far_rotary_size: int = 0  # the same in layers without a window, if that is another number; 0: it is not

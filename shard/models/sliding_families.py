@@ -7,7 +7,7 @@ from typing import Any
 
 from .fields import AGAIN, FULL, SIZES, SLIDING, Config, expect, number, said, shown, whole
 from .parts import biased, common, kinds_of, windows_of
-from .ropes import rope_of, ropes_by_kind, rotary_size
+from .ropes import rope_of, ropes_by_kind, rotary_size, with_rope
 from .shape import Shape, Unsupported
 from .sparse_families import EXPERTS, PLAIN_MLP, by_kinds, mixed, one_for_all, scored_by_kinds
 from .traits import Keys
@@ -71,7 +71,7 @@ MIMO_ROPES = {
 def _flint(config: Config) -> Shape:
     """Qwen 3's attention with sinks, in windows but for some layers, which have no rotary embedding. Scores of experts are each by
     itself, and one expert is for all tokens."""
-    given = FLINT | config
+    given = FLINT | said(config)
     base = biased(common(given), given)
     kinds = kinds_of(given, base.layers, lambda layer: layer > 1 and layer % 4 != 1 and layer < base.layers - 1)
     mixture = replace(one_for_all(given, given["norm_topk_prob"]), sigmoid=True, shared_gate="")
@@ -113,11 +113,17 @@ def _kolibri(config: Config) -> Shape:
 def _laguna(config: Config) -> Shape:
     """Poolside's Laguna: layers with a window and those that see all may have other query heads, and other parts of each head turn;
     gates of attention go through softplus. Experts are chosen by corrected scores, and one is for all tokens."""
-    expect(config, moe_apply_router_weight_on_input=False)
+    expect(
+        said(config),
+        moe_apply_router_weight_on_input=False,
+        moe_router_use_sigmoid=True,
+        moe_router_score_func="sigmoid",
+        swa_attention_sink_enabled=False,
+    )
     if config.get("moe_router_logit_softcapping") not in (None, 0, 0.0):
         raise Unsupported(f"moe_router_logit_softcapping {shown(config['moe_router_logit_softcapping'])} is not supported")
     given = LAGUNA | config
-    full, local = ropes_by_kind({"rope_parameters": LAGUNA_ROPES} | said(config), 5e5, 1e4)
+    full, local = ropes_by_kind(_ropes_apart(with_rope(said(config), LAGUNA_ROPES)), 5e5, 1e4)
     base = biased(common(given | {"rope_parameters": full, "rope_scaling": None}), given)
     kinds, gating = kinds_of(given, base.layers, lambda layer: False), given["gating"]
     if not isinstance(gating, bool | str) or gating not in GATINGS:
@@ -139,6 +145,7 @@ def _laguna(config: Config) -> Shape:
         qk_norm=True,
         attention_gates=True,
         softplus_gates=True,
+        modules=(("mlp.shared_expert.", "mlp.shared_experts."),),
         head_gates=GATINGS[gating],
         gates_name="g_proj",
         windows=windows_of(given, kinds),
@@ -146,6 +153,15 @@ def _laguna(config: Config) -> Shape:
         rotary_size=parts[slides],
         far_rotary_size=parts[0] if slides else 0,
     )
+
+
+def _ropes_apart(config: Config) -> Config:
+    """The same, where what config.json says of all kinds of layers at once is said of each."""
+    ropes = config.get("rope_parameters")
+    if not isinstance(ropes, dict) or not any(isinstance(own, dict) for own in ropes.values()):
+        return config
+    common = {name: value for name, value in ropes.items() if not isinstance(value, dict)}
+    return config | {"rope_parameters": {kind: common | own for kind, own in ropes.items() if isinstance(own, dict)}}
 
 
 def _heads_by_kind(given: Config, kinds: list[Any]) -> dict[Any, int]:
@@ -164,10 +180,10 @@ def _heads_by_kind(given: Config, kinds: list[Any]) -> dict[Any, int]:
 def _mimo(config: Config) -> Shape:
     """Xiaomi's MiMo V2 Flash: layers that slide have twice as many key heads, and sinks; values are smaller than keys. A part of
     each head turns."""
-    given = MIMO | said(config)
+    given = MIMO | _mimos_own(said(config))
     if (window := given.get("sliding_window_size")) is not None:  # which does not count the token itself
         given |= {"sliding_window": window + 1}
-    full, local = ropes_by_kind({"rope_parameters": MIMO_ROPES} | given, 5e6, 1e4)
+    full, local = ropes_by_kind(_ropes_apart(with_rope(given, MIMO_ROPES)), 5e6, 1e4)
     base = common(given | {"rope_parameters": full, "rope_scaling": None})
     parts = {rotary_size({"rope_parameters": one}, base.head_size, 0.334) for one in (full, local)}
     if len(parts) > 1:
@@ -193,6 +209,40 @@ def _mimo(config: Config) -> Shape:
         rotary_size=parts.pop(),
         factors=(("self_attn.v_proj", number({"attention_value_scale": 0.707} | config, "attention_value_scale", 1.0)),),
     )
+
+
+def _mimos_own(config: Config) -> Config:
+    """The same, with what the hub's config.json says in its own words in transformers' words, where these aren't there.
+    transformers goes by none of it."""
+    layers, heads = config["num_hidden_layers"], int(config.get("num_key_value_heads") or MIMO["num_key_value_heads"])
+    expect(
+        config,
+        swa_num_key_value_heads=2 * heads,
+        swa_head_dim=config.get("head_dim", MIMO["head_dim"]),
+        swa_v_head_dim=config.get("v_head_dim", MIMO["v_head_dim"]),
+        add_swa_attention_sink_bias=True,
+        add_full_attention_sink_bias=False,
+        scoring_func="sigmoid",
+        topk_method="noaux_tc",
+    )
+    found: Config = {}
+    for theirs, ours, words in (
+        ("hybrid_layer_pattern", "layer_types", (FULL, SLIDING)),
+        ("moe_layer_freq", "mlp_layer_types", (PLAIN_MLP, EXPERTS)),
+    ):
+        if (pattern := config.get(theirs)) is not None:
+            if not isinstance(pattern, list) or len(pattern) != layers or not all(one in (0, 1) for one in pattern):
+                raise Unsupported(f"config.json says {theirs} {shown(pattern)}, 0 or 1 for each layer is needed: {AGAIN}")
+            found[ours] = [words[one] for one in pattern]
+    if "layernorm_epsilon" in config:
+        found["rms_norm_eps"] = config["layernorm_epsilon"]
+    if any(name in config for name in ("rope_theta", "swa_rope_theta", "partial_rotary_factor")):
+        part = {"partial_rotary_factor": config.get("partial_rotary_factor", MIMO_ROPES[FULL]["partial_rotary_factor"])}
+        thetas = zip((FULL, SLIDING), ("rope_theta", "swa_rope_theta"), strict=True)
+        found["rope_parameters"] = {
+            kind: part | {"rope_theta": config.get(name, MIMO_ROPES[kind]["rope_theta"])} for kind, name in thetas
+        }
+    return found | config
 
 
 SLIDING_ONES: dict[str, Callable[[Config], Shape]] = {

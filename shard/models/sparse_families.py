@@ -249,6 +249,7 @@ def _hy_v3(config: Config) -> Shape:
     fields = {"n_routed_experts": config.get("num_experts", 192), "n_shared_experts": shared}
     factor = {"routed_scaling_factor": number(config, "router_scaling_factor", 2.826)}
     found = scored_by_kinds(base, HY_3 | config | fields | factor)
+    found = replace(found, modules=(("mlp.shared_mlp.", "mlp.shared_experts."),))
     return with_experts(found, router="router.gate", correction="expert_bias", shared_name="shared_mlp")
 
 

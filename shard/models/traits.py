@@ -206,7 +206,7 @@ class Features:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keys:
-    """The key heads of a layer."""
+    """The key heads of a layer, and how many query heads they are for."""
 
     heads: int
     size: int  # of a head

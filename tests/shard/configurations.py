@@ -377,6 +377,10 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         num_attention_heads_per_layer=[8, 4, 8],
         moe_routed_scaling_factor=1.7,
         attention_bias=True,
+        rope_parameters={
+            "full_attention": YARN | {"partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0},
+        },
     ),
     "laguna-elements": lambda: transformers.LagunaConfig(
         **LAGUNA, gating="per-element", layer_types=["full_attention"] * 3, mlp_layer_types=["sparse", "dense", "sparse"]

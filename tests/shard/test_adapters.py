@@ -12,12 +12,13 @@ import safetensors.torch
 import torch
 import transformers
 
+from penstock.kernels.linear import Exact
 from penstock.shard.adapters import Adapter
 from penstock.shard.config import ShardConfig
 from penstock.shard.decoding.hypotheses import Search, Stop
 from penstock.shard.engine import Engine
 from penstock.shard.loading import load
-from penstock.shard.models.changes import Changes
+from penstock.shard.models.changes import Change, Changes
 from penstock.shard.models.decoder import Decoder
 from penstock.shard.models.families import shape
 from penstock.shard.models.shape import Unsupported
@@ -27,6 +28,7 @@ from penstock.shard.weights import Weights
 from penstock.tests.shard import lora, tiny
 from penstock.tests.shard.driver import Habits, World, drive
 from penstock.tests.shard.test_oracle import COUNT, at_rest, prompts
+from penstock.tests.shard.test_weights import Alone
 
 # With joint matrices, biases, rotary features in another order, factors, experts beside attention, linear attention, short
 # convolutions.
@@ -288,7 +290,7 @@ def test_a_file_may_be_written_to_while_its_adapter_is_used(tmp_path: Path) -> N
     folder = lora.adapter(tiny.folder("llama"), tmp_path / "one", 1)
     spoil(folder, **{key: tensor.half() for key, tensor in safetensors.torch.load_file(folder / lora.WEIGHTS).items()})
     read = Adapter("one", folder, torch.float16, tiny.CPU)
-    factors = [pair for matrix in {name for name, _ in read._places} if (pair := read.pair(matrix, *size_of(folder, matrix)))]
+    factors = [pair for matrix in {name for name, _ in read._places} if (pair := read.pair([matrix], *size_of(folder, matrix)))]
     before = [factor.clone() for pair in factors for factor in pair]
     with (folder / lora.WEIGHTS).open("r+b") as file:
         size = file.seek(0, 2)
@@ -417,6 +419,38 @@ def test_a_tower_for_images_has_layers_of_its_own(place: Path) -> None:
     refuses(place, f"changes {key}", "merge_and_unload")
 
 
+class Asking(Changes):
+    """Notes the matrices that a model would have changed."""
+
+    def __init__(self) -> None:
+        super().__init__(room=1, rank=1)
+        self.asked = set[str]()
+
+    def additions(self, change: Change, weight: Sequence[int], exact: Exact, like: torch.Tensor) -> None:
+        for part in getattr(change, "parts", [change]):
+            self.asked |= {*part.names}
+
+
+# Of linear attention, and of latents without latents of queries: see docs/adapters.md.
+FIXED = ("in_proj", "q_proj", "k_proj", "v_proj")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*FAMILIES, "afmoe", "ernie-moe", "exaone-moe", "granite-moe-shared", "hunyuan-moe", "hy-v3", "kimi-linear", "laguna"],
+)
+def test_matrices_have_the_names_of_transformers_modules(name: str) -> None:
+    """By which peft knows them, whatever the checkpoint calls them."""
+    found, folder = Asking(), tiny.folder(name)
+    weights = Weights(folder, torch.float32, tiny.CPU, lambda read: None)
+    Decoder(shape(json.loads((folder / "config.json").read_text())), weights, Alone(0, 1), tiny.CPU, changes=found)
+    modules = [key for key, module in tiny.reference(name).named_modules() if isinstance(module, torch.nn.Linear)]
+    named = {key[key.index("layers.") :] for key in modules if "layers." in key}
+    lacking = {key for key in named - found.asked if key.rpartition(".")[2] in (*lora.MATRICES, "g_proj", "in_proj")}
+    assert {key.rpartition(".")[2] for key in lacking} <= {*FIXED}
+    assert not lacking or tiny.decoder(name).shape.remembering is not None
+
+
 def test_names_of_other_releases(place: Path) -> None:
     """Of peft, and of transformers, whose models with images have had two."""
     stored = safetensors.torch.load_file(place / lora.WEIGHTS)
@@ -427,7 +461,7 @@ def test_names_of_other_releases(place: Path) -> None:
             named = {f"{start}{matrix}.lora_{factor}{end}": stored[usual.replace("lora_A", f"lora_{factor}")] for factor in "AB"}
             safetensors.torch.save_file(named, place / lora.WEIGHTS)
             found = Adapter("mine", place, torch.float32, tiny.CPU)
-            assert found.pair(matrix, 64, 88) is not None
+            assert found.pair([matrix], 64, 88) is not None
             found.check()
     spoil(place, **{usual: stored[usual]})
     refuses(place, "has both ", usual, "for the same matrix")

@@ -499,6 +499,45 @@ def test_what_corrects_scores_may_be_missing(tmp_path: Path) -> None:
         assert not found.route(x)[1].sort(1).values.equal(chosen.sort(1).values)
 
 
+def test_what_laguna_says_of_all_layers_counts_for_each() -> None:
+    """As the hub has it, within rope_parameters."""
+    ropes = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}
+    scalar = {"original_max_position_embeddings": YARN["original_max_position_embeddings"]}
+    left = {name: value for name, value in YARN.items() if name not in scalar}
+    said = {"layer_types": ["full_attention", "sliding_attention"], "rope_parameters": ropes}
+    expected = shape(config("LagunaForCausalLM", **said))
+    assert expected.rope.kind == "yarn"
+    assert expected == shape(config("LagunaForCausalLM", **said | {"rope_parameters": ropes | {"full_attention": left} | scalar}))
+
+
+def test_mimo_says_in_its_own_words_what_it_is() -> None:
+    """As the hub has it. Where these are the usual ones transformers' defaults say the same."""
+    usual = {
+        "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0, 1],
+        "moe_layer_freq": [0, *[1] * 6],
+        "swa_num_key_value_heads": 8,
+        "swa_head_dim": 192,
+        "swa_v_head_dim": 128,
+        "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False,
+        "rope_theta": 5_000_000,
+        "swa_rope_theta": 10_000,
+        "partial_rotary_factor": 0.334,
+        "layernorm_epsilon": 1e-5,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    }
+    sizes = {"num_hidden_layers": 7, "num_attention_heads": 16, "num_key_value_heads": 4}
+    assert shape(config("MiMoV2FlashForCausalLM", **sizes, **usual)) == shape(config("MiMoV2FlashForCausalLM", **sizes))
+    others = {"hybrid_layer_pattern": [1, 0] * 3 + [1], "moe_layer_freq": [1] * 7, "rope_theta": 100, "swa_rope_theta": 200}
+    others |= {"partial_rotary_factor": 0.5, "layernorm_epsilon": 0.1}
+    found = shape(config("MiMoV2FlashForCausalLM", **sizes, **usual | others))
+    assert [window > 0 for window in found.windows] == [True, False] * 3 + [True]
+    assert all(found.mixtures)
+    assert found.local_rope is not None
+    assert (found.rope.theta, found.local_rope.theta, found.rotary_size, found.norm_epsilon) == (100, 200, 96, 0.1)
+
+
 def test_how_far_mimo_looks_back_does_not_count_the_token_itself() -> None:
     """In its own field."""
     assert max(shape(config("MiMoV2FlashForCausalLM", sliding_window_size=7)).windows) == 8
@@ -687,6 +726,11 @@ PARTS = {"full_attention": {"partial_rotary_factor": 0.5}, "sliding_attention": 
             ),
             "6 attention heads and 4 key/value heads",
         ),
+        (config("LagunaForCausalLM", moe_router_score_func="sqrtsoftplus"), "moe_router_score_func 'sqrtsoftplus' is not"),
+        (config("LagunaForCausalLM", swa_attention_sink_enabled=True), "swa_attention_sink_enabled true is not supported"),
+        (config("MiMoV2FlashForCausalLM", hybrid_layer_pattern=[0, 2]), r"hybrid_layer_pattern \[0, 2\], 0 or 1 for each layer"),
+        (config("MiMoV2FlashForCausalLM", add_full_attention_sink_bias=True), "add_full_attention_sink_bias true is not supported"),
+        (config("MiMoV2FlashForCausalLM", swa_num_key_value_heads=4), "swa_num_key_value_heads 4 is not supported"),
         (config("MiMoV2FlashForCausalLM", v_head_dim=256), "v_head_dim 256 and head_dim 192"),
         (config("MiMoV2FlashForCausalLM", rope_parameters=PARTS), "partial_rotary_factor differs"),
         (config("MiniCPM3ForCausalLM", rope_scaling=LONGROPE | {"original_max_position_embeddings": 8}), "6 factors of longrope"),
