@@ -6,6 +6,7 @@ Others may come while the model serves, into places that were left for them, and
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -36,7 +37,7 @@ class Change(Protocol):
 class Part:
     """A matrix, of whose outputs this rank has some."""
 
-    names: Sequence[str]  # within the model
+    names: tuple[str, ...]  # within the model
     outputs: int  # of all of it
     start: int
     stop: int
@@ -45,7 +46,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Outwards:
-    """Of matrices side by side, each changed on its own outputs."""
+    """Of matrices side by side, or parts of one, each changed on its own outputs."""
 
     parts: Sequence[Part]
     inputs: int
@@ -54,29 +55,39 @@ class Outwards:
     @property
     def matrices(self) -> int:
         """See Change."""
-        return len(self.parts)
+        return len({part.names for part in self.parts})
 
     def pair(self, adapter: Adapter) -> Pair | None:
         """See Change."""
-        pairs = [adapter.pair(part.names, part.outputs, self.inputs) for part in self.parts]
-        there = [pair for pair in pairs if pair]
-        if not there:
+        sizes = {part.names: part.outputs for part in self.parts}
+        pairs = {names: pair for names, size in sizes.items() if (pair := adapter.pair(names, size, self.inputs))}
+        if not pairs:
             return None
-        ranks, before, ups = sum(len(pair[0]) for pair in there), 0, []
-        for pair, part in zip(pairs, self.parts, strict=True):
-            rows = part.stop - part.start
-            up, rank = (pair[1][part.start : part.stop], len(pair[0])) if pair else (there[0][1].new_zeros(rows, 0), 0)
-            ups.append(pad(up * part.factor, (before, ranks - before - rank)))
-            before += rank
+        down = torch.cat([pair[0] for pair in pairs.values()])
+        firsts = dict(zip(pairs, accumulate((len(pair[0]) for pair in pairs.values()), initial=0), strict=False))
+        ups = []
+        for part in self.parts:
+            first, rows, up = firsts.get(part.names, 0), slice(part.start, part.stop), down.new_zeros(part.outputs, 0)
+            if part.names in pairs:
+                _, up = pairs[part.names]
+            ups.append(pad(up[rows] * part.factor, (first, len(down) - first - up.shape[1])))
         up = torch.cat(ups)
-        return torch.cat([pair[0] for pair in there]), up if self.order is None else up[self.order.to(up.device)]
+        return down, up if self.order is None else up[self.order.to(up.device)]
+
+    def beside(self, other: "Outwards") -> "Outwards":
+        """Of both weights, the other's outputs behind these."""
+        sizes = [sum(part.stop - part.start for part in each.parts) for each in (self, other)]
+        own, others = (
+            torch.arange(size) if each.order is None else each.order.cpu() for each, size in zip((self, other), sizes, strict=True)
+        )
+        return Outwards([*self.parts, *other.parts], self.inputs, torch.cat((own, others + sizes[0])))
 
 
 @dataclass(frozen=True, slots=True)
 class Inwards:
     """Of a matrix of whose inputs this rank has some."""
 
-    names: Sequence[str]
+    names: tuple[str, ...]
     outputs: int
     inputs: int  # of all of it
     start: int

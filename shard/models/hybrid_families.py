@@ -72,32 +72,32 @@ ALWAYS = {"attn_output_gate": True, "norm_topk_prob": True}  # what Qwen 3.5 may
 def _qwen3_next(config: Config) -> Shape:
     """Experts in every layer, or in some, of which one is for all tokens."""
     given = QWEN3_NEXT | config
-    base = replace(_hybrid(given), joined=("in_proj_qkvz", "in_proj_ba"))
+    base = replace(_hybrid(given, 2), joined=("in_proj_qkvz", "in_proj_ba"))
     return mixed(base, given, one_for_all(given, given["norm_topk_prob"]))
 
 
 def _qwen3_5(config: Config) -> Shape:
     expect(config, **ALWAYS)
-    return replace(_hybrid(QWEN3_5 | config), joined=("in_proj_qkv",))
+    return replace(_hybrid(QWEN3_5 | config, 4), joined=("in_proj_qkv",))
 
 
 def _qwen3_5_moe(config: Config) -> Shape:
     """Experts in every layer."""
     expect(config, **ALWAYS)
     given = QWEN3_5_MOE | config
-    base = _hybrid(given | {"intermediate_size": given["moe_intermediate_size"]})
+    base = _hybrid(given | {"intermediate_size": given["moe_intermediate_size"]}, 4)
     return replace(base, joined=("in_proj_qkv",), mixtures=(one_for_all(given, normalized=True),) * base.layers)
 
 
-def _hybrid(config: Config) -> Shape:
-    """Qwen's: one layer of so many attends to all, through gates, and a part of its heads turns."""
+def _hybrid(config: Config, joint: int) -> Shape:
+    """Qwen's: one layer of so many attends to all, through gates, and a part of its heads turns; joint: see `Linear`."""
     base = biased(common(config), config)
     layers = _linear_layers(
         kinds_of(config, base.layers, lambda layer: (layer + 1) % config["full_attention_interval"] > 0, LINEAR)
     )
     return replace(
         base,
-        remembering=_linear(config, layers) if layers else None,
+        remembering=_linear(config, layers, joint) if layers else None,
         attention_gates=True,
         qk_norm=True,
         centered_norms=True,
@@ -113,7 +113,7 @@ def _linear_layers(kinds: list[Any], own: str = LINEAR) -> frozenset[int]:
     return layers
 
 
-def _linear(config: Config, layers: frozenset[int]) -> Linear:
+def _linear(config: Config, layers: frozenset[int], joint: int) -> Linear:
     found = Linear(
         layers=layers,
         key_heads=config["linear_num_key_heads"],
@@ -121,6 +121,7 @@ def _linear(config: Config, layers: frozenset[int]) -> Linear:
         key_size=config["linear_key_head_dim"],
         value_size=config["linear_value_head_dim"],
         width=config["linear_conv_kernel_dim"],
+        joint=joint,
     )
     if found.value_heads % found.key_heads:
         raise Unsupported(

@@ -72,7 +72,7 @@ def _kimi_linear(config: Config) -> Shape:
         remembering=linear if layers else None,
         unturned=frozenset(range(base.layers)),
         mlp_alias="block_sparse_moe",  # as transformers writes it
-        modules=(("block_sparse_moe.", "mlp."),),
+        modules=(("block_sparse_moe.", "mlp."), ("self_attn.f_", "self_attn.forget_gate.f_")),
     )
 
 

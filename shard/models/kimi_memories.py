@@ -8,7 +8,7 @@ from ...kernels.gated_delta import States, gated_delta, gated_norm
 from ...kernels.linear import Weight
 from ..step import Step
 from .loader import Loader
-from .memories import Remembered
+from .memories import Remembered, together
 from .remembering import FineLinear
 from .stream import Stream
 
@@ -22,11 +22,11 @@ class FineDelta(Remembered):
         heads, few = linear.value_heads, linear.value_size
         self.epsilon = load.shape.norm_epsilon
         self.few, self.channels = few, linear.channels(load.ranks.size)
-        mixed = load.outwards([f"{NAME}.{part}_proj" for part in "qkv"], linear.sizes)
-        made = [load.all_bits(f"{NAME}.{part}_a_proj", few) for part in "fg"]
+        mixed, making = ([f"{NAME}.{part}_proj" for part in "qkv"], linear.sizes), [f"{NAME}.{part}_a_proj" for part in "fg"]
+        made = [load.all_bits(name, few) for name in making]
         gating = torch.cat((*made, load.unrounded([f"{NAME}.b_proj"], [heads])))
-        self.gating = None if isinstance(mixed, Tensor) else load.laid_out(gating, None)  # apart where the others have few bits
-        self.inward = load.laid_out(torch.cat((mixed, gating)) if isinstance(mixed, Tensor) else mixed, None)
+        change = load.changed([*making, f"{NAME}.b_proj"], [few, few, heads], wholes=(few, few, 1))
+        self.inward, self.gating = together(load, (load.outwards(*mixed), load.changed(*mixed)), (gating, change))
         self.fades, self.gates = (self._by_heads(load, f"{NAME}.{part}_b_proj", linear.sizes[-1]) for part in "fg")
         self.rates = -load.each_head(f"{NAME}.A_log", heads, within=2).exp()
         self.offsets = load.each_head(f"{NAME}.dt_bias", linear.sizes[-1])
@@ -37,7 +37,7 @@ class FineDelta(Remembered):
         self.output = load.rows(f"{NAME}.o_proj", linear.sizes[-1], bias=False)
 
     def _by_heads(self, load: Loader, name: str, size: int) -> Weight:
-        return load.laid_out(load.all_bits(name, size, self.few, cut=True), None)
+        return load.laid_out(load.all_bits(name, size, self.few, cut=True), None, load.changed([name], [size], inputs=self.few))
 
     def __call__(self, stream: Stream, norm: Tensor | None, step: Step, states: States) -> Tensor:
         """As that of `Remembered`: [tokens, this rank's heads * value size]."""
@@ -48,6 +48,6 @@ class FineDelta(Remembered):
             x = stream.normalized(norm)
             mixed, gating = stream.product(x, self.inward), stream.product(x, self.gating)
         fading, opening, strengths = gating.split_with_sizes((self.few, self.few, gating.shape[1] - 2 * self.few), 1)
-        fades, gates = self.fades(fading.contiguous()), self.gates(opening.contiguous())
+        fades, gates = stream.product(fading.contiguous(), self.fades), stream.product(opening.contiguous(), self.gates)
         found = gated_delta(mixed, strengths, fades, self.taps, self.rates, self.offsets, step.spans, states)
         return gated_norm(found, gates.view(found.shape), self.gains, self.epsilon, sigmoid=True).flatten(1)

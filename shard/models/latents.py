@@ -8,7 +8,6 @@ values of one head that all query heads share. Every rank has all of them.
 import torch
 from torch import Tensor
 
-from ...kernels.codes import Codes
 from ...kernels.linear import Exact, Weight, by_onednn
 from ...kernels.operations import rms_norm, rotate_and_write_latents
 from ...kernels.ragged import How, attention
@@ -19,6 +18,7 @@ from .rotary import Places
 from .stream import Stream
 from .traits import Latent
 
+LATENTS = "self_attn.kv_a_proj_with_mqa"
 EPSILON = 1e-6  # of the norms of latents, whatever config.json says of the others
 # Multiplications of a head's product that `torch.bmm` leaves to MKL on a CPU, if there are as many: fewer it does itself, in
 # another order. Only models smaller than any that is served have so few in more than one row.
@@ -54,14 +54,21 @@ class Latents:
         self.latent = latent
         self.window = window
         asked = shape.heads * (latent.plain + latent.turned)
-        latents = self._ordered(load.matrix("self_attn.kv_a_proj_with_mqa", shape.head_size, shape.hidden, whole=True), latent.size)
-        if latent.queries:
-            first = load.matrix("self_attn.q_a_proj", latent.queries, shape.hidden, whole=True)
-            query = self._ordered(load.matrix("self_attn.q_b_proj", asked, latent.queries), latent.plain)
+        order = self._order(shape.head_size, latent.size)
+        latents = load.matrix(LATENTS, shape.head_size, shape.hidden, whole=True)[order]
+        change = load.changed([LATENTS], [shape.head_size], wholes=(shape.head_size,), order=order)
+        order, queries = self._order(asked // load.ranks.size, latent.plain), latent.queries
+        if queries:
+            first = load.matrix("self_attn.q_a_proj", queries, shape.hidden, whole=True)
+            other = load.changed(["self_attn.q_a_proj"], [queries], wholes=(queries,))
+            query = load.matrix("self_attn.q_b_proj", asked, queries)[order]
+            changed = load.changed(["self_attn.q_b_proj"], [asked], order=order, inputs=queries)
         else:
-            first = self._ordered(load.matrix("self_attn.q_proj", asked, shape.hidden), latent.plain)
-        self.inward = load.laid_out(load.joined((first, latents)), self._bias(load, asked // load.ranks.size))
-        self.query = load.laid_out(query, None) if latent.queries else None
+            first = load.matrix("self_attn.q_proj", asked, shape.hidden)[order]
+            other = load.changed(["self_attn.q_proj"], [asked], order=order)
+        bias = self._bias(load, asked // load.ranks.size)
+        self.inward = load.laid_out(load.joined((first, latents)), bias, change and other and other.beside(change))
+        self.query = load.laid_out(query, None, changed) if queries else None
         self.query_norm = load.gains("self_attn.q_a_layernorm", latent.queries) if latent.queries else None
         self.latent_norm = load.gains("self_attn.kv_a_layernorm", latent.size)
         each = latent.plain + latent.values
@@ -98,23 +105,19 @@ class Latents:
         found = attention(query, layer, step.attention, how)
         return self.to_values(found).flatten(1)
 
-    def _ordered(self, weight: Tensor | Codes, plain: int) -> Tensor | Codes:
-        """Of each head's outputs the first, `plain`, as they are, and those that turn in our order: see `Shape.order`."""
-        order = list(self.shape.order(self.window))
-        if not order:
-            return weight
-        count = len(weight.codes if isinstance(weight, Codes) else weight)
+    def _order(self, count: int, plain: int) -> Tensor:
+        """Where so many outputs are: of each head's the first, `plain`, and those that turn in our order: see `Shape.order`."""
         places = torch.arange(count).view(-1, plain + self.latent.turned)
-        places[:, plain:] = places[:, plain:][:, order]
-        return weight[places.flatten()]
+        if order := list(self.shape.order(self.window)):
+            places[:, plain:] = places[:, plain:][:, order]
+        return places.flatten()
 
     def _bias(self, load: Loader, asked: int) -> Tensor | None:
         """Of `inward`. Queries that are not made of latents have none."""
         if not self.shape.qkv_bias:
             return None
-        latents = load.source.tensor(f"{load.prefix}self_attn.kv_a_proj_with_mqa.bias", (self.shape.head_size,))
-        ordered = self._ordered(latents, self.latent.size)
-        assert isinstance(ordered, Tensor)
+        latents = load.source.tensor(f"{load.prefix}{LATENTS}.bias", (self.shape.head_size,))
+        latents = latents[self._order(len(latents), self.latent.size)]
         if not self.latent.queries:
-            return torch.cat((latents.new_zeros(asked), ordered))
-        return torch.cat((load.source.tensor(f"{load.prefix}self_attn.q_a_proj.bias", (self.latent.queries,)), ordered))
+            return torch.cat((latents.new_zeros(asked), latents))
+        return torch.cat((load.source.tensor(f"{load.prefix}self_attn.q_a_proj.bias", (self.latent.queries,)), latents))

@@ -104,7 +104,7 @@ class Loader:
         """Matrices [size, hidden] side by side, of each this rank's part of the outputs. joint: what they are in checkpoints that
         have them so."""
         added = self.biases(names, sizes, joint) if bias else None
-        return self.laid_out(self.outwards(names, sizes, joint), added, self._changed_outwards(names, sizes, joint))
+        return self.laid_out(self.outwards(names, sizes, joint), added, self.changed(names, sizes, joint))
 
     def heads(
         self, joint: str, names: list[str], sizes: list[int], bias: bool, wholes: Sequence[int], features: Sequence[int]
@@ -130,7 +130,7 @@ class Loader:
                 others.append(gates)
             order = torch.cat((self.ordered(torch.cat((queries, keys)), features), *others))
             found, added = found[order], added[order] if added is not None else None
-        return self.laid_out(found, added, self._changed_outwards(*where, order=order))
+        return self.laid_out(found, added, self.changed(*where, order=order, inputs=self.shape.attention_inputs))
 
     def ordered(self, heads: Tensor, order: Sequence[int]) -> Tensor:
         """Some heads one after the other, [n * head size, ...], with their features in our order: see `Shape.order`."""
@@ -210,20 +210,32 @@ class Loader:
             found.additions = self.changes.additions(change, found.shape, self.exact, like)
         return found
 
-    def _changed_outwards(
+    def changed(
         self,
         names: Sequence[str],
         sizes: Sequence[int],
-        joint: str,
+        joint: str = "",
         wholes: Iterable[int] = repeat(1),
         order: Tensor | None = None,
+        inputs: int = 0,
     ) -> Outwards | None:
-        """How adapters change `columns`; order: of their outputs."""
+        """How adapters change `outwards`, the same being asked for; order: of their outputs."""
         if self.changes is None:
             return None
         places = [(name, full, cut or (0, 0, full)) for name, full, cut in self._places(names, sizes, joint, wholes)]
         parts = [Part(self._matrix_names(name), full, start, stop, self._factor(name)) for name, full, (_, start, stop) in places]
-        return Outwards(parts, self.shape.hidden, order)
+        return Outwards(parts, inputs or self.shape.hidden, order)
+
+    def changed_parts(
+        self, name: str, sizes: Sequence[int], wholes: Iterable[int], factors: Sequence[float]
+    ) -> list[Outwards] | None:
+        """How they change each of `matrices`; factors: what the products of each are multiplied by."""
+        if self.changes is None:
+            return None
+        full, names = sum(sizes), self._matrix_names(name)
+        cuts = [cut or (0, 0, full) for cut in self._cuts((full, self.shape.hidden), sizes, wholes)]
+        parts = [Part(names, full, start, stop, factor) for (_, start, stop), factor in zip(cuts, factors, strict=True)]
+        return [Outwards([part], self.shape.hidden) for part in parts]
 
     def _changed_inwards(self, name: str, size: int) -> Inwards | None:
         """The same of `rows`."""
@@ -232,10 +244,10 @@ class Loader:
         own, factor = size // self.ranks.size, self.shape.weight_factor * self._factor(name)
         return Inwards(self._matrix_names(name), self.shape.hidden, size, self.ranks.rank * own, own, factor)
 
-    def _matrix_names(self, name: str) -> list[str]:
+    def _matrix_names(self, name: str) -> tuple[str, ...]:
         """Within the model, whatever that is called: the checkpoint's, and transformers' for the module, if that is another."""
         own = self.prefix[self.prefix.index("layers.") :] + name
-        return [own, *(own.replace(*pair) for pair in self.shape.modules if pair[0] in own)]
+        return own, *(own.replace(*pair) for pair in self.shape.modules if pair[0] in own)
 
     def _places(
         self, names: Sequence[str], sizes: Sequence[int], joint: str, wholes: Iterable[int]

@@ -11,6 +11,7 @@ from ...kernels.codes import Codes
 from ...kernels.gated_delta import Spans, States, gated_delta, gated_norm
 from ...kernels.linear import Weight
 from ..step import Step
+from .changes import Outwards
 from .loader import Loader
 from .remembering import Linear
 from .stream import Stream
@@ -37,17 +38,28 @@ class Remembered(ABC):
         """
 
 
+# What leads away from the stream by a product, and how adapters change that.
+Led = tuple[Tensor | Codes, Outwards | None]
+
+
+def together(load: Loader, inward: Led, gating: Led) -> tuple[Weight, Weight | None]:
+    """One product for both, or two where the first has few bits, and the second all."""
+    (first, change), (second, other) = inward, gating
+    if not isinstance(first, Tensor) or not isinstance(second, Tensor):
+        return load.laid_out(first, None, change), load.laid_out(second, None, other)
+    return load.laid_out(torch.cat((first, second)), None, change and other and change.beside(other)), None
+
+
 class Memories(Remembered):
     """By what rule, its kinds say."""
 
-    def __init__(self, load: Loader, linear: Linear, name: str, inward: Tensor | Codes, gating: Tensor) -> None:
+    def __init__(self, load: Loader, linear: Linear, name: str, inward: Led, gating: Led) -> None:
         """name: of what has its tensors; inward: to the convolution's channels, queries, keys and values, and to what gates the
         result; gating: to what else heads go by."""
         self.epsilon = load.shape.norm_epsilon
         *_, values = linear.sizes
         self.channels, self.size = linear.channels(load.ranks.size), values // load.ranks.size
-        self.gating = None if isinstance(inward, Tensor) else load.laid_out(gating, None)  # apart where the others have few bits
-        self.inward = load.laid_out(torch.cat((inward, gating)) if isinstance(inward, Tensor) else inward, None)
+        self.inward, self.gating = together(load, inward, gating)
         self.rates = -load.each_head(f"{name}.A_log", linear.value_heads).exp()
         self.offsets = load.each_head(f"{name}.dt_bias", linear.value_heads)
         self.output = load.rows(f"{name}.out_proj", values, bias=False)
@@ -86,22 +98,27 @@ class DeltaRule(Memories):
         return gated_norm(found, gates.view(found.shape), self.gains, self.epsilon).flatten(1)
 
 
-def _by_parts(load: Loader, linear: Linear) -> tuple[Tensor | Codes, Tensor]:
+def _by_parts(load: Loader, linear: Linear) -> tuple[Led, Led]:
     """As Qwen 3.5 has them: to queries, keys, values and what gates the result, and to strengths and fades."""
-    heads = linear.value_heads
-    mixed = load.outwards(("", "", ""), linear.sizes, f"{NAME}.in_proj_qkv")
-    gates = load.outwards((f"{NAME}.in_proj_z",), linear.sizes[-1:])
-    return load.joined((mixed, gates)), load.unrounded((f"{NAME}.in_proj_b", f"{NAME}.in_proj_a"), (heads, heads))
+    mixed = ("", "", ""), linear.sizes, f"{NAME}.in_proj_qkv"
+    gates = (f"{NAME}.in_proj_z",), linear.sizes[-1:]
+    gating = (f"{NAME}.in_proj_b", f"{NAME}.in_proj_a"), (linear.value_heads,) * 2
+    change, other = load.changed(*mixed), load.changed(*gates)
+    inward = load.joined((load.outwards(*mixed), load.outwards(*gates)))
+    return (inward, change and other and change.beside(other)), (load.unrounded(*gating), load.changed(*gating))
 
 
-def _by_heads(load: Loader, linear: Linear) -> tuple[Tensor | Codes, Tensor]:
+def _by_heads(load: Loader, linear: Linear) -> tuple[Led, Led]:
     """The same as Qwen3-Next has them: in one tensor, each key head's one after the other, and in another."""
     heads, times = linear.key_heads, linear.value_heads // linear.key_heads
     each = [linear.key_size] * 2 + [times * linear.value_size] * 2
-    inward = load.outwards((f"{NAME}.in_proj_qkvz",), (heads * sum(each),))
-    gating = load.unrounded((f"{NAME}.in_proj_ba",), (2 * times * heads,))
-    own = heads // load.ranks.size
-    return inward[_apart(own, each)], gating[_apart(own, [times] * 2)]
+    inward = (f"{NAME}.in_proj_qkvz",), (heads * sum(each),)
+    gating = (f"{NAME}.in_proj_ba",), (2 * times * heads,)
+    order, other = (_apart(heads // load.ranks.size, sizes) for sizes in (each, [times] * 2))
+    return (
+        (load.outwards(*inward)[order], load.changed(*inward, order=order)),
+        (load.unrounded(*gating)[other], load.changed(*gating, order=other)),
+    )
 
 
 def _apart(heads: int, sizes: Sequence[int]) -> Tensor:

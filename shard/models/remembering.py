@@ -8,6 +8,11 @@ from typing import ClassVar
 Matrices = list[tuple[int, int, int]]
 
 
+def changed(matrices: Matrices) -> int:
+    """Elements of an adapter of rank 1 that changes these."""
+    return sum(outputs + own for outputs, _, own in matrices)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remembering(ABC):
     """Of layers that remember something of a sequence, of the same size however long it is, instead of attending to keys that are
@@ -15,7 +20,6 @@ class Remembering(ABC):
 
     name: ClassVar[str]  # for people
     layers: frozenset[int]
-    joint: ClassVar[int]  # parts of the first of `matrices` that adapters change; 0: they don't
     width: int  # tokens that the convolution sees, the last one included
     along: bool = False  # they attend as well, side by side with it
 
@@ -31,6 +35,10 @@ class Remembering(ABC):
     @abstractmethod
     def matrices(self, ranks: int, hidden: int) -> Matrices:
         """To the convolution's channels and what gates the result, and back."""
+
+    @abstractmethod
+    def adapted(self, ranks: int, hidden: int) -> int:
+        """Elements of an adapter of rank 1 in a layer, at most: as many for each matrix as the product that it is part of has."""
 
     @abstractmethod
     def beside(self, ranks: int, hidden: int) -> int:
@@ -59,7 +67,6 @@ class Convolution(Remembering):
     """Short convolutions between two gates (Liquid AI 2025, arXiv:2511.23404), with nothing behind them."""
 
     name: ClassVar[str] = "short convolutions"
-    joint: ClassVar[int] = 3
     size: int  # channels
     biased: bool = False  # and so are the matrices before and behind it
 
@@ -77,6 +84,10 @@ class Convolution(Remembering):
         own = self.channels(ranks)
         return [(3 * own, hidden, hidden), (hidden, self.size, own)]
 
+    def adapted(self, ranks: int, hidden: int) -> int:
+        """As that of `Remembering`."""
+        return changed(self.matrices(ranks, hidden))
+
     def beside(self, ranks: int, hidden: int) -> int:
         """Taps, and biases."""
         own = self.channels(ranks)
@@ -90,7 +101,6 @@ class Linear(Remembering):
     arXiv:2405.21060), whose key heads are called groups."""
 
     name: ClassVar[str] = "linear attention"
-    joint: ClassVar[int] = 0
     key_heads: int  # and as many of queries
     value_heads: int  # several of them, one after the other, for each key head
     key_size: int
@@ -98,6 +108,7 @@ class Linear(Remembering):
     limits: tuple[float, float] | None = None  # of the steps of state spaces
     home: str = "mamba"  # what has their tensors
     normal: bool = True  # a norm is behind them, and what gates the result goes before that
+    joint: int = 1  # matrices that lead to all of it
     factors: tuple[float, ...] = (1.0,) * 5  # of what gates the result, values, keys, queries and steps of state spaces
 
     @property
@@ -130,6 +141,12 @@ class Linear(Remembering):
         own = values // ranks
         return [(self.channels(ranks) + own, hidden, hidden), (hidden, values, own)]
 
+    def adapted(self, ranks: int, hidden: int) -> int:
+        """As that of `Remembering`."""
+        gating = (1 if self.limits else 2) * self.value_heads // ranks
+        first, back = self.matrices(ranks, hidden)
+        return self.joint * (gating + changed([first])) + changed([back])
+
     def beside(self, ranks: int, hidden: int) -> int:
         """Strengths and fades, or steps, the convolution, the norm, and what is `wide`."""
         heads, channels = self.value_heads // ranks, self.channels(ranks)
@@ -161,6 +178,13 @@ class FineLinear(Linear):
         """To the convolution's channels alone, and back."""
         values = self.sizes[-1]
         return [(self.channels(ranks), hidden, hidden), (hidden, values, values // ranks)]
+
+    def adapted(self, ranks: int, hidden: int) -> int:
+        """As that of `Remembering`. Queries, keys, values, what fades and gates are made of, and strengths are of one product."""
+        few, own = self.value_size, self.sizes[-1] // ranks
+        gating = 2 * few + self.value_heads // ranks
+        first, back = self.matrices(ranks, hidden)
+        return 6 * (gating + changed([first])) + changed([(own, few, few)] * 2) + changed([back])
 
     def beside(self, ranks: int, hidden: int) -> int:
         """Strengths, what fades and gates are made of and by, the convolution, the norm, and what is `wide`."""

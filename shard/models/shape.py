@@ -522,21 +522,21 @@ class Shape:
 
         found = 0
         for window, count in self._alike.items():
-            # Queries, keys, values and gates side by side, but for latents, where adapters change what leads back alone.
-            before, *_, back = self._projections(ranks, window)
-            beside = 2 + self.keys(window).values + bool(self.attention_gates and self.gates_name)
-            found += count * (each(before, parts=0 if self.latent else beside) + each(back))
+            # Queries, keys, values and gates side by side, or queries and latents.
+            before, *others = self._projections(ranks, window)
+            beside = 2 + (not self.latent and self.keys(window).values + bool(self.attention_gates and self.gates_name))
+            found += count * (each(before, parts=1 if "qkv_proj" in self.joined else beside) + each(*others))
         found += sum(each(*self._questions(ranks, window)) for window in self._keyless)
         if self.inputs:
             found += self.layers * each(*self.inputs.matrices(ranks, self.hidden))
         if self.remembering:
-            before, back = self.remembering.matrices(ranks, self.hidden)
-            found += len(self.remembering.layers) * (each(before, parts=self.remembering.joint) + each(back))
+            found += len(self.remembering.layers) * self.remembering.adapted(ranks, self.hidden)
         for layer, mixture in self.mlps:
             own = (mixture.shared if mixture else self.width(layer)) // ranks
             if own:
-                parts = 2 - bool(self.ungated)
-                found += each((parts * own, self.hidden, self.hidden), parts=parts) + self.hidden + own
+                sides = 2 - bool(self.ungated)
+                parts = 1 if self.mlp_parts[0] in self.joined else sides
+                found += each((sides * own, self.hidden, self.hidden), parts=parts) + self.hidden + own
         return found
 
     def _sparse(self, mixture: Mixture, ranks: int, tokens: int | None) -> int:

@@ -14,6 +14,8 @@ from penstock.tests.shard import tiny
 MATRICES = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj"),
     *("out_proj", "input_linear", "output_linear", "w1", "w2", "w3"),
+    *("in_proj", "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    *("f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj", "b_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"),
 )
 WEIGHTS = "adapter_model.safetensors"
 
@@ -25,8 +27,7 @@ def adapter(model: Path, folder: Path, seed: int, rank: int = 4, **config: Any) 
     stored = weights_of(model)
     found = {}
     for key, weight in stored.items():
-        fits = key.split(".")[-2] in MATRICES or key.endswith(".conv.in_proj.weight")
-        if fits and weight.dim() == 2 and "experts" not in key and chance.random() < 0.8:
+        if key.split(".")[-2] in MATRICES and weight.dim() == 2 and "experts" not in key and chance.random() < 0.8:
             place = f"base_model.model.{key.removesuffix('.weight')}"
             outputs, inputs = weight.shape
             found[f"{place}.lora_A.weight"] = torch.randn(rank, inputs, generator=generator) * 0.6

@@ -21,13 +21,16 @@ from penstock.shard.loading import load
 from penstock.shard.models.changes import Change, Changes
 from penstock.shard.models.decoder import Decoder
 from penstock.shard.models.families import shape
+from penstock.shard.models.kimi_memories import FineDelta
+from penstock.shard.models.memories import Memories
 from penstock.shard.models.shape import Unsupported
 from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group, Sampling
 from penstock.shard.weights import Weights
-from penstock.tests.shard import lora, tiny
+from penstock.tests.shard import lora, packing, tiny
 from penstock.tests.shard.driver import Habits, World, drive
 from penstock.tests.shard.test_oracle import COUNT, at_rest, prompts
+from penstock.tests.shard.test_quantized import few_bits
 from penstock.tests.shard.test_weights import Alone
 
 # With joint matrices, biases, rotary features in another order, factors, experts beside attention, linear attention, short
@@ -35,7 +38,7 @@ from penstock.tests.shard.test_weights import Alone
 FAMILIES = [
     *("llama", "qwen2", "phi3", "glm4", "granite", "gemma2", "olmo2", "llama4", "mixtral", "qwen2-moe"),
     *("falcon-h1", "granite-4-h", "lfm2", "nemotron-h", "qwen3.5", "deepseek-v3"),
-    *("hyperclova", "lfm3", "mimo"),
+    *("hyperclova", "lfm3", "mimo", "qwen3-next", "kimi-linear", "deepseek-v2"),
 ]
 Asked = Sequence[tuple[tuple[int, ...], str]]
 
@@ -98,7 +101,13 @@ def test_a_mixed_batch_gets_what_merged_models_say(name: str, tmp_path: Path) ->
         assert not adapter or abs(found - usual) > 1e-3
 
 
-@pytest.mark.parametrize("name", ["qwen2", "phi3", "glm4", "granite", "qwen2-moe"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("qwen2", "phi3", "glm4", "granite", "qwen2-moe", "qwen3-next", "qwen3.5", "kimi-linear", "falcon-h1", "nemotron-h"),
+        *("deepseek-v2", "deepseek-v3", "granite-4-h"),
+    ],
+)
 def test_two_ranks_divide_them(name: str, tmp_path: Path) -> None:
     changes, models = lora.of(name, tmp_path)
     asked = mixed(5, 1)
@@ -113,6 +122,44 @@ def test_two_ranks_divide_them(name: str, tmp_path: Path) -> None:
 
     [[greedy(models[adapter], tokens)] for tokens, adapter in asked]  # the ranks' threads would wait for each other
     tiny.Threads().run(work)
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        *(("qwen2", "packed-zeros"), ("phi3", "gptq"), ("deepseek-v3", "float8"), ("falcon-h1", "packed-zeros")),
+        *(("qwen3-next", "fp8-blocks"), ("qwen3.5", "packed-zeros"), ("kimi-linear", "packed-zeros")),
+    ],
+)
+def test_weights_of_few_bits(name: str, form: str, tmp_path: Path) -> None:
+    """Get what those of all bits get: also where what gates memories is read with these, and apart."""
+    few, plain = packing.checkpoints(name, form, tmp_path)
+    place = lora.adapter(plain, tmp_path / "adapter", 3)
+    found = of_few_bits(few, place, torch.float32)
+    memories = [layer.attention for layer in found.decoder.layers if isinstance(layer.attention, Memories | FineDelta)]
+    assert all(one.gating is not None for one in memories)
+    tokens = prompts(1, 40)[0]
+    check(found, [(tokens, "a")], {"a": lora.merged(plain, place, tmp_path / "merged")}, Habits(chunk=9))
+
+
+@pytest.mark.parametrize("name", ["words-wide", "qwen3.5-wide", "granite-4-h-wide"])
+def test_weights_of_few_bits_stay_so(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing.FORMATS["packed-zeros"], "size", 32)
+    few, plain = packing.checkpoints(name, "packed-zeros", tmp_path)
+    place = lora.adapter(plain, tmp_path / "adapter", 3)
+    found, tokens = of_few_bits(few, place, torch.bfloat16), prompts(1, 40)[0]
+    assert few_bits(found.decoder)
+    world = drive(found, [tiny.group(1, tokens, COUNT, adapter="a")], Habits())
+    token, logprob = world.tokens[1, 0][0], world.logprobs[1, 0][0]
+    expected, usual = (first_logprob(model, tokens, token) for model in (lora.merged(plain, place, tmp_path / "merged"), plain))
+    assert 10 * abs(logprob - expected) < abs(usual - expected)
+
+
+def of_few_bits(folder: Path, place: Path, dtype: torch.dtype) -> Engine:
+    more: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "adapters": (("a", str(place)),)}
+    found = Engine(load(ShardConfig(folder=str(folder), model="m", **more), lambda stage: None).decoder, tiny.CPU, 16)
+    found.resize(64)
+    return found
 
 
 def test_company_changes_nothing(tmp_path: Path) -> None:
@@ -431,13 +478,9 @@ class Asking(Changes):
             self.asked |= {*part.names}
 
 
-# Of linear attention, and of latents without latents of queries: see docs/adapters.md.
-FIXED = ("in_proj", "q_proj", "k_proj", "v_proj")
-
-
 @pytest.mark.parametrize(
     "name",
-    [*FAMILIES, "afmoe", "ernie-moe", "exaone-moe", "granite-moe-shared", "hunyuan-moe", "hy-v3", "kimi-linear", "laguna"],
+    [*FAMILIES, "afmoe", "ernie-moe", "exaone-moe", "granite-moe-shared", "hunyuan-moe", "hy-v3", "laguna", "minicpm3"],
 )
 def test_matrices_have_the_names_of_transformers_modules(name: str) -> None:
     """By which peft knows them, whatever the checkpoint calls them."""
@@ -446,9 +489,7 @@ def test_matrices_have_the_names_of_transformers_modules(name: str) -> None:
     Decoder(shape(json.loads((folder / "config.json").read_text())), weights, Alone(0, 1), tiny.CPU, changes=found)
     modules = [key for key, module in tiny.reference(name).named_modules() if isinstance(module, torch.nn.Linear)]
     named = {key[key.index("layers.") :] for key in modules if "layers." in key}
-    lacking = {key for key in named - found.asked if key.rpartition(".")[2] in (*lora.MATRICES, "g_proj", "in_proj")}
-    assert {key.rpartition(".")[2] for key in lacking} <= {*FIXED}
-    assert not lacking or tiny.decoder(name).shape.remembering is not None
+    assert {key.rpartition(".")[2] for key in named - found.asked} <= {"kv_b_proj", "gate", "shared_expert_gate", "router", "wg"}
 
 
 def test_names_of_other_releases(place: Path) -> None:

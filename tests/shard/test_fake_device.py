@@ -516,12 +516,13 @@ def test_images_are_encoded_on_the_device(seen: dict[str, tuple[Path, list[seein
 
 
 @pytest.mark.parametrize("later", [False, True])
-def test_adapters_ask_nothing(noted: Noted, tmp_path: Path, later: bool) -> None:
+@pytest.mark.parametrize("name", ["words-wide", "qwen3.5-wide", "kimi-linear"])
+def test_adapters_ask_nothing(noted: Noted, tmp_path: Path, name: str, later: bool) -> None:
     """Graphs hold what they add, whichever of them is asked for, those that come later, too; nothing of it is compiled after the
     warm-up."""
-    changes, _ = lora.of("words-wide", tmp_path)
+    changes, _ = lora.of(name, tmp_path)
     room: dict[str, Any] = {"max_loras": 2, "max_lora_rank": 8} if later else {"adapters": changes}
-    folder = str(tiny.folder("words-wide"))
+    folder = str(tiny.folder(name))
     engine = load(ShardConfig(folder=folder, model="m", device="cuda", dtype="bfloat16", **room), print)
     engine.compile(TOKENS)
     size_pool(engine, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL, [1, 2, 4])
