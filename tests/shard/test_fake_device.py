@@ -516,7 +516,7 @@ def test_images_are_encoded_on_the_device(seen: dict[str, tuple[Path, list[seein
 
 
 @pytest.mark.parametrize("later", [False, True])
-@pytest.mark.parametrize("name", ["words-wide", "qwen3.5-wide", "kimi-linear"])
+@pytest.mark.parametrize("name", ["words-wide", "qwen3.5-wide", "kimi-linear", "deepseek-v3", "falcon-h1"])
 def test_adapters_ask_nothing(noted: Noted, tmp_path: Path, name: str, later: bool) -> None:
     """Graphs hold what they add, whichever of them is asked for, those that come later, too; nothing of it is compiled after the
     warm-up."""
