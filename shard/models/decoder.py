@@ -326,7 +326,10 @@ class Decoder:
         """Makes steps of up to so many tokens ready to run, where their products are compiled on first use."""
         weights = [weight for weight in self._weights() if isinstance(weight, Weight)]
         compile_products(weights, rows)
-        for additions, shape in {weight.shape: (weight.additions, weight.shape) for weight in weights if weight.additions}.values():
+        changed = [(weight.shape, weight.additions) for weight in weights if weight.additions]
+        # Of the same shape, and made of as many matrices.
+        alike = {(shape, *(each.shape for each in additions.weights)): (shape, additions) for shape, additions in changed}
+        for shape, additions in alike.values():
             for count in (1, rows):
                 x, out = (self.embedding.new_zeros(count, size) for size in reversed(shape))
                 additions.add(x, out, choose(torch.zeros(count, dtype=torch.int64, device=x.device), len(self.changes.names)))

@@ -78,13 +78,14 @@ class Loader:
         full, along = (full, within) if self.source.has(self.prefix + name, full) else ((heads,), 0)
         return self.source.tensor(self.prefix + name, full, self._cut(full, along, 0, heads), torch.float32).flatten()
 
-    def whole(self, name: str, outputs: int, bias: bool = False, wide: bool = False) -> Weight:
-        """A matrix [outputs, hidden] that every rank has whole, with all bits that the checkpoint has; wide: in float32."""
+    def whole(self, name: str, outputs: int, bias: bool = False, wide: bool = False, change: Change | None = None) -> Weight:
+        """A matrix [outputs, hidden] that every rank has whole, with all bits that the checkpoint has; wide: in float32; change:
+        what adapters do to it, if it isn't."""
         dtype, full = torch.float32 if wide else self.source.dtype, (outputs, self.shape.hidden)
         added = self.source.tensor(f"{self.prefix}{name}.bias", (outputs,), dtype=dtype) if bias else None
         if wide:
             return Weight(self.source.tensor(f"{self.prefix}{name}.weight", full, dtype=dtype), added, self.exact)
-        return Weight(self.dense(self._unrounded(name, full, None)), added, self.exact)
+        return self.laid_out(self.dense(self._unrounded(name, full, None)), added, change)
 
     def there(self, name: str) -> bool:
         """Whether the checkpoint has such a matrix, in whichever way it is stored."""

@@ -198,7 +198,8 @@ class Shared:
     def __init__(self, load: Loader, mixture: Mixture) -> None:
         name, self.gelu, self.ungated = mixture.named(mixture.shared_name), load.shape.gelu, bool(load.shape.ungated)
         both, gate, up, down = (f"{name}.{part}" for part in load.shape.mlp_parts)
-        self.gate = load.whole(mixture.named(mixture.shared_gate), 1) if mixture.shared_gate else None
+        gates = mixture.named(mixture.shared_gate)
+        self.gate = load.whole(gates, 1, change=load.changed([gates], [1], wholes=(1,))) if mixture.shared_gate else None
         inward = [up] if self.ungated else [gate, up]
         self.gate_up = load.columns(both, inward, [mixture.shared] * len(inward), bias=False)
         self.down = load.rows(down, mixture.shared, bias=False)
@@ -207,7 +208,7 @@ class Shared:
         """This rank's part of what it makes of x, the stream's tokens, by its gate."""
         inner = stream.product(x, self.gate_up)
         made = stream.product(squared(inner) if self.ungated else gated(inner, self.gelu), self.down)
-        return made if self.gate is None else made.mul_(by_lanes(torch.sigmoid, self.gate(x)))
+        return made if self.gate is None else made.mul_(by_lanes(torch.sigmoid, stream.product(x, self.gate)))
 
     def weights(self) -> Iterator[Weight]:
         """All of this rank's."""

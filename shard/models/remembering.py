@@ -37,8 +37,11 @@ class Remembering(ABC):
         """To the convolution's channels and what gates the result, and back."""
 
     @abstractmethod
-    def adapted(self, ranks: int, hidden: int) -> int:
-        """Elements of an adapter of rank 1 in a layer, at most: as many for each matrix as the product that it is part of has."""
+    def adapted(self, ranks: int, hidden: int, apart: bool) -> int:
+        """Elements of an adapter of rank 1 in a layer, at most: as many for each matrix as the product that it is part of has.
+
+        apart: what few outputs go by is in a product of its own.
+        """
 
     @abstractmethod
     def beside(self, ranks: int, hidden: int) -> int:
@@ -84,7 +87,7 @@ class Convolution(Remembering):
         own = self.channels(ranks)
         return [(3 * own, hidden, hidden), (hidden, self.size, own)]
 
-    def adapted(self, ranks: int, hidden: int) -> int:
+    def adapted(self, ranks: int, hidden: int, apart: bool) -> int:
         """As that of `Remembering`."""
         return changed(self.matrices(ranks, hidden))
 
@@ -141,11 +144,12 @@ class Linear(Remembering):
         own = values // ranks
         return [(self.channels(ranks) + own, hidden, hidden), (hidden, values, own)]
 
-    def adapted(self, ranks: int, hidden: int) -> int:
+    def adapted(self, ranks: int, hidden: int, apart: bool) -> int:
         """As that of `Remembering`."""
         gating = (1 if self.limits else 2) * self.value_heads // ranks
         first, back = self.matrices(ranks, hidden)
-        return self.joint * (gating + changed([first])) + changed([back])
+        twice = hidden * (apart and self.limits is not None)  # steps are a part of the matrix that leads to the others
+        return self.joint * (gating + changed([first])) + twice + changed([back])
 
     def beside(self, ranks: int, hidden: int) -> int:
         """Strengths and fades, or steps, the convolution, the norm, and what is `wide`."""
@@ -179,7 +183,7 @@ class FineLinear(Linear):
         values = self.sizes[-1]
         return [(self.channels(ranks), hidden, hidden), (hidden, values, values // ranks)]
 
-    def adapted(self, ranks: int, hidden: int) -> int:
+    def adapted(self, ranks: int, hidden: int, apart: bool) -> int:
         """As that of `Remembering`. Queries, keys, values, what fades and gates are made of, and strengths are of one product."""
         few, own = self.value_size, self.sizes[-1] // ranks
         gating = 2 * few + self.value_heads // ranks

@@ -530,13 +530,15 @@ class Shape:
         if self.inputs:
             found += self.layers * each(*self.inputs.matrices(ranks, self.hidden))
         if self.remembering:
-            found += len(self.remembering.layers) * self.remembering.adapted(ranks, self.hidden)
+            found += len(self.remembering.layers) * self.remembering.adapted(ranks, self.hidden, self.quantization is not None)
         for layer, mixture in self.mlps:
             own = (mixture.shared if mixture else self.width(layer)) // ranks
             if own:
                 sides = 2 - bool(self.ungated)
                 parts = 1 if self.mlp_parts[0] in self.joined else sides
                 found += each((sides * own, self.hidden, self.hidden), parts=parts) + self.hidden + own
+            if mixture and mixture.shared and mixture.shared_gate:
+                found += each((1, self.hidden, self.hidden))
         return found
 
     def _sparse(self, mixture: Mixture, ranks: int, tokens: int | None) -> int:
