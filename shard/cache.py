@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..kernels.gated_delta import States
 from ..kernels.paging import copy_pages, move_slots
-from ..kernels.transfer import to_device
+from ..kernels.transfer import list_to_device, lists_to_device, to_device
 from .models.shape import Shape
 from .pages import PADDING
 
@@ -72,7 +72,7 @@ class Cache:
 
     def copy(self, copies: Listing[tuple[int, int, int]]) -> None:
         """(source, target, rows): the first `rows` tokens of page `source` to `target`. Targets are distinct and no sources."""
-        self.copy_rows(*to_device(torch.tensor(copies, dtype=torch.int64).t().contiguous(), self._device))
+        self.copy_rows(*lists_to_device(self._device, *zip(*copies, strict=True)))
 
     def copy_rows(self, sources: Tensor, targets: Tensor, rows: Tensor) -> None:
         """The same, of what may be known on the device only: [copies] int64 each."""
@@ -90,7 +90,7 @@ class Cache:
         """(source, target) slots, of each row one after the other; no two rows have a slot in common."""
         moves = torch.tensor([pair for row in rows for pair in row], dtype=torch.int64).t().contiguous()
         moves = to_device(moves, self._device)
-        starts = to_device(torch.tensor([0, *accumulate(map(len, rows))], dtype=torch.int64), self._device)
+        starts = list_to_device(self._device, [0, *accumulate(map(len, rows))])
         for part in self.pages:
             move_slots(part.flatten(1, 2), moves[0], moves[1], starts)
 

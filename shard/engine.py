@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.choose import triton_on
-from ..kernels.transfer import to_device
+from ..kernels.transfer import list_to_device
 from . import landing, step
 from .books import Books
 from .cache import Cache
@@ -404,7 +404,7 @@ class Engine:
                 row += span.wanted
         if hidden is None or len(rows) == len(hidden):
             return remaining, hidden
-        return remaining, hidden[to_device(torch.tensor(rows, dtype=torch.int64), self.device)]
+        return remaining, hidden[list_to_device(self.device, rows)]
 
     @torch.inference_mode()
     def land(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.transfer import Arrival, to_device
+from ..kernels.transfer import Arrival, list_to_device, to_device
 from .decoding import verify
 from .decoding.expansion import Beams, Candidate, Expansion, elsewhere, expand
 from .decoding.grammar import Unusable
@@ -188,7 +188,7 @@ def _logits(means: Means, wanted: Listing[Wanted]) -> Tensor | None:
         places += range(run.first + wanted_rows - count, run.first + wanted_rows)
         copies += [len(one.rows) // count] * count
     hidden, device = means.hidden, means.hidden.device
-    logits = means.decoder.logits(hidden if len(places) == len(hidden) else hidden[to_device(torch.tensor(places), device)])
+    logits = means.decoder.logits(hidden if len(places) == len(hidden) else hidden[list_to_device(device, places)])
     if logits is not None and sum(copies) > len(places):
         each = to_device(torch.arange(len(copies)).repeat_interleave(torch.tensor(copies)), device)
         logits = logits[each]
@@ -278,7 +278,7 @@ def _part(
     if logits is None or len(chosen) == len(wanted):
         return logits, mask
     starts = [0, *accumulate(len(one.rows) for one in wanted)]
-    places = to_device(torch.tensor([starts[i] + k for i in chosen for k in range(len(wanted[i].rows))]), logits.device)
+    places = list_to_device(logits.device, [starts[i] + k for i in chosen for k in range(len(wanted[i].rows))])
     bound = mask is not None and any(wanted[i].run.group.grammar for i in chosen)
     return logits[places], mask[places] if mask is not None and bound else None
 

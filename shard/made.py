@@ -5,7 +5,7 @@ from collections.abc import Sequence as Listing
 import torch
 from torch import Tensor
 
-from ..kernels.transfer import to_device
+from ..kernels.transfer import lists_to_device
 from .decoding.growth import Frontier
 from .decoding.tree import ROOT
 from .step import Span
@@ -31,7 +31,7 @@ class Made:
             for place, node in enumerate(own, span.start):
                 row = self._rows[id(one.sequence), one.parents[node]]
                 pairs.append((pages[place // size] * size + place % size, row))
-        slots, rows = to_device(torch.tensor(pairs).t().contiguous(), self._features.device).unbind()
+        slots, rows = lists_to_device(self._features.device, *zip(*pairs, strict=True))
         assert self._found is not None
         self._features.index_copy_(0, slots, self._found.index_select(0, rows))
 

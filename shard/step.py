@@ -229,7 +229,7 @@ def _listed(spans: Listing[Span], order: Listing[int], size: int, adapted: bool)
 
 
 def _shown(picture: Picture, tokens: list[int], numbers: list[int], layout: Layout) -> Shown:
-    return Shown(picture, *to_device(torch.tensor([tokens, numbers]), layout.device).unbind())
+    return Shown(picture, *lists_to_device(layout.device, tokens, numbers))
 
 
 def parted(spans: Listing[Span]) -> list[Span]:

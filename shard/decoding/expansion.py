@@ -16,7 +16,7 @@ from torch import Tensor
 from ...kernels import noise
 from ...kernels.beam import best, candidates, normalizers
 from ...kernels.sampling import Draws, allow, filtered
-from ...kernels.transfer import Arrival, to_device
+from ...kernels.transfer import Arrival, list_to_device, lists_to_device, to_device
 from ..step import Picked
 from .hypotheses import Top
 from .sampler import Pick, Picking, Row, Tops, draws_of, penalized
@@ -76,7 +76,7 @@ class Expansion:
             for rank in range(beams.width)
         ]
         counts, ending = torch.split(to_device(torch.tensor(ends), device), [1, most], 1)
-        own, ranks, first, last = to_device(torch.tensor(wanted).t().contiguous(), device).unbind()
+        own, ranks, first, last = lists_to_device(device, *zip(*wanted, strict=True))
         over = (torch.arange(sums.shape[1], device=device) >= counts) | (ids.unsqueeze(2) == ending.unsqueeze(1)).any(2)
         order = sums.masked_fill(over, -torch.inf).sort(descending=True, stable=True).indices[own, ranks]
         return Picked(ids[own, order], torch.minimum(places[own, order], last) - first)
@@ -94,7 +94,7 @@ def expand(logits: Tensor, sets: Listing[Beams], mask: Tensor | None = None) -> 
         own = normalizers(logits)
         sums, places, ids = _processed(logits, own, scores, rows, starts, count, mask)
     logprobs = logits[places, ids] - own[places]
-    bad = torch.nn.functional.pad((~own.isfinite()).cumsum(0), (1, 0))[to_device(torch.tensor(starts), logits.device)].diff() > 0
+    bad = torch.nn.functional.pad((~own.isfinite()).cumsum(0), (1, 0))[list_to_device(logits.device, starts)].diff() > 0
     found = torch.stack((sums.double().masked_fill(bad.unsqueeze(1), torch.nan), places.double(), ids.double(), logprobs.double()))
     return Expansion(sets, found, Tops(logits, rows, all=True))
 
@@ -128,7 +128,7 @@ def _processed(
     if mask is not None:
         values = allow(values, mask)
     if drawn := [i for i, row in enumerate(rows) if row.sampling.temperature]:
-        lines, draws = to_device(torch.tensor(drawn), logits.device), draws_of([rows[i] for i in drawn], logits.device)
+        lines, draws = list_to_device(logits.device, drawn), draws_of([rows[i] for i in drawn], logits.device)
         values = _warped(values, lines, draws)
     values = order = values + scores.unsqueeze(1)
     if drawn:

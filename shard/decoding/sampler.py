@@ -17,7 +17,7 @@ from ...kernels import noise
 from ...kernels.beam import largest, most_probable
 from ...kernels.choose import triton_for
 from ...kernels.sampling import Draws, Filtered, Penalties, allow, draw, filtered, first_largest, penalize
-from ...kernels.transfer import Arrival, lists_to_device, to_device
+from ...kernels.transfer import Arrival, list_to_device, lists_to_device, to_device
 from ..sequence import Sampling
 from ..step import Picked
 from .hypotheses import Top
@@ -87,7 +87,7 @@ def begin(logits: Tensor, rows: Listing[Row], mask: Tensor | None = None) -> Pic
     picks: list[Pick | None] = [None] * len(rows)
     for indices, way in ((plain, _pick_plainly), (fused, lambda *some: _begin_fused(*some).take())):
         if indices:
-            own = to_device(torch.tensor(indices), logits.device)
+            own = list_to_device(logits.device, indices)
             some = way(logits[own], [rows[i] for i in indices], mask[own] if mask is not None else None)
             for i, one in zip(indices, some, strict=True):
                 picks[i] = one
@@ -110,7 +110,7 @@ def known(picks: list[Pick | None], device: torch.device) -> Picking[list[Pick |
     """Of rows whose picks are made."""
 
     def picked() -> Picked:
-        return Picked(to_device(torch.tensor([one.token if one else -1 for one in picks], dtype=torch.int64), device))
+        return Picked(list_to_device(device, [one.token if one else -1 for one in picks]))
 
     return Picking(picked, lambda: None, lambda: picks)
 
@@ -125,7 +125,7 @@ def _begin_fused(logits: Tensor, rows: Listing[Row], mask: Tensor | None) -> Pic
     logprobs = found.logprobs
     bound = [i for i, row in enumerate(rows) if row.final and not row.sampling.temperature]
     if bound and mask is not None:
-        _report_bound(logits, mask, found.tokens, found.final, to_device(torch.tensor(bound), logits.device))
+        _report_bound(logits, mask, found.tokens, found.final, list_to_device(logits.device, bound))
     if any(row.final for row in rows):
         final = to_device(torch.tensor([row.final for row in rows]), logits.device)
         logprobs = torch.where(final & logprobs.isfinite(), found.final, logprobs)
@@ -174,7 +174,7 @@ def penalized(logits: Tensor, rows: Listing[Row]) -> Tensor:
     indices = [i for i, row in enumerate(rows) if row.sampling.penalized]
     if not indices:
         return logits
-    own = to_device(torch.tensor(indices), logits.device)  # an index by Python's list would wait for the device
+    own = list_to_device(logits.device, indices)  # an index by Python's list would wait for the device
     penalties = _penalties([rows[i] for i in indices], logits)
     return logits.index_copy(0, own, penalize(logits.index_select(0, own), penalties))
 
@@ -198,8 +198,8 @@ def _penalties(rows: Listing[Row], logits: Tensor) -> Penalties:
         repetition=to_device(torch.tensor([sampling.repetition_penalty for sampling in samplings]), device),
         frequency=to_device(torch.tensor([sampling.frequency_penalty for sampling in samplings]), device),
         presence=to_device(torch.tensor([sampling.presence_penalty for sampling in samplings]), device),
-        bias_rows=to_device(torch.tensor([entry[0] for entry in bias], dtype=torch.int64), device),
-        bias_ids=to_device(torch.tensor([entry[1] for entry in bias], dtype=torch.int64), device),
+        bias_rows=list_to_device(device, [entry[0] for entry in bias]),
+        bias_ids=list_to_device(device, [entry[1] for entry in bias]),
         bias_values=to_device(torch.tensor([entry[2] for entry in bias], dtype=torch.float32), device),
     )
 
@@ -243,7 +243,7 @@ class Tops:
         self._wanting = [i for i, row in enumerate(rows) if row.top_n and (all or not row.final)]
         self.tensors: tuple[Tensor, ...] = ()  # on the device: ids and log-probabilities, as many as any row reports; or nothing
         if self._wanting:
-            some = logits if len(self._wanting) == len(logits) else logits[to_device(torch.tensor(self._wanting), logits.device)]
+            some = logits if len(self._wanting) == len(logits) else logits[list_to_device(logits.device, self._wanting)]
             values, ids = most_probable(some, min(max(rows[i].top_n for i in self._wanting), logits.shape[1]))
             self.tensors = ids, values
 

@@ -74,13 +74,18 @@ class Outwards:
         up = torch.cat(ups)
         return down, up if self.order is None else up[self.order.to(up.device)]
 
-    def beside(self, other: "Outwards") -> "Outwards":
-        """Of both weights, the other's outputs behind these."""
-        sizes = [sum(part.stop - part.start for part in each.parts) for each in (self, other)]
-        own, others = (
-            torch.arange(size) if each.order is None else each.order.cpu() for each, size in zip((self, other), sizes, strict=True)
-        )
-        return Outwards([*self.parts, *other.parts], self.inputs, torch.cat((own, others + sizes[0])))
+
+def side_by_side(*changes: Outwards | None) -> Outwards | None:
+    """Of weights whose outputs stand one behind the other in one; None: there are no adapters."""
+    parts, orders, before, inputs = list[Part](), list[Tensor](), 0, 0
+    for change in changes:
+        if change is None:
+            return None
+        own, inputs = sum(part.stop - part.start for part in change.parts), change.inputs
+        orders.append(before + (torch.arange(own) if change.order is None else change.order.cpu()))
+        parts += change.parts
+        before += own
+    return Outwards(parts, inputs, torch.cat(orders))
 
 
 @dataclass(frozen=True, slots=True)

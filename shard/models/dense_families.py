@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from .fields import AGAIN, FULL, SLIDING, Config, expect, number, shown
-from .parts import all_alike, biased, cap, common, kinds_of, pattern_of, unturned_of, windows_of
+from .parts import all_alike, biased, cap, common, kinds_of, layers_of, pattern_of, unturned_of, windows_of
 from .ropes import MISTRAL_YARN, check_factors, rope_of, ropes_by_kind, rotary_size, stretched, with_rope
 from .shape import Shape, Unsupported
 
@@ -363,7 +363,7 @@ def exaone4(config: Config) -> Shape:
     base = common({"num_key_value_heads": 32, "rms_norm_eps": 1e-5} | config)
     window = config.get("sliding_window", 4096)
     kinds = kinds_of(config, base.layers, lambda layer: (layer + 1) % pattern_of(config, 4) > 0 and window)
-    still = frozenset(layer for layer, kind in enumerate(kinds) if kind == FULL and window)
+    still = layers_of(kinds, FULL) if window else frozenset[int]()
     return replace(base, qk_norm=True, norms=BEHIND, windows=windows_of(config, kinds), unturned=still)
 
 

@@ -1,13 +1,13 @@
 """Families some of whose layers have linear attention. A new one is a new entry in `HYBRID`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Any
 
 from .dense_families import granite, llama
 from .fields import AGAIN, FULL, LINEAR, SHORT, SLIDING, Config, expect, number, said, shown
-from .parts import biased, common, kinds_of, windows_of
+from .parts import biased, common, kinds_of, layers_of, windows_of
 from .remembering import Convolution, Linear
 from .ropes import rope_of_kind, ropes_by_kind, rotary_size, with_rope
 from .shape import Shape, Unsupported
@@ -92,9 +92,7 @@ def _qwen3_5_moe(config: Config) -> Shape:
 def _hybrid(config: Config, joint: int) -> Shape:
     """Qwen's: one layer of so many attends to all, through gates, and a part of its heads turns; joint: see `Linear`."""
     base = biased(common(config), config)
-    layers = _linear_layers(
-        kinds_of(config, base.layers, lambda layer: (layer + 1) % config["full_attention_interval"] > 0, LINEAR)
-    )
+    layers = linear_layers(kinds_of(config, base.layers, lambda layer: (layer + 1) % config["full_attention_interval"] > 0, LINEAR))
     return replace(
         base,
         remembering=_linear(config, layers, joint) if layers else None,
@@ -105,8 +103,9 @@ def _hybrid(config: Config, joint: int) -> Shape:
     )
 
 
-def _linear_layers(kinds: list[Any], own: str = LINEAR) -> frozenset[int]:
-    layers = frozenset(layer for layer, kind in enumerate(kinds) if kind == own)
+def linear_layers(kinds: Sequence[Any], own: str = LINEAR) -> frozenset[int]:
+    """Those of the kind that attends to no keys. Raises Unsupported if all are."""
+    layers = layers_of(kinds, own)
     if len(layers) == len(kinds):
         named = own.replace("_", " ")
         raise Unsupported(f"config.json means layers of {named} alone, the decoder needs one that attends to all: {AGAIN}")
@@ -139,7 +138,7 @@ def _granite_hybrid(config: Config) -> Shape:
             f"position_embedding_type {shown(turning)} is not supported: for this family the decoder has nope and rope"
         )
     base = granite(given | {"intermediate_size": given["shared_intermediate_size"]})
-    layers = _linear_layers(kinds_of(config, base.layers, lambda layer: True, LINEAR))
+    layers = linear_layers(kinds_of(config, base.layers, lambda layer: True, LINEAR))
     return replace(
         with_granites_experts(base, given, shared=base.intermediate),
         remembering=state_spaces(given, layers, given["mamba_expand"] * given["hidden_size"]) if layers else None,
@@ -155,7 +154,7 @@ def _bamba(config: Config) -> Shape:
     attending = config.get("attn_layer_indices") or []
     if not isinstance(attending, list) or not all(type(layer) is int for layer in attending):
         raise Unsupported(f"config.json says attn_layer_indices {shown(attending)}, a list of numbers is needed: {AGAIN}")
-    layers = _linear_layers([FULL if layer in attending else LINEAR for layer in range(base.layers)])
+    layers = linear_layers([FULL if layer in attending else LINEAR for layer in range(base.layers)])
     return replace(
         base,
         remembering=state_spaces(given, layers, given["mamba_expand"] * given["hidden_size"]) if layers else None,
@@ -227,7 +226,7 @@ def _short(config: Config, kinds: list[Any]) -> Shape:
     given = LFM2 | config
     tied, epsilon = given.get("tie_embedding", given["tie_word_embeddings"]), number(given, "norm_eps", most=1.0)
     base = common(given | {"tie_word_embeddings": tied, "rms_norm_eps": epsilon, "hidden_act": "silu"})
-    layers, biased = _linear_layers(kinds, SHORT), given.get("conv_bias", False)
+    layers, biased = linear_layers(kinds, SHORT), given.get("conv_bias", False)
     return replace(
         base,
         remembering=Convolution(layers=layers, width=given["conv_L_cache"], size=base.hidden, biased=biased) if layers else None,

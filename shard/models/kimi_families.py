@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from .fields import AGAIN, FULL, LEAST, LINEAR, SIZES, Config, boolean, expect, said, shown, whole
+from .hybrid_families import linear_layers
 from .latent_families import latent_shape
 from .parts import kinds_of
 from .remembering import FineLinear
@@ -60,9 +61,7 @@ def _kimi_linear(config: Config) -> Shape:
     kinds = kinds_of(config, base.layers, lambda layer: not layer or layer % 4 > 0, LINEAR)
     if not config.get("layer_types") and all(name in inner for name in LAYERS):
         kinds = _counted(inner, base.layers)
-    layers = frozenset(layer for layer, kind in enumerate(kinds) if kind == LINEAR)
-    if len(layers) == base.layers:
-        raise Unsupported(f"config.json means layers of linear attention alone, the decoder needs one that attends to all: {AGAIN}")
+    layers = linear_layers(kinds)
     heads, size = given["linear_num_heads"], given["linear_head_dim"]
     linear = FineLinear(
         layers=layers, key_heads=heads, value_heads=heads, key_size=size, value_size=size, width=given["linear_conv_kernel_dim"]

@@ -8,7 +8,7 @@ from ...kernels.gated_delta import States, gated_delta, gated_norm
 from ...kernels.linear import Weight
 from ..step import Step
 from .loader import Loader
-from .memories import Remembered, together
+from .memories import Remembered, products, together
 from .remembering import FineLinear
 from .stream import Stream
 
@@ -42,11 +42,7 @@ class FineDelta(Remembered):
     def __call__(self, stream: Stream, norm: Tensor | None, step: Step, states: States) -> Tensor:
         """As that of `Remembered`: [tokens, this rank's heads * value size]."""
         assert step.spans is not None
-        if self.gating is None:
-            mixed, gating = stream.through(norm, self.inward).tensor_split((self.channels,), 1)
-        else:
-            x = stream.normalized(norm)
-            mixed, gating = stream.product(x, self.inward), stream.product(x, self.gating)
+        mixed, gating = products(stream, norm, self.inward, self.gating, self.channels)
         fading, opening, strengths = gating.split_with_sizes((self.few, self.few, gating.shape[1] - 2 * self.few), 1)
         fades, gates = stream.product(fading.contiguous(), self.fades), stream.product(opening.contiguous(), self.gates)
         found = gated_delta(mixed, strengths, fades, self.taps, self.rates, self.offsets, step.spans, states)

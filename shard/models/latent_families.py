@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from .fields import AGAIN, Config, expect, number, said, shown
-from .parts import biased, common
+from .parts import biased, common, layers_of
 from .ropes import MISTRAL_YARN, check_factors, sharpness, with_original, with_rope
 from .shape import Shape, Unsupported
 from .sparse_families import scored, scored_by_kinds, with_experts
@@ -144,7 +144,7 @@ def _borrowing(config: Config) -> frozenset[int]:
             f"config.json says indexer_types {shown(kinds)}, {OWN!r} or {OTHERS!r} is needed for each of num_hidden_layers, the "
             f"first of which has its own: {AGAIN}"
         )
-    return frozenset(layer for layer, kind in enumerate(kinds) if kind == OTHERS)
+    return layers_of(kinds, OTHERS)
 
 
 def _indexed(given: Config, neighbours: bool, borrowing: frozenset[int] = frozenset()) -> Shape:

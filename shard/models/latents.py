@@ -12,6 +12,7 @@ from ...kernels.linear import Exact, Weight, by_onednn
 from ...kernels.operations import rms_norm, rotate_and_write_latents
 from ...kernels.ragged import How, attention
 from ..step import Step
+from .changes import side_by_side
 from .index import Chooser
 from .loader import Loader
 from .rotary import Places
@@ -67,7 +68,7 @@ class Latents:
             first = load.matrix("self_attn.q_proj", asked, shape.hidden)[order]
             other = load.changed(["self_attn.q_proj"], [asked], order=order)
         bias = self._bias(load, asked // load.ranks.size)
-        self.inward = load.laid_out(load.joined((first, latents)), bias, change and other and other.beside(change))
+        self.inward = load.laid_out(load.joined((first, latents)), bias, side_by_side(other, change))
         self.query = load.laid_out(query, None, changed) if queries else None
         self.query_norm = load.gains("self_attn.q_a_layernorm", latent.queries) if latent.queries else None
         self.latent_norm = load.gains("self_attn.kv_a_layernorm", latent.size)

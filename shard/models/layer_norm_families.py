@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from .fields import FULL, SLIDING, Config, expect, number, shown
-from .parts import all_alike, biased, cap, common, kinds_of, pattern_of, windows_of
+from .parts import all_alike, biased, cap, common, kinds_of, layers_of, pattern_of, windows_of
 from .ropes import check_factors, rotary_size, with_amplitude
 from .shape import Shape, Unsupported
 from .sparse_families import EXPERTS, PLAIN_MLP, by_kinds
@@ -63,7 +63,7 @@ def _cohere2(config: Config) -> Shape:
     """Command R7B and A. One layer in four sees all, and has no rotary embedding."""
     base = _cohere({"rope_theta": 1e4} | config)
     kinds = kinds_of(config, base.layers, lambda layer: (layer + 1) % pattern_of(config, 4) > 0)
-    still = frozenset(layer for layer, kind in enumerate(kinds) if kind == FULL)
+    still = layers_of(kinds, FULL)
     return replace(base, windows=windows_of(config, kinds), unturned=still)
 
 

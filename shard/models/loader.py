@@ -229,10 +229,10 @@ class Loader:
 
     def changed_parts(
         self, name: str, sizes: Sequence[int], wholes: Iterable[int], factors: Sequence[float]
-    ) -> list[Outwards] | None:
+    ) -> list[Outwards | None]:
         """How they change each of `matrices`; factors: what the products of each are multiplied by."""
         if self.changes is None:
-            return None
+            return [None] * len(sizes)
         full, names = sum(sizes), self._matrix_names(name)
         cuts = [cut or (0, 0, full) for cut in self._cuts((full, self.shape.hidden), sizes, wholes)]
         parts = [Part(names, full, start, stop, factor) for (_, start, stop), factor in zip(cuts, factors, strict=True)]

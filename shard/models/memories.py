@@ -11,7 +11,7 @@ from ...kernels.codes import Codes
 from ...kernels.gated_delta import Spans, States, gated_delta, gated_norm
 from ...kernels.linear import Weight
 from ..step import Step
-from .changes import Outwards
+from .changes import Outwards, side_by_side
 from .loader import Loader
 from .remembering import Linear
 from .stream import Stream
@@ -47,7 +47,16 @@ def together(load: Loader, inward: Led, gating: Led) -> tuple[Weight, Weight | N
     (first, change), (second, other) = inward, gating
     if not isinstance(first, Tensor) or not isinstance(second, Tensor):
         return load.laid_out(first, None, change), load.laid_out(second, None, other)
-    return load.laid_out(torch.cat((first, second)), None, change and other and change.beside(other)), None
+    return load.laid_out(torch.cat((first, second)), None, side_by_side(change, other)), None
+
+
+def products(stream: Stream, norm: Tensor | None, inward: Weight, gating: Weight | None, outputs: int) -> tuple[Tensor, Tensor]:
+    """Of what `together` has made; outputs: of the first. Both may be columns of something wider."""
+    if gating is None:
+        joint = stream.through(norm, inward)
+        return joint[:, :outputs], joint[:, outputs:]
+    x = stream.normalized(norm)
+    return stream.product(x, inward), stream.product(x, gating)
 
 
 class Memories(Remembered):
@@ -67,14 +76,8 @@ class Memories(Remembered):
     def __call__(self, stream: Stream, norm: Tensor | None, step: Step, states: States) -> Tensor:
         """As that of `Remembered`: [tokens, this rank's value heads * value size]."""
         assert step.spans is not None
-        if self.gating is None:
-            joint = stream.through(norm, self.inward)
-            gating = joint[:, self.channels + self.size :]
-        else:
-            x = stream.normalized(norm)
-            joint, gating = stream.product(x, self.inward), stream.product(x, self.gating)
-        mixed, gates = joint[:, : self.channels], joint[:, self.channels : self.channels + self.size]
-        return self.found(mixed, gates, gating, step.spans, states)
+        joint, gating = products(stream, norm, self.inward, self.gating, self.channels + self.size)
+        return self.found(joint[:, : self.channels], joint[:, self.channels :], gating, step.spans, states)
 
     @abstractmethod
     def found(self, mixed: Tensor, gates: Tensor, gating: Tensor, spans: Spans, states: States) -> Tensor:
@@ -103,9 +106,9 @@ def _by_parts(load: Loader, linear: Linear) -> tuple[Led, Led]:
     mixed = ("", "", ""), linear.sizes, f"{NAME}.in_proj_qkv"
     gates = (f"{NAME}.in_proj_z",), linear.sizes[-1:]
     gating = (f"{NAME}.in_proj_b", f"{NAME}.in_proj_a"), (linear.value_heads,) * 2
-    change, other = load.changed(*mixed), load.changed(*gates)
     inward = load.joined((load.outwards(*mixed), load.outwards(*gates)))
-    return (inward, change and other and change.beside(other)), (load.unrounded(*gating), load.changed(*gating))
+    change = side_by_side(load.changed(*mixed), load.changed(*gates))
+    return (inward, change), (load.unrounded(*gating), load.changed(*gating))
 
 
 def _by_heads(load: Loader, linear: Linear) -> tuple[Led, Led]:

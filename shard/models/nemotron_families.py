@@ -8,7 +8,7 @@ from typing import Any
 
 from .fields import AGAIN, FULL, LINEAR, Config, expect, number, shown
 from .hybrid_families import limits, state_spaces
-from .parts import common
+from .parts import common, layers_of
 from .remembering import Linear
 from .shape import Shape, Unsupported
 from .sparse_families import scored, with_experts
@@ -57,13 +57,13 @@ def _nemotron_h(config: Config) -> Shape:
     base = common(
         given | {"num_hidden_layers": len(kinds), "rms_norm_eps": number(given, "layer_norm_epsilon"), "hidden_act": "silu"}
     )
-    remembering = frozenset(layer for layer, kind in enumerate(kinds) if kind == LINEAR)
+    remembering = layers_of(kinds, LINEAR)
     found = replace(
         _with_experts(base, given, kinds) if EXPERTS in kinds else base,
         remembering=_linear(given, remembering) if remembering else None,
         unturned=frozenset(range(base.layers)),
-        inattentive=frozenset(layer for layer, kind in enumerate(kinds) if kind in (MLP, EXPERTS)),
-        without_mlp=frozenset(layer for layer, kind in enumerate(kinds) if kind in (FULL, LINEAR)),
+        inattentive=layers_of(kinds, MLP, EXPERTS),
+        without_mlp=layers_of(kinds, FULL, LINEAR),
         attention_name="mixer",
         norms=("norm", "", "norm", ""),
         last_norm="norm_f",

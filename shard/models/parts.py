@@ -1,6 +1,6 @@
 """What families have in common: parts of a `Shape` by a Hugging Face config.json."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -48,6 +48,11 @@ def biased(base: Shape, config: Config) -> Shape:
 def kinds_of(config: Config, layers: int, slides: Callable[[int], bool], kind: str = SLIDING) -> list[Any]:
     """Of so many layers. slides: whether one does, or is of another `kind`, where config.json doesn't say."""
     return config.get("layer_types") or [kind if slides(layer) else FULL for layer in range(layers)]
+
+
+def layers_of(kinds: Sequence[Any], *named: str) -> frozenset[int]:
+    """Those that are of one of the kinds so named."""
+    return frozenset(layer for layer, kind in enumerate(kinds) if kind in named)
 
 
 def windows_of(config: Config, kinds: list[Any]) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from math import gcd, prod
 
-from .remembering import Matrices, Remembering
+from .remembering import Matrices, Remembering, changed
 from .traits import Alibi, Features, Growth, Index, Inputs, Keys, Latent, Layout, Mixture, Quantization, Rope, elements
 
 
@@ -516,19 +516,15 @@ class Shape:
 
     def adapted(self, ranks: int) -> int:
         """Elements on one rank of an adapter of rank 1 that changes all that adapters can."""
-
-        def each(*matrices: tuple[int, int, int], parts: int = 1) -> int:
-            return parts * sum(outputs + own for outputs, _, own in matrices)
-
         found = 0
         for window, count in self._alike.items():
             # Queries, keys, values and gates side by side, or queries and latents.
             before, *others = self._projections(ranks, window)
             beside = 2 + (not self.latent and self.keys(window).values + bool(self.attention_gates and self.gates_name))
-            found += count * (each(before, parts=1 if "qkv_proj" in self.joined else beside) + each(*others))
-        found += sum(each(*self._questions(ranks, window)) for window in self._keyless)
+            found += count * ((1 if "qkv_proj" in self.joined else beside) * changed([before]) + changed(others))
+        found += sum(changed(self._questions(ranks, window)) for window in self._keyless)
         if self.inputs:
-            found += self.layers * each(*self.inputs.matrices(ranks, self.hidden))
+            found += self.layers * changed(self.inputs.matrices(ranks, self.hidden))
         if self.remembering:
             found += len(self.remembering.layers) * self.remembering.adapted(ranks, self.hidden, self.quantization is not None)
         for layer, mixture in self.mlps:
@@ -536,9 +532,9 @@ class Shape:
             if own:
                 sides = 2 - bool(self.ungated)
                 parts = 1 if self.mlp_parts[0] in self.joined else sides
-                found += each((sides * own, self.hidden, self.hidden), parts=parts) + self.hidden + own
+                found += parts * changed([(sides * own, self.hidden, self.hidden)]) + self.hidden + own
             if mixture and mixture.shared and mixture.shared_gate:
-                found += each((1, self.hidden, self.hidden))
+                found += changed([(1, self.hidden, self.hidden)])
         return found
 
     def _sparse(self, mixture: Mixture, ranks: int, tokens: int | None) -> int:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from .fields import AGAIN, FULL, SIZES, SLIDING, Config, expect, number, said, shown, whole
-from .parts import biased, common, kinds_of, windows_of
+from .parts import biased, common, kinds_of, layers_of, windows_of
 from .ropes import rope_of, ropes_by_kind, rotary_size, with_rope
 from .shape import Shape, Unsupported
 from .sparse_families import EXPERTS, PLAIN_MLP, by_kinds, mixed, one_for_all, scored_by_kinds
@@ -81,7 +81,7 @@ def _flint(config: Config) -> Shape:
         sinks=True,
         sinks_name="softmax_offset",
         windows=windows_of(given, kinds),
-        unturned=frozenset(layer for layer, kind in enumerate(kinds) if kind != SLIDING),
+        unturned=layers_of(kinds, FULL),
     )
 
 
@@ -106,7 +106,7 @@ def _kolibri(config: Config) -> Shape:
         qk_norm=True,
         norms=AROUND_KOLIBRI,
         windows=windows_of(given, kinds),
-        unturned=frozenset(layer for layer, kind in enumerate(kinds) if kind != SLIDING),
+        unturned=layers_of(kinds, FULL),
     )
 
 

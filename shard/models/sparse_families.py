@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from .dense_families import BEHIND, MISTRAL, OLMO, ernie, exaone4, granite, hunyuan, qwen3, with_thetas
-from .fields import AGAIN, SLIDING, Config, expect, number, shown
-from .parts import all_alike, biased, cap, common, kinds_of, windows_of
+from .fields import AGAIN, FULL, SLIDING, Config, expect, number, shown
+from .parts import all_alike, biased, cap, common, kinds_of, layers_of, windows_of
 from .ropes import rope_of, ropes_by_kind, rotary_size, with_rope
 from .shape import PLAIN, Shape, Unsupported
 from .traits import Mixture, Quantization
@@ -229,7 +229,7 @@ def _afmoe(config: Config) -> Shape:
         qk_norm=True,
         norms=AROUND_AFMOE,
         windows=windows_of(given, kinds),
-        unturned=frozenset(layer for layer, kind in enumerate(kinds) if kind != SLIDING),
+        unturned=layers_of(kinds, FULL),
         embedding_factor=base.hidden**0.5 if given.get("mup_enabled") else 1.0,
     )
 

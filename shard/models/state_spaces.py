@@ -1,15 +1,13 @@
 """The same by state spaces, Mamba-2 (Dao and Gu 2024, arXiv:2405.21060): see `kernels.state_space`. Knows where checkpoints have
 its tensors."""
 
-from functools import reduce
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ...kernels.gated_delta import Spans, States, gated_norm, scaled
 from ...kernels.state_space import state_space
-from .changes import Outwards
+from .changes import side_by_side
 from .loader import Loader
 from .memories import Memories
 from .remembering import Linear
@@ -24,14 +22,11 @@ class StateSpaces(Memories):
         name = linear.home
         sizes, wholes = (values, keys, keys), (1, linear.key_size, linear.key_size)
         every = (values, *sizes, linear.value_heads), (1, *wholes, 1)
-        parts, changes = load.matrices(f"{name}.in_proj", *every), load.changed_parts(f"{name}.in_proj", *every, linear.factors)
+        parts = load.matrices(f"{name}.in_proj", *every)
         *first, steps = (load.times(part, factor) for part, factor in zip(parts, linear.factors, strict=True))
-        change, gating = None, None
-        if changes:
-            *others, gating = changes
-            change = reduce(Outwards.beside, others[::-1])
-        inward = load.joined(first[::-1])  # queries are last in the checkpoint
-        super().__init__(load, linear, name, (inward, change), (load.dense(steps), gating))
+        *changes, gating = load.changed_parts(f"{name}.in_proj", *every, linear.factors)
+        inward = load.joined(first[::-1]), side_by_side(*changes[::-1])  # queries are last in the checkpoint
+        super().__init__(load, linear, name, inward, (load.dense(steps), gating))
         self.ranks, self.limits = load.ranks, linear.limits
         self.taps = torch.cat(load.parts(f"{name}.conv1d.weight", sizes, (1, linear.width), wholes)[::-1]).squeeze(1)
         self.biases = torch.cat(load.parts(f"{name}.conv1d.bias", sizes, (), wholes)[::-1])

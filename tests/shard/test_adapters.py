@@ -62,11 +62,15 @@ def first_logprob(model: Path, tokens: tuple[int, ...], token: int) -> float:
     return float(generator(model)(torch.tensor([tokens])).logits[0, -1].log_softmax(-1)[token])
 
 
-def engine(name: str, changes: tuple[tuple[str, str], ...], pages: int = 512, page_size: int = 16, ahead: bool = False) -> Engine:
-    decoder = load(ShardConfig(folder=str(tiny.folder(name)), model=name, adapters=changes), lambda stage: None).decoder
-    found = Engine(decoder, tiny.CPU, page_size, ahead=ahead)
-    found.resize(pages)
+def engine_of(folder: Path, ahead: bool = False, **config: Any) -> Engine:
+    decoder = load(ShardConfig(folder=str(folder), model="m", **config), lambda stage: None).decoder
+    found = Engine(decoder, tiny.CPU, 16, ahead=ahead)
+    found.resize(512)
     return found
+
+
+def engine(name: str, changes: tuple[tuple[str, str], ...], ahead: bool = False) -> Engine:
+    return engine_of(tiny.folder(name), ahead, adapters=changes)
 
 
 def requests(asked: Asked, sampling: Sampling | None = None, **more: Any) -> list[Group]:
@@ -135,7 +139,7 @@ def test_weights_of_few_bits(name: str, form: str, tmp_path: Path) -> None:
     """Get what those of all bits get: also where what gates memories is read with these, and apart."""
     few, plain = packing.checkpoints(name, form, tmp_path)
     place = lora.adapter(plain, tmp_path / "adapter", 3)
-    found = of_few_bits(few, place, torch.float32)
+    found = engine_of(few, adapters=(("a", str(place)),))
     memories = [layer.attention for layer in found.decoder.layers if isinstance(layer.attention, Memories | FineDelta)]
     assert all(one.gating is not None for one in memories)
     tokens = prompts(1, 40)[0]
@@ -147,19 +151,12 @@ def test_weights_of_few_bits_stay_so(name: str, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(packing.FORMATS["packed-zeros"], "size", 32)
     few, plain = packing.checkpoints(name, "packed-zeros", tmp_path)
     place = lora.adapter(plain, tmp_path / "adapter", 3)
-    found, tokens = of_few_bits(few, place, torch.bfloat16), prompts(1, 40)[0]
+    found, tokens = engine_of(few, adapters=(("a", str(place)),), dtype="bfloat16"), prompts(1, 40)[0]
     assert few_bits(found.decoder)
     world = drive(found, [tiny.group(1, tokens, COUNT, adapter="a")], Habits())
     token, logprob = world.tokens[1, 0][0], world.logprobs[1, 0][0]
     expected, usual = (first_logprob(model, tokens, token) for model in (lora.merged(plain, place, tmp_path / "merged"), plain))
     assert 10 * abs(logprob - expected) < abs(usual - expected)
-
-
-def of_few_bits(folder: Path, place: Path, dtype: torch.dtype) -> Engine:
-    more: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "adapters": (("a", str(place)),)}
-    found = Engine(load(ShardConfig(folder=str(folder), model="m", **more), lambda stage: None).decoder, tiny.CPU, 16)
-    found.resize(64)
-    return found
 
 
 def test_company_changes_nothing(tmp_path: Path) -> None:
@@ -180,8 +177,7 @@ def test_company_changes_nothing(tmp_path: Path) -> None:
 def test_choices_and_beams_go_by_them_as_well(ahead: bool, tmp_path: Path) -> None:
     changes, models = lora.of("llama", tmp_path)
     found = engine("llama", changes, ahead=ahead)
-    whole = Engine(load(ShardConfig(folder=str(models["1"]), model="m"), lambda stage: None).decoder, tiny.CPU, 16)
-    whole.resize(512)
+    whole = engine_of(models["1"])
     asked = prompts(3, 40)
     sampling = Sampling(temperature=1.0, seed=2)
 
@@ -208,10 +204,7 @@ def test_a_shard_without_it_says_so() -> None:
 
 
 def with_room(name: str, room: int, rank: int = 8, changes: tuple[tuple[str, str], ...] = (), **more: Any) -> Engine:
-    config = ShardConfig(folder=str(tiny.folder(name)), model=name, adapters=changes, max_loras=room, max_lora_rank=rank, **more)
-    found = Engine(load(config, lambda stage: None).decoder, tiny.CPU, 16)
-    found.resize(512)
-    return found
+    return engine_of(tiny.folder(name), adapters=changes, max_loras=room, max_lora_rank=rank, **more)
 
 
 def bring(found: Engine, key: str, place: str | Path) -> None:
