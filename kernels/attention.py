@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .indexed import Choosing, narrowed
+from .indexed import Choosing, ChoosingBlocks, narrowed, narrowed_by_blocks
 from .layout import Kind, Layout
 
 # Elements of padding that a block may add to its rows: about what another block would cost. Measured 2026-11-22 on a shared EPYC,
@@ -62,7 +62,8 @@ class How:
     scales: Tensor | None = None  # [2, kv_heads] float32: what cached keys and values are to be multiplied by
     sinks: Tensor | None = None  # [heads] float32: of each head a logit more, which no value belongs to
     latent: int = 0  # so many features of all heads' keys, the first, are values; 0: these are apart
-    asked: Choosing | None = None  # by which tokens choose those that they attend to, whose keys stand behind the latents
+    # By which tokens choose those that they attend to; of tokens chosen one by one the keys stand behind the latents.
+    asked: Choosing | ChoosingBlocks | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +247,9 @@ def _attend(attended: Callable[..., Tensor], query: Tensor, cache: Tensor, block
     own = query[block.start : block.start + count * queries]
     mask = view.mask if view.mask is None else view.mask.to(query.dtype)
     choose: Callable[[int, int, Tensor | None], Tensor | None] = _all
-    if how.asked is not None:
+    if isinstance(how.asked, ChoosingBlocks):
+        choose = partial(narrowed_by_blocks, how.asked, gather(how.asked.keys, view.slots, count, query.dtype, None)[0][:, 0])
+    elif how.asked is not None:
         choose = partial(narrowed, how.asked, keys[:, 0, :, size:])
     if cache.shape[3] > size:  # an index has its own keys behind these
         keys = values = keys[..., :size]
@@ -264,6 +267,8 @@ def _attend(attended: Callable[..., Tensor], query: Tensor, cache: Tensor, block
         attended = partial(attended, sinks=sinks.view(heads, 1, 1))
     spread = own.reshape(count, queries, heads, size).transpose(1, 2)
     grouped = ratio > 1
+    if mask is not None and mask.shape[1] > 1:
+        mask = mask.repeat_interleave(ratio, 1)
     if view.tiled and mask is not None:
         whole = keys.contiguous()
         seen = whole, whole if values is keys else values.contiguous(), mask
@@ -336,5 +341,7 @@ def _attend_tiles(
         end = min(start + TILE, queries)
         seen = length - queries + end
         hidden = choose(first + start, end - start, mask[:, :, start - end :, length - seen :])
+        if hidden is not None and hidden.shape[1] > 1:
+            hidden = hidden.repeat_interleave(query.shape[1] // hidden.shape[1], 1)
         answers.append(attended(query[:, :, start:end], keys[:, :, :seen], values[:, :, :seen], hidden))
     return torch.cat(answers, 2)

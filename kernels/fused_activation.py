@@ -1,4 +1,5 @@
-"""SwiGLU and GeGLU by Triton. What they mean stands in `reference.gated`; rounding to the type happens where it happens there."""
+"""SwiGLU and GeGLU by Triton. What they mean stands in `reference.gated`; rounding to the type happens where it happens there, but
+with a limit, where it happens once."""
 
 import triton
 import triton.language as tl
@@ -20,6 +21,13 @@ def activated(gate: tl.tensor, GELU: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def limited(gate: tl.tensor, up: tl.tensor, LIMIT: tl.constexpr) -> tl.tensor:
+    """As `reference.gated` with a limit. Both: float32."""
+    gate, up = tl.minimum(gate, LIMIT), tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+    return gate / (1.0 + tl.exp(-1.702 * gate)) * (up + 1.0)
+
+
+@triton.jit
 def gated_kernel(
     gate_up: tl.tensor,  # [tokens, 2 * size]
     out: tl.tensor,  # [tokens, size]
@@ -28,6 +36,7 @@ def gated_kernel(
     out_stride: tl.tensor,
     BLOCK: tl.constexpr,
     GELU: tl.constexpr,
+    LIMIT: tl.constexpr,  # 0: none
 ) -> None:
     """One program: BLOCK elements of a token. Tokens are the first axis of the grid, which may have 2^31 programs."""
     token = tl.program_id(0).to(tl.int64)
@@ -35,11 +44,11 @@ def gated_kernel(
     inside = column < size
     gate = tl.load(gate_up + token * gate_up_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + token * gate_up_stride + size + column, mask=inside, other=0.0).to(tl.float32)
-    factor = activated(gate, GELU).to(gate_up.dtype.element_ty).to(tl.float32)
-    tl.store(out + token * out_stride + column, (factor * up).to(out.dtype.element_ty), mask=inside)
+    found = limited(gate, up, LIMIT) if LIMIT > 0 else activated(gate, GELU).to(gate_up.dtype.element_ty).to(tl.float32) * up
+    tl.store(out + token * out_stride + column, found.to(out.dtype.element_ty), mask=inside)
 
 
-def gated(gate_up: Tensor, out: Tensor, gelu: bool = False) -> Tensor:
+def gated(gate_up: Tensor, out: Tensor, gelu: bool = False, limit: float = 0.0) -> Tensor:
     """`reference.gated` into `out`. gate_up: [tokens, 2 * size], out: [tokens, size], views whose last dimension is dense."""
     tokens, size = out.shape
     assert gate_up.shape == (tokens, 2 * size)
@@ -47,7 +56,8 @@ def gated(gate_up: Tensor, out: Tensor, gelu: bool = False) -> Tensor:
     if tokens:
         grid = (tokens, triton.cdiv(size, BLOCK_SIZE))
         strides = gate_up.stride(0), out.stride(0)
-        gated_kernel[grid](gate_up, out, size, *strides, BLOCK=BLOCK_SIZE, GELU=gelu, num_warps=WARPS, enable_fp_fusion=False)
+        constants = {"BLOCK": BLOCK_SIZE, "GELU": gelu, "LIMIT": limit}
+        gated_kernel[grid](gate_up, out, size, *strides, **constants, num_warps=WARPS, enable_fp_fusion=False)
     return out
 
 
@@ -56,7 +66,7 @@ def compilations() -> list[Compilation]:
     return [
         Compilation(
             kernel=gated_kernel,
-            name=f"{'geglu' if gelu else 'swiglu'} {dtype}",
+            name=f"{'geglu' if gelu else 'swiglu'} {dtype}{' limited' * (limit > 0)}",
             signature={
                 "gate_up": f"*{dtype}",
                 "out": f"*{dtype}",
@@ -64,10 +74,10 @@ def compilations() -> list[Compilation]:
                 "gate_up_stride": "i32:16",
                 "out_stride": "i32:16",
             },
-            constants={"BLOCK": BLOCK_SIZE, "GELU": gelu},
+            constants={"BLOCK": BLOCK_SIZE, "GELU": gelu, "LIMIT": limit},
             warps=WARPS,
             hot=True,
         )
         for dtype in ("bf16", "fp16", "fp32")
-        for gelu in (False, True)
+        for gelu, limit in ((False, 0.0), (True, 0.0), (False, 7.0))
     ]

@@ -16,17 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from .compilation import Compilation
-from .fused_activation import activated
+from .fused_activation import activated, limited
 from .fused_product import INTERPRET, dot
 
 WARPS = 4
-
-
-@triton.jit
-def limited(gate: tl.tensor, up: tl.tensor, LIMIT: tl.constexpr) -> tl.tensor:
-    """As `reference.gated` with a limit."""
-    gate, up = tl.minimum(gate, LIMIT), tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-    return gate / (1.0 + tl.exp(-1.702 * gate)) * (up + 1.0)
 
 
 @triton.jit

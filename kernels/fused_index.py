@@ -109,7 +109,7 @@ def rotate_and_write_index(queries: Tensor, keys: Tensor, norm: Tensor, table: T
 def scores_kernel(
     scores: tl.tensor,  # [count, length] float32
     query: tl.tensor,  # [tokens, HEADS, SIZE], dense
-    weights: tl.tensor,  # [tokens, HEADS] float32, dense
+    weights: tl.tensor,  # [tokens, HEADS] float32, dense; unused with PLAIN
     cache: tl.tensor,  # [slots, SIZE]
     items: tl.tensor,
     listed: tl.tensor,
@@ -127,6 +127,7 @@ def scores_kernel(
     PAGE: tl.constexpr,
     KEYS: tl.constexpr,
     TREES: tl.constexpr,
+    PLAIN: tl.constexpr,  # there is one head, and scores are products
     WIDEN: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
@@ -150,7 +151,9 @@ def scores_kernel(
     feature = tl.arange(0, PADDED)
     asked = query + (token * HEADS + head)[:, None] * SIZE + feature[None, :]
     asking = tl.load(asked, mask=(head < HEADS)[:, None] & (feature < SIZE)[None, :], other=0.0)
-    weight = tl.load(weights + token * HEADS + head, mask=head < HEADS, other=0.0)
+    weight = (head < HEADS).to(tl.float32)
+    if not PLAIN:
+        weight = tl.load(weights + token * HEADS + head, mask=head < HEADS, other=0.0)
     target = scores + (token - first) * length
     for begin in tl.range(tl.load(item + 3), end, KEYS):
         key_at = begin + tl.arange(0, KEYS)
@@ -158,8 +161,12 @@ def scores_kernel(
         key = tl.load(
             cache + slots[:, None] * WIDTH + feature[None, :], mask=(key_at < end)[:, None] & (feature < SIZE)[None, :], other=0.0
         )
-        found = tl.maximum(dot(asking, tl.trans(key.to(asking.dtype)), WIDEN), 0.0)
-        if not TREES:  # read again for every tile, lest they be kept: ptxas would spill on Blackwell; with trees it is as well off
+        found = dot(asking, tl.trans(key.to(asking.dtype)), WIDEN)
+        if not PLAIN:
+            found = tl.maximum(found, 0.0)
+        if (
+            not TREES and not PLAIN
+        ):  # read again for every tile, lest they be kept: ptxas would spill on Blackwell; with trees it is as well off
             weight = tl.load(weights + token * HEADS + head, mask=head < HEADS, other=0.0)
         score = tl.sum(found * weight[:, None], 0)
         visible = visible_of(key_at, sight, words, False, TREES)
@@ -172,14 +179,23 @@ def scores(asked: Choosing, cache: Tensor, plan: Plan, first: int, count: int, l
 
     cache: a layer's index keys, [slots, 1, 1, size], slots apart.
     """
+    return _scores(asked.queries, asked.weights, cache, plan, first, count, length)
+
+
+def products(queries: Tensor, cache: Tensor, plan: Plan, first: int, count: int, length: int) -> Tensor:
+    """The same of one head, whose scores are products: queries [tokens, size]."""
+    return _scores(queries.unsqueeze(1), None, cache, plan, first, count, length)
+
+
+def _scores(queries: Tensor, weights: Tensor | None, cache: Tensor, plan: Plan, first: int, count: int, length: int) -> Tensor:
     result = torch.full((count, length), -torch.inf, dtype=torch.float32, device=cache.device)
     launch, early = plan.launches[0], on(cache.device)
     for tile, items, trees in zip(launch.tiles, launch.items, launch.trees, strict=True):
         if len(items):
             scores_kernel[(len(items), tile.rows // launch.kind.ratio)](
                 result,
-                asked.queries,
-                asked.weights,
+                queries,
+                weights if weights is not None else result,
                 cache,
                 items,
                 plan.listed,
@@ -189,7 +205,7 @@ def scores(asked: Choosing, cache: Tensor, plan: Plan, first: int, count: int, l
                 first,
                 count,
                 length,
-                **_score_constants(asked.queries, cache.stride(0), plan.page_size, tile.keys, trees),
+                **_score_constants(queries, cache.stride(0), plan.page_size, tile.keys, trees, weights is None),
                 EARLY=early,
                 num_warps=WARPS,
                 num_stages=2 if torch.version.hip is not None else STAGES,
@@ -199,7 +215,7 @@ def scores(asked: Choosing, cache: Tensor, plan: Plan, first: int, count: int, l
     return result
 
 
-def _score_constants(queries: Tensor, width: int, page_size: int, keys: int, trees: bool) -> dict[str, object]:
+def _score_constants(queries: Tensor, width: int, page_size: int, keys: int, trees: bool, plain: bool = False) -> dict[str, object]:
     heads, size = queries.shape[1:]
     return {
         "HEADS": heads,
@@ -210,12 +226,13 @@ def _score_constants(queries: Tensor, width: int, page_size: int, keys: int, tre
         "PAGE": page_size,
         "KEYS": keys,
         "TREES": trees,
+        "PLAIN": plain,
         "WIDEN": INTERPRET,
     }
 
 
 def compilations() -> list[Compilation]:
-    """DeepSeek's and GLM's heads, beside latents of 512 + 64."""
+    """DeepSeek's and GLM's heads, beside latents of 512 + 64; and one by itself, beside heads of 128."""
     found = []
     for dtype, most, early in (("bf16", 0.0, False), ("bf16", 448.0, False), ("fp32", 0.0, False), ("bf16", 0.0, True)):
         pointers = dict.fromkeys(("query", "keys", "norm", "table"), f"*{dtype}")
@@ -239,11 +256,14 @@ def compilations() -> list[Compilation]:
         found += [_scores_compilation(64, keys, generation) for keys in widths]
         found.append(_scores_compilation(32, widths[-1], generation, trees=True))
         found.append(_scores_compilation(64, widths[-1], generation, eight_bits=True))
+        widths = sorted({tile.keys for tile in tiles_of(Kind(0, 1, 16, 128), torch.bfloat16, generation)})
+        found += [_scores_compilation(1, keys, generation) for keys in widths]
     return found
 
 
 def _scores_compilation(heads: int, keys: int, generation: int, trees: bool = False, eight_bits: bool = False) -> Compilation:
-    constants = _score_constants(torch.empty(0, heads, 128), 704, 64, keys, trees) | {"EARLY": False}
+    width = 704 if heads > 1 else 128
+    constants = _score_constants(torch.empty(0, heads, 128), width, 64, keys, trees, heads == 1) | {"EARLY": False}
     signature = {
         "scores": "*fp32",
         "query": "*bf16",

@@ -60,7 +60,7 @@ def storable(x, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def rotary_kernel(
-    joint: tl.tensor,  # [tokens, (heads + 2 * kv_heads) * size]; SHARED: [tokens, (heads + kv_heads) * size]
+    joint: tl.tensor,  # [tokens, (heads + 2 * kv_heads) * size]; SHARED, KEYS: [tokens, (heads + kv_heads) * size]
     table: tl.tensor,  # [tokens, 2, 1, size], dense
     slots: tl.tensor,  # [tokens]
     cache: tl.tensor,  # [slots, 2, kv_heads, size], dense within a slot
@@ -80,6 +80,7 @@ def rotary_kernel(
     SHARED: tl.constexpr,  # values are what keys are at first
     SCALED: tl.constexpr,
     WRITES: tl.constexpr,  # there are keys and values; without, there is neither a cache nor are there slots
+    KEYS: tl.constexpr,  # there are no values
     MOST: tl.constexpr,  # the largest number of a cache of 8 bits; 0: it has the type of the keys
     EARLY: tl.constexpr,
 ) -> None:
@@ -89,7 +90,7 @@ def rotary_kernel(
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     half = tl.arange(0, HALF)[None, :]
     within = half < SIZE // 2
-    inside = (head < heads + 2 * kv_heads) & within
+    inside = (head < heads + (1 if KEYS else 2) * kv_heads) & within
     is_query, is_value = head < heads, head >= heads + kv_heads
     source = tl.where(is_value, head - kv_heads, head) if SHARED else head
     place = joint + token * joint_stride + source * SIZE + half
@@ -145,11 +146,11 @@ def rotate_and_write(
 
     joint: its last dimension dense; table: dense; cache: each slot dense.
     """
-    tokens, (_, _, kv_heads, size) = len(joint), cache.shape
+    tokens, (_, kinds, kv_heads, size) = len(joint), cache.shape
     assert query_weight is not None or not normal_values
     assert cache.stride()[1:] == (kv_heads * size, size, 1)
-    heads = joint.shape[1] // size - (1 if shared else 2) * kv_heads
-    how = query_weight, key_weight, epsilon, scales, normal_values, shared
+    heads = joint.shape[1] // size - (1 if shared else kinds) * kv_heads
+    how = query_weight, key_weight, epsilon, scales, normal_values, shared, kinds == 1
     if tokens:
         _launch(joint, table, slots, cache, heads, kv_heads, cache.stride(0), *how)
     return joint[:, : heads * size].view(tokens, heads, size)
@@ -161,7 +162,7 @@ def rotate(queries: Tensor, table: Tensor, weight: Tensor | None, epsilon: float
     heads = queries.shape[1] // size
     if tokens:
         slots = torch.empty(0, dtype=torch.int64, device=queries.device)
-        _launch(queries, table, slots, queries, heads, 0, 0, weight, weight, epsilon, None, False, False)
+        _launch(queries, table, slots, queries, heads, 0, 0, weight, weight, epsilon, None, False, False, False)
     return queries.view(tokens, heads, size)
 
 
@@ -179,6 +180,7 @@ def _launch(
     scales: Tensor | None,
     normal_values: bool,
     shared: bool,
+    keys: bool,
 ) -> None:
     size = table.shape[-1]
     assert size % 2 == 0
@@ -186,7 +188,7 @@ def _launch(
     assert table.is_contiguous()
     half, at_once = _tile(size)
     early = on(joint.device)
-    rotary_kernel[(len(joint), triton.cdiv(heads + 2 * kv_heads, at_once))](
+    rotary_kernel[(len(joint), triton.cdiv(heads + (1 if keys else 2) * kv_heads, at_once))](
         joint,
         table,
         slots,
@@ -207,6 +209,7 @@ def _launch(
         SHARED=shared,
         SCALED=scales is not None,
         WRITES=kv_heads > 0,
+        KEYS=keys,
         MOST=torch.finfo(cache.dtype).max if cache.dtype != joint.dtype else 0.0,
         EARLY=early,
         num_warps=WARPS,
@@ -227,13 +230,13 @@ def compilations() -> list[Compilation]:
     cases: list[tuple[int, str, Collection[str]]] = [
         *((64, "bf16", ()), (80, "fp16", ()), (96, "bf16", ()), (128, "bf16", ()), (128, "fp32", ()), (192, "bf16", ())),
         *((128, "bf16", ("norm",)), (256, "bf16", ("norm",)), (512, "bf16", ("norm", "shared"))),
-        *((128, "bf16", ("fp8",)), (128, "bf16", ("early",))),
+        *((128, "bf16", ("fp8",)), (128, "bf16", ("early",)), (128, "bf16", ("norm", "keys"))),
         *((256, "bf16", ("norm", "queries")), (512, "bf16", ("norm", "queries"))),
         (136, "bf16", ("unaligned",)),  # with ALiBi: halves of heads begin at multiples of 8 bytes, and on Hopper 8 are spilled
     ]
     for size, dtype, traits in cases:
-        names = ("norm", "shared", "fp8", "early", "queries", "unaligned")
-        norm, shared, small, early, alone, unaligned = (name in traits for name in names)
+        names = ("norm", "shared", "fp8", "early", "queries", "unaligned", "keys")
+        norm, shared, small, early, alone, unaligned, keys = (name in traits for name in names)
         pointers = dict.fromkeys(("joint", "table", "query_weight", "key_weight"), f"*{dtype}")
         pointers |= {"slots": "*i64", "scales": "*fp32", "cache": "*fp8e4nv" if small else f"*{dtype}"}
         numbers = {"heads": "i32", "kv_heads": "i32", "joint_stride": "i32:16", "cache_stride": "i32:16", "epsilon": "fp32"}
@@ -246,9 +249,10 @@ def compilations() -> list[Compilation]:
             "SHARED": shared,
             "SCALED": small,
             "WRITES": not alone,
+            "KEYS": keys,
         }
         constants |= {"MOST": 448.0 if small else 0.0, "EARLY": early}
-        kind = f"rotary{' and write' * (not alone)}{' norm' * norm}{' shared' * shared}"
+        kind = f"rotary{' and write' * (not alone)}{' norm' * norm}{' shared' * shared}{' keys' * keys}"
         found.append(
             Compilation(
                 kernel=rotary_kernel,

@@ -3,18 +3,25 @@
 An index has heads of its own for a token's queries, one key for all of them, which is cached behind the token's latent, and a
 weight for each. A token's score of another is the sum of weights * max(0, query * key); so many with the highest scores are
 chosen, and of equal ones the first. What a token doesn't see otherwise can't be chosen.
+
+Or whole blocks of them are chosen, by each key head's query heads for themselves (MiniMax M3): there an index has one query for
+each of these, and a block's score is the highest product of that with a key in it. The last blocks that a token sees come first.
 """
 
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 EPSILON = 1e-6  # of the layer norm of keys
 # Bytes that a score takes with all that becomes of it here. Measured 2026-11-24 on a CPU, in float32, 64 tokens at once among
 # 100,000 and 200,000: 29 and 25.
 SCORE_BYTES = 32
 CHOSEN_BYTES = 8  # of one that is chosen
+PRODUCT_BYTES = (
+    20  # of a key head's, where blocks are chosen: 13 in float32, 17 to 21 in bfloat16 (2026-11-26, 100,000 and 200,000)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +38,17 @@ class Choosing:
         """Queries and weights of so many rows' tokens from `start` on: [rows, queries, heads, size], [rows, queries, heads]."""
         own = slice(start, start + rows * queries)
         return self.queries[own].view(rows, queries, *self.queries.shape[1:]), self.weights[own].view(rows, queries, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class ChoosingBlocks:
+    """What a step's tokens choose blocks of keys by."""
+
+    queries: Tensor  # [tokens, kv_heads, size]
+    keys: Tensor  # a layer's, of all tokens: [slots, 1, 1, size]
+    most: int  # tokens that one attends to, of whole blocks
+    block: int  # tokens
+    local: int  # of the last blocks that a token sees so many are chosen whatever their scores are; 1 at least
 
 
 def scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
@@ -62,4 +80,26 @@ def narrowed(asked: Choosing, keys: Tensor, start: int, queries: int, hidden: Te
         asked.chosen[start] = best[:, :, : asked.most].clone()  # and not all that were sorted
     others = torch.full((len(keys), queries, keys.shape[1]), -torch.inf, device=keys.device)
     others = others.scatter_(2, asked.chosen[start], 0.0).unsqueeze(1)
+    return (others if hidden is None else others + hidden).to(asked.queries.dtype)
+
+
+def narrowed_by_blocks(asked: ChoosingBlocks, keys: Tensor, start: int, queries: int, hidden: Tensor | None) -> Tensor | None:
+    """The same for each key head: [rows, kv_heads, queries, length]. Of chains, whose keys stand by their positions."""
+    keys = keys if hidden is None else keys[:, : hidden.shape[3]]
+    rows, length, size = keys.shape
+    if length <= asked.most:
+        return hidden
+    asking = asked.queries[start : start + rows * queries].view(rows, queries, -1, size).transpose(1, 2)
+    found = asking.float() @ keys.float().transpose(1, 2).unsqueeze(1)
+    seen = torch.full((1, 1, 1), length, device=keys.device)
+    if hidden is not None:
+        found += hidden
+        seen = hidden.isfinite().sum(3)
+    blocks = -(-length // asked.block)
+    found = functional.pad(found, (0, blocks * asked.block - length), value=-torch.inf)
+    best = found.view(*found.shape[:3], blocks, asked.block).amax(4)
+    behind = (seen.unsqueeze(3) - 1) // asked.block - torch.arange(blocks, device=keys.device)
+    best.masked_fill_((behind >= 0) & (behind < asked.local), torch.inf)
+    chosen = best.sort(dim=3, descending=True, stable=True).indices[..., : asked.most // asked.block]
+    others = torch.full_like(best, -torch.inf).scatter_(3, chosen, 0.0).repeat_interleave(asked.block, 3)[..., :length]
     return (others if hidden is None else others + hidden).to(asked.queries.dtype)

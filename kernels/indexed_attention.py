@@ -1,11 +1,12 @@
 """Attention to the tokens that an index has chosen, in Triton: what `indexed` means on a CPU, on an accelerator.
 
 Scores are computed by the items of a plan that looks at all keys, and the best are picked by torch. Each token is then a row of its
-own, whose pages are of one token each: those that it has chosen. Steps of which no token sees more than that need none of it.
+own, whose pages are of one token each: those that it has chosen. Steps of which no token sees more than that need none of it. Where
+blocks are chosen, each key head has rows of its own, of the pages that these blocks lie in, which must be whole ones.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor
 from . import paged_attention as paged
 from . import work
 from .attention import How, Row
+from .indexed import Choosing, ChoosingBlocks
+from .layout import Layout
 from .transfer import to_device
 
 # Scores that are computed at once, and how many bytes one takes with what picking the best of them does.
@@ -29,9 +32,9 @@ class Part:
     """Some tokens of a step, one after the other."""
 
     first: int
-    length: int  # keys of the one that sees most
+    length: int  # keys of the one that sees most, up to a whole block
     tables: Tensor  # [tokens, 1] int64: where each one's page table begins in the step's
-    plan: paged.Plan  # of what they have chosen; whose tables are `most` ints each, and written by every layer
+    plan: paged.Plan  # of what they have chosen; whose tables have room for `most` tokens each, and are written by every layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,46 +44,91 @@ class Plan(paged.Plan):
     parts: tuple[Part, ...]
 
 
-def plan(whole: paged.Plan, rows: Sequence[Row], most: int, dtype: torch.dtype) -> Plan:
-    """whole: the step's plan, of layers without windows; most: tokens that one attends to; dtype: of queries."""
-    device, page_size, layers = whole.buffer.device, whole.page_size, whole.launches[0].kind
+def plan(whole: paged.Plan, rows: Sequence[Row], layout: Layout) -> Plan:
+    """whole: the step's plan, of layers without windows."""
+    most, block, own_kind = layout.most, max(1, layout.block), whole.launches[0].kind
+    device, page_size = whole.buffer.device, whole.page_size
     widths = numpy.array([work.width(row, page_size) for row in rows])
     queries = [row.queries for row in rows]
     offsets = numpy.repeat(widths.cumsum() - widths, queries)
-    seen = numpy.minimum(work.positions_of(rows) + 1, most)
+    positions = work.positions_of(rows)
+    # The last of its blocks may be cut off.
+    seen = numpy.where(positions < most, positions + 1, most - block + positions % block + 1)
     lengths = numpy.repeat([row.context + row.queries for row in rows], queries)
+    kind, size = (replace(own_kind, kv_heads=1), page_size) if layout.block else (own_kind, 1)
     count = max(1, min(TOKENS, SCORES // int(lengths.max())))
     parts, alike = [], dict[bytes, paged.Plan]()  # of a long prompt most parts are: their tokens all see as many as they may
     for first in range(0, len(seen), count):
         own = slice(first, first + count)
-        kind = seen[own].tobytes()
-        if kind not in alike:
-            alike[kind] = paged.plan_singles(seen[own], most, layers, device, dtype)
+        shown = seen[own].tobytes()
+        if shown not in alike:
+            alike[shown] = paged.plan_singles(seen[own], most // size, kind, device, layout.dtype, size)
         tables = to_device(torch.from_numpy(offsets[own]), device).unsqueeze(1)
-        parts.append(Part(first, max(most, int(lengths[own].max())), tables, alike[kind]))
+        longest = max(most, int(lengths[own].max()))
+        parts.append(Part(first, -(-longest // block) * block, tables, alike[shown]))
     return Plan(**{field.name: getattr(whole, field.name) for field in fields(whole)}, parts=tuple(parts))
 
 
 def attention(query: Tensor, cache: Tensor, plan: Plan, how: How) -> Tensor:
-    """As `paged_attention.attention`, of a cache of latents with an index's keys behind them."""
-    from .fused_index import scores
-
+    """As `paged_attention.attention`, of a cache of latents with an index's keys behind them, or of heads that choose blocks."""
+    if isinstance(how.asked, ChoosingBlocks):
+        return _by_blocks(query, cache, plan, how, how.asked)
     asked = how.asked
     assert asked is not None
     found = query.new_empty(*query.shape[:2], how.latent) if len(plan.parts) > 1 else None
     for part in plan.parts:
-        count = len(part.tables)
-        if part.first not in asked.chosen:
-            best = scores(asked, cache[..., query.shape[2] :], plan, part.first, count, part.length).topk(asked.most).indices
-            # Of a token that sees fewer the last ones are anything, and nobody looks at them.
-            places = (part.tables + best // plan.page_size).clamp_(max=len(plan.pages) - 1)
-            slots = plan.pages[places] * plan.page_size + best % plan.page_size
-            asked.chosen[part.first] = slots.int().flatten()
-        own = part.plan.chosen(asked.chosen[part.first])
-        answer = paged.attention(query[part.first : part.first + count], cache, own, how)
+        own = part.plan.chosen(_chosen(asked, cache[..., query.shape[2] :], plan, part))
+        answer = paged.attention(query[part.first : part.first + len(part.tables)], cache, own, how)
         if found is None:
             return answer
-        found[part.first : part.first + count] = answer  # at once: all parts' and the whole take twice the memory
+        found[part.first : part.first + len(part.tables)] = answer  # at once: all parts' and the whole take twice the memory
         del answer
     assert found is not None
     return found
+
+
+def _chosen(asked: Choosing, keys: Tensor, plan: Plan, part: Part) -> Tensor:
+    """Slots that the part's tokens attend to, int32."""
+    from .fused_index import scores
+
+    if part.first not in asked.chosen:
+        best = scores(asked, keys, plan, part.first, len(part.tables), part.length).topk(asked.most).indices
+        # Of a token that sees fewer the last ones are anything, and nobody looks at them.
+        asked.chosen[part.first] = _slots(best, plan, part).int().flatten()
+    return asked.chosen[part.first]
+
+
+def _slots(places: Tensor, plan: Plan, part: Part) -> Tensor:
+    """Where the keys at these places of their tokens' rows are."""
+    pages = plan.pages[(part.tables + places // plan.page_size).clamp_(max=len(plan.pages) - 1)]
+    return pages * plan.page_size + places % plan.page_size
+
+
+def _by_blocks(query: Tensor, cache: Tensor, plan: Plan, how: How, asked: ChoosingBlocks) -> Tensor:
+    """Head by head, since each has its own pages, and several ranks have few each."""
+    found, ratio = torch.empty_like(query, memory_format=torch.contiguous_format), query.shape[1] // cache.shape[2]
+    for part in plan.parts:
+        tokens = slice(part.first, part.first + len(part.tables))
+        for head in range(cache.shape[2]):
+            heads, key_head = slice(head * ratio, (head + 1) * ratio), slice(head, head + 1)
+            scales = how.scales[:, key_head].contiguous() if how.scales is not None else None
+            sinks = how.sinks[heads] if how.sinks is not None else None
+            own = part.plan.chosen(_pages(asked, head, plan, part))
+            alone = replace(how, scales=scales, sinks=sinks, asked=None)
+            found[tokens, heads] = paged.attention(query[tokens, heads], cache[:, :, key_head], own, alone)
+    return found
+
+
+def _pages(asked: ChoosingBlocks, head: int, plan: Plan, part: Part) -> Tensor:
+    """Pages that a head of the part's tokens attends to, in their order, int32: of each as many as whole blocks take."""
+    from .fused_index import products
+
+    tokens = slice(part.first, part.first + len(part.tables))
+    found = products(asked.queries[:, head].contiguous(), asked.keys, plan, part.first, len(part.tables), part.length)
+    best = found.view(len(found), -1, asked.block).amax(2)
+    behind = plan.positions[tokens, None] // asked.block - torch.arange(best.shape[1], device=best.device)
+    best.masked_fill_((behind >= 0) & (behind < asked.local), torch.inf)
+    # Of a token that sees fewer the last ones are those that it doesn't see, and nobody looks at them.
+    blocks, each = best.topk(asked.most // asked.block).indices.sort(1).values, asked.block // plan.page_size
+    places = (blocks.unsqueeze(2) * each + torch.arange(each, device=best.device)).flatten(1)
+    return plan.pages[(part.tables + places).clamp_(max=len(plan.pages) - 1)].flatten()

@@ -36,14 +36,14 @@ def layer_norm(x: Tensor, weights: Tensor, epsilon: float) -> Tensor:
     return functional.layer_norm(x, weights.shape[1:], weights[0], weights[1], epsilon)
 
 
-def gated(gate_up: Tensor, gelu: bool = False) -> Tensor:
+def gated(gate_up: Tensor, gelu: bool = False, limit: float = 0.0) -> Tensor:
     """`reference.gated`; a new tensor."""
     if triton_for(gate_up):
         from .fused_activation import gated as fused
 
         tokens, twice = gate_up.shape
-        return fused(gate_up, torch.empty(tokens, twice // 2, dtype=gate_up.dtype, device=gate_up.device), gelu)
-    return reference.gated(gate_up, gelu)
+        return fused(gate_up, torch.empty(tokens, twice // 2, dtype=gate_up.dtype, device=gate_up.device), gelu, limit)
+    return reference.gated(gate_up, gelu, limit)
 
 
 def rotate_and_write(
@@ -62,21 +62,21 @@ def rotate_and_write(
 
     joint: [tokens, (heads + 2 * kv_heads) * size], queries, keys, values side by side; its queries are overwritten, and what its
     keys hold afterwards is not said; table: of `reference.rotary_table`; slots: [tokens], distinct; where negative (padding)
-    nothing is written; cache: a layer [slots, 2, kv_heads, size]; weights: of the norms of queries and keys, [size], both or
-    neither; scales: [2, kv_heads] float32, what keys and values are divided by before they are written to a cache of 8 bits;
-    normal_values: if those have norms, values have one without weights; shared: joint has no values, which are what its keys are
-    before all that.
+    nothing is written; cache: a layer [slots, 2, kv_heads, size], or [slots, 1, kv_heads, size], where there are no values, nor
+    has joint any; weights: of the norms of queries and keys, [size], both or neither; scales: [2, kv_heads] float32, what keys and
+    values are divided by before they are written to a cache of 8 bits; normal_values: if those have norms, values have one without
+    weights; shared: joint has no values, which are what its keys are before all that.
     Result: [tokens, heads, size], the rotated queries, a view of joint.
     """
     if triton_for(joint):
         from .fused_rotary import rotate_and_write as fused
 
         return fused(joint, table, slots, cache, query_weight, key_weight, epsilon, scales, normal_values, shared)
-    kv_heads, size = cache.shape[2:]
+    kinds, kv_heads, size = cache.shape[1:]
     if shared:
         joint = torch.cat((joint, joint[:, -kv_heads * size :]), 1)
     every = joint.view(len(joint), joint.shape[1] // size, size)
-    heads = every.shape[1] - 2 * kv_heads
+    heads = every.shape[1] - kinds * kv_heads
     turned = every[:, : heads + kv_heads]
     if query_weight is not None and key_weight is not None:
         turned[:, :heads] = reference.rms_norm(turned[:, :heads], query_weight, epsilon)

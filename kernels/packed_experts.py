@@ -18,8 +18,8 @@ from torch import Tensor
 from .choose import on_nvidia
 from .codes import BITS, Codes, zeros_of
 from .compilation import AMD, NVIDIA, Compilation
-from .fused_activation import activated
-from .fused_experts import few_of, find, limited
+from .fused_activation import activated, limited
+from .fused_experts import few_of, find
 from .fused_product import INTERPRET, dot
 from .fused_quantized import (
     LEAST_RUN,

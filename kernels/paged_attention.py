@@ -181,11 +181,13 @@ def plan(
     return _plan(table, tiles, device, processors, fixed, capacity)
 
 
-def plan_singles(seen: "numpy.ndarray[Any, Any]", most: int, kind: Kind, device: torch.device, dtype: torch.dtype) -> Plan:
-    """The step of as many rows of one token each, which see so many keys, `most` at most, on pages of one token. Which pages is
-    said later, in tables of `most` each (`Plan.chosen`)."""
+def plan_singles(
+    seen: "numpy.ndarray[Any, Any]", apart: int, kind: Kind, device: torch.device, dtype: torch.dtype, page_size: int = 1
+) -> Plan:
+    """The step of as many rows of one token each, which see so many keys. On which pages is said later, in tables of `apart` each
+    (`Plan.chosen`)."""
     tiles = {kind: tiles_of(kind, dtype, generation_of(device))}
-    return _plan(cutting.singles(seen, most), tiles, device)
+    return _plan(cutting.singles(seen, apart, page_size), tiles, device)
 
 
 def _plan(
@@ -308,13 +310,14 @@ def attention(query: Tensor, cache: Tensor, plan: Plan, how: How) -> Tensor:
     """Softmax attention of every row of `plan`: [tokens, heads, size], contiguous; of latents [tokens, heads, latent].
 
     query: [tokens, heads, size], tokens may be apart; cache: [slots, 2, kv_heads, size], keys first, in the query's dtype or
-    float8_e4m3fn; of latents [slots, 1, 1, size or more]. Nothing is chosen here: see `indexed_attention`.
+    float8_e4m3fn, some of a slot's heads or all; of latents [slots, 1, 1, size or more]. Nothing is chosen here: see
+    `indexed_attention`.
     """
     tokens, heads, size = query.shape
     latent, sinks = how.latent, how.sinks
     turned, values = (size - latent, latent) if latent else (0, size)
-    if query.stride(1) != size or query.stride(2) != 1 or not cache.is_contiguous():
-        raise ValueError("a token's heads and a slot's keys and values must lie side by side")
+    if query.stride(1) != size or query.stride(2) != 1 or cache.stride()[2:] != (cache.shape[3], 1):
+        raise ValueError("a token's heads, and a slot's keys, or its values, must lie side by side")
     launch = plan.launches[how.window]
     window = 0 if launch.kind.chunked else how.window  # then items begin where it does
     kv_heads, ratio = launch.kind.kv_heads, launch.kind.ratio
@@ -348,7 +351,8 @@ def attention(query: Tensor, cache: Tensor, plan: Plan, how: How) -> Tensor:
                     ratio,
                     values,
                     turned,
-                    cache.shape[3] if latent else 2 * kv_heads * size,
+                    cache.stride(0),
+                    cache.stride(1),
                     plan.page_size,
                     tile,
                     window,
@@ -389,6 +393,7 @@ def _constants(
     size: int,
     turned: int,
     width: int,
+    apart: int,
     page_size: int,
     tile: Tile,
     window: int,
@@ -405,6 +410,7 @@ def _constants(
         "TURNED": turned,
         "TURNED_PADDED": max(16, triton.next_power_of_2(turned)),
         "WIDTH": width,
+        "APART": apart,
         "PAGE": page_size,
         "ROWS": tile.rows,
         "KEYS": tile.keys,
@@ -503,7 +509,8 @@ def _compilation(
     layers = Kind(window, 8, ratio, size + turned, turned > 0)
     tile = narrowed(tiles_of(layers, dtype, generation)[kind], layers.size, eight_bits or window > 0)
     width = size + turned + beside if turned else 16 * size
-    constants = _constants(8, ratio, size, turned, width, page_size, tile, window, softcap, trees, eight_bits, sinks)
+    apart = width if turned else width // 2
+    constants = _constants(8, ratio, size, turned, width, apart, page_size, tile, window, softcap, trees, eight_bits, sinks)
     constants["EARLY"] = early
     short = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
     signature = {

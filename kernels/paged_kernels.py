@@ -22,6 +22,7 @@ class Layer(NamedTuple):
     turned: int  # of keys that are latents, and values, too, the features behind these; 0: values are by themselves
     turned_padded: int
     width: int  # of a slot
+    apart: int  # of a slot's keys and its values
     page: int
     windowed: bool
     capped: bool
@@ -200,7 +201,7 @@ def _through(
         sums = sums * fade[:, None]
         value = key
         if LAYER.turned == 0:
-            value = _rows(cache + LAYER.kv_heads * LAYER.size + place, shown, within, MASKED, LAYER.padded == LAYER.size)
+            value = _rows(cache + LAYER.apart + place, shown, within, MASKED, LAYER.padded == LAYER.size)
         value = value.to(asked.query.dtype)
         sums += dot(part.to(value.dtype), value, LAYER.widen)
     return Running(sums, best, total)
@@ -289,6 +290,7 @@ def attend(
     TURNED: tl.constexpr,
     TURNED_PADDED: tl.constexpr,
     WIDTH: tl.constexpr,
+    APART: tl.constexpr,
     PAGE: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -318,7 +320,7 @@ def attend(
     tree = tl.load(item + 6)
     partial = tl.load(item + 7)
 
-    LAYER: tl.constexpr = Layer(KV_HEADS, SIZE, PADDED, TURNED, TURNED_PADDED, WIDTH, PAGE, WINDOWED, CAPPED, TREES, WIDEN)
+    LAYER: tl.constexpr = Layer(KV_HEADS, SIZE, PADDED, TURNED, TURNED_PADDED, WIDTH, APART, PAGE, WINDOWED, CAPPED, TREES, WIDEN)
     row = tl.arange(0, ROWS)
     asked = row // RATIO
     valid = asked < queries

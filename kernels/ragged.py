@@ -53,7 +53,7 @@ def plan(rows: Sequence[Row], layout: Layout, capacity: "paged.Capacity | None" 
     if narrow:
         from . import indexed_attention
 
-        attended = indexed_attention.plan(attended, rows, layout.most, layout.dtype)
+        attended = indexed_attention.plan(attended, rows, layout)
     return range(len(rows)), attended
 
 
@@ -122,6 +122,6 @@ def attention(query: Tensor, cache: Tensor, plan: Plan, how: How) -> Tensor:
     from . import indexed_attention
     from . import paged_attention as paged
 
-    if isinstance(plan, indexed_attention.Plan):
+    if isinstance(plan, indexed_attention.Plan) and how.asked is not None:
         return indexed_attention.attention(query, cache, plan, how)
     return paged.attention(query, cache, plan, how)

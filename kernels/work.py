@@ -121,10 +121,10 @@ def table(rows: Sequence[Row], page_size: int, most: int) -> Table:
     return Table(rows, page_size, queries, contexts, starts, _before(widths), positions, numpy.concatenate(tokens), runs, own)
 
 
-def singles(seen: Array, apart: int) -> Table:
-    """Of rows of one token each, which see so many keys, on pages of one token; tables are `apart`."""
+def singles(seen: Array, apart: int, page_size: int) -> Table:
+    """Of rows of one token each, which see so many keys; tables are `apart`."""
     count = numpy.arange(len(seen))
-    return Table((), 1, numpy.ones_like(seen), seen - 1, count, count * apart, seen - 1, count, [], numpy.zeros_like(seen))
+    return Table((), page_size, numpy.ones_like(seen), seen - 1, count, count * apart, seen - 1, count, [], numpy.zeros_like(seen))
 
 
 def positions_of(rows: Sequence[Row]) -> Array:

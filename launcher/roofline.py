@@ -71,13 +71,15 @@ def decode(group: Group, on: Accelerator, streams: int, context: int) -> float:
 
 def prefill(group: Group, on: Accelerator, tokens: int) -> float:
     """A prompt, while nothing else runs."""
-    shape, index = group.shape, group.shape.index
-    windows, kept = (shape.windows[layer] for layer in shape.attending), shape.remembering
+    shape, index, blocks, kept = group.shape, group.shape.index, group.shape.blocks, group.shape.remembering
     pairs = _pairs_of_chunks if shape.chunked else _pairs
-    seen = ((pairs(tokens, window or (index.most if index else 0)), window) for window in windows)
+    windows = ((shape.windows[layer], shape.chosen(layer)) for layer in shape.attending)
+    seen = ((pairs(tokens, window or chosen), window) for window, chosen in windows)
     attention = 4 * sum(keys * shape.asking(window) * shape.keys(window).size for keys, window in seen) / group.ranks
     if index and tokens > index.most:  # every rank has all of it
         attention += 2 * len(shape.indexing) * _pairs(tokens, 0) * index.heads * index.size
+    if blocks and tokens > blocks.most:
+        attention += 2 * len(blocks.layers) * _pairs(tokens, 0) * blocks.own(group.ranks) * blocks.size
     if kept:
         attention += kept.rule * len(kept.layers) * tokens * prod(kept.memory(group.ranks))
     products = 2 * ((group.parameters() - group.head) * tokens + group.head)
@@ -87,11 +89,11 @@ def prefill(group: Group, on: Accelerator, tokens: int) -> float:
 
 def context_bytes(group: Group, context: int) -> float:
     """Of the keys and values that a token reads: layers with a window forget, and of latents some are chosen, by keys of all."""
-    shape, index = group.shape, group.shape.index
-    if index and context > index.most:
-        latents, keys = shape.layers * shape.head_size, len(shape.indexing) * index.size
-        return group.token_bytes * (index.most * latents + context * keys) / (latents + keys)
-    seen = sum(_keys(shape, context, shape.windows[layer]) * prod(shape.slot(group.ranks, layer)) for layer in shape.attending)
+    shape, seen = group.shape, 0.0
+    for layer in shape.attending:
+        keys, beside = _keys(shape, context, shape.windows[layer]), shape.index_size(layer)
+        own = prod(shape.slot(group.ranks, layer)) - (beside if shape.latent else 0)
+        seen += min(keys, shape.chosen(layer) or keys) * own + context * beside
     return group.token_bytes / shape.kv_elements(group.ranks) * seen
 
 

@@ -54,6 +54,12 @@ class Cache:
         flat = [whole.view(torch.uint8) if dtype.itemsize == 1 else whole for whole in wholes.values()]
         # [slots, features], of each token, as copied and moved as its keys; a draft model's cache has those of its model.
         self.features: Tensor | None = None
+        # Of each layer with an index that chooses blocks, its keys, [slots, 1, 1, size], as copied and moved as those of attention.
+        self.index_keys: dict[int, Tensor] = {}
+        if shape.blocks:
+            whole = _zeros((len(shape.blocks.layers), (pages + 1) * page_size, 1, 1, shape.blocks.size), dtype, device)
+            self.index_keys = dict(zip(sorted(shape.blocks.layers), whole.unbind(0), strict=True))
+            flat.append(whole.view(torch.uint8) if dtype.itemsize == 1 else whole)
         if features:
             flat.append(_zeros((1, (pages + 1) * page_size, features), computed or dtype, device))
             self.features = flat[-1][0]

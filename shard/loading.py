@@ -172,7 +172,7 @@ def _check_steady(model: Shape, by_triton: bool) -> None:
     what = "latents on an accelerator" if model.latent and by_triton else ""
     if model.sinks and by_triton:
         what = "attention with sinks on an accelerator"
-    if model.index is not None:
+    if model.most:
         what = "sparse attention, whose scores are made in parts"
     if model.remembering is not None:
         what = f"{model.remembering.name}, which may go by how a prompt is divided"

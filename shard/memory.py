@@ -64,11 +64,7 @@ def size_pool(
     page_size, page_bytes = engine.page_size, engine.token_bytes * engine.page_size
     # The measured step has no context. On a CPU a long one is gathered, and copied once more by head, one layer at a time.
     context = 0 if triton_on(engine.device) else 2 * total * engine.layer_bytes
-    index = engine.decoder.shape.index
-    if index is not None:
-        context += _chosen(engine, tokens, total, index.most)
-        # Queries, while layers that have no index go by them.
-        context += tokens * index.heads * index.size * engine.decoder.embedding.dtype.itemsize if index.borrowing else 0
+    context += _chosen(engine, tokens, total) if engine.decoder.shape.most else 0
     sample = _sample(engine, tokens, min(rows, tokens), _together(engine, sequences, fraction))
     seeing, seconds = _seeing(engine, tokens) if engine.decoder.sight else (0, 0.0)
     # Graphs keep what their steps take, in memory that all of them share.
@@ -96,15 +92,21 @@ def size_pool(
     return int(chosen), sequences, replace(sample, image_seconds=seconds)
 
 
-def _chosen(engine: Engine, tokens: int, total: int, most: int) -> int:
-    """Bytes that choosing what tokens attend to takes in a step of so many, each of which sees up to `total`; most: it chooses."""
-    chosen = tokens * min(most, total)  # kept for layers without an index
+def _chosen(engine: Engine, tokens: int, total: int) -> int:
+    """Bytes that choosing what tokens attend to takes in a step of so many, each of which sees up to `total`."""
+    shape, item, ranks = engine.decoder.shape, engine.decoder.embedding.dtype.itemsize, engine.decoder.ranks.size
+    if not triton_on(engine.device) and shape.blocks:  # scores of each key head, and a mask of each query head
+        each = indexed.PRODUCT_BYTES * shape.blocks.own(ranks) + item * shape.heads // ranks
+        return each * min(tokens, TILE) * total
+    chosen, index = tokens * min(shape.most, total), shape.index  # kept for layers without an index
+    # Queries, while layers that have no index go by them.
+    queries = tokens * index.heads * index.size * item if index and index.borrowing else 0
     if not triton_on(engine.device):
-        return indexed.SCORE_BYTES * min(tokens, TILE) * total + indexed.CHOSEN_BYTES * chosen
+        return indexed.SCORE_BYTES * min(tokens, TILE) * total + indexed.CHOSEN_BYTES * chosen + queries
     from ..kernels import indexed_attention
 
     scores = indexed_attention.SCORE_BYTES * min(tokens * total, indexed_attention.SCORES)
-    return scores + indexed_attention.CHOSEN_BYTES * chosen
+    return scores + indexed_attention.CHOSEN_BYTES * chosen + queries
 
 
 @torch.inference_mode()

@@ -21,13 +21,14 @@ from ..step import Shown, Step
 from ..weights import Source
 from .alibi import table_of as leanings_of
 from .changes import Changes
+from .choosing_heads import ChoosingHeads
 from .heads import Heads, Queries
 from .kimi_memories import FineDelta
 from .latents import Latents
 from .layer_inputs import Table, Told
 from .loader import Loader
 from .memories import DeltaRule, Remembered
-from .mlp import Beside, Dense, Narrow, Sparse, Ungated, Weighed
+from .mlp import Beside, Dense, Limited, Narrow, Sparse, Ungated, Weighed
 from .remembering import Convolution, FineLinear, Linear, Remembering
 from .renamed import Older
 from .rotary import Places, growth_of, unturned_growth_of
@@ -80,14 +81,18 @@ class Layer:
             return _remembered(load, kept)
         if latent:
             return Latents(load, latent, self.window, self.index in self.shape.indexing)
-        return Heads(load, self.window, self.index not in self.shape.unturned)
+        blocks, turned = self.shape.blocks, self.index not in self.shape.unturned
+        if blocks and self.index in blocks.layers:
+            return ChoosingHeads(load, blocks, self.window, turned)
+        return Heads(load, self.window, turned)
 
     def _mlp(self, load: Loader) -> Dense | Sparse:
         mixture = self.shape.mixtures[self.index] if self.shape.mixtures else None
         if mixture:
             kind = Beside if mixture.beside else Narrow if mixture.latent else Weighed if mixture.entering else Sparse
             return kind(load, mixture)
-        return (Ungated if self.shape.ungated else Dense)(load, self.shape.width(self.index))
+        plain = Ungated if self.shape.ungated else Limited if self.shape.mlp_limit else Dense
+        return plain(load, self.shape.width(self.index))
 
     @property
     def readers(self) -> tuple[Heads | Queries | Latents | Remembered, ...]:
@@ -96,12 +101,15 @@ class Layer:
 
     def attend(self, stream: Stream, step: Step, places: Places, cache: Cache) -> Sequence[Tensor]:
         """What `transform` goes on with, of each reader [tokens, features]. Writes to the cache, or goes on with its states."""
-        return [
-            reader(stream, self.input_norm, step, cache.states[self.index])
-            if isinstance(reader, Remembered)
-            else reader(stream, self.input_norm, step, places, cache.layers[self.index])
-            for reader in self.readers
-        ]
+        return [self._read(reader, stream, step, places, cache) for reader in self.readers]
+
+    def _read(
+        self, reader: Heads | Queries | Latents | Remembered, stream: Stream, step: Step, places: Places, cache: Cache
+    ) -> Tensor:
+        if isinstance(reader, Remembered):
+            return reader(stream, self.input_norm, step, cache.states[self.index])
+        where = stream, self.input_norm, step, places, cache.layers[self.index]
+        return reader.choose(*where, cache.index_keys[self.index]) if isinstance(reader, ChoosingHeads) else reader(*where)
 
     def project(self, stream: Stream) -> None:
         """Only what comes before attention, to have it compiled."""

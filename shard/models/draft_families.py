@@ -78,6 +78,11 @@ def check_guesses(target: Shape, speculation: Speculation) -> None:
             f"--speculate {written(speculation)}: with {target.remembering.name} guesses must follow each other: take a draft "
             "model's tokens=K, or ngram=K, and not both"
         )
+    if target.blocks is not None and not speculation.chain:
+        raise Unsupported(
+            f"--speculate {written(speculation)}: where an index chooses blocks of tokens, guesses must follow each other: take a "
+            "draft model's tokens=K, or ngram=K, and not both"
+        )
 
 
 def shaped(draft: DraftShape, speculation: Speculation, said: bool = True) -> Speculation:

@@ -6,7 +6,7 @@ Knows no tensor and imports no torch, so that the launcher can plan with it.
 from typing import Any
 
 from .dense_families import DENSE
-from .fields import AGAIN, CHUNKED, FULL, INDEXED, LINEAR, SHORT, SLIDING, Config, check, renamed, types_of
+from .fields import AGAIN, BLOCKS, CHUNKED, FULL, INDEXED, LINEAR, SHORT, SLIDING, Config, check, renamed, types_of
 from .gemma4_families import GEMMA4
 from .hybrid_families import HYBRID
 from .image_families import IMAGES, seeing, text_of
@@ -70,6 +70,8 @@ def _sound(found: Shape, kinds: list[Any] | None) -> Shape:
         other = SHORT if isinstance(found.remembering, Convolution) else LINEAR
     elif found.chunked:
         other = CHUNKED
+    elif found.blocks:
+        other = BLOCKS
     slides = {SLIDING} if any(found.windows) and not found.chunked else set()
     unknown = set(map(str, kinds or ())) - ({INDEXED} if found.index else {FULL, other} | slides)
     if unknown:

@@ -48,6 +48,10 @@ SIZES = {
     "index_topk": 1 << 20,
     "index_head_dim": 1 << 10,
     "index_n_heads": 1 << 10,
+    "index_block_size": 1 << 20,
+    "index_topk_blocks": 1 << 20,
+    "index_local_blocks": 1 << 20,
+    "dense_intermediate_size": 1 << 22,
     "moe_k": 1 << 12,
     "moe_num_experts": 1 << 12,
     "moe_num_shared_experts": 1 << 12,
@@ -114,6 +118,7 @@ ELSE = "take a draft model that was made for this one, or a small model of the s
 # Of `layer_types`.
 FULL, SLIDING, INDEXED, LINEAR = "full_attention", "sliding_attention", "indexed_attention", "linear_attention"
 CHUNKED = "chunked_attention"  # Llama 4's
+BLOCKS = "minimax_m3_sparse"
 SHORT = "conv"  # LFM2's
 FORMERLY = {"attention": FULL, "mamba": LINEAR}  # as transformers 4 has them
 SWITCHES = (
@@ -154,6 +159,7 @@ MODEL_TYPES = {
     "Llama4ForCausalLM": "llama4_text",
     "Lfm2MoeForCausalLM": "lfm2_moe",
     "MiniMaxM2ForCausalLM": "minimax_m2",
+    "MiniMaxM3VLForCausalLM": "minimax_m3_vl_text",
     "NemotronHForCausalLM": "nemotron_h",
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3MoeForCausalLM": "qwen3_moe",

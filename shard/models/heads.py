@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ...kernels.indexed import ChoosingBlocks
 from ...kernels.operations import rotate, rotate_and_write
 from ...kernels.ragged import How, attention
 from ...kernels.reference import by_lanes
@@ -75,8 +76,11 @@ class Heads:
 
         norm: gains of the one before; places: of the step's tokens; layer: of the cache.
         """
-        shape = self.shape
-        joint, epsilon = stream.through(norm, self.inward), shape.norm_epsilon
+        return self.attend(stream.through(norm, self.inward), step, places, layer)
+
+    def attend(self, joint: Tensor, step: Step, places: Places, layer: Tensor, asked: ChoosingBlocks | None = None) -> Tensor:
+        """The same, by the product of the stream with `inward`. asked: by which tokens choose what they attend to."""
+        shape, epsilon = self.shape, self.shape.norm_epsilon
         joint, gates = joint[:, : joint.shape[1] - self.gates], joint[:, joint.shape[1] - self.gates :]
         if self.queries_norm is not None and self.keys_norm is not None:
             normalize_parts(joint, (self.queries_norm, self.keys_norm), epsilon, self.ranks)
@@ -93,7 +97,7 @@ class Heads:
             query.mul_(places.growth)
         if self.gains is not None:
             query.mul_(self.gains)
-        how = How(self.window, shape.attention_scale, shape.softcap, scales, self.sinks)
+        how = How(self.window, shape.attention_scale, shape.softcap, scales, self.sinks, asked=asked)
         found = attention(query, layer, step.attention, how)
         found = found if places.leaning is None and self.value_size == self.size else found[..., : self.value_size]
         if not self.gates:

@@ -104,6 +104,7 @@ IMAGES: dict[str, dict[str, Family]] = {
     "LlavaForConditionalGeneration": LLAVA,
     "LlavaNextForConditionalGeneration": LLAVA,
     "LlavaOnevisionForConditionalGeneration": LLAVA,
+    "MiniMaxM3SparseForConditionalGeneration": {"minimax_m3_vl_text": SPARSE["MiniMaxM3VLForCausalLM"]},
     "Mistral3ForConditionalGeneration": {
         "mistral": DENSE["MistralForCausalLM"],
         "ministral3": DENSE["Ministral3ForCausalLM"],

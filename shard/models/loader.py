@@ -254,7 +254,7 @@ class Loader:
         self, names: Sequence[str], sizes: Sequence[int], joint: str, wholes: Iterable[int]
     ) -> Iterator[tuple[str, int, Cut]]:
         """Of each of several tensors side by side: a name, how long that tensor is, and this rank's part of this one there."""
-        if joint.rpartition(".")[2] in self.shape.joined:
+        if joint.rpartition(".")[2] in self.shape.joined or (joint and self.there(joint)):
             found = zip(repeat(joint), repeat(sum(sizes)), accumulate(sizes, initial=0), sizes, wholes, strict=False)
         else:
             found = zip(names, sizes, repeat(0), sizes, wholes, strict=False)

@@ -37,6 +37,7 @@ class Dense:
         both, gate, up, down = (f"{name}.{part}" for part in load.shape.mlp_parts)
         self.gate_up = load.columns(both, [gate, up], [size] * 2, bias)
         self.down = load.rows(down, size, bias)
+        self.limit = load.shape.mlp_limit
 
     def __call__(self, stream: Stream, before: Tensor | None, behind: Tensor | None) -> None:
         """Adds to the stream what it makes of it. before, behind: gains of norms, where there are any."""
@@ -53,6 +54,14 @@ class Dense:
     def weights(self) -> Iterator[Weight | Tensor]:
         """All of this rank's."""
         yield from (self.gate_up, self.down)
+
+
+class Limited(Dense):
+    """One whose gates, and what they let through, have a limit: MiniMax M3's."""
+
+    def inner(self, stream: Stream, before: Tensor | None) -> Tensor:
+        """As that of `Dense`."""
+        return gated(stream.through(before, self.gate_up), limit=self.limit)
 
 
 class Ungated(Dense):
@@ -203,11 +212,12 @@ class Shared:
         inward = [up] if self.ungated else [gate, up]
         self.gate_up = load.columns(both, inward, [mixture.shared] * len(inward), bias=False)
         self.down = load.rows(down, mixture.shared, bias=False)
+        self.limit = mixture.limit
 
     def __call__(self, x: Tensor, stream: Stream) -> Tensor:
         """This rank's part of what it makes of x, the stream's tokens, by its gate."""
         inner = stream.product(x, self.gate_up)
-        made = stream.product(squared(inner) if self.ungated else gated(inner, self.gelu), self.down)
+        made = stream.product(squared(inner) if self.ungated else gated(inner, self.gelu, self.limit), self.down)
         return made if self.gate is None else made.mul_(by_lanes(torch.sigmoid, stream.product(x, self.gate)))
 
     def weights(self) -> Iterator[Weight]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from math import gcd, prod
 
 from .remembering import Matrices, Remembering, changed
-from .traits import Alibi, Features, Growth, Index, Inputs, Keys, Latent, Layout, Mixture, Quantization, Rope, elements
+from .traits import Alibi, BlockIndex, Features, Growth, Index, Inputs, Keys, Latent, Layout, Mixture, Quantization, Rope, elements
 
 
 class Unsupported(ValueError):
@@ -30,6 +30,7 @@ class Shape:
     head_size: int  # of keys; of latents as they are cached
     value_size: int = 0  # of values, if they are smaller; 0: they are not
     latent: Latent | None = None  # which keys and values are made of; the cache has one key head, of the latent and what turns
+    blocks: BlockIndex | None = None  # None: all of what heads see is attended to
     intermediate: int
     norm_epsilon: float
     max_positions: int
@@ -94,6 +95,7 @@ class Shape:
     table: str = "embed_tokens"  # the embedding table's name
     mlp_name: str = "mlp"
     mlp_alias: str = ""  # another name, which some checkpoints have; "": it has none
+    mlp_limit: float = 0.0  # beyond which its gates and what they let through don't go: see `Mixture.limit`; 0: none
     mlp_parts: tuple[str, str, str, str] = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")  # the first: of two joined ones
     modules: tuple[tuple[str, str], ...] = ()  # what is in names of its matrices, and in transformers' names of their modules
     joined: tuple[str, ...] = ()  # names of tensors that are several in other checkpoints: "qkv_proj", "gate_up_proj"
@@ -127,9 +129,12 @@ class Shape:
 
     def check_pages(self, size: int) -> None:
         """Raises Unsupported unless pages of so many tokens end where chunks of positions do."""
-        if self.chunk % size:
-            chunks = f"the {self.chunk} positions of which some layers see no others"
-            raise Unsupported(f"pages of {size} tokens don't divide {chunks}: use --page-size {gcd(self.chunk, 16)}")
+        for whole, what in (
+            (self.chunk, "positions of which some layers see no others"),
+            (self.blocks.block if self.blocks else 0, "tokens of a block that an index chooses"),
+        ):
+            if whole % size:
+                raise Unsupported(f"pages of {size} tokens don't divide the {whole} {what}: use --page-size {gcd(whole, 16)}")
 
     def _undivided(self, ranks: int) -> str:
         """What so many ranks can't have equal parts of; "": they can."""
@@ -210,7 +215,7 @@ class Shape:
         window = self.windows[layer]
         if self.latent is None:
             return 2, self.key_heads(ranks, window), self.cached_size(window)
-        return 1, 1, self.head_size + (self.index.size if self.index and layer in self.indexing else 0)
+        return 1, 1, self.head_size + self.index_size(layer)
 
     @property
     def index(self) -> Index | None:
@@ -222,9 +227,27 @@ class Shape:
         """The layers that have one."""
         return [layer for layer in range(self.layers) if self.index and layer not in self.index.borrowing]
 
+    def chosen(self, layer: int) -> int:
+        """Tokens that a token attends to at most, by an index, in this layer; 0: all that it sees."""
+        if self.blocks:
+            return self.blocks.most if layer in self.blocks.layers else 0
+        return self.index.most if self.index else 0
+
+    @property
+    def most(self) -> int:
+        """The same, of layers that have an index; 0: none has."""
+        return max(map(self.chosen, range(self.layers)))
+
+    def index_size(self, layer: int) -> int:
+        """Elements of a token's key of an index in this layer, as it is cached."""
+        if self.blocks:
+            return self.blocks.size if layer in self.blocks.layers else 0
+        return self.index.size if self.index and layer in self.indexing else 0
+
     def kv_elements(self, ranks: int) -> int:
         """Elements that one token takes in the cache of one rank, all layers."""
-        return sum(prod(self.slot(ranks, layer)) for layer in self.keyed)
+        beside = len(self.blocks.layers) * self.blocks.size if self.blocks else 0
+        return sum(prod(self.slot(ranks, layer)) for layer in self.keyed) + beside
 
     @property
     def feature_elements(self) -> int:
@@ -363,6 +386,8 @@ class Shape:
         found += sum(self._asking(ranks, window) for window in self._keyless)
         if self.latent and self.index:
             found += len(self.indexing) * self.index.elements(self.latent.queries, self.hidden)
+        if self.blocks:
+            found += len(self.blocks.layers) * self.blocks.elements(ranks, self.hidden)
         if self.remembering:
             own = elements(self.remembering.matrices(ranks, self.hidden))
             found += len(self.remembering.layers) * (own + self.remembering.beside(ranks, self.hidden))
@@ -464,6 +489,7 @@ class Shape:
         if self.centered_norms and not self.layer_norms:
             wide += self.norm_count * self.hidden
             wide += 2 * self.qk_norm * sum(self.keys(self.windows[layer]).size for layer in self.keyed)
+            wide += 2 * len(self.blocks.layers) * self.blocks.size if self.blocks else 0
         if self.remembering:
             wide += len(self.remembering.layers) * self.remembering.wide(ranks)
         made = self.rotary_elements + self.qk_norm_behind * len(self.attending) * self.head_size + self._made_norms
@@ -501,6 +527,8 @@ class Shape:
         found += sum(less(how, *self._questions(ranks, window)) for window in self._keyless)
         if self.latent and self.index:
             found += len(self.indexing) * less(how, *self.index.matrices(self.latent.queries, self.hidden))
+        if self.blocks:
+            found += len(self.blocks.layers) * less(how, *self.blocks.matrices(ranks, self.hidden))
         if self.inputs:
             found += self.layers * less(how, *self.inputs.matrices(ranks, self.hidden))
         if self.remembering:
@@ -523,6 +551,8 @@ class Shape:
             beside = 2 + (not self.latent and self.keys(window).values + bool(self.attention_gates and self.gates_name))
             found += count * ((1 if "qkv_proj" in self.joined else beside) * changed([before]) + changed(others))
         found += sum(changed(self._questions(ranks, window)) for window in self._keyless)
+        if self.blocks:  # queries and keys side by side
+            found += 2 * len(self.blocks.layers) * changed(self.blocks.matrices(ranks, self.hidden))
         if self.inputs:
             found += self.layers * changed(self.inputs.matrices(ranks, self.hidden))
         if self.remembering:

@@ -5,11 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 from .dense_families import BEHIND, MISTRAL, OLMO, ernie, exaone4, granite, hunyuan, qwen3, with_thetas
-from .fields import AGAIN, FULL, SLIDING, Config, expect, number, shown
+from .fields import AGAIN, BLOCKS, FULL, SIZES, SLIDING, Config, expect, number, shown, whole
 from .parts import all_alike, biased, cap, common, kinds_of, layers_of, windows_of
 from .ropes import rope_of, ropes_by_kind, rotary_size, with_rope
 from .shape import PLAIN, Shape, Unsupported
-from .traits import Mixture, Quantization
+from .traits import BlockIndex, Mixture, Quantization
 
 # transformers' defaults, which some checkpoints rely on.
 AFMOE: Config = {
@@ -28,6 +28,27 @@ AROUND_AFMOE = ("input_layernorm", "post_attention_layernorm", "pre_mlp_layernor
 FLEX_OLMO: Config = {"max_position_embeddings": 4096, "rope_theta": 5e5, "num_experts": 7, "num_experts_per_tok": 5}
 GLM_MOE: Config = {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5}
 MINIMAX: Config = {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 196_608, "rope_theta": 5e6}
+MINIMAX_3: Config = MINIMAX | {
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 524_288,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "intermediate_size": 3072,
+    "dense_intermediate_size": 12_288,
+    "shared_intermediate_size": 3072,
+    "index_n_heads": 4,
+    "index_head_dim": 128,
+    "index_block_size": 128,
+    "index_topk_blocks": 16,
+    "index_local_blocks": 1,
+}
+SPARSE_ATTENTION = {  # names of the same in checkpoints
+    "index_n_heads": "sparse_num_index_heads",
+    "index_head_dim": "sparse_index_dim",
+    "index_block_size": "sparse_block_size",
+    "index_topk_blocks": "sparse_topk_blocks",
+    "index_local_blocks": "sparse_local_block",
+}
 GPT_OSS: Config = {
     "num_local_experts": 128,
     "num_experts_per_tok": 4,
@@ -305,6 +326,82 @@ def _minimax_m2(config: Config) -> Shape:
     return replace(base, mixtures=(mixture,) * base.layers, joint_qk_norm=True, rotary_size=turned)
 
 
+def _minimax_m3(config: Config) -> Shape:
+    """Experts behind the first layers, one of them for all tokens, whose gates have a limit, as other layers' MLPs' have. In some
+    layers an index chooses blocks of tokens."""
+    sparse = config.get("sparse_attention_config") or {}
+    if not isinstance(sparse, dict):
+        raise Unsupported(f"config.json says sparse_attention_config {shown(sparse)}, an object is needed: {AGAIN}")
+    given = MINIMAX_3 | config | {ours: sparse[theirs] for ours, theirs in SPARSE_ATTENTION.items() if theirs in sparse}
+    for name in SPARSE_ATTENTION:
+        whole(name, given[name], 1, SIZES[name])
+    expect(given, swiglu_alpha=STEEP)
+    layers = given["num_hidden_layers"]
+    base = common({name: value for name, value in given.items() if name != "layer_types"} | {"hidden_act": "silu"})
+    turned = rotary_size(given, base.head_size)
+    if "rotary_dim" in config and turned != min(given["rotary_dim"], base.head_size):
+        raise Unsupported(
+            f"config.json says rotary_dim {shown(given['rotary_dim'])}, and by partial_rotary_factor {turned} features of a head "
+            f"turn, as in transformers: say {given['rotary_dim'] / base.head_size:g} there if the former is meant"
+        )
+    mixture = Mixture(
+        experts=given["num_local_experts"],
+        chosen=given["num_experts_per_tok"],
+        size=given["intermediate_size"],
+        normalized=True,
+        sigmoid=True,
+        correction="e_score_correction_bias",
+        factor=number(given, "routed_scaling_factor", 2.0),
+        shared=given["shared_intermediate_size"],
+        shared_name="shared_experts",
+        shared_gate="",
+        limit=number(given, "swiglu_limit", 7.0),
+        name="block_sparse_moe",
+        names=("w1", "w3", "w2"),
+    )
+    experts = _by_flags(given, "mlp_layer_types", given.get("moe_layer_freq"), (PLAIN_MLP, EXPERTS), EXPERTS, layers)
+    chosen = _by_flags(given, "layer_types", sparse.get("sparse_attention_freq"), (FULL, BLOCKS), FULL, layers)
+    return replace(
+        base,
+        intermediate=given["dense_intermediate_size"],
+        mixtures=tuple(mixture if kind == EXPERTS else None for kind in experts),
+        mlp_limit=mixture.limit,
+        blocks=_blocks_of(given, base, layers_of(chosen, BLOCKS)),
+        modules=(("block_sparse_moe.", "mlp."), ("self_attn.index_", "self_attn.indexer.")),
+        qk_norm=True,
+        centered_norms=True,
+        rotary_size=turned,
+    )
+
+
+def _by_flags(config: Config, name: str, flags: Any, kinds: tuple[str, str], usual: str, layers: int) -> list[str]:
+    """Of each layer its kind, as a list of them says, or one of flags, which say whether it is the second."""
+    found = config.get(name)
+    if found is None and isinstance(flags, list):
+        found = [kinds[bool(flag)] for flag in flags]
+    found = [usual] * layers if found is None and flags is None else found
+    if not isinstance(found, list) or len(found) != layers or not set(kinds).issuperset(map(str, found)):
+        raise Unsupported(
+            f"config.json says {name} {shown(found if found is not None else flags)}, {kinds[0]!r} or {kinds[1]!r} is needed for "
+            f"each of num_hidden_layers: {AGAIN}"
+        )
+    return found
+
+
+def _blocks_of(given: Config, base: Shape, layers: frozenset[int]) -> BlockIndex | None:
+    if not layers:
+        return None
+    heads, size, local = given["index_n_heads"], given["index_head_dim"], given["index_local_blocks"]
+    if heads != base.kv_heads or size != base.head_size or not 1 <= local <= given["index_topk_blocks"]:
+        raise Unsupported(
+            f"config.json says index_n_heads {heads}, index_head_dim {size} and index_local_blocks {local}: the decoder has as "
+            "many heads of an index as key heads, of the same size, and chooses one of the last blocks at least"
+        )
+    block = given["index_block_size"]
+    most = given["index_topk_blocks"] * block
+    return BlockIndex(layers=layers, heads=heads, size=size, most=most, block=block, local=local)
+
+
 def _ernie_moe(config: Config) -> Shape:
     """ERNIE 4.5. Experts in some layers, of which one is for all tokens."""
     base = ernie({"num_key_value_heads": 4, "head_dim": None} | config)
@@ -451,6 +548,7 @@ SPARSE: dict[str, Callable[[Config], Shape]] = {
     "HunYuanMoEV1ForCausalLM": _hunyuan_moe,
     "MellumForCausalLM": _mellum,
     "MiniMaxM2ForCausalLM": _minimax_m2,
+    "MiniMaxM3VLForCausalLM": _minimax_m3,
     "MixtralForCausalLM": _mixtral,
     "OlmoeForCausalLM": _olmoe,
     "Qwen2MoeForCausalLM": _qwen2_moe,

@@ -177,6 +177,30 @@ class Index:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlockIndex:
+    """Heads that choose blocks of tokens instead, one for each key head (MiniMax M3), and a key for all that every rank has."""
+
+    layers: frozenset[int]  # which have one; in others a token attends to all before it
+    heads: int
+    size: int
+    most: int  # tokens that a token attends to, of whole blocks
+    block: int  # tokens
+    local: int  # of the last blocks that a token sees so many are always chosen
+
+    def own(self, ranks: int) -> int:
+        """Heads on a rank: see `Keys.own`."""
+        return max(1, self.heads // ranks)
+
+    def matrices(self, ranks: int, hidden: int) -> Matrices:
+        """Of queries and keys."""
+        return [((self.own(ranks) + 1) * self.size, hidden, hidden)]
+
+    def elements(self, ranks: int, hidden: int) -> int:
+        """Of all of it: these, and norms of both."""
+        return elements(self.matrices(ranks, hidden)) + 2 * self.size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Latent:
     """What all heads' keys and values are made of, instead of heads of their own (DeepSeek-AI 2024, arXiv:2405.04434). Features."""
 

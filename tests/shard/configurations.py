@@ -6,6 +6,7 @@ from typing import Any
 import transformers
 
 VOCABULARY = 131  # odd, so that two ranks have tables of different sizes
+CHUNK = 16  # of positions, of which some layers see no others, or which are chosen together
 SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -38,6 +39,23 @@ QWEN3_MOE = SMALL | {
 SMOLLM3 = SMALL | {"num_hidden_layers": 3, "no_rope_layer_interval": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 QWEN2_MOE = QWEN3_MOE | {"shared_expert_intermediate_size": 36}
 PLAIN_HEADS = {name: value for name, value in SMALL.items() if name != "num_key_value_heads"}
+MINIMAX_3 = SMALL | {
+    "head_dim": 16,
+    "rotary_dim": 8,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+    "intermediate_size": 20,
+    "dense_intermediate_size": 88,
+    "shared_intermediate_size": 36,
+    "num_hidden_layers": 4,
+    "num_local_experts": 9,
+    "num_experts_per_tok": 3,
+    "layer_types": ["full_attention", *["minimax_m3_sparse"] * 3],
+    "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
+    "index_head_dim": 16,
+    "index_block_size": CHUNK,
+    "index_topk_blocks": 3,
+    "swiglu_limit": 0.7,
+}
 FALCON = {name: value for name, value in PLAIN_HEADS.items() if name != "intermediate_size"} | ENDS | {"ffn_hidden_size": 88}
 OPT = {name: value for name, value in PLAIN_HEADS.items() if name != "intermediate_size"} | ENDS | {"ffn_dim": 88}
 GPT2 = ENDS | {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 8, "n_positions": 512}
@@ -46,7 +64,6 @@ MPT = ENDS | {"vocab_size": VOCABULARY, "d_model": 72, "n_layers": 2, "n_heads":
 DBRX = {"vocab_size": VOCABULARY, "d_model": 64, "n_layers": 2, "n_heads": 8, "max_seq_len": 512}
 PIECE = 16  # tokens that transformers has state spaces go through at once; it fills up what is shorter
 WINDOW = 8  # less than the context of every test
-CHUNK = 16  # of positions, of which some layers see no others
 GPT_NEO = ENDS | {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -450,6 +467,8 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "minimax-m2": lambda: transformers.MiniMaxM2Config(
         **SMALL, head_dim=16, num_local_experts=9, num_experts_per_tok=3, rotary_dim=8
     ),
+    "minimax-m3": lambda: transformers.MiniMaxM3VLTextConfig(**MINIMAX_3, index_local_blocks=2, tie_word_embeddings=True),
+    "minimax-m3-plain": lambda: transformers.MiniMaxM3VLTextConfig(**MINIMAX_3 | {"layer_types": None, "mlp_layer_types": None}),
     "mixtral": lambda: transformers.MixtralConfig(**SMALL, num_local_experts=5, num_experts_per_tok=2),
     "mpt": lambda: transformers.MptConfig(**MPT, attn_config={"clip_qkv": 0.7}),
     "nanochat": lambda: transformers.NanoChatConfig(**SMALL, final_logit_softcapping=9.0, attention_bias=True),
@@ -589,6 +608,15 @@ OTHERS: dict[str, Callable[[], Any]] = {
         **LAGUNA | FEW_HEADS,
         layer_types=["sliding_attention", "full_attention"],
         num_attention_heads_per_layer=[4, 2],
+    ),
+    "few-heads-minimax-m3": lambda: transformers.MiniMaxM3VLTextConfig(
+        **MINIMAX_3
+        | FEW_HEADS
+        | {"layer_types": ["full_attention", "minimax_m3_sparse"], "mlp_layer_types": ["dense", "sparse"]}
+        | {"index_n_heads": 2, "index_block_size": 4, "index_topk_blocks": 2},
+    ),
+    "two-keys-minimax-m3": lambda: transformers.MiniMaxM3VLTextConfig(
+        **MINIMAX_3 | {"num_key_value_heads": 2, "intermediate_size": 24, "shared_intermediate_size": 40}, index_n_heads=2
     ),
     "few-heads-mimo": lambda: transformers.MiMoV2FlashConfig(
         **GLM_MOE | FEW_HEADS | {"num_key_value_heads": 1, "head_dim": 24},

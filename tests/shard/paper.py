@@ -89,6 +89,8 @@ class Model:
         key_heads=lambda ranks, window: 1,
         slot=lambda ranks, layer: (2, 1, 1),
         kv_elements=lambda ranks: 2,
+        blocks=None,
+        most=0,
     )
     ranks = SimpleNamespace(size=1, rank=0)
     embedding = torch.zeros(1)

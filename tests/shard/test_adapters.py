@@ -38,7 +38,7 @@ from penstock.tests.shard.test_weights import Alone
 FAMILIES = [
     *("llama", "qwen2", "phi3", "glm4", "granite", "gemma2", "olmo2", "llama4", "mixtral", "qwen2-moe"),
     *("falcon-h1", "granite-4-h", "lfm2", "nemotron-h", "qwen3.5", "deepseek-v3"),
-    *("hyperclova", "lfm3", "mimo", "qwen3-next", "kimi-linear", "deepseek-v2"),
+    *("hyperclova", "lfm3", "mimo", "qwen3-next", "kimi-linear", "deepseek-v2", "minimax-m3"),
 ]
 Asked = Sequence[tuple[tuple[int, ...], str]]
 
@@ -215,7 +215,8 @@ def prepared(found: Engine, place: str | Path) -> list[Any]:
     return found.decoder.changes.prepared(Adapter("later", Path(place), torch.float32, tiny.CPU))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+# Of MiniMax M3 the plan goes by its own checkpoint, in which gates and what they let through are two matrices.
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "minimax-m3"])
 def test_one_that_comes_later_is_as_one_that_was_there(name: str, tmp_path: Path) -> None:
     changes, models = lora.of(name, tmp_path)
     (_, first), (_, second) = changes

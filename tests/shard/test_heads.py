@@ -51,6 +51,7 @@ FAMILIES = [
     ("one-key-llama", 2),
     ("two-keys-llama4", 4),
     ("two-keys-minimax-m2", 8),
+    ("two-keys-minimax-m3", 8),
     ("two-keys-olmo2", 4),
     ("two-keys-phi3", 4),
     ("two-keys-qwen2", 4),

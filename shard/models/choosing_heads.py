@@ -1,0 +1,69 @@
+"""Heads whose tokens attend to blocks of those before them that an index has chosen (MiniMax M3): see `kernels.indexed`."""
+
+import torch
+from torch import Tensor
+
+from ...kernels.indexed import ChoosingBlocks
+from ...kernels.operations import rotate_and_write
+from ...kernels.ragged import narrows
+from ..step import Step
+from .changes import side_by_side
+from .heads import Heads
+from .loader import Loader
+from .rotary import Places
+from .stream import Stream
+from .traits import BlockIndex
+
+NAMES = "index_", "indexer."  # what an index's tensors begin with: in checkpoints, and as transformers' modules
+
+
+class BlockChooser:
+    """A query for each of this rank's key heads, and one key for all, of the size of attention's and turned as these."""
+
+    def __init__(self, load: Loader, index: BlockIndex) -> None:
+        self.index = index
+        self.epsilon = load.shape.norm_epsilon
+        name = next((name for name in NAMES if load.there(f"self_attn.{name}q_proj")), NAMES[0])
+        query, key = (f"self_attn.{name}{part}" for part in "qk")
+        asked = [f"{query}_proj"], [index.heads * index.size]
+        queries = load.outwards(*asked, wholes=[index.size])
+        both = load.joined((queries, load.matrix(f"{key}_proj", index.size, load.shape.hidden, whole=True)))
+        features = load.shape.order(0)
+        own, wholes = index.own(load.ranks.size) * index.size, [index.size]
+        order = load.ordered(torch.arange(own + index.size), features)
+        change = load.changed(*asked, wholes=wholes, order=order[:own])
+        other = load.changed([f"{key}_proj"], [index.size], wholes=wholes, order=order[: index.size])
+        self.inward = load.laid_out(both[order], None, side_by_side(change, other))
+        self.query_norm, self.key_norm = (load.ordered(load.gains(f"{one}_norm", index.size), features) for one in (query, key))
+
+    def __call__(self, x: Tensor, stream: Stream, rotary: Tensor, step: Step, cache: Tensor) -> ChoosingBlocks | None:
+        """Of a step's tokens; None if there is nothing to choose. Writes their keys to the cache.
+
+        x: [tokens, hidden], of the stream; cache: a layer's keys of its index, [slots, 1, 1, size].
+        """
+        index = self.index
+        queries = rotate_and_write(
+            stream.product(x, self.inward), rotary, step.slots, cache, self.query_norm, self.key_norm, self.epsilon
+        )
+        if not narrows(step.attention, index.most):
+            return None
+        return ChoosingBlocks(queries, cache, index.most, index.block, index.local)
+
+
+class ChoosingHeads(Heads):
+    """In the place of `Heads`, in layers with an index."""
+
+    def __init__(self, load: Loader, index: BlockIndex, window: int, turned: bool = True) -> None:
+        super().__init__(load, window, turned)
+        self.chooser = BlockChooser(load, index)
+
+    @property
+    def parts(self) -> tuple[object, ...]:
+        """What has weights."""
+        return (self, self.chooser)
+
+    def choose(self, stream: Stream, norm: Tensor | None, step: Step, places: Places, layer: Tensor, index_keys: Tensor) -> Tensor:
+        """As `__call__`. index_keys: of the cache."""
+        x = stream.normalized(norm)
+        asked = self.chooser(x, stream, places.rotary, step, index_keys)
+        return self.attend(stream.product(x, self.inward), step, places, layer, asked)

@@ -1,0 +1,203 @@
+"""Attention of heads to blocks of tokens that an index has chosen, each key head for itself, equals a softmax in float64 over
+those, by torch and by Triton's kernels."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from penstock.kernels import choose, indexed, indexed_attention, operations, paged_attention, ragged, reference
+from penstock.kernels.attention import How, Row
+from penstock.kernels.indexed import ChoosingBlocks
+from penstock.kernels.layout import Kind, Layout
+
+from .test_paged_attention import DEVICE, TOLERANCE, rows_of, slots_of
+
+SIZE, BLOCK = 16, 8
+SHAPES = [(1, 0), (1, 40), (1, 300), (3, 2), (5, 70), (70, 33), (20, 10), (1, 19), (2, 23)]
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def empty(*arguments: object, **options: object) -> Tensor:
+        result: Tensor = honest(*arguments, **options)
+        return result.fill_(torch.nan) if result.is_floating_point() else result
+
+    honest = torch.empty
+    monkeypatch.setattr(paged_attention.torch, "empty", empty)
+    yield
+    choose.force("")
+
+
+class World:
+    """Rows over random keys and values of heads, and of an index, in the order of a plan by one of the routes. What Triton reads
+    holds no numbers in slots of no row; torch masks what it has read."""
+
+    def __init__(
+        self,
+        rows: list[Row],
+        page_size: int,
+        blocks: int,
+        route: str,
+        *,
+        kv_heads: int = 2,
+        ratio: int = 4,
+        local: int = 1,
+        dtype: torch.dtype = torch.float32,
+        cached: torch.dtype | None = None,
+        sinks: bool = False,
+    ) -> None:
+        choose.force(route)
+        torch.manual_seed(len(rows) + blocks)
+        self.page_size, self.most, self.ratio = page_size, blocks * BLOCK, ratio
+        kinds = (Kind(0, kv_heads, ratio, SIZE),)
+        layout = Layout(page_size, kinds, dtype, DEVICE, most=self.most, block=BLOCK, sinks=sinks)
+        order, self.plan = ragged.plan(rows, layout)
+        self.rows = [rows[i] for i in order]
+        used = sorted({slot for row in rows for slot in slots_of(row, page_size)})
+        slots = (max(page for row in rows for page in row.pages) + 1) * page_size
+
+        def held(*shape: int) -> Tensor:
+            whole = torch.full((slots, *shape), torch.nan if route == "triton" else 100.0)
+            whole[used] = torch.randn(len(used), *shape)
+            return whole.to(cached or dtype).to(DEVICE)
+
+        self.cache, keys = held(2, kv_heads, SIZE), held(1, 1, SIZE)
+        tokens, heads = sum(row.queries for row in rows), kv_heads * ratio
+        self.query = torch.randn(tokens, heads, SIZE).to(dtype).to(DEVICE)
+        queries = torch.randn(tokens, kv_heads + 1, SIZE).to(dtype).to(DEVICE)[:, :kv_heads]  # as part of what is wider
+        self.asked = ChoosingBlocks(queries, keys, self.most, BLOCK, local)
+        self.scales = (torch.rand(2, kv_heads) + 0.5).to(DEVICE) if cached else None
+        self.sinks = torch.randn(heads).to(DEVICE) if sinks else None
+
+    def check(self) -> None:
+        narrows = ragged.narrows(self.plan, self.most)
+        assert narrows == any(row.context + row.queries > self.most for row in self.rows)
+        how = How(0, 0.3, scales=self.scales, sinks=self.sinks, asked=self.asked if narrows else None)
+        found = ragged.attention(self.query, self.cache, self.plan, how)
+        expected, start = [], 0
+        for row in self.rows:
+            expected.append(self._exact(row, start))
+            start += row.queries
+        tolerance = TOLERANCE[self.query.dtype]
+        torch.testing.assert_close(found.double().cpu(), torch.cat(expected), rtol=tolerance, atol=tolerance)
+
+    def _exact(self, row: Row, start: int) -> Tensor:
+        slots = slots_of(row, self.page_size)
+        index = self.asked.keys[slots].double().cpu().flatten(1)
+        cached = self.cache[slots].double().cpu()
+        if self.scales is not None:
+            cached = cached * self.scales.double().cpu()[..., None]
+        answers = []
+        for i in range(row.queries):
+            last = row.context + i
+            answers.append(
+                torch.stack([self._of_head(start + i, head, last, cached, index) for head in range(self.query.shape[1])])
+            )
+        return torch.stack(answers)
+
+    def _of_head(self, token: int, head: int, last: int, cached: Tensor, index: Tensor) -> Tensor:
+        own = head // self.ratio
+        scores = index[: last + 1] @ self.asked.queries[token, own].double().cpu()
+        best = {block: float(part.max()) for block, part in enumerate(scores.split(BLOCK))}
+        best |= {block: torch.inf for block in best if last // BLOCK - block < self.asked.local}
+        chosen = sorted(best, key=lambda block: -best[block])[: self.most // BLOCK]
+        seen = [key for key in range(last + 1) if key // BLOCK in chosen]
+        logits = cached[seen, 0, own] @ self.query[token, head].double().cpu() * 0.3
+        if self.sinks is not None:
+            logits = torch.cat((logits, self.sinks[head : head + 1].double().cpu()))
+        return logits.softmax(0)[: len(seen)] @ cached[seen, 1, own]
+
+
+@pytest.mark.parametrize("route", ["reference", "triton"])
+@pytest.mark.parametrize(("page_size", "blocks", "local"), [(1, 3, 1), (4, 3, 2), (8, 5, 1), (8, 1, 1), (2, 12, 12)])
+def test_a_mixture(page_size: int, blocks: int, local: int, route: str) -> None:
+    """Of decodes and chains, some of which see more than they may attend to."""
+    world = World(rows_of(SHAPES, page_size, random.Random(blocks), sharing=0.3), page_size, blocks, route, local=local)
+    assert isinstance(world.plan, indexed_attention.Plan) == (route == "triton")
+    world.check()
+
+
+@pytest.mark.parametrize("route", ["reference", "triton"])
+@pytest.mark.parametrize(("kv_heads", "ratio"), [(1, 1), (1, 16), (4, 2)])
+def test_heads(kv_heads: int, ratio: int, route: str) -> None:
+    """Some of a long chunk, of which a CPU looks at 64 tokens at a time."""
+    World(rows_of([(90, 30), (1, 90)], 8, random.Random(5)), 8, 4, route, kv_heads=kv_heads, ratio=ratio).check()
+
+
+@pytest.mark.parametrize("route", ["reference", "triton"])
+def test_nobody_sees_more(route: str) -> None:
+    """Then nobody is asked, nor in a layer without an index."""
+    world = World(rows_of([(1, 31), (7, 20)], 8, random.Random(6)), 8, 4, route)
+    assert not isinstance(world.plan, indexed_attention.Plan)
+    world.check()
+
+
+def test_layers_without_an_index_attend_to_all() -> None:
+    """Of a step in which others choose."""
+    world = World(rows_of([(1, 100), (3, 40)], 8, random.Random(6)), 8, 3, "triton")
+    assert isinstance(world.plan, indexed_attention.Plan)
+    _, whole = ragged.plan(world.rows, Layout(8, (Kind(0, 2, 4, SIZE),), torch.float32, DEVICE))
+    found, expected = (ragged.attention(world.query, world.cache, plan, How(0, 0.3)) for plan in (world.plan, whole))
+    assert found.equal(expected)
+    assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("route", ["reference", "triton"])
+def test_short_types(route: str) -> None:
+    rows = rows_of([(1, 100), (3, 40), (1, 5)], 8, random.Random(2))
+    World(rows, 8, 3, route, dtype=torch.bfloat16).check()
+    World(rows, 8, 3, route, dtype=torch.float16, cached=torch.float8_e4m3fn).check()
+
+
+@pytest.mark.parametrize("route", ["reference", "triton"])
+def test_sinks(route: str) -> None:
+    World(rows_of([(1, 100), (3, 40), (1, 5)], 8, random.Random(2)), 8, 3, route, sinks=True).check()
+
+
+def test_tokens_by_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where not all scores have room at once."""
+    monkeypatch.setattr(indexed_attention, "SCORES", 1000)
+    world = World(rows_of(SHAPES, 8, random.Random(3)), 8, 3, "triton")
+    assert isinstance(world.plan, indexed_attention.Plan)
+    assert len(world.plan.parts) > 30
+    world.check()
+
+
+def test_of_equal_blocks_the_first_are_chosen() -> None:
+    asked = ChoosingBlocks(torch.zeros(2, 2, SIZE), torch.zeros(1, 1, 1, SIZE), 2 * BLOCK, BLOCK, 1)
+    hidden = torch.zeros(1, 1, 2, 5 * BLOCK)
+    hidden[:, :, 0, 4 * BLOCK :] = -torch.inf
+    found = indexed.narrowed_by_blocks(asked, torch.randn(1, 5 * BLOCK, SIZE), 0, 2, hidden)
+    assert found is not None
+    seen = found[0].isfinite().unflatten(2, (5, BLOCK)).all(3)
+    assert seen.tolist() == [[[True, False, False, True, False], [True, False, False, False, True]]] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("size", "heads"), [(16, 1), (128, 4), (10, 3)])
+def test_the_norm_rotation_and_write(size: int, heads: int, dtype: torch.dtype) -> None:
+    """Of a cache without values. Negative slots are written nowhere."""
+    torch.manual_seed(size)
+    tokens, slots = 5, torch.tensor([3, -1, 7, 0, 11], device=DEVICE)
+    joint, gains = torch.randn(tokens, (heads + 1) * size), torch.randn(2, size)
+    joint, gains = joint.to(dtype).to(DEVICE), gains.to(dtype).to(DEVICE)
+    table = reference.rotary_table(torch.rand(size // 2), torch.arange(tokens) * 7, dtype).to(DEVICE)
+    found = []
+    for route in ("reference", "triton"):
+        choose.force(route)
+        cache = torch.zeros(13, 1, 1, size, device=DEVICE).to(dtype)
+        queries = operations.rotate_and_write(joint.clone(), table, slots, cache, gains[0], gains[1], 1e-6)
+        found.append((queries.float().cpu(), cache.float().cpu().flatten(1)))
+    (queries, cache), (others, other_cache) = found
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 0.06}[dtype]
+    torch.testing.assert_close(others, queries, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(other_cache, cache, rtol=tolerance, atol=tolerance)
+    assert queries.shape == (tokens, heads, size)
+    exact = reference.rotate(reference.rms_norm(joint[2, heads * size :].view(1, 1, size), gains[1], 1e-6), table[2:3])
+    torch.testing.assert_close(cache[7], exact.float().cpu().flatten(), rtol=tolerance, atol=tolerance)
+    assert sorted(cache.any(1).nonzero().flatten().tolist()) == [0, 3, 7, 11]
