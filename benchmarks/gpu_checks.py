@@ -474,7 +474,7 @@ def mixtures(bench: Bench, chance: random.Random, kind: str = "") -> float:
         if kind:
             few = [[codes.quantize(weight, kind) for weight in weights] for weights in (gate_ups, downs)]
             gate_ups, downs = ([codes.unpacked(weight, torch.float64) for weight in weights] for weights in few)
-            laid_out = experts.lay_out(few[0], few[1], dtype, (biases[0], biases[1]), experts.Gates(limit=limit))
+            laid_out = experts.lay_out(few[0], few[1], dtype, (biases[0], biases[1]), reference.Gates(limit=limit))
         else:
             laid_out = experts.lay_out(gate_ups, downs, dtype)
             biases = [torch.zeros_like(bias) for bias in biases]

@@ -8,7 +8,6 @@ so that graphs can hold them.
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import repeat
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -19,7 +18,7 @@ from . import quantized
 from .choose import triton_for
 from .codes import Codes, unpacked
 from .linear import Exact, Weight
-from .reference import by_lanes, gated, squared
+from .reference import PLAIN, Gates, by_lanes
 
 if TYPE_CHECKING:
     from .packed_experts import Packed
@@ -87,16 +86,6 @@ def _within(judged: Tensor, sets: int, chosen: int, best: int) -> Tensor:
     return divided.masked_fill(others.unsqueeze(2), -torch.inf).view(judged.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class Gates:
-    """What `reference.gated` is to do, or `reference.squared` instead."""
-
-    gelu: bool = False
-    limit: float = 0.0
-    squared: bool = False
-
-
-PLAIN = Gates()
 Biases: TypeAlias = tuple[Tensor, Tensor] | None
 Weights: TypeAlias = Sequence[Tensor | Codes]
 
@@ -149,12 +138,9 @@ class OneByOne(Experts):
         for expert, (start, end) in enumerate(itertools.pairwise(starts.tolist())):
             if end > start:
                 pairs = order[start:end]
-                inner = self._inner(self._gate_ups[expert](x[pairs // shares.shape[1]]))
+                inner = self._gates(self._gate_ups[expert](x[pairs // shares.shape[1]]))
                 found[pairs] = (self._downs[expert](inner) * shares.flatten()[pairs, None]).to(x.dtype)
         return found
-
-    def _inner(self, found: Tensor) -> Tensor:
-        return squared(found) if self._gates.squared else gated(found, self._gates.gelu, self._gates.limit)
 
 
 class Together(Experts):
@@ -172,8 +158,7 @@ class Together(Experts):
     def _products(self, x: Tensor, order: Tensor, starts: Tensor, shares: Tensor) -> Tensor:
         from .fused_experts import experts
 
-        weights, gates = (self._gate_up, self._down, self._biases), self._gates
-        return experts(x, order, starts, shares, *weights, gates.gelu, gates.limit, gates.squared, self._steady)
+        return experts(x, order, starts, shares, self._gate_up, self._down, self._biases, self._gates, self._steady)
 
 
 class FewBits(Experts):
@@ -187,8 +172,7 @@ class FewBits(Experts):
     def _products(self, x: Tensor, order: Tensor, starts: Tensor, shares: Tensor) -> Tensor:
         from .packed_experts import experts
 
-        weights, gates = (self._gate_up, self._down, self._biases), self._gates
-        return experts(x, order, starts, shares, *weights, gates.gelu, gates.limit, gates.squared, self._steady)
+        return experts(x, order, starts, shares, self._gate_up, self._down, self._biases, self._gates, self._steady)
 
 
 def lay_out(

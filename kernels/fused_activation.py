@@ -21,10 +21,12 @@ def activated(gate: tl.tensor, GELU: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def limited(gate: tl.tensor, up: tl.tensor, LIMIT: tl.constexpr) -> tl.tensor:
+def limited(gate: tl.tensor, up: tl.tensor, LIMIT: tl.constexpr, STEEP: tl.constexpr) -> tl.tensor:
     """As `reference.gated` with a limit. Both: float32."""
     gate, up = tl.minimum(gate, LIMIT), tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-    return gate / (1.0 + tl.exp(-1.702 * gate)) * (up + 1.0)
+    steepness: tl.constexpr = 1.702 if STEEP else 1.0
+    more: tl.constexpr = 1.0 if STEEP else 0.0
+    return gate / (1.0 + tl.exp(-steepness * gate)) * (up + more)
 
 
 @triton.jit
@@ -37,6 +39,7 @@ def gated_kernel(
     BLOCK: tl.constexpr,
     GELU: tl.constexpr,
     LIMIT: tl.constexpr,  # 0: none
+    STEEP: tl.constexpr,
 ) -> None:
     """One program: BLOCK elements of a token. Tokens are the first axis of the grid, which may have 2^31 programs."""
     token = tl.program_id(0).to(tl.int64)
@@ -44,11 +47,11 @@ def gated_kernel(
     inside = column < size
     gate = tl.load(gate_up + token * gate_up_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + token * gate_up_stride + size + column, mask=inside, other=0.0).to(tl.float32)
-    found = limited(gate, up, LIMIT) if LIMIT > 0 else activated(gate, GELU).to(gate_up.dtype.element_ty).to(tl.float32) * up
+    found = limited(gate, up, LIMIT, STEEP) if LIMIT > 0 else activated(gate, GELU).to(gate_up.dtype.element_ty).to(tl.float32) * up
     tl.store(out + token * out_stride + column, found.to(out.dtype.element_ty), mask=inside)
 
 
-def gated(gate_up: Tensor, out: Tensor, gelu: bool = False, limit: float = 0.0) -> Tensor:
+def gated(gate_up: Tensor, out: Tensor, gelu: bool = False, limit: float = 0.0, steep: bool = True) -> Tensor:
     """`reference.gated` into `out`. gate_up: [tokens, 2 * size], out: [tokens, size], views whose last dimension is dense."""
     tokens, size = out.shape
     assert gate_up.shape == (tokens, 2 * size)
@@ -56,7 +59,7 @@ def gated(gate_up: Tensor, out: Tensor, gelu: bool = False, limit: float = 0.0) 
     if tokens:
         grid = (tokens, triton.cdiv(size, BLOCK_SIZE))
         strides = gate_up.stride(0), out.stride(0)
-        constants = {"BLOCK": BLOCK_SIZE, "GELU": gelu, "LIMIT": limit}
+        constants = {"BLOCK": BLOCK_SIZE, "GELU": gelu, "LIMIT": limit, "STEEP": steep}
         gated_kernel[grid](gate_up, out, size, *strides, **constants, num_warps=WARPS, enable_fp_fusion=False)
     return out
 
@@ -74,7 +77,7 @@ def compilations() -> list[Compilation]:
                 "gate_up_stride": "i32:16",
                 "out_stride": "i32:16",
             },
-            constants={"BLOCK": BLOCK_SIZE, "GELU": gelu, "LIMIT": limit},
+            constants={"BLOCK": BLOCK_SIZE, "GELU": gelu, "LIMIT": limit, "STEEP": True},
             warps=WARPS,
             hot=True,
         )

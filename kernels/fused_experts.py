@@ -18,6 +18,7 @@ from torch import Tensor
 from .compilation import Compilation
 from .fused_activation import activated, limited
 from .fused_product import INTERPRET, dot
+from .reference import PLAIN, Gates
 
 WARPS = 4
 
@@ -56,6 +57,7 @@ def experts_kernel(
     GATED: tl.constexpr,
     GELU: tl.constexpr,
     LIMIT: tl.constexpr,
+    STEEP: tl.constexpr,
     SQUARED: tl.constexpr,  # without gates, as `reference.squared`
     BIASED: tl.constexpr,
     ADD: tl.constexpr,  # to what is in `out`
@@ -89,7 +91,7 @@ def experts_kernel(
             if GATED:
                 other += tl.load(from_bias + OUTPUTS, mask=wanted, other=0.0).to(tl.float32)[None, :]
         if GATED:
-            result = limited(result, other, LIMIT) if LIMIT > 0 else activated(result, GELU) * other
+            result = limited(result, other, LIMIT, STEEP) if LIMIT > 0 else activated(result, GELU) * other
         elif SQUARED:
             result = tl.maximum(result, 0.0) * tl.maximum(result, 0.0)
         elif ADD:
@@ -107,20 +109,18 @@ def experts(
     gate_up: Tensor,
     down: Tensor,
     biases: tuple[Tensor, Tensor] | None,
-    gelu: bool,
-    limit: float,
-    squared: bool = False,
+    gates: Gates = PLAIN,
     steady: bool = False,
 ) -> Tensor:
     """What each expert makes of its tokens, times its share: [pairs, hidden].
 
     x: [tokens, hidden]; order: [pairs], sorted by expert; starts: [experts + 1], where each expert's begin there; shares: [tokens,
     pairs of a token] float32; gate_up: [experts, 2 * size, hidden], gates first; down: [experts, hidden, size]; biases:
-    [experts, 2 * size] and [experts, hidden]; gelu, limit: as of `reference.gated`; squared: `reference.squared` instead, and there
-    are no gates; steady: by one tile for all numbers of pairs, so that no result depends on others. All dense.
+    [experts, 2 * size] and [experts, hidden]; gates: if these are `squared`, there are none; steady: by one tile for all numbers of
+    pairs, so that no result depends on others. All dense.
     """
     number, hidden, size = down.shape
-    assert gate_up.shape == (number, (2 - squared) * size, hidden)
+    assert gate_up.shape == (number, (2 - gates.squared) * size, hidden)
     assert shares.shape[0] == len(x)
     assert len(order) == shares.numel()
     assert all(tensor.is_contiguous() for tensor in (x, order, starts, shares, gate_up, down))
@@ -128,8 +128,7 @@ def experts(
     out = torch.empty(len(order), hidden, dtype=x.dtype, device=x.device)
     first, second = biases or (None, None)
     if len(order):
-        how: dict[str, Any] = {"together": shares.shape[1], "gated": not squared, "gelu": gelu, "limit": limit}
-        how["squared"] = squared
+        how: dict[str, Any] = {"together": shares.shape[1], "gated": not gates.squared, "gates": gates}
         _product(inner, x, gate_up, order, starts, shares, bias=first, steady=steady, **how)
         _product(out, inner, down, order, starts, shares, bias=second, steady=steady)
     return out
@@ -157,17 +156,15 @@ def _product(
     bias: Tensor | None = None,
     together: int = 1,
     gated: bool = False,
-    gelu: bool = False,
-    limit: float = 0.0,
-    squared: bool = False,
+    gates: Gates = PLAIN,
     add: bool = False,
     steady: bool = False,
 ) -> None:
     pairs, outputs = out.shape
     number, inputs = len(weight), weight.shape[2]
     few, amd = few_of(pairs, number, steady), torch.version.hip is not None
-    constants = _constants(few, number, together, inputs, outputs, gated, gelu, x.element_size(), amd)
-    constants |= {"ADD": add, "LIMIT": limit, "SQUARED": squared, "BIASED": bias is not None}
+    constants = _constants(few, number, together, inputs, outputs, gated, x.element_size(), amd) | gates.constants
+    constants |= {"ADD": add, "BIASED": bias is not None}
     rows = constants["ROWS"]
     # Every expert that has pairs has one tile that is not full, at most.
     grid = triton.cdiv(outputs, constants["COLUMNS"]), min(number, pairs) + pairs // rows
@@ -192,7 +189,7 @@ def few_of(pairs: int, number: int, steady: bool) -> bool:
 
 
 def _constants(
-    few: bool, number: int, together: int, inputs: int, outputs: int, gated: bool, gelu: bool, item: int, amd: bool
+    few: bool, number: int, together: int, inputs: int, outputs: int, gated: bool, item: int, amd: bool
 ) -> dict[str, Any]:
     # With many pairs the tile is as high as two of them leave room for.
     depth = (128 if few else 64) * 2 // max(2, item)  # as many bytes, whatever the type: shared memory is what bounds it
@@ -207,7 +204,6 @@ def _constants(
         "DEPTH": min(depth, max(16, triton.next_power_of_2(inputs))),
         "STAGES": 2 if amd else 4 if few else 3,
         "GATED": gated,
-        "GELU": gelu,
         "WIDEN": INTERPRET,
     }
 
@@ -232,14 +228,14 @@ def compilations() -> list[Compilation]:
         together, item = count if inward else 1, 4 if dtype == "fp32" else 2
         biased, squared = "biased" in model, inward and "squared" in model
         gated = inward and not squared
-        constants = _constants(few, number, together, inputs, outputs, gated, False, item, kind == "amd")
-        constants |= {"ADD": False, "LIMIT": 7.0 * biased, "SQUARED": squared, "BIASED": biased}
+        constants = _constants(few, number, together, inputs, outputs, gated, item, kind == "amd")
+        constants |= {"ADD": False, "BIASED": biased, **Gates(limit=7.0 * biased, squared=squared).constants}
         name = f"experts {model} {'gated' if gated else 'up' if inward else 'down'} {height} {kind}".rstrip()
         found.append(_compilation(name, constants, dtype, "fp32", kinds[kind]))
     sizes = (4096, 16), (16, 6144), (64, 28672)
     for (inputs, outputs), (height, few), kind in itertools.product(sizes, heights.items(), kinds):
-        constants = _constants(few, 8, 1, inputs, outputs, False, False, 2, kind == "amd")
-        constants |= {"ADD": True, "LIMIT": 0.0, "SQUARED": False, "BIASED": False}
+        constants = _constants(few, 8, 1, inputs, outputs, False, 2, kind == "amd")
+        constants |= {"ADD": True, "BIASED": False, **PLAIN.constants}
         name = f"adapters {inputs} to {outputs} {height} {kind}".rstrip()
         found.append(_compilation(name, constants, "bf16", "bf16", kinds[kind]))
     return found

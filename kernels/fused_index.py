@@ -12,7 +12,7 @@ from .compilation import EARLY_TARGETS, EIGHT_BIT_TARGETS, GENERATIONS, Compilat
 from .early import on, options, wait
 from .fused_latents import HEADS, WARPS, angles, constants_of, keep, turn
 from .fused_rotary import rotated, storable
-from .indexed import EPSILON, Choosing
+from .indexed import Choosing
 from .layout import Kind
 from .paged_attention import INTERPRET, TARGETS, Plan, tiles_of
 from .paged_kernels import Sight, dot, slots_of, visible_of, words_of
@@ -77,7 +77,9 @@ def _normal(own, norm, feature, held, mean, scale, SIZE: tl.constexpr):  # type:
     return ((row.to(tl.float32) - mean) * scale * gain + bias).to(row.dtype)
 
 
-def rotate_and_write_index(queries: Tensor, keys: Tensor, norm: Tensor, table: Tensor, slots: Tensor, cache: Tensor) -> None:
+def rotate_and_write_index(
+    queries: Tensor, keys: Tensor, norm: Tensor, table: Tensor, slots: Tensor, cache: Tensor, epsilon: float
+) -> None:
     """`operations.rotate_and_write_index`. All dense but the cache, whose keys are."""
     tokens, heads, size = queries.shape
     assert queries.is_contiguous()
@@ -96,7 +98,7 @@ def rotate_and_write_index(queries: Tensor, keys: Tensor, norm: Tensor, table: T
             cache,
             heads,
             cache.stride(0),
-            EPSILON,
+            epsilon,
             **constants_of(size, table.shape[-1], torch.finfo(cache.dtype).max if cache.dtype != queries.dtype else 0.0),
             EARLY=early,
             num_warps=WARPS,

@@ -36,14 +36,14 @@ def layer_norm(x: Tensor, weights: Tensor, epsilon: float) -> Tensor:
     return functional.layer_norm(x, weights.shape[1:], weights[0], weights[1], epsilon)
 
 
-def gated(gate_up: Tensor, gelu: bool = False, limit: float = 0.0) -> Tensor:
+def gated(gate_up: Tensor, gelu: bool = False, limit: float = 0.0, steep: bool = True) -> Tensor:
     """`reference.gated`; a new tensor."""
     if triton_for(gate_up):
         from .fused_activation import gated as fused
 
         tokens, twice = gate_up.shape
-        return fused(gate_up, torch.empty(tokens, twice // 2, dtype=gate_up.dtype, device=gate_up.device), gelu, limit)
-    return reference.gated(gate_up, gelu, limit)
+        return fused(gate_up, torch.empty(tokens, twice // 2, dtype=gate_up.dtype, device=gate_up.device), gelu, limit, steep)
+    return reference.gated(gate_up, gelu, limit, steep)
 
 
 def rotate_and_write(
@@ -123,7 +123,9 @@ def rotate_and_write_latents(
     return None
 
 
-def rotate_and_write_index(queries: Tensor, keys: Tensor, norm: Tensor, table: Tensor, slots: Tensor, cache: Tensor) -> None:
+def rotate_and_write_index(
+    queries: Tensor, keys: Tensor, norm: Tensor, table: Tensor, slots: Tensor, cache: Tensor, epsilon: float = EPSILON
+) -> None:
     """The same for what tokens are chosen by (`indexed`): the layer norm of keys, the rotation of queries and keys, and the write.
 
     queries: [tokens, heads, size], whose first features, as many as `table` has, are rotated in place; keys: [tokens, size]; norm:
@@ -132,10 +134,10 @@ def rotate_and_write_index(queries: Tensor, keys: Tensor, norm: Tensor, table: T
     if triton_for(queries):
         from .fused_index import rotate_and_write_index as fused
 
-        return fused(queries, keys, norm, table, slots, cache)
+        return fused(queries, keys, norm, table, slots, cache, epsilon)
     turned = table.shape[-1]
     reference.rotate(queries[..., :turned], table)
-    keys = layer_norm(keys, norm, EPSILON)
+    keys = layer_norm(keys, norm, epsilon)
     reference.rotate(keys[:, :turned].unsqueeze(1), table)
     write(slots, keys, cache)
     return None

@@ -34,6 +34,7 @@ from .fused_quantized import (
     whole,
     zeros_at,
 )
+from .reference import PLAIN, Gates
 from .small_floats import in_blocks, scale_at, tiny_pair
 
 WARPS = 4
@@ -145,6 +146,7 @@ def packed_kernel(
     GATED: tl.constexpr,
     GELU: tl.constexpr,
     LIMIT: tl.constexpr,
+    STEEP: tl.constexpr,
     SQUARED: tl.constexpr,
     BIASED: tl.constexpr,
     WIDEN: tl.constexpr,
@@ -192,7 +194,7 @@ def packed_kernel(
             if GATED:
                 other += tl.load(from_bias + OUTPUTS, mask=wanted, other=0.0).to(tl.float32)[None, :]
         if GATED:
-            result = limited(result, other, LIMIT) if LIMIT > 0 else activated(result, GELU) * other
+            result = limited(result, other, LIMIT, STEEP) if LIMIT > 0 else activated(result, GELU) * other
         elif SQUARED:
             result = tl.maximum(result, 0.0) * tl.maximum(result, 0.0)
         else:
@@ -264,9 +266,7 @@ def experts(
     gate_up: Packed,
     down: Packed,
     biases: tuple[Tensor, Tensor] | None,
-    gelu: bool,
-    limit: float,
-    squared: bool = False,
+    gates: Gates = PLAIN,
     steady: bool = False,
 ) -> Tensor:
     """As `fused_experts.experts`."""
@@ -275,8 +275,7 @@ def experts(
     inner = torch.empty(len(order), size, dtype=x.dtype, device=x.device)
     out = torch.empty(len(order), hidden, dtype=x.dtype, device=x.device)
     first, second = biases or (None, None)
-    how = {"GATED": not squared, "GELU": gelu, "LIMIT": limit, "SQUARED": squared}
-    plain = {"GATED": False, "GELU": False, "LIMIT": 0.0, "SQUARED": False}
+    how, plain = {"GATED": not gates.squared, **gates.constants}, {"GATED": False, **PLAIN.constants}
     if len(order):
         _product(inner, x, gate_up, order, starts, shares, first, shares.shape[1], how, steady)
         _product(out, inner, down, order, starts, shares, second, 1, plain, steady)
@@ -362,9 +361,7 @@ def compilations() -> list[Compilation]:
             "OUTPUTS": outputs,
             "BIASED": biased,
             "GATED": gated,
-            "GELU": False,
-            "LIMIT": 7.0 if biased and gated else 0.0,
-            "SQUARED": squared,
+            **Gates(limit=7.0 if biased and gated else 0.0, squared=squared).constants,
             "WIDEN": False,
             "CUDA": kindred != "amd",
             **meaning(kind, inputs, block, run, zeros, kind == "nvfp4"),

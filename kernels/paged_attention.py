@@ -457,6 +457,7 @@ def compilations() -> list[Compilation]:
             _compilation(1, 512, generation, turned=64, ratio=16, trees=True, hot=True),
             _compilation(0, 512, generation, turned=64, ratio=16, beside=128, page_size=1, hot=True),
             _compilation(0, 512, generation, turned=64, ratio=16, eight_bits=True, hot=True),
+            *(_compilation(kind, 512, generation, turned=64, ratio=16, page_size=64, sinks=True, hot=True) for kind in range(3)),
             _compilation(2, 256, generation, turned=64, ratio=8, dtype=torch.float32, hot=True),
             *(_compilation(kind, 512, generation, ratio=8, hot=True) for kind in range(3)),
             _compilation(1, 136, generation, ratio=1, trees=True, hot=True),

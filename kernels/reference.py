@@ -1,7 +1,9 @@
 """Elementwise operations in plain torch: what each one means, and how it runs on a CPU. Knows tensors only."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,17 +68,40 @@ def squared(x: Tensor) -> Tensor:
 STEEP = 1.702  # of the sigmoid that comes near to gelu's
 
 
-def gated(gate_up: Tensor, gelu: bool = False, limit: float = 0.0) -> Tensor:
+def gated(gate_up: Tensor, gelu: bool = False, limit: float = 0.0, steep: bool = True) -> Tensor:
     """silu(gate) * up, SwiGLU (Shazeer 2020, arXiv:2002.05202), or with gelu, approximated by tanh, GeGLU.
 
-    gate_up: [tokens, 2 * size], gate first; limit: gpt-oss's own (OpenAI 2025, arXiv:2508.10925), in which neither goes beyond it,
-    0: none; result [tokens, size].
+    gate_up: [tokens, 2 * size], gate first; limit: beyond which neither goes, 0: none; steep: if there is one, gates are gpt-oss's
+    own (OpenAI 2025, arXiv:2508.10925); result [tokens, size].
     """
     gate, up = gate_up.chunk(2, -1)
     if limit:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        if not steep:
+            return functional.silu(gate).mul_(up)
         return gate * by_lanes(torch.sigmoid, gate * STEEP) * (up + 1)
     return (functional.gelu(gate, approximate="tanh") if gelu else functional.silu(gate)).mul_(up)
+
+
+@dataclass(frozen=True, slots=True)
+class Gates:
+    """What becomes of what leads into MLPs and experts: `gated`, or `squared` instead."""
+
+    gelu: bool = False
+    limit: float = 0.0
+    squared: bool = False
+    steep: bool = True
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return squared(x) if self.squared else gated(x, self.gelu, self.limit, self.steep)
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Of kernels."""
+        return {"GELU": self.gelu, "LIMIT": self.limit, "SQUARED": self.squared, "STEEP": self.steep}
+
+
+PLAIN = Gates()
 
 
 def xielu(x: Tensor, positive: float, negative: float, beta: float, epsilon: float) -> Tensor:

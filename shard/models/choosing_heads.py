@@ -14,8 +14,6 @@ from .rotary import Places
 from .stream import Stream
 from .traits import BlockIndex
 
-NAMES = "index_", "indexer."  # what an index's tensors begin with: in checkpoints, and as transformers' modules
-
 
 class BlockChooser:
     """A query for each of this rank's key heads, and one key for all, of the size of attention's and turned as these."""
@@ -23,8 +21,7 @@ class BlockChooser:
     def __init__(self, load: Loader, index: BlockIndex) -> None:
         self.index = index
         self.epsilon = load.shape.norm_epsilon
-        name = next((name for name in NAMES if load.there(f"self_attn.{name}q_proj")), NAMES[0])
-        query, key = (f"self_attn.{name}{part}" for part in "qk")
+        query, key = (f"self_attn.index_{part}" for part in "qk")
         asked = [f"{query}_proj"], [index.heads * index.size]
         queries = load.outwards(*asked, wholes=[index.size])
         both = load.joined((queries, load.matrix(f"{key}_proj", index.size, load.shape.hidden, whole=True)))

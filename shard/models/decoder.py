@@ -30,7 +30,7 @@ from .loader import Loader
 from .memories import DeltaRule, Remembered
 from .mlp import Beside, Dense, Limited, Narrow, Sparse, Ungated, Weighed
 from .remembering import Convolution, FineLinear, Linear, Remembering
-from .renamed import Older
+from .renamed import Either, Older
 from .rotary import Places, growth_of, unturned_growth_of
 from .rotary import table_of as angles_of
 from .shape import Shape, Unsupported
@@ -38,6 +38,7 @@ from .short_convolutions import ShortConvolutions
 from .sight import Sight
 from .state_spaces import StateSpaces
 from .stream import Stream
+from .streams import Mixing, Streams
 from .taps import Taps
 from .traits import Rope
 
@@ -65,6 +66,8 @@ class Layer:
             self.attention_norm, self.last_norm = (
                 gains * shape.residual_factor if gains is not None else None for gains in (self.attention_norm, self.last_norm)
             )
+        # Of what attention, and the MLP, see of several streams.
+        self.mixings = [Mixing(load, f"{part}_hc.", shape.hyper) for part in ("attn", "ffn")] if shape.hyper else []
         self.attention = self._attention(load) if attends else None
         kept = shape.remembering
         along = kept is not None and kept.along and index in kept.layers
@@ -101,7 +104,13 @@ class Layer:
 
     def attend(self, stream: Stream, step: Step, places: Places, cache: Cache) -> Sequence[Tensor]:
         """What `transform` goes on with, of each reader [tokens, features]. Writes to the cache, or goes on with its states."""
+        self._turn(stream, 0)
         return [self._read(reader, stream, step, places, cache) for reader in self.readers]
+
+    def _turn(self, stream: Stream, part: int) -> None:
+        if self.mixings:
+            assert isinstance(stream, Streams)
+            stream.turn(self.mixings[part])
 
     def _read(
         self, reader: Heads | Queries | Latents | Remembered, stream: Stream, step: Step, places: Places, cache: Cache
@@ -133,6 +142,7 @@ class Layer:
                 parts.append(beside.part(stream, self.input_norm if self.mlp_norm is None else self.mlp_norm))
             stream.add_part(parts[0].add_(parts[1]))
         if self.mlp is not None and beside is None:
+            self._turn(stream, 1)
             self.mlp(stream, self.mlp_norm, self.last_norm)
         if self.told is not None and told is not None:
             self.told(stream, told)
@@ -162,6 +172,7 @@ class Decoder:
         changes = self.changes if self.changes.names else None
         self.kept: Taps | None = None  # for a draft model that goes by what this one makes of tokens
         source = Older(source, shape, shape.layout) if shape.layout else source
+        source = Either(source, shape.aliases) if shape.aliases else source
         root = self._root(source)
         load = Loader(source, shape, ranks, root, exact)
         self.embedding = self._table(load)
@@ -179,6 +190,7 @@ class Decoder:
         self.changes.check()
         self.first_norm = load.gains(shape.first_norm, shape.hidden) if shape.first_norm else None
         self.norm = load.gains(shape.last_norm, shape.hidden)
+        self.mixing = Mixing(load, "hc_head.hc_", shape.hyper, gives=False) if shape.hyper else None
         self.head = self._output(load)
         size, dtype = shape.turning_size(0), self.embedding.dtype
         of = partial(angles_of, positions=shape.turned_positions, dtype=dtype, device=device, turned=shape.turned(0))
@@ -242,6 +254,9 @@ class Decoder:
         return self._stream(rows, chosen)
 
     def _outcome(self, stream: Stream) -> Tensor:
+        if self.mixing is not None:
+            assert isinstance(stream, Streams)
+            stream.turn(self.mixing)
         return stream.normalized(self.norm)
 
     def _seen(self, shown: Shown) -> Tensor:
@@ -296,7 +311,10 @@ class Decoder:
         return self.ranks.add(rows.masked_fill_(elsewhere.unsqueeze(1), 0))
 
     def _stream(self, sums: Tensor, chosen: Chosen | None = None) -> Stream:
-        return Stream(sums, self.ranks, self.shape.norm_epsilon, self.shape.gelu, chosen)
+        shape = self.shape
+        if shape.hyper:
+            return Streams(sums, self.ranks, shape.norm_epsilon, shape.hyper.count, chosen)
+        return Stream(sums, self.ranks, shape.norm_epsilon, shape.gelu, chosen)
 
     def _root(self, source: Source) -> str:
         return root_of(source, self.shape)
@@ -310,7 +328,7 @@ class Decoder:
         name = next((name for name in OUTPUTS if load.source.has(name)), OUTPUTS[0])
         bias = load.table_bias(name) if self.shape.logit_bias else None
         if not self.shape.tied:
-            return Weight(load.table(name), bias, load.exact)
+            return Weight(load.table(name, self.shape.precise_logits), bias, load.exact)
         if load.source.has(name) and not load.table(name).equal(self.embedding):
             raise Unsupported(
                 f"config.json says tie_word_embeddings, and there is a {name} that differs from "
@@ -320,7 +338,8 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """hidden: [rows, hidden]; on rank 0 [rows, vocabulary] in float32, elsewhere None."""
-        joined = self.ranks.join(self.head(hidden))
+        precise = self.shape.precise_logits and not self.shape.tied
+        joined = self.ranks.join(self.head(hidden.float() if precise else hidden))
         return None if joined is None else self.scaled(joined)
 
     def scaled(self, joined: Tensor) -> Tensor:
@@ -364,7 +383,8 @@ class Decoder:
 
     def _weights(self) -> Iterator[Weight | Tensor]:
         parts = [self, *self.layers, *(part for layer in self.layers for reader in layer.readers for part in reader.parts)]
-        parts += [part for part in (self.inputs, *(layer.told for layer in self.layers)) if part is not None]
+        parts += [part for part in (self.inputs, *(layer.told for layer in self.layers), self.mixing) if part is not None]
+        parts += [mixing for layer in self.layers for mixing in layer.mixings]
         held = [value for part in parts for value in vars(part).values()]
         held += [own for value in held if isinstance(value, list) for own in value]
         found = [value for value in held if isinstance(value, (Weight, Tensor))]

@@ -36,16 +36,18 @@ class Chooser:
         """
         index, asked = self.index, narrows(step.attention, self.index.most)
         queries = self.query(latents).view(len(x), index.heads, index.size) if asked else x.new_empty(len(x), 0, index.size)
-        rotate_and_write_index(queries, self.key(x), self.norm, rotary, step.slots, cache)
+        rotate_and_write_index(queries, self.key(x), self.norm, rotary, step.slots, cache, index.epsilon)
         return Choosing(queries, self.weights(x.float()) * (index.heads * index.size) ** -0.5, index.most) if asked else None
 
     def _ordered(self, turned: int) -> list[int]:
         """A head's features with those first that turn, of which two that turn together are half of these apart."""
-        own = range(turned)
-        return [*own[::2], *own[1::2], *range(turned, self.index.size)] if self.index.neighbours else [*range(self.index.size)]
+        own, size = range(turned), self.index.size
+        if self.index.turned_last:
+            return [*range(size - turned, size), *range(size - turned)]
+        return [*own[::2], *own[1::2], *range(turned, size)] if self.index.neighbours else [*range(size)]
 
     def _by_order(self, weight: Tensor | Codes) -> Tensor | Codes:
-        if not self.index.neighbours:
+        if self._order == [*range(self.index.size)]:
             return weight
         count = len(weight.codes if isinstance(weight, Codes) else weight)
         return weight[torch.arange(count).view(-1, self.index.size)[:, self._order].flatten()]

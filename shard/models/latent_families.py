@@ -10,7 +10,7 @@ from .parts import biased, common, layers_of
 from .ropes import MISTRAL_YARN, check_factors, sharpness, with_original, with_rope
 from .shape import Shape, Unsupported
 from .sparse_families import scored, scored_by_kinds, with_experts
-from .traits import Index, Latent
+from .traits import Hyper, Index, Latent
 
 # transformers' defaults, which some checkpoints rely on.
 FEATURES: Config = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
@@ -78,6 +78,31 @@ MINICPM: Config = FEATURES | {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": True,
 }
+HY_4: Config = FEATURES | {
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+    "max_position_embeddings": 262_144,
+    "rms_norm_eps": 1e-5,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "index_topk": 2048,
+    "index_head_dim": 128,
+    "index_n_heads": 16,
+    "rope_interleave": False,
+    "hc_mult": 4,
+}
+# Of several streams' mixing, and of gates and sinks: transformers' names, and those of checkpoints, of which none was at hand.
+HY_4_NAMES = (
+    *(("attn_hc.", f"{place}.hc_") for place in ("hc_attn_layer", "hc_pre.hc_attn_layer", "hc_attn_layer.hc_pre")),
+    *(("ffn_hc.", f"{place}.hc_") for place in ("hc_mlp_layer", "hc_pre.hc_mlp_layer", "hc_mlp_layer.hc_pre")),
+    *(("hc_head.hc_", f"{place}hc_head_") for place in ("", "hc_pre.", "hc_head.", "hc_pre.hc_head.", "hc_head.hc_pre.")),
+    ("gate_proj", "linear_gate"),
+    ("sinks", "learnable_sink_param"),
+)
 OWN, OTHERS = "full", "shared"  # of `indexer_types`
 LETTERS = {"F": OWN, "S": OTHERS}
 YOUTU: Config = FEATURES | {"max_position_embeddings": 131_072, "tie_word_embeddings": True}
@@ -147,7 +172,7 @@ def _borrowing(config: Config) -> frozenset[int]:
     return layers_of(kinds, OTHERS)
 
 
-def _indexed(given: Config, neighbours: bool, borrowing: frozenset[int] = frozenset()) -> Shape:
+def _indexed(given: Config, neighbours: bool, borrowing: frozenset[int] = frozenset(), turned_last: bool = False) -> Shape:
     expect(said(given), scoring_func="sigmoid", topk_method="noaux_tc")
     base = latent_shape(given)
     index = Index(
@@ -156,6 +181,8 @@ def _indexed(given: Config, neighbours: bool, borrowing: frozenset[int] = frozen
         most=given["index_topk"],
         neighbours=neighbours,
         borrowing=borrowing,
+        turned_last=turned_last,
+        epsilon=base.norm_epsilon if turned_last else 1e-6,
     )
     if base.latent is None or not base.latent.queries or index.size < base.latent.turned:
         raise Unsupported(
@@ -214,6 +241,26 @@ def _minicpm_3(config: Config) -> Shape:
     )
 
 
+def _hy_4(config: Config) -> Shape:
+    """Tencent's Hy 4: GLM 5 with several residual streams, gates of attention, sinks, and experts whose gates have a limit."""
+    usual = [OWN if layer == 0 or (layer - 1) % 4 == 0 else OTHERS for layer in range(config["num_hidden_layers"])]
+    given = HY_4 | {"routed_scaling_factor": 2.827, "indexer_types": usual} | config
+    base = _indexed(given, neighbours=False, borrowing=_borrowing(given), turned_last=True)
+    limit = config.get("swiglu_limit", 10.0)
+    if type(limit) not in (int, float) or limit > 0:
+        base = with_experts(base, limit=number(given, "swiglu_limit", 10.0), steep=False)
+    epsilon = number(given, "hc_eps", 1e-6)
+    return replace(
+        base,
+        hyper=Hyper(count=given["hc_mult"], magnitude=number(given, "hc_magnitude", 2.0), epsilon=epsilon),
+        attention_gates=True,
+        gates_name="gate_proj",
+        sinks=True,
+        precise_logits=True,
+        aliases=HY_4_NAMES,
+    )
+
+
 def _softened(base: Shape, **more: Any) -> Shape:
     """The same, but scores of experts are a softmax's, and are not corrected."""
     return with_experts(base, sigmoid=False, correction="", **more)
@@ -226,6 +273,7 @@ LATENT: dict[str, Callable[[Config], Shape]] = {
     "DeepseekV32ForCausalLM": _deepseek_v32,
     "GlmMoeDsaForCausalLM": _glm_5,
     "Glm4MoeLiteForCausalLM": _glm_flash,
+    "HYV4ForCausalLM": _hy_4,
     "MiniCPM3ForCausalLM": _minicpm_3,
     "Mistral4ForCausalLM": _mistral_4,
     "YoutuForCausalLM": _youtu,

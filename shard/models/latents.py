@@ -11,6 +11,7 @@ from torch import Tensor
 from ...kernels.linear import Exact, Weight, by_onednn
 from ...kernels.operations import rms_norm, rotate_and_write_latents
 from ...kernels.ragged import How, attention
+from ...kernels.reference import by_lanes
 from ..step import Step
 from .changes import side_by_side
 from .index import Chooser
@@ -67,8 +68,14 @@ class Latents:
         else:
             first = load.matrix("self_attn.q_proj", asked, shape.hidden)[order]
             other = load.changed(["self_attn.q_proj"], [asked], order=order)
+        parts, changes, gates = [first, latents], [other, change], shape.heads * latent.values
+        if shape.attention_gates:
+            gating = f"self_attn.{shape.gates_name}"
+            parts.insert(0, load.matrix(gating, gates, shape.hidden))
+            changes.insert(0, load.changed([gating], [gates]))
+        self.gates = gates // load.ranks.size if shape.attention_gates else 0  # columns of `inward`, the first
         bias = self._bias(load, asked // load.ranks.size)
-        self.inward = load.laid_out(load.joined((first, latents)), bias, side_by_side(other, change))
+        self.inward = load.laid_out(load.joined(parts), bias, side_by_side(*changes))
         self.query = load.laid_out(query, None, changed) if queries else None
         self.query_norm = load.gains("self_attn.q_a_layernorm", latent.queries) if latent.queries else None
         self.latent_norm = load.gains("self_attn.kv_a_layernorm", latent.size)
@@ -78,6 +85,7 @@ class Latents:
         self.to_keys = ByHeads(both[:, : latent.plain].contiguous(), load.exact)  # [heads, plain, size]
         self.to_values = ByHeads(both[:, latent.plain :].transpose(1, 2).contiguous(), load.exact)  # [heads, size, values]
         self.chooser = Chooser(load, latent, latent.index) if latent.index and indexing else None
+        self.sinks = load.each_head(f"self_attn.{shape.sinks_name}", shape.heads) if shape.sunk(window) else None
         self.output = load.rows("self_attn.o_proj", shape.heads * latent.values, shape.output_bias)
 
     @property
@@ -90,7 +98,7 @@ class Latents:
         latent, width = self.latent, self.shape.head_size
         x = stream.normalized(norm) if self.chooser else None
         joint = stream.through(norm, self.inward) if x is None else stream.product(x, self.inward)
-        asked, latents = joint[:, :-width], joint[:, -width:]
+        gates, asked, latents = joint[:, : self.gates], joint[:, self.gates : -width], joint[:, -width:]
         if self.query is not None and self.query_norm is not None:
             made = rms_norm(asked, self.query_norm, EPSILON)
             asked = stream.product(made, self.query)
@@ -102,9 +110,9 @@ class Latents:
         if places.growth is not None:
             query.mul_(places.growth)
         [chosen] = places.choosing or [None]  # by the layer's own index, or the last one before it
-        how = How(self.window, self.shape.attention_scale, latent=latent.size, asked=chosen)
-        found = attention(query, layer, step.attention, how)
-        return self.to_values(found).flatten(1)
+        how = How(self.window, self.shape.attention_scale, sinks=self.sinks, latent=latent.size, asked=chosen)
+        found = self.to_values(attention(query, layer, step.attention, how)).flatten(1)
+        return found.mul_(by_lanes(torch.sigmoid, gates)) if self.gates else found
 
     def _order(self, count: int, plain: int) -> Tensor:
         """Where so many outputs are: of each head's the first, `plain`, and those that turn in our order: see `Shape.order`."""
@@ -114,11 +122,12 @@ class Latents:
         return places.flatten()
 
     def _bias(self, load: Loader, asked: int) -> Tensor | None:
-        """Of `inward`. Queries that are not made of latents have none."""
+        """Of `inward`. Queries that are not made of latents have none, nor have gates."""
         if not self.shape.qkv_bias:
             return None
         latents = load.source.tensor(f"{load.prefix}{LATENTS}.bias", (self.shape.head_size,))
         latents = latents[self._order(len(latents), self.latent.size)]
+        gates = latents.new_zeros(self.gates)
         if not self.latent.queries:
-            return torch.cat((latents.new_zeros(asked), latents))
-        return torch.cat((load.source.tensor(f"{load.prefix}self_attn.q_a_proj.bias", (self.latent.queries,)), latents))
+            return torch.cat((gates, latents.new_zeros(asked), latents))
+        return torch.cat((gates, load.source.tensor(f"{load.prefix}self_attn.q_a_proj.bias", (self.latent.queries,)), latents))

@@ -97,6 +97,10 @@ class Loader:
         found = self.source.scale(self.prefix + name, count)
         return found if found is not None else self.source.tensor(self.prefix + name, (count,), dtype=torch.float32)
 
+    def wide(self, name: str, *full: int) -> Tensor:
+        """A tensor in float32 that every rank has whole."""
+        return self.source.tensor(self.prefix + name, full, dtype=torch.float32)
+
     def number(self, name: str) -> float:
         """One, which is the layer's."""
         return self.source.tensor(self.prefix + name, (1,)).item()
@@ -260,18 +264,18 @@ class Loader:
             found = zip(names, sizes, repeat(0), sizes, wholes, strict=False)
         return ((name, full, self._cut((full,), 0, *each)) for name, full, *each in found)
 
-    def table(self, name: str) -> Tensor:
-        """This rank's rows of a matrix [vocabulary, hidden], with zeros beyond its end."""
-        return self._rows(name, self.shape.hidden)
+    def table(self, name: str, precise: bool = False) -> Tensor:
+        """This rank's rows of a matrix [vocabulary, hidden], with zeros beyond its end. precise: in float32."""
+        return self._rows(name, self.shape.hidden, dtype=torch.float32 if precise else None)
 
     def table_bias(self, name: str) -> Tensor:
         """Of the same."""
         return self._rows(f"{name.removesuffix('weight')}bias")
 
-    def _rows(self, name: str, *more: int) -> Tensor:
+    def _rows(self, name: str, *more: int, dtype: torch.dtype | None = None) -> Tensor:
         size = self.shape.vocabulary_slice(self.ranks.size)
         start = self.ranks.rank * size
-        return self.source.tensor(name, (self.shape.vocabulary, *more), (0, start, start + size))
+        return self.source.tensor(name, (self.shape.vocabulary, *more), (0, start, start + size), dtype)
 
     def positions(self) -> Tensor:
         """The vectors of positions, which every rank has all: [positions, hidden]."""

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...kernels.experts import Gates, lay_out, route
+from ...kernels.experts import lay_out, route
 from ...kernels.linear import Weight
 from ...kernels.operations import gated
-from ...kernels.reference import by_lanes, squared, xielu
+from ...kernels.reference import Gates, by_lanes, squared, xielu
 from .experts import as_stored, experts
 from .loader import Loader
 from .stream import Stream
@@ -98,9 +98,8 @@ class Sparse:
         there = mixture.correction and not (mixture.uncorrected and not load.source.has(load.prefix + correction))
         self.correction = load.each(correction, mixture.experts) if there else None
         gate_ups, downs, biases = experts(load, mixture)
-        self.experts = lay_out(
-            gate_ups, downs, load.source.dtype, biases, Gates(load.shape.gelu, mixture.limit, bool(load.shape.ungated)), load.exact
-        )
+        gates = Gates(load.shape.gelu, mixture.limit, bool(load.shape.ungated), mixture.steep)
+        self.experts = lay_out(gate_ups, downs, load.source.dtype, biases, gates, load.exact)
         self.shared = Shared(load, mixture) if mixture.shared else None
 
     def __call__(self, stream: Stream, before: Tensor | None, behind: Tensor | None) -> None:
@@ -212,7 +211,7 @@ class Shared:
         inward = [up] if self.ungated else [gate, up]
         self.gate_up = load.columns(both, inward, [mixture.shared] * len(inward), bias=False)
         self.down = load.rows(down, mixture.shared, bias=False)
-        self.limit = mixture.limit
+        self.limit = mixture.limit if mixture.steep else 0.0
 
     def __call__(self, x: Tensor, stream: Stream) -> Tensor:
         """This rank's part of what it makes of x, the stream's tokens, by its gate."""

@@ -61,6 +61,20 @@ class Prefixed(Renamed):
         return name
 
 
+class Either(Renamed):
+    """One whose names may be ours, or others."""
+
+    def __init__(self, source: Source, aliases: Sequence[tuple[str, str]]) -> None:
+        """aliases: what stands in ours, and may stand there instead; the first by which there is such a tensor."""
+        super().__init__(source)
+        self._aliases = aliases
+
+    def name(self, name: str) -> str:
+        """See Renamed."""
+        others = (name.replace(*pair) for pair in self._aliases if pair[0] in name)
+        return name if self._source.has(name) else next(filter(self._source.has, others), name)
+
+
 class Older(Renamed):
     """An older family's: with names of its own, queries, keys and values in one tensor, or matrices the other way round."""
 

@@ -5,7 +5,22 @@ from dataclasses import dataclass, replace
 from math import gcd, prod
 
 from .remembering import Matrices, Remembering, changed
-from .traits import Alibi, BlockIndex, Features, Growth, Index, Inputs, Keys, Latent, Layout, Mixture, Quantization, Rope, elements
+from .traits import (
+    Alibi,
+    BlockIndex,
+    Features,
+    Growth,
+    Hyper,
+    Index,
+    Inputs,
+    Keys,
+    Latent,
+    Layout,
+    Mixture,
+    Quantization,
+    Rope,
+    elements,
+)
 
 
 class Unsupported(ValueError):
@@ -30,6 +45,7 @@ class Shape:
     head_size: int  # of keys; of latents as they are cached
     value_size: int = 0  # of values, if they are smaller; 0: they are not
     latent: Latent | None = None  # which keys and values are made of; the cache has one key head, of the latent and what turns
+    hyper: Hyper | None = None  # None: there is one residual stream
     blocks: BlockIndex | None = None  # None: all of what heads see is attended to
     intermediate: int
     norm_epsilon: float
@@ -67,6 +83,7 @@ class Shape:
     residual_factor: float = 1.0  # and what attention and MLP come to, before it is added
     logit_divisor: float = 1.0  # what logits are divided by
     logit_bias: bool = False  # the output matrix has one
+    precise_logits: bool = False  # an output matrix of its own is computed with in float32
     qkv_bias: bool = False
     output_bias: bool = False  # of attention's output projection
     mlp_bias: bool = False
@@ -97,6 +114,7 @@ class Shape:
     mlp_alias: str = ""  # another name, which some checkpoints have; "": it has none
     mlp_limit: float = 0.0  # beyond which its gates and what they let through don't go: see `Mixture.limit`; 0: none
     mlp_parts: tuple[str, str, str, str] = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")  # the first: of two joined ones
+    aliases: tuple[tuple[str, str], ...] = ()  # what may stand in names of its tensors instead, ours first
     modules: tuple[tuple[str, str], ...] = ()  # what is in names of its matrices, and in transformers' names of their modules
     joined: tuple[str, ...] = ()  # names of tensors that are several in other checkpoints: "qkv_proj", "gate_up_proj"
     rotary_size: int = 0  # features of a head that rotary embeddings turn, its first; 0: all
@@ -388,6 +406,8 @@ class Shape:
             found += len(self.indexing) * self.index.elements(self.latent.queries, self.hidden)
         if self.blocks:
             found += len(self.blocks.layers) * self.blocks.elements(ranks, self.hidden)
+        if self.hyper:
+            found += self.hyper.elements(self.hidden, self.layers)
         if self.remembering:
             own = elements(self.remembering.matrices(ranks, self.hidden))
             found += len(self.remembering.layers) * (own + self.remembering.beside(ranks, self.hidden))
@@ -452,9 +472,10 @@ class Shape:
             asked = self.asking(window) * size
             return [(self._heads_columns(ranks, window), inputs, inputs), (hidden, asked, asked // ranks)]
         asked, back = heads * (latent.plain + latent.turned), (hidden, self.heads * latent.values, heads * latent.values)
+        beside = self.head_size + self._gates_columns(ranks, window)
         if not latent.queries:
-            return [(asked + self.head_size, hidden, hidden), back]
-        return [(latent.queries + self.head_size, hidden, hidden), (asked, latent.queries, latent.queries), back]
+            return [(asked + beside, hidden, hidden), back]
+        return [(latent.queries + beside, hidden, hidden), (asked, latent.queries, latent.queries), back]
 
     def _heads_columns(self, ranks: int, window: int) -> int:
         """Features of queries, keys and values of their own, and gates, of a rank's heads."""
@@ -464,7 +485,7 @@ class Shape:
 
     def _gates_columns(self, ranks: int, window: int) -> int:
         """Of that, gates."""
-        each = 1 if self.head_gates else self.keys(window).own_values
+        each = 1 if self.head_gates else self.latent.values if self.latent else self.keys(window).own_values
         return self.asking(window) // ranks * each if self.attention_gates else 0
 
     def _unbiased(self, ranks: int, window: int) -> int:
@@ -490,6 +511,8 @@ class Shape:
             wide += self.norm_count * self.hidden
             wide += 2 * self.qk_norm * sum(self.keys(self.windows[layer]).size for layer in self.keyed)
             wide += 2 * len(self.blocks.layers) * self.blocks.size if self.blocks else 0
+        wide += self.hyper.elements(self.hidden, self.layers) if self.hyper else 0
+        wide += self.precise_logits * (not self.tied) * self.vocabulary_slice(ranks) * self.hidden
         if self.remembering:
             wide += len(self.remembering.layers) * self.remembering.wide(ranks)
         made = self.rotary_elements + self.qk_norm_behind * len(self.attending) * self.head_size + self._made_norms
@@ -548,7 +571,7 @@ class Shape:
         for window, count in self._alike.items():
             # Queries, keys, values and gates side by side, or queries and latents.
             before, *others = self._projections(ranks, window)
-            beside = 2 + (not self.latent and self.keys(window).values + bool(self.attention_gates and self.gates_name))
+            beside = 2 + (not self.latent and self.keys(window).values) + bool(self.attention_gates and self.gates_name)
             found += count * ((1 if "qkv_proj" in self.joined else beside) * changed([before]) + changed(others))
         found += sum(changed(self._questions(ranks, window)) for window in self._keyless)
         if self.blocks:  # queries and keys side by side

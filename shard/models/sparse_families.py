@@ -49,6 +49,7 @@ SPARSE_ATTENTION = {  # names of the same in checkpoints
     "index_topk_blocks": "sparse_topk_blocks",
     "index_local_blocks": "sparse_local_block",
 }
+MINIMAX_INDEX = "self_attn.index_", "self_attn.indexer."  # what its tensors' names begin with, and transformers' modules
 GPT_OSS: Config = {
     "num_local_experts": 128,
     "num_experts_per_tok": 4,
@@ -367,7 +368,8 @@ def _minimax_m3(config: Config) -> Shape:
         mixtures=tuple(mixture if kind == EXPERTS else None for kind in experts),
         mlp_limit=mixture.limit,
         blocks=_blocks_of(given, base, layers_of(chosen, BLOCKS)),
-        modules=(("block_sparse_moe.", "mlp."), ("self_attn.index_", "self_attn.indexer.")),
+        aliases=(MINIMAX_INDEX,),
+        modules=(("block_sparse_moe.", "mlp."), MINIMAX_INDEX),
         qk_norm=True,
         centered_norms=True,
         rotary_size=turned,

@@ -118,6 +118,7 @@ class Mixture:
     quantization: Quantization | None = None  # of the experts alone
     biased: bool = False  # experts and their router have biases
     limit: float = 0.0  # beyond which gates and what they let through don't go; 0: none
+    steep: bool = True  # then gates are gpt-oss's own, those of the one that all tokens go through, too; else that one has no limit
     precise: bool = False  # the router computes in float32 although its scores are a softmax's
     stacked: tuple[str, ...] = ()  # names of the two tensors that have all experts', gates first; (): as checkpoints have them
     interleaved: bool = False  # all experts are in one tensor, in which gates and what they let through stand by turns
@@ -166,6 +167,8 @@ class Index:
     most: int  # tokens that a token attends to
     neighbours: bool = False  # in the checkpoint, features that turn together are neighbours
     borrowing: frozenset[int] = frozenset()  # layers without one, which attend to what the last one before them has chosen
+    turned_last: bool = False  # in the checkpoint, features that turn stand behind the others
+    epsilon: float = 1e-6  # of the layer norm of keys
 
     def matrices(self, queries: int, hidden: int) -> Matrices:
         """Of queries, which are made of so many features, and of keys."""
@@ -174,6 +177,20 @@ class Index:
     def elements(self, queries: int, hidden: int) -> int:
         """Of all of it: these, a norm of keys, and what weighs heads."""
         return elements(self.matrices(queries, hidden)) + 2 * self.size + self.heads * hidden
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hyper:
+    """Several residual streams, of which each part of a layer sees a mixture (Zhu et al. 2024, arXiv:2409.19606)."""
+
+    count: int
+    magnitude: float  # of the shares that streams get of what is added
+    epsilon: float  # is added to all shares
+
+    def elements(self, hidden: int, layers: int) -> int:
+        """What mixes them: of two parts of each layer, which give, too, and of the output matrix."""
+        count, size = self.count, self.count * hidden
+        return 2 * layers * (2 * count * size + 2 * count + 2) + count * size + count + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from penstock.kernels import choose, fused_experts, fused_routing, packed_experts, reference, small_floats
+from penstock.kernels import choose, fused_experts, fused_routing, packed_experts, small_floats
 from penstock.kernels.codes import BITS, FP4_BLOCKS, Codes, quantize, unpacked
 from penstock.kernels.experts import FewBits, Gates, Together, lay_out, route
 from penstock.kernels.linear import Exact
@@ -63,7 +63,11 @@ class Mixture:
         logits = torch.randn(tokens, number, device=DEVICE) * 2
         logits[: tokens // 2, 0] += 9  # one expert that many choose, and others that nobody does
         self.shares, self.chosen = route(logits, self.count, chance.random() < 0.5)
-        self.gates = Gates(squared=True) if squared else Gates(chance.random() < 0.5, chance.choice([0.0, 0.0, 0.7]))
+        self.gates = (
+            Gates(squared=True)
+            if squared
+            else Gates(chance.random() < 0.5, chance.choice([0.0, 0.0, 0.7]), steep=chance.random() < 0.5)
+        )
         self.biases = None
         if chance.random() < 0.5:
             self.biases = tuple(torch.randn(number, width, device=DEVICE).to(dtype) for width in (inner, hidden))
@@ -80,10 +84,7 @@ class Mixture:
             for share, expert in zip(shares, chosen, strict=True):
                 first, second = (bias[expert].double() for bias in self.biases) if self.biases else (0, 0)
                 inner = self.x[token : token + 1].double() @ exact(self.gate_ups[expert]).T + first
-                if self.gates.squared:
-                    inner = inner.clamp(min=0.0) ** 2
-                else:
-                    inner = reference.gated(inner, self.gates.gelu, self.gates.limit)
+                inner = inner.clamp(min=0.0) ** 2 if self.gates.squared else self.gates(inner)
                 out[token] += share * (inner @ exact(self.downs[expert]).T + second)[0]
         return out
 

@@ -91,9 +91,9 @@ def test_the_plain_branches(chance: random.Random) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:overflow")  # an exponential that is infinite is meant
-@pytest.mark.parametrize(("gelu", "limit"), [(False, 0.0), (True, 0.0), (False, 0.7)])
+@pytest.mark.parametrize("how", [(False, 0.0, True), (True, 0.0, True), (False, 0.7, True), (False, 0.7, False)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gates(dtype: torch.dtype, gelu: bool, limit: float, chance: random.Random) -> None:
+def test_gates(dtype: torch.dtype, how: tuple[bool, float, bool], chance: random.Random) -> None:
     from penstock.kernels import fused_activation
 
     for size in (1, 7, chance.randint(1000, 1100)):
@@ -101,10 +101,10 @@ def test_gates(dtype: torch.dtype, gelu: bool, limit: float, chance: random.Rand
         gate_up, _ = wide(tokens, 2 * size, dtype)
         out, whole = wide(tokens, size, dtype)
         out.fill_(torch.nan)
-        close(fused_activation.gated(gate_up, out, gelu, limit), reference.gated(gate_up, gelu, limit))
+        close(fused_activation.gated(gate_up, out, *how), reference.gated(gate_up, *how))
         assert whole[:, :3].isnan().all()
         assert whole[:, size + 3 :].isnan().all()
-        close(operations.gated(gate_up, gelu, limit), reference.gated(gate_up, gelu, limit))
+        close(operations.gated(gate_up, *how), reference.gated(gate_up, *how))
 
 
 @pytest.mark.filterwarnings("ignore:overflow")  # an exponential that is infinite is meant

@@ -140,6 +140,15 @@ KIMI = {name: value for name, value in LATENT.items() if name not in ("n_routed_
     "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
 }
 INDEXED = LATENT | {"num_key_value_heads": 8, "index_topk": 6, "index_head_dim": 16, "index_n_heads": 12}
+HY_4 = INDEXED | {
+    "num_experts_per_tok": 3,
+    "n_routed_experts": 8,
+    "indexer_types": ["full", "shared", "full"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "hc_mult": 3,
+    "pad_token_id": 0,
+    **ENDS,
+}
 AFMOE = SMALL | {
     "head_dim": 16,
     "num_hidden_layers": 3,
@@ -373,6 +382,10 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "hunyuan-moe": lambda: transformers.HunYuanMoEV1Config(
         **SMALL, head_dim=16, num_experts=7, moe_topk=[3, 1], attention_bias=True
+    ),
+    "hy-4": lambda: transformers.HYV4Config(**HY_4, attention_bias=True),
+    "hy-4-limit": lambda: transformers.HYV4Config(
+        **HY_4 | {"indexer_types": ["full"] * 3, "mlp_layer_types": ["sparse"] * 3, "swiglu_limit": 0.2, "hc_mult": 2}
     ),
     "hyperclova": lambda: transformers.HyperCLOVAXConfig(**GRANITE, attention_bias=True),
     "hyperclova-plain": lambda: transformers.HyperCLOVAXConfig(
@@ -628,6 +641,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "few-heads-glm-5": lambda: transformers.GlmMoeDsaConfig(
         **INDEXED | FEW_HEADS | {"num_hidden_layers": 3}, indexer_types=["full", "shared", "full"]
     ),
+    "few-heads-hy-4": lambda: transformers.HYV4Config(**HY_4 | FEW_HEADS | {"num_hidden_layers": 3}),
     "few-heads-granite-4-h": lambda: transformers.GraniteMoeHybridConfig(
         **GRANITE4 | FEW_HEADS | {"num_hidden_layers": 3, "mamba_n_heads": 4}, num_local_experts=5, num_experts_per_tok=2
     ),

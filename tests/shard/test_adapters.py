@@ -38,7 +38,7 @@ from penstock.tests.shard.test_weights import Alone
 FAMILIES = [
     *("llama", "qwen2", "phi3", "glm4", "granite", "gemma2", "olmo2", "llama4", "mixtral", "qwen2-moe"),
     *("falcon-h1", "granite-4-h", "lfm2", "nemotron-h", "qwen3.5", "deepseek-v3"),
-    *("hyperclova", "lfm3", "mimo", "qwen3-next", "kimi-linear", "deepseek-v2", "minimax-m3"),
+    *("hyperclova", "lfm3", "mimo", "qwen3-next", "kimi-linear", "deepseek-v2", "minimax-m3", "hy-4"),
 ]
 Asked = Sequence[tuple[tuple[int, ...], str]]
 
@@ -497,7 +497,15 @@ def test_matrices_have_the_names_of_transformers_modules(name: str) -> None:
     Decoder(shape(json.loads((folder / "config.json").read_text())), weights, Alone(0, 1), tiny.CPU, changes=found)
     modules = [key for key, module in tiny.reference(name).named_modules() if isinstance(module, torch.nn.Linear)]
     named = {key[key.index("layers.") :] for key in modules if "layers." in key}
-    assert {key.rpartition(".")[2] for key in named - found.asked} <= {"kv_b_proj", "gate", "router", "wg"}
+    assert {key.rpartition(".")[2] for key in named - found.asked} <= {
+        "kv_b_proj",
+        "gate",
+        "router",
+        "wg",
+        "weights_proj",
+        "wk",
+        "wq_b",
+    }
 
 
 def test_names_of_other_releases(place: Path) -> None:

@@ -35,6 +35,7 @@ NAMES = [
     "minimax-m2",
     "exaone-moe",
     "granite-4-h-moe",
+    "hy-4",
     "lfm2-moe",
     "nemotron-h-moe",
 ]

@@ -40,6 +40,7 @@ FAMILIES = [
     ("granite-4-h", 4),
     ("granite-4-h-moe", 4),
     ("granite-swa", 8),
+    ("hy-4", 4),
     ("hyperclova", 8),
     ("kimi-linear", 4),
     ("laguna", 4),

@@ -1,16 +1,25 @@
 """Models whose keys and values are made of latents: what config.json says of them. What they compute: test_oracle.py."""
 
+import shutil
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
+import torch
 import transformers
 
 from penstock.kernels import indexed
 from penstock.shard import memory
+from penstock.shard.config import ShardConfig
+from penstock.shard.loading import load
+from penstock.shard.models.draft_families import draft_shape
 from penstock.shard.models.families import shape
 from penstock.shard.models.shape import Shape, Unsupported
-from penstock.shard.models.traits import Index, Latent, Mixture
+from penstock.shard.models.traits import Hyper, Index, Latent, Mixture
 from penstock.tests.shard import tiny
+from penstock.tests.shard.test_weights import WEIGHTS, decoder, same
 
 NEEDED = {
     "vocab_size": 129_280,
@@ -281,3 +290,65 @@ def test_youtu_by_its_first_name() -> None:
 def test_what_is_refused(name: str, field: dict[str, Any], words: str) -> None:
     with pytest.raises(Unsupported, match=words):
         made(name, **field)
+
+
+HY_4 = {
+    "architectures": ["HYV4ForCausalLM"],
+    "model_type": "hy_v4",
+    "vocab_size": 120_832,
+    "hidden_size": 2816,
+    "intermediate_size": 6912,
+    "num_hidden_layers": 34,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+}
+
+
+def test_hy_4_is_transformers() -> None:
+    """Its sizes, and what is left out; 58 billion parameters, 5 of them for a token."""
+    found, theirs = shape(HY_4), transformers.HYV4Config(**HY_4)
+    with torch.device("meta"):
+        model = transformers.HYV4ForCausalLM(theirs)
+    corrections = [values for key, values in model.named_buffers() if "correction" in key]
+    assert found.parameters() == sum(values.numel() for values in (*model.parameters(), *corrections))
+    assert found == shape(theirs.to_dict())
+    assert found.hyper == Hyper(count=4, magnitude=2.0, epsilon=1e-6)
+    assert [layer in found.indexing for layer in range(34)] == [kind == "full" for kind in theirs.indexer_types]
+    mixture = found.mixtures[-1]
+    assert mixture is not None
+    assert (mixture.limit, mixture.steep) == (10.0, False)
+    assert shape(HY_4 | {"swiglu_limit": 0}).mixtures[-1] == replace(mixture, limit=0.0, steep=True)
+
+
+@pytest.mark.parametrize(
+    "beginnings",
+    [
+        {"hc_pre.hc_attn_layer.hc_": "hc_attn_layer.hc_pre.hc_", "hc_pre.hc_mlp_layer.hc_": "hc_mlp_layer.hc_pre.hc_"},
+        {"hc_pre.hc_attn_layer.": "hc_attn_layer.", "hc_pre.hc_mlp_layer.": "hc_mlp_layer.", "hc_pre.hc_head.": "hc_head."},
+        {"mlp.linear_gate": "mlp.gate_proj", "shared_experts.linear_gate": "shared_experts.gate_proj", "hc_pre.hc_head.": ""},
+    ],
+)
+def test_hy_4s_names(beginnings: dict[str, str], tmp_path: Path) -> None:
+    """No checkpoint was at hand: transformers takes these, and what stands between the parts may stand elsewhere."""
+    stored = safetensors.torch.load_file(tiny.folder("hy-4") / WEIGHTS)
+    for ours, theirs in beginnings.items():
+        assert any(ours in name for name in stored)
+        stored = {name.replace(ours, theirs): values for name, values in stored.items()}
+    folder = Path(shutil.copytree(tiny.folder("hy-4"), tmp_path / "other"))
+    safetensors.torch.save_file(stored, folder / WEIGHTS)
+    same(decoder(folder), tiny.decoder("hy-4"))
+
+
+def test_eagle_wants_one_stream() -> None:
+    head = {"architectures": ["LlamaForCausalLMEagle3"], "vocab_size": 120_832, "hidden_size": 2816, "num_hidden_layers": 1}
+    with pytest.raises(Unsupported, match="goes by the residual stream, of which HYV4ForCausalLM has several"):
+        draft_shape(head, shape(HY_4))
+
+
+def test_an_output_matrix_in_float32() -> None:
+    """Hy 4's is, whatever the model is computed in, and the plan knows."""
+    model = load(ShardConfig(folder=str(tiny.folder("hy-4")), model="m", dtype="bfloat16"), lambda stage: None).decoder
+    hidden = torch.randn(3, 64).bfloat16()
+    found = model.logits(hidden)
+    exact = hidden.float() @ tiny.reference("hy-4").lm_head.weight.t()
+    torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
