@@ -73,13 +73,15 @@ FORMS = {
         fixed=True,
     ),
     "gemma4": Form(word="<|image|>", around=("<|image>", "<image|>"), written="<|image|>"),
-    **dict.fromkeys(("glm46v", "glm4v", "glm4v_moe"), GLM),
+    **dict.fromkeys(("glm46v", "glm4v", "glm4v_moe", "glm_ocr"), GLM),
     "idefics2": IDEFICS2,
     **dict.fromkeys(("idefics3", "smolvlm"), IDEFICS),
     "internvl": Form(word="<IMG_CONTEXT>", around=("<img>", "</img>"), written="<IMG_CONTEXT>"),
     "llava": Form(word="<image>", written="<image>", fixed=True),
     **dict.fromkeys(("llava_next", "llava_onevision"), Form(word="<image>", written="<image>")),
     "mistral3": MISTRAL,
+    **dict.fromkeys(("exaone4_5", "lighton_ocr"), Form(word="<|image_pad|>", written="<|image_pad|>")),
+    "paddleocr_vl": Form(word="<|IMAGE_PLACEHOLDER|>", around=("<|IMAGE_START|>", "<|IMAGE_END|>")),
     **dict.fromkeys(("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"), QWEN),
 }
 

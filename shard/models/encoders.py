@@ -101,6 +101,20 @@ class Qwen(Grid):
         return torch.stack([level[0] for level in (found.pooler_output, *deeper)], 1)
 
 
+class Still(Qwen):
+    """EXAONE's: its tokens have one position each."""
+
+    turned = False
+
+
+class Paddle(Qwen):
+    """Patches row by row, of one picture each."""
+
+    def __call__(self, pixels: Tensor, picture: Picture) -> Tensor:
+        grid = torch.tensor([[1, picture.rows * self._merged, picture.columns * self._merged]], device=pixels.device)
+        return self._features(pixels, image_grid_thw=grid)
+
+
 class Mistral(Grid):
     """Not by get_image_features, which fails for one token (transformers 5.24)."""
 
@@ -114,6 +128,16 @@ class Mistral(Grid):
         hidden = self._model.vision_tower(pixels, image_sizes=sizes, output_hidden_states=True).hidden_states
         chosen = torch.cat([hidden[layer] for layer in ([said] if isinstance(said, int) else said)], -1)
         found: Tensor = self._model.multi_modal_projector(chosen[0], sizes)
+        return found.unsqueeze(1)
+
+
+class LightOn(Mistral):
+    """The same encoder, by other names."""
+
+    def __call__(self, pixels: Tensor, picture: Picture) -> Tensor:
+        sizes = torch.tensor([pixels.shape[-2:]], device=pixels.device)
+        hidden = self._model.vision_encoder(pixels, image_sizes=sizes).last_hidden_state
+        found: Tensor = self._model.vision_projection(hidden[0], sizes)
         return found.unsqueeze(1)
 
 
@@ -301,15 +325,19 @@ class Resampled(Encoder):
 # By the model_type of config.json.
 ENCODERS: dict[str, Callable[[Any, int], Encoder]] = {
     **dict.fromkeys(
-        ("glm46v", "glm4v", "glm4v_moe", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"), Qwen
+        ("glm46v", "glm4v", "glm_ocr", "glm4v_moe", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"),
+        Qwen,
     ),
+    "exaone4_5": Still,
     "gemma3": Gemma3,
     "gemma4": Gemma4,
     "idefics2": Resampled,
     **dict.fromkeys(("idefics3", "smolvlm"), Idefics),
     "internvl": InternVL,
+    "lighton_ocr": LightOn,
     "llava": _llava,
     "llava_next": Tiled,
     "llava_onevision": TiledAlone,
     "mistral3": Mistral,
+    "paddleocr_vl": Paddle,
 }

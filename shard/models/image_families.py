@@ -37,14 +37,19 @@ QWEN3_VL_MOE: Config = QWEN3_VL | {
 }
 GLM_4V: Config = {"max_position_embeddings": 32_768, "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0}
 GLM_4V_MOE: Config = {"max_position_embeddings": 65_536, "attention_bias": True}
+GLM_OCR: Config = {"num_key_value_heads": 8, "max_position_embeddings": 131_072}
+PADDLE: Config = {"num_key_value_heads": 2, "head_dim": 128, "rope_theta": 5e5, "max_position_embeddings": 131_072}
 BESIDE_TEXT = ("tie_word_embeddings", "quantization_config")  # fields that stand beside the text's
 BESIDE_COUNTS = (  # whose text may say the first one wrong
     *("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
     *("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"),
     *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration", "InternVLForConditionalGeneration"),
-    *("LlavaNextForConditionalGeneration", "Idefics2ForConditionalGeneration"),
+    *("LlavaNextForConditionalGeneration", "Idefics2ForConditionalGeneration", "Exaone4_5_ForConditionalGeneration"),
 )
-EITHER_COUNTS = ("LlavaForConditionalGeneration", "LlavaOnevisionForConditionalGeneration")  # beside the text's, or the text's
+TIED = ("LightOnOcrForConditionalGeneration", "PaddleOCRVLForConditionalGeneration")  # likewise, and true if nothing is said
+EITHER_COUNTS = (  # beside the text's, or the text's
+    *("LlavaForConditionalGeneration", "LlavaOnevisionForConditionalGeneration", "GlmOcrForConditionalGeneration"),
+)
 
 Family = Callable[[Config], Shape]
 
@@ -76,6 +81,16 @@ def _glm_4v(config: Config) -> Shape:
     return DENSE["Glm4ForCausalLM"](GLM_4V | config | {"head_dim": config["hidden_size"] // config["num_attention_heads"]})
 
 
+def _glm_ocr(config: Config) -> Shape:
+    head = {"head_dim": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]}
+    return replace(DENSE["Glm4ForCausalLM"](GLM_4V | GLM_OCR | config | head), qkv_bias=False)
+
+
+def _paddle(config: Config) -> Shape:
+    """ERNIE 4.5's, but that the features that turn together are half a head apart."""
+    return replace(DENSE["Ernie4_5ForCausalLM"](PADDLE | config), rotary_neighbours=False)
+
+
 def _glm_4v_moe(config: Config) -> Shape:
     return SPARSE["Glm4MoeForCausalLM"](GLM_4V_MOE | config)
 
@@ -84,10 +99,12 @@ KIMI = {"kimi_k2": LATENT["DeepseekV3ForCausalLM"], "deepseek_v3": LATENT["Deeps
 LLAVA = {"llama": _llama, "mistral": _mistral, "qwen2": DENSE["Qwen2ForCausalLM"]}
 # Of each the families that its text may be, by model_type.
 IMAGES: dict[str, dict[str, Family]] = {
+    "Exaone4_5_ForConditionalGeneration": dict.fromkeys(("exaone4", "exaone4_5_text"), DENSE["Exaone4ForCausalLM"]),
     "Gemma3ForConditionalGeneration": {"gemma3_text": DENSE["Gemma3ForCausalLM"]},
     "Gemma4ForConditionalGeneration": {"gemma4_text": GEMMA4["Gemma4ForCausalLM"]},
     "Gemma4UnifiedForConditionalGeneration": {"gemma4_unified_text": GEMMA4["Gemma4UnifiedForCausalLM"]},
     "Glm46VForConditionalGeneration": {"glm4v_text": _glm_4v, "glm4v_moe_text": _glm_4v_moe},
+    "GlmOcrForConditionalGeneration": {"glm_ocr_text": _glm_ocr},
     "Glm4vForConditionalGeneration": {"glm4v_text": _glm_4v},
     "Glm4vMoeForConditionalGeneration": {"glm4v_moe_text": _glm_4v_moe},
     "Idefics2ForConditionalGeneration": {"mistral": _mistral},
@@ -101,6 +118,7 @@ IMAGES: dict[str, dict[str, Family]] = {
     "KimiK25ForConditionalGeneration": KIMI,
     "Kimi_K25ForConditionalGeneration": KIMI,
     "Llama4ForConditionalGeneration": {"llama4_text": LLAMA4["Llama4ForCausalLM"]},
+    "LightOnOcrForConditionalGeneration": {"qwen3": DENSE["Qwen3ForCausalLM"]},
     "LlavaForConditionalGeneration": LLAVA,
     "LlavaNextForConditionalGeneration": LLAVA,
     "LlavaOnevisionForConditionalGeneration": LLAVA,
@@ -110,6 +128,7 @@ IMAGES: dict[str, dict[str, Family]] = {
         "ministral3": DENSE["Ministral3ForCausalLM"],
         "mistral4": LATENT["Mistral4ForCausalLM"],
     },
+    "PaddleOCRVLForConditionalGeneration": dict.fromkeys(("paddleocr_vl_text", "paddleocr_vl"), _paddle),
     "Qwen2VLForConditionalGeneration": {"qwen2_vl_text": _qwen2_vl, "qwen2_vl": _qwen2_vl},
     "Qwen2_5_VLForConditionalGeneration": {"qwen2_5_vl_text": _qwen2_vl, "qwen2_5_vl": _qwen2_vl},
     "Qwen3VLForConditionalGeneration": {"qwen3_vl_text": _qwen3_vl},
@@ -122,8 +141,10 @@ IMAGES: dict[str, dict[str, Family]] = {
 
 # Pairs of features that go by time, rows and columns where config.json doesn't say, and whether pairs take turns.
 SECTIONS: dict[str, tuple[list[int], bool]] = {
-    **dict.fromkeys(("glm4v_text", "glm4v_moe_text"), ([8, 12, 12], False)),
-    **dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), ([16, 24, 24], False)),
+    **dict.fromkeys(("glm4v_text", "glm4v_moe_text", "glm_ocr_text"), ([8, 12, 12], False)),
+    **dict.fromkeys(
+        ("paddleocr_vl", "paddleocr_vl_text", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), ([16, 24, 24], False)
+    ),
     **dict.fromkeys(("qwen3_vl_text", "qwen3_vl_moe_text"), ([24, 20, 20], True)),
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), ([11, 11, 10], True)),
 }
@@ -164,6 +185,8 @@ def text_of(config: Config, architecture: str) -> Config:
         raise Unsupported(f"config.json says text_config {shown(own)}, an object is needed: {AGAIN}")
     beside = {name: config[name] for name in BESIDE_TEXT if name in config}
     counts = {name: beside[name] for name in BESIDE_TEXT[:1] if architecture in BESIDE_COUNTS and name in beside}
+    if architecture in TIED:
+        counts = {name: beside.get(name, True) for name in BESIDE_TEXT[:1]}
     if architecture in EITHER_COUNTS:
         counts = {name: beside.get(name) or own.get(name, False) for name in BESIDE_TEXT[:1]}
     return beside | own | counts | {"architectures": config["architectures"]}

@@ -23,6 +23,8 @@ from .fields import AGAIN, Config
 from .shape import Shape, Unsupported
 
 ROOTS = ("model.", "")  # what names of its tensors begin with: as transformers 5 saves them, and as most checkpoints have them
+# What they begin with, and on the hub: Gemma 3's, PaddleOCR's.
+HUBS = ("vision_tower.", "vision_tower.vision_model."), ("projector.", "mlp_AR.")
 REMEDY = "pip install -e '.[images]' in the checkout, or take --max-images 0, which serves text alone"
 
 
@@ -202,5 +204,5 @@ def _library() -> Any:
 
 def _stored(name: str, source: Source) -> str:
     """What the checkpoint calls a tensor."""
-    within = name.replace("vision_tower.", "vision_tower.vision_model.", 1)  # as Gemma 3's are on the hub
-    return next((root + each for root in ROOTS for each in (name, within) if source.has(root + each)), ROOTS[0] + name)
+    names = [name, *(name.replace(*pair, 1) for pair in HUBS if name.startswith(pair[0]))]
+    return next((root + each for root in ROOTS for each in names if source.has(root + each)), ROOTS[0] + name)

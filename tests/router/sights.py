@@ -15,7 +15,7 @@ from penstock.proto.images import FORMS
 from penstock.router.text import Tokenizer
 from penstock.tests.router.fake_batcher import make_tokenizer
 
-PATCH = {"qwen2_vl": 14, "qwen3_vl": 16, "glm4v": 14, "mistral3": 14}
+PATCH = {"qwen2_vl": 14, "qwen3_vl": 16, "glm4v": 14, "mistral3": 14, "paddleocr_vl": 14}
 PROCESSORS: dict[str, dict[str, Any]] = {
     "qwen2_vl": {
         "image_processor_type": "Qwen2VLImageProcessor",
@@ -31,6 +31,13 @@ PROCESSORS: dict[str, dict[str, Any]] = {
         "image_std": [0.5, 0.5, 0.5],
     },
     "glm4v": {"image_processor_type": "Glm4vImageProcessor", "size": {"shortest_edge": 12544, "longest_edge": 9633792}},
+    "paddleocr_vl": {
+        "image_processor_type": "PaddleOCRVLImageProcessor",
+        "size": {"shortest_edge": 3136, "longest_edge": 28 * 28 * 1280},
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    },
+    "lighton_ocr": {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 1540}, "patch_size": 14},
     "mistral3": {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 1540}, "patch_size": 14},
     "internvl": {"image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 448, "width": 448}, "max_patches": 12},
     "gemma3": {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 896, "width": 896}},
@@ -97,7 +104,7 @@ def make_folder(folder: Path, family: str = "qwen2_vl") -> Tokenizer:
     settings["chat_template"] = TEMPLATE.replace("IMAGE", form.written or "".join(words))
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     model: dict[str, Any] = {"model_type": family, "image_token_id": tokenizer.token_to_id(words[1])}
-    if family == "mistral3":
+    if family in ("mistral3", "lighton_ocr"):
         model |= {"spatial_merge_size": 2, "vision_config": {"patch_size": 14}}
     if family.startswith("llava"):
         model["vision_config"] = {"image_size": 336 if family == "llava" else 56, "patch_size": 14}

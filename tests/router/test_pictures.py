@@ -79,7 +79,20 @@ AROUND = {
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen2_vl", "glm4v", "mistral3", "gemma3", "gemma4", "internvl", "llava", "llava_onevision", "pixtral"]
+    "family",
+    [
+        "qwen2_vl",
+        "glm4v",
+        "mistral3",
+        "gemma3",
+        "gemma4",
+        "internvl",
+        "llava",
+        "llava_onevision",
+        "pixtral",
+        "paddleocr_vl",
+        "lighton_ocr",
+    ],
 )
 def test_a_request_shows_them(tmp_path: Path, family: str) -> None:
     tokenizer = make_folder(tmp_path, family)

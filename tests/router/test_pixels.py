@@ -55,7 +55,7 @@ def normalized(found: Pixels, processor: Any) -> numpy.ndarray[Any, Any]:
     return normal
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "glm4v"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "glm4v", "paddleocr_vl"])
 def test_patches_are_transformers_own(tmp_path: Path, family: str) -> None:
     make_folder(tmp_path, family)
     processor = theirs(tmp_path)
@@ -66,11 +66,10 @@ def test_patches_are_transformers_own(tmp_path: Path, family: str) -> None:
         expected = processor(image, return_tensors="np")
         assert (1, 2 * found.rows, 2 * found.columns) == tuple(expected["image_grid_thw"][0])
         assert found.shape == (4 * found.rows * found.columns, 3, side, side)
-        both = numpy.repeat(normalized(found, processor)[:, :, None], 2, axis=2)
-        numpy.testing.assert_allclose(both.reshape(len(both), -1), expected["pixel_values"], atol=1e-6)
+        _alike(found, processor, expected["pixel_values"])
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "glm4v"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "glm4v", "paddleocr_vl"])
 def test_a_large_one_has_as_many_patches_as_it_may(tmp_path: Path, family: str) -> None:
     make_folder(tmp_path, family)
     processor = theirs(tmp_path)
@@ -80,11 +79,16 @@ def test_a_large_one_has_as_many_patches_as_it_may(tmp_path: Path, family: str) 
     expected = processor(image, size={"shortest_edge": 4096, "longest_edge": 200_000 * frames}, return_tensors="np")
     assert (1, 2 * found.rows, 2 * found.columns) == tuple(expected["image_grid_thw"][0])
     assert 150_000 < len(found.pixels) // 3 <= 200_000
-    both = numpy.repeat(normalized(found, processor)[:, :, None], 2, axis=2)
-    numpy.testing.assert_allclose(both.reshape(len(both), -1), expected["pixel_values"], atol=1e-6)
+    _alike(found, processor, expected["pixel_values"])
 
 
-@pytest.mark.parametrize(("family", "longest", "side"), [("mistral3", 1540, 28), ("pixtral", 1024, 16)])
+def _alike(found: Pixels, processor: Any, expected: numpy.ndarray[Any, Any]) -> None:
+    """Patches of as many frames as the processor makes of a picture that stands still."""
+    frames = numpy.repeat(normalized(found, processor)[:, :, None], processor.temporal_patch_size, axis=2)
+    numpy.testing.assert_allclose(frames.reshape(len(frames), -1), expected.reshape(len(expected), -1), atol=1e-6)
+
+
+@pytest.mark.parametrize(("family", "longest", "side"), [("mistral3", 1540, 28), ("lighton_ocr", 1540, 28), ("pixtral", 1024, 16)])
 def test_whole_pictures_are_transformers_own(tmp_path: Path, family: str, longest: int, side: int) -> None:
     make_folder(tmp_path, family)
     processor = theirs(tmp_path)

@@ -26,7 +26,7 @@ from penstock.shard.pictures import Picture
 from penstock.shard.weights import Weights
 
 from .configurations import GEMMA, GEMMA4, GEMMA4_E, SMALL, VOCABULARY
-from .test_images import TEXTS, model
+from .test_images import SECTIONS, TEXTS, model
 from .tiny import CPU, MAKING
 
 PATCH, MERGE, SIDE = 2, 2, 4  # pixels of a patch, patches of a token, pixels of a token: each along one side
@@ -44,7 +44,8 @@ SIGLIP = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "n
 GEMMA4_VISION = SIGLIP | {"num_key_value_heads": 2, "head_dim": 8, "pooling_kernel_size": MERGE, "position_embedding_size": 64}
 GEMMA3 = GEMMA | {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 PROCESSORS = {
-    **dict.fromkeys(("Glm4v", "Glm4vMoe"), "Glm4vImageProcessor"),
+    **dict.fromkeys(("Glm4v", "Glm4vMoe", "GlmOcr"), "Glm4vImageProcessor"),
+    **{"LightOnOcr": "PixtralImageProcessor", "PaddleOCRVL": "PaddleOCRVLImageProcessor"},
     **{"Mistral3": "PixtralImageProcessor", "Gemma3": "Gemma3ImageProcessor", "InternVL": "GotOcr2ImageProcessor"},
     **dict.fromkeys(("Gemma4", "Gemma4E", "Gemma4Both"), "Gemma4ImageProcessor"),
     **{"Idefics2": "Idefics2ImageProcessor", "Idefics3": "Idefics3ImageProcessor", "SmolVLM": "SmolVLMImageProcessor"},
@@ -64,6 +65,9 @@ SEEING = (
     "Idefics2",
     "Idefics3",
     "InternVL",
+    "Exaone4_5",
+    "LightOnOcr",
+    "PaddleOCRVL",
     "Llava",
     "LlavaNext",
     "LlavaOnevision",
@@ -107,6 +111,31 @@ def _mistral() -> Any:
         text_config=text, vision_config=PIXTRAL, image_token_index=PLACEHOLDER, spatial_merge_size=MERGE, tie_word_embeddings=False
     )
     return transformers.Mistral3ForConditionalGeneration(config)
+
+
+def _light_on() -> Any:
+    """Its output matrix is the embedding table, whatever its text says."""
+    text = SMALL | {"model_type": "qwen3", "head_dim": 16}
+    config = transformers.LightOnOcrConfig(
+        text_config=text, vision_config=PIXTRAL, image_token_id=PLACEHOLDER, spatial_merge_size=MERGE
+    )
+    return transformers.LightOnOcrForConditionalGeneration(config)
+
+
+def _paddle() -> Any:
+    text = SMALL | {"head_dim": 16, "rope_parameters": SECTIONS | {"mrope_section": [4, 2, 2]}}
+    vision = SIGLIP | {"image_size": 8 * PATCH, "spatial_merge_size": MERGE}
+    config = transformers.PaddleOCRVLConfig(text_config=text, vision_config=vision, image_token_id=PLACEHOLDER)
+    return transformers.PaddleOCRVLForConditionalGeneration(config)
+
+
+def _exaone() -> Any:
+    text = SMALL | {"model_type": "exaone4", "num_hidden_layers": 4, "sliding_window": 8, "sliding_window_pattern": 2}
+    vision = VISION | {"hidden_size": 16, "intermediate_size": 16, "num_heads": 4, "num_key_value_heads": 2, "out_hidden_size": 64}
+    config = transformers.Exaone4_5_Config(
+        text_config=text, vision_config=vision | {"fullatt_block_indexes": [1], "window_size": 16}, image_token_id=PLACEHOLDER
+    )
+    return transformers.Exaone4_5_ForConditionalGeneration(config)
 
 
 def _gemma3() -> Any:
@@ -213,13 +242,16 @@ OTHERS = {
     "Pixtral": _pixtral,
     "InternVL": _internvl,
     "Mistral3": _mistral,
+    "LightOnOcr": _light_on,
+    "PaddleOCRVL": _paddle,
+    "Exaone4_5": _exaone,
     "Gemma3": _gemma3,
     "Gemma4": lambda: _gemma4("vision", small=False),
     "Gemma4E": lambda: _gemma4(None, small=True),
     "Gemma4Both": lambda: _gemma4("vision", small=True),
 }
 TILED = ("LlavaNext", "LlavaOnevision")
-WHOLE = (*OTHERS,)  # pixels are no patches
+WHOLE = tuple(name for name in OTHERS if name not in ("PaddleOCRVL", "Exaone4_5"))  # pixels are no patches
 
 
 def engine(folder: Path, pages: int = 64, page_size: int = 16, image_pixels: int = 1 << 20, **more: Any) -> Engine:
@@ -303,7 +335,7 @@ def inputs(name: str, prompt: Seen) -> dict[str, Any]:
     mean, deviation = (torch.tensor(values).view(3, 1, 1) for values in (MEAN, DEVIATION))
     pixels = [(picture.pixels.float() / 255 - mean) / deviation for picture in prompt.pictures]
     found: dict[str, Any] = {"input_ids": torch.tensor([prompt.ids])}
-    if name in ("Mistral3", "Pixtral", "Idefics2"):
+    if name in ("Mistral3", "Pixtral", "LightOnOcr", "Idefics2"):
         sizes = [one.shape[-2:] for one in pixels]
         height, width = (max(size[axis] for size in sizes) for axis in range(2))
         padded, mask = torch.zeros(len(pixels), 3, height, width), torch.zeros(len(pixels), height, width, dtype=torch.int64)
@@ -326,13 +358,10 @@ def inputs(name: str, prompt: Seen) -> dict[str, Any]:
         return found | {"pixel_values": torch.cat(pixels)}
     if name.startswith("Gemma4"):
         return found | _gemma4_inputs(prompt) | {"mm_token_type_ids": torch.tensor([prompt.kinds])}
-    patches = [one.unsqueeze(2).repeat(1, 1, 2, 1, 1).flatten(1) for one in pixels]
+    patches = pixels if name == "PaddleOCRVL" else [one.unsqueeze(2).repeat(1, 1, 2, 1, 1).flatten(1) for one in pixels]
     grids = [(1, picture.rows * MERGE, picture.columns * MERGE) for picture in prompt.pictures]
-    return found | {
-        "pixel_values": torch.cat(patches),
-        "image_grid_thw": torch.tensor(grids),
-        "mm_token_type_ids": torch.tensor([prompt.kinds]),
-    }
+    found |= {"pixel_values": torch.cat(patches), "image_grid_thw": torch.tensor(grids)}
+    return found if name == "Exaone4_5" else found | {"mm_token_type_ids": torch.tensor([prompt.kinds])}
 
 
 def _gemma4_inputs(prompt: Seen) -> dict[str, Tensor]:

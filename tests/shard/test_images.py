@@ -34,6 +34,7 @@ TEXTS: dict[str, dict[str, Any]] = {
     "Qwen3_5": HYBRID | {"rope_parameters": QUARTER},
     "Qwen3_5Moe": HYBRID_MOE | {"rope_parameters": QUARTER | {"partial_rotary_factor": 0.5}},
     "Glm4v": SMALL | {"rope_parameters": GLM_SECTIONS},
+    "GlmOcr": SMALL | {"rope_parameters": GLM_SECTIONS | {"mrope_section": [2, 1, 1]}, "head_dim": 16},
     "Glm4vMoe": {name: value for name, value in GLM_MOE.items() if name != "head_dim"} | {"rope_parameters": GLM_SECTIONS},
     "Kimi_K25": LATENT | {"model_type": "deepseek_v3", "n_group": 1, "topk_group": 1},
 }
@@ -93,11 +94,14 @@ def save_as_qwen_2(name: str, made: Any, folder: Path) -> None:
     said = made.config.to_dict()
     text = said.pop("text_config")
     kind, rope = text.pop("model_type").removesuffix("_text"), text.pop("rope_parameters")
-    old = {"rope_theta": rope["rope_theta"], "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]}}
+    turning = {"type": "mrope" if name.startswith("Qwen") else "default", "mrope_section": rope["mrope_section"]}
+    old = {"rope_theta": rope["rope_theta"], "rope_scaling": turning}
     named = {"architectures": [f"{name}ForConditionalGeneration"], "model_type": kind}
     (folder / "config.json").write_text(json.dumps(text | said | old | named))
     renamed = {
-        key.replace("model.language_model.", "model.").replace("model.visual.", "visual."): value.clone()
+        key.replace("model.language_model.", "model.")
+        .replace("model.visual.", "visual.")
+        .replace("model.projector.", "mlp_AR."): value.clone()
         for key, value in made.state_dict().items()
     }
     safetensors.torch.save_file(renamed, folder / "model.safetensors", {"format": "pt"})
