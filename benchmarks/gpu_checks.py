@@ -33,6 +33,7 @@ from penstock.kernels import (
     gated_delta,
     linear,
     low_rank,
+    mixing,
     noise,
     operations,
     paged_attention,
@@ -344,7 +345,7 @@ def _norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def elementwise(bench: Bench, chance: random.Random, dtype: torch.dtype) -> float:
-    """Norms, with and without the residual, SwiGLU and GeGLU."""
+    """Norms, with and without the residual, SwiGLU and GeGLU, gates with a limit, and mixtures of streams."""
     worst, tolerance = 0.0, ROUNDINGS[dtype]
     for size in (7, chance.randint(30, 80)) if bench.tiny else (7, chance.randint(30, 1100), 4096, 8192):
         rows = chance.randint(1, 3 if bench.tiny else 300)
@@ -356,9 +357,26 @@ def elementwise(bench: Bench, chance: random.Random, dtype: torch.dtype) -> floa
             found = operations.add_rms_norm(x, residual, weight, epsilon)
             worst = max(worst, error(found, _norm(sums, weight, epsilon), tolerance), error(residual, sums, tolerance))
             both = _wide(rows, 2 * size, dtype=dtype, device=bench.device)
-            for gelu in (False, True):
-                worst = max(worst, error(operations.gated(both, gelu), reference.gated(both.double(), gelu), tolerance))
+            for how in ((False,), (True,), (False, 0.7), (False, 0.7, False)):
+                worst = max(worst, error(operations.gated(both, *how), reference.gated(both.double(), *how), tolerance))
+        worst = max(worst, _mixed(bench, rows, size, dtype))
     return worst
+
+
+def _mixed(bench: Bench, rows: int, size: int, dtype: torch.dtype) -> float:
+    """Of four streams, to which something is added first."""
+    streams, more = (_wide(*shape, dtype=dtype, device=bench.device).contiguous() for shape in ((rows, 4, size), (rows, size)))
+    given, matrix, both = (torch.randn(*shape, device=bench.device) for shape in ((rows, 4), (8, 4 * size), (2, 8)))
+    shares = mixing.Shares(matrix * size**-0.5, both[0], both[1], magnitude=2.0, epsilon=1e-6)
+    with choose.forced("reference"):
+        wide = streams.double() + given.double().unsqueeze(2) * more.double().unsqueeze(1)
+        seen, gives = mixing.mix(wide.to(dtype).float(), None, None, shares, 1e-5)
+    with poisoned():
+        mixed, found = mixing.mix(streams, more, given, shares, 1e-5)
+    assert gives is not None
+    assert found is not None
+    tolerance = ROUNDINGS[dtype]
+    return max(error(streams, wide, tolerance), error(mixed, seen, tolerance), error(found, gives, tolerance))
 
 
 def products(bench: Bench, chance: random.Random) -> float:
