@@ -50,6 +50,7 @@ from penstock.kernels.fused_sampling import sample
 from penstock.kernels.gated_delta import Spans, States
 from penstock.kernels.linear import Exact
 from penstock.kernels.paged_attention import Capacity
+from penstock.kernels.reference import Gates
 from penstock.kernels.sampling import Draws, Penalties
 
 SECTION = "correctness"
@@ -357,8 +358,8 @@ def elementwise(bench: Bench, chance: random.Random, dtype: torch.dtype) -> floa
             found = operations.add_rms_norm(x, residual, weight, epsilon)
             worst = max(worst, error(found, _norm(sums, weight, epsilon), tolerance), error(residual, sums, tolerance))
             both = _wide(rows, 2 * size, dtype=dtype, device=bench.device)
-            for how in ((False,), (True,), (False, 0.7), (False, 0.7, False)):
-                worst = max(worst, error(operations.gated(both, *how), reference.gated(both.double(), *how), tolerance))
+            for how in (reference.PLAIN, Gates(True), *(Gates(limit=0.7, form=form) for form in ("steep", "before", "behind"))):
+                worst = max(worst, error(operations.gated(both, how), reference.gated(both.double(), how), tolerance))
         worst = max(worst, _mixed(bench, rows, size, dtype))
     return worst
 
@@ -492,7 +493,7 @@ def mixtures(bench: Bench, chance: random.Random, kind: str = "") -> float:
         if kind:
             few = [[codes.quantize(weight, kind) for weight in weights] for weights in (gate_ups, downs)]
             gate_ups, downs = ([codes.unpacked(weight, torch.float64) for weight in weights] for weights in few)
-            laid_out = experts.lay_out(few[0], few[1], dtype, (biases[0], biases[1]), reference.Gates(limit=limit))
+            laid_out = experts.lay_out(few[0], few[1], dtype, (biases[0], biases[1]), Gates(limit=limit))
         else:
             laid_out = experts.lay_out(gate_ups, downs, dtype)
             biases = [torch.zeros_like(bias) for bias in biases]
@@ -505,7 +506,7 @@ def mixtures(bench: Bench, chance: random.Random, kind: str = "") -> float:
             for expert, (gate_up, down) in enumerate(zip(gate_ups, downs, strict=True)):
                 rows, places = (chosen == expert).nonzero(as_tuple=True)
                 inner = x[rows].double() @ gate_up.double().T + biases[0][expert].double()
-                made = reference.gated(inner, limit=limit) @ down.double().T + biases[1][expert].double()
+                made = reference.gated(inner, Gates(limit=limit)) @ down.double().T + biases[1][expert].double()
                 expected.index_add_(0, rows, made * shares[rows, places, None].double())
             with poisoned():
                 found = laid_out(x, shares, chosen)

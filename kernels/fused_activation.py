@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .compilation import Compilation
+from .reference import PLAIN, Gates
 
 BLOCK_SIZE = 1024
 WARPS = 4
@@ -21,12 +22,17 @@ def activated(gate: tl.tensor, GELU: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def limited(gate: tl.tensor, up: tl.tensor, LIMIT: tl.constexpr, STEEP: tl.constexpr) -> tl.tensor:
+def limited(gate: tl.tensor, up: tl.tensor, LIMIT: tl.constexpr, STEEP: tl.constexpr, BEHIND: tl.constexpr) -> tl.tensor:
     """As `reference.gated` with a limit. Both: float32."""
-    gate, up = tl.minimum(gate, LIMIT), tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+    up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+    if not BEHIND:
+        gate = tl.minimum(gate, LIMIT)
     steepness: tl.constexpr = 1.702 if STEEP else 1.0
+    gate = gate / (1.0 + tl.exp(-steepness * gate))
+    if BEHIND:
+        gate = tl.minimum(gate, LIMIT)
     more: tl.constexpr = 1.0 if STEEP else 0.0
-    return gate / (1.0 + tl.exp(-steepness * gate)) * (up + more)
+    return gate * (up + more)
 
 
 @triton.jit
@@ -40,6 +46,7 @@ def gated_kernel(
     GELU: tl.constexpr,
     LIMIT: tl.constexpr,  # 0: none
     STEEP: tl.constexpr,
+    BEHIND: tl.constexpr,
 ) -> None:
     """One program: BLOCK elements of a token. Tokens are the first axis of the grid, which may have 2^31 programs."""
     token = tl.program_id(0).to(tl.int64)
@@ -47,11 +54,14 @@ def gated_kernel(
     inside = column < size
     gate = tl.load(gate_up + token * gate_up_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + token * gate_up_stride + size + column, mask=inside, other=0.0).to(tl.float32)
-    found = limited(gate, up, LIMIT, STEEP) if LIMIT > 0 else activated(gate, GELU).to(gate_up.dtype.element_ty).to(tl.float32) * up
+    if LIMIT > 0:
+        found = limited(gate, up, LIMIT, STEEP, BEHIND)
+    else:
+        found = activated(gate, GELU).to(gate_up.dtype.element_ty).to(tl.float32) * up
     tl.store(out + token * out_stride + column, found.to(out.dtype.element_ty), mask=inside)
 
 
-def gated(gate_up: Tensor, out: Tensor, gelu: bool = False, limit: float = 0.0, steep: bool = True) -> Tensor:
+def gated(gate_up: Tensor, out: Tensor, how: Gates = PLAIN) -> Tensor:
     """`reference.gated` into `out`. gate_up: [tokens, 2 * size], out: [tokens, size], views whose last dimension is dense."""
     tokens, size = out.shape
     assert gate_up.shape == (tokens, 2 * size)
@@ -59,8 +69,7 @@ def gated(gate_up: Tensor, out: Tensor, gelu: bool = False, limit: float = 0.0, 
     if tokens:
         grid = (tokens, triton.cdiv(size, BLOCK_SIZE))
         strides = gate_up.stride(0), out.stride(0)
-        constants = {"BLOCK": BLOCK_SIZE, "GELU": gelu, "LIMIT": limit, "STEEP": steep}
-        gated_kernel[grid](gate_up, out, size, *strides, **constants, num_warps=WARPS, enable_fp_fusion=False)
+        gated_kernel[grid](gate_up, out, size, *strides, BLOCK=BLOCK_SIZE, **how.own, num_warps=WARPS, enable_fp_fusion=False)
     return out
 
 
@@ -69,7 +78,7 @@ def compilations() -> list[Compilation]:
     return [
         Compilation(
             kernel=gated_kernel,
-            name=f"{'geglu' if gelu else 'swiglu'} {dtype}{' limited' * (limit > 0)}",
+            name=f"{'geglu' if how.gelu else 'swiglu'} {dtype}{' limited' * (how.limit > 0)}",
             signature={
                 "gate_up": f"*{dtype}",
                 "out": f"*{dtype}",
@@ -77,10 +86,10 @@ def compilations() -> list[Compilation]:
                 "gate_up_stride": "i32:16",
                 "out_stride": "i32:16",
             },
-            constants={"BLOCK": BLOCK_SIZE, "GELU": gelu, "LIMIT": limit, "STEEP": True},
+            constants={"BLOCK": BLOCK_SIZE, **how.own},
             warps=WARPS,
             hot=True,
         )
         for dtype in ("bf16", "fp16", "fp32")
-        for gelu, limit in ((False, 0.0), (True, 0.0), (False, 7.0))
+        for how in (PLAIN, Gates(gelu=True), Gates(limit=7.0))
     ]

@@ -58,6 +58,7 @@ def experts_kernel(
     GELU: tl.constexpr,
     LIMIT: tl.constexpr,
     STEEP: tl.constexpr,
+    BEHIND: tl.constexpr,
     SQUARED: tl.constexpr,  # without gates, as `reference.squared`
     BIASED: tl.constexpr,
     ADD: tl.constexpr,  # to what is in `out`
@@ -91,7 +92,7 @@ def experts_kernel(
             if GATED:
                 other += tl.load(from_bias + OUTPUTS, mask=wanted, other=0.0).to(tl.float32)[None, :]
         if GATED:
-            result = limited(result, other, LIMIT, STEEP) if LIMIT > 0 else activated(result, GELU) * other
+            result = limited(result, other, LIMIT, STEEP, BEHIND) if LIMIT > 0 else activated(result, GELU) * other
         elif SQUARED:
             result = tl.maximum(result, 0.0) * tl.maximum(result, 0.0)
         elif ADD:

@@ -11,6 +11,7 @@ from torch.nn import functional
 from . import reference
 from .choose import triton_for
 from .indexed import EPSILON
+from .reference import PLAIN, Gates
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -36,14 +37,14 @@ def layer_norm(x: Tensor, weights: Tensor, epsilon: float) -> Tensor:
     return functional.layer_norm(x, weights.shape[1:], weights[0], weights[1], epsilon)
 
 
-def gated(gate_up: Tensor, gelu: bool = False, limit: float = 0.0, steep: bool = True) -> Tensor:
+def gated(gate_up: Tensor, how: Gates = PLAIN) -> Tensor:
     """`reference.gated`; a new tensor."""
     if triton_for(gate_up):
         from .fused_activation import gated as fused
 
         tokens, twice = gate_up.shape
-        return fused(gate_up, torch.empty(tokens, twice // 2, dtype=gate_up.dtype, device=gate_up.device), gelu, limit, steep)
-    return reference.gated(gate_up, gelu, limit, steep)
+        return fused(gate_up, torch.empty(tokens, twice // 2, dtype=gate_up.dtype, device=gate_up.device), how)
+    return reference.gated(gate_up, how)
 
 
 def rotate_and_write(

@@ -147,6 +147,7 @@ def packed_kernel(
     GELU: tl.constexpr,
     LIMIT: tl.constexpr,
     STEEP: tl.constexpr,
+    BEHIND: tl.constexpr,
     SQUARED: tl.constexpr,
     BIASED: tl.constexpr,
     WIDEN: tl.constexpr,
@@ -194,7 +195,7 @@ def packed_kernel(
             if GATED:
                 other += tl.load(from_bias + OUTPUTS, mask=wanted, other=0.0).to(tl.float32)[None, :]
         if GATED:
-            result = limited(result, other, LIMIT, STEEP) if LIMIT > 0 else activated(result, GELU) * other
+            result = limited(result, other, LIMIT, STEEP, BEHIND) if LIMIT > 0 else activated(result, GELU) * other
         elif SQUARED:
             result = tl.maximum(result, 0.0) * tl.maximum(result, 0.0)
         else:

@@ -65,22 +65,10 @@ def squared(x: Tensor) -> Tensor:
     return x.relu_().square_()
 
 
-STEEP = 1.702  # of the sigmoid that comes near to gelu's
+STEEPNESS = 1.702  # of the sigmoid that comes near to gelu's
 
 
-def gated(gate_up: Tensor, gelu: bool = False, limit: float = 0.0, steep: bool = True) -> Tensor:
-    """silu(gate) * up, SwiGLU (Shazeer 2020, arXiv:2002.05202), or with gelu, approximated by tanh, GeGLU.
-
-    gate_up: [tokens, 2 * size], gate first; limit: beyond which neither goes, 0: none; steep: if there is one, gates are gpt-oss's
-    own (OpenAI 2025, arXiv:2508.10925); result [tokens, size].
-    """
-    gate, up = gate_up.chunk(2, -1)
-    if limit:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        if not steep:
-            return functional.silu(gate).mul_(up)
-        return gate * by_lanes(torch.sigmoid, gate * STEEP) * (up + 1)
-    return (functional.gelu(gate, approximate="tanh") if gelu else functional.silu(gate)).mul_(up)
+STEEP, BEFORE, BEHIND = "steep", "before", "behind"  # what a limit of gates means: see `Gates`
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,20 +76,42 @@ class Gates:
     """What becomes of what leads into MLPs and experts: `gated`, or `squared` instead."""
 
     gelu: bool = False
+    # Beyond it neither gates nor what they let through go; 0: there is none. BEFORE silu, or BEHIND it; STEEP: gpt-oss's own gates
+    # (OpenAI 2025, arXiv:2508.10925), before.
     limit: float = 0.0
+    form: str = STEEP
     squared: bool = False
-    steep: bool = True
 
     def __call__(self, x: Tensor) -> Tensor:
-        return squared(x) if self.squared else gated(x, self.gelu, self.limit, self.steep)
+        """x: [tokens, 2 * size], gates first, or without gates [tokens, size]; [tokens, size]."""
+        return squared(x) if self.squared else gated(x, self)
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Of kernels."""
-        return {"GELU": self.gelu, "LIMIT": self.limit, "SQUARED": self.squared, "STEEP": self.steep}
+        """Of kernels that have both."""
+        return {"SQUARED": self.squared, **self.own}
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """Of those that have gates alone."""
+        return {"GELU": self.gelu, "LIMIT": self.limit, "STEEP": self.form == STEEP, "BEHIND": self.form == BEHIND}
 
 
 PLAIN = Gates()
+
+
+def gated(gate_up: Tensor, how: Gates = PLAIN) -> Tensor:
+    """silu(gate) * up, SwiGLU (Shazeer 2020, arXiv:2002.05202), or with gelu, approximated by tanh, GeGLU. See `Gates`."""
+    gate, up = gate_up.chunk(2, -1)
+    if not how.limit:
+        return (functional.gelu(gate, approximate="tanh") if how.gelu else functional.silu(gate)).mul_(up)
+    up = up.clamp(-how.limit, how.limit)
+    if how.form == BEHIND:
+        return functional.silu(gate).clamp_(max=how.limit).mul_(up)
+    gate = gate.clamp(max=how.limit)
+    if how.form == BEFORE:
+        return functional.silu(gate).mul_(up)
+    return gate * by_lanes(torch.sigmoid, gate * STEEPNESS) * (up + 1)
 
 
 def xielu(x: Tensor, positive: float, negative: float, beta: float, epsilon: float) -> Tensor:

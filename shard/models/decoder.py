@@ -94,8 +94,9 @@ class Layer:
         if mixture:
             kind = Beside if mixture.beside else Narrow if mixture.latent else Weighed if mixture.entering else Sparse
             return kind(load, mixture)
-        plain = Ungated if self.shape.ungated else Limited if self.shape.mlp_limit else Dense
-        return plain(load, self.shape.width(self.index))
+        if self.shape.mlp_limits and (limit := self.shape.mlp_limits[self.index]):
+            return Limited(load, self.shape.width(self.index), limit)
+        return (Ungated if self.shape.ungated else Dense)(load, self.shape.width(self.index))
 
     @property
     def readers(self) -> tuple[Heads | Queries | Latents | Remembered, ...]:

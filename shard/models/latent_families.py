@@ -248,7 +248,7 @@ def _hy_4(config: Config) -> Shape:
     base = _indexed(given, neighbours=False, borrowing=_borrowing(given), turned_last=True)
     limit = config.get("swiglu_limit", 10.0)
     if type(limit) not in (int, float) or limit > 0:
-        base = with_experts(base, limit=number(given, "swiglu_limit", 10.0), steep=False)
+        base = with_experts(base, limit=number(given, "swiglu_limit", 10.0), form="before")
     epsilon = number(given, "hc_eps", 1e-6)
     return replace(
         base,

@@ -37,7 +37,6 @@ class Dense:
         both, gate, up, down = (f"{name}.{part}" for part in load.shape.mlp_parts)
         self.gate_up = load.columns(both, [gate, up], [size] * 2, bias)
         self.down = load.rows(down, size, bias)
-        self.limit = load.shape.mlp_limit
 
     def __call__(self, stream: Stream, before: Tensor | None, behind: Tensor | None) -> None:
         """Adds to the stream what it makes of it. before, behind: gains of norms, where there are any."""
@@ -57,11 +56,15 @@ class Dense:
 
 
 class Limited(Dense):
-    """One whose gates, and what they let through, have a limit: MiniMax M3's."""
+    """One whose gates, and what they let through, have a limit."""
+
+    def __init__(self, load: Loader, size: int, limit: float) -> None:
+        super().__init__(load, size)
+        self.gates = Gates(load.shape.gelu, limit, load.shape.mlp_form)
 
     def inner(self, stream: Stream, before: Tensor | None) -> Tensor:
         """As that of `Dense`."""
-        return gated(stream.through(before, self.gate_up), limit=self.limit)
+        return gated(stream.through(before, self.gate_up), self.gates)
 
 
 class Ungated(Dense):
@@ -98,7 +101,7 @@ class Sparse:
         there = mixture.correction and not (mixture.uncorrected and not load.source.has(load.prefix + correction))
         self.correction = load.each(correction, mixture.experts) if there else None
         gate_ups, downs, biases = experts(load, mixture)
-        gates = Gates(load.shape.gelu, mixture.limit, bool(load.shape.ungated), mixture.steep)
+        gates = Gates(load.shape.gelu, mixture.limit, mixture.form, squared=bool(load.shape.ungated))
         self.experts = lay_out(gate_ups, downs, load.source.dtype, biases, gates, load.exact)
         self.shared = Shared(load, mixture) if mixture.shared else None
 
@@ -204,19 +207,19 @@ class Shared:
     """The expert that all tokens go through."""
 
     def __init__(self, load: Loader, mixture: Mixture) -> None:
-        name, self.gelu, self.ungated = mixture.named(mixture.shared_name), load.shape.gelu, bool(load.shape.ungated)
+        name, self.ungated = mixture.named(mixture.shared_name), bool(load.shape.ungated)
+        self.gates = Gates(load.shape.gelu, mixture.shared_limit, mixture.form)
         both, gate, up, down = (f"{name}.{part}" for part in load.shape.mlp_parts)
         gates = mixture.named(mixture.shared_gate)
         self.gate = load.whole(gates, 1, change=load.changed([gates], [1], wholes=(1,))) if mixture.shared_gate else None
         inward = [up] if self.ungated else [gate, up]
         self.gate_up = load.columns(both, inward, [mixture.shared] * len(inward), bias=False)
         self.down = load.rows(down, mixture.shared, bias=False)
-        self.limit = mixture.limit if mixture.steep else 0.0
 
     def __call__(self, x: Tensor, stream: Stream) -> Tensor:
         """This rank's part of what it makes of x, the stream's tokens, by its gate."""
         inner = stream.product(x, self.gate_up)
-        made = stream.product(squared(inner) if self.ungated else gated(inner, self.gelu, self.limit), self.down)
+        made = stream.product(squared(inner) if self.ungated else gated(inner, self.gates), self.down)
         return made if self.gate is None else made.mul_(by_lanes(torch.sigmoid, stream.product(x, self.gate)))
 
     def weights(self) -> Iterator[Weight]:

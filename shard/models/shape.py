@@ -112,7 +112,8 @@ class Shape:
     table: str = "embed_tokens"  # the embedding table's name
     mlp_name: str = "mlp"
     mlp_alias: str = ""  # another name, which some checkpoints have; "": it has none
-    mlp_limit: float = 0.0  # beyond which its gates and what they let through don't go: see `Mixture.limit`; 0: none
+    mlp_limits: tuple[float, ...] = ()  # of each layer's MLP, as `Mixture.limit`; (): none has one
+    mlp_form: str = "steep"  # as `Mixture.form`
     mlp_parts: tuple[str, str, str, str] = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")  # the first: of two joined ones
     aliases: tuple[tuple[str, str], ...] = ()  # what may stand in names of its tensors instead, ours first
     modules: tuple[tuple[str, str], ...] = ()  # what is in names of its matrices, and in transformers' names of their modules

@@ -345,6 +345,7 @@ def _minimax_m3(config: Config) -> Shape:
             f"config.json says rotary_dim {shown(given['rotary_dim'])}, and by partial_rotary_factor {turned} features of a head "
             f"turn, as in transformers: say {given['rotary_dim'] / base.head_size:g} there if the former is meant"
         )
+    limit = number(given, "swiglu_limit", 7.0)
     mixture = Mixture(
         experts=given["num_local_experts"],
         chosen=given["num_experts_per_tok"],
@@ -356,7 +357,8 @@ def _minimax_m3(config: Config) -> Shape:
         shared=given["shared_intermediate_size"],
         shared_name="shared_experts",
         shared_gate="",
-        limit=number(given, "swiglu_limit", 7.0),
+        limit=limit,
+        shared_limit=limit,
         name="block_sparse_moe",
         names=("w1", "w3", "w2"),
     )
@@ -366,7 +368,7 @@ def _minimax_m3(config: Config) -> Shape:
         base,
         intermediate=given["dense_intermediate_size"],
         mixtures=tuple(mixture if kind == EXPERTS else None for kind in experts),
-        mlp_limit=mixture.limit,
+        mlp_limits=(limit,) * base.layers,
         blocks=_blocks_of(given, base, layers_of(chosen, BLOCKS)),
         aliases=(MINIMAX_INDEX,),
         modules=(("block_sparse_moe.", "mlp."), MINIMAX_INDEX),

@@ -8,6 +8,7 @@ from torch import Tensor
 from ...kernels.adapters import Chosen
 from ...kernels.linear import Weight
 from ...kernels.operations import add_rms_norm, gated, layer_norm, rms_norm
+from ...kernels.reference import Gates
 from ..parallel import Ranks
 
 
@@ -27,7 +28,7 @@ class Stream:
         self._more: Tensor | None = None
         self._ranks = ranks
         self._epsilon = epsilon
-        self._gelu = gelu
+        self._gates = Gates(gelu)
         self._chosen = chosen
 
     def normalized(self, gains: Tensor | None) -> Tensor:
@@ -43,12 +44,12 @@ class Stream:
         """The product of what is `normalized` with `weight`, or what its gates let through."""
         few = weight.streams(self._sums) and not self._adapted(weight)
         if few and self._more is None and (gains is None or gains.dim() == 1):
-            return weight.streamed(self._sums, gains=gains, epsilon=self._epsilon, gated=gates, gelu=self._gelu)
+            return weight.streamed(self._sums, gains=gains, epsilon=self._epsilon, gated=gates, gelu=self._gates.gelu)
         x = self.normalized(gains)
         if few and gates:
-            return weight.streamed(x, gated=True, gelu=self._gelu)
+            return weight.streamed(x, gated=True, gelu=self._gates.gelu)
         found = self.product(x, weight)
-        return gated(found, self._gelu) if gates else found
+        return gated(found, self._gates) if gates else found
 
     def add(self, x: Tensor, weight: Weight, gains: Tensor | None = None) -> None:
         """Adds the product of x with `weight`, this rank's part of it, or the norm of that."""

@@ -50,7 +50,7 @@ class Streams(Stream):
     def through(self, gains: Tensor | None, weight: Weight, gates: bool = False) -> Tensor:
         """As of `Stream`."""
         found = self.product(self.normalized(gains), weight)
-        return gated(found, self._gelu) if gates else found
+        return gated(found, self._gates) if gates else found
 
     def add(self, x: Tensor, weight: Weight, gains: Tensor | None = None) -> None:
         """As of `Stream`."""

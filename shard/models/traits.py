@@ -118,7 +118,8 @@ class Mixture:
     quantization: Quantization | None = None  # of the experts alone
     biased: bool = False  # experts and their router have biases
     limit: float = 0.0  # beyond which gates and what they let through don't go; 0: none
-    steep: bool = True  # then gates are gpt-oss's own, those of the one that all tokens go through, too; else that one has no limit
+    form: str = "steep"  # what a limit means: see `kernels.reference.Gates`
+    shared_limit: float = 0.0  # of the one that all tokens go through
     precise: bool = False  # the router computes in float32 although its scores are a softmax's
     stacked: tuple[str, ...] = ()  # names of the two tensors that have all experts', gates first; (): as checkpoints have them
     interleaved: bool = False  # all experts are in one tensor, in which gates and what they let through stand by turns

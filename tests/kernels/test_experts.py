@@ -66,7 +66,7 @@ class Mixture:
         self.gates = (
             Gates(squared=True)
             if squared
-            else Gates(chance.random() < 0.5, chance.choice([0.0, 0.0, 0.7]), steep=chance.random() < 0.5)
+            else Gates(chance.random() < 0.5, chance.choice([0.0, 0.0, 0.7]), chance.choice(["steep", "before", "behind"]))
         )
         self.biases = None
         if chance.random() < 0.5:

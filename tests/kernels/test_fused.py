@@ -10,6 +10,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from penstock.kernels import choose, operations, reference
+from penstock.kernels.reference import PLAIN, Gates
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -87,13 +88,13 @@ def test_the_plain_branches(chance: random.Random) -> None:
     assert operations.add_rms_norm(x, residual, weight, 1e-5).equal(reference.rms_norm(total, weight, 1e-5))
     assert residual.equal(total)
     assert operations.rms_norm(x, weight, 1e-5).equal(reference.rms_norm(x, weight, 1e-5))
-    assert operations.gated(x, True).equal(reference.gated(x, True))
+    assert operations.gated(x, Gates(True)).equal(reference.gated(x, Gates(True)))
 
 
 @pytest.mark.filterwarnings("ignore:overflow")  # an exponential that is infinite is meant
-@pytest.mark.parametrize("how", [(False, 0.0, True), (True, 0.0, True), (False, 0.7, True), (False, 0.7, False)])
+@pytest.mark.parametrize("how", [PLAIN, Gates(True), *(Gates(limit=0.7, form=form) for form in ("steep", "before", "behind"))])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gates(dtype: torch.dtype, how: tuple[bool, float, bool], chance: random.Random) -> None:
+def test_gates(dtype: torch.dtype, how: Gates, chance: random.Random) -> None:
     from penstock.kernels import fused_activation
 
     for size in (1, 7, chance.randint(1000, 1100)):
@@ -101,17 +102,17 @@ def test_gates(dtype: torch.dtype, how: tuple[bool, float, bool], chance: random
         gate_up, _ = wide(tokens, 2 * size, dtype)
         out, whole = wide(tokens, size, dtype)
         out.fill_(torch.nan)
-        close(fused_activation.gated(gate_up, out, *how), reference.gated(gate_up, *how))
+        close(fused_activation.gated(gate_up, out, how), reference.gated(gate_up, how))
         assert whole[:, :3].isnan().all()
         assert whole[:, size + 3 :].isnan().all()
-        close(operations.gated(gate_up, *how), reference.gated(gate_up, *how))
+        close(operations.gated(gate_up, how), reference.gated(gate_up, how))
 
 
 @pytest.mark.filterwarnings("ignore:overflow")  # an exponential that is infinite is meant
 @pytest.mark.parametrize("gelu", [False, True])
 def test_gates_of_large_numbers(gelu: bool) -> None:
     gate_up = torch.tensor([[-1e4, 1e4, -90.0, -1e15, 1e15, 1.0, 1.0, 1.0, 1.0, 1.0]], device=DEVICE)
-    close(operations.gated(gate_up, gelu), reference.gated(gate_up, gelu))
+    close(operations.gated(gate_up, Gates(gelu)), reference.gated(gate_up, Gates(gelu)))
 
 
 @pytest.mark.parametrize("norm", [False, True])

@@ -23,7 +23,7 @@ from penstock.kernels.linear import (
     transposed,
     usual,
 )
-from penstock.kernels.reference import gated, rms_norm, rotary_table, rotate, squared
+from penstock.kernels.reference import Gates, gated, rms_norm, rotary_table, rotate, squared
 
 SIZES = [1, 7, 1000]
 
@@ -73,7 +73,9 @@ def test_rotation_is_in_place_and_leaves_position_0_alone() -> None:
 @pytest.mark.parametrize("name", ["silu", "gelu_pytorch_tanh"])
 def test_gates_are_transformers(size: int, name: str) -> None:
     gate, up = torch.randn(4, size), torch.randn(4, size)
-    torch.testing.assert_close(gated(torch.cat((gate, up), -1), name != "silu"), transformers.activations.ACT2FN[name](gate) * up)
+    torch.testing.assert_close(
+        gated(torch.cat((gate, up), -1), Gates(name != "silu")), transformers.activations.ACT2FN[name](gate) * up
+    )
 
 
 @pytest.mark.parametrize("route", [plain, packed, transposed, in_columns])

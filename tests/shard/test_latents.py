@@ -316,8 +316,8 @@ def test_hy_4_is_transformers() -> None:
     assert [layer in found.indexing for layer in range(34)] == [kind == "full" for kind in theirs.indexer_types]
     mixture = found.mixtures[-1]
     assert mixture is not None
-    assert (mixture.limit, mixture.steep) == (10.0, False)
-    assert shape(HY_4 | {"swiglu_limit": 0}).mixtures[-1] == replace(mixture, limit=0.0, steep=True)
+    assert (mixture.limit, mixture.form) == (10.0, "before")
+    assert shape(HY_4 | {"swiglu_limit": 0}).mixtures[-1] == replace(mixture, limit=0.0, form="steep")
 
 
 @pytest.mark.parametrize(
