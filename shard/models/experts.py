@@ -47,6 +47,8 @@ def experts(load: Loader, mixture: Mixture) -> tuple[Weights, Weights, Biases]:
     if mixture.stacked or _home(load, mixture) is not None:
         return _together(load, mixture)
     gate, up, down = ([mixture.named(f"experts.{i}.{name}") for i in range(mixture.experts)] for name in mixture.names)
+    if load.source.has(f"{load.prefix}{mixture.named('experts')}.{mixture.names[0]}.weight"):
+        return _by_part(load, mixture)
     apart = [[name] for name in up] if load.shape.ungated else zip(gate, up, strict=True)
     outwards = [load.outwards(names, [mixture.size] * len(names), inputs=mixture.latent) for names in apart]
     inwards = [load.inwards(name, mixture.size, mixture.latent) for name in down]
@@ -86,11 +88,7 @@ def _together(load: Loader, mixture: Mixture) -> tuple[Weights, Weights, Biases]
         gate_ups = [joined([one.part(0, first, first + part) for first in firsts]) for one in both]
         downs = stack(load.source, second_name, (count, hidden, size), how, mixture.inputs_first)
         return gate_ups, [load.residual(one.part(1, start, start + part)) for one in downs], None
-    if scales:
-        raise Unsupported(
-            f"{first_name}{scales} says that experts that are all in one tensor have few bits, which is not supported: save "
-            "the model with save_original_format=True, or use its unquantized weights"
-        )
+    _check_bits(load.source, first_name)
 
     def read(name: str, shape: tuple[int, ...], dimension: int, first: int) -> Tensor:
         turned = (shape[0], shape[2], shape[1])
@@ -120,6 +118,27 @@ def _by_kind(load: Loader, mixture: Mixture) -> tuple[Weights, Weights, Biases]:
     gates, ups, downs = map(read, mixture.names)
     plain = [_kept(torch.cat(pair), how) for pair in zip(gates, ups, strict=True)]
     return plain, [load.residual(_kept(down.t().contiguous(), how)) for down in downs], None
+
+
+def _by_part(load: Loader, mixture: Mixture) -> tuple[Weights, Weights, Biases]:
+    """Step 3's: gates of all, what they let through, and what leads back."""
+    count, hidden, how = mixture.experts, load.shape.hidden, load.shape.quantization
+    gate, up, down = (f"{load.prefix}{mixture.named('experts')}.{name}.weight" for name in mixture.names)
+    own = load.own(mixture.size)
+    _check_bits(load.source, gate)
+    gates, ups = (load.source.tensor(name, (count, mixture.size, hidden), (1, *own)) for name in (gate, up))
+    plain = [_kept(torch.cat(pair), how) for pair in zip(gates, ups, strict=True)]
+    downs = load.source.tensor(down, (count, hidden, mixture.size), (2, *own))
+    return plain, [load.residual(_kept(one, how)) for one in downs], None
+
+
+def _check_bits(source: Source, name: str) -> None:
+    """Raises Unsupported for experts in one tensor that have few bits."""
+    if scales := next((end for end in SCALES if source.has(f"{name}{end}")), None):
+        raise Unsupported(
+            f"{name}{scales} says that experts that are all in one tensor have few bits, which is not supported: save "
+            "the model with save_original_format=True, or use its unquantized weights"
+        )
 
 
 def _interleaved(load: Loader, mixture: Mixture) -> tuple[Weights, Weights, Biases]:

@@ -40,6 +40,8 @@ SIZES = {
     "prefix_dense_intermediate_size": 1 << 22,
     "prefix_dense_sliding_window_pattern": 1 << 12,
     "rotary_dim": 1 << 12,
+    "share_expert_dim": 1 << 22,
+    "num_sliding_attention_heads": 1 << 14,
     "kv_lora_rank": 1 << 12,
     "q_lora_rank": 1 << 16,
     "qk_rope_head_dim": 1 << 10,
@@ -105,7 +107,7 @@ LEAST_OF = {  # the same, of a model_type
 }
 # And means that there is none.
 MAY_BE_NULL = (
-    *("mamba_d_ssm", "moe_latent_size", "attention_chunk_size"),
+    *("mamba_d_ssm", "moe_latent_size", "attention_chunk_size", "num_sliding_attention_heads"),
     *("num_key_value_heads", "head_dim", "sliding_window", "sliding_window_size", "max_window_layers"),
     *("n_shared_experts", "n_group", "topk_group", "first_k_dense_replace", "q_lora_rank"),
 )
@@ -182,8 +184,10 @@ def types_of(architecture: str) -> list[str]:
 
 
 def renamed(config: Config) -> Config:
-    """The same, with kinds of layers as they are called today."""
-    kinds = config.get("layer_types")
+    """The same, with kinds of layers as they are called today, without those that predict more tokens, which may stand behind."""
+    kinds, layers, more = (config.get(name) for name in ("layer_types", "num_hidden_layers", "num_nextn_predict_layers"))
+    if isinstance(kinds, list) and type(layers) is type(more) is int and more > 0 and len(kinds) == layers + more:
+        kinds = kinds[:layers]
     return config | {"layer_types": [FORMERLY.get(str(kind), kind) for kind in kinds]} if isinstance(kinds, list) else config
 
 

@@ -15,6 +15,7 @@ from .latent_families import LATENT
 from .llama4_families import LLAMA4
 from .ropes import ROPES
 from .shape import Shape, Unsupported
+from .sliding_families import step_3
 from .sparse_families import SPARSE
 
 # transformers' defaults, which some checkpoints rely on.
@@ -135,6 +136,7 @@ IMAGES: dict[str, dict[str, Family]] = {
     "Qwen3VLMoeForConditionalGeneration": {"qwen3_vl_moe_text": _qwen3_vl_moe},
     "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": HYBRID["Qwen3_5ForCausalLM"]},
     "SmolVLMForConditionalGeneration": {"llama": _llama},
+    "Step3p7ForConditionalGeneration": {"step3p5": step_3},
     "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": HYBRID["Qwen3_5MoeForCausalLM"]},
 }
 

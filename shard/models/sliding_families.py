@@ -10,7 +10,7 @@ from .parts import biased, common, kinds_of, layers_of, windows_of
 from .ropes import rope_of, ropes_by_kind, rotary_size, with_rope
 from .shape import Shape, Unsupported
 from .sparse_families import EXPERTS, PLAIN_MLP, by_kinds, mixed, one_for_all, scored_by_kinds
-from .traits import Keys
+from .traits import Keys, Mixture
 
 # transformers' defaults.
 FLINT: Config = {
@@ -62,6 +62,34 @@ MIMO: Config = {
     "moe_intermediate_size": 2048,
     "norm_topk_prob": True,
 }
+STEP_3: Config = {
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_size": 4096,
+    "intermediate_size": 11_264,
+    "num_hidden_layers": 45,
+    "vocab_size": 128_815,
+    "max_position_embeddings": 128_000,
+    "rms_norm_eps": 1e-5,
+    "moe_intermediate_size": 1280,
+    "n_routed_experts": 288,
+    "num_experts_per_tok": 8,
+    "share_expert_dim": 1280,
+}
+STEP_3_FIELDS = {  # what its config.json calls what others call so
+    "num_attention_groups": "num_key_value_heads",
+    "moe_num_experts": "n_routed_experts",
+    "num_local_experts": "n_routed_experts",
+    "moe_top_k": "num_experts_per_tok",
+    "share_expert_dims": "share_expert_dim",
+}
+STEP_3_NAMES = (  # transformers' names of its tensors, and its own
+    ("mlp.gate.e_score_correction_bias", "moe.router_bias"),
+    ("mlp.gate.", "moe.gate."),
+    ("mlp.experts.", "moe."),
+    ("mlp.shared_experts.", "share_expert."),
+)
 MIMO_ROPES = {
     FULL: {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.334},
     SLIDING: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.334},
@@ -243,6 +271,117 @@ def _mimos_own(config: Config) -> Config:
             kind: part | {"rope_theta": config.get(name, MIMO_ROPES[kind]["rope_theta"])} for kind, name in thetas
         }
     return found | config
+
+
+def step_3(config: Config) -> Shape:
+    """StepFun's Step 3.7 Flash: layers with a window and those that see all have other query heads, and other parts of each head
+    turn; a gate of each head. Experts are chosen by corrected scores, one is for all tokens; limits of gates differ by layer."""
+    given = STEP_3 | _steps_own(said(config))
+    full, local = ropes_by_kind(given, 1e4, 1e4)
+    base = common(given | {"rope_parameters": full, "rope_scaling": None, "hidden_act": "silu"})
+    base = biased(base, given)
+    layers, heads = base.layers, int(given["num_attention_heads"])
+    kinds = kinds_of(given, layers, lambda layer: False)
+    slides = SLIDING in kinds
+    limits, shared = (_limits(given, name, layers) for name in ("swiglu_limits", "swiglu_limits_shared"))
+    mixture = Mixture(
+        experts=given["n_routed_experts"],
+        chosen=given["num_experts_per_tok"],
+        size=given["moe_intermediate_size"],
+        normalized=True,
+        sigmoid=True,
+        correction="gate.e_score_correction_bias",
+        factor=number(given, "moe_router_scaling_factor", 1.0),
+        shared=given["share_expert_dim"],
+        shared_name="shared_experts",
+        shared_gate="",
+        form="behind",
+    )
+    usual = [PLAIN_MLP if layer < 3 else EXPERTS for layer in range(layers)]
+    sparse = by_kinds(given.get("mlp_layer_types") or usual, mixture, layers)
+    parts = [rotary_size({"rope_parameters": own}, base.head_size) for own in (full, local)]
+    return replace(
+        base,
+        heads=int(given.get("num_sliding_attention_heads") or heads) if slides else heads,
+        far=Keys(heads=base.kv_heads, size=base.head_size, queries=heads) if slides else None,
+        mixtures=tuple(
+            one and replace(one, limit=limit, shared_limit=other) for one, limit, other in zip(sparse, limits, shared, strict=True)
+        ),
+        mlp_limits=shared,
+        mlp_form="behind",
+        attention_scale=number(given, "query_pre_attn_scalar", base.head_size) ** -0.5,
+        qk_norm=True,
+        centered_norms=True,
+        attention_gates=True,
+        head_gates=True,
+        gates_name="g_proj",
+        windows=windows_of(given, kinds),
+        local_rope=rope_of(given | {"rope_parameters": local}, "rope_parameters") if slides else None,
+        rotary_size=parts[slides],
+        far_rotary_size=parts[0] if slides else 0,
+        aliases=STEP_3_NAMES,
+    )
+
+
+def _limits(given: Config, name: str, layers: int) -> tuple[float, ...]:
+    """Of each layer; 0: none."""
+    found = given.get(name)
+    found = [0.0] * layers if found is None else found
+    if not isinstance(found, list) or len(found) != layers:
+        raise Unsupported(f"config.json says {name} {shown(found)}, a number for each layer is needed: {AGAIN}")
+    return tuple(number({name: one}, name) if one else 0.0 for one in found)
+
+
+def _steps_own(config: Config) -> Config:
+    """The same, with what the hub's config.json says in its own words in transformers' words."""
+    expect(
+        config,
+        moe_router_activation="sigmoid",
+        use_moe_router_bias=True,
+        use_head_wise_attn_gate=True,
+        norm_expert_weight=True,
+        zero_centered=True,
+        use_bidirectional_attention=False,
+        mlp_bias=False,
+    )
+    found: Config = {ours: config[theirs] for theirs, ours in STEP_3_FIELDS.items() if theirs in config}
+    for name in found:
+        whole(name, found[name], 1, SIZES[name])
+    layers, more = config["num_hidden_layers"], config.get("num_nextn_predict_layers", 0)
+    for name in ("mlp_layer_types", "swiglu_limits", "swiglu_limits_shared", "rope_theta", "partial_rotary_factors"):
+        if isinstance(config.get(name), list) and type(more) is int and len(config[name]) == layers + more:
+            found[name] = config[name][:layers]
+    named = config.get("moe_layers_enum")
+    if named is not None and "mlp_layer_types" not in config:
+        numbers = str(named).strip("[]").split(",") if isinstance(named, (str, list)) else [""]
+        if not all(one.strip().isdecimal() for one in numbers):
+            raise Unsupported(f"config.json says moe_layers_enum {shown(named)}, numbers of layers are needed: {AGAIN}")
+        found["mlp_layer_types"] = [EXPERTS if layer in set(map(int, numbers)) else PLAIN_MLP for layer in range(layers)]
+    other = config.get("attention_other_setting")
+    if isinstance(other, dict) and "num_sliding_attention_heads" not in config and "num_attention_heads" in other:
+        heads = {"num_sliding_attention_heads": other["num_attention_heads"]}
+        found |= {name: whole(name, value, 1, SIZES[name]) for name, value in heads.items()}
+    return found | config | found | _steps_ropes(config | found)
+
+
+def _steps_ropes(config: Config) -> Config:
+    """A rotary embedding for each kind of layers, of lists for each layer."""
+    kinds = config.get("layer_types") or [FULL] * config["num_hidden_layers"]
+    ropes = config.get("rope_parameters")
+    if isinstance(ropes, dict) and all(isinstance(ropes.get(kind), dict) for kind in kinds):
+        return {"rope_parameters": {kind: ropes.get(kind, {"rope_theta": 1e4}) for kind in (FULL, SLIDING)}}
+    found: dict[str, Config] = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in (FULL, SLIDING)}
+    for name, ours in (("rope_theta", "rope_theta"), ("partial_rotary_factors", "partial_rotary_factor")):
+        values = config.get(name)
+        values = values if isinstance(values, list) else [] if values is None else [values] * len(kinds)
+        if values and len(values) != len(kinds):
+            raise Unsupported(f"config.json says {name} {shown(values)}, a number for each layer is needed: {AGAIN}")
+        for kind, value in reversed([*zip(map(str, kinds), values, strict=False)]):
+            found.setdefault(kind, {})[ours] = value
+    scaling = config.get("rope_scaling")
+    if isinstance(scaling, dict):
+        found[FULL] |= scaling
+    return {"rope_parameters": found, "rope_scaling": None}
 
 
 SLIDING_ONES: dict[str, Callable[[Config], Shape]] = {
