@@ -79,6 +79,7 @@ FORMS = {
     "internvl": Form(word="<IMG_CONTEXT>", around=("<img>", "</img>"), written="<IMG_CONTEXT>"),
     "llava": Form(word="<image>", written="<image>", fixed=True),
     **dict.fromkeys(("llava_next", "llava_onevision"), Form(word="<image>", written="<image>")),
+    "minimax_m3_vl": Form(word="]<]image[>[", around=("]<]start of image[>[", "]<]end of image[>["), written="]<]image[>["),
     "mistral3": MISTRAL,
     **dict.fromkeys(("exaone4_5", "lighton_ocr"), Form(word="<|image_pad|>", written="<|image_pad|>")),
     "paddleocr_vl": Form(word="<|IMAGE_PLACEHOLDER|>", around=("<|IMAGE_START|>", "<|IMAGE_END|>")),

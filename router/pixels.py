@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from ..proto.images import COLOURS, DESCRIPTIONS
+from ..proto.processors import image_processor
 from .apart import Apart, Busy, Died, Late, serve
 from .request import Overloaded, Refused
 from .resizing import Resized, Resizing, Wrong, resizing_of, words
@@ -141,10 +142,9 @@ def _resizing(folder: str) -> Resizing:
     """As the folder's own image processor does it."""
     if not any((Path(folder) / name).is_file() for name in DESCRIPTIONS):
         raise OSError(f"{folder} has neither {' nor '.join(DESCRIPTIONS)}: download it again")
-    from transformers import AutoImageProcessor
+    import transformers
 
-    makers: Any = AutoImageProcessor  # which has no types
-    made = makers.from_pretrained(folder, backend="pil", local_files_only=True, trust_remote_code=False)
+    made = image_processor(transformers, Path(folder))
     own, model = (_read(Path(folder) / name) for name in (DESCRIPTIONS[1], "config.json"))
     return resizing_of(made, own, model)
 

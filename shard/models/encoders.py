@@ -102,7 +102,7 @@ class Qwen(Grid):
 
 
 class Still(Qwen):
-    """EXAONE's: its tokens have one position each."""
+    """EXAONE's and MiniMax': their tokens have one position each."""
 
     turned = False
 
@@ -328,7 +328,7 @@ ENCODERS: dict[str, Callable[[Any, int], Encoder]] = {
         ("glm46v", "glm4v", "glm_ocr", "glm4v_moe", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"),
         Qwen,
     ),
-    "exaone4_5": Still,
+    **dict.fromkeys(("exaone4_5", "minimax_m3_vl"), Still),
     "gemma3": Gemma3,
     "gemma4": Gemma4,
     "idefics2": Resampled,

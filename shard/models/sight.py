@@ -15,6 +15,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ...kernels.transfer import to_device
 from ...proto.images import COLOURS, form_of
+from ...proto.processors import image_processor
 from ..gallery import MOST, Gallery
 from ..pictures import Picture, Pictures
 from ..weights import Source
@@ -23,8 +24,12 @@ from .fields import AGAIN, Config
 from .shape import Shape, Unsupported
 
 ROOTS = ("model.", "")  # what names of its tensors begin with: as transformers 5 saves them, and as most checkpoints have them
-# What they begin with, and on the hub: Gemma 3's, PaddleOCR's.
-HUBS = ("vision_tower.", "vision_tower.vision_model."), ("projector.", "mlp_AR.")
+# What they begin with, and on the hub: Gemma 3's, PaddleOCR's, MiniMax M3's.
+HUBS = (
+    *(("vision_tower.", "vision_tower.vision_model."), ("projector.", "mlp_AR.")),
+    ("vision_tower.embeddings.proj.", "vision_tower.vision_model.embeddings.patch_embedding."),
+    *(("vision_tower.layers.", "vision_tower.vision_model.encoder.layers."), ("multi_modal_projector.merge_", "patch_merge_mlp.")),
+)
 REMEDY = "pip install -e '.[images]' in the checkout, or take --max-images 0, which serves text alone"
 
 
@@ -176,7 +181,7 @@ def _rescaling(folder: Path) -> tuple[float, list[float], list[float]]:
     Unsupported."""
     library = _library()
     try:
-        found = library.AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True, trust_remote_code=False)
+        found = image_processor(library, folder)
         factor = float(found.rescale_factor) if found.do_rescale else 1.0
         if not found.do_normalize:
             return factor, [0.0] * COLOURS, [1.0] * COLOURS

@@ -75,6 +75,7 @@ AROUND = {
     "gemma3": "\n\n<start_of_image><image_soft_token><end_of_image>\n\n",
     "gemma4": "<|image><|image|><image|>",
     "internvl": "<img><IMG_CONTEXT></img>",
+    "minimax_m3_vl": "]<]start of image[>[]<]image[>[]<]end of image[>[",
 }
 
 
@@ -92,6 +93,7 @@ AROUND = {
         "pixtral",
         "paddleocr_vl",
         "lighton_ocr",
+        "minimax_m3_vl",
     ],
 )
 def test_a_request_shows_them(tmp_path: Path, family: str) -> None:

@@ -13,6 +13,7 @@ import numpy
 import pytest
 from PIL import Image
 
+from penstock.proto.processors import image_processor
 from penstock.router import pixels
 from penstock.router.pixels import MOST_PIXELS, Pixels, Preparer
 from penstock.router.request import Refused
@@ -40,7 +41,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def theirs(folder: Path) -> Any:
-    from transformers import AutoImageProcessor
+    from transformers import AutoImageProcessor, Qwen2VLImageProcessorPil
+
+    if json.loads((folder / "config.json").read_text())["model_type"] == "minimax_m3_vl":  # whose own needs torchvision
+        return Qwen2VLImageProcessorPil(size={"shortest_edge": 3136, "longest_edge": 451_584})
 
     makers: Any = AutoImageProcessor  # which has no types
     return makers.from_pretrained(folder, backend="pil")
@@ -55,7 +59,7 @@ def normalized(found: Pixels, processor: Any) -> numpy.ndarray[Any, Any]:
     return normal
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "glm4v", "paddleocr_vl"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "glm4v", "paddleocr_vl", "minimax_m3_vl"])
 def test_patches_are_transformers_own(tmp_path: Path, family: str) -> None:
     make_folder(tmp_path, family)
     processor = theirs(tmp_path)
@@ -69,7 +73,7 @@ def test_patches_are_transformers_own(tmp_path: Path, family: str) -> None:
         _alike(found, processor, expected["pixel_values"])
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "glm4v", "paddleocr_vl"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "glm4v", "paddleocr_vl", "minimax_m3_vl"])
 def test_a_large_one_has_as_many_patches_as_it_may(tmp_path: Path, family: str) -> None:
     make_folder(tmp_path, family)
     processor = theirs(tmp_path)
@@ -80,6 +84,25 @@ def test_a_large_one_has_as_many_patches_as_it_may(tmp_path: Path, family: str) 
     assert (1, 2 * found.rows, 2 * found.columns) == tuple(expected["image_grid_thw"][0])
     assert 150_000 < len(found.pixels) // 3 <= 200_000
     _alike(found, processor, expected["pixel_values"])
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({"max_pixels": 200_704}, (3136, 200_704)),
+        ({"size": {"shortest_edge": 6272, "longest_edge": 100_000}}, (6272, 100_000)),
+        ({"size": None}, (3136, 451_584)),
+    ],
+)
+def test_what_a_folder_says_of_minimax(tmp_path: Path, said: dict[str, Any], expected: tuple[int, int]) -> None:
+    import transformers
+
+    make_folder(tmp_path, "minimax_m3_vl")
+    described = {name: value for name, value in (PROCESSORS["minimax_m3_vl"] | said).items() if name in said or name != "size"}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(described | {"image_mean": [0.1, 0.2, 0.3], "crop_size": 7}))
+    found = image_processor(transformers, tmp_path)
+    assert (found.size.shortest_edge, found.size.longest_edge) == expected
+    assert [*found.image_mean] == [0.1, 0.2, 0.3]
 
 
 def _alike(found: Pixels, processor: Any, expected: numpy.ndarray[Any, Any]) -> None:

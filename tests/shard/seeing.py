@@ -25,7 +25,7 @@ from penstock.shard.parallel import Ranks
 from penstock.shard.pictures import Picture
 from penstock.shard.weights import Weights
 
-from .configurations import GEMMA, GEMMA4, GEMMA4_E, SMALL, VOCABULARY
+from .configurations import GEMMA, GEMMA4, GEMMA4_E, MINIMAX_3, SMALL, VOCABULARY
 from .test_images import SECTIONS, TEXTS, model
 from .tiny import CPU, MAKING
 
@@ -46,6 +46,7 @@ GEMMA3 = GEMMA | {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "
 PROCESSORS = {
     **dict.fromkeys(("Glm4v", "Glm4vMoe", "GlmOcr"), "Glm4vImageProcessor"),
     **{"LightOnOcr": "PixtralImageProcessor", "PaddleOCRVL": "PaddleOCRVLImageProcessor"},
+    "MiniMaxM3": "MiniMaxM3VLImageProcessor",
     **{"Mistral3": "PixtralImageProcessor", "Gemma3": "Gemma3ImageProcessor", "InternVL": "GotOcr2ImageProcessor"},
     **dict.fromkeys(("Gemma4", "Gemma4E", "Gemma4Both"), "Gemma4ImageProcessor"),
     **{"Idefics2": "Idefics2ImageProcessor", "Idefics3": "Idefics3ImageProcessor", "SmolVLM": "SmolVLMImageProcessor"},
@@ -66,6 +67,7 @@ SEEING = (
     "Idefics3",
     "InternVL",
     "Exaone4_5",
+    "MiniMaxM3",
     "LightOnOcr",
     "PaddleOCRVL",
     "Llava",
@@ -136,6 +138,14 @@ def _exaone() -> Any:
         text_config=text, vision_config=vision | {"fullatt_block_indexes": [1], "window_size": 16}, image_token_id=PLACEHOLDER
     )
     return transformers.Exaone4_5_ForConditionalGeneration(config)
+
+
+def _minimax() -> Any:
+    vision = SIGLIP | {"spatial_merge_size": MERGE, "temporal_patch_size": 2}
+    config = transformers.MiniMaxM3VLConfig(
+        text_config=MINIMAX_3, vision_config=vision, projector_hidden_size=24, image_token_index=PLACEHOLDER
+    )
+    return transformers.MiniMaxM3SparseForConditionalGeneration(config)
 
 
 def _gemma3() -> Any:
@@ -245,13 +255,14 @@ OTHERS = {
     "LightOnOcr": _light_on,
     "PaddleOCRVL": _paddle,
     "Exaone4_5": _exaone,
+    "MiniMaxM3": _minimax,
     "Gemma3": _gemma3,
     "Gemma4": lambda: _gemma4("vision", small=False),
     "Gemma4E": lambda: _gemma4(None, small=True),
     "Gemma4Both": lambda: _gemma4("vision", small=True),
 }
 TILED = ("LlavaNext", "LlavaOnevision")
-WHOLE = tuple(name for name in OTHERS if name not in ("PaddleOCRVL", "Exaone4_5"))  # pixels are no patches
+WHOLE = tuple(name for name in OTHERS if name not in ("PaddleOCRVL", "Exaone4_5", "MiniMaxM3"))  # pixels are no patches
 
 
 def engine(folder: Path, pages: int = 64, page_size: int = 16, image_pixels: int = 1 << 20, **more: Any) -> Engine:
@@ -361,7 +372,7 @@ def inputs(name: str, prompt: Seen) -> dict[str, Any]:
     patches = pixels if name == "PaddleOCRVL" else [one.unsqueeze(2).repeat(1, 1, 2, 1, 1).flatten(1) for one in pixels]
     grids = [(1, picture.rows * MERGE, picture.columns * MERGE) for picture in prompt.pictures]
     found |= {"pixel_values": torch.cat(patches), "image_grid_thw": torch.tensor(grids)}
-    return found if name == "Exaone4_5" else found | {"mm_token_type_ids": torch.tensor([prompt.kinds])}
+    return found if name in ("Exaone4_5", "MiniMaxM3") else found | {"mm_token_type_ids": torch.tensor([prompt.kinds])}
 
 
 def _gemma4_inputs(prompt: Seen) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from array import array
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -349,6 +350,35 @@ def test_as_the_hub_has_qwen_2(name: str, tmp_path: Path) -> None:
     prompt = asked((name, reference, tmp_path), 1)
     bench, sequence = bench_of(tmp_path, prompt)
     close(bench.run(parted([Span(sequence, 0, prompt.tokens, wanted=len(prompt.tokens))])), seeing.logits(reference, name, prompt))
+
+
+MINIMAX = {  # names as transformers has them, and as the hub
+    r"^model\.language_model\.": "language_model.model.",
+    r"^lm_head": "language_model.lm_head",
+    r"^model\.vision_tower\.embeddings\.proj": "vision_tower.vision_model.embeddings.patch_embedding",
+    r"^model\.vision_tower\.layers": "vision_tower.vision_model.encoder.layers",
+    r"^model\.vision_tower\.pre": "vision_tower.vision_model.pre",
+    r"^model\.multi_modal_projector\.merge_": "patch_merge_mlp.",
+    r"^model\.multi_modal_projector": "multi_modal_projector",
+}
+
+
+def test_as_the_hub_has_minimax(tmp_path: Path) -> None:
+    reference = seeing.made("MiniMaxM3", tmp_path)
+    stored = reference.state_dict()
+    for name in [*stored]:
+        own = name
+        for pattern, instead in MINIMAX.items():
+            own = re.sub(pattern, instead, own)
+        stored[own] = stored.pop(name).clone()
+    assert not any(name.startswith("model.") for name in stored)
+    safetensors.torch.save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    prompt = asked(("MiniMaxM3", reference, tmp_path), 1)
+    bench, sequence = bench_of(tmp_path, prompt)
+    close(
+        bench.run(parted([Span(sequence, 0, prompt.tokens, wanted=len(prompt.tokens))])),
+        seeing.logits(reference, "MiniMaxM3", prompt),
+    )
 
 
 def changed(folder: Path, tmp_path: Path, **changes: Any) -> Path:

@@ -1,0 +1,32 @@
+"""What prepares pictures for a model, for router and shards alike: transformers' own image processors that need no torch.
+
+transformers is the caller's, who knows when it is time to import that.
+"""
+
+import json
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+FIELDS = (
+    *("do_resize", "size", "min_pixels", "max_pixels", "resample", "do_rescale", "rescale_factor"),
+    *("do_normalize", "image_mean", "image_std", "patch_size", "temporal_patch_size", "merge_size"),
+)
+# Of families whose own processor needs torch, by the model_type of config.json: one that does the same, and what differs. What the
+# hub says of MiniMax M3's size is not what it was trained with, and transformers knows that.
+SAME: dict[str, tuple[str, dict[str, Any]]] = {
+    "minimax_m3_vl": ("Qwen2VLImageProcessorPil", {"size": {"shortest_edge": 4 * 28 * 28, "longest_edge": 672 * 672}})
+}
+WRONG = {"minimax_m3_vl": {"size": [672, 672]}}
+
+
+def image_processor(library: Any, folder: Path) -> Any:
+    """That of the model in the folder, which has a config.json. library: transformers. Raises what that does."""
+    kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+    if kind not in SAME:
+        return library.AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True, trust_remote_code=False)
+    name, differing = SAME[kind]
+    maker = getattr(library, name)
+    said, _ = maker.get_image_processor_dict(folder, local_files_only=True)
+    own = {field: said[field] for field in FIELDS if said.get(field) is not None}
+    return maker(**deepcopy(differing) | {field: value for field, value in own.items() if value != WRONG[kind].get(field)})
