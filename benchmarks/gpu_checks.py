@@ -50,7 +50,7 @@ from penstock.kernels.fused_sampling import sample
 from penstock.kernels.gated_delta import Spans, States
 from penstock.kernels.linear import Exact
 from penstock.kernels.paged_attention import Capacity
-from penstock.kernels.reference import Gates
+from penstock.kernels.reference import Gates, Shares
 from penstock.kernels.sampling import Draws, Penalties
 
 SECTION = "correctness"
@@ -368,7 +368,7 @@ def _mixed(bench: Bench, rows: int, size: int, dtype: torch.dtype) -> float:
     """Of four streams, to which something is added first."""
     streams, more = (_wide(*shape, dtype=dtype, device=bench.device).contiguous() for shape in ((rows, 4, size), (rows, size)))
     given, matrix, both = (torch.randn(*shape, device=bench.device) for shape in ((rows, 4), (8, 4 * size), (2, 8)))
-    shares = mixing.Shares(matrix * size**-0.5, both[0], both[1], magnitude=2.0, epsilon=1e-6)
+    shares = Shares(matrix * size**-0.5, both[0], both[1], magnitude=2.0, epsilon=1e-6)
     with choose.forced("reference"):
         wide = streams.double() + given.double().unsqueeze(2) * more.double().unsqueeze(1)
         seen, gives = mixing.mix(wide.to(dtype).float(), None, None, shares, 1e-5)

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .compilation import Compilation
-from .mixing import Shares
+from .reference import Shares
 
 BLOCK = 512  # features at once: of as many the matrix has a tile of 16 rows, 16 numbers a thread
 WARPS = 4

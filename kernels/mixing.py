@@ -4,23 +4,11 @@ hyper-connections (Zhu et al. 2024, arXiv:2409.19606). Knows tensors only.
 On a CPU by torch; on an accelerator one launch for each part of a layer (`fused_mixing`).
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from .choose import triton_for
-
-
-@dataclass(frozen=True, slots=True)
-class Shares:
-    """How a part's are made: as products of all streams, over their root mean square, through a sigmoid. All float32."""
-
-    matrix: Tensor  # [count, count * hidden]: of what is seen; or twice as many: of what is given, too, behind it
-    scale: Tensor  # [count], or twice as many
-    base: Tensor  # likewise
-    magnitude: float  # of what is given
-    epsilon: float  # is added to all
+from .reference import Shares
 
 
 def mix(streams: Tensor, more: Tensor | None, given: Tensor | None, shares: Shares, epsilon: float) -> tuple[Tensor, Tensor | None]:

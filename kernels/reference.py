@@ -121,3 +121,15 @@ def xielu(x: Tensor, positive: float, negative: float, beta: float, epsilon: flo
     above = wide.square().mul_(positive)
     below = wide.clamp(max=epsilon).expm1_().sub_(wide).mul_(negative)
     return torch.where(wide > 0, above, below, out=above).add_(wide, alpha=beta).to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """How those of residual streams in a part of a layer are made (`mixing`): as products of all streams, over their root mean
+    square, through a sigmoid. All float32."""
+
+    matrix: Tensor  # [count, count * hidden]: of what is seen; or twice as many: of what is given, too, behind it
+    scale: Tensor  # [count], or twice as many
+    base: Tensor  # likewise
+    magnitude: float  # of what is given
+    epsilon: float  # is added to all

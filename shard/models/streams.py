@@ -8,7 +8,8 @@ from torch import Tensor
 
 from ...kernels.adapters import Chosen
 from ...kernels.linear import Weight
-from ...kernels.mixing import Shares, mix
+from ...kernels.mixing import mix
+from ...kernels.reference import Shares
 from ...kernels.operations import gated
 from ..parallel import Ranks
 from .loader import Loader

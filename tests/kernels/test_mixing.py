@@ -10,7 +10,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from penstock.kernels import choose, fused_mixing
-from penstock.kernels.mixing import Shares, mix
+from penstock.kernels.mixing import mix
+from penstock.kernels.reference import Shares
 
 from .test_paged_attention import DEVICE
 
