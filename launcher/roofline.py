@@ -53,9 +53,15 @@ class Group:
         """Elements of the output matrix."""
         return self.shape.vocabulary_slice(self.ranks) * self.shape.hidden
 
+    @property
+    def logit(self) -> int:
+        """Bytes of a logit as ranks compute it, and of a number of the output matrix."""
+        return 4 if self.shape.precise_logits and not self.shape.tied else self.item
+
     def read(self, tokens: int) -> int:
         """Bytes of the weights that a step of so many tokens reads."""
-        return self.parameters(tokens) * self.item - self.shape.saved(self.ranks, self.item, "cuda", self.dtype, tokens)
+        wide = self.head * (self.logit - self.item)
+        return self.parameters(tokens) * self.item + wide - self.shape.saved(self.ranks, self.item, "cuda", self.dtype, tokens)
 
     def parameters(self, tokens: int = 1) -> int:
         """Those that a step of so many tokens reads, or one token is multiplied with. Of an embedding table, rows are read."""
@@ -127,7 +133,7 @@ def all_reduce(on: Accelerator, ranks: int, nodes: int, size: float) -> float:
 def gather(group: Group, on: Accelerator, rows: int) -> float:
     """Logits, of which each rank has a part, come to rank 0."""
     near = group.ranks // group.nodes
-    part = rows * group.shape.vocabulary_slice(group.ranks) * group.item
+    part = rows * group.shape.vocabulary_slice(group.ranks) * group.logit
     inside = on.latency + (near - 1) * part / on.link if near > 1 else 0.0
     between = on.network_latency + (group.nodes - 1) * near * part / on.network if group.nodes > 1 else 0.0
     return inside + between

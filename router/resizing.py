@@ -87,17 +87,26 @@ class Sides(Resizing):
 
     def __init__(self, processor: Any, files: Mapping[str, Any], model: Mapping[str, Any]) -> None:
         """files: what the folder says of its processor, who may know how many pixels a token is of; else the model does. To LLaVA a
-        token is a patch."""
+        token is a patch. LightOnOCR's sides are rounded up to what the image processor takes for a patch, and of what is more
+        than whole tokens there are none."""
         super().__init__(processor)
         patch = files.get("patch_size") or model["vision_config"]["patch_size"]
-        patch = patch["height"] if isinstance(patch, Mapping) else patch
         merged = 1 if model.get("model_type") == "llava" else files.get("spatial_merge_size") or model["spatial_merge_size"]
-        self._unit = int(patch) * int(merged)
+        self._token = _side(patch) * int(merged)
+        self._unit = _side(processor.patch_size) if model.get("model_type") == "lighton_ocr" else self._token
 
     def __call__(self, image: Any, most: int) -> Resized:
         longest = longest_side(self._processor.size.longest_edge, self._unit, image.size, most)
         values = self._run(image, size={"longest_edge": longest}, patch_size=self._unit)["pixel_values"]
-        return Resized([values], *(length // self._unit for length in values.shape[-2:]))
+        rows, columns = (length // self._token for length in values.shape[-2:])
+        if not rows or not columns:
+            raise Wrong(f"is too small: a token is of {self._token} x {self._token} pixels")
+        return Resized([values], rows, columns)
+
+
+def _side(patch: Any) -> int:
+    """In pixels."""
+    return int(patch["height"] if isinstance(patch, Mapping) else getattr(patch, "height", patch))
 
 
 def longest_side(longest: int, unit: int, size: tuple[int, int], most: int) -> int:

@@ -104,7 +104,7 @@ class Adapter:
     def pair(self, names: Sequence[str], outputs: int, inputs: int) -> tuple[Tensor, Tensor] | None:
         """What it adds to a matrix of that shape: [rank, inputs], and [outputs, rank] times its factor; None: nothing. names: that
         it may have, such as "layers.0.self_attn.q_proj". Raises Unsupported."""
-        matrix = next((name for name in names if (name, "A") in self._places or (name, "B") in self._places), None)
+        matrix = self._known(names)
         if matrix is None:
             return None
         down, up = (self._tensor(matrix, factor) for factor in "AB")
@@ -118,6 +118,13 @@ class Adapter:
         up = up.float() * self._factor(matrix, len(down))
         # A copy in any case: the file may be written to while it is used.
         return down.to(self._device, self._dtype, copy=True), up.to(self._device, self._dtype)
+
+    def has(self, names: Sequence[str]) -> bool:
+        """Whether it changes a matrix that may have these names."""
+        return self._known(names) is not None
+
+    def _known(self, names: Sequence[str]) -> str | None:
+        return next((name for name in names if (name, "A") in self._places or (name, "B") in self._places), None)
 
     @property
     def rank(self) -> int:

@@ -42,6 +42,11 @@ class Part:
     start: int
     stop: int
     factor: float  # what the weight is multiplied by
+    joint: "Part | None" = None  # the same outputs of a matrix that the checkpoint has in several, and transformers in one
+
+    def of(self, adapter: Adapter) -> "Part":
+        """As the adapter has it."""
+        return self.joint if self.joint is not None and adapter.has(self.joint.names) else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +64,15 @@ class Outwards:
 
     def pair(self, adapter: Adapter) -> Pair | None:
         """See Change."""
-        sizes = {part.names: part.outputs for part in self.parts}
+        parts = [part.of(adapter) for part in self.parts]
+        sizes = {part.names: part.outputs for part in parts}
         pairs = {names: pair for names, size in sizes.items() if (pair := adapter.pair(names, size, self.inputs))}
         if not pairs:
             return None
         down = torch.cat([pair[0] for pair in pairs.values()])
         firsts = dict(zip(pairs, accumulate((len(pair[0]) for pair in pairs.values()), initial=0), strict=False))
         ups = []
-        for part in self.parts:
+        for part in parts:
             first, rows, up = firsts.get(part.names, 0), slice(part.start, part.stop), down.new_zeros(part.outputs, 0)
             if part.names in pairs:
                 _, up = pairs[part.names]

@@ -339,9 +339,12 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """hidden: [rows, hidden]; on rank 0 [rows, vocabulary] in float32, elsewhere None."""
-        precise = self.shape.precise_logits and not self.shape.tied
-        joined = self.ranks.join(self.head(hidden.float() if precise else hidden))
+        joined = self.ranks.join(self.head(self.precise(hidden)))
         return None if joined is None else self.scaled(joined)
+
+    def precise(self, hidden: Tensor) -> Tensor:
+        """As the output matrix multiplies it."""
+        return hidden.float() if self.shape.precise_logits and not self.shape.tied else hidden
 
     def scaled(self, joined: Tensor) -> Tensor:
         """Logits, of products with the whole output matrix: [rows, vocabulary or more] each."""
@@ -361,7 +364,8 @@ class Decoder:
             for count in (1, rows):
                 x, out = (self.embedding.new_zeros(count, size) for size in reversed(shape))
                 additions.add(x, out, choose(torch.zeros(count, dtype=torch.int64, device=x.device), len(self.changes.names)))
-        if self.head.streams(self.embedding.new_zeros(1, self.shape.hidden)):
+        few = self.embedding.new_zeros(1, self.shape.hidden)
+        if any(weight.streams(few) for weight in weights):
             # All that few rows of a layer go by besides attention, and logits.
             firsts = {(layer.attention is None, layer.mlp is None): layer for layer in reversed(self.layers)}
             for layer in firsts.values():
@@ -369,7 +373,7 @@ class Decoder:
                 layer.project(stream)
                 told = self.embedding.new_zeros(1, layer.told.output.shape[1]) if layer.told else None
                 layer.transform(layer.nothing(self.embedding), stream, told)
-            self.head(stream.normalized(self.norm))
+            self.head(self.precise(stream.normalized(self.norm)))
 
     def _row(self) -> Stream:
         """A stream of one row of zeros."""

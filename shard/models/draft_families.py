@@ -68,7 +68,10 @@ def draft_shape(config: Config, target: Shape, own: bool = False) -> DraftShape:
         return _next(config, target)
     if is_readout(config):
         return readout_shape(config, target.hidden, target.vocabulary)
-    return _eagle3(_flat(config), target) if is_head(config) else shape(config)
+    found = _eagle3(_flat(config), target) if is_head(config) else shape(config)
+    if found.blocks is not None:  # which counts on keys that stand where their positions say
+        raise Unsupported("an index chooses blocks of tokens there, and such a model does not guess for others: take another")
+    return found
 
 
 def check_guesses(target: Shape, speculation: Speculation) -> None:

@@ -132,7 +132,11 @@ class Mistral(Grid):
 
 
 class LightOn(Mistral):
-    """The same encoder, by other names."""
+    """The same encoder, by other names. What is more of a picture than whole tokens is seen by these alone."""
+
+    def fits(self, picture: Picture, shape: tuple[int, ...]) -> bool:
+        known = len(shape) == 4 and shape[:2] == (1, COLOURS)
+        return known and (picture.rows, picture.columns) == tuple(length // self.side for length in shape[2:])
 
     def __call__(self, pixels: Tensor, picture: Picture) -> Tensor:
         sizes = torch.tensor([pixels.shape[-2:]], device=pixels.device)

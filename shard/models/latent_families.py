@@ -92,7 +92,6 @@ HY_4: Config = FEATURES | {
     "index_topk": 2048,
     "index_head_dim": 128,
     "index_n_heads": 16,
-    "rope_interleave": False,
     "hc_mult": 4,
 }
 # Of several streams' mixing, and of gates and sinks: transformers' names, and those of checkpoints, of which none was at hand.
@@ -244,7 +243,7 @@ def _minicpm_3(config: Config) -> Shape:
 def _hy_4(config: Config) -> Shape:
     """Tencent's Hy 4: GLM 5 with several residual streams, gates of attention, sinks, and experts whose gates have a limit."""
     usual = [OWN if layer == 0 or (layer - 1) % 4 == 0 else OTHERS for layer in range(config["num_hidden_layers"])]
-    given = HY_4 | {"routed_scaling_factor": 2.827, "indexer_types": usual} | config
+    given = HY_4 | {"routed_scaling_factor": 2.827, "indexer_types": usual} | config | {"rope_interleave": False}
     base = _indexed(given, neighbours=False, borrowing=_borrowing(given), turned_last=True)
     limit = config.get("swiglu_limit", 10.0)
     if type(limit) not in (int, float) or limit > 0:

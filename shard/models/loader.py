@@ -227,8 +227,13 @@ class Loader:
         """How adapters change `outwards`, the same being asked for; order: of their outputs."""
         if self.changes is None:
             return None
-        places = [(name, full, cut or (0, 0, full)) for name, full, cut in self._places(names, sizes, joint, wholes)]
-        parts = [Part(self._matrix_names(name), full, start, stop, self._factor(name)) for name, full, (_, start, stop) in places]
+        parts = []
+        for before, (name, full, cut) in zip(accumulate(sizes, initial=0), self._places(names, sizes, joint, wholes), strict=False):
+            _, start, stop = cut or (0, 0, full)
+            factor, other = self._factor(name), None
+            if joint and name != joint:
+                other = Part(self._matrix_names(joint), sum(sizes), before + start, before + stop, factor)
+            parts.append(Part(self._matrix_names(name), full, start, stop, factor, other))
         return Outwards(parts, inputs or self.shape.hidden, order)
 
     def changed_parts(

@@ -75,6 +75,8 @@ class Medusa(ReadoutHead):
         """See ReadoutHead."""
         for block in self._blocks[level]:
             states = states + functional.silu(block(states))
+        if self._target is not None and self._outputs[level] is self._target.head:
+            states = self._target.precise(states)
         found = self._outputs[level](states)
         return found.float() if self._target is None else self._target.scaled(found)
 

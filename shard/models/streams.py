@@ -9,8 +9,8 @@ from torch import Tensor
 from ...kernels.adapters import Chosen
 from ...kernels.linear import Weight
 from ...kernels.mixing import mix
-from ...kernels.reference import Shares
 from ...kernels.operations import gated
+from ...kernels.reference import Shares
 from ..parallel import Ranks
 from .loader import Loader
 from .stream import Stream

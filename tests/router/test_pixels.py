@@ -111,7 +111,7 @@ def _alike(found: Pixels, processor: Any, expected: numpy.ndarray[Any, Any]) -> 
     numpy.testing.assert_allclose(frames.reshape(len(frames), -1), expected.reshape(len(expected), -1), atol=1e-6)
 
 
-@pytest.mark.parametrize(("family", "longest", "side"), [("mistral3", 1540, 28), ("lighton_ocr", 1540, 28), ("pixtral", 1024, 16)])
+@pytest.mark.parametrize(("family", "longest", "side"), [("mistral3", 1540, 28), ("pixtral", 1024, 16)])
 def test_whole_pictures_are_transformers_own(tmp_path: Path, family: str, longest: int, side: int) -> None:
     make_folder(tmp_path, family)
     processor = theirs(tmp_path)
@@ -124,6 +124,26 @@ def test_whole_pictures_are_transformers_own(tmp_path: Path, family: str, longes
     bound = {"longest_edge": longest_side(longest, side, images[3].size, 100_000)}
     expected = processor(images[3], patch_size=side, size=bound, return_tensors="np")["pixel_values"]
     numpy.testing.assert_allclose(normalized(small, processor), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("unit", [14, 28])
+def test_pictures_of_whole_patches_are_transformers_own(tmp_path: Path, unit: int) -> None:
+    """LightOnOCR's, whose tokens are of 28 pixels: what is more of a picture has none of its own."""
+    make_folder(tmp_path, "lighton_ocr")
+    path = tmp_path / "preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"patch_size": unit}))
+    processor = theirs(tmp_path)
+    images = [picture(*size, seed=seed) for seed, size in enumerate([(90, 90), (310, 200), (57, 211), (28, 28)])]
+    for image, found in zip(images, prepared(tmp_path, *map(encoded, images), most=1 << 24), strict=True):
+        expected = processor(image, return_tensors="np")["pixel_values"]
+        assert found.shape == expected.shape
+        assert (found.rows, found.columns) == tuple(length // 28 for length in expected.shape[2:])
+        numpy.testing.assert_allclose(normalized(found, processor), expected, atol=1e-6)
+    [small] = prepared(tmp_path, encoded(images[1]), most=10_000)
+    assert 7_000 < len(small.pixels) // 3 <= 10_000
+    if unit == 14:
+        with pytest.raises(Refused, match="is too small: a token is of 28 x 28 pixels"):
+            prepared(tmp_path, encoded(picture(1000, 9)))
 
 
 @pytest.mark.parametrize(("family", "tokens", "side"), [("gemma3", 16, 896), ("llava", 24, 336)])

@@ -315,6 +315,8 @@ def seen(name: str, kind: str, chance: random.Random, sizes: list[tuple[int, int
         size: tuple[int, ...] = ()
         tiles = rows // TILE if name == "InternVL" else 1
         shape = (tiles, 3, rows // tiles * SIDE, columns * SIDE) if name in WHOLE else (rows * columns * MERGE**2, 3, PATCH, PATCH)
+        if name == "LightOnOcr" and rows > 1:  # sides are of patches
+            shape = (1, 3, rows * SIDE + PATCH, columns * SIDE)
         if name == "Idefics2":  # whose sizes no patches divide
             rows, columns, shape = 1, SQUARE**2, (1, 3, 5 * rows, 7 * columns)
         if name in TILED:

@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from penstock.kernels import indexed
+from penstock.launcher import roofline
 from penstock.shard import memory
 from penstock.shard.config import ShardConfig
 from penstock.shard.loading import load
@@ -337,6 +338,23 @@ def test_hy_4s_names(beginnings: dict[str, str], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny.folder("hy-4"), tmp_path / "other"))
     safetensors.torch.save_file(stored, folder / WEIGHTS)
     same(decoder(folder), tiny.decoder("hy-4"))
+
+
+def test_hy_4s_pairs_never_lie_side_by_side() -> None:
+    """transformers has no such field for it."""
+    assert not shape(HY_4 | {"rope_interleave": True}).rotary_neighbours
+
+
+def test_hy_4s_logits_are_read_and_sent_in_float32() -> None:
+    """By the estimate of its speed."""
+    groups = [
+        roofline.Group(shape=own, ranks=2, nodes=1, item=2, token_bytes=own.kv_elements(2) * 2)
+        for own in (shape(HY_4), replace(shape(HY_4), precise_logits=False))
+    ]
+    precise, other = (group.read(1) for group in groups)
+    assert precise - other == 2 * 120_832 // 2 * 2816
+    on = roofline.Accelerator(memory=1, bandwidth=1, flops=1, link=1, network=1, latency=0, network_latency=0)
+    assert roofline.gather(groups[0], on, 3) == 2 * roofline.gather(groups[1], on, 3) == 3 * 4 * 120_832 // 2
 
 
 def test_eagle_wants_one_stream() -> None:

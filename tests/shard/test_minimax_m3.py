@@ -23,7 +23,9 @@ from penstock.shard.models.draft_families import check_guesses
 from penstock.shard.models.families import shape
 from penstock.shard.models.shape import Shape, Unsupported
 from penstock.shard.models.traits import BlockIndex
-from penstock.tests.shard import tiny
+from penstock.tests.shard import lora, tiny
+from penstock.tests.shard.driver import Habits
+from penstock.tests.shard.test_adapters import check, engine_of, mixed
 from penstock.tests.shard.test_oracle import prompt
 from penstock.tests.shard.test_quantized import logits
 from penstock.tests.shard.test_weights import WEIGHTS, decoder, same
@@ -93,7 +95,7 @@ def renamed(name: str) -> str:
     return re.sub(r"mlp\.(experts|gate|shared_experts)\.", r"block_sparse_moe.\1.", name).replace("gate.e_score", "e_score")
 
 
-def test_its_own_checkpoint(tmp_path: Path) -> None:
+def own_checkpoint(tmp_path: Path) -> Path:
     """Has the names of what sees images, too; gates and what they let through are two tensors, and experts are apart."""
     folder = Path(shutil.copytree(tiny.folder("minimax-m3"), tmp_path / "own"))
     stored = {renamed(name): values for name, values in safetensors.torch.load_file(folder / WEIGHTS).items()}
@@ -113,9 +115,20 @@ def test_its_own_checkpoint(tmp_path: Path) -> None:
     said = {"architectures": WHOLE["architectures"], "model_type": "minimax_m3_vl", "text_config": said}
     said["tie_word_embeddings"] = said["text_config"]["tie_word_embeddings"]
     (folder / "config.json").write_text(json.dumps(said))
-    model, tokens = decoder(folder), prompt(3, 90)
+    return folder
+
+
+def test_its_own_checkpoint(tmp_path: Path) -> None:
+    model, tokens = decoder(own_checkpoint(tmp_path)), prompt(3, 90)
     torch.testing.assert_close(logits(model, tokens), tiny.expected_logits("minimax-m3", tokens), rtol=1e-4, atol=1e-4)
     same(model, tiny.decoder("minimax-m3"))
+
+
+def test_adapters_of_its_own_checkpoint_may_be_of_transformers_modules(tmp_path: Path) -> None:
+    """Where gates and what they let through are one."""
+    changes, models = lora.of("minimax-m3", tmp_path)
+    assert any("mlp.gate_up_proj" in key for key in safetensors.torch.load_file(Path(changes[0][1]) / "adapter_model.safetensors"))
+    check(engine_of(own_checkpoint(tmp_path), adapters=changes), mixed(9, 3), models, Habits(chunk=7, pauses=1))
 
 
 @pytest.mark.parametrize(
@@ -156,6 +169,12 @@ def test_guesses_follow_each_other(asked: str, served: bool) -> None:
     else:
         with pytest.raises(Unsupported, match="where an index chooses blocks of tokens, guesses must follow each other"):
             check_guesses(text(), parse(asked))
+
+
+def test_it_does_not_guess_for_others() -> None:
+    folder = tiny.folder("minimax-m3")
+    with pytest.raises(Unsupported, match="does not guess for others: take another"):
+        load(ShardConfig(folder=str(tiny.folder("llama")), model="m", speculate=f"draft={folder},tokens=3"), lambda stage: None)
 
 
 def test_the_batch_is_not_invariant() -> None:

@@ -189,6 +189,16 @@ def test_what_they_compute_is_what_the_papers_say(
     assert world.restored or world.cached
 
 
+def test_beside_an_output_matrix_in_float32(folders: dict[str, Path]) -> None:
+    """Hy 4's, whatever it is computed in: heads that lack such matrices take it."""
+    draft = f"draft={folders['medusa without outputs']},tokens=3"
+    own = load(ShardConfig(folder=str(tiny.folder("hy-4")), model="m", dtype="bfloat16", speculate=draft), lambda stage: None)
+    own.resize(64)
+    world = drive(free(own), [tiny.group(1, prompt(1, 20), 10, drafts=3)], Habits(), seed=1)
+    assert world.failed == {}
+    assert world.drafted > 3
+
+
 def test_beside_linear_attention(folders: dict[str, Path]) -> None:
     """Where right guesses are computed once more with the next step."""
     groups = [group for group in asked(3) if len(group.waiting) == 1][:3]
