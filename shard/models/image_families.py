@@ -52,6 +52,8 @@ EITHER_COUNTS = (  # beside the text's, or the text's
     *("LlavaForConditionalGeneration", "LlavaOnevisionForConditionalGeneration", "GlmOcrForConditionalGeneration"),
 )
 
+NAMELESS = ("MiniMaxM3SparseForConditionalGeneration",)  # whose text is of one kind, whatever it says, also to transformers
+
 Family = Callable[[Config], Shape]
 
 
@@ -191,4 +193,6 @@ def text_of(config: Config, architecture: str) -> Config:
         counts = {name: beside.get(name, True) for name in BESIDE_TEXT[:1]}
     if architecture in EITHER_COUNTS:
         counts = {name: beside.get(name) or own.get(name, False) for name in BESIDE_TEXT[:1]}
+    if architecture in NAMELESS:
+        own = {name: value for name, value in own.items() if name != "model_type"}
     return beside | own | counts | {"architectures": config["architectures"]}

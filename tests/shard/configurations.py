@@ -629,7 +629,9 @@ OTHERS: dict[str, Callable[[], Any]] = {
         | {"index_n_heads": 2, "index_block_size": 4, "index_topk_blocks": 2},
     ),
     "two-keys-minimax-m3": lambda: transformers.MiniMaxM3VLTextConfig(
-        **MINIMAX_3 | {"num_key_value_heads": 2, "intermediate_size": 24, "shared_intermediate_size": 40}, index_n_heads=2
+        **MINIMAX_3
+        | {"num_key_value_heads": 2, "intermediate_size": 24, "shared_intermediate_size": 40}
+        | {"index_n_heads": 2, "index_block_size": 4},
     ),
     "few-heads-mimo": lambda: transformers.MiMoV2FlashConfig(
         **GLM_MOE | FEW_HEADS | {"num_key_value_heads": 1, "head_dim": 24},

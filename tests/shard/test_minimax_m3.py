@@ -68,6 +68,7 @@ def test_its_sizes_are_transformers() -> None:
         theirs = transformers.MiniMaxM3VLForCausalLM(transformers.MiniMaxM3VLTextConfig(**TEXT))
     corrections = [values for key, values in theirs.named_buffers() if "correction" in key]
     assert found.parameters() == sum(values.numel() for values in (*theirs.parameters(), *corrections))
+    assert found == text(model_type="minimax_m3")  # which is nothing to transformers
     assert found.blocks == BlockIndex(layers=frozenset(range(3, 60)), heads=4, size=128, most=2048, block=128, local=1)
     assert [mixture is None for mixture in found.mixtures] == [True] * 3 + [False] * 57
     assert (found.max_positions, found.rotary_size, found.rope.theta) == (524_288, 64, 5e6)
