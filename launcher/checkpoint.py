@@ -23,7 +23,10 @@ FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2, "F16": 2, "I16": 2, "U16": 2, "I8": 1, "U8": 1}
 MOST_BYTES = 1 << 60  # JSON as Python reads it also has NaN and Infinity
 # What tensors of what encodes images are in.
-ENCODERS = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "image_newline", "connector.", "embed_vision.")
+ENCODERS = (
+    *("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "image_newline", "connector.", "embed_vision."),
+    *("vision_encoder.", "vision_projection.", "projector.", "mlp_AR.", "patch_merge_mlp."),
+)
 LARGEST_HEADER = 100_000_000  # bytes; the format's own limit
 
 

@@ -21,19 +21,22 @@ DESCRIPTIONS = ("preprocessor_config.json", "processor_config.json")
 class Tiles:
     """What is written of an image that may be cut into several, row by row, with the whole of it behind them."""
 
-    between: str
-    one: str = ""  # with its row and column, from 1 on
-    whole: str = ""
-    end: str = ""  # of a row, and once more of the last
-    once: bool = False  # where images follow each other, what is `between` stands there once
+    start: str = ""
+    one: str = ""  # before each, with its row and column, from 1 on
+    between: str = ""  # those of a row
+    end: str = ""  # of a row
+    behind: str = ""  # the last row
+    whole: str  # before the whole
+    stop: str
+    once: bool = False  # where images follow each other, what is before the first tile stands there once
 
     def written(self, word: str, rows: int, columns: int) -> str:
         """With a word for each. rows, columns: of tiles; 0: the whole is all there is."""
         lines = [
-            "".join(self.between + self.one.format(row=row + 1, column=column + 1) + word for column in range(columns))
+            self.between.join(self.one.format(row=row + 1, column=column + 1) + word for column in range(columns)) + self.end
             for row in range(rows)
         ]
-        return "".join(line + self.end for line in lines) + self.end * (rows > 0) + self.between + self.whole + word + self.between
+        return self.start + "".join(lines) + self.behind * (rows > 0) + self.whole + word + self.stop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,11 +60,22 @@ QWEN = Form(word="<|image_pad|>", around=("<|vision_start|>", "<|vision_end|>"))
 GLM = Form(word="<|image|>", around=("<|begin_of_image|>", "<|end_of_image|>"))
 MISTRAL = Form(word="[IMG]", breaks=("[IMG_BREAK]", "[IMG_END]"))
 AROUND = "<fake_token_around_image>"
-IDEFICS2 = Form(word="<image>", written="<image>", tiles=Tiles(between=AROUND, once=True))
+IDEFICS2 = Form(word="<image>", written="<image>", tiles=Tiles(one=AROUND, whole=AROUND, stop=AROUND, once=True))
 IDEFICS = Form(
     word="<image>",
     written="<image>",
-    tiles=Tiles(between=AROUND, one="<row_{row}_col_{column}>", whole="<global-img>", end="\n"),
+    tiles=Tiles(one=AROUND + "<row_{row}_col_{column}>", end="\n", behind="\n", whole=AROUND + "<global-img>", stop=AROUND),
+)
+LLAMA4 = Form(
+    word="<|patch|>",
+    written="<|image|>",
+    tiles=Tiles(
+        start="<|image_start|>",
+        between="<|tile_x_separator|>",
+        end="<|tile_y_separator|>",
+        whole="<|image|>",
+        stop="<|image_end|>",
+    ),
 )
 # By the model_type of config.json.
 FORMS = {
@@ -77,6 +91,7 @@ FORMS = {
     "idefics2": IDEFICS2,
     **dict.fromkeys(("idefics3", "smolvlm"), IDEFICS),
     "internvl": Form(word="<IMG_CONTEXT>", around=("<img>", "</img>"), written="<IMG_CONTEXT>"),
+    "llama4": LLAMA4,
     "llava": Form(word="<image>", written="<image>", fixed=True),
     **dict.fromkeys(("llava_next", "llava_onevision"), Form(word="<image>", written="<image>")),
     "minimax_m3_vl": Form(word="]<]image[>[", around=("]<]start of image[>[", "]<]end of image[>["), written="]<]image[>["),

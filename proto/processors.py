@@ -12,10 +12,12 @@ FIELDS = (
     *("do_resize", "size", "min_pixels", "max_pixels", "resample", "do_rescale", "rescale_factor"),
     *("do_normalize", "image_mean", "image_std", "patch_size", "temporal_patch_size", "merge_size"),
 )
-# Of families whose own processor needs torch, by the model_type of config.json: one that does the same, and what differs. What the
-# hub says of MiniMax M3's size is not what it was trained with, and transformers knows that.
+LLAMA4: dict[str, Any] = {"size": {"height": 336, "width": 336}, "max_patches": 16, "resize_to_max_canvas": False}
+# Of families whose own processor needs torch, by the model_type of config.json: one that does the same, and what differs; Llama
+# 4's resizes as ViT's does. What the hub says of MiniMax M3's size is not what it was trained with, and transformers knows that.
 SAME: dict[str, tuple[str, dict[str, Any]]] = {
-    "minimax_m3_vl": ("Qwen2VLImageProcessorPil", {"size": {"shortest_edge": 4 * 28 * 28, "longest_edge": 672 * 672}})
+    "llama4": ("ViTImageProcessorPil", LLAMA4),
+    "minimax_m3_vl": ("Qwen2VLImageProcessorPil", {"size": {"shortest_edge": 4 * 28 * 28, "longest_edge": 672 * 672}}),
 }
 WRONG = {"minimax_m3_vl": {"size": [672, 672]}}
 
@@ -28,5 +30,6 @@ def image_processor(library: Any, folder: Path) -> Any:
     name, differing = SAME[kind]
     maker = getattr(library, name)
     said, _ = maker.get_image_processor_dict(folder, local_files_only=True)
-    own = {field: said[field] for field in FIELDS if said.get(field) is not None}
-    return maker(**deepcopy(differing) | {field: value for field, value in own.items() if value != WRONG[kind].get(field)})
+    own = {field: said[field] for field in (*FIELDS, *differing) if said.get(field) is not None}
+    wrong = WRONG.get(kind, {})
+    return maker(**deepcopy(differing) | {field: value for field, value in own.items() if value != wrong.get(field)})

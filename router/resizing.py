@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..proto.images import COLOURS
 from ..proto.tiling import tiling
 
 MOST_SAID = 200  # characters of a library's own words
@@ -247,6 +248,66 @@ def bounded(size: tuple[int, int], shortest: int, longest: int) -> int:
     return max(width, shortest) * max(height, shortest)
 
 
+class Canvas(Resizing):
+    """Llama 4's: tiles of the canvas that suits the picture best, black where it doesn't reach, and the whole of it, if that is more
+    than one. What becomes of its sizes is as transformers computes it: in float32 what follows from the canvas."""
+
+    def __init__(self, processor: Any, model: Mapping[str, Any]) -> None:
+        super().__init__(processor)
+        vision = model["vision_config"]
+        self._tile, self._most, self._largest = processor.size.height, processor.max_patches, processor.resize_to_max_canvas
+        if processor.size.width != self._tile or vision["image_size"] != self._tile:
+            raise ValueError(f"size must be {vision['image_size']} x {vision['image_size']}, as the model sees tiles")
+        self._side = int(self._tile // vision["patch_size"] * vision["pixel_shuffle_ratio"])  # tokens
+
+    def __call__(self, image: Any, most: int) -> Resized:
+        import numpy
+
+        if most < self._tile**2:
+            raise too_few(self._tile**2)
+        tiles = most // self._tile**2
+        rows, columns = canvas((image.height, image.width), self._tile, min(self._most, max(1, tiles - 1)), self._largest)
+        room = numpy.float32(rows * self._tile), numpy.float32(columns * self._tile)
+        if not self._largest:
+            room = min(max(image.height, self._tile), room[0]), min(max(image.width, self._tile), room[1])
+        height, width = fitted((image.height, image.width), room)
+        values = numpy.zeros((1, COLOURS, rows * self._tile, columns * self._tile), numpy.uint8)
+        values[:, :, :height, :width] = self._sized(image, height, width)
+        if (rows, columns) == (1, 1):
+            return Resized([values], self._side, self._side)
+        cut = values.reshape(COLOURS, rows, self._tile, columns, self._tile).transpose(1, 3, 0, 2, 4)
+        parts = [*cut.reshape(-1, 1, COLOURS, self._tile, self._tile), self._sized(image, self._tile, self._tile)]
+        return Resized(parts, self._side, self._side, (rows, columns))
+
+    def _sized(self, image: Any, height: int, width: int) -> Any:
+        return self._run(image, size={"height": height, "width": width})["pixel_values"]
+
+
+def canvas(size: tuple[int, int], tile: int, most: int, largest: bool) -> tuple[int, int]:
+    """Rows and columns of up to so many tiles that suit a picture of that height and width: on which it is enlarged least; or most,
+    if that is wanted, or if it fits on none."""
+    import numpy
+
+    found: dict[float, list[tuple[int, int]]] = {}  # by their proportions, of which the first come first
+    for count in range(most, 0, -1):
+        for rows in (one for one in range(1, count + 1) if count % one == 0):
+            found.setdefault(rows / (count // rows), []).append((rows, count // rows))
+    every = [one for alike in found.values() for one in alike]
+    sides = numpy.array(every, numpy.float32) * numpy.float32(tile)
+    scales = (sides / numpy.array(size, numpy.float32)).min(1)
+    enlarging = scales[scales >= 1]
+    chosen = (enlarging.max() if largest else enlarging.min()) if len(enlarging) else scales.max()
+    return min((one for one, scale in zip(every, scales, strict=True) if scale == chosen), key=math.prod)
+
+
+def fitted(size: tuple[int, int], room: tuple[Any, Any]) -> tuple[int, int]:
+    """The largest height and width in the picture's proportions that there is room for."""
+    (high, wide), (height, width) = room, size
+    if wide / width < high / height:
+        return max(1, min(math.floor(height * (wide / width)), int(high))), int(wide)
+    return int(high), max(1, min(math.floor(width * (high / height)), int(wide)))
+
+
 class Budget(Resizing):
     """Gemma 4's: each has about as many tokens, in its own proportions."""
 
@@ -273,6 +334,8 @@ class Budget(Resizing):
 def resizing_of(processor: Any, files: Mapping[str, Any], model: Mapping[str, Any]) -> Resizing:
     """By an image processor. files: what the folder says of its processor; model: its config.json. Raises ValueError, or KeyError,
     for one of no known kind."""
+    if model.get("model_type") == "llama4":
+        return Canvas(processor, model)
     if hasattr(processor, "merge_size"):
         return Patches(processor)
     if hasattr(processor, "max_soft_tokens"):

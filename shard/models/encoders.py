@@ -21,6 +21,7 @@ class Encoder(ABC):
     """Of one family."""
 
     turned = False  # an image's tokens have positions in three directions
+    normalizing = torch.float32  # in which pixels are rescaled and normalized
 
     def __init__(self, model: Any, pixels: int) -> None:
         """model: transformers', without its text; pixels: the most of an image. May raise what says that config.json is none."""
@@ -184,6 +185,20 @@ class Idefics(Square):
         return self._features(pixels.unsqueeze(0))
 
 
+class Llama4(Square):
+    """Of tiles, each of which is an image."""
+
+    normalizing = torch.bfloat16
+
+    def __init__(self, model: Any, pixels: int) -> None:
+        vision = model.config.vision_config
+        super().__init__(model, pixels, int(int(vision.image_size) // int(vision.patch_size) * float(vision.pixel_shuffle_ratio)))
+
+    def __call__(self, pixels: Tensor, picture: Picture) -> Tensor:
+        found: Tensor = self._model.multi_modal_projector(self._model.vision_model(pixels).last_hidden_state[0])
+        return found.unsqueeze(1)
+
+
 class Gemma4(Grid):
     """Of patches, which say where they are."""
 
@@ -339,6 +354,7 @@ ENCODERS: dict[str, Callable[[Any, int], Encoder]] = {
     **dict.fromkeys(("idefics3", "smolvlm"), Idefics),
     "internvl": InternVL,
     "lighton_ocr": LightOn,
+    "llama4": Llama4,
     "llava": _llava,
     "llava_next": Tiled,
     "llava_onevision": TiledAlone,

@@ -143,8 +143,9 @@ class Sight:
         """[tokens, levels, hidden]: what stands for their embeddings, and what is added to the stream behind each of the first
         layers, in families that do so (Qwen 3 VL's DeepStack: Meng et al. 2024, arXiv:2406.04334)."""
         assert picture.pixels is not None
-        pixels = to_device(picture.pixels, self._mean.device).float()
-        pixels = (pixels * self._factor - self._mean) / self._deviation
+        kind = self._encoder.normalizing
+        pixels = to_device(picture.pixels, self._mean.device).to(kind)
+        pixels = (pixels * self._factor - self._mean.to(kind)) / self._deviation.to(kind)
         return self._encoder(pixels.to(self._dtype), picture)
 
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import struct
 import zlib
 from pathlib import Path
@@ -38,6 +39,13 @@ PROCESSORS: dict[str, dict[str, Any]] = {
         "image_std": [0.5, 0.5, 0.5],
     },
     "minimax_m3_vl": {"image_processor_type": "MiniMaxM3VLImageProcessor", "size": [672, 672]},
+    "llama4": {
+        "image_processor_type": "Llama4ImageProcessorFast",
+        "size": {"height": 64, "width": 64},
+        "max_patches": 6,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    },
     "lighton_ocr": {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 1540}, "patch_size": 14},
     "mistral3": {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 1540}, "patch_size": 14},
     "internvl": {"image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 448, "width": 448}, "max_patches": 12},
@@ -98,7 +106,8 @@ def make_folder(folder: Path, family: str = "qwen2_vl") -> Tokenizer:
     form = FORMS["mistral3" if family == "pixtral" else family]
     words = form.around[0], form.word, form.around[1]
     if form.tiles:
-        tokenizer.add_special_tokens([word for word in (form.tiles.between, form.tiles.whole) if word])
+        words_between = set(re.findall("<[^<>]+>", form.tiles.written("", 1, 2)))
+        tokenizer.add_special_tokens(sorted(word for word in words_between if not word.startswith("<row_")))
     tokenizer.add_special_tokens([word for word in (*words, "[IMG_BREAK]", "[IMG_END]") if word])
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = json.loads((folder / "tokenizer_config.json").read_text())
@@ -113,6 +122,8 @@ def make_folder(folder: Path, family: str = "qwen2_vl") -> Tokenizer:
         model["vision_aspect_ratio"] = "anyres_max_5"
     if form.tiles:
         model |= {"vision_config": {"patch_size": 8}, "scale_factor": 2, "perceiver_config": {"resampler_n_latents": 6}}
+    if family == "llama4":
+        model["vision_config"] |= {"image_size": 64, "pixel_shuffle_ratio": 0.5}
     if family == "pixtral":
         model |= {"model_type": "llava", "vision_config": {"model_type": "pixtral", "patch_size": 16}}
     (folder / "config.json").write_text(json.dumps(model))

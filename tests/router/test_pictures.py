@@ -141,6 +141,23 @@ def test_what_is_cut_into_tiles(tmp_path: Path, family: str) -> None:
     assert sum(len(one.pixels) for one in request.images) == validator.pictures._held
 
 
+def test_llama_4s_tiles(tmp_path: Path) -> None:
+    """Likewise."""
+    from transformers import Llama4Processor
+
+    tokenizer = make_folder(tmp_path, "llama4")
+    validator = Validator(RouterConfig(folder=str(tmp_path), model="m", max_images=2), tokenizer)
+    small = encoded(picture(60, 60))
+    request = asyncio.run(validator.request("a<|image|>b<|image|>", Parameters(images=[OTHER, small]), LIMITS))
+    wide, whole = (Llama4Processor._prompt_split_image(None, tiles, 16) for tiles in ((1, 2), (1, 1)))
+    place = tokenizer.added_id("<|patch|>")
+    expected = tokenizer.encode(f"a{wide}b{whole}")
+    assert [id if id < 300 else place for id in request.prompt] == expected
+    assert [(one.rows, one.columns, one.shape) for one in request.images] == [(4, 4, (1, 3, 64, 64))] * 4
+    with pytest.raises(Refused, match="2 places for images"):
+        asyncio.run(validator.request("a<|image|><|patch|>", Parameters(images=[OTHER]), LIMITS))
+
+
 def test_what_is_split_into_quarters(tmp_path: Path) -> None:
     """Likewise; what is between images that follow each other stands there once."""
     tokenizer = make_folder(tmp_path, "idefics2")

@@ -227,6 +227,72 @@ def test_tiles_are_transformers_own(tmp_path: Path, most: int, tiles: int) -> No
     assert (len(counts) > 1) == (tiles > 1)
 
 
+@pytest.mark.parametrize(
+    ("size", "most", "largest", "tiles", "left"),
+    [
+        ((336, 336), 16, False, (1, 1), (336, 336)),
+        ((337, 336), 16, False, (2, 1), (337, 336)),
+        ((300, 500), 16, False, (1, 2), (300, 500)),
+        ((50, 30), 16, False, (1, 1), (336, 201)),
+        ((1000, 700), 16, False, (3, 3), (1000, 700)),
+        ((1999, 57), 16, False, (6, 1), (1999, 57)),
+        ((1500, 2000), 16, False, (3, 4), (1008, 1344)),
+        ((9, 1000), 16, False, (1, 3), (9, 1000)),
+        ((336, 336), 16, True, (4, 4), (1344, 1344)),
+        ((337, 336), 16, True, (4, 4), (1344, 1340)),
+        ((300, 500), 16, True, (3, 5), (1008, 1680)),
+        ((50, 30), 16, True, (5, 3), (1680, 1007)),
+        ((1000, 700), 16, True, (5, 3), (1440, 1008)),
+        ((1999, 57), 16, True, (16, 1), (5376, 153)),
+        ((9, 1000), 16, True, (1, 16), (48, 5376)),
+        ((1000, 700), 5, False, (2, 2), (672, 470)),
+        ((1999, 57), 5, False, (5, 1), (1680, 47)),
+        ((3000, 4000), 5, False, (2, 2), (504, 672)),
+    ],
+)
+def test_llama_4s_canvas(
+    tmp_path: Path, size: tuple[int, int], most: int, largest: bool, tiles: tuple[int, int], left: tuple[int, int]
+) -> None:
+    """By transformers 5.24 with torchvision, which is not needed here: rows and columns of tiles, and what of them is not black. 40,000
+    sizes were the same (2026-11-26), and pixels but for roundings, by 1 of 255."""
+    make_folder(tmp_path, "llama4")
+    changes = {"size": {"height": 336, "width": 336}, "max_patches": most, "resize_to_max_canvas": largest}
+    for name, more in (("preprocessor_config.json", changes), ("config.json", {})):
+        said = json.loads((tmp_path / name).read_text())
+        if name == "config.json":
+            said["vision_config"] |= {"image_size": 336, "patch_size": 14}
+        (tmp_path / name).write_text(json.dumps(said | more))
+    image = picture(size[1], size[0])
+    found = pixels._prepared(pixels._resizing.__wrapped__(str(tmp_path)), image, 1 << 26)
+    values = [numpy.frombuffer(one.pixels, numpy.uint8).reshape(one.shape)[0] for one in found.parts]
+    assert {(one.rows, one.columns, one.shape) for one in found.parts} == {(12, 12, (1, 3, 336, 336))}
+    if tiles != (1, 1):
+        assert found.grid == tiles
+        numpy.testing.assert_array_equal(values.pop(), _sized(image, (336, 336)))
+    else:
+        assert found.grid == (0, 0)
+    rows = [numpy.concatenate(values[start : start + tiles[1]], 2) for start in range(0, len(values), tiles[1])]
+    canvas = numpy.concatenate(rows, 1)
+    assert canvas.shape == (3, 336 * tiles[0], 336 * tiles[1])
+    numpy.testing.assert_array_equal(canvas[:, : left[0], : left[1]], _sized(image, left))
+    assert not canvas[:, left[0] :].any()
+    assert not canvas[:, :, left[1] :].any()
+
+
+def _sized(image: Image.Image, size: tuple[int, int]) -> numpy.ndarray[Any, Any]:
+    return numpy.asarray(image.resize((size[1], size[0]), Image.Resampling.BILINEAR)).transpose(2, 0, 1)
+
+
+def test_all_tiles_of_llama_4_count(tmp_path: Path) -> None:
+    """The whole, too."""
+    make_folder(tmp_path, "llama4")
+    resizing, image = pixels._resizing(str(tmp_path)), picture(190, 120)
+    counts = {most: len(pixels._prepared(resizing, image, most * 64**2).parts) for most in (1, 2, 3, 6, 7, 20)}
+    assert counts == {1: 1, 2: 1, 3: 3, 6: 5, 7: 7, 20: 7}
+    with pytest.raises(ValueError, match="--max-image-pixels must be at least 4096 for this model"):
+        resizing(image, 64**2 - 1)
+
+
 def several(seed: int) -> list[Image.Image]:
     """Pictures of all sizes, which are prepared here, and not in a process: that one has the same code."""
     chance = random.Random(seed)
@@ -317,6 +383,7 @@ def test_several_are_a_tile_each_to_llava_onevision(tmp_path: Path) -> None:
         ("internvl", {}, 448**2 - 1, "--max-image-pixels must be at least 200704 for this model"),
         ("gemma4", {}, 161_279, "--max-image-pixels must be at least 161280 for this model"),
         ("gemma3", {"do_pan_and_scan": True}, MOST, "do_pan_and_scan is not supported"),
+        ("llama4", {"size": {"height": 336, "width": 336}}, MOST, "size must be 64 x 64, as the model sees tiles"),
     ],
 )
 def test_what_a_model_has_no_images_for(

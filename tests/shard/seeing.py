@@ -25,7 +25,7 @@ from penstock.shard.parallel import Ranks
 from penstock.shard.pictures import Picture
 from penstock.shard.weights import Weights
 
-from .configurations import GEMMA, GEMMA4, GEMMA4_E, MINIMAX_3, SMALL, VOCABULARY
+from .configurations import GEMMA, GEMMA4, GEMMA4_E, LLAMA4, MINIMAX_3, SMALL, VOCABULARY
 from .test_images import SECTIONS, TEXTS, model
 from .tiny import CPU, MAKING
 
@@ -47,6 +47,7 @@ PROCESSORS = {
     **dict.fromkeys(("Glm4v", "Glm4vMoe", "GlmOcr"), "Glm4vImageProcessor"),
     **{"LightOnOcr": "PixtralImageProcessor", "PaddleOCRVL": "PaddleOCRVLImageProcessor"},
     "MiniMaxM3": "MiniMaxM3VLImageProcessor",
+    "Llama4": "Llama4ImageProcessorFast",
     **{"Mistral3": "PixtralImageProcessor", "Gemma3": "Gemma3ImageProcessor", "InternVL": "GotOcr2ImageProcessor"},
     **dict.fromkeys(("Gemma4", "Gemma4E", "Gemma4Both"), "Gemma4ImageProcessor"),
     **{"Idefics2": "Idefics2ImageProcessor", "Idefics3": "Idefics3ImageProcessor", "SmolVLM": "SmolVLMImageProcessor"},
@@ -69,6 +70,7 @@ SEEING = (
     "Exaone4_5",
     "MiniMaxM3",
     "LightOnOcr",
+    "Llama4",
     "PaddleOCRVL",
     "Llava",
     "LlavaNext",
@@ -146,6 +148,16 @@ def _minimax() -> Any:
         text_config=MINIMAX_3, vision_config=vision, projector_hidden_size=24, image_token_index=PLACEHOLDER
     )
     return transformers.MiniMaxM3SparseForConditionalGeneration(config)
+
+
+def _llama4() -> Any:
+    """transformers 5.24 asks of what its text comes to for what that hasn't."""
+    transformers.modeling_outputs.MoeCausalLMOutputWithPast.image_outputs = None
+    inner = SIGLIP["hidden_size"] * MERGE**2
+    vision = SIGLIP | {"image_size": SQUARE * SIDE, "pixel_shuffle_ratio": 1 / MERGE, "intermediate_size": inner}
+    vision |= {"vision_output_dim": 24, "projector_input_dim": 24, "projector_output_dim": 24}
+    config = transformers.Llama4Config(text_config=LLAMA4, vision_config=vision, image_token_index=PLACEHOLDER)
+    return transformers.Llama4ForConditionalGeneration(config)
 
 
 def _gemma3() -> Any:
@@ -253,6 +265,7 @@ OTHERS = {
     "InternVL": _internvl,
     "Mistral3": _mistral,
     "LightOnOcr": _light_on,
+    "Llama4": _llama4,
     "PaddleOCRVL": _paddle,
     "Exaone4_5": _exaone,
     "MiniMaxM3": _minimax,
@@ -367,6 +380,9 @@ def inputs(name: str, prompt: Seen) -> dict[str, Any]:
     if name == "LlavaOnevision":
         among = sum(len(picture.pixels) == 1 for picture in prompt.pictures)
         found |= {"batch_num_images": torch.tensor([1] * (len(pixels) - among) + [among] * bool(among))}
+    if name == "Llama4":  # as its own processor computes
+        rough = [(picture.pixels.bfloat16() * (1 / 255) - mean.bfloat16()) / deviation.bfloat16() for picture in prompt.pictures]
+        return found | {"pixel_values": torch.cat(rough).float()}
     if name in ("InternVL", "Llava", *TILED):
         return found | {"pixel_values": torch.cat(pixels)}
     if name.startswith("Gemma4"):
