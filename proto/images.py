@@ -86,7 +86,7 @@ FORMS = {
         written="<start_of_image>",
         fixed=True,
     ),
-    "gemma4": Form(word="<|image|>", around=("<|image>", "<image|>"), written="<|image|>"),
+    **dict.fromkeys(("gemma4", "gemma4_unified"), Form(word="<|image|>", around=("<|image>", "<image|>"), written="<|image|>")),
     **dict.fromkeys(("glm46v", "glm4v", "glm4v_moe", "glm_ocr"), GLM),
     "idefics2": IDEFICS2,
     **dict.fromkeys(("idefics3", "smolvlm"), IDEFICS),

@@ -12,10 +12,12 @@ FIELDS = (
     *("do_resize", "size", "min_pixels", "max_pixels", "resample", "do_rescale", "rescale_factor"),
     *("do_normalize", "image_mean", "image_std", "patch_size", "temporal_patch_size", "merge_size"),
 )
+GEMMA4: dict[str, Any] = {"max_soft_tokens": 280, "pooling_kernel_size": 3}
 LLAMA4: dict[str, Any] = {"size": {"height": 336, "width": 336}, "max_patches": 16, "resize_to_max_canvas": False}
 # Of families whose own processor needs torch, by the model_type of config.json: one that does the same, and what differs; Llama
 # 4's resizes as ViT's does. What the hub says of MiniMax M3's size is not what it was trained with, and transformers knows that.
 SAME: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma4_unified": ("Gemma4ImageProcessorPil", GEMMA4),
     "llama4": ("ViTImageProcessorPil", LLAMA4),
     "minimax_m3_vl": ("Qwen2VLImageProcessorPil", {"size": {"shortest_edge": 4 * 28 * 28, "longest_edge": 672 * 672}}),
 }

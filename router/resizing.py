@@ -249,8 +249,8 @@ def bounded(size: tuple[int, int], shortest: int, longest: int) -> int:
 
 
 class Canvas(Resizing):
-    """Llama 4's: tiles of the canvas that suits the picture best, black where it doesn't reach, and the whole of it, if that is more
-    than one. What becomes of its sizes is as transformers computes it: in float32 what follows from the canvas."""
+    """Llama 4's: tiles of the canvas that suits the picture best, black where it doesn't reach, and the whole of it, if that is
+    more than one. What becomes of its sizes is as transformers computes it: in float32 what follows from the canvas."""
 
     def __init__(self, processor: Any, model: Mapping[str, Any]) -> None:
         super().__init__(processor)

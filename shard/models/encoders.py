@@ -215,6 +215,14 @@ class Gemma4(Grid):
         return self._features(patches, image_position_ids=places)
 
 
+class Gemma4Unified(Gemma4):
+    """The 12B's: a token is a patch."""
+
+    def __init__(self, model: Any, pixels: int) -> None:
+        super().__init__(model, pixels)
+        self._patch = self.side
+
+
 class InternVL(Grid):
     """Of tiles, each encoded by itself, which stand one below the other. The last is the whole image, if there are several."""
 
@@ -350,6 +358,7 @@ ENCODERS: dict[str, Callable[[Any, int], Encoder]] = {
     **dict.fromkeys(("exaone4_5", "minimax_m3_vl"), Still),
     "gemma3": Gemma3,
     "gemma4": Gemma4,
+    "gemma4_unified": Gemma4Unified,
     "idefics2": Resampled,
     **dict.fromkeys(("idefics3", "smolvlm"), Idefics),
     "internvl": InternVL,

@@ -158,7 +158,7 @@ def seeing(text: Config, kind: str, found: Shape) -> Shape:
     """The same, with what is different for an image's tokens. text: what config.json says of it; kind: its model_type."""
     if kind == "gemma3_text":
         return replace(found, whole_images=tuple(sorted(set(found.windows))))
-    if kind == "gemma4_text" and text.get("use_bidirectional_attention") == "vision":
+    if kind in ("gemma4_text", "gemma4_unified_text") and text.get("use_bidirectional_attention") == "vision":
         return replace(found, whole_images=tuple(sorted({window for window in found.windows if window})))
     return _turned(text, kind, found) if kind in SECTIONS else found
 

@@ -24,9 +24,10 @@ from .fields import AGAIN, Config
 from .shape import Shape, Unsupported
 
 ROOTS = ("model.", "")  # what names of its tensors begin with: as transformers 5 saves them, and as most checkpoints have them
-# What they begin with, and on the hub: Gemma 3's, PaddleOCR's, MiniMax M3's.
+# What they begin with, and on the hub: Gemma 3's, PaddleOCR's, Gemma 4 12B's, MiniMax M3's.
 HUBS = (
     *(("vision_tower.", "vision_tower.vision_model."), ("projector.", "mlp_AR.")),
+    *(("embed_vision.multimodal_embedder.", "embed_vision."), ("embed_vision.p", "vision_embedder.p")),
     ("vision_tower.embeddings.proj.", "vision_tower.vision_model.embeddings.patch_embedding."),
     *(("vision_tower.layers.", "vision_tower.vision_model.encoder.layers."), ("multi_modal_projector.merge_", "patch_merge_mlp.")),
 )

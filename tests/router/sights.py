@@ -91,6 +91,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
         "patch_size": {"height": 16, "width": 16},
     },
     "gemma4": {"image_processor_type": "Gemma4ImageProcessor", "max_soft_tokens": 280, "patch_size": 16, "pooling_kernel_size": 3},
+    "gemma4_unified": {"image_processor_type": "Gemma4UnifiedImageProcessor", "max_soft_tokens": 140},
 }
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"

@@ -73,7 +73,7 @@ def test_rows_end_where_a_family_ends_them() -> None:
 # What transformers writes for what templates write.
 AROUND = {
     "gemma3": "\n\n<start_of_image><image_soft_token><end_of_image>\n\n",
-    "gemma4": "<|image><|image|><image|>",
+    **dict.fromkeys(("gemma4", "gemma4_unified"), "<|image><|image|><image|>"),
     "internvl": "<img><IMG_CONTEXT></img>",
     "minimax_m3_vl": "]<]start of image[>[]<]image[>[]<]end of image[>[",
 }
@@ -87,6 +87,7 @@ AROUND = {
         "mistral3",
         "gemma3",
         "gemma4",
+        "gemma4_unified",
         "internvl",
         "llava",
         "llava_onevision",

@@ -41,10 +41,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def theirs(folder: Path) -> Any:
-    from transformers import AutoImageProcessor, Qwen2VLImageProcessorPil
+    from transformers import AutoImageProcessor, Gemma4ImageProcessorPil, Qwen2VLImageProcessorPil
 
-    if json.loads((folder / "config.json").read_text())["model_type"] == "minimax_m3_vl":  # whose own needs torchvision
+    kind = json.loads((folder / "config.json").read_text())["model_type"]
+    if kind == "minimax_m3_vl":  # whose own needs torchvision, as the next one's does
         return Qwen2VLImageProcessorPil(size={"shortest_edge": 3136, "longest_edge": 451_584})
+    if kind == "gemma4_unified":
+        return Gemma4ImageProcessorPil(patch_size=16, pooling_kernel_size=3)
 
     makers: Any = AutoImageProcessor  # which has no types
     return makers.from_pretrained(folder, backend="pil")
@@ -159,10 +162,16 @@ def test_squares_are_transformers_own(tmp_path: Path, family: str, tokens: int, 
         )
 
 
-@pytest.mark.parametrize(("most", "budget"), [(MOST, 280), (645_119, 140), (280 * 48**2, 280), (70 * 48**2, 70)])
-def test_budgets_are_transformers_own(tmp_path: Path, most: int, budget: int) -> None:
+@pytest.mark.parametrize(
+    ("family", "most", "budget"),
+    [
+        *(("gemma4", MOST, 280), ("gemma4", 645_119, 140), ("gemma4", 280 * 48**2, 280), ("gemma4", 70 * 48**2, 70)),
+        *(("gemma4_unified", MOST, 140), ("gemma4_unified", 70 * 48**2, 70)),
+    ],
+)
+def test_budgets_are_transformers_own(tmp_path: Path, family: str, most: int, budget: int) -> None:
     """Of patches, which are put side by side again."""
-    make_folder(tmp_path, "gemma4")
+    make_folder(tmp_path, family)
     processor = theirs(tmp_path)
     images = [picture(*size, seed=seed) for seed, size in enumerate(SIZES)]
     for image, found in zip(images, prepared(tmp_path, *map(encoded, images), most=most), strict=True):
@@ -253,8 +262,8 @@ def test_tiles_are_transformers_own(tmp_path: Path, most: int, tiles: int) -> No
 def test_llama_4s_canvas(
     tmp_path: Path, size: tuple[int, int], most: int, largest: bool, tiles: tuple[int, int], left: tuple[int, int]
 ) -> None:
-    """By transformers 5.24 with torchvision, which is not needed here: rows and columns of tiles, and what of them is not black. 40,000
-    sizes were the same (2026-11-26), and pixels but for roundings, by 1 of 255."""
+    """By transformers 5.24 with torchvision, which is not needed here: rows and columns of tiles, and what of them is not black.
+    40,000 sizes were the same (2026-11-26), and pixels but for roundings, by 1 of 255."""
     make_folder(tmp_path, "llama4")
     changes = {"size": {"height": 336, "width": 336}, "max_patches": most, "resize_to_max_canvas": largest}
     for name, more in (("preprocessor_config.json", changes), ("config.json", {})):

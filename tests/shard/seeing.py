@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from transformers.models.gemma4_unified import modeling_gemma4_unified as gemma4_unified
 
 from penstock.proto.images import FORMS, MISTRAL
 from penstock.proto.tiling import Tiling
@@ -50,6 +51,7 @@ PROCESSORS = {
     "Llama4": "Llama4ImageProcessorFast",
     **{"Mistral3": "PixtralImageProcessor", "Gemma3": "Gemma3ImageProcessor", "InternVL": "GotOcr2ImageProcessor"},
     **dict.fromkeys(("Gemma4", "Gemma4E", "Gemma4Both"), "Gemma4ImageProcessor"),
+    "Gemma4Unified": "Gemma4UnifiedImageProcessor",
     **{"Idefics2": "Idefics2ImageProcessor", "Idefics3": "Idefics3ImageProcessor", "SmolVLM": "SmolVLMImageProcessor"},
     **{
         "Llava": "CLIPImageProcessor",
@@ -64,6 +66,7 @@ SEEING = (
     "Gemma3",
     "Gemma4",
     "Gemma4E",
+    "Gemma4Unified",
     "Idefics2",
     "Idefics3",
     "InternVL",
@@ -99,6 +102,8 @@ def made(name: str, folder: Path, seed: int = 5) -> Any:
             for key, values in (*found.named_parameters(), *found.named_buffers()):
                 if (values.dim() > 1 and values.is_floating_point()) or "bias" in key or "std_" in key:
                     values.normal_(0, 0.1)
+            if name == "Gemma4Unified":  # nothing generates these, which transformers embeds otherwise then
+                found.get_input_embeddings().weight[PLACEHOLDER] = 0
     else:
         more = {"deepstack_visual_indexes": [0, 2]} if name.startswith("Qwen3VL") else {}
         found = model(name, VISION | more, image_token_id=PLACEHOLDER)
@@ -182,6 +187,35 @@ def _gemma4(seen: str | None, small: bool) -> Any:
         audio_token_id=1001,
     )
     return transformers.Gemma4ForConditionalGeneration(config)
+
+
+def _gemma4_unified() -> Any:
+    """What encodes images is one matrix, with norms and vectors of positions.
+
+    transformers 5.24 has masks for it of which an image's tokens see each other in layers with windows alone, as in other models of
+    the family, and as vLLM has it; but its `forward` takes others.
+    """
+    theirs, plain = gemma4_unified, gemma4_unified.create_masks_for_generate
+
+    def masks(block_sequence_ids: Tensor | None = None, **more: Any) -> Any:
+        if block_sequence_ids is None:
+            return plain(**more)
+        return theirs.create_masks_for_vision_model(block_sequence_ids=block_sequence_ids, **more)
+
+    theirs.create_masks_for_generate = masks
+    text = GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 2, "use_bidirectional_attention": "vision"}
+    vision = {"patch_size": PATCH, "pooling_kernel_size": MERGE, "mm_embed_dim": 24, "mm_posemb_size": 64, "output_proj_dims": 24}
+    config = transformers.Gemma4UnifiedConfig(
+        text_config=text,
+        vision_config=vision,
+        audio_config=None,
+        image_token_id=PLACEHOLDER,
+        boi_token_id=5,
+        eoi_token_id=6,
+        video_token_id=1000,
+        audio_token_id=1001,
+    )
+    return transformers.Gemma4UnifiedForConditionalGeneration(config)
 
 
 def _internvl() -> Any:
@@ -273,6 +307,7 @@ OTHERS = {
     "Gemma4": lambda: _gemma4("vision", small=False),
     "Gemma4E": lambda: _gemma4(None, small=True),
     "Gemma4Both": lambda: _gemma4("vision", small=True),
+    "Gemma4Unified": _gemma4_unified,
 }
 TILED = ("LlavaNext", "LlavaOnevision")
 WHOLE = tuple(name for name in OTHERS if name not in ("PaddleOCRVL", "Exaone4_5", "MiniMaxM3"))  # pixels are no patches
@@ -386,21 +421,22 @@ def inputs(name: str, prompt: Seen) -> dict[str, Any]:
     if name in ("InternVL", "Llava", *TILED):
         return found | {"pixel_values": torch.cat(pixels)}
     if name.startswith("Gemma4"):
-        return found | _gemma4_inputs(prompt) | {"mm_token_type_ids": torch.tensor([prompt.kinds])}
+        return found | _gemma4_inputs(prompt, name == "Gemma4Unified") | {"mm_token_type_ids": torch.tensor([prompt.kinds])}
     patches = pixels if name == "PaddleOCRVL" else [one.unsqueeze(2).repeat(1, 1, 2, 1, 1).flatten(1) for one in pixels]
     grids = [(1, picture.rows * MERGE, picture.columns * MERGE) for picture in prompt.pictures]
     found |= {"pixel_values": torch.cat(patches), "image_grid_thw": torch.tensor(grids)}
     return found if name in ("Exaone4_5", "MiniMaxM3") else found | {"mm_token_type_ids": torch.tensor([prompt.kinds])}
 
 
-def _gemma4_inputs(prompt: Seen) -> dict[str, Tensor]:
-    """Patches, and where they are; those of smaller images are filled up."""
-    most = max(picture.tokens for picture in prompt.pictures) * MERGE**2
+def _gemma4_inputs(prompt: Seen, merged: bool) -> dict[str, Tensor]:
+    """Patches, and where they are; those of smaller images are filled up. merged: a token is a patch."""
+    each, side = (1, SIDE) if merged else (MERGE, PATCH)
+    most = max(picture.tokens for picture in prompt.pictures) * each**2
     patches, places = [], []
     for picture in prompt.pictures:
-        high, wide = picture.rows * MERGE, picture.columns * MERGE
+        high, wide = picture.rows * each, picture.columns * each
         assert picture.pixels is not None
-        own = picture.pixels[0].float().div(255).view(3, high, PATCH, wide, PATCH).permute(1, 3, 2, 4, 0).reshape(high * wide, -1)
+        own = picture.pixels[0].float().div(255).view(3, high, side, wide, side).permute(1, 3, 2, 4, 0).reshape(high * wide, -1)
         place = torch.tensor([(x, y) for y in range(high) for x in range(wide)])
         lacking = most - len(own)
         patches.append(torch.nn.functional.pad(own, (0, 0, 0, lacking)))
