@@ -23,8 +23,10 @@ class Tiles:
 
     start: str = ""
     one: str = ""  # before each, with its row and column, from 1 on
+    shut: str = ""  # behind each
     between: str = ""  # those of a row
     end: str = ""  # of a row
+    line: str = ""  # between rows
     behind: str = ""  # the last row
     whole: str  # before the whole
     stop: str
@@ -33,10 +35,11 @@ class Tiles:
     def written(self, word: str, rows: int, columns: int) -> str:
         """With a word for each. rows, columns: of tiles; 0: the whole is all there is."""
         lines = [
-            self.between.join(self.one.format(row=row + 1, column=column + 1) + word for column in range(columns)) + self.end
+            self.between.join(self.one.format(row=row + 1, column=column + 1) + word + self.shut for column in range(columns))
+            + self.end
             for row in range(rows)
         ]
-        return self.start + "".join(lines) + self.behind * (rows > 0) + self.whole + word + self.stop
+        return self.start + self.line.join(lines) + self.behind * (rows > 0) + self.whole + word + self.stop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +80,11 @@ LLAMA4 = Form(
         stop="<|image_end|>",
     ),
 )
+STEP = Form(
+    word="<im_patch>",
+    written="<im_patch>",
+    tiles=Tiles(one="<patch_start>", shut="<patch_end>", line="<patch_newline>", whole="<im_start>", stop="<im_end>"),
+)
 # By the model_type of config.json.
 FORMS = {
     "gemma3": Form(
@@ -97,6 +105,7 @@ FORMS = {
     "minimax_m3_vl": Form(word="]<]image[>[", around=("]<]start of image[>[", "]<]end of image[>["), written="]<]image[>["),
     "mistral3": MISTRAL,
     **dict.fromkeys(("exaone4_5", "lighton_ocr"), Form(word="<|image_pad|>", written="<|image_pad|>")),
+    "step3p7": STEP,
     "paddleocr_vl": Form(word="<|IMAGE_PLACEHOLDER|>", around=("<|IMAGE_START|>", "<|IMAGE_END|>")),
     **dict.fromkeys(("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"), QWEN),
 }

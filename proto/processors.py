@@ -13,12 +13,18 @@ FIELDS = (
     *("do_normalize", "image_mean", "image_std", "patch_size", "temporal_patch_size", "merge_size"),
 )
 GEMMA4: dict[str, Any] = {"max_soft_tokens": 280, "pooling_kernel_size": 3}
+STEP: dict[str, Any] = {
+    **{"size": {"height": 728, "width": 728}, "patch_size": 504, "max_image_size": 3024},
+    **{"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]},
+}
 LLAMA4: dict[str, Any] = {"size": {"height": 336, "width": 336}, "max_patches": 16, "resize_to_max_canvas": False}
-# Of families whose own processor needs torch, by the model_type of config.json: one that does the same, and what differs; Llama
-# 4's resizes as ViT's does. What the hub says of MiniMax M3's size is not what it was trained with, and transformers knows that.
+# Of families whose own processor needs torch, by the model_type of config.json: one that does the same, and what differs; Llama 4's
+# and Step 3.7's resize as ViT's does. What the hub says of MiniMax M3's size is not what it was trained with; transformers knows
+# that.
 SAME: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4_unified": ("Gemma4ImageProcessorPil", GEMMA4),
     "llama4": ("ViTImageProcessorPil", LLAMA4),
+    "step3p7": ("ViTImageProcessorPil", STEP),
     "minimax_m3_vl": ("Qwen2VLImageProcessorPil", {"size": {"shortest_edge": 4 * 28 * 28, "longest_edge": 672 * 672}}),
 }
 WRONG = {"minimax_m3_vl": {"size": [672, 672]}}

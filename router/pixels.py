@@ -22,7 +22,7 @@ from ..proto.images import COLOURS, DESCRIPTIONS
 from ..proto.processors import image_processor
 from .apart import Apart, Busy, Died, Late, serve
 from .request import Overloaded, Refused
-from .resizing import Resized, Resizing, Wrong, resizing_of, words
+from .resizing import Resizing, Wrong, resizing_of, words
 
 SECONDS = 10.0  # for one image: a photograph of 12 million pixels takes 0.3 s (x86, one core)
 PATIENCE = 30.0  # seconds that one waits for a process
@@ -179,15 +179,15 @@ def _prepared(resizing: Resizing, image: Any, most: int, alone: bool = True) -> 
     found = (resizing if alone else resizing.among)(image, most)
     if not 0 < sum(values.size for values in found.parts) // COLOURS <= most and not resizing.fixed:
         raise Wrong(f"is too thin: there is no size of at most {most} pixels in which it is wide enough")
-    return Prepared([_pixels(values, found) for values in found.parts], found.grid)
+    return Prepared([_pixels(*each, found.size) for each in zip(found.parts, found.tokens, strict=True)], found.grid)
 
 
-def _pixels(values: Any, found: Resized) -> Pixels:
+def _pixels(values: Any, tokens: tuple[int, int], size: tuple[int, ...]) -> Pixels:
     import numpy
 
     pixels, shape = values.astype(numpy.uint8).tobytes(), values.shape
-    digest = hashlib.sha256(b"%d %d %r %r " % (found.rows, found.columns, shape, found.size) + pixels).digest()
-    return Pixels(found.rows, found.columns, shape, pixels, digest, found.size)
+    digest = hashlib.sha256(b"%d %d %r %r " % (*tokens, shape, size) + pixels).digest()
+    return Pixels(*tokens, shape, pixels, digest, size)
 
 
 def _prepare_process() -> None:

@@ -7,7 +7,7 @@ Knows no files: it runs where `pixels` opens them.
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..proto.images import COLOURS
@@ -33,7 +33,8 @@ class Resized:
         self, parts: Sequence[Any], rows: int, columns: int, grid: tuple[int, int] = (0, 0), size: tuple[int, ...] = ()
     ) -> None:
         """size: see Image in shard.proto."""
-        self.parts, self.rows, self.columns, self.grid, self.size = parts, rows, columns, grid, size
+        self.parts, self.grid, self.size = parts, grid, size
+        self.tokens = [(rows, columns)] * len(parts)  # of each: rows and columns
 
 
 class Resizing(ABC):
@@ -308,6 +309,71 @@ def fitted(size: tuple[int, int], room: tuple[Any, Any]) -> tuple[int, int]:
     return int(high), max(1, min(math.floor(width * (high / height)), int(wide)))
 
 
+class Windows(Resizing):
+    """Step 3.7's: the whole, and tiles over which a window passes that depends on the picture's proportions."""
+
+    SIDE = 14 * 4  # of a token, in pixels
+    THIN, SHORT = 4, 32  # what is thinner, and has a shorter side, is filled up to a square
+    STEP = 8  # pixels: where there are too many tiles, the longer side is bounded by so many less
+
+    def __init__(self, processor: Any, model: Mapping[str, Any]) -> None:
+        super().__init__(processor)
+        self._whole, self._tile, self._longest = processor.size.height, processor.patch_size, processor.max_image_size
+        if model["vision_config"]["image_size"] != self._whole or not self.SIDE <= self._tile <= self._whole:
+            raise ValueError(f"size must be the model's image_size, and patch_size no more than that, and {self.SIDE} at least")
+
+    def __call__(self, image: Any, most: int) -> Resized:
+        """If nothing helps against too many tiles, the whole is all there is."""
+        if most < self._whole**2:
+            raise too_few(self._whole**2)
+        image, room = self._filled(image), (most - self._whole**2) // self._tile**2
+        for longest in (self._longest, *range(self._longest - self.STEP, self._whole - self.STEP, -self.STEP)):
+            size, crop, window = windows(image.size, longest, self._whole, self._tile)
+            columns, rows = (max(1, side // window) if window else 0 for side in crop)
+            if rows * columns <= room:
+                break
+        else:
+            size, rows, columns = windows(image.size, self._longest, self._whole, self._tile)[0], 0, 0
+        views = [image.resize(size, self._processor.resample)]
+        if rows:
+            cropped = image.resize(crop, self._processor.resample)
+            corners = [(column * window, row * window) for row in range(rows) for column in range(columns)]
+            tiles = [(left, top, min(left + window, crop[0]), min(top + window, crop[1])) for left, top in corners]
+            views = [*map(cropped.crop, tiles), *views]
+        sides = [self._tile] * (len(views) - 1) + [self._whole]
+        values = [
+            self._run(view, size={"height": side, "width": side})["pixel_values"] for view, side in zip(views, sides, strict=True)
+        ]
+        found = Resized(values, *(self._tile // self.SIDE,) * 2, (rows, columns))
+        found.tokens[-1] = (self._whole // self.SIDE,) * 2
+        return found
+
+    def _filled(self, image: Any) -> Any:
+        from PIL import Image
+
+        if min(image.size) >= self.SHORT or max(image.size) <= self.THIN * min(image.size):
+            return image
+        found = Image.new("RGB", (max(image.size),) * 2)
+        found.paste(image)
+        return found
+
+
+def windows(size: tuple[int, int], longest: int, whole: int, tile: int) -> tuple[tuple[int, int], tuple[int, int], int]:
+    """What a picture of that width and height is resized to for its whole and for tiles, and the window of these; 0: there are
+    none. As transformers computes it."""
+    if max(size) > longest:
+        scale = longest / max(size)
+        size = int(size[0] * scale), int(size[1] * scale)
+    short, long = max(1, min(size)), max(size)
+    window = min(short, tile) if long / short > 4 else tile
+    if long <= whole:
+        window = short if long / short > 1.5 else 0
+    if not window:
+        return size, size, 0
+    wide, high = (window * (side // window + (side % window > 0.2 * window)) if side >= window else max(1, side) for side in size)
+    return (max(1, size[0]), max(1, size[1])), (wide, high), window
+
+
 class Budget(Resizing):
     """Gemma 4's: each has about as many tokens, in its own proportions."""
 
@@ -331,11 +397,14 @@ class Budget(Resizing):
         return Resized([values], high // self._pooled, wide // self._pooled)
 
 
+BY_TYPE: dict[str, Callable[[Any, Mapping[str, Any]], Resizing]] = {"llama4": Canvas, "step3p7": Windows}  # see proto.processors
+
+
 def resizing_of(processor: Any, files: Mapping[str, Any], model: Mapping[str, Any]) -> Resizing:
     """By an image processor. files: what the folder says of its processor; model: its config.json. Raises ValueError, or KeyError,
     for one of no known kind."""
-    if model.get("model_type") == "llama4":
-        return Canvas(processor, model)
+    if model.get("model_type") in BY_TYPE:
+        return BY_TYPE[model["model_type"]](processor, model)
     if hasattr(processor, "merge_size"):
         return Patches(processor)
     if hasattr(processor, "max_soft_tokens"):

@@ -166,6 +166,30 @@ class Square(Grid):
         return self._tokens, self._tokens
 
 
+class Step(Grid):
+    """Step 3.7's: of tiles, and of a whole that is larger than they are."""
+
+    def __init__(self, model: Any, pixels: int) -> None:
+        super().__init__(model, pixels)
+        self._size = int(self._vision.image_size)  # of the whole
+        self.side = int(self._vision.patch_size) * 4  # by two convolutions
+
+    def shape(self, rows: int, columns: int) -> tuple[int, ...]:
+        side = rows * self.side
+        return (1, COLOURS, side, side) if rows == columns and side <= self._size else ()
+
+    @property
+    def largest(self) -> int:
+        return (self._size // self.side) ** 2
+
+    def grid(self, tokens: int) -> tuple[int, int]:
+        rows = min(max(1, math.isqrt(tokens)), self._size // self.side)
+        return rows, rows
+
+    def __call__(self, pixels: Tensor, picture: Picture) -> Tensor:
+        return self._features(pixels)
+
+
 class Gemma3(Square):
     def __init__(self, model: Any, pixels: int) -> None:
         super().__init__(model, pixels, math.isqrt(int(model.config.mm_tokens_per_image)))
@@ -369,4 +393,5 @@ ENCODERS: dict[str, Callable[[Any, int], Encoder]] = {
     "llava_onevision": TiledAlone,
     "mistral3": Mistral,
     "paddleocr_vl": Paddle,
+    "step3p7": Step,
 }

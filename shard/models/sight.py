@@ -22,15 +22,8 @@ from ..weights import Source
 from .encoders import ENCODERS
 from .fields import AGAIN, Config
 from .shape import Shape, Unsupported
+from .sight_names import STEP, Names
 
-ROOTS = ("model.", "")  # what names of its tensors begin with: as transformers 5 saves them, and as most checkpoints have them
-# What they begin with, and on the hub: Gemma 3's, PaddleOCR's, Gemma 4 12B's, MiniMax M3's.
-HUBS = (
-    *(("vision_tower.", "vision_tower.vision_model."), ("projector.", "mlp_AR.")),
-    *(("embed_vision.multimodal_embedder.", "embed_vision."), ("embed_vision.p", "vision_embedder.p")),
-    ("vision_tower.embeddings.proj.", "vision_tower.vision_model.embeddings.patch_embedding."),
-    *(("vision_tower.layers.", "vision_tower.vision_model.encoder.layers."), ("multi_modal_projector.merge_", "patch_merge_mlp.")),
-)
 REMEDY = "pip install -e '.[images]' in the checkout, or take --max-images 0, which serves text alone"
 
 
@@ -65,9 +58,11 @@ class Sight:
         self._try(form.hidden)
 
     def _load(self, source: Source) -> None:
+        config = self._model.config
+        names = Names(source, STEP, config.vision_config.num_attention_heads) if config.model_type == "step3p7" else Names(source)
         wanted = {name: tuple(tensor.shape) for name, tensor in self._model.state_dict().items()}
         try:
-            found = {name: source.tensor(_stored(name, source), shape) for name, shape in wanted.items()}
+            found = {name: names.tensor(name, shape) for name, shape in wanted.items()}
         except Unsupported as error:
             raise Unsupported(f"{error}; --max-images 0 does without") from None
         self._model.load_state_dict(found, strict=False, assign=True)
@@ -158,7 +153,7 @@ def _modules(config: Config, folder: Path) -> Any:
     try:
         known = transformers.AutoConfig.for_model(**config)
         text = known.text_config
-        text.num_hidden_layers, text.layer_types, text.pad_token_id = 0, [], None
+        text.num_hidden_layers, text.layer_types, text.pad_token_id = 0, [], 0
         for name in ("num_kv_shared_layers", "hidden_size_per_layer_input"):  # of its layers, too
             if hasattr(text, name):
                 setattr(text, name, 0)
@@ -207,9 +202,3 @@ def _library() -> Any:
     except ImportError as error:
         raise Unsupported(f"images need transformers, which can't be imported ({error}): {REMEDY}") from None
     return transformers
-
-
-def _stored(name: str, source: Source) -> str:
-    """What the checkpoint calls a tensor."""
-    names = [name, *(name.replace(*pair, 1) for pair in HUBS if name.startswith(pair[0]))]
-    return next((root + each for root in ROOTS for each in names if source.has(root + each)), ROOTS[0] + name)

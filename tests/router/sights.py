@@ -46,6 +46,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
         "image_mean": [0.5, 0.5, 0.5],
         "image_std": [0.5, 0.5, 0.5],
     },
+    "step3p7": {"image_processor_type": "Step3p7ImageProcessor"},
     "lighton_ocr": {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 1540}, "patch_size": 14},
     "mistral3": {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 1540}, "patch_size": 14},
     "internvl": {"image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 448, "width": 448}, "max_patches": 12},
@@ -123,6 +124,8 @@ def make_folder(folder: Path, family: str = "qwen2_vl") -> Tokenizer:
         model["vision_aspect_ratio"] = "anyres_max_5"
     if form.tiles:
         model |= {"vision_config": {"patch_size": 8}, "scale_factor": 2, "perceiver_config": {"resampler_n_latents": 6}}
+    if family == "step3p7":
+        model["vision_config"] = {"image_size": 728, "patch_size": 14}
     if family == "llama4":
         model["vision_config"] |= {"image_size": 64, "pixel_shuffle_ratio": 0.5}
     if family == "pixtral":

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -157,6 +158,22 @@ def test_llama_4s_tiles(tmp_path: Path) -> None:
     assert [(one.rows, one.columns, one.shape) for one in request.images] == [(4, 4, (1, 3, 64, 64))] * 4
     with pytest.raises(Refused, match="2 places for images"):
         asyncio.run(validator.request("a<|image|><|patch|>", Parameters(images=[OTHER]), LIMITS))
+
+
+def test_step_3s_tiles(tmp_path: Path) -> None:
+    """Likewise; the whole has more tokens than a tile."""
+    from transformers import Step3p7Processor
+
+    tokenizer = make_folder(tmp_path, "step3p7")
+    validator = Validator(RouterConfig(folder=str(tmp_path), model="m", max_images=2, max_image_pixels=1 << 21), tokenizer)
+    large, small = (encoded(picture(*size)) for size in ((1000, 700), (60, 60)))
+    request = asyncio.run(validator.request("a<im_patch>b<im_patch>", Parameters(images=[large, small]), LIMITS))
+    own = SimpleNamespace(patch_feature_placeholder="<im_patch>" * 81, image_feature_placeholder="<im_patch>" * 169)
+    masks = {"num_local_patches": [4, 0], "patch_newline_masks": [[False, True, False, False], [False] * 4]}
+    texts = [Step3p7Processor.replace_image_token(own, masks, number) for number in range(2)]
+    place = tokenizer.added_id("<im_patch>")
+    assert [id if id < 300 else place for id in request.prompt] == tokenizer.encode(f"a{texts[0]}b{texts[1]}")
+    assert [(one.rows, one.columns) for one in request.images] == [(9, 9)] * 4 + [(13, 13)] * 2
 
 
 def test_what_is_split_into_quarters(tmp_path: Path) -> None:

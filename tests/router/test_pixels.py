@@ -288,6 +288,67 @@ def test_llama_4s_canvas(
     assert not canvas[:, :, left[1] :].any()
 
 
+@pytest.mark.parametrize(
+    ("size", "whole", "crop", "window", "tiles"),
+    [
+        ((30, 50), (30, 50), (30, 60), 30, (2, 1)),
+        ((1000, 700), (1000, 700), (1008, 1008), 504, (2, 2)),
+        ((672, 672), (672, 672), (672, 672), 0, (0, 0)),
+        ((57, 1999), (57, 1999), (57, 1995), 57, (35, 1)),
+        ((20, 300), (300, 300), (300, 300), 0, (0, 0)),
+        ((729, 728), (729, 728), (1008, 1008), 504, (2, 2)),
+        ((2000, 1500), (2000, 1500), (2016, 1512), 504, (3, 4)),
+        ((4000, 3000), (3024, 2268), (3024, 2520), 504, (5, 6)),
+        ((600, 380), (600, 380), (760, 380), 380, (1, 2)),
+        ((1008, 100), (1008, 100), (1000, 100), 100, (1, 10)),
+        ((504, 1110), (504, 1110), (504, 1512), 504, (3, 1)),
+    ],
+)
+def test_step_3s_windows(
+    tmp_path: Path,
+    size: tuple[int, int],
+    whole: tuple[int, int],
+    crop: tuple[int, int],
+    window: int,
+    tiles: tuple[int, int],
+) -> None:
+    """By transformers 5.24 with torchvision, which is not needed here: what a picture is resized to for the whole and for tiles, in
+    width and height. 40,000 sizes were the same (2026-11-26), and pixels but for roundings, by 2 of 255."""
+    make_folder(tmp_path, "step3p7")
+    image = picture(*size)
+    found = pixels._prepared(pixels._resizing.__wrapped__(str(tmp_path)), image, 1 << 26)
+    assert found.grid == tiles
+    assert [(one.rows, one.columns) for one in found.parts] == [(9, 9)] * (tiles[0] * tiles[1]) + [(13, 13)]
+    if size == (20, 300):  # black beside it
+        filled = Image.new("RGB", (max(size),) * 2)
+        filled.paste(image)
+        image = filled
+    values = [numpy.frombuffer(one.pixels, numpy.uint8).reshape(one.shape)[0] for one in found.parts]
+    numpy.testing.assert_array_equal(values.pop(), _sized(image.resize(whole, Image.Resampling.BILINEAR), (728, 728)))
+    cropped = image.resize(crop, Image.Resampling.BILINEAR)
+    for number, own in enumerate(values):
+        left, top = (number % tiles[1]) * window, (number // tiles[1]) * window
+        box = left, top, min(left + window, crop[0]), min(top + window, crop[1])
+        numpy.testing.assert_array_equal(own, _sized(cropped.crop(box), (504, 504)))
+
+
+@pytest.mark.parametrize(("size", "grids"), [((2000, 1500), [(3, 4), (2, 2), (1, 2), (0, 0)]), ((1999, 57), [(1, 35), (0, 0)])])
+def test_all_tiles_of_step_3_count(tmp_path: Path, size: tuple[int, int], grids: list[tuple[int, int]]) -> None:
+    """The whole, too. Where there are too many, the longer side is bounded; if that is of no use, there are none."""
+    make_folder(tmp_path, "step3p7")
+    resizing, image = pixels._resizing.__wrapped__(str(tmp_path)), picture(*size)
+    for grid in grids:
+        most = 728**2 + 504**2 * grid[0] * grid[1]
+        found = pixels._prepared(resizing, image, most)
+        assert found.grid == grid
+        assert sum(len(one.pixels) for one in found.parts) == 3 * most
+    bounded = image.resize((728, 546), Image.Resampling.BILINEAR) if size == (2000, 1500) else image
+    last = numpy.frombuffer(found.parts[0].pixels, numpy.uint8).reshape(3, 728, 728)
+    numpy.testing.assert_array_equal(last, _sized(bounded, (728, 728)))
+    with pytest.raises(ValueError, match="--max-image-pixels must be at least 529984 for this model"):
+        resizing(image, 728**2 - 1)
+
+
 def _sized(image: Image.Image, size: tuple[int, int]) -> numpy.ndarray[Any, Any]:
     return numpy.asarray(image.resize((size[1], size[0]), Image.Resampling.BILINEAR)).transpose(2, 0, 1)
 

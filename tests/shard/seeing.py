@@ -28,6 +28,7 @@ from penstock.shard.weights import Weights
 
 from .configurations import GEMMA, GEMMA4, GEMMA4_E, LLAMA4, MINIMAX_3, SMALL, VOCABULARY
 from .test_images import SECTIONS, TEXTS, model
+from .test_step_3 import TEXT as STEP
 from .tiny import CPU, MAKING
 
 PATCH, MERGE, SIDE = 2, 2, 4  # pixels of a patch, patches of a token, pixels of a token: each along one side
@@ -40,6 +41,7 @@ PIXTRAL = {
 }
 TILE = 2  # tokens along a side of InternVL's tiles
 TILING = Tiling(resolutions=((8, 16), (16, 8), (16, 16), (24, 8)), side=TILE * SIDE, tokens=TILE)  # LLaVA-NeXT's
+STEP_SIDE = 4 * PATCH  # pixels of a token of Step 3.7
 SQUARE = 3  # tokens along a side of each of Gemma 3's images
 SIGLIP = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": PATCH}
 GEMMA4_VISION = SIGLIP | {"num_key_value_heads": 2, "head_dim": 8, "pooling_kernel_size": MERGE, "position_embedding_size": 64}
@@ -49,6 +51,7 @@ PROCESSORS = {
     **{"LightOnOcr": "PixtralImageProcessor", "PaddleOCRVL": "PaddleOCRVLImageProcessor"},
     "MiniMaxM3": "MiniMaxM3VLImageProcessor",
     "Llama4": "Llama4ImageProcessorFast",
+    "Step3p7": "Step3p7ImageProcessor",
     **{"Mistral3": "PixtralImageProcessor", "Gemma3": "Gemma3ImageProcessor", "InternVL": "GotOcr2ImageProcessor"},
     **dict.fromkeys(("Gemma4", "Gemma4E", "Gemma4Both"), "Gemma4ImageProcessor"),
     "Gemma4Unified": "Gemma4UnifiedImageProcessor",
@@ -75,6 +78,7 @@ SEEING = (
     "LightOnOcr",
     "Llama4",
     "PaddleOCRVL",
+    "Step3p7",
     "Llava",
     "LlavaNext",
     "LlavaOnevision",
@@ -163,6 +167,14 @@ def _llama4() -> Any:
     vision |= {"vision_output_dim": 24, "projector_input_dim": 24, "projector_output_dim": 24}
     config = transformers.Llama4Config(text_config=LLAMA4, vision_config=vision, image_token_index=PLACEHOLDER)
     return transformers.Llama4ForConditionalGeneration(config)
+
+
+def _step() -> Any:
+    vision = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": PATCH, "mlp_ratio": 1.5}
+    config = transformers.Step3p7Config(
+        text_config=STEP, vision_config=vision | {"image_size": SQUARE * STEP_SIDE}, image_token_id=PLACEHOLDER
+    )
+    return transformers.Step3p7ForConditionalGeneration(config)
 
 
 def _gemma3() -> Any:
@@ -300,6 +312,7 @@ OTHERS = {
     "Mistral3": _mistral,
     "LightOnOcr": _light_on,
     "Llama4": _llama4,
+    "Step3p7": _step,
     "PaddleOCRVL": _paddle,
     "Exaone4_5": _exaone,
     "MiniMaxM3": _minimax,
@@ -355,6 +368,8 @@ def seen(name: str, kind: str, chance: random.Random, sizes: list[tuple[int, int
     form = MISTRAL if name == "Pixtral" else FORMS[kind]
     sizes = [(SQUARE, SQUARE)] * len(sizes) if form.fixed or (form.tiles and name != "Idefics2") else sizes
     sizes = [(TILE * rows, TILE) for rows, _ in sizes] if name == "InternVL" else sizes
+    if name == "Step3p7":  # wholes are as large as can be, and a tile is smaller
+        sizes = [(SQUARE, SQUARE), (1, 1), (SQUARE, SQUARE)][: len(sizes)]
     ids, tokens, pictures = list[int](), list[int](), []
     for rows, columns in sizes:
         said = [chance.randrange(10, VOCABULARY) for _ in range(words)]
@@ -365,6 +380,8 @@ def seen(name: str, kind: str, chance: random.Random, sizes: list[tuple[int, int
         shape = (tiles, 3, rows // tiles * SIDE, columns * SIDE) if name in WHOLE else (rows * columns * MERGE**2, 3, PATCH, PATCH)
         if name == "LightOnOcr" and rows > 1:  # sides are of patches
             shape = (1, 3, rows * SIDE + PATCH, columns * SIDE)
+        if name == "Step3p7":
+            shape = (1, 3, rows * STEP_SIDE, columns * STEP_SIDE)
         if name == "Idefics2":  # whose sizes no patches divide
             rows, columns, shape = 1, SQUARE**2, (1, 3, 5 * rows, 7 * columns)
         if name in TILED:
@@ -408,6 +425,9 @@ def inputs(name: str, prompt: Seen) -> dict[str, Any]:
         return found | {"pixel_values": padded, "image_sizes": torch.tensor(sizes)}
     if name == "Gemma3":
         return found | {"pixel_values": torch.cat(pixels), "token_type_ids": torch.tensor([prompt.kinds])}
+    if name == "Step3p7":  # the tile is of the second picture
+        wholes, tile = torch.cat(pixels[::2]), pixels[1]
+        return found | {"pixel_values": wholes, "pixel_values_local": tile, "num_local_patches": torch.tensor([0, 1])}
     if name in ("Idefics3", "SmolVLM"):
         return found | {"pixel_values": torch.cat(pixels).unsqueeze(0)}
     if name in TILED:

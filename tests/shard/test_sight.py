@@ -322,7 +322,7 @@ def test_what_an_image_takes_is_measured(world: Made) -> None:
     if world[0] in seeing.TILED:
         assert sight.largest == replace(seeing.TILING, most=int(world[0] == "LlavaOnevision")).longest
     else:
-        square = world[0] in ("Gemma3", "Idefics2", "Idefics3", "Llama4", "Llava", "SmolVLM")
+        square = world[0] in ("Gemma3", "Idefics2", "Idefics3", "Llama4", "Llava", "SmolVLM", "Step3p7")
         assert sight.largest == (seeing.SQUARE**2 if square else (1 << 20) // seeing.SIDE**2)
     assert sight.places([sight.blank(6)]) is not None
 
@@ -389,6 +389,24 @@ def test_as_the_hub_has_minimax(tmp_path: Path) -> None:
         bench.run(parted([Span(sequence, 0, prompt.tokens, wanted=len(prompt.tokens))])),
         seeing.logits(reference, "MiniMaxM3", prompt),
     )
+
+
+@pytest.mark.parametrize("name", ["Step3p7", "Gemma4Unified", "MiniMaxM3", "PaddleOCRVL"])
+def test_as_transformers_modules_are_called(name: str, tmp_path: Path) -> None:
+    """What transformers saves has the hub's names, and its parts: Step 3.7's queries, keys and values are one matrix."""
+    reference = seeing.made(name, tmp_path)
+    prompt = asked((name, reference, tmp_path), 1)
+    sight = seeing._loaded(tmp_path, 1 << 20).decoder.sight
+    stored = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    beginnings = ("vi", "embed_vision", "mlp_AR", "multi_modal_projector", "patch_merge_mlp")
+    text = {key: values for key, values in stored.items() if not key.removeprefix("model.").startswith(beginnings)}
+    assert sight is not None
+    own = {f"model.{key}": values.contiguous() for key, values in sight._model.state_dict().items()}
+    assert not own.keys() <= stored.keys()
+    safetensors.torch.save_file(text | own, tmp_path / "model.safetensors", {"format": "pt"})
+    again = seeing._loaded(tmp_path, 1 << 20).decoder.sight
+    assert again is not None
+    torch.testing.assert_close(again.encode(prompt.pictures[0]), sight.encode(prompt.pictures[0]), rtol=0, atol=0)
 
 
 def changed(folder: Path, tmp_path: Path, **changes: Any) -> Path:

@@ -1,0 +1,61 @@
+"""What checkpoints call the tensors of what encodes images: as transformers 5 saves them, or by other names, and in other parts."""
+
+import re
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..weights import Source
+
+ROOTS = ("model.", "")  # what names begin with: as transformers 5 saves them, and as most checkpoints have them
+# What they begin with, and on the hub: Gemma 3's, PaddleOCR's, Gemma 4 12B's, MiniMax M3's.
+HUBS = (
+    *(("vision_tower.", "vision_tower.vision_model."), ("projector.", "mlp_AR.")),
+    *(("embed_vision.multimodal_embedder.", "embed_vision."), ("embed_vision.p", "vision_embedder.p")),
+    ("vision_tower.embeddings.proj.", "vision_tower.vision_model.embeddings.patch_embedding."),
+    *(("vision_tower.layers.", "vision_tower.vision_model.encoder.layers."), ("multi_modal_projector.merge_", "patch_merge_mlp.")),
+)
+# Parts of names, and on the hub: Step 3.7's.
+STEP = (
+    ("multi_modal_projector.", "vit_large_projector."),
+    ("vision_model.embeddings.patch_embedding.", "vision_model.conv1."),
+    ("vision_model.embeddings.position_embedding.weight", "vision_model.positional_embedding"),
+    ("vision_model.layers.", "vision_model.transformer.resblocks."),
+    *(("vision_model.pre_layernorm.", "vision_model.ln_pre."), ("vision_model.downsampler", "vision_model.vit_downsampler")),
+    *((".lambda_1", ".ls_1.gamma"), (".lambda_2", ".ls_2.gamma"), (".mlp.fc1.", ".mlp.c_fc."), (".mlp.fc2.", ".mlp.c_proj.")),
+    *((".self_attn.", ".attn."), (".layernorm_before.", ".ln_1."), (".layernorm_after.", ".ln_2.")),
+)
+JOINT = re.compile(r"(.*)\.attn\.([qkv])_proj\.(weight|bias)")  # of the same, which are one there
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Of one family's."""
+
+    source: Source
+    parts: tuple[tuple[str, str], ...] = ()  # see STEP
+    heads: int = 0  # of its attention
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """By transformers' name. Raises Unsupported."""
+        names = [name, *(name.replace(*pair, 1) for pair in HUBS if name.startswith(pair[0])), self._renamed(name)]
+        stored = next((root + each for root in ROOTS for each in names if self.source.has(root + each)), "")
+        joint = JOINT.fullmatch(names[-1])
+        if not stored and joint and self.parts:
+            return self._part(*joint.groups(), shape)
+        return self.source.tensor(stored or ROOTS[0] + name, shape)
+
+    def _renamed(self, name: str) -> str:
+        for pair in self.parts:
+            name = name.replace(*pair)
+        return name
+
+    def _part(self, before: str, part: str, kind: str, shape: tuple[int, ...]) -> Tensor:
+        """Of a matrix of queries, keys and values: there features that turn together are neighbours, here they are half a head
+        apart."""
+        name, start = f"{before}.attn.in_proj_{kind}", "qkv".index(part) * shape[0]
+        root = next((root for root in ROOTS if self.source.has(root + name)), ROOTS[0])
+        found = self.source.tensor(root + name, (3 * shape[0], *shape[1:]), (0, start, start + shape[0]))
+        if part == "v":
+            return found
+        return found.view(self.heads, -1, 2, *shape[1:]).transpose(1, 2).reshape(shape)
