@@ -42,7 +42,7 @@ class Names:
         stored = next((root + each for root in ROOTS for each in names if self.source.has(root + each)), "")
         joint = JOINT.fullmatch(names[-1])
         if not stored and joint and self.parts:
-            return self._part(*joint.groups(), shape)
+            return self._part(joint[1], joint[2], joint[3], shape)
         return self.source.tensor(stored or ROOTS[0] + name, shape)
 
     def _renamed(self, name: str) -> str:
