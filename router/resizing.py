@@ -81,7 +81,8 @@ class Patches(Resizing):
         found = self._run(image, size={"shortest_edge": min(size.shortest_edge, longest), "longest_edge": longest})
         _, high, wide = (int(number) for number in found["image_grid_thw"][0])
         patches = found["pixel_values"].reshape(high * wide, -1, self._frames, self._patch, self._patch)
-        return Resized([patches[:, :, 0]], high // self._merged, wide // self._merged)  # a picture stands still
+        columns = wide // self._merged + type(self._processor).__name__.startswith("HYV4VL")  # whose rows end with a token
+        return Resized([patches[:, :, 0]], high // self._merged, columns)  # a picture stands still
 
 
 class Sides(Resizing):

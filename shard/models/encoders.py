@@ -7,6 +7,7 @@ Pixels of an image are [1, colours, height, width], or patches of it, [patches, 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -103,7 +104,7 @@ class Qwen(Grid):
 
 
 class Still(Qwen):
-    """EXAONE's and MiniMax': their tokens have one position each."""
+    """EXAONE's, LFM's and MiniMax': their tokens have one position each."""
 
     turned = False
 
@@ -114,6 +115,26 @@ class Paddle(Qwen):
     def __call__(self, pixels: Tensor, picture: Picture) -> Tensor:
         grid = torch.tensor([[1, picture.rows * self._merged, picture.columns * self._merged]], device=pixels.device)
         return self._features(pixels, image_grid_thw=grid)
+
+
+class Hy4(Paddle):
+    """Each row of tokens ends with the same one."""
+
+    def shape(self, rows: int, columns: int) -> tuple[int, ...]:
+        return super().shape(rows, columns - 1) if columns > 1 else ()
+
+    @property
+    def largest(self) -> int:
+        """No picture is 200 times as high as wide."""
+        tokens = super().largest
+        return tokens + math.isqrt(200 * tokens)
+
+    def grid(self, tokens: int) -> tuple[int, int]:
+        rows, columns = super().grid(tokens)
+        return rows, max(2, columns)
+
+    def __call__(self, pixels: Tensor, picture: Picture) -> Tensor:
+        return super().__call__(pixels.flatten(1), replace(picture, columns=picture.columns - 1))
 
 
 class Mistral(Grid):
@@ -379,7 +400,8 @@ ENCODERS: dict[str, Callable[[Any, int], Encoder]] = {
         ("glm46v", "glm4v", "glm_ocr", "glm4v_moe", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"),
         Qwen,
     ),
-    **dict.fromkeys(("exaone4_5", "minimax_m3_vl"), Still),
+    **dict.fromkeys(("exaone4_5", "lfm3_vl", "minimax_m3_vl"), Still),
+    "hy_v4_vl": Hy4,
     "gemma3": Gemma3,
     "gemma4": Gemma4,
     "gemma4_unified": Gemma4Unified,

@@ -11,7 +11,7 @@ from .dense_families import DENSE
 from .fields import AGAIN, Config, expect, shown
 from .gemma4_families import GEMMA4
 from .hybrid_families import HYBRID
-from .latent_families import LATENT
+from .latent_families import LATENT, hy_4_vl
 from .llama4_families import LLAMA4
 from .ropes import ROPES
 from .shape import Shape, Unsupported
@@ -47,7 +47,11 @@ BESIDE_COUNTS = (  # whose text may say the first one wrong
     *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration", "InternVLForConditionalGeneration"),
     *("LlavaNextForConditionalGeneration", "Idefics2ForConditionalGeneration", "Exaone4_5_ForConditionalGeneration"),
 )
-TIED = ("LightOnOcrForConditionalGeneration", "PaddleOCRVLForConditionalGeneration")  # likewise, and true if nothing is said
+TIED = (
+    "Lfm3VlForConditionalGeneration",
+    "LightOnOcrForConditionalGeneration",
+    "PaddleOCRVLForConditionalGeneration",
+)  # likewise, and true if nothing is said
 EITHER_COUNTS = (  # beside the text's, or the text's
     *("LlavaForConditionalGeneration", "LlavaOnevisionForConditionalGeneration", "GlmOcrForConditionalGeneration"),
 )
@@ -110,6 +114,7 @@ IMAGES: dict[str, dict[str, Family]] = {
     "GlmOcrForConditionalGeneration": {"glm_ocr_text": _glm_ocr},
     "Glm4vForConditionalGeneration": {"glm4v_text": _glm_4v},
     "Glm4vMoeForConditionalGeneration": {"glm4v_moe_text": _glm_4v_moe},
+    "HYV4VLForConditionalGeneration": {"hy_v4_vl_text": hy_4_vl},
     "Idefics2ForConditionalGeneration": {"mistral": _mistral},
     "Idefics3ForConditionalGeneration": {"llama": _llama},
     "InternVLForConditionalGeneration": {
@@ -121,6 +126,7 @@ IMAGES: dict[str, dict[str, Family]] = {
     "KimiK25ForConditionalGeneration": KIMI,
     "Kimi_K25ForConditionalGeneration": KIMI,
     "Llama4ForConditionalGeneration": {"llama4_text": LLAMA4["Llama4ForCausalLM"]},
+    "Lfm3VlForConditionalGeneration": {"lfm3": HYBRID["Lfm3ForCausalLM"]},
     "LightOnOcrForConditionalGeneration": {"qwen3": DENSE["Qwen3ForCausalLM"]},
     "LlavaForConditionalGeneration": LLAVA,
     "LlavaNextForConditionalGeneration": LLAVA,
@@ -149,6 +155,7 @@ SECTIONS: dict[str, tuple[list[int], bool]] = {
     **dict.fromkeys(
         ("paddleocr_vl", "paddleocr_vl_text", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), ([16, 24, 24], False)
     ),
+    "hy_v4_vl_text": ([12, 10, 10], True),
     **dict.fromkeys(("qwen3_vl_text", "qwen3_vl_moe_text"), ([24, 20, 20], True)),
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), ([11, 11, 10], True)),
 }
@@ -168,7 +175,7 @@ def _turned(text: Config, kind: str, found: Shape) -> Shape:
     that."""
     said = [values["mrope_section"] for name in ROPES if isinstance(values := text.get(name), dict) and "mrope_section" in values]
     default, by_turns = SECTIONS[kind]
-    sections, pairs = (said or [default])[0], (found.rotary_size or found.head_size) // 2
+    sections, pairs = (said or [default])[0], found.turning_size(0) // 2
     if (
         not isinstance(sections, list)
         or len(sections) != len(default)

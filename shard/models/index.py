@@ -41,10 +41,11 @@ class Chooser:
 
     def _ordered(self, turned: int) -> list[int]:
         """A head's features with those first that turn, of which two that turn together are half of these apart."""
-        own, size = range(turned), self.index.size
+        size = self.index.size
+        own, others = range(turned), range(turned, size)
         if self.index.turned_last:
-            return [*range(size - turned, size), *range(size - turned)]
-        return [*own[::2], *own[1::2], *range(turned, size)] if self.index.neighbours else [*range(size)]
+            own, others = range(size - turned, size), range(size - turned)
+        return [*own[::2], *own[1::2], *others] if self.index.neighbours else [*own, *others]
 
     def _by_order(self, weight: Tensor | Codes) -> Tensor | Codes:
         if self._order == [*range(self.index.size)]:

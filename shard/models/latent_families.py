@@ -94,6 +94,7 @@ HY_4: Config = FEATURES | {
     "index_n_heads": 16,
     "hc_mult": 4,
 }
+HY_4_VL: Config = {"q_lora_rank": 2048, "moe_intermediate_size": 2048, "index_n_heads": 32}
 # Of several streams' mixing, and of gates and sinks: transformers' names, and those of checkpoints, of which none was at hand.
 HY_4_NAMES = (
     *(("attn_hc.", f"{place}.hc_") for place in ("hc_attn_layer", "hc_pre.hc_attn_layer", "hc_attn_layer.hc_pre")),
@@ -240,11 +241,18 @@ def _minicpm_3(config: Config) -> Shape:
     )
 
 
-def _hy_4(config: Config) -> Shape:
+def hy_4_vl(config: Config) -> Shape:
+    """Its text beside images, whose latents have norms like others, and of which neighbours turn."""
+    found = _hy_4(HY_4_VL | config, neighbours=True)
+    assert found.latent is not None
+    return replace(found, latent=replace(found.latent, epsilon=found.norm_epsilon))
+
+
+def _hy_4(config: Config, neighbours: bool = False) -> Shape:
     """Tencent's Hy 4: GLM 5 with several residual streams, gates of attention, sinks, and experts whose gates have a limit."""
     usual = [OWN if layer == 0 or (layer - 1) % 4 == 0 else OTHERS for layer in range(config["num_hidden_layers"])]
-    given = HY_4 | {"routed_scaling_factor": 2.827, "indexer_types": usual} | config | {"rope_interleave": False}
-    base = _indexed(given, neighbours=False, borrowing=_borrowing(given), turned_last=True)
+    given = HY_4 | {"routed_scaling_factor": 2.827, "indexer_types": usual} | config | {"rope_interleave": neighbours}
+    base = _indexed(given, neighbours=neighbours, borrowing=_borrowing(given), turned_last=True)
     limit = config.get("swiglu_limit", 10.0)
     if type(limit) not in (int, float) or limit > 0:
         base = with_experts(base, limit=number(given, "swiglu_limit", 10.0), form="before")

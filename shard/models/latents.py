@@ -21,7 +21,6 @@ from .stream import Stream
 from .traits import Latent
 
 LATENTS = "self_attn.kv_a_proj_with_mqa"
-EPSILON = 1e-6  # of the norms of latents, whatever config.json says of the others
 # Multiplications of a head's product that `torch.bmm` leaves to MKL on a CPU, if there are as many: fewer it does itself, in
 # another order. Only models smaller than any that is served have so few in more than one row.
 SHORT = 400
@@ -100,13 +99,13 @@ class Latents:
         joint = stream.through(norm, self.inward) if x is None else stream.product(x, self.inward)
         gates, asked, latents = joint[:, : self.gates], joint[:, self.gates : -width], joint[:, -width:]
         if self.query is not None and self.query_norm is not None:
-            made = rms_norm(asked, self.query_norm, EPSILON)
+            made = rms_norm(asked, self.query_norm, latent.epsilon)
             asked = stream.product(made, self.query)
             if self.chooser is not None and x is not None:
                 places.choosing[:] = [self.chooser(x, made, places.rotary, step, layer[..., width:])]
         heads = asked.view(len(asked), self.heads, latent.plain + latent.turned)
         query = torch.cat((self.to_keys(heads[..., : latent.plain]), heads[..., latent.plain :]), 2)
-        rotate_and_write_latents(query, latents, self.latent_norm, places.rotary, step.slots, layer[..., :width], EPSILON)
+        rotate_and_write_latents(query, latents, self.latent_norm, places.rotary, step.slots, layer[..., :width], latent.epsilon)
         if places.growth is not None:
             query.mul_(places.growth)
         [chosen] = places.choosing or [None]  # by the layer's own index, or the last one before it

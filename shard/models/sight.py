@@ -22,7 +22,7 @@ from ..weights import Source
 from .encoders import ENCODERS
 from .fields import AGAIN, Config
 from .shape import Shape, Unsupported
-from .sight_names import STEP, Names
+from .sight_names import PARTS, Names
 
 REMEDY = "pip install -e '.[images]' in the checkout, or take --max-images 0, which serves text alone"
 
@@ -59,7 +59,7 @@ class Sight:
 
     def _load(self, source: Source) -> None:
         config = self._model.config
-        names = Names(source, STEP, config.vision_config.num_attention_heads) if config.model_type == "step3p7" else Names(source)
+        names = Names(source, PARTS.get(config.model_type, ()), getattr(config.vision_config, "num_attention_heads", 0))
         wanted = {name: tuple(tensor.shape) for name, tensor in self._model.state_dict().items()}
         try:
             found = {name: names.tensor(name, shape) for name, shape in wanted.items()}

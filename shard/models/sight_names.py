@@ -25,6 +25,16 @@ STEP = (
     *((".lambda_1", ".ls_1.gamma"), (".lambda_2", ".ls_2.gamma"), (".mlp.fc1.", ".mlp.c_fc."), (".mlp.fc2.", ".mlp.c_proj.")),
     *((".self_attn.", ".attn."), (".layernorm_before.", ".ln_1."), (".layernorm_after.", ".ln_2.")),
 )
+# Likewise, Hy 4's and LFM 3's.
+HY_4 = (
+    *(("vision_tower.", "vit."), (".mlp.fc1.", ".mlp.dense_h_to_4h."), (".mlp.fc2.", ".mlp.dense_4h_to_h.")),
+    *((".layer_norm1.", ".input_layernorm."), (".layer_norm2.", ".post_attention_layernorm.")),
+    *((".patch_merger.before_rms.", ".perceive.norm."), (".patch_merger.proj_conv.", ".perceive.proj.0.")),
+    *((".patch_merger.proj_out.", ".perceive.proj.2."), (".patch_merger.", ".perceive.")),
+)
+LFM_3 = (("vision_tower.patch_embed.", "vision_tower.patchifier."), (".q_norm.", ".q_layernorm."), (".k_norm.", ".k_layernorm."))
+# By the model_type of config.json.
+PARTS = {"hy_v4_vl": HY_4, "lfm3_vl": LFM_3, "step3p7": STEP}
 JOINT = re.compile(r"(.*)\.attn\.([qkv])_proj\.(weight|bias)")  # of the same, which are one there
 
 
@@ -41,7 +51,7 @@ class Names:
         names = [name, *(name.replace(*pair, 1) for pair in HUBS if name.startswith(pair[0])), self._renamed(name)]
         stored = next((root + each for root in ROOTS for each in names if self.source.has(root + each)), "")
         joint = JOINT.fullmatch(names[-1])
-        if not stored and joint and self.parts:
+        if not stored and joint:
             return self._part(joint[1], joint[2], joint[3], shape)
         return self.source.tensor(stored or ROOTS[0] + name, shape)
 

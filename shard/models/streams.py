@@ -57,6 +57,10 @@ class Streams(Stream):
         """As of `Stream`."""
         self.add_part(self.product(x, weight), gains)
 
+    def replace(self, rows: Tensor, sums: Tensor) -> None:
+        """As of `Stream`."""
+        self._all.index_copy_(0, rows, sums.unsqueeze(1).expand(-1, self._all.shape[1], -1))
+
     def select(self, rows: Tensor) -> None:
         """As of `Stream`, before what a part comes to is added."""
         super().select(rows)

@@ -227,6 +227,7 @@ class Latent:
     plain: int  # of each head's queries and keys that don't
     values: int  # of each head
     queries: int = 0  # that queries are made of; 0: of the residual stream
+    epsilon: float = 1e-6  # of norms of both, whatever other norms have
     index: Index | None = None  # None: each token attends to all before it
 
 

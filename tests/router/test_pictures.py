@@ -96,6 +96,7 @@ AROUND = {
         "paddleocr_vl",
         "lighton_ocr",
         "minimax_m3_vl",
+        "hy_v4_vl",
     ],
 )
 def test_a_request_shows_them(tmp_path: Path, family: str) -> None:

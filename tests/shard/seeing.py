@@ -26,7 +26,7 @@ from penstock.shard.parallel import Ranks
 from penstock.shard.pictures import Picture
 from penstock.shard.weights import Weights
 
-from .configurations import GEMMA, GEMMA4, GEMMA4_E, LLAMA4, MINIMAX_3, SMALL, VOCABULARY
+from .configurations import GEMMA, GEMMA4, GEMMA4_E, HY_4, LFM3, LLAMA4, MINIMAX_3, SMALL, VOCABULARY
 from .test_images import SECTIONS, TEXTS, model
 from .test_step_3 import TEXT as STEP
 from .tiny import CPU, MAKING
@@ -52,6 +52,7 @@ PROCESSORS = {
     "MiniMaxM3": "MiniMaxM3VLImageProcessor",
     "Llama4": "Llama4ImageProcessorFast",
     "Step3p7": "Step3p7ImageProcessor",
+    "HYV4VL": "HYV4VLImageProcessor",
     **{"Mistral3": "PixtralImageProcessor", "Gemma3": "Gemma3ImageProcessor", "InternVL": "GotOcr2ImageProcessor"},
     **dict.fromkeys(("Gemma4", "Gemma4E", "Gemma4Both"), "Gemma4ImageProcessor"),
     "Gemma4Unified": "Gemma4UnifiedImageProcessor",
@@ -78,6 +79,8 @@ SEEING = (
     "LightOnOcr",
     "Llama4",
     "PaddleOCRVL",
+    "HYV4VL",
+    "Lfm3Vl",
     "Step3p7",
     "Llava",
     "LlavaNext",
@@ -167,6 +170,24 @@ def _llama4() -> Any:
     vision |= {"vision_output_dim": 24, "projector_input_dim": 24, "projector_output_dim": 24}
     config = transformers.Llama4Config(text_config=LLAMA4, vision_config=vision, image_token_index=PLACEHOLDER)
     return transformers.Llama4ForConditionalGeneration(config)
+
+
+def _hy_4() -> Any:
+    """Latents have norms like others."""
+    vision = SIGLIP | {"spatial_merge_size": MERGE, "max_image_size": 16 * PATCH, "out_hidden_size": HY_4["hidden_size"]}
+    text = HY_4 | {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [2, 1, 1]},
+        "rms_norm_eps": 0.1,
+    }
+    config = transformers.HYV4VLConfig(text_config=text, vision_config=vision, image_token_id=PLACEHOLDER)
+    return transformers.HYV4VLForConditionalGeneration(config)
+
+
+def _lfm3() -> Any:
+    text = LFM3 | {"model_type": "lfm3", "layer_types": ["conv", "full_attention", "sliding_attention", "conv"]}
+    vision = SIGLIP | {"spatial_merge_size": MERGE, "layer_types": ["conv", "full_attention"], "num_key_value_heads": 1}
+    config = transformers.Lfm3VlConfig(text_config=text, vision_config=vision, projector_hidden_size=24, image_token_id=PLACEHOLDER)
+    return transformers.Lfm3VlForConditionalGeneration(config)
 
 
 def _step() -> Any:
@@ -313,6 +334,8 @@ OTHERS = {
     "LightOnOcr": _light_on,
     "Llama4": _llama4,
     "Step3p7": _step,
+    "HYV4VL": _hy_4,
+    "Lfm3Vl": _lfm3,
     "PaddleOCRVL": _paddle,
     "Exaone4_5": _exaone,
     "MiniMaxM3": _minimax,
@@ -323,7 +346,9 @@ OTHERS = {
     "Gemma4Unified": _gemma4_unified,
 }
 TILED = ("LlavaNext", "LlavaOnevision")
-WHOLE = tuple(name for name in OTHERS if name not in ("PaddleOCRVL", "Exaone4_5", "MiniMaxM3"))  # pixels are no patches
+WHOLE = tuple(
+    name for name in OTHERS if name not in ("PaddleOCRVL", "Exaone4_5", "MiniMaxM3", "HYV4VL", "Lfm3Vl")
+)  # pixels are no patches
 
 
 def engine(folder: Path, pages: int = 64, page_size: int = 16, image_pixels: int = 1 << 20, **more: Any) -> Engine:
@@ -386,6 +411,7 @@ def seen(name: str, kind: str, chance: random.Random, sizes: list[tuple[int, int
             rows, columns, shape = 1, SQUARE**2, (1, 3, 5 * rows, 7 * columns)
         if name in TILED:
             rows, columns, shape, size = _tiled(name, (5 * rows, 5 * columns), bool(pictures) and len(sizes) > 2)
+        columns += name == "HYV4VL"  # rows have an end
         pixels = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
         own = random.Random(hash((pixels.numpy().tobytes(), rows)))  # ids follow from what is shown
         pictures.append(Picture(len(ids), rows, columns, columns, pixels, size=size))
@@ -442,10 +468,14 @@ def inputs(name: str, prompt: Seen) -> dict[str, Any]:
         return found | {"pixel_values": torch.cat(pixels)}
     if name.startswith("Gemma4"):
         return found | _gemma4_inputs(prompt, name == "Gemma4Unified") | {"mm_token_type_ids": torch.tensor([prompt.kinds])}
-    patches = pixels if name == "PaddleOCRVL" else [one.unsqueeze(2).repeat(1, 1, 2, 1, 1).flatten(1) for one in pixels]
-    grids = [(1, picture.rows * MERGE, picture.columns * MERGE) for picture in prompt.pictures]
+    patches = [one.flatten(1) for one in pixels]
+    if name == "PaddleOCRVL":
+        patches = pixels
+    elif name != "HYV4VL":
+        patches = [one.unsqueeze(2).repeat(1, 1, 2, 1, 1).flatten(1) for one in pixels]
+    grids = [(1, picture.rows * MERGE, (picture.columns - (name == "HYV4VL")) * MERGE) for picture in prompt.pictures]
     found |= {"pixel_values": torch.cat(patches), "image_grid_thw": torch.tensor(grids)}
-    return found if name in ("Exaone4_5", "MiniMaxM3") else found | {"mm_token_type_ids": torch.tensor([prompt.kinds])}
+    return found if name in ("Exaone4_5", "MiniMaxM3", "Lfm3Vl") else found | {"mm_token_type_ids": torch.tensor([prompt.kinds])}
 
 
 def _gemma4_inputs(prompt: Seen, merged: bool) -> dict[str, Tensor]:

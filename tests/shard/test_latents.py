@@ -321,6 +321,23 @@ def test_hy_4_is_transformers() -> None:
     assert shape(HY_4 | {"swiglu_limit": 0}).mixtures[-1] == replace(mixture, limit=0.0, form="steep")
 
 
+def test_hy_4_beside_images_is_transformers() -> None:
+    """Likewise: 770 billion parameters of text, 49 of them for a token."""
+    text = {"vocab_size": 120_832, "hidden_size": 6144, "intermediate_size": 18_432, "num_hidden_layers": 78}
+    text |= {"num_attention_heads": 64, "num_key_value_heads": 64}
+    said = {"architectures": ["HYV4VLForConditionalGeneration"], "model_type": "hy_v4_vl", "text_config": text}
+    found, theirs = shape(said), transformers.HYV4VLConfig(text_config=text)
+    with torch.device("meta"):
+        model = transformers.HYV4VLForConditionalGeneration(theirs)
+    corrections = [values for key, values in model.named_buffers() if "correction" in key]
+    own = [values for key, values in model.named_parameters() if "vision_tower" not in key]
+    assert found.parameters() == sum(values.numel() for values in (*own, *corrections))
+    assert found == shape(theirs.to_dict() | {"architectures": said["architectures"]})
+    assert found.latent is not None
+    assert (found.latent.epsilon, found.rotary_neighbours, found.rope.axes[:6]) == (1e-5, True, (0, 1, 2, 0, 1, 2))
+    assert found.rope.axes == tuple(pair % 3 if pair < 3 * [12, 10, 10][pair % 3] else 0 for pair in range(32))
+
+
 @pytest.mark.parametrize(
     "beginnings",
     [
