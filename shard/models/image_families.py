@@ -175,7 +175,7 @@ def _turned(text: Config, kind: str, found: Shape) -> Shape:
     that."""
     said = [values["mrope_section"] for name in ROPES if isinstance(values := text.get(name), dict) and "mrope_section" in values]
     default, by_turns = SECTIONS[kind]
-    sections, pairs = (said or [default])[0], found.turning_size(0) // 2
+    sections, pairs = (said or [default])[0], (found.rotary_size or found.turning_size(0)) // 2
     if (
         not isinstance(sections, list)
         or len(sections) != len(default)
