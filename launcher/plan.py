@@ -269,9 +269,11 @@ def _sight(plan: Plan) -> list[tuple[str, str]]:
     """What encodes images."""
     if not plan.sight.images:
         return [("  images", f"none: {plan.sight.why}")] if plan.sight.why else []
-    return [
-        ("  images", f"{size(plan.sight_bytes):>10}  for what encodes them, up to {plan.sight.images} of a request (--max-images)")
-    ]
+    if not plan.sight_bytes:
+        found = f"{'?':>10}  for what encodes them, which only weights tell: leave room for that"
+    else:
+        found = f"{size(plan.sight_bytes):>10}  for what encodes them"
+    return [("  images", f"{found}, up to {plan.sight.images} of a request (--max-images)")]
 
 
 def _states(plan: Plan) -> list[tuple[str, str]]:

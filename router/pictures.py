@@ -55,7 +55,7 @@ class Pictures:
         self._held = 0  # bytes of pixels, of all requests that have not been answered
         around = [name if added_id(name) is not None else "" for name in form.around]
         self._own = token_text(place)
-        self._word = form.written or self._own
+        self._words = " or ".join(dict.fromkeys([form.written or self._own, self._own]))
         self._whole = self._own.join(around).join([form.margin] * 2)
         self.text = form.written or self._whole  # what an image is in the text of a prompt
 
@@ -71,10 +71,9 @@ class Pictures:
         """The prompt with these encoded images in their places. Raises Refused, or Overloaded."""
         places = ids.count(self._place)
         if places != len(images):
-            word = self._word
             raise Refused(
-                f"`inputs` has {places} places for images ({word}), and {len(images)} images: a text must not have {word} itself, "
-                "and a chat template must write it for each",
+                f"`inputs` has {places} places for images ({self._words}), and {len(images)} images: a text must not have "
+                f"{self._words} itself, and a chat template must write it for each",
                 "inputs",
             )
         found, own = list[Prepared](), 0

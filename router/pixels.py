@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 class Job(msgspec.Struct):
     folder: str  # of the model
     most: int  # pixels that are left of a larger image
-    data: bytes | None  # None: nothing but the processor is made
+    data: bytes | None  # None: a blank picture, of which nothing is wanted
     alone: bool = True  # the prompt has no other picture
 
 
@@ -125,9 +125,10 @@ def _answer(job: Job) -> Answer:
         resizing = _resizing(job.folder)
     except Exception as error:  # of a library, about files that came with a download
         return Answer(unable=words(error))
-    if job.data is None:
-        return Answer()
     try:
+        if job.data is None:
+            _prepared(resizing, _blank(), job.most)
+            return Answer()
         return Answer(_prepared(resizing, _opened(job.data), job.most, job.alone))
     except Wrong as wrong:
         return Answer(refused=str(wrong))
@@ -152,6 +153,13 @@ def _resizing(folder: str) -> Resizing:
 def _read(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return found
+
+
+def _blank() -> Any:
+    """A picture with which it shows whether any can be prepared."""
+    from PIL import Image
+
+    return Image.new("RGB", (600, 400))
 
 
 def _opened(data: bytes) -> Any:

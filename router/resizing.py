@@ -103,7 +103,8 @@ class Sides(Resizing):
         values = self._run(image, size={"longest_edge": longest}, patch_size=self._unit)["pixel_values"]
         rows, columns = (length // self._token for length in values.shape[-2:])
         if not rows or not columns:
-            raise Wrong(f"is too small: a token is of {self._token} x {self._token} pixels")
+            what = "thin" if max(image.size) >= self._token else "small"
+            raise Wrong(f"is too {what}: a token is of {self._token} x {self._token} pixels")
         return Resized([values], rows, columns)
 
 
@@ -250,17 +251,22 @@ def bounded(size: tuple[int, int], shortest: int, longest: int) -> int:
     return max(width, shortest) * max(height, shortest)
 
 
+LLAMA4 = {"image_size": 336, "patch_size": 14, "pixel_shuffle_ratio": 0.5}  # transformers' defaults
+
+
 class Canvas(Resizing):
     """Llama 4's: tiles of the canvas that suits the picture best, black where it doesn't reach, and the whole of it, if that is
     more than one. What becomes of its sizes is as transformers computes it: in float32 what follows from the canvas."""
 
     def __init__(self, processor: Any, model: Mapping[str, Any]) -> None:
         super().__init__(processor)
-        vision = model["vision_config"]
+        vision: Mapping[str, Any] = LLAMA4 | model["vision_config"]
         self._tile, self._most, self._largest = processor.size.height, processor.max_patches, processor.resize_to_max_canvas
         if processor.size.width != self._tile or vision["image_size"] != self._tile:
             raise ValueError(f"size must be {vision['image_size']} x {vision['image_size']}, as the model sees tiles")
-        self._side = int(self._tile // vision["patch_size"] * vision["pixel_shuffle_ratio"])  # tokens
+        if type(self._most) is not int or self._most < 1 or type(self._largest) is not bool:
+            raise ValueError("max_patches must be an integer, 1 at least, and resize_to_max_canvas true or false")
+        self._side = int(self._tile // vision["patch_size"] * float(vision["pixel_shuffle_ratio"]))  # tokens
 
     def __call__(self, image: Any, most: int) -> Resized:
         import numpy
@@ -320,7 +326,7 @@ class Windows(Resizing):
     def __init__(self, processor: Any, model: Mapping[str, Any]) -> None:
         super().__init__(processor)
         self._whole, self._tile, self._longest = processor.size.height, processor.patch_size, processor.max_image_size
-        if model["vision_config"]["image_size"] != self._whole or not self.SIDE <= self._tile <= self._whole:
+        if model["vision_config"].get("image_size", 728) != self._whole or not self.SIDE <= self._tile <= self._whole:
             raise ValueError(f"size must be the model's image_size, and patch_size no more than that, and {self.SIDE} at least")
 
     def __call__(self, image: Any, most: int) -> Resized:
@@ -403,7 +409,9 @@ BY_TYPE: dict[str, Callable[[Any, Mapping[str, Any]], Resizing]] = {"llama4": Ca
 
 def resizing_of(processor: Any, files: Mapping[str, Any], model: Mapping[str, Any]) -> Resizing:
     """By an image processor. files: what the folder says of its processor; model: its config.json. Raises ValueError, or KeyError,
-    for one of no known kind."""
+    for one of no known kind, or none that works."""
+    if getattr(processor, "do_resize", True) is not True:
+        raise ValueError(f"do_resize {processor.do_resize!r} is not supported: each picture is resized")
     if model.get("model_type") in BY_TYPE:
         return BY_TYPE[model["model_type"]](processor, model)
     if hasattr(processor, "merge_size"):

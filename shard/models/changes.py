@@ -46,7 +46,13 @@ class Part:
 
     def of(self, adapter: Adapter) -> "Part":
         """As the adapter has it."""
-        return self.joint if self.joint is not None and adapter.has(self.joint.names) else self
+        if self.joint is None or not adapter.has(self.joint.names):
+            return self
+        if adapter.has(self.names):
+            raise Unsupported(
+                f"adapter {adapter.name} changes {self.joint.names[0]} and {self.names[0]}, a part of it: save it again"
+            )
+        return self.joint
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,6 +148,9 @@ class Sight:
 def _modules(config: Config, folder: Path) -> Any:
     """transformers' model without its text; its parameters have shapes, and no memory. Raises Unsupported."""
     transformers = _library()
+    if config["model_type"] not in transformers.CONFIG_MAPPING:
+        known = f"transformers {transformers.__version__} knows no model_type {config['model_type']}"
+        raise Unsupported(f"{folder}: {known}, whose images are to be seen: {REMEDY}")
     # Unlike the device "meta" this leaves buffers as they are, of which no checkpoint has a copy.
     hook = register_module_parameter_registration_hook(_empty)  # type: ignore[arg-type]
     try:
@@ -161,8 +164,12 @@ def _modules(config: Config, folder: Path) -> Any:
         if getattr(known, "audio_config", None) is not None:
             known.audio_config = None
         found = transformers.AutoModel.from_config(known, dtype=torch.float32).eval()
-    except Exception as error:  # it has many, for a config.json that is none of its own
+    except ImportError as error:
         raise Unsupported(f"{folder}: transformers can't make what encodes images ({_said(error)}): {REMEDY}") from None
+    except Exception as error:  # it has many, for a config.json that is none of its own
+        raise Unsupported(
+            f"{folder}: transformers can't make what encodes images ({_said(error)}): {AGAIN}; --max-images 0 does without"
+        ) from None
     finally:
         hook.remove()
     delattr(found, "language_model" if hasattr(found, "language_model") else "text_model")
@@ -191,8 +198,8 @@ def _rescaling(folder: Path) -> tuple[float, list[float], list[float]]:
 
 
 def _said(error: Exception) -> str:
-    """The first line, of a library's many."""
-    return str(error).strip().partition("\n")[0]
+    """The first lines, of a library's many."""
+    return " ".join(line.strip() for line in str(error).strip().splitlines()[:2])
 
 
 def _library() -> Any:

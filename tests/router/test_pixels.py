@@ -90,6 +90,21 @@ def test_a_large_one_has_as_many_patches_as_it_may(tmp_path: Path, family: str) 
     _alike(found, processor, expected["pixel_values"])
 
 
+@pytest.mark.usefixtures("own_processes")
+def test_what_fails_for_any_picture_is_told_before_there_is_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_folder(tmp_path, "minimax_m3_vl")
+    path = tmp_path / "preprocessor_config.json"
+
+    def told() -> str:
+        caplog.clear()
+        asyncio.run(Preparer(str(tmp_path), MOST).start())
+        return caplog.text
+
+    assert told() == ""
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"size": {"shortest_edge": 3136}}))
+    assert "images can't be prepared, and requests with any are refused" in told()
+
+
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
@@ -146,8 +161,9 @@ def test_pictures_of_whole_patches_are_transformers_own(tmp_path: Path, unit: in
     [small] = prepared(tmp_path, encoded(images[1]), most=10_000)
     assert 7_000 < len(small.pixels) // 3 <= 10_000
     if unit == 14:
-        with pytest.raises(Refused, match="is too small: a token is of 28 x 28 pixels"):
-            prepared(tmp_path, encoded(picture(1000, 9)))
+        for size, what in (((1000, 9), "thin"), ((9, 14), "small")):
+            with pytest.raises(Refused, match=f"is too {what}: a token is of 28 x 28 pixels"):
+                prepared(tmp_path, encoded(picture(*size)))
 
 
 @pytest.mark.parametrize(("family", "tokens", "side"), [("gemma3", 16, 896), ("llava", 24, 336)])
@@ -455,6 +471,10 @@ def test_several_are_a_tile_each_to_llava_onevision(tmp_path: Path) -> None:
         ("gemma4", {}, 161_279, "--max-image-pixels must be at least 161280 for this model"),
         ("gemma3", {"do_pan_and_scan": True}, MOST, "do_pan_and_scan is not supported"),
         ("llama4", {"size": {"height": 336, "width": 336}}, MOST, "size must be 64 x 64, as the model sees tiles"),
+        ("llama4", {"max_patches": "16"}, MOST, "max_patches must be an integer, 1 at least"),
+        ("llama4", {"resize_to_max_canvas": "no"}, MOST, "resize_to_max_canvas true or false"),
+        ("minimax_m3_vl", {"do_resize": False}, MOST, "do_resize False is not supported: each picture is resized"),
+        ("step3p7", {"patch_size": 1000}, MOST, "patch_size no more than that"),
     ],
 )
 def test_what_a_model_has_no_images_for(

@@ -362,6 +362,15 @@ def test_nothing_is_compiled_in_the_step_that_is_measured(noted: Noted, name: st
     assert not {*noted.launches[counts[-1] :]} - {*noted.launches[: counts[-1]]}
 
 
+@pytest.mark.parametrize("name", ["llama", "hy-4"])
+def test_layers_of_few_rows_are_compiled_by_themselves(noted: Noted, name: str) -> None:
+    """Also beside an output matrix of float32, as Hy 4's, which no kernel of few rows multiplies."""
+    engine = load(ShardConfig(folder=str(tiny.folder(name)), model="m", device="cuda", dtype="bfloat16"), lambda stage: None)
+    noted.launches.clear()
+    engine.compile(8)
+    assert "product_kernel" in {one.kernel for one in noted.launches}
+
+
 def test_what_is_kept_for_penalties_is_there_before_memory_is_measured(noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of as many rows as a step may have: else the pool would have that memory, too."""
     kept = list[int]()

@@ -129,7 +129,16 @@ def test_adapters_of_its_own_checkpoint_may_be_of_transformers_modules(tmp_path:
     """Where gates and what they let through are one."""
     changes, models = lora.of("minimax-m3", tmp_path)
     assert any("mlp.gate_up_proj" in key for key in safetensors.torch.load_file(Path(changes[0][1]) / "adapter_model.safetensors"))
-    check(engine_of(own_checkpoint(tmp_path), adapters=changes), mixed(9, 3), models, Habits(chunk=7, pauses=1))
+    folder = own_checkpoint(tmp_path)
+    check(engine_of(folder, adapters=changes), mixed(9, 3), models, Habits(chunk=7, pauses=1))
+    both = Path(shutil.copytree(changes[0][1], tmp_path / "both"))
+    stored = safetensors.torch.load_file(both / "adapter_model.safetensors")
+    joint = {
+        key.replace("gate_up_proj", "gate_proj"): values.clone() for key, values in stored.items() if "mlp.gate_up_proj" in key
+    }
+    safetensors.torch.save_file(stored | joint, both / "adapter_model.safetensors")
+    with pytest.raises(Unsupported, match=r"mlp.gate_up_proj and layers.*mlp.gate_proj, a part of it: save it again"):
+        engine_of(folder, adapters=(("both", str(both)),))
 
 
 @pytest.mark.parametrize(
