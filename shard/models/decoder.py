@@ -263,7 +263,8 @@ class Decoder:
     def _seen(self, shown: Shown) -> Tensor:
         """Features of an image's tokens, [tokens, levels, hidden]: see `Sight`."""
         assert self.sight is not None
-        return self.sight.look(shown.picture).index_select(0, shown.features)
+        found = self.sight.look(shown.picture).index_select(0, shown.features)
+        return found if self.shape.sight_factor == 1 else found.mul_(self.shape.sight_factor)
 
     def _told(self, step: Step, stream: Stream, shown: Sequence[Tensor]) -> Tensor | None:
         """What each layer is told of the step's tokens apart: [layers, tokens, features]. shown: which of them are images'."""

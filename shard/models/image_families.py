@@ -129,7 +129,7 @@ IMAGES: dict[str, dict[str, Family]] = {
     "Lfm3VlForConditionalGeneration": {"lfm3": HYBRID["Lfm3ForCausalLM"]},
     "LightOnOcrForConditionalGeneration": {"qwen3": DENSE["Qwen3ForCausalLM"]},
     "LlavaForConditionalGeneration": LLAVA,
-    "LlavaNextForConditionalGeneration": LLAVA,
+    "LlavaNextForConditionalGeneration": LLAVA | {"granite": DENSE["GraniteForCausalLM"]},
     "LlavaOnevisionForConditionalGeneration": LLAVA,
     "MiniMaxM3SparseForConditionalGeneration": {"minimax_m3_vl_text": SPARSE["MiniMaxM3VLForCausalLM"]},
     "Mistral3ForConditionalGeneration": {
@@ -167,6 +167,8 @@ def seeing(text: Config, kind: str, found: Shape) -> Shape:
         return replace(found, whole_images=tuple(sorted(set(found.windows))))
     if kind in ("gemma4_text", "gemma4_unified_text") and text.get("use_bidirectional_attention") == "vision":
         return replace(found, whole_images=tuple(sorted({window for window in found.windows if window})))
+    if kind == "granite":
+        return replace(found, sight_factor=found.embedding_factor)
     return _turned(text, kind, found) if kind in SECTIONS else found
 
 

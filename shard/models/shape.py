@@ -128,6 +128,7 @@ class Shape:
     keyless: int = 0  # the last layers, so many, have no keys: they see those of the last one before them with the same window
     wider: int = 1  # and their MLPs are so many times as wide
     inputs: Inputs | None = None  # of each layer apart
+    sight_factor: float = 1.0  # what features of images are multiplied by
     whole_images: tuple[int, ...] = ()  # windows of layers in which each of an image's tokens sees all of the image
 
     def check_ranks(self, ranks: int) -> None:

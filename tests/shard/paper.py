@@ -69,6 +69,7 @@ class Model:
         layers=1,
         windows=(0,),
         softcap=0.0,
+        sight_factor=1.0,
         whole_images=(),
         chunked=False,
         chunk=0,

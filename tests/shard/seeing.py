@@ -26,7 +26,7 @@ from penstock.shard.parallel import Ranks
 from penstock.shard.pictures import Picture
 from penstock.shard.weights import Weights
 
-from .configurations import GEMMA, GEMMA4, GEMMA4_E, HY_4, LFM3, LLAMA4, MINIMAX_3, SMALL, VOCABULARY
+from .configurations import GEMMA, GEMMA4, GEMMA4_E, GRANITE, HY_4, LFM3, LLAMA4, MINIMAX_3, SMALL, VOCABULARY
 from .test_images import SECTIONS, TEXTS, model
 from .test_step_3 import TEXT as STEP
 from .tiny import CPU, MAKING
@@ -60,6 +60,7 @@ PROCESSORS = {
     **{
         "Llava": "CLIPImageProcessor",
         "LlavaNext": "LlavaNextImageProcessor",
+        "GraniteVision": "LlavaNextImageProcessor",
         "LlavaOnevision": "LlavaOnevisionImageProcessor",
         "Pixtral": "PixtralImageProcessor",
     },
@@ -84,6 +85,7 @@ SEEING = (
     "Step3p7",
     "Llava",
     "LlavaNext",
+    "GraniteVision",
     "LlavaOnevision",
     "Pixtral",
     "SmolVLM",
@@ -281,6 +283,20 @@ def _llava_next() -> Any:
     return transformers.LlavaNextForConditionalGeneration(config)
 
 
+def _granite() -> Any:
+    """Its text multiplies images' features, too, which are those of several layers."""
+    vision = SIGLIP | {"image_size": TILING.side, "patch_size": SIDE, "model_type": "siglip_vision_model", "vision_use_head": False}
+    config = transformers.LlavaNextConfig(
+        text_config=GRANITE | {"model_type": "granite"},
+        vision_config=vision | {"num_hidden_layers": 3},
+        image_token_index=PLACEHOLDER,
+        image_grid_pinpoints=[[*one] for one in TILING.resolutions],
+        vision_feature_layer=[-3, -1],
+        vision_feature_select_strategy="full",
+    )
+    return transformers.LlavaNextForConditionalGeneration(config)
+
+
 def _llava_onevision() -> Any:
     """Of larger pictures no more tokens are left than of a tile."""
     vision = SIGLIP | {"image_size": TILING.side, "patch_size": SIDE, "model_type": "siglip_vision_model", "vision_use_head": False}
@@ -327,6 +343,7 @@ OTHERS = {
     "SmolVLM": lambda: _idefics("SmolVLM"),
     "Llava": _llava,
     "LlavaNext": _llava_next,
+    "GraniteVision": _granite,
     "LlavaOnevision": _llava_onevision,
     "Pixtral": _pixtral,
     "InternVL": _internvl,
@@ -345,7 +362,7 @@ OTHERS = {
     "Gemma4Both": lambda: _gemma4("vision", small=True),
     "Gemma4Unified": _gemma4_unified,
 }
-TILED = ("LlavaNext", "LlavaOnevision")
+TILED = ("LlavaNext", "LlavaOnevision", "GraniteVision")
 WHOLE = tuple(
     name for name in OTHERS if name not in ("PaddleOCRVL", "Exaone4_5", "MiniMaxM3", "HYV4VL", "Lfm3Vl")
 )  # pixels are no patches
@@ -496,6 +513,6 @@ def _gemma4_inputs(prompt: Seen, merged: bool) -> dict[str, Tensor]:
 
 @torch.inference_mode()
 def logits(reference: Any, name: str, prompt: Seen) -> Tensor:
-    """[tokens, vocabulary], by transformers."""
+    """[tokens, vocabulary], by transformers. What makes Granite's logits of products stands in a part of it that LLaVA-NeXT has not."""
     found: Tensor = reference(**inputs(name, prompt)).logits[0]
-    return found
+    return found / GRANITE["logits_scaling"] if name == "GraniteVision" else found

@@ -113,8 +113,8 @@ def test_tokens_equal_transformers(world: Made) -> None:
     for uid, prompt in enumerate(prompts):
         assert [found.tokens[uid, 0]] == generated(world, prompt)
         beams = [found.tokens[10 + uid, rank] for rank in range(3)]
-        # Whose beams transformers 5.24 gives wrong positions, or no images.
-        if world[0].startswith("Glm") or world[0] == "Llama4":
+        # Whose beams transformers 5.24 gives wrong positions, no images, or other scores (see `seeing.logits`).
+        if world[0].startswith("Glm") or world[0] in ("Llama4", "GraniteVision"):
             assert found.scores[10 + uid] == pytest.approx([score(world, prompt, beam) for beam in beams], abs=1e-4)
         else:
             assert beams == generated(world, prompt, num_beams=3, num_return_sequences=3)
