@@ -513,6 +513,6 @@ def _gemma4_inputs(prompt: Seen, merged: bool) -> dict[str, Tensor]:
 
 @torch.inference_mode()
 def logits(reference: Any, name: str, prompt: Seen) -> Tensor:
-    """[tokens, vocabulary], by transformers. What makes Granite's logits of products stands in a part of it that LLaVA-NeXT has not."""
+    """[tokens, vocabulary], by transformers, whose LLaVA-NeXT has not what makes logits of Granite's products."""
     found: Tensor = reference(**inputs(name, prompt)).logits[0]
     return found / GRANITE["logits_scaling"] if name == "GraniteVision" else found
