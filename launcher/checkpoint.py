@@ -26,7 +26,7 @@ MOST_BYTES = 1 << 60  # JSON as Python reads it also has NaN and Infinity
 ENCODERS = (
     *("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "image_newline", "connector.", "embed_vision."),
     *("vision_encoder.", "vision_projection.", "projector.", "mlp_AR.", "patch_merge_mlp.", "vision_embedder."),
-    *("vit_large_projector.", "vit."),
+    *("vit_large_projector.", "vit.", "sam_model.", "qwen2_model.", "view_sep"),
 )
 LARGEST_HEADER = 100_000_000  # bytes; the format's own limit
 

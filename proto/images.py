@@ -87,6 +87,7 @@ STEP = Form(
 )
 # By the model_type of config.json.
 FORMS = {
+    "deepseek_ocr2": Form(word="<image>", written="<image>", tiles=Tiles(whole="", stop="")),
     "gemma3": Form(
         word="<image_soft_token>",
         around=("<start_of_image>", "<end_of_image>"),

@@ -316,6 +316,29 @@ def fitted(size: tuple[int, int], room: tuple[Any, Any]) -> tuple[int, int]:
     return int(high), max(1, min(math.floor(width * (high / height)), int(wide)))
 
 
+class Views(Resizing):
+    """DeepSeek-OCR 2's: tiles in proportions near to the picture's own, if it is larger than one, and the whole, grey beside it."""
+
+    UNIT = 16 * 4  # pixels of what is seen of a picture
+
+    def __init__(self, processor: Any, model: Mapping[str, Any]) -> None:
+        super().__init__(processor)
+        self._tile, self._whole = processor.tile_size, processor.size.height
+        if (self._tile, self._whole) != (12 * self.UNIT, 16 * self.UNIT) or not processor.crop_to_patches:
+            raise ValueError("tile_size must be 768, size 1024, and crop_to_patches true")
+
+    def __call__(self, image: Any, most: int) -> Resized:
+        if most < self._whole**2:
+            raise too_few(self._whole**2)
+        tiles = min(self._processor.max_patches, (most - self._whole**2) // self._tile**2)
+        how = {"max_patches": tiles} if tiles >= self._processor.min_patches else {"tile_size": max(image.size)}
+        found = self._run(image, **how)
+        parts = [values[None] for values in found.get("pixel_values_local", ())]
+        made = Resized([*parts, found["pixel_values"]], 1, (self._tile // self.UNIT) ** 2, (min(1, len(parts)), len(parts)))
+        made.tokens[-1] = 1, (self._whole // self.UNIT) ** 2 + 1
+        return made
+
+
 class Windows(Resizing):
     """Step 3.7's: the whole, and tiles over which a window passes that depends on the picture's proportions."""
 
@@ -404,7 +427,11 @@ class Budget(Resizing):
         return Resized([values], high // self._pooled, wide // self._pooled)
 
 
-BY_TYPE: dict[str, Callable[[Any, Mapping[str, Any]], Resizing]] = {"llama4": Canvas, "step3p7": Windows}  # see proto.processors
+BY_TYPE: dict[str, Callable[[Any, Mapping[str, Any]], Resizing]] = {
+    "deepseek_ocr2": Views,
+    "llama4": Canvas,
+    "step3p7": Windows,
+}  # see proto.processors
 
 
 def resizing_of(processor: Any, files: Mapping[str, Any], model: Mapping[str, Any]) -> Resizing:

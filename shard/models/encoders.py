@@ -211,6 +211,38 @@ class Step(Grid):
         return self._features(pixels)
 
 
+class Ocr(Encoder):
+    """DeepSeek-OCR 2's: tiles, and a whole that is larger, behind which a token stands. How many tokens follow from their sizes."""
+
+    FEW, MANY = 144, 256
+
+    def __init__(self, model: Any, pixels: int) -> None:
+        super().__init__(model, pixels)
+        sam = self._vision.sam_config
+        self._size, self._unit = int(sam.image_size), int(sam.patch_size) * 4  # of the whole, and of what is seen of a picture
+
+    @property
+    def largest(self) -> int:
+        return self.MANY + 1
+
+    def _tokens(self, side: int) -> int:
+        return (self.FEW if (side // self._unit) ** 2 <= self.FEW else self.MANY) + (side == self._size)
+
+    def fits(self, picture: Picture, shape: tuple[int, ...]) -> bool:
+        known = len(shape) == 4 and shape[:2] == (1, COLOURS) and shape[2] == shape[3] and self._unit <= shape[2] <= self._size
+        return known and (picture.rows, picture.columns) == (1, self._tokens(shape[2]))
+
+    def blank(self, tokens: int) -> Picture:
+        """The whole, of however many."""
+        return _blank(1, self._tokens(self._size), (1, COLOURS, self._size, self._size))
+
+    def __call__(self, pixels: Tensor, picture: Picture) -> Tensor:
+        found: Tensor = self._model.multi_modal_projector(self._model.vision_tower(pixels).last_hidden_state)[0]
+        if pixels.shape[-1] == self._size:
+            found = torch.cat((found, self._model.view_separator.unsqueeze(0)))
+        return found.unsqueeze(1)
+
+
 class Gemma3(Square):
     def __init__(self, model: Any, pixels: int) -> None:
         super().__init__(model, pixels, math.isqrt(int(model.config.mm_tokens_per_image)))
@@ -402,6 +434,7 @@ ENCODERS: dict[str, Callable[[Any, int], Encoder]] = {
     ),
     **dict.fromkeys(("exaone4_5", "lfm3_vl", "minimax_m3_vl"), Still),
     "hy_v4_vl": Hy4,
+    "deepseek_ocr2": Ocr,
     "gemma3": Gemma3,
     "gemma4": Gemma4,
     "gemma4_unified": Gemma4Unified,

@@ -11,7 +11,7 @@ from .dense_families import DENSE
 from .fields import AGAIN, Config, expect, shown
 from .gemma4_families import GEMMA4
 from .hybrid_families import HYBRID
-from .latent_families import LATENT, hy_4_vl
+from .latent_families import LATENT, deepseek_ocr, hy_4_vl
 from .llama4_families import LLAMA4
 from .ropes import ROPES
 from .shape import Shape, Unsupported
@@ -106,6 +106,7 @@ KIMI = {"kimi_k2": LATENT["DeepseekV3ForCausalLM"], "deepseek_v3": LATENT["Deeps
 LLAVA = {"llama": _llama, "mistral": _mistral, "qwen2": DENSE["Qwen2ForCausalLM"]}
 # Of each the families that its text may be, by model_type.
 IMAGES: dict[str, dict[str, Family]] = {
+    "DeepseekOcr2ForConditionalGeneration": {"deepseek_ocr2_text": deepseek_ocr},
     "Exaone4_5_ForConditionalGeneration": dict.fromkeys(("exaone4", "exaone4_5_text"), DENSE["Exaone4ForCausalLM"]),
     "Gemma3ForConditionalGeneration": {"gemma3_text": DENSE["Gemma3ForCausalLM"]},
     "Gemma4ForConditionalGeneration": {"gemma4_text": GEMMA4["Gemma4ForCausalLM"]},

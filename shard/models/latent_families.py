@@ -94,6 +94,13 @@ HY_4: Config = FEATURES | {
     "index_n_heads": 16,
     "hc_mult": 4,
 }
+DEEPSEEK_OCR: Config = {
+    "num_experts_per_tok": None,
+    "n_routed_experts": 64,
+    "moe_intermediate_size": 1407,
+    "n_shared_experts": 2,
+    "max_position_embeddings": 2048,
+}
 HY_4_VL: Config = {"q_lora_rank": 2048, "moe_intermediate_size": 2048, "index_n_heads": 32}
 # Of several streams' mixing, and of gates and sinks: transformers' names, and those of checkpoints, of which none was at hand.
 HY_4_NAMES = (
@@ -205,6 +212,16 @@ def _deepseek_v2(config: Config) -> Shape:
         raise Unsupported(f"topk_method {shown(method)} is not supported: the decoder has greedy and group_limited_greedy")
     base = scored(latent_shape(given), given if method != "greedy" else given | {"n_group": 1, "topk_group": 1})
     return _softened(base, best=1, precise=True)
+
+
+def deepseek_ocr(config: Config) -> Shape:
+    """The text of DeepSeek-OCR 2 (2026): attention has keys and values of its own, experts are DeepSeek V2's."""
+    expect(config, mlp_bias=False, topk_method="greedy")
+    given = DEEPSEEK_OCR | config
+    if given["num_experts_per_tok"] is None:
+        raise KeyError("num_experts_per_tok")
+    base = biased(common({name: value for name, value in given.items() if name != "head_dim"}), given)
+    return _softened(scored_by_kinds(base, given | {"n_group": 1, "topk_group": 1}), best=1, precise=True)
 
 
 def _mistral_4(config: Config) -> Shape:

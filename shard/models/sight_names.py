@@ -25,16 +25,27 @@ STEP = (
     *((".lambda_1", ".ls_1.gamma"), (".lambda_2", ".ls_2.gamma"), (".mlp.fc1.", ".mlp.c_fc."), (".mlp.fc2.", ".mlp.c_proj.")),
     *((".self_attn.", ".attn."), (".layernorm_before.", ".ln_1."), (".layernorm_after.", ".ln_2.")),
 )
-# Likewise, Hy 4's and LFM 3's.
+# Likewise, Hy 4's, DeepSeek-OCR 2's and LFM 3's.
 HY_4 = (
     *(("vision_tower.", "vit."), (".mlp.fc1.", ".mlp.dense_h_to_4h."), (".mlp.fc2.", ".mlp.dense_4h_to_h.")),
     *((".layer_norm1.", ".input_layernorm."), (".layer_norm2.", ".post_attention_layernorm.")),
     *((".patch_merger.before_rms.", ".perceive.norm."), (".patch_merger.proj_conv.", ".perceive.proj.0.")),
     *((".patch_merger.proj_out.", ".perceive.proj.2."), (".patch_merger.", ".perceive.")),
 )
+OCR_2 = (
+    *(("vision_tower.sam_encoder.", "sam_model."), ("sam_model.layers.", "sam_model.blocks."), (".layer_norm1.", ".norm1.")),
+    *((".layer_norm2.", ".norm2."), ("sam_model.patch_embed.projection.", "sam_model.patch_embed.proj.")),
+    *(("sam_model.neck.conv1.", "sam_model.neck.0."), ("sam_model.neck.norm1.", "sam_model.neck.1.")),
+    *(("sam_model.neck.conv2.", "sam_model.neck.2."), ("sam_model.neck.norm2.", "sam_model.neck.3.")),
+    *(("sam_model.proj.conv1.", "sam_model.net_2."), ("sam_model.proj.conv2.", "sam_model.net_3.")),
+    ("vision_tower.vision_encoder.layers.", "qwen2_model.model.model.layers."),
+    ("vision_tower.vision_encoder.norm.", "qwen2_model.model.model.norm."),
+    *((f"vision_tower.query_{side}_resolution.", f"qwen2_model.query_{side}.") for side in (768, 1024)),
+    *(("multi_modal_projector.", "projector.layers."), ("view_separator", "view_seperator")),
+)
 LFM_3 = (("vision_tower.patch_embed.", "vision_tower.patchifier."), (".q_norm.", ".q_layernorm."), (".k_norm.", ".k_layernorm."))
 # By the model_type of config.json.
-PARTS = {"hy_v4_vl": HY_4, "lfm3_vl": LFM_3, "step3p7": STEP}
+PARTS = {"deepseek_ocr2": OCR_2, "hy_v4_vl": HY_4, "lfm3_vl": LFM_3, "step3p7": STEP}
 JOINT = re.compile(r"(.*)\.attn\.([qkv])_proj\.(weight|bias)")  # of the same, which are one there
 
 

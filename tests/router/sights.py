@@ -53,6 +53,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
         "image_mean": [0.5, 0.4, 0.3],
         "image_std": [0.5, 0.5, 0.5],
     },
+    "deepseek_ocr2": {"image_processor_type": "DeepseekOcr2ImageProcessor"},
     "lighton_ocr": {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 1540}, "patch_size": 14},
     "mistral3": {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 1540}, "patch_size": 14},
     "internvl": {"image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 448, "width": 448}, "max_patches": 12},

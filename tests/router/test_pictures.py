@@ -177,6 +177,18 @@ def test_step_3s_tiles(tmp_path: Path) -> None:
     assert [(one.rows, one.columns) for one in request.images] == [(9, 9)] * 4 + [(13, 13)] * 2
 
 
+def test_deepseek_ocr_2s_tokens(tmp_path: Path) -> None:
+    """Nothing stands between them."""
+    tokenizer = make_folder(tmp_path, "deepseek_ocr2")
+    config = RouterConfig(folder=str(tmp_path), model="m", max_images=2, max_image_pixels=1 << 23)
+    request = asyncio.run(
+        Validator(config, tokenizer).request("a<image>b", Parameters(images=[encoded(picture(1600, 800))]), LIMITS)
+    )
+    assert [one.columns for one in request.images] == [144, 144, 257]
+    assert [one.start for one in request.images] == [2, 146, 290]
+    assert len(request.prompt) == 3 + 144 * 2 + 257
+
+
 def test_what_is_split_into_quarters(tmp_path: Path) -> None:
     """Likewise; what is between images that follow each other stands there once."""
     tokenizer = make_folder(tmp_path, "idefics2")

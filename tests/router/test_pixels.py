@@ -253,6 +253,27 @@ def test_tiles_are_transformers_own(tmp_path: Path, most: int, tiles: int) -> No
     assert (len(counts) > 1) == (tiles > 1)
 
 
+@pytest.mark.parametrize(("most", "tiles"), [(1 << 26, 6), (1024**2 + 4 * 768**2, 4), (MOST, 0), (1024**2 + 768**2, 0)])
+def test_views_are_transformers_own(tmp_path: Path, most: int, tiles: int) -> None:
+    """DeepSeek-OCR 2's. One tile is none: two are the fewest."""
+    make_folder(tmp_path, "deepseek_ocr2")
+    processor = theirs(tmp_path)
+    images = [picture(*size, seed=seed) for seed, size in enumerate([(57, 211), (901, 1099), (2000, 300), (768, 768)])]
+    resizing = pixels._resizing.__wrapped__(str(tmp_path))
+    for image in images:
+        found = pixels._prepared(resizing, image, most)
+        expected = processor(image, max_patches=tiles or 6, tile_size=768 if tiles else 5000, return_tensors="np")
+        count = int(expected["num_local_patches"][0])
+        assert [(one.rows, one.columns) for one in found.parts] == [(1, 144)] * count + [(1, 257)]
+        assert count <= tiles
+        assert found.grid == (min(count, 1), count)
+        own = [normalized(one, processor)[0] for one in found.parts]
+        numpy.testing.assert_allclose(own.pop(), expected["pixel_values"][0], atol=1e-6)
+        numpy.testing.assert_allclose(own, [*expected.get("pixel_values_local", ())], atol=1e-6)
+    with pytest.raises(ValueError, match="--max-image-pixels must be at least 1048576 for this model"):
+        resizing(images[0], 1024**2 - 1)
+
+
 @pytest.mark.parametrize(
     ("size", "most", "largest", "tiles", "left"),
     [
@@ -474,6 +495,7 @@ def test_several_are_a_tile_each_to_llava_onevision(tmp_path: Path) -> None:
         ("llama4", {"max_patches": "16"}, MOST, "max_patches must be an integer, 1 at least"),
         ("llama4", {"resize_to_max_canvas": "no"}, MOST, "resize_to_max_canvas true or false"),
         ("minimax_m3_vl", {"do_resize": False}, MOST, "do_resize False is not supported: each picture is resized"),
+        ("deepseek_ocr2", {"tile_size": 640}, MOST, "tile_size must be 768, size 1024"),
         ("step3p7", {"patch_size": 1000}, MOST, "patch_size no more than that"),
     ],
 )

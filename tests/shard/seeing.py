@@ -42,6 +42,7 @@ PIXTRAL = {
 TILE = 2  # tokens along a side of InternVL's tiles
 TILING = Tiling(resolutions=((8, 16), (16, 8), (16, 16), (24, 8)), side=TILE * SIDE, tokens=TILE)  # LLaVA-NeXT's
 STEP_SIDE = 4 * PATCH  # pixels of a token of Step 3.7
+OCR_WHOLE, OCR_TILE = 13 * 4 * PATCH, 4 * 4 * PATCH  # pixels of a side of DeepSeek-OCR 2's
 SQUARE = 3  # tokens along a side of each of Gemma 3's images
 SIGLIP = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": PATCH}
 GEMMA4_VISION = SIGLIP | {"num_key_value_heads": 2, "head_dim": 8, "pooling_kernel_size": MERGE, "position_embedding_size": 64}
@@ -53,6 +54,7 @@ PROCESSORS = {
     "Llama4": "Llama4ImageProcessorFast",
     "Step3p7": "Step3p7ImageProcessor",
     "HYV4VL": "HYV4VLImageProcessor",
+    "DeepseekOcr2": "DeepseekOcr2ImageProcessor",
     **{"Mistral3": "PixtralImageProcessor", "Gemma3": "Gemma3ImageProcessor", "InternVL": "GotOcr2ImageProcessor"},
     **dict.fromkeys(("Gemma4", "Gemma4E", "Gemma4Both"), "Gemma4ImageProcessor"),
     "Gemma4Unified": "Gemma4UnifiedImageProcessor",
@@ -183,6 +185,21 @@ def _hy_4() -> Any:
     }
     config = transformers.HYV4VLConfig(text_config=text, vision_config=vision, image_token_id=PLACEHOLDER)
     return transformers.HYV4VLForConditionalGeneration(config)
+
+
+def _ocr() -> Any:
+    """Of as few pixels as a whole may have that has other tokens than a tile."""
+    sam = SIGLIP | {"image_size": OCR_WHOLE, "num_hidden_layers": 1, "global_attn_indexes": [0], "output_channels": 8}
+    vision = {"sam_config": sam | {"downsample_channels": [12, 16]}, "encoder_config": SMALL | {"hidden_size": 16, "head_dim": 4}}
+    text = SMALL | {"n_routed_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "routed_scaling_factor": 1.7}
+    text |= {
+        "num_hidden_layers": 3,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "pad_token_id": 0,
+        "max_position_embeddings": 2048,
+    }
+    config = transformers.DeepseekOcr2Config(text_config=text, vision_config=vision, image_token_id=PLACEHOLDER)
+    return transformers.DeepseekOcr2ForConditionalGeneration(config)
 
 
 def _lfm3() -> Any:
@@ -351,6 +368,7 @@ OTHERS = {
     "LightOnOcr": _light_on,
     "Llama4": _llama4,
     "Step3p7": _step,
+    "DeepseekOcr2": _ocr,
     "HYV4VL": _hy_4,
     "Lfm3Vl": _lfm3,
     "PaddleOCRVL": _paddle,
@@ -424,6 +442,9 @@ def seen(name: str, kind: str, chance: random.Random, sizes: list[tuple[int, int
             shape = (1, 3, rows * SIDE + PATCH, columns * SIDE)
         if name == "Step3p7":
             shape = (1, 3, rows * STEP_SIDE, columns * STEP_SIDE)
+        if name == "DeepseekOcr2":
+            side = OCR_TILE if len(pictures) == 1 else OCR_WHOLE
+            rows, columns, shape = 1, 144 if side == OCR_TILE else 257, (1, 3, side, side)
         if name == "Idefics2":  # whose sizes no patches divide
             rows, columns, shape = 1, SQUARE**2, (1, 3, 5 * rows, 7 * columns)
         if name in TILED:
@@ -468,7 +489,7 @@ def inputs(name: str, prompt: Seen) -> dict[str, Any]:
         return found | {"pixel_values": padded, "image_sizes": torch.tensor(sizes)}
     if name == "Gemma3":
         return found | {"pixel_values": torch.cat(pixels), "token_type_ids": torch.tensor([prompt.kinds])}
-    if name == "Step3p7":  # the tile is of the second picture
+    if name in ("Step3p7", "DeepseekOcr2"):  # the tile is of the second picture
         wholes, tile = torch.cat(pixels[::2]), pixels[1]
         return found | {"pixel_values": wholes, "pixel_values_local": tile, "num_local_patches": torch.tensor([0, 1])}
     if name in ("Idefics3", "SmolVLM"):

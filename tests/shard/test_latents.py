@@ -357,6 +357,25 @@ def test_hy_4s_names(beginnings: dict[str, str], tmp_path: Path) -> None:
     same(decoder(folder), tiny.decoder("hy-4"))
 
 
+def test_deepseek_ocr_2_is_transformers() -> None:
+    """3 billion parameters of text, 0.6 of them for a token; what is left out is as there."""
+    text = {"vocab_size": 129_280, "hidden_size": 1280, "intermediate_size": 6848, "num_hidden_layers": 12}
+    text |= {"num_attention_heads": 10, "moe_intermediate_size": 896, "num_experts_per_tok": 6}
+    text |= {"mlp_layer_types": ["dense", *["sparse"] * 11]}
+    said = {"architectures": ["DeepseekOcr2ForConditionalGeneration"], "model_type": "deepseek_ocr2", "text_config": text}
+    found, theirs = shape(said), transformers.DeepseekOcr2Config(text_config=text)
+    with torch.device("meta"):
+        model = transformers.DeepseekOcr2ForConditionalGeneration(theirs)
+    outside = ("vision_tower", "multi_modal_projector", "view_separator")
+    own = [values for key, values in model.named_parameters() if not any(part in key for part in outside)]
+    assert found.parameters() == sum(values.numel() for values in own)
+    assert found == shape(theirs.to_dict() | {"architectures": said["architectures"]})
+    with pytest.raises(Unsupported, match="topk_method 'noaux_tc' is not supported"):
+        shape(said | {"text_config": text | {"topk_method": "noaux_tc"}})
+    with pytest.raises(Unsupported, match="lacks 'num_experts_per_tok'"):
+        shape(said | {"text_config": {name: value for name, value in text.items() if name != "num_experts_per_tok"}})
+
+
 def test_hy_4s_pairs_never_lie_side_by_side() -> None:
     """transformers has no such field for it."""
     assert not shape(HY_4 | {"rope_interleave": True}).rotary_neighbours

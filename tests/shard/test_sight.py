@@ -365,6 +365,30 @@ def test_as_the_hub_has_qwen_2(name: str, tmp_path: Path) -> None:
     close(bench.run(parted([Span(sequence, 0, prompt.tokens, wanted=len(prompt.tokens))])), seeing.logits(reference, name, prompt))
 
 
+def test_deepseek_ocr_2_sees(tmp_path: Path) -> None:
+    """By itself: its pictures have hundreds of tokens, however small it is."""
+    reference = seeing.made("DeepseekOcr2", tmp_path)
+    world = "DeepseekOcr2", reference, tmp_path
+    prompts = [asked(world, seed) for seed in range(2)]
+    for prompt, chunk in zip(prompts, (150, 1000), strict=True):
+        bench, sequence = bench_of(tmp_path, prompt)
+        length, found = len(prompt.tokens), list[torch.Tensor]()
+        for start in range(0, length, chunk):
+            tokens = prompt.tokens[start : start + chunk]
+            found.append(bench.run(parted([Span(sequence, start, tokens, wanted=len(tokens))])))
+        close(torch.cat(found), seeing.logits(reference, "DeepseekOcr2", prompt))
+    engine = seeing.engine(tmp_path, 256, 16)
+    habits = Habits(200, pause=0.1)
+    world_of = drive(engine, [group(uid, prompt) for uid, prompt in enumerate([*prompts, prompts[0]])], habits, seed=3)
+    assert [world_of.tokens[uid, 0] for uid in range(3)] == [generated(world, prompts[uid % 2])[0] for uid in range(3)]
+    sight = engine.decoder.sight
+    assert sight is not None
+    stored = checkpoint.read(tmp_path, "auto", text=False).encoder
+    assert stored == {"F32": sum(tensor.nbytes for tensor in sight._model.state_dict().values())}
+    assert sight.places([sight.blank(6)]) is not None
+    assert sight.places([replace(sight.blank(6), columns=256)]) is None
+
+
 MINIMAX = {  # names as transformers has them, and as the hub
     r"^model\.language_model\.": "language_model.model.",
     r"^lm_head": "language_model.lm_head",
@@ -394,14 +418,14 @@ def test_as_the_hub_has_minimax(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["Step3p7", "Gemma4Unified", "MiniMaxM3", "PaddleOCRVL"])
+@pytest.mark.parametrize("name", ["Step3p7", "Gemma4Unified", "MiniMaxM3", "PaddleOCRVL", "HYV4VL", "Lfm3Vl", "DeepseekOcr2"])
 def test_as_transformers_modules_are_called(name: str, tmp_path: Path) -> None:
     """What transformers saves has the hub's names, and its parts: Step 3.7's queries, keys and values are one matrix."""
     reference = seeing.made(name, tmp_path)
     prompt = asked((name, reference, tmp_path), 1)
     sight = seeing._loaded(tmp_path, 1 << 20).decoder.sight
     stored = safetensors.torch.load_file(tmp_path / "model.safetensors")
-    beginnings = ("vi", "embed_vision", "mlp_AR", "multi_modal_projector", "patch_merge_mlp")
+    beginnings = ("vi", "embed_vision", "mlp_AR", "multi_modal_projector", "patch_merge_mlp", "sam_", "qwen2_", "projector")
     text = {key: values for key, values in stored.items() if not key.removeprefix("model.").startswith(beginnings)}
     assert sight is not None
     own = {f"model.{key}": values.contiguous() for key, values in sight._model.state_dict().items()}
