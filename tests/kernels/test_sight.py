@@ -15,7 +15,7 @@ from ..shard.test_sight import SIZES, bench_of
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's tensors are a CPU's")
-@pytest.mark.parametrize("name", ["Gemma3", "Gemma4", "Glm4v", "Mistral3", "Qwen2_5_VL", "Qwen3VL"])
+@pytest.mark.parametrize("name", ["Gemma3", "Gemma4", "Glm4v", "HYV4VL", "Mistral3", "Qwen2_5_VL", "Qwen3VL"])
 def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     reference = seeing.made(name, tmp_path)
     prompt = seeing.seen(name, reference.config.model_type, random.Random(1), SIZES)
