@@ -82,7 +82,8 @@ class Preparer:
         """Returns when a process is there, and says in the log if it won't be of use."""
         try:
             await self._apart.start()
-            unable = (await self._ask(None)).unable
+            answer = await self._ask(None)
+            unable = answer.unable or (answer.refused and f"a blank one {answer.refused}")
         except (Busy, Late, Died):
             unable = "the process that does it does not start"
         if unable:

@@ -326,10 +326,14 @@ class Views(Resizing):
         self._tile, self._whole = processor.tile_size, processor.size.height
         if (self._tile, self._whole) != (12 * self.UNIT, 16 * self.UNIT) or not processor.crop_to_patches:
             raise ValueError("tile_size must be 768, size 1024, and crop_to_patches true")
+        if (side := model["vision_config"].get("sam_config", {}).get("image_size", self._whole)) != self._whole:
+            raise ValueError(f"image_size {side!r} of sam_config is not supported: 1024 is")
 
     def __call__(self, image: Any, most: int) -> Resized:
         if most < self._whole**2:
             raise too_few(self._whole**2)
+        if round(min(image.size) * self._whole / max(image.size)) == 0:
+            raise Wrong(f"is too thin: nothing of it is left where its longer side has {self._whole} pixels")
         tiles = min(self._processor.max_patches, (most - self._whole**2) // self._tile**2)
         how = {"max_patches": tiles} if tiles >= self._processor.min_patches else {"tile_size": max(image.size)}
         found = self._run(image, **how)
@@ -344,6 +348,7 @@ class Windows(Resizing):
 
     SIDE = 14 * 4  # of a token, in pixels
     THIN, SHORT = 4, 32  # what is thinner, and has a shorter side, is filled up to a square
+    FILLED = 8192  # pixels of the longer side of what is filled up: what it takes is in memory a few times
     STEP = 8  # pixels: where there are too many tiles, the longer side is bounded by so many less
 
     def __init__(self, processor: Any, model: Mapping[str, Any]) -> None:
@@ -351,6 +356,8 @@ class Windows(Resizing):
         self._whole, self._tile, self._longest = processor.size.height, processor.patch_size, processor.max_image_size
         if model["vision_config"].get("image_size", 728) != self._whole or not self.SIDE <= self._tile <= self._whole:
             raise ValueError(f"size must be the model's image_size, and patch_size no more than that, and {self.SIDE} at least")
+        if self._tile % self.SIDE or self._whole % self.SIDE:
+            raise ValueError(f"size and patch_size must be multiples of {self.SIDE}, the pixels of a token")
 
     def __call__(self, image: Any, most: int) -> Resized:
         """If nothing helps against too many tiles, the whole is all there is."""
@@ -383,6 +390,8 @@ class Windows(Resizing):
 
         if min(image.size) >= self.SHORT or max(image.size) <= self.THIN * min(image.size):
             return image
+        if max(image.size) > self.FILLED:
+            raise Wrong(f"is too thin: a picture of less than {self.SHORT} pixels may be {self.FILLED} long")
         found = Image.new("RGB", (max(image.size),) * 2)
         found.paste(image)
         return found

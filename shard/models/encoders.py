@@ -125,9 +125,9 @@ class Hy4(Paddle):
 
     @property
     def largest(self) -> int:
-        """No picture is 200 times as high as wide."""
+        """No picture is 200 times as high as wide, nor 300 times when its sides are rounded."""
         tokens = super().largest
-        return tokens + math.isqrt(200 * tokens)
+        return tokens + math.isqrt(300 * tokens)
 
     def grid(self, tokens: int) -> tuple[int, int]:
         rows, columns = super().grid(tokens)

@@ -45,6 +45,7 @@ BESIDE_COUNTS = (  # whose text may say the first one wrong
     *("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
     *("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"),
     *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration", "InternVLForConditionalGeneration"),
+    "DeepseekOcr2ForConditionalGeneration",
     *("LlavaNextForConditionalGeneration", "Idefics2ForConditionalGeneration", "Exaone4_5_ForConditionalGeneration"),
 )
 TIED = (

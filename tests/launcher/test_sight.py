@@ -59,9 +59,7 @@ def test_images_of_one_size(model: Checkpoint) -> None:
 def test_models_of_text_have_none() -> None:
     text = Checkpoint(folder=Path(), config={"model_type": "llama"}, dtype="float32", bytes=0, files=1)
     assert sight.resolve(Options(), text) == sight.Sight()
-    with pytest.raises(
-        Mistake, match=r"--max-images 2, but images are seen by models of type exaone4_5, gemma3, .*'llama'.*--max-images 0"
-    ):
+    with pytest.raises(Mistake, match=r"--max-images 2, but images are seen by models of type .*gemma3, .*'llama'.*--max-images 0"):
         sight.resolve(Options(max_images=2), text)
 
 

@@ -16,7 +16,16 @@ from penstock.proto.images import FORMS
 from penstock.router.text import Tokenizer
 from penstock.tests.router.fake_batcher import make_tokenizer
 
-PATCH = {"qwen2_vl": 14, "qwen3_vl": 16, "glm4v": 14, "mistral3": 14, "paddleocr_vl": 14, "minimax_m3_vl": 14, "hy_v4_vl": 16}
+PATCH = {
+    "qwen2_vl": 14,
+    "qwen3_vl": 16,
+    "glm4v": 14,
+    "mistral3": 14,
+    "paddleocr_vl": 14,
+    "minimax_m3_vl": 14,
+    "hy_v4_vl": 16,
+    "lfm3_vl": 16,
+}
 PROCESSORS: dict[str, dict[str, Any]] = {
     "qwen2_vl": {
         "image_processor_type": "Qwen2VLImageProcessor",
@@ -47,6 +56,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
         "image_std": [0.5, 0.5, 0.5],
     },
     "step3p7": {"image_processor_type": "Step3p7ImageProcessor"},
+    "lfm3_vl": {"size": {"shortest_edge": 64 * 64, "longest_edge": 1 << 20}, "patch_size": 16},
     "hy_v4_vl": {
         "image_processor_type": "HYV4VLImageProcessor",
         "size": {"shortest_edge": 64 * 64, "longest_edge": 1 << 22},

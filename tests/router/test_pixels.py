@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import math
 import random
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from penstock.proto.processors import image_processor
 from penstock.router import pixels
 from penstock.router.pixels import MOST_PIXELS, Pixels, Preparer
 from penstock.router.request import Refused
-from penstock.router.resizing import longest_side, rounded
+from penstock.router.resizing import Wrong, longest_side, rounded
 from penstock.tests.router.sights import PATCH, PROCESSORS, bomb, encoded, make_folder, picture
 
 MOST = 1 << 20
@@ -62,7 +63,7 @@ def normalized(found: Pixels, processor: Any) -> numpy.ndarray[Any, Any]:
     return normal
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "glm4v", "paddleocr_vl", "minimax_m3_vl", "hy_v4_vl"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "glm4v", "paddleocr_vl", "minimax_m3_vl", "hy_v4_vl", "lfm3_vl"])
 def test_patches_are_transformers_own(tmp_path: Path, family: str) -> None:
     make_folder(tmp_path, family)
     processor = theirs(tmp_path)
@@ -370,6 +371,25 @@ def test_step_3s_windows(
         numpy.testing.assert_array_equal(own, _sized(cropped.crop(box), (504, 504)))
 
 
+@pytest.mark.parametrize(("family", "size"), [("deepseek_ocr2", (1, 3000)), ("step3p7", (9000, 31))])
+def test_what_is_too_thin_is_told(family: str, size: tuple[int, int], tmp_path: Path) -> None:
+    make_folder(tmp_path, family)
+    resizing = pixels._resizing.__wrapped__(str(tmp_path))
+    with pytest.raises(Wrong, match="is too thin"):
+        resizing(picture(*size), 1 << 26)
+
+
+def test_no_picture_has_more_tokens_than_hy_4_takes(tmp_path: Path) -> None:
+    """Each row has one more than it shows."""
+    make_folder(tmp_path, "hy_v4_vl")
+    resizing = pixels._resizing.__wrapped__(str(tmp_path))
+    for most in (300_000, 1 << 20):
+        tokens = most // 32**2
+        for wide, high in ((40, 7960), (47, 9400), (60, 12_000), (79, 15_800), (80, 16_000)):
+            [one] = pixels._prepared(resizing, picture(wide, high), most).parts
+            assert one.rows * one.columns <= tokens + math.isqrt(300 * tokens)
+
+
 @pytest.mark.parametrize(("size", "grids"), [((2000, 1500), [(3, 4), (2, 2), (1, 2), (0, 0)]), ((1999, 57), [(1, 35), (0, 0)])])
 def test_all_tiles_of_step_3_count(tmp_path: Path, size: tuple[int, int], grids: list[tuple[int, int]]) -> None:
     """The whole, too. Where there are too many, the longer side is bounded; if that is of no use, there are none."""
@@ -496,6 +516,7 @@ def test_several_are_a_tile_each_to_llava_onevision(tmp_path: Path) -> None:
         ("llama4", {"resize_to_max_canvas": "no"}, MOST, "resize_to_max_canvas true or false"),
         ("minimax_m3_vl", {"do_resize": False}, MOST, "do_resize False is not supported: each picture is resized"),
         ("deepseek_ocr2", {"tile_size": 640}, MOST, "tile_size must be 768, size 1024"),
+        ("step3p7", {"patch_size": 500}, MOST, "size and patch_size must be multiples of 56"),
         ("step3p7", {"patch_size": 1000}, MOST, "patch_size no more than that"),
     ],
 )
