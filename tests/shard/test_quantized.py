@@ -389,8 +389,10 @@ class Rounded(Weights):
         super().__init__(folder, torch.float32, tiny.CPU, lambda read: None)
         self._kind = kind
 
-    def tensor(self, name: str, shape: tuple[int, ...], cut: tuple[int, int, int] | None = None) -> Tensor:
-        found = super().tensor(name, shape, cut)
+    def tensor(
+        self, name: str, shape: tuple[int, ...], cut: tuple[int, int, int] | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        found = super().tensor(name, shape, cut, dtype)
         return unpacked(quantize(found, self._kind), torch.float32) if name.endswith(packing.PROJECTIONS) else found
 
 

@@ -115,8 +115,10 @@ class Counting(Weights):
     def count(self, read: int) -> None:
         self.read += read
 
-    def tensor(self, name: str, shape: tuple[int, ...], cut: tuple[int, int, int] | None = None) -> Tensor:
-        result = super().tensor(name, shape, cut)
+    def tensor(
+        self, name: str, shape: tuple[int, ...], cut: tuple[int, int, int] | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        result = super().tensor(name, shape, cut, dtype)
         self.given[name] = (result.shape, shape)
         return result
 
@@ -149,8 +151,10 @@ class Interleaved(Weights):
 
     size = 0  # of a head
 
-    def tensor(self, name: str, full: tuple[int, ...], part: tuple[int, int, int] | None = None) -> Tensor:
-        found = super().tensor(name, full, part)
+    def tensor(
+        self, name: str, full: tuple[int, ...], part: tuple[int, int, int] | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        found = super().tensor(name, full, part, dtype)
         if not re.search(r"self_attn\.[qk]_", name):
             return found
         return torch.stack(found.view(-1, self.size, *full[1:]).chunk(2, 1), 2).view_as(found)
