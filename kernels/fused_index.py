@@ -166,9 +166,8 @@ def scores_kernel(
         found = dot(asking, tl.trans(key.to(asking.dtype)), WIDEN)
         if not PLAIN:
             found = tl.maximum(found, 0.0)
-        if (
-            not TREES and not PLAIN
-        ):  # read again for every tile, lest they be kept: ptxas would spill on Blackwell; with trees it is as well off
+        # Read again for every tile, lest they be kept: ptxas would spill on Blackwell. With trees it is as well off.
+        if not TREES and not PLAIN:
             weight = tl.load(weights + token * HEADS + head, mask=head < HEADS, other=0.0)
         score = tl.sum(found * weight[:, None], 0)
         visible = visible_of(key_at, sight, words, False, TREES)

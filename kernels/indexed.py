@@ -19,9 +19,8 @@ EPSILON = 1e-6  # of the layer norm of keys
 # 100,000 and 200,000: 29 and 25.
 SCORE_BYTES = 32
 CHOSEN_BYTES = 8  # of one that is chosen
-PRODUCT_BYTES = (
-    20  # of a key head's, where blocks are chosen: 13 in float32, 17 to 21 in bfloat16 (2026-11-26, 100,000 and 200,000)
-)
+# Of a key head's, where blocks are chosen. Measured 2026-11-26 likewise: 13 in float32, 17 to 21 in bfloat16.
+PRODUCT_BYTES = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +48,12 @@ class ChoosingBlocks:
     most: int  # tokens that one attends to, of whole blocks
     block: int  # tokens
     local: int  # of the last blocks that a token sees so many are chosen whatever their scores are; 1 at least
+
+    def prefer(self, scores: Tensor, last: Tensor) -> Tensor:
+        """Scores of blocks, [..., blocks], in which these of the last ones are the highest. last: what a token sees ends with, by
+        its place, [..., 1]."""
+        behind = last // self.block - torch.arange(scores.shape[-1], device=scores.device)
+        return scores.masked_fill_((behind >= 0) & (behind < self.local), torch.inf)
 
 
 def scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
@@ -97,9 +102,7 @@ def narrowed_by_blocks(asked: ChoosingBlocks, keys: Tensor, start: int, queries:
         seen = hidden.isfinite().sum(3)
     blocks = -(-length // asked.block)
     found = functional.pad(found, (0, blocks * asked.block - length), value=-torch.inf)
-    best = found.view(*found.shape[:3], blocks, asked.block).amax(4)
-    behind = (seen.unsqueeze(3) - 1) // asked.block - torch.arange(blocks, device=keys.device)
-    best.masked_fill_((behind >= 0) & (behind < asked.local), torch.inf)
+    best = asked.prefer(found.view(*found.shape[:3], blocks, asked.block).amax(4), seen.unsqueeze(3) - 1)
     chosen = best.sort(dim=3, descending=True, stable=True).indices[..., : asked.most // asked.block]
     others = torch.full_like(best, -torch.inf).scatter_(3, chosen, 0.0).repeat_interleave(asked.block, 3)[..., :length]
     return (others if hidden is None else others + hidden).to(asked.queries.dtype)

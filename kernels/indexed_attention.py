@@ -36,12 +36,21 @@ class Part:
     tables: Tensor  # [tokens, 1] int64: where each one's page table begins in the step's
     plan: paged.Plan  # of what they have chosen; whose tables have room for `most` tokens each, and are written by every layer
 
+    @property
+    def tokens(self) -> slice:
+        """Of the step's."""
+        return slice(self.first, self.first + len(self.tables))
+
 
 @dataclass(frozen=True, slots=True)
 class Plan(paged.Plan):
     """A step with tokens that see more than they may attend to."""
 
     parts: tuple[Part, ...]
+
+    def pages_of(self, part: Part, places: Tensor) -> Tensor:
+        """Pages at these places of their tokens' tables; of places behind these any."""
+        return self.pages[(part.tables + places).clamp_(max=len(self.pages) - 1)]
 
 
 def plan(whole: paged.Plan, rows: Sequence[Row], layout: Layout) -> Plan:
@@ -78,10 +87,10 @@ def attention(query: Tensor, cache: Tensor, plan: Plan, how: How) -> Tensor:
     found = query.new_empty(*query.shape[:2], how.latent) if len(plan.parts) > 1 else None
     for part in plan.parts:
         own = part.plan.chosen(_chosen(asked, cache[..., query.shape[2] :], plan, part))
-        answer = paged.attention(query[part.first : part.first + len(part.tables)], cache, own, how)
+        answer = paged.attention(query[part.tokens], cache, own, how)
         if found is None:
             return answer
-        found[part.first : part.first + len(part.tables)] = answer  # at once: all parts' and the whole take twice the memory
+        found[part.tokens] = answer  # at once: all parts' and the whole take twice the memory
         del answer
     assert found is not None
     return found
@@ -100,22 +109,20 @@ def _chosen(asked: Choosing, keys: Tensor, plan: Plan, part: Part) -> Tensor:
 
 def _slots(places: Tensor, plan: Plan, part: Part) -> Tensor:
     """Where the keys at these places of their tokens' rows are."""
-    pages = plan.pages[(part.tables + places // plan.page_size).clamp_(max=len(plan.pages) - 1)]
-    return pages * plan.page_size + places % plan.page_size
+    return plan.pages_of(part, places // plan.page_size) * plan.page_size + places % plan.page_size
 
 
 def _by_blocks(query: Tensor, cache: Tensor, plan: Plan, how: How, asked: ChoosingBlocks) -> Tensor:
     """Head by head, since each has its own pages, and several ranks have few each."""
     found, ratio = torch.empty_like(query, memory_format=torch.contiguous_format), query.shape[1] // cache.shape[2]
     for part in plan.parts:
-        tokens = slice(part.first, part.first + len(part.tables))
         for head in range(cache.shape[2]):
             heads, key_head = slice(head * ratio, (head + 1) * ratio), slice(head, head + 1)
             scales = how.scales[:, key_head].contiguous() if how.scales is not None else None
             sinks = how.sinks[heads] if how.sinks is not None else None
             own = part.plan.chosen(_pages(asked, head, plan, part))
             alone = replace(how, scales=scales, sinks=sinks, asked=None)
-            found[tokens, heads] = paged.attention(query[tokens, heads], cache[:, :, key_head], own, alone)
+            found[part.tokens, heads] = paged.attention(query[part.tokens, heads], cache[:, :, key_head], own, alone)
     return found
 
 
@@ -123,12 +130,9 @@ def _pages(asked: ChoosingBlocks, head: int, plan: Plan, part: Part) -> Tensor:
     """Pages that a head of the part's tokens attends to, in their order, int32: of each as many as whole blocks take."""
     from .fused_index import products
 
-    tokens = slice(part.first, part.first + len(part.tables))
     found = products(asked.queries[:, head].contiguous(), asked.keys, plan, part.first, len(part.tables), part.length)
-    best = found.view(len(found), -1, asked.block).amax(2)
-    behind = plan.positions[tokens, None] // asked.block - torch.arange(best.shape[1], device=best.device)
-    best.masked_fill_((behind >= 0) & (behind < asked.local), torch.inf)
+    best = asked.prefer(found.view(len(found), -1, asked.block).amax(2), plan.positions[part.tokens, None])
     # Of a token that sees fewer the last ones are those that it doesn't see, and nobody looks at them.
     blocks, each = best.topk(asked.most // asked.block).indices.sort(1).values, asked.block // plan.page_size
     places = (blocks.unsqueeze(2) * each + torch.arange(each, device=best.device)).flatten(1)
-    return plan.pages[(part.tables + places).clamp_(max=len(plan.pages) - 1)].flatten()
+    return plan.pages_of(part, places).flatten()

@@ -30,11 +30,18 @@ class Resized:
     that it is cut into, in `grid` rows and columns, and of the whole behind them, each of `rows` and `columns`."""
 
     def __init__(
-        self, parts: Sequence[Any], rows: int, columns: int, grid: tuple[int, int] = (0, 0), size: tuple[int, ...] = ()
+        self,
+        parts: Sequence[Any],
+        rows: int,
+        columns: int,
+        grid: tuple[int, int] = (0, 0),
+        size: tuple[int, ...] = (),
+        whole: tuple[int, int] | None = None,
     ) -> None:
-        """size: see Image in shard.proto."""
+        """size: see Image in shard.proto; whole: rows and columns of the last part, if they are others."""
         self.parts, self.grid, self.size = parts, grid, size
-        self.tokens = [(rows, columns)] * len(parts)  # of each: rows and columns
+        # Of each: rows and columns.
+        self.tokens = [*[(rows, columns)] * (len(parts) - 1), whole or (rows, columns)]
 
 
 class Resizing(ABC):
@@ -60,6 +67,10 @@ class Resizing(ABC):
         except ValueError as error:  # of those that are much longer than wide
             raise Wrong(f"can't be prepared: {words(error)}") from None
 
+    def _sized(self, image: Any, height: int, width: int) -> Any:
+        """Pixels of one that is resized to just that, [1, colours, height, width]."""
+        return self._run(image, size={"height": height, "width": width})["pixel_values"]
+
 
 def too_few(needed: int) -> ValueError:
     """There are less pixels than every picture has that is prepared for the model."""
@@ -68,6 +79,8 @@ def too_few(needed: int) -> ValueError:
 
 class Patches(Resizing):
     """Qwen's and GLM's: sizes are bounded by pixels, and pictures cut."""
+
+    behind = 0  # tokens with which each row ends
 
     def __init__(self, processor: Any) -> None:
         super().__init__(processor)
@@ -81,8 +94,14 @@ class Patches(Resizing):
         found = self._run(image, size={"shortest_edge": min(size.shortest_edge, longest), "longest_edge": longest})
         _, high, wide = (int(number) for number in found["image_grid_thw"][0])
         patches = found["pixel_values"].reshape(high * wide, -1, self._frames, self._patch, self._patch)
-        columns = wide // self._merged + type(self._processor).__name__.startswith("HYV4VL")  # whose rows end with a token
-        return Resized([patches[:, :, 0]], high // self._merged, columns)  # a picture stands still
+        # A picture stands still.
+        return Resized([patches[:, :, 0]], high // self._merged, wide // self._merged + self.behind)
+
+
+class EndedPatches(Patches):
+    """Hy 4's."""
+
+    behind = 1
 
 
 class Sides(Resizing):
@@ -287,9 +306,6 @@ class Canvas(Resizing):
         parts = [*cut.reshape(-1, 1, COLOURS, self._tile, self._tile), self._sized(image, self._tile, self._tile)]
         return Resized(parts, self._side, self._side, (rows, columns))
 
-    def _sized(self, image: Any, height: int, width: int) -> Any:
-        return self._run(image, size={"height": height, "width": width})["pixel_values"]
-
 
 def canvas(size: tuple[int, int], tile: int, most: int, largest: bool) -> tuple[int, int]:
     """Rows and columns of up to so many tiles that suit a picture of that height and width: on which it is enlarged least; or most,
@@ -338,9 +354,8 @@ class Views(Resizing):
         how = {"max_patches": tiles} if tiles >= self._processor.min_patches else {"tile_size": max(image.size)}
         found = self._run(image, **how)
         parts = [values[None] for values in found.get("pixel_values_local", ())]
-        made = Resized([*parts, found["pixel_values"]], 1, (self._tile // self.UNIT) ** 2, (min(1, len(parts)), len(parts)))
-        made.tokens[-1] = 1, (self._whole // self.UNIT) ** 2 + 1
-        return made
+        grid, whole = (min(1, len(parts)), len(parts)), (1, (self._whole // self.UNIT) ** 2 + 1)
+        return Resized([*parts, found["pixel_values"]], 1, (self._tile // self.UNIT) ** 2, grid, whole=whole)
 
 
 class Windows(Resizing):
@@ -378,12 +393,9 @@ class Windows(Resizing):
             tiles = [(left, top, min(left + window, crop[0]), min(top + window, crop[1])) for left, top in corners]
             views = [*map(cropped.crop, tiles), *views]
         sides = [self._tile] * (len(views) - 1) + [self._whole]
-        values = [
-            self._run(view, size={"height": side, "width": side})["pixel_values"] for view, side in zip(views, sides, strict=True)
-        ]
-        found = Resized(values, *(self._tile // self.SIDE,) * 2, (rows, columns))
-        found.tokens[-1] = (self._whole // self.SIDE,) * 2
-        return found
+        values = [self._sized(view, side, side) for view, side in zip(views, sides, strict=True)]
+        tile, whole = self._tile // self.SIDE, self._whole // self.SIDE
+        return Resized(values, tile, tile, (rows, columns), whole=(whole, whole))
 
     def _filled(self, image: Any) -> Any:
         from PIL import Image
@@ -451,7 +463,7 @@ def resizing_of(processor: Any, files: Mapping[str, Any], model: Mapping[str, An
     if model.get("model_type") in BY_TYPE:
         return BY_TYPE[model["model_type"]](processor, model)
     if hasattr(processor, "merge_size"):
-        return Patches(processor)
+        return (EndedPatches if type(processor).__name__.startswith("HYV4VL") else Patches)(processor)
     if hasattr(processor, "max_soft_tokens"):
         return Budget(processor)
     if hasattr(processor, "max_image_size"):

@@ -76,16 +76,13 @@ def draft_shape(config: Config, target: Shape, own: bool = False) -> DraftShape:
 
 def check_guesses(target: Shape, speculation: Speculation) -> None:
     """Raises Unsupported for guesses that the model can't judge."""
-    if target.remembering is not None and not speculation.chain:
-        raise Unsupported(
-            f"--speculate {written(speculation)}: with {target.remembering.name} guesses must follow each other: take a draft "
-            "model's tokens=K, or ngram=K, and not both"
-        )
-    if target.blocks is not None and not speculation.chain:
-        raise Unsupported(
-            f"--speculate {written(speculation)}: where an index chooses blocks of tokens, guesses must follow each other: take a "
-            "draft model's tokens=K, or ngram=K, and not both"
-        )
+    if speculation.chain or (target.remembering is None and target.blocks is None):
+        return
+    reason = "where an index chooses blocks of tokens," if target.remembering is None else f"with {target.remembering.name}"
+    raise Unsupported(
+        f"--speculate {written(speculation)}: {reason} guesses must follow each other: take a draft model's tokens=K, or ngram=K, "
+        "and not both"
+    )
 
 
 def shaped(draft: DraftShape, speculation: Speculation, said: bool = True) -> Speculation:

@@ -97,10 +97,13 @@ class Qwen(Grid):
 
     def __call__(self, pixels: Tensor, picture: Picture) -> Tensor:
         film = pixels.unsqueeze(2).repeat(1, 1, int(self._vision.temporal_patch_size), 1, 1).flatten(1)
-        grid = torch.tensor([[1, picture.rows * self._merged, picture.columns * self._merged]], device=pixels.device)
-        found = self._model.get_image_features(film, image_grid_thw=grid)
+        found = self._model.get_image_features(film, image_grid_thw=self._patches(picture, pixels.device))
         deeper = getattr(found, "deepstack_features", None) or ()
         return torch.stack([level[0] for level in (found.pooler_output, *deeper)], 1)
+
+    def _patches(self, picture: Picture, device: torch.device) -> Tensor:
+        """Frames of a picture, and how many patches these have along their sides: [1, 3]."""
+        return torch.tensor([[1, picture.rows * self._merged, picture.columns * self._merged]], device=device)
 
 
 class Still(Qwen):
@@ -113,8 +116,7 @@ class Paddle(Qwen):
     """Patches row by row, of one picture each."""
 
     def __call__(self, pixels: Tensor, picture: Picture) -> Tensor:
-        grid = torch.tensor([[1, picture.rows * self._merged, picture.columns * self._merged]], device=pixels.device)
-        return self._features(pixels, image_grid_thw=grid)
+        return self._features(pixels, image_grid_thw=self._patches(picture, pixels.device))
 
 
 class Hy4(Paddle):

@@ -81,8 +81,12 @@ def _qwen3_vl(config: Config) -> Shape:
 
 def _qwen3_vl_moe(config: Config) -> Shape:
     expect(config, norm_topk_prob=True)
-    head = {"head_dim": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]}
-    return SPARSE["Qwen3MoeForCausalLM"](QWEN3_VL_MOE | config | head)
+    return SPARSE["Qwen3MoeForCausalLM"](QWEN3_VL_MOE | config | _head(config))
+
+
+def _head(config: Config) -> Config:
+    """Its size, which may be null or left to follow from the others."""
+    return {"head_dim": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]}
 
 
 def _glm_4v(config: Config) -> Shape:
@@ -90,8 +94,7 @@ def _glm_4v(config: Config) -> Shape:
 
 
 def _glm_ocr(config: Config) -> Shape:
-    head = {"head_dim": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]}
-    return replace(DENSE["Glm4ForCausalLM"](GLM_4V | GLM_OCR | config | head), qkv_bias=False)
+    return replace(DENSE["Glm4ForCausalLM"](GLM_4V | GLM_OCR | config | _head(config)), qkv_bias=False)
 
 
 def _paddle(config: Config) -> Shape:

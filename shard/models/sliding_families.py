@@ -359,9 +359,9 @@ def _steps_own(config: Config) -> Config:
         found["mlp_layer_types"] = [EXPERTS if layer in set(map(int, numbers)) else PLAIN_MLP for layer in range(layers)]
     other = config.get("attention_other_setting")
     if isinstance(other, dict) and "num_sliding_attention_heads" not in config and "num_attention_heads" in other:
-        heads = {"num_sliding_attention_heads": other["num_attention_heads"]}
-        found |= {name: whole(name, value, 1, SIZES[name]) for name, value in heads.items()}
-    return found | config | found | _steps_ropes(config | found)
+        name = "num_sliding_attention_heads"
+        found[name] = whole(name, other["num_attention_heads"], 1, SIZES[name])
+    return config | found | _steps_ropes(config | found)
 
 
 def _steps_ropes(config: Config) -> Config:

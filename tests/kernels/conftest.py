@@ -41,6 +41,18 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     choose.force("")
 
 
+@pytest.fixture
+def unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New tensors of floats hold no numbers before something is written to them."""
+
+    def empty(*arguments: Any, **options: Any) -> torch.Tensor:
+        result: torch.Tensor = honest(*arguments, **options)
+        return result.fill_(torch.nan) if result.is_floating_point() else result
+
+    honest = torch.empty
+    monkeypatch.setattr(torch, "empty", empty)
+
+
 @pytest.fixture(autouse=True)
 def watched() -> Iterator[None]:
     """No kernel does what a device would not forgive."""

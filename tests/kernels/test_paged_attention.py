@@ -30,16 +30,7 @@ from .test_attention import within_chunks
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-
-
-@pytest.fixture(autouse=True)
-def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    def empty(*arguments: object, **options: object) -> Tensor:
-        result: Tensor = honest(*arguments, **options)
-        return result.fill_(torch.nan) if result.is_floating_point() else result
-
-    honest = torch.empty
-    monkeypatch.setattr(paged_attention.torch, "empty", empty)
+pytestmark = pytest.mark.usefixtures("unwritten")
 
 
 def rows_of(
