@@ -17,6 +17,8 @@ console = Console(json_output=False)
 
 
 def command(name: str, behaviour: str) -> parts.Command:
+    if behaviour == "absent":
+        return parts.Command(name, [STAND_IN + ".absent"])
     return parts.Command(name, [sys.executable, "-S", STAND_IN, name.replace(" ", "-"), port, *behaviour.split("+")])
 
 

@@ -12,10 +12,7 @@ from typing import Any
 import pytest
 
 from penstock.launcher import machine
-from penstock.launcher.console import Console
-from penstock.launcher.parts import Command, Part
 from penstock.launcher.restarts import LONGEST_DELAY, WINDOW, Restarts
-from penstock.launcher.supervisor import Supervisor
 from penstock.launcher.watching import ECHO
 from penstock.tests.launcher.reading import Reading
 
@@ -300,20 +297,8 @@ def test_sigkill_leaves_no_orphan(launch: Callable[..., Launcher]) -> None:
     assert gone(launcher.pids(), 5)
 
 
-# its pipes are left to the garbage collector: nobody reads them any more
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_if_the_second_start_fails_the_first_child_is_not_left_behind(tmp_path: Path) -> None:
-    pid_file = tmp_path / "pid"
-    first = Command("router", ["/bin/sh", "-c", f"echo $$ > {pid_file}; exec sleep 60"])
-    server = Supervisor(
-        router=first,
-        groups={"0": Part("the shards", [Command("shard 0", [str(tmp_path / "nothing")])], 0)},
-        environment=dict(os.environ),
-        console=Console(json_output=False),
-        health=("127.0.0.1", 9),
-        ready=lambda: None,
-        grace=0,
-    )
-    with pytest.raises(FileNotFoundError):
-        server.run()
-    assert not pid_file.exists() or not pid_file.read_text() or gone([int(pid_file.read_text())], 1)
+def test_if_the_second_start_fails_the_first_child_is_not_left_behind(launch: Callable[..., Launcher], tmp_path: Path) -> None:
+    launcher = launch(f"serves+records+{tmp_path}+{{}}", "absent")
+    assert launcher.end() == 1
+    assert any("FileNotFoundError" in line for line in launcher.lines), launcher.lines
+    assert gone([int(file.name.removeprefix("router")) for file in tmp_path.iterdir()], 1)
