@@ -14,6 +14,7 @@
     model         whole decode steps of an 8 B model with made-up weights
     server        the share of time that the device waits between steps, with HTTP and 256 streams in front
     tuning        only if asked for, instead of the others: what would be faster with other tiles
+    profile       only if asked for: the kernels of decode steps of the model, and how long each works
 
 How it is measured stands in gpu_measure.py. Medians, with the 10th and 90th percentile. Every section is a process of its own: one
 that fails, or takes far too long, says so, and the others run. The exit code is 1 if a result was wrong (not if a speed goal was
@@ -57,6 +58,7 @@ SHARES = {
     "model": 0.12,
     "server": 0.15,
     "tuning": 0.95,
+    "profile": 0.1,
 }
 SOURCES = {  # modules and functions
     "ceilings": ("gpu_ceilings", "measure"),
@@ -67,8 +69,9 @@ SOURCES = {  # modules and functions
     "model": ("gpu_model", "steps"),
     "server": ("gpu_server", "measure"),
     "tuning": ("gpu_tuning", "measure"),
+    "profile": ("gpu_profile", "measure"),
 }
-UNASKED = [name for name in SHARES if name != "tuning"]  # sections that run unless others are asked for
+UNASKED = [name for name in SHARES if name not in ("tuning", "profile")]  # sections that run unless others are asked for
 GRACE = 60.0  # seconds that a section may take beyond its time before it is ended: it looks at the clock between measurements
 PATIENCE = {"server": 400.0}  # it has time limits of its own, and ends what it has started
 SLACK = 15.0  # seconds that the last sections may take beyond the time of all
@@ -194,7 +197,7 @@ def section(name: str, seed: int) -> Callable[[Any], None]:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=_words, default=UNASKED, help="sections, joined by commas (default: all but tuning)")
+    parser.add_argument("--only", type=_words, default=UNASKED, help="sections, joined by commas (default: all but tuning and profile)")
     parser.add_argument("--minutes", type=float, default=MINUTES, help=f"for all sections together (default {MINUTES:g})")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, each once: to see that it runs")

@@ -76,15 +76,7 @@ def steps(bench: Bench) -> None:
     cuda = bench.device.type == "cuda"
     busy = watch(cuda)
     with choose.forced("triton"), tempfile.TemporaryDirectory(prefix="penstock-gpu-") as folder:
-        model = write(Path(folder), bench.tiny)
-        began = time.perf_counter()
-        dtype = "float32" if bench.tiny else "bfloat16"
-        config = ShardConfig(folder=str(model), model="8b", device=bench.device.type, dtype=dtype, load_format="dummy")
-        engine = load(config, lambda stage: None)
-        print(
-            f"    made up weights of {engine.decoder.weight_bytes / 1e9:.1f} GB in {time.perf_counter() - began:.0f} s",
-            flush=True,
-        )
+        engine = made_up(bench, Path(folder))
         cases = [(2, 40)] if bench.tiny else CASES
         # What may go astray, and ends all that this process has on the device, comes last.
         for begins, (rows, context) in [*((False, case) for case in cases), *((True, case) for case in cases if cuda)]:
@@ -101,6 +93,19 @@ def steps(bench: Bench) -> None:
                 torch.cuda.empty_cache()
 
 
+def made_up(bench: Bench, folder: Path) -> Engine:
+    """An engine with weights that are random."""
+    began = time.perf_counter()
+    dtype = "float32" if bench.tiny else "bfloat16"
+    model = write(folder, bench.tiny)
+    engine = load(
+        ShardConfig(folder=str(model), model="8b", device=bench.device.type, dtype=dtype, load_format="dummy"), lambda stage: None
+    )
+    took = time.perf_counter() - began
+    print(f"    made up weights of {engine.decoder.weight_bytes / 1e9:.1f} GB in {took:.0f} s", flush=True)
+    return engine
+
+
 def _case(bench: Bench, engine: Engine, busy: Busy, rows: int, context: int, begins: bool) -> None:
     """begins: only with kernels that begin early; else all that goes without."""
     cuda = bench.device.type == "cuda"
@@ -113,7 +118,7 @@ def _case(bench: Bench, engine: Engine, busy: Busy, rows: int, context: int, beg
             bench.add(failed(SECTION, f"{rows} x {context}", why, GOALS.get((rows, context))))
         return
     engine.resize(pages)
-    _begin(engine, rows, context)
+    begin(engine, rows, context)
     extent = Extent(rows, rows, total, pages, (rows,))
     if begins:
         with replaced(early, "enabled", True):
@@ -134,7 +139,7 @@ def _case(bench: Bench, engine: Engine, busy: Busy, rows: int, context: int, beg
             _measured(bench, engine, busy, rows, context, "graph, products by torch")
 
 
-def _begin(engine: Engine, rows: int, context: int) -> None:
+def begin(engine: Engine, rows: int, context: int) -> None:
     """So many groups whose prompts pass for computed: keys and values are random numbers."""
     dice = random.Random(rows + context)
     vocabulary = engine.decoder.shape.vocabulary
