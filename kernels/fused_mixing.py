@@ -10,6 +10,9 @@ from .reference import Shares
 
 BLOCK = 512  # features at once: of as many the matrix has a tile of 16 rows, 16 numbers a thread
 WARPS = 4
+# No fewer: streams are changed in place, and of a block with fewer features than threads several threads hold the same one, which
+# each reads by itself, perhaps when another has written it already. A warp has 32 threads, or AMD's 64.
+FEWEST = 64 * WARPS
 
 
 @triton.jit
@@ -106,7 +109,7 @@ def _constants(count: int, size: int, kinds: int, add: bool) -> dict[str, object
         "SIZE": size,
         "KINDS": kinds,
         "SHARES": max(2, triton.next_power_of_2(kinds * count)),
-        "BLOCK": min(BLOCK, triton.next_power_of_2(size)),
+        "BLOCK": min(BLOCK, max(FEWEST, triton.next_power_of_2(size))),
         "ADD": add,
     }
 
