@@ -69,10 +69,10 @@ def _log(x, CUDA: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def gumbel_of_words(words, CUDA: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`logarithm.gumbel`. CUDA: on NVIDIA's."""
+    """`logarithm.gumbel`. CUDA: on NVIDIA's. A minus sign would be 0 - x here, which makes another zero of a zero."""
     uniform = tl.minimum((words.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.999999940395355224609375)
     y = 1.0 - uniform
-    return -_log(-(_log(y, CUDA) + tl.div_rn((1.0 - y) - uniform, y)), CUDA)
+    return _log(-(_log(y, CUDA) + tl.div_rn((1.0 - y) - uniform, y)), CUDA) * -1.0
 
 
 @triton.jit

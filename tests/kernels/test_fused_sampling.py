@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from penstock.kernels import fused_noise, fused_penalties, fused_sampling, logarithm, noise
+from penstock.kernels.choose import on_nvidia
 from penstock.kernels.fused_penalties import penalize_, restore_
 from penstock.kernels.fused_sampling import Sampled, sample
 from penstock.kernels.sampling import Draws, Penalties, draw, filtered, penalize
@@ -47,18 +48,23 @@ def noise_kernel(seeds, choices, positions, words, noises, of_ids, count, BLOCK:
     tl.store(of_ids + row * count + column, fused_noise.gumbel_of_ids(seed, choice, position, column, CUDA), mask=column < count)
 
 
+def bits(x: Tensor) -> Tensor:
+    return x.cpu().view(torch.int32)
+
+
 def test_noise_is_the_same_to_the_last_bit(chance: random.Random) -> None:
     rows, count = 4, 1021
     seeds = torch.randint(-(1 << 63), (1 << 63) - 1, (rows,))
     choices, positions = torch.randint(0, 50, (rows,)), torch.randint(0, 1 << 20, (rows,))
-    words = torch.full((rows, count), -1)
-    noises, of_ids = torch.full((2, rows, count), torch.nan).unbind()
-    noise_kernel[(rows,)](seeds, choices, positions, words, noises, of_ids, count, BLOCK=256, CUDA=False)
+    words = torch.full((rows, count), -1, device=DEVICE)
+    noises, of_ids = torch.full((2, rows, count), torch.nan, device=DEVICE).unbind()
+    keys = (x.to(DEVICE) for x in (seeds, choices, positions))
+    noise_kernel[(rows,)](*keys, words, noises, of_ids, count, BLOCK=256, CUDA=on_nvidia(words.device), enable_fp_fusion=False)
     ids = torch.arange(count)
     expected = noise.philox(*noise._keyed(seeds, choices, positions, ids.unsqueeze(0) // 4))
-    assert words.equal(torch.stack(torch.broadcast_tensors(*expected)).gather(0, (ids % 4).expand(1, rows, -1))[0])
-    assert noises.equal(noise.gumbel_all(seeds, choices, positions, count))
-    assert of_ids.equal(noises)
+    assert words.cpu().equal(torch.stack(torch.broadcast_tensors(*expected)).gather(0, (ids % 4).expand(1, rows, -1))[0])
+    assert bits(noises).equal(bits(noise.gumbel_all(seeds, choices, positions, count)))
+    assert bits(of_ids).equal(bits(noises))
 
 
 def test_noise_by_itself_is_the_same_to_the_last_bit(chance: random.Random) -> None:
@@ -66,9 +72,19 @@ def test_noise_by_itself_is_the_same_to_the_last_bit(chance: random.Random) -> N
     seeds = torch.randint(-(1 << 63), (1 << 63) - 1, (rows,))
     choices, positions = torch.randint(0, 50, (2 * rows,))[::2], torch.randint(0, 1 << 20, (rows,))
     ids = torch.randint(0, vocabulary, (rows, fused_noise.SIZE + 5))
-    found = fused_noise.gumbel_all(seeds, choices, positions, vocabulary), fused_noise.gumbel(seeds, choices, positions, ids)
-    assert found[0].equal(noise.gumbel_all(seeds, choices, positions, vocabulary))
-    assert found[1].equal(noise.gumbel(seeds, choices, positions, ids))
+    keys = [x.to(DEVICE) for x in (seeds, choices, positions)]
+    found = fused_noise.gumbel_all(*keys, vocabulary), fused_noise.gumbel(*keys, ids.to(DEVICE))
+    assert bits(found[0]).equal(bits(noise.gumbel_all(seeds, choices, positions, vocabulary)))
+    assert bits(found[1]).equal(bits(noise.gumbel(seeds, choices, positions, ids)))
+
+
+def test_a_noise_of_nothing_is_the_same_to_the_last_bit() -> None:
+    """One of some ten million is, and zeros have signs."""
+    seeds, choices, positions, ids = (torch.tensor([number]) for number in (4162495386135428346, 2, 154, 79422))
+    expected = noise.gumbel(seeds, choices, positions, ids[None])
+    assert expected.item() == 0.0
+    found = fused_noise.gumbel(*(x.to(DEVICE) for x in (seeds, choices, positions, ids[None])))
+    assert bits(found).equal(bits(expected))
 
 
 def test_the_logarithm_is_one(chance: random.Random) -> None:
