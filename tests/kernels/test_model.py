@@ -250,7 +250,9 @@ def test_a_step_that_no_graph_has_room_for_runs_without(monkeypatch: pytest.Monk
 
 
 def test_a_cache_of_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same as a full one whose keys and values were rounded when they were written."""
+    """The same as a full one whose keys and values were rounded when they were written. By the plain operations on a GPU, too: what
+    writes there is a function by itself."""
+    choose.force("reference")
     small = torch.float8_e4m3fn
     scale = 0.25
     write = operations.write
@@ -263,7 +265,7 @@ def test_a_cache_of_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
         engine.resize(PAGES)
         assert engine.token_bytes == tiny.decoder("llama").shape.kv_elements(1) * (1 if dtype else 4)
         for layer in engine.decoder.layers:
-            monkeypatch.setattr(layer.attention, "scales", torch.full((2, layer.shape.kv_heads), scale))
+            monkeypatch.setattr(layer.attention, "scales", torch.full((2, layer.shape.kv_heads), scale, device=tiny.DEVICE))
         outcome = engine.prefill(0, [tiny.group(1, list(range(1, 30)), 3, prompt_logprobs=True)], [(1, 7)], 7, [])
         while not outcome.prompts:
             outcome = engine.prefill(0, [], [(1, 7)], 7, [])

@@ -16,6 +16,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from penstock.kernels.choose import triton_on
 from penstock.shard.config import ShardConfig
 from penstock.shard.decoding import hypotheses
 from penstock.shard.engine import Engine
@@ -126,11 +127,12 @@ def _following(name: str, prompts: tuple[tuple[int, ...], ...], begun: tuple[tup
 
 def decoder(name: str) -> Decoder:
     """Ours, on one rank."""
-    return _decoder(name, DEVICE.type)
+    return _decoder(name, DEVICE.type, triton_on(DEVICE))
 
 
 @functools.cache
-def _decoder(name: str, device: str) -> Decoder:
+def _decoder(name: str, device: str, by_triton: bool) -> Decoder:
+    """by_triton: weights are laid out for its kernels."""
     config = ShardConfig(folder=str(folder(name)), model=name, page_size=1, device=device)
     return load(config, lambda stage: None).decoder
 
