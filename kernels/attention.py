@@ -209,8 +209,9 @@ def attention(query: Tensor, cache: Tensor, plan: Sequence[Block], how: How) -> 
     query: [tokens, heads, size]; cache: [slots, 2, kv_heads, size], keys first, in the query's dtype or one of 8 bits; of latents,
     [slots, 1, 1, size], keys are values, too.
     """
-    special = how.softcap > 0 or how.sinks is not None
-    attended = partial(_attend_specially, softcap=how.softcap) if special else functional.scaled_dot_product_attention
+    attended: Callable[..., Tensor] = functional.scaled_dot_product_attention if not query.is_cuda else _attend_aligned
+    if how.softcap > 0 or how.sinks is not None:
+        attended = partial(_attend_specially, softcap=how.softcap)
     outputs = [_attend(partial(attended, scale=how.scale), query, cache, block, how) for block in plan]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -298,6 +299,14 @@ def unfolded(answer: Tensor, queries: int) -> Tensor:
     """[rows * queries, heads, size] of what `folded` queries found."""
     rows, kv_heads, _, size = answer.shape
     return answer.view(rows, kv_heads, queries, -1, size).transpose(1, 2).reshape(rows * queries, -1, size)
+
+
+def _attend_aligned(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, **how: Any) -> Tensor:
+    """torch's own on CUDA, whose kernels refuse rows that don't begin at multiples of 16 bytes: those of a product of queries and
+    an odd number of gates don't."""
+    query, keys, values = (x.clone(memory_format=torch.contiguous_format) for x in (query, keys, values))
+    mask = mask.clone(memory_format=torch.contiguous_format) if mask is not None else None
+    return functional.scaled_dot_product_attention(query, keys, values, mask, **how)
 
 
 def _attend_specially(

@@ -67,7 +67,9 @@ def _in_order(codes: Codes, product: Product, kept: Sequence[Tensor | None]) -> 
 
 
 def _by_torch(codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> Found | None:
-    """torch's product, where it is quick. A row's result does not depend on the rows beside it, to the last bit."""
+    """torch's product, where it is quick: it has one on CPUs. A row's result does not depend on the rows beside it, to the last bit."""
+    if codes.codes.device.type != "cpu":
+        return None
     outputs, inputs = codes.codes.shape
     block = next((size for size in CPU_BLOCKS if codes.block % size == 0), 0)
     if codes.kind != "int4" or dtype != torch.bfloat16 or not block or outputs % CPU_OUTPUTS or inputs % CPU_INPUTS:

@@ -35,6 +35,13 @@ ROUTES = [
 FLOATS = ("fp8", "fp4", "nvfp4")
 
 
+@pytest.fixture(autouse=True)
+def where_it_is(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch has its products with codes on CPUs alone."""
+    if getattr(request.node, "callspec", None) and request.node.callspec.params.get("route") == "torch":
+        monkeypatch.setitem(globals(), "DEVICE", "cpu")
+
+
 def some(kind: str, outputs: int, inputs: int, group: int, zeros: bool = False) -> Codes:
     """Random codes of every value there is."""
     codes = torch.randint(0, 1 << BITS[kind], (outputs, inputs), dtype=torch.uint8, device=DEVICE)
@@ -327,11 +334,23 @@ def test_bytes() -> None:
     """Codes, scales and zeros; a plain weight is one of few bits for none."""
     codes = some("int4", 32, 128, 64, True)
     assert laid_out("triton", codes, None, torch.float16).bytes == 32 * (64 + 2 * 4 + 2)
-    assert laid_out("torch", codes, None, torch.bfloat16).bytes == 32 * (64 + 2 * 2 * 2)
     for inputs in (96, 128):
         assert laid_out("triton", some("nvfp4", 32, inputs, 16), None, torch.float16).bytes == 32 * (inputs // 2 + inputs // 16 + 4)
     assert laid_out("triton", some("fp4", 32, 128, 32), None, torch.float16).bytes == 32 * (64 + 4)
     assert type(laid_out("torch", unpacked(codes, torch.float32), None, torch.float32)) is Weight  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("route", ["torch"])
+def test_bytes_on_a_cpu(route: str) -> None:
+    assert laid_out(route, some("int4", 32, 128, 64, True), None, torch.bfloat16).bytes == 32 * (64 + 2 * 2 * 2)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_a_gpu_without_kernels_has_plain_weights() -> None:
+    codes, x = some("int4", 32, 128, 64), torch.randn(3, 128, device=DEVICE).bfloat16()
+    found = laid_out("torch", codes, None, torch.bfloat16)
+    assert not isinstance(found, Quantized)
+    torch.testing.assert_close(found(x), functional.linear(x, unpacked(codes, torch.bfloat16)), rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize(
