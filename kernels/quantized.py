@@ -67,7 +67,7 @@ def _in_order(codes: Codes, product: Product, kept: Sequence[Tensor | None]) -> 
 
 
 def _by_torch(codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> Found | None:
-    """torch's product, where it is quick: it has one on CPUs. A row's result does not depend on the rows beside it, to the last bit."""
+    """torch's product, where it is quick, on a CPU. A row's result does not depend on the rows beside it, to the last bit."""
     if codes.codes.device.type != "cpu":
         return None
     outputs, inputs = codes.codes.shape

@@ -123,7 +123,8 @@ FULL, SLIDING, INDEXED, LINEAR = "full_attention", "sliding_attention", "indexed
 CHUNKED = "chunked_attention"  # Llama 4's
 BLOCKS = "minimax_m3_sparse"
 SHORT = "conv"  # LFM2's
-FORMERLY = {"attention": FULL, "mamba": LINEAR}  # as transformers 4 has them
+# As transformers 4 has them, and the last one 5 until 5.17.
+FORMERLY = {"attention": FULL, "mamba": LINEAR, "deepseek_sparse_attention": INDEXED}
 SWITCHES = (
     *("tie_word_embeddings", "attention_bias", "attention_out_bias", "mlp_bias", "qkv_bias", "use_bias"),
     *("use_sliding_window", "use_qk_norm", "qk_layernorm", "norm_topk_prob", "use_qkv_bias", "use_parallel_residual"),

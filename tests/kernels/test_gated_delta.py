@@ -58,7 +58,9 @@ class Layer(memories.Rule):
             .tensor_split((self.key_heads * self.key_size, 2 * self.key_heads * self.key_size), 1)
         )
         sizes = self.key_size, self.key_size, self.value_size
-        heads = [part.reshape(1, len(mixed), -1, size) for part, size in zip(parts, sizes, strict=True)]
+        query, key, value = (part.reshape(1, len(mixed), -1, size) for part, size in zip(parts, sizes, strict=True))
+        # Not every version of theirs repeats what several heads of values share.
+        query, key = (part.repeat_interleave(self.value_heads // self.key_heads, 2) for part in (query, key))
         decay = self.rates[:, None] * functional.softplus(fades + self.offsets).view(len(mixed), self.value_heads, -1)
         # The other ways of theirs add up whole fading in 32 bits.
         if decay.shape[2] == 1:
@@ -66,7 +68,9 @@ class Layer(memories.Rule):
         else:
             rule = kimi.recurrent_kimi_delta_attention
         found, memory = rule(
-            *heads,
+            query,
+            key,
+            value,
             decay[None],
             strengths.sigmoid()[None],
             initial_state=memory[None],

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers.models.granitemoehybrid import modeling_granitemoehybrid as oracle
+from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from penstock.kernels import choose
 from penstock.kernels.gated_delta import Spans, States, gated_norm
@@ -153,7 +154,7 @@ def test_gated_norm(groups: int, dtype: torch.dtype, route: str, chance: random.
     """Gates go before it, and each group has a part of the gains."""
     choose.force(route)
     size = chance.choice((1, 7, chance.randint(8, 70), 3000))
-    norm = oracle.GraniteMoeHybridRMSNormGated(groups * size, size, eps=1e-3).to(DEVICE, dtype)
+    norm = Zamba2RMSNormGated(groups * size, size, eps=1e-3).to(DEVICE, dtype)
     torch.nn.init.normal_(norm.weight)
     whole = torch.full((3, 2 * groups * size + 5), torch.nan).to(DEVICE, dtype)
     whole[:, 5:] = 2 * torch.randn(3, 2 * groups * size)

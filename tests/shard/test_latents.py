@@ -152,6 +152,12 @@ def test_layers_without_an_index_are_transformers(more: dict[str, Any]) -> None:
     ) * index.elements(2048, found.hidden)
 
 
+def test_what_layers_with_an_index_were_called_before() -> None:
+    """By transformers until 5.17."""
+    given = GLM_5 | {"num_hidden_layers": 10}
+    assert shape(given | {"layer_types": ["deepseek_sparse_attention"] * 10}) == shape(given)
+
+
 def test_layers_without_an_index_choose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores are computed once for each layer that has an index."""
     counted = []
