@@ -81,7 +81,7 @@ def load(config: ShardConfig, stage: Callable[[str], None]) -> Engine:
         )
     _check_able(device, config.kv_cache_dtype)
     if config.batch_invariant:
-        _check_steady(model, triton_on(device))
+        _check_steady(model, device)
     if config.ranks > 1:
         stage(f"waiting for {config.ranks} ranks")
     meeting = Path(config.meeting) if config.meeting else (config.master_addr, config.master_port)
@@ -167,8 +167,11 @@ def _check_launcher() -> None:
         ) from error
 
 
-def _check_steady(model: Shape, by_triton: bool) -> None:
+def _check_steady(model: Shape, device: torch.device) -> None:
     """Raises Unsupported for what is known to depend on what else is in the batch."""
+    by_triton = triton_on(device)
+    if device.type != "cpu" and not by_triton:
+        raise Unsupported("--batch-invariant is there on an accelerator by our own kernels alone: leave PENSTOCK_KERNELS out")
     what = "latents on an accelerator" if model.latent and by_triton else ""
     if model.sinks and by_triton:
         what = "attention with sinks on an accelerator"

@@ -13,7 +13,7 @@ import torch
 from penstock.kernels import choose, steady
 from penstock.kernels.layout import Kind, Layout
 from penstock.kernels.linear import Exact
-from penstock.shard import invariance
+from penstock.shard import invariance, loading
 from penstock.shard.config import ShardConfig
 from penstock.shard.decoding.hypotheses import Search
 from penstock.shard.engine import Engine
@@ -190,3 +190,9 @@ def test_what_is_not_there(name: str, triton: bool, what: str) -> None:
             engine(name)
     finally:
         choose.force("")
+
+
+def test_an_accelerator_without_kernels() -> None:
+    """Its libraries go by the number of rows."""
+    with choose.forced("reference"), pytest.raises(Unsupported, match="by our own kernels alone"):
+        loading._check_steady(tiny.decoder("llama").shape, torch.device("cuda"))
