@@ -7,6 +7,7 @@ from triton import JITFunction
 # Names in `compile.TARGETS`.
 NVIDIA, AMD = ("sm_80", "sm_90", "sm_100", "sm_120"), ("gfx942",)
 EIGHT_BIT_TARGETS = ("sm_90", "sm_100", "sm_120")  # that have instructions for float8_e4m3fn; gfx942 has other such numbers
+WARP = 64  # threads of one at most: AMD's; NVIDIA's have 32
 EARLY_TARGETS = ("sm_90", "sm_100")  # on which kernels can begin early (`early`)
 GENERATIONS = {0: "amd", 8: "ampere", 9: ""}  # what those of `paged_attention.generation_of` are called in the report
 

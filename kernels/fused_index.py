@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .compilation import EARLY_TARGETS, EIGHT_BIT_TARGETS, GENERATIONS, Compilation
 from .early import on, options, wait
-from .fused_latents import HEADS, WARPS, angles, constants_of, keep, turn
+from .fused_latents import WARPS, angles, constants_of, keep, turn
 from .fused_rotary import rotated, storable
 from .indexed import Choosing
 from .layout import Kind
@@ -89,7 +89,8 @@ def rotate_and_write_index(
     assert cache.stride(3) == 1
     if tokens:
         early = on(queries.device)
-        index_kernel[(tokens, 1 + triton.cdiv(heads, HEADS))](
+        constants = constants_of(size, table.shape[-1], torch.finfo(cache.dtype).max if cache.dtype != queries.dtype else 0.0)
+        index_kernel[(tokens, 1 + triton.cdiv(heads, constants["HEADS"]))](
             queries,
             keys,
             norm,
@@ -99,7 +100,7 @@ def rotate_and_write_index(
             heads,
             cache.stride(0),
             epsilon,
-            **constants_of(size, table.shape[-1], torch.finfo(cache.dtype).max if cache.dtype != queries.dtype else 0.0),
+            **constants,
             EARLY=early,
             num_warps=WARPS,
             enable_fp_fusion=False,
@@ -239,7 +240,7 @@ def compilations() -> list[Compilation]:
         pointers = dict.fromkeys(("query", "keys", "norm", "table"), f"*{dtype}")
         pointers |= {"slots": "*i64", "cache": "*fp8e4nv" if most else f"*{dtype}"}
         numbers = {"heads": "i32", "cache_stride": "i32:16", "epsilon": "fp32"}
-        constants = {**constants_of(128, 64, most), "EARLY": early}
+        constants: dict[str, object] = {**constants_of(128, 64, most), "EARLY": early}
         found.append(
             Compilation(
                 kernel=index_kernel,

@@ -4,16 +4,18 @@ embedding of what turns of queries and keys, and the write to the cache.
 What it means stands in `operations.rotate_and_write_latents`; rounding to the type happens where it happens there.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .compilation import EARLY_TARGETS, EIGHT_BIT_TARGETS, Compilation
+from .compilation import EARLY_TARGETS, EIGHT_BIT_TARGETS, WARP, Compilation
 from .early import on, options, wait
 from .fused_rotary import rotated, storable
 
-HEADS = 16  # of one program
+HEADS = 16  # of one program; more, where theirs are fewer numbers than threads: queries are changed in place (see `fused_mixing`)
 WARPS = 4
 
 
@@ -104,7 +106,9 @@ def rotate_and_write_latents(
     assert cache.stride(3) == 1
     if tokens:
         early = on(query.device)
-        latents_kernel[(tokens, 1 + triton.cdiv(heads, HEADS))](
+        most = torch.finfo(cache.dtype).max if cache.dtype != query.dtype else 0.0
+        constants = constants_of(len(gains), width - len(gains), most)
+        latents_kernel[(tokens, 1 + triton.cdiv(heads, constants["HEADS"]))](
             query,
             latents,
             gains,
@@ -116,7 +120,7 @@ def rotate_and_write_latents(
             latents.stride(0),
             cache.stride(0),
             epsilon,
-            **constants_of(len(gains), width - len(gains), torch.finfo(cache.dtype).max if cache.dtype != query.dtype else 0.0),
+            **constants,
             EARLY=early,
             num_warps=WARPS,
             enable_fp_fusion=False,
@@ -124,14 +128,15 @@ def rotate_and_write_latents(
         )
 
 
-def constants_of(size: int, turned: int, most: float) -> dict[str, object]:
+def constants_of(size: int, turned: int, most: float) -> dict[str, Any]:
     """Those of kernels beside `latents_kernel`, too."""
+    half = triton.next_power_of_2(turned // 2)
     return {
         "SIZE": size,
         "PADDED": triton.next_power_of_2(size),
         "TURNED": turned,
-        "HALF": triton.next_power_of_2(turned // 2),
-        "HEADS": HEADS,
+        "HALF": half,
+        "HEADS": max(HEADS, WARP * WARPS // half),
         "MOST": most,
     }
 
@@ -144,7 +149,7 @@ def compilations() -> list[Compilation]:
         pointers = dict.fromkeys(("query", "latents", "gains", "table"), f"*{dtype}")
         pointers |= {"slots": "*i64", "cache": "*fp8e4nv" if most else f"*{dtype}"}
         numbers = {"heads": "i32", "query_stride": "i32:16", "latent_stride": "i32:16", "cache_stride": "i32:16", "epsilon": "fp32"}
-        constants = {**constants_of(size, 64, most), "EARLY": early}
+        constants: dict[str, object] = {**constants_of(size, 64, most), "EARLY": early}
         found.append(
             Compilation(
                 kernel=latents_kernel,

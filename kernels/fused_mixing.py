@@ -5,14 +5,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .compilation import Compilation
+from .compilation import WARP, Compilation
 from .reference import Shares
 
 BLOCK = 512  # features at once: of as many the matrix has a tile of 16 rows, 16 numbers a thread
 WARPS = 4
 # No fewer: streams are changed in place, and of a block with fewer features than threads several threads hold the same one, which
-# each reads by itself, perhaps when another has written it already. A warp has 32 threads, or AMD's 64.
-FEWEST = 64 * WARPS
+# each reads by itself, perhaps when another has written it already.
+FEWEST = WARP * WARPS
 
 
 @triton.jit

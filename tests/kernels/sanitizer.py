@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 
 Numbers = NDArray[Any]
 READS, WRITES, COUNTS = 0, 1, 2
+WARP = 64  # threads of one at most
+EVERYBODY = -1  # a lane that several threads hold
 WORDS = ("reads", "writes", "counts in")
 
 
@@ -31,7 +33,7 @@ class Touches(NamedTuple):
     kind: Numbers
     program: Numbers
     phase: Numbers  # barriers of the program that came before
-    lane: Numbers  # of the operation's block, which stands for a thread
+    lane: Numbers  # of the operation's block, which stands for a thread; EVERYBODY: for several
     value: Numbers  # the bits that were written; 0: none were
 
     def of(self, chosen: Any) -> "Touches":
@@ -50,6 +52,7 @@ class Operation:
     low: int  # the first place
     high: int  # behind the last
     values: Numbers  # of the block: what was written
+    threads: int  # of the program; those of one warp go in step
 
     def touches(self, size: int) -> Touches:
         """Of `size` bytes each."""
@@ -59,6 +62,8 @@ class Operation:
         if self.kind == WRITES:
             value = np.broadcast_to(self.values, shape).reshape(-1)[lane].view(f"u{whole}").astype(np.uint64)
         place = self.places.reshape(-1)[lane]
+        if self.kind == READS and self.places.size < self.threads > WARP:  # each that holds one reads it; one of them writes it
+            lane = np.full_like(lane, EVERYBODY)
         if count := whole // size - 1:
             nth = np.tile(np.arange(count + 1, dtype=np.uint64) * np.uint64(size), len(lane))
             place, lane, value = (np.repeat(column, count + 1) for column in (place, lane, value))
@@ -72,6 +77,7 @@ class Launch:
 
     starts: Numbers  # of the memory that it was given, in order
     ends: Numbers
+    threads: int
     program: int = -1
     phase: int = 0
     done: list[Operation] = field(default_factory=list)
@@ -88,7 +94,7 @@ class Launch:
         nth = int(np.searchsorted(self.starts, low, "right")) - 1
         if nth < 0 or high > self.ends[nth]:  # of one tensor, mostly
             self._check_each(kind, touched, values.itemsize)
-        self.done.append(Operation(kind, self.program, self.phase, places, mask, low, high, values))
+        self.done.append(Operation(kind, self.program, self.phase, places, mask, low, high, values, self.threads))
 
     def _check_each(self, kind: int, places: Numbers, size: int) -> None:
         nth = np.searchsorted(self.starts, places, "right") - 1
@@ -182,7 +188,7 @@ def watching() -> Iterator[list[str]]:
     names: list[str] = []
 
     def launch(run: Callable[..., None], self: Any, *given: Any, **named: Any) -> None:
-        launches.append(Launch(*_memory((*given, *named.values()))))
+        launches.append(Launch(*_memory((*given, *named.values())), WARP * named.get("num_warps", 4)))
         names.append(self.fn.__name__)
         try:
             run(self, *given, **named)

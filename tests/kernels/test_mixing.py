@@ -80,12 +80,6 @@ def test_of_no_tokens() -> None:
     assert given.shape == (0, 2)
 
 
-def test_no_two_threads_hold_the_same_feature() -> None:
-    """They would read it again behind each other's writes, which no interpreter shows."""
-    for size in (1, 7, 40, 700, 4096):
-        assert fused_mixing._constants(4, size, 2, add=True)["BLOCK"] >= 64 * fused_mixing.WARPS  # type: ignore[operator]
-
-
 def test_it_is_compiled_as_it_is_launched() -> None:
     """In the order of its arguments."""
     for one in fused_mixing.compilations():

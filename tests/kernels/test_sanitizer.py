@@ -54,6 +54,25 @@ def test_threads() -> None:
     assert numbers.tolist() == [*range(1, SIZE), 0]
 
 
+@triton.jit
+def double(numbers, BARRIER: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    place = numbers + tl.arange(0, BLOCK)
+    values = 2 * tl.load(place)
+    if BARRIER:
+        tl.debug_barrier()
+    tl.store(place, values)
+
+
+def test_lanes_that_several_threads_hold() -> None:
+    """Of which one may read what another has written."""
+    with pytest.raises(Fault, match=f"double: threads race in {SIZE} places, of one of which one reads, another writes it"):
+        double[(1,)](torch.ones(SIZE), BARRIER=False, BLOCK=SIZE)
+    for block, barrier, warps in ((SIZE, True, 4), (SIZE, False, 1), (256, False, 4)):
+        numbers = torch.ones(block)
+        double[(1,)](numbers, BARRIER=barrier, BLOCK=block, num_warps=warps)
+        assert (numbers == 2).all()
+
+
 def test_programs() -> None:
     with pytest.raises(Fault, match="shift: programs race in 1 places, of one of which program 0 reads, 1 writes it"):
         shift[(2,)](torch.zeros(2 * SIZE), 2 * SIZE, BARRIER=True, BLOCK=SIZE)
