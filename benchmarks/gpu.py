@@ -197,7 +197,9 @@ def section(name: str, seed: int) -> Callable[[Any], None]:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=_words, default=UNASKED, help="sections, joined by commas (default: all but tuning and profile)")
+    parser.add_argument(
+        "--only", type=_words, default=UNASKED, help="sections, joined by commas (default: all but tuning and profile)"
+    )
     parser.add_argument("--minutes", type=float, default=MINUTES, help=f"for all sections together (default {MINUTES:g})")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, each once: to see that it runs")

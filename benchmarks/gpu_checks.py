@@ -312,7 +312,8 @@ def replayed(bench: Bench, chance: random.Random) -> float:
     shape = Shape(kv_heads=2, ratio=4)
     steps = [_rows(chance, shape.page_size, 300, 4) for _ in range(3)]
     tokens = max(sum(row.queries for row in rows) for rows in steps)
-    room = Capacity(tokens, 3 * tokens, 400, {0: (400, 400, 400)}, tokens, 4000 + 3 * tokens, True)
+    tiles = paged_attention.tiles_of(shape.kind(), shape.dtype, paged_attention.generation_of(bench.device))
+    room = Capacity(tokens, 3 * tokens, 400, {0: tiles}, {0: (400,) * len(tiles)}, tokens, 4000 + 3 * tokens, True)
     sizes = (shape.page_size, [replace(shape.kind(), joined=True)], bench.device)
     options: dict[str, Any] = {"dtype": shape.dtype, "capacity": room}
     joint = max(page for rows in steps for row in rows for page in row.pages) + 1

@@ -1,4 +1,4 @@
-"""Where the time of a decode step goes: the kernels of steps of an 8 B model with made-up weights, by what the device's driver notes.
+"""Where the time of a decode step goes: the kernels of steps of an 8 B model with made-up weights, as the device's driver notes.
 
 Steps run from a graph, as they do in a server. What is told is a kernel's share of all kernels' time; what lies between them is in
 `gpu.py`'s section `model`.
@@ -61,5 +61,3 @@ def _steps(engine: Engine, count: int) -> None:
     for step in [engine.begin_decode([0]) for _ in range(count)]:
         engine.land()
         step.result()
-
-

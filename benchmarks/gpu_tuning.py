@@ -13,20 +13,32 @@ from penstock.benchmarks.gpu_attention import even_rows, world_of
 from penstock.benchmarks.gpu_measure import Bench, Call, replaced
 from penstock.benchmarks.gpu_report import Line, failed
 from penstock.benchmarks.gpu_worlds import World, tree
-from penstock.kernels import choose, codes, fused_product, fused_quantized, operations, paged_attention, quantized, work
+from penstock.kernels import (
+    choose,
+    codes,
+    fused_product,
+    fused_quantized,
+    fused_vector,
+    operations,
+    paged_attention,
+    quantized,
+    work,
+)
 from penstock.kernels.attention import Row
 from penstock.kernels.linear import Exact, Product, plain
 from penstock.kernels.work import Tile
 
 SECTION = "tuning"
-TILES, CUTS, PRODUCT = "paged_attention.tiles_of", "work.ITEMS_PER_PROCESSOR", "fused_product._constants"
+TILES, CUTS, PRODUCT, VECTOR = "paged_attention", "work.ITEMS_PER_PROCESSOR", "fused_product._constants", "fused_vector._shape"
 # Rows, keys, warps, stages.
-ONE = [(16, 64, 4, 4), (16, 64, 4, 6), (16, 32, 4, 5), (16, 128, 4, 4), (16, 128, 8, 5), (16, 64, 2, 5), (16, 64, 8, 5)]
+ONE = [(64, 64, 4, 5), (16, 64, 4, 5), (16, 64, 4, 7), (16, 128, 4, 3), (16, 128, 4, 4), (16, 64, 2, 5), (16, 64, 8, 5)]
 FEW = [(64, 64, 4, 4), (64, 32, 4, 5), (64, 64, 8, 5), (64, 128, 8, 4)]
 MANY = [(128, 64, 8, 5), (128, 64, 8, 4), (128, 128, 8, 5), (64, 64, 4, 5), (64, 64, 4, 4), (64, 128, 4, 4)]
 ITEMS = (1, 3, 4, 6, 8)
 # Outputs and inputs of a program's tile, stages, warps.
 PRODUCTS = [(32, 256, 4, 4), (32, 256, 5, 4), (32, 128, 5, 4), (16, 256, 4, 4), (16, 512, 4, 4), (64, 128, 4, 4), (32, 256, 4, 8)]
+# The same of one row's, with warps before stages.
+VECTORS = [(16, 512, 4, 4), (8, 1024, 4, 4), (4, 1024, 4, 1), (8, 1024, 4, 1), (4, 2048, 8, 1), (2, 2048, 4, 1), (4, 512, 2, 1)]
 # Of an 8 B model: outputs, inputs, behind a norm, with SwiGLU, added to the stream.
 SHAPES = {
     "queries, keys, values": (6144, 4096, True, False, False),
@@ -80,7 +92,11 @@ def _tiles(bench: Bench, what: str, kind: int, tried: Sequence[tuple[int, int, i
         return tuple(tiles)
 
     for one in tried[:2] if bench.tiny else tried:
-        with replaced(paged_attention, "tiles_of", partial(tiles_of, Tile(*one))):
+        tile = Tile(*one)
+        with (
+            replaced(paged_attention, "tiles_of", partial(tiles_of, tile)),
+            replaced(paged_attention, "for_singles", lambda *shape, tile=tile: (tile,)),
+        ):
             _compare(bench, f"{what}: tile of {one}", TILES, usual, lambda: _attending(made))
 
 
@@ -99,7 +115,7 @@ def _products(bench: Bench, name: str) -> None:
     size = 2 * outputs * inputs * (1 + gated)
     weights = [_made(bench, outputs * (1 + gated), inputs) for _ in range(bench.copies(size))]
     gains = _made(bench, inputs) if norm else None
-    for rows in (2,) if bench.tiny else (1, fused_product.ROWS):
+    for rows in (1, 2) if bench.tiny else (1, fused_product.ROWS):
         x, out = _made(bench, rows, inputs), _made(bench, rows, outputs)
         how = {"gains": gains, "epsilon": 1e-5, "gated": gated, "add": add}
 
@@ -111,6 +127,11 @@ def _products(bench: Bench, name: str) -> None:
         bench.add(Line(section=SECTION, what=what, timing=took, ratio=ratio, against="of the weight's bytes at the copy's rate"))
         apart = [partial(_apart, x, plain(weight, None), gains, gated) for weight in weights]
         _compare(bench, f"{what}: by torch's product", "linear.FEW", took.seconds, lambda apart=apart: apart)  # type: ignore[misc]
+        if rows == 1:
+            for shape in VECTORS[:1] if bench.tiny else VECTORS:
+                with replaced(fused_vector, "_shape", lambda *given, shape=shape: fused_vector.Shape(*shape)):
+                    _compare(bench, f"{what}: shape of {shape}", VECTOR, took.seconds, ours)
+            continue
         for columns, depth, stages, warps in PRODUCTS[:1] if bench.tiny else PRODUCTS:
             chosen = {"COLUMNS": columns, "DEPTH": 16 if bench.tiny else depth, "STAGES": stages}
             with (

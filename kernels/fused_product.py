@@ -2,11 +2,9 @@
 (or GeGLU) of the outputs, the sum with the residual stream. Knows tensors only.
 
 Few rows cost what reading the weight costs, a hundredth of a millisecond, and then launches count: a decoder's layer takes seven
-of them instead of ten. The rows are scaled by their norm after the product, since then they are read once:
-
-    sum of x[i] / rms(x) * gain[i] * weight[o, i]  =  (sum of x[i] * gain[i] * weight[o, i]) / rms(x)
-
-so x * gain is rounded where otherwise the norm is, and may come to more than float16 can hold: `linear.STREAMED`.
+of them instead of ten, and of one row (`fused_vector`) five. The norm of several rows comes before: within, where operands of the
+matrix units come from memory without a detour, it took twice the time of the product (measured on an H200, 2026-11-26: gate and up
+of an 8 B model in 117 us, by torch in 57).
 """
 
 import itertools
@@ -18,9 +16,11 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
+from . import fused_vector
 from .compilation import AMD, EARLY_TARGETS, NVIDIA, Compilation
 from .early import on, options, prefetch, wait
 from .fused_activation import activated
+from .fused_norm import rms_norm
 
 # In Triton's interpreter a dot of bfloat16 is garbage, so operands are widened there.
 INTERPRET = bool(knobs.runtime.interpret)
@@ -36,19 +36,16 @@ def product_kernel(
     out: tl.tensor,  # [rows, outputs]; with ADD it holds what is added to
     x: tl.tensor,  # [rows, inputs]
     weight: tl.tensor,  # [outputs, inputs]; GATED: [2 * outputs, inputs], gates first
-    gains: tl.tensor,  # [inputs]; unused without NORM
     bias: tl.tensor,  # as long as weight; unused without BIASED
     rows: tl.tensor,
     x_stride: tl.tensor,
     out_stride: tl.tensor,
-    epsilon: tl.tensor,
     INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     STAGES: tl.constexpr,
-    NORM: tl.constexpr,
     GATED: tl.constexpr,
     GELU: tl.constexpr,
     ADD: tl.constexpr,
@@ -72,7 +69,6 @@ def product_kernel(
     from_weight = weight + output.to(tl.int64)[:, None] * INPUTS + deep[None, :]
     result = tl.zeros([ROWS, COLUMNS], tl.float32)
     other = tl.zeros([ROWS, COLUMNS], tl.float32)
-    squares = tl.zeros([ROWS], tl.float32)
     EVEN: tl.constexpr = INPUTS % DEPTH == 0 and OUTPUTS % COLUMNS == 0
     for first in tl.range(0, INPUTS, DEPTH, num_stages=STAGES):
         within = deep < INPUTS - first
@@ -80,18 +76,9 @@ def product_kernel(
             values = tl.load(from_x + first, mask=asked[:, None], other=0.0)
         else:
             values = tl.load(from_x + first, mask=asked[:, None] & within[None, :], other=0.0)
-        if NORM:
-            wide = values.to(tl.float32)
-            squares += tl.sum(wide * wide, 1)
-            gain = tl.load(gains + first + deep, mask=within, other=0.0)
-            values = (wide * gain.to(tl.float32)[None, :]).to(values.dtype)
         result = dot(values, _part(from_weight + first, wanted, within, EVEN), result, WIDEN)
         if GATED:
             other = dot(values, _part(from_weight + first + OUTPUTS * INPUTS, wanted, within, EVEN), other, WIDEN)
-    if NORM:
-        scale = tl.rsqrt(squares / INPUTS + epsilon)[:, None]
-        result *= scale
-        other *= scale
     if BIASED:
         result += tl.load(bias + output, mask=wanted, other=0.0).to(tl.float32)[None, :]
         if GATED:
@@ -134,7 +121,7 @@ def product(
 ) -> Tensor:
     """`out`, [rows, outputs], becomes (with `add`: becomes more by) the product of x [rows, inputs], at most ROWS rows.
 
-    weight: [outputs, inputs], dense; gains: the rows are normalized first (`reference.rms_norm`); gated: weight is [2 * outputs,
+    weight: [outputs, inputs], dense; gains: the rows are normalized first (`operations.rms_norm`); gated: weight is [2 * outputs,
     inputs], and `reference.gated` is taken of its product, with or without gelu. x and out are views whose last dimension is dense.
     """
     rows, inputs = x.shape
@@ -143,21 +130,23 @@ def product(
     assert weight.shape == (outputs * (1 + gated), inputs)
     assert weight.is_contiguous()
     assert x.stride(1) == out.stride(1) == 1
+    if rows == 1:
+        return fused_vector.product(x, weight, bias, out, gains=gains, epsilon=epsilon, gated=gated, gelu=gelu, add=add)
     if rows:
+        if gains is not None:
+            x = rms_norm(x, gains, epsilon, torch.empty_like(x))
         amd = torch.version.hip is not None
         early = on(x.device)
-        constants = _constants(inputs, outputs, gains is not None, gated, add, bias is not None, amd)
+        constants = _constants(inputs, outputs, gated, add, bias is not None, amd)
         constants |= {"GELU": gelu, "EARLY": early}
         product_kernel[(triton.cdiv(outputs, constants["COLUMNS"]),)](
             out,
             x,
             weight,
-            gains if gains is not None else weight,
             bias if bias is not None else weight,
             rows,
             x.stride(0),
             out.stride(0),
-            epsilon,
             **constants,
             num_warps=WARPS,
             num_stages=constants["STAGES"],
@@ -167,7 +156,7 @@ def product(
     return out
 
 
-def _constants(inputs: int, outputs: int, norm: bool, gated: bool, add: bool, biased: bool, amd: bool) -> dict[str, Any]:
+def _constants(inputs: int, outputs: int, gated: bool, add: bool, biased: bool, amd: bool) -> dict[str, Any]:
     # 16 KiB of weight at a time, and two or three such pieces under way for each program.
     columns, depth, stages = (32, 128, 5) if gated else (32, 256, 4)
     return {
@@ -177,7 +166,6 @@ def _constants(inputs: int, outputs: int, norm: bool, gated: bool, add: bool, bi
         "COLUMNS": columns if outputs >= columns * PROGRAMS else 16,
         "DEPTH": min(depth, max(16, triton.next_power_of_2(inputs))),
         "STAGES": 2 if amd else stages,  # as in attention: little shared memory, and many waves to hide latency
-        "NORM": norm,
         "GATED": gated,
         "ADD": add,
         "BIASED": biased,
@@ -188,21 +176,20 @@ def _constants(inputs: int, outputs: int, norm: bool, gated: bool, add: bool, bi
 def compilations() -> list[Compilation]:
     """The products of an 8 B model's layer, its vocabulary, Gemma's gates, and one with biases and odd numbers."""
     cases = {
-        "queries": (4096, 6144, True, False, False, False),
-        "output": (4096, 4096, False, False, True, False),
-        "gated": (4096, 14336, True, True, False, False),
-        "down": (14336, 4096, False, False, True, False),
-        "vocabulary": (4096, 128256, False, False, False, False),
-        "gemma's": (3584, 14336, True, True, False, False),
-        "odd, biased": (2000, 1000, True, True, False, True),
+        "queries": (4096, 6144, False, False, False),
+        "output": (4096, 4096, False, True, False),
+        "gated": (4096, 14336, True, False, False),
+        "down": (14336, 4096, False, True, False),
+        "vocabulary": (4096, 128256, False, False, False),
+        "gemma's": (3584, 14336, True, False, False),
+        "odd, biased": (2000, 1000, True, False, True),
     }
     kinds = {"": NVIDIA, "early": EARLY_TARGETS, "amd": AMD}
     found = []
     for (name, case), (kind, targets) in itertools.product(cases.items(), kinds.items()):
-        gemma = name == "gemma's"  # which has gelu, and gains of 32 bits
-        constants = {**_constants(*case, kind == "amd"), "GELU": gemma, "EARLY": kind == "early", "WIDEN": False}
-        pointers = dict.fromkeys(("out", "x", "weight", "gains", "bias"), "*bf16") | ({"gains": "*fp32"} if gemma else {})
-        numbers = {"rows": "i32", "x_stride": "i32:16", "out_stride": "i32:16", "epsilon": "fp32"}
+        constants = {**_constants(*case, kind == "amd"), "GELU": name == "gemma's", "EARLY": kind == "early", "WIDEN": False}
+        pointers = dict.fromkeys(("out", "x", "weight", "bias"), "*bf16")
+        numbers = {"rows": "i32", "x_stride": "i32:16", "out_stride": "i32:16"}
         found.append(
             Compilation(
                 kernel=product_kernel,

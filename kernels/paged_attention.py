@@ -27,8 +27,9 @@ from .work import Item, Tile, Work
 # In Triton's interpreter a dot of bfloat16 is garbage, so operands are widened there.
 INTERPRET = bool(knobs.runtime.interpret)
 FIELDS = len(Item._fields)
-# Partials that one merging program loads at once, where these may be added up in any order.
-PIECES = 8
+# Partials that one merging program loads at once, where these may be added up in any order. Measured on an H200, 2026-11-26, of
+# 8, 16, 32: one row of 4,096 keys 17.4, 15.6, 14.6 us, 16 nodes on as many 21.0, 18.9, 18.2, 64 nodes in 8 rows 147, 149, 153.
+PIECES = 16
 # Words of 32 bits that say whom a node of a tree sees.
 WORDS = cutting.NODES // 32
 # Sections of the buffer begin at multiples of this many ints: for pointers aligned to less than 16 bytes Triton compiles anew.
@@ -45,7 +46,8 @@ class Capacity:
     tokens: int  # query tokens
     listed: int  # tokens, and those of shared runs once more
     pages: int  # of all rows' tables
-    items: dict[int, tuple[int, int, int]]  # per window, of its tiles; of 0, no program is launched
+    tiles: dict[int, tuple[Tile, ...]]  # per window: those that items are cut for ...
+    items: dict[int, tuple[int, ...]]  # ... and how many of each
     entries: int  # tokens with partials
     pieces: int  # partials
     trees: bool  # whether there may be any
@@ -87,16 +89,16 @@ class Plan:
         return replace(self, pages=pages)
 
 
-def tiles_of(kind: Kind, dtype: torch.dtype, generation: int = 9, steady: bool = False) -> tuple[Tile, Tile, Tile]:
-    """For one query, for a few (a chain or tree to be verified), for many. generation: of `generation_of`; steady: all are that of
-    a few, lest a token's answer depend on how many are computed with it.
+def tiles_of(kind: Kind, dtype: torch.dtype, generation: int = 9, steady: bool = False) -> tuple[Tile, ...]:
+    """For one query, for a few (a chain or tree to be verified), for many. generation: of `generation_of`; steady: that of a few
+    alone, lest a token's answer depend on how many are computed with it.
 
-    Not measured yet: chosen so that nothing spills, and that two tiles of keys are under way while a third is worked on. Since
-    the page's number is loaded before the keys, that takes five stages of Triton's pipeline. Before Hopper the operands of a
-    product lie in registers, so tiles are smaller. AMD's processors have 64 KiB of shared memory, and many waves to hide latency.
+    Chosen so that nothing spills, and that two tiles of keys are under way while a third is worked on. Since the page's number is
+    loaded before the keys, that takes five stages of Triton's pipeline. Before Hopper the operands of a product lie in registers,
+    so tiles are smaller. AMD's processors have 64 KiB of shared memory, and many waves to hide latency. Measured on Hopper alone.
     """
     if steady:
-        return (tiles_of(kind, dtype, generation)[1],) * 3
+        return (tiles_of(kind, dtype, generation)[1],)
     size, least = kind.size, max(16, triton.next_power_of_2(kind.ratio))
     few, many = max(64, least), max(128 if size <= 128 else 64, least)
     if size > 256:
@@ -116,6 +118,20 @@ def tiles_of(kind: Kind, dtype: torch.dtype, generation: int = 9, steady: bool =
     # Many rows: with 128 keys at once their running sums are faded half as often, in 590 instructions instead of 2 x 378. At 64
     # features two programs of 64 keys have room side by side, and while one takes exponentials the other multiplies.
     return Tile(least, 64, 4, 5), Tile(few, 64, 4, 5), Tile(many, 64, 8, 5) if size <= 64 else Tile(many, 128, 8, 4)
+
+
+def for_singles(kind: Kind, dtype: torch.dtype, generation: int, tokens: int) -> tuple[Tile, ...]:
+    """The tiles of steps in which every row has one query; rows that share a prefix have a tile together.
+
+    On Hopper it is one of them: a launch more costs as much as it saves. Measured on an H200, 2026-11-26: 64 rows of 4,096 keys in
+    251 us by tiles of 64 rows, which the matrix units read from shared memory, in 302 by those of 16; 256 of 1,024 in 267 and 260;
+    one of 2,048 in 12.4 and 11.2; and launches of tiles that nothing was in 6 to 7 each.
+    """
+    tiles = tiles_of(kind, dtype, generation)
+    last = cutting.tile_of(tiles, tokens * kind.ratio)
+    if generation == 9 and kind.size <= 128 and dtype != torch.float32:
+        return (tiles[min(last, 1)],)
+    return tiles[: last + 1]
 
 
 def _tiles_of_latents(least: int, dtype: torch.dtype, generation: int) -> tuple[Tile, Tile, Tile]:
@@ -175,7 +191,15 @@ def plan(
     """
     if fixed % cutting.ALIGNMENT:
         raise ValueError(f"items of {fixed} keys: not a multiple of {cutting.ALIGNMENT}")
-    tiles = {kind: tiles_of(kind, dtype, generation_of(device), fixed > 0) for kind in kinds}
+    generation, singles = generation_of(device), not fixed and all(row.queries == 1 for row in rows)
+    tiles = {
+        kind: capacity.tiles[kind.window]
+        if capacity is not None
+        else for_singles(kind, dtype, generation, len(rows))
+        if singles
+        else tiles_of(kind, dtype, generation, fixed > 0)
+        for kind in kinds
+    }
     most = min((own[-1].rows - 1) // kind.ratio for kind, own in tiles.items())
     table = cutting.table(rows, page_size, most if share and not fixed else 0)
     return _plan(table, tiles, device, processors, fixed, capacity)
@@ -186,13 +210,13 @@ def plan_singles(
 ) -> Plan:
     """The step of as many rows of one token each, which see so many keys. On which pages is said later, in tables of `apart` each
     (`Plan.chosen`)."""
-    tiles = {kind: tiles_of(kind, dtype, generation_of(device))}
+    tiles = {kind: tiles_of(kind, dtype, generation_of(device))[:1]}
     return _plan(cutting.singles(seen, apart, page_size), tiles, device)
 
 
 def _plan(
     table: cutting.Table,
-    tiles: Mapping[Kind, tuple[Tile, Tile, Tile]],
+    tiles: Mapping[Kind, tuple[Tile, ...]],
     device: torch.device,
     processors: int | None = None,
     fixed: int = 0,
@@ -368,14 +392,15 @@ def attention(query: Tensor, cache: Tensor, plan: Plan, how: How) -> Tensor:
                 **options(early),
             )
     if len(launch.entries):
-        merge[(len(launch.entries) * heads,)](
+        constants = _merge_constants(heads, values, sinks is not None, plan.pieces, len(launch.entries))
+        merge[(len(launch.entries) * triton.cdiv(heads, constants["TOGETHER"]),)](
             output,
             partials,
             weights,
             launch.entries,
             launch.pieces,
             sinks if sinks is not None else weights,
-            **_merge_constants(heads, values, sinks is not None, plan.pieces),
+            **constants,
             EARLY=early,
             num_warps=MERGE_WARPS,
             enable_fp_fusion=True,
@@ -385,6 +410,8 @@ def attention(query: Tensor, cache: Tensor, plan: Plan, how: How) -> Tensor:
 
 
 MERGE_WARPS = 2
+MANY_ENTRIES = 64  # tokens
+MERGED = 2048  # numbers of partials that a program loads at once, 32 a thread
 
 
 def _constants(
@@ -425,8 +452,12 @@ def _constants(
     }
 
 
-def _merge_constants(heads: int, size: int, sinks: bool, pieces: int = PIECES) -> dict[str, object]:
-    return {"HEADS": heads, "SIZE": size, "PADDED": triton.next_power_of_2(size), "PIECES": pieces, "SINKS": sinks}
+def _merge_constants(heads: int, size: int, sinks: bool, pieces: int = PIECES, entries: int = 1) -> dict[str, Any]:
+    # Of many tokens most may have nothing to be merged: fewer programs begin in vain.
+    together = 4 if entries >= MANY_ENTRIES else 1
+    padded = triton.next_power_of_2(size)
+    pieces = min(pieces, max(1, MERGED // (together * padded)))
+    return {"HEADS": heads, "SIZE": size, "PADDED": padded, "PIECES": pieces, "TOGETHER": together, "SINKS": sinks}
 
 
 # Which of the report's targets each generation stands for.
@@ -469,16 +500,16 @@ def compilations() -> list[Compilation]:
             _compilation(2, 128, generation, dtype=torch.float16, hot=True),
             _compilation(1, 256, generation, trees=True, window=4096, softcap=50.0, hot=True),
         ]
-    merges = [_merge_compilation(size, False) for size in (64, 96, 128, 192, 256, 512)]
-    return [*result, *merges, _merge_compilation(128, True), _merge_compilation(64, False, True)]
+    merges = [_merge_compilation(size, entries=entries) for size in (64, 96, 128, 192, 256, 512) for entries in (1, MANY_ENTRIES)]
+    return [*result, *merges, _merge_compilation(128, early=True), _merge_compilation(64, sinks=True)]
 
 
-def _merge_compilation(size: int, early: bool, sinks: bool = False) -> Compilation:
-    constants = _merge_constants(32, size, sinks) | {"EARLY": early}
+def _merge_compilation(size: int, *, entries: int = 1, early: bool = False, sinks: bool = False) -> Compilation:
+    constants = _merge_constants(32, size, sinks, entries=entries) | {"EARLY": early}
     signature = {"output": "*bf16", "partials": "*fp32", "weights": "*fp32", "entries": "*i32", "pieces": "*i32", "sinks": "*fp32"}
     return Compilation(
         kernel=merge,
-        name=f"merge {size}{' early' * early}{' sinks' * sinks}",
+        name=f"merge {size}{' of many' * (entries > 1)}{' early' * early}{' sinks' * sinks}",
         signature=signature,
         constants=constants,
         warps=MERGE_WARPS,

@@ -374,36 +374,41 @@ def merge(
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
     PIECES: tl.constexpr,
+    TOGETHER: tl.constexpr,
     SINKS: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """One token and one head: its partials, each weighed by the sum of exponentials that is behind it."""
+    """One token and TOGETHER of its heads: partials, each weighed by the sum of exponentials that is behind it."""
     wait(EARLY)
-    entry = entries + (tl.program_id(0) // HEADS) * 4
-    head = tl.program_id(0) % HEADS
+    GROUPS: tl.constexpr = (HEADS + TOGETHER - 1) // TOGETHER
+    entry = entries + (tl.program_id(0) // GROUPS) * 4
+    head = tl.program_id(0) % GROUPS * TOGETHER + tl.arange(0, TOGETHER)
     count = tl.load(entry + 2)
     if count == 0:
         return
     token = tl.load(entry).to(tl.int64)
     own = pieces + tl.load(entry + 1)
     feature = tl.arange(0, PADDED)
-    within = feature < SIZE
-    sums = tl.zeros([PADDED], tl.float32)
-    best = float("-inf")
-    total = 0.0
+    within = (feature < SIZE)[None, :] & (head < HEADS)[:, None]
+    sums = tl.zeros([TOGETHER, PADDED], tl.float32)
+    best = tl.full([TOGETHER], float("-inf"), tl.float32)
+    total = tl.zeros([TOGETHER], tl.float32)
     for first in tl.range(0, count, PIECES):
         piece = first + tl.arange(0, PIECES)
-        there = piece < count
-        at = tl.load(own + piece, mask=there, other=0).to(tl.int64) * HEADS + head
+        there = (piece < count)[:, None] & (head < HEADS)[None, :]
+        at = tl.load(own + piece, mask=piece < count, other=0).to(tl.int64)[:, None] * HEADS + head[None, :]
         weight = tl.load(weights + at, mask=there, other=float("-inf"))
         higher = tl.maximum(best, tl.max(weight, 0))
         base = tl.where(higher == float("-inf"), 0.0, higher)
-        part = tl.exp2(weight - base)
+        part = tl.exp2(weight - base[None, :])
         fade = tl.exp2(best - base)
-        partial = tl.load(partials + at[:, None] * SIZE + feature[None, :], mask=there[:, None] & within[None, :], other=0.0)
-        sums = sums * fade + tl.sum(partial * part[:, None], 0)
+        held = there[:, :, None] & (feature < SIZE)[None, None, :]
+        partial = tl.load(partials + at[:, :, None] * SIZE + feature[None, None, :], mask=held, other=0.0)
+        sums = sums * fade[:, None] + tl.sum(partial * part[:, :, None], 0)
         total = total * fade + tl.sum(part, 0)
         best = higher
     if SINKS:
-        total += _beside(tl.load(sinks + head), best)
-    tl.store(output + (token * HEADS + head) * SIZE + feature, (sums / total).to(output.dtype.element_ty), mask=within)
+        total += _beside(tl.load(sinks + head, mask=head < HEADS, other=0.0), best)
+    total = tl.where(head < HEADS, total, 1.0)
+    target = output + (token * HEADS + head)[:, None] * SIZE + feature[None, :]
+    tl.store(target, (sums / total[:, None]).to(output.dtype.element_ty), mask=within)

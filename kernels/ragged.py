@@ -13,7 +13,7 @@ from . import shared_prefixes, steady
 from .attention import Full, How, Row
 from .choose import triton_on
 from .layout import Kind, Layout
-from .work import ITEMS_PER_PROCESSOR, tile_of
+from .work import ITEMS_PER_PROCESSOR, Tile, tile_of
 
 __all__ = ["Full", "How", "Plan", "Row", "attention", "capacity", "narrows", "plan"]
 
@@ -70,32 +70,39 @@ def capacity(layout: Layout, tokens: int, rows: int, total: int, pages: int, mix
         tokens=tokens,
         listed=3 * tokens,
         pages=min(count * -(-total // layout.page_size), 2 * pages + count),
-        items={window: items for window, (items, _) in rooms.items()},
+        tiles={window: tiles for window, (tiles, _, _) in rooms.items()},
+        items={window: items for window, (_, items, _) in rooms.items()},
         entries=tokens,
-        pieces=max(pieces for _, pieces in rooms.values()),
+        pieces=max(pieces for _, _, pieces in rooms.values()),
         trees=trees,
     )
 
 
 def _room(
     layout: Layout, kind: Kind, tokens: int, count: int, total: int, pages: int, mixed: bool
-) -> tuple[tuple[int, int, int], int]:
-    """For items of each tile, and partials, in layers of one kind; count: rows."""
+) -> tuple[tuple[Tile, ...], tuple[int, ...], int]:
+    """Tiles, room for items of each, and for partials, in layers of one kind; count: rows."""
     from . import paged_attention as paged
 
-    tiles = paged.tiles_of(kind, layout.dtype, paged.generation_of(layout.device), layout.steady)
+    generation = paged.generation_of(layout.device)
     # Rows are cut into so many items more, all together, for each processor to have some; prefixes are shared by two rows or more.
     cuts = -(-paged.processors_of(layout.device) * ITEMS_PER_PROCESSOR // kind.kv_heads) + 1
-    shared = -(-tokens * kind.ratio // tiles[-1].rows) + count // 8
     if layout.steady:
-        cuts, shared = min(count * -(-total // FIXED), pages * layout.page_size // FIXED + count), 0
-    many = -(-tokens * kind.ratio // tiles[-1].rows) + count if mixed else 0
-    items = count + cuts + shared, (count if mixed else 0) + cuts + shared, many + cuts + shared
+        tiles = paged.tiles_of(kind, layout.dtype, generation, steady=True)
+        cuts = min(count * -(-total // FIXED), pages * layout.page_size // FIXED + count)
+        parts = -(-tokens * kind.ratio // tiles[0].rows) if mixed else 0
+        return tiles, (parts + count + cuts,), 3 * tokens + cuts * tiles[0].rows // kind.ratio
     # A tile that no segment of so few queries takes would be launched in vain, in every layer of every step.
-    most = tokens if mixed or not layout.steady else 1  # queries of a row, or of all that share a prefix
-    taken = {tile_of(tiles, queries * kind.ratio) for queries in range(1, most + 1)}
-    first, second, third = (room if tile in taken else 0 for tile, room in enumerate(items))
-    return (first, second, third), 3 * tokens + cuts * max(tile.rows for tile in tiles) // kind.ratio
+    tiles = paged.for_singles(kind, layout.dtype, generation, tokens)
+    if mixed:
+        tiles = paged.tiles_of(kind, layout.dtype, generation)
+        tiles = tiles[: tile_of(tiles, tokens * kind.ratio) + 1]
+    largest = max(tile.rows for tile in tiles)
+    parts = -(-tokens * kind.ratio // largest)
+    items = [cuts + parts + count // 8 + (count if mixed or place == 0 else 0) for place in range(len(tiles))]
+    if mixed:
+        items[-1] += parts
+    return tiles, tuple(items), 3 * tokens + cuts * largest // kind.ratio
 
 
 def narrows(plan: Plan, most: int) -> bool:

@@ -23,10 +23,16 @@ ORDERED, WHOLE = -1, -2
 NODES = 128
 # Items begin at a multiple of this many keys wherever pages are as long, so that no tile of keys spans two pages.
 ALIGNMENT = 128
-# Items that a processor should get: two even out what is not divisible. More are shorter, and each costs a merge.
+# Items that a processor works on at once: two keep memory busy (measured on an H200, 2026-11-26: 8 rows of 4,096 keys in 41.7 us,
+# 49.2 with one, 54.1 with three, of which one has to wait).
 ITEMS_PER_PROCESSOR = 2
-# Keys below which an item is not worth cutting: starting and merging one costs about as much. Not measured yet.
+# Keys below which a processor gets one item: with two more time goes into merging (one row of 4,096 keys: 15.0 and 17.5 us).
+SHORT = 192
+# Keys below which an item is not worth cutting: starting and merging one costs about as much (one row of 512 keys: 9.5 us, 11.7
+# with items of 256).
 SHORTEST_ITEM = 128
+# How much longer items may become, lest some have to wait for a place beside others.
+STRETCH = 1.5
 # Keys that rows must have in common to read them together: the merge that follows costs about as much as reading these.
 SHORTEST_RUN = 128
 
@@ -280,9 +286,18 @@ def _first_key(begin: int, position: int, window: int) -> int:
 
 def longest(parts: Array, kv_heads: int, processors: int) -> int:
     """Keys of the longest item that lets all processors finish at about the same time. parts: of `segments`."""
-    total = int((parts[:, END] - parts[:, BEGIN]).sum()) * kv_heads
-    share = -(-total // (processors * ITEMS_PER_PROCESSOR))
-    return -(-max(share, SHORTEST_ITEM) // ALIGNMENT) * ALIGNMENT
+    lengths = parts[:, END] - parts[:, BEGIN]
+    total = int(lengths.sum()) * kv_heads
+    places = processors * ITEMS_PER_PROCESSOR
+    if total < places * SHORT:
+        places = processors
+    share = max(-(-total // places), SHORTEST_ITEM)
+    limit = -(-share // ALIGNMENT) * ALIGNMENT
+    # A few items more than there are places for would begin when all others end. Where slightly longer ones have places, they do.
+    for stretched in range(limit, int(STRETCH * limit) + 1, ALIGNMENT):
+        if int((-(-lengths // stretched)).sum()) * kv_heads <= places:
+            return stretched
+    return limit
 
 
 def work(table: Table, parts: Array, tiles: Sequence[Tile], limit: int, fixed: bool) -> Work:

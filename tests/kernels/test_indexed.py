@@ -172,7 +172,8 @@ def test_parts_that_are_alike_are_planned_once(monkeypatch: pytest.MonkeyPatch) 
     assert len({id(plan) for plan in plans}) == 4  # that of the last one, and two with some that see fewer
     rows = [Row(1, keys - 1, range(30)) for keys in [30, *range(16, 25)]]
     expected = paged_attention.plan(rows, 1, [Kind(0, 1, 4, LATENT + TURNED, True)], DEVICE, dtype=torch.float32, share=False)
-    for found, items in zip(plans[0].launches[0].items, expected.launches[0].items, strict=True):
+    assert not any(map(len, expected.launches[0].items[1:]))
+    for found, items in zip(plans[0].launches[0].items, expected.launches[0].items, strict=False):
         assert found[:, [0, 1, 3, 4, 5, 6, 7]].tolist() == items[:, [0, 1, 3, 4, 5, 6, 7]].tolist()
         assert found[:, 2].tolist() == (found[:, 0] * 30).tolist()
     assert plans[0].positions.tolist() == expected.positions.tolist()
