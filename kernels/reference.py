@@ -110,7 +110,7 @@ def gated(gate_up: Tensor, how: Gates = PLAIN) -> Tensor:
         return functional.silu(gate).clamp_(max=how.limit).mul_(up)
     gate = gate.clamp(max=how.limit)
     if how.form == BEFORE:
-        return functional.silu(gate).mul_(up)
+        return up.mul_(by_lanes(functional.silu, gate))
     return gate * by_lanes(torch.sigmoid, gate * STEEPNESS) * (up + 1)
 
 

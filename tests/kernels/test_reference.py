@@ -78,6 +78,18 @@ def test_gates_are_transformers(size: int, name: str) -> None:
     )
 
 
+@pytest.mark.parametrize("limit", [0.0, 0.7])
+@pytest.mark.parametrize("gelu", [False, True])
+@pytest.mark.parametrize("form", ["steep", "before", "behind"])
+def test_gated_rows_know_no_neighbours(form: str, gelu: bool, limit: float) -> None:
+    """Nor which of them is the last: not by a bit."""
+    how = Gates(gelu, limit, form)
+    x = torch.randn(200, 2 * 37)
+    whole = gated(x.clone(), how)
+    for rows in (1, 2, 3, 60, 199):
+        assert gated(x[:rows].clone(), how).equal(whole[:rows])
+
+
 @pytest.mark.parametrize("route", [plain, packed, transposed, in_columns])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 7, 33])
