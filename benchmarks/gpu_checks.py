@@ -370,11 +370,11 @@ def _mixed(bench: Bench, rows: int, size: int, dtype: torch.dtype) -> float:
     streams, more = (_wide(*shape, dtype=dtype, device=bench.device).contiguous() for shape in ((rows, 4, size), (rows, size)))
     given, matrix, both = (torch.randn(*shape, device=bench.device) for shape in ((rows, 4), (8, 4 * size), (2, 8)))
     shares = Shares(matrix * size**-0.5, both[0], both[1], magnitude=2.0, epsilon=1e-6)
-    with choose.forced("reference"):
-        wide = streams.double() + given.double().unsqueeze(2) * more.double().unsqueeze(1)
-        seen, gives = mixing.mix(wide.to(dtype).float(), None, None, shares, 1e-5)
+    wide = streams.double() + given.double().unsqueeze(2) * more.double().unsqueeze(1)
     with poisoned():
         mixed, found = mixing.mix(streams, more, given, shares, 1e-5)
+    with choose.forced("reference"):  # of the streams as they were rounded
+        seen, gives = mixing.mix(streams.float(), None, None, shares, 1e-5)
     assert gives is not None
     assert found is not None
     tolerance = ROUNDINGS[dtype]
@@ -387,9 +387,10 @@ def products(bench: Bench, chance: random.Random) -> float:
     sizes = (
         [(40, 33), (64, 48)] if bench.tiny else [(4096, 6144), (14336, 4096), (chance.randint(30, 1100), chance.randint(1, 999))]
     )
+    kinds = ((False, False, False), (True, False, False), (True, True, False), (False, False, True))
     for inputs, outputs in sizes:
-        for norm, gated, add in ((False, False, False), (True, False, False), (True, True, False), (False, False, True)):
-            rows = chance.choice([1, 3, fused_product.ROWS])
+        for (norm, gated, add), several in itertools.product(kinds, (False, True)):
+            rows = chance.choice([2, 3, fused_product.ROWS]) if several else 1
             x, out = (_wide(rows, size, dtype=dtype, device=bench.device) for size in (inputs, outputs))
             weight = _wide(outputs * (1 + gated), inputs, dtype=dtype, device=bench.device) * inputs**-0.5
             bias = _wide(len(weight), dtype=dtype, device=bench.device) if chance.random() < 0.5 else None

@@ -94,10 +94,13 @@ async def _ask(port: int, shard: int, streams: int, seconds: float) -> int:
             await asyncio.sleep(0.05)
         await asyncio.sleep(1.0)
         os.kill(shard, signal.SIGUSR1)
-        began = time.perf_counter()
+        began, worked = time.perf_counter(), _worked(shard)
         await asyncio.sleep(seconds)
         os.kill(shard, signal.SIGUSR2)
         ended = time.perf_counter()
+        for name, cpu in sorted(_worked(shard).items()):
+            if (share := (cpu - worked.get(name, 0.0)) / (ended - began)) > 0.02:
+                print(f"    {name}: {share:.2f} of a processor", flush=True)
         _check(tasks)
         if any(task.done() for task in tasks):
             raise RuntimeError(f"answers of {NEW} tokens ended within {seconds:g} s: ask for longer ones")
@@ -105,6 +108,20 @@ async def _ask(port: int, shard: int, streams: int, seconds: float) -> int:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         return sum(began <= moment < ended for answer in answers for moment in answer.moments)
+
+
+def _worked(shard: int) -> dict[str, float]:
+    """CPU seconds so far of each thread of the launcher's processes and of this one."""
+    found = {}
+    launcher = Path(f"/proc/{shard}/stat").read_text().rpartition(")")[2].split()[1]
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    for pid in (*children, str(os.getpid())):
+        name = "the shard" if int(pid) == shard else "this client" if int(pid) == os.getpid() else "the router"
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(OSError):  # it has ended
+                fields = (task / "stat").read_text().rpartition(")")[2].split()
+                found[f"{name}, thread {task.name}"] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return found
 
 
 def _check(tasks: "list[asyncio.Task[Any]]") -> None:
