@@ -30,6 +30,8 @@ FIELDS = len(Item._fields)
 # Partials that one merging program loads at once, where these may be added up in any order. Measured on an H200, 2026-11-26, of
 # 8, 16, 32: one row of 4,096 keys 17.4, 15.6, 14.6 us, 16 nodes on as many 21.0, 18.9, 18.2, 64 nodes in 8 rows 147, 149, 153.
 PIECES = 16
+# Programs for each processor that make up for what the last ones lose: four times as many as run at once.
+WAVES = 12
 # Words of 32 bits that say whom a node of a tree sees.
 WORDS = cutting.NODES // 32
 # Sections of the buffer begin at multiples of this many ints: for pointers aligned to less than 16 bytes Triton compiles anew.
@@ -115,23 +117,25 @@ def tiles_of(kind: Kind, dtype: torch.dtype, generation: int = 9, steady: bool =
         return one, Tile(few, 32, 4 if size <= 128 else 8, 4), Tile(many, 64, 8, 5) if size <= 64 else Tile(many, 32, 8, 4)
     if size > 128:
         return Tile(least, 32, 4, 5), Tile(few, 32, 8, 4), Tile(many, 64, 8, 3)
+    # One query of 128 features: (16, 64) takes 260 us where (16, 128) takes 252, and 11.2 for 10.9 (H200, 2026-11-26).
     # Many rows: with 128 keys at once their running sums are faded half as often, in 590 instructions instead of 2 x 378. At 64
     # features two programs of 64 keys have room side by side, and while one takes exponentials the other multiplies.
-    return Tile(least, 64, 4, 5), Tile(few, 64, 4, 5), Tile(many, 64, 8, 5) if size <= 64 else Tile(many, 128, 8, 4)
+    return Tile(least, 128, 4, 4), Tile(few, 64, 4, 5), Tile(many, 64, 8, 5) if size <= 64 else Tile(many, 128, 8, 4)
 
 
-def for_singles(kind: Kind, dtype: torch.dtype, generation: int, tokens: int) -> tuple[Tile, ...]:
+def for_singles(kind: Kind, dtype: torch.dtype, generation: int, tokens: int, processors: int) -> tuple[Tile, ...]:
     """The tiles of steps in which every row has one query; rows that share a prefix have a tile together.
 
-    On Hopper it is one of them: a launch more costs as much as it saves. Measured on an H200, 2026-11-26: 64 rows of 4,096 keys in
-    251 us by tiles of 64 rows, which the matrix units read from shared memory, in 302 by those of 16; 256 of 1,024 in 267 and 260;
-    one of 2,048 in 12.4 and 11.2; and launches of tiles that nothing was in 6 to 7 each.
+    On Hopper it is one, since a launch of a tile that nothing is in takes 6 to 7 us. Three programs of the smallest run on a
+    processor, and hide each other's waits; that wants many of them, or the last ones run by themselves. Those of 64 rows, whose
+    products the matrix units read from shared memory, are quick even so. Measured on an H200, 2026-11-26, us by (16, 128) and
+    (64, 64): 256 rows of 1,024 keys 252 and 267, 64 of 4,096 288 and 251, one of 2,048 10.9 and 12.4.
     """
     tiles = tiles_of(kind, dtype, generation)
     last = cutting.tile_of(tiles, tokens * kind.ratio)
-    if generation == 9 and kind.size <= 128 and dtype != torch.float32:
-        return (tiles[min(last, 1)],)
-    return tiles[: last + 1]
+    if generation != 9 or kind.size > 128 or dtype == torch.float32:
+        return tiles[: last + 1]
+    return (tiles[0 if tokens * kind.kv_heads >= WAVES * processors else min(last, 1)],)
 
 
 def _tiles_of_latents(least: int, dtype: torch.dtype, generation: int) -> tuple[Tile, Tile, Tile]:
@@ -195,7 +199,7 @@ def plan(
     tiles = {
         kind: capacity.tiles[kind.window]
         if capacity is not None
-        else for_singles(kind, dtype, generation, len(rows))
+        else for_singles(kind, dtype, generation, len(rows), processors or processors_of(device))
         if singles
         else tiles_of(kind, dtype, generation, fixed > 0)
         for kind in kinds
@@ -233,7 +237,7 @@ def _plan(
     places = {}
     for kind, own in tiles.items():
         parts = cutting.segments(table, kind, own)
-        limit = fixed or cutting.longest(parts, kind.kv_heads, processors)
+        limit = fixed or cutting.longest(parts, kind.kv_heads, processors, len(own))
         places[kind] = _launch(writer, kind.window, cutting.work(table, parts, own, limit, bool(fixed)), capacity)
     buffer = writer.buffer(device)
     return Plan(

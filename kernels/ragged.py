@@ -84,16 +84,16 @@ def _room(
     """Tiles, room for items of each, and for partials, in layers of one kind; count: rows."""
     from . import paged_attention as paged
 
-    generation = paged.generation_of(layout.device)
+    generation, processors = paged.generation_of(layout.device), paged.processors_of(layout.device)
     # Rows are cut into so many items more, all together, for each processor to have some; prefixes are shared by two rows or more.
-    cuts = -(-paged.processors_of(layout.device) * ITEMS_PER_PROCESSOR // kind.kv_heads) + 1
+    cuts = -(-processors * ITEMS_PER_PROCESSOR // kind.kv_heads) + 1
     if layout.steady:
         tiles = paged.tiles_of(kind, layout.dtype, generation, steady=True)
         cuts = min(count * -(-total // FIXED), pages * layout.page_size // FIXED + count)
         parts = -(-tokens * kind.ratio // tiles[0].rows) if mixed else 0
         return tiles, (parts + count + cuts,), 3 * tokens + cuts * tiles[0].rows // kind.ratio
     # A tile that no segment of so few queries takes would be launched in vain, in every layer of every step.
-    tiles = paged.for_singles(kind, layout.dtype, generation, tokens)
+    tiles = paged.for_singles(kind, layout.dtype, generation, tokens, processors)
     if mixed:
         tiles = paged.tiles_of(kind, layout.dtype, generation)
         tiles = tiles[: tile_of(tiles, tokens * kind.ratio) + 1]

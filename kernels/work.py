@@ -23,8 +23,8 @@ ORDERED, WHOLE = -1, -2
 NODES = 128
 # Items begin at a multiple of this many keys wherever pages are as long, so that no tile of keys spans two pages.
 ALIGNMENT = 128
-# Items that a processor works on at once: two keep memory busy (measured on an H200, 2026-11-26: 8 rows of 4,096 keys in 41.7 us,
-# 49.2 with one, 54.1 with three, of which one has to wait).
+# Items that a processor works on at once, of small tiles: two keep memory busy (measured on an H200, 2026-11-26, as all of these: 8
+# rows of 4,096 keys in 41.7 us, 49.2 with one, 54.1 with three, of which one has to wait). Of the largest one has room.
 ITEMS_PER_PROCESSOR = 2
 # Keys below which a processor gets one item: with two more time goes into merging (one row of 4,096 keys: 15.0 and 17.5 us).
 SHORT = 192
@@ -284,11 +284,13 @@ def _first_key(begin: int, position: int, window: int) -> int:
     return max(begin, (position - window + 1) // ALIGNMENT * ALIGNMENT) if window else begin
 
 
-def longest(parts: Array, kv_heads: int, processors: int) -> int:
-    """Keys of the longest item that lets all processors finish at about the same time. parts: of `segments`."""
+def longest(parts: Array, kv_heads: int, processors: int, tiles: int) -> int:
+    """Keys of the longest item that lets all processors finish at about the same time. parts: of `segments`; tiles: how many there
+    are."""
     lengths = parts[:, END] - parts[:, BEGIN]
     total = int(lengths.sum()) * kv_heads
-    places = processors * ITEMS_PER_PROCESSOR
+    large = tiles > 1 and bool((parts[:, TILE] == tiles - 1).all())
+    places = processors if large else processors * ITEMS_PER_PROCESSOR
     if total < places * SHORT:
         places = processors
     share = max(-(-total // places), SHORTEST_ITEM)

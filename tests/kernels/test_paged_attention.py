@@ -393,7 +393,8 @@ def test_layers_of_several_kinds_go_by_one_plan() -> None:
         (1, False, False, [16]),
         (4, False, False, [16]),
         (16, False, False, [64]),
-        (64, False, False, [64]),
+        (40, False, False, [64]),
+        (64, False, False, [16]),
         (4, True, False, [16]),
         (16, True, False, [16, 64]),
         (64, True, False, [16, 64, 128]),
@@ -494,7 +495,7 @@ def cut(
 ) -> tuple[Table, list[Segment], Work, int]:
     table = work.table(rows, page_size, (TILES[-1].rows - 1) // ratio)
     parts = work.segments(table, Kind(window, kv_heads, ratio, 64), TILES)
-    limit = work.longest(parts, kv_heads, processors)
+    limit = work.longest(parts, kv_heads, processors, len(TILES))
     return table, [Segment(*part) for part in parts.tolist()], work.work(table, parts, TILES, limit, False), limit
 
 
@@ -608,7 +609,7 @@ def test_equal_rows_that_fill_the_device_are_not_cut() -> None:
     tiles = tiles_of(kind, torch.bfloat16)
     table = work.table(rows_of([(1, 4096)] * 64, 16, random.Random(13)), 16, 31)
     parts = work.segments(table, kind, tiles)
-    found = work.work(table, parts, tiles, work.longest(parts, kind.kv_heads, 132), False)
+    found = work.work(table, parts, tiles, work.longest(parts, kind.kv_heads, 132, 3), False)
     assert len(found.items[0]) == 64
     assert not len(found.pieces)
 
