@@ -18,7 +18,7 @@ from triton import knobs
 
 from . import fused_vector
 from .compilation import AMD, EARLY_TARGETS, NVIDIA, Compilation
-from .early import on, options, prefetch, wait
+from .early import on, options, wait
 from .fused_activation import activated
 from .fused_norm import rms_norm
 
@@ -57,12 +57,6 @@ def product_kernel(
     row = tl.arange(0, ROWS)
     output = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     asked, wanted = row < rows, output < OUTPUTS
-    if EARLY:  # a line is 64 numbers; as much of the weight as is under way at once anyway
-        line = weight + tl.minimum(output, OUTPUTS - 1).to(tl.int64)[:, None] * INPUTS
-        line += tl.minimum(tl.arange(0, DEPTH * 4 // 64) * 64, INPUTS - 1)[None, :]
-        prefetch(line, EARLY)
-        if GATED:
-            prefetch(line + OUTPUTS * INPUTS, EARLY)
     wait(EARLY)
     deep = tl.arange(0, DEPTH)
     from_x = x + row[:, None] * x_stride + deep[None, :]

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .compilation import AMD, EARLY_TARGETS, NVIDIA, Compilation
-from .early import on, options, prefetch, wait
+from .early import on, options, wait
 from .fused_activation import activated
 
 
@@ -74,12 +74,6 @@ def vector_kernel(
     output = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     wanted = output < OUTPUTS
     from_weight = weight + output.to(tl.int64)[:, None] * INPUTS
-    if EARLY:  # a line is 64 numbers
-        line = weight + tl.minimum(output, OUTPUTS - 1).to(tl.int64)[:, None] * INPUTS
-        line += tl.minimum(tl.arange(0, DEPTH // 32) * 64, INPUTS - 1)[None, :]
-        prefetch(line, EARLY)
-        if GATED:
-            prefetch(line + OUTPUTS * INPUTS, EARLY)
     wait(EARLY)
     before = tl.zeros([COLUMNS], tl.float32)
     if ADD:  # by all threads that hold an output, before one of them writes it

@@ -506,7 +506,7 @@ class Batcher:
                 continue
             self._answered = await steps.answer()
             if self._answered is not None:
-                steps.send(1)
+                steps.send_due()
                 await asyncio.sleep(0)  # lets the command leave first
                 self._catch_up()
 

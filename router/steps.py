@@ -76,6 +76,12 @@ class Steps:
             now = monotonic()
             self._underway.append(Underway(action, now, self._shards.execute(self._command(action, now, ahead))))
 
+    def send_due(self) -> None:
+        """Asks for what the shards should not wait for until tokens are delivered: the next step, and where they plan it while the
+        one under way computes, the one after that, if it is due."""
+        due = self._shards.info.overlaps and self._underway and self._until_due(self._underway[0], self._free) <= 0
+        self.send(2 if due else 1)
+
     async def answer(self) -> shard_pb2.StepReply | None:
         """Sends the next step shortly before the oldest command is answered, and tells the scheduler what the reply says. Returns
         it if it has tokens to deliver. Raises Broken when the shards are lost."""
@@ -90,10 +96,14 @@ class Steps:
 
     async def _near_end(self, oldest: Underway, began: float) -> None:
         """Waits until a step will end soon, if the last one of its kind tells."""
-        lead = OVERLAPPING_LEAD if self._shards.info.overlaps else LEAD
-        seconds = began + self._last.get(_kind(oldest.action), 0.0) - lead - monotonic()
+        seconds = self._until_due(oldest, began)
         if seconds > 0:
             await asyncio.wait([oldest.reply], timeout=seconds)
+
+    def _until_due(self, oldest: Underway, began: float) -> float:
+        """Seconds until the one after it should be sent."""
+        lead = OVERLAPPING_LEAD if self._shards.info.overlaps else LEAD
+        return began + self._last.get(_kind(oldest.action), 0.0) - lead - monotonic()
 
     def _command(self, action: Action, now: float, ahead: int) -> shard_pb2.Command:
         """ahead: steps that are under way."""

@@ -651,6 +651,32 @@ def test_a_step_lasts_from_when_the_one_before_has_ended(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
+def test_where_steps_overlap_two_are_under_way_while_tokens_are_delivered(monkeypatch: pytest.MonkeyPatch, overlaps: bool) -> None:
+    """The shards plan the second while they compute the first: planned only then, it would begin late."""
+    monkeypatch.setattr(module, "LEAD", 60.0)  # they are always due
+    monkeypatch.setattr(module, "OVERLAPPING_LEAD", 60.0)
+    deliver, answer, ahead, asked = Batcher._deliver, Steps.answer, [], []
+
+    async def listens(steps: Steps) -> shard_pb2.StepReply | None:
+        asked[:] = [steps]
+        return await answer(steps)
+
+    def looks(batcher: Batcher, reply: shard_pb2.StepReply) -> None:
+        ahead.append(sum(one.step for one in asked[0]._underway))
+        deliver(batcher, reply)
+
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        assert len(await read(batcher, ask("hello", 9))) == 11
+
+    monkeypatch.setattr(Batcher, "_deliver", looks)
+    monkeypatch.setattr(Steps, "answer", listens)
+    shards = FakeShards()
+    shards.info.overlaps = overlaps
+    run(test, shards)
+    assert set(ahead[1:6]) == {2 if overlaps else 1}, ahead
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
 def test_where_steps_overlap_the_next_is_sent_earlier(monkeypatch: pytest.MonkeyPatch, overlaps: bool) -> None:
     monkeypatch.setattr(module, "LEAD", 0.0)
     monkeypatch.setattr(module, "OVERLAPPING_LEAD", 60.0)
