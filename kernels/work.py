@@ -31,8 +31,8 @@ SHORT = 192
 # Keys below which an item is not worth cutting: starting and merging one costs about as much (one row of 512 keys: 9.5 us, 11.7
 # with items of 256).
 SHORTEST_ITEM = 128
-# How much longer items may become, lest some have to wait for a place beside others.
-STRETCH = 1.5
+# How much longer items may become, in such steps, lest some have to wait for a place beside others.
+STRETCH, STEP = 1.5, 64
 # Keys that rows must have in common to read them together: the merge that follows costs about as much as reading these.
 SHORTEST_RUN = 128
 
@@ -291,12 +291,10 @@ def longest(parts: Array, kv_heads: int, processors: int, tiles: int) -> int:
     total = int(lengths.sum()) * kv_heads
     large = tiles > 1 and bool((parts[:, TILE] == tiles - 1).all())
     places = processors if large else processors * ITEMS_PER_PROCESSOR
-    if total < places * SHORT:
-        places = processors
-    share = max(-(-total // places), SHORTEST_ITEM)
-    limit = -(-share // ALIGNMENT) * ALIGNMENT
+    share = -(-total // (places if total >= places * SHORT else processors))
+    limit = -(-max(share, SHORTEST_ITEM) // ALIGNMENT) * ALIGNMENT
     # A few items more than there are places for would begin when all others end. Where slightly longer ones have places, they do.
-    for stretched in range(limit, int(STRETCH * limit) + 1, ALIGNMENT):
+    for stretched in range(limit, int(STRETCH * limit) + 1, STEP):
         if int((-(-lengths // stretched)).sum()) * kv_heads <= places:
             return stretched
     return limit

@@ -629,3 +629,34 @@ def test_compilations_have_their_own_names_and_all_constants() -> None:
     assert len({one.name for one in found}) == len(found)
     for one in found:
         assert [*one.signature, *one.constants] == list(one.kernel.arg_names)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "programs"),
+    [
+        ([(1, 4095)] * 8, 256),  # four items of each row and key head: two places for each of 132 processors
+        ([(5, 4095)] * 8, 256),  # 4,100 keys are no reason for a fifth, which would begin when all others end
+        ([(1, 4095)], 128),  # little for so many: one for each processor
+        ([(512, 7680)], 128),  # of the largest tile one is on a processor
+        ([(8192, 0)], 2048),  # there are enough
+    ],
+)
+def test_items_have_places_at_once(shapes: list[tuple[int, int]], programs: int) -> None:
+    """On an H200."""
+    kind = Kind(0, 8, 4, 128)
+    tiles = tiles_of(kind, torch.bfloat16)
+    table = work.table(rows_of(shapes, 16, random.Random(5)), 16, 31)
+    parts = work.segments(table, kind, tiles)
+    found = work.work(table, parts, tiles, work.longest(parts, kind.kv_heads, 132, len(tiles)), False)
+    assert kind.kv_heads * sum(map(len, found.items)) == programs
+
+
+def test_steps_of_single_queries_have_one_tile_on_hopper() -> None:
+    """Of few rows the smallest, since it is the quickest, and of so many that all of a processor's three go on until the end."""
+    kind = Kind(0, 8, 4, 128)
+    rows = {
+        tokens: paged_attention.for_singles(kind, torch.bfloat16, 9, tokens, 132)[0].rows for tokens in (1, 4, 5, 64, 197, 198, 256)
+    }
+    assert rows == {1: 16, 4: 16, 5: 64, 64: 64, 197: 64, 198: 16, 256: 16}
+    assert len(paged_attention.for_singles(kind, torch.bfloat16, 8, 64, 108)) == 3
+    assert len(paged_attention.for_singles(kind, torch.float32, 9, 64, 132)) == 3
