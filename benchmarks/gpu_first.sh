@@ -14,6 +14,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 limit=${1:-555} sections=${2:-}
 mkdir -p build "$OUT"
 ln -sfn .. build/penstock
+mkdir -p build/penstock-0.dist-info # the launcher tells its version
+printf 'Metadata-Version: 2.1\nName: penstock\nVersion: 0\n' >build/penstock-0.dist-info/METADATA
 site=${TMPDIR:-/tmp}/penstock-site
 export PYTHONPATH=$PWD/build:$site PYTHONUNBUFFERED=1
 if compgen -G '.whl/*.whl' >/dev/null && [ ! -d "$site" ]; then
