@@ -13,7 +13,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from ..kernels.linear import compile_products
+from ..kernels.linear import FEWEST, compile_products
 from ..kernels.transfer import lists_to_device
 from .decoding.growth import Frontier
 from .decoding.tree import ROOT
@@ -52,10 +52,12 @@ class Readout(Rounds):
     def compile(self, rows: int) -> None:
         """See DraftModel."""
         compile_products(self.head.weights(), rows)
-        states, token = self._features.new_zeros(1, self.features), torch.zeros(1, dtype=torch.int64, device=self._device)
-        for level in range(self.head.shape.levels):  # few rows go by kernels of their own
-            states = self.head.after(level, states, token)
-            self.head.logits(level, states)
+        for count in FEWEST:  # few rows go by kernels of their own
+            states = self._features.new_zeros(count, self.features)
+            token = torch.zeros(count, dtype=torch.int64, device=self._device)
+            for level in range(self.head.shape.levels):
+                states = self.head.after(level, states, token)
+                self.head.logits(level, states)
 
     def record(self, record: Record, extent: Extent, progress: Callable[[str], None]) -> None:
         """See DraftModel: there is nothing to be recorded."""

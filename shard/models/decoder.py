@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from ...kernels.adapters import Chosen, choose
 from ...kernels.indexed import Choosing
-from ...kernels.linear import Exact, Weight, compile_products
+from ...kernels.linear import FEWEST, Exact, Weight, compile_products
 from ..cache import Cache
 from ..parallel import Ranks
 from ..step import Shown, Step
@@ -126,9 +126,9 @@ class Layer:
         for reader in self.readers:
             stream.through(self.input_norm, reader.inward)
 
-    def nothing(self, like: Tensor) -> Sequence[Tensor]:
-        """What a token might have attended to."""
-        return [like.new_zeros(1, reader.output.shape[1]) for reader in self.readers]
+    def nothing(self, like: Tensor, rows: int) -> Sequence[Tensor]:
+        """What so many tokens might have attended to."""
+        return [like.new_zeros(rows, reader.output.shape[1]) for reader in self.readers]
 
     def transform(self, attended: Sequence[Tensor], stream: Stream, told: Tensor | None) -> None:
         """Adds to the stream what its tokens attended to, what the MLP makes of that, and what is made of what is `told` of them
@@ -367,18 +367,22 @@ class Decoder:
                 additions.add(x, out, choose(torch.zeros(count, dtype=torch.int64, device=x.device), len(self.changes.names)))
         few = self.embedding.new_zeros(1, self.shape.hidden)
         if any(weight.streams(few) for weight in weights):
-            # All that few rows of a layer go by besides attention, and logits.
-            firsts = {(layer.attention is None, layer.mlp is None): layer for layer in reversed(self.layers)}
-            for layer in firsts.values():
-                stream = self._row()
-                layer.project(stream)
-                told = self.embedding.new_zeros(1, layer.told.output.shape[1]) if layer.told else None
-                layer.transform(layer.nothing(self.embedding), stream, told)
-            self.head(self.precise(stream.normalized(self.norm)))
+            for count in FEWEST:
+                self._compile_few(count)
 
-    def _row(self) -> Stream:
-        """A stream of one row of zeros."""
-        return self._stream(self.embedding.new_zeros(1, self.shape.hidden))
+    def _compile_few(self, rows: int) -> None:
+        """All that so few rows of a layer go by besides attention, and logits."""
+        firsts = {(layer.attention is None, layer.mlp is None): layer for layer in reversed(self.layers)}
+        for layer in firsts.values():
+            stream = self._blank(rows)
+            layer.project(stream)
+            told = self.embedding.new_zeros(rows, layer.told.output.shape[1]) if layer.told else None
+            layer.transform(layer.nothing(self.embedding, rows), stream, told)
+        self.head(self.precise(stream.normalized(self.norm)))
+
+    def _blank(self, rows: int) -> Stream:
+        """A stream of so many rows of zeros."""
+        return self._stream(self.embedding.new_zeros(rows, self.shape.hidden))
 
     @property
     def weight_bytes(self) -> int:

@@ -96,9 +96,9 @@ class DraftHead(Decoder, ABC):
     def _joined(self, embedded: Tensor, features: Tensor) -> Stream:
         """[tokens, hidden] each, of a token and of the one before it."""
 
-    def _row(self) -> Stream:
-        row = self.embedding.new_zeros(1, self.shape.hidden)
-        return self._joined(row, row.clone())
+    def _blank(self, rows: int) -> Stream:
+        states = self.embedding.new_zeros(rows, self.shape.hidden)
+        return self._joined(states, states.clone())
 
     def _outcome(self, stream: Stream) -> Tensor:
         return stream.normalized(self.norm if self.features.behind else None)

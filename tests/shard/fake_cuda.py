@@ -485,7 +485,7 @@ def _gated(given: Any) -> None:
 
 def _product(given: Any) -> None:
     x = given.x.float()
-    if given.NORM:
+    if getattr(given, "NORM", False):
         x = x * (x.square().mean(-1, keepdim=True) + given.epsilon).rsqrt() * given.gains.float()
     found = torch.nn.functional.linear(x, given.weight.float(), given.bias.float() if given.BIASED else None)
     if given.GATED:
@@ -516,6 +516,7 @@ EFFECTS: dict[str, Callable[[Any], None]] = {
     "norm_kernel": _norm,
     "gated_kernel": _gated,
     "product_kernel": _product,
+    "vector_kernel": _product,
     "survey_kernel": _survey,
     "filter_kernel": _filter,
     "draw_kernel": lambda given: given.sums.fill_(1),
