@@ -20,6 +20,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from . import early
 from .compilation import Compilation
@@ -94,7 +95,7 @@ def _compiled(compilation: Compilation, target: Target) -> Any:
     # As at run time: allocations are aligned, and so are numbers that are divisible by 16 (strides, most sizes).
     aligned = [i for i, name in enumerate(kernel.arg_names) if types[name].startswith("*") or signature[name].endswith(":16")]
     attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
-    source = ASTSource(kernel, types, dict(compilation.constants), attributes)
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, types, dict(compilation.constants), attributes)
     options = {"num_warps": compilation.warps, "num_stages": compilation.stages, "enable_fp_fusion": compilation.fuse}
     return triton.compile(source, target=target.gpu, options=options | early.options(compilation.early))
 

@@ -16,6 +16,7 @@ import triton
 from torch import Tensor
 from triton import knobs
 
+from . import hopper_attention
 from . import work as cutting
 from .attention import Full, How, Row
 from .compilation import Compilation
@@ -355,7 +356,10 @@ def attention(query: Tensor, cache: Tensor, plan: Plan, how: How) -> Tensor:
     partials = torch.empty((pieces, heads, values), dtype=torch.float32, device=query.device)
     weights = torch.empty((pieces, heads), dtype=torch.float32, device=query.device)
     for tile, items, trees in zip(launch.tiles, launch.items, launch.trees, strict=True):
-        if len(items):
+        if len(items) and hopper_attention.able(query, cache, launch.kind, tile, plan.page_size, how, trees):
+            step = items, plan.listed, plan.positions, plan.pages
+            hopper_attention.attend(output, partials, weights, query, cache, *step, launch.kind, plan.page_size, how.scale)
+        elif len(items):
             tile = narrowed(tile, size, cache.dtype != query.dtype or window > 0)
             attend[(len(items) * kv_heads,)](
                 output,
