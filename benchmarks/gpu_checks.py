@@ -31,6 +31,7 @@ from penstock.kernels import (
     fused_product,
     fused_quantized,
     gated_delta,
+    hopper_attention,
     linear,
     low_rank,
     mixing,
@@ -155,6 +156,11 @@ def checks(bench: Bench) -> dict[str, Check]:
         found[f"products with weights of few bits, {kind}"] = partial(few_bits, kind=kind)
     if bench.device.type == "cuda":
         found["attention from a graph that takes other plans"] = replayed
+        found["attention of many rows from a graph that takes other plans"] = partial(replayed, trees=False)
+        for page_size, dtype in [*((size, torch.bfloat16) for size in hopper_attention.PAGES), (16, torch.float16)]:
+            short = str(dtype).removeprefix("torch.")
+            name = f"attention of many rows by warps of different work, {short}, pages of {page_size}"
+            found[name] = partial(many_rows, page_size=page_size, dtype=dtype)
         # The interpreter rounds to 8 bits wrongly.
         found["rotary and write, cache of 8 bits"] = partial(rotary, dtype=torch.bfloat16, eight_bits=True)
     found["page copies and slot moves"] = copies
@@ -216,9 +222,35 @@ def attention(bench: Bench, chance: random.Random, dtype: torch.dtype, eight_bit
     return worst
 
 
-def _rows(chance: random.Random, page_size: int, longest: int, count: int) -> list[Row]:
-    """Single queries, chunks, trees and images, some of which begin like others, on shuffled pages."""
+def many_rows(bench: Bench, chance: random.Random, page_size: int, dtype: torch.dtype) -> float:
+    """Prompts by the kernel that is made for Hopper: items as long as the device wants them, uncut, and all cut.
+
+    The cache is some of its slots' heads; what lies beside them, and behind the last key, holds no numbers.
+    """
+    kv_heads, ratio = chance.choice([(1, 8), (2, 4), (2, 7), (4, 5), (8, 4)])  # 17 queries fill more than the smaller tiles
+    shape = Shape(kv_heads=kv_heads, ratio=ratio, page_size=page_size, dtype=dtype)
+    kind, how, worst = replace(shape.kind(), joined=True), How(0, shape.size**-0.5), 0.0
+    for processors in (None, 1, 999):
+        rows = _rows(chance, page_size, 2800, chance.randint(1, 6), trees=0.0, least=17)
+        own, _, query = _contents(bench, shape, rows)
+        cache = torch.full((len(own), 2, kv_heads + 1, shape.size), torch.nan, dtype=dtype, device=bench.device)[:, :, 1:]
+        cache.copy_(own)
+        with poisoned():
+            plan = paged_attention.plan(rows, page_size, [kind], bench.device, dtype=dtype, processors=processors)
+            found = paged_attention.attention(query, cache, plan, how)
+        wrong = error(found, _exact(query, cache, None, None, rows, page_size, 0, 0.0), TOLERANCES[dtype])
+        taken = hopper_attention.able(query, cache, kind, plan.launches[0].tiles[-1], page_size, how, False)
+        counts = [(row.queries, row.context) for row in rows], [len(items) for items in plan.launches[0].items]
+        print(f"    {'by' if taken else 'NOT by'} warps of different work: {wrong:.2g} tolerances, {shape}, {counts}", flush=True)
+        worst = max(worst, wrong)
+    return worst
+
+
+def _rows(chance: random.Random, page_size: int, longest: int, count: int, trees: float = 0.3, least: int = 1) -> list[Row]:
+    """Single queries, chunks, trees and images, some of which begin like others, on shuffled pages. trees: how many of the short
+    rows are; least: queries of a row."""
     queries = [chance.choice([1, 1, 1, chance.randint(2, 16), chance.randint(1, longest // 4)]) for _ in range(count)]
+    queries = [max(some, least) for some in queries]
     shapes = [(some, chance.choice([0, chance.randint(0, longest)])) for some in queries]
     free = list(range(1, 2 + sum(-(-(some + context) // page_size) for some, context in shapes)))
     chance.shuffle(free)
@@ -228,7 +260,7 @@ def _rows(chance: random.Random, page_size: int, longest: int, count: int) -> li
         other = chance.choice(rows) if rows and chance.random() < 0.4 else None
         alike = list(other.pages[: min(context, other.context) // page_size]) if other else []
         table = [*alike, *(free.pop() for _ in range(width - len(alike)))]
-        grown = some <= 128 and chance.random() < 0.3
+        grown = some <= 128 and chance.random() < trees
         parents = [chance.randint(-1, i - 1) for i in range(some)] if grown else None
         rows.append(Row(some, context, table, parents, whole=not grown and chance.random() < 0.2))
     return rows
@@ -307,13 +339,13 @@ def _softmax(query: Tensor, cached: Tensor, sinks: Tensor | None, row: Row, wind
     return torch.einsum("hqk,khs->qhs", logits.softmax(-1)[:, :, : len(cached)], values)
 
 
-def replayed(bench: Bench, chance: random.Random) -> float:
+def replayed(bench: Bench, chance: random.Random, trees: bool = True) -> float:
     """A captured attention goes on with the plans of other steps."""
     shape = Shape(kv_heads=2, ratio=4)
-    steps = [_rows(chance, shape.page_size, 300, 4) for _ in range(3)]
+    steps = [_rows(chance, shape.page_size, 300 if trees else 1500, 4, trees=0.3 if trees else 0.0) for _ in range(3)]
     tokens = max(sum(row.queries for row in rows) for rows in steps)
     tiles = paged_attention.tiles_of(shape.kind(), shape.dtype, paged_attention.generation_of(bench.device))
-    room = Capacity(tokens, 3 * tokens, 400, {0: tiles}, {0: (400,) * len(tiles)}, tokens, 4000 + 3 * tokens, True)
+    room = Capacity(tokens, 3 * tokens, 1000, {0: tiles}, {0: (400,) * len(tiles)}, tokens, 4000 + 16 * tokens, trees)
     sizes = (shape.page_size, [replace(shape.kind(), joined=True)], bench.device)
     options: dict[str, Any] = {"dtype": shape.dtype, "capacity": room}
     joint = max(page for rows in steps for row in rows for page in row.pages) + 1
