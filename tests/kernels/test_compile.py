@@ -116,6 +116,21 @@ for fuse in (one.fuse, True):
             products = len(re.findall(r"\\bmul(?:\\.rn)?\\.f32", told)), len(re.findall(r"\\bFMUL2?\\b", code))
             divides = bool(re.search("div.(full|approx)", told))
             print("exact:", target.name, fuse, "fma" in told, divides, products[1] >= products[0] > 0)
+
+one = [one for one in kernels if one.name.startswith("hopper attend many 128 bf16 ratio 4 page 16")][0]
+with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+    file.write(compile._compiled(one, hopper).asm["cubin"])
+    file.flush()
+    code = subprocess.run([triton.knobs.nvidia.nvdisasm.path, "-c", file.name], capture_output=True, text=True).stdout
+labels, lines = {}, code.splitlines()
+for i, line in enumerate(lines):
+    if label := re.match(r"([.]L_x_\\d+):", line):
+        labels[label[1]] = i
+    elif (back := re.search(r"BRA.*`[(]([.]L_x_\\d+)[)]", line)) and back[1] in labels:
+        words = re.findall(r"HGMMA|WARPGROUP[.]DEPBAR|MUFU|LDL|STL", " ".join(lines[labels[back[1]] : i]))
+        if words.count("HGMMA") == 16:
+            marks = "".join({"HGMMA": "p", "WARPGROUP.DEPBAR": "|", "MUFU": "e"}.get(word, "l") for word in words)
+            print("apart:", re.sub(r"(.)\\1+", r"\\1", marks))
 """
 
 
@@ -125,7 +140,7 @@ def told() -> dict[str, list[str]]:
     answer = run("-c", CODE)
     assert answer.returncode == 0, answer.stdout + answer.stderr
     found = [line.split(": ", 1) for line in answer.stdout.splitlines()]
-    return {word: [line for first, line in found if first == word] for word in ("early", "wide", "exact", "loops")}
+    return {word: [line for first, line in found if first == word] for word in ("early", "wide", "exact", "loops", "apart")}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux only")
@@ -182,3 +197,10 @@ def test_noise_is_rounded_as_it_is_written(told: dict[str, list[str]]) -> None:
 def test_logits_are_loaded_four_at_a_time_behind_a_grammar_too(told: dict[str, list[str]]) -> None:
     """A program's 4,096, by 256 threads."""
     assert told["wide"] == ["True 4"] * 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux only")
+def test_exponentials_are_taken_while_values_are_multiplied(told: dict[str, list[str]]) -> None:
+    """In both consumers' loops, where nothing is hidden: behind the wait for logits (|), before that for the product with values.
+    Nothing is spilled there, and products (p) are not waited for one by one."""
+    assert told["apart"].count("p|e|") == 2, told["apart"]
