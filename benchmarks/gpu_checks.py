@@ -231,7 +231,8 @@ def many_rows(bench: Bench, chance: random.Random, page_size: int, dtype: torch.
     shape = Shape(kv_heads=kv_heads, ratio=ratio, page_size=page_size, dtype=dtype)
     kind, how, worst = replace(shape.kind(), joined=True), How(0, shape.size**-0.5), 0.0
     for processors in (None, 1, 999):
-        rows = _rows(chance, page_size, 2800, chance.randint(1, 6), trees=0.0, least=17)
+        queries = [700, *(chance.randint(17, chance.choice([40, 700])) for _ in range(chance.randint(0, 5)))]
+        rows = _rows(chance, page_size, 2800, len(queries), trees=0.0, queries=queries)
         own, _, query = _contents(bench, shape, rows)
         cache = torch.full((len(own), 2, kv_heads + 1, shape.size), torch.nan, dtype=dtype, device=bench.device)[:, :, 1:]
         cache.copy_(own)
@@ -246,11 +247,13 @@ def many_rows(bench: Bench, chance: random.Random, page_size: int, dtype: torch.
     return worst
 
 
-def _rows(chance: random.Random, page_size: int, longest: int, count: int, trees: float = 0.3, least: int = 1) -> list[Row]:
+def _rows(
+    chance: random.Random, page_size: int, longest: int, count: int, trees: float = 0.3, queries: Sequence[int] = ()
+) -> list[Row]:
     """Single queries, chunks, trees and images, some of which begin like others, on shuffled pages. trees: how many of the short
-    rows are; least: queries of a row."""
-    queries = [chance.choice([1, 1, 1, chance.randint(2, 16), chance.randint(1, longest // 4)]) for _ in range(count)]
-    queries = [max(some, least) for some in queries]
+    rows are; queries: of each row, if it is said."""
+    drawn = [chance.choice([1, 1, 1, chance.randint(2, 16), chance.randint(1, longest // 4)]) for _ in range(count)]
+    queries = queries or drawn
     shapes = [(some, chance.choice([0, chance.randint(0, longest)])) for some in queries]
     free = list(range(1, 2 + sum(-(-(some + context) // page_size) for some, context in shapes)))
     chance.shuffle(free)
