@@ -78,7 +78,9 @@ class World:
         """One for each copy."""
         shape = self.shape
         return [
-            paged_attention.plan(rows, shape.page_size, [shape.kind()], self.device, dtype=shape.dtype, share=self.share)
+            paged_attention.plan(
+                rows, shape.page_size, [shape.kind()], self.device, dtype=shape.dtype, share=self.share, eight_bits=shape.eight_bits
+            )
             for rows in self.rows
         ]
 

@@ -5,8 +5,9 @@ launched, and ask memory for the first time. A kernel that is launched early has
 that takes part calls `wait` first of all, in all its programs: before it, nothing may be read that another kernel writes, and
 nothing may be written. That the one before is over then means that those before it are, too, since it has waited itself.
 
-On CUDA devices from Hopper on; `enabled` turns it off. Kernels that asked for weights before they waited made steps longer: most of
-what they asked for came twice (H200, 2026-11-26: one row of an 8 B model in 4.6 ms instead of 4.1).
+On CUDA devices from Hopper on; `enabled` turns it off. Attention takes part, its merge, and rotary before it: measured on an H200,
+2026-11-26, steps of an 8 B model with 32 and 256 rows of 1,024 tokens took 5.79 and 15.5 ms, 5.95 and 15.5 without, at 0.880 and
+0.858 of what their bytes and operations take. Our products of few rows don't: one row took 4.42 ms, and 4.17 without.
 """
 
 from functools import cache

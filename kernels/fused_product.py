@@ -17,8 +17,7 @@ from torch import Tensor
 from triton import knobs
 
 from . import fused_vector
-from .compilation import AMD, EARLY_TARGETS, NVIDIA, Compilation
-from .early import on, options, wait
+from .compilation import AMD, NVIDIA, Compilation
 from .fused_activation import activated
 from .fused_norm import rms_norm
 
@@ -51,13 +50,11 @@ def product_kernel(
     ADD: tl.constexpr,
     BIASED: tl.constexpr,
     WIDEN: tl.constexpr,
-    EARLY: tl.constexpr,
 ) -> None:
     """One program: COLUMNS outputs of all rows."""
     row = tl.arange(0, ROWS)
     output = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     asked, wanted = row < rows, output < OUTPUTS
-    wait(EARLY)
     deep = tl.arange(0, DEPTH)
     from_x = x + row[:, None] * x_stride + deep[None, :]
     from_weight = weight + output.to(tl.int64)[:, None] * INPUTS + deep[None, :]
@@ -130,9 +127,8 @@ def product(
         if gains is not None:
             x = rms_norm(x, gains, epsilon, torch.empty_like(x))
         amd = torch.version.hip is not None
-        early = on(x.device)
         constants = _constants(inputs, outputs, gated, add, bias is not None, amd)
-        constants |= {"GELU": gelu, "EARLY": early}
+        constants["GELU"] = gelu
         product_kernel[(triton.cdiv(outputs, constants["COLUMNS"]),)](
             out,
             x,
@@ -145,7 +141,6 @@ def product(
             num_warps=WARPS,
             num_stages=constants["STAGES"],
             enable_fp_fusion=True,
-            **options(early),
         )
     return out
 
@@ -178,10 +173,10 @@ def compilations() -> list[Compilation]:
         "gemma's": (3584, 14336, True, False, False),
         "odd, biased": (2000, 1000, True, False, True),
     }
-    kinds = {"": NVIDIA, "early": EARLY_TARGETS, "amd": AMD}
+    kinds = {"": NVIDIA, "amd": AMD}
     found = []
     for (name, case), (kind, targets) in itertools.product(cases.items(), kinds.items()):
-        constants = {**_constants(*case, kind == "amd"), "GELU": name == "gemma's", "EARLY": kind == "early", "WIDEN": False}
+        constants = {**_constants(*case, kind == "amd"), "GELU": name == "gemma's", "WIDEN": False}
         pointers = dict.fromkeys(("out", "x", "weight", "bias"), "*bf16")
         numbers = {"rows": "i32", "x_stride": "i32:16", "out_stride": "i32:16"}
         found.append(
@@ -193,7 +188,6 @@ def compilations() -> list[Compilation]:
                 warps=WARPS,
                 stages=constants["STAGES"],
                 fuse=True,
-                early=constants["EARLY"],
                 hot=True,
                 targets=targets,
             )

@@ -22,8 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .compilation import AMD, EARLY_TARGETS, NVIDIA, Compilation
-from .early import on, options, wait
+from .compilation import AMD, NVIDIA, Compilation
 from .fused_activation import activated
 
 
@@ -67,14 +66,12 @@ def vector_kernel(
     GELU: tl.constexpr,
     ADD: tl.constexpr,
     BIASED: tl.constexpr,
-    EARLY: tl.constexpr,
 ) -> None:
     """One program: COLUMNS outputs."""
     EVEN: tl.constexpr = INPUTS % DEPTH == 0 and OUTPUTS % COLUMNS == 0
     output = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     wanted = output < OUTPUTS
     from_weight = weight + output.to(tl.int64)[:, None] * INPUTS
-    wait(EARLY)
     before = tl.zeros([COLUMNS], tl.float32)
     if ADD:  # by all threads that hold an output, before one of them writes it
         before = tl.load(out + output, mask=wanted, other=0.0).to(tl.float32)
@@ -127,7 +124,6 @@ def product(
     """As `fused_product.product`, of one row."""
     inputs, outputs = x.shape[1], out.shape[1]
     shape = _shape(inputs, outputs, gated, torch.version.hip is not None)
-    early = on(x.device)
     vector_kernel[(triton.cdiv(outputs, shape.columns),)](
         out,
         x,
@@ -141,11 +137,9 @@ def product(
         GELU=gelu,
         ADD=add,
         BIASED=bias is not None,
-        EARLY=early,
         num_warps=shape.warps,
         num_stages=shape.stages,
         enable_fp_fusion=True,
-        **options(early),
     )
     return out
 
@@ -170,13 +164,13 @@ def compilations() -> list[Compilation]:
         "gemma's": (3584, 14336, True, True, False),
         "odd, biased": (2000, 1000, True, True, False),
     }
-    kinds = {"": NVIDIA, "early": EARLY_TARGETS, "amd": AMD}
+    kinds = {"": NVIDIA, "amd": AMD}
     found = []
     for (name, (inputs, outputs, norm, gated, add)), (kind, targets) in itertools.product(cases.items(), kinds.items()):
         gemma = name == "gemma's"  # which has gelu, and gains of 32 bits
         shape = _shape(inputs, outputs, gated, kind == "amd")
         constants = _constants(inputs, outputs, shape)
-        constants |= {"NORM": norm, "GATED": gated, "GELU": gemma, "ADD": add, "BIASED": "biased" in name, "EARLY": kind == "early"}
+        constants |= {"NORM": norm, "GATED": gated, "GELU": gemma, "ADD": add, "BIASED": "biased" in name}
         pointers = dict.fromkeys(("out", "x", "weight", "gains", "bias"), "*bf16") | ({"gains": "*fp32"} if gemma else {})
         found.append(
             Compilation(
@@ -187,7 +181,6 @@ def compilations() -> list[Compilation]:
                 warps=shape.warps,
                 stages=shape.stages,
                 fuse=True,
-                early=kind == "early",
                 hot=True,
                 targets=targets,
             )

@@ -124,19 +124,22 @@ def tiles_of(kind: Kind, dtype: torch.dtype, generation: int = 9, steady: bool =
     return Tile(least, 128, 4, 4), Tile(few, 64, 4, 5), Tile(many, 64, 8, 5) if size <= 64 else Tile(many, 128, 8, 4)
 
 
-def for_singles(kind: Kind, dtype: torch.dtype, generation: int, tokens: int, processors: int) -> tuple[Tile, ...]:
+def for_singles(
+    kind: Kind, dtype: torch.dtype, generation: int, tokens: int, processors: int, eight_bits: bool = False
+) -> tuple[Tile, ...]:
     """The tiles of steps in which every row has one query; rows that share a prefix have a tile together.
 
     On Hopper it is one, since a launch of a tile that nothing is in takes 6 to 7 us. Three programs of the smallest run on a
     processor, and hide each other's waits; that wants many of them, or the last ones run by themselves. Those of 64 rows, whose
     products the matrix units read from shared memory, are quick even so. Measured on an H200, 2026-11-26, us by (16, 128) and
-    (64, 64): 256 rows of 1,024 keys 252 and 267, 64 of 4,096 288 and 251, one of 2,048 10.9 and 12.4.
+    (64, 64): 256 rows of 1,024 keys 252 and 267, 64 of 4,096 288 and 251 (of 8 bits, 64 keys at once, 279 and 323), one of 2,048
+    10.9 and 12.4.
     """
     tiles = tiles_of(kind, dtype, generation)
     last = cutting.tile_of(tiles, tokens * kind.ratio)
     if generation != 9 or kind.size > 128 or dtype == torch.float32:
         return tiles[: last + 1]
-    return (tiles[0 if tokens * kind.kv_heads >= WAVES * processors else min(last, 1)],)
+    return (tiles[0 if eight_bits or tokens * kind.kv_heads >= WAVES * processors else min(last, 1)],)
 
 
 def _tiles_of_latents(least: int, dtype: torch.dtype, generation: int) -> tuple[Tile, Tile, Tile]:
@@ -187,12 +190,14 @@ def plan(
     fixed: int = 0,
     share: bool = True,
     capacity: Capacity | None = None,
+    eight_bits: bool = False,
 ) -> Plan:
     """The step of `rows`, whose query tokens stand one row after the other.
 
     kinds: of the model's layers; dtype: of the queries; processors: the device's; fixed: keys of an item (a multiple of 128)
     whatever else is running, so that a token's answer depends by no bit on its neighbours, nor on which of them are computed
-    before; with it rows do not share, nor without `share`; capacity: without it, tensors are as long as this step needs.
+    before; with it rows do not share, nor without `share`; capacity: without it, tensors are as long as this step needs;
+    eight_bits: of the cache.
     """
     if fixed % cutting.ALIGNMENT:
         raise ValueError(f"items of {fixed} keys: not a multiple of {cutting.ALIGNMENT}")
@@ -200,7 +205,7 @@ def plan(
     tiles = {
         kind: capacity.tiles[kind.window]
         if capacity is not None
-        else for_singles(kind, dtype, generation, len(rows), processors or processors_of(device))
+        else for_singles(kind, dtype, generation, len(rows), processors or processors_of(device), eight_bits)
         if singles
         else tiles_of(kind, dtype, generation, fixed > 0)
         for kind in kinds

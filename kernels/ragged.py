@@ -49,6 +49,7 @@ def plan(rows: Sequence[Row], layout: Layout, capacity: "paged.Capacity | None" 
         dtype=layout.dtype,
         fixed=FIXED if layout.steady else 0,
         capacity=capacity,
+        eight_bits=layout.eight_bits,
     )
     if narrow:
         from . import indexed_attention
@@ -93,7 +94,7 @@ def _room(
         parts = -(-tokens * kind.ratio // tiles[0].rows) if mixed else 0
         return tiles, (parts + count + cuts,), 3 * tokens + cuts * tiles[0].rows // kind.ratio
     # A tile that no segment of so few queries takes would be launched in vain, in every layer of every step.
-    tiles = paged.for_singles(kind, layout.dtype, generation, tokens, processors)
+    tiles = paged.for_singles(kind, layout.dtype, generation, tokens, processors, layout.eight_bits)
     if mixed:
         tiles = paged.tiles_of(kind, layout.dtype, generation)
         tiles = tiles[: tile_of(tiles, tokens * kind.ratio) + 1]

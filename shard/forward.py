@@ -57,7 +57,7 @@ class Forward:
         self.eager = 0
         self._decoder = decoder
         self._cache = cache
-        self._layout = _layout_of(decoder, cache.page_size)
+        self._layout = _layout_of(decoder, cache)
         self._adapted = bool(decoder.changes.names)
         self._remembers = decoder.shape.remembering is not None
         self.narrows = decoder.shape.keyless > 0
@@ -122,11 +122,11 @@ def _fitting(graphs: Listing[Graph], tokens: int) -> Graph | None:
     return graphs[place] if place < len(graphs) else None
 
 
-def _layout_of(decoder: Decoder, page_size: int) -> Layout:
-    """Of what the decoder's attention reads, in pages of that size."""
+def _layout_of(decoder: Decoder, cache: Cache) -> Layout:
+    """Of what the decoder's attention reads."""
     shape, ranks, latent = decoder.shape, decoder.ranks.size, decoder.shape.latent is not None
     return Layout(
-        page_size=page_size,
+        page_size=cache.page_size,
         kinds=tuple(
             kind(
                 window,
@@ -146,5 +146,6 @@ def _layout_of(decoder: Decoder, page_size: int) -> Layout:
         block=shape.blocks.block if shape.blocks else 0,
         dtype=decoder.embedding.dtype,
         device=decoder.embedding.device,
+        eight_bits=any(layer.element_size() == 1 for layer in cache.layers.values()),
         steady=decoder.steady,
     )

@@ -658,5 +658,6 @@ def test_steps_of_single_queries_have_one_tile_on_hopper() -> None:
         tokens: paged_attention.for_singles(kind, torch.bfloat16, 9, tokens, 132)[0].rows for tokens in (1, 4, 5, 64, 197, 198, 256)
     }
     assert rows == {1: 16, 4: 16, 5: 64, 64: 64, 197: 64, 198: 16, 256: 16}
+    assert paged_attention.for_singles(kind, torch.bfloat16, 9, 64, 132, eight_bits=True)[0].rows == 16
     assert len(paged_attention.for_singles(kind, torch.bfloat16, 8, 64, 108)) == 3
     assert len(paged_attention.for_singles(kind, torch.float32, 9, 64, 132)) == 3

@@ -200,7 +200,7 @@ def test_nothing_is_on_the_wrong_device(noted: Noted, speculate: str, more: dict
     assert speculate or "copy_kernel" in names
 
 
-EARLY = {"product_kernel", "vector_kernel", "rotary_kernel", "attend", "merge"}
+EARLY = {"rotary_kernel", "attend", "merge"}
 
 
 @pytest.mark.parametrize("begins", [False, True])
