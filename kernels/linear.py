@@ -65,8 +65,8 @@ ALIKE = 32
 # 2026-11-26: steps of an 8 B model of 4 and 16 rows in 4.79 and 5.30 ms, by torch's products in 4.92 and 5.38.
 FEW = 16
 # Numbers of rows that stand for all that are few: one row goes by a kernel of its own.
-FEWEST = (1, 2)
-# In float16 rows times the gains of their norm might come to more than it holds, and in float32 torch's own product is quicker.
+SAMPLES = (1, 2)
+# In float32 torch's own product is quicker; float16 is not measured.
 STREAMED = {torch.bfloat16}
 
 

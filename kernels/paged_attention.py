@@ -33,6 +33,8 @@ FIELDS = len(Item._fields)
 PIECES = 32
 # Programs for each processor that make up for what the last ones lose: four times as many as run at once.
 WAVES = 12
+# Rows that share a prefix, of which a tile should hold at least so many.
+SHARING = 4
 # Words of 32 bits that say whom a node of a tree sees.
 WORDS = cutting.NODES // 32
 # Sections of the buffer begin at multiples of this many ints: for pointers aligned to less than 16 bytes Triton compiles anew.
@@ -127,19 +129,22 @@ def tiles_of(kind: Kind, dtype: torch.dtype, generation: int = 9, steady: bool =
 def for_singles(
     kind: Kind, dtype: torch.dtype, generation: int, tokens: int, processors: int, eight_bits: bool = False
 ) -> tuple[Tile, ...]:
-    """The tiles of steps in which every row has one query; rows that share a prefix have a tile together.
+    """The tiles of steps in which every row has one query. Rows that share a prefix have a tile together: the more it holds, the
+    fewer times that is read.
 
-    On Hopper it is one, since a launch of a tile that nothing is in takes 6 to 7 us. Three programs of the smallest run on a
-    processor, and hide each other's waits; that wants many of them, or the last ones run by themselves. Those of 64 rows, whose
-    products the matrix units read from shared memory, are quick even so. Measured on an H200, 2026-11-26, us by (16, 128) and
-    (64, 64): 256 rows of 1,024 keys 252 and 267, 64 of 4,096 288 and 251 (of 8 bits, 64 keys at once, 279 and 323), one of 2,048
-    10.9 and 12.4.
+    On Hopper one does for both, since a launch of a tile that nothing is in takes 6 to 7 us: the smallest for as few tokens as it
+    holds, else that of 64 rows, whose products the matrix units read from shared memory. Three programs of the smallest run on a
+    processor and hide each other's waits, so where there are many of them it is quicker for what is not shared. Measured on an
+    H200, 2026-11-26, us by (16, 128) and (64, 64): 256 rows of 1,024 keys 252 and 267, 64 of 4,096 288 and 251 (of 8 bits, 64 keys
+    at once, 279 and 323), one of 2,048 10.9 and 12.4.
     """
     tiles = tiles_of(kind, dtype, generation)
     last = cutting.tile_of(tiles, tokens * kind.ratio)
     if generation != 9 or kind.size > 128 or dtype == torch.float32:
         return tiles[: last + 1]
-    return (tiles[0 if eight_bits or tokens * kind.kv_heads >= WAVES * processors else min(last, 1)],)
+    shared = min(last, max(1, cutting.tile_of(tiles, SHARING * kind.ratio)))
+    apart = eight_bits or tokens * kind.kv_heads >= WAVES * processors
+    return tiles[: shared + 1] if apart or shared > 1 else (tiles[shared],)
 
 
 def _tiles_of_latents(least: int, dtype: torch.dtype, generation: int) -> tuple[Tile, Tile, Tile]:
@@ -243,7 +248,7 @@ def _plan(
     places = {}
     for kind, own in tiles.items():
         parts = cutting.segments(table, kind, own)
-        limit = fixed or cutting.longest(parts, kind.kv_heads, processors, len(own))
+        limit = fixed or cutting.longest(parts, kind.kv_heads, processors, own)
         places[kind] = _launch(writer, kind.window, cutting.work(table, parts, own, limit, bool(fixed)), capacity)
     buffer = writer.buffer(device)
     return Plan(
@@ -466,9 +471,10 @@ def _constants(
 
 
 def _merge_constants(heads: int, size: int, sinks: bool, pieces: int = PIECES, entries: int = 1) -> dict[str, Any]:
-    # Of many tokens most may have nothing to be merged: fewer programs begin in vain.
-    together = 4 if entries >= MANY_ENTRIES else 1
     padded = triton.next_power_of_2(size)
+    # Of many tokens most may have nothing to be merged: fewer programs begin in vain. Not where pieces come one at a time, lest a
+    # token's bits depend on its neighbours: of several heads other multiplications are contracted.
+    together = 4 if entries >= MANY_ENTRIES and pieces > 1 and padded <= 128 else 1
     room = MERGED if together == 1 and size == padded else MERGED // 2  # else some of it is spilled
     pieces = min(pieces, max(1, room // (together * padded)))
     return {"HEADS": heads, "SIZE": size, "PADDED": padded, "PIECES": pieces, "TOGETHER": together, "SINKS": sinks}

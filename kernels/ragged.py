@@ -86,7 +86,8 @@ def _room(
     from . import paged_attention as paged
 
     generation, processors = paged.generation_of(layout.device), paged.processors_of(layout.device)
-    # Rows are cut into so many items more, all together, for each processor to have some; prefixes are shared by two rows or more.
+    # Rows are cut into so many items more, all together, for each processor to have some (`work.longest`); prefixes are shared by
+    # two rows or more.
     cuts = -(-processors * ITEMS_PER_PROCESSOR // kind.kv_heads) + 1
     if layout.steady:
         tiles = paged.tiles_of(kind, layout.dtype, generation, steady=True)
@@ -100,7 +101,8 @@ def _room(
         tiles = tiles[: tile_of(tiles, tokens * kind.ratio) + 1]
     largest = max(tile.rows for tile in tiles)
     parts = -(-tokens * kind.ratio // largest)
-    items = [cuts + parts + count // 8 + (count if mixed or place == 0 else 0) for place in range(len(tiles))]
+    runs = [count // 2, *[count // 8] * (len(tiles) - 1)]  # pairs are in the smallest
+    items = [cuts + parts + shared + (count if mixed or place == 0 else 0) for place, shared in enumerate(runs)]
     if mixed:
         items[-1] += parts
     return tiles, tuple(items), 3 * tokens + cuts * largest // kind.ratio

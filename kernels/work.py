@@ -31,8 +31,10 @@ SHORT = 192
 # Keys below which an item is not worth cutting: starting and merging one costs about as much (one row of 512 keys: 9.5 us, 11.7
 # with items of 256).
 SHORTEST_ITEM = 128
+LARGE = 128  # rows of a tile of which a processor has one program at a time
 # How much longer items may become, in such steps, lest some have to wait for a place beside others.
 STRETCH, STEP = 1.5, 64
+SOONER = 1.1  # how many times as soon shorter items should end, for all that is merged then
 # Keys that rows must have in common to read them together: the merge that follows costs about as much as reading these.
 SHORTEST_RUN = 128
 
@@ -284,20 +286,27 @@ def _first_key(begin: int, position: int, window: int) -> int:
     return max(begin, (position - window + 1) // ALIGNMENT * ALIGNMENT) if window else begin
 
 
-def longest(parts: Array, kv_heads: int, processors: int, tiles: int) -> int:
-    """Keys of the longest item that lets all processors finish at about the same time. parts: of `segments`; tiles: how many there
-    are."""
+def longest(parts: Array, kv_heads: int, processors: int, tiles: Sequence[Tile]) -> int:
+    """Keys of the longest item that lets all processors finish at about the same time. parts: of `segments`."""
     lengths = parts[:, END] - parts[:, BEGIN]
     total = int(lengths.sum()) * kv_heads
-    large = tiles > 1 and bool((parts[:, TILE] == tiles - 1).all())
+    large = bool((_ints([tile.rows for tile in tiles])[parts[:, TILE]] >= LARGE).all())
     places = processors if large else processors * ITEMS_PER_PROCESSOR
     share = -(-total // (places if total >= places * SHORT else processors))
     limit = -(-max(share, SHORTEST_ITEM) // ALIGNMENT) * ALIGNMENT
-    # A few items more than there are places for would begin when all others end. Where slightly longer ones have places, they do.
+    # A few items more than there are places for would begin when others end. Where slightly longer ones have places, they do.
     for stretched in range(limit, int(STRETCH * limit) + 1, STEP):
         if int((-(-lengths // stretched)).sum()) * kv_heads <= places:
-            return stretched
+            return stretched if SOONER * _ended(lengths, limit, places // kv_heads) > stretched else limit
     return limit
+
+
+def _ended(lengths: Array, limit: int, places: int) -> int:
+    """Keys until the last of items of at most `limit` has ended, if those that are too many come behind the shortest."""
+    counts = -(-lengths // limit)
+    items = numpy.sort(numpy.repeat(-(-lengths // numpy.maximum(counts, 1)), counts))
+    behind = items[: 2 * max(0, len(items) - places)]
+    return max(limit, int((behind + behind[::-1]).max(initial=0)))
 
 
 def work(table: Table, parts: Array, tiles: Sequence[Tile], limit: int, fixed: bool) -> Work:

@@ -7,8 +7,8 @@ asked and reached (`steps`, `shards`). One turn of the loop:
     wait for the reply -> report it to the scheduler -> turn its tokens into text, for the streams
 
 So the shards go from step to step without waiting for the router, and compute while tokens become text and leave as HTTP. A stop
-string found in that text, a client that has left, a new request: they act one step late. What was computed by then of a choice
-that nobody wants any more is thrown away.
+string found in that text, a client that has left, a new request: they act one step late, or two where steps overlap. What was
+computed by then of a choice that nobody wants any more is thrown away.
 
 When the shards are lost no stream is. Streams go on elsewhere, if there are others that compute the same (see `Others`), or wait in
 the queue of a scheduler of their own, new ones too, for shards that somebody starts. They go on from the tokens that were received:

@@ -13,7 +13,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from ..kernels.linear import FEWEST, compile_products
+from ..kernels.linear import SAMPLES, compile_products
 from ..kernels.transfer import lists_to_device
 from .decoding.growth import Frontier
 from .decoding.tree import ROOT
@@ -52,7 +52,7 @@ class Readout(Rounds):
     def compile(self, rows: int) -> None:
         """See DraftModel."""
         compile_products(self.head.weights(), rows)
-        for count in FEWEST:  # few rows go by kernels of their own
+        for count in SAMPLES:  # few rows go by kernels of their own
             states = self._features.new_zeros(count, self.features)
             token = torch.zeros(count, dtype=torch.int64, device=self._device)
             for level in range(self.head.shape.levels):

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from ...kernels.adapters import Chosen, choose
 from ...kernels.indexed import Choosing
-from ...kernels.linear import FEWEST, Exact, Weight, compile_products
+from ...kernels.linear import SAMPLES, Exact, Weight, compile_products
 from ..cache import Cache
 from ..parallel import Ranks
 from ..step import Shown, Step
@@ -367,7 +367,7 @@ class Decoder:
                 additions.add(x, out, choose(torch.zeros(count, dtype=torch.int64, device=x.device), len(self.changes.names)))
         few = self.embedding.new_zeros(1, self.shape.hidden)
         if any(weight.streams(few) for weight in weights):
-            for count in FEWEST:
+            for count in SAMPLES:
                 self._compile_few(count)
 
     def _compile_few(self, rows: int) -> None:

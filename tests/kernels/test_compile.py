@@ -86,7 +86,7 @@ from penstock.kernels import compile, paged_attention
 kernels = compile.gather()
 [hopper] = [target for target in compile.TARGETS if target.name == "sm_90"]
 for one in kernels:
-    if one.early and one.name.startswith(("rotary", "merge", "attend one")):
+    if one.early:
         code = compile._compiled(one, hopper).asm["ptx"]
         before, after = code.split("griddepcontrol.wait")
         touches = [word for word in ("ld.global", "st.global", "cp.async", "atom", "red.global") if word in before]
@@ -145,7 +145,7 @@ def told() -> dict[str, list[str]]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux only")
 def test_kernels_that_begin_early_touch_nothing_before_the_others_are_over(told: dict[str, list[str]]) -> None:
-    assert len(told["early"]) == 3, told
+    assert len(told["early"]) >= 7, told
     for line in told["early"]:
         assert line.endswith("True True []"), line
 

@@ -394,7 +394,7 @@ def test_layers_of_several_kinds_go_by_one_plan() -> None:
         (4, False, False, [16]),
         (16, False, False, [64]),
         (40, False, False, [64]),
-        (64, False, False, [16]),
+        (64, False, False, [16, 64]),
         (4, True, False, [16]),
         (16, True, False, [16, 64]),
         (64, True, False, [16, 64, 128]),
@@ -495,7 +495,7 @@ def cut(
 ) -> tuple[Table, list[Segment], Work, int]:
     table = work.table(rows, page_size, (TILES[-1].rows - 1) // ratio)
     parts = work.segments(table, Kind(window, kv_heads, ratio, 64), TILES)
-    limit = work.longest(parts, kv_heads, processors, len(TILES))
+    limit = work.longest(parts, kv_heads, processors, TILES)
     return table, [Segment(*part) for part in parts.tolist()], work.work(table, parts, TILES, limit, False), limit
 
 
@@ -609,7 +609,7 @@ def test_equal_rows_that_fill_the_device_are_not_cut() -> None:
     tiles = tiles_of(kind, torch.bfloat16)
     table = work.table(rows_of([(1, 4096)] * 64, 16, random.Random(13)), 16, 31)
     parts = work.segments(table, kind, tiles)
-    found = work.work(table, parts, tiles, work.longest(parts, kind.kv_heads, 132, 3), False)
+    found = work.work(table, parts, tiles, work.longest(parts, kind.kv_heads, 132, tiles), False)
     assert len(found.items[0]) == 64
     assert not len(found.pieces)
 
@@ -647,17 +647,59 @@ def test_items_have_places_at_once(shapes: list[tuple[int, int]], programs: int)
     tiles = tiles_of(kind, torch.bfloat16)
     table = work.table(rows_of(shapes, 16, random.Random(5)), 16, 31)
     parts = work.segments(table, kind, tiles)
-    found = work.work(table, parts, tiles, work.longest(parts, kind.kv_heads, 132, len(tiles)), False)
+    found = work.work(table, parts, tiles, work.longest(parts, kind.kv_heads, 132, tiles), False)
     assert kind.kv_heads * sum(map(len, found.items)) == programs
 
 
-def test_steps_of_single_queries_have_one_tile_on_hopper() -> None:
-    """Of few rows the smallest, since it is the quickest, and of so many that all of a processor's three go on until the end."""
+def test_tiles_of_single_queries() -> None:
+    """On Hopper few rows have the smallest, more that of 64 rows, and so many that all of a processor's three go on until the end
+    the smallest beside it. Rows that share a prefix always have one that holds some of them."""
+
+    def rows(tokens: int, kv_heads: int = 8, ratio: int = 4, generation: int = 9, eight_bits: bool = False) -> list[int]:
+        kind = Kind(0, kv_heads, ratio, 128)
+        return [tile.rows for tile in paged_attention.for_singles(kind, torch.bfloat16, generation, tokens, 132, eight_bits)]
+
+    assert rows(1) == rows(4) == [16]
+    assert rows(5) == rows(64) == rows(197) == [64]
+    assert rows(198) == rows(256) == [16, 64]
+    assert rows(64, eight_bits=True) == [16, 64]
+    assert rows(64, generation=8) == [16, 64, 128]
+    assert rows(64, kv_heads=1, ratio=16) == [64]
+    assert rows(64, kv_heads=1, ratio=16, eight_bits=True) == [16, 64]
+    assert rows(64, kv_heads=1, ratio=64)[-1] == 128
+    assert len(paged_attention.for_singles(Kind(0, 8, 4, 128), torch.float32, 9, 64, 132)) == 3
+
+
+def test_graphs_of_checks_are_cut_as_steps_are() -> None:
+    """Few tiles of a graph don't make the last of them one that fills a processor."""
     kind = Kind(0, 8, 4, 128)
-    rows = {
-        tokens: paged_attention.for_singles(kind, torch.bfloat16, 9, tokens, 132)[0].rows for tokens in (1, 4, 5, 64, 197, 198, 256)
-    }
-    assert rows == {1: 16, 4: 16, 5: 64, 64: 64, 197: 64, 198: 16, 256: 16}
-    assert paged_attention.for_singles(kind, torch.bfloat16, 9, 64, 132, eight_bits=True)[0].rows == 16
-    assert len(paged_attention.for_singles(kind, torch.bfloat16, 8, 64, 108)) == 3
-    assert len(paged_attention.for_singles(kind, torch.float32, 9, 64, 132)) == 3
+    tiles = tiles_of(kind, torch.bfloat16)
+    table = work.table(rows_of([(12, 29988)], 16, random.Random(5)), 16, 31)
+    parts = work.segments(table, kind, tiles)
+    assert work.longest(parts, 8, 132, tiles) == work.longest(parts, 8, 132, tiles[:2])
+
+
+@pytest.mark.parametrize(("lengths", "stretched"), [([4100] * 8, True), ([9000, *[520] * 30], False)])
+def test_items_become_longer_only_where_that_ends_sooner(lengths: list[int], stretched: bool) -> None:
+    """A few that are short may come behind others that are short."""
+    kind = Kind(0, 8, 4, 128)
+    tiles = tiles_of(kind, torch.bfloat16)
+    table = work.table(rows_of([(5, length - 5) for length in lengths], 16, random.Random(5)), 16, 0)
+    parts = work.segments(table, kind, tiles)
+    share = -(-sum(lengths) * 8 // 264)
+    assert (work.longest(parts, 8, 132, tiles) > -(-share // 128) * 128) is stretched
+
+
+def test_what_is_merged_one_at_a_time_is_merged_alike_in_all_steps() -> None:
+    """With several heads at once other multiplications are contracted, and a token's bits would depend on its neighbours."""
+    for heads, size in itertools.product((8, 32), (64, 80, 128, 256)):
+        found = [paged_attention._merge_constants(heads, size, False, 1, entries) for entries in (1, 63, 64, 500)]
+        assert all(one == found[0] for one in found)
+
+
+@pytest.mark.parametrize("heads", [3, 6])
+def test_heads_that_are_merged_together_need_not_be_divisible(heads: int) -> None:
+    """Of 70 tokens four heads at once."""
+    rows = rows_of([(1, 300)] * 70, 16, random.Random(heads), sharing=1.0)
+    world = World(rows, 16, kv_heads=heads, ratio=1)
+    torch.testing.assert_close(world.found(world.plan()).double().cpu(), world.expected(), rtol=1e-5, atol=1e-5)

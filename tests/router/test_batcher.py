@@ -21,6 +21,7 @@ from penstock.router.bounds import bounds_of, policy_of
 from penstock.router.commands import group_of
 from penstock.router.config import Misconfigured, RouterConfig
 from penstock.router.cost import Work
+from penstock.router.drafting import Allowance
 from penstock.router.metrics import Metrics
 from penstock.router.policies import Mixed, Pause
 from penstock.router.request import (
@@ -674,6 +675,24 @@ def test_where_steps_overlap_two_are_under_way_while_tokens_are_delivered(monkey
     shards.info.overlaps = overlaps
     run(test, shards)
     assert set(ahead[1:6]) == {2 if overlaps else 1}, ahead
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_where_there_are_drafts_tokens_are_delivered_first(monkeypatch: pytest.MonkeyPatch, drafts: bool) -> None:
+    """Who needs how many goes by what was delivered, and such steps don't overlap."""
+    monkeypatch.setattr(module, "OVERLAPPING_LEAD", 60.0)
+
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        steps, wanted = steps_of(batcher), []
+        monkeypatch.setattr(steps, "send", wanted.append)
+        action = Decode(Allowance(step=0.01, first=0.001, draft=0.001, round=0.001, most=3, target=0.1) if drafts else None)
+        steps._underway.append(Underway(action, monotonic(), asyncio.get_running_loop().create_future()))
+        steps.send_due()
+        assert wanted == [1 if drafts else 2]
+
+    shards = FakeShards()
+    shards.info.overlaps = True
+    run(test, shards)
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
