@@ -150,9 +150,14 @@ def _role(line: str) -> str:
     return "router" if "penstock.router" in line else "other: " + line.replace("\0", " ")[:60]
 
 
+def status(path: Path) -> list[str]:
+    """Of a process or a thread, by its folder in /proc: what `stat` says behind its name (proc(5)). OSError: it has ended."""
+    return (path / "stat").read_text().rpartition(")")[2].split()
+
+
 def _parent(path: Path) -> int:
     """0 for one that has ended and was not taken leave of."""
-    fields = (path / "stat").read_text().rpartition(")")[2].split()
+    fields = status(path)
     return 0 if fields[0] in "ZX" else int(fields[1])
 
 

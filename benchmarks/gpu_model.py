@@ -105,20 +105,23 @@ def made_up(bench: Bench, folder: Path) -> Engine:
     return engine
 
 
+def extent_of(rows: int, total: int) -> Extent:
+    """Of decode steps of so many sequences, which come to `total` tokens each."""
+    return Extent(rows, rows, total, rows * -(-total // PAGE), (rows,))
+
+
 def _case(bench: Bench, engine: Engine, busy: Busy, rows: int, context: int, waits: bool) -> None:
     """waits: no kernel begins early, and nothing else is measured."""
     cuda = bench.device.type == "cuda"
-    total = context + 6 * (STEPS + WARM)
-    pages = rows * -(-total // PAGE)
-    need = pages * PAGE * engine.token_bytes
+    extent = extent_of(rows, context + 6 * (STEPS + WARM))
+    need = extent.pages * PAGE * engine.token_bytes
     if cuda and need > 0.9 * torch.cuda.mem_get_info()[0]:
         if not waits:
             why = f"keys and values of {need / 1e9:.0f} GB do not fit"
             bench.add(failed(SECTION, f"{rows} x {context}", why, GOALS.get((rows, context))))
         return
-    engine.resize(pages)
+    engine.resize(extent.pages)
     begin(engine, rows, context)
-    extent = Extent(rows, rows, total, pages, (rows,))
     if waits:
         with replaced(early, "enabled", False):
             engine.record(Recorder(), extent, lambda stage: None)

@@ -10,11 +10,10 @@ from pathlib import Path
 from torch.profiler import ProfilerActivity, profile
 
 from penstock.benchmarks.gpu_measure import Bench
-from penstock.benchmarks.gpu_model import GOALS, PAGE, begin, made_up
+from penstock.benchmarks.gpu_model import GOALS, begin, extent_of, made_up
 from penstock.benchmarks.gpu_report import Line, Timing
 from penstock.kernels import choose
 from penstock.shard.engine import Engine
-from penstock.shard.forward import Extent
 from penstock.shard.graphs import Recorder
 
 SECTION = "kernels of a decode step, 8 B"
@@ -30,12 +29,11 @@ def measure(bench: Bench) -> None:
         for rows, context in [(2, 40)] if bench.tiny else GOALS:
             if bench.late():
                 return
-            total = context + 2 * (STEPS + WARM)
-            pages = rows * -(-total // PAGE)
-            engine.resize(pages)
+            extent = extent_of(rows, context + 2 * (STEPS + WARM))
+            engine.resize(extent.pages)
             begin(engine, rows, context)
             if bench.device.type == "cuda":
-                engine.record(Recorder(), Extent(rows, rows, total, pages, (rows,)), lambda stage: None)
+                engine.record(Recorder(), extent, lambda stage: None)
             _profile(bench, engine, f"{rows} x {context}")
             engine.resize(0)
 
@@ -50,7 +48,8 @@ def _profile(bench: Bench, engine: Engine, what: str) -> None:
     kernels.sort(key=lambda kernel: -kernel[1])
     all_of_them = sum(seconds for _, seconds, _ in kernels)
     for name, seconds, count in kernels[:MOST]:
-        each = Timing(seconds * STEPS / count, seconds * STEPS / count, seconds * STEPS / count, count, "graph")
+        mean = seconds * STEPS / count
+        each = Timing(mean, mean, mean, count, "graph")
         share = seconds / all_of_them if all_of_them else 0.0
         line = Line(section=SECTION, what=f"{what}: {name[:NAME]}", timing=each, value=count / STEPS, unit="a step", ratio=share)
         bench.add(line)

@@ -16,11 +16,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from penstock.bench.local import Failed, Local
+from penstock.bench.local import Failed, Local, status
 from penstock.benchmarks.gpu_measure import Bench
 from penstock.benchmarks.gpu_model import write
 from penstock.benchmarks.gpu_report import Line, failed, timing
 from penstock.benchmarks.gpu_shard import BUSY
+from penstock.benchmarks.server import cpu_of
 
 SECTION = "the server in front"
 IDLE = 0.02  # of the time between the first launch of a step and that of the next
@@ -113,14 +114,13 @@ async def _ask(port: int, shard: int, streams: int, seconds: float) -> int:
 def _worked(shard: int) -> dict[str, float]:
     """CPU seconds so far of each thread of the launcher's processes and of this one."""
     found = {}
-    launcher = Path(f"/proc/{shard}/stat").read_text().rpartition(")")[2].split()[1]
+    launcher = status(Path(f"/proc/{shard}"))[1]
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
     for pid in (*children, str(os.getpid())):
         name = "the shard" if int(pid) == shard else "this client" if int(pid) == os.getpid() else "the router"
         for task in Path(f"/proc/{pid}/task").iterdir():
             with suppress(OSError):  # it has ended
-                fields = (task / "stat").read_text().rpartition(")")[2].split()
-                found[f"{name}, thread {task.name}"] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+                found[f"{name}, thread {task.name}"] = cpu_of(status(task))
     return found
 
 

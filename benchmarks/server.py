@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from penstock.bench.local import Local
+from penstock.bench.local import Local, status
 
 
 @contextmanager
@@ -17,19 +17,23 @@ def serving(*flags: str) -> Iterator[Local]:
         server.stop()
 
 
+def cpu_of(fields: list[str]) -> float:
+    """CPU seconds, of a `status`."""
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def tree_cpu(root: int) -> float:
     """CPU seconds that a process and its living descendants have used."""
     parents: dict[int, int] = {}
     used: dict[int, float] = {}
-    ticks = os.sysconf("SC_CLK_TCK")
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                values = (entry / "stat").read_text().rpartition(")")[2].split()
+                values = status(entry)
             except (FileNotFoundError, ProcessLookupError):
                 continue
             parents[int(entry.name)] = int(values[1])
-            used[int(entry.name)] = (int(values[11]) + int(values[12])) / ticks
+            used[int(entry.name)] = cpu_of(values)
 
     def below(pid: int) -> bool:
         while pid in parents and pid != root:

@@ -36,6 +36,28 @@ def limited(gate: tl.tensor, up: tl.tensor, LIMIT: tl.constexpr, STEEP: tl.const
 
 
 @triton.jit
+def behind_product(
+    result: tl.tensor,  # [..., COLUMNS] float32: a product's outputs, of the gates where it is GATED
+    other: tl.tensor,  # likewise, of what they are for; unused without GATED
+    bias: tl.tensor,  # [OUTPUTS], twice as long with GATED; unused without BIASED
+    output: tl.tensor,  # [COLUMNS]: which outputs these are
+    wanted: tl.tensor,  # [COLUMNS]: whether there are such
+    OUTPUTS: tl.constexpr,
+    GATED: tl.constexpr,
+    GELU: tl.constexpr,
+    BIASED: tl.constexpr,
+) -> tl.tensor:
+    """With biases and gates."""
+    if BIASED:
+        result += tl.load(bias + output, mask=wanted, other=0.0).to(tl.float32)
+        if GATED:
+            other += tl.load(bias + OUTPUTS + output, mask=wanted, other=0.0).to(tl.float32)
+    if GATED:
+        result = activated(result, GELU) * other
+    return result
+
+
+@triton.jit
 def gated_kernel(
     gate_up: tl.tensor,  # [tokens, 2 * size]
     out: tl.tensor,  # [tokens, size]

@@ -17,8 +17,8 @@ from torch import Tensor
 from triton import knobs
 
 from . import fused_vector
-from .compilation import AMD, NVIDIA, Compilation
-from .fused_activation import activated
+from .compilation import Compilation
+from .fused_activation import behind_product
 from .fused_norm import rms_norm
 
 # In Triton's interpreter a dot of bfloat16 is garbage, so operands are widened there.
@@ -70,12 +70,7 @@ def product_kernel(
         result = dot(values, _part(from_weight + first, wanted, within, EVEN), result, WIDEN)
         if GATED:
             other = dot(values, _part(from_weight + first + OUTPUTS * INPUTS, wanted, within, EVEN), other, WIDEN)
-    if BIASED:
-        result += tl.load(bias + output, mask=wanted, other=0.0).to(tl.float32)[None, :]
-        if GATED:
-            other += tl.load(bias + OUTPUTS + output, mask=wanted, other=0.0).to(tl.float32)[None, :]
-    if GATED:
-        result = activated(result, GELU) * other
+    result = behind_product(result, other, bias, output, wanted, OUTPUTS, GATED, GELU, BIASED)
     place = out + row[:, None] * out_stride + output[None, :]
     held = asked[:, None] & wanted[None, :]
     if ADD:
@@ -163,28 +158,19 @@ def _constants(inputs: int, outputs: int, gated: bool, add: bool, biased: bool, 
 
 
 def compilations() -> list[Compilation]:
-    """The products of an 8 B model's layer, its vocabulary, Gemma's gates, and one with biases and odd numbers."""
-    cases = {
-        "queries": (4096, 6144, False, False, False),
-        "output": (4096, 4096, False, True, False),
-        "gated": (4096, 14336, True, False, False),
-        "down": (14336, 4096, False, True, False),
-        "vocabulary": (4096, 128256, False, False, False),
-        "gemma's": (3584, 14336, True, False, False),
-        "odd, biased": (2000, 1000, True, False, True),
-    }
-    kinds = {"": NVIDIA, "amd": AMD}
+    """Those of one row, of several."""
     found = []
-    for (name, case), (kind, targets) in itertools.product(cases.items(), kinds.items()):
-        constants = {**_constants(*case, kind == "amd"), "GELU": name == "gemma's", "WIDEN": False}
+    for case, (kind, targets) in itertools.product(fused_vector.CASES, fused_vector.KINDS.items()):
+        constants = _constants(case.inputs, case.outputs, case.gated, case.add, case.biased, kind == "amd")
+        constants |= {"GELU": case.gelu, "WIDEN": False}
         pointers = dict.fromkeys(("out", "x", "weight", "bias"), "*bf16")
         numbers = {"rows": "i32", "x_stride": "i32:16", "out_stride": "i32:16"}
         found.append(
             Compilation(
                 kernel=product_kernel,
-                name=f"product {name} {kind}".rstrip(),
+                name=f"product {case.name} {kind}".rstrip(),
                 signature=pointers | numbers,
-                constants=dict(constants),
+                constants=constants,
                 warps=WARPS,
                 stages=constants["STAGES"],
                 fuse=True,

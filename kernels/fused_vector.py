@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .compilation import AMD, NVIDIA, Compilation
-from .fused_activation import activated
+from .fused_activation import behind_product
 
 
 class Shape(NamedTuple):
@@ -100,12 +100,7 @@ def vector_kernel(
         scale = tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / INPUTS + epsilon)
         result *= scale
         other *= scale
-    if BIASED:
-        result += tl.load(bias + output, mask=wanted, other=0.0).to(tl.float32)
-        if GATED:
-            other += tl.load(bias + OUTPUTS + output, mask=wanted, other=0.0).to(tl.float32)
-    if GATED:
-        result = activated(result, GELU) * other
+    result = behind_product(result, other, bias, output, wanted, OUTPUTS, GATED, GELU, BIASED)
     tl.store(out + output, (result + before).to(out.dtype.element_ty), mask=wanted)
 
 
@@ -153,29 +148,45 @@ def _constants(inputs: int, outputs: int, shape: Shape) -> dict[str, object]:
     return {"INPUTS": inputs, "OUTPUTS": outputs, "COLUMNS": shape.columns, "DEPTH": shape.depth, "STAGES": shape.stages}
 
 
+class Case(NamedTuple):
+    """A product that is compiled ahead of time."""
+
+    name: str
+    inputs: int
+    outputs: int
+    norm: bool = False
+    gated: bool = False
+    gelu: bool = False
+    add: bool = False
+    biased: bool = False
+
+
+# The products of an 8 B model's layer, its vocabulary, Gemma's gates, and one with biases and odd numbers.
+CASES = (
+    Case("queries", 4096, 6144, norm=True),
+    Case("output", 4096, 4096, add=True),
+    Case("gated", 4096, 14336, norm=True, gated=True),
+    Case("down", 14336, 4096, add=True),
+    Case("vocabulary", 4096, 128256),
+    Case("gemma's", 3584, 14336, norm=True, gated=True, gelu=True),
+    Case("odd, biased", 2000, 1000, norm=True, gated=True, biased=True),
+)
+KINDS = {"": NVIDIA, "amd": AMD}
+
+
 def compilations() -> list[Compilation]:
-    """The products of an 8 B model's layer, its vocabulary, Gemma's gates, and one with biases and odd numbers."""
-    cases = {  # inputs, outputs, behind a norm, with gates, added to the stream
-        "queries": (4096, 6144, True, False, False),
-        "output": (4096, 4096, False, False, True),
-        "gated": (4096, 14336, True, True, False),
-        "down": (14336, 4096, False, False, True),
-        "vocabulary": (4096, 128256, False, False, False),
-        "gemma's": (3584, 14336, True, True, False),
-        "odd, biased": (2000, 1000, True, True, False),
-    }
-    kinds = {"": NVIDIA, "amd": AMD}
+    """All cases."""
     found = []
-    for (name, (inputs, outputs, norm, gated, add)), (kind, targets) in itertools.product(cases.items(), kinds.items()):
-        gemma = name == "gemma's"  # which has gelu, and gains of 32 bits
-        shape = _shape(inputs, outputs, gated, kind == "amd")
-        constants = _constants(inputs, outputs, shape)
-        constants |= {"NORM": norm, "GATED": gated, "GELU": gemma, "ADD": add, "BIASED": "biased" in name}
-        pointers = dict.fromkeys(("out", "x", "weight", "gains", "bias"), "*bf16") | ({"gains": "*fp32"} if gemma else {})
+    for case, (kind, targets) in itertools.product(CASES, KINDS.items()):
+        shape = _shape(case.inputs, case.outputs, case.gated, kind == "amd")
+        constants = _constants(case.inputs, case.outputs, shape)
+        constants |= {"NORM": case.norm, "GATED": case.gated, "GELU": case.gelu, "ADD": case.add, "BIASED": case.biased}
+        pointers = dict.fromkeys(("out", "x", "weight", "gains", "bias"), "*bf16")
+        pointers |= {"gains": "*fp32"} if case.gelu else {}  # as Gemma's are
         found.append(
             Compilation(
                 kernel=vector_kernel,
-                name=f"vector {name} {kind}".rstrip(),
+                name=f"vector {case.name} {kind}".rstrip(),
                 signature={**pointers, "epsilon": "fp32"},
                 constants=constants,
                 warps=shape.warps,

@@ -84,11 +84,6 @@ def _there(device: torch.device) -> bool:
     return True
 
 
-@remembered
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def attend(
     output: Tensor,
     partials: Tensor,
@@ -102,6 +97,7 @@ def attend(
     kind: Kind,
     page_size: int,
     scale: float,
+    processors: int,
 ) -> None:
     """Does `items`, at least one, if it is `able`: writes answers and partials as `paged_kernels.attend` does.
 
@@ -109,7 +105,7 @@ def attend(
     128], tokens may be apart; cache: [slots, 2, kv_heads, 128]; items: [items, 8] int32, sorted by length; the rest is of a plan.
     """
     places = len(items) * kind.kv_heads
-    programs = min(places, _processors(query.device))  # one fills a processor's shared memory
+    programs = min(places, processors)  # one fills a processor's shared memory
     attend_many[(programs,)](
         output,
         partials,

@@ -206,15 +206,14 @@ def plan(
     """
     if fixed % cutting.ALIGNMENT:
         raise ValueError(f"items of {fixed} keys: not a multiple of {cutting.ALIGNMENT}")
-    generation, singles = generation_of(device), not fixed and all(row.queries == 1 for row in rows)
-    tiles = {
-        kind: capacity.tiles[kind.window]
-        if capacity is not None
-        else for_singles(kind, dtype, generation, len(rows), processors or processors_of(device), eight_bits)
-        if singles
-        else tiles_of(kind, dtype, generation, fixed > 0)
-        for kind in kinds
-    }
+    generation = generation_of(device)
+    processors = processors if processors is not None else processors_of(device)
+    if capacity is not None:
+        tiles = {kind: capacity.tiles[kind.window] for kind in kinds}
+    elif not fixed and all(row.queries == 1 for row in rows):
+        tiles = {kind: for_singles(kind, dtype, generation, len(rows), processors, eight_bits) for kind in kinds}
+    else:
+        tiles = {kind: tiles_of(kind, dtype, generation, fixed > 0) for kind in kinds}
     most = min((own[-1].rows - 1) // kind.ratio for kind, own in tiles.items())
     table = cutting.table(rows, page_size, most if share and not fixed else 0)
     return _plan(table, tiles, device, processors, fixed, capacity)
@@ -226,18 +225,18 @@ def plan_singles(
     """The step of as many rows of one token each, which see so many keys. On which pages is said later, in tables of `apart` each
     (`Plan.chosen`)."""
     tiles = {kind: tiles_of(kind, dtype, generation_of(device))[:1]}
-    return _plan(cutting.singles(seen, apart, page_size), tiles, device)
+    return _plan(cutting.singles(seen, apart, page_size), tiles, device, processors_of(device))
 
 
 def _plan(
     table: cutting.Table,
     tiles: Mapping[Kind, tuple[Tile, ...]],
     device: torch.device,
-    processors: int | None = None,
+    processors: int,
     fixed: int = 0,
     capacity: Capacity | None = None,
 ) -> Plan:
-    rows, processors = table.rows, processors if processors is not None else processors_of(device)
+    rows = table.rows
     trees = {kind: _trees(rows, own, kind.ratio, capacity) for kind, own in tiles.items()}
     some = any(map(any, trees.values()))
     writer = _Writer()
@@ -368,7 +367,8 @@ def attention(query: Tensor, cache: Tensor, plan: Plan, how: How) -> Tensor:
     for tile, items, trees in zip(launch.tiles, launch.items, launch.trees, strict=True):
         if len(items) and hopper_attention.able(query, cache, launch.kind, tile, plan.page_size, how, trees):
             step = items, plan.listed, plan.positions, plan.pages
-            hopper_attention.attend(output, partials, weights, query, cache, *step, launch.kind, plan.page_size, how.scale)
+            layer = launch.kind, plan.page_size, how.scale, processors_of(query.device)
+            hopper_attention.attend(output, partials, weights, query, cache, *step, *layer)
         elif len(items):
             tile = narrowed(tile, size, cache.dtype != query.dtype or window > 0)
             attend[(len(items) * kv_heads,)](

@@ -95,10 +95,11 @@ def _room(
         parts = -(-tokens * kind.ratio // tiles[0].rows) if mixed else 0
         return tiles, (parts + count + cuts,), 3 * tokens + cuts * tiles[0].rows // kind.ratio
     # A tile that no segment of so few queries takes would be launched in vain, in every layer of every step.
-    tiles = paged.for_singles(kind, layout.dtype, generation, tokens, processors, layout.eight_bits)
     if mixed:
         tiles = paged.tiles_of(kind, layout.dtype, generation)
         tiles = tiles[: tile_of(tiles, tokens * kind.ratio) + 1]
+    else:
+        tiles = paged.for_singles(kind, layout.dtype, generation, tokens, processors, layout.eight_bits)
     largest = max(tile.rows for tile in tiles)
     parts = -(-tokens * kind.ratio // largest)
     runs = [count // 2, *[count // 8] * (len(tiles) - 1)]  # pairs are in the smallest

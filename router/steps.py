@@ -80,9 +80,12 @@ class Steps:
         """Asks for what the shards should not wait for until tokens are delivered: the next step, and where they plan it while the
         one under way computes, the one after that, if it is due. Not where there may be drafts: those steps don't overlap, and who
         needs how many goes by what was delivered."""
-        oldest = self._underway[0] if self._underway and self._shards.info.overlaps else None
-        plain = oldest is not None and getattr(oldest.action, "allowance", None) is None
-        self.send(2 if plain and oldest is not None and self._until_due(oldest, self._free) <= 0 else 1)
+        due = False
+        if self._underway and self._shards.info.overlaps:
+            oldest = self._underway[0]
+            drafts = getattr(oldest.action, "allowance", None) is not None
+            due = not drafts and self._until_due(oldest, self._free) <= 0
+        self.send(2 if due else 1)
 
     async def answer(self) -> shard_pb2.StepReply | None:
         """Sends the next step shortly before the oldest command is answered, and tells the scheduler what the reply says. Returns

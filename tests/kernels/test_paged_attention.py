@@ -604,12 +604,24 @@ def test_a_long_row_among_short_ones_is_cut_and_they_are_not() -> None:
     assert found.entries[:, 0].tolist() == [0]
 
 
+LLAMA = Kind(0, 8, 4, 128)  # of Llama 3's layers with 8 B parameters
+LLAMAS = tiles_of(LLAMA, torch.bfloat16)
+H200 = 132  # processors
+
+
+def parts_of(shapes: list[tuple[int, int]]) -> tuple[Table, Any]:
+    """Their table and segments in such layers, of rows that have nothing in common."""
+    table = work.table(rows_of(shapes, 16, random.Random(13)), 16, 31)
+    return table, work.segments(table, LLAMA, LLAMAS)
+
+
+def cut_on_an_h200(shapes: list[tuple[int, int]]) -> Work:
+    table, parts = parts_of(shapes)
+    return work.work(table, parts, LLAMAS, work.longest(parts, LLAMA.kv_heads, H200, LLAMAS), False)
+
+
 def test_equal_rows_that_fill_the_device_are_not_cut() -> None:
-    kind = Kind(0, 8, 4, 128)
-    tiles = tiles_of(kind, torch.bfloat16)
-    table = work.table(rows_of([(1, 4096)] * 64, 16, random.Random(13)), 16, 31)
-    parts = work.segments(table, kind, tiles)
-    found = work.work(table, parts, tiles, work.longest(parts, kind.kv_heads, 132, tiles), False)
+    found = cut_on_an_h200([(1, 4096)] * 64)
     assert len(found.items[0]) == 64
     assert not len(found.pieces)
 
@@ -642,13 +654,7 @@ def test_compilations_have_their_own_names_and_all_constants() -> None:
     ],
 )
 def test_items_have_places_at_once(shapes: list[tuple[int, int]], programs: int) -> None:
-    """On an H200."""
-    kind = Kind(0, 8, 4, 128)
-    tiles = tiles_of(kind, torch.bfloat16)
-    table = work.table(rows_of(shapes, 16, random.Random(5)), 16, 31)
-    parts = work.segments(table, kind, tiles)
-    found = work.work(table, parts, tiles, work.longest(parts, kind.kv_heads, 132, tiles), False)
-    assert kind.kv_heads * sum(map(len, found.items)) == programs
+    assert LLAMA.kv_heads * sum(map(len, cut_on_an_h200(shapes).items)) == programs
 
 
 def test_tiles_of_single_queries() -> None:
@@ -657,7 +663,7 @@ def test_tiles_of_single_queries() -> None:
 
     def rows(tokens: int, kv_heads: int = 8, ratio: int = 4, generation: int = 9, eight_bits: bool = False) -> list[int]:
         kind = Kind(0, kv_heads, ratio, 128)
-        return [tile.rows for tile in paged_attention.for_singles(kind, torch.bfloat16, generation, tokens, 132, eight_bits)]
+        return [tile.rows for tile in paged_attention.for_singles(kind, torch.bfloat16, generation, tokens, H200, eight_bits)]
 
     assert rows(1) == rows(4) == [16]
     assert rows(5) == rows(64) == rows(197) == [64]
@@ -667,27 +673,21 @@ def test_tiles_of_single_queries() -> None:
     assert rows(64, kv_heads=1, ratio=16) == [64]
     assert rows(64, kv_heads=1, ratio=16, eight_bits=True) == [16, 64]
     assert rows(64, kv_heads=1, ratio=64)[-1] == 128
-    assert len(paged_attention.for_singles(Kind(0, 8, 4, 128), torch.float32, 9, 64, 132)) == 3
+    assert len(paged_attention.for_singles(LLAMA, torch.float32, 9, 64, H200)) == 3
 
 
 def test_graphs_of_checks_are_cut_as_steps_are() -> None:
     """Few tiles of a graph don't make the last of them one that fills a processor."""
-    kind = Kind(0, 8, 4, 128)
-    tiles = tiles_of(kind, torch.bfloat16)
-    table = work.table(rows_of([(12, 29988)], 16, random.Random(5)), 16, 31)
-    parts = work.segments(table, kind, tiles)
-    assert work.longest(parts, 8, 132, tiles) == work.longest(parts, 8, 132, tiles[:2])
+    _, parts = parts_of([(12, 29988)])
+    assert work.longest(parts, LLAMA.kv_heads, H200, LLAMAS) == work.longest(parts, LLAMA.kv_heads, H200, LLAMAS[:2])
 
 
 @pytest.mark.parametrize(("lengths", "stretched"), [([4100] * 8, True), ([9000, *[520] * 30], False)])
 def test_items_become_longer_only_where_that_ends_sooner(lengths: list[int], stretched: bool) -> None:
     """A few that are short may come behind others that are short."""
-    kind = Kind(0, 8, 4, 128)
-    tiles = tiles_of(kind, torch.bfloat16)
-    table = work.table(rows_of([(5, length - 5) for length in lengths], 16, random.Random(5)), 16, 0)
-    parts = work.segments(table, kind, tiles)
-    share = -(-sum(lengths) * 8 // 264)
-    assert (work.longest(parts, 8, 132, tiles) > -(-share // 128) * 128) is stretched
+    _, parts = parts_of([(5, length - 5) for length in lengths])
+    share = -(-sum(lengths) * LLAMA.kv_heads // (2 * H200))
+    assert (work.longest(parts, LLAMA.kv_heads, H200, LLAMAS) > -(-share // 128) * 128) is stretched
 
 
 def test_what_is_merged_one_at_a_time_is_merged_alike_in_all_steps() -> None:
