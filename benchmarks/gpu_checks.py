@@ -223,16 +223,16 @@ def attention(bench: Bench, chance: random.Random, dtype: torch.dtype, eight_bit
 
 
 def many_rows(bench: Bench, chance: random.Random, page_size: int, dtype: torch.dtype) -> float:
-    """Prompts by the kernel that is made for Hopper: items as long as the device wants them, uncut, and all cut.
+    """Prompts, and trees beside them, by the kernel that is made for Hopper: items as long as the device wants, uncut, all cut.
 
     The cache is some of its slots' heads; what lies beside them, and behind the last key, holds no numbers.
     """
     kv_heads, ratio = chance.choice([(1, 8), (2, 4), (2, 7), (4, 5), (8, 4)])  # 17 queries fill more than the smaller tiles
     shape = Shape(kv_heads=kv_heads, ratio=ratio, page_size=page_size, dtype=dtype)
     kind, how, worst = replace(shape.kind(), joined=True), How(0, shape.size**-0.5), 0.0
-    for processors in (None, 1, 999):
-        queries = [700, *(chance.randint(17, chance.choice([40, 700])) for _ in range(chance.randint(0, 5)))]
-        rows = _rows(chance, page_size, 2800, len(queries), trees=0.0, queries=queries)
+    for trees, processors in itertools.product((0.0, 0.8), (None, 1, 999)):
+        queries = [700, 64, *(chance.randint(17, chance.choice([40, 128, 700])) for _ in range(chance.randint(0, 5)))]
+        rows = _rows(chance, page_size, 2800, len(queries), trees=trees, queries=queries)
         own, _, query = _contents(bench, shape, rows)
         cache = torch.full((len(own), 2, kv_heads + 1, shape.size), torch.nan, dtype=dtype, device=bench.device)[:, :, 1:]
         cache.copy_(own)
@@ -240,7 +240,7 @@ def many_rows(bench: Bench, chance: random.Random, page_size: int, dtype: torch.
             plan = paged_attention.plan(rows, page_size, [kind], bench.device, dtype=dtype, processors=processors)
             found = paged_attention.attention(query, cache, plan, how)
         wrong = error(found, _exact(query, cache, None, None, rows, page_size, 0, 0.0), TOLERANCES[dtype])
-        taken = hopper_attention.able(query, cache, kind, plan.launches[0].tiles[-1], page_size, how, False)
+        taken = hopper_attention.able(query, cache, kind, plan.launches[0].tiles[-1], page_size, how)
         counts = [(row.queries, row.context) for row in rows], [len(items) for items in plan.launches[0].items]
         print(f"    {'by' if taken else 'NOT by'} warps of different work: {wrong:.2g} tolerances, {shape}, {counts}", flush=True)
         worst = max(worst, wrong)

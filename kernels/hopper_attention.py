@@ -50,19 +50,17 @@ REGISTERS = 240  # of a thread of the second consumer; the first one's are what 
 FEW = 24  # of the producer's
 
 
-def able(query: Tensor, cache: Tensor, kind: Kind, tile: Tile, page_size: int, how: How, trees: bool) -> bool:
-    """Whether items of that tile may be given to `attend`. query, cache: as those of `paged_attention.attention`; trees: whether
-    there may be any among the items."""
+def able(query: Tensor, cache: Tensor, kind: Kind, tile: Tile, page_size: int, how: How) -> bool:
+    """Whether items of that tile may be given to `attend`. query, cache: as those of `paged_attention.attention`."""
     return (
         tile == TILE
         and kind.size == SIZE
         and page_size in PAGES
         and query.dtype in TYPES
         and cache.dtype == query.dtype
-        and not (trees or kind.latent or how.latent or kind.window or how.window or how.softcap)
+        and not (kind.latent or how.latent or kind.window or how.window or how.softcap)
         and how.scales is None
         and how.sinks is None
-        and query.device.type == "cuda"
         and _there(query.device)
         and _aligned(cache)
     )
@@ -75,7 +73,7 @@ def _aligned(cache: Tensor) -> bool:
 
 @remembered
 def _there(device: torch.device) -> bool:
-    if INTERPRET or torch.version.hip is not None or torch.cuda.get_device_capability(device) != (9, 0):
+    if device.type != "cuda" or INTERPRET or torch.version.hip is not None or torch.cuda.get_device_capability(device) != (9, 0):
         return False
     if MISSING or VERSION not in VERSIONS:
         why = MISSING or "a version that it has not been compiled by"
@@ -93,16 +91,19 @@ def attend(
     items: Tensor,
     listed: Tensor,
     positions: Tensor,
+    masks: Tensor,
     pages: Tensor,
     kind: Kind,
     page_size: int,
     scale: float,
+    trees: bool,
     processors: int,
 ) -> None:
     """Does `items`, at least one, if it is `able`: writes answers and partials as `paged_kernels.attend` does.
 
     output: [tokens, heads, 128]; partials: [pieces, heads, 128] float32; weights: [pieces, heads] float32; query: [tokens, heads,
-    128], tokens may be apart; cache: [slots, 2, kv_heads, 128]; items: [items, 8] int32, sorted by length; the rest is of a plan.
+    128], tokens may be apart; cache: [slots, 2, kv_heads, 128]; items: [items, 8] int32, sorted by length, of trees, too, if there
+    may be `trees`; the rest is of a plan.
     """
     places = len(items) * kind.kv_heads
     programs = min(places, processors)  # one fills a processor's shared memory
@@ -115,12 +116,13 @@ def attend(
         items,
         listed,
         positions,
+        masks,
         pages,
         query.stride(0),
         scale,
         places,
         -(-places // programs),
-        **constants(kind.kv_heads, kind.ratio, cache.stride(1), page_size),
+        **constants(kind.kv_heads, kind.ratio, cache.stride(1), page_size, trees),
         num_warps=WARPS,
         enable_fp_fusion=True,
     )
@@ -136,7 +138,7 @@ def descriptor(cache: Tensor, page_size: int) -> "TensorDescriptor":
     return TensorDescriptor(cache, [cache.shape[0], features], [cache.stride(0), 1], [page_size, SIZE], LAYOUT)
 
 
-def constants(kv_heads: int, ratio: int, apart: int, page_size: int) -> dict[str, object]:
+def constants(kv_heads: int, ratio: int, apart: int, page_size: int, trees: bool) -> dict[str, object]:
     """Of a launch. apart: a slot's keys and its values, in features."""
     return {
         "KV_HEADS": kv_heads,
@@ -147,6 +149,7 @@ def constants(kv_heads: int, ratio: int, apart: int, page_size: int) -> dict[str
         "ROWS": TILE.rows // CONSUMERS,
         "KEYS": TILE.keys,
         "STAGES": STAGES,
+        "TREES": trees,
         "REGISTERS": REGISTERS,
         "FEW": FEW,
     }
@@ -161,13 +164,16 @@ def compilations() -> list[Compilation]:
         _compilation(16, dtype=torch.float16, hot=True),
         *(_compilation(16, ratio=ratio, hot=True) for ratio in (1, 2, 8)),
         *(_compilation(16, ratio=ratio) for ratio in (5, 7, 16)),
+        *(_compilation(page_size, trees=True) for page_size in (16, 64)),
     ]
 
 
-def _compilation(page_size: int, *, ratio: int = 4, dtype: torch.dtype = torch.bfloat16, hot: bool = False) -> Compilation:
+def _compilation(
+    page_size: int, *, ratio: int = 4, dtype: torch.dtype = torch.bfloat16, trees: bool = False, hot: bool = False
+) -> Compilation:
     """hot: nothing may be spilled. Where nothing is masked, which is most of an item, nothing ever is. But 8 to 40 bytes of what is
-    known of rows are, if these are not divided by a small power of 2; with pages of 8 their numbers are, by the producer; and from
-    Triton 3.8 on those of a tile's keys, which only masks want: 16 bytes, by 3.9 168."""
+    known of rows are, if these are not divided by a small power of 2; with pages of 8 their numbers are, by the producer; of trees,
+    where masks are, 40 bytes; and from Triton 3.8 on numbers of a tile's keys, which only masks want: 16 bytes, by 3.9 168."""
     short = TYPES[dtype]
     signature = {
         "output": f"*{short}",
@@ -175,7 +181,7 @@ def _compilation(page_size: int, *, ratio: int = 4, dtype: torch.dtype = torch.b
         "weights": "*fp32",
         "query": f"*{short}",
         "descriptor": f"tensordesc<{short}[{page_size}, {SIZE}],{LAYOUT!r}>",
-        **dict.fromkeys(("items", "listed", "positions", "pages"), "*i32"),
+        **dict.fromkeys(("items", "listed", "positions", "masks", "pages"), "*i32"),
         "query_stride": "i32:16",
         "scale": "fp32",
         "places": "i32",
@@ -183,9 +189,9 @@ def _compilation(page_size: int, *, ratio: int = 4, dtype: torch.dtype = torch.b
     }
     return Compilation(
         kernel=attend_many,
-        name=f"hopper attend many {SIZE} {short} ratio {ratio} page {page_size}",
+        name=f"hopper attend many {SIZE} {short} ratio {ratio} page {page_size}{' trees' * trees}",
         signature=signature,
-        constants=constants(8, ratio, 8 * SIZE, page_size),
+        constants=constants(8, ratio, 8 * SIZE, page_size, trees),
         warps=WARPS,
         fuse=True,
         hot=hot and VERSION < (3, 8),

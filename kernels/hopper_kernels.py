@@ -17,7 +17,9 @@ that of the phase before the first one is over from the beginning.
 - `turns[which]`: the other consumer has begun to multiply. Consumer 0 waits for its phase `count` until the other one is behind
   tile count - 1 (the first time nobody is waited for), consumer 1 until the other one is behind tile `count`.
 
-An item without queries has no tiles, so nobody waits for anything, and nothing is counted.
+An item without queries has no tiles, so nobody waits for anything, and nothing is counted. All behind it are such items.
+
+On a CPU it is run by `tests/kernels/gluon.py`.
 """
 
 from typing import NamedTuple
@@ -42,6 +44,7 @@ class Shape(NamedTuple):
     rows: int  # of a consumer
     keys: int  # of a tile
     stages: int
+    trees: bool  # whether items may be of trees
 
 
 class Step(NamedTuple):
@@ -50,6 +53,7 @@ class Step(NamedTuple):
     items: gl.tensor
     listed: gl.tensor
     positions: gl.tensor
+    masks: gl.tensor
     pages: gl.tensor
     places: gl.tensor  # items times key heads
     rounds: gl.tensor  # of these for each program at most
@@ -75,7 +79,7 @@ class Tensors(NamedTuple):
 
 
 class Item(NamedTuple):
-    """As in `work`, without what only trees want; with a key head."""
+    """As in `work`, with a key head."""
 
     head: gl.tensor
     start: gl.tensor
@@ -83,6 +87,7 @@ class Item(NamedTuple):
     pages: gl.tensor  # its table
     first: gl.tensor
     end: gl.tensor
+    context: gl.tensor
     tree: gl.tensor
     partial: gl.tensor
     tiles: gl.tensor  # of keys; 0: nothing to do
@@ -93,8 +98,9 @@ class Rows(NamedTuple):
 
     row: gl.tensor
     asked: gl.tensor  # which of the item's queries
+    token: gl.tensor
     valid: gl.tensor
-    limit: gl.tensor  # the last key that it sees
+    limit: gl.tensor  # the last key that it may see
 
 
 @gluon.jit
@@ -113,7 +119,14 @@ def _item(step: Step, place: gl.tensor, SHAPE: gl.constexpr) -> Item:
     first, end = gl.load(item + 3), gl.load(item + 4)
     tiles = gl.where(queries > 0, (end - first + SHAPE.keys - 1) // SHAPE.keys, 0)
     pages = step.pages + gl.load(item + 2)
-    return Item(place % SHAPE.kv_heads, start, queries, pages, first, end, gl.load(item + 6), gl.load(item + 7), tiles)
+    context, tree, partial = gl.load(item + 5), gl.load(item + 6), gl.load(item + 7)
+    return Item(place % SHAPE.kv_heads, start, queries, pages, first, end, context, tree, partial, tiles)
+
+
+@gluon.jit
+def _next(turn: gl.tensor, item: Item, step: Step) -> gl.tensor:
+    """None behind an empty item: items are sorted by length, so all are, for which a graph has room."""
+    return gl.where(item.tiles == 0, step.rounds, turn)
 
 
 # The producer
@@ -141,11 +154,13 @@ def _copy(
 
 @gluon.jit
 def _produce(keys: Ring, values: Ring, descriptor: tma.tensor_descriptor, step: Step, SHAPE: gl.constexpr) -> None:
-    base = 0
-    for turn in range(step.rounds):
+    base, turn = 0, 0
+    while turn < step.rounds:
         place = _place(turn)
+        turn += 1
         if place < step.places:
             item = _item(step, place, SHAPE)
+            turn = _next(turn, item, step)
             column = item.head * SHAPE.size
             for i in range(item.tiles):
                 count = base + i
@@ -199,7 +214,7 @@ def _rows(item: Item, step: Step, WHICH: gl.constexpr, SHAPE: gl.constexpr, MMA:
     valid = asked < item.queries
     token = gl.load(step.listed + item.start + asked, mask=valid, other=0)
     position = gl.load(step.positions + token, mask=valid, other=-1)
-    return Rows(row, asked, valid, gl.where(item.tree == -2, item.end - 1, position))
+    return Rows(row, asked, token, valid, gl.where(item.tree == -1, position, item.end - 1))
 
 
 @gluon.jit
@@ -207,6 +222,7 @@ def _plain_tiles(item: Item, step: Step, SHAPE: gl.constexpr) -> gl.tensor:
     """From the first on, of which no key is hidden from any query."""
     nearest = gl.load(step.positions + gl.load(step.listed + item.start))  # positions of a row grow
     plain = gl.where(item.tree == -2, item.end, gl.minimum(item.end, nearest + 1))
+    plain = gl.where(item.tree >= 0, gl.minimum(item.end, item.context), plain)
     return gl.maximum(plain - item.first, 0) // SHAPE.keys
 
 
@@ -231,23 +247,55 @@ def _held(own: gl.tensor) -> gl.tensor:
 
 
 @gluon.jit
+def _word(which: gl.tensor, rows: Rows, masks: gl.tensor) -> gl.tensor:
+    """Of the nodes that each row sees, 32 bits: [rows]. Before the first word are keys that all see, behind the last one none."""
+    inside = (which >= 0) & (which < 4)
+    found = gl.load(masks + rows.token * 4 + which, mask=rows.valid & inside, other=0)
+    return gl.where(which < 0, -1, found)
+
+
+@gluon.jit
+def _seen(begin: gl.tensor, rows: Rows, item: Item, masks: gl.tensor) -> gl.tensor:
+    """Of 32 keys from `begin` on those that rows see, which may be nodes: [rows, 1], a bit for each key."""
+    count = gl.minimum(gl.maximum(gl.minimum(rows.limit + 1, item.end) - begin, 0), 32)
+    node = begin - item.context
+    low = _word(node >> 5, rows, masks).to(gl.int64) & 0xFFFFFFFF
+    high = _word((node >> 5) + 1, rows, masks).to(gl.int64) << 32
+    nodes = gl.where(item.tree < 0, -1, (high | low) >> (node & 31))
+    return gl.expand_dims((nodes & (0xFFFFFFFF >> (32 - count).to(gl.int64))).to(gl.int32), 1)
+
+
+@gluon.jit
+def _visible(begin: gl.tensor, rows: Rows, item: Item, masks: gl.tensor, SHAPE: gl.constexpr, MMA: gl.constexpr) -> gl.tensor:
+    """As `paged_kernels.visible_of`: which keys of a tile the rows see. [rows, keys]"""
+    column = gl.expand_dims(gl.arange(0, SHAPE.keys, gl.SliceLayout(0, MMA)), 0)
+    if SHAPE.trees:
+        gl.static_assert(SHAPE.keys == 128)
+        low = gl.where(column < 32, _seen(begin, rows, item, masks), _seen(begin + 32, rows, item, masks))
+        high = gl.where(column < 96, _seen(begin + 64, rows, item, masks), _seen(begin + 96, rows, item, masks))
+        visible = ((gl.where(column < 64, low, high) >> (column & 31)) & 1) == 1
+    else:
+        visible = begin + column <= gl.expand_dims(gl.minimum(rows.limit, item.end - 1), 1)
+    return visible
+
+
+@gluon.jit
 def _weigh(
     logits: gl.tensor,
     best: gl.tensor,
     total: gl.tensor,
-    limit: gl.tensor,
-    end: gl.tensor,
+    rows: Rows,
+    item: Item,
+    masks: gl.tensor,
     begin: gl.tensor,
     unit: gl.tensor,
-    KEYS: gl.constexpr,
     MASKED: gl.constexpr,
+    SHAPE: gl.constexpr,
     MMA: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:
     """Exponentials of a tile's logits, and by what the sums so far are to be faded. unit: of logits, in those of log 2."""
     if MASKED:
-        key = begin + gl.arange(0, KEYS, gl.SliceLayout(0, MMA))
-        most = gl.minimum(limit, end - 1)
-        logits = gl.where(gl.expand_dims(key, 0) <= gl.expand_dims(most, 1), logits, float("-inf"))
+        logits = gl.where(_visible(begin, rows, item, masks, SHAPE, MMA), logits, float("-inf"))
     higher = gl.maximum(best, gl.max(logits, 1) * unit)
     base = higher
     if MASKED:  # a row that has seen nothing yet
@@ -267,8 +315,9 @@ def _consume_tile(
     part: gl.tensor,
     best: gl.tensor,
     total: gl.tensor,
-    limit: gl.tensor,
-    end: gl.tensor,
+    rows: Rows,
+    item: Item,
+    masks: gl.tensor,
     begin: gl.tensor,
     count: gl.tensor,
     unit: gl.tensor,
@@ -297,7 +346,7 @@ def _consume_tile(
     mbarrier.arrive(turns.index(1 - WHICH))
     logits = warpgroup_mma_wait(1, deps=[logits])
     mbarrier.arrive(keys.empty.index(stage))
-    part, fade, best, total = _weigh(logits, best, total, limit, end, begin, unit, SHAPE.keys, MASKED, MMA)
+    part, fade, best, total = _weigh(logits, best, total, rows, item, masks, begin, unit, MASKED, SHAPE, MMA)
     sums, packed = warpgroup_mma_wait(0, deps=[sums, packed])
     mbarrier.arrive(values.empty.index(before))
     sums = sums * gl.expand_dims(fade, 1)
@@ -367,17 +416,17 @@ def _consume_item(
     mbarrier.arrive(turns.index(1 - WHICH))
     logits = warpgroup_mma_wait(0, deps=[logits])
     mbarrier.arrive(keys.empty.index(stage))
-    part, _, best, total = _weigh(logits, best, total, rows.limit, item.end, begin, tensors.unit, SHAPE.keys, True, MMA)
+    part, _, best, total = _weigh(logits, best, total, rows, item, step.masks, begin, tensors.unit, True, SHAPE, MMA)
 
     for i in range(1, masked):
         begin = item.first + (item.tiles - 1 - i) * SHAPE.keys
         sums, part, best, total = _consume_tile(
-            sums, part, best, total, rows.limit, item.end, begin, base + i, tensors.unit, memory, keys, values, turns,
+            sums, part, best, total, rows, item, step.masks, begin, base + i, tensors.unit, memory, keys, values, turns,
             WHICH, SHAPE, MMA, True,
         )  # fmt: skip
     for i in range(masked, item.tiles):
         sums, part, best, total = _consume_tile(
-            sums, part, best, total, rows.limit, item.end, item.first, base + i, tensors.unit, memory, keys, values, turns,
+            sums, part, best, total, rows, item, step.masks, item.first, base + i, tensors.unit, memory, keys, values, turns,
             WHICH, SHAPE, MMA, False,
         )  # fmt: skip
 
@@ -402,11 +451,13 @@ def _consume(
     WHICH: gl.constexpr,
     SHAPE: gl.constexpr,
 ) -> None:
-    base = 0
-    for turn in range(step.rounds):
+    base, turn = 0, 0
+    while turn < step.rounds:
         place = _place(turn)
+        turn += 1
         if place < step.places:
             item = _item(step, place, SHAPE)
+            turn = _next(turn, item, step)
             if item.tiles > 0:
                 _consume_item(item, tensors, asked.index(WHICH), keys, values, turns, step, base, WHICH, SHAPE)
             base += item.tiles
@@ -436,6 +487,7 @@ def attend_many(
     items: gl.tensor,
     listed: gl.tensor,
     positions: gl.tensor,
+    masks: gl.tensor,
     pages: gl.tensor,
     query_stride: gl.tensor,
     scale: gl.tensor,
@@ -449,12 +501,13 @@ def attend_many(
     ROWS: gl.constexpr,
     KEYS: gl.constexpr,
     STAGES: gl.constexpr,
+    TREES: gl.constexpr,
     REGISTERS: gl.constexpr,
     FEW: gl.constexpr,
 ) -> None:
     """Items and key heads: `places` in all, `rounds` of a program at most. descriptor: of the cache, [slots, features], in boxes of
     a page and a head. For constants see `Shape`; REGISTERS, FEW: of a thread of the second consumer, and of the producer."""
-    SHAPE: gl.constexpr = Shape(KV_HEADS, RATIO, SIZE, APART, PAGE, ROWS, KEYS, STAGES)
+    SHAPE: gl.constexpr = Shape(KV_HEADS, RATIO, SIZE, APART, PAGE, ROWS, KEYS, STAGES, TREES)
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     asked = gl.allocate_shared_memory(query.dtype.element_ty, [2, ROWS, SIZE], TILE)
     keys = _ring(query.dtype.element_ty, SHAPE)
@@ -466,7 +519,7 @@ def attend_many(
     barrier()
     mbarrier.arrive(turns.index(0))
     tensors = Tensors(output, partials, weights, query, query_stride, scale * 1.4426950408889634)
-    step = Step(items, listed, positions, pages, places, rounds)
+    step = Step(items, listed, positions, masks, pages, places, rounds)
     gl.warp_specialize(
         [
             (_consume, (tensors, asked, keys, values, turns, step, 0, SHAPE)),

@@ -365,9 +365,9 @@ def attention(query: Tensor, cache: Tensor, plan: Plan, how: How) -> Tensor:
     partials = torch.empty((pieces, heads, values), dtype=torch.float32, device=query.device)
     weights = torch.empty((pieces, heads), dtype=torch.float32, device=query.device)
     for tile, items, trees in zip(launch.tiles, launch.items, launch.trees, strict=True):
-        if len(items) and hopper_attention.able(query, cache, launch.kind, tile, plan.page_size, how, trees):
-            step = items, plan.listed, plan.positions, plan.pages
-            layer = launch.kind, plan.page_size, how.scale, processors_of(query.device)
+        if len(items) and hopper_attention.able(query, cache, launch.kind, tile, plan.page_size, how):
+            step = items, plan.listed, plan.positions, plan.masks, plan.pages
+            layer = launch.kind, plan.page_size, how.scale, trees, processors_of(query.device)
             hopper_attention.attend(output, partials, weights, query, cache, *step, *layer)
         elif len(items):
             tile = narrowed(tile, size, cache.dtype != query.dtype or window > 0)

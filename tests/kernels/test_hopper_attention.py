@@ -1,12 +1,14 @@
-"""Attention of many rows on Hopper: when it is chosen, how it is launched, and that its warps never wait for each other for ever.
+"""Attention of many rows on Hopper: when it is chosen, how it is launched, and what it comes to.
 
-Its kernel is in Gluon, which nothing here interprets: numbers are checked on a GPU (`benchmarks/gpu_checks.py`).
+Its kernel is in Gluon, which Triton's interpreter does not know: here `gluon` runs it. On a GPU numbers are checked by
+`benchmarks/gpu_checks.py`.
 """
 
 import logging
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +16,16 @@ import torch
 
 pytest.importorskip("triton")
 
+from triton.runtime.errors import InterpreterError
+
 from penstock.benchmarks import gpu_checks
 from penstock.benchmarks.gpu_measure import Bench
 from penstock.kernels import hopper_attention, paged_attention
 from penstock.kernels.attention import How
 from penstock.kernels.layout import Kind
+from penstock.kernels.paged_attention import Capacity
 from penstock.kernels.work import ORDERED, WHOLE, Item, Tile
+from penstock.tests.kernels.gluon import Kernel
 from penstock.tests.kernels.test_paged_attention import World, rows_of
 from penstock.tests.shard import fake_cuda
 from penstock.tests.shard.fake_cuda import Noted
@@ -63,7 +69,6 @@ CASES: dict[str, tuple[bool, dict[str, Any]]] = {
     "a window": (False, {"how": replace(HOW, window=512), "kind": replace(KIND, window=512)}),
     "chunks": (False, {"how": replace(HOW, window=512), "kind": replace(KIND, window=512, chunked=True)}),
     "latents": (False, {"how": replace(HOW, latent=64), "kind": replace(KIND, latent=True)}),
-    "trees": (False, {"trees": True}),
     "pages of 4": (False, {"page_size": 4}),
     "pages of 48": (False, {"page_size": 48}),
     "pages of 256": (False, {"page_size": 256}),
@@ -102,7 +107,6 @@ def test_it_is_used_where_it_may_be_and_nowhere_else(name: str, hopper: Noted, m
         more.get("tile", TILE),
         more.get("page_size", 16),
         more.get("how", HOW),
-        more.get("trees", False),
     )
     assert found is expected
 
@@ -128,16 +132,16 @@ def test_it_is_compiled_as_it_is_launched(page_size: int, hopper: Noted, monkeyp
     with torch.inference_mode():
         gpu_checks.many_rows(bench, random.Random(page_size), page_size, torch.bfloat16)
     launches = [one for one in hopper.launches if one.kernel == "attend_many"]
-    assert len(launches) == 3
+    assert len(launches) == 6
     assert "attend" not in {one.kernel for one in hopper.launches}
-    [like] = [one for one in hopper_attention.compilations() if f"bf16 ratio 4 page {page_size}" in one.name and one.constants]
+    [like] = [one for one in hopper_attention.compilations() if one.name == f"hopper attend many 128 bf16 ratio 4 page {page_size}"]
     names = [name for name in like.kernel.arg_names if name not in like.constants]
     assert list(like.signature) == names
     for one in launches:
         assert [name for name, _ in one.types] == names
         constants = dict(one.constants)
         assert (constants.pop("num_warps"), constants.pop("enable_fp_fusion")) == (like.warps, like.fuse)
-        shape = {"KV_HEADS", "RATIO", "APART"}
+        shape = {"KV_HEADS", "RATIO", "APART", "TREES"}
         assert {**constants, **dict.fromkeys(shape)} == {**like.constants, **dict.fromkeys(shape)}
         types = dict(one.types)
         for name, kind in like.signature.items():
@@ -174,102 +178,112 @@ def test_the_first_query_of_an_item_is_the_nearest(chance: random.Random) -> Non
     assert ORDERED in seen
 
 
-# What the three partitions do with barriers, in Python.
+# The kernel itself, on a CPU.
+
+FILE = Path(hopper_attention.__file__).parent / "hopper_kernels.py"
+Check = Callable[..., None]
 
 
-class Barrier:
-    """As PTX's: a phase is over when there were so many arrivals."""
+@pytest.fixture
+def compare(unwritten: None, monkeypatch: pytest.MonkeyPatch, chance: random.Random) -> Check:
+    """Compares attention with a softmax in float64, its items of many rows by the kernel, whose source may be changed."""
+    monkeypatch.setattr(hopper_attention, "_there", lambda device: True)
 
-    def __init__(self, count: int) -> None:
-        self.count = self.pending = count
-        self.phase = 0
+    def check(world: World, change: Callable[[str], str] = lambda source: source, **options: Any) -> None:
+        launched: list[tuple[int]] = []
+        kernel = Kernel(FILE, "attend_many", chance, change)
 
-    def arrive(self) -> None:
-        self.pending -= 1
-        if not self.pending:
-            self.phase, self.pending = self.phase + 1, self.count
+        class Noting:
+            def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+                launched.append(grid)
+                return kernel[grid]
 
-    def over(self, parity: int) -> bool:
-        """Whether who waits for that parity goes on."""
-        return self.phase % 2 != parity
+        monkeypatch.setattr(hopper_attention, "attend_many", Noting())
+        world.check(**options)
+        assert launched
 
-
-class Program:
-    """Of the kernel: stages hold the numbers of tiles, and whether anything is read that isn't there is looked at."""
-
-    def __init__(self, stages: int, tiles: list[int], chance: random.Random) -> None:
-        self.stages, self.tiles, self.chance = stages, tiles, chance
-        self.full, self.empty = ([[Barrier(count) for _ in range(stages)] for _ in range(2)] for count in (1, 2))
-        self.turns = [Barrier(1), Barrier(1)]
-        self.turns[0].arrive()
-        self.held: list[list[int | None]] = [[None] * stages for _ in range(2)]  # of keys and of values
-        self.began: list[tuple[int, int]] = []  # who, which tile
-
-    def produce(self) -> Iterator[tuple[Barrier, int]]:
-        base = 0
-        for tiles in self.tiles:
-            for count in range(base, base + tiles):
-                stage, phase = count % self.stages, count // self.stages & 1 ^ 1
-                for kind in range(2):
-                    yield self.empty[kind][stage], phase
-                    self.held[kind][stage] = count
-                    self.full[kind][stage].arrive()
-            base += tiles
-
-    def consume(self, which: int) -> Iterator[tuple[Barrier, int]]:
-        base = 0
-        for tiles in self.tiles:
-            for count in range(base, base + tiles):
-                yield self.full[0][count % self.stages], count // self.stages & 1
-                if count == base and self.chance.random() < 0.5:  # a partial tile
-                    yield self.full[1][count % self.stages], count // self.stages & 1
-                yield self.turns[which], count & 1
-                self.began.append((which, count))
-                assert self.held[0][count % self.stages] == count
-                if count > base:
-                    yield from self._values(count - 1)
-                self.turns[1 - which].arrive()
-                self.empty[0][count % self.stages].arrive()
-                if count > base:
-                    self.empty[1][(count - 1) % self.stages].arrive()
-            base += tiles
-            if tiles:
-                yield from self._values(base - 1)
-                self.empty[1][(base - 1) % self.stages].arrive()
-
-    def _values(self, count: int) -> Iterator[tuple[Barrier, int]]:
-        yield self.full[1][count % self.stages], count // self.stages & 1
-        assert self.held[1][count % self.stages] == count
-
-    def run(self) -> None:
-        """In any order."""
-        waiting = {partition: next(partition, None) for partition in (self.produce(), self.consume(0), self.consume(1))}
-        while any(waiting.values()):
-            able = [partition for partition, wait in waiting.items() if wait and wait[0].over(wait[1])]
-            assert able, "all wait for each other"
-            partition = self.chance.choice(able)
-            waiting[partition] = next(partition, None)
+    return check
 
 
-def test_nobody_waits_for_ever_and_nothing_is_read_that_is_not_there(chance: random.Random) -> None:
-    """Items without tiles among them; the two consumers always take turns."""
-    for _ in range(600):
-        tiles = [chance.choice([0, 1, 1, 2, 3, 7]) for _ in range(chance.randint(0, 9))]
-        program = Program(chance.choice([2, hopper_attention.STAGES]), tiles, chance)
-        program.run()
-        assert program.began == [(which, count) for count in range(sum(tiles)) for which in range(2)]
+@pytest.mark.parametrize("dtype", hopper_attention.TYPES)
+@pytest.mark.parametrize("page_size", hopper_attention.PAGES)
+def test_a_mixture_is_right(page_size: int, dtype: torch.dtype, compare: Check, chance: random.Random) -> None:
+    """Long prompts and short ones, decode rows, rows that begin alike, and some whose queries see each other."""
+    shapes = [(200, 0), (70, 300), (1, 400), (40, 129), (3, 20), (33, 1)]
+    chance.shuffle(shapes)
+    rows = rows_of(shapes, page_size, chance, sharing=0.5, whole=0.3)
+    world = World(rows, page_size, kv_heads=2, ratio=4, size=128, dtype=dtype, joined=(0,))
+    compare(world, processors=chance.choice([1, 3, 100]))
 
 
-@pytest.mark.parametrize("broken", ["turns", "empty"])
-def test_the_program_in_python_would_notice(broken: str, chance: random.Random) -> None:
-    def run() -> None:
-        for _ in range(200):
-            program = Program(3, [5, 0, 4], chance)
-            if broken == "turns":
-                program.turns[0] = Barrier(1)  # nobody begins
-            else:
-                program.empty[0] = [Barrier(1) for _ in range(3)]  # a stage is free when one consumer has read it
-            program.run()
+@pytest.mark.parametrize("ratio", [1, 2, 5, 7, 8, 16])
+def test_heads_are_right(ratio: int, compare: Check, chance: random.Random) -> None:
+    rows = rows_of([(150, 70), (129, 0), (20, 400)], 16, chance)
+    compare(World(rows, 16, kv_heads=3 if ratio < 4 else 1, ratio=ratio, size=128, dtype=torch.float16))
 
-    with pytest.raises(AssertionError):
-        run()
+
+@pytest.mark.parametrize("nodes", [33, 64, 100, 128])
+def test_trees_are_right(nodes: int, compare: Check, chance: random.Random) -> None:
+    """Beside prompts, at every place within a tile, and cut into pieces."""
+    for context in (0, chance.randint(1, 127), chance.randint(128, 900)):
+        rows = rows_of([(nodes, context)], 16, chance, trees=1.0)
+        rows.append(replace(rows[0], context=context // 16 * 16))
+        if chance.random() < 0.5:
+            rows.append(replace(rows[0], parents=None, whole=True))
+        world = World(rows, 16, kv_heads=2, ratio=4, size=128, dtype=torch.float16, joined=(0,))
+        compare(world, processors=chance.choice([1, 3, 100]))
+
+
+def test_a_graph_has_room_for_more(compare: Check, chance: random.Random) -> None:
+    """Items behind the last one are none; there may be no others."""
+    tiles = paged_attention.tiles_of(KIND, torch.float16)
+    room = Capacity(400, 800, 200, {0: tiles}, {0: (30, 30, 30)}, 400, 3000, True)
+    for shapes in ([(200, 100), (64, 300), (1, 40)], [(1, 300), (1, 20)]):
+        world = World(rows_of(shapes, 16, chance, trees=0.5), 16, kv_heads=2, ratio=4, size=128, dtype=torch.float16)
+        compare(world, capacity=room)
+
+
+FAULTS = {
+    "a stage is free when one consumer has read it": (
+        "mbarrier.init(empty.index(i), count=2)",
+        "mbarrier.init(empty.index(i), count=1)",
+    ),
+    "values are free before they are multiplied": (
+        "    sums, packed = warpgroup_mma_wait(0, deps=[sums, packed])\n    mbarrier.arrive(values.empty.index(before))\n",
+        "    mbarrier.arrive(values.empty.index(before))\n    sums, packed = warpgroup_mma_wait(0, deps=[sums, packed])\n",
+    ),
+    "nobody waits for keys": (
+        "    mbarrier.wait(keys.full.index(stage), phase)\n    mbarrier.wait(turns",
+        "    mbarrier.wait(turns",
+    ),
+    "nobody waits for the last values": ("    mbarrier.wait(values.full.index(stage), (last // SHAPE.stages) & 1)\n", ""),
+    "queries without a fence": ("other=0.0))\n    fence_async_shared()", "other=0.0))"),
+    "values behind the last one are kept": ("        _clear(values, stage, item.end - begin, SHAPE)\n", "        pass\n"),
+    "keys before a tree are hidden": ("gl.where(which < 0, -1, found)", "found"),
+    "an item ends all": ("gl.where(item.tiles == 0, step.rounds, turn)", "step.rounds"),
+    "nobody begins": ("    mbarrier.arrive(turns.index(0))\n", ""),
+    "no first query is the nearest": ("gl.minimum(item.end, nearest + 1)", "item.end"),
+    "trees have no masks": (" & ((item.tree < 0) | (seen == 1))", ""),
+    "sums don't fade": ("    sums = sums * gl.expand_dims(fade, 1)\n", ""),
+    "every item is the program's": ("return turn * gl.num_programs(0) + own", "return turn"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_faults_are_found(name: str, compare: Check, chance: random.Random) -> None:
+    right, wrong = FAULTS[name]
+
+    def change(source: str) -> str:
+        assert source.count(right) == 1
+        return source.replace(right, wrong)
+
+    rows = rows_of([(70, 700), (300, 40), (128, 300), (100, 0)], 16, chance, trees=0.5)
+    rows[0] = replace(rows[0], parents=[-1, *range(35), *range(34)])
+    world = World(rows, 16, ratio=1, size=128, dtype=torch.float16)
+
+    def check() -> None:
+        for processors in (3, 100, 3, 100):
+            compare(world, change, processors=processors)
+
+    with pytest.raises((AssertionError, InterpreterError)):  # the latter of merged garbage
+        check()
