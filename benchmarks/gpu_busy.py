@@ -3,18 +3,21 @@ that makes logits of its states and after the last one of its sampling.
 
 They are CUDA events, so they stand between kernels on the device's own line of time. What is copied to the device before a step,
 what brings its tokens to the host, and a host that is late with sampling count as idle: the share of idle time that is told is
-rather too large than too small.
+rather too large than too small. What the host was late with is told, too, by its own clock: a moment of the device's line of time
+that both know connects the two.
 """
 
 import functools
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
 
 from penstock.shard import graphs, logits
+from penstock.shard.engine import Engine
 from penstock.shard.models.decoder import Decoder
 
 
@@ -48,38 +51,75 @@ class Instant:
         return other._seconds - self._seconds
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Moments of the device, and of the host, by perf_counter."""
+
+    moments: list[Moment]  # the model's begin and end, its sampling's begin and end
+    asked: float  # when the engine was asked for it
+    launched: list[float]  # as moments: when the host came there
+
+
+# What the host may be late with: the device waits for a command, for a step to be planned and launched, or for its sampling.
+LATE = ("a command", "a plan", "sampling")
+
+
 class Busy:
     """The steps since the last reset."""
 
     def __init__(self, moment: Callable[[], Moment]) -> None:
         self._moment = moment
-        self._step: list[Moment] = []  # that is under way
-        self._steps: list[list[Moment]] = []  # of each four: the model's begin and end, its sampling's begin and end
+        self._asked = 0.0
+        self._step = Step([], 0.0, [])  # that is under way
+        self._steps: list[Step] = []
+        self.reset()
+
+    def ask(self) -> None:
+        """The engine is asked for the next step."""
+        self._asked = time.perf_counter()
 
     def begin(self) -> None:
         """The next launch is the first of a step's model. If the last step had nothing to sample, it counts as idle."""
-        self._step = [self._moment()]
+        self._step = Step([], self._asked, [])
+        self.go_on(0)
 
     def go_on(self, place: int) -> None:
         """The next of a step's moments, if it is its turn."""
-        if len(self._step) == place:
-            self._step.append(self._moment())
-            if len(self._step) == 4:
-                self._steps.append(self._step)
+        step = self._step
+        if len(step.moments) == place:
+            step.launched.append(time.perf_counter())
+            step.moments.append(self._moment())
+            if len(step.moments) == 4:
+                self._steps.append(step)
 
     def reset(self) -> None:
         """Forgets all steps."""
-        self._steps = []
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._steps, self._origin, self._zero = [], self._moment(), time.perf_counter()
 
     def read(self) -> dict[str, list[float]]:
-        """Seconds: how long the device worked on each step, and how long it waited within it and for the next."""
+        """Seconds: how long the device worked on each step, how long it waited within it and for the next, and how long of this for
+        each of LATE."""
         steps = list(self._steps)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        waits = [model.until(sampling) for _, model, sampling, _ in steps]
-        busy = [begun.until(model) + sampling.until(ended) for begun, model, sampling, ended in steps]
-        gaps = [wait + before[3].until(after[0]) for wait, (before, after) in zip(waits, pairwise(steps), strict=False)]
-        return {"busy": busy, "gaps": gaps}
+        at = [[self._zero + self._origin.until(moment) for moment in step.moments] for step in steps]
+        found: dict[str, list[float]] = {name: [] for name in ("busy", "gaps", *LATE)}
+        for begun, model, sampling, ended in at:
+            found["busy"].append(model - begun + ended - sampling)
+        for (before, (_, model, sampling, ended)), (after, (begun, *_)) in pairwise(zip(steps, at, strict=True)):
+            wait, gap = sampling - model, begun - ended
+            late = _within(after.asked - ended, gap)
+            found["gaps"].append(wait + gap)
+            found["a command"].append(late)
+            found["a plan"].append(_within(after.launched[0] - ended, gap) - late)
+            found["sampling"].append(_within(before.launched[SAMPLING_BEGINS] - model, wait))
+        return found
+
+
+def _within(seconds: float, most: float) -> float:
+    return max(0.0, min(seconds, most))
 
 
 MODEL_ENDED, SAMPLING_BEGINS, SAMPLING_ENDED = 1, 2, 3
@@ -101,6 +141,7 @@ def watch(cuda: bool) -> Busy:
         return result
 
     Decoder.__call__ = watched  # type: ignore[assignment, method-assign]
+    _around(Engine, "_decodes", busy.ask, lambda: None)  # of both kinds of steps
     _around(Decoder, "logits", lambda: busy.go_on(SAMPLING_BEGINS), lambda: None)
     _around(logits, "begin", lambda: None, lambda: busy.go_on(SAMPLING_ENDED))
     return busy

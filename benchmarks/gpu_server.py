@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.bench.local import Failed, Local, status
+from penstock.benchmarks.gpu_busy import LATE
 from penstock.benchmarks.gpu_measure import Bench
 from penstock.benchmarks.gpu_model import write
 from penstock.benchmarks.gpu_report import Line, failed, timing
@@ -28,6 +29,7 @@ IDLE = 0.02  # of the time between the first launch of a step and that of the ne
 STREAMS, SECONDS = 256, 8.0
 PROMPT, NEW = 64, 1900  # tokens
 START = 240.0  # seconds until it must be ready
+LONGEST = 8  # waits that are told one by one
 
 
 def measure(bench: Bench) -> None:
@@ -148,5 +150,10 @@ def _report(bench: Bench, found: dict[str, list[float]], streams: int, rate: flo
     note = f"{len(busy)} steps, {statistics.median(busy) * 1e3:.2f} ms of work in the median"
     gap = timing(gaps, "wall")
     bench.add(Line(section=SECTION, what=what, timing=gap, ratio=share, against="of the time", goal=IDLE, most=True, note=note))
+    for name in LATE:  # where in a page the longest are may tell why
+        ratio = sum(found[name]) / (sum(gaps) + sum(busy[: len(gaps)]))
+        longest = sorted(range(len(gaps)), key=found[name].__getitem__)[: -LONGEST - 1 : -1]
+        note = ", ".join(f"step {place}: {found[name][place] * 1e3:.1f} ms" for place in longest)
+        bench.add(Line(section=SECTION, what=f"of it waiting for {name}", ratio=ratio, against="of the time", note=note))
     # Chunks that came: a chunk may hold several tokens where the client is slower than the server.
     bench.add(Line(section=SECTION, what=f"{streams} streams", value=rate, unit="chunks/s"))
