@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,15 +137,18 @@ def _case(bench: Bench, engine: Engine, busy: Busy, rows: int, context: int, wai
     _measured(bench, engine, busy, rows, context, "graph")
     if engine.forward.replayed == before:
         bench.add(failed(SECTION, f"{rows} x {context}, graph", "the graph was never used: steps ran eager"))
-    ways: list[tuple[str, Any, str, int]] = []
-    if rows <= linear.FEW:  # norms, products and sums one after the other
-        ways.append(("products by torch", linear, "FEW", 0))
-    if 1 < rows <= linear.FEW:
-        ways.append(("no product in parts", fused_product, "SHORTEST", sys.maxsize))
-    for way, where, name, value in ways:
+    for way, where, name, value in _other_ways(rows):
         with replaced(where, name, value):
             engine.record(Recorder(), extent, lambda stage: None)
             _measured(bench, engine, busy, rows, context, f"graph, {way}")
+
+
+def _other_ways(rows: int) -> Iterator[tuple[str, Any, str, int]]:
+    """Of products of few rows, and what to set for them."""
+    if rows <= linear.FEW:
+        yield "products by torch", linear, "FEW", 0  # norms, products and sums one after the other
+        if rows > 1:
+            yield "no product in parts", fused_product, "SHORTEST", sys.maxsize
 
 
 def begin(engine: Engine, rows: int, context: int) -> None:
