@@ -60,6 +60,8 @@ TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 # Of elementwise operations, whose steps are rounded to the type one after the other.
 ROUNDINGS = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 SHAPES = 4  # of steps of attention, in one part
+SUMS = 2e-4  # tolerance of sums in float32: matrix units cut off what they do not hold of each 16 inputs
+FEW = (2, 16, 17, 32, 33, 64)  # rows of products: as many as tiles have, and one more
 MIXTURES = ((8, 2), (128, 8))  # experts, and how many of them a token goes through
 # Rules of what sequences remember, with heads of keys, heads of values for each, features of keys and of values, and taps.
 REMEMBERED = {
@@ -142,6 +144,7 @@ def checks(bench: Bench) -> dict[str, Check]:
         found[f"norms and gates, {name}"] = partial(elementwise, dtype=dtype)
         found[f"rotary and write, {name}"] = partial(rotary, dtype=dtype, eight_bits=False)
     found["products of few rows"] = products
+    found["products of few rows in parts, with the norm behind"] = parts
     for name, dtype in types.items():
         found[f"products whose rows depend on no other, {name}"] = partial(steady_products, dtype=dtype)
     found["routes to experts"] = routes
@@ -416,16 +419,18 @@ def _mixed(bench: Bench, rows: int, size: int, dtype: torch.dtype) -> float:
     return max(error(streams, wide, tolerance), error(mixed, seen, tolerance), error(found, gives, tolerance))
 
 
+def _sizes(bench: Bench, chance: random.Random) -> list[tuple[int, int]]:
+    """Inputs and outputs of products of few rows."""
+    return [(40, 33), (64, 48)] if bench.tiny else [(4096, 6144), (14336, 4096), (chance.randint(30, 1100), chance.randint(1, 999))]
+
+
 def products(bench: Bench, chance: random.Random) -> float:
     """With and without what stands before and after them."""
     worst, dtype = 0.0, torch.bfloat16
-    sizes = (
-        [(40, 33), (64, 48)] if bench.tiny else [(4096, 6144), (14336, 4096), (chance.randint(30, 1100), chance.randint(1, 999))]
-    )
     kinds = ((False, False, False), (True, False, False), (True, True, False), (False, False, True))
-    for inputs, outputs in sizes:
-        for (norm, gated, add), several in itertools.product(kinds, (False, True)):
-            rows = chance.choice([2, 3, fused_product.ROWS]) if several else 1
+    for inputs, outputs in _sizes(bench, chance):
+        cases = [*itertools.product((1, chance.choice([2, 3, 16])), kinds), *((rows, chance.choice(kinds)) for rows in FEW[2:])]
+        for rows, (norm, gated, add) in cases:
             x, out = (_wide(rows, size, dtype=dtype, device=bench.device) for size in (inputs, outputs))
             weight = _wide(outputs * (1 + gated), inputs, dtype=dtype, device=bench.device) * inputs**-0.5
             bias = _wide(len(weight), dtype=dtype, device=bench.device) if chance.random() < 0.5 else None
@@ -441,6 +446,25 @@ def products(bench: Bench, chance: random.Random) -> float:
                 out.fill_(torch.nan)
             fused_product.product(x, weight, bias, out, gains=gains, epsilon=1e-5, gated=gated, add=add)
             worst = max(worst, relative_error(out, expected, dtype))
+    return worst
+
+
+def parts(bench: Bench, chance: random.Random) -> float:
+    """What they come to, what the stream comes to by them, and the norm of that."""
+    worst, dtype = 0.0, torch.bfloat16
+    for (inputs, outputs), rows in itertools.product(_sizes(bench, chance), FEW):
+        x, residual = (_wide(rows, size, dtype=dtype, device=bench.device) for size in (inputs, outputs))
+        weight = _wide(outputs, inputs, dtype=dtype, device=bench.device) * inputs**-0.5
+        bias, gains = (_wide(outputs, dtype=dtype, device=bench.device) for _ in range(2))
+        out = torch.full((chance.choice([2, 4]), rows, outputs), torch.nan, device=bench.device)
+        fused_product.product(x, weight, bias, out)
+        expected = x.double() @ weight.double().T + bias.double()
+        largest = expected.abs().max()
+        worst = max(worst, error(out.double().sum(0) / largest, expected / largest, SUMS))
+        expected += residual.double()
+        with poisoned():
+            found = operations.add_rms_norm(out, residual, gains, 1e-5)
+        worst = max(worst, relative_error(residual, expected, dtype), error(found, _norm(residual, gains, 1e-5), ROUNDINGS[dtype]))
     return worst
 
 

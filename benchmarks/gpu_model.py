@@ -12,18 +12,20 @@ tokens must have been as good as equal.
 import json
 import random
 import statistics
+import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from penstock.benchmarks.gpu_busy import Busy, watch
 from penstock.benchmarks.gpu_measure import Bench, replaced
 from penstock.benchmarks.gpu_report import Line, failed, timing
-from penstock.kernels import choose, early, linear
+from penstock.kernels import choose, early, fused_product, linear
 from penstock.launcher.hub import DEMO_FOLDER
 from penstock.shard.config import ShardConfig
 from penstock.shard.decoding.sampler import Pick
@@ -135,10 +137,18 @@ def _case(bench: Bench, engine: Engine, busy: Busy, rows: int, context: int, wai
     _measured(bench, engine, busy, rows, context, "graph")
     if engine.forward.replayed == before:
         bench.add(failed(SECTION, f"{rows} x {context}, graph", "the graph was never used: steps ran eager"))
-    if rows <= linear.FEW:  # norms, products and sums one after the other
-        with replaced(linear, "FEW", 0):
+    for way, where, name, value in _other_ways(rows):
+        with replaced(where, name, value):
             engine.record(Recorder(), extent, lambda stage: None)
-            _measured(bench, engine, busy, rows, context, "graph, products by torch")
+            _measured(bench, engine, busy, rows, context, f"graph, {way}")
+
+
+def _other_ways(rows: int) -> Iterator[tuple[str, Any, str, int]]:
+    """Of products of few rows, and what to set for them."""
+    if rows <= linear.FEW:
+        yield "products by torch", linear, "FEW", 0  # norms, products and sums one after the other
+        if rows > 1:
+            yield "no product in parts", fused_product, "SHORTEST", sys.maxsize
 
 
 def begin(engine: Engine, rows: int, context: int) -> None:

@@ -25,18 +25,19 @@ from penstock.kernels import (
     work,
 )
 from penstock.kernels.attention import Row
-from penstock.kernels.linear import Exact, Product, plain
+from penstock.kernels.linear import Exact, Weight
 from penstock.kernels.work import Tile
 
 SECTION = "tuning"
-TILES, CUTS, PRODUCT, VECTOR = "paged_attention", "work.ITEMS_PER_PROCESSOR", "fused_product._constants", "fused_vector._shape"
+TILES, CUTS, PRODUCT, VECTOR = "paged_attention", "work.ITEMS_PER_PROCESSOR", "fused_product._shape", "fused_vector._shape"
 # Rows, keys, warps, stages.
 ONE = [(64, 64, 4, 5), (16, 64, 4, 5), (16, 64, 4, 7), (16, 128, 4, 3), (16, 128, 4, 4), (16, 64, 2, 5), (16, 64, 8, 5)]
 FEW = [(64, 64, 4, 4), (64, 32, 4, 5), (64, 64, 8, 5), (64, 128, 8, 4)]
 MANY = [(128, 64, 8, 5), (128, 64, 8, 4), (128, 128, 8, 5), (64, 64, 4, 5), (64, 64, 4, 4), (64, 128, 4, 4)]
 ITEMS = (1, 3, 4, 6, 8)
-# Outputs and inputs of a program's tile, stages, warps.
-PRODUCTS = [(32, 256, 4, 4), (32, 256, 5, 4), (32, 128, 5, 4), (16, 256, 4, 4), (16, 512, 4, 4), (64, 128, 4, 4), (32, 256, 4, 8)]
+# Outputs and inputs of a program's tile, stages, warps; rows.
+PRODUCTS = [(64, 128, 4, 4), (64, 128, 6, 4), (64, 64, 8, 4), (64, 256, 3, 4), (128, 64, 4, 4), (128, 128, 3, 8)]
+ROWS = (16, 32, 64)
 # The same of one row's, with warps before stages.
 VECTORS = [(16, 512, 4, 4), (8, 1024, 4, 4), (4, 1024, 4, 1), (8, 1024, 4, 1), (4, 2048, 8, 1), (2, 2048, 4, 1), (4, 512, 2, 1)]
 # Of an 8 B model: outputs, inputs, behind a norm, with SwiGLU, added to the stream.
@@ -113,32 +114,42 @@ def _products(bench: Bench, name: str) -> None:
     if bench.tiny:
         outputs, inputs = 32, 48
     size = 2 * outputs * inputs * (1 + gated)
-    weights = [_made(bench, outputs * (1 + gated), inputs) for _ in range(bench.copies(size))]
+    weights = [Weight(_made(bench, outputs * (1 + gated), inputs)) for _ in range(bench.copies(size))]
     gains = _made(bench, inputs) if norm else None
-    for rows in (1, 2) if bench.tiny else (1, fused_product.ROWS):
-        x, out = _made(bench, rows, inputs), _made(bench, rows, outputs)
-        how = {"gains": gains, "epsilon": 1e-5, "gated": gated, "add": add}
-
-        def ours(x: torch.Tensor = x, out: torch.Tensor = out, how: dict[str, Any] = how) -> list[Call]:
-            return [partial(fused_product.product, x, weight, None, out, **how) for weight in weights]
-
-        took = bench.time(ours())
-        what, ratio = f"{name}, {rows} rows", size / bench.copy_rate / took.seconds
-        bench.add(Line(section=SECTION, what=what, timing=took, ratio=ratio, against="of the weight's bytes at the copy's rate"))
-        apart = [partial(_apart, x, plain(weight, None), gains, gated) for weight in weights]
+    for rows in (1, 2) if bench.tiny else (1, *ROWS):
+        x, sums, behind = _made(bench, rows, inputs), _made(bench, rows, outputs), _made(bench, outputs)
+        given = x, gains, gated, (sums, behind) if add else None
+        ours = [partial(_together, weight, *given) for weight in weights]
+        took = bench.time(ours)
+        what = f"{name}, {rows} rows{', with the norm behind' * (add and rows > 1)}"
+        ratio, against = size / bench.copy_rate / took.seconds, "of the weight's bytes at the copy's rate"
+        bench.add(Line(section=SECTION, what=what, timing=took, ratio=ratio, against=against))
+        apart = [partial(_apart, weight, *given) for weight in weights]
         _compare(bench, f"{what}: by torch's product", "linear.FEW", took.seconds, lambda apart=apart: apart)  # type: ignore[misc]
         if rows == 1:
-            for shape in VECTORS[:1] if bench.tiny else VECTORS:
-                with replaced(fused_vector, "_shape", lambda *given, shape=shape: fused_vector.Shape(*shape)):
-                    _compare(bench, f"{what}: shape of {shape}", VECTOR, took.seconds, ours)
-            continue
-        for columns, depth, stages, warps in PRODUCTS[:1] if bench.tiny else PRODUCTS:
-            chosen = {"COLUMNS": columns, "DEPTH": 16 if bench.tiny else depth, "STAGES": stages}
-            with (
-                replaced(fused_product, "_constants", partial(_chosen, fused_product._constants, chosen)),
-                replaced(fused_product, "WARPS", warps),
-            ):
-                _compare(bench, f"{what}: tile of {(columns, depth, stages, warps)}", PRODUCT, took.seconds, ours)
+            _shapes_of_one(bench, what, took.seconds, ours)
+        else:
+            _shapes(bench, what, took.seconds, ours, add)
+
+
+def _shapes_of_one(bench: Bench, what: str, usual: float, ours: Sequence[Call]) -> None:
+    for one in VECTORS[:1] if bench.tiny else VECTORS:
+        with replaced(fused_vector, "_shape", lambda *given, one=one: fused_vector.Shape(*one)):
+            _compare(bench, f"{what}: shape of {one}", VECTOR, usual, lambda: ours)
+
+
+def _shapes(bench: Bench, what: str, usual: float, ours: Sequence[Call], add: bool) -> None:
+    """add: inputs may be cut."""
+    for parts in fused_product.PARTS if add else (1,):
+        with replaced(fused_product, "PARTS", (parts,)):
+            if add:
+                _compare(bench, f"{what}: in {parts} parts", "fused_product._parts", usual, lambda: ours)
+            for *one, warps in PRODUCTS[:1] if bench.tiny else PRODUCTS:
+                with (
+                    replaced(fused_product, "_shape", lambda *given, one=one: fused_product.Shape(*one)),
+                    replaced(fused_product, "WARPS", warps),
+                ):
+                    _compare(bench, f"{what}: in {parts} parts, tile of {(*one, warps)}", PRODUCT, usual, lambda: ours)
 
 
 def _few_bits(bench: Bench, kind: str) -> None:
@@ -158,18 +169,29 @@ def _few_bits(bench: Bench, kind: str) -> None:
             _compare(bench, f"{what}: unpacked first", "fused_quantized.MOST", took.seconds, lambda calls=calls: calls)  # type: ignore[misc]
 
 
-def _chosen(honest: Callable[..., dict[str, Any]], chosen: dict[str, Any], *given: Any) -> dict[str, Any]:
-    return honest(*given) | chosen
-
-
 def _made(bench: Bench, *shape: int) -> torch.Tensor:
     scaled: torch.Tensor = torch.randn(*shape, device=bench.device) * shape[-1] ** -0.5
     return scaled.bfloat16()
 
 
-def _apart(x: torch.Tensor, product: Product, gains: torch.Tensor | None, gated: bool) -> torch.Tensor:
-    """What is done one after the other, the sum by the norm that follows."""
+Added = tuple[torch.Tensor, torch.Tensor]  # what a product is added to, and gains of the norm behind
+
+
+def _together(weight: Weight, x: torch.Tensor, gains: torch.Tensor | None, gated: bool, added: Added | None) -> torch.Tensor:
+    """As `Stream` does with few rows."""
+    if added is None:
+        return weight.streamed(x, gains=gains, epsilon=1e-5, gated=gated)
+    parts, (sums, behind) = weight.add(x, added[0]), added
+    if len(x) == 1:
+        return sums
+    return operations.rms_norm(sums, behind, 1e-5) if parts is None else operations.add_rms_norm(parts, sums, behind, 1e-5)
+
+
+def _apart(weight: Weight, x: torch.Tensor, gains: torch.Tensor | None, gated: bool, added: Added | None) -> torch.Tensor:
+    """What is done one after the other; of one row the sum by the norm that follows, which is not counted."""
     if gains is not None:
         x = operations.rms_norm(x, gains, 1e-5)
-    found: torch.Tensor = product(x)
+    found = weight.product(x)
+    if added is not None and len(x) > 1:
+        return operations.add_rms_norm(found, *added, 1e-5)
     return operations.gated(found) if gated else found

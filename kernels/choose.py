@@ -42,6 +42,11 @@ def triton_on(device: torch.device) -> bool:
     return device.type == "cuda" if not _forced else _forced == "triton"
 
 
+def on_hopper(device: torch.device) -> bool:
+    """Whether it is what kernels were measured on. A CPU, where only the interpreter runs, passes for it."""
+    return device.type != "cuda" or (torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9)
+
+
 def on_nvidia(device: torch.device) -> bool:
     """Whether kernels for it may hold PTX."""
     return device.type == "cuda" and torch.version.hip is None

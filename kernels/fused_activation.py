@@ -37,11 +37,11 @@ def limited(gate: tl.tensor, up: tl.tensor, LIMIT: tl.constexpr, STEEP: tl.const
 
 @triton.jit
 def behind_product(
-    result: tl.tensor,  # [..., COLUMNS] float32: a product's outputs, of the gates where it is GATED
+    result: tl.tensor,  # float32: a product's outputs, of the gates where it is GATED
     other: tl.tensor,  # likewise, of what they are for; unused without GATED
     bias: tl.tensor,  # [OUTPUTS], twice as long with GATED; unused without BIASED
-    output: tl.tensor,  # [COLUMNS]: which outputs these are
-    wanted: tl.tensor,  # [COLUMNS]: whether there are such
+    output: tl.tensor,  # which outputs these are, in a shape that goes with the result's
+    wanted: tl.tensor,  # likewise: whether there are such
     OUTPUTS: tl.constexpr,
     GATED: tl.constexpr,
     GELU: tl.constexpr,

@@ -15,13 +15,14 @@ TILE = 2048
 
 @triton.jit(do_not_specialize=["rows"])
 def norm_kernel(
-    x: tl.tensor,  # [outer, inner, size], the last side by side
-    residual: tl.tensor,  # [outer, size], overwritten with residual + x; unused without ADD
+    x: tl.tensor,  # [outer, inner, size], the last side by side; or PARTS of [outer, size], whose sum it is
+    residual: tl.tensor,  # [outer, size], overwritten with residual + x; x without ADD
     weight: tl.tensor,  # [size]
     out: tl.tensor,  # [outer, inner, size]
     rows: tl.tensor,  # outer * inner
     inner: tl.tensor,
-    x_outer: tl.tensor,  # strides
+    x_part: tl.tensor,  # strides
+    x_outer: tl.tensor,
     x_inner: tl.tensor,
     residual_outer: tl.tensor,
     out_outer: tl.tensor,
@@ -31,21 +32,25 @@ def norm_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     ADD: tl.constexpr,
+    PARTS: tl.constexpr,
 ) -> None:
     """One program: ROWS rows."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     outer, place = (row // inner).to(tl.int64), row % inner
     inside = (row < rows) & (column < SIZE)
-    values = tl.load(x + outer * x_outer + place * x_inner + column, mask=inside, other=0.0)
+    from_x = x + outer * x_outer + place * x_inner + column
+    wide = tl.load(from_x, mask=inside, other=0.0).to(tl.float32)
     if ADD:
+        for part in tl.static_range(1, PARTS):
+            wide += tl.load(from_x + part * x_part, mask=inside, other=0.0)
         sums = residual + outer * residual_outer + column
-        values = (values.to(tl.float32) + tl.load(sums, mask=inside, other=0.0).to(tl.float32)).to(x.dtype.element_ty)
+        values = (wide + tl.load(sums, mask=inside, other=0.0).to(tl.float32)).to(residual.dtype.element_ty)
         tl.store(sums, values, mask=inside)
-    wide = values.to(tl.float32)
+        wide = values.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 1) / SIZE + epsilon)[:, None]
     factor = tl.load(weight + column, mask=column < SIZE, other=0.0)
-    normal = (wide * scale).to(x.dtype.element_ty).to(tl.float32) * factor.to(tl.float32)
+    normal = (wide * scale).to(residual.dtype.element_ty).to(tl.float32) * factor.to(tl.float32)
     tl.store(out + outer * out_outer + place * out_inner + column, normal.to(out.dtype.element_ty), mask=inside)
 
 
@@ -55,17 +60,19 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> Tensor:
-    """`operations.add_rms_norm` into `out`, which may be x. All [rows, size], views whose last dimension is dense."""
+    """`operations.add_rms_norm` into `out`, which may be x where that is no sums of parts. All are views whose last dimension is
+    dense."""
     return _norm(x, residual, weight, epsilon, out)
 
 
 def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float, out: Tensor) -> Tensor:
-    assert x.shape == out.shape
+    cut = 1 if residual is not None and x.dim() == 3 else 0
+    assert x.shape[cut:] == out.shape
     assert x.dim() in (2, 3)
     assert x.stride(-1) == out.stride(-1) == weight.stride(0) == 1
-    assert residual is None or (residual.shape == x.shape and x.dim() == 2 and residual.stride(-1) == 1)
-    size, inner = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
-    rows = x.shape[0] * inner
+    assert residual is None or (residual.shape == out.shape and out.dim() == 2 and residual.stride(-1) == 1)
+    size, inner = out.shape[-1], out.shape[1] if out.dim() == 3 else 1
+    rows = out.shape[0] * inner
     if not rows:
         return out
     block, height, warps = _tile(size, inner)
@@ -76,7 +83,8 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float, ou
         out,
         rows,
         inner,
-        x.stride(0),
+        x.stride(0) if cut else 0,
+        x.stride(cut),
         x.stride(1) if inner > 1 else 0,
         residual.stride(0) if residual is not None else 0,
         out.stride(0),
@@ -86,6 +94,7 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float, ou
         BLOCK=block,
         ROWS=height,
         ADD=residual is not None,
+        PARTS=len(x) if cut else 1,
         num_warps=warps,
         enable_fp_fusion=False,
     )
@@ -101,18 +110,20 @@ def _tile(size: int, inner: int) -> tuple[int, int, int]:
 
 
 def compilations() -> list[Compilation]:
-    """Of the sizes of Llama and Qwen, and of their heads; Gemma's gains have 32 bits."""
+    """Of the sizes of Llama and Qwen, and of their heads; Gemma's gains have 32 bits; of what comes in parts."""
     cases = [(1024, 1, True), (4096, 1, False), (4096, 1, True), (8192, 1, True), (16384, 1, True), (64, 8, False), (128, 8, False)]
     found = []
-    for (size, inner, add), gains in [*((case, "*bf16") for case in cases), ((3584, 1, True), "*fp32")]:
+    kinds = [*((case, "*bf16", 1) for case in cases), ((3584, 1, True), "*fp32", 1)]
+    kinds += [((4096, 1, True), "*bf16", 2), ((5120, 1, True), "*bf16", 2), ((2048, 1, True), "*bf16", 4)]
+    for (size, inner, add), gains, parts in kinds:
         block, height, warps = _tile(size, inner)
-        pointers = dict.fromkeys(("x", "residual", "out"), "*bf16") | {"weight": gains}
-        strides = dict.fromkeys(("x_outer", "x_inner", "residual_outer", "out_outer", "out_inner"), "i32:16")
-        constants = {"SIZE": size, "BLOCK": block, "ROWS": height, "ADD": add}
+        pointers = dict.fromkeys(("x", "residual", "out"), "*bf16") | {"weight": gains} | ({"x": "*fp32"} if parts > 1 else {})
+        strides = dict.fromkeys(("x_part", "x_outer", "x_inner", "residual_outer", "out_outer", "out_inner"), "i32:16")
+        constants = {"SIZE": size, "BLOCK": block, "ROWS": height, "ADD": add, "PARTS": parts}
         found.append(
             Compilation(
                 kernel=norm_kernel,
-                name=f"norm {'add ' if add else ''}{size} x {inner}",
+                name=f"norm {'add ' if add else ''}{size} x {inner}{f' of {parts} parts' if parts > 1 else ''}",
                 signature=pointers | {"rows": "i32", "inner": "i32"} | strides | {"epsilon": "fp32"},
                 constants=dict(constants),
                 warps=warps,

@@ -5,10 +5,28 @@ Few rows cost what reading the weight costs, a hundredth of a millisecond, and t
 them instead of ten, and of one row (`fused_vector`) seven. The norm of several rows comes before: within, where operands of the
 matrix units come from memory without a detour, it took twice the time of the product (measured on an H200, 2026-11-26: gate and up
 of an 8 B model in 117 us, by torch in 57).
+
+The weight's rows are those of the matrix units, of which Hopper's have 64 at least, and a step's rows are the columns, which may be
+few: so the units take both from shared memory, where with few rows as rows only those of older processors would do, by way of
+registers. Where that makes too few programs to ask for all that memory can give, several share outputs, each with a part of the
+inputs, and whoever adds the product to something adds up their sums, as the norm behind does. Measured on an H200, 2026-11-26, us
+of the layers of an 8 B model in bfloat16 (before: programs of 32 outputs with rows as rows; uncut, cut: this kernel, * with 6
+stages instead of 4; torch's is cuBLAS):
+
+                            16 rows: before  uncut   cut in 2, 4   torch    32 rows: uncut   cut in 2, 4   torch
+    queries, keys, values                            14.5, 15.9     15.8                     15.3, 16.9     16.2
+    attention's output               12.1    11.3*   10.2, 10.1     13.6             11.7*   10.5, 10.6     14.0
+    down                             34.9    32.6*   30.8, 29.9     32.8             33.6*   31.1, 30.9     33.7
+    vocabulary                      244.8   243.5                  252.4            249.2                  266.3
+    gate and up                              59.9                   57.3             63.3                   58.5
+
+Gate and up are with the norm within and with SwiGLU, which torch's are without. Not measured: queries, keys and values uncut and
+without a norm, more than 32 rows, adding up what is cut, and so a whole step.
 """
 
 import itertools
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,30 +35,41 @@ from torch import Tensor
 from triton import knobs
 
 from . import fused_vector
-from .compilation import Compilation
+from .compilation import GENERATIONS, Compilation
 from .fused_activation import behind_product
 from .fused_norm import rms_norm
+from .paged_attention import TARGETS, generation_of, processors_of
 
 # In Triton's interpreter a dot of bfloat16 is garbage, so operands are widened there.
 INTERPRET = bool(knobs.runtime.interpret)
-# Rows of a program's tile: the least of a product on the matrix units.
-ROWS = 16
-# Programs below which they are made of fewer outputs, so that more processors have one.
-PROGRAMS = 128
+# Rows of a step: as many as a program's tile has at least, and at most.
+LEAST, MOST = 16, 64
+# Parts that inputs may be cut into, and the inputs of a part at least: fewer are over before the first have arrived.
+PARTS, SHORTEST = (1, 2, 4), 512
 WARPS = 4
+
+
+class Shape(NamedTuple):
+    """Of a program's tile of the weight."""
+
+    columns: int  # outputs
+    depth: int  # inputs at once
+    stages: int
 
 
 @triton.jit(do_not_specialize=["rows"])
 def product_kernel(
-    out: tl.tensor,  # [rows, outputs]; with ADD it holds what is added to
+    out: tl.tensor,  # [rows, outputs], with ADD what is added to; or [PARTS, rows, outputs]
     x: tl.tensor,  # [rows, inputs]
     weight: tl.tensor,  # [outputs, inputs]; GATED: [2 * outputs, inputs], gates first
     bias: tl.tensor,  # as long as weight; unused without BIASED
     rows: tl.tensor,
     x_stride: tl.tensor,
     out_stride: tl.tensor,
+    part_stride: tl.tensor,
     INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr,
+    PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -51,36 +80,38 @@ def product_kernel(
     BIASED: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> None:
-    """One program: COLUMNS outputs of all rows."""
-    row = tl.arange(0, ROWS)
-    output = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    """One program: COLUMNS outputs of all rows, of a part of the inputs."""
+    LENGTH: tl.constexpr = (INPUTS + PARTS * DEPTH - 1) // (PARTS * DEPTH) * DEPTH
+    EVEN: tl.constexpr = INPUTS % (PARTS * DEPTH) == 0 and OUTPUTS % COLUMNS == 0
+    part = tl.program_id(1)
+    output, row = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, ROWS)
     asked, wanted = row < rows, output < OUTPUTS
-    deep = tl.arange(0, DEPTH)
+    deep = part * LENGTH + tl.arange(0, DEPTH)
     from_x = x + row[:, None] * x_stride + deep[None, :]
     from_weight = weight + output.to(tl.int64)[:, None] * INPUTS + deep[None, :]
-    result = tl.zeros([ROWS, COLUMNS], tl.float32)
-    other = tl.zeros([ROWS, COLUMNS], tl.float32)
-    EVEN: tl.constexpr = INPUTS % DEPTH == 0 and OUTPUTS % COLUMNS == 0
-    for first in tl.range(0, INPUTS, DEPTH, num_stages=STAGES):
+    result = tl.zeros([COLUMNS, ROWS], tl.float32)
+    other = tl.zeros([COLUMNS, ROWS], tl.float32)
+    for first in tl.range(0, LENGTH, DEPTH, num_stages=STAGES):
         within = deep < INPUTS - first
-        if INPUTS % DEPTH == 0:
+        if INPUTS % (PARTS * DEPTH) == 0:
             values = tl.load(from_x + first, mask=asked[:, None], other=0.0)
         else:
             values = tl.load(from_x + first, mask=asked[:, None] & within[None, :], other=0.0)
-        result = dot(values, _part(from_weight + first, wanted, within, EVEN), result, WIDEN)
+        result = dot(_piece(from_weight + first, wanted, within, EVEN), values, result, WIDEN)
         if GATED:
-            other = dot(values, _part(from_weight + first + OUTPUTS * INPUTS, wanted, within, EVEN), other, WIDEN)
-    result = behind_product(result, other, bias, output, wanted, OUTPUTS, GATED, GELU, BIASED)
-    place = out + row[:, None] * out_stride + output[None, :]
-    held = asked[:, None] & wanted[None, :]
+            other = dot(_piece(from_weight + first + OUTPUTS * INPUTS, wanted, within, EVEN), values, other, WIDEN)
+    first_part = output + part * OUTPUTS < OUTPUTS  # which has the bias
+    result = behind_product(result, other, bias, output[:, None], first_part[:, None], OUTPUTS, GATED, GELU, BIASED)
+    place = out + part * part_stride + row[None, :] * out_stride + output[:, None]
+    held = asked[None, :] & wanted[:, None]
     if ADD:
         result += tl.load(place, mask=held, other=0.0).to(tl.float32)
     tl.store(place, result.to(out.dtype.element_ty), mask=held)
 
 
 @triton.jit
-def _part(place: tl.tensor, wanted: tl.tensor, within: tl.tensor, EVEN: tl.constexpr) -> tl.tensor:
-    """A part of the weight: [COLUMNS, DEPTH]."""
+def _piece(place: tl.tensor, wanted: tl.tensor, within: tl.tensor, EVEN: tl.constexpr) -> tl.tensor:
+    """A piece of the weight: [COLUMNS, DEPTH]."""
     return tl.load(place) if EVEN else tl.load(place, mask=wanted[:, None] & within[None, :], other=0.0)
 
 
@@ -105,34 +136,40 @@ def product(
     gelu: bool = False,
     add: bool = False,
 ) -> Tensor:
-    """`out`, [rows, outputs], becomes (with `add`: becomes more by) the product of x [rows, inputs], at most ROWS rows.
+    """`out`, [rows, outputs], becomes (with `add`: becomes more by) the product of x [rows, inputs], at most MOST rows.
 
     weight: [outputs, inputs], dense; gains: the rows are normalized first (`operations.rms_norm`); gated: weight is [2 * outputs,
     inputs], and `reference.gated` is taken of its product, with or without gelu. x and out are views whose last dimension is dense.
+    out may be [parts, rows, outputs] instead, float32, without gates: what that adds up to is the product (`parts_of`).
     """
     rows, inputs = x.shape
-    outputs = out.shape[1]
-    assert rows == len(out) <= ROWS, f"{rows} rows into {len(out)}"
+    outputs, parts = out.shape[-1], len(out) if out.dim() == 3 else 1
+    assert rows == out.shape[-2] <= MOST, f"{rows} rows into {out.shape[-2]}"
     assert weight.shape == (outputs * (1 + gated), inputs)
     assert weight.is_contiguous()
-    assert x.stride(1) == out.stride(1) == 1
-    if rows == 1:
+    assert x.stride(1) == out.stride(-1) == 1
+    assert parts == 1 or not (gated or add)
+    if rows == 1 == parts:
         return fused_vector.product(x, weight, bias, out, gains=gains, epsilon=epsilon, gated=gated, gelu=gelu, add=add)
     if rows:
         if gains is not None:
             x = rms_norm(x, gains, epsilon, torch.empty_like(x))
-        amd = torch.version.hip is not None
-        constants = _constants(inputs, outputs, gated, add, bias is not None, amd)
-        constants["GELU"] = gelu
-        product_kernel[(triton.cdiv(outputs, constants["COLUMNS"]),)](
+        constants = _constants(rows, inputs, outputs, parts, gated, x.element_size(), *_machine(x.device))
+        product_kernel[(triton.cdiv(outputs, constants["COLUMNS"]), parts)](
             out,
             x,
             weight,
             bias if bias is not None else weight,
             rows,
             x.stride(0),
-            out.stride(0),
+            out.stride(-2),
+            out.stride(0) if parts > 1 else 0,
             **constants,
+            GATED=gated,
+            GELU=gelu,
+            ADD=add,
+            BIASED=bias is not None,
+            WIDEN=INTERPRET,
             num_warps=WARPS,
             num_stages=constants["STAGES"],
             enable_fp_fusion=True,
@@ -140,35 +177,75 @@ def product(
     return out
 
 
-def _constants(inputs: int, outputs: int, gated: bool, add: bool, biased: bool, amd: bool) -> dict[str, Any]:
-    # 16 KiB of weight at a time, and two or three such pieces under way for each program.
-    columns, depth, stages = (32, 128, 5) if gated else (32, 256, 4)
+def parts_of(x: Tensor, weight: Tensor) -> int:
+    """Into how many parts the inputs of their product are best cut where somebody adds up what these come to."""
+    return _parts(len(x), weight.shape[1], weight.shape[0], _machine(x.device)[1]) if len(x) > 1 else 1
+
+
+@cache
+def _machine(device: torch.device) -> tuple[int, int]:
+    """Its generation (`paged_attention.generation_of`), and its processors: asked once, for a step asks hundreds of times."""
+    return generation_of(device), processors_of(device)
+
+
+def _parts(rows: int, inputs: int, outputs: int, processors: int) -> int:
+    """As few as give a program to three of four processors: two do that for 4,096 outputs on an H200, and four, of which there is
+    twice as much to be added up, are no quicker."""
+    tiles = triton.cdiv(outputs, _columns(rows))
+    able = [parts for parts in PARTS if parts == 1 or inputs >= parts * SHORTEST]
+    return next((parts for parts in able if 4 * tiles * parts >= 3 * processors), able[-1])
+
+
+def _columns(rows: int) -> int:
+    """More rows take twice the outputs and half the inputs at once, so that all programs together read rows half as often."""
+    return 64 if rows <= 32 else 128
+
+
+def _shape(rows: int, outputs: int, parts: int, gated: bool, generation: int, processors: int) -> Shape:
+    """16 KiB of the weight at a time, and three such pieces under way while a fourth is multiplied, for two programs on a
+    processor; five for one that has it alone. Measured on Hopper."""
+    columns = _columns(rows)
+    if gated and generation == 9 and rows <= LEAST:
+        shape = Shape(64, 256, 3)
+    elif gated:
+        shape = Shape(64, 64, 4)
+    elif generation == 9 and parts == 1 and triton.cdiv(outputs, columns) <= processors:
+        shape = Shape(columns, 8192 // columns, 6)
+    else:
+        shape = Shape(columns, 8192 // columns, 4)
+    return shape if generation else shape._replace(stages=2)  # as in attention: little shared memory, and waves to hide latency
+
+
+def _constants(
+    rows: int, inputs: int, outputs: int, parts: int, gated: bool, size: int, generation: int, processors: int
+) -> dict[str, Any]:
+    """size: of a number in bytes."""
+    columns, depth, stages = _shape(rows, outputs, parts, gated, generation, processors)
     return {
         "INPUTS": inputs,
         "OUTPUTS": outputs,
-        "ROWS": ROWS,
-        "COLUMNS": columns if outputs >= columns * PROGRAMS else 16,
-        "DEPTH": min(depth, max(16, triton.next_power_of_2(inputs))),
-        "STAGES": 2 if amd else stages,  # as in attention: little shared memory, and many waves to hide latency
-        "GATED": gated,
-        "ADD": add,
-        "BIASED": biased,
-        "WIDEN": INTERPRET,
+        "PARTS": parts,
+        "ROWS": max(LEAST, triton.next_power_of_2(rows)),
+        "COLUMNS": columns,
+        "DEPTH": min(2 * depth // size, max(16, triton.next_power_of_2(triton.cdiv(inputs, parts)))),
+        "STAGES": stages,
     }
 
 
 def compilations() -> list[Compilation]:
-    """Those of one row, of several."""
+    """All cases of up to 16 rows, and those without gates of more."""
     found = []
-    for case, (kind, targets) in itertools.product(fused_vector.CASES, fused_vector.KINDS.items()):
-        constants = _constants(case.inputs, case.outputs, case.gated, case.add, case.biased, kind == "amd")
-        constants |= {"GELU": case.gelu, "WIDEN": False}
-        pointers = dict.fromkeys(("out", "x", "weight", "bias"), "*bf16")
-        numbers = {"rows": "i32", "x_stride": "i32:16", "out_stride": "i32:16"}
+    cases = [(case, rows) for case in fused_vector.CASES for rows in (16, 32, 64) if rows == 16 or not case.gated]
+    for (case, rows), (generation, targets) in itertools.product(cases, TARGETS.items()):
+        parts = _parts(rows, case.inputs, case.outputs, 132) if case.add else 1
+        constants = _constants(rows, case.inputs, case.outputs, parts, case.gated, 2, generation, 132)
+        constants |= {"GATED": case.gated, "GELU": case.gelu, "ADD": case.add and parts == 1, "BIASED": case.biased, "WIDEN": False}
+        pointers = {"out": "*fp32" if parts > 1 else "*bf16"} | dict.fromkeys(("x", "weight", "bias"), "*bf16")
+        numbers = {"rows": "i32"} | dict.fromkeys(("x_stride", "out_stride", "part_stride"), "i32:16")
         found.append(
             Compilation(
                 kernel=product_kernel,
-                name=f"product {case.name} {kind}".rstrip(),
+                name=f"product {case.name} {rows} {GENERATIONS[generation]}".rstrip(),
                 signature=pointers | numbers,
                 constants=constants,
                 warps=WARPS,

@@ -29,7 +29,7 @@ outside of L2, oneDNN / MKL with the outputs side by side at 1 / 8 / 32 / 256 ro
 Which route is taken depends on nothing that changes between two starts of the same server: the last bits of an answer do not
 either.
 
-On an accelerator few rows go by `fused_product`, together with the norm before them and what comes after; more by torch's own.
+On an accelerator few rows go by `fused_product`, together with what comes before and after them; more by torch's own.
 """
 
 from collections.abc import Callable, Iterable
@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .choose import triton_for
+from .choose import on_hopper, triton_for
 
 if TYPE_CHECKING:
     from .adapters import Additions  # which are made of weights
@@ -61,11 +61,14 @@ SMALL = 3 << 18
 PIECE = 768
 # Rows that AMX adds up in one way, however many there are. With more it goes by their number, of a few hundred inputs and more.
 ALIKE = 32
-# Rows that are few enough for reading the weight to be all that counts: those of `fused_product`; 0 is none. Measured on an H200,
-# 2026-11-26: steps of an 8 B model of 4 and 16 rows in 4.79 and 5.30 ms, by torch's products in 4.92 and 5.38.
-FEW = 16
-# Numbers of rows that stand for all that are few: one row goes by a kernel of its own.
-SAMPLES = (1, 2)
+# Rows that are few enough for reading the weight to be all that counts, which go by `fused_product`; 0 is none. The first is
+# Hopper's, the second that of other devices, and of gates. On an H200 (2026-11-26) its products of 32 rows take 1 to 4 us less than
+# torch's 14 to 34, but more where gates come with them; with more rows they were not measured. Nor was a whole step as it is now,
+# with what norms have to add up: `benchmarks/gpu.py --only model` does that. When products were not cut, and had a step's rows for
+# rows, steps of an 8 B model with 4 and 16 rows took 4.79 and 5.30 ms, by torch's products 4.92 and 5.38.
+FEW, FEWER = 32, 16
+# Numbers of rows that stand for all that are few: one row goes by a kernel of its own, and others have 16 or 32.
+SAMPLES = (1, 2, 32)
 # In float32 torch's own product is quicker; float16 is not measured.
 STREAMED = {torch.bfloat16}
 
@@ -87,6 +90,7 @@ class Weight:
         self.shape = weight.shape
         streams = exact is not Exact.STEADY and weight.dtype in STREAMED and triton_for(weight)
         self._plain = (weight, bias) if streams else None
+        self._hopper = on_hopper(weight.device)
         route = _route(weight, exact)
         self.shared = route in (plain, steady)  # the weight is not copied
         compiles = route in (packed, in_blocks)
@@ -100,9 +104,11 @@ class Weight:
         """x: [rows, in]; result [rows, out]."""
         return self.streamed(x) if self.streams(x) else self.product(x)
 
-    def streams(self, x: Tensor) -> bool:
+    def streams(self, x: Tensor, gated: bool = False) -> bool:
         """Whether rows like x, of which there are few, go by one kernel with what stands before and after their product."""
-        return self._plain is not None and 0 < len(x) <= FEW
+        if self._plain is None:
+            return False
+        return 0 < len(x) <= (FEW if self._hopper and not gated else min(FEW, FEWER))
 
     def streamed(
         self, x: Tensor, *, gains: Tensor | None = None, epsilon: float = 0.0, gated: bool = False, gelu: bool = False
@@ -111,9 +117,16 @@ class Weight:
         out = torch.empty(len(x), self.shape[0] // (1 + gated), dtype=x.dtype, device=x.device)
         return self._stream(x, out, gains=gains, epsilon=epsilon, gated=gated, gelu=gelu)
 
-    def add(self, x: Tensor, sums: Tensor) -> None:
-        """Adds the product of some x that streams to `sums` [rows, out], in place."""
-        self._stream(x, sums, add=True)
+    def add(self, x: Tensor, sums: Tensor) -> Tensor | None:
+        """Adds the product of some x that streams to `sums` [rows, out], in place; or gives its parts, [parts, rows, out] float32,
+        which are still to be added."""
+        from .fused_product import parts_of
+
+        assert self._plain is not None
+        if (parts := parts_of(x, self._plain[0])) == 1:
+            self._stream(x, sums, add=True)
+            return None
+        return self._stream(x, torch.empty(parts, *sums.shape, dtype=torch.float32, device=x.device))
 
     def _stream(self, x: Tensor, out: Tensor, **how: Any) -> Tensor:
         from .fused_product import product

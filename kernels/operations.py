@@ -24,12 +24,15 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """The norm of residual + x, which `residual` becomes. All [rows, size]; the result may be x, overwritten."""
+    """The norm of residual + x, which `residual` becomes. All [rows, size]; the result may be x, overwritten.
+
+    x may be parts of a product instead, [parts, rows, size] float32: they are added up first, and rounded with the residual only.
+    """
     if triton_for(x):
         from .fused_norm import add_rms_norm as fused
 
-        return fused(x, residual, weight, epsilon, x)
-    return reference.rms_norm(residual.add_(x), weight, epsilon)
+        return fused(x, residual, weight, epsilon, x if x.dim() == 2 else torch.empty_like(residual))
+    return reference.rms_norm(residual.add_(x if x.dim() == 2 else x.sum(0)), weight, epsilon)
 
 
 def layer_norm(x: Tensor, weights: Tensor, epsilon: float) -> Tensor:

@@ -16,8 +16,8 @@ class Stream:
     """The residual stream of some tokens: what was added up so far, and what is still to be added, in one go with the next norm.
 
     Few rows on an accelerator go by fewer launches (`fused_product`): products take SwiGLU with them, of one row the norm, too, and
-    what they come to is added at once. With several ranks what they come to must be added up first, so that sums and norms go
-    together.
+    what they come to is added at once, or in parts by the next norm. With several ranks what they come to must be added up first:
+    sums and norms go together.
     """
 
     def __init__(self, sums: Tensor, ranks: Ranks, epsilon: float, gelu: bool = False, chosen: Chosen | None = None) -> None:
@@ -26,7 +26,7 @@ class Stream:
         Gains of norms are [hidden] where those are RMS norms, and [2, hidden] with their biases where they are layer norms.
         """
         self._sums = sums
-        self._more: Tensor | None = None
+        self._more: Tensor | None = None  # [tokens, hidden], or parts of that, [parts, tokens, hidden] float32
         self._ranks = ranks
         self._epsilon = epsilon
         self._gates = Gates(gelu)
@@ -38,24 +38,25 @@ class Stream:
         if more is not None and gains is not None and gains.dim() == 1:
             return add_rms_norm(more, self._sums, gains, self._epsilon)
         if more is not None:
-            self._sums.add_(more)
+            self._sums.add_(more if more.dim() == 2 else more.sum(0))
         return self._sums if gains is None else self._norm(self._sums, gains)
 
     def through(self, gains: Tensor | None, weight: Weight, gates: bool = False) -> Tensor:
         """The product of what is `normalized` with `weight`, or what its gates let through."""
-        few = weight.streams(self._sums) and not self._adapted(weight)
+        few = weight.streams(self._sums, gates) and not self._adapted(weight)
         if few and self._more is None and (gains is None or gains.dim() == 1):
             return weight.streamed(self._sums, gains=gains, epsilon=self._epsilon, gated=gates, gelu=self._gates.gelu)
         x = self.normalized(gains)
         if few and gates:
             return weight.streamed(x, gated=True, gelu=self._gates.gelu)
-        found = self.product(x, weight)
+        found = self.product(x, weight, streams=not gates)
         return gated(found, self._gates) if gates else found
 
     def add(self, x: Tensor, weight: Weight, gains: Tensor | None = None) -> None:
         """Adds the product of x with `weight`, this rank's part of it, or the norm of that."""
         if gains is None and self._ranks.size == 1 and weight.streams(x) and not self._adapted(weight):
-            weight.add(x, self._sums)
+            assert self._more is None
+            self._more = weight.add(x, self._sums)
         else:
             self.add_part(self.product(x, weight), gains)
 
@@ -88,9 +89,9 @@ class Stream:
         self._sums = self.normalized(None).index_select(0, rows)
         self._chosen = self._chosen.select(rows) if self._chosen is not None else None
 
-    def product(self, x: Tensor, weight: Weight) -> Tensor:
-        """Of a row for each token of the stream with `weight`, and what adapters add to it."""
-        found = weight(x)
+    def product(self, x: Tensor, weight: Weight, streams: bool = True) -> Tensor:
+        """Of a row for each token of the stream with `weight`, and what adapters add to it; streams: it may, where rows are few."""
+        found = weight(x) if streams else weight.product(x)
         if self._chosen is not None and weight.additions is not None:
             weight.additions.add(x, found, self._chosen)
         return found

@@ -70,8 +70,8 @@ def test_some_of_ours_compile() -> None:
     kinds = "norm add 4096", "rotary and write 128 bf16", "swiglu bf16", "slot move bf16", "attend one 8 "
     answer = run("-m", "penstock.kernels.compile", *kinds)
     assert answer.returncode == 0, answer.stdout + answer.stderr
-    assert answer.stdout.splitlines()[-1].startswith("10 kernels, 5 targets, 0 faults")  # rotary with an fp8 cache, and early, too
-    assert len(answer.stdout.splitlines()) == 2 + 5 * 5 + 3 + 2 + 5  # these have fewer targets
+    assert answer.stdout.splitlines()[-1].startswith("11 kernels, 5 targets, 0 faults")  # rotary with an fp8 cache, and early, too
+    assert len(answer.stdout.splitlines()) == 2 + 5 * 6 + 3 + 2 + 5  # these have fewer targets
 
 
 CODE = """
@@ -94,6 +94,9 @@ for one in kernels:
         print("early:", one.name, launches, "st.global" in after, touches)
     if one.name in ("sampling draw", "sampling weigh"):
         print("wide:", one.constants["MASKED"], compile._compiled(one, hopper).asm["ptx"].count("ld.global.v4.b32"))
+    if one.name in ("product down 16", "product vocabulary 32", "product output 64", "product gated 16"):
+        code = compile._compiled(one, hopper).asm["ptx"]
+        print("units:", "wgmma.mma_async" in code, "mma.sync" in code, "cp.async.cg" in code, code.count("ld.global"))
 
 for more in ({}, {"softcap": 50.0}, {"window": 4096}, {"softcap": 50.0, "window": 4096}):
     one = paged_attention._compilation(1, 128, 9, **more)  # the one tile where nothing may depend on the batch
@@ -140,7 +143,9 @@ def told() -> dict[str, list[str]]:
     answer = run("-c", CODE)
     assert answer.returncode == 0, answer.stdout + answer.stderr
     found = [line.split(": ", 1) for line in answer.stdout.splitlines()]
-    return {word: [line for first, line in found if first == word] for word in ("early", "wide", "exact", "loops", "apart")}
+    return {
+        word: [line for first, line in found if first == word] for word in ("early", "wide", "units", "exact", "loops", "apart")
+    }
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux only")
@@ -155,6 +160,12 @@ def test_keys_are_added_up_alike_whether_some_are_hidden_or_none(told: dict[str,
     """Which loop of attention a key is in goes by how a prompt is cut: what is contracted in one must be in all."""
     for line, more in zip(told["loops"], (2, 2, 3, 3), strict=True):
         assert line.endswith(f" {more} True True"), line
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux only")
+def test_products_of_few_rows_go_by_hoppers_units_without_a_detour(told: dict[str, list[str]]) -> None:
+    """Which take both operands from shared memory, where copies have put them: nothing goes through registers."""
+    assert told["units"] == ["True False True 0"] * 4
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux only")

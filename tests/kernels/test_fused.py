@@ -80,6 +80,23 @@ def test_norm_with_residual(dtype: torch.dtype, chance: random.Random) -> None:
     close(found, reference.rms_norm(total, weight, 1e-5))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_with_parts_of_a_product(dtype: torch.dtype, chance: random.Random, unwritten: None) -> None:
+    """They are added up in their order, and rounded once, together with the residual."""
+    rows, size, parts = chance.randint(1, 5), chance.randint(1, 300), chance.choice([1, 2, 3, 4])
+    x, residual, weight = randn(parts, rows, size, dtype=torch.float32), wide(rows, size, dtype)[0], randn(size, dtype=dtype)
+    begun, total = residual.clone(), x[0]
+    for part in x[1:]:
+        total = total + part
+    total = (total + begun.float()).to(dtype)
+    found = operations.add_rms_norm(x, residual, weight, 1e-5)
+    close(residual, total)
+    close(found, reference.rms_norm(total, weight, 1e-5))
+    choose.force("reference")
+    close(operations.add_rms_norm(x, begun, weight, 1e-5), found)
+    close(begun, total)
+
+
 def test_the_plain_branches(chance: random.Random) -> None:
     """What is defined in `operations` is put together from what is tested elsewhere."""
     choose.force("reference")

@@ -1,6 +1,8 @@
 """Products of few rows, with what stands before and after them, mean what the plain operations mean one after the other."""
 
 import random
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ pytest.importorskip("triton")
 
 from penstock.kernels import choose, fused_product, linear, reference
 from penstock.kernels.fused_norm import rms_norm
-from penstock.kernels.fused_product import ROWS, product
+from penstock.kernels.fused_product import LEAST, MOST, product
 from penstock.kernels.linear import Weight
 from penstock.shard.models.stream import Stream
 from penstock.shard.parallel import Ranks
@@ -52,6 +54,7 @@ def exact(
 
 
 SIZES = [(16, 16), (40, 24), (64, 33), (256, 130), (300, 257), (512, 64)]
+ROWS = [1, 2, 7, LEAST, LEAST + 1, 32, 33, MOST]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -59,7 +62,7 @@ SIZES = [(16, 16), (40, 24), (64, 33), (256, 130), (300, 257), (512, 64)]
 @pytest.mark.parametrize("norm", [False, True])
 def test_products(dtype: torch.dtype, gated: bool, norm: bool, chance: random.Random) -> None:
     for inputs, outputs in [*chance.sample(SIZES, 3), (chance.randint(1, 600), chance.randint(1, 200))]:
-        rows, add, biased = chance.choice([1, 2, 7, ROWS]), not gated and chance.random() < 0.6, chance.random() < 0.5
+        rows, add, biased = chance.choice(ROWS), not gated and chance.random() < 0.6, chance.random() < 0.5
         gelu = gated and chance.random() < 0.5
         x, _ = wide(rows, inputs, dtype)
         weight = randn(outputs * (1 + gated), inputs, dtype=dtype, scale=inputs**-0.5)
@@ -73,6 +76,32 @@ def test_products(dtype: torch.dtype, gated: bool, norm: bool, chance: random.Ra
         expected, size = exact(x, weight, bias, before, gains, gated, gelu, add)
         assert (out.double() - expected).abs().max() <= TOLERANCES[dtype] * size
         assert all(part.isnan().all() for part in (whole[:, :3], whole[:, outputs + 3 :], whole[rows:]))
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parts_come_to_the_product(dtype: torch.dtype, parts: int, chance: random.Random) -> None:
+    """Also where the last have no inputs; the first has the bias."""
+    for inputs, outputs in [(40, 24), (512, 130), (1024, 64), (chance.randint(1, 1200), chance.randint(1, 200))]:
+        rows = chance.choice(ROWS)
+        x, _ = wide(rows, inputs, dtype)
+        weight, bias = randn(outputs, inputs, dtype=dtype, scale=inputs**-0.5), randn(outputs, dtype=dtype)
+        whole = torch.full((parts, rows + 2, outputs + 7), torch.nan, device=DEVICE)
+        out = whole[:, :rows, 3 : outputs + 3]
+        assert product(x, weight, bias, out) is out
+        expected, size = exact(x, weight, bias, bias, None, gated=False, gelu=False, add=False)
+        assert (out.double().sum(0) - expected).abs().max() <= 2e-5 * size
+        assert all(part.isnan().all() for part in (whole[..., :3], whole[..., outputs + 3 :], whole[:, rows:]))
+
+
+def test_inputs_are_cut_where_outputs_are_few() -> None:
+    """As was best on an H200, where somebody adds up what parts come to."""
+    found = {shape: fused_product._parts(32, *shape, 132) for shape in ((4096, 4096), (14336, 4096), (4096, 6144), (4096, 128256))}
+    assert list(found.values()) == [2, 2, 2, 1]
+    assert fused_product._parts(64, 4096, 4096, 132) == 4  # of twice as many outputs each
+    assert [fused_product._parts(16, inputs, 1024, 132) for inputs in (300, 1024, 3072)] == [1, 2, 4]
+    x, weight = randn(2, 4096, dtype=torch.float32), torch.empty(64, 4096, device=DEVICE)
+    assert fused_product.parts_of(x, weight) > fused_product.parts_of(x[:1], weight) == 1
 
 
 def test_rows_know_no_neighbours(chance: random.Random) -> None:
@@ -96,9 +125,12 @@ def test_gates_of_large_numbers() -> None:
 def test_a_fault_would_be_seen(chance: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of tiles that end before the inputs do."""
     honest = fused_product._constants
-    monkeypatch.setattr(fused_product, "_constants", lambda inputs, *rest: honest(inputs, *rest) | {"INPUTS": inputs - 1})
+    monkeypatch.setattr(fused_product, "_constants", lambda rows, inputs, *rest: honest(rows, inputs - 1, *rest))
+    monkeypatch.setattr(sys.modules[__name__], "ROWS", [2, 33])
     with pytest.raises(AssertionError):
         test_products(torch.float32, False, False, chance)
+    with pytest.raises(AssertionError):
+        test_parts_come_to_the_product(torch.float32, 2, chance)
 
 
 class Two:
@@ -114,9 +146,15 @@ class Two:
         return x.mul_(2)
 
 
-@pytest.mark.parametrize("ranks", [Ranks(0, 1, torch.device(DEVICE)), Two()])
-def test_what_several_ranks_come_to_is_added_up(ranks: Any, monkeypatch: pytest.MonkeyPatch, chance: random.Random) -> None:
-    """Two layers of a stream, by way of few rows and of many."""
+ALONE = Ranks(0, 1, torch.device(DEVICE))
+
+
+@pytest.mark.parametrize(("ranks", "shortest"), [(ALONE, 512), (ALONE, 8), (Two(), 8)])
+def test_what_several_ranks_come_to_is_added_up(
+    ranks: Any, shortest: int, monkeypatch: pytest.MonkeyPatch, chance: random.Random
+) -> None:
+    """Two layers of a stream, by way of few rows, with inputs that are cut and whole, and of many."""
+    monkeypatch.setattr(fused_product, "SHORTEST", shortest)
     hidden, wide = 24, 40
     gains = [randn(hidden, dtype=torch.float32) for _ in range(2)]
     tensors = [randn(2 * wide, hidden, dtype=torch.float32), randn(hidden, wide, dtype=torch.float32)]
@@ -131,11 +169,40 @@ def test_what_several_ranks_come_to_is_added_up(ranks: Any, monkeypatch: pytest.
             stream = Stream(begun.clone(), ranks, 1e-5)
             for _ in range(2):
                 stream.add(stream.through(gains[0], gate_up, gates=True), down)
+                if ranks.size == 1 and types:
+                    assert (stream._more is None) == (shortest > wide)  # it is in parts, or was added at once
             found.append(stream.normalized(gains[1]))
     finally:
         choose.force("")
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
     assert ranks.size == 1 or ranks.added == 4
+
+
+READERS: dict[str, Callable[[Stream], object]] = {
+    "sums": lambda stream: stream.normalized(None),
+    "layer norm": lambda stream: stream.normalized(torch.ones(2, 24, device=DEVICE)),
+    "factor": lambda stream: stream.scale(3.0),
+    "rows": lambda stream: stream.put(torch.tensor([2, 0], device=DEVICE), torch.ones(2, 24, device=DEVICE)),
+    "choice": lambda stream: stream.select(torch.tensor([2, 0], device=DEVICE)),
+    "gates": lambda stream: stream.through(torch.ones(24, device=DEVICE), Weight(torch.ones(8, 24, device=DEVICE)), gates=True),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_parts_are_added_whoever_comes_next(reader: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_product, "SHORTEST", 8)
+    begun, x, tensor = (randn(*shape, dtype=torch.float32) for shape in ((3, 24), (3, 40), (24, 40)))
+    found = []
+    with choose.forced("triton"):
+        for types in (set(), {torch.float32}):
+            monkeypatch.setattr(linear, "STREAMED", types)
+            stream = Stream(begun.clone(), ALONE, 1e-5)
+            stream.add(x, Weight(tensor))
+            assert stream._more is not None
+            assert stream._more.dim() == 2 + len(types)
+            came = READERS[reader](stream)
+            found.append((stream.normalized(None), came))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
 
 
 def test_few_rows_go_by_it_and_many_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,11 +215,17 @@ def test_few_rows_go_by_it_and_many_do_not(monkeypatch: pytest.MonkeyPatch) -> N
     calls = []
     honest = fused_product.product
     monkeypatch.setattr(fused_product, "product", lambda *given, **more: calls.append(len(given[0])) or honest(*given, **more))
-    for rows in (0, 1, linear.FEW, linear.FEW + 1):
+    for rows in (0, 1, linear.FEWER, linear.FEWER + 1, linear.FEW, linear.FEW + 1):
         x = randn(rows, 24, dtype=torch.float32)
         assert weight.streams(x) == (0 < rows <= linear.FEW)
+        assert weight.streams(x, gated=True) == (0 < rows <= linear.FEWER)
         torch.testing.assert_close(weight(x), weight.product(x))
-    assert calls == [1, linear.FEW]
-    assert linear.FEW <= ROWS
+    assert calls == [1, linear.FEWER, linear.FEWER + 1, linear.FEW]
+    assert linear.FEW <= MOST
+    with choose.forced("triton"):  # of which torch's is quicker
+        Stream(randn(linear.FEWER + 1, 24, dtype=torch.float32), ALONE, 1e-5).through(None, weight, gates=True)
+    assert len(calls) == 4
+    weight._hopper = False
+    assert not weight.streams(randn(linear.FEWER + 1, 24, dtype=torch.float32))
     half = Weight(randn(32, 24, dtype=torch.float16))
     assert not half.streams(randn(1, 24, dtype=torch.float16))

@@ -474,7 +474,7 @@ def _type(value: Any, plain: bool, unaligned: bool) -> str:
 
 def _norm(given: Any) -> None:
     if given.ADD:
-        given.residual.add_(given.x)
+        given.residual.add_(given.x.sum(0) if given.PARTS > 1 else given.x)
     wide = (given.residual if given.ADD else given.x).float()
     given.out.copy_(wide * (wide.square().mean(-1, keepdim=True) + given.epsilon).rsqrt() * given.weight.float())
 
@@ -490,6 +490,8 @@ def _product(given: Any) -> None:
     found = torch.nn.functional.linear(x, given.weight.float(), given.bias.float() if given.BIASED else None)
     if given.GATED:
         found = reference.gated(found, reference.Gates(given.GELU))
+    if given.out.dim() == 3:
+        found = torch.stack((found, *(torch.zeros_like(found),) * (len(given.out) - 1)))
     given.out.copy_(found + given.out.float() if given.ADD else found)
 
 

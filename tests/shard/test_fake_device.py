@@ -43,6 +43,7 @@ from penstock.tests.shard.test_weights import Alone
 
 triton = pytest.importorskip("triton")
 fused_penalties = pytest.importorskip("penstock.kernels.fused_penalties")
+fused_product = pytest.importorskip("penstock.kernels.fused_product")
 
 FOLDER = Path(__file__).parents[2] / "demo"
 PROMPT = list(range(5, 65))  # so many that answers take pages
@@ -95,6 +96,8 @@ DRAFTED = ("greedy", "sampled", "penalties", "grammar")  # what drafts make anot
 
 @pytest.fixture
 def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
+    """Inputs of products are cut, as those of larger models are."""
+    monkeypatch.setattr(fused_product, "SHORTEST", 16)
     with fake_cuda.device(monkeypatch) as found:
         yield found
 
@@ -198,6 +201,7 @@ def test_nothing_is_on_the_wrong_device(noted: Noted, speculate: str, more: dict
         "restore_kernel",
     }
     assert speculate or "copy_kernel" in names
+    assert {dict(one.constants)["PARTS"] for one in noted.launches if one.kernel in ("product_kernel", "norm_kernel")} >= {1, 4}
 
 
 EARLY = {"rotary_kernel", "attend", "merge"}
