@@ -31,7 +31,7 @@ from .memories import DeltaRule, Remembered
 from .mlp import Beside, Dense, Limited, Narrow, Sparse, Ungated, Weighed
 from .remembering import Convolution, FineLinear, Linear, Remembering
 from .renamed import Either, Older
-from .rotary import Places, growth_of, unturned_growth_of
+from .rotary import Places, growth_of, logarithms_of, unturned_growth_of
 from .rotary import table_of as angles_of
 from .shape import Shape, Unsupported
 from .short_convolutions import ShortConvolutions
@@ -77,12 +77,12 @@ class Layer:
         self.mlp = self._mlp(load) if thinks else None
 
     def _attention(self, load: Loader) -> Heads | Queries | Latents | Remembered:
-        kept, latent = self.shape.remembering, self.shape.latent
+        kept = self.shape.remembering
         if self.index >= self.shape.with_keys:
             return Queries(load, self.window)
         if kept and not kept.along and self.index in kept.layers:
             return _remembered(load, kept)
-        if latent:
+        if latent := self.shape.latent_of(self.index):
             return Latents(load, latent, self.window, self.index in self.shape.indexing)
         blocks, turned = self.shape.blocks, self.index not in self.shape.unturned
         if blocks and self.index in blocks.layers:
@@ -196,9 +196,12 @@ class Decoder:
         size, dtype = shape.turning_size(0), self.embedding.dtype
         of = partial(angles_of, positions=shape.turned_positions, dtype=dtype, device=device, turned=shape.turned(0))
         still = partial(of, Rope(), size, positions=1)  # at position 0 nothing is turned
-        self.rotary = of(shape.rope, size) if shape.turns else still()
+        self.waves = load.wide("rotary_emb.alpha", shape.turned(0) // 2) if shape.rope.learned else None  # logarithms of factors
+        factors = self.waves.exp() if self.waves is not None else None
+        self.rotary = of(shape.rope, size, factors=factors) if shape.turns else still()
         self.growth = growth_of(shape.rope, shape.max_positions, dtype, device)
         self.unturned_growth = unturned_growth_of(shape.unturned_growth, shape.max_positions, dtype, device)
+        self.logarithms = logarithms_of(shape.max_positions, dtype, device) if shape.sharpened else None
         near = max(shape.windows)
         self.local_rotary = of(shape.local_rope, shape.turning_size(near), turned=shape.turned(near)) if shape.local_rope else None
         self.leanings = leanings_of(shape, ranks.rank, ranks.size, dtype, device) if shape.alibi else None
@@ -274,9 +277,13 @@ class Decoder:
 
     def _places(self, step: Step) -> list[Places]:
         """What the positions of the step's tokens mean to each layer."""
-        leaning = self.leanings.index_select(0, step.positions) if self.leanings is not None else None
+        leaning, logarithms = (
+            table.index_select(0, step.positions) if table is not None else None for table in (self.leanings, self.logarithms)
+        )
         choosing: list[Choosing | None] = []
-        return [Places(*each, leaning, choosing) for each in zip(self._turnings(step), self._growths(step), strict=True)]
+        return [
+            Places(*each, leaning, logarithms, choosing) for each in zip(self._turnings(step), self._growths(step), strict=True)
+        ]
 
     def _turnings(self, step: Step) -> list[Tensor]:
         """Cosines and sines of the step's tokens, for each layer."""

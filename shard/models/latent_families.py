@@ -156,10 +156,10 @@ def _deepseek_v32(config: Config) -> Shape:
 
 def _glm_5(config: Config) -> Shape:
     """The same, but for the order of the index's features; some layers may go by the index of another."""
-    return _indexed(GLM_5 | config, neighbours=True, borrowing=_borrowing(config))
+    return _indexed(GLM_5 | config, neighbours=True, borrowing=borrowing_of(config))
 
 
-def _borrowing(config: Config) -> frozenset[int]:
+def borrowing_of(config: Config) -> frozenset[int]:
     """Layers without an index: as they are named, by letters, or by how many follow each other."""
     layers = config["num_hidden_layers"]
     every, first = config.get("index_topk_freq", 1), config.get("index_skip_topk_offset", 2)
@@ -211,7 +211,7 @@ def _deepseek_v2(config: Config) -> Shape:
     if method not in ("greedy", "group_limited_greedy"):
         raise Unsupported(f"topk_method {shown(method)} is not supported: the decoder has greedy and group_limited_greedy")
     base = scored(latent_shape(given), given if method != "greedy" else given | {"n_group": 1, "topk_group": 1})
-    return _softened(base, best=1, precise=True)
+    return softened(base, best=1, precise=True)
 
 
 def deepseek_ocr(config: Config) -> Shape:
@@ -221,13 +221,13 @@ def deepseek_ocr(config: Config) -> Shape:
     if given["num_experts_per_tok"] is None:
         raise KeyError("num_experts_per_tok")
     base = biased(common({name: value for name, value in given.items() if name != "head_dim"}), given)
-    return _softened(scored_by_kinds(base, given | {"n_group": 1, "topk_group": 1}), best=1, precise=True)
+    return softened(scored_by_kinds(base, given | {"n_group": 1, "topk_group": 1}), best=1, precise=True)
 
 
 def _mistral_4(config: Config) -> Shape:
     """The same, by the best two of a set. Queries grow with their position."""
     given = with_rope(MISTRAL_4 | config, MISTRAL_4_ROPE)
-    return _softened(scored(latent_shape(given), given))
+    return softened(scored(latent_shape(given), given))
 
 
 def _youtu(config: Config) -> Shape:
@@ -269,7 +269,7 @@ def _hy_4(config: Config, neighbours: bool = False) -> Shape:
     """Tencent's Hy 4: GLM 5 with several residual streams, gates of attention, sinks, and experts whose gates have a limit."""
     usual = [OWN if layer == 0 or (layer - 1) % 4 == 0 else OTHERS for layer in range(config["num_hidden_layers"])]
     given = HY_4 | {"routed_scaling_factor": 2.827, "indexer_types": usual} | config | {"rope_interleave": neighbours}
-    base = _indexed(given, neighbours=neighbours, borrowing=_borrowing(given), turned_last=True)
+    base = _indexed(given, neighbours=neighbours, borrowing=borrowing_of(given), turned_last=True)
     limit = config.get("swiglu_limit", 10.0)
     if type(limit) not in (int, float) or limit > 0:
         base = with_experts(base, limit=number(given, "swiglu_limit", 10.0), form="before")
@@ -285,7 +285,7 @@ def _hy_4(config: Config, neighbours: bool = False) -> Shape:
     )
 
 
-def _softened(base: Shape, **more: Any) -> Shape:
+def softened(base: Shape, **more: Any) -> Shape:
     """The same, but scores of experts are a softmax's, and are not corrected."""
     return with_experts(base, sigmoid=False, correction="", **more)
 

@@ -1,6 +1,6 @@
 """What a model may have that others have not, each by itself: parts of a `Shape`. Knows no tensor, as that."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import ClassVar
 
@@ -28,6 +28,7 @@ class Rope:
     long: tuple[float, ...] = ()  # and if more are
     axes: tuple[int, ...] = ()  # of each pair of features: which of an image's positions turns it; (): images' tokens have one
     part: float = 1.0  # proportional's: of all pairs of features these turn, the first, and those behind them stand still
+    learned: bool = False  # waves have factors, of which the checkpoint has the logarithms
 
     @property
     def reach(self) -> int:
@@ -170,14 +171,21 @@ class Index:
     borrowing: frozenset[int] = frozenset()  # layers without one, which attend to what the last one before them has chosen
     turned_last: bool = False  # in the checkpoint, features that turn stand behind the others
     epsilon: float = 1e-6  # of the layer norm of keys
+    streaming: bool = False  # queries are made of what keys are made of, behind a layer norm, instead of latents
+    sharpened: bool = False  # queries, as `Shape.sharpened`
 
     def matrices(self, queries: int, hidden: int) -> Matrices:
-        """Of queries, which are made of so many features, and of keys."""
-        return [(self.heads * self.size, queries, queries), (self.size, hidden, hidden)]
+        """Of queries, which are made of latents of so many features if of any, and of keys."""
+        inputs = hidden if self.streaming else queries
+        return [(self.heads * self.size, inputs, inputs), (self.size, hidden, hidden)]
+
+    def wide(self, hidden: int) -> int:
+        """Elements that are held in float32: of what weighs heads, and of what queries grow by."""
+        return self.heads * (hidden + 2 * self.sharpened)
 
     def elements(self, queries: int, hidden: int) -> int:
-        """Of all of it: these, a norm of keys, and what weighs heads."""
-        return elements(self.matrices(queries, hidden)) + 2 * self.size + self.heads * hidden
+        """Of all of it: these, norms of keys and of what queries are made of, and what is `wide`."""
+        return elements(self.matrices(queries, hidden)) + 2 * (self.size + self.streaming * hidden) + self.wide(hidden)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,6 +237,18 @@ class Latent:
     queries: int = 0  # that queries are made of; 0: of the residual stream
     epsilon: float = 1e-6  # of norms of both, whatever other norms have
     index: Index | None = None  # None: each token attends to all before it
+    apart: bool = (
+        True  # so many of a key stand beside the latent in layers without a rotary embedding, too; or they are plain there
+    )
+
+    @property
+    def width(self) -> int:
+        """Features of a token that a layer makes, before zeros fill them up to those of other layers."""
+        return self.size + self.turned
+
+    def of(self, turns: bool) -> "Latent":
+        """As layers have it that have a rotary embedding, or those that have none."""
+        return self if turns or self.apart else replace(self, plain=self.plain + self.turned, turned=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

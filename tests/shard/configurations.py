@@ -149,6 +149,11 @@ HY_4 = INDEXED | {
     "pad_token_id": 0,
     **ENDS,
 }
+MISTRAL_LARGE_4 = {name: value for name, value in INDEXED.items() if name not in ("q_lora_rank",)} | {
+    "num_hidden_layers": 4,
+    "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+}
+BLIND = {"model_type": "pixtral", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
 AFMOE = SMALL | {
     "head_dim": 16,
     "num_hidden_layers": 3,
@@ -482,6 +487,15 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "minimax-m3": lambda: transformers.MiniMaxM3VLTextConfig(**MINIMAX_3, index_local_blocks=2, tie_word_embeddings=True),
     "minimax-m3-plain": lambda: transformers.MiniMaxM3VLTextConfig(**MINIMAX_3 | {"layer_types": None, "mlp_layer_types": None}),
+    "mistral-large4": lambda: transformers.MistralLarge4Config(
+        text_config=MISTRAL_LARGE_4
+        | {"attention_bias": True, "n_group": 4, "topk_group": 2, "rope_parameters": dict(DEEP_YARN)}
+        | {"no_rope_layers": [1, 0, 1, 0], "indexer_types": ["full", "full", "shared", "shared"], "rms_norm_eps": 0.1},
+        vision_config=BLIND,
+    ),
+    "mistral-large4-plain": lambda: transformers.MistralLarge4Config(
+        text_config=MISTRAL_LARGE_4 | {"final_logit_softcapping": 5.0}, vision_config=BLIND
+    ),
     "mixtral": lambda: transformers.MixtralConfig(**SMALL, num_local_experts=5, num_experts_per_tok=2),
     "mpt": lambda: transformers.MptConfig(**MPT, attn_config={"clip_qkv": 0.7}),
     "nanochat": lambda: transformers.NanoChatConfig(**SMALL, final_logit_softcapping=9.0, attention_bias=True),
@@ -644,6 +658,13 @@ OTHERS: dict[str, Callable[[], Any]] = {
         **INDEXED | FEW_HEADS | {"num_hidden_layers": 3}, indexer_types=["full", "shared", "full"]
     ),
     "few-heads-hy-4": lambda: transformers.HYV4Config(**HY_4 | FEW_HEADS | {"num_hidden_layers": 3}),
+    "few-heads-mistral-large4": lambda: transformers.MistralLarge4Config(
+        text_config=MISTRAL_LARGE_4
+        | FEW_HEADS
+        | {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0]}
+        | {"indexer_types": ["full", "full", "shared", "shared"]},
+        vision_config=BLIND,
+    ),
     "few-heads-granite-4-h": lambda: transformers.GraniteMoeHybridConfig(
         **GRANITE4 | FEW_HEADS | {"num_hidden_layers": 3, "mamba_n_heads": 4}, num_local_experts=5, num_experts_per_tok=2
     ),

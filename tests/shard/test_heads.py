@@ -47,6 +47,7 @@ FAMILIES = [
     ("lfm2", 8),
     ("lfm3", 8),
     ("mimo", 4),
+    ("mistral-large4", 8),
     ("nemotron-h-moe", 4),
     ("one-key-gpt-oss", 4),
     ("one-key-llama", 2),
