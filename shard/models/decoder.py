@@ -22,6 +22,8 @@ from ..weights import Source
 from .alibi import table_of as leanings_of
 from .changes import Changes
 from .choosing_heads import ChoosingHeads
+from .gated_latents import GatedLatents
+from .gated_norms import GatedStream, NormGate
 from .heads import Heads, Queries
 from .kimi_memories import FineDelta
 from .latents import Latents
@@ -56,11 +58,9 @@ class Layer:
         self.ranks = load.ranks
         self.window = shape.windows[index]
         attends, thinks = index not in shape.inattentive, index not in shape.without_mlp
-        sparse = bool(shape.mixtures and shape.mixtures[index])
-        names = (*shape.norms[:3], shape.norms[3] or (shape.experts_norm if sparse else ""))
         self.input_norm, self.attention_norm, self.mlp_norm, self.last_norm = (
             load.gains(name, shape.hidden) if name and there else None
-            for name, there in zip(names, (attends, attends, thinks, thinks), strict=True)
+            for name, there in zip(shape.norm_names(index), (attends, attends, thinks, thinks), strict=True)
         )
         if shape.residual_factor != shape.weight_factor:
             self.attention_norm, self.last_norm = (
@@ -68,6 +68,7 @@ class Layer:
             )
         # Of what attention, and the MLP, see of several streams.
         self.mixings = [Mixing(load, f"{part}_hc.", shape.hyper) for part in ("attn", "ffn")] if shape.hyper else []
+        self.norm_gates = [NormGate(load, name, shape.norm_gates) if name else None for name in shape.gated_norms(index)]
         self.attention = self._attention(load) if attends else None
         kept = shape.remembering
         along = kept is not None and kept.along and index in kept.layers
@@ -83,7 +84,7 @@ class Layer:
         if kept and not kept.along and self.index in kept.layers:
             return _remembered(load, kept)
         if latent := self.shape.latent_of(self.index):
-            return Latents(load, latent, self.window, self.index in self.shape.indexing)
+            return (GatedLatents if latent.gated else Latents)(load, latent, self.window, self.index in self.shape.indexing)
         blocks, turned = self.shape.blocks, self.index not in self.shape.unturned
         if blocks and self.index in blocks.layers:
             return ChoosingHeads(load, blocks, self.window, turned)
@@ -112,6 +113,9 @@ class Layer:
         if self.mixings:
             assert isinstance(stream, Streams)
             stream.turn(self.mixings[part])
+        if self.norm_gates:
+            assert isinstance(stream, GatedStream)
+            stream.turn(self.norm_gates[part])
 
     def _read(
         self, reader: Heads | Queries | Latents | Remembered, stream: Stream, step: Step, places: Places, cache: Cache
@@ -323,7 +327,7 @@ class Decoder:
         shape = self.shape
         if shape.hyper:
             return Streams(sums, self.ranks, shape.norm_epsilon, shape.hyper.count, chosen)
-        return Stream(sums, self.ranks, shape.norm_epsilon, shape.gelu, chosen)
+        return (GatedStream if shape.norm_gates else Stream)(sums, self.ranks, shape.norm_epsilon, shape.gelu, chosen)
 
     def _root(self, source: Source) -> str:
         return root_of(source, self.shape)
@@ -402,6 +406,7 @@ class Decoder:
         parts = [self, *self.layers, *(part for layer in self.layers for reader in layer.readers for part in reader.parts)]
         parts += [part for part in (self.inputs, *(layer.told for layer in self.layers), self.mixing) if part is not None]
         parts += [mixing for layer in self.layers for mixing in layer.mixings]
+        parts += [gate for layer in self.layers for gate in layer.norm_gates if gate is not None]
         held = [value for part in parts for value in vars(part).values()]
         held += [own for value in held if isinstance(value, list) for own in value]
         found = [value for value in held if isinstance(value, (Weight, Tensor))]

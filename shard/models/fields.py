@@ -51,6 +51,7 @@ SIZES = {
     "index_head_dim": 1 << 10,
     "index_n_heads": 1 << 10,
     "hc_mult": 1 << 6,
+    "gated_norm_rank": 1 << 16,
     "index_block_size": 1 << 20,
     "index_topk_blocks": 1 << 20,
     "index_local_blocks": 1 << 20,

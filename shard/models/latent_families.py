@@ -68,6 +68,24 @@ MISTRAL_4: Config = FEATURES | {
 }
 MISTRAL_4_ROPE = MISTRAL_YARN | {"rope_theta": 10_000.0, "factor": 128.0, "original_max_position_embeddings": 8192}
 AX_K1: Config = DEEPSEEK_V3 | {"max_position_embeddings": 32_768, "n_routed_experts": 192, "first_k_dense_replace": 1}
+AX_K2: Config = DEEPSEEK_V32 | {
+    "kv_lora_rank": 128,
+    "q_lora_rank": 384,
+    "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+    "max_position_embeddings": 131_072,
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "index_n_heads": 16,
+    "gated_norm_rank": 16,
+}
+# transformers' names, and those of the hub, by which transformers writes it, too.
+AX_K2_NAMES = ((".mlp.fc1.", ".W_down."), (".mlp.fc2.", ".W_up."), (".q_gate_proj.", ".q_b_proj."))
 MINICPM: Config = FEATURES | {
     "kv_lora_rank": 256,
     "q_lora_rank": 768,
@@ -241,6 +259,20 @@ def _ax_k1(config: Config) -> Shape:
     return replace(with_experts(base, uncorrected=True), experts_norm="post_mlp_layernorm")
 
 
+def _ax_k2(config: Config) -> Shape:
+    """SK Telecom's A.X K2: DeepSeek V3.2, with gates of attention, and of the norms before it and before experts."""
+    expect(config, rope_interleave=True)
+    base = _indexed(AX_K2 | config, neighbours=False)
+    assert base.latent is not None
+    return replace(
+        with_experts(base, zeroed=True),
+        latent=replace(base.latent, gated=True),
+        norm_gates=(AX_K2 | config)["gated_norm_rank"],
+        aliases=AX_K2_NAMES,
+        modules=(("q_gate_proj", "q_b_proj"),),
+    )
+
+
 def _minicpm_3(config: Config) -> Shape:
     """Without experts, and scaled (Hu et al. 2024, arXiv:2404.06395)."""
     given = MINICPM | with_original(config)
@@ -292,6 +324,7 @@ def softened(base: Shape, **more: Any) -> Shape:
 
 LATENT: dict[str, Callable[[Config], Shape]] = {
     "AXK1ForCausalLM": _ax_k1,
+    "AXK2ForCausalLM": _ax_k2,
     "DeepseekV2ForCausalLM": _deepseek_v2,
     "DeepseekV3ForCausalLM": _deepseek_v3,
     "DeepseekV32ForCausalLM": _deepseek_v32,

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ...kernels.codes import Codes
 from ...kernels.linear import Exact, Weight, by_onednn
 from ...kernels.operations import rms_norm, rotate_and_write_latents
 from ...kernels.ragged import How, attention
 from ...kernels.reference import by_lanes
 from ..step import Step
-from .changes import side_by_side
+from .changes import Outwards, side_by_side
 from .index import Chooser
 from .loader import Loader
 from .rotary import Places
@@ -60,13 +61,13 @@ class Latents:
         order = self._order(latent.width, latent.size)
         latents = load.matrix(LATENTS, latent.width, shape.hidden, whole=True)[order]
         change = load.changed([LATENTS], [latent.width], wholes=(latent.width,), order=order)
-        order, queries = self._order(asked // load.ranks.size, latent.plain), latent.queries
+        queries = latent.queries
         if queries:
             first = load.matrix("self_attn.q_a_proj", queries, shape.hidden, whole=True)
             other = load.changed(["self_attn.q_a_proj"], [queries], wholes=(queries,))
-            query = load.matrix("self_attn.q_b_proj", asked, queries)[order]
-            changed = load.changed(["self_attn.q_b_proj"], [asked], order=order, inputs=queries)
+            query, changed = self._asking(load)
         else:
+            order = self._order(asked // load.ranks.size, latent.plain)
             first = load.matrix("self_attn.q_proj", asked, shape.hidden)[order]
             other = load.changed(["self_attn.q_proj"], [asked], order=order)
         parts, changes, gates = [first, latents], [other, change], shape.heads * latent.values
@@ -90,6 +91,13 @@ class Latents:
         self.sharpening = Sharpening(load, "self_attn.softmax_scaling", shape.heads) if shape.sharpened else None
         self.output = load.rows("self_attn.o_proj", shape.heads * latent.values, shape.output_bias)
 
+    def _asking(self, load: Loader) -> tuple[Tensor | Codes, Outwards | None]:
+        """What leads from latents of queries to those, and how adapters change it."""
+        inputs, outputs = self.latent.queries, load.shape.heads * (self.latent.plain + self.latent.turned)
+        order = self._order(outputs // load.ranks.size, self.latent.plain)
+        changed = load.changed(["self_attn.q_b_proj"], [outputs], order=order, inputs=inputs)
+        return load.matrix("self_attn.q_b_proj", outputs, inputs)[order], changed
+
     @property
     def parts(self) -> tuple[object, ...]:
         """What has weights."""
@@ -103,9 +111,8 @@ class Latents:
         joint = stream.through(norm, self.inward) if x is None else stream.product(x, self.inward)
         gates, asked, latents = joint[:, : self.gates], joint[:, self.gates : -width], joint[:, -width:]
         made = x
-        if self.query is not None and self.query_norm is not None:
-            made = rms_norm(asked, self.query_norm, latent.epsilon)
-            asked = stream.product(made, self.query)
+        if self.query is not None:
+            gates, asked, made = self._made(stream, asked, gates)
         if self.chooser is not None and x is not None and made is not None:
             places.choosing[:] = [self.chooser(x, made, places, step, layer[..., cached:])]
         heads = asked.view(len(asked), self.heads, latent.plain + latent.turned)
@@ -120,7 +127,18 @@ class Latents:
         [chosen] = places.choosing or [None]  # by the layer's own index, or the last one before it
         how = How(self.window, self.shape.attention_scale, sinks=self.sinks, latent=latent.size, asked=chosen)
         found = self.to_values(attention(query, layer, step.attention, how)).flatten(1)
-        return found.mul_(by_lanes(torch.sigmoid, gates)) if self.gates else found
+        return found.mul_(by_lanes(torch.sigmoid, gates)) if gates.shape[1] else found
+
+    def _made(self, stream: Stream, latents: Tensor, gates: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gates, queries, and what those of an index are made of: of latents of queries, and gates so far."""
+        assert self.query is not None
+        made = self._normalized(latents)
+        return gates, stream.product(made, self.query), made
+
+    def _normalized(self, latents: Tensor) -> Tensor:
+        """Those of queries."""
+        assert self.query_norm is not None
+        return rms_norm(latents, self.query_norm, self.latent.epsilon)
 
     def _order(self, count: int, plain: int) -> Tensor:
         """Where so many outputs are: of each head's the first, `plain`, and those that turn in our order: see `Shape.order`."""

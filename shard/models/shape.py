@@ -99,6 +99,7 @@ class Shape:
     # Norms of queries and keys, and the matrix behind all heads.
     attention_parts: tuple[str, str, str] = ("q_norm", "k_norm", "o_proj")
     norms: tuple[str, str, str, str] = PLAIN  # names of those before and behind attention, before and behind the MLP; "": none
+    norm_gates: int = 0  # features that gates of norms before attention, and before experts, are made by; 0: norms have none
     experts_norm: str = ""  # behind experts, in those layers that have some, where there is none behind the MLP; "": none
     last_norm: str = "norm"  # behind all layers
     first_norm: str = ""  # and in front of them; "": none
@@ -303,6 +304,19 @@ class Shape:
         told = self.layers if self.inputs else 0
         return (1 if self.parallel else 2) * self.layers - len(self.inattentive) - len(self.without_mlp) + told
 
+    def norm_names(self, layer: int) -> tuple[str, str, str, str]:
+        """As `norms`, of this layer."""
+        sparse = bool(self.mixtures and self.mixtures[layer])
+        before, behind, mlp, last = self.norms
+        if self.norm_gates:  # norms are within what has gates, too
+            before, mlp = f"{before}.norm", f"{mlp}.norm" if sparse else mlp
+        return before, behind, mlp, last or (self.experts_norm if sparse else "")
+
+    def gated_norms(self, layer: int) -> list[str]:
+        """What this layer's norms with gates are named, before attention and before the MLP; "": it has none there."""
+        sparse = bool(self.mixtures and self.mixtures[layer])
+        return [self.norms[0], self.norms[2] if sparse else ""] if self.norm_gates else []
+
     @property
     def norm_count(self) -> int:
         """Norms of all layers, in front of them and behind."""
@@ -416,6 +430,8 @@ class Shape:
             found += len(self.blocks.layers) * self.blocks.elements(ranks, self.hidden)
         if self.hyper:
             found += self.hyper.elements(self.hidden, self.layers)
+        if self.norm_gates:
+            found += 2 * self.norm_gates * self.hidden * (self.layers + sum(map(bool, self.mixtures)))
         if self.remembering:
             own = elements(self.remembering.matrices(ranks, self.hidden))
             found += len(self.remembering.layers) * (own + self.remembering.beside(ranks, self.hidden))
@@ -489,7 +505,7 @@ class Shape:
         beside = latent.width + self._gates_columns(ranks, window)
         if not latent.queries:
             return [(asked + beside, hidden, hidden), back]
-        return [(latent.queries + beside, hidden, hidden), (asked, latent.queries, latent.queries), back]
+        return [(latent.queries + beside, hidden, hidden), latent.asking(heads), back]
 
     def _heads_columns(self, ranks: int, window: int) -> int:
         """Features of queries, keys and values of their own, and gates, of a rank's heads."""

@@ -113,6 +113,7 @@ class Mixture:
     best: int = 2  # of a group's experts by which it is chosen
     factor: float = 1.0  # of all shares of those chosen
     uncorrected: bool = False  # that tensor may be missing
+    zeroed: bool = False  # those of groups that a token has not chosen count as 0, and not as none
     by_logits: bool = False  # it is what scores are made of that is corrected, and by which they are chosen
     near: float = 0.0  # each share is by a softmax over those whose scores differ by no more than this part; 0: over all
     least: float = 1e-20  # is added to the sum that shares are divided by
@@ -237,14 +238,18 @@ class Latent:
     queries: int = 0  # that queries are made of; 0: of the residual stream
     epsilon: float = 1e-6  # of norms of both, whatever other norms have
     index: Index | None = None  # None: each token attends to all before it
-    apart: bool = (
-        True  # so many of a key stand beside the latent in layers without a rotary embedding, too; or they are plain there
-    )
+    gated: bool = False  # what makes queries makes gates of what heads find, too, of their latents behind the norm and before it
+    apart: bool = True  # what turns stands beside the latent in layers without a rotary embedding, too; or it is plain there
 
     @property
     def width(self) -> int:
         """Features of a token that a layer makes, before zeros fill them up to those of other layers."""
         return self.size + self.turned
+
+    def asking(self, heads: int) -> tuple[int, int, int]:
+        """The matrix by which queries of so many heads are made of their latents."""
+        inputs = (1 + self.gated) * self.queries
+        return heads * (self.plain + self.turned + self.gated * self.values), inputs, inputs
 
     def of(self, turns: bool) -> "Latent":
         """As layers have it that have a rotary embedding, or those that have none."""

@@ -262,6 +262,20 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "ax-k1": lambda: transformers.AXK1Config(
         **LATENT | ENDS, n_group=4, topk_group=2, mlp_layer_types=["sparse", "dense", "sparse"]
     ),
+    "ax-k2": lambda: transformers.AXK2Config(
+        **INDEXED | ENDS | {"num_hidden_layers": 2, "q_lora_rank": 16},  # so that little is rounded
+        gated_norm_rank=5,
+        attention_bias=True,
+        rms_norm_eps=0.1,
+        rope_parameters=dict(DEEP_YARN),
+    ),
+    "ax-k2-groups": lambda: transformers.AXK2Config(
+        **INDEXED | ENDS | {"num_hidden_layers": 2},
+        gated_norm_rank=8,
+        n_group=4,
+        topk_group=2,
+        mlp_layer_types=["sparse", "dense"],
+    ),
     "bamba": lambda: transformers.BambaConfig(
         **SMALL | {"num_hidden_layers": 3, "mamba_chunk_size": PIECE},
         attn_layer_indices=[1],
@@ -657,6 +671,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "few-heads-glm-5": lambda: transformers.GlmMoeDsaConfig(
         **INDEXED | FEW_HEADS | {"num_hidden_layers": 3}, indexer_types=["full", "shared", "full"]
     ),
+    "few-heads-ax-k2": lambda: transformers.AXK2Config(**INDEXED | FEW_HEADS | ENDS, gated_norm_rank=6),
     "few-heads-hy-4": lambda: transformers.HYV4Config(**HY_4 | FEW_HEADS | {"num_hidden_layers": 3}),
     "few-heads-mistral-large4": lambda: transformers.MistralLarge4Config(
         text_config=MISTRAL_LARGE_4

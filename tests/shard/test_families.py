@@ -153,6 +153,7 @@ def test_layers_are_of_transformers_kinds(architecture: str, theirs: Any, more: 
     ("architecture", "theirs"),
     [
         ("AXK1ForCausalLM", transformers.AXK1Config),
+        ("AXK2ForCausalLM", transformers.AXK2Config),
         ("FlintForCausalLM", transformers.FlintConfig),
         ("GraniteMoeSWAForCausalLM", transformers.GraniteMoeSWAConfig),
         ("GraniteSWAForCausalLM", transformers.GraniteSWAConfig),

@@ -31,6 +31,7 @@ from penstock.tests.shard.test_weights import WEIGHTS, Alone, same
 # With biases, joint matrices, norms over all heads, gates, sinks, rotary features in another order, heads of another size in some
 # layers.
 FAMILIES = [
+    ("ax-k2", 4),
     ("bamba", 8),  # groups of state spaces are its key heads
     ("falcon-h1", 8),
     ("falcon-h1-norms", 4),

@@ -474,3 +474,56 @@ def test_waves_of_mistral_large_4_are_not_rounded() -> None:
     turning = theirs.inv_freq * theirs.alpha.exp()
     angles = (5 * turning).cos() * theirs.attention_scaling
     torch.testing.assert_close(model.rotary[5, 0, 0, :4].float(), angles.bfloat16().float(), rtol=0, atol=0)
+
+
+AX_K2 = {
+    "architectures": ["AXK2ForCausalLM"],
+    "model_type": "axk2",
+    "vocab_size": 163_840,
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+}
+
+
+def test_ax_k2_is_transformers() -> None:
+    """Its sizes, and what is left out: 20 billion parameters, 2 of them for a token."""
+    found, theirs = shape(AX_K2), transformers.AXK2Config(**AX_K2)
+    with torch.device("meta"):
+        model = transformers.AXK2ForCausalLM(theirs)
+    corrections = [values for key, values in model.named_buffers() if "correction" in key]
+    assert found.parameters() == sum(values.numel() for values in (*model.parameters(), *corrections))
+    assert found == shape(theirs.to_dict())
+    assert found == shape(AX_K2 | {"n_group": None, "topk_group": None})
+    assert (found.norm_gates, found.latent and found.latent.gated) == (16, True)
+    mixture = found.mixtures[-1]
+    assert mixture is not None
+    assert (mixture.zeroed, mixture.groups) == (True, 1)
+    assert found.gated_norms(0) == ["input_layernorm", ""]
+    assert found.gated_norms(1) == ["input_layernorm", "post_attention_layernorm"]
+
+
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [
+        ({"gated_norm_rank": 0}, "gated_norm_rank 0, an integer from 1"),
+        ({"gated_norm_rank": None}, "gated_norm_rank null, an integer from 1"),
+        ({"q_lora_rank": None}, "q_lora_rank null, index_head_dim 128 and .* needs latents of queries"),
+        ({"n_group": 3, "topk_group": 1}, "n_group 3 and topk_group 1, of 128 experts"),
+        ({"rope_interleave": False}, "rope_interleave false is not supported: for this family the decoder has true"),
+    ],
+)
+def test_what_is_refused_of_ax_k2(field: dict[str, Any], words: str) -> None:
+    with pytest.raises(Unsupported, match=words):
+        shape(AX_K2 | field)
+
+
+def test_gates_of_norms_have_all_bits(tmp_path: Path) -> None:
+    """Also where weights are rounded when they are loaded."""
+    found = load(ShardConfig(folder=str(tiny.folder("ax-k2")), model="m", dtype="bfloat16", quantize="int4"), lambda stage: None)
+    gates = [gate for layer in found.decoder.layers for gate in layer.norm_gates]
+    assert [gate is None for gate in gates] == [False, True, False, False]
+    model = found.decoder
+    assert model.shape.weight_bytes(1, 2, "cpu", "bfloat16", not model.head.shared) == model.weight_bytes
