@@ -31,6 +31,7 @@ from .layer_inputs import Table, Told
 from .loader import Loader
 from .memories import DeltaRule, Remembered
 from .mlp import Beside, Dense, Limited, Narrow, Sparse, Ungated, Weighed
+from .olmo_memories import ApartDelta
 from .remembering import Convolution, FineLinear, Linear, Remembering
 from .renamed import Either, Older
 from .rotary import Places, growth_of, logarithms_of, unturned_growth_of
@@ -422,7 +423,7 @@ def _remembered(load: Loader, kept: Remembering) -> Remembered:
     if isinstance(kept, FineLinear):
         return FineDelta(load, kept)
     assert isinstance(kept, Linear)
-    return StateSpaces(load, kept) if kept.limits else DeltaRule(load, kept)
+    return (StateSpaces if kept.limits else ApartDelta if kept.apart else DeltaRule)(load, kept)
 
 
 def _axes_of(shape: Shape, size: int, device: torch.device) -> Tensor:

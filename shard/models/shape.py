@@ -99,6 +99,7 @@ class Shape:
     # Norms of queries and keys, and the matrix behind all heads.
     attention_parts: tuple[str, str, str] = ("q_norm", "k_norm", "o_proj")
     norms: tuple[str, str, str, str] = PLAIN  # names of those before and behind attention, before and behind the MLP; "": none
+    remembering_norms: tuple[str, str, str, str] | None = None  # the same of layers that remember; None: they have the same
     norm_gates: int = 0  # features that gates of norms before attention, and before experts, are made by; 0: norms have none
     experts_norm: str = ""  # behind experts, in those layers that have some, where there is none behind the MLP; "": none
     last_norm: str = "norm"  # behind all layers
@@ -307,7 +308,8 @@ class Shape:
     def norm_names(self, layer: int) -> tuple[str, str, str, str]:
         """As `norms`, of this layer."""
         sparse = bool(self.mixtures and self.mixtures[layer])
-        before, behind, mlp, last = self.norms
+        remembers = self.remembering_norms and self.remembering and layer in self.remembering.layers
+        before, behind, mlp, last = (remembers and self.remembering_norms) or self.norms
         if self.norm_gates:  # norms are within what has gates, too
             before, mlp = f"{before}.norm", f"{mlp}.norm" if sparse else mlp
         return before, behind, mlp, last or (self.experts_norm if sparse else "")
@@ -320,10 +322,11 @@ class Shape:
     @property
     def norm_count(self) -> int:
         """Norms of all layers, in front of them and behind."""
-        before, behind = (sum(map(bool, names)) for names in (self.norms[:2], self.norms[2:]))
-        found = before * (self.layers - len(self.inattentive)) + behind * (self.layers - len(self.without_mlp))
-        found += sum(map(bool, self.mixtures)) if self.experts_norm else 0
-        return found + bool(self.first_norm) + 1
+        found = 1 + bool(self.first_norm)
+        for layer in range(self.layers):
+            before, behind, mlp, last = map(bool, self.norm_names(layer))
+            found += (layer not in self.inattentive) * (before + behind) + (layer not in self.without_mlp) * (mlp + last)
+        return found
 
     @property
     def weight_factor(self) -> float:

@@ -203,6 +203,7 @@ HYBRID_MOE = HYBRID | {
     "moe_intermediate_size": 20,
     "shared_expert_intermediate_size": 36,
 }
+OLMO_HYBRID = SMALL | {"num_hidden_layers": 3, "linear_num_key_heads": 4, "linear_num_value_heads": 4, "pad_token_id": 0}
 GRANITE: dict[str, Any] = SMALL | {
     "attention_multiplier": 0.3,
     "embedding_multiplier": 2.5,
@@ -530,6 +531,16 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         sliding_window=WINDOW,
         rope_parameters={"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}},
     ),
+    "olmo-hybrid": lambda: transformers.OlmoHybridConfig(
+        **OLMO_HYBRID, layer_types=["linear_attention", "full_attention", "linear_attention"], attention_bias=True
+    ),
+    "olmo-hybrid-still": lambda: transformers.OlmoHybridConfig(
+        **OLMO_HYBRID | {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_value_head_dim": 14},
+        rope_parameters={"rope_type": "default", "rope_theta": None},
+        linear_allow_neg_eigval=False,
+        linear_conv_kernel_dim=3,
+        rms_norm_eps=0.1,
+    ),
     "opt": lambda: transformers.OPTConfig(**OPT),
     "phi": lambda: transformers.PhiConfig(**SMALL),
     "phi3": lambda: transformers.Phi3Config(**SMALL, pad_token_id=0, eos_token_id=1),
@@ -597,7 +608,9 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 HYBRIDS = [
     name
     for name in FAMILIES
-    if name.startswith(("bamba", "falcon-h1", "granite-4-h", "kimi-linear", "lfm", "nemotron-h", "qwen3-next", "qwen3.5"))
+    if name.startswith(
+        ("bamba", "falcon-h1", "granite-4-h", "kimi-linear", "lfm", "nemotron-h", "olmo-hybrid", "qwen3-next", "qwen3.5")
+    )
 ]
 TINIEST: dict[str, Any] = {
     "vocab_size": 4,
@@ -679,6 +692,9 @@ OTHERS: dict[str, Callable[[], Any]] = {
         | {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0]}
         | {"indexer_types": ["full", "full", "shared", "shared"]},
         vision_config=BLIND,
+    ),
+    "few-heads-olmo-hybrid": lambda: transformers.OlmoHybridConfig(
+        **OLMO_HYBRID | FEW_HEADS, layer_types=["linear_attention", "full_attention"]
     ),
     "few-heads-granite-4-h": lambda: transformers.GraniteMoeHybridConfig(
         **GRANITE4 | FEW_HEADS | {"num_hidden_layers": 3, "mamba_n_heads": 4}, num_local_experts=5, num_experts_per_tok=2

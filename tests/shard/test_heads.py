@@ -50,6 +50,7 @@ FAMILIES = [
     ("mimo", 4),
     ("mistral-large4", 8),
     ("nemotron-h-moe", 4),
+    ("olmo-hybrid", 4),
     ("one-key-gpt-oss", 4),
     ("one-key-llama", 2),
     ("two-keys-llama4", 4),
