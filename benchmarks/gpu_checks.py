@@ -589,6 +589,7 @@ def remembered(bench: Bench, chance: random.Random, rule: str) -> float:
     joint = torch.randn(tokens, 2 * channels + heads + fading).to(dtype)
     weights = [torch.randn(channels, taps).to(dtype), torch.randn(channels).to(dtype), -torch.rand(heads)]
     weights += torch.randn(fading), torch.randn(heads)
+    strongest = chance.choice([1.0, 2.0])
     windows = torch.randn(9, taps - 1, channels).to(dtype)
     states = States(windows, torch.randn(9, heads, key_size, value_size))
     numbers = [
@@ -610,7 +611,7 @@ def remembered(bench: Bench, chance: random.Random, rule: str) -> float:
             answer = state_space.state_space(mixed, more[:, :heads], *how, spans, own)
         else:
             strengths, fades = torch.split(more, [heads, fading], 1)
-            answer = gated_delta.gated_delta(mixed, strengths, fades, kernel, rates, offsets, spans, own)
+            answer = gated_delta.gated_delta(mixed, strengths, fades, kernel, rates, offsets, spans, own, strongest)
         return [part.cpu() for part in (answer, own.windows, own.memories)]
 
     with poisoned():

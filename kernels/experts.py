@@ -38,6 +38,7 @@ def route(
     near: float = 0.0,
     least: float = LEAST_SUM,
     by_logits: bool = False,
+    zeroed: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Shares and numbers of the `count` experts that each token goes through: [tokens, count] float32 and int64.
 
@@ -45,18 +46,18 @@ def route(
     softmax; correction: [experts], which is added where experts are chosen, and not to their shares; sets: in how many they
     stand, from how many of these a token chooses, and by how many of their best (DeepSeek-AI 2024, arXiv:2412.19437); near: by
     `_mixed`, which knows nothing of all that; least: is added to the sum that shares are divided by; by_logits: it is these that
-    are corrected, and by which experts are chosen.
+    are corrected, and by which experts are chosen; zeroed: those of other sets count as 0, and are chosen before what is less.
     """
     if near:
         return _mixed(logits.float(), count, near)
     if triton_for(logits):
         from .fused_routing import route as fused
 
-        return fused(logits, count, normalized, sigmoid, correction, sets, factor, least, by_logits)
+        return fused(logits, count, normalized, sigmoid, correction, sets, factor, least, by_logits, zeroed)
     scores = by_lanes(torch.sigmoid, logits.float()) if sigmoid else logits.float().softmax(-1)
     judged = logits.float() if by_logits else scores
     judged = judged if correction is None else judged + correction
-    chosen = _within(judged, *sets).topk(count).indices
+    chosen = _within(judged, *sets, 0.0 if zeroed else -torch.inf).topk(count).indices
     shares = scores.gather(1, chosen)
     if normalized:
         shares = shares / (shares.sum(-1, keepdim=True) + least)
@@ -76,14 +77,14 @@ def _mixed(logits: Tensor, count: int, near: float) -> tuple[Tensor, Tensor]:
     return torch.cat(shares, 1), torch.cat(chosen, 1)
 
 
-def _within(judged: Tensor, sets: int, chosen: int, best: int) -> Tensor:
-    """The same, but that only experts of the sets whose best ones are best can be chosen."""
+def _within(judged: Tensor, sets: int, chosen: int, best: int, others_count: float) -> Tensor:
+    """The same, but that only experts of the sets whose best ones are best count as what they are."""
     if chosen >= sets:
         return judged
     divided = judged.view(len(judged), sets, judged.shape[1] // sets)
     opened = divided.topk(best).values.sum(-1).topk(chosen).indices
     others = torch.ones_like(divided[:, :, 0], dtype=torch.bool).scatter_(1, opened, False)
-    return divided.masked_fill(others.unsqueeze(2), -torch.inf).view(judged.shape)
+    return divided.masked_fill(others.unsqueeze(2), others_count).view(judged.shape)
 
 
 Biases: TypeAlias = tuple[Tensor, Tensor] | None

@@ -90,11 +90,11 @@ def memory_kernel(
     memories_stride: tl.tensor,
     epsilon: tl.tensor,
     least: tl.tensor,  # steps are no smaller
-    most: tl.tensor,  # and no larger
+    most: tl.tensor,  # and no larger; with DELTA what strengths come near to at most
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
     WIDTH: tl.constexpr,
-    DELTA: tl.constexpr,  # by this rule, which has no biases, skips, least and most; else by the other, which has no strengths
+    DELTA: tl.constexpr,  # by this rule, which has no biases, skips and least; else by the other, which has no strengths
     EACH: tl.constexpr,  # each feature of a key fades by itself
     KEYS: tl.constexpr,  # KEY up to a power of two
     BLOCK: tl.constexpr,
@@ -140,7 +140,7 @@ def memory_kernel(
             fade = tl.where(fade > 20.0, fade, tl.log(1.0 + tl.exp(tl.minimum(fade, 20.0))))
             if DELTA:
                 memory *= tl.exp(rate * fade)[:, None] if EACH else tl.exp(rate * fade)
-                change = (value - tl.sum(memory * key[:, None], 0)) / (1.0 + tl.exp(-strength))
+                change = (value - tl.sum(memory * key[:, None], 0)) * (most / (1.0 + tl.exp(-strength)))
             else:
                 fade = tl.minimum(tl.maximum(fade, least), most)
                 memory *= tl.exp(rate * fade)

@@ -28,8 +28,9 @@ def open_sets(
     SETS: tl.constexpr,
     OPEN: tl.constexpr,
     BEST: tl.constexpr,
+    ZEROED: tl.constexpr,
 ) -> tl.tensor:
-    """The same, but -inf outside of the OPEN sets whose BEST are best, one or two. SETS: a power of two; some may have no
+    """The same, but -inf, or 0, outside of the OPEN sets whose BEST are best, one or two. SETS: a power of two; some may have no
     experts."""
     number = tl.arange(0, SETS)
     own = tl.where((slot // SIZE)[None, :] == number[:, None], judged[None, :], float("-inf"))
@@ -37,7 +38,7 @@ def open_sets(
     sums = tl.max(own, 1)
     if BEST == 2:
         sums += tl.max(tl.where(slot[None, :] == first[:, None], float("-inf"), own), 1)
-    result = tl.full([SLOTS], float("-inf"), tl.float32)
+    result = tl.zeros([SLOTS], tl.float32) if ZEROED else tl.full([SLOTS], float("-inf"), tl.float32)
     for _ in tl.static_range(OPEN):
         best = tl.argmax(sums, 0)
         result = tl.where(slot // SIZE == best, judged, result)
@@ -64,6 +65,7 @@ def route_kernel(
     CORRECTED: tl.constexpr,
     NORMALIZED: tl.constexpr,
     BY_LOGITS: tl.constexpr,
+    ZEROED: tl.constexpr,
 ) -> None:
     """One program: a token. PLACES, SLOTS: at least COUNT and EXPERTS."""
     token = tl.program_id(0).to(tl.int64)
@@ -79,7 +81,8 @@ def route_kernel(
         judged += tl.load(correction + slot, mask=there, other=0.0)
     judged = tl.where(there & (judged == judged), judged, float("-inf"))  # of what is no number the first that there are
     if OPEN < SETS:
-        judged = open_sets(judged, slot, SLOTS, EXPERTS // SETS, triton.next_power_of_2(SETS), OPEN, BEST)
+        judged = open_sets(judged, slot, SLOTS, EXPERTS // SETS, triton.next_power_of_2(SETS), OPEN, BEST, ZEROED)
+        judged = tl.where(there, judged, float("-inf"))
     held = tl.zeros([PLACES], tl.float32)
     for i in tl.static_range(COUNT):
         best = tl.argmax(judged, 0)
@@ -127,13 +130,14 @@ def route(
     factor: float,
     least: float,
     by_logits: bool,
+    zeroed: bool,
 ) -> tuple[Tensor, Tensor]:
     """As `experts.route`."""
     tokens, experts = logits.shape
     shares = torch.empty(tokens, count, device=logits.device)
     chosen = torch.empty(tokens, count, dtype=torch.int64, device=logits.device)
     if tokens:
-        constants = _constants(experts, count, sets, sigmoid, correction is not None, normalized, by_logits)
+        constants = _constants(experts, count, sets, sigmoid, correction is not None, normalized, by_logits, zeroed)
         route_kernel[(tokens,)](
             shares,
             chosen,
@@ -149,7 +153,14 @@ def route(
 
 
 def _constants(
-    experts: int, count: int, sets: tuple[int, int, int], sigmoid: bool, corrected: bool, normalized: bool, by_logits: bool = False
+    experts: int,
+    count: int,
+    sets: tuple[int, int, int],
+    sigmoid: bool,
+    corrected: bool,
+    normalized: bool,
+    by_logits: bool = False,
+    zeroed: bool = False,
 ) -> dict[str, Any]:
     return {
         "EXPERTS": experts,
@@ -163,6 +174,7 @@ def _constants(
         "CORRECTED": corrected,
         "NORMALIZED": normalized,
         "BY_LOGITS": by_logits,
+        "ZEROED": zeroed,
     }
 
 
@@ -188,7 +200,8 @@ def sort(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def compilations() -> list[Compilation]:
-    """Qwen3's experts, gpt-oss's, DeepSeek's in their sets, and Kolibri's by logits."""
+    """Qwen3's experts, gpt-oss's, DeepSeek's in their sets, A.X K2's, of which those of other sets count as 0, and Kolibri's by
+    logits."""
     found = []
     pointers = {"shares": "*fp32", "chosen": "*i64", "correction": "*fp32"} | dict.fromkeys(("factor", "least"), "fp32")
     for name, experts, count, sets, scored in (
@@ -196,9 +209,10 @@ def compilations() -> list[Compilation]:
         ("32 of 4", 32, 4, (1, 1, 2), False),
         ("160 of 6 in sets", 160, 6, (8, 3, 1), False),
         ("256 of 8 in sets", 256, 8, (8, 4, 2), True),
+        ("128 of 8 in sets, others 0", 128, 8, (8, 4, 2), True),
         ("384 of 6 by logits", 384, 6, (1, 1, 2), True),
     ):
-        constants = _constants(experts, count, sets, scored, scored, True, name.endswith("logits"))
+        constants = _constants(experts, count, sets, scored, scored, True, name.endswith("logits"), name.endswith("0"))
         found.append(
             Compilation(
                 kernel=route_kernel,

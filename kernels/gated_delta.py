@@ -4,8 +4,10 @@ A head has a memory, a matrix [key size, value size], which is zero before a seq
 out what it holds under the token's key, and puts the token's value there instead, by the strength of a gate:
 
     memory = exp(rate * softplus(fade + offset)) * memory
-    memory = memory + key^T * sigmoid(strength) * (value - key * memory)
+    memory = memory + key^T * strongest * sigmoid(strength) * (value - key * memory)
     output = query * memory
+
+`strongest` is 1, or 2 where what is under a key may come back with its sign turned (Grazzi et al. 2024, arXiv:2411.12537).
 
 Fades may also be of each feature of a key by itself, which is a row of the memory (Kimi Team 2025, arXiv:2510.26692).
 
@@ -60,6 +62,7 @@ def gated_delta(
     offsets: Tensor,
     spans: Spans,
     states: States,
+    strongest: float = 1.0,
 ) -> Tensor:
     """What the tokens of `spans` find, [tokens, value heads, value size] in mixed's type; `states` of their slots go on, in place.
 
@@ -77,8 +80,8 @@ def gated_delta(
         inputs = mixed, strengths, fades, taps, None, rates, offsets, None
         out = torch.empty(len(mixed), *states.memories.shape[1::2], dtype=mixed.dtype, device=mixed.device)
         known = spans.starts, spans.slots, spans.fresh, spans.sure, states.windows, states.memories
-        return memorize(*inputs, *known, LENGTH_EPSILON, (0.0, 0.0), out)
-    strong = strengths.float().sigmoid().t().unsqueeze(2)  # [heads, tokens, 1]
+        return memorize(*inputs, *known, LENGTH_EPSILON, (0.0, strongest), out)
+    strong = strengths.float().sigmoid().mul_(strongest).t().unsqueeze(2)  # [heads, tokens, 1]
     far = functional.softplus(fades.float() + offsets).view(len(mixed), len(rates), -1)
     fading = (rates[:, None] * far).transpose(0, 1)  # [heads, tokens, 1 or key size]
     rule = advanced if fading.shape[2] == 1 else advanced_by_features

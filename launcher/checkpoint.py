@@ -27,6 +27,7 @@ ENCODERS = (
     *("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "image_newline", "connector.", "embed_vision."),
     *("vision_encoder.", "vision_projection.", "projector.", "mlp_AR.", "patch_merge_mlp.", "vision_embedder."),
     *("vit_large_projector.", "vit.", "sam_model.", "qwen2_model.", "view_sep"),
+    *("vision_language_adapter.", "pre_mm_projector_norm.", "patch_merger."),
 )
 LARGEST_HEADER = 100_000_000  # bytes; the format's own limit
 

@@ -104,7 +104,7 @@ FORMS = {
     "llava": Form(word="<image>", written="<image>", fixed=True),
     **dict.fromkeys(("llava_next", "llava_onevision"), Form(word="<image>", written="<image>")),
     "minimax_m3_vl": Form(word="]<]image[>[", around=("]<]start of image[>[", "]<]end of image[>["), written="]<]image[>["),
-    "mistral3": MISTRAL,
+    **dict.fromkeys(("mistral3", "mistral_large4"), MISTRAL),
     **dict.fromkeys(("exaone4_5", "hy_v4_vl", "lfm3_vl", "lighton_ocr"), Form(word="<|image_pad|>", written="<|image_pad|>")),
     "step3p7": STEP,
     "paddleocr_vl": Form(word="<|IMAGE_PLACEHOLDER|>", around=("<|IMAGE_START|>", "<|IMAGE_END|>")),

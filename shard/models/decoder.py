@@ -22,6 +22,8 @@ from ..weights import Source
 from .alibi import table_of as leanings_of
 from .changes import Changes
 from .choosing_heads import ChoosingHeads
+from .gated_latents import GatedLatents
+from .gated_norms import GatedStream, NormGate
 from .heads import Heads, Queries
 from .kimi_memories import FineDelta
 from .latents import Latents
@@ -29,9 +31,10 @@ from .layer_inputs import Table, Told
 from .loader import Loader
 from .memories import DeltaRule, Remembered
 from .mlp import Beside, Dense, Limited, Narrow, Sparse, Ungated, Weighed
+from .olmo_memories import ApartDelta
 from .remembering import Convolution, FineLinear, Linear, Remembering
 from .renamed import Either, Older
-from .rotary import Places, growth_of, unturned_growth_of
+from .rotary import Places, growth_of, logarithms_of, unturned_growth_of
 from .rotary import table_of as angles_of
 from .shape import Shape, Unsupported
 from .short_convolutions import ShortConvolutions
@@ -56,11 +59,9 @@ class Layer:
         self.ranks = load.ranks
         self.window = shape.windows[index]
         attends, thinks = index not in shape.inattentive, index not in shape.without_mlp
-        sparse = bool(shape.mixtures and shape.mixtures[index])
-        names = (*shape.norms[:3], shape.norms[3] or (shape.experts_norm if sparse else ""))
         self.input_norm, self.attention_norm, self.mlp_norm, self.last_norm = (
             load.gains(name, shape.hidden) if name and there else None
-            for name, there in zip(names, (attends, attends, thinks, thinks), strict=True)
+            for name, there in zip(shape.norm_names(index), (attends, attends, thinks, thinks), strict=True)
         )
         if shape.residual_factor != shape.weight_factor:
             self.attention_norm, self.last_norm = (
@@ -68,6 +69,7 @@ class Layer:
             )
         # Of what attention, and the MLP, see of several streams.
         self.mixings = [Mixing(load, f"{part}_hc.", shape.hyper) for part in ("attn", "ffn")] if shape.hyper else []
+        self.norm_gates = [NormGate(load, name, shape.norm_gates) if name else None for name in shape.gated_norms(index)]
         self.attention = self._attention(load) if attends else None
         kept = shape.remembering
         along = kept is not None and kept.along and index in kept.layers
@@ -77,13 +79,13 @@ class Layer:
         self.mlp = self._mlp(load) if thinks else None
 
     def _attention(self, load: Loader) -> Heads | Queries | Latents | Remembered:
-        kept, latent = self.shape.remembering, self.shape.latent
+        kept = self.shape.remembering
         if self.index >= self.shape.with_keys:
             return Queries(load, self.window)
         if kept and not kept.along and self.index in kept.layers:
             return _remembered(load, kept)
-        if latent:
-            return Latents(load, latent, self.window, self.index in self.shape.indexing)
+        if latent := self.shape.latent_of(self.index):
+            return (GatedLatents if latent.gated else Latents)(load, latent, self.window, self.index in self.shape.indexing)
         blocks, turned = self.shape.blocks, self.index not in self.shape.unturned
         if blocks and self.index in blocks.layers:
             return ChoosingHeads(load, blocks, self.window, turned)
@@ -112,6 +114,9 @@ class Layer:
         if self.mixings:
             assert isinstance(stream, Streams)
             stream.turn(self.mixings[part])
+        if self.norm_gates:
+            assert isinstance(stream, GatedStream)
+            stream.turn(self.norm_gates[part])
 
     def _read(
         self, reader: Heads | Queries | Latents | Remembered, stream: Stream, step: Step, places: Places, cache: Cache
@@ -196,9 +201,12 @@ class Decoder:
         size, dtype = shape.turning_size(0), self.embedding.dtype
         of = partial(angles_of, positions=shape.turned_positions, dtype=dtype, device=device, turned=shape.turned(0))
         still = partial(of, Rope(), size, positions=1)  # at position 0 nothing is turned
-        self.rotary = of(shape.rope, size) if shape.turns else still()
+        self.waves = load.wide("rotary_emb.alpha", shape.turned(0) // 2) if shape.rope.learned else None  # logarithms of factors
+        factors = self.waves.exp() if self.waves is not None else None
+        self.rotary = of(shape.rope, size, factors=factors) if shape.turns else still()
         self.growth = growth_of(shape.rope, shape.max_positions, dtype, device)
         self.unturned_growth = unturned_growth_of(shape.unturned_growth, shape.max_positions, dtype, device)
+        self.logarithms = logarithms_of(shape.max_positions, dtype, device) if shape.sharpened else None
         near = max(shape.windows)
         self.local_rotary = of(shape.local_rope, shape.turning_size(near), turned=shape.turned(near)) if shape.local_rope else None
         self.leanings = leanings_of(shape, ranks.rank, ranks.size, dtype, device) if shape.alibi else None
@@ -274,9 +282,13 @@ class Decoder:
 
     def _places(self, step: Step) -> list[Places]:
         """What the positions of the step's tokens mean to each layer."""
-        leaning = self.leanings.index_select(0, step.positions) if self.leanings is not None else None
+        leaning, logarithms = (
+            table.index_select(0, step.positions) if table is not None else None for table in (self.leanings, self.logarithms)
+        )
         choosing: list[Choosing | None] = []
-        return [Places(*each, leaning, choosing) for each in zip(self._turnings(step), self._growths(step), strict=True)]
+        return [
+            Places(*each, leaning, logarithms, choosing) for each in zip(self._turnings(step), self._growths(step), strict=True)
+        ]
 
     def _turnings(self, step: Step) -> list[Tensor]:
         """Cosines and sines of the step's tokens, for each layer."""
@@ -316,7 +328,7 @@ class Decoder:
         shape = self.shape
         if shape.hyper:
             return Streams(sums, self.ranks, shape.norm_epsilon, shape.hyper.count, chosen)
-        return Stream(sums, self.ranks, shape.norm_epsilon, shape.gelu, chosen)
+        return (GatedStream if shape.norm_gates else Stream)(sums, self.ranks, shape.norm_epsilon, shape.gelu, chosen)
 
     def _root(self, source: Source) -> str:
         return root_of(source, self.shape)
@@ -395,6 +407,7 @@ class Decoder:
         parts = [self, *self.layers, *(part for layer in self.layers for reader in layer.readers for part in reader.parts)]
         parts += [part for part in (self.inputs, *(layer.told for layer in self.layers), self.mixing) if part is not None]
         parts += [mixing for layer in self.layers for mixing in layer.mixings]
+        parts += [gate for layer in self.layers for gate in layer.norm_gates if gate is not None]
         held = [value for part in parts for value in vars(part).values()]
         held += [own for value in held if isinstance(value, list) for own in value]
         found = [value for value in held if isinstance(value, (Weight, Tensor))]
@@ -410,7 +423,7 @@ def _remembered(load: Loader, kept: Remembering) -> Remembered:
     if isinstance(kept, FineLinear):
         return FineDelta(load, kept)
     assert isinstance(kept, Linear)
-    return StateSpaces(load, kept) if kept.limits else DeltaRule(load, kept)
+    return (StateSpaces if kept.limits else ApartDelta if kept.apart else DeltaRule)(load, kept)
 
 
 def _axes_of(shape: Shape, size: int, device: torch.device) -> Tensor:

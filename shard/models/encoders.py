@@ -448,7 +448,7 @@ ENCODERS: dict[str, Callable[[Any, int], Encoder]] = {
     "llava": _llava,
     "llava_next": Tiled,
     "llava_onevision": TiledAlone,
-    "mistral3": Mistral,
+    **dict.fromkeys(("mistral3", "mistral_large4"), Mistral),
     "paddleocr_vl": Paddle,
     "step3p7": Step,
 }

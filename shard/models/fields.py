@@ -51,6 +51,7 @@ SIZES = {
     "index_head_dim": 1 << 10,
     "index_n_heads": 1 << 10,
     "hc_mult": 1 << 6,
+    "gated_norm_rank": 1 << 16,
     "index_block_size": 1 << 20,
     "index_topk_blocks": 1 << 20,
     "index_local_blocks": 1 << 20,
@@ -115,6 +116,7 @@ NULL_OF = {  # the same, of a model_type: it may have no experts, or the usual n
     "cohere2_moe": ("prefix_dense_intermediate_size",),
     "gemma4_text": ("num_experts", "moe_intermediate_size"),
     "minicpm3": ("v_head_dim",),
+    "olmo_hybrid": ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
 }
 AGAIN = "is it the model's own? Download it again"
 ELSE = "take a draft model that was made for this one, or a small model of the same family"
@@ -131,7 +133,7 @@ SWITCHES = (
     *("rope_interleave", "mamba_conv_bias", "mamba_proj_bias", "use_cla", "mup_enabled", "lm_head_bias"),
     *("mamba_rms_norm", "mamba_norm_before_gate", "projectors_bias"),
     *("conv_bias", "block_auto_adjust_ff_dim", "use_expert_bias", "tie_embedding", "use_post_norm"),
-    *("use_sandwich_norm", "use_attention_gate"),
+    *("use_sandwich_norm", "use_attention_gate", "linear_allow_neg_eigval"),
 )
 # What transformers calls a model where its architecture's name doesn't say so.
 MODEL_TYPES = {
@@ -166,6 +168,7 @@ MODEL_TYPES = {
     "MiniMaxM2ForCausalLM": "minimax_m2",
     "MiniMaxM3VLForCausalLM": "minimax_m3_vl_text",
     "NemotronHForCausalLM": "nemotron_h",
+    "OlmoHybridForCausalLM": "olmo_hybrid",
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "Qwen3NextForCausalLM": "qwen3_next",

@@ -5,12 +5,12 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
-from .dense_families import granite, llama
+from .dense_families import BEHIND, granite, llama
 from .fields import AGAIN, FULL, LINEAR, SHORT, SLIDING, Config, expect, number, said, shown
 from .parts import biased, common, kinds_of, layers_of, windows_of
 from .remembering import Convolution, Linear
-from .ropes import rope_of_kind, ropes_by_kind, rotary_size, with_rope
-from .shape import Shape, Unsupported
+from .ropes import ROPES, rope_of_kind, ropes_by_kind, rotary_size, with_rope
+from .shape import PLAIN, Shape, Unsupported
 from .sparse_families import GRANITE_MOE, mixed, one_for_all, with_granites_experts
 from .traits import Mixture
 
@@ -66,6 +66,9 @@ LFM2_MOE: Config = {
     "moe_intermediate_size": 1792,
     "num_dense_layers": 2,
 }
+OLMO_HYBRID: Config = {"max_position_embeddings": 65_536, "linear_conv_kernel_dim": 4}
+# transformers' names of norms, and those of the hub, by which transformers writes them, too, also those of layers that attend.
+OLMO_HYBRID_NAMES = (("input_layernorm", "attention_layer_norm"), ("post_attention_layernorm", "feedforward_layer_norm"))
 ALWAYS = {"attn_output_gate": True, "norm_topk_prob": True}  # what Qwen 3.5 may say of itself, and transformers doesn't read
 
 
@@ -100,6 +103,30 @@ def _hybrid(config: Config, joint: int) -> Shape:
         qk_norm=True,
         centered_norms=True,
         rotary_size=rotary_size(config, base.head_size, 0.25),
+    )
+
+
+def _olmo_hybrid(config: Config) -> Shape:
+    """OLMo 3's attention in one layer of four, without windows, and linear attention between norms before it in the others. There
+    may be no rotary embedding: then its theta is null."""
+    given = OLMO_HYBRID | config
+    values: Any = next((given[name] for name in ROPES if given.get(name)), {})
+    still = isinstance(values, dict) and values.get("rope_theta", given.get("rope_theta", 0)) is None
+    base = common(given | dict.fromkeys(ROPES) if still else given)
+    usual = [FULL if layer % 4 == 3 else LINEAR for layer in range(base.layers)]
+    kinds = given.get("layer_types") or (usual if FULL in usual else [*usual[1:], FULL])
+    heads = {f"linear_num_{part}_heads": given.get(f"linear_num_{part}_heads") or base.heads for part in ("key", "value")}
+    key_size = given.get("linear_key_head_dim") or int(0.75 * base.hidden / heads["linear_num_key_heads"])
+    sizes = {"linear_key_head_dim": key_size, "linear_value_head_dim": given.get("linear_value_head_dim") or 2 * key_size}
+    layers, strongest = linear_layers(kinds), 2.0 if given.get("linear_allow_neg_eigval", True) else 1.0
+    return replace(
+        biased(base, given),
+        remembering=replace(_linear(given | heads | sizes, layers, 6), apart=True, strongest=strongest) if layers else None,
+        joint_qk_norm=True,
+        norms=BEHIND,
+        remembering_norms=PLAIN,
+        unturned=frozenset(range(base.layers)) if still else frozenset(),
+        aliases=OLMO_HYBRID_NAMES,
     )
 
 
@@ -337,6 +364,7 @@ HYBRID: dict[str, Callable[[Config], Shape]] = {
     "Lfm2ForCausalLM": _lfm2,
     "Lfm2MoeForCausalLM": _lfm2_moe,
     "Lfm3ForCausalLM": _lfm3,
+    "OlmoHybridForCausalLM": _olmo_hybrid,
     "Qwen3NextForCausalLM": _qwen3_next,
     "Qwen3_5ForCausalLM": _qwen3_5,
     "Qwen3_5MoeForCausalLM": _qwen3_5_moe,

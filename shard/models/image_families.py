@@ -13,6 +13,7 @@ from .gemma4_families import GEMMA4
 from .hybrid_families import HYBRID
 from .latent_families import LATENT, deepseek_ocr, hy_4_vl
 from .llama4_families import LLAMA4
+from .mistral_large4_families import mistral_large_4
 from .ropes import ROPES
 from .shape import Shape, Unsupported
 from .sliding_families import step_3
@@ -45,7 +46,7 @@ BESIDE_COUNTS = (  # whose text may say the first one wrong
     *("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
     *("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"),
     *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration", "InternVLForConditionalGeneration"),
-    "DeepseekOcr2ForConditionalGeneration",
+    *("DeepseekOcr2ForConditionalGeneration", "MistralLarge4ForConditionalGeneration"),
     *("LlavaNextForConditionalGeneration", "Idefics2ForConditionalGeneration", "Exaone4_5_ForConditionalGeneration"),
 )
 TIED = (
@@ -142,6 +143,7 @@ IMAGES: dict[str, dict[str, Family]] = {
         "ministral3": DENSE["Ministral3ForCausalLM"],
         "mistral4": LATENT["Mistral4ForCausalLM"],
     },
+    "MistralLarge4ForConditionalGeneration": {"mistral_large4_text": mistral_large_4},
     "PaddleOCRVLForConditionalGeneration": dict.fromkeys(("paddleocr_vl_text", "paddleocr_vl"), _paddle),
     "Qwen2VLForConditionalGeneration": {"qwen2_vl_text": _qwen2_vl, "qwen2_vl": _qwen2_vl},
     "Qwen2_5_VLForConditionalGeneration": {"qwen2_5_vl_text": _qwen2_vl, "qwen2_5_vl": _qwen2_vl},

@@ -5,39 +5,54 @@ from torch import Tensor
 
 from ...kernels.codes import Codes
 from ...kernels.indexed import Choosing
-from ...kernels.operations import rotate_and_write_index
+from ...kernels.operations import layer_norm, rotate_and_write_index
 from ...kernels.ragged import narrows
 from ..step import Step
 from .loader import Loader
+from .rotary import Places
+from .sharpening import Sharpening
 from .traits import Index, Latent
 
 NAME = "self_attn.indexer"
+EPSILON = 1e-6  # of the layer norm of what queries are made of, whatever other norms have
 
 
 class Chooser:
-    """An index's queries are made of the latents of queries, its keys and weights of the residual stream."""
+    """An index's queries are made of the latents of queries, or of the residual stream, of which its keys and weights are."""
 
     def __init__(self, load: Loader, latent: Latent, index: Index) -> None:
         self.index = index
         self._order = self._ordered(latent.turned)
-        queries = load.matrix(f"{NAME}.wq_b", index.heads * index.size, latent.queries, whole=True)
+        hidden = load.shape.hidden
+        queries = load.matrix(f"{NAME}.wq_b", index.heads * index.size, hidden if index.streaming else latent.queries, whole=True)
         self.query = load.laid_out(self._by_order(queries), None)
-        self.key = load.laid_out(self._by_order(load.matrix(f"{NAME}.wk", index.size, load.shape.hidden, whole=True)), None)
+        self.key = load.laid_out(self._by_order(load.matrix(f"{NAME}.wk", index.size, hidden, whole=True)), None)
         self.weights = load.whole(f"{NAME}.weights_proj", index.heads, wide=True)
-        prefix = f"{load.prefix}{NAME}.k_norm"
-        self.norm = torch.stack([load.source.tensor(f"{prefix}.{name}", (index.size,)) for name in ("weight", "bias")])[
-            :, self._order
-        ]
+        self.norm = _layer_norm(load, f"{NAME}.k_norm", index.size)[:, self._order]
+        self.query_norm = _layer_norm(load, f"{NAME}.q_input_norm", hidden) if index.streaming else None
+        self.sharpening = Sharpening(load, f"{NAME}.softmax_scaling", index.heads, whole=True) if index.sharpened else None
 
-    def __call__(self, x: Tensor, latents: Tensor, rotary: Tensor, step: Step, cache: Tensor) -> Choosing | None:
+    @property
+    def parts(self) -> tuple[object, ...]:
+        """What has weights."""
+        return (self,) if self.sharpening is None else (self, self.sharpening)
+
+    def __call__(self, x: Tensor, made: Tensor, places: Places, step: Step, cache: Tensor) -> Choosing | None:
         """Of a step's tokens; None if there is nothing to choose. Writes their keys to the cache.
 
-        x: [tokens, hidden]; latents: of their queries, [tokens, latent.queries]; cache: the part of a layer that is for keys.
+        x: [tokens, hidden]; made: that, or latents of their queries, [tokens, latent.queries]; cache: the part of a layer that is
+        for keys.
         """
         index, asked = self.index, narrows(step.attention, self.index.most)
-        queries = self.query(latents).view(len(x), index.heads, index.size) if asked else x.new_empty(len(x), 0, index.size)
-        rotate_and_write_index(queries, self.key(x), self.norm, rotary, step.slots, cache, index.epsilon)
+        queries = self._queries(made, places) if asked else x.new_empty(len(x), 0, index.size)
+        rotate_and_write_index(queries, self.key(x), self.norm, places.rotary, step.slots, cache, index.epsilon)
         return Choosing(queries, self.weights(x.float()) * (index.heads * index.size) ** -0.5, index.most) if asked else None
+
+    def _queries(self, made: Tensor, places: Places) -> Tensor:
+        """Before what turns them: [tokens, heads, size]."""
+        made = made if self.query_norm is None else layer_norm(made, self.query_norm, EPSILON)
+        queries = self.query(made).view(len(made), self.index.heads, self.index.size)
+        return queries if self.sharpening is None else self.sharpening(queries, places)
 
     def _ordered(self, turned: int) -> list[int]:
         """A head's features with those first that turn, of which two that turn together are half of these apart."""
@@ -52,3 +67,8 @@ class Chooser:
             return weight
         count = len(weight.codes if isinstance(weight, Codes) else weight)
         return weight[torch.arange(count).view(-1, self.index.size)[:, self._order].flatten()]
+
+
+def _layer_norm(load: Loader, name: str, size: int) -> Tensor:
+    """Gains and biases: [2, size]."""
+    return torch.stack([load.source.tensor(f"{load.prefix}{name}.{part}", (size,)) for part in ("weight", "bias")])

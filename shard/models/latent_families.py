@@ -68,6 +68,24 @@ MISTRAL_4: Config = FEATURES | {
 }
 MISTRAL_4_ROPE = MISTRAL_YARN | {"rope_theta": 10_000.0, "factor": 128.0, "original_max_position_embeddings": 8192}
 AX_K1: Config = DEEPSEEK_V3 | {"max_position_embeddings": 32_768, "n_routed_experts": 192, "first_k_dense_replace": 1}
+AX_K2: Config = DEEPSEEK_V32 | {
+    "kv_lora_rank": 128,
+    "q_lora_rank": 384,
+    "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+    "max_position_embeddings": 131_072,
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "index_n_heads": 16,
+    "gated_norm_rank": 16,
+}
+# transformers' names, and those of the hub, by which transformers writes it, too.
+AX_K2_NAMES = ((".mlp.fc1.", ".W_down."), (".mlp.fc2.", ".W_up."), (".q_gate_proj.", ".q_b_proj."))
 MINICPM: Config = FEATURES | {
     "kv_lora_rank": 256,
     "q_lora_rank": 768,
@@ -156,10 +174,10 @@ def _deepseek_v32(config: Config) -> Shape:
 
 def _glm_5(config: Config) -> Shape:
     """The same, but for the order of the index's features; some layers may go by the index of another."""
-    return _indexed(GLM_5 | config, neighbours=True, borrowing=_borrowing(config))
+    return _indexed(GLM_5 | config, neighbours=True, borrowing=borrowing_of(config))
 
 
-def _borrowing(config: Config) -> frozenset[int]:
+def borrowing_of(config: Config) -> frozenset[int]:
     """Layers without an index: as they are named, by letters, or by how many follow each other."""
     layers = config["num_hidden_layers"]
     every, first = config.get("index_topk_freq", 1), config.get("index_skip_topk_offset", 2)
@@ -211,7 +229,7 @@ def _deepseek_v2(config: Config) -> Shape:
     if method not in ("greedy", "group_limited_greedy"):
         raise Unsupported(f"topk_method {shown(method)} is not supported: the decoder has greedy and group_limited_greedy")
     base = scored(latent_shape(given), given if method != "greedy" else given | {"n_group": 1, "topk_group": 1})
-    return _softened(base, best=1, precise=True)
+    return softened(base, best=1, precise=True)
 
 
 def deepseek_ocr(config: Config) -> Shape:
@@ -221,13 +239,13 @@ def deepseek_ocr(config: Config) -> Shape:
     if given["num_experts_per_tok"] is None:
         raise KeyError("num_experts_per_tok")
     base = biased(common({name: value for name, value in given.items() if name != "head_dim"}), given)
-    return _softened(scored_by_kinds(base, given | {"n_group": 1, "topk_group": 1}), best=1, precise=True)
+    return softened(scored_by_kinds(base, given | {"n_group": 1, "topk_group": 1}), best=1, precise=True)
 
 
 def _mistral_4(config: Config) -> Shape:
     """The same, by the best two of a set. Queries grow with their position."""
     given = with_rope(MISTRAL_4 | config, MISTRAL_4_ROPE)
-    return _softened(scored(latent_shape(given), given))
+    return softened(scored(latent_shape(given), given))
 
 
 def _youtu(config: Config) -> Shape:
@@ -239,6 +257,20 @@ def _ax_k1(config: Config) -> Shape:
     """SK Telecom's A.X K1: DeepSeek V3, with a norm behind experts. Most checkpoints have nothing that corrects scores."""
     base = scored_by_kinds(latent_shape(AX_K1 | config), AX_K1 | config)
     return replace(with_experts(base, uncorrected=True), experts_norm="post_mlp_layernorm")
+
+
+def _ax_k2(config: Config) -> Shape:
+    """SK Telecom's A.X K2: DeepSeek V3.2, with gates of attention, and of the norms before it and before experts."""
+    expect(config, rope_interleave=True)
+    base = _indexed(AX_K2 | config, neighbours=False)
+    assert base.latent is not None
+    return replace(
+        with_experts(base, zeroed=True),
+        latent=replace(base.latent, gated=True),
+        norm_gates=(AX_K2 | config)["gated_norm_rank"],
+        aliases=AX_K2_NAMES,
+        modules=(("q_gate_proj", "q_b_proj"),),
+    )
 
 
 def _minicpm_3(config: Config) -> Shape:
@@ -269,7 +301,7 @@ def _hy_4(config: Config, neighbours: bool = False) -> Shape:
     """Tencent's Hy 4: GLM 5 with several residual streams, gates of attention, sinks, and experts whose gates have a limit."""
     usual = [OWN if layer == 0 or (layer - 1) % 4 == 0 else OTHERS for layer in range(config["num_hidden_layers"])]
     given = HY_4 | {"routed_scaling_factor": 2.827, "indexer_types": usual} | config | {"rope_interleave": neighbours}
-    base = _indexed(given, neighbours=neighbours, borrowing=_borrowing(given), turned_last=True)
+    base = _indexed(given, neighbours=neighbours, borrowing=borrowing_of(given), turned_last=True)
     limit = config.get("swiglu_limit", 10.0)
     if type(limit) not in (int, float) or limit > 0:
         base = with_experts(base, limit=number(given, "swiglu_limit", 10.0), form="before")
@@ -285,13 +317,14 @@ def _hy_4(config: Config, neighbours: bool = False) -> Shape:
     )
 
 
-def _softened(base: Shape, **more: Any) -> Shape:
+def softened(base: Shape, **more: Any) -> Shape:
     """The same, but scores of experts are a softmax's, and are not corrected."""
     return with_experts(base, sigmoid=False, correction="", **more)
 
 
 LATENT: dict[str, Callable[[Config], Shape]] = {
     "AXK1ForCausalLM": _ax_k1,
+    "AXK2ForCausalLM": _ax_k2,
     "DeepseekV2ForCausalLM": _deepseek_v2,
     "DeepseekV3ForCausalLM": _deepseek_v3,
     "DeepseekV32ForCausalLM": _deepseek_v32,

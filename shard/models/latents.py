@@ -7,16 +7,19 @@ values of one head that all query heads share. Every rank has all of them.
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from ...kernels.codes import Codes
 from ...kernels.linear import Exact, Weight, by_onednn
 from ...kernels.operations import rms_norm, rotate_and_write_latents
 from ...kernels.ragged import How, attention
 from ...kernels.reference import by_lanes
 from ..step import Step
-from .changes import side_by_side
+from .changes import Outwards, side_by_side
 from .index import Chooser
 from .loader import Loader
 from .rotary import Places
+from .sharpening import Sharpening
 from .stream import Stream
 from .traits import Latent
 
@@ -55,16 +58,16 @@ class Latents:
         self.latent = latent
         self.window = window
         asked = shape.heads * (latent.plain + latent.turned)
-        order = self._order(shape.head_size, latent.size)
-        latents = load.matrix(LATENTS, shape.head_size, shape.hidden, whole=True)[order]
-        change = load.changed([LATENTS], [shape.head_size], wholes=(shape.head_size,), order=order)
-        order, queries = self._order(asked // load.ranks.size, latent.plain), latent.queries
+        order = self._order(latent.width, latent.size)
+        latents = load.matrix(LATENTS, latent.width, shape.hidden, whole=True)[order]
+        change = load.changed([LATENTS], [latent.width], wholes=(latent.width,), order=order)
+        queries = latent.queries
         if queries:
             first = load.matrix("self_attn.q_a_proj", queries, shape.hidden, whole=True)
             other = load.changed(["self_attn.q_a_proj"], [queries], wholes=(queries,))
-            query = load.matrix("self_attn.q_b_proj", asked, queries)[order]
-            changed = load.changed(["self_attn.q_b_proj"], [asked], order=order, inputs=queries)
+            query, changed = self._asking(load)
         else:
+            order = self._order(asked // load.ranks.size, latent.plain)
             first = load.matrix("self_attn.q_proj", asked, shape.hidden)[order]
             other = load.changed(["self_attn.q_proj"], [asked], order=order)
         parts, changes, gates = [first, latents], [other, change], shape.heads * latent.values
@@ -85,38 +88,63 @@ class Latents:
         self.to_values = ByHeads(both[:, latent.plain :].transpose(1, 2).contiguous(), load.exact)  # [heads, size, values]
         self.chooser = Chooser(load, latent, latent.index) if latent.index and indexing else None
         self.sinks = load.each_head(f"self_attn.{shape.sinks_name}", shape.heads) if shape.sunk(window) else None
+        self.sharpening = Sharpening(load, "self_attn.softmax_scaling", shape.heads) if shape.sharpened else None
         self.output = load.rows("self_attn.o_proj", shape.heads * latent.values, shape.output_bias)
+
+    def _asking(self, load: Loader) -> tuple[Tensor | Codes, Outwards | None]:
+        """What leads from latents of queries to those, and how adapters change it."""
+        inputs, outputs = self.latent.queries, load.shape.heads * (self.latent.plain + self.latent.turned)
+        order = self._order(outputs // load.ranks.size, self.latent.plain)
+        changed = load.changed(["self_attn.q_b_proj"], [outputs], order=order, inputs=inputs)
+        return load.matrix("self_attn.q_b_proj", outputs, inputs)[order], changed
 
     @property
     def parts(self) -> tuple[object, ...]:
         """What has weights."""
-        return (self, self.to_keys, self.to_values, *[self.chooser] * (self.chooser is not None))
+        found = self, self.to_keys, self.to_values, self.sharpening, *(self.chooser.parts if self.chooser else ())
+        return tuple(part for part in found if part is not None)
 
     def __call__(self, stream: Stream, norm: Tensor | None, step: Step, places: Places, layer: Tensor) -> Tensor:
         """As that of `Heads`: [tokens, this rank's heads * latent.values]."""
-        latent, width = self.latent, self.shape.head_size
+        latent, width, cached = self.latent, self.latent.width, self.shape.head_size
         x = stream.normalized(norm) if self.chooser else None
         joint = stream.through(norm, self.inward) if x is None else stream.product(x, self.inward)
         gates, asked, latents = joint[:, : self.gates], joint[:, self.gates : -width], joint[:, -width:]
-        if self.query is not None and self.query_norm is not None:
-            made = rms_norm(asked, self.query_norm, latent.epsilon)
-            asked = stream.product(made, self.query)
-            if self.chooser is not None and x is not None:
-                places.choosing[:] = [self.chooser(x, made, places.rotary, step, layer[..., width:])]
+        made = x
+        if self.query is not None:
+            gates, asked, made = self._made(stream, asked, gates)
+        if self.chooser is not None and x is not None and made is not None:
+            places.choosing[:] = [self.chooser(x, made, places, step, layer[..., cached:])]
         heads = asked.view(len(asked), self.heads, latent.plain + latent.turned)
         query = torch.cat((self.to_keys(heads[..., : latent.plain]), heads[..., latent.plain :]), 2)
-        rotate_and_write_latents(query, latents, self.latent_norm, places.rotary, step.slots, layer[..., :width], latent.epsilon)
+        if width < cached:  # zeros, where other layers have what turns
+            query, latents = (functional.pad(part, (0, cached - width)) for part in (query, latents))
+        rotate_and_write_latents(query, latents, self.latent_norm, places.rotary, step.slots, layer[..., :cached], latent.epsilon)
+        if self.sharpening is not None:
+            self.sharpening(query, places)
         if places.growth is not None:
             query.mul_(places.growth)
         [chosen] = places.choosing or [None]  # by the layer's own index, or the last one before it
         how = How(self.window, self.shape.attention_scale, sinks=self.sinks, latent=latent.size, asked=chosen)
         found = self.to_values(attention(query, layer, step.attention, how)).flatten(1)
-        return found.mul_(by_lanes(torch.sigmoid, gates)) if self.gates else found
+        return found.mul_(by_lanes(torch.sigmoid, gates)) if gates.shape[1] else found
+
+    def _made(self, stream: Stream, latents: Tensor, gates: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gates, queries, and what those of an index are made of: of latents of queries, and gates so far."""
+        assert self.query is not None
+        made = self._normalized(latents)
+        return gates, stream.product(made, self.query), made
+
+    def _normalized(self, latents: Tensor) -> Tensor:
+        """Those of queries."""
+        assert self.query_norm is not None
+        return rms_norm(latents, self.query_norm, self.latent.epsilon)
 
     def _order(self, count: int, plain: int) -> Tensor:
         """Where so many outputs are: of each head's the first, `plain`, and those that turn in our order: see `Shape.order`."""
         places = torch.arange(count).view(-1, plain + self.latent.turned)
-        if order := list(self.shape.order(self.window)):
+        order = list(self.shape.order(self.window)) if self.latent.turned else []
+        if order:
             places[:, plain:] = places[:, plain:][:, order]
         return places.flatten()
 
@@ -124,7 +152,7 @@ class Latents:
         """Of `inward`. Queries that are not made of latents have none, nor have gates."""
         if not self.shape.qkv_bias:
             return None
-        latents = load.source.tensor(f"{load.prefix}{LATENTS}.bias", (self.shape.head_size,))
+        latents = load.source.tensor(f"{load.prefix}{LATENTS}.bias", (self.latent.width,))
         latents = latents[self._order(len(latents), self.latent.size)]
         gates = latents.new_zeros(self.gates)
         if not self.latent.queries:

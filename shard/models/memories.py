@@ -62,16 +62,16 @@ def products(stream: Stream, norm: Tensor | None, inward: Weight, gating: Weight
 class Memories(Remembered):
     """By what rule, its kinds say."""
 
-    def __init__(self, load: Loader, linear: Linear, name: str, inward: Led, gating: Led) -> None:
+    def __init__(self, load: Loader, linear: Linear, name: str, inward: Led, gating: Led, output: str = "out_proj") -> None:
         """name: of what has its tensors; inward: to the convolution's channels, queries, keys and values, and to what gates the
-        result; gating: to what else heads go by."""
+        result; gating: to what else heads go by; output: what leads back."""
         self.epsilon = load.shape.norm_epsilon
         *_, values = linear.sizes
         self.channels, self.size = linear.channels(load.ranks.size), values // load.ranks.size
         self.inward, self.gating = together(load, inward, gating)
         self.rates = -load.each_head(f"{name}.A_log", linear.value_heads).exp()
         self.offsets = load.each_head(f"{name}.dt_bias", linear.value_heads)
-        self.output = load.rows(f"{name}.out_proj", values, bias=False)
+        self.output = load.rows(f"{name}.{output}", values, bias=False)
 
     def __call__(self, stream: Stream, norm: Tensor | None, step: Step, states: States) -> Tensor:
         """As that of `Remembered`: [tokens, this rank's value heads * value size]."""
@@ -88,6 +88,8 @@ class Memories(Remembered):
 class DeltaRule(Memories):
     """The gated delta rule."""
 
+    strongest = 1.0  # see `gated_delta`
+
     def __init__(self, load: Loader, linear: Linear) -> None:
         inward, gating = _by_heads(load, linear) if "in_proj_qkvz" in load.shape.joined else _by_parts(load, linear)
         super().__init__(load, linear, NAME, inward, gating)
@@ -97,7 +99,7 @@ class DeltaRule(Memories):
     def found(self, mixed: Tensor, gates: Tensor, gating: Tensor, spans: Spans, states: States) -> Tensor:
         """As that of `Memories`."""
         strengths, fades = gating.chunk(2, 1)
-        found = gated_delta(mixed, strengths, fades, self.taps, self.rates, self.offsets, spans, states)
+        found = gated_delta(mixed, strengths, fades, self.taps, self.rates, self.offsets, spans, states, self.strongest)
         return gated_norm(found, gates.view(found.shape), self.gains, self.epsilon).flatten(1)
 
 

@@ -133,6 +133,7 @@ class Sparse:
             near=mixture.near,
             least=mixture.least,
             by_logits=mixture.by_logits,
+            zeroed=mixture.zeroed,
         )
 
     def weights(self) -> Iterator[Weight | Tensor]:

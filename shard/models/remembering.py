@@ -112,6 +112,8 @@ class Linear(Remembering):
     home: str = "mamba"  # what has their tensors
     normal: bool = True  # a norm is behind them, and what gates the result goes before that
     joint: int = 1  # matrices that lead to all of it
+    apart: bool = False  # each of which leads to one part
+    strongest: float = 1.0  # of the delta rule: what strengths come near to at most
     factors: tuple[float, ...] = (1.0,) * 5  # of what gates the result, values, keys, queries and steps of state spaces
 
     @property

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -65,14 +66,18 @@ class Either(Renamed):
     """One whose names may be ours, or others."""
 
     def __init__(self, source: Source, aliases: Sequence[tuple[str, str]]) -> None:
-        """aliases: what stands in ours, and may stand there instead; the first by which there is such a tensor."""
+        """aliases: what stands in ours, and may stand there instead; the first by which there is such a tensor, or all, one after
+        the other."""
         super().__init__(source)
         self._aliases = aliases
 
     def name(self, name: str) -> str:
         """See Renamed."""
-        others = (name.replace(*pair) for pair in self._aliases if pair[0] in name)
-        return name if self._source.has(name) else next(filter(self._source.has, others), name)
+        if self._source.has(name):
+            return name
+        others = [name.replace(*pair) for pair in self._aliases if pair[0] in name]
+        others.append(reduce(lambda found, pair: found.replace(*pair), self._aliases, name))
+        return next(filter(self._source.has, others), name)
 
 
 class Older(Renamed):

@@ -20,13 +20,24 @@ class Places:
     rotary: Tensor  # cosines and sines
     growth: Tensor | None  # what queries are multiplied by
     leaning: Tensor | None  # what keys have besides: see `alibi.table_of`
+    logarithms: Tensor | None  # of the positions themselves, where queries grow with them: see `sharpening`
     # By which tokens choose what they attend to, as the last index has it; in a list that all layers have in common.
     choosing: list[Choosing | None] = field(default_factory=list)
 
 
-def table_of(rope: Rope, size: int, positions: int, dtype: torch.dtype, device: torch.device, turned: int = 0) -> Tensor:
-    """For the positions from 0 on: [positions, 2, 1, size], see `rotary_table`. turned: features of a head that turn; 0: all."""
+def table_of(
+    rope: Rope,
+    size: int,
+    positions: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    turned: int = 0,
+    factors: Tensor | None = None,
+) -> Tensor:
+    """For the positions from 0 on: [positions, 2, 1, size], see `rotary_table`. turned: features of a head that turn; 0: all;
+    factors: of waves, [turned / 2] float32; None: none has one."""
     turning = frequencies(rope, turned or size, positions).to(device)
+    turning = turning if factors is None else turning * factors
     parts = [torch.arange(first, min(first + PART, positions), device=device) for first in range(0, positions, PART)]
     return torch.cat([_widened(rotary_table(turning, part, dtype, rope.amplitude), size) for part in parts])
 
@@ -43,6 +54,11 @@ def unturned_growth_of(growth: Growth | None, positions: int, dtype: torch.dtype
     if growth is None:
         return None
     return _grown(growth.strength, torch.arange(1, positions + 1, device=device) // growth.positions, dtype)
+
+
+def logarithms_of(positions: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Of the positions from 1 on, [positions, 1]."""
+    return torch.arange(1, positions + 1, device=device).float().log().to(dtype).unsqueeze(1)
 
 
 def _grown(strength: float, times: Tensor, dtype: torch.dtype) -> Tensor:

@@ -65,6 +65,8 @@ class Shape:
     gates_name: str = ""  # of their own matrix, without biases; "": in the checkpoint they are beside each head's queries
     unturned: frozenset[int] = frozenset()  # layers without a rotary embedding
     unturned_growth: Growth | None = None  # of their queries; None: none
+    # Queries of each head are multiplied by the logarithm of their position times a number of the head's, plus another.
+    sharpened: bool = False
     alibi: Alibi | None = None  # None: none
     learned: int | None = None  # positions have vectors, behind so many rows of their table that are for none; None: they have none
     inattentive: frozenset[int] = frozenset()  # layers that neither attend nor remember: an MLP alone, or experts
@@ -97,6 +99,8 @@ class Shape:
     # Norms of queries and keys, and the matrix behind all heads.
     attention_parts: tuple[str, str, str] = ("q_norm", "k_norm", "o_proj")
     norms: tuple[str, str, str, str] = PLAIN  # names of those before and behind attention, before and behind the MLP; "": none
+    remembering_norms: tuple[str, str, str, str] | None = None  # the same of layers that remember; None: they have the same
+    norm_gates: int = 0  # features that gates of norms before attention, and before experts, are made by; 0: norms have none
     experts_norm: str = ""  # behind experts, in those layers that have some, where there is none behind the MLP; "": none
     last_norm: str = "norm"  # behind all layers
     first_norm: str = ""  # and in front of them; "": none
@@ -237,6 +241,10 @@ class Shape:
             return 2, self.key_heads(ranks, window), self.cached_size(window)
         return 1, 1, self.head_size + self.index_size(layer)
 
+    def latent_of(self, layer: int) -> Latent | None:
+        """What this layer's keys and values are made of."""
+        return self.latent and self.latent.of(layer not in self.unturned)
+
     @property
     def index(self) -> Index | None:
         """What chooses the tokens that each one attends to; None: it attends to all."""
@@ -297,13 +305,28 @@ class Shape:
         told = self.layers if self.inputs else 0
         return (1 if self.parallel else 2) * self.layers - len(self.inattentive) - len(self.without_mlp) + told
 
+    def norm_names(self, layer: int) -> tuple[str, str, str, str]:
+        """As `norms`, of this layer."""
+        sparse = bool(self.mixtures and self.mixtures[layer])
+        remembers = self.remembering_norms and self.remembering and layer in self.remembering.layers
+        before, behind, mlp, last = (remembers and self.remembering_norms) or self.norms
+        if self.norm_gates:  # norms are within what has gates, too
+            before, mlp = f"{before}.norm", f"{mlp}.norm" if sparse else mlp
+        return before, behind, mlp, last or (self.experts_norm if sparse else "")
+
+    def gated_norms(self, layer: int) -> list[str]:
+        """What this layer's norms with gates are named, before attention and before the MLP; "": it has none there."""
+        sparse = bool(self.mixtures and self.mixtures[layer])
+        return [self.norms[0], self.norms[2] if sparse else ""] if self.norm_gates else []
+
     @property
     def norm_count(self) -> int:
         """Norms of all layers, in front of them and behind."""
-        before, behind = (sum(map(bool, names)) for names in (self.norms[:2], self.norms[2:]))
-        found = before * (self.layers - len(self.inattentive)) + behind * (self.layers - len(self.without_mlp))
-        found += sum(map(bool, self.mixtures)) if self.experts_norm else 0
-        return found + bool(self.first_norm) + 1
+        found = 1 + bool(self.first_norm)
+        for layer in range(self.layers):
+            before, behind, mlp, last = map(bool, self.norm_names(layer))
+            found += (layer not in self.inattentive) * (before + behind) + (layer not in self.without_mlp) * (mlp + last)
+        return found
 
     @property
     def weight_factor(self) -> float:
@@ -396,13 +419,13 @@ class Shape:
         """Elements of the cosines and sines of all positions, which every rank has; one row is for layers that don't turn. And of
         what queries grow by."""
         size, local = self.turning_size(0), self.turning_size(max(self.windows)) if self.local_rope else 0
-        growth = self.max_positions * ((self.rope.growth > 0) + (self.unturned_growth is not None))
+        growth = self.max_positions * ((self.rope.growth > 0) + (self.unturned_growth is not None) + self.sharpened)
         return 2 * (self.turned_positions * (size * self.turns + local) + size * bool(self.unturned)) + growth
 
     def parameters(self, ranks: int = 1, tables: int | None = None, tokens: int | None = None) -> int:
         """Elements of all weights on one rank. `tables`: how often the vocabulary's table is held, if not as in the checkpoint;
         `tokens`: of experts those alone that so many tokens can be expected to choose."""
-        found = sum(count * self._attention(ranks, window) for window, count in self._alike.items())
+        found = sum(count * self._attention(ranks, *kind) for kind, count in self._alike.items()) + self._waves
         found += sum(self._asking(ranks, window) for window in self._keyless)
         if self.latent and self.index:
             found += len(self.indexing) * self.index.elements(self.latent.queries, self.hidden)
@@ -410,6 +433,8 @@ class Shape:
             found += len(self.blocks.layers) * self.blocks.elements(ranks, self.hidden)
         if self.hyper:
             found += self.hyper.elements(self.hidden, self.layers)
+        if self.norm_gates:
+            found += 2 * self.norm_gates * self.hidden * (self.layers + sum(map(bool, self.mixtures)))
         if self.remembering:
             own = elements(self.remembering.matrices(ranks, self.hidden))
             found += len(self.remembering.layers) * (own + self.remembering.beside(ranks, self.hidden))
@@ -428,9 +453,14 @@ class Shape:
         return found + held * rows * self.hidden + self.logit_bias * rows
 
     @property
-    def _alike(self) -> Counter[int]:
-        """How many of the layers that have keys have each window."""
-        return Counter(self.windows[layer] for layer in self.keyed)
+    def _alike(self) -> Counter[tuple[int, Latent | None]]:
+        """How many of the layers that have keys have each window, and latents."""
+        return Counter((self.windows[layer], self.latent_of(layer)) for layer in self.keyed)
+
+    @property
+    def _waves(self) -> int:
+        """How many have a factor in the checkpoint."""
+        return self.turned(0) // 2 if self.rope.learned else 0
 
     @property
     def _keyless(self) -> list[int]:
@@ -455,29 +485,30 @@ class Shape:
         asked = self.asking(window) * self.keys(window).size
         return [(asked // ranks, self.hidden, self.hidden), (self.hidden, asked, asked // ranks)]
 
-    def _attention(self, ranks: int, window: int) -> int:
-        """Elements of what a layer with this window attends by."""
+    def _attention(self, ranks: int, window: int, latent: Latent | None) -> int:
+        """Elements of what a layer with this window, and these latents, attends by."""
         heads, keys = self.asking(window) // ranks, self.keys(window)
-        matrices = elements(self._projections(ranks, window))
+        matrices = elements(self._projections(ranks, window, latent))
         norms = (2 * (self.qk_norm and not self.plain_norms) + self.joint_qk_norm * (heads + keys.own(ranks))) * keys.size
-        return matrices + self._beside(ranks, window) + self.output_bias * self.hidden + norms + self.sunk(window) * heads
+        of_heads = (self.sunk(window) + 2 * self.sharpened) * heads
+        return matrices + self._beside(ranks, window, latent) + self.output_bias * self.hidden + norms + of_heads
 
     def sunk(self, window: int) -> bool:
         """Heads of layers with this window have sinks."""
         return self.sinks and (window > 0 or not self.local_sinks)
 
-    def _projections(self, ranks: int, window: int) -> Matrices:
-        """The matrices before and behind attention, of a layer with this window."""
-        heads, hidden, latent = self.heads // ranks, self.hidden, self.latent
+    def _projections(self, ranks: int, window: int, latent: Latent | None) -> Matrices:
+        """The matrices before and behind attention, of a layer with this window, and these latents."""
+        heads, hidden = self.heads // ranks, self.hidden
         if latent is None:
             size, inputs = self.keys(window).own_values, self.attention_inputs
             asked = self.asking(window) * size
             return [(self._heads_columns(ranks, window), inputs, inputs), (hidden, asked, asked // ranks)]
         asked, back = heads * (latent.plain + latent.turned), (hidden, self.heads * latent.values, heads * latent.values)
-        beside = self.head_size + self._gates_columns(ranks, window)
+        beside = latent.width + self._gates_columns(ranks, window)
         if not latent.queries:
             return [(asked + beside, hidden, hidden), back]
-        return [(latent.queries + beside, hidden, hidden), (asked, latent.queries, latent.queries), back]
+        return [(latent.queries + beside, hidden, hidden), latent.asking(heads), back]
 
     def _heads_columns(self, ranks: int, window: int) -> int:
         """Features of queries, keys and values of their own, and gates, of a rank's heads."""
@@ -494,21 +525,24 @@ class Shape:
         """Of these, those that have no biases where the others have some: zeros stand for them."""
         return self._gates_columns(ranks, window) if self.gates_name else 0
 
-    def _beside(self, ranks: int, window: int) -> int:
+    def _beside(self, ranks: int, window: int, latent: Latent | None) -> int:
         """Elements of what else such a layer has before attention: biases, and what leads from latents to heads."""
-        heads, latent = self.heads // ranks, self.latent
+        heads = self.heads // ranks
         if latent is None:
             return self.qkv_bias * (self._heads_columns(ranks, window) - self._unbiased(ranks, window))
         found = latent.size + latent.queries
-        return heads * (latent.plain + latent.values) * latent.size + found + self.qkv_bias * (latent.queries + self.head_size)
+        return heads * (latent.plain + latent.values) * latent.size + found + self.qkv_bias * (latent.queries + latent.width)
 
     def weight_bytes(self, ranks: int, item: int, device: str, dtype: str, packed: bool) -> int:
         """What all weights take on one rank, with the rotary tables. packed: matrices are laid out anew, so that a table that is
         also the output matrix is held in both forms."""
         wide = sum(mixture.routing(self.hidden) for mixture in self.mixtures if mixture and mixture.wide)
         wide += sum(self.hidden + mixture.experts for mixture in self.mixtures if mixture and mixture.beside)
-        wide += len(self.indexing) * self.index.heads * self.hidden if self.index else 0
-        wide += sum(self.sunk(window) * count * self.asking(window) for window, count in self._alike.items()) // ranks
+        wide += len(self.indexing) * self.index.wide(self.hidden) if self.index else 0
+        each = (
+            (self.sunk(window) + 2 * self.sharpened) * count * self.asking(window) for (window, _), count in self._alike.items()
+        )
+        wide += sum(each) // ranks + self._waves
         if self.centered_norms and not self.layer_norms:
             wide += self.norm_count * self.hidden
             wide += 2 * self.qk_norm * sum(self.keys(self.windows[layer]).size for layer in self.keyed)
@@ -518,7 +552,7 @@ class Shape:
         if self.remembering:
             wide += len(self.remembering.layers) * self.remembering.wide(ranks)
         made = self.rotary_elements + self.qk_norm_behind * len(self.attending) * self.head_size + self._made_norms
-        made += self.qkv_bias * sum(count * self._unbiased(ranks, window) for window, count in self._alike.items())
+        made += self.qkv_bias * sum(count * self._unbiased(ranks, window) for (window, _), count in self._alike.items())
         if self.latent and not self.latent.queries:  # zeros beside the biases of latents
             made += self.qkv_bias * len(self.attending) * self.heads // ranks * (self.latent.plain + self.latent.turned)
         if self.alibi:
@@ -548,7 +582,7 @@ class Shape:
             return less(how, ((2 - bool(self.ungated)) * own, hidden, hidden), (hidden, size, own), whole=whole)
 
         how = self.quantization
-        found = sum(count * less(how, *self._projections(ranks, window)) for window, count in self._alike.items())
+        found = sum(count * less(how, *self._projections(ranks, *kind)) for kind, count in self._alike.items())
         found += sum(less(how, *self._questions(ranks, window)) for window in self._keyless)
         if self.latent and self.index:
             found += len(self.indexing) * less(how, *self.index.matrices(self.latent.queries, self.hidden))
@@ -570,10 +604,10 @@ class Shape:
     def adapted(self, ranks: int) -> int:
         """Elements on one rank of an adapter of rank 1 that changes all that adapters can."""
         found = 0
-        for window, count in self._alike.items():
+        for (window, latent), count in self._alike.items():
             # Queries, keys, values and gates side by side, or queries and latents.
-            before, *others = self._projections(ranks, window)
-            beside = 2 + (not self.latent and self.keys(window).values) + bool(self.attention_gates and self.gates_name)
+            before, *others = self._projections(ranks, window, latent)
+            beside = 2 + (not latent and self.keys(window).values) + bool(self.attention_gates and self.gates_name)
             found += count * ((1 if "qkv_proj" in self.joined else beside) * changed([before]) + changed(others))
         found += sum(changed(self._questions(ranks, window)) for window in self._keyless)
         if self.blocks:  # queries and keys side by side

@@ -25,7 +25,7 @@ STEP = (
     *((".lambda_1", ".ls_1.gamma"), (".lambda_2", ".ls_2.gamma"), (".mlp.fc1.", ".mlp.c_fc."), (".mlp.fc2.", ".mlp.c_proj.")),
     *((".self_attn.", ".attn."), (".layernorm_before.", ".ln_1."), (".layernorm_after.", ".ln_2.")),
 )
-# Likewise, Hy 4's, DeepSeek-OCR 2's and LFM 3's.
+# Likewise, Hy 4's, DeepSeek-OCR 2's, LFM 3's and Mistral Large 4's.
 HY_4 = (
     *(("vision_tower.", "vit."), (".mlp.fc1.", ".mlp.dense_h_to_4h."), (".mlp.fc2.", ".mlp.dense_4h_to_h.")),
     *((".layer_norm1.", ".input_layernorm."), (".layer_norm2.", ".post_attention_layernorm.")),
@@ -44,8 +44,15 @@ OCR_2 = (
     *(("multi_modal_projector.", "projector.layers."), ("view_separator", "view_seperator")),
 )
 LFM_3 = (("vision_tower.patch_embed.", "vision_tower.patchifier."), (".q_norm.", ".q_layernorm."), (".k_norm.", ".k_layernorm."))
+MISTRAL_LARGE_4 = (
+    *(("multi_modal_projector.norm.", "pre_mm_projector_norm."), ("multi_modal_projector.patch_merger.", "patch_merger.")),
+    *((f"multi_modal_projector.linear_{i}.", f"vision_language_adapter.w_{side}.") for i, side in ((1, "in"), (2, "out"))),
+    *(("vision_tower.", "vision_encoder."), (".gate_proj.", ".w1."), (".down_proj.", ".w2."), (".up_proj.", ".w3.")),
+    *((f".{part}_proj.", f".w{part}.") for part in "qkvo"),
+)
+TURNED = (".wq.", ".wk.")  # in them features that turn together are neighbours, here they are half a head apart
 # By the model_type of config.json.
-PARTS = {"deepseek_ocr2": OCR_2, "hy_v4_vl": HY_4, "lfm3_vl": LFM_3, "step3p7": STEP}
+PARTS = {"deepseek_ocr2": OCR_2, "hy_v4_vl": HY_4, "lfm3_vl": LFM_3, "mistral_large4": MISTRAL_LARGE_4, "step3p7": STEP}
 JOINT = re.compile(r"(.*)\.attn\.([qkv])_proj\.(weight|bias)")  # of the same, which are one there
 
 
@@ -64,7 +71,8 @@ class Names:
         joint = JOINT.fullmatch(names[-1])
         if not stored and joint:
             return self._part(joint[1], joint[2], joint[3], shape)
-        return self.source.tensor(stored or ROOTS[0] + name, shape)
+        found = self.source.tensor(stored or ROOTS[0] + name, shape)
+        return self._apart(found) if any(part in stored for part in TURNED) else found
 
     def _renamed(self, name: str) -> str:
         for pair in self.parts:
@@ -72,11 +80,11 @@ class Names:
         return name
 
     def _part(self, before: str, part: str, kind: str, shape: tuple[int, ...]) -> Tensor:
-        """Of a matrix of queries, keys and values: there features that turn together are neighbours, here they are half a head
-        apart."""
+        """Of a matrix of queries, keys and values, of which the first two are as `TURNED`."""
         name, start = f"{before}.attn.in_proj_{kind}", "qkv".index(part) * shape[0]
         root = next((root for root in ROOTS if self.source.has(root + name)), ROOTS[0])
         found = self.source.tensor(root + name, (3 * shape[0], *shape[1:]), (0, start, start + shape[0]))
-        if part == "v":
-            return found
-        return found.view(self.heads, -1, 2, *shape[1:]).transpose(1, 2).reshape(shape)
+        return found if part == "v" else self._apart(found)
+
+    def _apart(self, rows: Tensor) -> Tensor:
+        return rows.view(self.heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)

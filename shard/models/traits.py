@@ -1,6 +1,6 @@
 """What a model may have that others have not, each by itself: parts of a `Shape`. Knows no tensor, as that."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import ClassVar
 
@@ -28,6 +28,7 @@ class Rope:
     long: tuple[float, ...] = ()  # and if more are
     axes: tuple[int, ...] = ()  # of each pair of features: which of an image's positions turns it; (): images' tokens have one
     part: float = 1.0  # proportional's: of all pairs of features these turn, the first, and those behind them stand still
+    learned: bool = False  # waves have factors, of which the checkpoint has the logarithms
 
     @property
     def reach(self) -> int:
@@ -112,6 +113,7 @@ class Mixture:
     best: int = 2  # of a group's experts by which it is chosen
     factor: float = 1.0  # of all shares of those chosen
     uncorrected: bool = False  # that tensor may be missing
+    zeroed: bool = False  # those of groups that a token has not chosen count as 0, and not as none
     by_logits: bool = False  # it is what scores are made of that is corrected, and by which they are chosen
     near: float = 0.0  # each share is by a softmax over those whose scores differ by no more than this part; 0: over all
     least: float = 1e-20  # is added to the sum that shares are divided by
@@ -170,14 +172,21 @@ class Index:
     borrowing: frozenset[int] = frozenset()  # layers without one, which attend to what the last one before them has chosen
     turned_last: bool = False  # in the checkpoint, features that turn stand behind the others
     epsilon: float = 1e-6  # of the layer norm of keys
+    streaming: bool = False  # queries are made of what keys are made of, behind a layer norm, instead of latents
+    sharpened: bool = False  # queries, as `Shape.sharpened`
 
     def matrices(self, queries: int, hidden: int) -> Matrices:
-        """Of queries, which are made of so many features, and of keys."""
-        return [(self.heads * self.size, queries, queries), (self.size, hidden, hidden)]
+        """Of queries, which are made of latents of so many features if of any, and of keys."""
+        inputs = hidden if self.streaming else queries
+        return [(self.heads * self.size, inputs, inputs), (self.size, hidden, hidden)]
+
+    def wide(self, hidden: int) -> int:
+        """Elements that are held in float32: of what weighs heads, and of what queries grow by."""
+        return self.heads * (hidden + 2 * self.sharpened)
 
     def elements(self, queries: int, hidden: int) -> int:
-        """Of all of it: these, a norm of keys, and what weighs heads."""
-        return elements(self.matrices(queries, hidden)) + 2 * self.size + self.heads * hidden
+        """Of all of it: these, norms of keys and of what queries are made of, and what is `wide`."""
+        return elements(self.matrices(queries, hidden)) + 2 * (self.size + self.streaming * hidden) + self.wide(hidden)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,6 +238,22 @@ class Latent:
     queries: int = 0  # that queries are made of; 0: of the residual stream
     epsilon: float = 1e-6  # of norms of both, whatever other norms have
     index: Index | None = None  # None: each token attends to all before it
+    gated: bool = False  # what makes queries makes gates of what heads find, too, of their latents behind the norm and before it
+    apart: bool = True  # what turns stands beside the latent in layers without a rotary embedding, too; or it is plain there
+
+    @property
+    def width(self) -> int:
+        """Features of a token that a layer makes, before zeros fill them up to those of other layers."""
+        return self.size + self.turned
+
+    def asking(self, heads: int) -> tuple[int, int, int]:
+        """The matrix by which queries of so many heads are made of their latents."""
+        inputs = (1 + self.gated) * self.queries
+        return heads * (self.plain + self.turned + self.gated * self.values), inputs, inputs
+
+    def of(self, turns: bool) -> "Latent":
+        """As layers have it that have a rotary embedding, or those that have none."""
+        return self if turns or self.apart else replace(self, plain=self.plain + self.turned, turned=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -289,19 +289,20 @@ def random_routing(chance: random.Random) -> tuple[Tensor, dict[str, Any]]:
         correction = correction.round()
     count = chance.randint(1, min(8, experts * best // sets))
     how = {"normalized": chance.random() < 0.5, "sigmoid": chance.random() < 0.5, "correction": correction}
-    how["least"], how["by_logits"] = chance.choice([1e-20, 0.1]), by_logits
+    how["least"], how["by_logits"], how["zeroed"] = chance.choice([1e-20, 0.1]), by_logits, chance.random() < 0.3
     return logits, how | {"count": count, "sets": (sets, best, chance.choice([1, 2])), "factor": chance.choice([1.0, 2.5])}
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_routes_by_triton(seed: int) -> None:
-    """Shares are those of the reference; of equal scores those of the first experts are taken."""
+    """Shares are those of the reference, but for those of equal scores that are different ones; of these the first are taken."""
     logits, how = random_routing(random.Random(seed))
     choose.force("triton")
     shares, chosen = route(logits, **how)
     choose.force("reference")
     expected, _ = route(logits, **how)
-    torch.testing.assert_close(shares.sort(-1).values, expected.sort(-1).values, rtol=1e-5, atol=1e-6)
+    if not how["zeroed"]:
+        torch.testing.assert_close(shares.sort(-1).values, expected.sort(-1).values, rtol=1e-5, atol=1e-6)
     alone = [route_alone(row, chosen.shape[1], how) for row in logits.float()]
     assert chosen.tolist() == alone
 
@@ -315,7 +316,20 @@ def route_alone(logits: Tensor, count: int, how: dict[str, Any]) -> list[int]:
     size = len(judged) // sets
     sums = [sum(sorted(judged[start : start + size])[-first:]) for start in range(0, len(judged), size)]
     opened = sorted(range(sets), key=lambda one: (-sums[one], one))[:best]
+    if how["zeroed"]:
+        judged = [value if i // size in opened else 0.0 for i, value in enumerate(judged)]
+        return sorted(range(len(judged)), key=lambda i: (-judged[i], i))[:count]
     return sorted((i for one in opened for i in range(one * size, one * size + size)), key=lambda i: (-judged[i], i))[:count]
+
+
+@pytest.mark.parametrize("kind", ["triton", "reference"])
+@pytest.mark.parametrize(("zeroed", "expected"), [(False, [1, 0]), (True, [1, 2])])
+def test_experts_of_other_sets_may_count_as_0(kind: str, zeroed: bool, expected: list[int]) -> None:
+    """Which is more than what is corrected to less."""
+    choose.force(kind)
+    logits, correction = torch.zeros(1, 4, device=DEVICE), torch.tensor([-0.9, 1.0, -0.6, -1.0], device=DEVICE)
+    _, chosen = route(logits, 2, True, sigmoid=True, correction=correction, sets=(2, 1, 2), zeroed=zeroed)
+    assert chosen.tolist() in ([expected], [[1, 3]] if zeroed else [expected])
 
 
 def test_what_is_no_number_goes_somewhere() -> None:

@@ -29,6 +29,7 @@ class Layer(memories.Rule):
     taps: Tensor
     rates: Tensor
     offsets: Tensor  # as many as there are fades
+    strongest: float  # of strengths
 
     @property
     def memory(self) -> tuple[int, int, int]:
@@ -46,7 +47,7 @@ class Layer(memories.Rule):
 
     def run(self, inputs: tuple[Tensor, ...], spans: Spans, states: States) -> Tensor:
         mixed, strengths, fades = inputs
-        return gated_delta(mixed, strengths, fades, self.taps, self.rates, self.offsets, spans, states)
+        return gated_delta(mixed, strengths, fades, self.taps, self.rates, self.offsets, spans, states, self.strongest)
 
     def expected(self, inputs: tuple[Tensor, ...], window: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         mixed, strengths, fades = (each.float() for each in inputs)
@@ -72,7 +73,7 @@ class Layer(memories.Rule):
             key,
             value,
             decay[None],
-            strengths.sigmoid()[None],
+            self.strongest * strengths.sigmoid()[None],
             initial_state=memory[None],
             output_final_state=True,
             use_qk_l2norm_in_kernel=True,
@@ -87,7 +88,8 @@ def layer_of(chance: random.Random, dtype: torch.dtype, most: int = 64, heads: i
     key_size, value_size = chance.randint(8, most), chance.randint(8, most)
     taps = torch.randn(2 * key_heads * key_size + value_heads * value_size, chance.randint(2, 5)).to(DEVICE, dtype)
     rates, offsets = -16 * torch.rand(value_heads) ** 4, torch.randn(value_heads * (key_size if each else 1))
-    return Layer(key_heads, value_heads, key_size, value_size, taps, rates.to(DEVICE), offsets.to(DEVICE))
+    strongest = 1.0 if each else chance.choice([1.0, 2.0])  # OLMo Hybrid's
+    return Layer(key_heads, value_heads, key_size, value_size, taps, rates.to(DEVICE), offsets.to(DEVICE), strongest)
 
 
 @pytest.mark.parametrize("each", [False, True])

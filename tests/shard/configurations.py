@@ -149,6 +149,11 @@ HY_4 = INDEXED | {
     "pad_token_id": 0,
     **ENDS,
 }
+MISTRAL_LARGE_4 = {name: value for name, value in INDEXED.items() if name not in ("q_lora_rank",)} | {
+    "num_hidden_layers": 4,
+    "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+}
+BLIND = {"model_type": "pixtral", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
 AFMOE = SMALL | {
     "head_dim": 16,
     "num_hidden_layers": 3,
@@ -198,6 +203,7 @@ HYBRID_MOE = HYBRID | {
     "moe_intermediate_size": 20,
     "shared_expert_intermediate_size": 36,
 }
+OLMO_HYBRID = SMALL | {"num_hidden_layers": 3, "linear_num_key_heads": 4, "linear_num_value_heads": 4, "pad_token_id": 0}
 GRANITE: dict[str, Any] = SMALL | {
     "attention_multiplier": 0.3,
     "embedding_multiplier": 2.5,
@@ -256,6 +262,20 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "arcee": lambda: transformers.ArceeConfig(**SMALL, mlp_bias=True),
     "ax-k1": lambda: transformers.AXK1Config(
         **LATENT | ENDS, n_group=4, topk_group=2, mlp_layer_types=["sparse", "dense", "sparse"]
+    ),
+    "ax-k2": lambda: transformers.AXK2Config(
+        **INDEXED | ENDS | {"num_hidden_layers": 2, "q_lora_rank": 16},  # so that little is rounded
+        gated_norm_rank=5,
+        attention_bias=True,
+        rms_norm_eps=0.1,
+        rope_parameters=dict(DEEP_YARN),
+    ),
+    "ax-k2-groups": lambda: transformers.AXK2Config(
+        **INDEXED | ENDS | {"num_hidden_layers": 2},
+        gated_norm_rank=8,
+        n_group=4,
+        topk_group=2,
+        mlp_layer_types=["sparse", "dense"],
     ),
     "bamba": lambda: transformers.BambaConfig(
         **SMALL | {"num_hidden_layers": 3, "mamba_chunk_size": PIECE},
@@ -482,6 +502,15 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "minimax-m3": lambda: transformers.MiniMaxM3VLTextConfig(**MINIMAX_3, index_local_blocks=2, tie_word_embeddings=True),
     "minimax-m3-plain": lambda: transformers.MiniMaxM3VLTextConfig(**MINIMAX_3 | {"layer_types": None, "mlp_layer_types": None}),
+    "mistral-large4": lambda: transformers.MistralLarge4Config(
+        text_config=MISTRAL_LARGE_4
+        | {"attention_bias": True, "n_group": 4, "topk_group": 2, "rope_parameters": dict(DEEP_YARN)}
+        | {"no_rope_layers": [1, 0, 1, 0], "indexer_types": ["full", "full", "shared", "shared"], "rms_norm_eps": 0.1},
+        vision_config=BLIND,
+    ),
+    "mistral-large4-plain": lambda: transformers.MistralLarge4Config(
+        text_config=MISTRAL_LARGE_4 | {"final_logit_softcapping": 5.0}, vision_config=BLIND
+    ),
     "mixtral": lambda: transformers.MixtralConfig(**SMALL, num_local_experts=5, num_experts_per_tok=2),
     "mpt": lambda: transformers.MptConfig(**MPT, attn_config={"clip_qkv": 0.7}),
     "nanochat": lambda: transformers.NanoChatConfig(**SMALL, final_logit_softcapping=9.0, attention_bias=True),
@@ -501,6 +530,16 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         **SMALL | {"num_hidden_layers": 4},
         sliding_window=WINDOW,
         rope_parameters={"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}},
+    ),
+    "olmo-hybrid": lambda: transformers.OlmoHybridConfig(
+        **OLMO_HYBRID, layer_types=["linear_attention", "full_attention", "linear_attention"], attention_bias=True
+    ),
+    "olmo-hybrid-still": lambda: transformers.OlmoHybridConfig(
+        **OLMO_HYBRID | {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_value_head_dim": 14},
+        rope_parameters={"rope_type": "default", "rope_theta": None},
+        linear_allow_neg_eigval=False,
+        linear_conv_kernel_dim=3,
+        rms_norm_eps=0.1,
     ),
     "opt": lambda: transformers.OPTConfig(**OPT),
     "phi": lambda: transformers.PhiConfig(**SMALL),
@@ -569,7 +608,9 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 HYBRIDS = [
     name
     for name in FAMILIES
-    if name.startswith(("bamba", "falcon-h1", "granite-4-h", "kimi-linear", "lfm", "nemotron-h", "qwen3-next", "qwen3.5"))
+    if name.startswith(
+        ("bamba", "falcon-h1", "granite-4-h", "kimi-linear", "lfm", "nemotron-h", "olmo-hybrid", "qwen3-next", "qwen3.5")
+    )
 ]
 TINIEST: dict[str, Any] = {
     "vocab_size": 4,
@@ -643,7 +684,18 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "few-heads-glm-5": lambda: transformers.GlmMoeDsaConfig(
         **INDEXED | FEW_HEADS | {"num_hidden_layers": 3}, indexer_types=["full", "shared", "full"]
     ),
+    "few-heads-ax-k2": lambda: transformers.AXK2Config(**INDEXED | FEW_HEADS | ENDS, gated_norm_rank=6),
     "few-heads-hy-4": lambda: transformers.HYV4Config(**HY_4 | FEW_HEADS | {"num_hidden_layers": 3}),
+    "few-heads-mistral-large4": lambda: transformers.MistralLarge4Config(
+        text_config=MISTRAL_LARGE_4
+        | FEW_HEADS
+        | {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0]}
+        | {"indexer_types": ["full", "full", "shared", "shared"]},
+        vision_config=BLIND,
+    ),
+    "few-heads-olmo-hybrid": lambda: transformers.OlmoHybridConfig(
+        **OLMO_HYBRID | FEW_HEADS, layer_types=["linear_attention", "full_attention"]
+    ),
     "few-heads-granite-4-h": lambda: transformers.GraniteMoeHybridConfig(
         **GRANITE4 | FEW_HEADS | {"num_hidden_layers": 3, "mamba_n_heads": 4}, num_local_experts=5, num_experts_per_tok=2
     ),

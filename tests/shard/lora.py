@@ -27,7 +27,8 @@ def adapter(model: Path, folder: Path, seed: int, rank: int = 4, **config: Any) 
     stored = weights_of(model)
     found = {}
     for key, weight in stored.items():
-        if key.split(".")[-2] in MATRICES and weight.dim() == 2 and "experts" not in key and chance.random() < 0.8:
+        others = "experts" in key or "vision_tower" in key
+        if key.split(".")[-2] in MATRICES and weight.dim() == 2 and not others and chance.random() < 0.8:
             place = f"base_model.model.{key.removesuffix('.weight')}"
             outputs, inputs = weight.shape
             found[f"{place}.lora_A.weight"] = torch.randn(rank, inputs, generator=generator) * 0.6

@@ -26,7 +26,7 @@ from penstock.shard.parallel import Ranks
 from penstock.shard.pictures import Picture
 from penstock.shard.weights import Weights
 
-from .configurations import GEMMA, GEMMA4, GEMMA4_E, GRANITE, HY_4, LFM3, LLAMA4, MINIMAX_3, SMALL, VOCABULARY
+from .configurations import GEMMA, GEMMA4, GEMMA4_E, GRANITE, HY_4, LFM3, LLAMA4, MINIMAX_3, MISTRAL_LARGE_4, SMALL, VOCABULARY
 from .test_images import SECTIONS, TEXTS, model
 from .test_step_3 import TEXT as STEP
 from .tiny import CPU, MAKING
@@ -55,7 +55,8 @@ PROCESSORS = {
     "Step3p7": "Step3p7ImageProcessor",
     "HYV4VL": "HYV4VLImageProcessor",
     "DeepseekOcr2": "DeepseekOcr2ImageProcessor",
-    **{"Mistral3": "PixtralImageProcessor", "Gemma3": "Gemma3ImageProcessor", "InternVL": "GotOcr2ImageProcessor"},
+    **dict.fromkeys(("Mistral3", "MistralLarge4"), "PixtralImageProcessor"),
+    **{"Gemma3": "Gemma3ImageProcessor", "InternVL": "GotOcr2ImageProcessor"},
     **dict.fromkeys(("Gemma4", "Gemma4E", "Gemma4Both"), "Gemma4ImageProcessor"),
     "Gemma4Unified": "Gemma4UnifiedImageProcessor",
     **{"Idefics2": "Idefics2ImageProcessor", "Idefics3": "Idefics3ImageProcessor", "SmolVLM": "SmolVLMImageProcessor"},
@@ -70,6 +71,7 @@ PROCESSORS = {
 SEEING = (
     *(name for name in TEXTS if name != "Kimi_K25"),
     "Mistral3",
+    "MistralLarge4",
     "Gemma3",
     "Gemma4",
     "Gemma4E",
@@ -131,6 +133,14 @@ def _mistral() -> Any:
         text_config=text, vision_config=PIXTRAL, image_token_index=PLACEHOLDER, spatial_merge_size=MERGE, tie_word_embeddings=False
     )
     return transformers.Mistral3ForConditionalGeneration(config)
+
+
+def _mistral_large() -> Any:
+    """Its checkpoint is by Mistral's own names, as transformers writes it."""
+    config = transformers.MistralLarge4Config(
+        text_config=MISTRAL_LARGE_4, vision_config=PIXTRAL, image_token_index=PLACEHOLDER, spatial_merge_size=MERGE
+    )
+    return transformers.MistralLarge4ForConditionalGeneration(config)
 
 
 def _light_on() -> Any:
@@ -365,6 +375,7 @@ OTHERS = {
     "Pixtral": _pixtral,
     "InternVL": _internvl,
     "Mistral3": _mistral,
+    "MistralLarge4": _mistral_large,
     "LightOnOcr": _light_on,
     "Llama4": _llama4,
     "Step3p7": _step,
@@ -477,7 +488,7 @@ def inputs(name: str, prompt: Seen) -> dict[str, Any]:
     mean, deviation = (torch.tensor(values).view(3, 1, 1) for values in (MEAN, DEVIATION))
     pixels = [(picture.pixels.float() / 255 - mean) / deviation for picture in prompt.pictures]
     found: dict[str, Any] = {"input_ids": torch.tensor([prompt.ids])}
-    if name in ("Mistral3", "Pixtral", "LightOnOcr", "Idefics2"):
+    if name in ("Mistral3", "MistralLarge4", "Pixtral", "LightOnOcr", "Idefics2"):
         sizes = [one.shape[-2:] for one in pixels]
         height, width = (max(size[axis] for size in sizes) for axis in range(2))
         padded, mask = torch.zeros(len(pixels), 3, height, width), torch.zeros(len(pixels), height, width, dtype=torch.int64)

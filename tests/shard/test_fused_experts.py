@@ -36,6 +36,7 @@ NAMES = [
     "exaone-moe",
     "granite-4-h-moe",
     "hy-4",
+    "ax-k2",
     "lfm2-moe",
     "nemotron-h-moe",
 ]

@@ -31,6 +31,7 @@ from penstock.tests.shard.test_weights import WEIGHTS, Alone, same
 # With biases, joint matrices, norms over all heads, gates, sinks, rotary features in another order, heads of another size in some
 # layers.
 FAMILIES = [
+    ("ax-k2", 4),
     ("bamba", 8),  # groups of state spaces are its key heads
     ("falcon-h1", 8),
     ("falcon-h1-norms", 4),
@@ -47,7 +48,9 @@ FAMILIES = [
     ("lfm2", 8),
     ("lfm3", 8),
     ("mimo", 4),
+    ("mistral-large4", 8),
     ("nemotron-h-moe", 4),
+    ("olmo-hybrid", 4),
     ("one-key-gpt-oss", 4),
     ("one-key-llama", 2),
     ("two-keys-llama4", 4),

@@ -453,9 +453,71 @@ def test_what_is_kept_of_a_sequence_by_short_convolutions() -> None:
         shape(lfm2(hidden_size=80, head_dim=4, num_key_value_heads=2)).check_ranks(32)
 
 
+def olmo(**more: Any) -> dict[str, Any]:
+    said = {"vocab_size": 100_352, "hidden_size": 3840, "intermediate_size": 11_008, "num_hidden_layers": 32}
+    return said | {"num_attention_heads": 30, "architectures": ["OlmoHybridForCausalLM"], "model_type": "olmo_hybrid"} | more
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"num_hidden_layers": 3, "linear_allow_neg_eigval": False},
+        {"rope_theta": None},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": None}},
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}},
+        {"linear_num_key_heads": 15, "linear_key_head_dim": None, "linear_value_head_dim": 64},
+        {"num_key_value_heads": 6, "linear_key_head_dim": 32, "attention_bias": True},
+    ],
+)
+def test_shapes_of_olmo_hybrid_are_transformers(more: dict[str, Any]) -> None:
+    """Its sizes, and what is left out, or null: the one that is published has 7 billion parameters."""
+    theirs, found = transformers.OlmoHybridConfig.from_dict(olmo(**more)), shape(olmo(**more))
+    with torch.device("meta"):
+        model = transformers.OlmoHybridForCausalLM(theirs)
+    assert found.parameters() == model.num_parameters()
+    assert found == shape(theirs.to_dict() | {"architectures": ["OlmoHybridForCausalLM"]})
+    assert found.attending == [layer for layer, kind in enumerate(theirs.layer_types) if kind == "full_attention"]
+    assert found.turns == (model.model.rotary_emb is not None)
+    assert more or round(found.parameters() / 1e8) == 74
+    assert found.max_positions == theirs.max_position_embeddings
+    linear = found.remembering
+    assert isinstance(linear, Linear)
+    assert linear.strongest == 1 + theirs.linear_allow_neg_eigval
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("name", ["olmo-hybrid", "olmo-hybrid-still"])
+def test_olmo_hybrids_names(name: str, rank: int, tmp_path: Path) -> None:
+    """As the hub has them, with convolutions of the sizes of queries, keys and values, and as transformers has them."""
+    folder, linear = Path(shutil.copytree(tiny.folder(name), tmp_path / "hub")), tiny.decoder(name).shape.remembering
+    assert isinstance(linear, Linear)
+    stored = safetensors.torch.load_file(folder / WEIGHTS)
+    for layer in linear.layers:
+        names = [f"model.layers.{layer}.linear_attn.{part}_conv1d.weight" for part in "qkv"]
+        whole = torch.cat([stored[one] for one in names])
+        assert {len(stored[one]) for one in names} != set(linear.sizes)
+        stored |= dict(zip(names, (part.contiguous() for part in whole.split(list(linear.sizes))), strict=True))
+    for layer in tiny.decoder(name).shape.attending:
+        place = f"model.layers.{layer}."
+        stored[f"{place}post_attention_layernorm.weight"] = stored.pop(f"{place}feedforward_layer_norm.weight")
+    safetensors.torch.save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
+    same(made(folder, Alone(rank)), made(tiny.folder(name), Alone(rank)))
+    tiny.reference(name).save_pretrained(tmp_path / "own", save_original_format=False)
+    assert f"model.layers.{min(linear.layers)}.linear_attn.conv1d.weight" in safetensors.torch.load_file(tmp_path / "own" / WEIGHTS)
+    same(made(tmp_path / "own", Alone(rank)), made(tiny.folder(name), Alone(rank)))
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        (olmo(layer_types=["linear_attention"] * 32), "layers of linear attention alone"),
+        (olmo(layer_types=["linear_attention", "sliding_attention"] * 16), "sliding_attention are not supported"),
+        (olmo(linear_num_key_heads=7), "linear_num_value_heads 30 and linear_num_key_heads 7, of which the first must be"),
+        (olmo(linear_num_value_heads=0), "linear_num_value_heads 0, an integer from 1"),
+        (olmo(linear_allow_neg_eigval=2), "linear_allow_neg_eigval 2, true or false"),
+        (olmo(rope_parameters={"rope_type": "ntk", "rope_theta": 1e4}), "rotary scaling 'ntk' is not supported"),
+        (olmo(model_type="olmo3"), "which is 'olmo_hybrid'"),
         (lfm2(layer_types=["conv"] * 9), "layers of conv alone"),
         (falcon(projectors_bias=True), "projectors_bias true is not supported: for this family the decoder has none"),
         (falcon(attention_bias=True), "attention_bias true is not supported"),
@@ -700,6 +762,7 @@ def calm(name: str) -> World:
         ("qwen3-next", "right", 8, 1, UNLIMITED, True),
         ("qwen3-next", "chains", 1, 16, UNLIMITED, True),
         ("qwen3-next", "chains", 4, 1, 7, True),
+        ("olmo-hybrid", "chains", 4, 4, 7, True),
         ("qwen3.5", "right", 4, 16, 7, True),
         ("qwen3.5", "chains", 8, 4, 7, False),
     ],

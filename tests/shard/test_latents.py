@@ -412,3 +412,118 @@ def test_an_output_matrix_in_float32() -> None:
     found = model.logits(hidden)
     exact = hidden.float() @ tiny.reference("hy-4").lm_head.weight.t()
     torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
+
+
+MISTRAL_LARGE = {
+    "vocab_size": 204_800,
+    "hidden_size": 6144,
+    "intermediate_size": 24_576,
+    "num_hidden_layers": 72,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+}
+
+
+def mistral_large(text: dict[str, Any] | None = None, **more: Any) -> Shape:
+    said = {"architectures": ["MistralLarge4ForConditionalGeneration"], "model_type": "mistral_large4"}
+    return shape(said | {"text_config": MISTRAL_LARGE | (text or {})} | more)
+
+
+def test_mistral_large_4_is_transformers() -> None:
+    """Its sizes, and what is left out; 1,050 billion parameters, 53 of them for a token, one in a table of which a row is read."""
+    found, theirs = mistral_large(), transformers.MistralLarge4Config(text_config=MISTRAL_LARGE)
+    with torch.device("meta"):
+        model = transformers.MistralLarge4ForConditionalGeneration(theirs)
+    own = [values for key, values in model.named_parameters() if "vision_tower" not in key and "projector" not in key]
+    assert found.parameters() == sum(values.numel() for values in own)
+    assert (round(found.parameters() / 1e9), round(found.parameters(tokens=1) / 1e9)) == (1050, 53)
+    assert found == mistral_large(theirs.to_dict()["text_config"])
+    assert sorted(found.unturned) == [layer for layer, turns in enumerate(theirs.text_config.no_rope_layers) if not turns]
+    assert (found.rope.learned, found.rope.amplitude, found.rope.reach, found.final_softcap) == (True, 1.0, 1 << 20, 30.0)
+    assert [found.slot(1, layer) for layer in (0, 3)] == [(1, 1, 576 + 128)] * 2
+    latent = found.latent_of(3)
+    assert latent is not None
+    assert (latent.plain, latent.turned, latent.width) == (128, 0, 512)
+    assert found.rotary_elements == replace(found, sharpened=False).rotary_elements + (1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [
+        ({"kv_source_layers": [0, *range(71)]}, "kv_source_layers .* is not supported: for this family the decoder has .0, 1, 2"),
+        ({"q_lora_rank": 1536}, "q_lora_rank 1536 is not supported: for this family the decoder has none"),
+        ({"norm_topk_prob": False}, "norm_topk_prob false is not supported"),
+        ({"no_rope_layers": [1, 0]}, "no_rope_layers .1, 0., 0 or 1 for each of num_hidden_layers"),
+        ({"index_head_dim": 32}, "index_head_dim 32 and qk_rope_head_dim 64: an index needs heads as large"),
+        ({"final_logit_softcapping": None}, "final_logit_softcapping null, a number above 0"),
+        ({"indexer_types": ["shared"] * 72}, "indexer_types .*, the first of which has its own"),
+        ({"model_type": "mistral_large5_text"}, "model_type 'mistral_large5_text'"),
+    ],
+)
+def test_what_is_refused_of_mistral_large_4(field: dict[str, Any], words: str) -> None:
+    with pytest.raises(Unsupported, match=words):
+        mistral_large(field)
+
+
+def test_waves_of_mistral_large_4_are_not_rounded() -> None:
+    """What the checkpoint has of them is read in float32, in a model of 16 bits, too."""
+    model = load(ShardConfig(folder=str(tiny.folder("mistral-large4")), model="m", dtype="bfloat16"), lambda stage: None).decoder
+    theirs = tiny.reference("mistral-large4").model.language_model.rotary_emb
+    assert model.waves is not None
+    assert model.waves.equal(theirs.alpha)
+    turning = theirs.inv_freq * theirs.alpha.exp()
+    angles = (5 * turning).cos() * theirs.attention_scaling
+    torch.testing.assert_close(model.rotary[5, 0, 0, :4].float(), angles.bfloat16().float(), rtol=0, atol=0)
+
+
+AX_K2 = {
+    "architectures": ["AXK2ForCausalLM"],
+    "model_type": "axk2",
+    "vocab_size": 163_840,
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+}
+
+
+def test_ax_k2_is_transformers() -> None:
+    """Its sizes, and what is left out: 20 billion parameters, 2 of them for a token."""
+    found, theirs = shape(AX_K2), transformers.AXK2Config(**AX_K2)
+    with torch.device("meta"):
+        model = transformers.AXK2ForCausalLM(theirs)
+    corrections = [values for key, values in model.named_buffers() if "correction" in key]
+    assert found.parameters() == sum(values.numel() for values in (*model.parameters(), *corrections))
+    assert found == shape(theirs.to_dict())
+    assert found == shape(AX_K2 | {"n_group": None, "topk_group": None})
+    assert (found.norm_gates, found.latent and found.latent.gated) == (16, True)
+    mixture = found.mixtures[-1]
+    assert mixture is not None
+    assert (mixture.zeroed, mixture.groups) == (True, 1)
+    assert found.gated_norms(0) == ["input_layernorm", ""]
+    assert found.gated_norms(1) == ["input_layernorm", "post_attention_layernorm"]
+
+
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [
+        ({"gated_norm_rank": 0}, "gated_norm_rank 0, an integer from 1"),
+        ({"gated_norm_rank": None}, "gated_norm_rank null, an integer from 1"),
+        ({"q_lora_rank": None}, "q_lora_rank null, index_head_dim 128 and .* needs latents of queries"),
+        ({"n_group": 3, "topk_group": 1}, "n_group 3 and topk_group 1, of 128 experts"),
+        ({"rope_interleave": False}, "rope_interleave false is not supported: for this family the decoder has true"),
+    ],
+)
+def test_what_is_refused_of_ax_k2(field: dict[str, Any], words: str) -> None:
+    with pytest.raises(Unsupported, match=words):
+        shape(AX_K2 | field)
+
+
+def test_gates_of_norms_have_all_bits(tmp_path: Path) -> None:
+    """Also where weights are rounded when they are loaded."""
+    found = load(ShardConfig(folder=str(tiny.folder("ax-k2")), model="m", dtype="bfloat16", quantize="int4"), lambda stage: None)
+    gates = [gate for layer in found.decoder.layers for gate in layer.norm_gates]
+    assert [gate is None for gate in gates] == [False, True, False, False]
+    model = found.decoder
+    assert model.shape.weight_bytes(1, 2, "cpu", "bfloat16", not model.head.shared) == model.weight_bytes

@@ -291,7 +291,7 @@ def test_whose_images_others_may_not_find(world: Made, monkeypatch: pytest.Monke
 
 def test_a_step_encodes_no_more_than_it_has_room_for(world: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many ask at once about images of which all but the end is cached."""
-    words = 2 if world[0] in ("Mistral3", "Pixtral") else 1  # so that an image's end is in no full page
+    words = 2 if world[0] in ("Mistral3", "MistralLarge4", "Pixtral") else 1  # so that an image's end is in no full page
     images = [asked(world, seed, [(4, 4)], words=words) for seed in range(8)]
     most = 40 // images[0].pictures[0].tokens
     engine = seeing.engine(world[2], 256, 4)

@@ -181,7 +181,10 @@ def asked() -> list[Group]:
 
 @pytest.mark.parametrize(
     ("name", "size", "habits"),
-    [("lfm2", 4, Habits(7, pauses=1)), ("qwen3-next", 4, Habits(7, pauses=1)), ("qwen3.5", 16, Habits(pauses=1))],
+    [
+        *(("lfm2", 4, Habits(7, pauses=1)), ("qwen3-next", 4, Habits(7, pauses=1)), ("qwen3.5", 16, Habits(pauses=1))),
+        ("olmo-hybrid", 4, Habits(7, pauses=1)),
+    ],
 )
 def test_answers_are_the_same_whoever_remembers(name: str, size: int, habits: Habits, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompts, "WORTH", 8)

@@ -40,6 +40,12 @@ DEVICE = CPU  # where engines are made; who tests kernels on a GPU changes it
 # Ranks that are threads come at the same time; and while transformers reads a model, no model in the process has tied tables: who
 # makes one then has an output matrix of its own, and two who read at once may leave it so.
 MAKING = threading.RLock()
+# What transformers doesn't make by itself of a config.
+UNLISTED: dict[str, Callable[[Any], Any]] = {
+    "mistral4": transformers.Mistral4ForCausalLM,
+    "mistral-large4": transformers.MistralLarge4ForConditionalGeneration,
+}
+RENAMED = ("mistral-large4",)  # which are stored by transformers' names, and others by those of the hub
 BUFFERS = ("correction", "expert_bias", "layer_scalar", "act_fn")  # that checkpoints have, too
 
 
@@ -61,8 +67,7 @@ def _made(name: str) -> Path:
     transformers.utils.logging.disable_progress_bar()
     generator = torch.Generator().manual_seed(len(name))
     config = (FAMILIES | OTHERS)[name]()
-    made = transformers.Mistral4ForCausalLM if name.startswith("mistral4") else transformers.AutoModelForCausalLM.from_config
-    model = made(config)
+    model = next((own for part, own in UNLISTED.items() if part in name), transformers.AutoModelForCausalLM.from_config)(config)
     with torch.no_grad():
         buffers = ((key, value) for key, value in model.named_buffers() if any(word in key for word in BUFFERS))
         centered = "qwen3-next" in name or "qwen3.5" in name or ("gemma" in name and "gemma4" not in name)
@@ -73,7 +78,7 @@ def _made(name: str) -> Path:
             key = key.replace("norm_attn_norm", "")  # DBRX's, of which not all is a norm
             middle = -3 if "A_log" in key else 1 if any(word in key for word in around) else 0
             value.normal_(middle, 0.3, generator=generator)
-    model.save_pretrained(_scratch() / name)
+    model.save_pretrained(_scratch() / name, save_original_format=name not in RENAMED)
     return _scratch() / name
 
 
