@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .choose import triton_for
-from .transfer import to_device
+from .transfer import list_to_device, to_device
 
 
 def most_probable(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -97,13 +97,15 @@ def best(order: Tensor, starts: Sequence[int], count: int) -> tuple[Tensor, Tens
 
 def _of_sets(values: Tensor, ids: Tensor, starts: Sequence[int], count: int) -> tuple[Tensor, Tensor, Tensor]:
     """See `best`. values, ids: [rows, n], the largest of each row."""
-    count_of_sets = len(starts) - 1
+    count_of_sets, sizes = len(starts) - 1, [end - start for start, end in pairwise(starts)]
+    width = max(sizes)
     # Sets of different sizes are filled up with a row of -inf, which is called the last one: nobody takes what is found there.
-    width = max(end - start for start, end in pairwise(starts))
-    table = [[*range(start, end), *(len(values),) * (width - end + start)] for start, end in pairwise(starts)]
-    members = to_device(torch.tensor(table), values.device)
-    values = torch.cat((values, values.new_full((1, values.shape[1]), -torch.inf)))
-    ids = torch.cat((ids, ids.new_zeros(1, ids.shape[1])))
-    found, places = largest(values[members].view(count_of_sets, -1), count, any_impossible=True)
-    rows = members.gather(1, places // values.shape[1]).clamp(max=starts[-1] - 1)
-    return found, rows, ids[members].view(count_of_sets, -1).gather(1, places)
+    if min(sizes) < width:
+        table = [[*range(start, end), *(len(values),) * (width - end + start)] for start, end in pairwise(starts)]
+        members = to_device(torch.tensor(table), values.device)
+        values = torch.cat((values, values.new_full((1, values.shape[1]), -torch.inf)))[members]
+        ids = torch.cat((ids, ids.new_zeros(1, ids.shape[1])))[members]
+    found, places = largest(values.reshape(count_of_sets, -1), count, any_impossible=True)
+    first = list_to_device(values.device, starts[:-1]).unsqueeze(1)
+    rows = (places // values.shape[-1] + first).clamp(max=starts[-1] - 1)
+    return found, rows, ids.reshape(count_of_sets, -1).gather(1, places)

@@ -3,6 +3,9 @@
 By Triton one launch where `choose.triton_for` says so; the plain branch says what is meant.
 """
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from .choose import triton_for
@@ -19,8 +22,9 @@ def copy_pages(pages: Tensor, sources: Tensor, targets: Tensor, filled: Tensor) 
 
         fused(pages, sources, targets, filled)
         return
+    held = _held(pages)
     for source, target, count in zip(sources.tolist(), targets.tolist(), filled.tolist(), strict=True):
-        pages[:, target, :count] = pages[:, source, :count]
+        held[:, target, :count] = held[:, source, :count]
 
 
 def move_slots(slots: Tensor, sources: Tensor, targets: Tensor, starts: Tensor) -> None:
@@ -34,5 +38,11 @@ def move_slots(slots: Tensor, sources: Tensor, targets: Tensor, starts: Tensor) 
 
         fused(slots, sources, targets, starts)
         return
+    held = _held(slots)
     for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
-        slots[:, target] = slots[:, source]
+        held[:, target] = held[:, source]
+
+
+def _held(x: Tensor) -> Any:
+    """The same numbers: numpy copies a few in a quarter of torch's time."""
+    return x.view(torch.uint8).numpy() if x.device.type == "cpu" else x
