@@ -146,6 +146,7 @@ def _case(bench: Bench, engine: Engine, busy: Busy, rows: int, context: int, wai
 def _other_ways(rows: int) -> Iterator[tuple[str, Any, str, int]]:
     """Of products of few rows, and what to set for them."""
     if rows <= linear.FEW:
+        yield "products and norms begin early", early, "products", True
         yield "products by torch", linear, "FEW", 0  # norms, products and sums one after the other
         if rows > 1:
             yield "no product in parts", fused_product, "SHORTEST", sys.maxsize

@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .compilation import Compilation
+from .compilation import EARLY_TARGETS, Compilation
+from .early import on, options, wait
 
 # Elements that one program holds: 2048 in 4 warps are 16 a thread.
 TILE = 2048
@@ -33,8 +34,10 @@ def norm_kernel(
     ROWS: tl.constexpr,
     ADD: tl.constexpr,
     PARTS: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """One program: ROWS rows."""
+    wait(EARLY)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     outer, place = (row // inner).to(tl.int64), row % inner
@@ -76,6 +79,7 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float, ou
     if not rows:
         return out
     block, height, warps = _tile(size, inner)
+    early = on(x.device, product=True)
     norm_kernel[(triton.cdiv(rows, height),)](
         x,
         residual if residual is not None else x,
@@ -95,8 +99,10 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float, ou
         ROWS=height,
         ADD=residual is not None,
         PARTS=len(x) if cut else 1,
+        EARLY=early,
         num_warps=warps,
         enable_fp_fusion=False,
+        **options(early),
     )
     return out
 
@@ -113,21 +119,24 @@ def compilations() -> list[Compilation]:
     """Of the sizes of Llama and Qwen, and of their heads; Gemma's gains have 32 bits; of what comes in parts."""
     cases = [(1024, 1, True), (4096, 1, False), (4096, 1, True), (8192, 1, True), (16384, 1, True), (64, 8, False), (128, 8, False)]
     found = []
-    kinds = [*((case, "*bf16", 1) for case in cases), ((3584, 1, True), "*fp32", 1)]
-    kinds += [((4096, 1, True), "*bf16", 2), ((5120, 1, True), "*bf16", 2), ((2048, 1, True), "*bf16", 4)]
-    for (size, inner, add), gains, parts in kinds:
+    kinds = [*((case, "*bf16", 1, False) for case in cases), ((3584, 1, True), "*fp32", 1, False)]
+    kinds += [((size, 1, True), "*bf16", parts, False) for size, parts in ((4096, 2), (5120, 2), (2048, 4))]
+    kinds.append(((4096, 1, True), "*bf16", 2, True))
+    for (size, inner, add), gains, parts, early in kinds:
         block, height, warps = _tile(size, inner)
         pointers = dict.fromkeys(("x", "residual", "out"), "*bf16") | {"weight": gains} | ({"x": "*fp32"} if parts > 1 else {})
         strides = dict.fromkeys(("x_part", "x_outer", "x_inner", "residual_outer", "out_outer", "out_inner"), "i32:16")
-        constants = {"SIZE": size, "BLOCK": block, "ROWS": height, "ADD": add, "PARTS": parts}
+        constants = {"SIZE": size, "BLOCK": block, "ROWS": height, "ADD": add, "PARTS": parts, "EARLY": early}
         found.append(
             Compilation(
                 kernel=norm_kernel,
-                name=f"norm {'add ' if add else ''}{size} x {inner}{f' of {parts} parts' if parts > 1 else ''}",
+                name=f"norm {'add ' if add else ''}{size} x {inner}{f' of {parts} parts' if parts > 1 else ''}{' early' * early}",
                 signature=pointers | {"rows": "i32", "inner": "i32"} | strides | {"epsilon": "fp32"},
                 constants=dict(constants),
                 warps=warps,
+                early=early,
                 hot=True,
+                targets=EARLY_TARGETS if early else (),
             )
         )
     return found

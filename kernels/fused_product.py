@@ -35,7 +35,8 @@ from torch import Tensor
 from triton import knobs
 
 from . import fused_vector
-from .compilation import GENERATIONS, Compilation
+from .compilation import EARLY_TARGETS, GENERATIONS, Compilation
+from .early import ask, on, options, wait_alone
 from .fused_activation import behind_product
 from .fused_norm import rms_norm
 from .paged_attention import TARGETS, generation_of, processors_of
@@ -79,6 +80,7 @@ def product_kernel(
     ADD: tl.constexpr,
     BIASED: tl.constexpr,
     WIDEN: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """One program: COLUMNS outputs of all rows, of a part of the inputs."""
     LENGTH: tl.constexpr = (INPUTS + PARTS * DEPTH - 1) // (PARTS * DEPTH) * DEPTH
@@ -89,6 +91,11 @@ def product_kernel(
     deep = part * LENGTH + tl.arange(0, DEPTH)
     from_x = x + row[:, None] * x_stride + deep[None, :]
     from_weight = weight + output.to(tl.int64)[:, None] * INPUTS + deep[None, :]
+    first_rows = weight + tl.minimum(output, OUTPUTS - 1).to(tl.int64) * INPUTS
+    ask(first_rows + part * LENGTH, LENGTH, EARLY)
+    if GATED:
+        ask(first_rows + OUTPUTS * INPUTS, LENGTH, EARLY)
+    wait_alone(EARLY)
     result = tl.zeros([COLUMNS, ROWS], tl.float32)
     other = tl.zeros([COLUMNS, ROWS], tl.float32)
     for first in tl.range(0, LENGTH, DEPTH, num_stages=STAGES):
@@ -154,7 +161,10 @@ def product(
     if rows:
         if gains is not None:
             x = rms_norm(x, gains, epsilon, torch.empty_like(x))
-        constants = _constants(rows, inputs, outputs, parts, gated, x.element_size(), *_machine(x.device))
+        constants, early = (
+            _constants(rows, inputs, outputs, parts, gated, x.element_size(), *_machine(x.device)),
+            on(x.device, True),
+        )
         product_kernel[(triton.cdiv(outputs, constants["COLUMNS"]), parts)](
             out,
             x,
@@ -170,9 +180,11 @@ def product(
             ADD=add,
             BIASED=bias is not None,
             WIDEN=INTERPRET,
+            EARLY=early,
             num_warps=WARPS,
             num_stages=constants["STAGES"],
             enable_fp_fusion=True,
+            **options(early),
         )
     return out
 
@@ -237,9 +249,12 @@ def compilations() -> list[Compilation]:
     found = []
     cases = [(case, rows) for case in fused_vector.CASES for rows in (16, 32, 64) if rows == 16 or not case.gated]
     for (case, rows), (generation, targets) in itertools.product(cases, TARGETS.items()):
+        if case.early and generation != 9:
+            continue
         parts = _parts(rows, case.inputs, case.outputs, 132) if case.add else 1
         constants = _constants(rows, case.inputs, case.outputs, parts, case.gated, 2, generation, 132)
         constants |= {"GATED": case.gated, "GELU": case.gelu, "ADD": case.add and parts == 1, "BIASED": case.biased, "WIDEN": False}
+        constants["EARLY"] = case.early
         pointers = {"out": "*fp32" if parts > 1 else "*bf16"} | dict.fromkeys(("x", "weight", "bias"), "*bf16")
         numbers = {"rows": "i32"} | dict.fromkeys(("x_stride", "out_stride", "part_stride"), "i32:16")
         found.append(
@@ -251,8 +266,9 @@ def compilations() -> list[Compilation]:
                 warps=WARPS,
                 stages=constants["STAGES"],
                 fuse=True,
+                early=case.early,
                 hot=True,
-                targets=targets,
+                targets=EARLY_TARGETS if case.early else targets,
             )
         )
     return found

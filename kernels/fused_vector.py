@@ -22,7 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .compilation import AMD, NVIDIA, Compilation
+from .compilation import AMD, EARLY_TARGETS, NVIDIA, Compilation
+from .early import ask, on, options, wait_alone
 from .fused_activation import behind_product
 
 
@@ -66,12 +67,18 @@ def vector_kernel(
     GELU: tl.constexpr,
     ADD: tl.constexpr,
     BIASED: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """One program: COLUMNS outputs."""
     EVEN: tl.constexpr = INPUTS % DEPTH == 0 and OUTPUTS % COLUMNS == 0
     output = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     wanted = output < OUTPUTS
     from_weight = weight + output.to(tl.int64)[:, None] * INPUTS
+    first_rows = weight + tl.minimum(output, OUTPUTS - 1).to(tl.int64) * INPUTS
+    ask(first_rows, INPUTS, EARLY)
+    if GATED:
+        ask(first_rows + OUTPUTS * INPUTS, INPUTS, EARLY)
+    wait_alone(EARLY)
     before = tl.zeros([COLUMNS], tl.float32)
     if ADD:  # by all threads that hold an output, before one of them writes it
         before = tl.load(out + output, mask=wanted, other=0.0).to(tl.float32)
@@ -118,6 +125,7 @@ def product(
 ) -> Tensor:
     """As `fused_product.product`, of one row."""
     inputs, outputs = x.shape[1], out.shape[1]
+    early = on(x.device, product=True)
     shape = _shape(inputs, outputs, gated, torch.version.hip is not None)
     vector_kernel[(triton.cdiv(outputs, shape.columns),)](
         out,
@@ -132,9 +140,11 @@ def product(
         GELU=gelu,
         ADD=add,
         BIASED=bias is not None,
+        EARLY=early,
         num_warps=shape.warps,
         num_stages=shape.stages,
         enable_fp_fusion=True,
+        **options(early),
     )
     return out
 
@@ -159,6 +169,7 @@ class Case(NamedTuple):
     gelu: bool = False
     add: bool = False
     biased: bool = False
+    early: bool = False
 
 
 # The products of an 8 B model's layer, its vocabulary, Gemma's gates, and one with biases and odd numbers.
@@ -170,6 +181,8 @@ CASES = (
     Case("vocabulary", 4096, 128256),
     Case("gemma's", 3584, 14336, norm=True, gated=True, gelu=True),
     Case("odd, biased", 2000, 1000, norm=True, gated=True, biased=True),
+    Case("gated early", 4096, 14336, norm=True, gated=True, early=True),
+    Case("down early", 14336, 4096, add=True, early=True),
 )
 KINDS = {"": NVIDIA, "amd": AMD}
 
@@ -178,9 +191,12 @@ def compilations() -> list[Compilation]:
     """All cases."""
     found = []
     for case, (kind, targets) in itertools.product(CASES, KINDS.items()):
+        if case.early and kind:
+            continue
         shape = _shape(case.inputs, case.outputs, case.gated, kind == "amd")
         constants = _constants(case.inputs, case.outputs, shape)
         constants |= {"NORM": case.norm, "GATED": case.gated, "GELU": case.gelu, "ADD": case.add, "BIASED": case.biased}
+        constants["EARLY"] = case.early
         pointers = dict.fromkeys(("out", "x", "weight", "gains", "bias"), "*bf16")
         pointers |= {"gains": "*fp32"} if case.gelu else {}  # as Gemma's are
         found.append(
@@ -192,8 +208,9 @@ def compilations() -> list[Compilation]:
                 warps=shape.warps,
                 stages=shape.stages,
                 fuse=True,
+                early=case.early,
                 hot=True,
-                targets=targets,
+                targets=EARLY_TARGETS if case.early else targets,
             )
         )
     return found

@@ -70,8 +70,8 @@ def test_some_of_ours_compile() -> None:
     kinds = "norm add 4096", "rotary and write 128 bf16", "swiglu bf16", "slot move bf16", "attend one 8 "
     answer = run("-m", "penstock.kernels.compile", *kinds)
     assert answer.returncode == 0, answer.stdout + answer.stderr
-    assert answer.stdout.splitlines()[-1].startswith("11 kernels, 5 targets, 0 faults")  # rotary with an fp8 cache, and early, too
-    assert len(answer.stdout.splitlines()) == 2 + 5 * 6 + 3 + 2 + 5  # these have fewer targets
+    assert answer.stdout.splitlines()[-1].startswith("12 kernels, 5 targets, 0 faults")  # rotary with an fp8 cache, two early, too
+    assert len(answer.stdout.splitlines()) == 2 + 5 * 6 + 3 + 2 + 2 + 5  # these have fewer targets
 
 
 CODE = """
@@ -90,8 +90,10 @@ for one in kernels:
         code = compile._compiled(one, hopper).asm["ptx"]
         before, after = code.split("griddepcontrol.wait")
         touches = [word for word in ("ld.global", "st.global", "cp.async", "atom", "red.global") if word in before]
-        launches = "griddepcontrol.launch_dependents" in before
+        launches = "griddepcontrol.launch_dependents" in code
         print("early:", one.name, launches, "st.global" in after, touches)
+        if one.name in ("vector gated early", "product down early 32"):
+            print("asked:", before.count("prefetch.global.L2"), after.count("prefetch.global.L2"))
     if one.name in ("sampling draw", "sampling weigh"):
         print("wide:", one.constants["MASKED"], compile._compiled(one, hopper).asm["ptx"].count("ld.global.v4.b32"))
     if one.name in ("product down 16", "product vocabulary 32", "product output 64", "product gated 16"):
@@ -143,9 +145,8 @@ def told() -> dict[str, list[str]]:
     answer = run("-c", CODE)
     assert answer.returncode == 0, answer.stdout + answer.stderr
     found = [line.split(": ", 1) for line in answer.stdout.splitlines()]
-    return {
-        word: [line for first, line in found if first == word] for word in ("early", "wide", "units", "exact", "loops", "apart")
-    }
+    words = "early", "asked", "wide", "units", "exact", "loops", "apart"
+    return {word: [line for first, line in found if first == word] for word in words}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux only")
@@ -153,6 +154,8 @@ def test_kernels_that_begin_early_touch_nothing_before_the_others_are_over(told:
     assert len(told["early"]) >= 7, told
     for line in told["early"]:
         assert line.endswith("True True []"), line
+    # Lines that each of 128 threads asks for while it waits: of 4 KB of 64 outputs, and of 4 of two weights.
+    assert told["asked"] == ["16 0", "2 0"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux only")
