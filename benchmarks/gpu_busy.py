@@ -27,6 +27,9 @@ class Moment(Protocol):
     def until(self, other: Any) -> float:
         """Seconds."""
 
+    def wait(self) -> None:
+        """Until it is over."""
+
 
 class Event:
     """Of a CUDA device: now, in the order of its work."""
@@ -39,6 +42,10 @@ class Event:
         """Seconds. Both must be over."""
         return float(self._event.elapsed_time(other._event)) / 1e3
 
+    def wait(self) -> None:
+        """Until it is over."""
+        self._event.synchronize()
+
 
 class Instant:
     """Of a CPU."""
@@ -49,6 +56,9 @@ class Instant:
     def until(self, other: "Instant") -> float:
         """Seconds."""
         return other._seconds - self._seconds
+
+    def wait(self) -> None:
+        """It is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +72,7 @@ class Step:
 
 # What the host may be late with: the device waits for a command, for a step to be planned and launched, or for its sampling.
 LATE = ("a command", "a plan", "sampling")
+LOOKS = 10  # at both clocks
 
 
 class Busy:
@@ -93,10 +104,16 @@ class Busy:
                 self._steps.append(step)
 
     def reset(self) -> None:
-        """Forgets all steps."""
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self._steps, self._origin, self._zero = [], self._moment(), time.perf_counter()
+        """Forgets all steps, and looks at both clocks. The device may be at work meanwhile, for another thread; and whoever waits
+        for a moment hears of it late, but never early."""
+        self._steps, self._origin = [], self._moment()
+        self._zero = min(self._look() for _ in range(LOOKS))
+
+    def _look(self) -> float:
+        """When the origin was, by perf_counter, or later."""
+        moment = self._moment()
+        moment.wait()
+        return time.perf_counter() - self._origin.until(moment)
 
     def read(self) -> dict[str, list[float]]:
         """Seconds: how long the device worked on each step, how long it waited within it and for the next, and how long of this for

@@ -6,6 +6,7 @@ import multiprocessing
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from penstock.benchmarks import gpu, gpu_checks, gpu_measure, gpu_model, gpu_report, gpu_worlds
+from penstock.benchmarks import gpu, gpu_busy, gpu_checks, gpu_measure, gpu_model, gpu_report, gpu_worlds
 from penstock.benchmarks.gpu_report import Line, failed, timing
 from penstock.kernels import operations
 from penstock.kernels.attention import Row
@@ -189,3 +190,60 @@ def test_a_graph_takes_long_enough_to_be_timed(monkeypatch: pytest.MonkeyPatch) 
     assert launched[0] == 30
     assert launched[-1] == 300
     assert took.count == gpu_measure.MOST
+
+
+class Machine:
+    """A device and a host, whose clock goes on by hand. What is launched comes behind what was launched before."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.free = self.now  # when the device is done
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def launch(self, seconds: float) -> None:
+        self.free = max(self.free, self.now) + seconds
+
+    def moment(self) -> "Mark":
+        self.launch(0.0)
+        return Mark(self, self.free)
+
+
+@dataclass
+class Mark:
+    machine: Machine
+    at: float
+
+    def until(self, other: "Mark") -> float:
+        return other.at - self.at
+
+    def wait(self) -> None:
+        """Other threads do some work before this one goes on."""
+        self.machine.now = max(self.machine.now, self.at) + 1e-5
+
+
+@pytest.mark.parametrize("late", [*gpu_busy.LATE, "nobody"])
+def test_who_is_late_is_told(monkeypatch: pytest.MonkeyPatch, late: str) -> None:
+    """Though the device is at work when it is asked for the first moment."""
+    machine = Machine()
+    monkeypatch.setattr(gpu_busy, "time", machine)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    busy = gpu_busy.Busy(machine.moment)
+    machine.launch(0.013)
+    busy.reset()
+    for _ in range(4):
+        for what, part in (("a command", busy.ask), ("a plan", busy.begin), ("sampling", lambda: busy.go_on(2))):
+            if what == late:
+                machine.now = machine.free + 0.002
+            part()
+            if what == "a plan":
+                machine.launch(0.010)
+                busy.go_on(1)
+        machine.launch(0.001)
+        busy.go_on(3)
+    found = busy.read()
+    assert found["busy"] == pytest.approx([0.011] * 4)
+    assert found["gaps"] == pytest.approx([0.0 if late == "nobody" else 0.002] * 3)
+    for name in gpu_busy.LATE:
+        assert found[name] == pytest.approx([0.002 if name == late else 0.0] * 3, abs=1e-4)

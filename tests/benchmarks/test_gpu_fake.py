@@ -14,6 +14,7 @@ from penstock.benchmarks import gpu_attention, gpu_ceilings, gpu_checks, gpu_mea
 from penstock.benchmarks.gpu_measure import Bench
 from penstock.benchmarks.gpu_report import UNMEASURED, Line
 from penstock.shard import graphs, logits
+from penstock.shard.engine import Engine
 from penstock.shard.models.decoder import Decoder
 from penstock.tests.shard import fake_cuda
 from penstock.tests.shard.fake_cuda import Noted
@@ -30,7 +31,8 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
     for name, value in {"STEPS": 3, "WARM": 1, "CASES": ((1, 1024), (256, 1024), (256, 8192))}.items():
         monkeypatch.setattr(gpu_model, name, value)
     monkeypatch.setattr(gpu_checks, "MIXTURES", ((16, 8),))
-    for where, name in ((Decoder, "__call__"), (Decoder, "logits"), (logits, "begin"), (graphs.Recorder, "__call__")):
+    watched = (Engine, "_decodes"), (Decoder, "__call__"), (Decoder, "logits"), (logits, "begin"), (graphs.Recorder, "__call__")
+    for where, name in watched:
         monkeypatch.setattr(where, name, getattr(where, name))  # `gpu_busy` watches them for the rest of a process: not of this one
     with fake_cuda.device(monkeypatch, shapes=1 << 14) as found:
         yield found

@@ -3,11 +3,12 @@
 Warps that do different work are threads, of which one runs at a time; who is next is drawn, wherever one waits or has told another
 something. What the hardware does beside them is done as late as it may be, so that who does not wait for it gets wrong numbers:
 
-- a product of the matrix units reads its operands when it is waited for, or later, and then only has a result;
+- a product of the matrix units reads its operands from when it is begun until it is waited for, and then only has a result;
 - what TMA copies is no number until a drawn time, by when its barrier has been told.
 
-Who writes to shared memory and lets TMA or the matrix units read it without a fence fails, and so do warps that all wait for each
-other. Layouts mean nothing here: the compiler looks after these.
+Who writes to shared memory and lets TMA or the matrix units read it without a fence, and a barrier behind that, fails, and so do
+warps that all wait for each other, and loads and stores beyond a tensor. Layouts mean nothing here, nor do registers that a product
+reads: the compiler looks after these.
 """
 
 import importlib.util
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 Value = Any  # an int, a float, or a tensor of a block
+PATIENCE = 120.0  # seconds until one that does not wait is taken for a loop without an end
 
 
 # Memory
@@ -46,9 +48,9 @@ class Pointer:
 
 
 def pointer(tensor: Tensor) -> Pointer:
-    """To its first element."""
-    whole = tensor.untyped_storage().nbytes() // tensor.element_size()
-    return Pointer(tensor.as_strided((whole,), (1,), 0), tensor.storage_offset())
+    """To its first element. Beyond its last one there may be others of the same memory, as in a plan's."""
+    span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
+    return Pointer(tensor.as_strided((span,), (1,), tensor.storage_offset()))
 
 
 def load(source: Pointer, mask: Tensor | None = None, other: float = 0.0) -> Value:
@@ -145,6 +147,7 @@ class Warps:
     over: bool = False
     products: list["Product"] = field(default_factory=list)  # not waited for yet
     unfenced: set[int] = field(default_factory=set)  # memory that was written without a fence
+    fenced: set[int] = field(default_factory=set)  # that was, and has not been told to all warps by a barrier
 
 
 class Running:
@@ -158,6 +161,7 @@ class Running:
         self.current = self.first = Warps("all")
         self.all = [self.first]
         self.copies: list[Callable[[], None]] = []
+        self.haste = chance.choice((0.0, 0.3))  # how likely one is done before all wait
         self.broken: BaseException | None = None
         self.place = self.places = 0
 
@@ -169,7 +173,8 @@ class Running:
             self._until(own)
 
     def _until(self, own: Warps) -> None:
-        self.baton.wait_for(lambda: self.current is own or self.broken is not None)
+        if not self.baton.wait_for(lambda: self.current is own or self.broken is not None, PATIENCE):
+            self.fail(Stuck(f"{self.current.name} neither waits nor ends"))
         if self.broken is not None:
             raise self.broken
 
@@ -177,7 +182,7 @@ class Running:
         """Who is next."""
         while self.broken is None:
             able = [one for one in self.all if not one.over and one.wait()]
-            if self.copies and (not able or self.chance.random() < 0.3):
+            if self.copies and (not able or self.chance.random() < self.haste):
                 self.copies.pop(self.chance.randrange(len(self.copies)))()
             elif able:
                 self.current = self.chance.choice(able)
@@ -229,9 +234,17 @@ class Product:
     sums: Tensor | None
     result: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        self._begun = [one.clone() for one in self._operands()]
+
+    def _operands(self) -> list[Tensor]:
+        return [one.numbers if isinstance(one, Shared) else one for one in (self.left, self.right)]
+
     def end(self) -> None:
-        left = self.left.numbers if isinstance(self.left, Shared) else self.left
-        found = left.float() @ self.right.numbers.float()
+        left, right = self._operands()
+        for one, begun in zip((left, right), self._begun, strict=True):
+            assert one.view(torch.int16).equal(begun.view(torch.int16)), "an operand changed while it was multiplied"
+        found = left.float() @ right.float()
         self.result = found if self.sums is None else found + self.sums
 
 
@@ -263,11 +276,15 @@ def _result(product: Product) -> Tensor:
 
 
 def _fenced(memory: Shared) -> None:
-    assert memory.numbers.untyped_storage().data_ptr() not in Running.now.current.unfenced, "read before a fence"
+    own, place = Running.now.current, memory.numbers.untyped_storage().data_ptr()
+    assert place not in own.unfenced, "read before a fence"
+    assert place not in own.fenced, "read before a barrier"
 
 
 def _fence() -> None:
-    Running.now.current.unfenced.clear()
+    own = Running.now.current
+    own.fenced |= own.unfenced
+    own.unfenced.clear()
 
 
 def copy_box(described: Any, corner: list[int], told: Barrier, target: Shared) -> None:
@@ -364,7 +381,7 @@ def language() -> dict[str, ModuleType]:
         allocate_shared_memory=_allocate,
         inline_asm_elementwise=lambda code, constraints, given, **how: given[0],
         warp_specialize=lambda parts, warps, registers: Running.now.specialize(parts),
-        thread_barrier=lambda: None,
+        thread_barrier=lambda: Running.now.current.fenced.clear(),
     )
     mbarrier = SimpleNamespace(
         init=lambda told, count: told.init(count), expect=_expect, wait=_wait, arrive=_arrive, MBarrierLayout=_layout

@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from penstock.kernels import choose, early, noise
+from penstock.kernels import choose, early, linear, noise
 from penstock.proto import shard_pb2 as wire
 from penstock.shard import memory
 from penstock.shard.adapters import Adapter
@@ -313,6 +313,8 @@ def test_kernels_are_compiled_before_the_first_request(noted: Noted, speculate: 
         run(engine, make())
     for rows in range(1, 5):
         run(engine, [group(uid, hot(top_p=0.9)) for uid in range(rows)])
+    prefill(engine, [group(uid) for uid in range(linear.FEWER + 1)], 1000, [])  # more than graphs are for
+    run(engine, [])
     later = {one for one in noted.launches if one.kernel not in ("copy_kernel", "move_kernel")} - known
     assert not later
 
