@@ -215,7 +215,7 @@ def _columns(rows: int) -> int:
 
 def _shape(rows: int, outputs: int, parts: int, gated: bool, generation: int, processors: int) -> Shape:
     """16 KiB of the weight at a time, and three such pieces under way while a fourth is multiplied, for two programs on a
-    processor; five for one that has it alone. Measured on Hopper."""
+    processor; five for one that has it alone and all inputs. Measured on Hopper."""
     columns = _columns(rows)
     if gated and generation == 9 and rows <= LEAST:
         shape = Shape(64, 256, 3)

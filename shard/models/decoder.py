@@ -383,8 +383,8 @@ class Decoder:
                 self._compile_few(count)
 
     def _compile_few(self, rows: int) -> None:
-        """All that so few rows of a layer go by besides attention, and logits."""
-        firsts = {(layer.attention is None, layer.mlp is None): layer for layer in reversed(self.layers)}
+        """All that so few rows of each kind of layers go by besides attention, and logits."""
+        firsts = {(type(layer.attention), type(layer.mlp)): layer for layer in reversed(self.layers)}
         for layer in firsts.values():
             stream = self._blank(rows)
             layer.project(stream)

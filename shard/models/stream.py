@@ -62,6 +62,7 @@ class Stream:
 
     def add_part(self, x: Tensor, gains: Tensor | None = None) -> None:
         """Adds x, this rank's part of it, or the norm of that."""
+        assert self._more is None
         whole = self._ranks.add(x)
         self._more = whole if gains is None else self._norm(whole, gains)
 
