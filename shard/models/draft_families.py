@@ -172,7 +172,7 @@ def _flat(config: Config) -> Config:
 
 def _eagle3(config: Config, target: Shape) -> Shape:
     """EAGLE-3 (Li et al. 2025, arXiv:2503.01840), as vLLM, SGLang and SpecForge read it."""
-    if target.hyper:
+    if target.hyper or target.alternation:
         raise Unsupported(f"an EAGLE-3 head goes by the residual stream, of which {target.architecture} has several: {ELSE}")
     try:
         check(config, "Llama", ["llama"])

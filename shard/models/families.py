@@ -7,6 +7,7 @@ from typing import Any
 
 from .dense_families import DENSE
 from .fields import AGAIN, BLOCKS, CHUNKED, FULL, INDEXED, LINEAR, SHORT, SLIDING, Config, check, renamed, types_of
+from .gemma3n_families import GEMMA3N
 from .gemma4_families import GEMMA4
 from .hybrid_families import HYBRID
 from .image_families import IMAGES, seeing, text_of
@@ -22,7 +23,9 @@ from .shape import Shape, Unsupported
 from .sliding_families import SLIDING_ONES
 from .sparse_families import SPARSE
 
-FAMILIES = DENSE | GEMMA4 | SPARSE | SLIDING_ONES | LATENT | KIMI_LINEAR | LAYER_NORM | HYBRID | NEMOTRON_H | LLAMA4 | OLDER
+FAMILIES = (
+    DENSE | GEMMA3N | GEMMA4 | SPARSE | SLIDING_ONES | LATENT | KIMI_LINEAR | LAYER_NORM | HYBRID | NEMOTRON_H | LLAMA4 | OLDER
+)
 
 
 def shape(config: Config) -> Shape:

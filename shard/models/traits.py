@@ -204,6 +204,23 @@ class Hyper:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Alternation:
+    """Several residual streams, of which layers compute one (AltUp: Baykal et al. 2023, arXiv:2301.13310)."""
+
+    count: int
+    active: int = 0  # the one that is computed
+    scaled: bool = True  # what layers are told apart goes by that one times gains of the layer's
+
+    def wide(self, hidden: int) -> int:
+        """Elements of a layer that are held in float32: what shares of all streams, and of what corrects them, are made by."""
+        return self.count * (hidden + self.count * (1 + self.count))
+
+    def elements(self, hidden: int, layers: int) -> int:
+        """Of all layers, and of what makes several streams of one, and one of several."""
+        return layers * (self.wide(hidden) + 2 * hidden) + 2 * (self.count - 1) * hidden**2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockIndex:
     """Heads that choose blocks of tokens instead, one for each key head (MiniMax M3), and a key for all that every rank has."""
 
@@ -297,7 +314,7 @@ class Inputs:
     """What each layer is told of a token apart."""
 
     size: int  # features for each layer
-    vocabulary: int  # rows of the table that they come from
+    vocabulary: int  # rows of the table that they come from; of tokens beyond it the first
     padding: int = 0  # the row for images' tokens
 
     def matrices(self, ranks: int, hidden: int) -> Matrices:

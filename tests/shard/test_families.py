@@ -200,7 +200,7 @@ def test_parameters_are_counted_as_transformers_has_them(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("bloom", "dbrx", "deepseek-v3", "gemma4", "gemma4-e", "gemma4-experts", "hunyuan", "mpt", "nanochat"),
+        *("bloom", "dbrx", "deepseek-v3", "gemma3n", "gemma4", "gemma4-e", "gemma4-experts", "hunyuan", "mpt", "nanochat"),
         *("llama4", "llama4-full", "llama4-steps", "ministral3", "mistral4", "mistral-large4", "mistral-large4-plain"),
     ],
 )

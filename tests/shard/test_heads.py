@@ -35,6 +35,8 @@ FAMILIES = [
     ("bamba", 8),  # groups of state spaces are its key heads
     ("falcon-h1", 8),
     ("falcon-h1-norms", 4),
+    ("gemma3n", 8),
+    ("gemma3n-plain", 4),
     ("gemma4", 4),
     ("gemma4", 8),
     ("gemma4-e", 4),
