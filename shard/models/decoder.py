@@ -35,11 +35,12 @@ from .memories import DeltaRule, Remembered
 from .mlp import Beside, Dense, Limited, Narrow, Sparse, Thinned, Ungated, Weighed
 from .olmo_memories import ApartDelta
 from .remembering import Convolution, FineLinear, Linear, Remembering
-from .renamed import Either, Older
+from .renamed import Either, Older, Paired
 from .rotary import Places, growth_of, logarithms_of, unturned_growth_of
 from .rotary import table_of as angles_of
 from .shape import Shape, Unsupported
 from .short_convolutions import ShortConvolutions
+from .shortcuts import Rejoined, Shortcut, ShortcutStream
 from .sight import Sight
 from .state_spaces import StateSpaces
 from .stream import Stream
@@ -98,8 +99,10 @@ class Layer:
     def _mlp(self, load: Loader) -> Dense | Sparse:
         mixture = self.shape.mixtures[self.index] if self.shape.mixtures else None
         if mixture:
-            kind = Beside if mixture.beside else Narrow if mixture.latent else Weighed if mixture.entering else Sparse
-            return kind(load, mixture)
+            kinds = ((mixture.beside, Beside), (mixture.latent, Narrow), (mixture.entering, Weighed), (mixture.later, Shortcut))
+            return next((kind for asked, kind in kinds if asked), Sparse)(load, mixture)
+        if self.shape.joins(self.index):
+            return Rejoined(load, self.shape.width(self.index))
         if self.shape.mlp_limits and (limit := self.shape.mlp_limits[self.index]):
             return Limited(load, self.shape.width(self.index), limit)
         if self.shape.mlp_closed and (closed := self.shape.mlp_closed[self.index]):
@@ -195,6 +198,7 @@ class Decoder:
         changes = self.changes if self.changes.names else None
         self.kept: Taps | None = None  # for a draft model that goes by what this one makes of tokens
         source = Older(source, shape, shape.layout) if shape.layout else source
+        source = Paired(source, shape.paired) if shape.paired else source
         source = Either(source, shape.aliases) if shape.aliases else source
         root = self._root(source)
         load = Loader(source, shape, ranks, root, exact)
@@ -351,7 +355,8 @@ class Decoder:
             return Streams(sums, self.ranks, shape.norm_epsilon, shape.hyper.count, chosen)
         if self.ends is not None:
             return AlternatingStream(sums, self.ranks, shape.norm_epsilon, shape.gelu, self.ends, chosen)
-        return (GatedStream if shape.norm_gates else Stream)(sums, self.ranks, shape.norm_epsilon, shape.gelu, chosen)
+        kind = ShortcutStream if shape.paired else GatedStream if shape.norm_gates else Stream
+        return kind(sums, self.ranks, shape.norm_epsilon, shape.gelu, chosen)
 
     def _root(self, source: Source) -> str:
         return root_of(source, self.shape)

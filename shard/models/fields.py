@@ -168,6 +168,7 @@ MODEL_TYPES = {
     "HunYuanMoEV1ForCausalLM": "hunyuan_v1_moe",
     "HYV3ForCausalLM": "hy_v3",
     "Llama4ForCausalLM": "llama4_text",
+    "LongcatFlashForCausalLM": "longcat_flash",
     "Lfm2MoeForCausalLM": "lfm2_moe",
     "MiniMaxM2ForCausalLM": "minimax_m2",
     "MiniMaxM3VLForCausalLM": "minimax_m3_vl_text",

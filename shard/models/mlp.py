@@ -128,10 +128,10 @@ class Sparse:
 
     def __init__(self, load: Loader, mixture: Mixture) -> None:
         self.mixture = mixture = as_stored(load, mixture)
-        self.router = load.whole(mixture.named(mixture.router), mixture.experts, mixture.biased, mixture.wide)
+        self.router = load.whole(mixture.named(mixture.router), mixture.routed, mixture.biased, mixture.wide)
         correction = mixture.named(mixture.correction)
         there = mixture.correction and not (mixture.uncorrected and not load.source.has(load.prefix + correction))
-        self.correction = load.each(correction, mixture.experts) if there else None
+        self.correction = load.each(correction, mixture.routed) if there else None
         gate_ups, downs, biases = experts(load, mixture)
         gates = Gates(load.shape.gelu, mixture.limit, mixture.form, squared=bool(load.shape.ungated))
         self.experts = lay_out(gate_ups, downs, load.source.dtype, biases, gates, load.exact)

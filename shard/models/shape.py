@@ -123,6 +123,7 @@ class Shape:
     mlp_form: str = "steep"  # as `Mixture.form`
     mlp_closed: tuple[float, ...] = ()  # the part of each layer's gates that others close, of 1; (): of none
     mlp_parts: tuple[str, str, str, str] = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")  # the first: of two joined ones
+    paired: tuple[str, ...] = ()  # what a checkpoint's layer has two of each, being two of ours; (): it is one
     aliases: tuple[tuple[str, str], ...] = ()  # what may stand in names of its tensors instead, ours first
     modules: tuple[tuple[str, str], ...] = ()  # what is in names of its matrices, and in transformers' names of their modules
     joined: tuple[str, ...] = ()  # names of tensors that are several in other checkpoints: "qkv_proj", "gate_up_proj"
@@ -351,6 +352,11 @@ class Shape:
     def source(self, layer: int) -> int:
         """The layer whose keys it sees."""
         return max(other for other in self.keyed if other <= layer and self.windows[other] == self.windows[layer])
+
+    def joins(self, layer: int) -> bool:
+        """What experts of the layer before it have made is added with what its MLP makes."""
+        before = self.mixtures[layer - 1] if self.mixtures and layer else None
+        return before is not None and before.later
 
     def width(self, layer: int) -> int:
         """Intermediate features of its MLP."""

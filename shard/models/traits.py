@@ -98,6 +98,7 @@ class Mixture:
     """The experts of a layer, and what their tensors are named."""
 
     experts: int
+    idle: int = 0  # more behind these, which give back what they see
     chosen: int  # by each token
     size: int  # intermediate features of each
     latent: int = 0  # features that they see and make, between two matrices that every rank has whole; 0: the stream's
@@ -128,6 +129,7 @@ class Mixture:
     inputs_first: bool = False  # all experts are in one tensor, of each [inputs, outputs]
     by_kind: bool = False  # three tensors have those of all experts: gates, what they let through, and what leads back, turned
     entering: bool = False  # shares multiply what experts see, instead of what they make
+    later: bool = False  # what they make is added with what the next layer's MLP makes; the one for all tokens is this layer's
     beside: bool = False  # the one that all tokens go through is the layer's MLP, and norms of their own are before and behind both
     name: str = "mlp"  # of what all of it is in; "": of the layer itself
     router: str = "gate"
@@ -136,6 +138,11 @@ class Mixture:
     def named(self, part: str) -> str:
         """Of what is in it."""
         return f"{self.name}.{part}".removeprefix(".") if not part.startswith(".") else part[1:]
+
+    @property
+    def routed(self) -> int:
+        """Experts that the router chooses from."""
+        return self.experts + self.idle
 
     @property
     def wide(self) -> bool:
@@ -148,7 +155,7 @@ class Mixture:
 
     def routing(self, hidden: int) -> int:
         """Elements of the router, and of what corrects its scores."""
-        return self.experts * (hidden + self.biased + bool(self.correction))
+        return self.routed * (hidden + self.biased + bool(self.correction))
 
     def part(self, ranks: int) -> int:
         """Intermediate features of each on a rank. Blocks of experts that are stored in a few bits alone are not divided: the last
@@ -158,7 +165,7 @@ class Mixture:
 
     def read(self, tokens: int | None) -> float:
         """How many of them so many tokens can be expected to choose; None: all."""
-        return self.experts * (1 - (1 - self.chosen / self.experts) ** tokens if tokens is not None else 1.0)
+        return self.experts * (1 - (1 - self.chosen / self.routed) ** tokens if tokens is not None else 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -266,6 +266,24 @@ GEMMA3_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
 }
 
+LONGCAT: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "num_layers": 2,
+    "num_attention_heads": 8,
+    "ffn_hidden_size": 88,
+    "max_position_embeddings": 512,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 6,
+    "moe_topk": 4,
+    "expert_ffn_hidden_size": 24,
+}
+
 FAMILIES: dict[str, Callable[[], Any]] = {
     "afmoe": lambda: transformers.AfmoeConfig(**AFMOE, global_attn_every_n_layers=2, mup_enabled=True),
     "apertus": lambda: transformers.ApertusConfig(**SMALL, attention_bias=True),
@@ -488,6 +506,12 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         **LLAMA4 | {"attention_chunk_size": None}, moe_layers=[1], attn_temperature_tuning=False, tie_word_embeddings=True
     ),
     "mistral": lambda: transformers.MistralConfig(**SMALL, head_dim=8, sliding_window=WINDOW),
+    "longcat": lambda: transformers.LongcatFlashConfig(
+        **LONGCAT, zero_expert_num=3, attention_bias=True, rope_parameters=dict(DEEP_YARN)
+    ),
+    "longcat-busy": lambda: transformers.LongcatFlashConfig(
+        **LONGCAT | {"num_layers": 1}, zero_expert_num=0, routed_scaling_factor=1.5, rms_norm_eps=0.1, tie_word_embeddings=True
+    ),
     "ministral": lambda: transformers.MinistralConfig(
         **SMALL, head_dim=16, sliding_window=WINDOW, layer_types=["full_attention", "sliding_attention"]
     ),
@@ -683,6 +707,9 @@ OTHERS: dict[str, Callable[[], Any]] = {
         **LAGUNA | FEW_HEADS,
         layer_types=["sliding_attention", "full_attention"],
         num_attention_heads_per_layer=[4, 2],
+    ),
+    "few-heads-longcat": lambda: transformers.LongcatFlashConfig(
+        **LONGCAT | {"num_layers": 1, "num_attention_heads": 4}, zero_expert_num=4
     ),
     "few-heads-minimax-m3": lambda: transformers.MiniMaxM3VLTextConfig(
         **MINIMAX_3

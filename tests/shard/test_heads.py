@@ -49,6 +49,7 @@ FAMILIES = [
     ("laguna", 4),
     ("lfm2", 8),
     ("lfm3", 8),
+    ("longcat", 8),
     ("mimo", 4),
     ("mistral-large4", 8),
     ("nemotron-h-moe", 4),

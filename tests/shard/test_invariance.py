@@ -27,10 +27,11 @@ from penstock.tests.shard.test_oracle import at_rest
 from penstock.tests.shard.test_sharing import family, room
 
 COUNT = 12
-# What the tests of every family compare: attention in all its kinds, ALiBi, experts, latents, norms of both kinds, several streams.
+# What the tests of every family compare: attention in all its kinds, ALiBi, experts, latents, norms of both kinds, several streams,
+# experts that do nothing.
 FAMILIES = [
     *("llama", "qwen3", "gemma2", "gpt-oss", "qwen2-moe", "deepseek-v3", "bloom", "cohere2", "gemma4-experts", "llama4"),
-    "gemma3n",
+    *("gemma3n", "longcat"),
 ]
 
 

@@ -126,6 +126,7 @@ NAMES = ["phi3", "glm4", "granite", "gemma2", "olmo2", "mixtral", "deepseek-v3",
         ("minimax-m3", "fp8-blocks"),
         ("hy-4", "fp8-blocks"),
         ("lfm3", "packed-zeros"),
+        *(("longcat", "fp8-blocks"), ("longcat-busy", "packed-zeros")),
         ("mimo", "fp8-blocks"),
         ("mistral-large4-plain", "fp8-blocks"),
         ("lfm2-moe", "fp8-blocks"),
@@ -139,7 +140,9 @@ NAMES = ["phi3", "glm4", "granite", "gemma2", "olmo2", "mixtral", "deepseek-v3",
 )
 def test_every_family_is_the_same_model(name: str, form: str, tmp_path: Path) -> None:
     few, plain = packing.checkpoints(name, form, tmp_path)
-    tolerance = 1e-6 if name.startswith(("falcon", "granite", "mimo")) or form == "nvfp4" else 0.0  # whose factors go to the scales
+    tolerance = (
+        1e-6 if name.startswith(("falcon", "granite", "longcat", "mimo")) or form == "nvfp4" else 0.0
+    )  # whose factors go to the scales
     same(decoder(few), decoder(plain), tolerance)
     same(made(few, Alone(1)), made(plain, Alone(1)), tolerance)
 
@@ -770,6 +773,7 @@ def test_a_config_as_it_is_written_today(tmp_path: Path) -> None:
         "olmo",
         *("ax-k1", "flint", "glm-5-borrowing", "granite-swa", "laguna", "minicpm3", "mimo", "minimax-m3", "hy-4"),
         *("mistral-large4", "mistral-large4-plain", "ax-k2", "ax-k2-groups", "gemma3n", "gemma3n-plain"),
+        *("longcat", "longcat-busy"),
         *configurations.HYBRIDS,
     ],
 )
