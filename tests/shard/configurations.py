@@ -372,6 +372,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         **GEMMA3N | {"altup_num_inputs": 2, "num_kv_shared_layers": 0, "vocab_size_per_layer_input": 150},
         intermediate_size=88,
         altup_active_idx=1,
+        rms_norm_eps=0.1,
         altup_correct_scale=False,
         attention_bias=True,
         tie_word_embeddings=False,
