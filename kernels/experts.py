@@ -99,10 +99,20 @@ class Experts(ABC):
         self._edges = torch.arange(number + 1, device=device)
         self._gates = gates
 
-    def __call__(self, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
-        """What the experts make of x [tokens, hidden], added up by shares, of `route`. A token's result depends on no other."""
+    def __call__(self, x: Tensor, shares: Tensor, chosen: Tensor, idle: Tensor | None = None) -> Tensor:
+        """What the experts make of x [tokens, hidden], added up by shares, of `route`. A token's result depends on no other.
+
+        idle: which of those that were chosen are none of them; [tokens, count].
+        """
+        if idle is None:
+            return self._each(x, shares, chosen).sum(1)
+        behind = chosen.masked_fill(idle, len(self._edges) - 1)
+        return self._each(x, shares, behind).masked_fill_(idle.unsqueeze(2), 0).sum(1)  # nobody has written what they make
+
+    def _each(self, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+        """[tokens, count, hidden]."""
         order, starts = self._sorted(chosen)
-        return self._products(x, order, starts, shares).view(*shares.shape, x.shape[1]).sum(1)
+        return self._products(x, order, starts, shares).view(*shares.shape, x.shape[1])
 
     def _sorted(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
         """As `_products` wants them."""

@@ -200,8 +200,8 @@ def sort(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def compilations() -> list[Compilation]:
-    """Qwen3's experts, gpt-oss's, DeepSeek's in their sets, A.X K2's, of which those of other sets count as 0, and Kolibri's by
-    logits."""
+    """Qwen3's experts, gpt-oss's, DeepSeek's in their sets, A.X K2's, of which those of other sets count as 0, Kolibri's by
+    logits, and as many as LongCat's, of which it sorts fewer."""
     found = []
     pointers = {"shares": "*fp32", "chosen": "*i64", "correction": "*fp32"} | dict.fromkeys(("factor", "least"), "fp32")
     for name, experts, count, sets, scored in (
@@ -211,6 +211,7 @@ def compilations() -> list[Compilation]:
         ("256 of 8 in sets", 256, 8, (8, 4, 2), True),
         ("128 of 8 in sets, others 0", 128, 8, (8, 4, 2), True),
         ("384 of 6 by logits", 384, 6, (1, 1, 2), True),
+        ("768 of 12", 768, 12, (1, 1, 2), True),
     ):
         constants = _constants(experts, count, sets, scored, scored, True, name.endswith("logits"), name.endswith("0"))
         found.append(
@@ -223,7 +224,7 @@ def compilations() -> list[Compilation]:
                 hot=True,
             )
         )
-    for experts, size in itertools.product((32, 256), (PART, PAIRS)):
+    for experts, size in itertools.product((32, 256, 512), (PART, PAIRS)):
         sizes = {"EXPERTS": experts, "SLOTS": triton.next_power_of_2(experts + 1), "SIZE": size, "PART": PART}
         found.append(
             Compilation(

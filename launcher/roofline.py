@@ -15,8 +15,8 @@ decode      max(weights / bandwidth, 2 x parameters x streams / FLOP/s) + stream
 prefill     max(weights / bandwidth, (2 x parameters x tokens + 4 x layers x heads x head size x pairs) / FLOP/s) + exchange
             where attention is linear, instead of pairs: 6 x tokens x numbers of a memory, of state spaces 4
 exchange    (2 x layers + 1) all-reduces of tokens x hidden, (layers + 1) where MLPs stand beside attention + the logits, to rank 0
-            + where norms go over all heads, of each layer one more, of tokens x 8 bytes, or over those of a group of state
-            spaces, of tokens x groups x 4 bytes
+            + where norms go over all heads, or gates are closed by how large others are, of each such layer one more, of
+            tokens x 8 bytes, or, where norms go over the heads of a group of state spaces, of tokens x groups x 4 bytes
 all-reduce  of S bytes over n nodes of g ranks: latency + 2 (g-1)/g x S / link + network-latency + 2 (n-1)/n x S/g / network
 Of tokens that an index chooses, their latents, and what the index has of all.
 All of a rank. Weights: without the embedding table, of which rows are read, and without experts that nobody chooses; parameters:
@@ -118,6 +118,8 @@ def exchange(group: Group, on: Accelerator, tokens: int, rows: int) -> float:
     found = sums * all_reduce(on, *ranks, tokens * shape.hidden * group.item) + gather(group, on, rows)
     if shape.joint_qk_norm:  # a sum of squares of a token's queries, and of its keys, in float32
         found += shape.layers * all_reduce(on, *ranks, 8 * tokens)
+    closing = sum(part > 0 for part in shape.mlp_closed)  # by the mean of a token's gates, and of their squares
+    found += closing * all_reduce(on, *ranks, 8 * tokens)
     if shape.remembering and (squares := shape.remembering.squares(group.ranks)):
         found += len(shape.remembering.layers) * all_reduce(on, *ranks, 4 * tokens * squares)
     return found

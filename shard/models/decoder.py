@@ -20,6 +20,7 @@ from ..parallel import Ranks
 from ..step import Shown, Step
 from ..weights import Source
 from .alibi import table_of as leanings_of
+from .alternating import Alternating, AlternatingStream, Ends
 from .changes import Changes
 from .choosing_heads import ChoosingHeads
 from .gated_latents import GatedLatents
@@ -27,17 +28,19 @@ from .gated_norms import GatedStream, NormGate
 from .heads import Heads, Queries
 from .kimi_memories import FineDelta
 from .latents import Latents
+from .laurels import Laurel
 from .layer_inputs import Table, Told
 from .loader import Loader
 from .memories import DeltaRule, Remembered
-from .mlp import Beside, Dense, Limited, Narrow, Sparse, Ungated, Weighed
+from .mlp import Beside, Dense, Limited, Narrow, Sparse, Thinned, Ungated, Weighed
 from .olmo_memories import ApartDelta
 from .remembering import Convolution, FineLinear, Linear, Remembering
-from .renamed import Either, Older
+from .renamed import Either, Older, Paired
 from .rotary import Places, growth_of, logarithms_of, unturned_growth_of
 from .rotary import table_of as angles_of
 from .shape import Shape, Unsupported
 from .short_convolutions import ShortConvolutions
+from .shortcuts import Rejoined, Shortcut, ShortcutStream
 from .sight import Sight
 from .state_spaces import StateSpaces
 from .stream import Stream
@@ -70,6 +73,8 @@ class Layer:
         # Of what attention, and the MLP, see of several streams.
         self.mixings = [Mixing(load, f"{part}_hc.", shape.hyper) for part in ("attn", "ffn")] if shape.hyper else []
         self.norm_gates = [NormGate(load, name, shape.norm_gates) if name else None for name in shape.gated_norms(index)]
+        self.alternation = Alternating(load, shape.alternation) if shape.alternation else None
+        self.laurel = Laurel(load, shape.laurel) if shape.laurel else None
         self.attention = self._attention(load) if attends else None
         kept = shape.remembering
         along = kept is not None and kept.along and index in kept.layers
@@ -94,10 +99,14 @@ class Layer:
     def _mlp(self, load: Loader) -> Dense | Sparse:
         mixture = self.shape.mixtures[self.index] if self.shape.mixtures else None
         if mixture:
-            kind = Beside if mixture.beside else Narrow if mixture.latent else Weighed if mixture.entering else Sparse
-            return kind(load, mixture)
+            kinds = ((mixture.beside, Beside), (mixture.latent, Narrow), (mixture.entering, Weighed), (mixture.later, Shortcut))
+            return next((kind for asked, kind in kinds if asked), Sparse)(load, mixture)
+        if self.shape.joins(self.index):
+            return Rejoined(load, self.shape.width(self.index))
         if self.shape.mlp_limits and (limit := self.shape.mlp_limits[self.index]):
             return Limited(load, self.shape.width(self.index), limit)
+        if self.shape.mlp_closed and (closed := self.shape.mlp_closed[self.index]):
+            return Thinned(load, self.shape.width(self.index), closed)
         return (Ungated if self.shape.ungated else Dense)(load, self.shape.width(self.index))
 
     @property
@@ -117,6 +126,9 @@ class Layer:
         if self.norm_gates:
             assert isinstance(stream, GatedStream)
             stream.turn(self.norm_gates[part])
+        if self.alternation and part == 0:
+            assert isinstance(stream, AlternatingStream)
+            stream.predict(self.alternation)
 
     def _read(
         self, reader: Heads | Queries | Latents | Remembered, stream: Stream, step: Step, places: Places, cache: Cache
@@ -128,6 +140,7 @@ class Layer:
 
     def project(self, stream: Stream) -> None:
         """Only what comes before attention, to have it compiled."""
+        self._turn(stream, 0)
         for reader in self.readers:
             stream.through(self.input_norm, reader.inward)
 
@@ -138,6 +151,8 @@ class Layer:
     def transform(self, attended: Sequence[Tensor], stream: Stream, told: Tensor | None) -> None:
         """Adds to the stream what its tokens attended to, what the MLP makes of that, and what is made of what is `told` of them
         apart; then the layer's factor goes on it."""
+        if self.laurel is not None:
+            self.laurel(stream, self.input_norm)
         found = [(own, reader.output) for own, reader in zip(attended, self.readers, strict=True)]
         beside = self.mlp if self.shape.parallel else None
         if len(found) == 1 and beside is None:
@@ -147,9 +162,14 @@ class Layer:
             if beside is not None:
                 parts.append(beside.part(stream, self.input_norm if self.mlp_norm is None else self.mlp_norm))
             stream.add_part(parts[0].add_(parts[1]))
+        if self.laurel is not None:
+            stream.scale(self.laurel.factor)
         if self.mlp is not None and beside is None:
             self._turn(stream, 1)
             self.mlp(stream, self.mlp_norm, self.last_norm)
+        if self.alternation:
+            assert isinstance(stream, AlternatingStream)
+            stream.correct(self.alternation)
         if self.told is not None and told is not None:
             self.told(stream, told)
         if self.factor != 1:
@@ -178,6 +198,7 @@ class Decoder:
         changes = self.changes if self.changes.names else None
         self.kept: Taps | None = None  # for a draft model that goes by what this one makes of tokens
         source = Older(source, shape, shape.layout) if shape.layout else source
+        source = Paired(source, shape.paired) if shape.paired else source
         source = Either(source, shape.aliases) if shape.aliases else source
         root = self._root(source)
         load = Loader(source, shape, ranks, root, exact)
@@ -197,6 +218,7 @@ class Decoder:
         self.first_norm = load.gains(shape.first_norm, shape.hidden) if shape.first_norm else None
         self.norm = load.gains(shape.last_norm, shape.hidden)
         self.mixing = Mixing(load, "hc_head.hc_", shape.hyper, gives=False) if shape.hyper else None
+        self.ends = Ends(load, shape.alternation) if shape.alternation else None
         self.head = self._output(load)
         size, dtype = shape.turning_size(0), self.embedding.dtype
         of = partial(angles_of, positions=shape.turned_positions, dtype=dtype, device=device, turned=shape.turned(0))
@@ -266,6 +288,9 @@ class Decoder:
         if self.mixing is not None:
             assert isinstance(stream, Streams)
             stream.turn(self.mixing)
+        if self.ends is not None:
+            assert isinstance(stream, AlternatingStream)
+            stream.join()
         return stream.normalized(self.norm)
 
     def _seen(self, shown: Shown) -> Tensor:
@@ -328,7 +353,10 @@ class Decoder:
         shape = self.shape
         if shape.hyper:
             return Streams(sums, self.ranks, shape.norm_epsilon, shape.hyper.count, chosen)
-        return (GatedStream if shape.norm_gates else Stream)(sums, self.ranks, shape.norm_epsilon, shape.gelu, chosen)
+        if self.ends is not None:
+            return AlternatingStream(sums, self.ranks, shape.norm_epsilon, shape.gelu, self.ends, chosen)
+        kind = ShortcutStream if shape.paired else GatedStream if shape.norm_gates else Stream
+        return kind(sums, self.ranks, shape.norm_epsilon, shape.gelu, chosen)
 
     def _root(self, source: Source) -> str:
         return root_of(source, self.shape)
@@ -405,7 +433,8 @@ class Decoder:
 
     def _weights(self) -> Iterator[Weight | Tensor]:
         parts = [self, *self.layers, *(part for layer in self.layers for reader in layer.readers for part in reader.parts)]
-        parts += [part for part in (self.inputs, *(layer.told for layer in self.layers), self.mixing) if part is not None]
+        own = (part for layer in self.layers for part in (layer.told, layer.alternation, layer.laurel))
+        parts += [part for part in (self.inputs, self.mixing, self.ends, *own) if part is not None]
         parts += [mixing for layer in self.layers for mixing in layer.mixings]
         parts += [gate for layer in self.layers for gate in layer.norm_gates if gate is not None]
         held = [value for part in parts for value in vars(part).values()]

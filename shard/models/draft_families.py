@@ -172,8 +172,10 @@ def _flat(config: Config) -> Config:
 
 def _eagle3(config: Config, target: Shape) -> Shape:
     """EAGLE-3 (Li et al. 2025, arXiv:2503.01840), as vLLM, SGLang and SpecForge read it."""
-    if target.hyper:
+    if target.hyper or target.alternation:
         raise Unsupported(f"an EAGLE-3 head goes by the residual stream, of which {target.architecture} has several: {ELSE}")
+    if target.paired:
+        raise Unsupported(f"an EAGLE-3 head counts layers, of which {target.architecture} has two in one: {ELSE}")
     try:
         check(config, "Llama", ["llama"])
         config = config | {"draft_vocab_size": config.get("draft_vocab_size") or config["vocab_size"]}

@@ -96,7 +96,9 @@ def _together(load: Loader, mixture: Mixture) -> tuple[Weights, Weights, Biases]
             return load.source.tensor(name, turned, (3 - dimension, first, first + part)).transpose(1, 2).contiguous()
         return load.source.tensor(name, shape, (dimension, first, first + part))
 
-    apart = [read(first_name, (count, outputs, hidden), 1, first) for first in firsts]
+    # transformers makes one for those that do nothing, too, and stores it.
+    stored = mixture.routed if mixture.idle and load.source.has(first_name, (mixture.routed, outputs, hidden)) else count
+    apart = [read(first_name, (stored, outputs, hidden), 1, first)[:count] for first in firsts]
     plain = [_kept(torch.cat(parts), how) for parts in zip(*apart, strict=True)]
     return plain, [load.residual(_kept(down, how)) for down in read(second_name, (count, hidden, size), 2, start)], None
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from .dense_families import DENSE
 from .fields import AGAIN, BLOCKS, CHUNKED, FULL, INDEXED, LINEAR, SHORT, SLIDING, Config, check, renamed, types_of
+from .gemma3n_families import GEMMA3N
 from .gemma4_families import GEMMA4
 from .hybrid_families import HYBRID
 from .image_families import IMAGES, seeing, text_of
@@ -14,6 +15,7 @@ from .kimi_families import KIMI_LINEAR
 from .latent_families import LATENT
 from .layer_norm_families import LAYER_NORM
 from .llama4_families import LLAMA4
+from .longcat_families import LONGCAT_FLASH
 from .nemotron_families import NEMOTRON_H
 from .older_families import OLDER, today
 from .quantization import beside as beside  # for who reads a folder
@@ -22,7 +24,9 @@ from .shape import Shape, Unsupported
 from .sliding_families import SLIDING_ONES
 from .sparse_families import SPARSE
 
-FAMILIES = DENSE | GEMMA4 | SPARSE | SLIDING_ONES | LATENT | KIMI_LINEAR | LAYER_NORM | HYBRID | NEMOTRON_H | LLAMA4 | OLDER
+FAMILIES = (DENSE | GEMMA3N | GEMMA4 | SPARSE | SLIDING_ONES | LATENT | KIMI_LINEAR | LONGCAT_FLASH) | (
+    LAYER_NORM | HYBRID | NEMOTRON_H | LLAMA4 | OLDER
+)
 
 
 def shape(config: Config) -> Shape:
@@ -62,7 +66,7 @@ def _sound(found: Shape, kinds: list[Any] | None) -> Shape:
         if keys.size % 2:
             raise Unsupported(f"config.json means heads of {keys.size} numbers, an even number is needed: {AGAIN}")
     for mixture in filter(None, found.mixtures):
-        reached = mixture.experts * mixture.groups_chosen // mixture.groups
+        reached = mixture.routed * mixture.groups_chosen // mixture.groups
         if mixture.chosen > reached:
             raise Unsupported(f"config.json says num_experts_per_tok {mixture.chosen}, of {reached} experts: {AGAIN}")
     other = SLIDING

@@ -51,6 +51,8 @@ SIZES = {
     "index_head_dim": 1 << 10,
     "index_n_heads": 1 << 10,
     "hc_mult": 1 << 6,
+    "altup_num_inputs": 1 << 6,
+    "laurel_rank": 1 << 16,
     "gated_norm_rank": 1 << 16,
     "index_block_size": 1 << 20,
     "index_topk_blocks": 1 << 20,
@@ -118,6 +120,7 @@ NULL_OF = {  # the same, of a model_type: it may have no experts, or the usual n
     "minicpm3": ("v_head_dim",),
     "olmo_hybrid": ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
 }
+LISTS_OF = {"gemma3n_text": ("intermediate_size",)}  # what may be a list of such, one of each layer, of a model_type
 AGAIN = "is it the model's own? Download it again"
 ELSE = "take a draft model that was made for this one, or a small model of the same family"
 # Of `layer_types`.
@@ -147,6 +150,7 @@ MODEL_TYPES = {
     "DeepseekV32ForCausalLM": "deepseek_v32",
     "FlexOlmoForCausalLM": "flex_olmo",
     "Gemma3ForCausalLM": "gemma3_text",
+    "Gemma3nForCausalLM": "gemma3n_text",
     "Gemma4ForCausalLM": "gemma4_text",
     "Gemma4UnifiedForCausalLM": "gemma4_unified_text",
     "FalconH1ForCausalLM": "falcon_h1",
@@ -164,6 +168,7 @@ MODEL_TYPES = {
     "HunYuanMoEV1ForCausalLM": "hunyuan_v1_moe",
     "HYV3ForCausalLM": "hy_v3",
     "Llama4ForCausalLM": "llama4_text",
+    "LongcatFlashForCausalLM": "longcat_flash",
     "Lfm2MoeForCausalLM": "lfm2_moe",
     "MiniMaxM2ForCausalLM": "minimax_m2",
     "MiniMaxM3VLForCausalLM": "minimax_m3_vl_text",
@@ -208,7 +213,9 @@ def check(config: Config, architecture: str, types: Sequence[str]) -> None:
         value = config.get(name, least)
         if value is None and name in (*MAY_BE_NULL, *NULL_OF.get(types[0], ())):
             continue
-        whole(name, value, least, most)
+        listed = isinstance(value, list) and name in LISTS_OF.get(types[0], ())
+        for one in value if listed else [value]:
+            whole(name, one, least, most)
     for name in SWITCHES:
         boolean(name, config.get(name, False))
     kinds = config.get("layer_types")

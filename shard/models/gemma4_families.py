@@ -37,31 +37,31 @@ def gemma4(config: Config) -> Shape:
     config = TEXT | config
     for name in ("enable_moe_block", "use_double_wide_mlp"):
         boolean(name, config.get(name, False))
-    base, sparse = _keyless(_text(config), config), config.get("enable_moe_block", False)
+    base, sparse = keyless(_text(config), config), config.get("enable_moe_block", False)
+    base = replace(base, wider=2 if config.get("use_double_wide_mlp") and base.keyless else 1)
     if sparse and base.wider > 1:
         raise Unsupported(
             "use_double_wide_mlp together with enable_moe_block is not supported: only MLPs without experts are wider"
         )
-    base = replace(base, inputs=_inputs(config, base))
+    untold = config.get("hidden_size_per_layer_input", 256) in (0, None)
+    base = replace(base, inputs=None if untold else told_of(config, base.vocabulary))
     return replace(base, mixtures=(_mixture(config, base),) * base.layers) if sparse else base
 
 
-def _inputs(config: Config, base: Shape) -> Inputs | None:
-    """What layers are told apart. Where config.json says nothing of it, they are."""
+def told_of(config: Config, least: int) -> Inputs:
+    """What layers are told apart. Where config.json says nothing of it, they are. least: tokens that the table must have."""
     size, rows = config.get("hidden_size_per_layer_input", 256), config.get("vocab_size_per_layer_input", 262_144)
-    if size in (0, None):
-        return None
-    for name, value, least in (("hidden_size_per_layer_input", size, 1), ("vocab_size_per_layer_input", rows, base.vocabulary)):
-        if type(value) is not int or not least <= value <= SIZES["vocab_size"]:
-            raise Unsupported(f"config.json says {name} {shown(value)}, an integer from {least} on is needed: {AGAIN}")
+    for name, value, lowest in (("hidden_size_per_layer_input", size, 1), ("vocab_size_per_layer_input", rows, least)):
+        if type(value) is not int or not lowest <= value <= SIZES["vocab_size"]:
+            raise Unsupported(f"config.json says {name} {shown(value)}, an integer from {lowest} on is needed: {AGAIN}")
     padding = config.get("pad_token_id", 0)
     if type(padding) is not int or not 0 <= padding < rows:
         raise Unsupported(f"config.json says pad_token_id {shown(padding)}, a token is needed, which stands for images': {AGAIN}")
     return Inputs(size=size, vocabulary=rows, padding=padding)
 
 
-def _keyless(base: Shape, config: Config) -> Shape:
-    """The same, whose last layers may have no keys, and then wider MLPs."""
+def keyless(base: Shape, config: Config) -> Shape:
+    """The same, whose last layers may have no keys."""
     count = config.get("num_kv_shared_layers") or 0
     keyed = base.layers - count if type(count) is int else 0
     if not 0 < keyed <= base.layers or set(base.windows[:keyed]) != set(base.windows):
@@ -69,7 +69,7 @@ def _keyless(base: Shape, config: Config) -> Shape:
             f"config.json says num_kv_shared_layers {shown(count)}: before these there must be layers of all kinds, whose keys "
             f"they see: {AGAIN}"
         )
-    return replace(base, keyless=count, wider=2 if config.get("use_double_wide_mlp") and count else 1)
+    return replace(base, keyless=count)
 
 
 def _mixture(config: Config, base: Shape) -> Mixture:

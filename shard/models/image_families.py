@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from .dense_families import DENSE
 from .fields import AGAIN, Config, expect, shown
+from .gemma3n_families import GEMMA3N
 from .gemma4_families import GEMMA4
 from .hybrid_families import HYBRID
 from .latent_families import LATENT, deepseek_ocr, hy_4_vl
@@ -114,6 +115,7 @@ IMAGES: dict[str, dict[str, Family]] = {
     "DeepseekOcr2ForConditionalGeneration": {"deepseek_ocr2_text": deepseek_ocr},
     "Exaone4_5_ForConditionalGeneration": dict.fromkeys(("exaone4", "exaone4_5_text"), DENSE["Exaone4ForCausalLM"]),
     "Gemma3ForConditionalGeneration": {"gemma3_text": DENSE["Gemma3ForCausalLM"]},
+    "Gemma3nForConditionalGeneration": {"gemma3n_text": GEMMA3N["Gemma3nForCausalLM"]},
     "Gemma4ForConditionalGeneration": {"gemma4_text": GEMMA4["Gemma4ForCausalLM"]},
     "Gemma4UnifiedForConditionalGeneration": {"gemma4_unified_text": GEMMA4["Gemma4UnifiedForCausalLM"]},
     "Glm46VForConditionalGeneration": {"glm4v_text": _glm_4v, "glm4v_moe_text": _glm_4v_moe},

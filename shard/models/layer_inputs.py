@@ -26,6 +26,7 @@ class Table:
         shape = load.shape
         self._size, self._own = inputs.size, slice(*load.own(inputs.size))
         self._padding, self._epsilon = inputs.padding, shape.norm_epsilon
+        self._lacking = inputs.vocabulary < shape.vocabulary
         self._of_embedding = shape.hidden**-0.5
         self.rows = load.features("embed_tokens_per_layer", inputs.vocabulary, shape.layers, inputs.size)
         self.matrix = load.whole("per_layer_model_projection", shape.layers * inputs.size)
@@ -38,6 +39,8 @@ class Table:
         shown: which of the tokens are images'."""
         if shown is not None:
             tokens = tokens.index_fill(0, shown, self._padding)
+        if self._lacking:
+            tokens = tokens.masked_fill(tokens >= len(self.rows), 0)
         told = functional.embedding(tokens, self.rows).mul_(self._of_token).view(len(tokens), -1, self._own.stop - self._own.start)
         made = self.matrix(embedded).mul_(self._of_embedding).view(-1, self._size)
         made = rms_norm(made, self.norm, self._epsilon).view(len(tokens), -1, self._size)[:, :, self._own]

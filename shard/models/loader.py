@@ -16,6 +16,7 @@ from ..parallel import Ranks
 from ..weights import Source
 from .changes import Change, Changes, Inwards, Outwards, Part
 from .codes import READERS, matrix
+from .renamed import of_pair
 from .shape import Shape
 
 # Numbers of a table that are read at once, before a rank's part is taken out of them.
@@ -257,6 +258,7 @@ class Loader:
     def _matrix_names(self, name: str) -> tuple[str, ...]:
         """Within the model, whatever that is called: the checkpoint's, and transformers' for the module, if that is another."""
         own = self.prefix[self.prefix.index("layers.") :] + name
+        own = of_pair(own, self.shape.paired) if self.shape.paired else own
         return own, *(own.replace(*pair) for pair in self.shape.modules if pair[0] in own)
 
     def _places(

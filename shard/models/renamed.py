@@ -62,6 +62,29 @@ class Prefixed(Renamed):
         return name
 
 
+def of_pair(name: str, paired: Sequence[str]) -> str:
+    """What one of two layers calls a tensor, where they are one that has two of each of these modules."""
+    before, layers, rest = name.partition("layers.")
+    if not layers:
+        return name
+    index, module, end = rest.split(".", 2)
+    both, second = divmod(int(index), 2)
+    return f"{before}layers.{both}.{module}.{f'{second}.' if module in paired else ''}{end}"
+
+
+class Paired(Renamed):
+    """One whose layers are two of a decoder's each."""
+
+    def __init__(self, source: Source, paired: Sequence[str]) -> None:
+        """paired: see `of_pair`."""
+        super().__init__(source)
+        self._paired = paired
+
+    def name(self, name: str) -> str:
+        """See Renamed."""
+        return of_pair(name, self._paired)
+
+
 class Either(Renamed):
     """One whose names may be ours, or others."""
 

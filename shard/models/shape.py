@@ -7,6 +7,7 @@ from math import gcd, prod
 from .remembering import Matrices, Remembering, changed
 from .traits import (
     Alibi,
+    Alternation,
     BlockIndex,
     Features,
     Growth,
@@ -46,6 +47,8 @@ class Shape:
     value_size: int = 0  # of values, if they are smaller; 0: they are not
     latent: Latent | None = None  # which keys and values are made of; the cache has one key head, of the latent and what turns
     hyper: Hyper | None = None  # None: there is one residual stream
+    alternation: Alternation | None = None  # likewise
+    laurel: int = 0  # features between two matrices of what is added beside attention; 0: there are none
     blocks: BlockIndex | None = None  # None: all of what heads see is attended to
     intermediate: int
     norm_epsilon: float
@@ -118,7 +121,9 @@ class Shape:
     mlp_alias: str = ""  # another name, which some checkpoints have; "": it has none
     mlp_limits: tuple[float, ...] = ()  # of each layer's MLP, as `Mixture.limit`; (): none has one
     mlp_form: str = "steep"  # as `Mixture.form`
+    mlp_closed: tuple[float, ...] = ()  # the part of each layer's gates that others close, of 1; (): of none
     mlp_parts: tuple[str, str, str, str] = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")  # the first: of two joined ones
+    paired: tuple[str, ...] = ()  # what a checkpoint's layer has two of each, being two of ours; (): it is one
     aliases: tuple[tuple[str, str], ...] = ()  # what may stand in names of its tensors instead, ours first
     modules: tuple[tuple[str, str], ...] = ()  # what is in names of its matrices, and in transformers' names of their modules
     joined: tuple[str, ...] = ()  # names of tensors that are several in other checkpoints: "qkv_proj", "gate_up_proj"
@@ -131,6 +136,7 @@ class Shape:
     features: Features | None = None  # of another model, for which this one guesses, and whose embedding table it takes
     keyless: int = 0  # the last layers, so many, have no keys: they see those of the last one before them with the same window
     wider: int = 1  # and their MLPs are so many times as wide
+    widths: tuple[int, ...] = ()  # intermediate features of each layer's MLP, if they differ otherwise; (): they don't
     inputs: Inputs | None = None  # of each layer apart
     sight_factor: float = 1.0  # what features of images are multiplied by
     whole_images: tuple[int, ...] = ()  # windows of layers in which each of an image's tokens sees all of the image
@@ -171,12 +177,12 @@ class Shape:
         if self.remembering:
             own, shared = self.remembering.divided
             sizes, keys = sizes | own, keys | shared
-        for _, mixture in self.mlps:
+        for layer, mixture in self.mlps:
             if mixture:
                 sizes["intermediate features of an expert"] = mixture.size
                 sizes["intermediate features of the shared expert"] = mixture.shared
             else:
-                sizes["intermediate features"] = self.intermediate
+                sizes[f"intermediate features{f' of layer {layer}' if self.widths else ''}"] = self.width(layer)
         if self.inputs:
             sizes["features of what layers are told apart"] = self.inputs.size
         found = [f"{size} {name}" for name, size in sizes.items() if size % ranks]
@@ -347,9 +353,14 @@ class Shape:
         """The layer whose keys it sees."""
         return max(other for other in self.keyed if other <= layer and self.windows[other] == self.windows[layer])
 
+    def joins(self, layer: int) -> bool:
+        """What experts of the layer before it have made is added with what its MLP makes."""
+        before = self.mixtures[layer - 1] if self.mixtures and layer else None
+        return before is not None and before.later
+
     def width(self, layer: int) -> int:
         """Intermediate features of its MLP."""
-        return self.intermediate * (self.wider if layer >= self.with_keys else 1)
+        return self.widths[layer] if self.widths else self.intermediate * (self.wider if layer >= self.with_keys else 1)
 
     def state_bytes(self, ranks: int, item: int) -> int:
         """What layers remember of a sequence on one rank, however long that is; item: bytes of an element."""
@@ -433,6 +444,10 @@ class Shape:
             found += len(self.blocks.layers) * self.blocks.elements(ranks, self.hidden)
         if self.hyper:
             found += self.hyper.elements(self.hidden, self.layers)
+        if self.alternation:
+            found += self.alternation.elements(self.hidden, self.layers)
+        if self.laurel:
+            found += self.layers * (elements(self._laurels) + self.hidden)
         if self.norm_gates:
             found += 2 * self.norm_gates * self.hidden * (self.layers + sum(map(bool, self.mixtures)))
         if self.remembering:
@@ -456,6 +471,11 @@ class Shape:
     def _alike(self) -> Counter[tuple[int, Latent | None]]:
         """How many of the layers that have keys have each window, and latents."""
         return Counter((self.windows[layer], self.latent_of(layer)) for layer in self.keyed)
+
+    @property
+    def _laurels(self) -> Matrices:
+        """The matrices of what is added beside attention."""
+        return [(self.laurel, self.hidden, self.hidden), (self.hidden, self.laurel, self.laurel)]
 
     @property
     def _waves(self) -> int:
@@ -548,6 +568,7 @@ class Shape:
             wide += 2 * self.qk_norm * sum(self.keys(self.windows[layer]).size for layer in self.keyed)
             wide += 2 * len(self.blocks.layers) * self.blocks.size if self.blocks else 0
         wide += self.hyper.elements(self.hidden, self.layers) if self.hyper else 0
+        wide += self.layers * self.alternation.wide(self.hidden) if self.alternation else 0
         wide += self.precise_logits * (not self.tied) * self.vocabulary_slice(ranks) * self.hidden
         if self.remembering:
             wide += len(self.remembering.layers) * self.remembering.wide(ranks)
@@ -614,6 +635,8 @@ class Shape:
             found += 2 * len(self.blocks.layers) * changed(self.blocks.matrices(ranks, self.hidden))
         if self.inputs:
             found += self.layers * changed(self.inputs.matrices(ranks, self.hidden))
+        if self.laurel:
+            found += self.layers * changed(self._laurels)
         if self.remembering:
             found += len(self.remembering.layers) * self.remembering.adapted(ranks, self.hidden, self.quantization is not None)
         for layer, mixture in self.mlps:

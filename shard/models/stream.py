@@ -73,6 +73,10 @@ class Stream:
         assert isinstance(found, Tensor)
         self._more = found if last is None else self._norm(found, last)
 
+    def add_whole(self, x: Tensor) -> None:
+        """Adds x, which every rank has whole."""
+        self.normalized(None).add_(x)
+
     def scale(self, factor: float) -> None:
         """Multiplies it."""
         self.normalized(None).mul_(factor)

@@ -98,6 +98,7 @@ class Mixture:
     """The experts of a layer, and what their tensors are named."""
 
     experts: int
+    idle: int = 0  # more behind these, which give back what they see
     chosen: int  # by each token
     size: int  # intermediate features of each
     latent: int = 0  # features that they see and make, between two matrices that every rank has whole; 0: the stream's
@@ -128,6 +129,7 @@ class Mixture:
     inputs_first: bool = False  # all experts are in one tensor, of each [inputs, outputs]
     by_kind: bool = False  # three tensors have those of all experts: gates, what they let through, and what leads back, turned
     entering: bool = False  # shares multiply what experts see, instead of what they make
+    later: bool = False  # what they make is added with what the next layer's MLP makes; the one for all tokens is this layer's
     beside: bool = False  # the one that all tokens go through is the layer's MLP, and norms of their own are before and behind both
     name: str = "mlp"  # of what all of it is in; "": of the layer itself
     router: str = "gate"
@@ -136,6 +138,11 @@ class Mixture:
     def named(self, part: str) -> str:
         """Of what is in it."""
         return f"{self.name}.{part}".removeprefix(".") if not part.startswith(".") else part[1:]
+
+    @property
+    def routed(self) -> int:
+        """Experts that the router chooses from."""
+        return self.experts + self.idle
 
     @property
     def wide(self) -> bool:
@@ -148,7 +155,7 @@ class Mixture:
 
     def routing(self, hidden: int) -> int:
         """Elements of the router, and of what corrects its scores."""
-        return self.experts * (hidden + self.biased + bool(self.correction))
+        return self.routed * (hidden + self.biased + bool(self.correction))
 
     def part(self, ranks: int) -> int:
         """Intermediate features of each on a rank. Blocks of experts that are stored in a few bits alone are not divided: the last
@@ -158,7 +165,7 @@ class Mixture:
 
     def read(self, tokens: int | None) -> float:
         """How many of them so many tokens can be expected to choose; None: all."""
-        return self.experts * (1 - (1 - self.chosen / self.experts) ** tokens if tokens is not None else 1.0)
+        return self.experts * (1 - (1 - self.chosen / self.routed) ** tokens if tokens is not None else 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,6 +208,23 @@ class Hyper:
         """What mixes them: of two parts of each layer, which give, too, and of the output matrix."""
         count, size = self.count, self.count * hidden
         return 2 * layers * (2 * count * size + 2 * count + 2) + count * size + count + 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternation:
+    """Several residual streams, of which layers compute one (AltUp: Baykal et al. 2023, arXiv:2301.13310)."""
+
+    count: int
+    active: int = 0  # the one that is computed
+    scaled: bool = True  # what layers are told apart goes by that one times gains of the layer's
+
+    def wide(self, hidden: int) -> int:
+        """Elements of a layer that are held in float32: what shares of all streams, and of what corrects them, are made by."""
+        return self.count * (hidden + self.count * (1 + self.count))
+
+    def elements(self, hidden: int, layers: int) -> int:
+        """Of all layers, and of what makes several streams of one, and one of several."""
+        return layers * (self.wide(hidden) + 2 * hidden) + 2 * (self.count - 1) * hidden**2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,7 +321,7 @@ class Inputs:
     """What each layer is told of a token apart."""
 
     size: int  # features for each layer
-    vocabulary: int  # rows of the table that they come from
+    vocabulary: int  # rows of the table that they come from; of tokens beyond it the first
     padding: int = 0  # the row for images' tokens
 
     def matrices(self, ranks: int, hidden: int) -> Matrices:

@@ -122,6 +122,24 @@ def test_experts_of_few_bits(kind: str, kernels: str, chance: random.Random, mon
             assert (found.double() - expected).abs().max() <= 2e-2 * size
 
 
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+@pytest.mark.parametrize("kind", ["", "int8"])
+def test_some_go_through_none(kind: str, kernels: str, chance: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever stands where nobody has written, and where nobody goes through any."""
+    honest = torch.empty
+    poison = {torch.bfloat16: torch.nan}
+    monkeypatch.setattr(torch, "empty", lambda *shape, **how: honest(*shape, **how).fill_(poison.get(how.get("dtype"), 0)))
+    for tokens, part in ((1, 1.0), (5, 0.5), (chance.randint(20, 60), chance.random()), (7, 1.0)):
+        mixture = Mixture(chance, torch.bfloat16, tokens, chance.choice([1, 3, 8]), kind)
+        idle = torch.rand(mixture.chosen.shape, device=DEVICE) < part
+        choose.force(kernels)
+        laid_out = lay_out(mixture.gate_ups, mixture.downs, mixture.x.dtype, mixture.biases, mixture.gates)
+        found = laid_out(mixture.x, mixture.shares, mixture.chosen.masked_fill(idle, 10), idle)
+        mixture.shares = mixture.shares.masked_fill(idle, 0)
+        expected = mixture.expected()
+        assert (found.double() - expected).abs().max() <= 2e-2 * max(1.0, expected.abs().max().item())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_floats_of_four_bits_are_looked_up(dtype: torch.dtype) -> None:
     """All pairs of bytes in both halves of a word."""

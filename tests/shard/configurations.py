@@ -92,6 +92,16 @@ GEMMA4 = SMALL | {
     "sliding_window": WINDOW,
     "hidden_size_per_layer_input": 0,
 }
+GEMMA3N = {name: value for name, value in SMALL.items() if name != "intermediate_size"} | {
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": WINDOW,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 100,  # fewer than there are tokens
+    "laurel_rank": 6,
+}
 GEMMA4_E = GEMMA4 | {
     "num_kv_shared_layers": 2,
     "hidden_size_per_layer_input": 8,
@@ -256,6 +266,24 @@ GEMMA3_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
 }
 
+LONGCAT: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "num_layers": 2,
+    "num_attention_heads": 8,
+    "ffn_hidden_size": 88,
+    "max_position_embeddings": 512,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 6,
+    "moe_topk": 4,
+    "expert_ffn_hidden_size": 24,
+}
+
 FAMILIES: dict[str, Callable[[], Any]] = {
     "afmoe": lambda: transformers.AfmoeConfig(**AFMOE, global_attn_every_n_layers=2, mup_enabled=True),
     "apertus": lambda: transformers.ApertusConfig(**SMALL, attention_bias=True),
@@ -336,6 +364,18 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "gemma2-full": lambda: transformers.Gemma2Config(**GEMMA2, layer_types=["full_attention"] * 2),
     "gemma3": lambda: transformers.Gemma3TextConfig(
         **GEMMA2 | {"num_hidden_layers": 3}, sliding_window_pattern=2, rope_parameters=GEMMA3_ROPES
+    ),
+    "gemma3n": lambda: transformers.Gemma3nTextConfig(
+        **GEMMA3N, intermediate_size=[88, 64, 88, 104], activation_sparsity_pattern=[0.9, 0.0, 0.5, 0.3]
+    ),
+    "gemma3n-plain": lambda: transformers.Gemma3nTextConfig(
+        **GEMMA3N | {"altup_num_inputs": 2, "num_kv_shared_layers": 0, "vocab_size_per_layer_input": 150},
+        intermediate_size=88,
+        altup_active_idx=1,
+        rms_norm_eps=0.1,
+        altup_correct_scale=False,
+        attention_bias=True,
+        tie_word_embeddings=False,
     ),
     "gemma4": lambda: transformers.Gemma4TextConfig(**GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=2),
     "gemma4-experts": lambda: transformers.Gemma4TextConfig(**GEMMA4_MOE, attention_k_eq_v=True),
@@ -467,6 +507,12 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         **LLAMA4 | {"attention_chunk_size": None}, moe_layers=[1], attn_temperature_tuning=False, tie_word_embeddings=True
     ),
     "mistral": lambda: transformers.MistralConfig(**SMALL, head_dim=8, sliding_window=WINDOW),
+    "longcat": lambda: transformers.LongcatFlashConfig(
+        **LONGCAT, zero_expert_num=3, attention_bias=True, rope_parameters=dict(DEEP_YARN)
+    ),
+    "longcat-busy": lambda: transformers.LongcatFlashConfig(
+        **LONGCAT | {"num_layers": 1}, zero_expert_num=0, routed_scaling_factor=1.5, rms_norm_eps=0.1, tie_word_embeddings=True
+    ),
     "ministral": lambda: transformers.MinistralConfig(
         **SMALL, head_dim=16, sliding_window=WINDOW, layer_types=["full_attention", "sliding_attention"]
     ),
@@ -663,6 +709,9 @@ OTHERS: dict[str, Callable[[], Any]] = {
         layer_types=["sliding_attention", "full_attention"],
         num_attention_heads_per_layer=[4, 2],
     ),
+    "few-heads-longcat": lambda: transformers.LongcatFlashConfig(
+        **LONGCAT | {"num_layers": 1, "num_attention_heads": 4}, zero_expert_num=4
+    ),
     "few-heads-minimax-m3": lambda: transformers.MiniMaxM3VLTextConfig(
         **MINIMAX_3
         | FEW_HEADS
@@ -710,6 +759,14 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "few-heads-qwen3.5": lambda: transformers.Qwen3_5TextConfig(**HYBRID | FEW_HEADS),
     "few-heads-qwen3": lambda: transformers.Qwen3Config(**FEW_HEADS, head_dim=16),
     "few-heads-gemma2": lambda: transformers.Gemma2Config(**GEMMA2 | FEW_HEADS),
+    "few-heads-gemma3n": lambda: transformers.Gemma3nTextConfig(
+        **GEMMA3N | {"num_attention_heads": 4, "num_key_value_heads": 2},
+        intermediate_size=88,
+        activation_sparsity_pattern=[0.5] * 4,
+    ),
+    "gemma3n-wide": lambda: transformers.Gemma3nTextConfig(
+        **GEMMA3N | {"hidden_size_per_layer_input": 64}, intermediate_size=[192, 128] * 2
+    ),
     "few-heads-gemma4": lambda: transformers.Gemma4TextConfig(
         **GEMMA4 | FEW_HEADS | {"num_hidden_layers": 4}, attention_k_eq_v=True, num_global_key_value_heads=1
     ),

@@ -16,6 +16,7 @@ MATRICES = (
     *("out_proj", "input_linear", "output_linear", "w1", "w2", "w3"),
     *("in_proj", "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
     *("f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj", "b_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "shared_expert_gate"),
+    *("linear_left", "linear_right", "per_layer_input_gate", "per_layer_projection"),
 )
 WEIGHTS = "adapter_model.safetensors"
 

@@ -39,7 +39,7 @@ FAMILIES = [
     *("llama", "qwen2", "phi3", "glm4", "granite", "gemma2", "olmo2", "llama4", "mixtral", "qwen2-moe"),
     *("falcon-h1", "granite-4-h", "lfm2", "nemotron-h", "qwen3.5", "deepseek-v3"),
     *("hyperclova", "lfm3", "mimo", "qwen3-next", "kimi-linear", "deepseek-v2", "minimax-m3", "hy-4", "mistral-large4"),
-    *("ax-k2", "olmo-hybrid"),
+    *("ax-k2", "olmo-hybrid", "gemma3n", "gemma3n-plain", "longcat"),
 ]
 Asked = Sequence[tuple[tuple[int, ...], str]]
 
@@ -111,7 +111,8 @@ def test_a_mixed_batch_gets_what_merged_models_say(name: str, tmp_path: Path) ->
     "name",
     [
         *("qwen2", "phi3", "glm4", "granite", "qwen2-moe", "qwen3-next", "qwen3.5", "kimi-linear", "falcon-h1", "nemotron-h"),
-        *("deepseek-v2", "deepseek-v3", "granite-4-h", "mistral-large4", "ax-k2", "olmo-hybrid"),
+        *("deepseek-v2", "deepseek-v3", "granite-4-h", "mistral-large4", "ax-k2", "olmo-hybrid", "gemma3n"),
+        "longcat",
     ],
 )
 def test_two_ranks_divide_them(name: str, tmp_path: Path) -> None:
@@ -135,7 +136,7 @@ def test_two_ranks_divide_them(name: str, tmp_path: Path) -> None:
     [
         *(("qwen2", "packed-zeros"), ("phi3", "gptq"), ("deepseek-v3", "float8"), ("falcon-h1", "packed-zeros")),
         *(("qwen3-next", "fp8-blocks"), ("qwen3.5", "packed-zeros"), ("kimi-linear", "packed-zeros")),
-        ("olmo-hybrid", "packed-zeros"),
+        *(("olmo-hybrid", "packed-zeros"), ("gemma3n", "packed-zeros")),
     ],
 )
 def test_weights_of_few_bits(name: str, form: str, tmp_path: Path) -> None:
@@ -504,11 +505,12 @@ def test_matrices_have_the_names_of_transformers_modules(name: str) -> None:
         "kv_b_proj",
         "gate",
         "router",
-        "wg",
+        *("wg", "classifier"),
         "weights_proj",
         "wk",
         "wq_b",
         *("fc1", "fc2"),  # of gates of norms
+        *("modality_router", "prediction_coefs", "correction_coefs"),  # of several streams
     }
 
 

@@ -38,6 +38,7 @@ NAMES = [
     "hy-4",
     "ax-k2",
     "lfm2-moe",
+    "longcat",
     "nemotron-h-moe",
 ]
 TENSOR = "model.layers.0.mlp.experts.gate_up_proj"

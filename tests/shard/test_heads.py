@@ -35,6 +35,8 @@ FAMILIES = [
     ("bamba", 8),  # groups of state spaces are its key heads
     ("falcon-h1", 8),
     ("falcon-h1-norms", 4),
+    ("gemma3n", 8),
+    ("gemma3n-plain", 4),
     ("gemma4", 4),
     ("gemma4", 8),
     ("gemma4-e", 4),
@@ -47,6 +49,7 @@ FAMILIES = [
     ("laguna", 4),
     ("lfm2", 8),
     ("lfm3", 8),
+    ("longcat", 8),
     ("mimo", 4),
     ("mistral-large4", 8),
     ("nemotron-h-moe", 4),

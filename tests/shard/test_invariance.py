@@ -27,8 +27,12 @@ from penstock.tests.shard.test_oracle import at_rest
 from penstock.tests.shard.test_sharing import family, room
 
 COUNT = 12
-# What the tests of every family compare: attention in all its kinds, ALiBi, experts, latents, norms of both kinds.
-FAMILIES = ["llama", "qwen3", "gemma2", "gpt-oss", "qwen2-moe", "deepseek-v3", "bloom", "cohere2", "gemma4-experts", "llama4"]
+# What the tests of every family compare: attention in all its kinds, ALiBi, experts, latents, norms of both kinds, several streams,
+# experts that do nothing.
+FAMILIES = [
+    *("llama", "qwen3", "gemma2", "gpt-oss", "qwen2-moe", "deepseek-v3", "bloom", "cohere2", "gemma4-experts", "llama4"),
+    *("gemma3n", "longcat"),
+]
 
 
 def engine(
@@ -181,6 +185,7 @@ def test_the_check_at_the_start_finds_what_depends_on_the_batch(monkeypatch: pyt
         ("deepseek-v32", False, "sparse attention"),
         ("deepseek-v3", True, "latents on an accelerator"),
         ("gpt-oss", True, "attention with sinks on an accelerator"),
+        ("gemma3n", True, "streams that are predicted on an accelerator"),
     ],
 )
 def test_what_is_not_there(name: str, triton: bool, what: str) -> None:

@@ -151,7 +151,9 @@ def check_tree(name: str, page_size: int) -> None:
         close(logits, expected[-1])
 
 
-@pytest.mark.parametrize("name", ["bloom", "deepseek-v3", "gemma4", "glm-5", "llama", "mistral", "mistral-large4", "qwen3"])
+@pytest.mark.parametrize(
+    "name", ["bloom", "deepseek-v3", "gemma3n", "gemma4", "glm-5", "llama", "mistral", "mistral-large4", "qwen3"]
+)
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_every_node_of_a_tree_sees_its_path(name: str, page_size: int) -> None:
     check_tree(name, page_size)

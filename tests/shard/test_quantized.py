@@ -112,6 +112,8 @@ NAMES = ["phi3", "glm4", "granite", "gemma2", "olmo2", "mixtral", "deepseek-v3",
         ("ax-k2", "fp8-blocks"),
         ("ax-k2-groups", "packed-zeros"),
         ("falcon-h1", "packed-zeros"),
+        ("gemma3n", "fp8-blocks"),
+        ("gemma3n-plain", "packed-zeros"),
         ("gemma4-e", "fp8-blocks"),
         ("gemma4-e", "packed-zeros"),
         ("granite-4-h", "packed-zeros"),
@@ -124,6 +126,7 @@ NAMES = ["phi3", "glm4", "granite", "gemma2", "olmo2", "mixtral", "deepseek-v3",
         ("minimax-m3", "fp8-blocks"),
         ("hy-4", "fp8-blocks"),
         ("lfm3", "packed-zeros"),
+        *(("longcat", "fp8-blocks"), ("longcat-busy", "packed-zeros")),
         ("mimo", "fp8-blocks"),
         ("mistral-large4-plain", "fp8-blocks"),
         ("lfm2-moe", "fp8-blocks"),
@@ -137,7 +140,9 @@ NAMES = ["phi3", "glm4", "granite", "gemma2", "olmo2", "mixtral", "deepseek-v3",
 )
 def test_every_family_is_the_same_model(name: str, form: str, tmp_path: Path) -> None:
     few, plain = packing.checkpoints(name, form, tmp_path)
-    tolerance = 1e-6 if name.startswith(("falcon", "granite", "mimo")) or form == "nvfp4" else 0.0  # whose factors go to the scales
+    tolerance = (
+        1e-6 if name.startswith(("falcon", "granite", "longcat", "mimo")) or form == "nvfp4" else 0.0
+    )  # whose factors go to the scales
     same(decoder(few), decoder(plain), tolerance)
     same(made(few, Alone(1)), made(plain, Alone(1)), tolerance)
 
@@ -485,7 +490,7 @@ def test_4_bits_are_kept_beside_bfloat16(form: str, tmp_path: Path, monkeypatch:
         ("llama-tied", ""),
         ("gpt-oss-blocks", "int4"),
         *itertools.product(["deepseek-v2", "deepseek-v2-sets"], ["", "int8"]),
-        ("gemma4-e-wide", "int4"),
+        *(("gemma3n-wide", "int4"), ("gemma4-e-wide", "int4")),
         ("granite-4-h-wide", "int4"),
         ("lfm2-wide", "int4"),
         *itertools.product(["llama4-wide"], ["", "int4"]),
@@ -505,7 +510,7 @@ def test_the_plan_knows_the_bytes(name: str, quantize: str, dtype: str) -> None:
         ("words-wide", "awq", 32),
         ("words-wide", "gptq-symmetric", 0),
         ("words-wide", "", 0),
-        ("gemma4-e-wide", "", 0),
+        *(("gemma3n-wide", "", 0), ("gemma4-e-wide", "", 0)),
         ("llama4-wide", "", 0),
         ("mixtral-wide", "packed-zeros", 64),
         ("mixtral-wide", "", 0),
@@ -767,7 +772,8 @@ def test_a_config_as_it_is_written_today(tmp_path: Path) -> None:
         "nanochat",
         "olmo",
         *("ax-k1", "flint", "glm-5-borrowing", "granite-swa", "laguna", "minicpm3", "mimo", "minimax-m3", "hy-4"),
-        *("mistral-large4", "mistral-large4-plain", "ax-k2", "ax-k2-groups"),
+        *("mistral-large4", "mistral-large4-plain", "ax-k2", "ax-k2-groups", "gemma3n", "gemma3n-plain"),
+        *("longcat", "longcat-busy"),
         *configurations.HYBRIDS,
     ],
 )

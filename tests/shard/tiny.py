@@ -70,7 +70,7 @@ def _made(name: str) -> Path:
     model = next((own for part, own in UNLISTED.items() if part in name), transformers.AutoModelForCausalLM.from_config)(config)
     with torch.no_grad():
         buffers = ((key, value) for key, value in model.named_buffers() if any(word in key for word in BUFFERS))
-        centered = "qwen3-next" in name or "qwen3.5" in name or ("gemma" in name and "gemma4" not in name)
+        centered = "qwen3-next" in name or "qwen3.5" in name or ("gemma" in name and "gemma4" not in name and "gemma3n" not in name)
         centered = centered or ("nemotron" in name and "nemotron-h" not in name)
         around = ("scalar", "linear_attn.norm") if centered else ("scalar", "norm", "ln_")
         for key, value in (*model.named_parameters(), *buffers):

@@ -1,0 +1,32 @@
+"""What is added beside attention: what it sees, and the norm of what two small matrices make of that (LAuReL: Menghani, Kumar and
+Kumar 2024, arXiv:2411.07501), as in Gemma 3n. Every rank has them whole."""
+
+from torch import Tensor
+
+from ...kernels.operations import rms_norm
+from .loader import Loader
+from .stream import Stream
+
+NAMES = ("laurel.linear_left", "laurel.linear_right")
+
+
+class Laurel:
+    """Of a layer."""
+
+    factor = 2**-0.5  # of the stream, once attention has been added as well
+
+    def __init__(self, load: Loader, size: int) -> None:
+        """size: features between the two."""
+        hidden, (left, right) = load.shape.hidden, NAMES
+        self._epsilon = load.shape.norm_epsilon
+        self.inward = load.laid_out(load.all_bits(left, size), None, load.changed([left], [size], wholes=(size,)))
+        self.outward = load.laid_out(
+            load.all_bits(right, hidden, size), None, load.changed([right], [hidden], wholes=(hidden,), inputs=size)
+        )
+        self.norm = load.gains("laurel.post_laurel_norm", hidden)
+
+    def __call__(self, stream: Stream, before: Tensor | None) -> None:
+        """Adds it to the stream, to which nothing was added since attention has seen it. before: gains of attention's norm."""
+        x = stream.normalized(before)
+        made = stream.product(stream.product(x, self.inward), self.outward)
+        stream.add_whole(x + rms_norm(made, self.norm, self._epsilon))

@@ -1,0 +1,228 @@
+"""What Gemma 3n's config.json files say and leave out is what transformers takes them for, and what is known of its layers; answers
+are in test_oracle.py."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from torch import Tensor
+
+from penstock.kernels.linear import Exact
+from penstock.launcher import roofline
+from penstock.shard.config import ShardConfig
+from penstock.shard.loading import _check_steady, load
+from penstock.shard.models.alternating import AlternatingStream, Ends
+from penstock.shard.models.families import shape
+from penstock.shard.models.loader import Loader
+from penstock.shard.models.mlp import Dense, Thinned
+from penstock.shard.models.shape import Unsupported
+from penstock.shard.models.stream import Stream
+from penstock.shard.models.traits import Alternation
+from penstock.shard.parallel import Ranks
+from penstock.shard.step import Span
+from penstock.shard.weights import Weights
+from penstock.tests.shard import tiny
+from penstock.tests.shard.driver import Habits
+from penstock.tests.shard.test_oracle import Bench, check_greedy, close, prompt
+from penstock.tests.shard.test_weights import WEIGHTS
+
+NAMED = {"architectures": ["Gemma3nForCausalLM"], "model_type": "gemma3n_text"}
+# In sizes those of the hub's; what is left out is transformers' default.
+E4B = NAMED | {
+    "num_hidden_layers": 35,
+    "intermediate_size": [16_384] * 35,
+    "activation_sparsity_pattern": [0.95] * 10 + [0.0] * 25,
+    "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+    "rope_scaling": None,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+}
+E2B = NAMED | {"intermediate_size": 8192, "num_hidden_layers": 30, "num_kv_shared_layers": 10}
+NAMES = ["gemma3n", "gemma3n-plain"]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(NAMED, E2B, E4B),
+        E2B | {"num_kv_shared_layers": 0, "altup_num_inputs": 2, "laurel_rank": 8, "attention_bias": True},
+        E2B | {"num_hidden_layers": 10, "num_kv_shared_layers": 5},
+        E4B | {"intermediate_size": [8192] * 20 + [16_384] * 15, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    ],
+)
+def test_shapes_are_transformers(config: dict[str, Any]) -> None:
+    theirs, found = transformers.Gemma3nTextConfig.from_dict(config), shape(config)
+    with torch.device("meta"):
+        model = transformers.Gemma3nForCausalLM(theirs)
+    assert found.parameters() == model.num_parameters()
+    assert found == shape(theirs.to_dict() | NAMED)
+    kinds = ["sliding_attention" if window else "full_attention" for window in found.windows]
+    assert kinds == theirs.layer_types
+    assert [found.width(layer) for layer in range(found.layers)] == theirs.intermediate_size
+    assert [*(found.mlp_closed or [0.0] * found.layers)] == theirs.activation_sparsity_pattern
+    assert [layer >= found.with_keys for layer in range(found.layers)] == [kind == "reuse" for kind in theirs.kv_sharing_modes]
+    assert found.local_rope is not None
+    assert (found.rope.theta, found.local_rope.theta, found.final_softcap, found.attention_scale) == (1e6, 1e4, 30.0, 1.0)
+    assert (found.max_positions, found.tied, max(found.windows)) == (32_768, True, 512)
+
+
+def test_sizes_of_those_on_the_hub() -> None:
+    """6.8 billion parameters, of which 2.3 are rows of the table that layers are told by; 20 of its 35 layers have keys."""
+    found = shape(E4B)
+    assert (round(found.parameters() / 1e8), round(found.parameters(tokens=1) / 1e8)) == (68, 45)
+    assert found.alternation == Alternation(count=4)
+    assert (found.with_keys, found.laurel, found.inputs and found.inputs.size) == (20, 64, 256)
+    assert found.kv_elements(1) == 20 * 2 * 2 * 256
+    assert found.fitting == [1, 2, 4, 8]
+    assert found.sums == 3 * 35
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"altup_num_inputs": 0}, "altup_num_inputs 0, an integer from 1"),
+        ({"altup_active_idx": 4}, "altup_active_idx 4, an integer from 0 to 3"),
+        ({"altup_active_idx": -1}, "altup_active_idx -1"),
+        ({"altup_correct_scale": 1}, "altup_correct_scale 1, true or false"),
+        ({"laurel_rank": 0}, "laurel_rank 0"),
+        ({"laurel_rank": None}, "laurel_rank null"),
+        ({"intermediate_size": [16_384] * 34}, "intermediate_size .*, a number for each of num_hidden_layers"),
+        ({"intermediate_size": [16_384] * 34 + [0]}, "intermediate_size 0, an integer from 1"),
+        ({"intermediate_size": "16384"}, "intermediate_size '16384'"),
+        ({"activation_sparsity_pattern": 0.95}, "activation_sparsity_pattern 0.95, a number for each"),
+        ({"activation_sparsity_pattern": [0.95] * 34 + [1.0]}, "activation_sparsity_pattern .*, numbers from 0 on and below 1"),
+        ({"activation_sparsity_pattern": [0.95] * 34 + [None]}, "activation_sparsity_pattern .*, numbers from 0 on"),
+        ({"num_kv_shared_layers": 35}, "num_kv_shared_layers 35"),
+        ({"num_kv_shared_layers": 31}, "num_kv_shared_layers 31: before these there must be layers of all kinds"),
+        ({"hidden_size_per_layer_input": 0}, "hidden_size_per_layer_input 0, an integer from 1"),
+        ({"vocab_size_per_layer_input": 0}, "vocab_size_per_layer_input 0"),
+        ({"hidden_activation": "silu"}, "hidden_activation 'silu' is not supported"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
+        ({"rope_scaling": {"rope_type": "ntk"}}, "rotary scaling 'ntk' is not supported"),
+        ({"sliding_window": 0}, "there are layers that slide"),
+        ({"model_type": "gemma3n"}, "model_type 'gemma3n', and architecture Gemma3nForCausalLM, which is 'gemma3n_text'"),
+    ],
+)
+def test_what_is_wrong_is_named(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(Unsupported, match=message):
+        shape(E4B | changed)
+
+
+def test_ranks_divide_each_layers_features() -> None:
+    """Of which there may be others in each layer."""
+    with pytest.raises(Unsupported, match=r"^8196 intermediate features of layer 3 can't be divided by 8 ranks"):
+        shape(E4B | {"intermediate_size": [8192] * 3 + [8196] + [16_384] * 31}).check_ranks(8)
+
+
+def test_layers_without_keys_see_those_of_others() -> None:
+    engine = tiny.engine("gemma3n", pages=3)
+    layers = engine.cache.layers
+    assert layers[2] is layers[0]
+    assert layers[3] is layers[1]
+    assert engine.token_bytes == 4 * 2 * 2 * 4 * 16
+    assert [type(layer.mlp) for layer in engine.decoder.layers] == [Thinned, Dense, Thinned, Thinned]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("chunk", [7, 13])
+def test_it_is_paused_and_goes_on_with_pages_that_others_had(name: str, chunk: int) -> None:
+    """Forgotten and computed anew, and prefixes that are found: tokens stay."""
+    asked = tuple(prompt(seed, length) for seed, length in ((1, 40), (1, 60), (3, 9), (1, 33)))
+    for seed in range(2):
+        check_greedy(name, tiny.engine(name, page_size=4, pages=90), asked, Habits(pause=0.2, chunk=chunk), seed)
+
+
+def whole(name: str, folder: Path) -> Path:
+    """A checkpoint with images and sounds, as the hub has it: what encodes them is of no matter here."""
+    shutil.copytree(tiny.folder(name), folder)
+    text = json.loads((folder / "config.json").read_text())
+    beside = {"vision_config": {"model_type": "gemma3n_vision"}, "audio_config": {"model_type": "gemma3n_audio"}}
+    said = {"architectures": ["Gemma3nForConditionalGeneration"], "model_type": "gemma3n", "text_config": text} | beside
+    said["tie_word_embeddings"] = text["tie_word_embeddings"]
+    (folder / "config.json").write_text(json.dumps(said))
+    stored = safetensors.torch.load_file(folder / WEIGHTS)
+    named = {key.replace("model.", "model.language_model."): value for key, value in stored.items()}
+    others = {"model.vision_tower.timm_model.conv_stem.conv.weight": (3, 3), "model.audio_tower.conformer.0.norm.weight": (8,)}
+    named |= {key: torch.ones(size) for key, size in others.items()}
+    # Matrices that layers without keys don't go by, and which the hub has all the same.
+    place = "model.language_model.layers.{}.self_attn.k_proj.weight"
+    named.setdefault(place.format(3), torch.ones(7))
+    safetensors.torch.save_file(named, folder / WEIGHTS, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_text_of_a_whole_checkpoint(name: str, tmp_path: Path) -> None:
+    bench = Bench(name, 16)
+    bench.engine.decoder = load(ShardConfig(folder=str(whole(name, tmp_path / "m")), model="m"), lambda stage: None).decoder
+    bench.engine.resize(64)
+    tokens = prompt(3, 40)
+    close(bench.run([Span(bench.start(()), 0, tokens, wanted=40)]), tiny.expected_logits(name, tokens))
+
+
+class Noted(Stream):
+    """Which gives what it is asked for."""
+
+    def through(self, gains: Tensor | None, weight: Any, gates: bool = False) -> Tensor:
+        return self._sums.clone()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_gates_are_closed_by_those_of_all_ranks(ranks: int) -> None:
+    """Whose means are far from 0: as if one rank had all."""
+    model = tiny.decoder("gemma3n").shape
+    gates, ups = torch.randn(5, 88) + 3, torch.randn(5, 88)
+    theirs = tiny.reference("gemma3n").model.layers[0].mlp
+    expected = torch.nn.functional.gelu(theirs._gaussian_topk(gates), approximate="tanh") * ups
+
+    def work(own: Ranks) -> Tensor:
+        weights = Weights(tiny.folder("gemma3n"), torch.float32, tiny.CPU, lambda read: None)
+        mlp = Thinned(Loader(weights, model, own, "model.layers.0.", Exact.USUAL), 88, theirs.activation_sparsity)
+        part = slice(own.rank * 88 // ranks, (own.rank + 1) * 88 // ranks)
+        return mlp.inner(Noted(torch.cat((gates[:, part], ups[:, part]), 1), own, 1e-6), None)
+
+    found = torch.cat(tiny.Threads(ranks).run(work), 1)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert 0 < (found != 0).sum() < 0.3 * found.numel()
+
+
+def test_streams_begin_as_large_as_the_first() -> None:
+    """Also one of which nothing is left: such a one is not divided by nothing."""
+    model = tiny.decoder("gemma3n").shape
+    weights = Weights(tiny.folder("gemma3n"), torch.float32, tiny.CPU, lambda read: None)
+    assert model.alternation is not None
+    ends = Ends(Loader(weights, model, Ranks(0, 1, tiny.CPU), "model.", Exact.USUAL), model.alternation)
+    sums = torch.randn(3, 64)
+    sums[1] = 0
+    every = ends.begun(sums)
+    torch.testing.assert_close(every[::2].square().mean(2), sums[::2].square().mean(1, keepdim=True).expand(2, 4))
+    assert not every[1].any()
+    assert AlternatingStream(sums, Ranks(0, 1, tiny.CPU), 1e-6, True, ends).normalized(None) is sums
+
+
+def test_what_is_not_there() -> None:
+    """EAGLE-3 heads go by one stream; on an accelerator nobody has looked at every bit."""
+    from penstock.shard.models.draft_families import _eagle3
+
+    found = shape(E4B)
+    with pytest.raises(Unsupported, match="goes by the residual stream, of which Gemma3nForCausalLM has several"):
+        _eagle3({}, found)
+    _check_steady(found, torch.device("cpu"))
+
+
+def test_the_roofline_knows_what_ranks_tell_each_other() -> None:
+    """Sums of gates, in each layer that closes some."""
+    fast = roofline.Accelerator(
+        memory=8e10, bandwidth=3e12, flops=1e15, link=4e11, network=5e10, latency=1e-5, network_latency=2e-5
+    )
+    taken = []
+    for closed in (0.0, 0.95):
+        model = shape(E4B | {"activation_sparsity_pattern": [closed] * 10 + [0.0] * 25})
+        group = roofline.Group(shape=model, ranks=2, nodes=1, item=2, token_bytes=2 * model.kv_elements(2))
+        taken.append(roofline.exchange(group, fast, 7, 7))
+    assert taken[1] - taken[0] == pytest.approx(10 * roofline.all_reduce(fast, 2, 1, 8 * 7))

@@ -1,0 +1,228 @@
+"""What LongCat Flash's config.json files say is what transformers takes them for, and where tensors are; answers are in
+test_oracle.py."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+
+from penstock.shard.models.draft_families import _eagle3
+from penstock.shard.models.families import shape
+from penstock.shard.models.mlp import Sparse
+from penstock.shard.models.renamed import of_pair
+from penstock.shard.models.shape import Unsupported
+from penstock.shard.models.shortcuts import Rejoined, Shortcut, ShortcutStream
+from penstock.shard.parallel import Ranks
+from penstock.shard.sequence import sequences
+from penstock.shard.step import Span
+from penstock.tests.shard import tiny
+from penstock.tests.shard.driver import Habits
+from penstock.tests.shard.test_oracle import Bench, check_greedy, close, prompt
+from penstock.tests.shard.test_quantized import made
+from penstock.tests.shard.test_weights import WEIGHTS, Alone, same
+
+NAMED = {"architectures": ["LongcatFlashForCausalLM"], "model_type": "longcat_flash"}
+FLASH = NAMED | {
+    "attention_method": "MLA",
+    "expert_ffn_hidden_size": 2048,
+    "ffn_hidden_size": 12_288,
+    "hidden_size": 6144,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 131_072,
+    "mla_scale_kv_lora": True,
+    "mla_scale_q_lora": True,
+    "moe_topk": 12,
+    "n_routed_experts": 512,
+    "num_attention_heads": 64,
+    "num_layers": 28,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e7,
+    "routed_scaling_factor": 6.0,
+    "v_head_dim": 128,
+    "vocab_size": 131_072,
+    "zero_expert_num": 256,
+    "zero_expert_type": "identity",
+}
+NAMES = ["longcat", "longcat-busy"]
+LEAST = ("vocab_size", "hidden_size", "num_attention_heads", "num_layers", "architectures")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"num_layers": 3, "zero_expert_num": 0, "attention_bias": True},
+        {"num_layers": 2, "zero_expert_num": 5, "moe_topk": 3, "kv_lora_rank": 256},
+        {"num_hidden_layers": 56},
+    ],
+)
+def test_shapes_are_transformers(more: dict[str, Any]) -> None:
+    """But that it has matrices, half of those that others have, for experts that do nothing."""
+    theirs, found = transformers.LongcatFlashConfig.from_dict(FLASH | more), shape(FLASH | more)
+    with torch.device("meta"):
+        model = transformers.LongcatFlashForCausalLM(theirs)
+    held = [*model.parameters(), *(values for key, values in model.named_buffers() if "correction" in key)]
+    unused = theirs.num_layers * (theirs.zero_expert_num or 0) * 2 * theirs.expert_ffn_hidden_size * theirs.hidden_size
+    assert found.parameters() == sum(values.numel() for values in held) - unused
+    assert found == shape(theirs.to_dict() | NAMED)
+    assert found.layers == theirs.num_hidden_layers
+    assert [mixture is not None for mixture in found.mixtures] == [True, False] * theirs.num_layers
+    assert [found.joins(layer) for layer in range(found.layers)] == [False, True] * theirs.num_layers
+
+
+def test_what_is_left_out_is_transformers_default() -> None:
+    usual = {name: value for name, value in FLASH.items() if name in LEAST}
+    written = transformers.LongcatFlashConfig(**{name: usual[name] for name in LEAST[:4]}).to_dict() | NAMED
+    assert shape(usual) == shape(FLASH) == shape(written)
+
+
+def test_sizes_of_the_one_on_the_hub() -> None:
+    """561 billion parameters, of which tokens go by 27 on average: of 12 chosen experts a third does nothing."""
+    found = shape(FLASH)
+    assert (round(found.parameters() / 1e9), round((found.parameters(tokens=1) - 131_072 * 6144) / 1e9)) == (561, 27)
+    [mixture, _] = found.mixtures[:2]
+    assert mixture is not None
+    assert (mixture.read(1), mixture.routed) == (pytest.approx(8), 768)
+    assert found.kv_elements(8) == 56 * 576
+    assert dict(found.factors) == {"self_attn.q_b_proj": 2.0, "self_attn.kv_b_proj": 12**0.5}
+    assert found.fitting == [1, 2, 4, 8, 16, 32, 64]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"num_layers": 0}, "num_layers 0, an integer from 1"),
+        ({"num_layers": "28"}, "num_layers '28'"),
+        ({"num_hidden_layers": 30}, "num_layers 28, and num_hidden_layers 30, which are twice as many"),
+        ({"ffn_hidden_size": 0}, "ffn_hidden_size 0"),
+        ({"moe_topk": None}, "moe_topk null"),
+        ({"moe_topk": 769}, "769, of 768 experts"),
+        ({"expert_ffn_hidden_size": 1.5}, "expert_ffn_hidden_size 1.5"),
+        ({"n_routed_experts": 0}, "n_routed_experts 0"),
+        ({"zero_expert_num": None}, "zero_expert_num null"),
+        ({"zero_expert_num": -1}, "zero_expert_num -1, an integer from 0"),
+        ({"zero_expert_type": "copy"}, "zero_expert_type 'copy' is not supported: for this family the decoder has 'identity'"),
+        ({"attention_method": "GQA"}, "attention_method 'GQA' is not supported"),
+        ({"mla_scale_q_lora": False}, "mla_scale_q_lora false is not supported"),
+        ({"router_bias": True}, "router_bias true is not supported"),
+        ({"norm_topk_prob": True}, "norm_topk_prob true is not supported"),
+        ({"q_lora_rank": None}, "q_lora_rank null is not supported"),
+        ({"head_dim": 32}, "head_dim 32, and its other sizes mean 64"),
+        ({"qk_head_dim": 128}, "qk_head_dim 128, and its other sizes mean 192"),
+        ({"routed_scaling_factor": 0}, "routed_scaling_factor 0"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"model_type": "longcat"}, "which is 'longcat_flash'"),
+    ],
+)
+def test_what_is_wrong_is_named(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(Unsupported, match=message):
+        shape(FLASH | changed)
+
+
+def test_heads_that_count_layers_are_refused() -> None:
+    with pytest.raises(Unsupported, match="counts layers, of which LongcatFlashForCausalLM has two in one"):
+        _eagle3({}, shape(FLASH))
+
+
+def test_one_of_its_layers_is_two() -> None:
+    engine = tiny.engine("longcat", pages=3)
+    assert [type(layer.mlp) for layer in engine.decoder.layers] == [Shortcut, Rejoined] * 2
+    assert engine.token_bytes == 4 * 4 * (20 + 8)
+    paired = engine.decoder.shape.paired
+    assert of_pair("model.layers.7.self_attn.q_a_proj.weight", paired) == "model.layers.3.self_attn.1.q_a_proj.weight"
+    assert of_pair("model.layers.6.mlp.experts.0.up_proj.weight", paired) == "model.layers.3.mlp.experts.0.up_proj.weight"
+    assert of_pair("model.embed_tokens.weight", paired) == "model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("name", NAMES)
+def test_its_names(name: str, rank: int, tmp_path: Path) -> None:
+    """As the hub has them, where what does nothing has no matrices, and some layer predicts more; and as transformers has them."""
+    folder, mixture = Path(shutil.copytree(tiny.folder(name), tmp_path / "hub")), tiny.decoder(name).shape.mixtures[0]
+    assert mixture is not None
+    stored = safetensors.torch.load_file(folder / WEIGHTS)
+    unused = [key for i in range(mixture.experts, mixture.routed) for key in stored if f".experts.{i}." in key]
+    assert len(unused) == 2 * mixture.idle * len(tiny.decoder(name).layers) // 2
+    for key in unused:
+        del stored[key]
+    stored |= {"model.mtp.layers.0.self_attn.q_a_proj.weight": torch.ones(3)}
+    safetensors.torch.save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
+    same(made(folder, Alone(rank)), made(tiny.folder(name), Alone(rank)))
+    tiny.reference(name).save_pretrained(tmp_path / "own", save_original_format=False)
+    together = safetensors.torch.load_file(tmp_path / "own" / WEIGHTS)["model.layers.0.mlp.experts.gate_up_proj"]
+    assert len(together) == mixture.routed
+    same(made(tmp_path / "own", Alone(rank)), made(tiny.folder(name), Alone(rank)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("chunk", [7, 13])
+def test_it_is_paused_and_goes_on_with_pages_that_others_had(name: str, chunk: int) -> None:
+    """Forgotten and computed anew, and prefixes that are found: tokens stay."""
+    asked = tuple(prompt(seed, length) for seed, length in ((1, 40), (1, 60), (3, 9), (1, 33)))
+    for seed in range(2):
+        check_greedy(name, tiny.engine(name, page_size=4, pages=90), asked, Habits(pause=0.2, chunk=chunk), seed)
+
+
+def test_experts_may_all_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all tokens at once, and for none; what they give back is what is left of the answer."""
+    bench, tokens = Bench("longcat", 16), prompt(3, 30)
+    theirs = tiny.reference("longcat")
+    monkeypatch.setattr(Sparse, "route", lambda self, x: alike(len(x), chosen))
+    for layer in theirs.model.layers:
+        monkeypatch.setattr(layer.mlp.router, "forward", lambda x: (None, *alike(x.shape[0] * x.shape[1], chosen)))
+    chosen: tuple[int, ...]
+    for case in ((6, 7, 8, 1), (8, 7, 6, 8), (0, 5, 2, 3)):
+        chosen = case
+        with torch.inference_mode():
+            expected = theirs(torch.tensor([tokens])).logits[0]
+        close(bench.run([Span(bench.start(()), 0, tokens, wanted=30)]), expected)
+
+
+def alike(count: int, chosen: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Shares, and the same experts for all."""
+    return torch.tensor([[0.4, 0.1, 0.3, 0.7]]).expand(count, 4).contiguous(), torch.tensor([chosen]).expand(count, 4).contiguous()
+
+
+def test_ranks_add_up_twice_in_a_layer() -> None:
+    """What experts make goes with what the second MLP does."""
+    counts = []
+
+    @torch.inference_mode()
+    def work(ranks: Ranks) -> None:
+        engine = tiny.engine_of("longcat", ranks)
+        added, add = [0], ranks.add
+
+        def counted(x: torch.Tensor) -> torch.Tensor:
+            added[0] += 1
+            return add(x)
+
+        ranks.add = counted  # type: ignore[method-assign]
+        [sequence], _ = sequences(prompt(1, 9), 1)
+        engine.pool.extend(sequence.pages, 9)
+        engine.forward([Span(sequence, 0, sequence.tokens)])
+        counts.append((added[0], engine.decoder.shape.sums + 1))
+
+    tiny.Threads(2).run(work)
+    assert counts == [(9, 9)] * 2
+
+
+def test_what_waits_is_of_the_rows_that_are_left() -> None:
+    stream = ShortcutStream(torch.arange(12.0).view(4, 3), Ranks(0, 1, tiny.CPU), 1e-6)
+    stream.hold(-torch.arange(12.0).view(4, 3))
+    stream.select(torch.tensor([2, 0]))
+    assert not (stream.normalized(None) + stream.held()).any()
+
+
+def test_config_as_it_is_saved() -> None:
+    """By transformers, which has no word for the number of our layers."""
+    said = json.loads((tiny.folder("longcat") / "config.json").read_text())
+    assert "num_hidden_layers" not in said
+    assert shape(said).layers == 4
