@@ -109,7 +109,7 @@ def mix(
     """See `mixing`."""
     tokens, count, size = streams.shape
     both = more is not None and given is not None
-    assert all(x.is_contiguous() for x in (streams, more, given, shares and shares.matrix) if x is not None)
+    assert all(x.is_contiguous() for x in (streams, more, given, shares.matrix if shares else None) if x is not None)
     mixed = torch.empty(tokens, size, dtype=streams.dtype, device=streams.device)
     gives = torch.empty(tokens, count + count**2, dtype=torch.float32, device=streams.device) if shares else None
     if tokens:

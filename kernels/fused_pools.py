@@ -65,7 +65,15 @@ def write_pools(keys: Tensor, gates: Tensor, places: Tensor, slots: Tensor, cach
     if len(keys):
         most = torch.finfo(cache.dtype).max if cache.dtype != keys.dtype else 0.0
         pools_kernel[(len(keys),)](
-            keys, gates, places, slots, cache, cache.stride(0), **_constants(*places.shape, most), num_warps=WARPS, enable_fp_fusion=False
+            keys,
+            gates,
+            places,
+            slots,
+            cache,
+            cache.stride(0),
+            **_constants(len(places), places.shape[1], most),
+            num_warps=WARPS,
+            enable_fp_fusion=False,
         )
 
 

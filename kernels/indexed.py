@@ -128,7 +128,8 @@ def narrowed_by_pools(asked: ChoosingPools, keys: Tensor, start: int, queries: i
         asked.chosen[start] = best[:, :, : asked.most // pool].clone()
     last = whole.expand(rows, queries, 1)
     others = torch.full((rows, queries, length // pool + 1), -torch.inf, device=keys.device)
-    others = others.scatter_(2, asked.chosen[start], 0.0).scatter_(2, last, 0.0).repeat_interleave(pool, 2)[..., :length].unsqueeze(1)
+    others = others.scatter_(2, asked.chosen[start], 0.0).scatter_(2, last, 0.0)
+    others = others.repeat_interleave(pool, 2)[..., :length].unsqueeze(1)
     return (others if hidden is None else others + hidden).to(asked.queries.dtype)
 
 

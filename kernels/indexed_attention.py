@@ -2,8 +2,8 @@
 
 Scores are computed by the items of a plan that looks at all keys, and the best are picked by torch. Each token is then a row of its
 own, whose pages are of one token each: those that it has chosen. Steps of which no token sees more than that need none of it. Where
-pools are chosen, they are its pages, and the last one, which isn't full, comes last. Where blocks are, each key head has rows of its
-own, of the pages that these blocks lie in, which must be whole ones.
+pools are chosen, they are its pages, and the one that isn't full comes last. Where blocks are, each key head has rows of its own,
+of the pages that these blocks lie in, which must be whole ones.
 """
 
 from collections.abc import Sequence

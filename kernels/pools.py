@@ -1,9 +1,9 @@
-"""Keys of pools, so many tokens in a row from a sequence's beginning on, by which an index chooses all of them together (GLM 5 Next;
-see `indexed`). Knows tensors only.
+"""Keys of pools, so many tokens in a row from a sequence's beginning on, by which an index chooses all of them together: see
+`indexed` (GLM 5 Next). Knows tensors only.
 
-A pool's key is a mean of its tokens' keys, which softmaxes of their gates weigh, feature by feature. It stands where its last token's
-own key was, so that a token's score of a pool is one of that token, and a pool is seen by those that see that. Pages hold whole
-pools: what else belongs to one is found by slots alone.
+A pool's key is a mean of its tokens' keys, which softmaxes of their gates weigh, feature by feature. It stands where its last
+token's own key was: a score of a pool is one of that token, and who sees that sees the pool. Pages hold whole pools, so that what
+else belongs to one is found by slots alone.
 """
 
 import torch
@@ -17,9 +17,9 @@ from .reference import by_lanes
 def write_pools(keys: Tensor, gates: Tensor, places: Tensor, slots: Tensor, cache: Tensor) -> None:
     """Writes a step's keys and gates, and keys of the pools that it ends.
 
-    keys, gates: [tokens, size]; places: [pool, size] float32, what is added to gates by the token's place in its pool; slots: [tokens],
-    distinct, those of a sequence side by side; where negative (padding) nothing is written; cache: the part of a layer behind the
-    latents, [slots, 1, 1, 2 * size], keys first.
+    keys, gates: [tokens, size]; places: [pool, size] float32, what is added to gates by a token's place in its pool; slots:
+    [tokens], distinct, those of a sequence in its order; where negative (padding) nothing is written; cache: the part of a layer
+    behind the latents, [slots, 1, 1, 2 * size], keys first.
     """
     if triton_for(keys):
         from .fused_pools import write_pools as fused

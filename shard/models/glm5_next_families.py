@@ -1,16 +1,16 @@
-"""GLM 5 Next: linear attention as Kimi's in three layers of four, latents without a rotary embedding in the others, of which an index
-chooses pools; residual streams that become mixtures of each other."""
+"""GLM 5 Next: linear attention as Kimi's in three layers of four, in the others latents without a rotary embedding, of which an
+index chooses pools; residual streams that become mixtures of each other."""
 
 from dataclasses import replace
 from math import isfinite
 from typing import Any
 
-from .fields import AGAIN, FULL, INDEXED, LEAST, LINEAR, SIZES, Config, boolean, expect, number, said, shown, whole
+from .fields import AGAIN, INDEXED, LEAST, LINEAR, SIZES, Config, boolean, expect, number, said, shown, whole
 from .hybrid_families import linear_layers
 from .kimi_families import INNER
 from .latent_families import GLM_5, borrowing_of, latent_shape
-from .ropes import ROPES
 from .remembering import FineLinear
+from .ropes import ROPES
 from .shape import Shape, Unsupported
 from .sparse_families import EXPERTS, PLAIN_MLP, scored_by_kinds, with_experts
 from .traits import Hyper, Index
@@ -103,7 +103,9 @@ def _index(given: Config, attending: frozenset[int]) -> Index:
     """Of these layers some may go by the index of another."""
     pool, most = given["index_kpool"], given["index_topk"]
     if most % pool:
-        raise Unsupported(f"config.json says index_topk {most} and index_kpool {pool}, of which the first must be a multiple: {AGAIN}")
+        raise Unsupported(
+            f"config.json says index_topk {most} and index_kpool {pool}, of which the first must be a multiple: {AGAIN}"
+        )
     if pool > 1:
         expect(given, index_kpool_always_select_tail=True)
     if given["q_lora_rank"] is None:

@@ -155,7 +155,9 @@ class Shape:
         """Raises Unsupported unless pages of so many tokens end where chunks of positions do."""
         pool = self.index.pool if self.index else 0
         if pool and size % pool:
-            raise Unsupported(f"pages of {size} tokens don't hold whole pools of {pool}, of which an index has a key: --page-size {pool}")
+            raise Unsupported(
+                f"pages of {size} tokens don't hold whole pools of {pool}, of which an index has a key: --page-size {pool}"
+            )
         for whole, what in (
             (self.chunk, "positions of which some layers see no others"),
             (self.blocks.block if self.blocks else 0, "tokens of a block that an index chooses"),

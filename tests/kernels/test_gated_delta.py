@@ -88,7 +88,9 @@ class Layer(memories.Rule):
 FADES = [(False, 0.0), (True, 0.0), (True, -5.0)]  # of all features of a key together, of each, as Kimi's; and GLM 5 Next's
 
 
-def layer_of(chance: random.Random, dtype: torch.dtype, most: int = 64, heads: int = 4, each: bool = False, bound: float = 0.0) -> Layer:
+def layer_of(
+    chance: random.Random, dtype: torch.dtype, most: int = 64, heads: int = 4, each: bool = False, bound: float = 0.0
+) -> Layer:
     """each: feature of a key fades by itself, as Kimi's do, which have as many heads of values as of keys."""
     key_heads = chance.randint(1, heads)
     value_heads = key_heads * (1 if each else chance.randint(1, heads))
@@ -103,7 +105,9 @@ def layer_of(chance: random.Random, dtype: torch.dtype, most: int = 64, heads: i
 @pytest.mark.parametrize("dtype", list(TOLERANCES))
 def test_it_is_transformers(dtype: torch.dtype, each: bool, bound: float, chance: random.Random) -> None:
     for _ in range(4):
-        memories.check(layer_of(chance, dtype, each=each, bound=bound), memories.random_lengths(chance), chance, chance.randint(0, 3))
+        memories.check(
+            layer_of(chance, dtype, each=each, bound=bound), memories.random_lengths(chance), chance, chance.randint(0, 3)
+        )
 
 
 @pytest.mark.parametrize(("each", "bound"), FADES)

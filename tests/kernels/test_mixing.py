@@ -75,7 +75,8 @@ def test_mixtures(count: int, size: int, gives: bool, adds: bool, dtype: torch.d
 @pytest.mark.parametrize("route", ["reference", "triton"])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize(
-    ("count", "size", "rounds", "adds"), [(4, 40, 20, True), (3, 17, 2, True), (2, 300, 1, False), (1, 9, 3, True), (4, 33, 0, True)]
+    ("count", "size", "rounds", "adds"),
+    [(4, 40, 20, True), (3, 17, 2, True), (2, 300, 1, False), (1, 9, 3, True), (4, 33, 0, True)],
 )
 def test_mixtures_of_each_other(count: int, size: int, rounds: int, adds: bool, dtype: torch.dtype, route: str) -> None:
     """As DeepSeek V4's own code has them; without rounds the mean is seen."""

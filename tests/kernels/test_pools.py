@@ -1,4 +1,4 @@
-"""Attention to pools of tokens that an index has chosen equals a softmax in float64 over those, and so do keys of pools the means that
+"""Attention to pools of tokens that an index has chosen equals a softmax in float64 over those, and keys of pools the means that
 they are, by torch and by Triton's kernels."""
 
 import random
@@ -44,7 +44,9 @@ def check(rows: list[Row], page_size: int, pool: int, most: int, route: str, dty
     cache = cache.to(dtype).to(DEVICE)
     tokens = sum(row.queries for row in rows)
     query = torch.randn(tokens, 4, LATENT).to(dtype).to(DEVICE)
-    asked = ChoosingPools(torch.randn(tokens, HEADS, SIZE).to(DEVICE, dtype), torch.randn(tokens, HEADS).to(DEVICE), most, pool=pool)
+    asked = ChoosingPools(
+        torch.randn(tokens, HEADS, SIZE).to(DEVICE, dtype), torch.randn(tokens, HEADS).to(DEVICE), most, pool=pool
+    )
     narrow = any(row.context + row.queries > most for row in rows)
     assert isinstance(plan, indexed_attention.Plan) == (route == "triton" and narrow)
     found = ragged.attention(query, cache, plan, How(0, 0.3, latent=LATENT, asked=asked if narrow else None))
@@ -71,7 +73,9 @@ def _seen(asked: ChoosingPools, own: slice, keys: Tensor, place: int) -> list[in
 
 
 @pytest.mark.parametrize("route", ["reference", "triton"])
-@pytest.mark.parametrize(("page_size", "pool", "most"), [(16, 16, 32), (16, 4, 24), (64, 16, 48), (3, 3, 27), (12, 6, 6), (8, 2, 300)])
+@pytest.mark.parametrize(
+    ("page_size", "pool", "most"), [(16, 16, 32), (16, 4, 24), (64, 16, 48), (3, 3, 27), (12, 6, 6), (8, 2, 300)]
+)
 def test_a_mixture(page_size: int, pool: int, most: int, route: str) -> None:
     """Of decodes and chains, some of which see more than they may attend to."""
     check(rows_of(SHAPES, page_size, random.Random(most), sharing=0.3), page_size, pool, most, route)

@@ -636,7 +636,18 @@ HYBRIDS = [
     name
     for name in FAMILIES
     if name.startswith(
-        ("bamba", "falcon-h1", "glm-5-next", "granite-4-h", "kimi-linear", "lfm", "nemotron-h", "olmo-hybrid", "qwen3-next", "qwen3.5")
+        (
+            "bamba",
+            "falcon-h1",
+            "glm-5-next",
+            "granite-4-h",
+            "kimi-linear",
+            "lfm",
+            "nemotron-h",
+            "olmo-hybrid",
+            "qwen3-next",
+            "qwen3.5",
+        )
     )
 ]
 TINIEST: dict[str, Any] = {
@@ -715,7 +726,11 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "few-heads-glm-5-next": lambda: transformers.Glm5NextConfig(
         text_config=GLM_5_NEXT
         | FEW_HEADS
-        | {"num_key_value_heads": 4, "layer_types": ["linear_attention", "indexed_attention"], "mlp_layer_types": ["dense", "sparse"]},
+        | {
+            "num_key_value_heads": 4,
+            "layer_types": ["linear_attention", "indexed_attention"],
+            "mlp_layer_types": ["dense", "sparse"],
+        },
         vision_config=GLM_5_NEXT_BLIND,
     ),
     "few-heads-hy-4": lambda: transformers.HYV4Config(**HY_4 | FEW_HEADS | {"num_hidden_layers": 3}),
