@@ -366,7 +366,7 @@ def test_nothing_is_compiled_in_the_step_that_is_measured(noted: Noted, name: st
     assert not {*noted.launches[counts[-1] :]} - {*noted.launches[: counts[-1]]}
 
 
-@pytest.mark.parametrize("name", ["llama", "hy-4"])
+@pytest.mark.parametrize("name", ["llama", "hy-4", "glm-5-next"])
 def test_layers_of_few_rows_are_compiled_by_themselves(noted: Noted, name: str) -> None:
     """Also beside an output matrix of float32, as Hy 4's, which no kernel of few rows multiplies."""
     engine = load(ShardConfig(folder=str(tiny.folder(name)), model="m", device="cuda", dtype="bfloat16"), lambda stage: None)
@@ -477,6 +477,7 @@ def test_commands_are_executed_on_the_engines_device(noted: Noted, monkeypatch: 
         *("gpt2", "mixtral", "qwen3-moe", "gemma2", "gemma3", "deepseek-v2-sets", "deepseek-v3", "deepseek-v32"),
         *("gemma4-e", "gemma4-experts", "qwen3-next", "lfm2-moe", "nemotron-h-moe", "falcon-h1"),
         *("glm-5-borrowing", "kimi-linear", "lfm3", "mimo", "minimax-m3", "hy-4", "mistral-large4", "ax-k2", "olmo-hybrid"),
+        *("glm-5-next", "glm-5-next-shared"),
     ],
 )
 def test_no_family_asks_the_host(noted: Noted, name: str) -> None:
