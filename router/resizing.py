@@ -93,7 +93,6 @@ class Patches(Resizing):
         # A picture stands still.
         return Resized([patches[:, :, 0]], high // self._merged, wide // self._merged + self.behind)
 
-
     def _bounds(self, most: int) -> dict[str, Any]:
         """GLM counts pixels of all frames that a patch has, and a picture is so many alike."""
         size = self._processor.size

@@ -26,8 +26,20 @@ from penstock.shard.parallel import Ranks
 from penstock.shard.pictures import Picture
 from penstock.shard.weights import Weights
 
-from .configurations import GEMMA, GEMMA4, GEMMA4_E, GLM_5_NEXT, GRANITE, HY_4, LFM3, LLAMA4, MINIMAX_3, MISTRAL_LARGE_4
-from .configurations import SMALL, VOCABULARY
+from .configurations import (
+    GEMMA,
+    GEMMA4,
+    GEMMA4_E,
+    GLM_5_NEXT,
+    GRANITE,
+    HY_4,
+    LFM3,
+    LLAMA4,
+    MINIMAX_3,
+    MISTRAL_LARGE_4,
+    SMALL,
+    VOCABULARY,
+)
 from .test_images import SECTIONS, TEXTS, model
 from .test_step_3 import TEXT as STEP
 from .tiny import CPU, MAKING
@@ -539,7 +551,11 @@ def inputs(name: str, prompt: Seen) -> dict[str, Any]:
         patches = [one.unsqueeze(2).repeat(1, 1, 2, 1, 1).flatten(1) for one in pixels]
     grids = [(1, picture.rows * MERGE, (picture.columns - (name == "HYV4VL")) * MERGE) for picture in prompt.pictures]
     found |= {"pixel_values": torch.cat(patches), "image_grid_thw": torch.tensor(grids)}
-    return found if name in ("Exaone4_5", "MiniMaxM3", "Lfm3Vl", "Glm5Next") else found | {"mm_token_type_ids": torch.tensor([prompt.kinds])}
+    return (
+        found
+        if name in ("Exaone4_5", "MiniMaxM3", "Lfm3Vl", "Glm5Next")
+        else found | {"mm_token_type_ids": torch.tensor([prompt.kinds])}
+    )
 
 
 def _gemma4_inputs(prompt: Seen, merged: bool) -> dict[str, Tensor]:
