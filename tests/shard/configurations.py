@@ -374,9 +374,11 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         text_config=GLM_5_NEXT | {"attention_bias": True, "n_group": 4, "topk_group": 2, "rms_norm_eps": 0.1, "hc_eps": 0.01},
         vision_config=GLM_5_NEXT_BLIND,
     ),
-    "glm-5-next-shared": lambda: transformers.Glm5NextConfig(
+    "glm-5-pools": lambda: transformers.Glm5NextConfig(
         text_config=GLM_5_NEXT
-        | {"layer_types": ["indexed_attention"] * 4, "indexer_types": ["full", "shared"] * 2, "index_kpool": 2, "hc_mult": 4},
+        # In the first layer equal tokens tie, which is of no matter to itself.
+        | {"layer_types": ["indexed_attention"] * 4, "indexer_types": ["full", "full", "shared", "full"]}
+        | {"index_kpool": 2, "hc_mult": 4},
         vision_config=GLM_5_NEXT_BLIND,
     ),
     "glm-5-next-plain": lambda: transformers.Glm5NextConfig(

@@ -477,7 +477,7 @@ def test_commands_are_executed_on_the_engines_device(noted: Noted, monkeypatch: 
         *("gpt2", "mixtral", "qwen3-moe", "gemma2", "gemma3", "deepseek-v2-sets", "deepseek-v3", "deepseek-v32"),
         *("gemma4-e", "gemma4-experts", "qwen3-next", "lfm2-moe", "nemotron-h-moe", "falcon-h1"),
         *("glm-5-borrowing", "kimi-linear", "lfm3", "mimo", "minimax-m3", "hy-4", "mistral-large4", "ax-k2", "olmo-hybrid"),
-        *("glm-5-next", "glm-5-next-shared"),
+        *("glm-5-next", "glm-5-pools"),
     ],
 )
 def test_no_family_asks_the_host(noted: Noted, name: str) -> None:
