@@ -161,7 +161,12 @@ def scores_kernel(
     target = scores + (token - first) * (length // POOL)
     for begin in tl.range(tl.load(item + 3) // POOL, end, KEYS):
         key_at = begin + tl.arange(0, KEYS)
-        slots = slots_of(table, begin, end, PAGE // POOL, KEYS, True) * POOL + (POOL - 1)
+        place = key_at * POOL + (POOL - 1)
+        if POOL > 1:
+            page = tl.load(table + place // PAGE, mask=key_at < end, other=0).to(tl.int64)
+            slots = page * PAGE + place % PAGE
+        else:
+            slots = slots_of(table, begin, end, PAGE, KEYS, True)
         key = tl.load(
             cache + slots[:, None] * WIDTH + feature[None, :], mask=(key_at < end)[:, None] & (feature < SIZE)[None, :], other=0.0
         )
@@ -172,7 +177,7 @@ def scores_kernel(
         if not TREES and not PLAIN:
             weight = tl.load(weights + token * HEADS + head, mask=head < HEADS, other=0.0)
         score = tl.sum(found * weight[:, None], 0)
-        visible = visible_of(key_at * POOL + (POOL - 1), sight, words, False, TREES)
+        visible = visible_of(place, sight, words, False, TREES)
         hidden = tl.max(visible.to(tl.int32), 0) == 0
         tl.store(target + key_at, tl.where(hidden, float("-inf"), score), mask=key_at < end)
 

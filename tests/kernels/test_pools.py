@@ -82,6 +82,12 @@ def test_a_mixture(page_size: int, pool: int, most: int, route: str) -> None:
 
 
 @pytest.mark.parametrize("route", ["reference", "triton"])
+def test_large_pages(route: str) -> None:
+    """Which hold whole tiles of pools: where long rows are cut these begin within a page."""
+    check(rows_of([(1, 900), (2, 700), (1, 400)], 256, random.Random(7)), 256, 16, 64, route)
+
+
+@pytest.mark.parametrize("route", ["reference", "triton"])
 def test_a_long_chunk(route: str) -> None:
     """Of which a CPU looks at 64 tokens at a time."""
     check(rows_of([(150, 30), (1, 90)], 16, random.Random(5)), 16, 8, 48, route)
