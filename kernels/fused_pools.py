@@ -15,29 +15,29 @@ WARPS = 4
 def pools_kernel(
     keys: tl.tensor,  # [tokens, SIZE], dense
     gates: tl.tensor,  # likewise
-    places: tl.tensor,  # [POOL, SIZE] float32, dense
+    places: tl.tensor,  # [MEMBERS, SIZE] float32, dense
     slots: tl.tensor,  # [tokens]
     cache: tl.tensor,  # [slots, 2 * SIZE]
     cache_stride: tl.tensor,
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
-    POOL: tl.constexpr,
-    MEMBERS: tl.constexpr,  # POOL up to a power of two
+    MEMBERS: tl.constexpr,  # tokens of a pool
+    PLACES: tl.constexpr,  # these up to a power of two
     MOST: tl.constexpr,  # the largest number of a cache of 8 bits; 0: it has the type of the keys
 ) -> None:
     """One token. What others of its pool have written in this launch it takes from them: that may not be there yet."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     if slot >= 0:
-        feature, member = tl.arange(0, PADDED), tl.arange(0, MEMBERS)
+        feature, member = tl.arange(0, PADDED), tl.arange(0, PLACES)
         held = feature < SIZE
         kept = cache + slot * cache_stride + feature
         key = tl.load(keys + token * SIZE + feature, mask=held, other=0.0)
         gate = tl.load(gates + token * SIZE + feature, mask=held, other=0.0)
         tl.store(kept + SIZE, storable(gate, MOST).to(cache.dtype.element_ty), mask=held)
-        if slot % POOL == POOL - 1:
-            behind = POOL - 1 - member  # tokens
-            known = (member < POOL)[:, None] & held[None, :]
+        if slot % MEMBERS == MEMBERS - 1:
+            behind = MEMBERS - 1 - member  # tokens
+            known = (member < MEMBERS)[:, None] & held[None, :]
             other = tl.load(slots + token - behind, mask=(behind >= 0) & (token >= behind), other=-1)
             here = (other == slot - behind)[:, None]
             from_step = (token - behind)[:, None] * SIZE + feature[None, :]
@@ -77,12 +77,12 @@ def write_pools(keys: Tensor, gates: Tensor, places: Tensor, slots: Tensor, cach
         )
 
 
-def _constants(pool: int, size: int, most: float) -> dict[str, object]:
+def _constants(members: int, size: int, most: float) -> dict[str, object]:
     return {
         "SIZE": size,
         "PADDED": triton.next_power_of_2(size),
-        "POOL": pool,
-        "MEMBERS": triton.next_power_of_2(pool),
+        "MEMBERS": members,
+        "PLACES": triton.next_power_of_2(members),
         "MOST": most,
     }
 

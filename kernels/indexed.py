@@ -37,7 +37,7 @@ class Choosing:
     chosen: dict[int, Tensor] = field(default_factory=dict)
 
     @property
-    def pool(self) -> int:
+    def members(self) -> int:
         """Tokens that are chosen together."""
         return 1
 
@@ -55,11 +55,11 @@ class Choosing:
 class ChoosingPools(Choosing):
     """The same of pools, whose tokens stand by their positions."""
 
-    pool: int = 1  # what is chosen are so many tokens
+    members: int = 1  # what is chosen are so many tokens
 
     def best(self, found: Tensor, last: Tensor) -> Tensor:
         """The same, and behind those that a token sees whole the one that it doesn't."""
-        count, whole = self.most // self.pool, (last.long() + 1) // self.pool
+        count, whole = self.most // self.members, (last.long() + 1) // self.members
         best = functional.pad(found.topk(count).indices, (0, 1))
         return best.scatter_(1, whole.clamp(max=count), whole)
 
@@ -116,7 +116,7 @@ def narrowed(asked: Choosing, keys: Tensor, start: int, queries: int, hidden: Te
 def narrowed_by_pools(asked: ChoosingPools, keys: Tensor, start: int, queries: int, hidden: Tensor | None) -> Tensor | None:
     """The same where pools are chosen: behind keys stand gates. Of chains, whose keys stand by their positions."""
     keys = keys if hidden is None else keys[:, : hidden.shape[3]]
-    rows, length, pool, size = *keys.shape[:2], asked.pool, asked.queries.shape[2]
+    rows, length, pool, size = *keys.shape[:2], asked.members, asked.queries.shape[2]
     if length <= asked.most:
         return hidden
     seen = hidden[:, 0].isfinite().sum(2, keepdim=True) if hidden is not None else torch.full((1, 1, 1), length, device=keys.device)

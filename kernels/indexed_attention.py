@@ -57,7 +57,7 @@ class Plan(paged.Plan):
 def plan(whole: paged.Plan, rows: Sequence[Row], layout: Layout) -> Plan:
     """whole: the step's plan, of layers without windows."""
     most, own_kind = layout.most, whole.launches[0].kind
-    block = layout.block or max(1, layout.pool)
+    block = layout.block or max(1, layout.members)
     device, page_size = whole.buffer.device, whole.page_size
     widths = numpy.array([work.width(row, page_size) for row in rows])
     queries = [row.queries for row in rows]
@@ -65,7 +65,7 @@ def plan(whole: paged.Plan, rows: Sequence[Row], layout: Layout) -> Plan:
     positions = work.positions_of(rows)
     # The last of its blocks may be cut off.
     seen = numpy.where(positions < most, positions + 1, most - block + positions % block + 1)
-    if layout.pool:  # the last of those that are chosen is whole, and behind it may be one more
+    if layout.members:  # the last of those that are chosen is whole, and behind it may be one more
         seen = numpy.where(positions < most, positions + 1, most + (positions + 1) % block)
     lengths = numpy.repeat([row.context + row.queries for row in rows], queries)
     kind, size = (replace(own_kind, kv_heads=1), page_size) if layout.block else (own_kind, block)
@@ -75,7 +75,7 @@ def plan(whole: paged.Plan, rows: Sequence[Row], layout: Layout) -> Plan:
         own = slice(first, first + count)
         shown = seen[own].tobytes()
         if shown not in alike:
-            alike[shown] = paged.plan_singles(seen[own], most // size + (layout.pool > 0), kind, device, layout.dtype, size)
+            alike[shown] = paged.plan_singles(seen[own], most // size + (layout.members > 0), kind, device, layout.dtype, size)
         tables = to_device(torch.from_numpy(offsets[own]), device).unsqueeze(1)
         longest = max(most, int(lengths[own].max()))
         parts.append(Part(first, -(-longest // block) * block, tables, alike[shown]))
@@ -108,7 +108,7 @@ def _chosen(asked: Choosing, keys: Tensor, plan: Plan, part: Part) -> Tensor:
         found = scores(asked, keys, plan, part.first, len(part.tables), part.length)
         # Of a token that sees fewer the last ones are anything, and nobody looks at them.
         best = asked.best(found, plan.positions[part.tokens, None])
-        asked.chosen[part.first] = (_slots(best * asked.pool, plan, part) // asked.pool).int().flatten()
+        asked.chosen[part.first] = (_slots(best * asked.members, plan, part) // asked.members).int().flatten()
     return asked.chosen[part.first]
 
 

@@ -29,4 +29,4 @@ class PoolChooser(Chooser):
         if not narrows(step.attention, index.most):
             return None
         weights = self.weights(x.float()) * (index.heads * index.size) ** -0.5
-        return ChoosingPools(self._queries(made, places), weights, index.most, pool=index.pool)
+        return ChoosingPools(self._queries(made, places), weights, index.most, members=index.pool)

@@ -34,7 +34,7 @@ def check(rows: list[Row], page_size: int, pool: int, most: int, route: str, dty
     choose.force(route)
     torch.manual_seed(most)
     kinds = (Kind(0, 1, 4, LATENT, True),)
-    layout = Layout(page_size, kinds, dtype, torch.device(DEVICE), latent=LATENT, most=most, pool=pool)
+    layout = Layout(page_size, kinds, dtype, torch.device(DEVICE), latent=LATENT, most=most, members=pool)
     order, plan = ragged.plan(rows, layout)
     rows = [rows[i] for i in order]
     used = sorted({slot for row in rows for slot in slots_of(row, page_size)})
@@ -45,7 +45,7 @@ def check(rows: list[Row], page_size: int, pool: int, most: int, route: str, dty
     tokens = sum(row.queries for row in rows)
     query = torch.randn(tokens, 4, LATENT).to(dtype).to(DEVICE)
     asked = ChoosingPools(
-        torch.randn(tokens, HEADS, SIZE).to(DEVICE, dtype), torch.randn(tokens, HEADS).to(DEVICE), most, pool=pool
+        torch.randn(tokens, HEADS, SIZE).to(DEVICE, dtype), torch.randn(tokens, HEADS).to(DEVICE), most, members=pool
     )
     narrow = any(row.context + row.queries > most for row in rows)
     assert isinstance(plan, indexed_attention.Plan) == (route == "triton" and narrow)
@@ -65,7 +65,7 @@ def check(rows: list[Row], page_size: int, pool: int, most: int, route: str, dty
 
 def _seen(asked: ChoosingPools, own: slice, keys: Tensor, place: int) -> list[int]:
     """By the token at a place: of the best pools, and of the last one."""
-    whole, pool = (place + 1) // asked.pool, asked.pool
+    whole, pool = (place + 1) // asked.members, asked.members
     products = asked.queries[own][0].double().cpu() @ keys[pool - 1 : whole * pool : pool].t()
     scores = (products.relu() * asked.weights[own][0].double().cpu()[:, None]).sum(0)
     best = sorted(range(whole), key=lambda each: -float(scores[each]))[: asked.most // pool]
@@ -106,7 +106,7 @@ def test_short_types() -> None:
 
 def test_layers_without_an_index_see_the_same() -> None:
     """What was chosen is asked for once, and the pool that isn't full is none of it."""
-    asked = ChoosingPools(torch.randn(2, HEADS, SIZE), torch.randn(2, HEADS), 4, pool=2)
+    asked = ChoosingPools(torch.randn(2, HEADS, SIZE), torch.randn(2, HEADS), 4, members=2)
     hidden = torch.tensor([[0.0] * 8 + [-torch.inf], [0.0] * 9]).view(1, 1, 2, 9)
     found = indexed.narrowed_by_pools(asked, torch.randn(1, 9, 2 * SIZE), 0, 2, hidden)
     again = indexed.narrowed_by_pools(asked, torch.empty(1, 9, 0), 0, 2, hidden)
