@@ -39,6 +39,7 @@ from penstock.kernels import (
     operations,
     paged_attention,
     paging,
+    pools,
     quantized,
     reference,
     sampling,
@@ -399,7 +400,7 @@ def elementwise(bench: Bench, chance: random.Random, dtype: torch.dtype) -> floa
             both = _wide(rows, 2 * size, dtype=dtype, device=bench.device)
             for how in (reference.PLAIN, Gates(True), *(Gates(limit=0.7, form=form) for form in ("steep", "before", "behind"))):
                 worst = max(worst, error(operations.gated(both, how), reference.gated(both.double(), how), tolerance))
-        worst = max(worst, _mixed(bench, rows, size, dtype))
+        worst = max(worst, _mixed(bench, rows, size, dtype), _crossed(bench, rows, size, dtype), _pooled(bench, rows, dtype))
     return worst
 
 
@@ -417,6 +418,37 @@ def _mixed(bench: Bench, rows: int, size: int, dtype: torch.dtype) -> float:
     assert found is not None
     tolerance = ROUNDINGS[dtype]
     return max(error(streams, wide, tolerance), error(mixed, seen, tolerance), error(found, gives, tolerance))
+
+
+def _crossed(bench: Bench, rows: int, size: int, dtype: torch.dtype) -> float:
+    """Of four streams that become mixtures of each other, against a CPU's."""
+    streams, more = (_wide(*shape, dtype=dtype, device=bench.device).contiguous() for shape in ((rows, 4, size), (rows, size)))
+    matrix, both, given = (torch.randn(*shape, device=bench.device) for shape in ((24, 4 * size), (2, 24), (rows, 20)))
+    shares = Shares(matrix * size**-0.5, both[0], both[1], magnitude=2.0, epsilon=1e-6, rounds=20)
+    own, far = streams.to("cpu", copy=True), replace(shares, matrix=shares.matrix.cpu(), scale=both[0].cpu(), base=both[1].cpu())
+    with poisoned():
+        mixed, found = mixing.mix(streams, more, given, shares, 1e-5)
+        mean, _ = mixing.mix(streams, None, None, None, 1e-5)
+    with choose.forced("reference"):
+        mixing.mix(own, more.cpu(), given.cpu(), far, 1e-5)
+        seen, gives = mixing.mix(streams.cpu().float(), None, None, far, 1e-5)  # of the streams as they were rounded
+    assert found is not None
+    assert gives is not None
+    pairs = (streams, own), (mixed, seen), (found, gives), (mean, streams.double().mean(1))
+    return max(error(ours.cpu(), theirs.cpu(), ROUNDINGS[dtype]) for ours, theirs in pairs)
+
+
+def _pooled(bench: Bench, rows: int, dtype: torch.dtype) -> float:
+    """Keys of an index's pools that some tokens end, against a CPU's."""
+    keys, gates = (torch.randn(rows, 128).to(dtype) for _ in range(2))
+    places, cache, slots = torch.randn(16, 128), torch.randn(512, 1, 1, 256).to(dtype), torch.arange(13, 13 + rows)
+    own = cache.to(bench.device, copy=True)
+    keys, gates, places, slots = (x.to(bench.device) for x in (keys, gates, places, slots))
+    with poisoned():
+        pools.write_pools(keys, gates, places, slots, own)
+    with choose.forced("reference"):
+        pools.write_pools(keys.cpu(), gates.cpu(), places.cpu(), slots.cpu(), cache)
+    return error(own.cpu(), cache, ROUNDINGS[dtype])
 
 
 def _sizes(bench: Bench, chance: random.Random) -> list[tuple[int, int]]:
@@ -589,7 +621,7 @@ def remembered(bench: Bench, chance: random.Random, rule: str) -> float:
     joint = torch.randn(tokens, 2 * channels + heads + fading).to(dtype)
     weights = [torch.randn(channels, taps).to(dtype), torch.randn(channels).to(dtype), -torch.rand(heads)]
     weights += torch.randn(fading), torch.randn(heads)
-    strongest = chance.choice([1.0, 2.0])
+    strongest, bound = chance.choice([1.0, 2.0]), chance.choice([0.0, -5.0])
     windows = torch.randn(9, taps - 1, channels).to(dtype)
     states = States(windows, torch.randn(9, heads, key_size, value_size))
     numbers = [
@@ -611,7 +643,7 @@ def remembered(bench: Bench, chance: random.Random, rule: str) -> float:
             answer = state_space.state_space(mixed, more[:, :heads], *how, spans, own)
         else:
             strengths, fades = torch.split(more, [heads, fading], 1)
-            answer = gated_delta.gated_delta(mixed, strengths, fades, kernel, rates, offsets, spans, own, strongest)
+            answer = gated_delta.gated_delta(mixed, strengths, fades, kernel, rates, offsets, spans, own, strongest, bound)
         return [part.cpu() for part in (answer, own.windows, own.memories)]
 
     with poisoned():

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .indexed import Choosing, ChoosingBlocks, narrowed, narrowed_by_blocks
+from .indexed import Choosing, ChoosingBlocks, ChoosingPools, narrowed, narrowed_by_blocks, narrowed_by_pools
 from .layout import Kind, Layout
 
 # Elements of padding that a block may add to its rows: about what another block would cost. Measured 2026-11-22 on a shared EPYC,
@@ -250,6 +250,8 @@ def _attend(attended: Callable[..., Tensor], query: Tensor, cache: Tensor, block
     choose: Callable[[int, int, Tensor | None], Tensor | None] = _all
     if isinstance(how.asked, ChoosingBlocks):
         choose = partial(narrowed_by_blocks, how.asked, gather(how.asked.keys, view.slots, count, query.dtype, None)[0][:, 0])
+    elif isinstance(how.asked, ChoosingPools):
+        choose = partial(narrowed_by_pools, how.asked, keys[:, 0, :, size:])
     elif how.asked is not None:
         choose = partial(narrowed, how.asked, keys[:, 0, :, size:])
     if cache.shape[3] > size:  # an index has its own keys behind these

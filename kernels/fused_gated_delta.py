@@ -21,6 +21,8 @@ from .compilation import Compilation
 BLOCK = 16
 COPIED = 512  # channels of a program that writes windows
 TILE = 2048  # elements of a program of the norm: 16 a thread
+# What is compiled: by the delta rule, fades of each feature, with a bound.
+RULES = ((True, False, False), (True, True, False), (True, True, True), (False, False, False))
 
 
 @triton.jit
@@ -89,13 +91,14 @@ def memory_kernel(
     windows_stride: tl.tensor,
     memories_stride: tl.tensor,
     epsilon: tl.tensor,
-    least: tl.tensor,  # steps are no smaller
+    least: tl.tensor,  # steps are no smaller; with BOUNDED fades
     most: tl.tensor,  # and no larger; with DELTA what strengths come near to at most
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
     WIDTH: tl.constexpr,
     DELTA: tl.constexpr,  # by this rule, which has no biases, skips and least; else by the other, which has no strengths
     EACH: tl.constexpr,  # each feature of a key fades by itself
+    BOUNDED: tl.constexpr,
     KEYS: tl.constexpr,  # KEY up to a power of two
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,  # WIDTH up to a power of two
@@ -137,9 +140,13 @@ def memory_kernel(
                 key *= tl.rsqrt(tl.sum(key * key, 0) + epsilon)
                 strength = tl.load(strengths + token * strengths_stride + head).to(tl.float32)
             fade = _fades(fades + token * fades_stride, head, deep, within, KEY, EACH).to(tl.float32) + offset
-            fade = tl.where(fade > 20.0, fade, tl.log(1.0 + tl.exp(tl.minimum(fade, 20.0))))
+            if BOUNDED:
+                fading = least / (1.0 + tl.exp(rate * fade))
+            else:
+                fade = tl.where(fade > 20.0, fade, tl.log(1.0 + tl.exp(tl.minimum(fade, 20.0))))
+                fading = rate * fade
             if DELTA:
-                memory *= tl.exp(rate * fade)[:, None] if EACH else tl.exp(rate * fade)
+                memory *= tl.exp(fading)[:, None] if EACH else tl.exp(fading)
                 change = (value - tl.sum(memory * key[:, None], 0)) * (most / (1.0 + tl.exp(-strength)))
             else:
                 fade = tl.minimum(tl.maximum(fade, least), most)
@@ -252,6 +259,7 @@ def memorize(
         WIDTH=width,
         DELTA=strengths is not None,
         EACH=fades.shape[1] > heads,
+        BOUNDED=strengths is not None and limits[0] < 0,
         KEYS=triton.next_power_of_2(key_size),
         BLOCK=BLOCK,
         ROWS=triton.next_power_of_2(width),
@@ -363,11 +371,12 @@ def _tile(size: int) -> tuple[int, int, int]:
 
 def compilations() -> list[Compilation]:
     """Of Qwen3-Next's and Qwen 3.5's heads, 16 of keys and 32 of values with 128 features each, as a part of one product; of Kimi
-    Linear's, 32 of both; and of Granite 4 H Tiny's and Small's, 48 and 128 of 64 features, which share keys of 128."""
+    Linear's, 32 of both, and GLM 5 Next's, whose fades have a bound; and of Granite 4 H Tiny's and Small's, 48 and 128 of 64
+    features, which share keys of 128."""
     found = []
-    for dtype, (delta, each) in itertools.product(("bf16", "fp32"), ((True, False), (True, True), (False, False))):
+    for dtype, (delta, each, bounded) in itertools.product(("bf16", "fp32"), RULES):
         rule, nothing = ("gated delta", ("biases", "skips")) if delta else ("state space", ("strengths",))
-        rule = f"{rule} by features" if each else rule
+        rule = f"{rule}{' by features' * each}{' bounded' * bounded}"
         types = dict.fromkeys(("out", "mixed", "strengths", "fades", "taps", "biases", "windows"), f"*{dtype}")
         types |= dict.fromkeys(("rates", "offsets", "skips", "memories"), "*fp32")
         types |= dict.fromkeys(("starts", "slots", "fresh", "sure"), "*i64") | dict.fromkeys(("tokens", "ratio"), "i32")
@@ -375,9 +384,10 @@ def compilations() -> list[Compilation]:
         types |= dict.fromkeys(("channels", *strides), "i32:16") | dict.fromkeys(("epsilon", "least", "most"), "fp32")
         signature = {name: kind for name, kind in types.items() if name not in nothing}
         sizes = {"KEY": 128, "VALUE": 128 if delta else 64, "WIDTH": 4, "KEYS": 128, "BLOCK": BLOCK, "ROWS": 4}
-        found.append(
-            _hot(memory_kernel, f"{rule} {dtype}", signature, {"DELTA": delta, "EACH": each, **dict.fromkeys(nothing), **sizes}, 1)
-        )
+        how: dict[str, object] = {"DELTA": delta, "EACH": each, "BOUNDED": bounded, **dict.fromkeys(nothing), **sizes}
+        found.append(_hot(memory_kernel, f"{rule} {dtype}", signature, how, 1))
+        if bounded:
+            continue
         if delta and not each:
             window = {name: types[name] for name in window_kernel.arg_names if name in types}
             found.append(_hot(window_kernel, f"{rule} windows {dtype}", window, {"WIDTH": 4, "BLOCK": COPIED, "ROWS": 4}, 4))

@@ -110,7 +110,7 @@ def rotate_and_write_index(
 
 @triton.jit(do_not_specialize=["first", "count", "length"])  # they differ in every step
 def scores_kernel(
-    scores: tl.tensor,  # [count, length] float32
+    scores: tl.tensor,  # [count, length / MEMBERS] float32
     query: tl.tensor,  # [tokens, HEADS, SIZE], dense
     weights: tl.tensor,  # [tokens, HEADS] float32, dense; unused with PLAIN
     cache: tl.tensor,  # [slots, SIZE]
@@ -129,6 +129,7 @@ def scores_kernel(
     WIDTH: tl.constexpr,  # of a slot
     PAGE: tl.constexpr,
     KEYS: tl.constexpr,
+    MEMBERS: tl.constexpr,  # one token of so many has a key, the last of them
     TREES: tl.constexpr,
     PLAIN: tl.constexpr,  # there is one head, and scores are products
     WIDEN: tl.constexpr,
@@ -143,12 +144,12 @@ def scores_kernel(
     if (token < first) | (token >= first + count):
         return
     table = pages + tl.load(item + 2)
-    end = tl.load(item + 4)
+    end = tl.load(item + 4) // MEMBERS
     context = tl.load(item + 5)
     tree = tl.load(item + 6)
     one = tl.arange(0, 1)
     position = tl.load(positions + token + one)
-    sight = Sight(position, position, token + one, positions, masks, context, tree, 0, end)
+    sight = Sight(position, position, token + one, positions, masks, context, tree, 0, end * MEMBERS)
     words = words_of(sight, TREES)
     head = tl.arange(0, HEADS_PADDED)
     feature = tl.arange(0, PADDED)
@@ -157,10 +158,15 @@ def scores_kernel(
     weight = (head < HEADS).to(tl.float32)
     if not PLAIN:
         weight = tl.load(weights + token * HEADS + head, mask=head < HEADS, other=0.0)
-    target = scores + (token - first) * length
-    for begin in tl.range(tl.load(item + 3), end, KEYS):
+    target = scores + (token - first) * (length // MEMBERS)
+    for begin in tl.range(tl.load(item + 3) // MEMBERS, end, KEYS):
         key_at = begin + tl.arange(0, KEYS)
-        slots = slots_of(table, begin, end, PAGE, KEYS, True)
+        place = key_at * MEMBERS + (MEMBERS - 1)
+        if MEMBERS > 1:
+            page = tl.load(table + place // PAGE, mask=key_at < end, other=0).to(tl.int64)
+            slots = page * PAGE + place % PAGE
+        else:
+            slots = slots_of(table, begin, end, PAGE, KEYS, True)
         key = tl.load(
             cache + slots[:, None] * WIDTH + feature[None, :], mask=(key_at < end)[:, None] & (feature < SIZE)[None, :], other=0.0
         )
@@ -171,17 +177,18 @@ def scores_kernel(
         if not TREES and not PLAIN:
             weight = tl.load(weights + token * HEADS + head, mask=head < HEADS, other=0.0)
         score = tl.sum(found * weight[:, None], 0)
-        visible = visible_of(key_at, sight, words, False, TREES)
+        visible = visible_of(place, sight, words, False, TREES)
         hidden = tl.max(visible.to(tl.int32), 0) == 0
         tl.store(target + key_at, tl.where(hidden, float("-inf"), score), mask=key_at < end)
 
 
 def scores(asked: Choosing, cache: Tensor, plan: Plan, first: int, count: int, length: int) -> Tensor:
-    """Those of `count` tokens from `first` on, which see up to `length` keys: [count, length] float32, -inf of what is hidden.
+    """Those of `count` tokens from `first` on, which see up to `length` keys: [count, length] float32, -inf of what is hidden; of
+    pools [count, length / members].
 
     cache: a layer's index keys, [slots, 1, 1, size], slots apart.
     """
-    return _scores(asked.queries, asked.weights, cache, plan, first, count, length)
+    return _scores(asked.queries, asked.weights, cache, plan, first, count, length, asked.members)
 
 
 def products(queries: Tensor, cache: Tensor, plan: Plan, first: int, count: int, length: int) -> Tensor:
@@ -189,8 +196,10 @@ def products(queries: Tensor, cache: Tensor, plan: Plan, first: int, count: int,
     return _scores(queries.unsqueeze(1), None, cache, plan, first, count, length)
 
 
-def _scores(queries: Tensor, weights: Tensor | None, cache: Tensor, plan: Plan, first: int, count: int, length: int) -> Tensor:
-    result = torch.full((count, length), -torch.inf, dtype=torch.float32, device=cache.device)
+def _scores(
+    queries: Tensor, weights: Tensor | None, cache: Tensor, plan: Plan, first: int, count: int, length: int, members: int = 1
+) -> Tensor:
+    result = torch.full((count, length // members), -torch.inf, dtype=torch.float32, device=cache.device)
     launch, early = plan.launches[0], on(cache.device)
     for tile, items, trees in zip(launch.tiles, launch.items, launch.trees, strict=True):
         if len(items):
@@ -207,7 +216,7 @@ def _scores(queries: Tensor, weights: Tensor | None, cache: Tensor, plan: Plan, 
                 first,
                 count,
                 length,
-                **_score_constants(queries, cache.stride(0), plan.page_size, tile.keys, trees, weights is None),
+                **_score_constants(queries, cache.stride(0), plan.page_size, tile.keys, trees, weights is None, members),
                 EARLY=early,
                 num_warps=WARPS,
                 num_stages=2 if torch.version.hip is not None else STAGES,
@@ -217,7 +226,9 @@ def _scores(queries: Tensor, weights: Tensor | None, cache: Tensor, plan: Plan, 
     return result
 
 
-def _score_constants(queries: Tensor, width: int, page_size: int, keys: int, trees: bool, plain: bool = False) -> dict[str, object]:
+def _score_constants(
+    queries: Tensor, width: int, page_size: int, keys: int, trees: bool, plain: bool = False, members: int = 1
+) -> dict[str, object]:
     heads, size = queries.shape[1:]
     return {
         "HEADS": heads,
@@ -227,6 +238,7 @@ def _score_constants(queries: Tensor, width: int, page_size: int, keys: int, tre
         "WIDTH": width,
         "PAGE": page_size,
         "KEYS": keys,
+        "MEMBERS": members,
         "TREES": trees,
         "PLAIN": plain,
         "WIDEN": INTERPRET,
@@ -234,7 +246,7 @@ def _score_constants(queries: Tensor, width: int, page_size: int, keys: int, tre
 
 
 def compilations() -> list[Compilation]:
-    """DeepSeek's and GLM's heads, beside latents of 512 + 64; and one by itself, beside heads of 128."""
+    """DeepSeek's and GLM's heads, beside latents of 512 + 64, and of pools beside 512; and one by itself, beside heads of 128."""
     found = []
     for dtype, most, early in (("bf16", 0.0, False), ("bf16", 448.0, False), ("fp32", 0.0, False), ("bf16", 0.0, True)):
         pointers = dict.fromkeys(("query", "keys", "norm", "table"), f"*{dtype}")
@@ -258,14 +270,17 @@ def compilations() -> list[Compilation]:
         found += [_scores_compilation(64, keys, generation) for keys in widths]
         found.append(_scores_compilation(32, widths[-1], generation, trees=True))
         found.append(_scores_compilation(64, widths[-1], generation, eight_bits=True))
+        found.append(_scores_compilation(32, widths[-1], generation, members=16))
         widths = sorted({tile.keys for tile in tiles_of(Kind(0, 1, 16, 128), torch.bfloat16, generation)})
         found += [_scores_compilation(1, keys, generation) for keys in widths]
     return found
 
 
-def _scores_compilation(heads: int, keys: int, generation: int, trees: bool = False, eight_bits: bool = False) -> Compilation:
-    width = 704 if heads > 1 else 128
-    constants = _score_constants(torch.empty(0, heads, 128), width, 64, keys, trees, heads == 1) | {"EARLY": False}
+def _scores_compilation(
+    heads: int, keys: int, generation: int, trees: bool = False, eight_bits: bool = False, members: int = 1
+) -> Compilation:
+    width = (704 if members == 1 else 768) if heads > 1 else 128
+    constants = _score_constants(torch.empty(0, heads, 128), width, 64, keys, trees, heads == 1, members) | {"EARLY": False}
     signature = {
         "scores": "*fp32",
         "query": "*bf16",
@@ -274,7 +289,7 @@ def _scores_compilation(heads: int, keys: int, generation: int, trees: bool = Fa
         **dict.fromkeys(("items", "listed", "positions", "masks", "pages"), "*i32"),
         **dict.fromkeys(("first", "count", "length"), "i32"),
     }
-    marks = ["trees" * trees, "e4m3" * eight_bits, GENERATIONS[generation]]
+    marks = ["trees" * trees, "e4m3" * eight_bits, "pools" * (members > 1), GENERATIONS[generation]]
     return Compilation(
         kernel=scores_kernel,
         name=" ".join([f"scores {heads} heads {keys} keys", *filter(None, marks)]),

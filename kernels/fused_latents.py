@@ -108,7 +108,8 @@ def rotate_and_write_latents(
         early = on(query.device)
         most = torch.finfo(cache.dtype).max if cache.dtype != query.dtype else 0.0
         constants = constants_of(len(gains), width - len(gains), most)
-        latents_kernel[(tokens, 1 + triton.cdiv(heads, constants["HEADS"]))](
+        turning = triton.cdiv(heads, constants["HEADS"]) if width > len(gains) else 0
+        latents_kernel[(tokens, 1 + turning)](
             query,
             latents,
             gains,
@@ -130,7 +131,7 @@ def rotate_and_write_latents(
 
 def constants_of(size: int, turned: int, most: float) -> dict[str, Any]:
     """Those of kernels beside `latents_kernel`, too."""
-    half = triton.next_power_of_2(turned // 2)
+    half = max(1, triton.next_power_of_2(turned // 2))
     return {
         "SIZE": size,
         "PADDED": triton.next_power_of_2(size),

@@ -9,7 +9,8 @@ out what it holds under the token's key, and puts the token's value there instea
 
 `strongest` is 1, or 2 where what is under a key may come back with its sign turned (Grazzi et al. 2024, arXiv:2411.12537).
 
-Fades may also be of each feature of a key by itself, which is a row of the memory (Kimi Team 2025, arXiv:2510.26692).
+Fades may also be of each feature of a key by itself, which is a row of the memory (Kimi Team 2025, arXiv:2510.26692). And they may
+have a bound, which is below 0: exp(bound * sigmoid(-rate * (fade + offset))) is what they leave of a memory then (GLM 5 Next).
 
 Queries, keys and values come out of a convolution over the last few tokens, each channel by itself, through silu; queries and keys
 are divided by their lengths, queries by the root of their number of features as well.
@@ -63,13 +64,14 @@ def gated_delta(
     spans: Spans,
     states: States,
     strongest: float = 1.0,
+    bound: float = 0.0,
 ) -> Tensor:
     """What the tokens of `spans` find, [tokens, value heads, value size] in mixed's type; `states` of their slots go on, in place.
 
     mixed: [tokens, channels], what goes into the convolution: all heads' queries, then keys, then values; of key heads each serves
     as many value heads, one after the other; strengths: [tokens, value heads]; fades: as many, or as many for each feature of a
     key; these three may be columns of something wider; taps: [channels, width], the last for the token itself; rates: [value heads]
-    float32, which are negative; offsets: of fades, float32.
+    float32, which are negative; offsets: of fades, float32; bound: of these, 0: they have none.
 
     What comes out of the convolution is rounded to mixed's type; all behind it is float32. Of tokens behind the last span the
     result is 0, and what slot 0 holds is never looked at.
@@ -80,10 +82,11 @@ def gated_delta(
         inputs = mixed, strengths, fades, taps, None, rates, offsets, None
         out = torch.empty(len(mixed), *states.memories.shape[1::2], dtype=mixed.dtype, device=mixed.device)
         known = spans.starts, spans.slots, spans.fresh, spans.sure, states.windows, states.memories
-        return memorize(*inputs, *known, LENGTH_EPSILON, (0.0, strongest), out)
+        return memorize(*inputs, *known, LENGTH_EPSILON, (bound, strongest), out)
     strong = strengths.float().sigmoid().mul_(strongest).t().unsqueeze(2)  # [heads, tokens, 1]
-    far = functional.softplus(fades.float() + offsets).view(len(mixed), len(rates), -1)
-    fading = (rates[:, None] * far).transpose(0, 1)  # [heads, tokens, 1 or key size]
+    far = (fades.float() + offsets).view(len(mixed), len(rates), -1)
+    far = rates[:, None] * (-far if bound else functional.softplus(far))
+    fading = (far.sigmoid().mul_(bound) if bound else far).transpose(0, 1)  # [heads, tokens, 1 or key size]
     rule = advanced if fading.shape[2] == 1 else advanced_by_features
 
     def advance(memory: Tensor, features: tuple[Tensor, Tensor, Tensor], own: slice) -> Tensor:

@@ -4,6 +4,9 @@ An index has heads of its own for a token's queries, one key for all of them, wh
 weight for each. A token's score of another is the sum of weights * max(0, query * key); so many with the highest scores are
 chosen, and of equal ones the first. What a token doesn't see otherwise can't be chosen.
 
+Or pools of tokens are chosen together, by keys of their own (GLM 5 Next; see `pools`): of those that a token sees all of. Of the
+pool that isn't full yet it sees what there is, whatever it has chosen.
+
 Or whole blocks of them are chosen, by each key head's query heads for themselves (MiniMax M3): there an index has one query for
 each of these, and a block's score is the highest product of that with a key in it. The last blocks that a token sees come first.
 """
@@ -33,10 +36,32 @@ class Choosing:
     # What some of them have chosen, by the first of these in the step: layers without an index attend to it, too.
     chosen: dict[int, Tensor] = field(default_factory=dict)
 
+    @property
+    def members(self) -> int:
+        """Tokens that are chosen together."""
+        return 1
+
+    def best(self, found: Tensor, last: Tensor) -> Tensor:
+        """What tokens attend to, by their scores of all, [tokens, what there is]. last: their places, [tokens, 1]."""
+        return found.topk(self.most).indices
+
     def of(self, start: int, rows: int, queries: int) -> tuple[Tensor, Tensor]:
         """Queries and weights of so many rows' tokens from `start` on: [rows, queries, heads, size], [rows, queries, heads]."""
         own = slice(start, start + rows * queries)
         return self.queries[own].view(rows, queries, *self.queries.shape[1:]), self.weights[own].view(rows, queries, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class ChoosingPools(Choosing):
+    """The same of pools, whose tokens stand by their positions."""
+
+    members: int = 1  # what is chosen are so many tokens
+
+    def best(self, found: Tensor, last: Tensor) -> Tensor:
+        """The same, and behind those that a token sees whole the one that it doesn't."""
+        count, whole = self.most // self.members, (last.long() + 1) // self.members
+        best = functional.pad(found.topk(count).indices, (0, 1))
+        return best.scatter_(1, whole.clamp(max=count), whole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +110,26 @@ def narrowed(asked: Choosing, keys: Tensor, start: int, queries: int, hidden: Te
         asked.chosen[start] = best[:, :, : asked.most].clone()  # and not all that were sorted
     others = torch.full((len(keys), queries, keys.shape[1]), -torch.inf, device=keys.device)
     others = others.scatter_(2, asked.chosen[start], 0.0).unsqueeze(1)
+    return (others if hidden is None else others + hidden).to(asked.queries.dtype)
+
+
+def narrowed_by_pools(asked: ChoosingPools, keys: Tensor, start: int, queries: int, hidden: Tensor | None) -> Tensor | None:
+    """The same where pools are chosen: behind keys stand gates. Of chains, whose keys stand by their positions."""
+    keys = keys if hidden is None else keys[:, : hidden.shape[3]]
+    rows, length, pool, size = *keys.shape[:2], asked.members, asked.queries.shape[2]
+    if length <= asked.most:
+        return hidden
+    seen = hidden[:, 0].isfinite().sum(2, keepdim=True) if hidden is not None else torch.full((1, 1, 1), length, device=keys.device)
+    whole = seen // pool  # pools that a token sees all of: [rows, queries, 1]
+    if start not in asked.chosen:
+        found = scores(*asked.of(start, rows, queries), keys[:, pool - 1 :: pool, :size])
+        unseen = torch.arange(found.shape[2], device=keys.device) >= whole
+        best = found.masked_fill_(unseen, -torch.inf).sort(dim=2, descending=True, stable=True).indices
+        asked.chosen[start] = best[:, :, : asked.most // pool].clone()
+    last = whole.expand(rows, queries, 1)
+    others = torch.full((rows, queries, length // pool + 1), -torch.inf, device=keys.device)
+    others = others.scatter_(2, asked.chosen[start], 0.0).scatter_(2, last, 0.0)
+    others = others.repeat_interleave(pool, 2)[..., :length].unsqueeze(1)
     return (others if hidden is None else others + hidden).to(asked.queries.dtype)
 
 

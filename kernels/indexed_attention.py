@@ -2,7 +2,8 @@
 
 Scores are computed by the items of a plan that looks at all keys, and the best are picked by torch. Each token is then a row of its
 own, whose pages are of one token each: those that it has chosen. Steps of which no token sees more than that need none of it. Where
-blocks are chosen, each key head has rows of its own, of the pages that these blocks lie in, which must be whole ones.
+pools are chosen, they are its pages, and the one that isn't full comes last. Where blocks are, each key head has rows of its own,
+of the pages that these blocks lie in, which must be whole ones.
 """
 
 from collections.abc import Sequence
@@ -55,7 +56,8 @@ class Plan(paged.Plan):
 
 def plan(whole: paged.Plan, rows: Sequence[Row], layout: Layout) -> Plan:
     """whole: the step's plan, of layers without windows."""
-    most, block, own_kind = layout.most, max(1, layout.block), whole.launches[0].kind
+    most, own_kind = layout.most, whole.launches[0].kind
+    block = layout.block or max(1, layout.members)
     device, page_size = whole.buffer.device, whole.page_size
     widths = numpy.array([work.width(row, page_size) for row in rows])
     queries = [row.queries for row in rows]
@@ -63,15 +65,17 @@ def plan(whole: paged.Plan, rows: Sequence[Row], layout: Layout) -> Plan:
     positions = work.positions_of(rows)
     # The last of its blocks may be cut off.
     seen = numpy.where(positions < most, positions + 1, most - block + positions % block + 1)
+    if layout.members:  # the last of those that are chosen is whole, and behind it may be one more
+        seen = numpy.where(positions < most, positions + 1, most + (positions + 1) % block)
     lengths = numpy.repeat([row.context + row.queries for row in rows], queries)
-    kind, size = (replace(own_kind, kv_heads=1), page_size) if layout.block else (own_kind, 1)
+    kind, size = (replace(own_kind, kv_heads=1), page_size) if layout.block else (own_kind, block)
     count = max(1, min(TOKENS, SCORES // int(lengths.max())))
     parts, alike = [], dict[bytes, paged.Plan]()  # of a long prompt most parts are: their tokens all see as many as they may
     for first in range(0, len(seen), count):
         own = slice(first, first + count)
         shown = seen[own].tobytes()
         if shown not in alike:
-            alike[shown] = paged.plan_singles(seen[own], most // size, kind, device, layout.dtype, size)
+            alike[shown] = paged.plan_singles(seen[own], most // size + (layout.members > 0), kind, device, layout.dtype, size)
         tables = to_device(torch.from_numpy(offsets[own]), device).unsqueeze(1)
         longest = max(most, int(lengths[own].max()))
         parts.append(Part(first, -(-longest // block) * block, tables, alike[shown]))
@@ -97,13 +101,14 @@ def attention(query: Tensor, cache: Tensor, plan: Plan, how: How) -> Tensor:
 
 
 def _chosen(asked: Choosing, keys: Tensor, plan: Plan, part: Part) -> Tensor:
-    """Slots that the part's tokens attend to, int32."""
+    """Slots that the part's tokens attend to, or pools, int32."""
     from .fused_index import scores
 
     if part.first not in asked.chosen:
-        best = scores(asked, keys, plan, part.first, len(part.tables), part.length).topk(asked.most).indices
+        found = scores(asked, keys, plan, part.first, len(part.tables), part.length)
         # Of a token that sees fewer the last ones are anything, and nobody looks at them.
-        asked.chosen[part.first] = _slots(best, plan, part).int().flatten()
+        best = asked.best(found, plan.positions[part.tokens, None])
+        asked.chosen[part.first] = (_slots(best * asked.members, plan, part) // asked.members).int().flatten()
     return asked.chosen[part.first]
 
 

@@ -33,6 +33,7 @@ class Layout:
     sinks: bool = False  # logits that no values belong to
     most: int = 0  # tokens that one attends to, chosen by an index; 0: all
     block: int = 0  # of which so many, side by side, are chosen together, by each key head for itself; 0: each by itself
+    members: int = 0  # or by all alike, as a pool with a key of its own
     eight_bits: bool = False  # of cached keys and values
     steady: bool = False  # a token's answer may not depend by a bit on what else is in the step
 

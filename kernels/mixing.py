@@ -1,8 +1,14 @@
 """What a part of a layer sees of a token's residual streams, and what each of them gets of what the part comes to:
 hyper-connections (Zhu et al. 2024, arXiv:2409.19606). Knows tensors only.
 
-On a CPU by torch; on an accelerator one launch for each part of a layer (`fused_mixing`).
+Streams may also become mixtures of each other, by shares of which those that one gets, and those that one gives, add up to 1: what
+a softmax has made is divided by its sums, one way and the other by turns (Sinkhorn and Knopp 1967; Xie et al. 2025, mHC,
+arXiv:2512.24880).
+
+On a CPU by torch; on an accelerator one launch for each part of a layer (`fused_mixing`, `fused_crossing`).
 """
+
+import math
 
 import torch
 from torch import Tensor
@@ -11,24 +17,56 @@ from .choose import triton_for
 from .reference import Shares
 
 
-def mix(streams: Tensor, more: Tensor | None, given: Tensor | None, shares: Shares, epsilon: float) -> tuple[Tensor, Tensor | None]:
+def mix(
+    streams: Tensor, more: Tensor | None, given: Tensor | None, shares: Shares | None, epsilon: float
+) -> tuple[Tensor, Tensor | None]:
     """What the next part sees, [tokens, hidden], and gives, [tokens, count] float32, if it gives anything.
 
     streams: [tokens, count, hidden], to which more [tokens, hidden], what the last part came to, is added first, in place, by the
-    shares that it gives, [tokens, count] float32; without either nothing is. epsilon: of the root mean square. All dense.
+    shares that it gives, [tokens, count] float32; without either nothing is. Where streams become mixtures of each other, it gives
+    the shares of these, too, [tokens, count + count**2], and they do so before anything is added. shares: None: the mean of all is
+    seen. epsilon: of the root mean square. All dense.
     """
     if triton_for(streams):
+        if shares is None or shares.rounds:
+            from .fused_crossing import mix as crossed
+
+            return crossed(streams, more, given, shares, epsilon)
         from .fused_mixing import mix as fused
 
         return fused(streams, more, given, shares, epsilon)
     tokens, count, _ = streams.shape
     wide = streams.float()
     if more is not None and given is not None:
-        streams.copy_(wide + given.unsqueeze(2) * more.float().unsqueeze(1))
+        before = wide if given.shape[1] == count else _crossed(wide, given[:, count:])
+        streams.copy_(before + given[:, :count].unsqueeze(2) * more.float().unsqueeze(1))
         wide = streams.float()
+    if shares is None:
+        return wide.mean(1).to(streams.dtype), None
     flat = wide.view(tokens, -1)
     products = flat @ shares.matrix.t() * (flat.square().mean(1, keepdim=True) + epsilon).rsqrt()
-    found = torch.sigmoid(products * shares.scale + shares.base)
-    seen, gives = found[:, :count] + shares.epsilon, found[:, count:]
+    logits = products * shares.scale + shares.base
+    found = torch.sigmoid(logits[:, : 2 * count])
+    seen, gives = found[:, :count] + shares.epsilon, found[:, count:] * shares.magnitude
     mixed = (seen.unsqueeze(2) * wide).sum(1).to(streams.dtype)
-    return mixed, gives * shares.magnitude + shares.epsilon if gives.shape[1] else None
+    if shares.rounds:
+        return mixed, torch.cat((gives, balanced(logits[:, 2 * count :], shares)), 1)
+    return mixed, gives + shares.epsilon if gives.shape[1] else None
+
+
+def _crossed(wide: Tensor, given: Tensor) -> Tensor:
+    """Streams as mixtures of each other. given: [tokens, count**2], of each stream what the others get of it."""
+    count = wide.shape[1]
+    found = torch.zeros_like(wide)
+    for stream, own in enumerate(given.view(-1, count, count).unbind(1)):
+        found.addcmul_(own.unsqueeze(2), wide[:, stream, None])
+    return found
+
+
+def balanced(logits: Tensor, shares: Shares) -> Tensor:
+    """Shares of as many [tokens, count**2], which add up to 1 of each stream, and nearly so for each."""
+    count = math.isqrt(logits.shape[1])
+    found = torch.softmax(logits.view(-1, count, count), 2) + shares.epsilon
+    for turn in range(2 * max(1, shares.rounds) - 1):
+        found = found / (found.sum(2 if turn % 2 else 1, keepdim=True) + shares.epsilon)
+    return found.flatten(1)

@@ -394,7 +394,7 @@ def attention(query: Tensor, cache: Tensor, plan: Plan, how: How) -> Tensor:
                     values,
                     turned,
                     cache.stride(0),
-                    cache.stride(1),
+                    0 if latent else cache.stride(1),
                     plan.page_size,
                     tile,
                     window,
@@ -507,6 +507,7 @@ def compilations() -> list[Compilation]:
             *(_compilation(kind, 512, generation, turned=64, ratio=16, page_size=64, hot=True) for kind in range(3)),
             _compilation(1, 512, generation, turned=64, ratio=16, trees=True, hot=True),
             _compilation(0, 512, generation, turned=64, ratio=16, beside=128, page_size=1, hot=True),
+            *(_compilation(kind, 512, generation, ratio=16, beside=256, hot=True) for kind in range(3)),
             _compilation(0, 512, generation, turned=64, ratio=16, eight_bits=True, hot=True),
             *(_compilation(kind, 512, generation, turned=64, ratio=16, page_size=64, sinks=True, hot=True) for kind in range(3)),
             _compilation(2, 256, generation, turned=64, ratio=8, dtype=torch.float32, hot=True),
@@ -558,10 +559,11 @@ def _compilation(
     early: bool = False,
     hot: bool = False,
 ) -> Compilation:
-    layers = Kind(window, 8, ratio, size + turned, turned > 0)
+    latent = turned > 0 or beside > 0
+    layers = Kind(window, 8, ratio, size + turned, latent)
     tile = narrowed(tiles_of(layers, dtype, generation)[kind], layers.size, eight_bits or window > 0)
-    width = size + turned + beside if turned else 16 * size
-    apart = width if turned else width // 2
+    width = size + turned + beside if latent else 16 * size
+    apart = 0 if latent else width // 2
     constants = _constants(8, ratio, size, turned, width, apart, page_size, tile, window, softcap, trees, eight_bits, sinks)
     constants["EARLY"] = early
     short = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
@@ -580,7 +582,7 @@ def _compilation(
         "window": "i32",
     }
     marks = [
-        f"latent + {turned}" * (turned > 0),
+        f"latent + {turned}" * latent,
         f"beside {beside}" * (beside > 0),
         f"window {window}" * (window > 0),
         "softcap" * (softcap > 0),

@@ -19,10 +19,10 @@ class Layer(NamedTuple):
     kv_heads: int
     size: int  # of a value, and of a key but for what is turned
     padded: int  # to a power of two, as the next one is
-    turned: int  # of keys that are latents, and values, too, the features behind these; 0: values are by themselves
+    turned: int  # of keys that are latents, the features behind these, if there are any
     turned_padded: int
     width: int  # of a slot
-    apart: int  # of a slot's keys and its values
+    apart: int  # of a slot's keys and its values; 0: keys are latents, and values, too
     page: int
     windowed: bool
     capped: bool
@@ -200,7 +200,7 @@ def _through(
         best = higher
         sums = sums * fade[:, None]
         value = key
-        if LAYER.turned == 0:
+        if LAYER.apart > 0:
             value = _rows(cache + LAYER.apart + place, shown, within, MASKED, LAYER.padded == LAYER.size)
         value = value.to(asked.query.dtype)
         sums += dot(part.to(value.dtype), value, LAYER.widen)
@@ -337,7 +337,7 @@ def attend(
         factor = factor * 2.0 / softcap
     factor *= 1.4426950408889634
     own = cache
-    if TURNED == 0:
+    if APART > 0:
         own += head * SIZE
     limit = tl.where(tree == -2, end - 1, position)  # of a whole row each query sees all keys
     sight = Sight(limit, position, token, positions, masks, context, tree, window, end)

@@ -133,3 +133,6 @@ class Shares:
     base: Tensor  # likewise
     magnitude: float  # of what is given
     epsilon: float  # is added to all
+    # How often those are divided by their sums, of which each stream becomes a mixture of all: there are count**2 more, behind the
+    # others, of each stream what the others get of it, and nothing is added to what is given. 0: streams stay as they are.
+    rounds: int = 0

@@ -96,7 +96,7 @@ FORMS = {
         fixed=True,
     ),
     **dict.fromkeys(("gemma4", "gemma4_unified"), Form(word="<|image|>", around=("<|image>", "<image|>"), written="<|image|>")),
-    **dict.fromkeys(("glm46v", "glm4v", "glm4v_moe", "glm_ocr"), GLM),
+    **dict.fromkeys(("glm46v", "glm4v", "glm4v_moe", "glm5_next", "glm_ocr"), GLM),
     "idefics2": IDEFICS2,
     **dict.fromkeys(("idefics3", "smolvlm"), IDEFICS),
     "internvl": Form(word="<IMG_CONTEXT>", around=("<img>", "</img>"), written="<IMG_CONTEXT>"),

@@ -87,15 +87,29 @@ class Patches(Resizing):
         self._merged, self._patch, self._frames = processor.merge_size, processor.patch_size, processor.temporal_patch_size
 
     def __call__(self, image: Any, most: int) -> Resized:
-        """GLM counts pixels of all frames that a patch has, and a picture is so many alike."""
-        size = self._processor.size
-        most *= self._frames if type(self._processor).__name__.startswith("Glm") else 1
-        longest = min(size.longest_edge, most)
-        found = self._run(image, size={"shortest_edge": min(size.shortest_edge, longest), "longest_edge": longest})
+        found = self._run(image, **self._bounds(most))
         _, high, wide = (int(number) for number in found["image_grid_thw"][0])
         patches = found["pixel_values"].reshape(high * wide, -1, self._frames, self._patch, self._patch)
         # A picture stands still.
         return Resized([patches[:, :, 0]], high // self._merged, wide // self._merged + self.behind)
+
+    def _bounds(self, most: int) -> dict[str, Any]:
+        """GLM counts pixels of all frames that a patch has, and a picture is so many alike."""
+        size = self._processor.size
+        most *= self._frames if type(self._processor).__name__.startswith("Glm") else 1
+        longest = min(size.longest_edge, most)
+        return {"size": {"shortest_edge": min(size.shortest_edge, longest), "longest_edge": longest}}
+
+
+class PatchesOfTokens(Patches):
+    """GLM 5 Next's: sizes are bounded by tokens. What a picture lacks of whole ones is black."""
+
+    def _bounds(self, most: int) -> dict[str, Any]:
+        unit = (self._merged * self._patch) ** 2
+        longest = min(self._processor.max_image_tokens, most // unit)
+        if longest < 1:
+            raise too_few(unit)
+        return {"min_image_tokens": min(self._processor.min_image_tokens, longest), "max_image_tokens": longest}
 
 
 class EndedPatches(Patches):
@@ -462,6 +476,8 @@ def resizing_of(processor: Any, files: Mapping[str, Any], model: Mapping[str, An
         raise ValueError(f"do_resize {processor.do_resize!r} is not supported: each picture is resized")
     if model.get("model_type") in BY_TYPE:
         return BY_TYPE[model["model_type"]](processor, model)
+    if hasattr(processor, "max_image_tokens"):
+        return PatchesOfTokens(processor)
     if hasattr(processor, "merge_size"):
         return (EndedPatches if type(processor).__name__.startswith("HYV4VL") else Patches)(processor)
     if hasattr(processor, "max_soft_tokens"):

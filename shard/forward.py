@@ -144,6 +144,7 @@ def _layout_of(decoder: Decoder, cache: Cache) -> Layout:
         sinks=shape.sinks,
         most=shape.most,
         block=shape.blocks.block if shape.blocks else 0,
+        members=shape.index.pool if shape.index else 0,
         dtype=decoder.embedding.dtype,
         device=decoder.embedding.device,
         eight_bits=any(layer.element_size() == 1 for layer in cache.layers.values()),

@@ -217,7 +217,8 @@ class Decoder:
         self.changes.check()
         self.first_norm = load.gains(shape.first_norm, shape.hidden) if shape.first_norm else None
         self.norm = load.gains(shape.last_norm, shape.hidden)
-        self.mixing = Mixing(load, "hc_head.hc_", shape.hyper, gives=False) if shape.hyper else None
+        last = shape.hyper if shape.hyper and not shape.hyper.averaged else None
+        self.mixing = Mixing(load, "hc_head.hc_", last, gives=False) if last else None
         self.ends = Ends(load, shape.alternation) if shape.alternation else None
         self.head = self._output(load)
         size, dtype = shape.turning_size(0), self.embedding.dtype
@@ -285,8 +286,7 @@ class Decoder:
         return self._stream(rows, chosen)
 
     def _outcome(self, stream: Stream) -> Tensor:
-        if self.mixing is not None:
-            assert isinstance(stream, Streams)
+        if isinstance(stream, Streams):
             stream.turn(self.mixing)
         if self.ends is not None:
             assert isinstance(stream, AlternatingStream)

@@ -69,14 +69,14 @@ def draft_shape(config: Config, target: Shape, own: bool = False) -> DraftShape:
     if is_readout(config):
         return readout_shape(config, target.hidden, target.vocabulary)
     found = _eagle3(_flat(config), target) if is_head(config) else shape(config)
-    if found.blocks is not None:  # which counts on keys that stand where their positions say
+    if found.placed:
         raise Unsupported("an index chooses blocks of tokens there, and such a model does not guess for others: take another")
     return found
 
 
 def check_guesses(target: Shape, speculation: Speculation) -> None:
     """Raises Unsupported for guesses that the model can't judge."""
-    if speculation.chain or (target.remembering is None and target.blocks is None):
+    if speculation.chain or (target.remembering is None and not target.placed):
         return
     reason = "where an index chooses blocks of tokens," if target.remembering is None else f"with {target.remembering.name}"
     raise Unsupported(

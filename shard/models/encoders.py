@@ -107,7 +107,7 @@ class Qwen(Grid):
 
 
 class Still(Qwen):
-    """EXAONE's, LFM's and MiniMax': their tokens have one position each."""
+    """EXAONE's, GLM 5 Next's, LFM's and MiniMax': their tokens have one position each."""
 
     turned = False
 
@@ -434,7 +434,7 @@ ENCODERS: dict[str, Callable[[Any, int], Encoder]] = {
         ("glm46v", "glm4v", "glm_ocr", "glm4v_moe", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"),
         Qwen,
     ),
-    **dict.fromkeys(("exaone4_5", "lfm3_vl", "minimax_m3_vl"), Still),
+    **dict.fromkeys(("exaone4_5", "glm5_next", "lfm3_vl", "minimax_m3_vl"), Still),
     "hy_v4_vl": Hy4,
     "deepseek_ocr2": Ocr,
     "gemma3": Gemma3,

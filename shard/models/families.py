@@ -77,7 +77,8 @@ def _sound(found: Shape, kinds: list[Any] | None) -> Shape:
     elif found.blocks:
         other = BLOCKS
     slides = {SLIDING} if any(found.windows) and not found.chunked else set()
-    unknown = set(map(str, kinds or ())) - ({INDEXED} if found.index else {FULL, other} | slides)
+    known = {INDEXED} if found.index and not found.remembering else {FULL, other} | slides | ({INDEXED} if found.index else set())
+    unknown = set(map(str, kinds or ())) - known
     if unknown:
         has = f"full attention and {other}" if other == SHORT else f"full and {other.replace('_', ' ')}"
         raise Unsupported(f"layer_types {', '.join(sorted(unknown))} are not supported: for this family the decoder has {has}")

@@ -50,9 +50,11 @@ SIZES = {
     "index_topk": 1 << 20,
     "index_head_dim": 1 << 10,
     "index_n_heads": 1 << 10,
+    "index_kpool": 1 << 10,
     "hc_mult": 1 << 6,
     "altup_num_inputs": 1 << 6,
     "laurel_rank": 1 << 16,
+    "hc_sinkhorn_iters": 1 << 10,
     "gated_norm_rank": 1 << 16,
     "index_block_size": 1 << 20,
     "index_topk_blocks": 1 << 20,
@@ -104,6 +106,7 @@ LEAST = {
 }
 LEAST_OF = {  # the same, of a model_type
     "cohere2_moe": {"num_shared_experts": 0},
+    "glm5_next_text": {"qk_rope_head_dim": 0, "head_dim": 0},
     "granitemoehybrid": {"num_local_experts": 0, "num_experts_per_tok": 0},
     "granitemoeshared": {"shared_intermediate_size": 0},
     "granitemoe_swa": {"shared_intermediate_size": 0},

@@ -11,6 +11,7 @@ from .dense_families import DENSE
 from .fields import AGAIN, Config, expect, shown
 from .gemma3n_families import GEMMA3N
 from .gemma4_families import GEMMA4
+from .glm5_next_families import glm_5_next
 from .hybrid_families import HYBRID
 from .latent_families import LATENT, deepseek_ocr, hy_4_vl
 from .llama4_families import LLAMA4
@@ -47,7 +48,7 @@ BESIDE_COUNTS = (  # whose text may say the first one wrong
     *("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
     *("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"),
     *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration", "InternVLForConditionalGeneration"),
-    *("DeepseekOcr2ForConditionalGeneration", "MistralLarge4ForConditionalGeneration"),
+    *("DeepseekOcr2ForConditionalGeneration", "MistralLarge4ForConditionalGeneration", "Glm5NextForConditionalGeneration"),
     *("LlavaNextForConditionalGeneration", "Idefics2ForConditionalGeneration", "Exaone4_5_ForConditionalGeneration"),
 )
 TIED = (
@@ -118,6 +119,7 @@ IMAGES: dict[str, dict[str, Family]] = {
     "Gemma3nForConditionalGeneration": {"gemma3n_text": GEMMA3N["Gemma3nForCausalLM"]},
     "Gemma4ForConditionalGeneration": {"gemma4_text": GEMMA4["Gemma4ForCausalLM"]},
     "Gemma4UnifiedForConditionalGeneration": {"gemma4_unified_text": GEMMA4["Gemma4UnifiedForCausalLM"]},
+    "Glm5NextForConditionalGeneration": dict.fromkeys(("glm5_next_text", "glm5_next"), glm_5_next),
     "Glm46VForConditionalGeneration": {"glm4v_text": _glm_4v, "glm4v_moe_text": _glm_4v_moe},
     "GlmOcrForConditionalGeneration": {"glm_ocr_text": _glm_ocr},
     "Glm4vForConditionalGeneration": {"glm4v_text": _glm_4v},

@@ -21,7 +21,7 @@ class FineDelta(Remembered):
     def __init__(self, load: Loader, linear: FineLinear) -> None:
         heads, few = linear.value_heads, linear.value_size
         self.epsilon = load.shape.norm_epsilon
-        self.few, self.channels = few, linear.channels(load.ranks.size)
+        self.few, self.channels, self.bound = few, linear.channels(load.ranks.size), linear.bound
         mixed, making = ([f"{NAME}.{part}_proj" for part in "qkv"], linear.sizes), [f"{NAME}.{part}_a_proj" for part in "fg"]
         made = [load.all_bits(name, few) for name in making]
         gating = torch.cat((*made, load.unrounded([f"{NAME}.b_proj"], [heads])))
@@ -45,5 +45,6 @@ class FineDelta(Remembered):
         mixed, gating = products(stream, norm, self.inward, self.gating, self.channels)
         fading, opening, strengths = gating.split_with_sizes((self.few, self.few, gating.shape[1] - 2 * self.few), 1)
         fades, gates = stream.product(fading.contiguous(), self.fades), stream.product(opening.contiguous(), self.gates)
-        found = gated_delta(mixed, strengths, fades, self.taps, self.rates, self.offsets, step.spans, states)
+        by = self.taps, self.rates, self.offsets, step.spans, states
+        found = gated_delta(mixed, strengths, fades, *by, bound=self.bound)
         return gated_norm(found, gates.view(found.shape), self.gains, self.epsilon, sigmoid=True).flatten(1)

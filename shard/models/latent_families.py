@@ -177,9 +177,11 @@ def _glm_5(config: Config) -> Shape:
     return _indexed(GLM_5 | config, neighbours=True, borrowing=borrowing_of(config))
 
 
-def borrowing_of(config: Config) -> frozenset[int]:
-    """Layers without an index: as they are named, by letters, or by how many follow each other."""
+def borrowing_of(config: Config, attending: frozenset[int] | None = None) -> frozenset[int]:
+    """Layers without an index: as they are named, by letters, or by how many follow each other. attending: those that are asked
+    about, if not all."""
     layers = config["num_hidden_layers"]
+    attending = frozenset(range(layers)) if attending is None else attending
     every, first = config.get("index_topk_freq", 1), config.get("index_skip_topk_offset", 2)
     if type(every) is not int or type(first) is not int:
         raise Unsupported(f"config.json says index_topk_freq {shown(every)} and index_skip_topk_offset {shown(first)}: {AGAIN}")
@@ -189,12 +191,13 @@ def borrowing_of(config: Config) -> frozenset[int]:
     if kinds is None:
         kinds = [OTHERS if max(layer - first + 1, 0) % max(every, 1) else OWN for layer in range(layers)]
     kinds = kinds[:layers] if isinstance(kinds, list) else kinds  # there may be one for a layer that predicts more
-    if not isinstance(kinds, list) or len(kinds) < layers or not {OWN, OTHERS}.issuperset(map(str, kinds)) or kinds[0] != OWN:
+    known = isinstance(kinds, list) and len(kinds) >= layers and {OWN, OTHERS}.issuperset(map(str, kinds))
+    if not isinstance(kinds, list) or not known or kinds[min(attending)] != OWN:
         raise Unsupported(
             f"config.json says indexer_types {shown(kinds)}, {OWN!r} or {OTHERS!r} is needed for each of num_hidden_layers, the "
             f"first of which has its own: {AGAIN}"
         )
-    return layers_of(kinds, OTHERS)
+    return layers_of(kinds, OTHERS) & attending
 
 
 def _indexed(given: Config, neighbours: bool, borrowing: frozenset[int] = frozenset(), turned_last: bool = False) -> Shape:

@@ -18,6 +18,7 @@ from ..step import Step
 from .changes import Outwards, side_by_side
 from .index import Chooser
 from .loader import Loader
+from .pools import PoolChooser
 from .rotary import Places
 from .sharpening import Sharpening
 from .stream import Stream
@@ -86,7 +87,8 @@ class Latents:
         self.heads = len(both)
         self.to_keys = ByHeads(both[:, : latent.plain].contiguous(), load.exact)  # [heads, plain, size]
         self.to_values = ByHeads(both[:, latent.plain :].transpose(1, 2).contiguous(), load.exact)  # [heads, size, values]
-        self.chooser = Chooser(load, latent, latent.index) if latent.index and indexing else None
+        choosing = PoolChooser if latent.index and latent.index.pool else Chooser
+        self.chooser = choosing(load, latent, latent.index) if latent.index and indexing else None
         self.sinks = load.each_head(f"self_attn.{shape.sinks_name}", shape.heads) if shape.sunk(window) else None
         self.sharpening = Sharpening(load, "self_attn.softmax_scaling", shape.heads) if shape.sharpened else None
         self.output = load.rows("self_attn.o_proj", shape.heads * latent.values, shape.output_bias)

@@ -180,6 +180,8 @@ class FineLinear(Linear):
     """The gated delta rule where each feature of a key fades by itself (Kimi Team 2025, arXiv:2510.26692). Heads have as many
     features of keys as of values. How far all fades, and what gates the result, are made of as many features as a head has."""
 
+    bound: float = 0.0  # of fades, see `kernels.gated_delta`; 0: they have none
+
     def matrices(self, ranks: int, hidden: int) -> Matrices:
         """To the convolution's channels alone, and back."""
         values = self.sizes[-1]

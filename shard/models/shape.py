@@ -159,6 +159,11 @@ class Shape:
 
     def check_pages(self, size: int) -> None:
         """Raises Unsupported unless pages of so many tokens end where chunks of positions do."""
+        pool = self.index.pool if self.index else 0
+        if pool and size % pool:
+            raise Unsupported(
+                f"pages of {size} tokens don't hold whole pools of {pool}, of which an index has a key: --page-size {pool}"
+            )
         for whole, what in (
             (self.chunk, "positions of which some layers see no others"),
             (self.blocks.block if self.blocks else 0, "tokens of a block that an index chooses"),
@@ -259,13 +264,18 @@ class Shape:
     @property
     def indexing(self) -> list[int]:
         """The layers that have one."""
-        return [layer for layer in range(self.layers) if self.index and layer not in self.index.borrowing]
+        return [layer for layer in self.attending if self.index and layer not in self.index.borrowing]
 
     def chosen(self, layer: int) -> int:
         """Tokens that a token attends to at most, by an index, in this layer; 0: all that it sees."""
         if self.blocks:
             return self.blocks.most if layer in self.blocks.layers else 0
         return self.index.most if self.index else 0
+
+    @property
+    def placed(self) -> bool:
+        """What tokens choose are blocks, or pools, of which keys are found by their positions: they must stand there."""
+        return self.blocks is not None or (self.index is not None and self.index.pool > 0)
 
     @property
     def most(self) -> int:
@@ -276,7 +286,7 @@ class Shape:
         """Elements of a token's key of an index in this layer, as it is cached."""
         if self.blocks:
             return self.blocks.size if layer in self.blocks.layers else 0
-        return self.index.size if self.index and layer in self.indexing else 0
+        return self.index.cached if self.index and layer in self.indexing else 0
 
     def kv_elements(self, ranks: int) -> int:
         """Elements that one token takes in the cache of one rank, all layers."""

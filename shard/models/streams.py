@@ -1,9 +1,11 @@
 """Several residual streams of a token in the place of one: hyper-connections (Zhu et al. 2024, arXiv:2409.19606).
 
 Each part of a layer sees a mixture of them, and so does the output matrix. What a part comes to is added to all, more to some than
-to others: see `kernels.mixing`. Hy 4's streams are as they were but for what is added: they are not mixed with each other.
+to others: see `kernels.mixing`. Hy 4's streams are as they were but for what is added; GLM 5 Next's are mixed with each other, too,
+and its output matrix sees their mean.
 """
 
+import torch
 from torch import Tensor
 
 from ...kernels.adapters import Chosen
@@ -22,12 +24,11 @@ class Mixing:
 
     def __init__(self, load: Loader, name: str, hyper: Hyper, gives: bool = True) -> None:
         """name: of its tensors, up to what tells these apart; gives: something is added afterwards."""
-        count, kinds = hyper.count, 1 + gives
-        self.matrix = load.wide(f"{name}fn", kinds * count, count * load.shape.hidden)
-        self.base, self.scale = load.wide(f"{name}base", kinds * count), load.wide(f"{name}scale", kinds)
-        self.shares = Shares(
-            self.matrix, self.scale.repeat_interleave(count), self.base, magnitude=hyper.magnitude, epsilon=hyper.epsilon
-        )
+        kinds = hyper.kinds if gives else hyper.kinds[:1]
+        self.matrix = load.wide(f"{name}fn", sum(kinds), hyper.count * load.shape.hidden)
+        self.base, self.scale = load.wide(f"{name}base", sum(kinds)), load.wide(f"{name}scale", len(kinds))
+        scale = self.scale.repeat_interleave(torch.tensor(kinds, device=self.scale.device))
+        self.shares = Shares(self.matrix, scale, self.base, hyper.magnitude, hyper.epsilon, hyper.rounds if gives else 0)
 
 
 class Streams(Stream):
@@ -39,9 +40,10 @@ class Streams(Stream):
         self._all = sums.unsqueeze(1).repeat(1, count, 1)
         self._given: Tensor | None = None  # what each gets of what is added next
 
-    def turn(self, mixing: Mixing) -> None:
-        """To a part of a layer: what that sees, and what it will give."""
-        self._sums, self._given = mix(self._all, self._more, self._given, mixing.shares, self._epsilon)
+    def turn(self, mixing: Mixing | None) -> None:
+        """To a part of a layer: what that sees, and what it will give. None: to the output matrix, which sees their mean."""
+        shares = mixing.shares if mixing is not None else None
+        self._sums, self._given = mix(self._all, self._more, self._given, shares, self._epsilon)
         self._more = None
 
     def normalized(self, gains: Tensor | None) -> Tensor:

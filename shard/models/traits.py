@@ -181,6 +181,17 @@ class Index:
     epsilon: float = 1e-6  # of the layer norm of keys
     streaming: bool = False  # queries are made of what keys are made of, behind a layer norm, instead of latents
     sharpened: bool = False  # queries, as `Shape.sharpened`
+    pool: int = 0  # tokens that are chosen together, by a mean of their keys, which gates weigh (GLM 5 Next); 0: each by itself
+
+    @property
+    def cached(self) -> int:
+        """Elements of a token: its key, and its gates."""
+        return self.size * (2 if self.pool else 1)
+
+    @property
+    def read(self) -> float:
+        """Elements of it that tokens choose by."""
+        return self.size / max(1, self.pool)
 
     def matrices(self, queries: int, hidden: int) -> Matrices:
         """Of queries, which are made of latents of so many features if of any, and of keys."""
@@ -188,12 +199,13 @@ class Index:
         return [(self.heads * self.size, inputs, inputs), (self.size, hidden, hidden)]
 
     def wide(self, hidden: int) -> int:
-        """Elements that are held in float32: of what weighs heads, and of what queries grow by."""
-        return self.heads * (hidden + 2 * self.sharpened)
+        """Elements that are held in float32: of what weighs heads, of what queries grow by, and of what is added to gates."""
+        return self.heads * (hidden + 2 * self.sharpened) + self.pool * self.size
 
     def elements(self, queries: int, hidden: int) -> int:
-        """Of all of it: these, norms of keys and of what queries are made of, and what is `wide`."""
-        return elements(self.matrices(queries, hidden)) + 2 * (self.size + self.streaming * hidden) + self.wide(hidden)
+        """Of all of it: these, norms of keys and of what queries are made of, gates, and what is `wide`."""
+        norms, gates = 2 * (self.size + self.streaming * hidden), bool(self.pool) * self.size * hidden
+        return elements(self.matrices(queries, hidden)) + norms + gates + self.wide(hidden)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,11 +215,19 @@ class Hyper:
     count: int
     magnitude: float  # of the shares that streams get of what is added
     epsilon: float  # is added to all shares
+    rounds: int = 0  # in which they become mixtures of each other, too: see `kernels.reference.Shares`; 0: they don't
+    averaged: bool = False  # the output matrix sees their mean
+
+    @property
+    def kinds(self) -> list[int]:
+        """Shares of each kind: of what is seen, of what is given, and of each other."""
+        return [self.count, self.count, *([self.count**2] if self.rounds else [])]
 
     def elements(self, hidden: int, layers: int) -> int:
         """What mixes them: of two parts of each layer, which give, too, and of the output matrix."""
-        count, size = self.count, self.count * hidden
-        return 2 * layers * (2 * count * size + 2 * count + 2) + count * size + count + 1
+        each, count = self.count * hidden + 1, sum(self.kinds)
+        last = 0 if self.averaged else self.count * each + 1
+        return 2 * layers * (count * each + len(self.kinds)) + last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

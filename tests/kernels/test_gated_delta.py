@@ -30,6 +30,7 @@ class Layer(memories.Rule):
     rates: Tensor
     offsets: Tensor  # as many as there are fades
     strongest: float  # of strengths
+    bound: float  # of fades; 0: they have none
 
     @property
     def memory(self) -> tuple[int, int, int]:
@@ -47,7 +48,7 @@ class Layer(memories.Rule):
 
     def run(self, inputs: tuple[Tensor, ...], spans: Spans, states: States) -> Tensor:
         mixed, strengths, fades = inputs
-        return gated_delta(mixed, strengths, fades, self.taps, self.rates, self.offsets, spans, states, self.strongest)
+        return gated_delta(mixed, strengths, fades, self.taps, self.rates, self.offsets, spans, states, self.strongest, self.bound)
 
     def expected(self, inputs: tuple[Tensor, ...], window: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         mixed, strengths, fades = (each.float() for each in inputs)
@@ -62,7 +63,10 @@ class Layer(memories.Rule):
         query, key, value = (part.reshape(1, len(mixed), -1, size) for part, size in zip(parts, sizes, strict=True))
         # Not every version of theirs repeats what several heads of values share.
         query, key = (part.repeat_interleave(self.value_heads // self.key_heads, 2) for part in (query, key))
-        decay = self.rates[:, None] * functional.softplus(fades + self.offsets).view(len(mixed), self.value_heads, -1)
+        far = (fades + self.offsets).view(len(mixed), self.value_heads, -1)
+        decay = self.rates[:, None] * functional.softplus(far)
+        if self.bound:
+            decay = self.bound * torch.sigmoid(-self.rates[:, None] * far)
         # The other ways of theirs add up whole fading in 32 bits.
         if decay.shape[2] == 1:
             decay, rule = decay.squeeze(2), oracle.torch_recurrent_gated_delta_rule
@@ -81,7 +85,12 @@ class Layer(memories.Rule):
         return found[0], seen[len(mixed) :], memory[0]
 
 
-def layer_of(chance: random.Random, dtype: torch.dtype, most: int = 64, heads: int = 4, each: bool = False) -> Layer:
+FADES = [(False, 0.0), (True, 0.0), (True, -5.0)]  # of all features of a key together, of each, as Kimi's; and GLM 5 Next's
+
+
+def layer_of(
+    chance: random.Random, dtype: torch.dtype, most: int = 64, heads: int = 4, each: bool = False, bound: float = 0.0
+) -> Layer:
     """each: feature of a key fades by itself, as Kimi's do, which have as many heads of values as of keys."""
     key_heads = chance.randint(1, heads)
     value_heads = key_heads * (1 if each else chance.randint(1, heads))
@@ -89,29 +98,31 @@ def layer_of(chance: random.Random, dtype: torch.dtype, most: int = 64, heads: i
     taps = torch.randn(2 * key_heads * key_size + value_heads * value_size, chance.randint(2, 5)).to(DEVICE, dtype)
     rates, offsets = -16 * torch.rand(value_heads) ** 4, torch.randn(value_heads * (key_size if each else 1))
     strongest = 1.0 if each else chance.choice([1.0, 2.0])  # OLMo Hybrid's
-    return Layer(key_heads, value_heads, key_size, value_size, taps, rates.to(DEVICE), offsets.to(DEVICE), strongest)
+    return Layer(key_heads, value_heads, key_size, value_size, taps, rates.to(DEVICE), offsets.to(DEVICE), strongest, bound)
 
 
-@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize(("each", "bound"), FADES)
 @pytest.mark.parametrize("dtype", list(TOLERANCES))
-def test_it_is_transformers(dtype: torch.dtype, each: bool, chance: random.Random) -> None:
+def test_it_is_transformers(dtype: torch.dtype, each: bool, bound: float, chance: random.Random) -> None:
     for _ in range(4):
-        memories.check(layer_of(chance, dtype, each=each), memories.random_lengths(chance), chance, chance.randint(0, 3))
+        memories.check(
+            layer_of(chance, dtype, each=each, bound=bound), memories.random_lengths(chance), chance, chance.randint(0, 3)
+        )
 
 
-@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize(("each", "bound"), FADES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_it_is_transformers_by_triton(dtype: torch.dtype, each: bool, chance: random.Random) -> None:
+def test_it_is_transformers_by_triton(dtype: torch.dtype, each: bool, bound: float, chance: random.Random) -> None:
     """The interpreter cuts bfloat16 off instead of rounding."""
     pytest.importorskip("triton")
     choose.force("triton")
-    memories.check(layer_of(chance, dtype, 40, 2, each), [1, chance.randint(2, 7), chance.randint(1, 3)], chance, 2)
+    memories.check(layer_of(chance, dtype, 40, 2, each, bound), [1, chance.randint(2, 7), chance.randint(1, 3)], chance, 2)
 
 
-@pytest.mark.parametrize("each", [False, True])
-def test_cutting_a_sequence_changes_nothing(each: bool, chance: random.Random) -> None:
+@pytest.mark.parametrize(("each", "bound"), FADES)
+def test_cutting_a_sequence_changes_nothing(each: bool, bound: float, chance: random.Random) -> None:
     """Nor do its neighbours, and tokens that let all fade: chunks add up how much."""
-    layer = layer_of(chance, torch.float32, each=each)
+    layer = layer_of(chance, torch.float32, each=each, bound=bound)
     inputs = layer.inputs(230)
     inputs[2][::9] = 2000.0
     memories.check_cuts(layer, inputs, chance)

@@ -2,14 +2,16 @@
 
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HyperConnection
 
 pytest.importorskip("triton")
 
-from penstock.kernels import choose, fused_mixing
+from penstock.kernels import choose, fused_crossing, fused_mixing
 from penstock.kernels.mixing import mix
 from penstock.kernels.reference import Shares
 
@@ -70,6 +72,45 @@ def test_mixtures(count: int, size: int, gives: bool, adds: bool, dtype: torch.d
         assert found is None
 
 
+@pytest.mark.parametrize("route", ["reference", "triton"])
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize(
+    ("count", "size", "rounds", "adds"),
+    [(4, 40, 20, True), (3, 17, 2, True), (2, 300, 1, False), (1, 9, 3, True), (4, 33, 0, True)],
+)
+def test_mixtures_of_each_other(count: int, size: int, rounds: int, adds: bool, dtype: torch.dtype, route: str) -> None:
+    """As DeepSeek V4's own code has them; without rounds the mean is seen."""
+    torch.manual_seed(size)
+    config = SimpleNamespace(hc_mult=count, hc_sinkhorn_iters=rounds, hc_eps=1e-3, rms_norm_eps=1e-3, hidden_size=size)
+    theirs = DeepseekV4HyperConnection(config).double()
+    for values in theirs.parameters():
+        values.data.normal_(std=size**-0.5 if values.dim() == 2 else 1.0)
+    parts = (values.detach().float().to(DEVICE) for values in (theirs.fn, theirs.scale, theirs.base))
+    matrix, scale, base = parts
+    scale = scale.repeat_interleave(torch.tensor([count, count, count**2], device=DEVICE))
+    shares = Shares(matrix, scale, base, 2.0, 1e-3, rounds) if rounds else None
+    tokens = 3
+    streams, more = (torch.randn(tokens, *shape).to(DEVICE, dtype) for shape in ((count, size), (size,)))
+    gives = torch.rand(tokens, count + count**2, device=DEVICE)
+    wide = streams.double().cpu()
+    if adds:
+        own, cross = gives.double().cpu().split_with_sizes((count, count**2), 1)
+        wide = own.unsqueeze(2) * more.double().cpu().unsqueeze(1) + cross.view(-1, count, count).transpose(1, 2) @ wide
+        wide = wide.to(dtype).double()
+    post, comb, seen = (x[:, 0] for x in theirs(wide.unsqueeze(1)))
+    choose.force(route)
+    mixed, found = mix(streams, more if adds else None, gives if adds else None, shares, 1e-3)
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(streams.double().cpu(), wide, rtol=tolerance, atol=tolerance)
+    seen = seen if rounds else wide.mean(1)
+    torch.testing.assert_close(mixed.double().cpu(), seen.double(), rtol=tolerance, atol=tolerance)
+    if not rounds:
+        assert found is None
+        return
+    assert found is not None
+    torch.testing.assert_close(found.double().cpu(), torch.cat((post, comb.flatten(1)), 1), rtol=tolerance, atol=tolerance)
+
+
 def test_of_no_tokens() -> None:
     choose.force("triton")
     empty = torch.zeros(0, 2, 8, device=DEVICE)
@@ -82,6 +123,6 @@ def test_of_no_tokens() -> None:
 
 def test_it_is_compiled_as_it_is_launched() -> None:
     """In the order of its arguments."""
-    for one in fused_mixing.compilations():
-        names = [name for name in fused_mixing.mixing_kernel.arg_names if name not in one.constants]
+    for one in (*fused_mixing.compilations(), *fused_crossing.compilations()):
+        names = [name for name in one.kernel.arg_names if name not in one.constants]
         assert list(one.signature) == names

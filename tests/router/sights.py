@@ -20,6 +20,7 @@ PATCH = {
     "qwen2_vl": 14,
     "qwen3_vl": 16,
     "glm4v": 14,
+    "glm5_next": 14,
     "mistral3": 14,
     "paddleocr_vl": 14,
     "minimax_m3_vl": 14,
@@ -41,6 +42,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
         "image_std": [0.5, 0.5, 0.5],
     },
     "glm4v": {"image_processor_type": "Glm4vImageProcessor", "size": {"shortest_edge": 12544, "longest_edge": 9633792}},
+    "glm5_next": {"image_processor_type": "Glm5NextImageProcessor", "image_mean": [0.5, 0.4, 0.3], "image_std": [0.3, 0.3, 0.3]},
     "paddleocr_vl": {
         "image_processor_type": "PaddleOCRVLImageProcessor",
         "size": {"shortest_edge": 3136, "longest_edge": 28 * 28 * 1280},

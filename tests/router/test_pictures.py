@@ -97,6 +97,7 @@ AROUND = {
         "lighton_ocr",
         "minimax_m3_vl",
         "hy_v4_vl",
+        "glm5_next",
     ],
 )
 def test_a_request_shows_them(tmp_path: Path, family: str) -> None:

@@ -63,7 +63,9 @@ def normalized(found: Pixels, processor: Any) -> numpy.ndarray[Any, Any]:
     return normal
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "glm4v", "paddleocr_vl", "minimax_m3_vl", "hy_v4_vl", "lfm3_vl"])
+@pytest.mark.parametrize(
+    "family", ["qwen2_vl", "qwen3_vl", "glm4v", "glm5_next", "paddleocr_vl", "minimax_m3_vl", "hy_v4_vl", "lfm3_vl"]
+)
 def test_patches_are_transformers_own(tmp_path: Path, family: str) -> None:
     make_folder(tmp_path, family)
     processor = theirs(tmp_path)
@@ -89,6 +91,20 @@ def test_a_large_one_has_as_many_patches_as_it_may(tmp_path: Path, family: str) 
     assert (1, 2 * found.rows, 2 * found.columns) == tuple(expected["image_grid_thw"][0])
     assert 150_000 < len(found.pixels) // 3 <= 200_000
     _alike(found, processor, expected["pixel_values"])
+
+
+@pytest.mark.parametrize(("most", "tokens"), [(200_000, 255), (20 * 28 * 28, 20), (3 * 28 * 28 + 5, 3)])
+def test_glm_5_nexts_are_bounded_by_tokens(tmp_path: Path, most: int, tokens: int) -> None:
+    """Also where these are fewer than it has at least."""
+    make_folder(tmp_path, "glm5_next")
+    processor, image = theirs(tmp_path), picture(1601, 1999)
+    [found] = prepared(tmp_path, encoded(image), most=most)
+    expected = processor(image, min_image_tokens=min(16, tokens), max_image_tokens=tokens, return_tensors="np")
+    assert (1, 2 * found.rows, 2 * found.columns) == tuple(expected["image_grid_thw"][0])
+    assert found.rows * found.columns <= tokens
+    _alike(found, processor, expected["pixel_values"])
+    with pytest.raises(ValueError, match="--max-image-pixels must be at least 784 for this model"):
+        pixels._resizing.__wrapped__(str(tmp_path))(image, 783)
 
 
 @pytest.mark.usefixtures("own_processes")

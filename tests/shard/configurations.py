@@ -163,6 +163,20 @@ MISTRAL_LARGE_4 = {name: value for name, value in INDEXED.items() if name not in
     "num_hidden_layers": 4,
     "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
 }
+GLM_5_NEXT = {name: value for name, value in INDEXED.items() if name not in ("qk_rope_head_dim", "first_k_dense_replace")} | {
+    **ENDS,
+    "pad_token_id": 0,
+    "num_hidden_layers": 4,
+    "index_topk": 8,
+    "index_kpool": 4,
+    "linear_head_dim": 12,
+    "linear_num_heads": 4,
+    "linear_conv_kernel_dim": 3,
+    "layer_types": ["linear_attention", "indexed_attention"] * 2,
+    "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+    "hc_mult": 3,
+}
+GLM_5_NEXT_BLIND = {"depth": 1, "hidden_size": 8, "num_heads": 1, "intermediate_size": 8, "projection_intermediate_size": 8}
 BLIND = {"model_type": "pixtral", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
 AFMOE = SMALL | {
     "head_dim": 16,
@@ -395,6 +409,21 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "glm-5-borrowing": lambda: transformers.GlmMoeDsaConfig(
         **INDEXED | {"num_hidden_layers": 4}, indexer_types=["full", "shared", "full", "shared"]
+    ),
+    "glm-5-next": lambda: transformers.Glm5NextConfig(
+        text_config=GLM_5_NEXT | {"attention_bias": True, "n_group": 4, "topk_group": 2, "rms_norm_eps": 0.1, "hc_eps": 0.01},
+        vision_config=GLM_5_NEXT_BLIND,
+    ),
+    "glm-5-pools": lambda: transformers.Glm5NextConfig(
+        text_config=GLM_5_NEXT
+        # In the first layer equal tokens tie, which is of no matter to itself.
+        | {"layer_types": ["indexed_attention"] * 4, "indexer_types": ["full", "full", "shared", "full"]}
+        | {"index_kpool": 2, "hc_mult": 4},
+        vision_config=GLM_5_NEXT_BLIND,
+    ),
+    "glm-5-next-plain": lambda: transformers.Glm5NextConfig(
+        text_config=GLM_5_NEXT | {"index_kpool": 1, "linear_lower_bound": None, "hc_mult": 2, "swiglu_limit": 0.2},
+        vision_config=GLM_5_NEXT_BLIND,
     ),
     "glm4-moe-lite": lambda: transformers.Glm4MoeLiteConfig(
         **LATENT, mlp_layer_types=["sparse", "dense", "sparse"], rms_norm_eps=0.1
@@ -655,7 +684,18 @@ HYBRIDS = [
     name
     for name in FAMILIES
     if name.startswith(
-        ("bamba", "falcon-h1", "granite-4-h", "kimi-linear", "lfm", "nemotron-h", "olmo-hybrid", "qwen3-next", "qwen3.5")
+        (
+            "bamba",
+            "falcon-h1",
+            "glm-5-next",
+            "granite-4-h",
+            "kimi-linear",
+            "lfm",
+            "nemotron-h",
+            "olmo-hybrid",
+            "qwen3-next",
+            "qwen3.5",
+        )
     )
 ]
 TINIEST: dict[str, Any] = {
@@ -734,6 +774,16 @@ OTHERS: dict[str, Callable[[], Any]] = {
         **INDEXED | FEW_HEADS | {"num_hidden_layers": 3}, indexer_types=["full", "shared", "full"]
     ),
     "few-heads-ax-k2": lambda: transformers.AXK2Config(**INDEXED | FEW_HEADS | ENDS, gated_norm_rank=6),
+    "few-heads-glm-5-next": lambda: transformers.Glm5NextConfig(
+        text_config=GLM_5_NEXT
+        | FEW_HEADS
+        | {
+            "num_key_value_heads": 4,
+            "layer_types": ["linear_attention", "indexed_attention"],
+            "mlp_layer_types": ["dense", "sparse"],
+        },
+        vision_config=GLM_5_NEXT_BLIND,
+    ),
     "few-heads-hy-4": lambda: transformers.HYV4Config(**HY_4 | FEW_HEADS | {"num_hidden_layers": 3}),
     "few-heads-mistral-large4": lambda: transformers.MistralLarge4Config(
         text_config=MISTRAL_LARGE_4

@@ -28,7 +28,7 @@ def adapter(model: Path, folder: Path, seed: int, rank: int = 4, **config: Any) 
     stored = weights_of(model)
     found = {}
     for key, weight in stored.items():
-        others = "experts" in key or "vision_tower" in key
+        others = any(part in key for part in ("experts", "vision_tower", "visual."))
         if key.split(".")[-2] in MATRICES and weight.dim() == 2 and not others and chance.random() < 0.8:
             place = f"base_model.model.{key.removesuffix('.weight')}"
             outputs, inputs = weight.shape

@@ -314,7 +314,7 @@ def _checkpoints(name: str, way: Callable[[str], Format], config: dict[str, Any]
     stored = safetensors.torch.load_file(plain / "model.safetensors")
     kept: dict[str, Tensor] = {}
     for key, weight in list(stored.items()):
-        if not key.endswith(PROJECTIONS) or key.endswith("weights_proj.weight"):
+        if not key.endswith(PROJECTIONS) or key.endswith("weights_proj.weight") or "visual." in key:
             kept[key] = weight
             continue
         how = way(key)

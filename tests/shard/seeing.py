@@ -26,7 +26,20 @@ from penstock.shard.parallel import Ranks
 from penstock.shard.pictures import Picture
 from penstock.shard.weights import Weights
 
-from .configurations import GEMMA, GEMMA4, GEMMA4_E, GRANITE, HY_4, LFM3, LLAMA4, MINIMAX_3, MISTRAL_LARGE_4, SMALL, VOCABULARY
+from .configurations import (
+    GEMMA,
+    GEMMA4,
+    GEMMA4_E,
+    GLM_5_NEXT,
+    GRANITE,
+    HY_4,
+    LFM3,
+    LLAMA4,
+    MINIMAX_3,
+    MISTRAL_LARGE_4,
+    SMALL,
+    VOCABULARY,
+)
 from .test_images import SECTIONS, TEXTS, model
 from .test_step_3 import TEXT as STEP
 from .tiny import CPU, MAKING
@@ -54,6 +67,7 @@ PROCESSORS = {
     "Llama4": "Llama4ImageProcessorFast",
     "Step3p7": "Step3p7ImageProcessor",
     "HYV4VL": "HYV4VLImageProcessor",
+    "Glm5Next": "Glm5NextImageProcessor",
     "DeepseekOcr2": "DeepseekOcr2ImageProcessor",
     **dict.fromkeys(("Mistral3", "MistralLarge4"), "PixtralImageProcessor"),
     **{"Gemma3": "Gemma3ImageProcessor", "InternVL": "GotOcr2ImageProcessor"},
@@ -86,6 +100,7 @@ SEEING = (
     "PaddleOCRVL",
     "HYV4VL",
     "Lfm3Vl",
+    "Glm5Next",
     "Step3p7",
     "Llava",
     "LlavaNext",
@@ -195,6 +210,17 @@ def _hy_4() -> Any:
     }
     config = transformers.HYV4VLConfig(text_config=text, vision_config=vision, image_token_id=PLACEHOLDER)
     return transformers.HYV4VLForConditionalGeneration(config)
+
+
+def _glm_5_next() -> Any:
+    """Of an encoder whose limits show."""
+    vision = VISION | {"hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "projection_intermediate_size": 20}
+    config = transformers.Glm5NextConfig(
+        text_config=GLM_5_NEXT | {"rms_norm_eps": 0.1},
+        vision_config=vision | {"out_hidden_size": GLM_5_NEXT["hidden_size"], "swiglu_limit": 0.1},
+        image_token_id=PLACEHOLDER,
+    )
+    return transformers.Glm5NextForConditionalGeneration(config)
 
 
 def _ocr() -> Any:
@@ -381,6 +407,7 @@ OTHERS = {
     "Step3p7": _step,
     "DeepseekOcr2": _ocr,
     "HYV4VL": _hy_4,
+    "Glm5Next": _glm_5_next,
     "Lfm3Vl": _lfm3,
     "PaddleOCRVL": _paddle,
     "Exaone4_5": _exaone,
@@ -393,7 +420,7 @@ OTHERS = {
 }
 TILED = ("LlavaNext", "LlavaOnevision", "GraniteVision")
 WHOLE = tuple(
-    name for name in OTHERS if name not in ("PaddleOCRVL", "Exaone4_5", "MiniMaxM3", "HYV4VL", "Lfm3Vl")
+    name for name in OTHERS if name not in ("PaddleOCRVL", "Exaone4_5", "MiniMaxM3", "HYV4VL", "Lfm3Vl", "Glm5Next")
 )  # pixels are no patches
 
 
@@ -524,7 +551,11 @@ def inputs(name: str, prompt: Seen) -> dict[str, Any]:
         patches = [one.unsqueeze(2).repeat(1, 1, 2, 1, 1).flatten(1) for one in pixels]
     grids = [(1, picture.rows * MERGE, (picture.columns - (name == "HYV4VL")) * MERGE) for picture in prompt.pictures]
     found |= {"pixel_values": torch.cat(patches), "image_grid_thw": torch.tensor(grids)}
-    return found if name in ("Exaone4_5", "MiniMaxM3", "Lfm3Vl") else found | {"mm_token_type_ids": torch.tensor([prompt.kinds])}
+    return (
+        found
+        if name in ("Exaone4_5", "MiniMaxM3", "Lfm3Vl", "Glm5Next")
+        else found | {"mm_token_type_ids": torch.tensor([prompt.kinds])}
+    )
 
 
 def _gemma4_inputs(prompt: Seen, merged: bool) -> dict[str, Tensor]:

@@ -39,7 +39,7 @@ FAMILIES = [
     *("llama", "qwen2", "phi3", "glm4", "granite", "gemma2", "olmo2", "llama4", "mixtral", "qwen2-moe"),
     *("falcon-h1", "granite-4-h", "lfm2", "nemotron-h", "qwen3.5", "deepseek-v3"),
     *("hyperclova", "lfm3", "mimo", "qwen3-next", "kimi-linear", "deepseek-v2", "minimax-m3", "hy-4", "mistral-large4"),
-    *("ax-k2", "olmo-hybrid", "gemma3n", "gemma3n-plain", "longcat"),
+    *("ax-k2", "olmo-hybrid", "gemma3n", "gemma3n-plain", "longcat", "glm-5-next"),
 ]
 Asked = Sequence[tuple[tuple[int, ...], str]]
 
@@ -112,7 +112,7 @@ def test_a_mixed_batch_gets_what_merged_models_say(name: str, tmp_path: Path) ->
     [
         *("qwen2", "phi3", "glm4", "granite", "qwen2-moe", "qwen3-next", "qwen3.5", "kimi-linear", "falcon-h1", "nemotron-h"),
         *("deepseek-v2", "deepseek-v3", "granite-4-h", "mistral-large4", "ax-k2", "olmo-hybrid", "gemma3n"),
-        "longcat",
+        *("longcat", "glm-5-next"),
     ],
 )
 def test_two_ranks_divide_them(name: str, tmp_path: Path) -> None:

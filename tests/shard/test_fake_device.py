@@ -368,7 +368,7 @@ def test_nothing_is_compiled_in_the_step_that_is_measured(noted: Noted, name: st
     assert not {*noted.launches[counts[-1] :]} - {*noted.launches[: counts[-1]]}
 
 
-@pytest.mark.parametrize("name", ["llama", "hy-4"])
+@pytest.mark.parametrize("name", ["llama", "hy-4", "glm-5-next"])
 def test_layers_of_few_rows_are_compiled_by_themselves(noted: Noted, name: str) -> None:
     """Also beside an output matrix of float32, as Hy 4's, which no kernel of few rows multiplies."""
     engine = load(ShardConfig(folder=str(tiny.folder(name)), model="m", device="cuda", dtype="bfloat16"), lambda stage: None)
@@ -480,6 +480,7 @@ def test_commands_are_executed_on_the_engines_device(noted: Noted, monkeypatch: 
         *("gemma4-e", "gemma4-experts", "qwen3-next", "lfm2-moe", "nemotron-h-moe", "falcon-h1"),
         *("glm-5-borrowing", "kimi-linear", "lfm3", "mimo", "minimax-m3", "hy-4", "mistral-large4", "ax-k2", "olmo-hybrid"),
         *("gemma3n", "longcat"),
+        *("glm-5-next", "glm-5-pools"),
     ],
 )
 def test_no_family_asks_the_host(noted: Noted, name: str) -> None:

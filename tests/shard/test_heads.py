@@ -40,6 +40,7 @@ FAMILIES = [
     ("gemma4", 4),
     ("gemma4", 8),
     ("gemma4-e", 4),
+    ("glm-5-next", 4),
     ("granite-4-h", 4),
     ("granite-4-h-moe", 4),
     ("granite-swa", 8),

@@ -30,7 +30,7 @@ from .test_images import save_as_qwen_2
 from .test_oracle import Bench, close
 
 Made = tuple[str, Any, Path]  # its name, transformers' model, its folder
-REMEMBERING = ("Qwen3_5", "Lfm3")  # not keys and values alone
+REMEMBERING = ("Qwen3_5", "Lfm3", "Glm5Next")  # not keys and values alone
 SIZES = [(2, 3), (1, 1), (3, 2)]
 
 

@@ -44,6 +44,7 @@ MAKING = threading.RLock()
 UNLISTED: dict[str, Callable[[Any], Any]] = {
     "mistral4": transformers.Mistral4ForCausalLM,
     "mistral-large4": transformers.MistralLarge4ForConditionalGeneration,
+    **dict.fromkeys(("glm-5-next", "glm-5-pools"), transformers.Glm5NextForConditionalGeneration),
 }
 RENAMED = ("mistral-large4",)  # which are stored by transformers' names, and others by those of the hub
 BUFFERS = ("correction", "expert_bias", "layer_scalar", "act_fn")  # that checkpoints have, too
@@ -138,7 +139,8 @@ def decoder(name: str) -> Decoder:
 @functools.cache
 def _decoder(name: str, device: str, by_triton: bool) -> Decoder:
     """by_triton: weights are laid out for its kernels."""
-    config = ShardConfig(folder=str(folder(name)), model=name, page_size=1, device=device)
+    smallest = 4 if "glm-5-next" in name or name == "glm-5-pools" else 1  # whose pages hold whole pools
+    config = ShardConfig(folder=str(folder(name)), model=name, page_size=smallest, device=device)
     return load(config, lambda stage: None).decoder
 
 

@@ -1,0 +1,167 @@
+"""`mixing.mix` by Triton, where streams become mixtures of each other: a program for each token, which goes through its streams
+twice. What it means stands there."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .compilation import Compilation
+from .fused_mixing import FEWEST, WARPS
+from .reference import Shares
+
+BLOCK = 128  # features at once: of as many the matrix of four streams has a tile of 32 rows, 32 numbers a thread
+
+
+@triton.jit
+def crossing_kernel(
+    streams: tl.tensor,  # [tokens, COUNT, SIZE], dense
+    more: tl.tensor,  # [tokens, SIZE], dense; unused without ADD
+    given: tl.tensor,  # [tokens, COUNT + COUNT**2] float32, dense; unused without ADD
+    matrix: tl.tensor,  # [(2 + COUNT) * COUNT, COUNT * SIZE] float32, dense
+    scale: tl.tensor,  # [(2 + COUNT) * COUNT] float32
+    base: tl.tensor,  # likewise
+    mixed: tl.tensor,  # [tokens, SIZE], dense
+    gives: tl.tensor,  # as `given`; not the same
+    magnitude: tl.tensor,
+    share_epsilon: tl.tensor,
+    epsilon: tl.tensor,
+    COUNT: tl.constexpr,
+    PADDED: tl.constexpr,  # up to a power of two
+    SIZE: tl.constexpr,
+    SHARES: tl.constexpr,  # (2 + COUNT) * COUNT, up to a power of two
+    ROUNDS: tl.constexpr,
+    MEAN: tl.constexpr,  # is what is seen, and nothing is given
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+) -> None:
+    """One token."""
+    token = tl.program_id(0).to(tl.int64)
+    own, width = streams + token * COUNT * SIZE, COUNT + COUNT * COUNT
+    share, stream = tl.arange(0, SHARES), tl.arange(0, PADDED)
+    there, known = share < (2 + COUNT) * COUNT, stream < COUNT
+    products, squares = tl.zeros([SHARES], tl.float32), tl.zeros([BLOCK], tl.float32)
+    for first in range(0, SIZE, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        inside = column < SIZE
+        places = own + stream[:, None] * SIZE + column[None, :]
+        values = tl.load(places, mask=known[:, None] & inside[None, :], other=0.0)
+        if ADD:
+            tl.debug_barrier()  # all have read before any writes
+            before = values.to(tl.float32)
+            added = tl.load(more + token * SIZE + column, mask=inside, other=0.0).to(tl.float32)
+        for target in tl.static_range(COUNT):
+            if ADD:
+                parts = tl.load(given + token * width + COUNT + stream * COUNT + target, mask=known, other=0.0)
+                sums = tl.sum(parts[:, None] * before, 0) + tl.load(given + token * width + target) * added
+                row = sums.to(streams.dtype.element_ty)
+                tl.store(own + target * SIZE + column, row, mask=inside)
+            else:
+                row = tl.sum(tl.where(stream[:, None] == target, values.to(tl.float32), 0.0), 0)
+            if not MEAN:
+                wide = row.to(tl.float32)
+                squares += wide * wide
+                tile = matrix + share[:, None] * (COUNT * SIZE) + target * SIZE + column[None, :]
+                weights = tl.load(tile, mask=there[:, None] & inside[None, :], other=0.0)
+                products += tl.sum(weights * wide[None, :], 1)
+    tl.debug_barrier()  # what was stored is read again, perhaps by other threads
+    seen = known.to(tl.float32) / COUNT
+    if not MEAN:
+        normal = products * tl.rsqrt(tl.sum(squares, 0) / (COUNT * SIZE) + epsilon)
+        factors, offsets = tl.load(scale + share, mask=there, other=0.0), tl.load(base + share, mask=there, other=0.0)
+        logits = normal * factors + offsets
+        found = 1.0 / (1.0 + tl.exp(-logits))
+        seen = tl.sum(tl.where(share[None, :] == stream[:, None], found[None, :], 0.0), 1) + share_epsilon
+        out = gives + token * width + share - COUNT
+        # Those of streams among each other as they are, to be read again as a matrix.
+        tl.store(out, tl.where(share < 2 * COUNT, found * magnitude, logits), mask=there & (share >= COUNT))
+        tl.debug_barrier()
+        cells = gives + token * width + COUNT + stream[:, None] * COUNT + stream[None, :]
+        both = known[:, None] & known[None, :]
+        cross = _balanced(tl.load(cells, mask=both, other=float("-inf")), both, share_epsilon, ROUNDS)
+        tl.debug_barrier()  # likewise
+        tl.store(cells, cross, mask=both)
+    for first in range(0, SIZE, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        inside = column < SIZE
+        places = own + stream[:, None] * SIZE + column[None, :]
+        values = tl.load(places, mask=known[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        sums = tl.sum(seen[:, None] * values, 0)
+        tl.store(mixed + token * SIZE + column, sums.to(mixed.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _balanced(logits, both, epsilon, ROUNDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`mixing.balanced` of a square, and 0 beyond it."""
+    most = tl.max(logits, 1)[:, None]
+    found = tl.where(both, tl.exp(logits - tl.where(most == float("-inf"), 0.0, most)), 0.0)
+    found = found / tl.maximum(tl.sum(found, 1), 1e-30)[:, None] + tl.where(both, epsilon, 0.0)
+    found = found / (tl.sum(found, 0) + epsilon)[None, :]
+    for _ in range(ROUNDS - 1):
+        found = found / (tl.sum(found, 1) + epsilon)[:, None]
+        found = found / (tl.sum(found, 0) + epsilon)[None, :]
+    return found
+
+
+def mix(
+    streams: Tensor, more: Tensor | None, given: Tensor | None, shares: Shares | None, epsilon: float
+) -> tuple[Tensor, Tensor | None]:
+    """See `mixing`."""
+    tokens, count, size = streams.shape
+    both = more is not None and given is not None
+    assert all(x.is_contiguous() for x in (streams, more, given, shares.matrix if shares else None) if x is not None)
+    mixed = torch.empty(tokens, size, dtype=streams.dtype, device=streams.device)
+    gives = torch.empty(tokens, count + count**2, dtype=torch.float32, device=streams.device) if shares else None
+    if tokens:
+        crossing_kernel[(tokens,)](
+            streams,
+            more if both else streams,
+            given if both else mixed,
+            shares.matrix if shares else mixed,
+            shares.scale if shares else mixed,
+            shares.base if shares else mixed,
+            mixed,
+            gives if shares else mixed,
+            shares.magnitude if shares else 0.0,
+            shares.epsilon if shares else 0.0,
+            epsilon,
+            **_constants(count, size, shares.rounds if shares else 0, both),
+            num_warps=WARPS,
+            enable_fp_fusion=False,
+        )
+    return mixed, gives
+
+
+def _constants(count: int, size: int, rounds: int, add: bool) -> dict[str, object]:
+    """rounds: 0: the mean is seen."""
+    return {
+        "COUNT": count,
+        "PADDED": max(2, triton.next_power_of_2(count)),
+        "SIZE": size,
+        "SHARES": triton.next_power_of_2((2 + count) * count),
+        "ROUNDS": rounds,
+        "MEAN": not rounds,
+        "BLOCK": min(BLOCK, max(FEWEST, triton.next_power_of_2(size))),
+        "ADD": add,
+    }
+
+
+def compilations() -> list[Compilation]:
+    """GLM 5 Next's four streams: of the first part, of others, and of the output matrix."""
+    found = []
+    for dtype, rounds, add in (("bf16", 20, False), ("bf16", 20, True), ("bf16", 0, True), ("fp32", 20, True)):
+        pointers = dict.fromkeys(("streams", "more", "mixed"), f"*{dtype}")
+        pointers |= dict.fromkeys(("given", "matrix", "scale", "base", "gives"), "*fp32")
+        numbers = dict.fromkeys(("magnitude", "share_epsilon", "epsilon"), "fp32")
+        order = ("streams", "more", "given", "matrix", "scale", "base", "mixed", "gives")
+        found.append(
+            Compilation(
+                kernel=crossing_kernel,
+                name=f"crossing {dtype}{' mean' * (not rounds)}{' add' * add}",
+                signature={name: pointers[name] for name in order} | numbers,
+                constants=_constants(4, 4096, rounds, add),
+                warps=WARPS,
+                hot=True,
+            )
+        )
+    return found

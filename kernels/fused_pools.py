@@ -1,0 +1,107 @@
+"""`pools.write_pools` by Triton: a program for each token. What it means stands there."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .compilation import EIGHT_BIT_TARGETS, Compilation
+from .fused_rotary import storable
+
+WARPS = 4
+
+
+@triton.jit
+def pools_kernel(
+    keys: tl.tensor,  # [tokens, SIZE], dense
+    gates: tl.tensor,  # likewise
+    places: tl.tensor,  # [MEMBERS, SIZE] float32, dense
+    slots: tl.tensor,  # [tokens]
+    cache: tl.tensor,  # [slots, 2 * SIZE]
+    cache_stride: tl.tensor,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    MEMBERS: tl.constexpr,  # tokens of a pool
+    PLACES: tl.constexpr,  # these up to a power of two
+    MOST: tl.constexpr,  # the largest number of a cache of 8 bits; 0: it has the type of the keys
+) -> None:
+    """One token. What others of its pool have written in this launch it takes from them: that may not be there yet."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    if slot >= 0:
+        feature, member = tl.arange(0, PADDED), tl.arange(0, PLACES)
+        held = feature < SIZE
+        kept = cache + slot * cache_stride + feature
+        key = tl.load(keys + token * SIZE + feature, mask=held, other=0.0)
+        gate = tl.load(gates + token * SIZE + feature, mask=held, other=0.0)
+        tl.store(kept + SIZE, storable(gate, MOST).to(cache.dtype.element_ty), mask=held)
+        if slot % MEMBERS == MEMBERS - 1:
+            behind = MEMBERS - 1 - member  # tokens
+            known = (member < MEMBERS)[:, None] & held[None, :]
+            other = tl.load(slots + token - behind, mask=(behind >= 0) & (token >= behind), other=-1)
+            here = (other == slot - behind)[:, None]
+            from_step = (token - behind)[:, None] * SIZE + feature[None, :]
+            from_cache = cache + (slot - behind)[:, None] * cache_stride + feature[None, :]
+            own = _read(keys + from_step, from_cache, known & here, known & ~here, MOST)
+            opening = _read(gates + from_step, from_cache + SIZE, known & here, known & ~here, MOST)
+            opening += tl.load(places + member[:, None] * SIZE + feature[None, :], mask=known, other=0.0)
+            opening = tl.where(known, opening, float("-inf"))
+            weights = tl.where(known, tl.exp(opening - tl.max(tl.where(held[None, :], opening, 0.0), 0)[None, :]), 0.0)
+            key = (tl.sum(weights * own, 0) / tl.where(held, tl.sum(weights, 0), 1.0)).to(key.dtype)
+        tl.store(kept, storable(key, MOST).to(cache.dtype.element_ty), mask=held)
+
+
+@triton.jit
+def _read(step, cache, here, there, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """As the cache has it, whether it is there already or not."""
+    own = storable(tl.load(step, mask=here, other=0.0), MOST).to(cache.dtype.element_ty).to(tl.float32)
+    return tl.where(here, own, tl.load(cache, mask=there, other=0.0).to(tl.float32))
+
+
+def write_pools(keys: Tensor, gates: Tensor, places: Tensor, slots: Tensor, cache: Tensor) -> None:
+    """`pools.write_pools`. All dense but the cache, whose keys and gates are."""
+    assert all(x.is_contiguous() for x in (keys, gates, places, slots))
+    assert cache.stride(3) == 1
+    if len(keys):
+        most = torch.finfo(cache.dtype).max if cache.dtype != keys.dtype else 0.0
+        pools_kernel[(len(keys),)](
+            keys,
+            gates,
+            places,
+            slots,
+            cache,
+            cache.stride(0),
+            **_constants(len(places), places.shape[1], most),
+            num_warps=WARPS,
+            enable_fp_fusion=False,
+        )
+
+
+def _constants(members: int, size: int, most: float) -> dict[str, object]:
+    return {
+        "SIZE": size,
+        "PADDED": triton.next_power_of_2(size),
+        "MEMBERS": members,
+        "PLACES": triton.next_power_of_2(members),
+        "MOST": most,
+    }
+
+
+def compilations() -> list[Compilation]:
+    """GLM 5 Next's."""
+    found = []
+    for dtype, most in (("bf16", 0.0), ("bf16", 448.0), ("fp32", 0.0)):
+        types = {"keys": f"*{dtype}", "gates": f"*{dtype}", "places": "*fp32", "slots": "*i64"}
+        types |= {"cache": "*fp8e4nv" if most else f"*{dtype}", "cache_stride": "i32:16"}
+        found.append(
+            Compilation(
+                kernel=pools_kernel,
+                name=f"pools {dtype}{' fp8' * (most > 0)}",
+                signature=types,
+                constants=_constants(16, 128, most),
+                warps=WARPS,
+                hot=True,
+                targets=EIGHT_BIT_TARGETS if most else (),
+            )
+        )
+    return found

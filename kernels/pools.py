@@ -1,0 +1,44 @@
+"""Keys of pools, so many tokens in a row from a sequence's beginning on, by which an index chooses all of them together: see
+`indexed` (GLM 5 Next). Knows tensors only.
+
+A pool's key is a mean of its tokens' keys, which softmaxes of their gates weigh, feature by feature. It stands where its last
+token's own key was: a score of a pool is one of that token, and who sees that sees the pool. Pages hold whole pools, so that what
+else belongs to one is found by slots alone.
+"""
+
+import torch
+from torch import Tensor
+
+from .choose import triton_for
+from .operations import write
+from .reference import by_lanes
+
+
+def write_pools(keys: Tensor, gates: Tensor, places: Tensor, slots: Tensor, cache: Tensor) -> None:
+    """Writes a step's keys and gates, and keys of the pools that it ends.
+
+    keys, gates: [tokens, size]; places: [pool, size] float32, what is added to gates by a token's place in its pool; slots:
+    [tokens], distinct, those of a sequence in its order; where negative (padding) nothing is written; cache: the part of a layer
+    behind the latents, [slots, 1, 1, 2 * size], keys first.
+    """
+    if triton_for(keys):
+        from .fused_pools import write_pools as fused
+
+        return fused(keys, gates, places, slots, cache)
+    pool, size = places.shape
+    write(slots, torch.cat((keys, gates), 1), cache)
+    ends = slots[(slots >= 0) & (slots % pool == pool - 1)]
+    if not len(ends):
+        return None
+    members = (ends.unsqueeze(1) + torch.arange(1 - pool, 1, device=slots.device)).flatten()
+    held = cache.flatten(1).view(_bytes(cache.dtype))  # torch selects no floats of 8 bits
+    own, opening = held[members].view(cache.dtype).float().view(len(ends), pool, 2, size).unbind(2)
+    opening = opening + places
+    weights = by_lanes(torch.exp, opening - opening.amax(1, keepdim=True))
+    found = (weights * own).sum(1) / weights.sum(1)
+    write(ends, found.to(keys.dtype), cache[..., :size])
+    return None
+
+
+def _bytes(dtype: torch.dtype) -> torch.dtype:
+    return torch.uint8 if dtype.itemsize == 1 else dtype

@@ -1,0 +1,119 @@
+"""GLM 5 Next: linear attention as Kimi's in three layers of four, in the others latents without a rotary embedding, of which an
+index chooses pools; residual streams that become mixtures of each other."""
+
+from dataclasses import replace
+from math import isfinite
+from typing import Any
+
+from .fields import AGAIN, INDEXED, LEAST, LINEAR, SIZES, Config, boolean, expect, number, said, shown, whole
+from .hybrid_families import linear_layers
+from .kimi_families import INNER
+from .latent_families import GLM_5, borrowing_of, latent_shape
+from .remembering import FineLinear
+from .ropes import ROPES
+from .shape import Shape, Unsupported
+from .sparse_families import EXPERTS, PLAIN_MLP, scored_by_kinds, with_experts
+from .traits import Hyper, Index
+
+# transformers' defaults.
+GLM_5_NEXT: Config = GLM_5 | {
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 0,
+    "qk_nope_head_dim": 256,
+    "max_position_embeddings": 1_048_576,
+    "n_routed_experts": 288,
+    "num_experts_per_tok": 8,
+    "linear_head_dim": 128,
+    "linear_num_heads": 64,
+    "linear_conv_kernel_dim": 4,
+    "linear_lower_bound": -5.0,
+    "hc_mult": 4,
+    "hc_sinkhorn_iters": 20,
+    "index_kpool": 16,
+}
+NAMES = (("attn_hc.", "hc_attn_"), ("ffn_hc.", "hc_ffn_"))  # transformers', and the hub's
+
+
+def glm_5_next(config: Config) -> Shape:
+    """The text."""
+    expect(said(config), scoring_func="sigmoid", topk_method="noaux_tc", qk_rope_head_dim=0, mlp_bias=False)
+    expect(said(config), num_key_value_heads=config["num_attention_heads"])
+    given = GLM_5_NEXT | config | _inner(config) | dict.fromkeys(ROPES) | {"rope_interleave": False}
+    layers = given["num_hidden_layers"]
+    if given.get("mlp_layer_types") is None:
+        given["mlp_layer_types"] = [PLAIN_MLP if layer < 3 else EXPERTS for layer in range(layers)]
+    base = latent_shape(given)
+    kinds = given.get("layer_types") or [INDEXED if layer % 4 == 3 else LINEAR for layer in range(layers)]
+    remembering = linear_layers(kinds)
+    others = frozenset(range(layers)) - remembering
+    assert base.latent is not None
+    limit = number(given, "swiglu_limit", 10.0)
+    return replace(
+        with_experts(scored_by_kinds(base, given), limit=limit, shared_limit=limit, form="before"),
+        latent=replace(base.latent, epsilon=base.norm_epsilon, index=_index(given, others)),
+        hyper=Hyper(
+            count=given["hc_mult"],
+            magnitude=2.0,
+            epsilon=number(given, "hc_eps", 1e-6),
+            rounds=given["hc_sinkhorn_iters"],
+            averaged=True,
+        ),
+        remembering=_linear(given, remembering) if remembering else None,
+        unturned=frozenset(range(layers)),
+        mlp_limits=(limit,) * layers,
+        mlp_form="before",
+        aliases=NAMES,
+        modules=(("self_attn.f_", "self_attn.forget_gate.f_"),),
+    )
+
+
+def _inner(config: Config) -> Config:
+    """What is said of linear attention in an object of its own."""
+    inner = config.get("linear_attn_config")
+    if inner is None:
+        return {}
+    if not isinstance(inner, dict):
+        raise Unsupported(f"config.json says linear_attn_config {shown(inner)}, an object is needed: {AGAIN}")
+    found: Config = {ours: inner[theirs] for theirs, ours in INNER.items() if theirs in inner}
+    for name, value in found.items():
+        whole(name, value, LEAST.get(name, 1), SIZES[name])
+    bound = inner.get("gate_lower_bound", (GLM_5_NEXT | config)["linear_lower_bound"])
+    if boolean("safe_gate", inner.get("safe_gate", True)) and bound is None:
+        bound = GLM_5_NEXT["linear_lower_bound"]
+    return found | {"linear_lower_bound": bound}
+
+
+def _linear(given: Config, layers: frozenset[int]) -> FineLinear:
+    bound: Any = given["linear_lower_bound"]
+    if bound is not None and (type(bound) not in (int, float) or not (isfinite(bound) and bound < 0)):
+        raise Unsupported(f"config.json says linear_lower_bound {shown(bound)}, a number below 0, or null, is needed: {AGAIN}")
+    heads, size = given["linear_num_heads"], given["linear_head_dim"]
+    return FineLinear(
+        layers=layers,
+        key_heads=heads,
+        value_heads=heads,
+        key_size=size,
+        value_size=size,
+        width=given["linear_conv_kernel_dim"],
+        bound=float(bound or 0),
+    )
+
+
+def _index(given: Config, attending: frozenset[int]) -> Index:
+    """Of these layers some may go by the index of another."""
+    pool, most = given["index_kpool"], given["index_topk"]
+    if most % pool:
+        raise Unsupported(
+            f"config.json says index_topk {most} and index_kpool {pool}, of which the first must be a multiple: {AGAIN}"
+        )
+    if pool > 1:
+        expect(given, index_kpool_always_select_tail=True)
+    if given["q_lora_rank"] is None:
+        raise Unsupported(f"config.json says q_lora_rank null: an index needs latents of queries: {AGAIN}")
+    return Index(
+        heads=given["index_n_heads"],
+        size=given["index_head_dim"],
+        most=most,
+        borrowing=borrowing_of(given, attending),
+        pool=pool if pool > 1 else 0,
+    )

@@ -1,0 +1,32 @@
+"""What chooses pools of tokens instead of tokens (GLM 5 Next): see `kernels.pools` and `kernels.indexed`."""
+
+from torch import Tensor
+
+from ...kernels.indexed import ChoosingPools
+from ...kernels.operations import layer_norm
+from ...kernels.pools import write_pools
+from ...kernels.ragged import narrows
+from ..step import Step
+from .index import NAME, Chooser
+from .loader import Loader
+from .rotary import Places
+from .traits import Index, Latent
+
+
+class PoolChooser(Chooser):
+    """A `Chooser` whose tokens have gates beside keys. Nothing of either turns."""
+
+    def __init__(self, load: Loader, latent: Latent, index: Index) -> None:
+        super().__init__(load, latent, index)
+        name, full = f"{load.prefix}{NAME}.index_kpool_compress_gate", (index.size, load.shape.hidden)
+        self.gate = load.laid_out(load.source.tensor(name, full), None)
+        self.places = load.wide(f"{NAME}.index_kpool_compress_ape", index.pool, index.size)
+
+    def __call__(self, x: Tensor, made: Tensor, places: Places, step: Step, cache: Tensor) -> ChoosingPools | None:
+        """As that of `Chooser`. Writes gates, and keys of pools, too."""
+        index = self.index
+        write_pools(layer_norm(self.key(x), self.norm, index.epsilon), self.gate(x), self.places, step.slots, cache)
+        if not narrows(step.attention, index.most):
+            return None
+        weights = self.weights(x.float()) * (index.heads * index.size) ** -0.5
+        return ChoosingPools(self._queries(made, places), weights, index.most, members=index.pool)
