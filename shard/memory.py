@@ -150,6 +150,7 @@ def _sample(engine: Engine, tokens: int, rows: int, most: int) -> Measured:
     first = [([1], 1, GREEDIEST)]
     if engine.device.type == "cuda":
         first += [([1 << power], 1, GREEDIEST) for power in range(1, min(tokens, longest).bit_length())]
+        _choose(engine)
         first += [(lengths, choices, KEEPING), (lengths, choices, GREEDIEST)]
     for few, drawn, sampling in first:
         _make_room(engine, few, drawn)
@@ -173,6 +174,20 @@ def _make_room(engine: Engine, lengths: list[int], choices: int) -> None:
     for state in engine.cache.states.values():
         state.windows.zero_()
         state.memories.zero_()
+
+
+def _choose(engine: Engine) -> None:
+    """Steps of one token and of more, which are far enough behind the first to choose what they attend to, if any token does."""
+    longest, most = engine.decoder.shape.max_positions, engine.decoder.shape.most
+    lengths = [most, *(1 << power for power in range(8))]
+    if not 0 < most < longest:
+        return
+    _make_room(engine, [sum(lengths)], 1)
+    begun, waiting = sequences([0] * min(longest, sum(lengths)), 1)
+    groups = [Group(0, begun, waiting, GREEDIEST, 2, frozenset())]
+    for length in lengths:
+        engine.prefill(0, groups, [(0, length)], length, [])
+        groups = []
 
 
 def _run(engine: Engine, lengths: list[int], choices: int, sampling: Sampling) -> Outcome:

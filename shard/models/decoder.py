@@ -142,7 +142,9 @@ class Layer:
         """Only what comes before attention, to have it compiled."""
         self._turn(stream, 0)
         for reader in self.readers:
-            stream.through(self.input_norm, reader.inward)
+            x = stream.through(self.input_norm, reader.inward)
+            if isinstance(reader, Latents) and reader.chooser is not None:  # whose queries are wanted of long texts alone
+                reader.chooser.query(x.new_zeros(len(x), reader.chooser.inputs))
 
     def nothing(self, like: Tensor, rows: int) -> Sequence[Tensor]:
         """What so many tokens might have attended to."""

@@ -24,7 +24,8 @@ class Chooser:
         self.index = index
         self._order = self._ordered(latent.turned)
         hidden = load.shape.hidden
-        queries = load.matrix(f"{NAME}.wq_b", index.heads * index.size, hidden if index.streaming else latent.queries, whole=True)
+        self.inputs = hidden if index.streaming else latent.queries  # that queries are made of
+        queries = load.matrix(f"{NAME}.wq_b", index.heads * index.size, self.inputs, whole=True)
         self.query = load.laid_out(self._by_order(queries), None)
         self.key = load.laid_out(self._by_order(load.matrix(f"{NAME}.wk", index.size, hidden, whole=True)), None)
         self.weights = load.whole(f"{NAME}.weights_proj", index.heads, wide=True)

@@ -368,6 +368,24 @@ def test_nothing_is_compiled_in_the_step_that_is_measured(noted: Noted, name: st
     assert not {*noted.launches[counts[-1] :]} - {*noted.launches[: counts[-1]]}
 
 
+@pytest.mark.parametrize(
+    "name", ["deepseek-v32", "glm-5-borrowing", "hy-4", "mistral-large4", "ax-k2", "glm-5-next", "glm-5-pools", "minimax-m3"]
+)
+def test_kernels_of_what_is_chosen_are_compiled_before_the_first_request(noted: Noted, name: str) -> None:
+    """By any number of rows, in texts that are long enough for it."""
+    engine = load(ShardConfig(folder=str(tiny.folder(name)), model="m", device="cuda", dtype="bfloat16"), lambda stage: None)
+    engine.compile(8)
+    size_pool(engine, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL)
+    engine.resize(PAGES)
+    known = {*noted.launches}
+    most = engine.decoder.shape.most
+    for rows in (1, 3, linear.FEWER + 1):
+        assert len(run(engine, [tiny.group(uid, range(10, 10 + most + uid % 3), 4) for uid in range(1, rows + 1)])) == 4 * rows
+    assert "scores_kernel" in {one.kernel for one in noted.launches}
+    later = {one for one in noted.launches if one.kernel not in ("copy_kernel", "move_kernel")} - known
+    assert not later
+
+
 @pytest.mark.parametrize("name", ["llama", "hy-4", "glm-5-next"])
 def test_layers_of_few_rows_are_compiled_by_themselves(noted: Noted, name: str) -> None:
     """Also beside an output matrix of float32, as Hy 4's, which no kernel of few rows multiplies."""
