@@ -76,12 +76,10 @@ def candidates(logits: Tensor, scores: Tensor, starts: Sequence[int], count: int
         from .fused_top import top
 
         values, ids, totals = top(logits, count)
-        values = values - totals.unsqueeze(1) + scores.unsqueeze(1)
-    else:
-        totals = normalizers(logits)
-        # Not log_softmax, whose last bits are others: scores must not depend on whether beams beside these are drawn, say.
-        values, ids = largest((logits - totals.unsqueeze(1)) + scores.unsqueeze(1), count, any_impossible=True)
-    return *_of_sets(values, ids, starts, count), totals
+        return *_of_sets(values - totals.unsqueeze(1) + scores.unsqueeze(1), ids, starts, count), totals
+    totals = normalizers(logits)
+    # Not log_softmax, whose last bits are others: scores must not depend on whether beams beside these are drawn, say.
+    return *best((logits - totals.unsqueeze(1)) + scores.unsqueeze(1), starts, count), totals
 
 
 def best(order: Tensor, starts: Sequence[int], count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,9 +88,19 @@ def best(order: Tensor, starts: Sequence[int], count: int) -> tuple[Tensor, Tens
         from .fused_top import top
 
         values, ids, _ = top(order, count)
+    elif alike(starts):
+        count_of_sets, (rows, vocabulary) = len(starts) - 1, order.shape
+        found, places = largest(order.reshape(count_of_sets, -1), count, any_impossible=True)
+        first = torch.arange(0, rows, rows // count_of_sets, device=order.device).unsqueeze(1)
+        return found, places // vocabulary + first, places % vocabulary
     else:
         values, ids = largest(order, count, any_impossible=True)
     return _of_sets(values, ids, starts, count)
+
+
+def alike(starts: Sequence[int]) -> bool:
+    """Whether all sets have as many rows."""
+    return len({end - start for start, end in pairwise(starts)}) == 1
 
 
 def _of_sets(values: Tensor, ids: Tensor, starts: Sequence[int], count: int) -> tuple[Tensor, Tensor, Tensor]:

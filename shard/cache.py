@@ -78,7 +78,11 @@ class Cache:
 
     def copy(self, copies: Listing[tuple[int, int, int]]) -> None:
         """(source, target, rows): the first `rows` tokens of page `source` to `target`. Targets are distinct and no sources."""
-        self.copy_rows(*lists_to_device(self._device, *zip(*copies, strict=True)))
+        for part in self._bytes:
+            for source, target, rows in copies:
+                part[:, target, :rows] = part[:, source, :rows]
+        if not self._bytes:
+            self.copy_rows(*lists_to_device(self._device, *zip(*copies, strict=True)))
 
     def copy_rows(self, sources: Tensor, targets: Tensor, rows: Tensor) -> None:
         """The same, of what may be known on the device only: [copies] int64 each."""
