@@ -186,8 +186,8 @@ Check = Callable[..., None]
 
 @pytest.fixture
 def compare(unwritten: None, monkeypatch: pytest.MonkeyPatch, chance: random.Random) -> Check:
-    """Compares attention with a softmax in float64, its items of many rows by the kernel, whose source may be changed; on a GPU it is
-    what that compiles."""
+    """Compares attention with a softmax in float64, its items of many rows by the kernel, whose source may be changed; on a GPU it
+    is what that compiles."""
 
     def check(world: World, change: Callable[[str], str] | None = None, **options: Any) -> None:
         if world.query.is_cuda:
