@@ -88,7 +88,7 @@ def best(order: Tensor, starts: Sequence[int], count: int) -> tuple[Tensor, Tens
         from .fused_top import top
 
         values, ids, _ = top(order, count)
-    elif alike(starts):
+    elif _alike(starts):
         count_of_sets, (rows, vocabulary) = len(starts) - 1, order.shape
         found, places = largest(order.reshape(count_of_sets, -1), count, any_impossible=True)
         first = torch.arange(0, rows, rows // count_of_sets, device=order.device).unsqueeze(1)
@@ -98,17 +98,17 @@ def best(order: Tensor, starts: Sequence[int], count: int) -> tuple[Tensor, Tens
     return _of_sets(values, ids, starts, count)
 
 
-def alike(starts: Sequence[int]) -> bool:
+def _alike(starts: Sequence[int]) -> bool:
     """Whether all sets have as many rows."""
     return len({end - start for start, end in pairwise(starts)}) == 1
 
 
 def _of_sets(values: Tensor, ids: Tensor, starts: Sequence[int], count: int) -> tuple[Tensor, Tensor, Tensor]:
     """See `best`. values, ids: [rows, n], the largest of each row."""
-    count_of_sets, sizes = len(starts) - 1, [end - start for start, end in pairwise(starts)]
-    width = max(sizes)
-    # Sets of different sizes are filled up with a row of -inf, which is called the last one: nobody takes what is found there.
-    if min(sizes) < width:
+    count_of_sets = len(starts) - 1
+    if not _alike(starts):
+        # They are filled up with a row of -inf, which is called the last one: nobody takes what is found there.
+        width = max(end - start for start, end in pairwise(starts))
         table = [[*range(start, end), *(len(values),) * (width - end + start)] for start, end in pairwise(starts)]
         members = to_device(torch.tensor(table), values.device)
         values = torch.cat((values, values.new_full((1, values.shape[1]), -torch.inf)))[members]

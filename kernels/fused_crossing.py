@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .compilation import Compilation
-from .fused_mixing import FEWEST, WARPS
+from .fused_mixing import FEWEST, WARPS, compilation
 from .reference import Shares
 
 BLOCK = 128  # features at once: of as many the matrix of four streams has a tile of 32 rows, 32 numbers a thread
@@ -148,20 +148,10 @@ def _constants(count: int, size: int, rounds: int, add: bool) -> dict[str, objec
 
 def compilations() -> list[Compilation]:
     """GLM 5 Next's four streams: of the first part, of others, and of the output matrix."""
-    found = []
-    for dtype, rounds, add in (("bf16", 20, False), ("bf16", 20, True), ("bf16", 0, True), ("fp32", 20, True)):
-        pointers = dict.fromkeys(("streams", "more", "mixed"), f"*{dtype}")
-        pointers |= dict.fromkeys(("given", "matrix", "scale", "base", "gives"), "*fp32")
-        numbers = dict.fromkeys(("magnitude", "share_epsilon", "epsilon"), "fp32")
-        order = ("streams", "more", "given", "matrix", "scale", "base", "mixed", "gives")
-        found.append(
-            Compilation(
-                kernel=crossing_kernel,
-                name=f"crossing {dtype}{' mean' * (not rounds)}{' add' * add}",
-                signature={name: pointers[name] for name in order} | numbers,
-                constants=_constants(4, 4096, rounds, add),
-                warps=WARPS,
-                hot=True,
-            )
+    cases = (("bf16", 20, False), ("bf16", 20, True), ("bf16", 0, True), ("fp32", 20, True))
+    return [
+        compilation(
+            crossing_kernel, f"crossing {dtype}{' mean' * (not rounds)}{' add' * add}", dtype, _constants(4, 4096, rounds, add)
         )
-    return found
+        for dtype, rounds, add in cases
+    ]

@@ -114,22 +114,20 @@ def _constants(count: int, size: int, kinds: int, add: bool) -> dict[str, object
     }
 
 
+def compilation(kernel: triton.JITFunction, name: str, dtype: str, constants: dict[str, object]) -> Compilation:
+    """Of this kernel, or of `fused_crossing`'s, which takes as many tensors."""
+    pointers = dict.fromkeys(("streams", "more", "mixed"), f"*{dtype}")
+    pointers |= dict.fromkeys(("given", "matrix", "scale", "base", "gives"), "*fp32")
+    numbers = dict.fromkeys(("magnitude", "share_epsilon", "epsilon"), "fp32")
+    order = ("streams", "more", "given", "matrix", "scale", "base", "mixed", "gives")
+    signature = {name: pointers[name] for name in order} | numbers
+    return Compilation(kernel=kernel, name=name, signature=signature, constants=constants, warps=WARPS, hot=True)
+
+
 def compilations() -> list[Compilation]:
     """Hy 4's four streams: of the first part, of others, and of the output matrix."""
-    found = []
-    for dtype, kinds, add in (("bf16", 2, False), ("bf16", 2, True), ("bf16", 1, True), ("fp16", 2, True), ("fp32", 2, True)):
-        pointers = dict.fromkeys(("streams", "more", "mixed"), f"*{dtype}")
-        pointers |= dict.fromkeys(("given", "matrix", "scale", "base", "gives"), "*fp32")
-        numbers = dict.fromkeys(("magnitude", "share_epsilon", "epsilon"), "fp32")
-        order = ("streams", "more", "given", "matrix", "scale", "base", "mixed", "gives")
-        found.append(
-            Compilation(
-                kernel=mixing_kernel,
-                name=f"mixing {dtype}{' last' * (kinds == 1)}{' add' * add}",
-                signature={name: pointers[name] for name in order} | numbers,
-                constants=_constants(4, 2816, kinds, add),
-                warps=WARPS,
-                hot=True,
-            )
-        )
-    return found
+    cases = (("bf16", 2, False), ("bf16", 2, True), ("bf16", 1, True), ("fp16", 2, True), ("fp32", 2, True))
+    return [
+        compilation(mixing_kernel, f"mixing {dtype}{' last' * (kinds == 1)}{' add' * add}", dtype, _constants(4, 2816, kinds, add))
+        for dtype, kinds, add in cases
+    ]

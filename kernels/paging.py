@@ -3,6 +3,7 @@
 By Triton one launch where `choose.triton_for` says so; the plain branch says what is meant.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,9 +23,13 @@ def copy_pages(pages: Tensor, sources: Tensor, targets: Tensor, filled: Tensor) 
 
         fused(pages, sources, targets, filled)
         return
-    held = _held(pages)
-    for source, target, count in zip(sources.tolist(), targets.tolist(), filled.tolist(), strict=True):
-        held[:, target, :count] = held[:, source, :count]
+    copy_each(_held(pages), zip(sources.tolist(), targets.tolist(), filled.tolist(), strict=True))
+
+
+def copy_each(pages: Any, copies: Iterable[tuple[int, int, int]]) -> None:
+    """The same of numpy's arrays, or of tensors; copies: sources, targets, and how many slots are filled."""
+    for source, target, count in copies:
+        pages[:, target, :count] = pages[:, source, :count]
 
 
 def move_slots(slots: Tensor, sources: Tensor, targets: Tensor, starts: Tensor) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.gated_delta import States
-from ..kernels.paging import copy_pages, move_slots
+from ..kernels.paging import copy_each, copy_pages, move_slots
 from ..kernels.transfer import list_to_device, lists_to_device, to_device
 from .models.shape import Shape
 from .pages import PADDING
@@ -79,8 +79,7 @@ class Cache:
     def copy(self, copies: Listing[tuple[int, int, int]]) -> None:
         """(source, target, rows): the first `rows` tokens of page `source` to `target`. Targets are distinct and no sources."""
         for part in self._bytes:
-            for source, target, rows in copies:
-                part[:, target, :rows] = part[:, source, :rows]
+            copy_each(part, copies)
         if not self._bytes:
             self.copy_rows(*lists_to_device(self._device, *zip(*copies, strict=True)))
 

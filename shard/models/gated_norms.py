@@ -6,7 +6,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...kernels.linear import Weight
-from ...kernels.operations import gated
 from ...kernels.reference import by_lanes
 from .loader import Loader
 from .stream import Stream
@@ -48,5 +47,4 @@ class GatedStream(Stream):
         """As of `Stream`."""
         if self._gate is None:
             return super().through(gains, weight, gates)
-        found = self.product(self.normalized(gains), weight)
-        return gated(found, self._gates) if gates else found
+        return self.apart(self.normalized(gains), weight, gates)

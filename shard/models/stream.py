@@ -49,7 +49,11 @@ class Stream:
         x = self.normalized(gains)
         if few and gates:
             return weight.streamed(x, gated=True, gelu=self._gates.gelu)
-        found = self.product(x, weight, streams=not gates)
+        return self.apart(x, weight, gates, streams=not gates)
+
+    def apart(self, x: Tensor, weight: Weight, gates: bool, streams: bool = True) -> Tensor:
+        """The product of what is normalized already with `weight`, or what its gates let through; streams: as of `product`."""
+        found = self.product(x, weight, streams)
         return gated(found, self._gates) if gates else found
 
     def add(self, x: Tensor, weight: Weight, gains: Tensor | None = None) -> None:

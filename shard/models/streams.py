@@ -11,7 +11,6 @@ from torch import Tensor
 from ...kernels.adapters import Chosen
 from ...kernels.linear import Weight
 from ...kernels.mixing import mix
-from ...kernels.operations import gated
 from ...kernels.reference import Shares
 from ..parallel import Ranks
 from .loader import Loader
@@ -52,8 +51,7 @@ class Streams(Stream):
 
     def through(self, gains: Tensor | None, weight: Weight, gates: bool = False) -> Tensor:
         """As of `Stream`."""
-        found = self.product(self.normalized(gains), weight)
-        return gated(found, self._gates) if gates else found
+        return self.apart(self.normalized(gains), weight, gates)
 
     def add(self, x: Tensor, weight: Weight, gains: Tensor | None = None) -> None:
         """As of `Stream`."""

@@ -27,8 +27,7 @@ from penstock.shard.parallel import Ranks
 from penstock.shard.step import Span
 from penstock.shard.weights import Weights
 from penstock.tests.shard import tiny
-from penstock.tests.shard.driver import Habits
-from penstock.tests.shard.test_oracle import Bench, check_greedy, close, prompt
+from penstock.tests.shard.test_oracle import Bench, check_pauses, close, prompt
 from penstock.tests.shard.test_weights import WEIGHTS
 
 NAMED = {"architectures": ["Gemma3nForCausalLM"], "model_type": "gemma3n_text"}
@@ -131,10 +130,7 @@ def test_layers_without_keys_see_those_of_others() -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("chunk", [7, 13])
 def test_it_is_paused_and_goes_on_with_pages_that_others_had(name: str, chunk: int) -> None:
-    """Forgotten and computed anew, and prefixes that are found: tokens stay."""
-    asked = tuple(prompt(seed, length) for seed, length in ((1, 40), (1, 60), (3, 9), (1, 33)))
-    for seed in range(2):
-        check_greedy(name, tiny.engine(name, page_size=4, pages=90), asked, Habits(pause=0.2, chunk=chunk), seed)
+    check_pauses(name, chunk)
 
 
 def whole(name: str, folder: Path) -> Path:

@@ -21,8 +21,7 @@ from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import sequences
 from penstock.shard.step import Span
 from penstock.tests.shard import tiny
-from penstock.tests.shard.driver import Habits
-from penstock.tests.shard.test_oracle import Bench, check_greedy, close, prompt
+from penstock.tests.shard.test_oracle import Bench, check_pauses, close, prompt
 from penstock.tests.shard.test_quantized import made
 from penstock.tests.shard.test_weights import WEIGHTS, Alone, same
 
@@ -165,10 +164,7 @@ def test_its_names(name: str, rank: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("chunk", [7, 13])
 def test_it_is_paused_and_goes_on_with_pages_that_others_had(name: str, chunk: int) -> None:
-    """Forgotten and computed anew, and prefixes that are found: tokens stay."""
-    asked = tuple(prompt(seed, length) for seed, length in ((1, 40), (1, 60), (3, 9), (1, 33)))
-    for seed in range(2):
-        check_greedy(name, tiny.engine(name, page_size=4, pages=90), asked, Habits(pause=0.2, chunk=chunk), seed)
+    check_pauses(name, chunk)
 
 
 def test_experts_may_all_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

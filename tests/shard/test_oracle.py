@@ -211,6 +211,13 @@ def check_greedy(name: str, engine: Engine, asked: tuple[tuple[int, ...], ...], 
     return world
 
 
+def check_pauses(name: str, chunk: int) -> None:
+    """Forgotten and computed anew, with pages that others had, and prefixes that are found: tokens stay."""
+    asked = tuple(prompt(seed, length) for seed, length in ((1, 40), (1, 60), (3, 9), (1, 33)))
+    for seed in range(2):
+        check_greedy(name, tiny.engine(name, page_size=4, pages=90), asked, Habits(pause=0.2, chunk=chunk), seed)
+
+
 @pytest.mark.parametrize("page_size", [1, 4, 16, 64])
 @pytest.mark.parametrize("chunk", [1, 7, 64, UNLIMITED])
 def test_64_staggered_requests_get_transformers_tokens(page_size: int, chunk: int) -> None:
