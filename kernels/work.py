@@ -7,6 +7,7 @@ step is cut into several *items*. What a token gets from several items is merged
 *partials*, one for each of its tokens; any other writes the answer itself.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -295,9 +296,10 @@ def longest(parts: Array, kv_heads: int, processors: int, tiles: Sequence[Tile])
     share = -(-total // (places if total >= places * SHORT else processors))
     limit = -(-max(share, SHORTEST_ITEM) // ALIGNMENT) * ALIGNMENT
     # A few items more than there are places for would begin when others end. Where slightly longer ones have places, they do.
-    for stretched in range(limit, int(STRETCH * limit) + 1, STEP):
-        if int((-(-lengths // stretched)).sum()) * kv_heads <= places:
-            return stretched if SOONER * _ended(lengths, limit, places // kv_heads) > stretched else limit
+    candidates = range(limit, int(STRETCH * limit) + 1, STEP)  # the longer, the fewer items
+    found = bisect_left(candidates, True, key=lambda most: int((-(-lengths // most)).sum()) * kv_heads <= places)
+    if found < len(candidates) and SOONER * _ended(lengths, limit, places // kv_heads) > candidates[found]:
+        return candidates[found]
     return limit
 
 
