@@ -66,6 +66,7 @@ def shard_configs(
             page_size=asked.page_size,
             longest=asked.max_total_tokens if planned.shape.rope.kind == "longrope" else 0,  # what nobody goes by may differ
             kv_pages=asked.pool_pages,
+            kv_offload_gib=asked.kv_offload_gib,
             prefix_caching=asked.prefix_caching == "on",
             speculate=written(speculation),
             image_pixels=asked.max_image_pixels if planned.sight.images else 0,

@@ -262,6 +262,13 @@ class Options:
         default=SHARD.kv_pages,
         kind=kinds.count,
     )
+    kv_offload_gib: float = option(
+        BATCHING,
+        "memory of the host, for each replica, for keys and values that the pool has no room for any more: prompts that come "
+        "again, and paused requests, get them back instead of being computed anew",
+        default=SHARD.kv_offload_gib,
+        kind=kinds.positive,
+    )
     cuda_memory_fraction: float = option(
         BATCHING,
         "share of the device's memory that may be used; on a CPU, of the memory available",
@@ -490,6 +497,7 @@ class Options:
 PAUSING = ("max_waiting_tokens", "waiting_served_ratio")  # settings that only --prefill-policy pause reads
 SHARDS = (  # settings that only shards read, so whoever starts those
     *("load_format", "dtype", "quantize", "prefix_caching", "page_size", "kv_pages", "max_batch_total_tokens", "kv_cache_dtype"),
+    "kv_offload_gib",
     "max_lora_rank",
     *("cuda_memory_fraction", "device", "cuda_graphs", "overlap", "penstock_kernels", "num_shard", "threads", "shard_uds_path"),
 )
@@ -513,6 +521,8 @@ def check(options: Options) -> Options:
             f"--kv-pages {options.kv_pages} of {options.page_size} tokens and --max-batch-total-tokens "
             f"{options.max_batch_total_tokens} both say how large the pool is: set one of them"
         )
+    if options.kv_offload_gib and options.prefix_caching == "off":
+        raise Mistake("--kv-offload-gib keeps what --prefix-caching off forgets: set one of them")
     if options.itl_target and options.prefill_policy == "pause":
         raise Mistake("--itl-target is for --prefill-policy mixed: under pause, streams wait for whole prompts")
     if options.max_batch_size and options.max_batch_size < options.max_best_of and options.max_best_of != ROUTER.max_best_of:

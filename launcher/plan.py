@@ -142,7 +142,7 @@ def _form(options: Options, model: Checkpoint, ranks: int) -> Shape:
         form = shape(model.config).within(options.max_total_tokens).quantized(options.quantize)
         form.check_ranks(ranks)
         form.check_pages(options.page_size)
-        form.check_cache(options.kv_cache_dtype)
+        form.check_cache(options.kv_cache_dtype, options.kv_offload_gib > 0)
     except ValueError as error:
         raise Mistake(f"{model.folder}: {error}") from None
     if options.max_total_tokens > form.max_positions:

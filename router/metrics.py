@@ -62,6 +62,8 @@ COUNTERS = {
     "penstock_generated_tokens": ("Tokens that the shards generated", ()),
     "penstock_out_of_memory": ("Times that memory ran out in a step, which the shards then computed in smaller parts", ()),
     "penstock_overlapped_steps": ("Steps that were begun before the tokens of the one before had reached the host", ()),
+    "penstock_saved_pages": ("Pages that were copied to the host's memory when others took them", ()),
+    "penstock_loaded_pages": ("Pages that came back from the host's memory instead of being computed", ()),
     "penstock_restarts": ("Times that the shards were lost, and others took their place", ()),
     "penstock_replayed_requests": ("Requests that had begun on shards that were lost, and went on", ()),
     "penstock_moved_requests": ("Requests that went on on another replica, since theirs was lost or left", ()),
@@ -228,6 +230,9 @@ class Metrics:
         if reply.exhausted:
             self._counters["penstock_out_of_memory"].inc(reply.exhausted)
         self._counters["penstock_overlapped_steps"].inc(reply.ahead)
+        if reply.saved_pages or reply.loaded_pages:
+            self._counters["penstock_saved_pages"].inc(reply.saved_pages)
+            self._counters["penstock_loaded_pages"].inc(reply.loaded_pages)
         self._rows["tgi_request_skipped_tokens"].observe_all(_skipped(reply))
         if action.allowance is not None:
             self._guessed(reply)

@@ -8,6 +8,7 @@ from collections.abc import Sequence as Listing
 from .cache import Cache
 from .decoding.strategy import NOT_FINITE
 from .forks import Forks
+from .host_pages import HostPages
 from .outcome import Outcome
 from .pages import PagePool
 from .prefix import Prefixes
@@ -19,15 +20,20 @@ from .step import Span
 class Books:
     """Of the groups on one pool."""
 
-    def __init__(self, pool: PagePool, cache: Cache, prefix_caching: bool, states: int | None) -> None:
-        """states: see `Prefixes`."""
-        self.prefixes = Prefixes(pool, states) if prefix_caching else None
-        self.prompts = Prompts(pool, cache, self.prefixes)
-        self.forks = Forks(pool, cache)
+    def __init__(
+        self, pool: PagePool, cache: Cache, prefix_caching: bool, states: int | None = None, host: HostPages | None = None
+    ) -> None:
+        """states: see `Prefixes`; host: where there are copies of pages that others have taken."""
+        self.prefixes = Prefixes(pool, states, host.places if host else 0, self.renew) if prefix_caching else None
+        self.prompts = Prompts(pool, cache, self.prefixes, self.renew)
+        self.forks = Forks(pool, cache, self.renew)
         self.batches: dict[int, Batch] = {}
         self.groups: dict[int, Group] = {}  # of all batches, by uid
         self.changed: dict[int, Group] = {}  # groups whose standing may have changed, by uid
+        self.moved = (0, 0)  # pages that were copied to the host's memory, and from there, since a step has told of them
         self._pool = pool
+        self._cache = cache
+        self._host = host
 
     def members(self, batches: Iterable[int]) -> list[Group]:
         """The groups of these batches, as far as they are known."""
@@ -63,6 +69,21 @@ class Books:
                 group.counted = -1
         for span in spans:
             span.sequence.computed = span.start + len(span.tokens)
+
+    def renew(self) -> None:
+        """Gets pages ready that were taken: to be called before anything is written to them, or read. What others have left there
+        is copied to the host, if it may be found again, and zeroed; what was found on the host comes back."""
+        pages = self._pool.taken()
+        if not pages:
+            return
+        if self._host is None or self.prefixes is None:
+            self._cache.clear(pages)
+            return
+        saves, loads = self.prefixes.offload.moves()
+        self._host.save(saves)
+        self._cache.clear(pages)
+        self._host.load(loads)
+        self.moved = (self.moved[0] + len(saves), self.moved[1] + len(loads))
 
     def publish(self, group: Group, sequences: Iterable[Sequence]) -> None:
         """Makes the pages of these known that are full and computed."""
@@ -129,3 +150,4 @@ class Books:
                     outcome.standing.append((uid, *standing))
         self.changed.clear()
         outcome.free, outcome.cached = self._pool.free, self._pool.cached
+        (outcome.saved, outcome.loaded), self.moved = self.moved, (0, 0)

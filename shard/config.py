@@ -30,6 +30,7 @@ class ShardConfig:
     page_size: int = 16
     longest: int = 0  # prompt and answer together, of models that go by that; 0: all that they can
     kv_pages: int = 0  # size of the pool in pages; 0: from the memory that is left after warm-up
+    kv_offload_gib: float = 0.0  # of the host's memory, of all ranks on a machine together, for copies of pages that others take
     prefix_caching: bool = True  # computed prefixes are kept for later requests while nobody needs their pages
     memory_fraction: float = 0.9  # of the device's memory (on a CPU: of this rank's share of what is available) to be used
     speculate: str = ""  # how drafts are proposed and verified, see `proto.speculation`; a draft model is named by its folder

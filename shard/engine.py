@@ -29,6 +29,7 @@ from .decoding.stops import Stops
 from .flight import Flight
 from .forward import Extent, Forward, Record
 from .guesses import Guesses
+from .host_pages import HostPages
 from .logits import choose, nothing
 from .masks import Masks
 from .models.decoder import Decoder
@@ -91,9 +92,9 @@ class Engine:
         self._free = 0.0  # since when the device has nothing of the last one to do
         self.resize(0, sequences=0)
 
-    def resize(self, pages: int, sequences: int = 64, keeps: bool = True) -> None:
+    def resize(self, pages: int, sequences: int = 64, keeps: bool = True, copies: int = 0) -> None:
         """Starts anew with an empty pool of that size. sequences: that run at once, of models that remember something of each;
-        keeps: and keep some of it for others."""
+        keeps: and keep some of it for others; copies: of pages, in the host's memory."""
         shape, ranks, dtype = self.decoder.shape, self.decoder.ranks.size, self.decoder.embedding.dtype
         kept = shape.kept_states(sequences, self._prefix_caching) if keeps else 0
         drafter = self.guesses.drafter
@@ -104,7 +105,8 @@ class Engine:
             drafter.resize(pages, self.page_size, self.cache.features)
             self.cache.cleared = drafter.forget
         self.pool = PagePool(pages, self.page_size)
-        self.books = Books(self.pool, self.cache, self._prefix_caching, kept if self.cache.states else None)
+        host = HostPages(self.cache.pages, copies) if copies else None
+        self.books = Books(self.pool, self.cache, self._prefix_caching, kept if self.cache.states else None, host)
         self.shrink = Shrink(able=ranks == 1 and not self.cache.states)
 
     @property
@@ -320,7 +322,7 @@ class Engine:
         began = time.perf_counter()
         asked = self.guesses.ask(groups, allowance, self.pool, self.decoder.shape.chunk)
         if asked:
-            self._clear_taken()
+            self.books.renew()
             found = self.shrink.attempt(lambda: self.guesses.propose(asked))
             if found is None:
                 self.guesses.forget(asked)
@@ -375,7 +377,7 @@ class Engine:
 
     def _forward(self, runs: Listing[Run], spans: Listing[step.Span]) -> Tensor | None:
         """The states of the rows that are wanted, run by run."""
-        self._clear_taken()
+        self.books.renew()
         spans = step.parted(spans)
         compute: Callable[[Listing[step.Span]], Tensor] = self.forward
         if self._flight is not None:
@@ -441,8 +443,3 @@ class Engine:
             self.books.withdraw(group)  # of what is known of it some would have been computed now
             self.books.fail(group, f"what {self.cache.slots} sequences remember has room, and there are more", outcome)
         return [run for run in runs if self.books.has(run.group)]
-
-    def _clear_taken(self) -> None:
-        pages = self.pool.taken()
-        if pages:
-            self.cache.clear(pages)

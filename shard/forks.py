@@ -6,6 +6,7 @@ page of its own for what comes next. When the step lands they take the places of
 
 from array import array
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as Listing
 
 from ..kernels.transfer import lists_to_device
@@ -34,10 +35,12 @@ def heirs(group: Group, width: int, page_size: int, source: int) -> list[Span]:
 class Forks:
     """Of the groups on one pool. What a step has to copy is copied at once."""
 
-    def __init__(self, pool: PagePool, cache: Cache) -> None:
+    def __init__(self, pool: PagePool, cache: Cache, renew: Callable[[], object]) -> None:
+        """renew: gets pages ready that were taken."""
         self.copied = 0  # rows, in all
         self._pool = pool
         self._cache = cache
+        self._renew = renew
         self._copies: list[tuple[int, int, int]] = []  # source page, target page, rows
 
     def fork(self, group: Group, children: Listing[Child], tops: bool) -> None:
@@ -124,7 +127,7 @@ class Forks:
     def copy(self) -> None:
         """To be called when all groups of a step have parted."""
         if self._copies:
-            self._cache.clear(self._pool.taken())
+            self._renew()
             self._cache.copy(self._copies)
             self.copied += sum(rows for _, _, rows in self._copies)
             self._copies = []

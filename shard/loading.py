@@ -71,7 +71,7 @@ def load(config: ShardConfig, stage: Callable[[str], None]) -> Engine:
     model = shape(said).within(config.longest).quantized(config.quantize)
     model.check_ranks(config.ranks)
     model.check_pages(config.page_size)
-    model.check_cache(config.kv_cache_dtype)
+    model.check_cache(config.kv_cache_dtype, config.kv_offload_gib > 0)
     speculation = parse(config.speculate) if config.speculate else Speculation()
     check_guesses(model, speculation)
     device = _device(config)

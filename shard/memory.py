@@ -16,6 +16,7 @@ from ..kernels.attention import TILE
 from ..kernels.choose import triton_on
 from ..proto.process import available_memory
 from .engine import Engine
+from .host_pages import device_bytes, page_bytes
 from .models.shape import Unsupported
 from .outcome import Outcome
 from .rooms import GRAPH_BYTES
@@ -53,13 +54,14 @@ def size_pool(
     sequences: int,
     total: int,
     graphs: Listing[int] = (),
+    reserved: int = 0,
 ) -> tuple[int, int, Measured]:
     """The number of pages that this rank's pool should have, how many sequences may run at once, and the step that both were
     derived from.
 
     pages: what the operator asked for, 0 to decide here; fraction: of the memory that may be used; tokens, rows: of the largest
-    step; sequences: that run at once; total: tokens of the longest; graphs: tokens of the steps that will be recorded. Raises
-    Unsupported if it isn't enough for anything.
+    step; sequences: that run at once; total: tokens of the longest; graphs: tokens of the steps that will be recorded; reserved:
+    bytes for something else. Raises Unsupported if it isn't enough for anything.
     """
     page_size, page_bytes = engine.page_size, engine.token_bytes * engine.page_size
     # The measured step has no context. On a CPU a long one is gathered, and copied once more by head, one layer at a time.
@@ -69,7 +71,7 @@ def size_pool(
     seeing, seconds = _seeing(engine, tokens) if engine.decoder.sight else (0, 0.0)
     # Graphs keep what their steps take, in memory that all of them share.
     recorded = len(graphs) * GRAPH_BYTES + sample.bytes * max(graphs, default=0) // sample.tokens
-    needed = sample.bytes * -(-tokens // sample.tokens) + context + recorded + seeing + engine.decoder.changes.later
+    needed = sample.bytes * -(-tokens // sample.tokens) + context + recorded + seeing + engine.decoder.changes.later + reserved
     available = _usable(engine, fraction)
     sequences, states = engine.sequences(sequences, available - needed)
     needed += states
@@ -90,6 +92,22 @@ def size_pool(
         f"{_part(states, f'what {sequences} sequences remember')}, room for {room} pages"
     )
     return int(chosen), sequences, replace(sample, image_seconds=seconds)
+
+
+def size_copies(engine: Engine, gib: float) -> tuple[int, int]:
+    """Of how many pages this rank keeps copies in so much of the host's memory, which the ranks of a machine share; and what that
+    takes of the device's, in bytes. Raises Unsupported."""
+    if not gib:
+        return 0, 0
+    sharing, size = engine.decoder.ranks.neighbours, page_bytes(engine.cache.pages)
+    memory, room = int(gib * (1 << 30)) // sharing, available_memory() // sharing
+    if not size <= memory <= room:
+        raise Unsupported(
+            f"--kv-offload-gib {gib:g} is {memory / 1e9:.2f} GB for each of the ranks here ({sharing}): from {size / 1e9:.4f} GB, "
+            f"for a page, to {room / 1e9:.2f} GB, as much as is there, can be taken"
+        )
+    log.info(f"host: copies of {memory // size} pages, {memory / 1e9:.2f} GB")
+    return memory // size, memory if engine.device.type == "cpu" else device_bytes(size)
 
 
 def _chosen(engine: Engine, tokens: int, total: int) -> int:

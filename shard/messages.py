@@ -42,6 +42,8 @@ def step_reply(step: int, outcome: Outcome) -> wire.Reply:
         lacking=[lacking for _, _, _, lacking in outcome.standing],
         free=outcome.free,
         cached=outcome.cached,
+        saved_pages=outcome.saved,
+        loaded_pages=outcome.loaded,
         failed_uids=[uid for uid, _ in outcome.failed],
         failed_messages=[message for _, message in outcome.failed],
         seconds=outcome.seconds,

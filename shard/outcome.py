@@ -44,6 +44,8 @@ class Outcome:
     decode_keys: int = 0
     free: int = 0  # pages, when it was over
     cached: int = 0
+    saved: int = 0  # pages that were copied to the host's memory, since the step before was over ...
+    loaded: int = 0  # ... and that came back from there
     ahead: bool = False  # the next step was planned before: what is said of pages and of what groups lack includes it
 
     def count_prompt(self, run: Run) -> None:

@@ -9,27 +9,33 @@ has nothing below it that anybody holds, and pages, which are let go last first,
 
 Of models that remember a page is of no use without what was remembered behind it. A few nodes have a state (`states`), and
 only these are found.
+
+Where the host has memory for copies (`offload`), a page that others take stays in the trie, and comes back when it is found. Below
+it there are none but such.
 """
 
 from array import array
+from collections.abc import Callable
 from typing import Protocol
 
+from .offload import Offload
 from .pages import PagePool
 
 
 class Node:
     """A full page, named by its tokens and its parent; a root is named by its cache key and has no page."""
 
-    __slots__ = ("attached", "children", "depth", "key", "page", "parent", "state")
+    __slots__ = ("attached", "children", "copy", "depth", "key", "page", "parent", "state")
 
     def __init__(self, key: bytes, page: int, parent: "Node | None") -> None:
         self.key = key
-        self.page = page
+        self.page = page  # 0: it has none, or none on the device any more
         self.parent = parent
         self.depth: int = parent.depth + 1 if parent else 0  # pages on the way here, this one included
         self.children: dict[bytes, Node] = {}
         self.attached = True  # can be found
         self.state = 0  # slot of what is remembered behind its page; 0: nothing
+        self.copy = 0  # place of what is in its page in the host's memory; 0: nowhere
 
 
 class Holder(Protocol):
@@ -46,11 +52,17 @@ class Holder(Protocol):
 class Prefixes:
     """The full pages of one pool that can be found again."""
 
-    def __init__(self, pool: PagePool, states: int | None = None) -> None:
-        """states: that are kept at most, of models of which a page is of no use without one."""
+    def __init__(
+        self, pool: PagePool, states: int | None = None, copies: int = 0, renew: Callable[[], object] = lambda: None
+    ) -> None:
+        """states: that are kept at most, of models of which a page is of no use without one; copies: of pages, that the host's
+        memory has room for, of other models; renew: moves what is to be copied."""
+        assert states is None or not copies
         self.states: dict[int, Node] = {}  # by slot, the one that was found least recently first
         self.most = states
+        self.offload: Offload[Node] = Offload(copies, self._lost)
         self._pool = pool
+        self._renew = renew
         self._roots: dict[bytes, Node] = {}
         self._nodes: dict[int, Node] = {}  # by page
         pool.evicted = self._remove
@@ -65,11 +77,13 @@ class Prefixes:
         found = self._walk(node, holder.tokens[first * size : limit // size * size].tobytes(), size * holder.tokens.itemsize)
         while self.most is not None and found and not found[-1].state:
             found.pop()
+        if (first + len(found)) * size <= holder.computed:
+            return 0
+        found, pages = self._hold(found)
         gained = (first + len(found)) * size - holder.computed
         if gained <= 0:
+            self._pool.release(pages)
             return 0
-        pages = [node.page for node in found]
-        self._pool.share(pages)
         self._pool.release(holder.pages[first:])
         holder.pages[first:] = pages
         holder.computed += gained
@@ -78,6 +92,20 @@ class Prefixes:
             holder.state = holder.node.state
             self.states[holder.state] = self.states.pop(holder.state)
         return gained
+
+    def _hold(self, path: list[Node]) -> tuple[list[Node], list[int]]:
+        """As much of it as there are pages for, and these, each held once more. What others have taken comes back."""
+        here = [node.page for node in path if node.page]
+        self._pool.share(here)
+        path = path[: len(here) + self._pool.free]
+        back = path[len(here) :]
+        if back:
+            here += self.offload.load(back, self._pool.take)
+            self._renew()  # lest others get these pages, or places, before
+        for node in back:
+            self._nodes[node.page] = node
+            self._pool.keep(node.page)
+        return path, here
 
     def known(self, holder: Holder, limit: int) -> int:
         """How many of its first `limit` tokens are in pages that are known, whatever is remembered behind them."""
@@ -131,8 +159,10 @@ class Prefixes:
             below += node.children.values()
             node.attached = False
             self._lose(node)
-            del self._nodes[node.page]
-            self._pool.forget(node.page)
+            self.offload.drop(node)
+            if node.page:
+                del self._nodes[node.page]
+                self._pool.forget(node.page)
 
     @staticmethod
     def _walk(node: Node, tokens: bytes, width: int) -> list[Node]:
@@ -156,7 +186,9 @@ class Prefixes:
             key = holder.tokens[start : start + size].tobytes()
             child = node.children.get(key)
             if child is None:
-                child = self._insert(node, key, page)
+                child = node.children[key] = Node(key, 0, node)
+            if not child.page:
+                self._place(child, page)
             elif child.page != page:
                 if not swap:
                     break
@@ -168,11 +200,10 @@ class Prefixes:
     def _root(self, key: bytes) -> Node:
         return self._roots.get(key) or self._roots.setdefault(key, Node(key, 0, None))
 
-    def _insert(self, parent: Node, key: bytes, page: int) -> Node:
+    def _place(self, node: Node, page: int) -> None:
         assert page not in self._nodes, f"page {page} has two contents"
-        node = parent.children[key] = self._nodes[page] = Node(key, page, parent)
+        node.page, self._nodes[page] = page, node
         self._pool.keep(page)
-        return node
 
     def _cut(self, node: Node) -> None:
         """Takes a node, and with it those below it, from its parent."""
@@ -185,7 +216,14 @@ class Prefixes:
     def _remove(self, page: int) -> None:
         """The pool takes the page."""
         node = self._nodes.pop(page)
-        assert not node.children, f"page {page} is taken before those that follow it"
-        node.attached = False
-        self._lose(node)
-        self._cut(node)
+        assert not any(child.page for child in node.children.values()), f"page {page} is taken before those that follow it"
+        saved = self.offload.save(node)
+        node.page = 0
+        if not saved:
+            self._forget(node)
+
+    def _lost(self, node: Node) -> None:
+        """Its copy was given up."""
+        if not node.page:
+            assert not node.children, "a copy is given up before those that follow it"
+            self._forget(node)

@@ -2,7 +2,7 @@
 among the groups, finds what is cached, and lets choices part where the prompt ends. Knows no model and no logits.
 """
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as Listing
 from dataclasses import replace
 
@@ -52,10 +52,12 @@ class Looks:
 class Prompts:
     """Of the groups on one pool."""
 
-    def __init__(self, pool: PagePool, cache: Cache, prefixes: Prefixes | None) -> None:
+    def __init__(self, pool: PagePool, cache: Cache, prefixes: Prefixes | None, renew: Callable[[], object]) -> None:
+        """renew: gets pages ready that were taken."""
         self._pool = pool
         self._cache = cache
         self._prefixes = prefixes
+        self._renew = renew
         self._looks = Looks(0)  # of the step that is planned
 
     def fill(self, chunks: Listing[tuple[Group, int]], tokens: int) -> list[Run]:
@@ -202,7 +204,7 @@ class Prompts:
                 sequence.pages.append(copies[-1])
                 sequence.computed = sequence.prompt_length
         if copies:
-            self._cache.clear(self._pool.taken())
+            self._renew()
             self._cache.copy([(first.pages[full], page, rows) for page in copies])
 
 

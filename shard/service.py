@@ -23,7 +23,7 @@ from .config import ShardConfig
 from .engine import Engine
 from .forward import Extent
 from .graphs import Recorder
-from .memory import size_pool
+from .memory import size_copies, size_pool
 from .messages import allowance_from, group_from, paused_to, step_reply
 from .models.shape import Unsupported
 from .outcome import Outcome
@@ -143,9 +143,12 @@ class Service:
         # What remembers computes right guesses once more, which nobody counts who fills a step.
         most = tokens + (sequences * engine.guesses.most if shape.remembering is not None else 0)
         most += engine.decoder.sight.whole if engine.decoder.sight is not None else 0
-        pages, sequences, sample = size_pool(engine, config.kv_pages, config.memory_fraction, most, rows, sequences, total, sizes)
+        copies, reserved = size_copies(engine, config.kv_offload_gib)
+        pages, sequences, sample = size_pool(
+            engine, config.kv_pages, config.memory_fraction, most, rows, sequences, total, sizes, reserved
+        )
         sequences = ranks.least(sequences)
-        engine.resize(ranks.least(pages), sequences)
+        engine.resize(ranks.least(pages), sequences, copies=ranks.least(copies))
         if sizes:
             extent = Extent(tokens, rows, total, engine.pool.pages, chosen, drafts, engine.guesses.trees)
             engine.record(Recorder(), extent, lambda stage: setattr(self, "stage", stage))

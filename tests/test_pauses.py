@@ -66,12 +66,16 @@ SETTINGS = [
     {"page_size": 16, "prefix_caching": False, "step": 64, "drafts": 7},
     {"page_size": 4, "prefix_caching": True, "step": 33, "drafts": 4, "speculate": f"draft={DEMO},tokens=4"},
     {"page_size": 1, "prefix_caching": False, "step": 64, "drafts": 9, "speculate": f"draft={DEMO},tree=2x2x1,ngram=2"},
+    # What is taken goes to the host, which has room for 64 KiB of some thousand, or for all.
+    {"page_size": 4, "prefix_caching": True, "step": 33, "offload": 64},
+    {"page_size": 1, "prefix_caching": True, "step": 64, "offload": 4096},
+    {"page_size": 4, "prefix_caching": True, "step": 33, "drafts": 4, "speculate": f"draft={DEMO},tokens=4", "offload": 4096},
 ]
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: ",".join(map(str, list(settings.values())[:4])))
 def test_a_pool_in_which_everybody_is_paused_twice_changes_no_token(alone: list[list[list[int]]], settings: dict[str, Any]) -> None:
-    drafts = settings.get("drafts", 0)  # guesses change no token either
+    drafts, offload = settings.get("drafts", 0), settings.get("offload", 0)  # guesses change no token either
     asked = [replace(request, drafts=drafts) for request in requests()]
     page_size = settings["page_size"]
     pages = max(most_pages(request, page_size) for request in asked) + 1  # room for little more than the largest of them
@@ -79,7 +83,8 @@ def test_a_pool_in_which_everybody_is_paused_twice_changes_no_token(alone: list[
     async def test(batcher: Batcher) -> tuple[list[list[list[int]]], int]:
         found = await together(batcher, asked)
         assert isinstance(batcher._scheduler, Restless)
-        assert value(batcher, "penstock_restored_tokens_total") > 0
+        assert offload or value(batcher, "penstock_restored_tokens_total") > 0
+        assert (value(batcher, "penstock_loaded_pages_total") > 0) == (offload > 0)
         return found, min(batcher._scheduler.pauses[uid] for uid in range(1, len(asked) + 1))
 
     found, pauses = run(
@@ -90,6 +95,7 @@ def test_a_pool_in_which_everybody_is_paused_twice_changes_no_token(alone: list[
             "page_size": page_size,
             "prefix_caching": settings["prefix_caching"],
             "speculate": settings.get("speculate", ""),
+            "kv_offload_gib": offload / (1 << 20),
         },
         router={"max_batch_prefill_tokens": settings["step"]},
     )
@@ -107,8 +113,9 @@ def test_a_pool_for_one_request_serves_many(alone: list[list[list[int]]]) -> Non
     assert run(test, shard={"kv_pages": pages}) == alone
 
 
-@pytest.mark.parametrize("overlap", ["off", "on"])
-def test_aborts_at_random_steps_leave_the_others_alone(alone: list[list[list[int]]], overlap: str) -> None:
+@pytest.mark.parametrize(("overlap", "offload"), [("off", 0), ("on", 0), ("on", 512)])
+def test_aborts_at_random_steps_leave_the_others_alone(alone: list[list[list[int]]], overlap: str, offload: int) -> None:
+    """offload: KiB of the host's memory."""
     asked = requests()
     chance = random.Random(3)
 
@@ -128,7 +135,7 @@ def test_aborts_at_random_steps_leave_the_others_alone(alone: list[list[list[int
         assert (value(batcher, "penstock_overlapped_steps_total") > 0) == (overlap == "on")
         return found
 
-    shard = {"kv_pages": 60, "page_size": 8, "overlap": overlap}
+    shard = {"kv_pages": 60, "page_size": 8, "overlap": overlap, "kv_offload_gib": offload / (1 << 20)}
     assert run(test, scheduler=Restless, shard=shard, router={"max_batch_prefill_tokens": 24}) == alone
 
 

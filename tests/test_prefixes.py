@@ -80,6 +80,20 @@ def test_the_least_recently_used_prefixes_make_room() -> None:
     run(test, shard={"kv_pages": 21})
 
 
+def test_what_others_have_taken_comes_back_from_the_host() -> None:
+    async def test(batcher: Batcher) -> None:
+        asked = [Request(prompt=prompt(160, seed), max_new_tokens=9) for seed in range(4)]
+        answers = [await tokens(batcher, request) for request in asked]  # room for one of them
+        before = computed(batcher)
+        for request, answer in [*zip(asked, answers, strict=True)] * 2:
+            assert await tokens(batcher, request) == answer
+        assert computed(batcher) - before == 8 * PAGE, "of each the page of its last token"
+        assert value(batcher, "penstock_loaded_pages_total") == 8 * 9
+        assert value(batcher, "penstock_saved_pages_total") == 4 * 10, "a copy that is there is not made again"
+
+    run(test, shard={"kv_pages": 11, "kv_offload_gib": 1 / 1024})
+
+
 def test_choices_share_the_pages_of_their_prompt() -> None:
     async def test(batcher: Batcher) -> None:
         request = Request(prompt=prompt(160), max_new_tokens=16, choices=8, sampling=Sampling(temperature=1.0, seed=2))

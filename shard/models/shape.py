@@ -152,8 +152,12 @@ class Shape:
         """The numbers of ranks that the model can be divided into."""
         return [ranks for ranks in range(1, self.heads + 1) if not self._undivided(ranks)]
 
-    def check_cache(self, kind: str) -> None:
-        """Raises Unsupported if keys can't be cached in that number format."""
+    def check_cache(self, kind: str, offloads: bool = False) -> None:
+        """Raises Unsupported if keys can't be cached in that number format. offloads: to the host's memory, too."""
+        if self.remembering is not None and offloads:
+            raise Unsupported(
+                f"{self.remembering.name} remembers what is in no page, so pages are of no use alone: leave --kv-offload-gib out"
+            )
         if self.alibi and kind != "auto":
             raise Unsupported(f"ALiBi has more bits than keys of {kind}: leave --kv-cache-dtype out")
 

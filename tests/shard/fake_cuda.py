@@ -117,6 +117,9 @@ class OnDevice(Tensor):
     def numpy(self) -> Any:  # type: ignore[override]
         raise TypeError("can't convert cuda:0 device type tensor to numpy")
 
+    def record_stream(self, stream: object) -> None:  # type: ignore[override]
+        pass
+
     def pin_memory(self) -> Tensor:  # type: ignore[override]
         raise RuntimeError("cannot pin 'torch.cuda.Tensor': only dense CPU tensors can be pinned")
 
@@ -350,8 +353,10 @@ def _carry(function: Any, name: str, args: Any, kwargs: Any) -> Any:
         arriving = _inner(source).clone().as_subclass(Arriving)
         arriving.stamp = _clock
         return arriving
-    if isinstance(source, OnDevice):
+    if isinstance(source, OnDevice) and (blocking or target is None or not is_pinned(target)):
         wait("copy to the host")
+    elif isinstance(source, OnDevice):
+        noted.copies += 1
     elif source.numel() and not is_pinned(source):
         wait("copy of memory that is not pinned")
     elif source.numel() and blocking:
@@ -591,6 +596,11 @@ def recording(graph: Graph, pool: object = None) -> Iterator[None]:
     graph.operations = noted.operations - before
 
 
+def stream(device: object = None) -> SimpleNamespace:
+    """All are one."""
+    return SimpleNamespace(device_index=current(), device=DEVICE, wait_stream=lambda other: None)
+
+
 @contextmanager
 def device(monkeypatch: pytest.MonkeyPatch, shapes: int | None = None) -> Iterator[Noted]:
     """There is a CUDA device. Yields what is noted from now on. shapes: tensors of more elements are nothing but shapes."""
@@ -619,7 +629,9 @@ def device(monkeypatch: pytest.MonkeyPatch, shapes: int | None = None) -> Iterat
         "Event": Event,
         "graph": recording,
         "is_current_stream_capturing": lambda: _tape is not None,
-        "current_stream": lambda device=None: SimpleNamespace(device_index=current(), device=DEVICE),
+        "current_stream": stream,
+        "Stream": stream,
+        "stream": lambda stream: nullcontext(),
         "_sleep": lambda cycles: _work(cycles / 2e9),
     }
     monkeypatch.setattr(torch, "Generator", Generator)

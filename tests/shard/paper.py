@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from penstock.shard import engine as engine_module
+from penstock.shard.books import Books
 from penstock.shard.decoding.expansion import Candidate
 from penstock.shard.decoding.hypotheses import candidates_of
 from penstock.shard.decoding.methods import strategy_of
@@ -59,6 +60,27 @@ class Slots:
 
     def copy_rows(self, sources: torch.Tensor, targets: torch.Tensor, rows: torch.Tensor) -> None:
         self.copy(list(zip(sources.tolist(), targets.tolist(), rows.tolist(), strict=True)))
+
+
+class Host:
+    """Stands for the host's memory."""
+
+    def __init__(self, slots: Slots, places: int) -> None:
+        self.places = places
+        self.loaded = 0
+        self._slots = slots
+        self._held: dict[int, list[Content]] = {}
+
+    def save(self, moves: Sequence[tuple[int, int]]) -> None:
+        size, content = self._slots.page_size, self._slots.content
+        for page, place in moves:
+            self._held[place] = [content[page * size + i] for i in range(size)]
+
+    def load(self, moves: Sequence[tuple[int, int]]) -> None:
+        size, content = self._slots.page_size, self._slots.content
+        for place, page in moves:
+            self.loaded += 1
+            content |= {page * size + i: self._held[place][i] for i in range(size)}
 
 
 class Model:
@@ -188,9 +210,11 @@ def heirs(group: Group, found: Sequence[Pick | None]) -> list[tuple[int, int]]:
 class Paper(Engine):
     """Checks its own books after every step."""
 
-    def __init__(self, pages: int, page_size: int, prefix_caching: bool = True, ahead: bool = False, states: int = 0) -> None:
-        """states: the model remembers something of so many sequences."""
-        self._states = states
+    def __init__(
+        self, pages: int, page_size: int, prefix_caching: bool = True, ahead: bool = False, states: int = 0, copies: int = 0
+    ) -> None:
+        """states: the model remembers something of so many sequences; copies: of pages, on the host."""
+        self._states, self._copies = states, copies
         super().__init__(Model(), CPU, page_size, prefix_caching, ahead=ahead)  # type: ignore[arg-type]
         self.resize(pages)
         self.evictions = self.computed = 0
@@ -198,7 +222,9 @@ class Paper(Engine):
     def resize(self, pages: int, sequences: int = 0) -> None:  # type: ignore[override]
         super().resize(pages, sequences)
         self.cache: Any = Slots(self.page_size, self._states)
-        self.books.prompts._cache = self.books.forks._cache = self.cache
+        self.host: Any = Host(self.cache, self._copies)
+        kept = 0 if self._states else None
+        self.books = Books(self.pool, self.cache, self._prefix_caching, kept, self.host if self._copies else None)
         if self._states and self.books.prefixes is not None:
             self.books.prefixes.most = KEPT
         self.forward: Any = lambda spans, picked=None: self.decoder(spans, self.cache, picked)

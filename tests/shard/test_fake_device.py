@@ -29,6 +29,7 @@ from penstock.shard.decoding.hypotheses import Search, Stop
 from penstock.shard.engine import Engine, Outcome
 from penstock.shard.forward import Extent
 from penstock.shard.graphs import Recorder
+from penstock.shard.host_pages import HostPages
 from penstock.shard.loading import load
 from penstock.shard.memory import size_pool
 from penstock.shard.models.decoder import Decoder
@@ -289,6 +290,21 @@ def test_pages_are_zeroed_by_one_launch(noted: Noted) -> None:
     finally:
         choose.force("")
     assert [page for page in range(PAGES + 1) if not pages[:, page].any().item()] == [0, 5, 7]
+
+
+@torch.inference_mode()
+def test_pages_go_to_the_host_and_come_back_without_a_wait(noted: Noted) -> None:
+    host = HostPages(engine_of(graphs=False).cache.pages, 3)
+    [pages] = host._parts
+    pages.copy_(torch.randint(9, pages.shape))
+    before = [pages[:, page].clone() for page in (5, 7)]
+    noted.waits.clear()
+    host.save([(5, 3), (7, 1)])
+    pages.zero_()
+    host.load([(1, 2), (3, 4)])
+    assert not noted.waits
+    assert [page for page in range(PAGES + 1) if pages[:, page].any().item()] == [2, 4]
+    assert all((pages[:, page] == was).all().item() for page, was in zip((4, 2), before, strict=True))
 
 
 @torch.inference_mode()
@@ -657,7 +673,7 @@ def test_heads_read_what_the_model_has_put_on_the_device(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("penstock.shard.service.size_pool", size)
         service._measure(wire.WarmupRequest(max_step_tokens=TOKENS, max_step_rows=ROWS, max_total_tokens=TOTAL - 2))
-    *_, recorded = told
+    *_, recorded, _ = told
     drafter = engine.guesses.drafter
     assert drafter is not None
     assert len(recorded) == sum(len(own._decodes) + len(own._mixed) for own in (engine.forward, drafter.forward))

@@ -63,11 +63,15 @@ class World:
             holder.computed += count
             planned.append((holder, start))
             self.told(holder, self.prefixes.announce)
+        self.computes()
         for holder, start in planned:
             for place in range(start, holder.computed):
                 self.slots[holder.pages[place // SIZE]][place % SIZE] = self.name(holder, place + 1)
         for holder, _ in planned:
             self.told(holder, self.prefixes.publish)
+
+    def computes(self) -> None:
+        """The step begins."""
 
     def taking(self, holder: Sequence, tokens: int) -> None:
         before = len(holder.pages)

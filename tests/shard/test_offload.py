@@ -1,0 +1,232 @@
+"""What others take the pages of comes back from the host's memory as it was: random worlds against a model that forgets nothing.
+That no answer changes: test_pauses.py, test_prefixes.py."""
+
+import random
+from collections import Counter, deque
+from collections.abc import Callable
+from collections.abc import Sequence as Listing
+
+import pytest
+import torch
+
+from penstock.shard import host_pages, prefix
+from penstock.shard.host_pages import HostPages, page_bytes
+from penstock.shard.offload import Offload
+from penstock.shard.prefix import Node, Prefixes
+from penstock.shard.sequence import Sequence
+from penstock.tests.shard.driver import UNLIMITED, Habits, drive
+from penstock.tests.shard.paper import Paper
+from penstock.tests.shard.paper import paper as paper  # a fixture
+from penstock.tests.shard.test_flight import fly, room_of, with_beams
+from penstock.tests.shard.test_prefix import PAGES, SIZE, World
+
+AMPLE = 3000  # more than there are contents
+
+
+class Offloading(World):
+    """Copies of pages, of which each knows what was in its slots. What was computed and is not withdrawn is known."""
+
+    def __init__(self, seed: int, copies: int, prefixes: type[Prefixes] = Prefixes) -> None:
+        super().__init__(seed, prefixes=lambda pool: prefixes(pool, copies=copies, renew=self.renew))  # type: ignore[arg-type]
+        self.ample = copies == AMPLE
+        self.copies: dict[int, list[object]] = {}
+        self.saved = self.loaded = 0
+
+    def renew(self) -> None:
+        taken, (saves, loads) = self.pool.taken(), self.prefixes.offload.moves()
+        for page, place in saves:
+            self.copies[place] = self.slots[page]
+        for page in taken:
+            self.slots[page] = [None] * SIZE
+        for place, page in loads:
+            self.slots[page] = list(self.copies[place])
+        assert len({page for _, page in loads}) == len(loads)
+        self.saved, self.loaded = self.saved + len(saves), self.loaded + len(loads)
+
+    def taking(self, holder: Sequence, tokens: int) -> None:
+        self.pool.extend(holder.pages, tokens)
+
+    def computes(self) -> None:
+        self.renew()
+
+    def adopt(self, holder: Sequence) -> None:
+        limit = self.chance.choice([len(holder.tokens), len(holder.tokens) - 1])
+        pages = holder.computed // SIZE
+        if self.attached(holder):
+            while (pages + 1) * SIZE <= limit and self.name(holder, (pages + 1) * SIZE) in self.known:
+                pages += 1
+        most, free = max(0, pages * SIZE - holder.computed), self.pool.free
+        gained = self.prefixes.adopt(holder, limit)
+        assert gained <= most
+        assert gained == most or not self.ample or not self.pool.free or not free, "not for want of pages"
+        self.found += gained
+
+    def told(self, holder: Sequence, tell: object) -> None:
+        tell(holder)  # type: ignore[operator]
+        if self.attached(holder):
+            for page in range(holder.node.depth if holder.node else 0):
+                self.known[self.name(holder, (page + 1) * SIZE)] = 0
+
+    def check(self) -> None:
+        self.renew()
+        pool, prefixes = self.pool, self.prefixes
+        held = Counter(page for holder in self.holders for page in holder.pages)
+        assert {page: count for page, count in enumerate(pool._references) if count} == held
+        assert sorted([*pool._unused, *pool._cached, *held]) == list(range(1, PAGES + 1))
+        nodes = self.nodes()
+        assert {node.page for node in nodes if node.page} == set(prefixes._nodes)
+        assert {node.copy: node for node in nodes if node.copy} == prefixes.offload.held
+        assert len(prefixes.offload.held) + len(prefixes.offload._unused) <= AMPLE
+        for node in nodes:
+            assert node.attached
+            assert node.page or node.copy, "what is nowhere is found"
+            assert node.parent is not None
+            assert not node.page or node.parent.page or not node.parent.depth, "a page without the one before it"
+            name = self.name_of(node)
+            for where, place in ((self.slots, node.page), (self.copies, node.copy)):
+                assert not place or where[place] == [(name[0], name[1][: len(name[1]) - SIZE + i + 1]) for i in range(SIZE)]
+        for holder in self.holders:
+            for place in range(holder.computed):
+                assert self.slots[holder.pages[place // SIZE]][place % SIZE] == self.name(holder, place + 1)
+
+    def nodes(self) -> list[Node]:
+        found, below = list[Node](), list(self.prefixes._roots.values())
+        while below:
+            node = below.pop()
+            below += node.children.values()
+            found += [node] if node.depth else []
+        return found
+
+    @staticmethod
+    def name_of(node: Node) -> tuple[str, tuple[int, ...]]:
+        tokens = list[int]()
+        while node.parent is not None:
+            tokens[:0] = memoryview(node.key).cast("I").tolist()
+            node = node.parent
+        return node.key.decode(), tuple(tokens)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("copies", [AMPLE, 12, 3, 1])
+def test_random_worlds_find_what_was_taken(seed: int, copies: int) -> None:
+    world = Offloading(seed, copies)
+    world.run(1500)
+    assert min(world.saved, world.loaded) > (10 if copies > 3 else 0)
+    assert world.withdrawn > 3
+
+
+# Planted faults
+
+
+class Hasty(Offload[Node]):
+    """A place is given to another copy before what is in it was loaded."""
+
+    def load(self, nodes: Listing[Node], take: Callable[[int], Listing[int]]) -> list[int]:
+        def hastily(count: int) -> Listing[int]:
+            self._loading = set()
+            return take(count)
+
+        return super().load(nodes, hastily)
+
+
+class Still(Offload[Node]):
+    """A copy that was made before keeps its turn."""
+
+    def save(self, node: Node) -> bool:
+        return node.copy > 0 or super().save(node)
+
+
+class Latest(Offload[Node]):
+    """The copy that was made last is given up."""
+
+    def _take(self) -> int:
+        self.held = dict(reversed(self.held.items()))
+        place = super()._take()
+        self.held = dict(reversed(self.held.items()))
+        return place
+
+
+class Forgetful(Offload[Node]):
+    """The copy is not made."""
+
+    def moves(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        saves, loads = super().moves()
+        return saves[:-1], loads
+
+
+class Idle(Offload[Node]):
+    """Nothing is copied back."""
+
+    def moves(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        return super().moves()[0], []
+
+
+class Sticky(Offload[Node]):
+    """Copies of what was withdrawn stay."""
+
+    def drop(self, node: Node) -> None:
+        node.copy = 0
+
+
+@pytest.mark.parametrize("offload", [Hasty, Still, Latest, Forgetful, Idle, Sticky])
+def test_the_check_finds_a_fault(offload: type[Offload[Node]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix, "Offload", offload)
+    with pytest.raises((AssertionError, KeyError, IndexError)):
+        deque((Offloading(seed, 4).run(1500) for seed in range(20)), maxlen=0)
+
+
+# Engines
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_no_answer_tells_what_came_back(paper: type[Paper], ahead: bool) -> None:
+    """Beams among others, with pauses, in little room; every slot that a token sees is looked at."""
+    assert sum(loaded_of(paper, seed, ahead) for seed in range(24)) > 500
+
+
+def loaded_of(paper: type[Paper], seed: int, ahead: bool) -> int:
+    """Pages that came back in a world of its own."""
+    chance, groups = random.Random(seed), with_beams(seed)
+    size, copies = chance.choice([1, 2, 3, 4]), chance.choice([1, 9, 40, AMPLE])
+    expected = drive(paper(5000, size, prefix_caching=False), with_beams(seed), Habits(), seed)
+    engine = paper(room_of(groups, size) + chance.randint(2, 14), size, ahead=ahead, copies=copies)
+    habits = Habits(chance.choice([1, 3, 8, UNLIMITED]), pause=0.05, pauses=seed % 3, join=0.1)
+    world = fly(engine, groups, habits, seed)[0] if ahead else drive(engine, groups, habits, seed)
+    assert (world.failed, world.tokens) == ({}, expected.tokens)
+    assert engine.pool.free == engine.pool.pages
+    loaded: int = engine.host.loaded
+    return loaded
+
+
+@pytest.mark.parametrize("offload", [Hasty, Forgetful, Idle])
+def test_the_check_of_answers_finds_a_fault(
+    paper: type[Paper], offload: type[Offload[Node]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix, "Offload", offload)
+    with pytest.raises((AssertionError, KeyError)):
+        deque((loaded_of(paper, seed, ahead=True) for seed in range(24)), maxlen=0)
+
+
+# Memory
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("widths", [(8,), (8, 3), (5, 6, 7)])
+def test_copies_are_what_pages_were(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, widths: tuple[int, ...]) -> None:
+    """Of several tensors of other layers and widths, in several pieces of memory, a few at once."""
+    chance = random.Random(len(widths))
+    parts = [torch.randint(0, 100, (2 + width % 2, 9, 3, width)).to(dtype) for width in widths]
+    before = [part.float().clone() for part in parts]
+    monkeypatch.setattr(host_pages, "PIECE", 2 * page_bytes(parts))
+    monkeypatch.setattr(host_pages, "GATHERED", 2 * page_bytes(parts) + 1)
+    host = HostPages([part.view(torch.uint8) if dtype.itemsize == 1 else part for part in parts], 7)
+    places, pages = chance.sample(range(1, 8), 5), chance.sample(range(9), 5)
+    host.save([*zip(pages, places, strict=True)])
+    for part in parts:
+        part.view(torch.uint8).zero_()
+    targets = chance.sample(range(9), 5)
+    host.load([*zip(places, targets, strict=True)])
+    for part, was in zip(parts, before, strict=True):
+        wanted = torch.zeros_like(was)
+        wanted[:, targets] = was[:, pages]
+        assert torch.equal(part.float(), wanted)
