@@ -26,6 +26,7 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # one thread and by two: 3.5 M 1.1 / 2.0 / 4.8 and 3.1 / 4.6 / 7.5; 75 M 11 / 13 / 29 and 14 / 16 / 37; 155 M 14 / 22 / 54 and
 # 18 / 20 / 50.
 PER_THREAD = 1 << 26
+GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,7 @@ class Plan:
     memory: int  # that the rank may use
     page_size: int
     pages: int  # on every rank, for the same tokens
+    offload_bytes: int = 0  # of the host's memory, for what pages have no room for
     graphs: int = 0  # steps that are recorded
     sequences: int  # that run at once, at most
     longest: int  # tokens of each, at most
@@ -69,7 +71,11 @@ class Plan:
 
 
 def make(options: Options, model: Checkpoint, draft: Checkpoint | None = None, changes: Sequence[Adapter] = ()) -> Plan:
-    return divide(options, model, replicas.share(options, machine.inspect()), draft, changes)
+    """The plan for `model` on this machine; see `divide`."""
+    here = replicas.share(options, machine.inspect())
+    if options.kv_offload_gib * GIB > here.memory:
+        raise Mistake(f"--kv-offload-gib {options.kv_offload_gib:g}: of this machine's memory {size(here.memory)} can be taken")
+    return divide(options, model, here, draft, changes)
 
 
 def divide(
@@ -130,6 +136,7 @@ def divide(
         memory=usable,
         page_size=options.page_size,
         pages=pages,
+        offload_bytes=int(options.kv_offload_gib * GIB) // local,
         graphs=graphs,
         sequences=sequences,
         longest=longest,
@@ -247,6 +254,7 @@ def table(plan: Plan, name: str) -> str:
         *_sight(plan),
         *([("  graphs", f"{size(plan.graphs * rooms.GRAPH_BYTES):>10}  {plan.graphs} recorded steps")] if plan.graphs else []),
         ("  keys/values", f"{size(plan.pages * plan.page_size * plan.token_bytes):>10}  {size(plan.token_bytes)} per token"),
+        *([("  offloaded", f"{size(plan.offload_bytes):>10}  of the host's memory")] if plan.offload_bytes else []),
         *_states(plan),
         *_draft(plan),
         ("", ""),

@@ -89,6 +89,7 @@ def size_pool(
         f"pool: {chosen} pages of {page_size} tokens ({chosen * page_size} tokens{why}, {chosen * page_bytes / 1e9:.2f} GB); "
         f"a step takes up to {needed / 1e9:.2f} GB{_part(recorded, 'graphs')}"
         f"{_part(seeing, 'images')}"
+        f"{_part(reserved, 'copies of pages')}"
         f"{_part(states, f'what {sequences} sequences remember')}, room for {room} pages"
     )
     return int(chosen), sequences, replace(sample, image_seconds=seconds)
@@ -101,11 +102,11 @@ def size_copies(engine: Engine, gib: float) -> tuple[int, int]:
         return 0, 0
     sharing, size = engine.decoder.ranks.neighbours, page_bytes(engine.cache.pages)
     memory, room = int(gib * (1 << 30)) // sharing, available_memory() // sharing
-    if not size <= memory <= room:
-        raise Unsupported(
-            f"--kv-offload-gib {gib:g} is {memory / 1e9:.2f} GB for each of the ranks here ({sharing}): from {size / 1e9:.4f} GB, "
-            f"for a page, to {room / 1e9:.2f} GB, as much as is there, can be taken"
-        )
+    asked = f"--kv-offload-gib {gib:g}, for each of the ranks here ({sharing}) {memory:,} bytes"
+    if memory < size:
+        raise Unsupported(f"{asked}, is less than a page has, {size:,}: raise it")
+    if memory > room:
+        raise Unsupported(f"{asked}, is more than the memory that is available, {room:,}: lower it")
     log.info(f"host: copies of {memory // size} pages, {memory / 1e9:.2f} GB")
     return memory // size, memory if engine.device.type == "cpu" else device_bytes(size)
 

@@ -404,6 +404,19 @@ def test_what_cannot_run(options: Options, config: dict[str, Any], machine: Mach
     assert "\n" not in str(caught.value)
 
 
+def test_memory_of_the_host(tmp_path: Path) -> None:
+    """For copies of pages."""
+    asked = Options(kv_offload_gib=1.5, device="cuda", num_shard=2)
+    planned = plan.divide(asked, whole(tmp_path), GPUS)
+    assert planned.offload_bytes == 3 << 28
+    assert "  offloaded    768.0 MiB  of the host's memory" in plan.table(planned, "a name").splitlines()
+    with pytest.raises(Mistake, match=r"--kv-offload-gib 1e\+06: of this machine's memory .* can be taken"):
+        plan.make(Options(kv_offload_gib=1e6), whole(tmp_path))
+    linear = whole(tmp_path, architectures=["Qwen3_5ForCausalLM"], num_hidden_layers=4, head_dim=32)
+    with pytest.raises(Mistake, match="remembers what is in no page, so pages are of no use alone: leave --kv-offload-gib out"):
+        plan.divide(Options(kv_offload_gib=1.0), linear, MACHINE)
+
+
 def test_the_table_is_aligned(tmp_path: Path) -> None:
     lines = plan.table(plan.divide(Options(threads=4), whole(tmp_path), MACHINE), "a name").splitlines()
     assert lines[0] == "model         a name"

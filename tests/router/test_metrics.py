@@ -127,6 +127,14 @@ def test_memory_that_ran_out_is_counted() -> None:
     assert samples(metrics)["penstock_out_of_memory_total"] == 4
 
 
+def test_pages_that_went_to_the_host_and_came_back_are_counted() -> None:
+    metrics = Metrics()
+    for saved, loaded in ((3, 0), (0, 0), (1, 2)):
+        metrics.step(Decode(), 1.0, shard_pb2.StepReply(saved_pages=saved, loaded_pages=loaded))
+    found = samples(metrics)
+    assert (found["penstock_saved_pages_total"], found["penstock_loaded_pages_total"]) == (4, 2)
+
+
 def test_steps_for_which_the_device_did_not_wait_are_counted() -> None:
     metrics = Metrics()
     for ahead in (True, False, True):

@@ -55,10 +55,14 @@ class Offloading(World):
         if self.attached(holder):
             while (pages + 1) * SIZE <= limit and self.name(holder, (pages + 1) * SIZE) in self.known:
                 pages += 1
-        most, free = max(0, pages * SIZE - holder.computed), self.pool.free
+        most = max(0, pages * SIZE - holder.computed)
+        first = holder.node.depth if holder.node else 0
+        names = {self.name(holder, page * SIZE) for page in range(first + 1, pages + 1)}
+        path = [node.page for node in self.nodes() if self.name_of(node) in names]
+        enough = path.count(0) + sum(page in self.pool._cached for page in path) <= self.pool.free
         gained = self.prefixes.adopt(holder, limit)
         assert gained <= most
-        assert gained == most or not self.ample or not self.pool.free or not free, "not for want of pages"
+        assert gained == most or not self.ample or not enough, "not for want of pages"
         self.found += gained
 
     def told(self, holder: Sequence, tell: object) -> None:
