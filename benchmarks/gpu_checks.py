@@ -54,6 +54,7 @@ from penstock.kernels.linear import Exact
 from penstock.kernels.paged_attention import Capacity
 from penstock.kernels.reference import Gates, Shares
 from penstock.kernels.sampling import Draws, Penalties
+from penstock.shard.host_pages import HostPages
 
 SECTION = "correctness"
 # Of attention: of answers that are means of numbers around 1.
@@ -168,6 +169,7 @@ def checks(bench: Bench) -> dict[str, Check]:
         # The interpreter rounds to 8 bits wrongly.
         found["rotary and write, cache of 8 bits"] = partial(rotary, dtype=torch.bfloat16, eight_bits=True)
     found["page copies and slot moves"] = copies
+    found["pages to the host and back"] = offloaded
     found["noise, to the last bit, of a CPU's"] = noises
     found["sampling: share of rows that differ from a CPU's"] = tokens
     found["beam candidates and the most probable"] = best
@@ -750,6 +752,21 @@ def _change(x: Tensor, columns: Tensor, starts: Tensor) -> None:
         paging.copy_pages(x, columns[0], columns[1], columns[2])
     else:
         paging.move_slots(x, columns[0], columns[1], starts)
+
+
+def offloaded(bench: Bench, chance: random.Random) -> float:
+    """Numbers that are others when they come back, while the device goes on writing to their pages."""
+    parts = [torch.randn(layers, 40, 16, width, device=bench.device).bfloat16() for layers, width in ((4, 2048), (3, 576), (1, 7))]
+    host, wrong = HostPages(parts, 32), 0.0
+    for _ in range(4):
+        pages, places, targets = chance.sample(range(40), 20), chance.sample(range(1, 33), 20), chance.sample(range(40), 20)
+        before = [part[:, pages].clone() for part in parts]
+        host.save(list(zip(pages, places, strict=True)))
+        for part in parts:
+            part.add_(1)
+        host.load(list(zip(places, targets, strict=True)))
+        wrong += sum(float((part[:, targets] != was).sum()) for part, was in zip(parts, before, strict=True))
+    return wrong
 
 
 def noises(bench: Bench, chance: random.Random) -> float:

@@ -14,6 +14,7 @@ from penstock.kernels import beam, choose, codes, experts, linear, operations, p
 from penstock.kernels.fused_sampling import sample
 from penstock.kernels.linear import Exact, Weight
 from penstock.kernels.sampling import Draws, Penalties
+from penstock.shard.host_pages import HostPages, page_bytes
 
 SECTION = "operations"
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, SIZE, VOCABULARY = 4096, 14336, 32, 8, 128, 128256
@@ -25,7 +26,7 @@ def measure(bench: Bench) -> None:
     with choose.forced("triton"):
         sizes = (4,) if bench.tiny else (1, 256, 8192)
         parts = [partial(part, tokens=tokens) for part in (elementwise, few_bits, steady, mixture) for tokens in sizes]
-        bench.each(SECTION, (sample_logits, beams, moves, *parts))
+        bench.each(SECTION, (sample_logits, beams, moves, offloading, *parts))
 
 
 def _bfloat16(bench: Bench, *shape: int) -> Tensor:
@@ -151,6 +152,26 @@ def moves(bench: Bench) -> None:
     moved = 2 * layers * 4 * count * width * 2
     what = f"4 slots moved in each of {count} rows in {layers} layers"
     _against_bytes(bench, what, [partial(paging.move_slots, slots, order[0], order[1], starts) for order in orders], moved)
+
+
+def offloading(bench: Bench) -> None:
+    """Pages to the host's memory and back, of all layers, beside one copy of as many bytes. Going there they hold up steps only
+    while they are gathered."""
+    layers, page_size, width, count = (2, 4, 32, 4) if bench.tiny else (32, 16, 2 * KV_HEADS * SIZE, 64)
+    pages = torch.zeros(layers, 4 * count, page_size, width, dtype=torch.bfloat16, device=bench.device)
+    host, places, size = HostPages([pages], count), range(1, count + 1), count * page_bytes([pages])
+    parts = torch.randperm(4 * count).view(4, count).tolist()
+    near = torch.empty(size, dtype=torch.uint8, device=bench.device)
+    far = torch.empty(size, dtype=torch.uint8, pin_memory=bench.device.type == "cuda")
+    plain = bench.time([partial(near.copy_, far, non_blocking=True)], graph=False)
+    for what, calls in (
+        ("gathered for the host", [partial(host.save, list(zip(part, places, strict=True))) for part in parts]),
+        ("from the host", [partial(host.load, list(zip(places, part, strict=True))) for part in parts]),
+    ):
+        took, name = bench.time(calls, graph=False), f"{count} pages of {layers} layers {what}"
+        ratio, against = plain.seconds / took.seconds, "of a copy's rate from the host"
+        rate = size / took.seconds / 1e9
+        bench.add(Line(section=SECTION, what=name, timing=took, value=rate, unit="GB/s", ratio=ratio, against=against))
 
 
 def sample_logits(bench: Bench) -> None:
