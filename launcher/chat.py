@@ -96,8 +96,8 @@ class Talk:
     def body(self) -> dict[str, Any]:
         """A request for the next answer."""
         head: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
-        options = {"stream": True, "stream_options": {"include_usage": True}}
-        return {"messages": [*head, *self.messages], **options, **self.fields}
+        options = {"stream_options": {"include_usage": True}}
+        return {"messages": [*head, *self.messages], **options, **self.fields, "stream": True}  # nothing else is read here
 
     def back(self) -> bool:
         """To where the last question waits for its answer. Whether there is one."""
@@ -113,10 +113,11 @@ class Talk:
     def load(self, path: Path) -> None:
         """Raises OSError, ValueError."""
         content = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict) or not isinstance(content.get("messages"), list):
+        messages, fields = (content.get("messages"), content.get("fields", {})) if isinstance(content, dict) else (None, None)
+        said = isinstance(messages, list) and all(isinstance(message, dict) and "role" in message for message in messages)
+        if not said or not isinstance(fields, dict):
             raise ValueError(f"{path} holds no talk that was saved here")
-        self.system, self.messages = str(content.get("system", "")), content["messages"]
-        self.fields = dict(content.get("fields", {}))
+        self.system, self.messages, self.fields = str(content.get("system", "")), messages, fields
 
 
 class Server:
@@ -191,9 +192,9 @@ def _piece(event: dict[str, Any]) -> Piece:
         error = event["error"]
         raise Failed(str(error.get("message", error) if isinstance(error, dict) else error))
     tokens = int((event.get("usage") or {}).get("completion_tokens") or 0)
-    if not event.get("choices"):
+    choice = next((one for one in event.get("choices") or () if not one.get("index")), None)  # of several answers the first
+    if choice is None:
         return Piece(tokens=tokens)
-    choice = event["choices"][0]
     delta = choice.get("delta") or {}
     thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
     return Piece(delta.get("content") or "", thought, tokens, choice.get("finish_reason") or "")
@@ -293,7 +294,9 @@ class Terminal:
         self._say(", ".join(f"{key} {json.dumps(value)}" for key, value in self._talk.fields.items()) or "nothing is set")
 
     def _unset(self, rest: str) -> None:
-        self._say(f"{rest} is not sent any more" if self._talk.fields.pop(rest, None) is not None else f"{rest} was not set")
+        known = rest in self._talk.fields
+        self._talk.fields.pop(rest, None)
+        self._say(f"{rest} is not sent any more" if known else f"{rest} was not set")
 
     def _retry(self, rest: str) -> None:
         if self._talk.back():
