@@ -113,11 +113,13 @@ class Talk:
     def load(self, path: Path) -> None:
         """Raises OSError, ValueError."""
         content = json.loads(path.read_text(encoding="utf-8"))
-        messages, fields = (content.get("messages"), content.get("fields", {})) if isinstance(content, dict) else (None, None)
-        said = isinstance(messages, list) and all(isinstance(message, dict) and "role" in message for message in messages)
-        if not said or not isinstance(fields, dict):
+        kept = content if isinstance(content, dict) else {}
+        messages, fields = kept.get("messages"), kept.get("fields", {})
+        if not isinstance(messages, list) or not all(isinstance(each, dict) and "role" in each for each in messages):
             raise ValueError(f"{path} holds no talk that was saved here")
-        self.system, self.messages, self.fields = str(content.get("system", "")), messages, fields
+        if not isinstance(fields, dict):
+            raise ValueError(f"{path}: fields is no object")
+        self.system, self.messages, self.fields = str(kept.get("system", "")), messages, fields
 
 
 class Server:
