@@ -46,7 +46,8 @@ class Client:
                 content = await reply.json(content_type=None) if reply.status == 200 else {}
             return str(content["data"][0]["id"]) if isinstance(content, dict) and content.get("data") else ""
         except (aiohttp.ClientConnectionError, TimeoutError) as error:
-            raise Unreachable(f"nobody answers at {self._base} ({error}): start the server, or give another URL") from None
+            why = str(error) or f"within {self._timeout.total:g} s"
+            raise Unreachable(f"nobody answers at {self._base} ({why}): start the server, or give another URL") from None
         except (ValueError, KeyError, TypeError, aiohttp.ClientError):
             return ""
 

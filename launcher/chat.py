@@ -96,8 +96,8 @@ class Talk:
     def body(self) -> dict[str, Any]:
         """A request for the next answer."""
         head: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
-        options = {"stream": True, "stream_options": {"include_usage": True}}
-        return {"messages": [*head, *self.messages], **options, **self.fields}
+        options = {"stream_options": {"include_usage": True}}
+        return {"messages": [*head, *self.messages], **options, **self.fields, "stream": True}  # nothing else is read here
 
     def back(self) -> bool:
         """To where the last question waits for its answer. Whether there is one."""
@@ -113,10 +113,13 @@ class Talk:
     def load(self, path: Path) -> None:
         """Raises OSError, ValueError."""
         content = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict) or not isinstance(content.get("messages"), list):
+        kept = content if isinstance(content, dict) else {}
+        messages, fields = kept.get("messages"), kept.get("fields", {})
+        if not isinstance(messages, list) or not all(isinstance(each, dict) and "role" in each for each in messages):
             raise ValueError(f"{path} holds no talk that was saved here")
-        self.system, self.messages = str(content.get("system", "")), content["messages"]
-        self.fields = dict(content.get("fields", {}))
+        if not isinstance(fields, dict):
+            raise ValueError(f"{path}: fields is no object")
+        self.system, self.messages, self.fields = str(kept.get("system", "")), messages, fields
 
 
 class Server:
@@ -191,9 +194,9 @@ def _piece(event: dict[str, Any]) -> Piece:
         error = event["error"]
         raise Failed(str(error.get("message", error) if isinstance(error, dict) else error))
     tokens = int((event.get("usage") or {}).get("completion_tokens") or 0)
-    if not event.get("choices"):
+    choice = next((one for one in event.get("choices") or () if not one.get("index")), None)  # of several answers the first
+    if choice is None:
         return Piece(tokens=tokens)
-    choice = event["choices"][0]
     delta = choice.get("delta") or {}
     thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
     return Piece(delta.get("content") or "", thought, tokens, choice.get("finish_reason") or "")
@@ -293,7 +296,9 @@ class Terminal:
         self._say(", ".join(f"{key} {json.dumps(value)}" for key, value in self._talk.fields.items()) or "nothing is set")
 
     def _unset(self, rest: str) -> None:
-        self._say(f"{rest} is not sent any more" if self._talk.fields.pop(rest, None) is not None else f"{rest} was not set")
+        known = rest in self._talk.fields
+        self._talk.fields.pop(rest, None)
+        self._say(f"{rest} is not sent any more" if known else f"{rest} was not set")
 
     def _retry(self, rest: str) -> None:
         if self._talk.back():

@@ -515,6 +515,11 @@ def check(options: Options) -> Options:
             f"--max-input-tokens {options.max_input_tokens} must be below --max-total-tokens {options.max_total_tokens}: "
             "an answer has at least one token"
         )
+    if options.payload_limit > options.payload_limit_total:
+        raise Mistake(
+            f"--payload-limit {options.payload_limit} is more than all bodies together may have: raise --payload-limit-total "
+            f"{options.payload_limit_total}, or a body of that size is told to come again for ever"
+        )
     by_tokens = dataclasses.replace(options, kv_pages=0).pool_pages
     if options.kv_pages and by_tokens and options.kv_pages != by_tokens:
         raise Mistake(

@@ -32,7 +32,7 @@ VARIABLES = {  # that TGI reads, and that are no flags
     "ATTENTION": "attention is chosen by the device",
     "USE_FLASH_ATTENTION": "attention is chosen by the device",
     "COMPUTE_TYPE": "x-compute-type says penstock",
-    "MAX_IMAGE_FETCH_SIZE": "images are not supported",
+    "MAX_IMAGE_FETCH_SIZE": "an image may have as many bytes as a body, --payload-limit",
 }
 ALIASES = {  # of the same in the images for SageMaker and Vertex AI, and of older versions
     "HF_MODEL_ID": "MODEL_ID",

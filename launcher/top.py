@@ -242,7 +242,10 @@ class Server:
             if not self._model:
                 status, answer = self._get("/info")
                 self._model = str(_object(answer).get("model_id", "")) if status == 200 else ""
-            return Look(moment, state, self._model, parse(text))
+            parts = parse(text)
+            if state == "ready" and not parts[""].values:  # there are servers that answer 200 to anything
+                return Look(moment, "no penstock: its metrics are not there")
+            return Look(moment, state, self._model, parts)
         except (OSError, http.client.HTTPException, ValueError) as error:
             self._model = ""
             return Look(moment, f"no answer: {getattr(error, 'strerror', None) or error or type(error).__name__}")

@@ -17,7 +17,7 @@ from typing import Protocol
 from ..proto import shard_pb2
 from .request import Broken, NoModel, NotReady, Refused
 
-NAME = re.compile(r"[!-~]{1,200}")
+NAME = re.compile(r"[!-+\--~]{1,200}")  # without commas, which stand between names in the label of a metric that gateways read
 PLACEHOLDER = "tgi"  # what clients of TGI call whatever is served
 
 logger = logging.getLogger(__name__)
@@ -179,7 +179,7 @@ class Adapters:
 
     def _check_new(self, name: str, replaced: Later | None) -> None:
         if not NAME.fullmatch(name):
-            raise Refused("`lora_name` must have from 1 to 200 characters of ASCII, and no spaces", "lora_name")
+            raise Refused("`lora_name` must have from 1 to 200 characters of ASCII, and no spaces or commas", "lora_name")
         if name in (self._model, PLACEHOLDER):
             raise Refused(f"`lora_name`: the model is called {name} itself: give the adapter another name", "lora_name")
         if replaced is None and name in self.names:

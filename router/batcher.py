@@ -296,7 +296,7 @@ class Batcher:
         lost: whoever starts shards does not while the server shuts down."""
         self._last_call = monotonic()
         if self._recovering:
-            self._cut(Broken(f"the server shuts down, and {self._recovering}"))
+            self._give_up(self._recovering)
         try:
             async with asyncio.timeout(seconds):
                 if answered is not None:
@@ -339,10 +339,10 @@ class Batcher:
         """Raises if it can't be taken now."""
         if not self._adapters.knows(request.adapter):
             raise self._metrics.ended(NoModel(GONE), "validation")
-        if self._broken:
+        if self._broken and not self._draining:
             raise self._metrics.ended(Broken(self._broken), "generation")
         late = (request.arrived or monotonic()) >= self._last_call
-        if self._loop is None or late or (self._draining and self._recovering):
+        if self._loop is None or late or (self._draining and (self._recovering or self._broken)):
             raise self._metrics.ended(NotReady(f"not ready: {self.stage}"), "unavailable")
         if not admits(self.readers, self._config.max_concurrent_requests, request.tenant):
             message = f"{self._readers.counts.total()} requests are in flight, as many as the server takes at once"
@@ -464,6 +464,10 @@ class Batcher:
         for uid in tuple(self._streams):
             self._fail(uid, failure, "unavailable" if isinstance(failure, NotReady) else "generation")
 
+    def _give_up(self, lost: str) -> None:
+        """The shards are lost while it drains, and come no more: like what lasts too long, somebody else has to answer it."""
+        self._cut(NotReady(f"the server shuts down, and {lost}"))
+
     def _forget(self, stream: Stream) -> None:
         del self._streams[stream.uid]
         self._adapters.leave(stream.request.adapter)
@@ -487,6 +491,7 @@ class Batcher:
                     await self._run(Steps(self._scheduler, self._shards, self._streams, self._metrics, self._fail))
                 except Broken as lost:
                     if self._draining:
+                        self._give_up(str(lost))
                         raise
                     await self._recover(lost)
         except Exception as error:

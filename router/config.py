@@ -86,6 +86,11 @@ class RouterConfig:
         return most_sequences(self.max_batch_size, self.max_concurrent_requests, self.max_best_of)
 
     @property
+    def most_prompts(self) -> int:
+        """In one body: all of them are in flight at once."""
+        return min(self.max_client_batch_size, self.max_concurrent_requests)
+
+    @property
     def most_choices(self) -> int:
         """Answers to one prompt: all of them run at once."""
         return min(self.max_best_of, self.max_batch_size or self.max_best_of)

@@ -162,7 +162,7 @@ def _sample(engine: Engine, tokens: int, rows: int, most: int) -> Measured:
     itself, by either sampler."""
     sample = tokens if engine.device.type == "cuda" else min(tokens, SAMPLE_TOKENS)
     longest = engine.decoder.shape.max_positions
-    rows = rows * sample // tokens  # as many a token as the largest step has
+    rows = -(-rows * sample // tokens)  # as many a token as the largest step has, and one at least
     prompts = max(-(-sample // longest), min(rows, most))
     choices = -(-rows // prompts)
     lengths = [sample // prompts + (i < sample % prompts) for i in range(prompts)]

@@ -72,6 +72,9 @@ def _show(text: str) -> None:
     except BrokenPipeError:
         # `penstock simulate | head`. Python would complain once more when it flushes at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(f"penstock simulate: error: stdout can't be written to ({error.strerror})")
 
 
 def asked(options: argparse.Namespace) -> list[Request]:

@@ -1,5 +1,6 @@
 """Anthropic's Messages API: its messages to a chat's, a stream of items to its events."""
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +17,7 @@ from .anthropic_messages import choice_of, messages_of, tools_of
 from .anthropic_shapes import Blocks, Message, end_of, usage_json
 from .body import json_response, read, read_named
 from .errors import Problem, anthropic_error
-from .openai_bodies import ChatBody, Common, effort_of, ignored, naming, parameters, refuse_unsupported, truncation
+from .openai_bodies import ChatBody, Common, effort_of, ignored, naming, parameters, placing, refuse_unsupported, truncation
 from .openai_chats import MOST_THOUGHTS, Chats, speaker_of
 from .openai_scribe import Scribe, encode
 from .openai_shapes import Json, Usage
@@ -33,6 +34,7 @@ NAMES = {
     "truncate": "truncate_prompt_tokens",
     "response_format": "output_config.format",
 }
+FUNCTION = re.compile(r"^(`?tools\[\d+\])\.function(\.parameters)?")  # of a tool, the place of what stands here beside its type
 
 
 class MessagesBody(Common, kw_only=True):
@@ -90,8 +92,9 @@ class Anthropic:
         headers = ignored(self._config, body, names)
         refuse_unsupported(body, UNSUPPORTED)
         limits = limits_of(self._batcher)
-        chat = _chat(body)
-        with _wording():
+        messages, places = messages_of(body.messages, body.system)
+        chat = _chat(body, messages)
+        with _wording(places):
             asked = _parameters(http, body, truncation(body, limits.max_input_tokens))
             request, make = await self._chats.request(chat, chat.messages, asked, limits)
         clock.valid()
@@ -112,8 +115,9 @@ class Anthropic:
         """POST /v1/messages/count_tokens: no shard is needed."""
         body = await read(http, self._decoder, self._config.payload_limit)
         refuse_unsupported(body, UNSUPPORTED)
-        chat = _chat(body)
-        with _wording():
+        messages, places = messages_of(body.messages, body.system)
+        chat = _chat(body, messages)
+        with _wording(places):
             ids = await self._validator.encode(await self._chats.text(chat, chat.messages), bool(body.add_special_tokens))
         return json_response({"input_tokens": len(ids)})
 
@@ -162,16 +166,25 @@ def _parameters(http: web.Request, body: MessagesBody, truncate: int | None) -> 
 
 
 @contextmanager
-def _wording() -> Iterator[None]:
-    """Refusals in Anthropic's words: clients look for those about a prompt that is too long, and shorten it."""
+def _wording(places: Sequence[str]) -> Iterator[None]:
+    """Refusals in Anthropic's words: clients look for those about a prompt that is too long, and shorten it. places: of the chat's
+    messages."""
     try:
-        with naming(**NAMES):
+        with naming(**NAMES), placing(places):
             yield
     except TooLong as refused:
         raise Refused(f"prompt is too long: {refused.found} tokens > {refused.most} maximum", "messages") from refused
+    except Refused as refused:
+        refused.args = (FUNCTION.sub(_own, str(refused)),)
+        refused.parameter = FUNCTION.sub(_own, refused.parameter or "") or None
+        raise
 
 
-def _chat(body: MessagesBody) -> Conversation:
+def _own(found: re.Match[str]) -> str:
+    return f"{found[1]}.input_schema" if found[2] else found[1]
+
+
+def _chat(body: MessagesBody, messages: list[dict[str, Any]]) -> Conversation:
     """The same as a chat."""
     same = {name: getattr(body, name) for name in Common.__struct_fields__}
     output = body.output_config or {}
@@ -183,7 +196,7 @@ def _chat(body: MessagesBody) -> Conversation:
     choice, parallel = choice_of(body.tool_choice)
     return Conversation(
         **same,
-        messages=messages_of(body.messages, body.system),
+        messages=messages,
         tools=tools_of(body.tools),
         tool_choice=choice,
         parallel_tool_calls=parallel,

@@ -15,22 +15,24 @@ SILENT = "redacted_thinking"  # of somebody else's model: nobody here can read i
 BILLING = "x-anthropic-billing-header:"
 
 
-def messages_of(given: Sequence[Json], system: str | list[Json] | None) -> list[Json]:
-    """A chat's. What tools have found becomes messages of its own. Raises Refused."""
+def messages_of(given: Sequence[Json], system: str | list[Json] | None) -> tuple[list[Json], list[str]]:
+    """A chat's, and where in the body each is. What tools have found becomes messages of its own. Raises Refused."""
     told = _texts(system or "", "system")
     found = [{"role": "system", "content": told}] if told else []
+    places = ["system"] * len(found)
     for index, message in enumerate(given):
         role, content, place = message.get("role"), message.get("content"), f"messages[{index}]"
         if role not in ROLES:
             raise Refused(f'`{place}.role` must be "user" or "assistant". Given: {role!r}', "messages")
         if isinstance(content, str):
             found.append({"role": role, "content": content})
-            continue
-        if not isinstance(content, list):
+        elif isinstance(content, list):
+            blocks = [(_block(block, f"{place}.content[{at}]"), f"{place}.content[{at}]") for at, block in enumerate(content)]
+            found += [_said(blocks)] if role == "assistant" else _asked(role, blocks)
+        else:
             raise Refused(f"`{place}.content` must be a string or a list of blocks", "messages")
-        blocks = [(_block(block, f"{place}.content[{at}]"), f"{place}.content[{at}]") for at, block in enumerate(content)]
-        found += [_said(blocks)] if role == "assistant" else _asked(role, blocks)
-    return found
+        places += [place] * (len(found) - len(places))
+    return found, places
 
 
 def _block(block: Any, place: str) -> Json:

@@ -129,7 +129,7 @@ class OpenAI:
         headers = ignored(self._config, body, names)
         refuse_unsupported(body, UNSUPPORTED)
         prompts = _prompts(body.prompt)
-        most = self._config.max_client_batch_size
+        most = self._config.most_prompts
         if len(prompts) > most:
             raise Refused(f"Number of prompts exceeds the maximum allowed batch size of {most}", "prompt")
         width = width_of(body)

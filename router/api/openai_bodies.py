@@ -5,7 +5,7 @@ name; one that nobody has heard of is ignored, and the answer says so, or refuse
 """
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -23,6 +23,7 @@ from .tenant import session_of, tenant_of
 COMPLETION_TOKENS = 16  # OpenAI's default of `max_tokens`, for completions only
 MOST_TOP_LOGPROBS = 20  # OpenAI's
 MOST_TOLD = 32  # names of ignored fields in the header
+PLACE = re.compile(r"`messages\[(\d+)\]")  # of a chat's message, where a refusal begins with it
 # What vLLM's beam search does not draw with, and the values that say so. With a temperature of 0 all of them mean nothing.
 NOT_DRAWN: dict[str, tuple[float, ...]] = {"temperature": (), "top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,)}
 
@@ -305,6 +306,17 @@ def naming(**names: str) -> Iterator[None]:
             message = re.sub(f"`{name}([`.])", rf"`{theirs}\1", message)
         name, dot, rest = (refused.parameter or "").partition(".")
         refused.args, refused.parameter = (message,), names.get(name, name) + dot + rest or None
+        raise
+
+
+@contextmanager
+def placing(places: Sequence[str]) -> Iterator[None]:
+    """What is refused inside of a chat's message is told with its place in a body of another shape: places, by the chat's index."""
+    try:
+        yield
+    except Refused as refused:
+        if found := PLACE.match(str(refused)):
+            refused.args = (f"`{places[int(found[1])]}{str(refused)[found.end() :]}",)
         raise
 
 

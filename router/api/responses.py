@@ -23,6 +23,7 @@ from .openai_bodies import (
     ignored,
     naming,
     parameters,
+    placing,
     refuse_unsupported,
     truncation,
 )
@@ -109,9 +110,11 @@ class Responses:
             top_n_tokens=body.top_logprobs if logprobs else None,
             truncate=truncation(body, limits.max_input_tokens),
         )
-        chat = _chat(body)
+        messages, places = messages_of(body)
+        chat = _chat(body, messages)
         theirs = {"inputs": "input", "messages": "input", "max_new_tokens": "max_output_tokens", "response_format": "text.format"}
-        with _flat(body.tools), naming(**theirs, top_n_tokens="top_logprobs", truncate="truncate_prompt_tokens"):
+        named = naming(**theirs, top_n_tokens="top_logprobs", truncate="truncate_prompt_tokens")
+        with _flat(body.tools), named, placing(places):
             request, make = await self._chats.request(chat, chat.messages, asked, limits)
         clock.valid()
         output = Output(speaker_of(make), self._scribe.logprob if logprobs else None)
@@ -189,7 +192,7 @@ def _logprobs(body: ResponsesBody) -> bool:
     return LOGPROBS in (body.include or ())
 
 
-def _chat(body: ResponsesBody) -> ChatBody:
+def _chat(body: ResponsesBody, messages: list[dict[str, Any]]) -> ChatBody:
     """The same as a chat."""
     same = {name: getattr(body, name) for name in (*Common.__struct_fields__, "tool_choice", "parallel_tool_calls")}
     format = (body.text or {}).get("format")
@@ -202,7 +205,7 @@ def _chat(body: ResponsesBody) -> ChatBody:
         same["response_format"] = wrapped
     return ChatBody(
         **same,
-        messages=messages_of(body),
+        messages=messages,
         tools=[_tool(tool) for tool in body.tools or ()],
         chat_template_kwargs=body.chat_template_kwargs,
         reasoning_effort=effort_of((body.reasoning or {}).get("effort"), "reasoning.effort"),
@@ -234,13 +237,16 @@ def _nested(tool: Any) -> bool:
     return isinstance(tool, dict) and "function" in tool
 
 
-def messages_of(body: ResponsesBody) -> list[dict[str, Any]]:
-    """A chat's messages from items: reasoning and calls are parts of the assistant's message that they belong to."""
+def messages_of(body: ResponsesBody) -> tuple[list[dict[str, Any]], list[str]]:
+    """A chat's messages from items: reasoning and calls are parts of the assistant's message that they belong to. And where in the
+    body each begins."""
     messages: list[dict[str, Any]] = []
+    places: list[str] = []
     if body.instructions is not None:
         messages.append({"role": "system", "content": body.instructions})
+        places.append("instructions")
     if isinstance(body.input, str):
-        return [*messages, {"role": "user", "content": body.input}]
+        return [*messages, {"role": "user", "content": body.input}], [*places, "input"]
     reasoning = None
     for index, item in enumerate(body.input):
         match item.get("type", "message"):
@@ -265,7 +271,8 @@ def messages_of(body: ResponsesBody) -> list[dict[str, Any]]:
             message["reasoning_content"] = reasoning
         reasoning = None  # of an answer that was cut off while it reasoned: the next one's is another
         messages.append(message)
-    return messages
+        places.append(f"input[{index}]")
+    return messages, places
 
 
 def _reasoning(item: dict[str, Any], place: str) -> str:

@@ -154,7 +154,7 @@ class Tgi:
                 "max_input_tokens": limits.max_input_tokens if limits else config.max_input_tokens,
                 "max_total_tokens": limits.max_total_tokens if limits else config.max_total_tokens,
                 "validation_workers": 1,
-                "max_client_batch_size": config.max_client_batch_size,
+                "max_client_batch_size": config.most_prompts,
                 "router": "penstock",
                 "version": version("penstock"),
                 "sha": None,

@@ -406,6 +406,12 @@ def test_mistakes_are_one_line(flags: list[str], text: str, capsys: pytest.Captu
     assert message.count("\n") == 1
 
 
+def test_who_does_not_answer_in_time_is_told_by_the_time(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(SystemExit):
+        command.main([f"http://127.0.0.1:{silent.getsockname()[1]}", "--timeout", "0.2"])
+    assert "(within 0.2 s)" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("content", "text"),
     [

@@ -183,6 +183,14 @@ def test_a_key_that_no_header_carries(command: str, key: str) -> None:
         )
 
 
+def test_of_several_answers_the_first_is_shown_whatever_is_set() -> None:
+    other = {"choices": [{"index": 1, "delta": {"content": "Bye"}, "finish_reason": "stop"}]}
+    with saying([other, *ANSWER]) as url:
+        answer = chat(url, "--set", "n=2", "--set", "stream=false")
+    assert (answer.returncode, answer.stdout, answer.stderr) == (0, "Hello\n", "")
+    assert [(body["n"], body["stream"]) for body in Handler.asked] == [(2, True)]
+
+
 def test_no_question_is_none() -> None:
     with saying() as url:
         answer = chat(url, question=" \n")
@@ -234,9 +242,11 @@ def test_retry_and_unset_and_blocks() -> None:
         shown, talk = typed(
             url, ["/retry", '"""', "a", "", "b", '"""', "/set seed 7", "/unset seed", "/unset seed", "/retry", "/nope"]
         )
+        nothing, _ = typed(url, ["/set seed null", "/unset seed"])
     assert "nothing was asked yet" in shown
     assert "seed was not set" in shown
     assert "/nope is no command" in shown
+    assert "seed is not sent any more" in nothing
     assert [body["messages"] for body in Handler.asked] == [[{"role": "user", "content": "a\n\nb"}]] * 2
     assert "seed" not in Handler.asked[-1]
     assert [message["role"] for message in talk.messages] == ["user", "assistant"]
@@ -263,9 +273,10 @@ def test_talks_are_kept_in_files(tmp_path: Path) -> None:
     assert talk.messages == [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     assert talk.system == "Be kind."
     assert "No such file" in shown
-    path.write_text("[]")
-    with pytest.raises(ValueError, match="no talk"):
-        Talk().load(path)
+    for other in ("[]", '{"messages": ["Hi"]}', '{"messages": [{}]}', '{"messages": [], "fields": [1]}'):
+        path.write_text(other)
+        with pytest.raises(ValueError, match=r"no talk|no object"):
+            Talk().load(path)
 
 
 def test_an_answer_cannot_reach_the_terminal() -> None:

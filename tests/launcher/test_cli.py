@@ -135,6 +135,11 @@ def test_simulations_are_the_simulators() -> None:
     assert answer.returncode == 2
     assert "--nonsense" in answer.stderr
     assert "penstock simulate --help" in run("--help").stdout
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "penstock.launcher", "simulate", "--requests", "2"]
+        answer = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (answer.returncode, answer.stderr.count("\n")) == (1, 1)
+    assert "stdout can't be written to (No space left on device)" in answer.stderr
 
 
 def test_a_plan_starts_nothing(model: Path) -> None:

@@ -48,7 +48,7 @@ ALONE_WRONG = ("max_input_tokens", "replicas", "no_router", "shard_listen")  # t
 def test_every_option_is_read_from_its_variable() -> None:
     samples = {
         kinds.count: "1",
-        kinds.size: "1",
+        kinds.size: "300000000",
         kinds.threads: "1",
         kinds.port: "7",
         kinds.fraction: "0.5",
@@ -162,6 +162,7 @@ def test_a_machine_name_in_hostname_is_no_setting() -> None:
         ("--max-input-tokens 5 --max-input-length 5", {}, "--max-input-tokens and --max-input-length mean the same"),
         ("", {"MAX_INPUT_TOKENS": "5", "MAX_INPUT_LENGTH": "5"}, "MAX_INPUT_TOKENS and MAX_INPUT_LENGTH mean the same"),
         ("--max-input-tokens 5 --max-total-tokens 5", {}, "--max-input-tokens 5 must be below --max-total-tokens 5"),
+        ("--payload-limit 1000000000", {}, "is more than all bodies together may have: raise --payload-limit-total 512000000"),
         ("--max-best-of 8 --max-batch-size 4", {}, "--max-best-of 8 answers could not run at once: raise --max-batch-size 4"),
         ("--num-beams 9", {}, "--num-beams 9 is more than --max-num-beams 8: lower it, or raise the other"),
         ("--num-beams 4 --max-batch-size 2", {}, "4 beams of a request could not run at once: raise --max-batch-size to 4"),

@@ -195,6 +195,7 @@ def test_variables_that_are_no_flags() -> None:
     asked, remarks = parse(PREFIX_CACHING="0", PREFILL_CHUNKING="0", ATTENTION="flashinfer")
     assert (asked.prefix_caching, asked.prefill_policy) == ("off", "pause")
     assert any(remark.startswith("ATTENTION has no effect") for remark in remarks)
+    assert "--payload-limit" in parse(MAX_IMAGE_FETCH_SIZE="1000")[1][0]
     asked, _ = parse(PREFIX_CACHING="true", PREFILL_CHUNKING="1")
     assert (asked.prefix_caching, asked.prefill_policy) == ("on", "mixed")
     assert parse("--prefix-caching", "on", PREFIX_CACHING="0")[0].prefix_caching == "on"

@@ -152,12 +152,14 @@ def test_a_narrow_terminal_has_the_more_important_columns(width: int, columns: i
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Plays a server: each look finds 10 tokens more."""
+    """Plays a server: each look finds 10 tokens more. Below /other it is one of another kind."""
 
     tokens = 0
 
     def do_GET(self) -> None:
-        if self.headers["Authorization"] != "Bearer secret":
+        if self.path.startswith("/other"):
+            self.answer(200, "<html>Welcome</html>")
+        elif self.headers["Authorization"] != "Bearer secret":
             self.answer(401, "{}")
         elif self.path == "/metrics":
             Handler.tokens += 10
@@ -200,6 +202,7 @@ def test_a_look(played: str) -> None:
     assert found.parts[""].values["generated_tokens_total"] > 10
     assert told(played, "wrong").state == "wants a key"
     assert told(f"localhost:{free_port()}").state == "no answer: Connection refused"
+    assert told(played.replace("/v1", "/other")).state == "no penstock: its metrics are not there"
 
 
 def test_the_window_moves(played: str) -> None:

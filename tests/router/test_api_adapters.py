@@ -97,6 +97,7 @@ def test_they_come_and_go(tokenizer: Tokenizer) -> None:
         (LOAD, {"lora_name": "sql"}, 400, "lora_path"),
         (LOAD, {"lora_name": 3, "lora_path": "/a"}, 400, "lora_name"),
         (LOAD, {**SQL, "lora_name": "a b"}, 400, "`lora_name` must have from 1 to 200"),
+        (LOAD, {**SQL, "lora_name": "a,b"}, 400, "no spaces or commas"),
         (LOAD, {**SQL, "lora_name": "m"}, 400, "the model is called m itself"),
         (LOAD, {**SQL, "lora_name": "one"}, 400, "was there from the start"),
         (LOAD, {**SQL, "lora_path": "/faulty"}, 400, "adapter sql: /faulty/adapter_config.json can't be read"),

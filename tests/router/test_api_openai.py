@@ -436,6 +436,15 @@ def test_what_is_invalid_is_a_400(
     serve(tokenizer, test)
 
 
+def test_more_prompts_than_can_be_in_flight_are_not_told_to_come_again(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        status, answer, _ = await server.post(PATH, {"prompt": ["a"] * 3})
+        assert (status, answer["error"]["message"]) == (400, "Number of prompts exceeds the maximum allowed batch size of 2")
+        assert json.loads((await server.get("/info"))[1])["max_client_batch_size"] == 2
+
+    serve(tokenizer, test, settings={"max_concurrent_requests": 2})
+
+
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [

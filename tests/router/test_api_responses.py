@@ -199,6 +199,19 @@ def test_formats_and_tools_bind(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test)
 
 
+def test_an_item_that_is_refused_is_told_by_its_own_place(tokenizer: Tokenizer) -> None:
+    """Though in the chat that is made of them others come before, and some have joined."""
+
+    async def test(server: Server) -> None:
+        call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+        items = [{"role": "assistant", "content": "a"}, call, {"role": "user", "content": [{"type": "input_file"}]}]
+        status, body, _ = await server.post(PATH, {"instructions": "i", "input": items})
+        assert (status, body["error"]["param"]) == (400, "input")
+        assert body["error"]["message"].startswith("`input[2].content` has a part")
+
+    serve(tokenizer, test)
+
+
 @pytest.mark.parametrize(
     ("given", "parameter"),
     [

@@ -10,7 +10,7 @@ from penstock.proto import shard_pb2
 from penstock.router import batcher as module
 from penstock.router.batcher import Batcher
 from penstock.router.recovery import FURTHER, Inquest
-from penstock.router.request import Beams, Broken, Finish, Item, Overloaded, Prompt, Request, Token
+from penstock.router.request import Beams, Broken, Finish, Item, NotReady, Overloaded, Prompt, Request, Token
 from penstock.tests.router.fakes import END, FakeShards, letter
 from penstock.tests.router.test_batcher import answer, ask, quiet, read, run, value
 
@@ -292,7 +292,7 @@ def test_who_shuts_down_waits_for_no_new_shards() -> None:
         while batcher.ready:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         await batcher.drain(30)
-        with pytest.raises(Broken, match="shuts down"):
+        with pytest.raises(NotReady, match="shuts down"):
             await reading
 
     run(test, FakeShards(seconds=0.001))

@@ -93,7 +93,7 @@ def serve(tokenizer: Tokenizer, test: Callable[[int, Metrics], Awaitable[None]],
 
 
 async def post(
-    port: int, path: str, body: dict[str, Any], version: str = "1.1"
+    port: int, path: str, body: dict[str, Any], version: str = "1.1", connection: str = "close"
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """By a socket that takes little before it is read."""
     small = socket.socket()
@@ -103,7 +103,7 @@ async def post(
     reader, writer = await asyncio.open_connection(sock=small, limit=4096)
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/{version}\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n"
-    writer.write(f"{head}Connection: close\r\n\r\n".encode() + data)
+    writer.write(f"{head}Connection: {connection}\r\n\r\n".encode() + data)
     return reader, writer
 
 
@@ -182,10 +182,11 @@ def test_events_for_who_reads_late_coalesce_and_none_is_lost(
     serve(tokenizer, test)
 
 
-def test_before_http_1_1_there_are_no_chunks(tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("connection", ["close", "keep-alive"])
+def test_before_http_1_1_there_are_no_chunks_and_the_connection_ends_the_stream(tokenizer: Tokenizer, connection: str) -> None:
     async def test(port: int, metrics: Metrics) -> None:
         path = "/v1/chat/completions"
-        reader, writer = await post(port, path, body_for(path, FEW), "1.0")
+        reader, writer = await post(port, path, body_for(path, FEW), "1.0", connection)
         head, _, body = (await reader.read()).partition(b"\r\n\r\n")
         writer.close()
         assert b"chunked" not in head

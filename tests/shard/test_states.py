@@ -217,6 +217,12 @@ def test_what_is_remembered_takes_half_of_the_memory_at_most(prefix_caching: boo
     assert 0.9 < taken / keys <= 1.1, "the other half is for keys and values"
 
 
+def test_a_step_of_many_tokens_of_which_few_are_drawn_is_measured() -> None:
+    """As with --max-batch-size 1: of the part that is measured on a CPU, less than one token would be."""
+    *_, sample = memory.size_pool(tiny.engine("llama"), 4, 0.9, 512, 1, 1, 100)
+    assert sample.tokens == memory.SAMPLE_TOKENS
+
+
 def test_what_is_measured_remembers_no_more_than_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where more tokens are drawn, as with drafts, prompts have several: memory for as many prompts would end the start."""
     engine, outcomes, honest = tiny.engine("qwen3.5"), list[Outcome](), memory._run
