@@ -341,10 +341,8 @@ class EventStream:
     async def _begin(self) -> None:
         async with self._beginning:
             if not self.begun:
-                if (
-                    self._http.version < HttpVersion11
-                ):  # only the connection's end tells where the stream ends, and aiohttp keeps it
-                    self.response.force_close()
+                if self._http.version < HttpVersion11:
+                    self.response.force_close()  # where the stream ends the connection's end alone tells, and aiohttp would keep it
                 await self.response.prepare(self._http)
                 if self._http.transport is not None:
                     self._http.transport.set_write_buffer_limits(high=0)
