@@ -13,8 +13,8 @@ from penstock.router.adapters import Adapters, Full
 from penstock.router.fleet import Fleet
 from penstock.router.metrics import Metrics
 from penstock.router.request import Broken, NoModel, NotReady, Refused
-from penstock.tests.router.fakes import FakeShards
-from penstock.tests.router.test_batcher import ByteTokenizer, ask, config
+from penstock.tests.router.fakes import ByteTokenizer, FakeShards
+from penstock.tests.router.harness import ask, config
 from penstock.tests.router.test_fleet import Shards, begin, quiet, read, run, states, until, value
 
 

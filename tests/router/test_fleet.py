@@ -18,7 +18,7 @@ from penstock.router.replica import Conflict, Unknown
 from penstock.router.request import Broken, Image, Item, NotReady, Overloaded, Prompt, Request, Token
 from penstock.router.steps import Steps
 from penstock.tests.router.fakes import ByteTokenizer, FakeShards, letter
-from penstock.tests.router.test_batcher import answer, ask, config
+from penstock.tests.router.harness import answer, ask, config
 from penstock.tests.router.test_recovery import told
 
 Test = Callable[["Fleet", "Shards"], Awaitable[None]]

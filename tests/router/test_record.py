@@ -12,7 +12,7 @@ from penstock.router.request import Broken
 from penstock.shard.messages import group_from
 from penstock.shard.outcome import Outcome
 from penstock.tests.router.fakes import FakeShards
-from penstock.tests.router.test_batcher import ask, quiet, read, run
+from penstock.tests.router.harness import ask, quiet, read, run
 
 
 def test_a_run_has_its_moments_in_order_and_its_counts() -> None:

@@ -12,7 +12,7 @@ from penstock.router.batcher import Batcher
 from penstock.router.recovery import FURTHER, Inquest
 from penstock.router.request import Beams, Broken, Finish, Item, NotReady, Overloaded, Prompt, Request, Token
 from penstock.tests.router.fakes import END, FakeShards, letter
-from penstock.tests.router.test_batcher import answer, ask, quiet, read, run, value
+from penstock.tests.router.harness import answer, ask, quiet, read, run, value
 
 
 class World:

@@ -18,8 +18,8 @@ from penstock.router.text import Tokenizer
 from penstock.simulator.shard import Released
 from penstock.tests.router.fake_batcher import Server, make_tokenizer, serve
 from penstock.tests.router.fakes import FakeShards
+from penstock.tests.router.harness import read, run
 from penstock.tests.router.simulation import World
-from penstock.tests.router.test_batcher import read, run
 
 SPECULATES = {"speculate": 4}
 CHAT = {"model": "", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 20}

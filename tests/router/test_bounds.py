@@ -1,0 +1,108 @@
+"""What may run at once, by what the operator asks and the shards promise."""
+
+from dataclasses import replace
+
+import pytest
+
+from penstock.proto import shard_pb2
+from penstock.router.batcher import Batcher
+from penstock.router.bounds import bounds_of, policy_of
+from penstock.router.config import Misconfigured
+from penstock.router.cost import Work
+from penstock.router.policies import Mixed, Pause
+from penstock.router.scheduler import Bounds
+from penstock.tests.router.fakes import FakeShards
+from penstock.tests.router.harness import config, run
+
+
+def test_warm_up_covers_the_largest_step() -> None:
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        expected = shard_pb2.WarmupRequest(max_step_tokens=16, max_step_rows=8, max_total_tokens=100, max_sequences=8)
+        assert shards.warmup == expected
+
+    run(test, max_concurrent_requests=20, max_batch_size=8, max_total_tokens=100)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [({}, 128), ({"max_concurrent_requests": 4}, 16), ({"max_concurrent_requests": 5000}, 1024), ({"max_batch_size": 2}, 2)],
+)
+def test_as_many_sequences_run_as_requests_are_taken_unless_the_operator_says(changes: dict[str, int], expected: int) -> None:
+    info = shard_pb2.InfoReply(max_positions=1024)
+    _, bounds = bounds_of(config(**changes), info, shard_pb2.WarmupReply(pages=100, page_size=16))
+    assert bounds.sequences == expected
+
+
+def test_the_policy_is_the_operators() -> None:
+    bounds = Bounds(pages=1, page_size=1, step_tokens=64, sequences=1)
+    warm = shard_pb2.WarmupReply(sample_tokens=10, sample_seconds=1.0)
+    mixed = policy_of(config(itl_target=0.3), bounds, warm)
+    assert isinstance(mixed, Mixed)
+    assert mixed.cost is not None
+    assert mixed.cost.predict(Work(10)) == pytest.approx(1.0, rel=0.01)
+    assert isinstance(policy_of(config(prefill_policy="pause"), bounds, warm), Pause)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, (1023, 1024)),
+        ({"max_total_tokens": 100}, (99, 100)),
+        ({"max_total_tokens": 100, "max_input_tokens": 50}, (50, 100)),
+        ({"max_total_tokens": 4000}, "--max-total-tokens 4000 is more than the model's 1024 positions"),
+        ({"max_input_tokens": 1024}, "leaves no room for an answer within 1024 tokens"),
+        ({"max_total_tokens": 1}, "no request fits"),
+    ],
+)
+def test_settings_fit_model_and_memory_or_are_refused(changes: dict[str, int], expected: tuple[int, int] | str) -> None:
+    info = shard_pb2.InfoReply(max_positions=1024, vocabulary=99)
+    warm = shard_pb2.WarmupReply(pages=100, page_size=16)
+    if isinstance(expected, str):
+        with pytest.raises(Misconfigured, match=expected) as caught:
+            bounds_of(config(**changes), info, warm)
+        assert "\n" not in str(caught.value)
+    else:
+        limits, bounds = bounds_of(config(**changes), info, warm)
+        assert (limits.max_input_tokens, limits.max_total_tokens) == expected
+        assert (limits.pages, limits.page_size) == (100, 16)
+        assert (limits.vocabulary, bounds.pages, bounds.page_size, bounds.step_tokens) == (99, 100, 16, 16)
+
+
+def test_shards_without_an_adapter_are_refused() -> None:
+    """Such as somebody else has started: each request by it would fail."""
+    info = shard_pb2.InfoReply(max_positions=1024, vocabulary=99, adapters=["one", "another"])
+    warm = shard_pb2.WarmupReply(pages=100, page_size=16)
+    bounds_of(config(adapters=("one",)), info, warm)
+    with pytest.raises(Misconfigured, match=r"the shards have no adapter two, three: give them .* the same --lora-adapters"):
+        bounds_of(config(adapters=("one", "two", "three")), info, warm)
+
+
+def test_shards_that_promise_less_than_was_asked_for_are_refused() -> None:
+    warm = shard_pb2.WarmupReply(pages=100, page_size=16)
+    with pytest.raises(Misconfigured, match="the shards don't keep what --batch-invariant promises"):
+        bounds_of(config(batch_invariant=True), shard_pb2.InfoReply(max_positions=1024), warm)
+    bounds_of(config(batch_invariant=True), shard_pb2.InfoReply(max_positions=1024, batch_invariant=True), warm)
+
+
+def test_how_many_full_requests_fit_at_once() -> None:
+    """By pages, by number."""
+    bounds = Bounds(pages=100, page_size=16, step_tokens=16, sequences=20)
+    assert [bounds.together(tokens) for tokens in (17, 100, 33, 1000)] == [20, 14, 20, 1]
+    assert replace(bounds, pages=10).together(33) == 3
+
+
+def test_shards_may_have_room_for_fewer_sequences() -> None:
+    info = shard_pb2.InfoReply(max_positions=1024)
+    for told, expected in ((0, 20), (7, 7), (30, 20)):
+        warm = shard_pb2.WarmupReply(pages=100, page_size=16, sequences=told)
+        limits, bounds = bounds_of(config(max_batch_size=20), info, warm)
+        assert limits.sequences == bounds.sequences == expected
+
+
+def test_a_small_pool_bounds_what_a_request_may_ask() -> None:
+    info = shard_pb2.InfoReply(max_positions=1024)
+    limits, bounds = bounds_of(config(), info, shard_pb2.WarmupReply(pages=3, page_size=16))
+    assert limits.max_total_tokens == 48
+    assert bounds.together(limits.max_total_tokens) == 1
+    with pytest.raises(Misconfigured, match="--max-total-tokens 100 is more than the pool's capacity of 48"):
+        bounds_of(config(max_total_tokens=100), info, shard_pb2.WarmupReply(pages=3, page_size=16))
