@@ -7,10 +7,7 @@ from typing import Any
 from penstock.router.batcher import Batcher
 from penstock.router.config import RouterConfig
 from penstock.router.metrics import Metrics
-from penstock.router.request import (
-    Item,
-    Request,
-)
+from penstock.router.request import Item, Request
 from penstock.tests.router.fakes import ByteTokenizer, FakeShards, letter
 
 Test = Callable[[Batcher, FakeShards], Awaitable[None]]

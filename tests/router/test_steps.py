@@ -13,15 +13,7 @@ from penstock.router import steps as module
 from penstock.router.batcher import Batcher
 from penstock.router.commands import group_of
 from penstock.router.drafting import Allowance
-from penstock.router.request import (
-    Beams,
-    Broken,
-    Finish,
-    Grown,
-    Prompt,
-    Request,
-    Token,
-)
+from penstock.router.request import Beams, Broken, Finish, Grown, Prompt, Request, Token
 from penstock.router.scheduler import Decode, Filter
 from penstock.router.steps import Steps, Underway
 from penstock.tests.router.fakes import FakeShards
