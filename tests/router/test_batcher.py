@@ -608,7 +608,7 @@ def test_between_tokens_of_one_step_there_is_no_interval() -> None:
 
 def test_a_fault_of_ours_is_told_to_everybody_and_ends_the_batcher(monkeypatch: pytest.MonkeyPatch) -> None:
     def breaks(*arguments: Any) -> None:
-        raise ZeroDivisionError
+        raise ZeroDivisionError("/a/path")
 
     async def main() -> None:
         batcher = Batcher(config(), ByteTokenizer(), FakeShards(), Metrics())
@@ -616,7 +616,7 @@ def test_a_fault_of_ours_is_told_to_everybody_and_ends_the_batcher(monkeypatch: 
         monkeypatch.setattr(Steps, "_report", breaks)
         for end in await asyncio.gather(*(read(batcher, ask(text)) for text in ("a", "b")), return_exceptions=True):
             assert isinstance(end, Broken)
-            assert str(end) == "ZeroDivisionError()"
+            assert str(end) == "the server failed (ZeroDivisionError): its log says why"
         with pytest.raises(ZeroDivisionError):
             await batcher.wait()
         assert not batcher.ready
@@ -1051,10 +1051,13 @@ def test_it_is_the_same_failure_when_the_shards_broke_just_before_it_drains() ->
 
 def test_nothing_is_taken_before_the_start() -> None:
     async def main() -> None:
-        batcher = Batcher(config(), ByteTokenizer(), FakeShards(), Metrics())
+        shards = FakeShards()
+        batcher = Batcher(config(), ByteTokenizer(), shards, Metrics())
         assert (batcher.ready, batcher.limits, batcher.stage) == (False, None, "waiting")
         with pytest.raises(NotReady, match="waiting"):
             batcher.submit(ask("a"))
+        shards.stage = "ready"  # by a router before this one
+        assert (batcher.ready, batcher.stage) == (False, "taking over shards that are ready")
         await batcher.start()
         assert (batcher.ready, batcher.stage) == (True, "ready")
         most = config().sequences
