@@ -28,7 +28,7 @@ from .adapters import Adapters, Later
 from .admission import admits
 from .beginnings import Beginnings
 from .bounds import bounds_of, drafting_of, policy_of, step_tokens
-from .config import RouterConfig
+from .config import Misconfigured, RouterConfig
 from .delivery import Delivery
 from .metrics import Metrics
 from .policies import largest_step
@@ -43,6 +43,7 @@ from .streams import Choice, Readers, Stream, Tokenizer, read
 RETRY = 0.2  # seconds until new shards that were lost at once are looked for again
 SOON = 0.02  # seconds in which shards hear of a request that has ended
 GONE = "the adapter was unloaded"
+READY = "ready"  # the stage of who takes requests, be it a server or its shards
 STRIDES = 16  # beginnings of prompts that may be shared are looked at in strides of this part of their length
 
 logger = logging.getLogger(__name__)
@@ -151,7 +152,10 @@ class Batcher:
             return "shutting down"
         if self._recovering:
             return f"recovering: {self._shards.stage}"
-        return "ready" if self._loop is not None else self._shards.stage
+        if self._loop is not None:
+            return READY
+        found = self._shards.stage
+        return found if found != READY else "taking over shards that are ready"  # which a router before this one has left
 
     # The life of the server
 
@@ -495,7 +499,8 @@ class Batcher:
                         raise
                     await self._recover(lost)
         except Exception as error:
-            self._broken = str(error) or repr(error)
+            ours = not isinstance(error, Failure | Misconfigured)  # its words may name paths, which are no client's affair
+            self._broken = f"the server failed ({type(error).__name__}): its log says why" if ours else str(error)
             self._cut(Broken(self._broken))
             raise
 

@@ -73,7 +73,8 @@ async def serve(config: RouterConfig, listening: socket.socket, doorman: Doorman
     gc.freeze()  # what is there by now stays: to look through it takes 15 ms, in which every stream would stand still
     doorman.relieve()
     await web.SockSite(runner, listening, backlog=BACKLOG).start()
-    logger.info("listening on http://%s:%d", *listening.getsockname()[:2])
+    host, port = listening.getsockname()[:2]
+    logger.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
     batching = asyncio.create_task(_batch(fleet, tokenizer))
     stopping = asyncio.create_task(stop.wait())
     try:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Set
 from time import monotonic
 from typing import Any
 
-from aiohttp import web
+from aiohttp import web, web_response
 from aiohttp.typedefs import Handler, Middleware
 
 from ..record import Record, Run, current
@@ -22,6 +22,8 @@ ANTHROPIC_ID = "request-id"  # the same where Anthropic's clients look for it
 ECHOED = ("X-Correlation-ID", "X-Session-Affinity")  # by which load generators and proxies know what belongs together
 SAYABLE = re.compile(r"[\x21-\x7e]{1,256}")  # in a header and in a line of a log
 GONE = 499  # in the log, where a client left before there was a status; nginx's number
+SERVER = "penstock"  # no versions of libraries
+vars(web_response)["SERVER_SOFTWARE"] = SERVER  # also where HTTP itself was wrong, of which nobody asks us
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +68,7 @@ async def add_headers(http: web.Request, response: web.StreamResponse) -> None:
         if _sayable(value := http.headers.get(name, "")):
             response.headers[name] = value
     response.headers["X-Content-Type-Options"] = "nosniff"
-    response.headers["Server"] = "penstock"  # no versions of libraries
+    response.headers["Server"] = SERVER
 
 
 def _sayable(text: str) -> str:

@@ -53,7 +53,9 @@ def _message(message: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 def _part(part: object, place: str) -> dict[str, Any]:
     if isinstance(part, dict):
-        if part.get("type") in TEXTS and isinstance(part.get("text"), str):
+        if part.get("type") in TEXTS:
+            if not isinstance(part.get("text"), str):
+                raise Refused(f"`{place}.content` has a part of type {part['type']} whose `text` is no string", "messages")
             return {"type": "text", "text": part["text"]}
         if part.get("type") == "refusal" and isinstance(part.get("refusal"), str):
             return {"type": "text", "text": part["refusal"]}

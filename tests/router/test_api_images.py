@@ -182,7 +182,7 @@ PLAIN = "image 1 must be a URL that begins with data:, http:// or https://"
         (
             RESPONSES,
             {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]},
-            "`messages[0].content` has an image without a URL in `image_url`",
+            "`input[0].content` has an image without a URL in `image_url`",
         ),
         (
             RESPONSES,

@@ -469,6 +469,11 @@ def test_more_prompts_than_can_be_in_flight_are_not_told_to_come_again(tokenizer
         (CHAT_PATH, {"messages": [{"role": "user", "content": 5}]}, "`messages[0].content` must be a string or a list of parts"),
         (
             CHAT_PATH,
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]},
+            "`messages[0].content` has a part of type text whose `text` is no string",
+        ),
+        (
+            CHAT_PATH,
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]},
             "`messages` has an image, and only text is supported: the model sees no images, or the server was started without "
             "(--max-images)",

@@ -766,6 +766,7 @@ def test_what_is_no_http_is_a_400_and_the_end_of_its_connection(tokenizer: Token
             answer = await reader.read()
             assert answer.startswith(b"HTTP/1.1 400 ") or answer.startswith(b"HTTP/1.0 400 ")
             assert answer.count(b"HTTP/1.") == 1
+            assert b"aiohttp" not in answer
         writer.close()
         assert (await server.post("/generate", HELLO))[:2] == (200, {"generated_text": "Hello you"})
 

@@ -285,7 +285,7 @@ def test_beams_of_which_one_meets_a_stop_string_end_together() -> None:
 
 def test_a_fault_of_ours_is_told_to_everybody_and_ends_the_batcher(monkeypatch: pytest.MonkeyPatch) -> None:
     def breaks(*arguments: Any) -> None:
-        raise ZeroDivisionError
+        raise ZeroDivisionError("/a/path")
 
     async def main() -> None:
         batcher = Batcher(config(), ByteTokenizer(), FakeShards(), Metrics())
@@ -293,7 +293,7 @@ def test_a_fault_of_ours_is_told_to_everybody_and_ends_the_batcher(monkeypatch: 
         monkeypatch.setattr(Steps, "_report", breaks)
         for end in await asyncio.gather(*(read(batcher, ask(text)) for text in ("a", "b")), return_exceptions=True):
             assert isinstance(end, Broken)
-            assert str(end) == "ZeroDivisionError()"
+            assert str(end) == "the server failed (ZeroDivisionError): its log says why"
         with pytest.raises(ZeroDivisionError):
             await batcher.wait()
         assert not batcher.ready
@@ -640,10 +640,13 @@ def test_it_is_the_same_failure_when_the_shards_broke_just_before_it_drains() ->
 
 def test_nothing_is_taken_before_the_start() -> None:
     async def main() -> None:
-        batcher = Batcher(config(), ByteTokenizer(), FakeShards(), Metrics())
+        shards = FakeShards()
+        batcher = Batcher(config(), ByteTokenizer(), shards, Metrics())
         assert (batcher.ready, batcher.limits, batcher.stage) == (False, None, "waiting")
         with pytest.raises(NotReady, match="waiting"):
             batcher.submit(ask("a"))
+        shards.stage = "ready"  # by a router before this one
+        assert (batcher.ready, batcher.stage) == (False, "taking over shards that are ready")
         await batcher.start()
         assert (batcher.ready, batcher.stage) == (True, "ready")
         most = config().sequences

@@ -59,11 +59,11 @@ def router(argument: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def health(argument: str, patience: float = 10.0, anybody: bool = False) -> tuple[int, bytes]:
+def health(argument: str, patience: float = 10.0, anybody: bool = False, host: str = "127.0.0.1") -> tuple[int, bytes]:
     """Status and body of /health, as soon as the router itself listens; or anybody."""
     end = time.monotonic() + patience
     while True:
-        connection = http.client.HTTPConnection("127.0.0.1", json.loads(argument)["port"], timeout=5)
+        connection = http.client.HTTPConnection(host, json.loads(argument)["port"], timeout=5)
         try:
             connection.request("GET", "/health")
             answer = connection.getresponse()
@@ -121,6 +121,15 @@ def test_log_lines_can_be_json(settings: Callable[..., str]) -> None:
     lines = [json.loads(line) for line in output.splitlines()]
     assert lines[0]["message"].startswith("listening on http://127.0.0.1:")
     assert {line["name"] for line in lines} == {"router"}
+
+
+def test_an_address_of_ipv6_is_told_as_urls_have_it(settings: Callable[..., str]) -> None:
+    argument = settings(hostname="::1")
+    with router(argument) as process:
+        health(argument, host="::1")
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=10)
+    assert f"listening on http://[::1]:{json.loads(argument)['port']}\n" in output
 
 
 def test_a_port_in_use_is_one_line_with_the_remedy(settings: Callable[..., str]) -> None:
