@@ -85,7 +85,7 @@ def prefill(group: Group, on: Accelerator, tokens: int) -> float:
     if index and tokens > index.most:  # every rank has all of it
         attention += 2 * len(shape.indexing) * _pairs(tokens, 0) * index.heads * index.read
     if blocks and tokens > blocks.most:
-        attention += 2 * len(blocks.layers) * _pairs(tokens, 0) * blocks.own(group.ranks) * blocks.size
+        attention += 2 * len(blocks.layers) * _pairs(tokens, 0) * blocks.own(group.ranks) * blocks.read
     if kept:
         attention += kept.rule * len(kept.layers) * tokens * prod(kept.memory(group.ranks))
     products = 2 * ((group.parameters() - group.head) * tokens + group.head)
@@ -99,7 +99,8 @@ def context_bytes(group: Group, context: int) -> float:
     for layer in shape.attending:
         keys, beside = _keys(shape, context, shape.windows[layer]), shape.index_size(layer)
         own = prod(shape.slot(group.ranks, layer)) - (beside if shape.latent else 0)
-        read = shape.index.read if shape.index and beside else beside
+        index = shape.index or shape.blocks
+        read = index.read if index and beside else beside
         seen += min(keys, shape.chosen(layer) or keys) * own + context * read
     return group.token_bytes / shape.kv_elements(group.ranks) * seen
 

@@ -369,7 +369,11 @@ def test_nothing_is_compiled_in_the_step_that_is_measured(noted: Noted, name: st
 
 
 @pytest.mark.parametrize(
-    "name", ["deepseek-v32", "glm-5-borrowing", "hy-4", "mistral-large4", "ax-k2", "glm-5-next", "glm-5-pools", "minimax-m3"]
+    "name",
+    [
+        *("deepseek-v32", "glm-5-borrowing", "hy-4", "mistral-large4", "ax-k2", "glm-5-next", "glm-5-pools", "minimax-m3"),
+        "qwen4-exp",
+    ],
 )
 def test_kernels_of_what_is_chosen_are_compiled_before_the_first_request(noted: Noted, name: str) -> None:
     """By any number of rows, in texts that are long enough for it."""
@@ -498,7 +502,7 @@ def test_commands_are_executed_on_the_engines_device(noted: Noted, monkeypatch: 
         *("gemma4-e", "gemma4-experts", "qwen3-next", "lfm2-moe", "nemotron-h-moe", "falcon-h1"),
         *("glm-5-borrowing", "kimi-linear", "lfm3", "mimo", "minimax-m3", "hy-4", "mistral-large4", "ax-k2", "olmo-hybrid"),
         *("gemma3n", "longcat"),
-        *("glm-5-next", "glm-5-pools"),
+        *("glm-5-next", "glm-5-pools", "qwen4-exp"),
     ],
 )
 def test_no_family_asks_the_host(noted: Noted, name: str) -> None:
