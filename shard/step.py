@@ -220,6 +220,10 @@ def plan(
     step = _step(lists, attended, layout, lengths, states)
     if showing:
         step = replace(step, turned=_turned(lists.positions, showing, layout), shown=[_shown(*mark, layout) for mark in marks])
+    back = layout.members - 1
+    early = [(starts[i], spans[i]) for i in order if back > 0 and spans[i].sequence.shows(spans[i].start - back)]
+    if early:
+        step = replace(step, firsts=_firsts(lists.positions, early, layout))
     if narrows and room is None and not fronts and len(lists.wanted) < len(lists.tokens):
         step = replace(step, last=_last(spans, starts, layout))
     if picked is not None:
@@ -305,6 +309,21 @@ def _turned(positions: Listing[int], showing: Listing[tuple[int, Span]], layout:
                 return None
             stop = span.start + len(span.tokens)
             axes[-1][first : first + len(span.tokens)] = span.sequence.pictures.positions(axis, span.start, stop)
+    return to_device(torch.tensor(axes), layout.device)
+
+
+def _firsts(positions: Listing[int], early: Listing[tuple[int, Span]], layout: Layout) -> Tensor | None:
+    """See `Step.firsts`. early: spans whose first pool begins with an image or before it, and their first tokens in the step."""
+    back, axes = layout.members - 1, []
+    for axis in range(AXES):
+        axes.append([max(0, position - back) for position in positions])
+        for first, span in early:
+            assert span.sequence.pictures is not None
+            if not span.sequence.pictures.turned:
+                return None
+            begin, end = max(0, span.start - back), max(0, span.start + len(span.tokens) - back)
+            own = span.sequence.pictures.positions(axis, begin, end)
+            axes[-1][first + len(span.tokens) - len(own) : first + len(span.tokens)] = own
     return to_device(torch.tensor(axes), layout.device)
 
 

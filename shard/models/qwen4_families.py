@@ -33,6 +33,7 @@ QWEN_4: Config = {
 }
 INDEX = ("indexer_n_heads", "indexer_head_dim", "indexer_budget", "indexer_compress_ratio")
 MOST_HEADS = 1 << 12  # of n-grams, in all layers
+IMAGE = 248_056
 SILU, SIGMOID = "silu", "sigmoid"
 
 
@@ -118,6 +119,7 @@ def _grams(given: Config, base: Shape, streams: int) -> Grams | None:
         end=_end(given, base.vocabulary),
         width=_whole(given, "ple_conv_kernel_size", 4, 1 << 6, least=2),
         streams=streams,
+        image=_image(given, base.vocabulary),
     )
     if len(layers) * found.count > MOST_HEADS:
         raise Unsupported(
@@ -141,6 +143,12 @@ def _end(given: Config, vocabulary: int) -> int:
             f"config.json says eos_token_id {shown(said)}, where n-grams end: a token of the {vocabulary} is needed: {AGAIN}"
         )
     return first
+
+
+def _image(given: Config, vocabulary: int) -> int:
+    """The token that stands where images are. One that is in no vocabulary stands nowhere."""
+    said: Any = given.get("image_token_id", IMAGE)
+    return said if type(said) is int and 0 <= said < vocabulary else 0
 
 
 QWEN4: dict[str, Callable[[Config], Shape]] = {"Qwen4ExpForCausalLM": qwen_4}
