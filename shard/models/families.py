@@ -75,13 +75,13 @@ def _sound(found: Shape, kinds: list[Any] | None) -> Shape:
         other = SHORT if isinstance(found.remembering, Convolution) else LINEAR
     elif found.chunked:
         other = CHUNKED
-    elif found.blocks and found.blocks.block:
-        other = BLOCKS
+    elif found.blocks:
+        other = BLOCKS if found.blocks.block else INDEXED
     slides = {SLIDING} if any(found.windows) and not found.chunked else set()
     known = (
         {INDEXED}
         if found.index and not found.remembering
-        else {FULL, other} | slides | ({INDEXED} if found.pool or found.index else set())
+        else {FULL, other} | slides | ({INDEXED} if found.index or found.pool else set())
     )
     unknown = set(map(str, kinds or ())) - known
     if unknown:
