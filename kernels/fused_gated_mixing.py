@@ -71,10 +71,10 @@ def gathering_kernel(
         sums += tl.load(normal + place, mask=inside, other=0.0).to(tl.float32) / (1.0 + tl.exp(-gate))
     tl.store(seen + token * SIZE + column, (sums / COUNT).to(seen.dtype.element_ty), mask=inside)
     if GIVES:
-        stream = tl.arange(0, PADDED)
-        there = (stream < COUNT) & (part == 0)
-        share = tl.load(giving + token * giving_stride + stream, mask=there, other=0.0).to(tl.float32)
-        tl.store(gives + token * COUNT + stream, 2.0 / (1.0 + tl.exp(-share)), mask=there)
+        share = tl.arange(0, PADDED)
+        there = share < tl.where(part == 0, COUNT, 0)  # by one program of a token
+        logits = tl.load(giving + token * giving_stride + share, mask=there, other=0.0).to(tl.float32)
+        tl.store(gives + token * COUNT + share, 2.0 / (1.0 + tl.exp(-logits)), mask=there)
 
 
 def spread(streams: Tensor, more: Tensor | None, given: Tensor | None, gains: Tensor, epsilon: float) -> Tensor:
