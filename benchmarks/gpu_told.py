@@ -48,6 +48,9 @@ def _told(chance: random.Random, size: int, dtype: torch.dtype) -> Run:
     taps, gains = torch.zeros(channels, reach + 1, dtype=dtype), torch.rand(3, COUNT, size)
     taps[:, ::APART] = torch.randn(channels, TAPS) / 2
     windows = torch.randn(9, reach, channels).to(dtype)
+    ids, before = torch.randint(0, 5, (tokens,)), torch.randint(0, 5, (len(lengths), APART - 1))  # many of them ends of texts
+    sizes, offsets = torch.randint(20_000_000, 20_000_400, (2, APART - 1, 8)), torch.arange(2 * (APART - 1) * 8) * 20_000_400
+    hashes = torch.randint(0, 1 << 40, (2, APART)), sizes, offsets.view(sizes.shape)
     numbers = [
         [0, *itertools.accumulate(lengths)],
         chance.sample(range(1, 9), len(lengths)),
@@ -60,7 +63,8 @@ def _told(chance: random.Random, size: int, dtype: torch.dtype) -> Run:
         spans = Spans(tuple(lengths), *(torch.tensor(some, device=device) for some in numbers))
         taken, normal = grams.opened(joint.to(device), own, gains.to(device), 1e-5)
         grams.take(own, taken, normal, taps.to(device), APART, spans, states)
-        return [taken, own, states.windows]
+        rows = grams.rows_of(ids.to(device), before.to(device), spans, grams.Hashes(*(x.to(device) for x in hashes), 3))
+        return [taken, own, states.windows, rows]
 
     return run
 

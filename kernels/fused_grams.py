@@ -1,5 +1,5 @@
-"""`grams` by Triton: how far streams open themselves, a program for each stream of a token, and the convolution behind that, whose
-programs share a prompt's tokens. What it means stands there."""
+"""`grams` by Triton: rows of tables and the convolution, of which programs share a prompt's tokens, and how far streams open
+themselves, a program for each stream of a token. What it means stands there."""
 
 import torch
 import triton
@@ -9,9 +9,49 @@ from torch import Tensor
 from .compilation import Compilation
 from .fused_gated_delta import move
 from .fused_gated_mixing import normalized, tile
-from .grams import LEAST
+from .gated_delta import Spans
+from .grams import LEAST, Hashes
 
 TOKENS, CHANNELS = 16, 128  # of a program, as in `fused_short_convolution`
+
+
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["ids", "before", "starts"])
+def rows_kernel(
+    out: tl.tensor,  # [layers, tokens, COUNT, HEADS], dense; int64, as all here
+    ids: tl.tensor,  # [tokens]
+    before: tl.tensor,  # [spans, COUNT], dense
+    starts: tl.tensor,  # [spans + 1]
+    multipliers: tl.tensor,  # [layers, COUNT + 1]
+    sizes: tl.tensor,  # [layers, COUNT, HEADS]
+    offsets: tl.tensor,  # likewise
+    tokens: tl.tensor,
+    end: tl.tensor,
+    COUNT: tl.constexpr,
+    HEADS: tl.constexpr,
+    PADDED: tl.constexpr,  # up to a power of two
+    TOKENS: tl.constexpr,
+) -> None:
+    """One program: TOKENS tokens of a span, of one layer."""
+    span, layer = tl.program_id(0), tl.program_id(2)
+    start, stop = tl.load(starts + span), tl.load(starts + span + 1)
+    place = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)  # in the span
+    inside = place < stop - start
+    head = tl.arange(0, PADDED)
+    there = head < HEADS
+    row = out + ((layer * tokens + start + place) * COUNT)[:, None] * HEADS + head[None, :]
+    last = tl.load(ids + start + place, mask=inside, other=0)
+    mixed = last * tl.load(multipliers + layer * (COUNT + 1))
+    for back in tl.static_range(1, COUNT + 1):
+        token = tl.load(before + span * COUNT + COUNT - back + place, mask=inside & (place < back), other=0)
+        token = tl.load(ids + start + place - back, mask=inside & (place >= back), other=token)
+        if back > 1:
+            token = tl.where(last == end, end, token)
+        mixed ^= token * tl.load(multipliers + layer * (COUNT + 1) + back)
+        own = (layer * COUNT + back - 1) * HEADS + head
+        size, offset = tl.load(sizes + own, mask=there, other=1), tl.load(offsets + own, mask=there, other=0)
+        found = mixed[:, None] % size[None, :] + offset[None, :]
+        tl.store(row + (back - 1) * HEADS, found, mask=inside[:, None] & there[None, :])
+        last = token
 
 
 @triton.jit
@@ -88,6 +128,32 @@ def taking_kernel(
     tl.store(streams + row, sums.to(kind), mask=inside)
 
 
+def rows_of(tokens: Tensor, before: Tensor, spans: Spans, hashes: Hashes) -> Tensor:
+    """See `grams`. There is a span."""
+    assert all(x.is_contiguous() for x in (tokens, before, hashes.multipliers, hashes.sizes, hashes.offsets))
+    layers, count, heads = hashes.sizes.shape
+    out = torch.zeros(layers, len(tokens), count * heads, dtype=torch.int64, device=tokens.device)  # of padding, too
+    rows_kernel[(len(spans.slots), triton.cdiv(max(spans.lengths), TOKENS), layers)](
+        out,
+        tokens,
+        before,
+        spans.starts,
+        hashes.multipliers,
+        hashes.sizes,
+        hashes.offsets,
+        len(tokens),
+        hashes.end,
+        **_constants(count, heads),
+        num_warps=1,
+        enable_fp_fusion=True,
+    )
+    return out
+
+
+def _constants(count: int, heads: int) -> dict[str, object]:
+    return {"COUNT": count, "HEADS": heads, "PADDED": triton.next_power_of_2(heads), "TOKENS": TOKENS}
+
+
 def opened(joint: Tensor, streams: Tensor, gains: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """See `grams`."""
     tokens, count, size = streams.shape
@@ -154,7 +220,17 @@ def take(
 
 def compilations() -> list[Compilation]:
     """Qwen 4 Exp's: four streams, and a convolution of four taps three places apart."""
-    found, (block, warps) = list[Compilation](), tile(2048)
+    (block, warps), known = tile(2048), ("out", "ids", "before", "starts", "multipliers", "sizes", "offsets")
+    found = [
+        Compilation(
+            kernel=rows_kernel,
+            name="rows of n-grams",
+            signature=dict.fromkeys(known, "*i64") | {"tokens": "i32", "end": "i32"},
+            constants=_constants(2, 8),
+            warps=1,
+            fuse=True,
+        )
+    ]
     for dtype in ("bf16", "fp32"):
         pointers = dict.fromkeys(("joint", "streams", "gains", "taken", "normal"), f"*{dtype}") | {"gains": "*fp32"}
         found.append(

@@ -1,7 +1,7 @@
 """What layers are told of a token's n-grams (Qwen 4 Exp): which rows of tables these stand for, how far streams open themselves to
 what is looked up, and the convolution behind that. Knows tensors only.
 
-On a CPU by torch; on an accelerator by `fused_grams`, but for rows: those of all layers are found once in a step, by torch.
+On a CPU by torch; on an accelerator by `fused_grams`.
 """
 
 from dataclasses import dataclass
@@ -31,8 +31,13 @@ class Hashes:
 def rows_of(tokens: Tensor, before: Tensor, spans: Spans, hashes: Hashes) -> Tensor:
     """Rows of the layers' tables: [layers, tokens, heads of all lengths].
 
-    tokens: [tokens]; before: [spans, most - 1], what is before each span, `hashes.end` where nothing is.
+    tokens: [tokens]; before: [spans, most - 1], what is before each span, `hashes.end` where nothing is. Of tokens behind the last
+    span the result is some rows that there are.
     """
+    if triton_for(tokens):
+        from .fused_grams import rows_of as fused
+
+        return fused(tokens, before, spans, hashes)
     every = torch.arange(len(tokens), device=tokens.device)
     own = torch.searchsorted(spans.starts[1:], every, right=True).clamp_(max=len(before) - 1)  # the span of each
     place, count = every - spans.starts[own], before.shape[1]

@@ -118,6 +118,8 @@ def exchange(group: Group, on: Accelerator, tokens: int, rows: int) -> float:
     sums = shape.sums + 1
     sums += sum(mixture is not None and mixture.beside for mixture in shape.mixtures)
     found = sums * all_reduce(on, *ranks, tokens * shape.hidden * group.item) + gather(group, on, rows)
+    if shape.grams:  # what each has of the rows that stand for n-grams
+        found += len(shape.grams.layers) * all_reduce(on, *ranks, tokens * shape.grams.size * group.item)
     if shape.joint_qk_norm:  # a sum of squares of a token's queries, and of its keys, in float32
         found += shape.layers * all_reduce(on, *ranks, 8 * tokens)
     closing = sum(part > 0 for part in shape.mlp_closed)  # by the mean of a token's gates, and of their squares

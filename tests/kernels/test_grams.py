@@ -58,8 +58,10 @@ def grams(config: Any) -> Grams:
     )
 
 
-def test_rows_are_transformers(chance: random.Random) -> None:
+@pytest.mark.parametrize("route", ["reference", "triton"])
+def test_rows_are_transformers(route: str, chance: random.Random) -> None:
     """Of sequences that are cut anywhere, with ends of texts among their tokens, and of padding behind them."""
+    choose.force(route)
     for most, heads, layers in ((3, 2, [1, 3]), (2, 3, [2]), (4, 1, [1, 2])):
         config = theirs(most, heads, layers)
         own = grams(config)
@@ -78,6 +80,7 @@ def test_rows_are_transformers(chance: random.Random) -> None:
             assert len(module.ngram_embedding.weight) == own.rows(layer)
             module.ngram_embedding = torch.nn.Embedding.from_pretrained(torch.arange(own.rows(layer)).double().unsqueeze(1))
             expected = [module(torch.tensor([row]), None)[0, cut:] for row, cut in zip(rows, cuts, strict=True)]
+            assert 0 <= int(found[place].min()) <= int(found[place].max()) < own.rows(layer)
             assert found[place, :-2].cpu().equal(torch.cat(expected).long())
 
 
