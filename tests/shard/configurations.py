@@ -836,7 +836,8 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "few-heads-qwen4-exp": lambda: transformers.Qwen4ExpTextConfig(
         **QWEN_4
         | {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "layer_types": QWEN_4["layer_types"][:2]}
-        | {"hidden_size": 32, "indexer_n_heads": 8, "ple_layer_ids": [1], "num_experts": 4, "hc_count": 2},
+        | {"hidden_size": 32, "indexer_n_heads": 8, "ple_layer_ids": [1], "num_experts": 4, "hc_count": 2}
+        | {"linear_num_value_heads": 2},
         partial_rotary_factor=0.5,
     ),
     "few-heads-qwen3": lambda: transformers.Qwen3Config(**FEW_HEADS, head_dim=16),

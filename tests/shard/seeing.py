@@ -227,7 +227,8 @@ def _glm_5_next() -> Any:
 
 def _qwen_4() -> Any:
     """Pools begin within images, and n-grams within what stands for these."""
-    text = QWEN_4 | {"rope_parameters": QUARTER | {"partial_rotary_factor": 0.5}}
+    text = QWEN_4 | {"num_hidden_layers": 2, "layer_types": QWEN_4["layer_types"][:2], "ple_layer_ids": [1]}
+    text |= {"rope_parameters": QUARTER | {"partial_rotary_factor": 0.5}}
     vision = VISION | {"hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": QWEN_4["hidden_size"]}
     config = transformers.Qwen4ExpConfig(text_config=text, vision_config=vision, image_token_id=PLACEHOLDER)
     return transformers.Qwen4ExpForConditionalGeneration(config)
