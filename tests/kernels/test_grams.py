@@ -137,8 +137,7 @@ def test_states_go_on_and_forget_guesses(route: str, chance: random.Random) -> N
     layer = layer_of(chance, torch.float32)
     memories.check_guesses(layer, [chance.choice((1, 2, 5, 5, 40)) for _ in range(3)], 2, chance, 2e-5)
     memories.check_padding(layer)
-    if route == "reference":
-        memories.check_cuts(layer, layer.inputs(230), chance)
+    memories.check_cuts(layer, layer.inputs(230), chance)
 
 
 @pytest.mark.parametrize(("route", "dtype"), [*(("reference", each) for each in TOLERANCES), ("triton", torch.float32)])
