@@ -335,12 +335,19 @@ class Decoder:
 
     def _pools(self, step: Step) -> Pools | None:
         """What turns those that an index of heads' own keys chooses."""
-        index, turned = self.shape.blocks, self.shape.turned(0)
+        index = self.shape.blocks
         if not isinstance(index, PoolIndex):
             return None
-        first = (step.positions - (index.pool - 1)).clamp_(min=0) if step.firsts is None else step.firsts[0]
-        tables = self._turned(step.positions, step.turned), self._turned(first, None if step.firsts is None else step.firsts[1:])
-        return Pools(*(resized(table, turned, index.size) for table in tables))
+        own = self._resized(index, step.positions, step.turned)
+        if index.pool == 1:
+            return Pools(own, own)
+        if step.firsts is None:
+            return Pools(own, self._resized(index, (step.positions - (index.pool - 1)).clamp_(min=0), None))
+        return Pools(own, self._resized(index, step.firsts[0], step.firsts[1:]))
+
+    def _resized(self, index: PoolIndex, positions: Tensor, others: Tensor | None) -> Tensor:
+        """As `_turned`, for heads of an index."""
+        return resized(self._turned(positions, others), self.shape.turned(0), index.size)
 
     def _turnings(self, step: Step) -> list[Tensor]:
         """Cosines and sines of the step's tokens, for each layer."""

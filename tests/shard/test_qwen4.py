@@ -2,6 +2,7 @@
 computes: test_oracle.py."""
 
 import json
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,18 @@ from transformers.models.qwen4_exp import modeling_qwen4_exp as oracle
 
 from penstock.launcher import roofline
 from penstock.proto.speculation import Speculation
+from penstock.shard import forward
 from penstock.shard.models.draft_families import check_guesses
 from penstock.shard.models.families import shape
 from penstock.shard.models.grams import primes
 from penstock.shard.models.remembering import Linear
 from penstock.shard.models.shape import Shape, Unsupported
 from penstock.shard.models.traits import GatedHyper, PoolIndex
-from penstock.tests.shard import tiny
+from penstock.shard.step import Span
+from penstock.tests.shard import seeing, tiny
 from penstock.tests.shard.test_oracle import prompt
 from penstock.tests.shard.test_quantized import logits, made
+from penstock.tests.shard.test_sight import bench_of
 from penstock.tests.shard.test_weights import WEIGHTS, Alone, decoder
 
 INDEX = {
@@ -167,6 +171,18 @@ def test_a_table_in_one_tensor_or_by_parts(tmp_path: Path) -> None:
             found = torch.cat([rank.layers[layer].grams.table for rank in ranks])  # type: ignore[union-attr]
             assert found[: len(whole)].equal(whole)
             assert not found[len(whole) :].any()
+
+
+def test_pools_that_begin_with_an_image_have_no_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """These know no positions but those of their tokens: of pools of 4 the last that an image's token begins ends 3 behind it."""
+    reference, asked = seeing.made("Qwen4Exp", tmp_path), list[int]()
+    prompt = seeing.seen("Qwen4Exp", reference.config.model_type, random.Random(1), [(1, 2)])
+    bench, sequence = bench_of(tmp_path, prompt)
+    monkeypatch.setattr(forward, "_fitting", lambda graphs, tokens: asked.append(sequence.computed))
+    for start, token in enumerate(prompt.tokens):
+        bench.run([Span(sequence, start, [token])])
+    [picture] = prompt.pictures
+    assert asked == [*range(picture.end + 3, len(prompt.tokens))]
 
 
 def test_hashes_of_another_model(tmp_path: Path) -> None:
