@@ -10,6 +10,7 @@ from torch import Tensor
 
 from penstock.kernels import gated_mixing, grams, means, reference
 from penstock.kernels.gated_delta import Spans, States
+from penstock.kernels.hashes import Hashes
 
 COUNT, APART, TAPS, POOL = 4, 3, 4, 16  # streams; places between taps, and taps; tokens of a pool: Qwen 4 Exp's, as far as is known
 
@@ -63,7 +64,8 @@ def _told(chance: random.Random, size: int, dtype: torch.dtype) -> Run:
         spans = Spans(tuple(lengths), *(torch.tensor(some, device=device) for some in numbers))
         taken, normal = grams.opened(joint.to(device), own, gains.to(device), 1e-5)
         grams.take(own, taken, normal, taps.to(device), APART, spans, states)
-        rows = grams.rows_of(ids.to(device), before.to(device), spans, grams.Hashes(*(x.to(device) for x in hashes), 3))
+        multipliers, heads, first = (x.to(device) for x in hashes)
+        rows = grams.rows_of(ids.to(device), before.to(device), spans, Hashes(multipliers, heads, first, 3))
         return [taken, own, states.windows, rows]
 
     return run
@@ -75,10 +77,8 @@ def _pooled(rows: int, dtype: torch.dtype) -> Run:
     cache, slots = torch.randn(512, 1, 1, 128).to(dtype), torch.arange(13, 13 + rows)
 
     def run(device: torch.device) -> list[Tensor]:
-        own = cache.to(device, copy=True)
-        given = (x.to(device) for x in (keys, gains, table, slots))
-        wide, *others = given
-        means.write_means(wide[:, 2:], *others, own, POOL, 1e-5)
+        own, wide = cache.to(device, copy=True), keys.to(device)
+        means.write_means(wide[:, 2:], gains.to(device), table.to(device), slots.to(device), own, POOL, 1e-5)
         return [own]
 
     return run

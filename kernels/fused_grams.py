@@ -10,7 +10,7 @@ from .compilation import Compilation
 from .fused_gated_delta import move
 from .fused_gated_mixing import normalized, tile
 from .gated_delta import Spans
-from .grams import LEAST, Hashes
+from .hashes import Hashes
 
 TOKENS, CHANNELS = 16, 128  # of a program, as in `fused_short_convolution`
 
@@ -154,7 +154,7 @@ def _constants(count: int, heads: int) -> dict[str, object]:
     return {"COUNT": count, "HEADS": heads, "PADDED": triton.next_power_of_2(heads), "TOKENS": TOKENS}
 
 
-def opened(joint: Tensor, streams: Tensor, gains: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+def opened(joint: Tensor, streams: Tensor, gains: Tensor, epsilon: float, least: float) -> tuple[Tensor, Tensor]:
     """See `grams`."""
     tokens, count, size = streams.shape
     assert all(x.is_contiguous() for x in (joint, streams, gains))
@@ -168,7 +168,7 @@ def opened(joint: Tensor, streams: Tensor, gains: Tensor, epsilon: float) -> tup
             taken,
             normal,
             epsilon,
-            LEAST,
+            least,
             size**-0.5,
             COUNT=count,
             SIZE=size,

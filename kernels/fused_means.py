@@ -68,7 +68,7 @@ def _read(step, cache, here, there, MOST: tl.constexpr):  # type: ignore[no-unty
     return tl.where(here, own, tl.load(cache, mask=there, other=0.0).to(tl.float32))
 
 
-def write_means(keys: Tensor, gains: Tensor, table: Tensor, slots: Tensor, cache: Tensor, pool: int, epsilon: float) -> None:
+def write_means(keys: Tensor, gains: Tensor, table: Tensor, slots: Tensor, cache: Tensor, members: int, epsilon: float) -> None:
     """`means.write_means`."""
     size = keys.shape[1]
     assert all(x.is_contiguous() for x in (gains, table, slots, cache))
@@ -83,7 +83,7 @@ def write_means(keys: Tensor, gains: Tensor, table: Tensor, slots: Tensor, cache
             cache,
             keys.stride(0),
             epsilon,
-            **_constants(pool, size, torch.finfo(cache.dtype).max if cache.dtype != keys.dtype else 0.0),
+            **_constants(members, size, torch.finfo(cache.dtype).max if cache.dtype != keys.dtype else 0.0),
             num_warps=WARPS,
             enable_fp_fusion=False,
         )

@@ -4,8 +4,6 @@ what is looked up, and the convolution behind that. Knows tensors only.
 On a CPU by torch; on an accelerator by `fused_grams`.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -13,19 +11,10 @@ from torch.nn import functional
 from . import reference
 from .choose import triton_for
 from .gated_delta import Spans, States, convolved
+from .hashes import Hashes
 from .reference import by_lanes
 
 LEAST = 1e-6  # of what streams are opened by, before its root is taken
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Hashes:
-    """Of all layers that are told of n-grams. All int64."""
-
-    multipliers: Tensor  # [layers, most]: of a token, of the one before it and so on
-    sizes: Tensor  # [layers, lengths of n-grams, heads]: rows of each head's table
-    offsets: Tensor  # likewise: where it begins in the layer's
-    end: int  # the token that ends a text
 
 
 def rows_of(tokens: Tensor, before: Tensor, spans: Spans, hashes: Hashes) -> Tensor:
@@ -63,7 +52,7 @@ def opened(joint: Tensor, streams: Tensor, gains: Tensor, epsilon: float) -> tup
     if triton_for(joint):
         from .fused_grams import opened as fused
 
-        return fused(joint, streams, gains, epsilon)
+        return fused(joint, streams, gains, epsilon, LEAST)
     tokens, count, hidden = streams.shape
     keys, value = joint[:, : count * hidden].view(tokens, count, hidden), joint[:, count * hidden :].view(tokens, 1, hidden)
     products = reference.rms_norm(keys, gains[0], epsilon).float() * reference.rms_norm(streams, gains[1], epsilon)

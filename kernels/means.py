@@ -14,8 +14,8 @@ from .choose import triton_for
 from .operations import write
 
 
-def write_means(keys: Tensor, gains: Tensor, table: Tensor, slots: Tensor, cache: Tensor, pool: int, epsilon: float) -> None:
-    """Writes a step's keys, and keys of the pools of so many tokens that it ends.
+def write_means(keys: Tensor, gains: Tensor, table: Tensor, slots: Tensor, cache: Tensor, members: int, epsilon: float) -> None:
+    """Writes a step's keys, and keys of the pools that it ends, of so many members each.
 
     keys: [tokens, size], perhaps columns of something wider; gains: [size] float32; table: [tokens, 2, 1, size], of
     `reference.rotary_table`, of the first token of each one's pool; slots: [tokens], distinct, those of a sequence in its order;
@@ -24,15 +24,15 @@ def write_means(keys: Tensor, gains: Tensor, table: Tensor, slots: Tensor, cache
     if triton_for(keys):
         from .fused_means import write_means as fused
 
-        return fused(keys, gains, table, slots, cache, pool, epsilon)
+        return fused(keys, gains, table, slots, cache, members, epsilon)
     write(slots, keys.contiguous(), cache)
-    ending = ((slots >= 0) & (slots % pool == pool - 1)).nonzero().flatten()
+    ending = ((slots >= 0) & (slots % members == members - 1)).nonzero().flatten()
     if not len(ending):
         return None
     ends = slots[ending]
-    members = (ends.unsqueeze(1) + torch.arange(1 - pool, 1, device=slots.device)).flatten()
+    every = (ends.unsqueeze(1) + torch.arange(1 - members, 1, device=slots.device)).flatten()
     held = cache.flatten(1).view(torch.uint8 if cache.dtype.itemsize == 1 else cache.dtype)  # torch selects no floats of 8 bits
-    means = held[members].view(cache.dtype).float().view(len(ends), pool, -1).mean(1).to(keys.dtype)
+    means = held[every].view(cache.dtype).float().view(len(ends), members, -1).mean(1).to(keys.dtype)
     found = reference.rms_norm(means, gains, epsilon).to(keys.dtype)
     reference.rotate(found.unsqueeze(1), table[ending])
     write(ends, found, cache)

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...kernels.gated_delta import States
-from ...kernels.grams import Hashes, opened, rows_of, take
+from ...kernels.grams import opened, rows_of, take
+from ...kernels.hashes import Hashes
 from ..step import Step
 from .gated_streams import GatedStreams
 from .grams import Grams

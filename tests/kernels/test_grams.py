@@ -14,7 +14,8 @@ from transformers.models.qwen4_exp import modeling_qwen4_exp as oracle
 
 from penstock.kernels import choose
 from penstock.kernels.gated_delta import Spans, States
-from penstock.kernels.grams import Hashes, opened, rows_of, take
+from penstock.kernels.grams import opened, rows_of, take
+from penstock.kernels.hashes import Hashes
 from penstock.shard.models.grams import Grams
 from penstock.tests.kernels import memories
 from penstock.tests.kernels.memories import DEVICE, TOLERANCES
