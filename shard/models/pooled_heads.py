@@ -47,8 +47,8 @@ class MeanChooser:
         if not narrows(step.attention, index.most):
             return None
         asking = rotate(queries.contiguous(), places.pools.own, self.query_norm, self.epsilon)
-        weights = torch.full((1, index.heads), index.size**-0.5, device=x.device).expand(len(x), -1)
-        return ChoosingPools(asking, weights.contiguous(), index.most, members=index.pool, keys=cache)
+        weights = torch.full((len(x), index.heads), index.size**-0.5, device=x.device)
+        return ChoosingPools(asking, weights, index.most, members=index.pool, keys=cache)
 
 
 class PooledHeads(Heads):
