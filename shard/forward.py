@@ -71,7 +71,7 @@ class Forward:
         """Computes spans, writes their keys and values, and returns the wanted rows' states: [rows, hidden], good until the next
         call. picked: see `step.plan`."""
         tokens = sum(len(span.tokens) for span in spans)
-        # Also where a pool that ends here may begin with an image: where that turns no graph is told.
+        # Also where a pool that ends here may begin within an image: graphs are not told what turns that.
         back = max(0, self._layout.members - 1)
         shows = any(span.sequence.shows(span.start - back) for span in spans)
         graph = None if shows else _fitting(self._decodes if tokens == len(spans) else self._mixed, tokens)

@@ -95,10 +95,9 @@ def size_pool(
 def _chosen(engine: Engine, tokens: int, total: int) -> int:
     """Bytes that choosing what tokens attend to takes in a step of so many, each of which sees up to `total`."""
     shape, item, ranks = engine.decoder.shape, engine.decoder.embedding.dtype.itemsize, engine.decoder.ranks.size
-    if (
-        not triton_on(engine.device) and shape.blocks and shape.blocks.block
-    ):  # scores of each key head, and a mask of each query head
-        each = indexed.PRODUCT_BYTES * shape.blocks.own(ranks) + item * shape.heads // ranks
+    blocks = shape.blocks
+    if not triton_on(engine.device) and blocks and blocks.block:  # scores of each key head, and a mask of each query head
+        each = indexed.PRODUCT_BYTES * blocks.own(ranks) + item * shape.heads // ranks
         return each * min(tokens, TILE) * total
     chosen, index = tokens * min(shape.most, total), shape.index  # kept for layers without an index
     # Queries, while layers that have no index go by them.

@@ -129,7 +129,8 @@ class Step:
     spans: Spans | None = None  # for layers that remember; None: there are none
     before: Tensor | None = None  # [spans, so many]: tokens before each of them; None: nobody asks for them
     turned: Tensor | None = None  # [2, tokens]: the other two positions; None: there are none, or they are the same
-    firsts: Tensor | None = None  # [3, tokens]: where pools of `members` begin that tokens end, if these positions tell it not
+    # [3, tokens]: positions of the first token of the pool that each one would be the last of; None: they follow from its own.
+    firsts: Tensor | None = None
     shown: Listing[Shown] = ()
     last: Last | None = None  # None: all are wanted, or too many, or no layer asks for it
 
