@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.benchmarks import gpu_told
 from penstock.benchmarks.gpu_measure import Bench
 from penstock.benchmarks.gpu_report import Line, failed
 from penstock.benchmarks.gpu_worlds import Shape
@@ -145,6 +146,7 @@ def checks(bench: Bench) -> dict[str, Check]:
     for name, dtype in types.items():
         found[f"norms and gates, {name}"] = partial(elementwise, dtype=dtype)
         found[f"rotary and write, {name}"] = partial(rotary, dtype=dtype, eight_bits=False)
+        found[f"streams with gates, and n-grams, {name}"] = partial(told, dtype=dtype)
     found["products of few rows"] = products
     found["products of few rows in parts, with the norm behind"] = parts
     for name, dtype in types.items():
@@ -451,6 +453,18 @@ def _pooled(bench: Bench, rows: int, dtype: torch.dtype) -> float:
     with choose.forced("reference"):
         pools.write_pools(keys.cpu(), gates.cpu(), places.cpu(), slots.cpu(), cache)
     return error(own.cpu(), cache, ROUNDINGS[dtype])
+
+
+def told(bench: Bench, chance: random.Random, dtype: torch.dtype) -> float:
+    """See `gpu_told`, against a CPU's."""
+    worst = 0.0
+    for run in gpu_told.runs(chance, dtype, bench.tiny):
+        with poisoned():
+            ours = run(bench.device)
+        with choose.forced("reference"):
+            theirs = run(torch.device("cpu"))
+        worst = max(worst, *(error(one.cpu(), other, ROUNDINGS[dtype]) for one, other in zip(ours, theirs, strict=True)))
+    return worst
 
 
 def _sizes(bench: Bench, chance: random.Random) -> list[tuple[int, int]]:

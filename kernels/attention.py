@@ -251,7 +251,9 @@ def _attend(attended: Callable[..., Tensor], query: Tensor, cache: Tensor, block
     if isinstance(how.asked, ChoosingBlocks):
         choose = partial(narrowed_by_blocks, how.asked, gather(how.asked.keys, view.slots, count, query.dtype, None)[0][:, 0])
     elif isinstance(how.asked, ChoosingPools):
-        choose = partial(narrowed_by_pools, how.asked, keys[:, 0, :, size:])
+        held = how.asked.keys
+        beside = keys[:, 0, :, size:] if held is None else gather(held, view.slots, count, query.dtype, None)[0][:, 0]
+        choose = partial(narrowed_by_pools, how.asked, beside)
     elif how.asked is not None:
         choose = partial(narrowed, how.asked, keys[:, 0, :, size:])
     if cache.shape[3] > size:  # an index has its own keys behind these

@@ -4,8 +4,8 @@ An index has heads of its own for a token's queries, one key for all of them, wh
 weight for each. A token's score of another is the sum of weights * max(0, query * key); so many with the highest scores are
 chosen, and of equal ones the first. What a token doesn't see otherwise can't be chosen.
 
-Or pools of tokens are chosen together, by keys of their own (GLM 5 Next; see `pools`): of those that a token sees all of. Of the
-pool that isn't full yet it sees what there is, whatever it has chosen.
+Or pools of tokens are chosen together, by keys of their own (GLM 5 Next, see `pools`; Qwen 4 Exp, see `means`): of those that a
+token sees all of. Of the pool that isn't full yet it sees what there is, whatever it has chosen.
 
 Or whole blocks of them are chosen, by each key head's query heads for themselves (MiniMax M3): there an index has one query for
 each of these, and a block's score is the highest product of that with a key in it. The last blocks that a token sees come first.
@@ -41,6 +41,10 @@ class Choosing:
         """Tokens that are chosen together."""
         return 1
 
+    def held(self, layer: Tensor, latent: int) -> Tensor:
+        """Keys of all tokens, of a layer of the cache: behind latents of so many features."""
+        return layer[..., latent:]
+
     def best(self, found: Tensor, last: Tensor) -> Tensor:
         """What tokens attend to, by their scores of all, [tokens, what there is]. last: their places, [tokens, 1]."""
         return found.topk(self.most).indices
@@ -56,6 +60,11 @@ class ChoosingPools(Choosing):
     """The same of pools, whose tokens stand by their positions."""
 
     members: int = 1  # what is chosen are so many tokens
+    keys: Tensor | None = None  # where heads have keys of their own: a layer's, of all tokens, [slots, 1, 1, size]
+
+    def held(self, layer: Tensor, latent: int) -> Tensor:
+        """The same; or those of a tensor of their own."""
+        return layer[..., latent:] if self.keys is None else self.keys
 
     def best(self, found: Tensor, last: Tensor) -> Tensor:
         """The same, and behind those that a token sees whole the one that it doesn't."""
@@ -114,7 +123,7 @@ def narrowed(asked: Choosing, keys: Tensor, start: int, queries: int, hidden: Te
 
 
 def narrowed_by_pools(asked: ChoosingPools, keys: Tensor, start: int, queries: int, hidden: Tensor | None) -> Tensor | None:
-    """The same where pools are chosen: behind keys stand gates. Of chains, whose keys stand by their positions."""
+    """The same where pools are chosen: behind keys may stand gates. Of chains, whose keys stand by their positions."""
     keys = keys if hidden is None else keys[:, : hidden.shape[3]]
     rows, length, pool, size = *keys.shape[:2], asked.members, asked.queries.shape[2]
     if length <= asked.most:

@@ -83,14 +83,15 @@ def plan(whole: paged.Plan, rows: Sequence[Row], layout: Layout) -> Plan:
 
 
 def attention(query: Tensor, cache: Tensor, plan: Plan, how: How) -> Tensor:
-    """As `paged_attention.attention`, of a cache of latents with an index's keys behind them, or of heads that choose blocks."""
+    """As `paged_attention.attention`, of a cache of latents with an index's keys behind them, or of heads that choose blocks or
+    pools."""
     if isinstance(how.asked, ChoosingBlocks):
         return _by_blocks(query, cache, plan, how, how.asked)
     asked = how.asked
     assert asked is not None
-    found = query.new_empty(*query.shape[:2], how.latent) if len(plan.parts) > 1 else None
+    found = query.new_empty(*query.shape[:2], how.latent or query.shape[2]) if len(plan.parts) > 1 else None
     for part in plan.parts:
-        own = part.plan.chosen(_chosen(asked, cache[..., query.shape[2] :], plan, part))
+        own = part.plan.chosen(_chosen(asked, asked.held(cache, query.shape[2]), plan, part))
         answer = paged.attention(query[part.tokens], cache, own, how)
         if found is None:
             return answer

@@ -85,7 +85,7 @@ def prefill(group: Group, on: Accelerator, tokens: int) -> float:
     if index and tokens > index.most:  # every rank has all of it
         attention += 2 * len(shape.indexing) * _pairs(tokens, 0) * index.heads * index.read
     if blocks and tokens > blocks.most:
-        attention += 2 * len(blocks.layers) * _pairs(tokens, 0) * blocks.own(group.ranks) * blocks.size
+        attention += 2 * len(blocks.layers) * _pairs(tokens, 0) * blocks.own(group.ranks) * blocks.read
     if kept:
         attention += kept.rule * len(kept.layers) * tokens * prod(kept.memory(group.ranks))
     products = 2 * ((group.parameters() - group.head) * tokens + group.head)
@@ -99,7 +99,8 @@ def context_bytes(group: Group, context: int) -> float:
     for layer in shape.attending:
         keys, beside = _keys(shape, context, shape.windows[layer]), shape.index_size(layer)
         own = prod(shape.slot(group.ranks, layer)) - (beside if shape.latent else 0)
-        read = shape.index.read if shape.index and beside else beside
+        index = shape.index or shape.blocks
+        read = index.read if index and beside else beside
         seen += min(keys, shape.chosen(layer) or keys) * own + context * read
     return group.token_bytes / shape.kv_elements(group.ranks) * seen
 
@@ -117,6 +118,8 @@ def exchange(group: Group, on: Accelerator, tokens: int, rows: int) -> float:
     sums = shape.sums + 1
     sums += sum(mixture is not None and mixture.beside for mixture in shape.mixtures)
     found = sums * all_reduce(on, *ranks, tokens * shape.hidden * group.item) + gather(group, on, rows)
+    if shape.grams:  # what each has of the rows that stand for n-grams
+        found += len(shape.grams.layers) * all_reduce(on, *ranks, tokens * shape.grams.size * group.item)
     if shape.joint_qk_norm:  # a sum of squares of a token's queries, and of its keys, in float32
         found += shape.layers * all_reduce(on, *ranks, 8 * tokens)
     closing = sum(part > 0 for part in shape.mlp_closed)  # by the mean of a token's gates, and of their squares

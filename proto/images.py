@@ -108,7 +108,7 @@ FORMS = {
     **dict.fromkeys(("exaone4_5", "hy_v4_vl", "lfm3_vl", "lighton_ocr"), Form(word="<|image_pad|>", written="<|image_pad|>")),
     "step3p7": STEP,
     "paddleocr_vl": Form(word="<|IMAGE_PLACEHOLDER|>", around=("<|IMAGE_START|>", "<|IMAGE_END|>")),
-    **dict.fromkeys(("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"), QWEN),
+    **dict.fromkeys(("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp"), QWEN),
 }
 
 

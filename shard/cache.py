@@ -12,6 +12,7 @@ from torch import Tensor
 from ..kernels.gated_delta import States
 from ..kernels.paging import copy_each, copy_pages, move_slots
 from ..kernels.transfer import list_to_device, lists_to_device, to_device
+from .models.grams import Grams
 from .models.shape import Shape
 from .pages import PADDING
 
@@ -50,6 +51,11 @@ class Cache:
         remembering = sorted(shape.remembering.layers) if shape.remembering else []
         self.states = {layer: States(*(whole[i] for whole in self._remembered)) for i, layer in enumerate(remembering)}
         self.slots = slots
+        # Of layers that are told of n-grams, what last came into their convolutions.
+        self.grams: dict[int, States] = {}
+        if shape.grams:
+            self.grams = _convolutions(shape.grams, shape.hidden, slots, computed or dtype, device)
+            self._remembered += tuple(own.windows.unsqueeze(0) for own in self.grams.values())
         # Copied and zeroed as bytes where torch's operations don't know the type.
         flat = [whole.view(torch.uint8) if dtype.itemsize == 1 else whole for whole in wholes.values()]
         # [slots, features], of each token, as copied and moved as its keys; a draft model's cache has those of its model.
@@ -113,6 +119,13 @@ def _remembered(shape: Shape, ranks: int, slots: int, dtype: torch.dtype, device
     count = len(remembering.layers)
     windows = _zeros((count, 1 + slots, remembering.width - 1, remembering.channels(ranks)), dtype, device)
     return windows, _zeros((count, 1 + slots, *remembering.memory(ranks)), torch.float32, device)
+
+
+def _convolutions(grams: Grams, hidden: int, slots: int, dtype: torch.dtype, device: torch.device) -> dict[int, States]:
+    """Windows alone: memories have no numbers."""
+    none = torch.zeros(1 + slots, 0, 0, 0, device=device)
+    size = (1 + slots, grams.reach, grams.channels(hidden))
+    return {layer: States(_zeros(size, dtype, device), none) for layer in grams.layers}
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

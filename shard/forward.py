@@ -18,7 +18,8 @@ from ..kernels.layout import Layout, kind
 from . import rooms, step
 from .cache import Cache
 from .models.decoder import Decoder
-from .step import Picked, Room, Span, Step
+from .models.shape import Shape
+from .step import Before, Picked, Room, Span, Step
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ class Forward:
         self._layout = _layout_of(decoder, cache)
         self._adapted = bool(decoder.changes.names)
         self._remembers = decoder.shape.remembering is not None
+        self._before = _before_of(decoder.shape)
         self.narrows = decoder.shape.keyless > 0
         self._decodes: list[Graph] = []  # of spans of one token; by size
         self._mixed: list[Graph] = []  # of any spans; by size
@@ -69,7 +71,9 @@ class Forward:
         """Computes spans, writes their keys and values, and returns the wanted rows' states: [rows, hidden], good until the next
         call. picked: see `step.plan`."""
         tokens = sum(len(span.tokens) for span in spans)
-        shows = any(span.sequence.shows(span.start) for span in spans)
+        # Also where a pool that ends here may begin within an image: graphs are not told what turns that.
+        back = max(0, self._layout.members - 1)
+        shows = any(span.sequence.shows(span.start - back) for span in spans)
         graph = None if shows else _fitting(self._decodes if tokens == len(spans) else self._mixed, tokens)
         own = self._padded(spans, graph.room, picked) if graph else None
         if graph is None or own is None:
@@ -108,7 +112,7 @@ class Forward:
 
     def _plan(self, spans: Listing[Span], room: Room | None = None, picked: Picked | None = None) -> Step:
         narrows = self.narrows and self._decoder.kept is None
-        return step.plan(spans, self._layout, room, picked, self._adapted, self._remembers, narrows)
+        return step.plan(spans, self._layout, room, picked, self._adapted, self._remembers, narrows, self._before)
 
     def _padded(self, spans: Listing[Span], room: Room, picked: Picked | None) -> Step | None:
         try:
@@ -120,6 +124,11 @@ class Forward:
 def _fitting(graphs: Listing[Graph], tokens: int) -> Graph | None:
     place = bisect_left(graphs, tokens, key=lambda graph: graph.room.tokens)
     return graphs[place] if place < len(graphs) else None
+
+
+def _before_of(shape: Shape) -> Before | None:
+    grams = shape.grams
+    return Before(grams.before, grams.end, grams.image, shape.vocabulary) if grams else None
 
 
 def _layout_of(decoder: Decoder, cache: Cache) -> Layout:
@@ -144,7 +153,7 @@ def _layout_of(decoder: Decoder, cache: Cache) -> Layout:
         sinks=shape.sinks,
         most=shape.most,
         block=shape.blocks.block if shape.blocks else 0,
-        members=shape.index.pool if shape.index else 0,
+        members=shape.pool,
         dtype=decoder.embedding.dtype,
         device=decoder.embedding.device,
         eight_bits=any(layer.element_size() == 1 for layer in cache.layers.values()),

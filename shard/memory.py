@@ -114,8 +114,9 @@ def size_copies(engine: Engine, gib: float) -> tuple[int, int]:
 def _chosen(engine: Engine, tokens: int, total: int) -> int:
     """Bytes that choosing what tokens attend to takes in a step of so many, each of which sees up to `total`."""
     shape, item, ranks = engine.decoder.shape, engine.decoder.embedding.dtype.itemsize, engine.decoder.ranks.size
-    if not triton_on(engine.device) and shape.blocks:  # scores of each key head, and a mask of each query head
-        each = indexed.PRODUCT_BYTES * shape.blocks.own(ranks) + item * shape.heads // ranks
+    blocks = shape.blocks
+    if not triton_on(engine.device) and blocks and blocks.block:  # scores of each key head, and a mask of each query head
+        each = indexed.PRODUCT_BYTES * blocks.own(ranks) + item * shape.heads // ranks
         return each * min(tokens, TILE) * total
     chosen, index = tokens * min(shape.most, total), shape.index  # kept for layers without an index
     # Queries, while layers that have no index go by them.
@@ -190,7 +191,7 @@ def _make_room(engine: Engine, lengths: list[int], choices: int) -> None:
     pages = sum(-(-length // engine.page_size) + choices - 1 for length in lengths)
     engine.resize(pages, len(lengths), keeps=False)
     engine.forward.narrows = False  # as in a step of which all is wanted
-    for state in engine.cache.states.values():
+    for state in (*engine.cache.states.values(), *engine.cache.grams.values()):
         state.windows.zero_()
         state.memories.zero_()
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Listing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING
 
@@ -127,7 +127,10 @@ class Step:
     attention: ragged.Plan
     adapters: Tensor | None = None  # [tokens], for `adapters.choose`; None: no token goes by one
     spans: Spans | None = None  # for layers that remember; None: there are none
+    before: Tensor | None = None  # [spans, so many]: tokens before each of them; None: nobody asks for them
     turned: Tensor | None = None  # [2, tokens]: the other two positions; None: there are none, or they are the same
+    # [3, tokens]: positions of the first token of the pool that each one would be the last of; None: they follow from its own.
+    firsts: Tensor | None = None
     shown: Listing[Shown] = ()
     last: Last | None = None  # None: all are wanted, or too many, or no layer asks for it
 
@@ -145,6 +148,22 @@ class Step:
         self.attention.become(other.attention)
 
 
+@dataclass(frozen=True, slots=True)
+class Before:
+    """What layers that go by n-grams want to know."""
+
+    count: int  # of tokens before each one
+    end: int  # a token that stands for those before a text's beginning
+    image: int  # and one for those of images
+    vocabulary: int  # numbers behind it are those of images
+
+    def of(self, span: Span) -> list[int]:
+        """A span's."""
+        first = max(0, span.start - self.count)
+        found = (token if token < self.vocabulary else self.image for token in span.sequence.tokens[first : span.start])
+        return [*[self.end] * (self.count - span.start + first), *found]
+
+
 @dataclass(slots=True)
 class _Lists:
     """What a step's tensors are made of; see `Step`."""
@@ -154,6 +173,7 @@ class _Lists:
     slots: list[int]
     numbers: list[int]  # of adapters; []: no token goes by one
     wanted: list[int]
+    before: list[int] = field(default_factory=list)
 
     def pad(self, room: Room, adapted: bool) -> None:
         """Raises ragged.Full if there is no room. adapted: see `plan`."""
@@ -176,9 +196,11 @@ def plan(
     adapted: bool = False,
     remembers: bool = False,
     narrows: bool = False,
+    before: Before | None = None,
 ) -> Step:
     """The step that computes `spans`. picked: by the step before; adapted: the decoder has adapters; remembers: and layers that
-    do, so a room is for spans of one token; narrows: and last layers without keys. Raises ragged.Full if there is no room."""
+    do, so a room is for spans of one token; narrows: and last layers without keys; before: and layers that go by n-grams. Raises
+    ragged.Full if there is no room."""
     spans = [part for span in spans for part in _within(span, layout.chunk)] if layout.chunk else spans
     fronts = picked is not None and any(span.front for span in spans)
     later = fronts and ragged.by_triton(layout)  # only the device knows who continues whom
@@ -194,10 +216,15 @@ def plan(
     showing = [(starts[i], spans[i]) for i in order if spans[i].sequence.shows(spans[i].start)]
     marks = [mark for first, span in showing for mark in _marks(first, span)]
     for token in chain.from_iterable(tokens for _, tokens, _ in marks):
-        lists.tokens[token] = 0  # which every vocabulary has: features will take its place
+        lists.tokens[token] = before.image if before else 0  # which every vocabulary has: features will take its place
+    lists.before = _before(spans, order, len(lengths), before) if before else []
     step = _step(lists, attended, layout, lengths, states)
     if showing:
         step = replace(step, turned=_turned(lists.positions, showing, layout), shown=[_shown(*mark, layout) for mark in marks])
+    back = layout.members - 1
+    early = [(starts[i], spans[i]) for i in order if back > 0 and spans[i].sequence.shows(spans[i].start - back)]
+    if early:
+        step = replace(step, firsts=_firsts(lists.positions, early, layout))
     if narrows and room is None and not fronts and len(lists.wanted) < len(lists.tokens):
         step = replace(step, last=_last(spans, starts, layout))
     if picked is not None:
@@ -283,6 +310,21 @@ def _turned(positions: Listing[int], showing: Listing[tuple[int, Span]], layout:
                 return None
             stop = span.start + len(span.tokens)
             axes[-1][first : first + len(span.tokens)] = span.sequence.pictures.positions(axis, span.start, stop)
+    return to_device(torch.tensor(axes), layout.device)
+
+
+def _firsts(positions: Listing[int], early: Listing[tuple[int, Span]], layout: Layout) -> Tensor | None:
+    """See `Step.firsts`. early: spans whose first pool begins with an image or before it, and their first tokens in the step."""
+    back, axes = layout.members - 1, []
+    for axis in range(AXES):
+        axes.append([max(0, position - back) for position in positions])
+        for first, span in early:
+            assert span.sequence.pictures is not None
+            if not span.sequence.pictures.turned:
+                return None
+            begin, end = max(0, span.start - back), max(0, span.start + len(span.tokens) - back)
+            own = span.sequence.pictures.positions(axis, begin, end)
+            axes[-1][first + len(span.tokens) - len(own) : first + len(span.tokens)] = own
     return to_device(torch.tensor(axes), layout.device)
 
 
@@ -372,11 +414,12 @@ def follow(before: Step, spans: Listing[Span], layout: Layout) -> Step | None:
 
 def _step(lists: _Lists, attended: ragged.Plan, layout: Layout, lengths: tuple[int, ...] = (), states: Listing[int] = ()) -> Step:
     """lengths: of spans, with `states`: see `_states`; (): nobody asks for them."""
-    parts = (lists.tokens, lists.positions, lists.slots, lists.wanted, lists.numbers, states)
+    parts = (lists.tokens, lists.positions, lists.slots, lists.wanted, lists.numbers, states, lists.before)
     buffer = list_to_device(layout.device, [*chain(*parts)])
-    tokens, positions, slots, rows, adapters, own = torch.split(buffer, [*map(len, parts)])
+    tokens, positions, slots, rows, adapters, own, before = torch.split(buffer, [*map(len, parts)])
     found = Spans(lengths, *torch.split(own, [len(lengths) + 1, *[len(lengths)] * 3])) if lengths else None
-    return Step(buffer, tokens, positions, slots, rows, attended, adapters if lists.numbers else None, found)
+    earlier = before.view(len(lengths), -1) if lists.before else None
+    return Step(buffer, tokens, positions, slots, rows, attended, adapters if lists.numbers else None, found, earlier)
 
 
 def _states(spans: Listing[Span], order: Listing[int], room: Room | None) -> tuple[tuple[int, ...], list[int]]:
@@ -389,6 +432,12 @@ def _states(spans: Listing[Span], order: Listing[int], room: Room | None) -> tup
     sure = [len(span.tokens) - span.drafts for span in own]
     more = [1] * unused
     return lengths, [*accumulate(lengths, initial=0), *slots, *[0] * unused, *fresh, *more, *sure, *more]
+
+
+def _before(spans: Listing[Span], order: Listing[int], count: int, before: Before) -> list[int]:
+    """See `Step.before`. count: of spans, with those of padding."""
+    found = [token for i in order for token in before.of(spans[i])]
+    return found + [before.end] * (count * before.count - len(found))
 
 
 def _wanted(spans: Listing[Span], starts: Listing[int]) -> list[int]:

@@ -25,6 +25,8 @@ from .changes import Changes
 from .choosing_heads import ChoosingHeads
 from .gated_latents import GatedLatents
 from .gated_norms import GatedStream, NormGate
+from .gated_streams import GatedStreams, mixing_of
+from .gram_layers import GramLayer, GramRows
 from .heads import Heads, Queries
 from .kimi_memories import FineDelta
 from .latents import Latents
@@ -34,9 +36,10 @@ from .loader import Loader
 from .memories import DeltaRule, Remembered
 from .mlp import Beside, Dense, Limited, Narrow, Sparse, Thinned, Ungated, Weighed
 from .olmo_memories import ApartDelta
+from .pooled_heads import PooledHeads
 from .remembering import Convolution, FineLinear, Linear, Remembering
 from .renamed import Either, Older, Paired
-from .rotary import Places, growth_of, logarithms_of, unturned_growth_of
+from .rotary import Places, Pools, growth_of, logarithms_of, resized, unturned_growth_of
 from .rotary import table_of as angles_of
 from .shape import Shape, Unsupported
 from .short_convolutions import ShortConvolutions
@@ -44,9 +47,9 @@ from .shortcuts import Rejoined, Shortcut, ShortcutStream
 from .sight import Sight
 from .state_spaces import StateSpaces
 from .stream import Stream
-from .streams import Mixing, Streams
+from .streams import Streams
 from .taps import Taps
-from .traits import Rope
+from .traits import GatedHyper, PoolIndex, Rope
 
 OUTPUTS = ("lm_head.weight", "language_model.lm_head.weight")
 # What names of tensors begin with: in a checkpoint of text alone, in those that have images as well, and in Nemotron's.
@@ -71,7 +74,7 @@ class Layer:
                 gains * shape.residual_factor if gains is not None else None for gains in (self.attention_norm, self.last_norm)
             )
         # Of what attention, and the MLP, see of several streams.
-        self.mixings = [Mixing(load, f"{part}_hc.", shape.hyper) for part in ("attn", "ffn")] if shape.hyper else []
+        self.mixings = [mixing_of(load, part, shape.hyper) for part in ("attn", "ffn")] if shape.hyper else []
         self.norm_gates = [NormGate(load, name, shape.norm_gates) if name else None for name in shape.gated_norms(index)]
         self.alternation = Alternating(load, shape.alternation) if shape.alternation else None
         self.laurel = Laurel(load, shape.laurel) if shape.laurel else None
@@ -81,6 +84,7 @@ class Layer:
         self.memory = _remembered(load, kept) if kept and along else None  # beside attention, behind the same norm
         self.factor = load.number("layer_scalar") if shape.layer_factors else 1.0
         self.told = Told(load, shape.inputs) if shape.inputs else None
+        self.grams = GramLayer(load, shape.grams, index) if shape.grams and index in shape.grams.layers else None
         self.mlp = self._mlp(load) if thinks else None
 
     def _attention(self, load: Loader) -> Heads | Queries | Latents | Remembered:
@@ -93,6 +97,8 @@ class Layer:
             return (GatedLatents if latent.gated else Latents)(load, latent, self.window, self.index in self.shape.indexing)
         blocks, turned = self.shape.blocks, self.index not in self.shape.unturned
         if blocks and self.index in blocks.layers:
+            if isinstance(blocks, PoolIndex):
+                return PooledHeads(load, blocks, self.window, turned)
             return ChoosingHeads(load, blocks, self.window, turned)
         return Heads(load, self.window, turned)
 
@@ -116,6 +122,10 @@ class Layer:
 
     def attend(self, stream: Stream, step: Step, places: Places, cache: Cache) -> Sequence[Tensor]:
         """What `transform` goes on with, of each reader [tokens, features]. Writes to the cache, or goes on with its states."""
+        if self.grams is not None:
+            assert isinstance(stream, GatedStreams)
+            assert places.rows is not None
+            self.grams(stream, places.rows, step, cache.grams[self.index])
         self._turn(stream, 0)
         return [self._read(reader, stream, step, places, cache) for reader in self.readers]
 
@@ -136,7 +146,9 @@ class Layer:
         if isinstance(reader, Remembered):
             return reader(stream, self.input_norm, step, cache.states[self.index])
         where = stream, self.input_norm, step, places, cache.layers[self.index]
-        return reader.choose(*where, cache.index_keys[self.index]) if isinstance(reader, ChoosingHeads) else reader(*where)
+        if isinstance(reader, ChoosingHeads | PooledHeads):
+            return reader.choose(*where, cache.index_keys[self.index])
+        return reader(*where)
 
     def project(self, stream: Stream) -> None:
         """Only what comes before attention, to have it compiled."""
@@ -218,9 +230,10 @@ class Decoder:
         self.inputs = Table(load, shape.inputs) if shape.inputs else None
         self.changes.check()
         self.first_norm = load.gains(shape.first_norm, shape.hidden) if shape.first_norm else None
-        self.norm = load.gains(shape.last_norm, shape.hidden)
+        self.grams = GramRows(shape.grams, device) if shape.grams else None
+        self.norm = load.gains(shape.last_norm, shape.hidden) if shape.last_norm else None
         last = shape.hyper if shape.hyper and not shape.hyper.averaged else None
-        self.mixing = Mixing(load, "hc_head.hc_", last, gives=False) if last else None
+        self.mixing = mixing_of(load, "head", last, gives=False) if last else None
         self.ends = Ends(load, shape.alternation) if shape.alternation else None
         self.head = self._output(load)
         size, dtype = shape.turning_size(0), self.embedding.dtype
@@ -313,22 +326,46 @@ class Decoder:
             table.index_select(0, step.positions) if table is not None else None for table in (self.leanings, self.logarithms)
         )
         choosing: list[Choosing | None] = []
+        rows = self.grams(step) if self.grams is not None else {}
+        pools = self._pools(step)
         return [
-            Places(*each, leaning, logarithms, choosing) for each in zip(self._turnings(step), self._growths(step), strict=True)
+            Places(*each, leaning, logarithms, choosing, pools, rows.get(layer))
+            for layer, each in enumerate(zip(self._turnings(step), self._growths(step), strict=True))
         ]
+
+    def _pools(self, step: Step) -> Pools | None:
+        """What turns those that an index of heads' own keys chooses."""
+        index = self.shape.blocks
+        if not isinstance(index, PoolIndex):
+            return None
+        own = self._resized(index, step.positions, step.turned)
+        if index.pool == 1:
+            return Pools(own, own)
+        if step.firsts is None:
+            return Pools(own, self._resized(index, (step.positions - (index.pool - 1)).clamp_(min=0), None))
+        return Pools(own, self._resized(index, step.firsts[0], step.firsts[1:]))
+
+    def _resized(self, index: PoolIndex, positions: Tensor, others: Tensor | None) -> Tensor:
+        """As `_turned`, for heads of an index."""
+        return resized(self._turned(positions, others), self.shape.turned(0), index.size)
 
     def _turnings(self, step: Step) -> list[Tensor]:
         """Cosines and sines of the step's tokens, for each layer."""
         positions = step.positions if self.shape.turns else torch.zeros_like(step.positions)
         if self.shape.turned_positions < self.shape.max_positions:
             positions = positions % self.shape.turned_positions
-        rotary = self.rotary.index_select(0, positions)
-        if step.turned is not None and self._axes is not None:
-            for axis, positions in enumerate(step.turned, 1):
-                rotary = torch.where(self._axes == axis, self.rotary.index_select(0, positions), rotary)
+        rotary = self._turned(positions, step.turned)
         local = self.local_rotary.index_select(0, step.positions) if self.local_rotary is not None else rotary
         still = self.unturned.expand_as(rotary).contiguous() if self.unturned is not None else rotary
         return [still if layer.index in self.shape.unturned else local if layer.window else rotary for layer in self.layers]
+
+    def _turned(self, positions: Tensor, others: Tensor | None) -> Tensor:
+        """Of these positions, and two more of each, where images have three."""
+        rotary = self.rotary.index_select(0, positions)
+        if others is not None and self._axes is not None:
+            for axis, other in enumerate(others, 1):
+                rotary = torch.where(self._axes == axis, self.rotary.index_select(0, other), rotary)
+        return rotary
 
     def _growths(self, step: Step) -> list[Tensor | None]:
         """What their queries are multiplied by, for each layer."""
@@ -354,7 +391,8 @@ class Decoder:
     def _stream(self, sums: Tensor, chosen: Chosen | None = None) -> Stream:
         shape = self.shape
         if shape.hyper:
-            return Streams(sums, self.ranks, shape.norm_epsilon, shape.hyper.count, chosen)
+            several = GatedStreams if isinstance(shape.hyper, GatedHyper) else Streams
+            return several(sums, self.ranks, shape.norm_epsilon, shape.hyper.count, chosen)
         if self.ends is not None:
             return AlternatingStream(sums, self.ranks, shape.norm_epsilon, shape.gelu, self.ends, chosen)
         kind = ShortcutStream if shape.paired else GatedStream if shape.norm_gates else Stream
@@ -435,7 +473,7 @@ class Decoder:
 
     def _weights(self) -> Iterator[Weight | Tensor]:
         parts = [self, *self.layers, *(part for layer in self.layers for reader in layer.readers for part in reader.parts)]
-        own = (part for layer in self.layers for part in (layer.told, layer.alternation, layer.laurel))
+        own = (part for layer in self.layers for part in (layer.told, layer.alternation, layer.laurel, layer.grams))
         parts += [part for part in (self.inputs, self.mixing, self.ends, *own) if part is not None]
         parts += [mixing for layer in self.layers for mixing in layer.mixings]
         parts += [gate for layer in self.layers for gate in layer.norm_gates if gate is not None]

@@ -431,7 +431,10 @@ class Resampled(Encoder):
 # By the model_type of config.json.
 ENCODERS: dict[str, Callable[[Any, int], Encoder]] = {
     **dict.fromkeys(
-        ("glm46v", "glm4v", "glm_ocr", "glm4v_moe", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"),
+        (
+            *("glm46v", "glm4v", "glm_ocr", "glm4v_moe", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl"),
+            *("qwen3_vl_moe", "qwen4_exp"),
+        ),
         Qwen,
     ),
     **dict.fromkeys(("exaone4_5", "glm5_next", "lfm3_vl", "minimax_m3_vl"), Still),

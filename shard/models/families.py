@@ -19,13 +19,14 @@ from .longcat_families import LONGCAT_FLASH
 from .nemotron_families import NEMOTRON_H
 from .older_families import OLDER, today
 from .quantization import beside as beside  # for who reads a folder
+from .qwen4_families import QWEN4
 from .remembering import Convolution
 from .shape import Shape, Unsupported
 from .sliding_families import SLIDING_ONES
 from .sparse_families import SPARSE
 
 FAMILIES = (DENSE | GEMMA3N | GEMMA4 | SPARSE | SLIDING_ONES | LATENT | KIMI_LINEAR | LONGCAT_FLASH) | (
-    LAYER_NORM | HYBRID | NEMOTRON_H | LLAMA4 | OLDER
+    LAYER_NORM | HYBRID | NEMOTRON_H | LLAMA4 | OLDER | QWEN4
 )
 
 
@@ -75,9 +76,13 @@ def _sound(found: Shape, kinds: list[Any] | None) -> Shape:
     elif found.chunked:
         other = CHUNKED
     elif found.blocks:
-        other = BLOCKS
+        other = BLOCKS if found.blocks.block else INDEXED
     slides = {SLIDING} if any(found.windows) and not found.chunked else set()
-    known = {INDEXED} if found.index and not found.remembering else {FULL, other} | slides | ({INDEXED} if found.index else set())
+    known = (
+        {INDEXED}
+        if found.index and not found.remembering
+        else {FULL, other} | slides | ({INDEXED} if found.index or found.pool else set())
+    )
     unknown = set(map(str, kinds or ())) - known
     if unknown:
         has = f"full attention and {other}" if other == SHORT else f"full and {other.replace('_', ' ')}"

@@ -182,6 +182,7 @@ MODEL_TYPES = {
     "Qwen3NextForCausalLM": "qwen3_next",
     "Qwen3_5ForCausalLM": "qwen3_5_text",
     "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
+    "Qwen4ExpForCausalLM": "qwen4_exp_text",
     "SeedOssForCausalLM": "seed_oss",
     "SolarOpenForCausalLM": "solar_open",
 }

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...kernels.indexed import ChoosingBlocks
+from ...kernels.indexed import Choosing, ChoosingBlocks
 from ...kernels.operations import rotate, rotate_and_write
 from ...kernels.ragged import How, attention
 from ...kernels.reference import by_lanes
@@ -78,7 +78,9 @@ class Heads:
         """
         return self.attend(stream.through(norm, self.inward), step, places, layer)
 
-    def attend(self, joint: Tensor, step: Step, places: Places, layer: Tensor, asked: ChoosingBlocks | None = None) -> Tensor:
+    def attend(
+        self, joint: Tensor, step: Step, places: Places, layer: Tensor, asked: Choosing | ChoosingBlocks | None = None
+    ) -> Tensor:
         """The same, by the product of the stream with `inward`. asked: by which tokens choose what they attend to."""
         shape, epsilon = self.shape, self.shape.norm_epsilon
         joint, gates = joint[:, : joint.shape[1] - self.gates], joint[:, joint.shape[1] - self.gates :]

@@ -75,25 +75,26 @@ ALWAYS = {"attn_output_gate": True, "norm_topk_prob": True}  # what Qwen 3.5 may
 def _qwen3_next(config: Config) -> Shape:
     """Experts in every layer, or in some, of which one is for all tokens."""
     given = QWEN3_NEXT | config
-    base = replace(_hybrid(given, 2), joined=("in_proj_qkvz", "in_proj_ba"))
+    base = replace(hybrid(given, 2), joined=("in_proj_qkvz", "in_proj_ba"))
     return mixed(base, given, one_for_all(given, given["norm_topk_prob"]))
 
 
 def _qwen3_5(config: Config) -> Shape:
     expect(config, **ALWAYS)
-    return replace(_hybrid(QWEN3_5 | config, 4), joined=("in_proj_qkv",))
+    return replace(hybrid(QWEN3_5 | config, 4), joined=("in_proj_qkv",))
 
 
 def _qwen3_5_moe(config: Config) -> Shape:
     """Experts in every layer."""
     expect(config, **ALWAYS)
     given = QWEN3_5_MOE | config
-    base = _hybrid(given | {"intermediate_size": given["moe_intermediate_size"]}, 4)
+    base = hybrid(given | {"intermediate_size": given["moe_intermediate_size"]}, 4)
     return replace(base, joined=("in_proj_qkv",), mixtures=(one_for_all(given, normalized=True),) * base.layers)
 
 
-def _hybrid(config: Config, joint: int) -> Shape:
-    """Qwen's: one layer of so many attends to all, through gates, and a part of its heads turns; joint: see `Linear`."""
+def hybrid(config: Config, joint: int, turned: float = 0.25) -> Shape:
+    """Qwen's: one layer of so many attends to all, through gates, and a part of its heads turns, so much if nothing is said; joint:
+    see `Linear`."""
     base = biased(common(config), config)
     layers = linear_layers(kinds_of(config, base.layers, lambda layer: (layer + 1) % config["full_attention_interval"] > 0, LINEAR))
     return replace(
@@ -102,7 +103,7 @@ def _hybrid(config: Config, joint: int) -> Shape:
         attention_gates=True,
         qk_norm=True,
         centered_norms=True,
-        rotary_size=rotary_size(config, base.head_size, 0.25),
+        rotary_size=rotary_size(config, base.head_size, turned),
     )
 
 

@@ -16,6 +16,7 @@ from .hybrid_families import HYBRID
 from .latent_families import LATENT, deepseek_ocr, hy_4_vl
 from .llama4_families import LLAMA4
 from .mistral_large4_families import mistral_large_4
+from .qwen4_families import qwen_4
 from .ropes import ROPES
 from .shape import Shape, Unsupported
 from .sliding_families import step_3
@@ -43,13 +44,14 @@ GLM_4V: Config = {"max_position_embeddings": 32_768, "rms_norm_eps": 1e-5, "part
 GLM_4V_MOE: Config = {"max_position_embeddings": 65_536, "attention_bias": True}
 GLM_OCR: Config = {"num_key_value_heads": 8, "max_position_embeddings": 131_072}
 PADDLE: Config = {"num_key_value_heads": 2, "head_dim": 128, "rope_theta": 5e5, "max_position_embeddings": 131_072}
-BESIDE_TEXT = ("tie_word_embeddings", "quantization_config")  # fields that stand beside the text's
+BESIDE_TEXT = ("tie_word_embeddings", "quantization_config", "image_token_id")  # fields that stand beside the text's
 BESIDE_COUNTS = (  # whose text may say the first one wrong
     *("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
     *("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"),
     *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration", "InternVLForConditionalGeneration"),
     *("DeepseekOcr2ForConditionalGeneration", "MistralLarge4ForConditionalGeneration", "Glm5NextForConditionalGeneration"),
     *("LlavaNextForConditionalGeneration", "Idefics2ForConditionalGeneration", "Exaone4_5_ForConditionalGeneration"),
+    "Qwen4ExpForConditionalGeneration",
 )
 TIED = (
     "Lfm3VlForConditionalGeneration",
@@ -157,6 +159,7 @@ IMAGES: dict[str, dict[str, Family]] = {
     "SmolVLMForConditionalGeneration": {"llama": _llama},
     "Step3p7ForConditionalGeneration": {"step3p5": step_3},
     "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": HYBRID["Qwen3_5MoeForCausalLM"]},
+    "Qwen4ExpForConditionalGeneration": {"qwen4_exp_text": qwen_4},
 }
 
 
@@ -168,7 +171,7 @@ SECTIONS: dict[str, tuple[list[int], bool]] = {
     ),
     "hy_v4_vl_text": ([12, 10, 10], True),
     **dict.fromkeys(("qwen3_vl_text", "qwen3_vl_moe_text"), ([24, 20, 20], True)),
-    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), ([11, 11, 10], True)),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text"), ([11, 11, 10], True)),
 }
 
 

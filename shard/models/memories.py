@@ -89,18 +89,20 @@ class DeltaRule(Memories):
     """The gated delta rule."""
 
     strongest = 1.0  # see `gated_delta`
+    sigmoid = False  # see `gated_norm`
 
     def __init__(self, load: Loader, linear: Linear) -> None:
         inward, gating = _by_heads(load, linear) if "in_proj_qkvz" in load.shape.joined else _by_parts(load, linear)
         super().__init__(load, linear, NAME, inward, gating)
         self.taps = torch.cat(load.parts(f"{NAME}.conv1d.weight", linear.sizes, (1, linear.width))).squeeze(1)
         self.gains = load.source.tensor(f"{load.prefix}{NAME}.norm.weight", (linear.value_size,))  # which are not less 1
+        self.sigmoid = linear.sigmoid
 
     def found(self, mixed: Tensor, gates: Tensor, gating: Tensor, spans: Spans, states: States) -> Tensor:
         """As that of `Memories`."""
         strengths, fades = gating.chunk(2, 1)
         found = gated_delta(mixed, strengths, fades, self.taps, self.rates, self.offsets, spans, states, self.strongest)
-        return gated_norm(found, gates.view(found.shape), self.gains, self.epsilon).flatten(1)
+        return gated_norm(found, gates.view(found.shape), self.gains, self.epsilon, sigmoid=self.sigmoid).flatten(1)
 
 
 def _by_parts(load: Loader, linear: Linear) -> tuple[Led, Led]:

@@ -114,6 +114,7 @@ class Linear(Remembering):
     joint: int = 1  # matrices that lead to all of it
     apart: bool = False  # each of which leads to one part
     strongest: float = 1.0  # of the delta rule: what strengths come near to at most
+    sigmoid: bool = False  # what gates the result goes through that, instead of silu
     factors: tuple[float, ...] = (1.0,) * 5  # of what gates the result, values, keys, queries and steps of state spaces
 
     @property

@@ -14,6 +14,14 @@ PART = 1 << 16  # positions whose cosines and sines are computed at once, in flo
 
 
 @dataclass(frozen=True, slots=True)
+class Pools:
+    """Cosines and sines of what pools of tokens are chosen by, whose heads may have another size."""
+
+    own: Tensor  # of the tokens themselves
+    first: Tensor  # of the first token of the pool that each one would be the last of
+
+
+@dataclass(frozen=True, slots=True)
 class Places:
     """What the positions of a step's tokens mean to a layer."""
 
@@ -23,6 +31,8 @@ class Places:
     logarithms: Tensor | None  # of the positions themselves, where queries grow with them: see `sharpening`
     # By which tokens choose what they attend to, as the last index has it; in a list that all layers have in common.
     choosing: list[Choosing | None] = field(default_factory=list)
+    pools: Pools | None = None  # None: no index of heads' own keys chooses any
+    rows: Tensor | None = None  # of what the layer is told of n-grams, [tokens, heads]: see `gram_layers`
 
 
 def table_of(
@@ -70,10 +80,17 @@ def _widened(table: Tensor, size: int) -> Tensor:
     positions, _, _, turned = table.shape
     if turned == size:
         return table
-    rows = torch.tensor((1.0, 0.0), dtype=table.dtype, device=table.device).view(2, 1, 1)  # cosine and sine
+    rows = torch.cat((table.new_ones(1, 1, 1), table.new_zeros(1, 1, 1)))  # cosine and sine
     still = rows.expand(positions, 2, 1, (size - turned) // 2)
     low, high = table.chunk(2, -1)
     return torch.cat((low, still, high, still), -1)
+
+
+def resized(table: Tensor, turned: int, size: int) -> Tensor:
+    """The same for heads of another size, of which as many features turn."""
+    if size == table.shape[-1]:
+        return table
+    return _widened(torch.cat([half[..., : turned // 2] for half in table.chunk(2, -1)], -1), size)
 
 
 def frequencies(rope: Rope, size: int, positions: int = 0) -> Tensor:

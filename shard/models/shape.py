@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from math import gcd, prod
 
+from .grams import Grams
 from .remembering import Matrices, Remembering, changed
 from .traits import (
     Alibi,
@@ -18,6 +19,7 @@ from .traits import (
     Latent,
     Layout,
     Mixture,
+    PoolIndex,
     Quantization,
     Rope,
     elements,
@@ -49,7 +51,7 @@ class Shape:
     hyper: Hyper | None = None  # None: there is one residual stream
     alternation: Alternation | None = None  # likewise
     laurel: int = 0  # features between two matrices of what is added beside attention; 0: there are none
-    blocks: BlockIndex | None = None  # None: all of what heads see is attended to
+    blocks: BlockIndex | PoolIndex | None = None  # None: all of what heads see is attended to
     intermediate: int
     norm_epsilon: float
     max_positions: int
@@ -105,7 +107,7 @@ class Shape:
     remembering_norms: tuple[str, str, str, str] | None = None  # the same of layers that remember; None: they have the same
     norm_gates: int = 0  # features that gates of norms before attention, and before experts, are made by; 0: norms have none
     experts_norm: str = ""  # behind experts, in those layers that have some, where there is none behind the MLP; "": none
-    last_norm: str = "norm"  # behind all layers
+    last_norm: str = "norm"  # behind all layers; "": none
     first_norm: str = ""  # and in front of them; "": none
     centered_norms: bool = False  # norms' gains are stored less 1
     layer_norms: bool = False  # norms take the mean away, instead of being RMS norms
@@ -138,6 +140,7 @@ class Shape:
     wider: int = 1  # and their MLPs are so many times as wide
     widths: tuple[int, ...] = ()  # intermediate features of each layer's MLP, if they differ otherwise; (): they don't
     inputs: Inputs | None = None  # of each layer apart
+    grams: Grams | None = None  # what some layers are told of n-grams
     sight_factor: float = 1.0  # what features of images are multiplied by
     whole_images: tuple[int, ...] = ()  # windows of layers in which each of an image's tokens sees all of the image
 
@@ -163,7 +166,7 @@ class Shape:
 
     def check_pages(self, size: int) -> None:
         """Raises Unsupported unless pages of so many tokens end where chunks of positions do."""
-        pool = self.index.pool if self.index else 0
+        pool = self.pool
         if pool and size % pool:
             raise Unsupported(
                 f"pages of {size} tokens don't hold whole pools of {pool}, of which an index has a key: --page-size {pool}"
@@ -277,6 +280,12 @@ class Shape:
         return self.index.most if self.index else 0
 
     @property
+    def pool(self) -> int:
+        """Tokens that are chosen together, by a key of their own; 0: none are."""
+        found = self.index or self.blocks
+        return found.pool if found else 0
+
+    @property
     def placed(self) -> bool:
         """What tokens choose are blocks, or pools, of which keys are found by their positions: they must stand there."""
         return self.blocks is not None or (self.index is not None and self.index.pool > 0)
@@ -342,7 +351,7 @@ class Shape:
     @property
     def norm_count(self) -> int:
         """Norms of all layers, in front of them and behind."""
-        found = 1 + bool(self.first_norm)
+        found = bool(self.last_norm) + bool(self.first_norm)
         for layer in range(self.layers):
             before, behind, mlp, last = map(bool, self.norm_names(layer))
             found += (layer not in self.inattentive) * (before + behind) + (layer not in self.without_mlp) * (mlp + last)
@@ -381,7 +390,8 @@ class Shape:
         if self.remembering is None:
             return 0
         window = (self.remembering.width - 1) * self.remembering.channels(ranks) * item
-        return len(self.remembering.layers) * (4 * prod(self.remembering.memory(ranks)) + window)
+        found = len(self.remembering.layers) * (4 * prod(self.remembering.memory(ranks)) + window)
+        return found + (self.grams.remembered(self.hidden) * item if self.grams else 0)
 
     def kept_states(self, sequences: int, prefix_caching: bool) -> int:
         """How many such states are kept for others, where so many sequences run at once."""
@@ -471,6 +481,8 @@ class Shape:
             found += self._sparse(mixture, ranks, tokens) if mixture else self._dense(ranks, self.width(layer))
         if self.inputs:
             found += self.inputs.elements(ranks, self.hidden, self.layers, tokens is None)
+        if self.grams:
+            found += self.grams.elements(ranks, self.hidden, tokens is None)
         if self.learned is not None and tokens is None:
             found += self.max_positions * self.hidden
         if not self.plain_norms:
@@ -581,7 +593,8 @@ class Shape:
             wide += self.norm_count * self.hidden
             wide += 2 * self.qk_norm * sum(self.keys(self.windows[layer]).size for layer in self.keyed)
             wide += 2 * len(self.blocks.layers) * self.blocks.size if self.blocks else 0
-        wide += self.hyper.elements(self.hidden, self.layers) if self.hyper else 0
+        wide += self.hyper.wide(self.hidden, self.layers) if self.hyper else 0
+        wide += self.grams.wide(self.hidden) if self.grams else 0
         wide += self.layers * self.alternation.wide(self.hidden) if self.alternation else 0
         wide += self.precise_logits * (not self.tied) * self.vocabulary_slice(ranks) * self.hidden
         if self.remembering:
@@ -590,6 +603,8 @@ class Shape:
         made += self.qkv_bias * sum(count * self._unbiased(ranks, window) for (window, _), count in self._alike.items())
         if self.latent and not self.latent.queries:  # zeros beside the biases of latents
             made += self.qkv_bias * len(self.attending) * self.heads // ranks * (self.latent.plain + self.latent.turned)
+        if self.grams:
+            made += len(self.grams.layers) * self.grams.spread * self.grams.channels(self.hidden)
         if self.alibi:
             made += self.max_positions * self.heads // ranks * self.alibi.features
         made += self.turned_norm * 2 * (self.layers - len(self.unturned)) * self.head_size
@@ -645,7 +660,7 @@ class Shape:
             beside = 2 + (not latent and self.keys(window).values) + bool(self.attention_gates and self.gates_name)
             found += count * ((1 if "qkv_proj" in self.joined else beside) * changed([before]) + changed(others))
         found += sum(changed(self._questions(ranks, window)) for window in self._keyless)
-        if self.blocks:  # queries and keys side by side
+        if self.blocks and self.blocks.block:  # queries and keys side by side
             found += 2 * len(self.blocks.layers) * changed(self.blocks.matrices(ranks, self.hidden))
         if self.inputs:
             found += self.layers * changed(self.inputs.matrices(ranks, self.hidden))

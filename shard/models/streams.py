@@ -18,8 +18,12 @@ from .stream import Stream
 from .traits import Hyper
 
 
-class Mixing:
-    """Of a part of a layer."""
+class Mixer:
+    """Of a part of a layer: what it goes by, its kinds know."""
+
+
+class Mixing(Mixer):
+    """By shares."""
 
     def __init__(self, load: Loader, name: str, hyper: Hyper, gives: bool = True) -> None:
         """name: of its tensors, up to what tells these apart; gives: something is added afterwards."""
@@ -39,8 +43,9 @@ class Streams(Stream):
         self._all = sums.unsqueeze(1).repeat(1, count, 1)
         self._given: Tensor | None = None  # what each gets of what is added next
 
-    def turn(self, mixing: Mixing | None) -> None:
+    def turn(self, mixing: Mixer | None) -> None:
         """To a part of a layer: what that sees, and what it will give. None: to the output matrix, which sees their mean."""
+        assert mixing is None or isinstance(mixing, Mixing)
         shares = mixing.shares if mixing is not None else None
         self._sums, self._given = mix(self._all, self._more, self._given, shares, self._epsilon)
         self._more = None

@@ -229,6 +229,29 @@ class Hyper:
         last = 0 if self.averaged else self.count * each + 1
         return 2 * layers * (count * each + len(self.kinds)) + last
 
+    def wide(self, hidden: int, layers: int) -> int:
+        """Of these, those that are held in float32."""
+        return self.elements(hidden, layers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedHyper(Hyper):
+    """The same where each feature of each stream has a gate, which few features of all streams open (Qwen 4 Exp). What is seen is
+    the mean of what they let through of the streams' norms."""
+
+    magnitude: float = 2.0
+    epsilon: float = 0.0
+    rank: int  # features between the two matrices that make gates
+
+    def elements(self, hidden: int, layers: int) -> int:
+        """As that of `Hyper`."""
+        all_streams = self.count * hidden
+        return (2 * layers + 1) * 2 * self.rank * all_streams + 2 * layers * self.count * all_streams + self.wide(hidden, layers)
+
+    def wide(self, hidden: int, layers: int) -> int:
+        """Gains of norms."""
+        return (2 * layers + 1) * self.count * hidden
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternation:
@@ -257,6 +280,12 @@ class BlockIndex:
     most: int  # tokens that a token attends to, of whole blocks
     block: int  # tokens
     local: int  # of the last blocks that a token sees so many are always chosen
+    pool: ClassVar[int] = 0  # see `PoolIndex`
+
+    @property
+    def read(self) -> float:
+        """Elements of a token that others choose by."""
+        return self.size
 
     def own(self, ranks: int) -> int:
         """Heads on a rank: see `Keys.own`."""
@@ -268,6 +297,36 @@ class BlockIndex:
 
     def elements(self, ranks: int, hidden: int) -> int:
         """Of all of it: these, and norms of both."""
+        return elements(self.matrices(ranks, hidden)) + 2 * self.size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolIndex:
+    """Heads that choose pools of tokens for all heads of keys alike, by means of their keys (Qwen 4 Exp): see `kernels.means`.
+    Every rank has all of it."""
+
+    layers: frozenset[int]
+    heads: int
+    size: int  # of a head, and of the key that is cached of each token
+    most: int  # tokens that a token attends to, beside the pool that isn't full
+    pool: int  # tokens
+    block: ClassVar[int] = 0  # see `BlockIndex`
+
+    @property
+    def read(self) -> float:
+        """As that of `BlockIndex`."""
+        return self.size / self.pool
+
+    def own(self, ranks: int) -> int:
+        """As that of `BlockIndex`."""
+        return self.heads
+
+    def matrices(self, ranks: int, hidden: int) -> Matrices:
+        """As that of `BlockIndex`."""
+        return [((self.heads + 1) * self.size, hidden, hidden)]
+
+    def elements(self, ranks: int, hidden: int) -> int:
+        """As that of `BlockIndex`."""
         return elements(self.matrices(ranks, hidden)) + 2 * self.size
 
 

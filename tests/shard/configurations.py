@@ -227,6 +227,23 @@ HYBRID_MOE = HYBRID | {
     "moe_intermediate_size": 20,
     "shared_expert_intermediate_size": 36,
 }
+QWEN_4 = {name: value for name, value in HYBRID_MOE.items() if name not in ("intermediate_size", "full_attention_interval")} | {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "indexed_attention"] * 2,
+    "indexer_n_heads": 16,  # so many that scores seldom tie at 0
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 12,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 4,
+    "hc_count": 3,
+    "hc_lowrank": 10,
+    "ple_layer_ids": [1, 3],
+    "ple_embed_dim": 24,
+    "heads_per_ngram": 2,
+    "ngram_vocab_size_base": 50,
+    "split_ngram_parts": 5,
+    "eos_token_id": 2,
+}
 OLMO_HYBRID = SMALL | {"num_hidden_layers": 3, "linear_num_key_heads": 4, "linear_num_value_heads": 4, "pad_token_id": 0}
 GRANITE: dict[str, Any] = SMALL | {
     "attention_multiplier": 0.3,
@@ -654,6 +671,14 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen3.5-moe": lambda: transformers.Qwen3_5MoeTextConfig(
         **{name: value for name, value in HYBRID_MOE.items() if name != "intermediate_size"}, tie_word_embeddings=True
     ),
+    "qwen4-exp": lambda: transformers.Qwen4ExpTextConfig(**QWEN_4, partial_rotary_factor=0.5),
+    "qwen4-exp-plain": lambda: transformers.Qwen4ExpTextConfig(
+        **QWEN_4
+        | {"ple_layer_ids": None, "indexer_head_dim": 16, "indexer_compress_ratio": 2, "hc_count": 2, "eos_token_id": None}
+        | {"norm_topk_prob": False, "tie_word_embeddings": True},
+        attention_bias=True,
+        output_gate_type="sigmoid",
+    ),
     "seed-oss": lambda: transformers.SeedOssConfig(**SMALL, head_dim=16, attention_out_bias=True),
     "solar-open": lambda: transformers.SolarOpenConfig(
         **{name: value for name, value in GLM_MOE.items() if name != "intermediate_size"},
@@ -695,6 +720,7 @@ HYBRIDS = [
             "olmo-hybrid",
             "qwen3-next",
             "qwen3.5",
+            "qwen4",
         )
     )
 ]
@@ -807,6 +833,13 @@ OTHERS: dict[str, Callable[[], Any]] = {
         hybrid_override_pattern="ME*-",
     ),
     "few-heads-qwen3.5": lambda: transformers.Qwen3_5TextConfig(**HYBRID | FEW_HEADS),
+    "few-heads-qwen4-exp": lambda: transformers.Qwen4ExpTextConfig(
+        **QWEN_4
+        | {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "layer_types": QWEN_4["layer_types"][:2]}
+        | {"hidden_size": 32, "indexer_n_heads": 8, "ple_layer_ids": [1], "num_experts": 4, "hc_count": 2}
+        | {"linear_num_value_heads": 2},
+        partial_rotary_factor=0.5,
+    ),
     "few-heads-qwen3": lambda: transformers.Qwen3Config(**FEW_HEADS, head_dim=16),
     "few-heads-gemma2": lambda: transformers.Gemma2Config(**GEMMA2 | FEW_HEADS),
     "few-heads-gemma3n": lambda: transformers.Gemma3nTextConfig(

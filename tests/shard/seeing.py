@@ -37,10 +37,11 @@ from .configurations import (
     LLAMA4,
     MINIMAX_3,
     MISTRAL_LARGE_4,
+    QWEN_4,
     SMALL,
     VOCABULARY,
 )
-from .test_images import SECTIONS, TEXTS, model
+from .test_images import QUARTER, SECTIONS, TEXTS, model
 from .test_step_3 import TEXT as STEP
 from .tiny import CPU, MAKING
 
@@ -106,6 +107,7 @@ SEEING = (
     "LlavaNext",
     "GraniteVision",
     "LlavaOnevision",
+    "Qwen4Exp",
     "Pixtral",
     "SmolVLM",
 )
@@ -221,6 +223,15 @@ def _glm_5_next() -> Any:
         image_token_id=PLACEHOLDER,
     )
     return transformers.Glm5NextForConditionalGeneration(config)
+
+
+def _qwen_4() -> Any:
+    """Pools begin within images, and n-grams within what stands for these."""
+    text = QWEN_4 | {"num_hidden_layers": 2, "layer_types": QWEN_4["layer_types"][:2], "ple_layer_ids": [1]}
+    text |= {"rope_parameters": QUARTER | {"partial_rotary_factor": 0.5}}
+    vision = VISION | {"hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": QWEN_4["hidden_size"]}
+    config = transformers.Qwen4ExpConfig(text_config=text, vision_config=vision, image_token_id=PLACEHOLDER)
+    return transformers.Qwen4ExpForConditionalGeneration(config)
 
 
 def _ocr() -> Any:
@@ -409,6 +420,7 @@ OTHERS = {
     "HYV4VL": _hy_4,
     "Glm5Next": _glm_5_next,
     "Lfm3Vl": _lfm3,
+    "Qwen4Exp": _qwen_4,
     "PaddleOCRVL": _paddle,
     "Exaone4_5": _exaone,
     "MiniMaxM3": _minimax,
@@ -420,7 +432,7 @@ OTHERS = {
 }
 TILED = ("LlavaNext", "LlavaOnevision", "GraniteVision")
 WHOLE = tuple(
-    name for name in OTHERS if name not in ("PaddleOCRVL", "Exaone4_5", "MiniMaxM3", "HYV4VL", "Lfm3Vl", "Glm5Next")
+    name for name in OTHERS if name not in ("PaddleOCRVL", "Exaone4_5", "MiniMaxM3", "HYV4VL", "Lfm3Vl", "Glm5Next", "Qwen4Exp")
 )  # pixels are no patches
 
 

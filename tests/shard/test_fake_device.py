@@ -514,7 +514,7 @@ def test_commands_are_executed_on_the_engines_device(noted: Noted, monkeypatch: 
         *("gemma4-e", "gemma4-experts", "qwen3-next", "lfm2-moe", "nemotron-h-moe", "falcon-h1"),
         *("glm-5-borrowing", "kimi-linear", "lfm3", "mimo", "minimax-m3", "hy-4", "mistral-large4", "ax-k2", "olmo-hybrid"),
         *("gemma3n", "longcat"),
-        *("glm-5-next", "glm-5-pools"),
+        *("glm-5-next", "glm-5-pools", "qwen4-exp"),
     ],
 )
 def test_no_family_asks_the_host(noted: Noted, name: str) -> None:

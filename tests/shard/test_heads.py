@@ -55,6 +55,7 @@ FAMILIES = [
     ("mistral-large4", 8),
     ("nemotron-h-moe", 4),
     ("olmo-hybrid", 4),
+    ("qwen4-exp", 2),
     ("one-key-gpt-oss", 4),
     ("one-key-llama", 2),
     ("two-keys-llama4", 4),

@@ -138,6 +138,7 @@ NAMES = ["phi3", "glm4", "granite", "gemma2", "olmo2", "mixtral", "deepseek-v3",
         ("olmo-hybrid-still", "packed-zeros"),
         ("qwen3-next", "fp8-blocks"),
         ("qwen3.5", "packed-zeros"),
+        ("qwen4-exp", "fp8-blocks"),
     ],
 )
 def test_every_family_is_the_same_model(name: str, form: str, tmp_path: Path) -> None:

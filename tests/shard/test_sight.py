@@ -30,7 +30,7 @@ from .test_images import save_as_qwen_2
 from .test_oracle import Bench, close
 
 Made = tuple[str, Any, Path]  # its name, transformers' model, its folder
-REMEMBERING = ("Qwen3_5", "Lfm3", "Glm5Next")  # not keys and values alone
+REMEMBERING = ("Qwen3_5", "Qwen4Exp", "Lfm3", "Glm5Next")  # not keys and values alone
 SIZES = [(2, 3), (1, 1), (3, 2)]
 
 
@@ -44,6 +44,7 @@ def bench_of(folder: Path, prompt: Seen, **more: Any) -> tuple[Bench, Any]:
     bench = Bench("llama", 16)
     bench.engine = seeing.engine(folder, **more)
     sequence = bench.start(())
+    sequence.tokens.extend(prompt.tokens)
     assert bench.engine.decoder.sight is not None
     sequence.pictures = bench.engine.decoder.sight.pictures(prompt.pictures, array("I", prompt.tokens), "")
     return bench, sequence

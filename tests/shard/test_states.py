@@ -185,6 +185,7 @@ def asked() -> list[Group]:
         *(("lfm2", 4, Habits(7, pauses=1)), ("qwen3-next", 4, Habits(7, pauses=1)), ("qwen3.5", 16, Habits(pauses=1))),
         ("olmo-hybrid", 4, Habits(7, pauses=1)),
         *(("glm-5-next", 4, Habits(7, pauses=1)), ("glm-5-next", 16, Habits(pauses=1))),
+        ("qwen4-exp", 4, Habits(7, pauses=1)),
     ],
 )
 def test_answers_are_the_same_whoever_remembers(name: str, size: int, habits: Habits, monkeypatch: pytest.MonkeyPatch) -> None:

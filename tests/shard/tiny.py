@@ -71,7 +71,12 @@ def _made(name: str) -> Path:
     model = next((own for part, own in UNLISTED.items() if part in name), transformers.AutoModelForCausalLM.from_config)(config)
     with torch.no_grad():
         buffers = ((key, value) for key, value in model.named_buffers() if any(word in key for word in BUFFERS))
-        centered = "qwen3-next" in name or "qwen3.5" in name or ("gemma" in name and "gemma4" not in name and "gemma3n" not in name)
+        centered = (
+            "qwen3-next" in name
+            or "qwen3.5" in name
+            or "qwen4" in name
+            or ("gemma" in name and "gemma4" not in name and "gemma3n" not in name)
+        )
         centered = centered or ("nemotron" in name and "nemotron-h" not in name)
         around = ("scalar", "linear_attn.norm") if centered else ("scalar", "norm", "ln_")
         for key, value in (*model.named_parameters(), *buffers):
@@ -139,7 +144,7 @@ def decoder(name: str) -> Decoder:
 @functools.cache
 def _decoder(name: str, device: str, by_triton: bool) -> Decoder:
     """by_triton: weights are laid out for its kernels."""
-    smallest = 4 if "glm-5-next" in name or name == "glm-5-pools" else 1  # whose pages hold whole pools
+    smallest = 4 if any(part in name for part in ("glm-5-next", "glm-5-pools", "qwen4")) else 1  # whose pages hold whole pools
     config = ShardConfig(folder=str(folder(name)), model=name, page_size=smallest, device=device)
     return load(config, lambda stage: None).decoder
 

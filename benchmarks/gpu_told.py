@@ -1,0 +1,84 @@
+"""What `gpu_checks` compares of streams with gates, of what layers are told of n-grams, and of keys of pools that are means: each
+as something that can be done on any device."""
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from penstock.kernels import gated_mixing, grams, means, reference
+from penstock.kernels.gated_delta import Spans, States
+from penstock.kernels.hashes import Hashes
+
+COUNT, APART, TAPS, POOL = 4, 3, 4, 16  # streams; places between taps, and taps; tokens of a pool: Qwen 4 Exp's, as far as is known
+
+Run = Callable[[torch.device], list[Tensor]]
+
+
+def runs(chance: random.Random, dtype: torch.dtype, tiny: bool) -> Iterator[Run]:
+    """What they give, where they give it; the same numbers go into them everywhere."""
+    rows, size = (3, 20) if tiny else (chance.randint(1, 200), chance.choice([2048, 4096, chance.randint(1, 999)]))
+    yield _mixed(rows, size, dtype)
+    yield _told(chance, size, dtype)
+    yield _pooled(rows, dtype)
+
+
+def _mixed(rows: int, size: int, dtype: torch.dtype) -> Run:
+    """Streams to which something is added first."""
+    streams, more = (torch.randn(rows, *shape).to(dtype) for shape in ((COUNT, size), (size,)))
+    gates, giving = (torch.randn(rows, width).to(dtype) for width in (COUNT * size, COUNT))
+    given, gains = torch.rand(rows, COUNT), torch.rand(COUNT, size)
+
+    def run(device: torch.device) -> list[Tensor]:
+        own = streams.to(device, copy=True)
+        normal = gated_mixing.spread(own, more.to(device), given.to(device), gains.to(device), 1e-5)
+        seen, gives = gated_mixing.gathered(normal, gates.to(device), giving.to(device), COUNT)
+        assert gives is not None
+        return [own, normal, seen, gives]
+
+    return run
+
+
+def _told(chance: random.Random, size: int, dtype: torch.dtype) -> Run:
+    """Of sequences that begin or go on, with guesses."""
+    lengths = [1, 1, chance.randint(2, 9), chance.randint(2, 20), 1]
+    tokens, channels, reach = sum(lengths), COUNT * size, (TAPS - 1) * APART
+    joint, streams = torch.randn(tokens, channels + size).to(dtype), torch.randn(tokens, COUNT, size).to(dtype)
+    taps, gains = torch.zeros(channels, reach + 1, dtype=dtype), torch.rand(3, COUNT, size)
+    taps[:, ::APART] = torch.randn(channels, TAPS) / 2
+    windows = torch.randn(9, reach, channels).to(dtype)
+    ids, before = torch.randint(0, 5, (tokens,)), torch.randint(0, 5, (len(lengths), APART - 1))  # many of them ends of texts
+    sizes, offsets = torch.randint(20_000_000, 20_000_400, (2, APART - 1, 8)), torch.arange(2 * (APART - 1) * 8) * 20_000_400
+    hashes = torch.randint(0, 1 << 40, (2, APART)), sizes, offsets.view(sizes.shape)
+    numbers = [
+        [0, *itertools.accumulate(lengths)],
+        chance.sample(range(1, 9), len(lengths)),
+        [chance.randint(0, 1) for _ in lengths],
+        [chance.randint(1, length) for length in lengths],
+    ]
+
+    def run(device: torch.device) -> list[Tensor]:
+        own, states = streams.to(device, copy=True), States(windows.to(device, copy=True), torch.zeros(9, 0, 0, 0, device=device))
+        spans = Spans(tuple(lengths), *(torch.tensor(some, device=device) for some in numbers))
+        taken, normal = grams.opened(joint.to(device), own, gains.to(device), 1e-5)
+        grams.take(own, taken, normal, taps.to(device), APART, spans, states)
+        multipliers, heads, first = (x.to(device) for x in hashes)
+        rows = grams.rows_of(ids.to(device), before.to(device), spans, Hashes(multipliers, heads, first, 3))
+        return [taken, own, states.windows, rows]
+
+    return run
+
+
+def _pooled(rows: int, dtype: torch.dtype) -> Run:
+    keys, gains = torch.randn(rows, 130).to(dtype), torch.rand(128)
+    table = reference.rotary_table(torch.rand(64), torch.arange(rows), dtype)
+    cache, slots = torch.randn(512, 1, 1, 128).to(dtype), torch.arange(13, 13 + rows)
+
+    def run(device: torch.device) -> list[Tensor]:
+        own, wide = cache.to(device, copy=True), keys.to(device)
+        means.write_means(wide[:, 2:], gains.to(device), table.to(device), slots.to(device), own, POOL, 1e-5)
+        return [own]
+
+    return run

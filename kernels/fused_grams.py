@@ -1,0 +1,258 @@
+"""`grams` by Triton: rows of tables and the convolution, of which programs share a prompt's tokens, and how far streams open
+themselves, a program for each stream of a token. What it means stands there."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .compilation import Compilation
+from .fused_gated_delta import move
+from .fused_gated_mixing import normalized, tile
+from .gated_delta import Spans
+from .hashes import Hashes
+
+TOKENS, CHANNELS = 16, 128  # of a program, as in `fused_short_convolution`
+
+
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["ids", "before", "starts"])
+def rows_kernel(
+    out: tl.tensor,  # [layers, tokens, COUNT, HEADS], dense; int64, as all here
+    ids: tl.tensor,  # [tokens]
+    before: tl.tensor,  # [spans, COUNT], dense
+    starts: tl.tensor,  # [spans + 1]
+    multipliers: tl.tensor,  # [layers, COUNT + 1]
+    sizes: tl.tensor,  # [layers, COUNT, HEADS]
+    offsets: tl.tensor,  # likewise
+    tokens: tl.tensor,
+    end: tl.tensor,
+    COUNT: tl.constexpr,
+    HEADS: tl.constexpr,
+    PADDED: tl.constexpr,  # up to a power of two
+    TOKENS: tl.constexpr,
+) -> None:
+    """One program: TOKENS tokens of a span, of one layer."""
+    span, layer = tl.program_id(0), tl.program_id(2)
+    start, stop = tl.load(starts + span), tl.load(starts + span + 1)
+    place = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)  # in the span
+    inside = place < stop - start
+    head = tl.arange(0, PADDED)
+    there = head < HEADS
+    row = out + ((layer * tokens + start + place) * COUNT)[:, None] * HEADS + head[None, :]
+    last = tl.load(ids + start + place, mask=inside, other=0)
+    mixed = last * tl.load(multipliers + layer * (COUNT + 1))
+    for back in tl.static_range(1, COUNT + 1):
+        token = tl.load(before + span * COUNT + COUNT - back + place, mask=inside & (place < back), other=0)
+        token = tl.load(ids + start + place - back, mask=inside & (place >= back), other=token)
+        if back > 1:
+            token = tl.where(last == end, end, token)
+        mixed ^= token * tl.load(multipliers + layer * (COUNT + 1) + back)
+        own = (layer * COUNT + back - 1) * HEADS + head
+        size, offset = tl.load(sizes + own, mask=there, other=1), tl.load(offsets + own, mask=there, other=0)
+        found = mixed[:, None] % size[None, :] + offset[None, :]
+        tl.store(row + (back - 1) * HEADS, found, mask=inside[:, None] & there[None, :])
+        last = token
+
+
+@triton.jit
+def opening_kernel(
+    joint: tl.tensor,  # [tokens, (COUNT + 1) * SIZE], dense
+    streams: tl.tensor,  # [tokens, COUNT, SIZE], dense
+    gains: tl.tensor,  # [3, COUNT, SIZE] float32, dense
+    taken: tl.tensor,  # [tokens, COUNT, SIZE], dense
+    normal: tl.tensor,  # likewise
+    epsilon: tl.tensor,
+    least: tl.tensor,
+    root: tl.tensor,  # of SIZE, as what products are multiplied by
+    COUNT: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One stream of a token."""
+    token, stream = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.arange(0, BLOCK)
+    inside = column < SIZE
+    place, gain = (token * COUNT + stream) * SIZE + column, gains + stream * SIZE + column
+    row = joint + token * (COUNT + 1) * SIZE + column
+    key = tl.load(row + stream * SIZE, mask=inside, other=0.0)
+    own = tl.load(streams + place, mask=inside, other=0.0)
+    value = tl.load(row + COUNT * SIZE, mask=inside, other=0.0).to(tl.float32)
+    key = normalized(key, tl.load(gain, mask=inside, other=0.0), SIZE, epsilon)
+    own = normalized(own, tl.load(gain + COUNT * SIZE, mask=inside, other=0.0), SIZE, epsilon)
+    found = tl.sum(key.to(tl.float32) * own.to(tl.float32), 0) * root
+    size = tl.sqrt(tl.maximum(tl.abs(found), least))
+    found = tl.where(found > 0, size, tl.where(found < 0, -size, 0.0))
+    part = (value / (1.0 + tl.exp(-found))).to(taken.dtype.element_ty)
+    tl.store(taken + place, part, mask=inside)
+    last = tl.load(gain + 2 * COUNT * SIZE, mask=inside, other=0.0)
+    tl.store(normal + place, normalized(part, last, SIZE, epsilon), mask=inside)
+
+
+@triton.jit(do_not_specialize_on_alignment=["starts", "slots", "fresh"])
+def taking_kernel(
+    streams: tl.tensor,  # [tokens, channels], dense
+    taken: tl.tensor,  # likewise
+    normal: tl.tensor,  # likewise
+    taps: tl.tensor,  # [channels, REACH + 1], dense
+    starts: tl.tensor,  # [spans + 1]
+    slots: tl.tensor,  # [spans]; 0: of padding, nothing is read there
+    fresh: tl.tensor,
+    windows: tl.tensor,  # [slots, REACH, channels], each slot dense
+    channels: tl.tensor,
+    windows_stride: tl.tensor,
+    REACH: tl.constexpr,
+    APART: tl.constexpr,  # all taps but each one so many places from the last are 0
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program: TOKENS tokens of a span, of BLOCK channels."""
+    span = tl.program_id(0)
+    start, end, slot = tl.load(starts + span), tl.load(starts + span + 1), tl.load(slots + span)
+    first = tl.where((slot > 0) & (tl.load(fresh + span) == 0), 0, REACH)  # row of the window that is looked at
+    place = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)[:, None]  # in the span
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    there = channel < channels
+    inside = there & (place < end - start)
+    row = (start + place) * channels + channel
+    total = tl.zeros([TOKENS, BLOCK], tl.float32)
+    for back in tl.static_range(0, REACH + 1, APART):
+        before = place - back + REACH  # row of the window
+        held = inside & (place < back) & (before >= first)
+        values = tl.load(windows + slot * windows_stride + before * channels + channel, mask=held, other=0.0)
+        values = tl.load(normal + row - back * channels, mask=inside & (place >= back), other=values)
+        factor = tl.load(taps + channel * (REACH + 1) + REACH - back, mask=there, other=0.0)
+        total += values.to(tl.float32) * factor.to(tl.float32)
+    more = total / (1.0 + tl.exp(-total)) + tl.load(taken + row, mask=inside, other=0.0).to(tl.float32)
+    kind = streams.dtype.element_ty
+    sums = tl.load(streams + row, mask=inside, other=0.0).to(tl.float32) + more.to(kind).to(tl.float32)
+    tl.store(streams + row, sums.to(kind), mask=inside)
+
+
+def rows_of(tokens: Tensor, before: Tensor, spans: Spans, hashes: Hashes) -> Tensor:
+    """See `grams`. There is a span."""
+    assert all(x.is_contiguous() for x in (tokens, before, hashes.multipliers, hashes.sizes, hashes.offsets))
+    layers, count, heads = hashes.sizes.shape
+    out = torch.zeros(layers, len(tokens), count * heads, dtype=torch.int64, device=tokens.device)  # of padding, too
+    rows_kernel[(len(spans.slots), triton.cdiv(max(spans.lengths), TOKENS), layers)](
+        out,
+        tokens,
+        before,
+        spans.starts,
+        hashes.multipliers,
+        hashes.sizes,
+        hashes.offsets,
+        len(tokens),
+        hashes.end,
+        **_constants(count, heads),
+        num_warps=1,
+        enable_fp_fusion=True,
+    )
+    return out
+
+
+def _constants(count: int, heads: int) -> dict[str, object]:
+    return {"COUNT": count, "HEADS": heads, "PADDED": triton.next_power_of_2(heads), "TOKENS": TOKENS}
+
+
+def opened(joint: Tensor, streams: Tensor, gains: Tensor, epsilon: float, least: float) -> tuple[Tensor, Tensor]:
+    """See `grams`."""
+    tokens, count, size = streams.shape
+    assert all(x.is_contiguous() for x in (joint, streams, gains))
+    taken, normal = (torch.empty(tokens, count * size, dtype=joint.dtype, device=joint.device) for _ in range(2))
+    if tokens:
+        block, warps = tile(size)
+        opening_kernel[(tokens, count)](
+            joint,
+            streams,
+            gains,
+            taken,
+            normal,
+            epsilon,
+            least,
+            size**-0.5,
+            COUNT=count,
+            SIZE=size,
+            BLOCK=block,
+            num_warps=warps,
+            enable_fp_fusion=False,
+        )
+    return taken, normal
+
+
+def take(
+    streams: Tensor,
+    taken: Tensor,
+    normal: Tensor,
+    taps: Tensor,
+    apart: int,
+    starts: Tensor,
+    slots: Tensor,
+    fresh: Tensor,
+    sure: Tensor,
+    windows: Tensor,
+    longest: int,
+) -> None:
+    """See `grams`; longest: tokens of a span at most. There is a span."""
+    channels, width = taps.shape
+    assert all(x.is_contiguous() for x in (streams, taken, normal, taps))
+    assert windows.stride()[1:] == (channels, 1)
+    assert streams.dtype == taken.dtype == normal.dtype == windows.dtype
+    taking_kernel[(len(slots), triton.cdiv(channels, CHANNELS), triton.cdiv(longest, TOKENS))](
+        streams,
+        taken,
+        normal,
+        taps,
+        starts,
+        slots,
+        fresh,
+        windows,
+        channels,
+        windows.stride(0),
+        REACH=width - 1,
+        APART=apart,
+        TOKENS=TOKENS,
+        BLOCK=CHANNELS,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+    move(normal, starts, slots, fresh, sure, windows, width)
+
+
+def compilations() -> list[Compilation]:
+    """Qwen 4 Exp's: four streams, and a convolution of four taps three places apart."""
+    (block, warps), known = tile(2048), ("out", "ids", "before", "starts", "multipliers", "sizes", "offsets")
+    found = [
+        Compilation(
+            kernel=rows_kernel,
+            name="rows of n-grams",
+            signature=dict.fromkeys(known, "*i64") | {"tokens": "i32", "end": "i32"},
+            constants=_constants(2, 8),
+            warps=1,
+            fuse=True,
+        )
+    ]
+    for dtype in ("bf16", "fp32"):
+        pointers = dict.fromkeys(("joint", "streams", "gains", "taken", "normal"), f"*{dtype}") | {"gains": "*fp32"}
+        found.append(
+            Compilation(
+                kernel=opening_kernel,
+                name=f"opening {dtype}",
+                signature=pointers | dict.fromkeys(("epsilon", "least", "root"), "fp32"),
+                constants={"COUNT": 4, "SIZE": 2048, "BLOCK": block},
+                warps=warps,
+                hot=True,
+            )
+        )
+        types = dict.fromkeys(("streams", "taken", "normal", "taps"), f"*{dtype}")
+        types |= dict.fromkeys(("starts", "slots", "fresh"), "*i64") | {"windows": f"*{dtype}"}
+        found.append(
+            Compilation(
+                kernel=taking_kernel,
+                name=f"taking {dtype}",
+                signature=types | dict.fromkeys(("channels", "windows_stride"), "i32:16"),
+                constants={"REACH": 9, "APART": 3, "TOKENS": TOKENS, "BLOCK": CHANNELS},
+                fuse=True,
+                hot=True,
+            )
+        )
+    return found

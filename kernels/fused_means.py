@@ -1,0 +1,119 @@
+"""`means.write_means` by Triton: a program for each token. What it means stands there."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .compilation import EIGHT_BIT_TARGETS, Compilation
+from .fused_rotary import rotated, storable
+
+WARPS = 4
+
+
+@triton.jit
+def means_kernel(
+    keys: tl.tensor,  # [tokens, SIZE]
+    gains: tl.tensor,  # [SIZE] float32
+    table: tl.tensor,  # [tokens, 2, 1, SIZE], dense
+    slots: tl.tensor,  # [tokens]
+    cache: tl.tensor,  # [slots, SIZE], dense
+    keys_stride: tl.tensor,
+    epsilon: tl.tensor,
+    SIZE: tl.constexpr,
+    HALF: tl.constexpr,  # half of it, up to a power of two
+    MEMBERS: tl.constexpr,  # tokens of a pool
+    PLACES: tl.constexpr,  # these up to a power of two
+    MOST: tl.constexpr,  # the largest number of a cache of 8 bits; 0: it has the type of the keys
+) -> None:
+    """One token. What others of its pool have written in this launch it takes from them: that may not be there yet."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    if slot >= 0:
+        half, member = tl.arange(0, HALF), tl.arange(0, PLACES)
+        held = half < SIZE // 2
+        kept, own = cache + slot * SIZE + half, keys + token * keys_stride + half
+        low = tl.load(own, mask=held, other=0.0)
+        high = tl.load(own + SIZE // 2, mask=held, other=0.0)
+        if slot % MEMBERS == MEMBERS - 1:
+            behind = MEMBERS - 1 - member  # tokens
+            known = (member < MEMBERS)[:, None] & held[None, :]
+            other = tl.load(slots + token - behind, mask=(behind >= 0) & (token >= behind), other=-1)
+            here = (other == slot - behind)[:, None]
+            from_step = keys + (token - behind)[:, None] * keys_stride + half[None, :]
+            from_cache = cache + (slot - behind)[:, None] * SIZE + half[None, :]
+            lows = _read(from_step, from_cache, known & here, known & ~here, MOST)
+            highs = _read(from_step + SIZE // 2, from_cache + SIZE // 2, known & here, known & ~here, MOST)
+            kind = low.dtype
+            wide_low, wide_high = (tl.sum(lows, 0) / MEMBERS).to(kind), (tl.sum(highs, 0) / MEMBERS).to(kind)
+            low_part, high_part = wide_low.to(tl.float32), wide_high.to(tl.float32)
+            squares = tl.sum(low_part * low_part, 0) + tl.sum(high_part * high_part, 0)
+            scale = tl.rsqrt(squares / SIZE + epsilon)
+            low_gain = tl.load(gains + half, mask=held, other=0.0)
+            high_gain = tl.load(gains + SIZE // 2 + half, mask=held, other=0.0)
+            wide_low = ((low_part * scale).to(kind).to(tl.float32) * low_gain).to(kind)
+            wide_high = ((high_part * scale).to(kind).to(tl.float32) * high_gain).to(kind)
+            angle = table + token * 2 * SIZE + half
+            cosine = tl.load(angle, mask=held, other=0.0).to(tl.float32)
+            sine = tl.load(angle + SIZE + SIZE // 2, mask=held, other=0.0).to(tl.float32)
+            low, high = rotated(wide_low, wide_high, cosine, sine)
+        tl.store(kept, storable(low, MOST).to(cache.dtype.element_ty), mask=held)
+        tl.store(kept + SIZE // 2, storable(high, MOST).to(cache.dtype.element_ty), mask=held)
+
+
+@triton.jit
+def _read(step, cache, here, there, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """As the cache has it, whether it is there already or not."""
+    own = storable(tl.load(step, mask=here, other=0.0), MOST).to(cache.dtype.element_ty).to(tl.float32)
+    return tl.where(here, own, tl.load(cache, mask=there, other=0.0).to(tl.float32))
+
+
+def write_means(keys: Tensor, gains: Tensor, table: Tensor, slots: Tensor, cache: Tensor, members: int, epsilon: float) -> None:
+    """`means.write_means`."""
+    size = keys.shape[1]
+    assert all(x.is_contiguous() for x in (gains, table, slots, cache))
+    assert keys.stride(1) == 1
+    assert size % 2 == 0
+    if len(keys):
+        means_kernel[(len(keys),)](
+            keys,
+            gains,
+            table,
+            slots,
+            cache,
+            keys.stride(0),
+            epsilon,
+            **_constants(members, size, torch.finfo(cache.dtype).max if cache.dtype != keys.dtype else 0.0),
+            num_warps=WARPS,
+            enable_fp_fusion=False,
+        )
+
+
+def _constants(members: int, size: int, most: float) -> dict[str, object]:
+    return {
+        "SIZE": size,
+        "HALF": triton.next_power_of_2(size // 2),
+        "MEMBERS": members,
+        "PLACES": triton.next_power_of_2(members),
+        "MOST": most,
+    }
+
+
+def compilations() -> list[Compilation]:
+    """Qwen 4 Exp's index; its config.json has no usual sizes."""
+    found = []
+    for dtype, most in (("bf16", 0.0), ("bf16", 448.0), ("fp32", 0.0)):
+        types = {"keys": f"*{dtype}", "gains": "*fp32", "table": f"*{dtype}", "slots": "*i64"}
+        types |= {"cache": "*fp8e4nv" if most else f"*{dtype}", "keys_stride": "i32:16", "epsilon": "fp32"}
+        found.append(
+            Compilation(
+                kernel=means_kernel,
+                name=f"means {dtype}{' fp8' * (most > 0)}",
+                signature=types,
+                constants=_constants(16, 128, most),
+                warps=WARPS,
+                hot=True,
+                targets=EIGHT_BIT_TARGETS if most else (),
+            )
+        )
+    return found

@@ -1,0 +1,39 @@
+"""Keys of pools, so many tokens in a row from a sequence's beginning on, by which an index chooses all of them together: see
+`indexed` (Qwen 4 Exp). Knows tensors only.
+
+A pool's key is the mean of its tokens' keys, normalized, and turned as its first token's would be. It stands where its last token's
+own key was: a score of a pool is one of that token, and who sees that sees the pool. Pages hold whole pools, so that what else
+belongs to one is found by slots alone.
+"""
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .choose import triton_for
+from .operations import write
+
+
+def write_means(keys: Tensor, gains: Tensor, table: Tensor, slots: Tensor, cache: Tensor, members: int, epsilon: float) -> None:
+    """Writes a step's keys, and keys of the pools that it ends, of so many members each.
+
+    keys: [tokens, size], perhaps columns of something wider; gains: [size] float32; table: [tokens, 2, 1, size], of
+    `reference.rotary_table`, of the first token of each one's pool; slots: [tokens], distinct, those of a sequence in its order;
+    where negative (padding) nothing is written; cache: [slots, 1, 1, size], dense.
+    """
+    if triton_for(keys):
+        from .fused_means import write_means as fused
+
+        return fused(keys, gains, table, slots, cache, members, epsilon)
+    write(slots, keys.contiguous(), cache)
+    ending = ((slots >= 0) & (slots % members == members - 1)).nonzero().flatten()
+    if not len(ending):
+        return None
+    ends = slots[ending]
+    every = (ends.unsqueeze(1) + torch.arange(1 - members, 1, device=slots.device)).flatten()
+    held = cache.flatten(1).view(torch.uint8 if cache.dtype.itemsize == 1 else cache.dtype)  # torch selects no floats of 8 bits
+    means = held[every].view(cache.dtype).float().view(len(ends), members, -1).mean(1).to(keys.dtype)
+    found = reference.rms_norm(means, gains, epsilon).to(keys.dtype)
+    reference.rotate(found.unsqueeze(1), table[ending])
+    write(ends, found, cache)
+    return None

@@ -1,0 +1,55 @@
+"""Several residual streams, of which gates mix what each part of a layer sees (Qwen 4 Exp): see `kernels.gated_mixing`."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ...kernels.gated_mixing import gathered, spread
+from ...kernels.reference import by_lanes
+from .loader import Loader
+from .streams import Mixer, Mixing, Streams
+from .traits import GatedHyper, Hyper
+
+
+class GatedMixing(Mixer):
+    """By gates. Every rank has all of it, with all bits that the checkpoint has."""
+
+    def __init__(self, load: Loader, name: str, hyper: GatedHyper, gives: bool = True) -> None:
+        """As of `Mixing`."""
+        count, hidden = hyper.count, load.shape.hidden
+        self.gains = load.gains(f"{name}hc_norm", count * hidden).view(count, hidden)
+        names = [("input_mix_weight_down", hyper.rank), *([("block_inject_weight", count)] if gives else [])]
+        # What these make is divided by the number of streams.
+        inward = torch.cat([load.all_bits(f"{name}{part}", outputs, count * hidden) for part, outputs in names]) / count
+        self.inward = load.laid_out(inward, None)
+        self.opening = load.laid_out(load.all_bits(f"{name}input_mix_weight_up", count * hidden, hyper.rank), None)
+        self.rank, self.gives = hyper.rank, gives
+
+
+class GatedStreams(Streams):
+    """As one, for each part of a layer that it is turned to."""
+
+    def turn(self, mixing: Mixer | None) -> None:
+        """To a part of a layer, or to the output matrix."""
+        assert isinstance(mixing, GatedMixing)
+        normal = spread(self._all, self._more, self._given, mixing.gains, self._epsilon)
+        joint = mixing.inward(normal)
+        few, giving = joint[:, : mixing.rank], joint[:, mixing.rank :] if mixing.gives else None
+        gates = mixing.opening(by_lanes(functional.silu, few.contiguous()))
+        self._sums, self._given = gathered(normal, gates, giving, self._all.shape[1])
+        self._more = None
+
+    def settled(self) -> Tensor:
+        """All of them, [tokens, count, hidden], with all that was added; to be added to in place."""
+        if self._more is not None and self._given is not None:
+            self._all.copy_(self._all.float() + self._given.unsqueeze(2) * self._more.float().unsqueeze(1))
+        self._more = None
+        return self._all
+
+
+def mixing_of(load: Loader, part: str, hyper: Hyper, gives: bool = True) -> Mixer:
+    """Of a part of a layer, "attn" or "ffn", or of the output matrix, "head"."""
+    if isinstance(hyper, GatedHyper):
+        own = {"attn": "attn_hyper_connection.", "ffn": "mlp_hyper_connection.", "head": "hyper_connection_mixer."}
+        return GatedMixing(load, own[part], hyper, gives)
+    return Mixing(load, f"{part}_hc." if gives else "hc_head.hc_", hyper, gives)

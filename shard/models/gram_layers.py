@@ -1,0 +1,102 @@
+"""What some layers are told of a token's n-grams, before all else that they do (Qwen 4 Exp): see `kernels.grams` and `grams`.
+
+Of the tables, which may be larger than all else of the model, every rank has some rows: what it lacks is 0, and ranks add up what
+they have found. All behind that every rank computes whole, as streams are whole on each.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ...kernels.gated_delta import States
+from ...kernels.grams import opened, rows_of, take
+from ...kernels.hashes import Hashes
+from ..step import Step
+from .gated_streams import GatedStreams
+from .grams import Grams
+from .loader import Loader
+from .shape import Unsupported
+
+EMBEDDING = "ple.ple_embedding"
+# What follows from config.json and is in checkpoints all the same.
+KNOWN = ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")
+
+
+class GramRows:
+    """Rows of all layers' tables."""
+
+    def __init__(self, grams: Grams, device: torch.device) -> None:
+        multipliers, sizes, offsets = (
+            torch.tensor([of(layer) for layer in grams.layers], device=device)
+            for of in (grams.multipliers, grams.sizes, grams.offsets)
+        )
+        heads = len(grams.layers), grams.before, grams.heads
+        self._hashes = Hashes(multipliers, sizes.view(heads), offsets.view(heads), grams.end)
+        self._layers = grams.layers
+
+    def __call__(self, step: Step) -> dict[int, Tensor]:
+        """Of the layers that have some, [tokens, heads] each."""
+        assert step.spans is not None
+        assert step.before is not None
+        found = rows_of(step.tokens, step.before, step.spans, self._hashes)
+        return dict(zip(self._layers, found.unbind(0), strict=True))
+
+
+class GramLayer:
+    """Of a layer that is told."""
+
+    def __init__(self, load: Loader, grams: Grams, layer: int) -> None:
+        hidden, streams = load.shape.hidden, grams.streams
+        _check(load, grams, layer)
+        self.table = _table(load, grams, layer)
+        names = ("ple.key_proj", streams * hidden), ("ple.value_proj", hidden)
+        self.inward = load.laid_out(torch.cat([load.all_bits(name, size, grams.size) for name, size in names]), None)
+        norms = [load.gains(f"ple.norm_{part}", streams * hidden).view(streams, hidden) for part in ("key", "query", "conv")]
+        self.gains = torch.stack(norms)
+        self.apart, channels = grams.most, grams.channels(hidden)
+        taps = load.source.tensor(f"{load.prefix}ple.conv1d.weight", (channels, 1, grams.width)).squeeze(1)
+        zeros = self.apart - 1  # before each tap but the first
+        self.taps = functional.pad(taps.unsqueeze(2), (zeros, 0)).flatten(1)[:, zeros:].contiguous()
+        self._ranks, self._epsilon = load.ranks, load.shape.norm_epsilon
+
+    def __call__(self, stream: GatedStreams, rows: Tensor, step: Step, states: States) -> None:
+        """Adds to the streams what they take of what is at these rows of the table, [tokens, heads]. Sequences' states go on."""
+        assert step.spans is not None
+        streams = stream.settled()
+        taken, normal = opened(self.inward(self._looked_up(rows)), streams, self.gains, self._epsilon)
+        take(streams, taken, normal, self.taps, self.apart, step.spans, states)
+
+    def _looked_up(self, rows: Tensor) -> Tensor:
+        """[tokens, features of all heads]."""
+        if self._ranks.size == 1:
+            return functional.embedding(rows, self.table).flatten(1)
+        own = rows - self._ranks.rank * len(self.table)
+        elsewhere = (own < 0) | (own >= len(self.table))
+        found = functional.embedding(own.masked_fill(elsewhere, 0), self.table)
+        return self._ranks.add(found.masked_fill_(elsewhere.unsqueeze(2), 0).flatten(1))
+
+
+def _check(load: Loader, grams: Grams, layer: int) -> None:
+    """Raises Unsupported if a checkpoint's hashes are others than those that follow from config.json."""
+    for part, values in zip(KNOWN, (grams.multipliers(layer), grams.sizes(layer), grams.offsets(layer)), strict=True):
+        name = f"{load.prefix}{EMBEDDING}.{part}"
+        if load.source.has(name) and load.source.stored(name, ("I64",)).flatten().tolist() != [*values]:
+            raise Unsupported(f"tensor {name} is not what follows from config.json: they belong to different models")
+
+
+@torch.inference_mode()
+def _table(load: Loader, grams: Grams, layer: int) -> Tensor:
+    """This rank's rows, with zeros beyond the end, read part by part: they may be most of the memory that there is."""
+    source, name = load.source, f"{load.prefix}{EMBEDDING}.ngram_embedding"
+    rows, size, own = grams.rows(layer), grams.size // grams.count, grams.slice(layer, load.ranks.size)
+    first = load.ranks.rank * own
+    if source.has(f"{name}.weight"):
+        return source.tensor(f"{name}.weight", (rows, size), (0, first, first + own))
+    found = torch.zeros(own, size, dtype=source.dtype, device=source.device)
+    part = -(-rows // grams.parts)
+    for number in range(first // part, -(-min(first + own, rows) // part)):
+        begin, end = number * part, min((number + 1) * part, rows)
+        start, stop = max(first, begin), min(first + own, end)
+        cut = (0, start - begin, stop - begin)
+        found[start - first : stop - first] = source.tensor(f"{name}.shard_{number}.weight", (end - begin, size), cut)
+    return found

@@ -1,0 +1,70 @@
+"""Heads whose tokens attend to pools of those before them that an index has chosen, all alike (Qwen 4 Exp): see `kernels.indexed`
+and `kernels.means`."""
+
+import torch
+from torch import Tensor
+
+from ...kernels.indexed import ChoosingPools
+from ...kernels.means import write_means
+from ...kernels.operations import rotate
+from ...kernels.ragged import narrows
+from ..step import Step
+from .heads import Heads
+from .loader import Loader
+from .rotary import Places
+from .stream import Stream
+from .traits import PoolIndex
+
+NAME = "self_attn.indexer"
+
+
+def _order(size: int, turned: int) -> list[int]:
+    """As `Shape.order`, of heads of another size."""
+    middle, apart = (size + turned) // 2, turned // 2
+    return [*range(apart), *range(turned, middle), *range(apart, turned), *range(middle, size)]
+
+
+class MeanChooser:
+    """Queries of heads of its own, and one key for all. As many features of each turn as of attention's."""
+
+    def __init__(self, load: Loader, index: PoolIndex) -> None:
+        self.index = index
+        self.epsilon = load.shape.norm_epsilon
+        order, outputs = _order(index.size, load.shape.turned(0)), (index.heads + 1) * index.size
+        both = load.matrix(f"{NAME}.index_qk_proj", outputs, load.shape.hidden, whole=True)
+        self.inward = load.laid_out(both[load.ordered(torch.arange(outputs), order)], None)
+        self.query_norm, self.key_norm = (load.ordered(load.gains(f"{NAME}.{one}_layernorm", index.size), order) for one in "qk")
+
+    def __call__(self, x: Tensor, stream: Stream, places: Places, step: Step, cache: Tensor) -> ChoosingPools | None:
+        """Of a step's tokens; None if there is nothing to choose. Writes their keys, and those of pools, to the cache.
+
+        x: [tokens, hidden], of the stream; cache: a layer's keys of its index, [slots, 1, 1, size].
+        """
+        index, joint = self.index, stream.product(x, self.inward)
+        assert places.pools is not None
+        queries, keys = joint[:, : -index.size], joint[:, -index.size :]
+        write_means(keys, self.key_norm, places.pools.first, step.slots, cache, index.pool, self.epsilon)
+        if not narrows(step.attention, index.most):
+            return None
+        asking = rotate(queries.contiguous(), places.pools.own, self.query_norm, self.epsilon)
+        weights = torch.full((len(x), index.heads), index.size**-0.5, device=x.device)
+        return ChoosingPools(asking, weights, index.most, members=index.pool, keys=cache)
+
+
+class PooledHeads(Heads):
+    """In the place of `Heads`, in layers with an index."""
+
+    def __init__(self, load: Loader, index: PoolIndex, window: int, turned: bool = True) -> None:
+        super().__init__(load, window, turned)
+        self.chooser = MeanChooser(load, index)
+
+    @property
+    def parts(self) -> tuple[object, ...]:
+        """What has weights."""
+        return (self, self.chooser)
+
+    def choose(self, stream: Stream, norm: Tensor | None, step: Step, places: Places, layer: Tensor, index_keys: Tensor) -> Tensor:
+        """As that of `ChoosingHeads`."""
+        x = stream.normalized(norm)
+        asked = self.chooser(x, stream, places, step, index_keys)
+        return self.attend(stream.product(x, self.inward), step, places, layer, asked)
