@@ -145,6 +145,8 @@ def _layout_of(decoder: Decoder, cache: Cache) -> Layout:
         most=shape.most,
         block=shape.blocks.block if shape.blocks else 0,
         members=shape.index.pool if shape.index else 0,
+        near=shape.compressed.window if shape.compressed else 0,
+        entries=shape.compressed.kinds if shape.compressed else (),
         dtype=decoder.embedding.dtype,
         device=decoder.embedding.device,
         eight_bits=any(layer.element_size() == 1 for layer in cache.layers.values()),

@@ -23,8 +23,12 @@ from .alibi import table_of as leanings_of
 from .alternating import Alternating, AlternatingStream, Ends
 from .changes import Changes
 from .choosing_heads import ChoosingHeads
+from .compressed_latents import CompressedLatents
+from .compression import Compressed
+from .deepseek_v4_names import Original
 from .gated_latents import GatedLatents
 from .gated_norms import GatedStream, NormGate
+from .hashed import Hashed
 from .heads import Heads, Queries
 from .kimi_memories import FineDelta
 from .latents import Latents
@@ -89,7 +93,10 @@ class Layer:
             return Queries(load, self.window)
         if kept and not kept.along and self.index in kept.layers:
             return _remembered(load, kept)
-        if latent := self.shape.latent_of(self.index):
+        latent = self.shape.latent_of(self.index)
+        if isinstance(latent, Compressed):
+            return CompressedLatents(load, latent, self.window)
+        if latent:
             return (GatedLatents if latent.gated else Latents)(load, latent, self.window, self.index in self.shape.indexing)
         blocks, turned = self.shape.blocks, self.index not in self.shape.unturned
         if blocks and self.index in blocks.layers:
@@ -99,7 +106,10 @@ class Layer:
     def _mlp(self, load: Loader) -> Dense | Sparse:
         mixture = self.shape.mixtures[self.index] if self.shape.mixtures else None
         if mixture:
-            kinds = ((mixture.beside, Beside), (mixture.latent, Narrow), (mixture.entering, Weighed), (mixture.later, Shortcut))
+            kinds = (
+                *((mixture.beside, Beside), (mixture.latent, Narrow), (mixture.entering, Weighed), (mixture.later, Shortcut)),
+                (mixture.hashed, Hashed),
+            )
             return next((kind for asked, kind in kinds if asked), Sparse)(load, mixture)
         if self.shape.joins(self.index):
             return Rejoined(load, self.shape.width(self.index))
@@ -202,6 +212,7 @@ class Decoder:
         source = Older(source, shape, shape.layout) if shape.layout else source
         source = Paired(source, shape.paired) if shape.paired else source
         source = Either(source, shape.aliases) if shape.aliases else source
+        source = Original(source) if shape.original else source
         root = self._root(source)
         load = Loader(source, shape, ranks, root, exact)
         self.embedding = self._table(load)
@@ -285,7 +296,13 @@ class Decoder:
         rows = self.embed(step.tokens)
         if self.positions is not None:
             rows.add_(self.positions.index_select(0, step.positions))
-        return self._stream(rows, chosen)
+        return self._told_tokens(self._stream(rows, chosen), step.tokens)
+
+    def _told_tokens(self, stream: Stream, tokens: Tensor) -> Stream:
+        """The same, which knows its tokens' numbers."""
+        if isinstance(stream, Streams):
+            stream.tokens = tokens
+        return stream
 
     def _outcome(self, stream: Stream) -> Tensor:
         if isinstance(stream, Streams):
@@ -313,8 +330,10 @@ class Decoder:
             table.index_select(0, step.positions) if table is not None else None for table in (self.leanings, self.logarithms)
         )
         choosing: list[Choosing | None] = []
+        every = self.rotary if self.shape.compressed else None
         return [
-            Places(*each, leaning, logarithms, choosing) for each in zip(self._turnings(step), self._growths(step), strict=True)
+            Places(*each, leaning, logarithms, choosing, every)
+            for each in zip(self._turnings(step), self._growths(step), strict=True)
         ]
 
     def _turnings(self, step: Step) -> list[Tensor]:
@@ -424,7 +443,8 @@ class Decoder:
 
     def _blank(self, rows: int) -> Stream:
         """A stream of so many rows of zeros."""
-        return self._stream(self.embedding.new_zeros(rows, self.shape.hidden))
+        numbers = torch.zeros(rows, dtype=torch.int64, device=self.embedding.device)
+        return self._told_tokens(self._stream(self.embedding.new_zeros(rows, self.shape.hidden)), numbers)
 
     @property
     def weight_bytes(self) -> int:

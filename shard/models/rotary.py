@@ -23,6 +23,7 @@ class Places:
     logarithms: Tensor | None  # of the positions themselves, where queries grow with them: see `sharpening`
     # By which tokens choose what they attend to, as the last index has it; in a list that all layers have in common.
     choosing: list[Choosing | None] = field(default_factory=list)
+    every: Tensor | None = None  # cosines and sines of all positions, where other ones than the tokens' own are wanted
 
 
 def table_of(
