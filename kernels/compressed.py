@@ -24,6 +24,7 @@ from .attention import How, Row
 from .entries import Ends
 from .indexed import Choosing, scores
 from .layout import Layout
+from .transfer import to_device
 
 # Logits that are computed at once: of more keys fewer queries are.
 LOGITS = 1 << 24
@@ -74,8 +75,10 @@ def places_of(rows: Sequence[Row], layout: Layout) -> Places:
     widths = numpy.array([work.width(row, layout.page_size) for row in rows], numpy.int64)
     tables = numpy.repeat(widths.cumsum() - widths, [row.queries for row in rows])
     closing = {rate: numpy.flatnonzero((own + 1) % rate == 0) for rate, _ in layout.entries}
-    tensors = [torch.from_numpy(each).to(layout.device) for each in (tables, own, *closing.values())]
-    return Places(tensors[0], tensors[1], dict(zip(closing, tensors[2:], strict=True)), layout.page_size)
+    parts = (tables, own, *closing.values())
+    buffer = to_device(torch.from_numpy(numpy.concatenate(parts)), layout.device)
+    first, second, *others = torch.split(buffer, [*map(len, parts)])
+    return Places(first, second, dict(zip(closing, others, strict=True)), layout.page_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,12 +77,12 @@ def _parts(
     device, found = whole.buffer.device, list[Part]()
     widest, longest = int(seen.max(initial=1)), int(lengths.max(initial=1))
     count = max(1, min(TOKENS, ROWS // widest, SCORES // max(1, longest // rate)))
-    counts = torch.from_numpy(entries).to(device).unsqueeze(1)
+    counts = ((places.own + 1) // rate).clamp_(max=most or longest).unsqueeze(1)
     for first in range(0, len(own), count):
         tokens = slice(first, first + count)
         apart = int(seen[tokens].max())
         planned = paged.plan_singles(seen[tokens], apart, whole.launches[0].kind, device, layout.dtype)
-        each = (places.tables[tokens, None], places.own[tokens, None], counts[tokens])
+        each = places.tables[tokens, None], places.own[tokens, None], counts[tokens]
         found.append(Part(first, planned, apart, *each, int(lengths[tokens].max())))
     return found
 

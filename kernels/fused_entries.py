@@ -21,7 +21,7 @@ def entries_kernel(
     gains: tl.tensor,  # [SIZE]
     table: tl.tensor,  # [entries, 2, 1, TURNED], dense
     cache_stride: tl.tensor,
-    first: tl.tensor,
+    offset: tl.tensor,
     epsilon: tl.tensor,
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
@@ -43,7 +43,7 @@ def entries_kernel(
         there = (slot >= 0)[:, None] & held[None, :]
         # Those before an entry's own tokens have the other series.
         before = (number < (SERIES - 1) * RATE).to(tl.int32)
-        own = cache + slot[:, None] * cache_stride + first + (before * 2 * SIZE)[:, None] + feature[None, :]
+        own = cache + slot[:, None] * cache_stride + offset + (before * 2 * SIZE)[:, None] + feature[None, :]
         values = tl.load(own, mask=there, other=0.0).to(tl.float32)
         gates = tl.load(own + SIZE, mask=there, other=0.0).to(tl.float32)
         place = before * RATE + number % RATE
@@ -56,7 +56,7 @@ def entries_kernel(
         total = total * fade + tl.sum(weights, 0)
         sums = sums * fade + tl.sum(weights * values, 0)
         best = higher
-    kept = cache + tl.load(members + entry * (SERIES * RATE) + SERIES * RATE - 1).to(tl.int64) * cache_stride + first
+    kept = cache + tl.load(members + entry * (SERIES * RATE) + SERIES * RATE - 1).to(tl.int64) * cache_stride + offset
     found = (sums / tl.where(held, total, 1.0)).to(cache.dtype.element_ty)
     wide = found.to(tl.float32)
     scale = tl.rsqrt(tl.sum(tl.where(held, wide * wide, 0.0), 0) / SIZE + epsilon)
@@ -115,7 +115,7 @@ def compilations() -> list[Compilation]:
     found = []
     for dtype, size, rate, series in (("bf16", 512, 128, 1), ("bf16", 512, 4, 2), ("bf16", 128, 4, 2), ("fp32", 512, 4, 2)):
         types = {"cache": f"*{dtype}", "members": "*i64", "places": "*fp32", "gains": f"*{dtype}", "table": f"*{dtype}"}
-        types |= {"cache_stride": "i32:16", "first": "i32:16", "epsilon": "fp32"}
+        types |= {"cache_stride": "i32:16", "offset": "i32:16", "epsilon": "fp32"}
         found.append(
             Compilation(
                 kernel=entries_kernel,

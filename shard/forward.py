@@ -92,6 +92,8 @@ class Forward:
 
     def record(self, record: Record, extent: Extent, progress: Callable[[str], None]) -> None:
         """Makes the graphs, the largest first: the others find room in the memory that it takes."""
+        if not self._decoder.shape.replayed:
+            return
         began = time.perf_counter()
         sizes = [(size, True) for size in rooms.mixed(extent.chosen, extent.tokens, extent.drafts, self._remembers)]
         sizes += [(size, False) for size in rooms.decodes(extent.chosen, extent.rows)]

@@ -195,7 +195,7 @@ def _make_room(engine: Engine, lengths: list[int], choices: int) -> None:
 
 def _choose(engine: Engine) -> None:
     """Steps of one token and of more, which are far enough behind the first to choose what they attend to, if any token does."""
-    longest, most = engine.decoder.shape.max_positions, engine.decoder.shape.most
+    longest, most = engine.decoder.shape.max_positions, engine.decoder.shape.choosy
     lengths = [most, *(1 << power for power in range(8))]
     if not 0 < most < longest:
         return

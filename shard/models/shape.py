@@ -297,6 +297,12 @@ class Shape:
         """The same, of layers that have an index; 0: none has."""
         return max(map(self.chosen, range(self.layers)))
 
+    @property
+    def choosy(self) -> int:
+        """Tokens of a context in which some are attended to, or become entries, in each way there is; 0: all are, in one."""
+        entries = self.compressed.kinds if self.compressed else ()
+        return max([self.most, *(rate * max(1, chosen) for rate, chosen in entries)])
+
     def index_size(self, layer: int) -> int:
         """Elements of a token's key of an index in this layer, as it is cached."""
         if self.blocks:

@@ -454,11 +454,13 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         swiglu_limit=0.2,
         rope_parameters={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
     ),
-    "deepseek-v4-entries": lambda: transformers.DeepseekV4Config(  # without layers that have a window alone; fewer groups than ranks
-        **DEEPSEEK_V4
-        | {"layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"] * 2, "num_hidden_layers": 4}
-        | {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 32}}
-        | {"o_groups": 1, "hc_mult": 2, "scoring_func": "sigmoid", "num_hash_layers": 0},
+    "deepseek-v4-entries": lambda: (
+        transformers.DeepseekV4Config(  # without layers that have a window alone; fewer groups than ranks
+            **DEEPSEEK_V4
+            | {"layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"] * 2, "num_hidden_layers": 4}
+            | {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 32}}
+            | {"o_groups": 1, "hc_mult": 2, "scoring_func": "sigmoid", "num_hash_layers": 0},
+        )
     ),
     "glm4-moe-lite": lambda: transformers.Glm4MoeLiteConfig(
         **LATENT, mlp_layer_types=["sparse", "dense", "sparse"], rms_norm_eps=0.1
@@ -818,6 +820,9 @@ OTHERS: dict[str, Callable[[], Any]] = {
             "mlp_layer_types": ["dense", "sparse"],
         },
         vision_config=GLM_5_NEXT_BLIND,
+    ),
+    "few-heads-deepseek-v4": lambda: transformers.DeepseekV4Config(
+        **DEEPSEEK_V4 | {"num_attention_heads": 4, "o_groups": 2, "index_topk": 2, "sliding_window": 5}
     ),
     "few-heads-hy-4": lambda: transformers.HYV4Config(**HY_4 | FEW_HEADS | {"num_hidden_layers": 3}),
     "few-heads-mistral-large4": lambda: transformers.MistralLarge4Config(

@@ -46,7 +46,7 @@ UNLISTED: dict[str, Callable[[Any], Any]] = {
     "mistral-large4": transformers.MistralLarge4ForConditionalGeneration,
     **dict.fromkeys(("glm-5-next", "glm-5-pools"), transformers.Glm5NextForConditionalGeneration),
 }
-RENAMED = ("mistral-large4",)  # which are stored by transformers' names, and others by those of the hub
+RENAMED = ("mistral-large4", "deepseek-v4")  # which are stored by transformers' names, and others by those of the hub
 BUFFERS = ("correction", "expert_bias", "layer_scalar", "act_fn")  # that checkpoints have, too
 
 
