@@ -459,7 +459,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
             **DEEPSEEK_V4
             | {"layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"] * 2, "num_hidden_layers": 4}
             | {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 32}}
-            | {"o_groups": 1, "hc_mult": 2, "scoring_func": "sigmoid", "num_hash_layers": 0},
+            | {"o_groups": 1, "hc_mult": 2, "scoring_func": "sigmoid", "mlp_layer_types": ["moe", "hash_moe"] * 2},
         )
     ),
     "glm4-moe-lite": lambda: transformers.Glm4MoeLiteConfig(
