@@ -160,9 +160,9 @@ class Mixture:
         return self.routed * (hidden + self.biased + bool(self.correction))
 
     def part(self, ranks: int) -> int:
-        """Intermediate features of each on a rank. Blocks of experts that are stored in a few bits alone are not divided: the last
-        ranks have fewer of them, and zeros for what they lack."""
-        whole = self.quantization.group if self.quantization else 1
+        """Intermediate features of each on a rank. Blocks of experts in one tensor that alone are stored in a few bits are not
+        divided: the last ranks have fewer of them, and zeros for what they lack."""
+        whole = self.quantization.group if self.quantization and self.interleaved else 1
         return -(-self.size // (whole * ranks)) * whole
 
     def read(self, tokens: int | None) -> float:

@@ -777,7 +777,7 @@ def test_a_config_as_it_is_written_today(tmp_path: Path) -> None:
         "olmo",
         *("ax-k1", "flint", "glm-5-borrowing", "granite-swa", "laguna", "minicpm3", "mimo", "minimax-m3", "hy-4"),
         *("mistral-large4", "mistral-large4-plain", "ax-k2", "ax-k2-groups", "gemma3n", "gemma3n-plain"),
-        *("longcat", "longcat-busy", "glm-5-pools"),
+        *("longcat", "longcat-busy", "glm-5-pools", "deepseek-v4", "deepseek-v4-entries"),
         *configurations.HYBRIDS,
     ],
 )
