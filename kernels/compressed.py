@@ -28,7 +28,7 @@ from .transfer import to_device
 
 # Logits that are computed at once: of more keys fewer queries are.
 LOGITS = 1 << 24
-LOGIT_BYTES = 12  # that one takes with what becomes of it
+LOGIT_BYTES = 16  # that one takes with what hides it, and what becomes of both
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,7 @@ def write_entries(cache: Tensor, ends: Ends, making: Making, table: Tensor) -> N
     if triton_for(cache):
         from .fused_entries import write_entries as fused
 
-        return fused(cache, ends.members, making, table)
+        return fused(cache, ends.members, making.first, making.places, making.gains, making.epsilon, table)
     series, rate, size = making.places.shape
     parts = [_read(cache, ends.members[:, -rate:], making, 0)]
     if series > 1:

@@ -6,7 +6,6 @@ import triton.language as tl
 from torch import Tensor
 
 from .compilation import Compilation
-from .entries import Making
 from .fused_rotary import rotated
 
 TOGETHER = 4  # tokens at once: of 512 features each 16 numbers a thread, three times
@@ -78,20 +77,20 @@ def entries_kernel(
     tl.store(high_at, high, mask=within)
 
 
-def write_entries(cache: Tensor, members: Tensor, making: Making, table: Tensor) -> None:
-    """`entries.write_entries`. All dense but the cache, whose slots are."""
-    assert all(x.is_contiguous() for x in (members, making.places, making.gains, table))
+def write_entries(cache: Tensor, members: Tensor, first: int, places: Tensor, gains: Tensor, epsilon: float, table: Tensor) -> None:
+    """`entries.write_entries`, by what `Ends` and `Making` have. All dense but the cache, whose slots are."""
+    assert all(x.is_contiguous() for x in (members, places, gains, table))
     assert cache.stride(3) == 1
-    series, rate, size = making.places.shape
+    series, rate, size = places.shape
     entries_kernel[(len(members),)](
         cache,
         members,
-        making.places,
-        making.gains,
+        places,
+        gains,
         table,
         cache.stride(0),
-        making.first,
-        making.epsilon,
+        first,
+        epsilon,
         **_constants(size, table.shape[-1], rate, series),
         num_warps=WARPS,
         enable_fp_fusion=False,
