@@ -28,6 +28,8 @@ from penstock.kernels import (
     beam,
     choose,
     codes,
+    compressed,
+    entries,
     experts,
     fused_product,
     fused_quantized,
@@ -42,15 +44,20 @@ from penstock.kernels import (
     paging,
     pools,
     quantized,
+    ragged,
     reference,
     sampling,
     short_convolution,
     state_space,
+    turning,
 )
 from penstock.kernels.attention import How, Row, ancestry
+from penstock.kernels.attention import order as in_order
 from penstock.kernels.fused_routing import PAIRS, sort
 from penstock.kernels.fused_sampling import sample
 from penstock.kernels.gated_delta import Spans, States
+from penstock.kernels.layout import Layout
+from penstock.kernels.layout import kind as like
 from penstock.kernels.linear import Exact
 from penstock.kernels.paged_attention import Capacity
 from penstock.kernels.reference import Gates, Shares
@@ -147,6 +154,7 @@ def checks(bench: Bench) -> dict[str, Check]:
         found[f"norms and gates, {name}"] = partial(elementwise, dtype=dtype)
         found[f"rotary and write, {name}"] = partial(rotary, dtype=dtype, eight_bits=False)
         found[f"streams with gates, and n-grams, {name}"] = partial(told, dtype=dtype)
+        found[f"a window and entries, {name}"] = partial(entered, dtype=dtype)
     found["products of few rows"] = products
     found["products of few rows in parts, with the norm behind"] = parts
     for name, dtype in types.items():
@@ -465,6 +473,47 @@ def told(bench: Bench, chance: random.Random, dtype: torch.dtype) -> float:
             theirs = run(torch.device("cpu"))
         worst = max(worst, *(error(one.cpu(), other, ROUNDINGS[dtype]) for one, other in zip(ours, theirs, strict=True)))
     return worst
+
+
+def entered(bench: Bench, chance: random.Random, dtype: torch.dtype) -> float:
+    """A window and entries, of which an index chooses some, or all are seen, against a CPU's."""
+    kinds = (4, 20, 16), (128, 0, chance.choice([1, 16, 64]))
+    return max(_entered(bench, chance, dtype, *kind) for kind in kinds)
+
+
+def _entered(bench: Bench, chance: random.Random, dtype: torch.dtype, rate: int, most: int, page_size: int) -> float:
+    """Queries that turn, what stands in slots, entries, and what is found among them, turned back."""
+    size, turned, index, heads, longest = (32, 8, 16, 4, 200) if bench.tiny else (512, 64, 128, 32, 1500)
+    rows = [replace(row, whole=False) for row in _rows(chance, page_size, longest, 5, trees=0.0)]
+    rows = [rows[i] for i in in_order(rows)]
+    tokens, series = sum(row.queries for row in rows), 2 if most else 1
+    own = torch.tensor([slot for row in rows for slot in _slots(row, page_size)[row.context :]])
+    slots = (max(page for row in rows for page in row.pages) + 1) * page_size
+    sizes = (slots, 1, 1, (1 + 2 * series) * size), (tokens, 2 * series * size), (tokens, heads, size), (tokens, 64, index), (size,)
+    angles = reference.rotary_table(torch.rand(turned // 2), torch.arange(max(slots, tokens)), torch.float32)
+    held = [*(torch.randn(*each) for each in sizes), angles]
+    places, sinks, weights = torch.randn(series, rate, size), torch.randn(heads), torch.randn(tokens, 64)
+
+    def found(device: torch.device) -> tuple[Tensor, Tensor]:
+        cache, made, query, queries, gains, table = (x.to(device, dtype, copy=True) for x in held)
+        layout = Layout(page_size, (like(0, heads, 1, size, True),), dtype, device, size, near=128, entries=((rate, most),))
+        _, plan = ragged.plan(rows, layout)
+        turning.turn(query, table[:tokens], 1e-6)
+        entries.write_series(own.to(device), made, cache[..., size:])
+        making = entries.Making(size, places.to(device), gains, 1e-6)
+        ends = ragged.entries_ended(plan, rate, series > 1)
+        entries.write_entries(cache, ends, making, table.index_select(0, ends.firsts))
+        asked = compressed.ChoosingEntries(queries, weights.to(device), most, members=rate, first=size) if most else None
+        how = How(0, size**-0.5, sinks=sinks.to(device), latent=size)
+        answer = ragged.attention_to_entries(query, cache, plan, how, rate, asked)
+        turning.turn(answer, table[:tokens], back=True)
+        return cache.cpu(), answer.cpu()
+
+    with poisoned():
+        ours = found(bench.device)
+    with choose.forced("reference"):
+        theirs = found(torch.device("cpu"))
+    return max(error(*pair, ROUNDINGS[dtype]) for pair in zip(ours, theirs, strict=True))
 
 
 def _sizes(bench: Bench, chance: random.Random) -> list[tuple[int, int]]:

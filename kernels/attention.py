@@ -211,7 +211,7 @@ def attention(query: Tensor, cache: Tensor, plan: Sequence[Block], how: How) -> 
     """
     attended: Callable[..., Tensor] = functional.scaled_dot_product_attention if not query.is_cuda else _attend_aligned
     if how.softcap > 0 or how.sinks is not None:
-        attended = partial(_attend_specially, softcap=how.softcap)
+        attended = partial(specially, softcap=how.softcap)
     outputs = [_attend(partial(attended, scale=how.scale), query, cache, block, how) for block in plan]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -313,7 +313,7 @@ def _attend_aligned(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | 
     return functional.scaled_dot_product_attention(query, keys, values, mask, **how)
 
 
-def _attend_specially(
+def specially(
     query: Tensor,
     keys: Tensor,
     values: Tensor,

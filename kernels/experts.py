@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from . import quantized
 from .choose import triton_for
@@ -39,6 +40,7 @@ def route(
     least: float = LEAST_SUM,
     by_logits: bool = False,
     zeroed: bool = False,
+    rooted: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Shares and numbers of the `count` experts that each token goes through: [tokens, count] float32 and int64.
 
@@ -46,15 +48,16 @@ def route(
     softmax; correction: [experts], which is added where experts are chosen, and not to their shares; sets: in how many they
     stand, from how many of these a token chooses, and by how many of their best (DeepSeek-AI 2024, arXiv:2412.19437); near: by
     `_mixed`, which knows nothing of all that; least: is added to the sum that shares are divided by; by_logits: it is these that
-    are corrected, and by which experts are chosen; zeroed: those of other sets count as 0, and are chosen before what is less.
+    are corrected, and by which experts are chosen; zeroed: those of other sets count as 0, and are chosen before what is less;
+    rooted: each score is by itself, and the root of a softplus (DeepSeek V4).
     """
     if near:
         return _mixed(logits.float(), count, near)
     if triton_for(logits):
         from .fused_routing import route as fused
 
-        return fused(logits, count, normalized, sigmoid, correction, sets, factor, least, by_logits, zeroed)
-    scores = by_lanes(torch.sigmoid, logits.float()) if sigmoid else logits.float().softmax(-1)
+        return fused(logits, count, normalized, sigmoid, correction, sets, factor, least, by_logits, zeroed, rooted)
+    scores = apart(logits, rooted) if sigmoid or rooted else logits.float().softmax(-1)
     judged = logits.float() if by_logits else scores
     judged = judged if correction is None else judged + correction
     chosen = _within(judged, *sets, 0.0 if zeroed else -torch.inf).topk(count).indices
@@ -62,6 +65,17 @@ def route(
     if normalized:
         shares = shares / (shares.sum(-1, keepdim=True) + least)
     return shares * factor if factor != 1 else shares, chosen
+
+
+def shared_out(logits: Tensor, chosen: Tensor, factor: float, least: float, rooted: bool) -> Tensor:
+    """Shares of experts that were chosen otherwise, of scores by themselves: [tokens, count] float32, as of `route`. By torch."""
+    shares = apart(logits, rooted).gather(1, chosen)
+    return shares * (factor / (shares.sum(-1, keepdim=True) + least))
+
+
+def apart(logits: Tensor, rooted: bool) -> Tensor:
+    """Scores, each by itself, in float32."""
+    return by_lanes((lambda x: functional.softplus(x).sqrt_()) if rooted else torch.sigmoid, logits.float())
 
 
 def _mixed(logits: Tensor, count: int, near: float) -> tuple[Tensor, Tensor]:

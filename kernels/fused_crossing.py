@@ -18,8 +18,8 @@ def crossing_kernel(
     streams: tl.tensor,  # [tokens, COUNT, SIZE], dense
     more: tl.tensor,  # [tokens, SIZE], dense; unused without ADD
     given: tl.tensor,  # [tokens, COUNT + COUNT**2] float32, dense; unused without ADD
-    matrix: tl.tensor,  # [(2 + COUNT) * COUNT, COUNT * SIZE] float32, dense
-    scale: tl.tensor,  # [(2 + COUNT) * COUNT] float32
+    matrix: tl.tensor,  # [(2 + COUNT) * COUNT, COUNT * SIZE] float32, dense; with LAST, [COUNT, COUNT * SIZE]
+    scale: tl.tensor,  # [(2 + COUNT) * COUNT] float32, or [COUNT]
     base: tl.tensor,  # likewise
     mixed: tl.tensor,  # [tokens, SIZE], dense
     gives: tl.tensor,  # as `given`; not the same
@@ -32,6 +32,7 @@ def crossing_kernel(
     SHARES: tl.constexpr,  # (2 + COUNT) * COUNT, up to a power of two
     ROUNDS: tl.constexpr,
     MEAN: tl.constexpr,  # is what is seen, and nothing is given
+    LAST: tl.constexpr,  # nothing is given
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
 ) -> None:
@@ -39,7 +40,7 @@ def crossing_kernel(
     token = tl.program_id(0).to(tl.int64)
     own, width = streams + token * COUNT * SIZE, COUNT + COUNT * COUNT
     share, stream = tl.arange(0, SHARES), tl.arange(0, PADDED)
-    there, known = share < (2 + COUNT) * COUNT, stream < COUNT
+    there, known = share < (COUNT if LAST else (2 + COUNT) * COUNT), stream < COUNT
     products, squares = tl.zeros([SHARES], tl.float32), tl.zeros([BLOCK], tl.float32)
     for first in range(0, SIZE, BLOCK):
         column = first + tl.arange(0, BLOCK)
@@ -72,6 +73,7 @@ def crossing_kernel(
         logits = normal * factors + offsets
         found = 1.0 / (1.0 + tl.exp(-logits))
         seen = tl.sum(tl.where(share[None, :] == stream[:, None], found[None, :], 0.0), 1) + share_epsilon
+    if not MEAN and not LAST:
         out = gives + token * width + share - COUNT
         # Those of streams among each other as they are, to be read again as a matrix.
         tl.store(out, tl.where(share < 2 * COUNT, found * magnitude, logits), mask=there & (share >= COUNT))
@@ -111,7 +113,8 @@ def mix(
     both = more is not None and given is not None
     assert all(x.is_contiguous() for x in (streams, more, given, shares.matrix if shares else None) if x is not None)
     mixed = torch.empty(tokens, size, dtype=streams.dtype, device=streams.device)
-    gives = torch.empty(tokens, count + count**2, dtype=torch.float32, device=streams.device) if shares else None
+    rounds = shares.rounds if shares else 0
+    gives = torch.empty(tokens, count + count**2, dtype=torch.float32, device=streams.device) if rounds else None
     if tokens:
         crossing_kernel[(tokens,)](
             streams,
@@ -121,37 +124,45 @@ def mix(
             shares.scale if shares else mixed,
             shares.base if shares else mixed,
             mixed,
-            gives if shares else mixed,
+            gives if gives is not None else mixed,
             shares.magnitude if shares else 0.0,
             shares.epsilon if shares else 0.0,
             epsilon,
-            **_constants(count, size, shares.rounds if shares else 0, both),
+            **_constants(count, size, rounds, both, shares is not None),
             num_warps=WARPS,
             enable_fp_fusion=False,
         )
     return mixed, gives
 
 
-def _constants(count: int, size: int, rounds: int, add: bool) -> dict[str, object]:
-    """rounds: 0: the mean is seen."""
+def _constants(count: int, size: int, rounds: int, add: bool, shared: bool) -> dict[str, object]:
+    """rounds: 0: nothing is given; shared: else the mean is seen."""
+    last = shared and not rounds
     return {
         "COUNT": count,
         "PADDED": max(2, triton.next_power_of_2(count)),
         "SIZE": size,
-        "SHARES": triton.next_power_of_2((2 + count) * count),
+        "SHARES": triton.next_power_of_2(count if last else (2 + count) * count),
         "ROUNDS": rounds,
-        "MEAN": not rounds,
+        "MEAN": not shared,
+        "LAST": last,
         "BLOCK": min(BLOCK, max(FEWEST, triton.next_power_of_2(size))),
         "ADD": add,
     }
 
 
 def compilations() -> list[Compilation]:
-    """GLM 5 Next's four streams: of the first part, of others, and of the output matrix."""
-    cases = (("bf16", 20, False), ("bf16", 20, True), ("bf16", 0, True), ("fp32", 20, True))
+    """GLM 5 Next's four streams, and DeepSeek V4's: of the first part, of others, and of the output matrix."""
+    cases = (
+        *(("bf16", 20, False, True), ("bf16", 20, True, True), ("fp32", 20, True, True)),
+        *(("bf16", 0, True, False), ("bf16", 0, True, True)),
+    )
     return [
         compilation(
-            crossing_kernel, f"crossing {dtype}{' mean' * (not rounds)}{' add' * add}", dtype, _constants(4, 4096, rounds, add)
+            crossing_kernel,
+            f"crossing {dtype}{' mean' * (not shared)}{' last' * (shared and not rounds)}{' add' * add}",
+            dtype,
+            _constants(4, 4096, rounds, add, shared),
         )
-        for dtype, rounds, add in cases
+        for dtype, rounds, add, shared in cases
     ]

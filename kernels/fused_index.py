@@ -246,7 +246,8 @@ def _score_constants(
 
 
 def compilations() -> list[Compilation]:
-    """DeepSeek's and GLM's heads, beside latents of 512 + 64, and of pools beside 512; and one by itself, beside heads of 128."""
+    """DeepSeek's and GLM's heads, beside latents of 512 + 64, and of pools, or entries, beside 512; and one by itself, beside heads
+    of 128."""
     found = []
     for dtype, most, early in (("bf16", 0.0, False), ("bf16", 448.0, False), ("fp32", 0.0, False), ("bf16", 0.0, True)):
         pointers = dict.fromkeys(("query", "keys", "norm", "table"), f"*{dtype}")
@@ -270,7 +271,7 @@ def compilations() -> list[Compilation]:
         found += [_scores_compilation(64, keys, generation) for keys in widths]
         found.append(_scores_compilation(32, widths[-1], generation, trees=True))
         found.append(_scores_compilation(64, widths[-1], generation, eight_bits=True))
-        found.append(_scores_compilation(32, widths[-1], generation, members=16))
+        found += [_scores_compilation(heads, widths[-1], generation, members=members) for heads, members in ((32, 16), (64, 4))]
         widths = sorted({tile.keys for tile in tiles_of(Kind(0, 1, 16, 128), torch.bfloat16, generation)})
         found += [_scores_compilation(1, keys, generation) for keys in widths]
     return found

@@ -66,15 +66,19 @@ def route_kernel(
     NORMALIZED: tl.constexpr,
     BY_LOGITS: tl.constexpr,
     ZEROED: tl.constexpr,
+    ROOTED: tl.constexpr,
 ) -> None:
     """One program: a token. PLACES, SLOTS: at least COUNT and EXPERTS."""
     token = tl.program_id(0).to(tl.int64)
     slot, place = tl.arange(0, SLOTS), tl.arange(0, PLACES)
     there = slot < EXPERTS
     logit = tl.load(logits + token * EXPERTS + slot, mask=there, other=float("-inf")).to(tl.float32)
-    scores = 1.0 / (1.0 + tl.exp(-logit)) if SIGMOID else tl.exp(logit - tl.max(logit, 0))
+    if ROOTED:  # of what is large the softplus is itself
+        scores = tl.sqrt(tl.where(logit > 20.0, logit, tl.log(1.0 + tl.exp(tl.minimum(logit, 20.0)))))
+    else:
+        scores = 1.0 / (1.0 + tl.exp(-logit)) if SIGMOID else tl.exp(logit - tl.max(logit, 0))
     scores = tl.where(there, scores, 0.0)
-    if not SIGMOID:
+    if not SIGMOID and not ROOTED:
         scores /= tl.sum(scores, 0)
     judged = logit if BY_LOGITS else scores
     if CORRECTED:
@@ -131,13 +135,14 @@ def route(
     least: float,
     by_logits: bool,
     zeroed: bool,
+    rooted: bool,
 ) -> tuple[Tensor, Tensor]:
     """As `experts.route`."""
     tokens, experts = logits.shape
     shares = torch.empty(tokens, count, device=logits.device)
     chosen = torch.empty(tokens, count, dtype=torch.int64, device=logits.device)
     if tokens:
-        constants = _constants(experts, count, sets, sigmoid, correction is not None, normalized, by_logits, zeroed)
+        constants = _constants(experts, count, sets, sigmoid, correction is not None, normalized, by_logits, zeroed, rooted)
         route_kernel[(tokens,)](
             shares,
             chosen,
@@ -161,6 +166,7 @@ def _constants(
     normalized: bool,
     by_logits: bool = False,
     zeroed: bool = False,
+    rooted: bool = False,
 ) -> dict[str, Any]:
     return {
         "EXPERTS": experts,
@@ -175,6 +181,7 @@ def _constants(
         "NORMALIZED": normalized,
         "BY_LOGITS": by_logits,
         "ZEROED": zeroed,
+        "ROOTED": rooted,
     }
 
 
@@ -200,8 +207,8 @@ def sort(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def compilations() -> list[Compilation]:
-    """Qwen3's experts, gpt-oss's, DeepSeek's in their sets, A.X K2's, of which those of other sets count as 0, Kolibri's by
-    logits, and as many as LongCat's, of which it sorts fewer."""
+    """Qwen3's experts, gpt-oss's, DeepSeek's in their sets, and its fourth model's by roots, A.X K2's, of which those of other sets
+    count as 0, Kolibri's by logits, and as many as LongCat's, of which it sorts fewer."""
     found = []
     pointers = {"shares": "*fp32", "chosen": "*i64", "correction": "*fp32"} | dict.fromkeys(("factor", "least"), "fp32")
     for name, experts, count, sets, scored in (
@@ -212,8 +219,10 @@ def compilations() -> list[Compilation]:
         ("128 of 8 in sets, others 0", 128, 8, (8, 4, 2), True),
         ("384 of 6 by logits", 384, 6, (1, 1, 2), True),
         ("768 of 12", 768, 12, (1, 1, 2), True),
+        ("256 of 6 by roots", 256, 6, (1, 1, 2), True),
     ):
-        constants = _constants(experts, count, sets, scored, scored, True, name.endswith("logits"), name.endswith("0"))
+        ways = (name.endswith(end) for end in ("logits", "0", "roots"))
+        constants = _constants(experts, count, sets, scored and not name.endswith("roots"), scored, True, *ways)
         found.append(
             Compilation(
                 kernel=route_kernel,

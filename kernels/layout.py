@@ -34,6 +34,10 @@ class Layout:
     most: int = 0  # tokens that one attends to, chosen by an index; 0: all
     block: int = 0  # of which so many, side by side, are chosen together, by each key head for itself; 0: each by itself
     members: int = 0  # or by all alike, as a pool with a key of its own
+    near: int = 0  # in layers with entries: positions that a token may look back, itself included
+    # Of layers with entries, tokens that one stands for, and how many of them are chosen, 0 for all: of each kind of layers. See
+    # `compressed`.
+    entries: tuple[tuple[int, int], ...] = ()
     eight_bits: bool = False  # of cached keys and values
     steady: bool = False  # a token's answer may not depend by a bit on what else is in the step
 

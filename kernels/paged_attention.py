@@ -510,6 +510,8 @@ def compilations() -> list[Compilation]:
             *(_compilation(kind, 512, generation, ratio=16, beside=256, hot=True) for kind in range(3)),
             _compilation(0, 512, generation, turned=64, ratio=16, eight_bits=True, hot=True),
             *(_compilation(kind, 512, generation, turned=64, ratio=16, page_size=64, sinks=True, hot=True) for kind in range(3)),
+            *(_compilation(kind, 512, generation, alone=True, ratio=16, window=128, sinks=True, hot=True) for kind in range(3)),
+            _compilation(0, 512, generation, alone=True, ratio=16, page_size=1, sinks=True, hot=True),
             _compilation(2, 256, generation, turned=64, ratio=8, dtype=torch.float32, hot=True),
             *(_compilation(kind, 512, generation, ratio=8, hot=True) for kind in range(3)),
             _compilation(1, 136, generation, ratio=1, trees=True, hot=True),
@@ -551,6 +553,7 @@ def _compilation(
     ratio: int = 4,
     turned: int = 0,
     beside: int = 0,
+    alone: bool = False,  # keys are values, and there is nothing besides
     window: int = 0,
     softcap: float = 0.0,
     trees: bool = False,
@@ -559,7 +562,7 @@ def _compilation(
     early: bool = False,
     hot: bool = False,
 ) -> Compilation:
-    latent = turned > 0 or beside > 0
+    latent = turned > 0 or beside > 0 or alone
     layers = Kind(window, 8, ratio, size + turned, latent)
     tile = narrowed(tiles_of(layers, dtype, generation)[kind], layers.size, eight_bits or window > 0)
     width = size + turned + beside if latent else 16 * size

@@ -9,13 +9,25 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from torch import Tensor
 
-from . import shared_prefixes, steady
+from . import compressed, shared_prefixes, steady
 from .attention import Full, How, Row
 from .choose import triton_on
+from .entries import Ends
 from .layout import Kind, Layout
 from .work import ITEMS_PER_PROCESSOR, Tile, tile_of
 
-__all__ = ["Full", "How", "Plan", "Row", "attention", "capacity", "narrows", "plan"]
+__all__ = [
+    "Full",
+    "How",
+    "Plan",
+    "Row",
+    "attention",
+    "attention_to_entries",
+    "capacity",
+    "entries_ended",
+    "narrows",
+    "plan",
+]
 
 if TYPE_CHECKING:
     from . import paged_attention as paged
@@ -35,9 +47,12 @@ def plan(rows: Sequence[Row], layout: Layout, capacity: "paged.Capacity | None" 
     """The order in which rows have to stand in a step, and their attention then. capacity: what a graph has room for. Raises Full
     if that is too little."""
     if not by_triton(layout):
-        return steady.plan(rows, layout) if layout.steady else shared_prefixes.plan(rows, layout)
+        planned = steady.plan if layout.steady else compressed.plan if layout.entries else shared_prefixes.plan
+        return planned(rows, layout)
     from . import paged_attention as paged
 
+    if layout.entries and capacity is not None:
+        raise Full("how many entries tokens see is different in each step")
     narrow = layout.most > 0 and any(row.context + row.queries > layout.most for row in rows)
     if narrow and capacity is not None:  # said before anything is planned: such a step is planned without a graph next
         raise Full(f"graphs are for steps whose tokens see no more than the {layout.most} that they may attend to")
@@ -55,6 +70,10 @@ def plan(rows: Sequence[Row], layout: Layout, capacity: "paged.Capacity | None" 
         from . import indexed_attention
 
         attended = indexed_attention.plan(attended, rows, layout)
+    if layout.entries:
+        from . import compressed_attention
+
+        attended = compressed_attention.plan(attended, rows, layout)
     return range(len(rows)), attended
 
 
@@ -136,3 +155,25 @@ def attention(query: Tensor, cache: Tensor, plan: Plan, how: How) -> Tensor:
     if isinstance(plan, indexed_attention.Plan) and how.asked is not None:
         return indexed_attention.attention(query, cache, plan, how)
     return paged.attention(query, cache, plan, how)
+
+
+def entries_ended(plan: Plan, rate: int, before: bool) -> Ends:
+    """The entries of so many tokens that a step's tokens end. before: they are made of the tokens before theirs, too."""
+    if isinstance(plan, compressed.Plan):
+        return plan.places.ends(plan.pages, rate, before)
+    from . import compressed_attention
+
+    assert isinstance(plan, compressed_attention.Plan)
+    return plan.places.ends(plan.pages, rate, before)
+
+
+def attention_to_entries(
+    query: Tensor, cache: Tensor, plan: Plan, how: How, rate: int, asked: "compressed.ChoosingEntries | None"
+) -> Tensor:
+    """As `attention`, of a window's keys and of entries of so many tokens: see `compressed`."""
+    if isinstance(plan, compressed.Plan):
+        return compressed.attention(query, cache, plan, how, rate, asked)
+    from . import compressed_attention
+
+    assert isinstance(plan, compressed_attention.Plan)
+    return compressed_attention.attention(query, cache, plan, how, rate, asked)

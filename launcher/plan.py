@@ -179,6 +179,8 @@ def _threads(options: Options, device: str, parameters: int, cores: int) -> int:
 
 def _graphs(options: Options, form: Shape, draft: DraftShape | None) -> int:
     """How many steps will be recorded."""
+    if not form.replayed:
+        return 0
     chosen = rooms.parse(options.cuda_graphs)
     speculation = options.speculation
     tokens = options.max_batch_prefill_tokens or rooms.MIXED[-1]

@@ -79,9 +79,10 @@ def prefill(group: Group, on: Accelerator, tokens: int) -> float:
     """A prompt, while nothing else runs."""
     shape, index, blocks, kept = group.shape, group.shape.index, group.shape.blocks, group.shape.remembering
     pairs = _pairs_of_chunks if shape.chunked else _pairs
-    windows = ((shape.windows[layer], shape.chosen(layer)) for layer in shape.attending)
-    seen = ((pairs(tokens, window or chosen), window) for window, chosen in windows)
+    windows = ((shape.windows[layer], shape.chosen(layer), layer) for layer in shape.attending)
+    seen = ((_entries(shape, layer, tokens) or pairs(tokens, window or chosen), window) for window, chosen, layer in windows)
     attention = 4 * sum(keys * shape.asking(window) * shape.keys(window).size for keys, window in seen) / group.ranks
+    attention += 2 * sum(_choosing(shape, layer, tokens) for layer in shape.attending)
     if index and tokens > index.most:  # every rank has all of it
         attention += 2 * len(shape.indexing) * _pairs(tokens, 0) * index.heads * index.read
     if blocks and tokens > blocks.most:
@@ -97,12 +98,29 @@ def context_bytes(group: Group, context: int) -> float:
     """Of the keys and values that a token reads: layers with a window forget, and of latents some are chosen, by keys of all."""
     shape, seen = group.shape, 0.0
     for layer in shape.attending:
+        if shape.compressed:
+            latent = shape.compressed.at(layer, True)
+            seen += latent.seen(context) * latent.size + latent.asked(context)
+            continue
         keys, beside = _keys(shape, context, shape.windows[layer]), shape.index_size(layer)
         own = prod(shape.slot(group.ranks, layer)) - (beside if shape.latent else 0)
         index = shape.index or shape.blocks
         read = index.read if index and beside else beside
         seen += min(keys, shape.chosen(layer) or keys) * own + context * read
     return group.token_bytes / shape.kv_elements(group.ranks) * seen
+
+
+def _entries(shape: Shape, layer: int, tokens: int) -> int:
+    """How often a token of a prompt sees another's key, or an entry, in a layer of DeepSeek V4's; 0: it is none."""
+    return shape.compressed.at(layer, True).pairs(tokens) if shape.compressed else 0
+
+
+def _choosing(shape: Shape, layer: int, tokens: int) -> int:
+    """Products of an index's queries with entries of a prompt, in such a layer: every rank has all of it."""
+    if not shape.compressed:
+        return 0
+    latent = shape.compressed.at(layer, True)
+    return latent.asked(tokens) * latent.index_heads * tokens // 2 if tokens // max(1, latent.rate) > latent.index_most else 0
 
 
 def _keys(shape: Shape, context: int, window: int) -> float:

@@ -96,6 +96,8 @@ class Forward:
 
     def record(self, record: Record, extent: Extent, progress: Callable[[str], None]) -> None:
         """Makes the graphs, the largest first: the others find room in the memory that it takes."""
+        if not self._decoder.shape.replayed:
+            return
         began = time.perf_counter()
         sizes = [(size, True) for size in rooms.mixed(extent.chosen, extent.tokens, extent.drafts, self._remembers)]
         sizes += [(size, False) for size in rooms.decodes(extent.chosen, extent.rows)]
@@ -154,6 +156,8 @@ def _layout_of(decoder: Decoder, cache: Cache) -> Layout:
         most=shape.most,
         block=shape.blocks.block if shape.blocks else 0,
         members=shape.pool,
+        near=shape.compressed.window if shape.compressed else 0,
+        entries=shape.compressed.kinds if shape.compressed else (),
         dtype=decoder.embedding.dtype,
         device=decoder.embedding.device,
         eight_bits=any(layer.element_size() == 1 for layer in cache.layers.values()),

@@ -179,6 +179,8 @@ def _check_steady(model: Shape, device: torch.device) -> None:
         what = "streams that are predicted on an accelerator"
     if model.most:
         what = "sparse attention, whose scores are made in parts"
+    if model.compressed:
+        what = "attention to entries, whose scores are made in parts"
     if model.remembering is not None:
         what = f"{model.remembering.name}, which may go by how a prompt is divided"
     if what:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from ..kernels import indexed
+from ..kernels import compressed, indexed
 from ..kernels.attention import TILE
 from ..kernels.choose import triton_on
 from ..proto.process import available_memory
@@ -67,6 +67,7 @@ def size_pool(
     # The measured step has no context. On a CPU a long one is gathered, and copied once more by head, one layer at a time.
     context = 0 if triton_on(engine.device) else 2 * total * engine.layer_bytes
     context += _chosen(engine, tokens, total) if engine.decoder.shape.most else 0
+    context += _compressed(engine, tokens, total) if engine.decoder.shape.compressed else 0
     sample = _sample(engine, tokens, min(rows, tokens), _together(engine, sequences, fraction))
     seeing, seconds = _seeing(engine, tokens) if engine.decoder.sight else (0, 0.0)
     # Graphs keep what their steps take, in memory that all of them share.
@@ -127,6 +128,22 @@ def _chosen(engine: Engine, tokens: int, total: int) -> int:
 
     scores = indexed_attention.SCORE_BYTES * min(tokens * total, indexed_attention.SCORES)
     return scores + indexed_attention.CHOSEN_BYTES * chosen + queries
+
+
+def _compressed(engine: Engine, tokens: int, total: int) -> int:
+    """The same of attention to entries: scores, and logits of a CPU, or tables of what each token sees, which are kept for layers
+    that are alike."""
+    latent = engine.decoder.shape.compressed
+    assert latent is not None
+    most = max((total // rate for rate, chosen in latent.kinds if chosen), default=0)
+    if not triton_on(engine.device):
+        logits = compressed.LOGIT_BYTES * min(compressed.LOGITS, tokens * engine.decoder.shape.heads * total)
+        return logits + indexed.SCORE_BYTES * min(tokens, TILE) * most
+    from ..kernels import indexed_attention
+
+    scores = indexed_attention.SCORE_BYTES * min(tokens * most, indexed_attention.SCORES)
+    seen = latent.window + max((min(total // rate, chosen or total) for rate, chosen in latent.kinds), default=0)
+    return scores + 3 * 8 * tokens * seen  # as places, as slots, and as tables of one kind of layers and the other
 
 
 @torch.inference_mode()
@@ -198,7 +215,7 @@ def _make_room(engine: Engine, lengths: list[int], choices: int) -> None:
 
 def _choose(engine: Engine) -> None:
     """Steps of one token and of more, which are far enough behind the first to choose what they attend to, if any token does."""
-    longest, most = engine.decoder.shape.max_positions, engine.decoder.shape.most
+    longest, most = engine.decoder.shape.max_positions, engine.decoder.shape.choosy
     lengths = [most, *(1 << power for power in range(8))]
     if not 0 < most < longest:
         return

@@ -127,7 +127,7 @@ class Service:
         tokens, rows = request.max_step_tokens, request.max_step_rows
         sequences = request.max_sequences or rows
         graphs = engine.device.type == "cuda" and triton_on(engine.device)  # the plain operations wait for the device on the way
-        chosen = parse(config.cuda_graphs) if graphs else ()
+        chosen = parse(config.cuda_graphs) if graphs and shape.replayed else ()
         drafts = engine.guesses.most > 0
         remembers = [shape.remembering is not None]
         remembers += [False] if engine.guesses.drafter and engine.guesses.drafter.recorded else []

@@ -398,7 +398,7 @@ def _inherit(step: Step, rows: Listing[attention.Row], spans: Listing[Span], siz
 def follow(before: Step, spans: Listing[Span], layout: Layout) -> Step | None:
     """The step of one token more for each span of `before`, which wanted one row each, and in their order; much sooner made than by
     `plan`. None if it can't be. For a few tokens: see `shared_prefixes.follow`."""
-    if not isinstance(before.attention, shared_prefixes.Plan) or before.adapters is not None:
+    if type(before.attention) is not shared_prefixes.Plan or before.adapters is not None:
         return None
     rows = before.rows.tolist()
     order = sorted(range(len(rows)), key=rows.__getitem__)

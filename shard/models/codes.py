@@ -18,6 +18,7 @@ SIGN = 128  # of a byte
 USUAL_BLOCK = 128  # DeepSeek's and Qwen's
 ONES = {4: 0x11111111, 8: 0x01010101}  # side by side in a word
 FLOATS = ("F32", "F16", "BF16")
+EXPONENTS = ("U8", "F8_E8M0")  # of scales that have nothing else
 Read = Callable[[Source, str, tuple[int, int], Quantization], Codes]
 FP4_MIDDLE = 127  # of the exponents of scales
 
@@ -119,21 +120,26 @@ def _plain(source: Source, name: str, shape: tuple[int, int], how: Quantization)
         raise Unsupported(f"{name} has a number in each byte, config.json says {how.kind}: they belong to different models")
     stored = _stored(source, f"{name}.weight", 2, ("F8_E4M3",) if how.kind == "fp8" else ("I8",))
     codes = stored.view(torch.uint8) if how.kind == "fp8" else stored.view(torch.uint8) ^ SIGN
-    scale = "weight_scale_inv" if source.has(f"{name}.weight_scale_inv") else "weight_scale"
-    scales = _stored(source, f"{name}.{scale}", 0, FLOATS).float()
+    scales = _stored(source, _scale(source, name), 0, (*FLOATS, *EXPONENTS[1:])).float()
     zeros = None
     if source.has(f"{name}.weight_zero_point"):
         zeros = _blocks(_stored(source, f"{name}.weight_zero_point", 0, ("I8",)).view(torch.uint8) ^ SIGN, name, shape, how)
     return _codes(how.kind, codes, _blocks(scales, name, shape, how), zeros)
 
 
+def _scale(source: Source, name: str) -> str:
+    """What has scales."""
+    return f"{name}.{'weight_scale_inv' if source.has(f'{name}.weight_scale_inv') else 'weight_scale'}"
+
+
 def _fp4(source: Source, name: str, shape: tuple[int, int], how: Quantization) -> Codes:
     """Floats of 4 bits, [outputs, inputs / 2]. Scales of blocks are exponents, or of 8 bits: then one more number is all outputs',
     which ModelOpt multiplies by, and compressed-tensors divides by."""
-    divided = how.method == "compressed-tensors"
-    codes = fp4(_stored(source, f"{name}.{'weight_packed' if divided else 'weight'}", 2, ("U8",)))
+    divided, signed = how.method == "compressed-tensors", how.method == "fp8"  # the last: DeepSeek V4's
+    stored = _stored(source, f"{name}.{'weight_packed' if divided else 'weight'}", 2, ("I8",) if signed else ("U8",))
+    codes = fp4(stored.view(torch.uint8))
     if how.kind == "fp4":
-        scales, factors = powers(_stored(source, f"{name}.weight_scale", 2, ("U8",))), None
+        scales, factors = powers(_stored(source, _scale(source, name), 2, EXPONENTS[signed:][:1]).view(torch.uint8)), None
     else:
         scales = _stored(source, f"{name}.weight_scale", 2, ("F8_E4M3",)).float()
         factors = _factor(source, f"{name}.{'weight_global_scale' if divided else 'weight_scale_2'}", divided).expand(shape[0])

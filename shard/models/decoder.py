@@ -23,10 +23,14 @@ from .alibi import table_of as leanings_of
 from .alternating import Alternating, AlternatingStream, Ends
 from .changes import Changes
 from .choosing_heads import ChoosingHeads
+from .compressed_latents import CompressedLatents
+from .compression import Compressed
+from .deepseek_v4_names import Original
 from .gated_latents import GatedLatents
 from .gated_norms import GatedStream, NormGate
 from .gated_streams import GatedStreams, mixing_of
 from .gram_layers import GramLayer, GramRows
+from .hashed import Hashed
 from .heads import Heads, Queries
 from .kimi_memories import FineDelta
 from .latents import Latents
@@ -93,7 +97,10 @@ class Layer:
             return Queries(load, self.window)
         if kept and not kept.along and self.index in kept.layers:
             return _remembered(load, kept)
-        if latent := self.shape.latent_of(self.index):
+        latent = self.shape.latent_of(self.index)
+        if isinstance(latent, Compressed):
+            return CompressedLatents(load, latent, self.window)
+        if latent:
             return (GatedLatents if latent.gated else Latents)(load, latent, self.window, self.index in self.shape.indexing)
         blocks, turned = self.shape.blocks, self.index not in self.shape.unturned
         if blocks and self.index in blocks.layers:
@@ -105,7 +112,10 @@ class Layer:
     def _mlp(self, load: Loader) -> Dense | Sparse:
         mixture = self.shape.mixtures[self.index] if self.shape.mixtures else None
         if mixture:
-            kinds = ((mixture.beside, Beside), (mixture.latent, Narrow), (mixture.entering, Weighed), (mixture.later, Shortcut))
+            kinds = (
+                *((mixture.beside, Beside), (mixture.latent, Narrow), (mixture.entering, Weighed), (mixture.later, Shortcut)),
+                (mixture.hashed, Hashed),
+            )
             return next((kind for asked, kind in kinds if asked), Sparse)(load, mixture)
         if self.shape.joins(self.index):
             return Rejoined(load, self.shape.width(self.index))
@@ -214,6 +224,7 @@ class Decoder:
         source = Older(source, shape, shape.layout) if shape.layout else source
         source = Paired(source, shape.paired) if shape.paired else source
         source = Either(source, shape.aliases) if shape.aliases else source
+        source = Original(source) if shape.original else source
         root = self._root(source)
         load = Loader(source, shape, ranks, root, exact)
         self.embedding = self._table(load)
@@ -298,7 +309,13 @@ class Decoder:
         rows = self.embed(step.tokens)
         if self.positions is not None:
             rows.add_(self.positions.index_select(0, step.positions))
-        return self._stream(rows, chosen)
+        return self._told_tokens(self._stream(rows, chosen), step.tokens)
+
+    def _told_tokens(self, stream: Stream, tokens: Tensor) -> Stream:
+        """The same, which knows its tokens' numbers."""
+        if isinstance(stream, Streams):
+            stream.tokens = tokens
+        return stream
 
     def _outcome(self, stream: Stream) -> Tensor:
         if isinstance(stream, Streams):
@@ -328,8 +345,9 @@ class Decoder:
         choosing: list[Choosing | None] = []
         rows = self.grams(step) if self.grams is not None else {}
         pools = self._pools(step)
+        every = self.rotary if self.shape.compressed else None
         return [
-            Places(*each, leaning, logarithms, choosing, pools, rows.get(layer))
+            Places(*each, leaning, logarithms, choosing, pools, rows.get(layer), every)
             for layer, each in enumerate(zip(self._turnings(step), self._growths(step), strict=True))
         ]
 
@@ -462,7 +480,8 @@ class Decoder:
 
     def _blank(self, rows: int) -> Stream:
         """A stream of so many rows of zeros."""
-        return self._stream(self.embedding.new_zeros(rows, self.shape.hidden))
+        numbers = torch.zeros(rows, dtype=torch.int64, device=self.embedding.device)
+        return self._told_tokens(self._stream(self.embedding.new_zeros(rows, self.shape.hidden)), numbers)
 
     @property
     def weight_bytes(self) -> int:

@@ -5,8 +5,9 @@ Knows no tensor and imports no torch, so that the launcher can plan with it.
 
 from typing import Any
 
+from .deepseek_v4_families import DEEPSEEK_V4_ONES
 from .dense_families import DENSE
-from .fields import AGAIN, BLOCKS, CHUNKED, FULL, INDEXED, LINEAR, SHORT, SLIDING, Config, check, renamed, types_of
+from .fields import AGAIN, BLOCKS, CHUNKED, COMPRESSED, FULL, INDEXED, LINEAR, SHORT, SLIDING, Config, check, renamed, types_of
 from .gemma3n_families import GEMMA3N
 from .gemma4_families import GEMMA4
 from .hybrid_families import HYBRID
@@ -26,7 +27,7 @@ from .sliding_families import SLIDING_ONES
 from .sparse_families import SPARSE
 
 FAMILIES = (DENSE | GEMMA3N | GEMMA4 | SPARSE | SLIDING_ONES | LATENT | KIMI_LINEAR | LONGCAT_FLASH) | (
-    LAYER_NORM | HYBRID | NEMOTRON_H | LLAMA4 | OLDER | QWEN4
+    DEEPSEEK_V4_ONES | LAYER_NORM | HYBRID | NEMOTRON_H | LLAMA4 | OLDER | QWEN4
 )
 
 
@@ -83,6 +84,7 @@ def _sound(found: Shape, kinds: list[Any] | None) -> Shape:
         if found.index and not found.remembering
         else {FULL, other} | slides | ({INDEXED} if found.index or found.pool else set())
     )
+    known |= {*COMPRESSED} if found.compressed else set()
     unknown = set(map(str, kinds or ())) - known
     if unknown:
         has = f"full attention and {other}" if other == SHORT else f"full and {other.replace('_', ' ')}"

@@ -95,6 +95,8 @@ SIZES = {
     "interleave_moe_layer_step": 1 << 12,
     "attention_chunk_size": 1 << 30,
     "floor_scale": 1 << 30,
+    "o_groups": 1 << 14,
+    "o_lora_rank": 1 << 16,
 }
 LEAST = {
     **dict.fromkeys(("sliding_window", "max_window_layers", "n_shared_experts", "first_k_dense_replace"), 0),
@@ -130,6 +132,7 @@ ELSE = "take a draft model that was made for this one, or a small model of the s
 FULL, SLIDING, INDEXED, LINEAR = "full_attention", "sliding_attention", "indexed_attention", "linear_attention"
 CHUNKED = "chunked_attention"  # Llama 4's
 BLOCKS = "minimax_m3_sparse"
+COMPRESSED = "compressed_sparse_attention", "heavily_compressed_attention"  # DeepSeek V4's
 SHORT = "conv"  # LFM2's
 # As transformers 4 has them, and the last one 5 until 5.17.
 FORMERLY = {"attention": FULL, "mamba": LINEAR, "deepseek_sparse_attention": INDEXED}
@@ -151,6 +154,7 @@ MODEL_TYPES = {
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "DeepseekV32ForCausalLM": "deepseek_v32",
+    "DeepseekV4ForCausalLM": "deepseek_v4",
     "FlexOlmoForCausalLM": "flex_olmo",
     "Gemma3ForCausalLM": "gemma3_text",
     "Gemma3nForCausalLM": "gemma3n_text",

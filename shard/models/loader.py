@@ -142,12 +142,13 @@ class Loader:
         """Some heads one after the other, [n * head size, ...], with their features in our order: see `Shape.order`."""
         return heads.view(-1, len(order), *heads.shape[1:])[:, list(order)].flatten(0, 1) if order else heads
 
-    def rows(self, name: str, size: int, bias: bool) -> Weight:
-        """A matrix [hidden, size], this rank's part of the inputs. Rank 0 adds the bias, so that the sum has it once."""
+    def rows(self, name: str, size: int, bias: bool, whole: int = 1) -> Weight:
+        """A matrix [hidden, size], this rank's part of the inputs. Rank 0 adds the bias, so that the sum has it once. whole: see
+        `_own`."""
         added = None
         if bias and self.ranks.rank == 0:
             added = self.source.tensor(f"{self.prefix}{name}.bias", (self.shape.hidden,)) * self.shape.weight_factor
-        return self.laid_out(self.inwards(name, size), added, self._changed_inwards(name, size))
+        return self.laid_out(self.inwards(name, size, whole=whole), added, self._changed_inwards(name, size, whole))
 
     def outwards(
         self, names: Sequence[str], sizes: Sequence[int], joint: str = "", wholes: Iterable[int] = repeat(1), inputs: int = 0
@@ -189,10 +190,10 @@ class Loader:
         found = ((self.source.tensor(f"{self.prefix}{name}.bias", (full,), cut), self._factor(name)) for name, full, cut in places)
         return torch.cat([bias if factor == 1 else bias * factor for bias, factor in found])
 
-    def inwards(self, name: str, size: int, outputs: int = 0) -> Tensor | Codes:
+    def inwards(self, name: str, size: int, outputs: int = 0, whole: int = 1) -> Tensor | Codes:
         """What leads back to it: as `rows`; outputs: if they are not the stream's."""
         full = outputs or self.shape.hidden, size
-        return self.residual(self._matrix(name, full, self._cut(full, 1, 0, size)))
+        return self.residual(self._matrix(name, full, self._cut(full, 1, 0, size, whole)))
 
     def residual(self, weight: Tensor | Codes) -> Tensor | Codes:
         """Times what is added to the stream is multiplied by."""
@@ -248,12 +249,12 @@ class Loader:
         parts = [Part(names, full, start, stop, factor) for (_, start, stop), factor in zip(cuts, factors, strict=True)]
         return [Outwards([part], self.shape.hidden) for part in parts]
 
-    def _changed_inwards(self, name: str, size: int) -> Inwards | None:
+    def _changed_inwards(self, name: str, size: int, whole: int = 1) -> Inwards | None:
         """The same of `rows`."""
         if self.changes is None:
             return None
-        own, factor = size // self.ranks.size, self.shape.weight_factor * self._factor(name)
-        return Inwards(self._matrix_names(name), self.shape.hidden, size, self.ranks.rank * own, own, factor)
+        start, own = self._own(size, whole)
+        return Inwards(self._matrix_names(name), self.shape.hidden, size, start, own, self.shape.weight_factor * self._factor(name))
 
     def _matrix_names(self, name: str) -> tuple[str, ...]:
         """Within the model, whatever that is called: the checkpoint's, and transformers' for the module, if that is another."""
@@ -302,10 +303,14 @@ class Loader:
         read = (self.source.tensor(f"{self.prefix}{name}.weight", full, block) for block in blocks)
         return torch.cat([block.view(-1, layers, size)[:, :, start : start + own].flatten(1) for block in read])
 
-    def own(self, count: int) -> tuple[int, int]:
-        """Where this rank's part of `count` begins, and where it ends."""
-        start, size = self._own(count)
+    def own(self, count: int, whole: int = 1) -> tuple[int, int]:
+        """Where this rank's part of `count` begins, and where it ends; whole: see `_own`."""
+        start, size = self._own(count, whole)
         return start, start + size
+
+    def part_of_outputs(self, name: str, full: tuple[int, int], start: int, stop: int) -> Tensor:
+        """Those outputs of a matrix, with all bits that the checkpoint has."""
+        return self.dense(self._unrounded(name, full, (0, start, stop)))
 
     def cache_scales(self, count: int) -> Tensor | None:
         """What cached keys and values of 8 bits, of so many heads, are to be multiplied by, as calibrated with the checkpoint:

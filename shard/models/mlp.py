@@ -166,6 +166,7 @@ class Sparse:
             least=mixture.least,
             by_logits=mixture.by_logits,
             zeroed=mixture.zeroed,
+            rooted=mixture.rooted,
         )
 
     def weights(self) -> Iterator[Weight | Tensor]:

@@ -33,6 +33,7 @@ class Places:
     choosing: list[Choosing | None] = field(default_factory=list)
     pools: Pools | None = None  # None: no index of heads' own keys chooses any
     rows: Tensor | None = None  # of what the layer is told of n-grams, [tokens, heads]: see `gram_layers`
+    every: Tensor | None = None  # cosines and sines of all positions, where other ones than the tokens' own are wanted
 
 
 def table_of(

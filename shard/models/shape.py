@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from math import gcd, prod
 
+from .compression import Compressed
 from .grams import Grams
 from .remembering import Matrices, Remembering, changed
 from .traits import (
@@ -127,6 +128,7 @@ class Shape:
     mlp_parts: tuple[str, str, str, str] = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")  # the first: of two joined ones
     paired: tuple[str, ...] = ()  # what a checkpoint's layer has two of each, being two of ours; (): it is one
     aliases: tuple[tuple[str, str], ...] = ()  # what may stand in names of its tensors instead, ours first
+    original: bool = False  # or they have all the names of DeepSeek V4's own code
     modules: tuple[tuple[str, str], ...] = ()  # what is in names of its matrices, and in transformers' names of their modules
     joined: tuple[str, ...] = ()  # names of tensors that are several in other checkpoints: "qkv_proj", "gate_up_proj"
     rotary_size: int = 0  # features of a head that rotary embeddings turn, its first; 0: all
@@ -161,8 +163,9 @@ class Shape:
             raise Unsupported(
                 f"{self.remembering.name} remembers what is in no page, so pages are of no use alone: leave --kv-offload-gib out"
             )
-        if self.alibi and kind != "auto":
-            raise Unsupported(f"ALiBi has more bits than keys of {kind}: leave --kv-cache-dtype out")
+        what = "ALiBi has" if self.alibi else "what is compressed has" if self.compressed else ""
+        if what and kind != "auto":
+            raise Unsupported(f"{what} more bits than keys of {kind}: leave --kv-cache-dtype out")
 
     def check_pages(self, size: int) -> None:
         """Raises Unsupported unless pages of so many tokens end where chunks of positions do."""
@@ -198,6 +201,7 @@ class Shape:
         if self.inputs:
             sizes["features of what layers are told apart"] = self.inputs.size
         found = [f"{size} {name}" for name, size in sizes.items() if size % ranks]
+        found += [named] if self.latent and (named := self.latent.undivided(self.heads, ranks)) else []
         found += [f"{heads} {name}" for name, heads in keys.items() if heads % ranks and ranks % heads]
         return found[0] if found else ""
 
@@ -257,11 +261,22 @@ class Shape:
         window = self.windows[layer]
         if self.latent is None:
             return 2, self.key_heads(ranks, window), self.cached_size(window)
-        return 1, 1, self.head_size + self.index_size(layer)
+        latent = self.latent_of(layer)
+        return 1, 1, self.head_size + self.index_size(layer) + (latent.kept if latent else 0)
 
     def latent_of(self, layer: int) -> Latent | None:
         """What this layer's keys and values are made of."""
-        return self.latent and self.latent.of(layer not in self.unturned)
+        return self.latent and self.latent.at(layer, layer not in self.unturned)
+
+    @property
+    def compressed(self) -> Compressed | None:
+        """The same of all, where they are DeepSeek V4's."""
+        return self.latent if isinstance(self.latent, Compressed) else None
+
+    @property
+    def replayed(self) -> bool:
+        """Steps may be recorded as graphs: how many entries tokens see, and end, is different in each."""
+        return self.compressed is None
 
     @property
     def index(self) -> Index | None:
@@ -287,13 +302,19 @@ class Shape:
 
     @property
     def placed(self) -> bool:
-        """What tokens choose are blocks, or pools, of which keys are found by their positions: they must stand there."""
-        return self.blocks is not None or (self.index is not None and self.index.pool > 0)
+        """What tokens choose are blocks, pools or entries, of which keys are found by their positions: they must stand there."""
+        return self.blocks is not None or self.compressed is not None or (self.index is not None and self.index.pool > 0)
 
     @property
     def most(self) -> int:
         """The same, of layers that have an index; 0: none has."""
         return max(map(self.chosen, range(self.layers)))
+
+    @property
+    def choosy(self) -> int:
+        """Tokens of a context in which some are attended to, or become entries, in each way there is; 0: all are, in one."""
+        entries = self.compressed.kinds if self.compressed else ()
+        return max([self.most, *(rate * max(1, chosen) for rate, chosen in entries)])
 
     def index_size(self, layer: int) -> int:
         """Elements of a token's key of an index in this layer, as it is cached."""
@@ -545,16 +566,11 @@ class Shape:
 
     def _projections(self, ranks: int, window: int, latent: Latent | None) -> Matrices:
         """The matrices before and behind attention, of a layer with this window, and these latents."""
-        heads, hidden = self.heads // ranks, self.hidden
-        if latent is None:
-            size, inputs = self.keys(window).own_values, self.attention_inputs
-            asked = self.asking(window) * size
-            return [(self._heads_columns(ranks, window), inputs, inputs), (hidden, asked, asked // ranks)]
-        asked, back = heads * (latent.plain + latent.turned), (hidden, self.heads * latent.values, heads * latent.values)
-        beside = latent.width + self._gates_columns(ranks, window)
-        if not latent.queries:
-            return [(asked + beside, hidden, hidden), back]
-        return [(latent.queries + beside, hidden, hidden), latent.asking(heads), back]
+        if latent is not None:
+            return latent.matrices(self.heads, ranks, self.hidden, self._gates_columns(ranks, window))
+        size, inputs = self.keys(window).own_values, self.attention_inputs
+        asked = self.asking(window) * size
+        return [(self._heads_columns(ranks, window), inputs, inputs), (self.hidden, asked, asked // ranks)]
 
     def _heads_columns(self, ranks: int, window: int) -> int:
         """Features of queries, keys and values of their own, and gates, of a rank's heads."""
@@ -573,11 +589,9 @@ class Shape:
 
     def _beside(self, ranks: int, window: int, latent: Latent | None) -> int:
         """Elements of what else such a layer has before attention: biases, and what leads from latents to heads."""
-        heads = self.heads // ranks
-        if latent is None:
-            return self.qkv_bias * (self._heads_columns(ranks, window) - self._unbiased(ranks, window))
-        found = latent.size + latent.queries
-        return heads * (latent.plain + latent.values) * latent.size + found + self.qkv_bias * (latent.queries + latent.width)
+        if latent is not None:
+            return latent.beside(self.heads, ranks, self.hidden, self.qkv_bias)
+        return self.qkv_bias * (self._heads_columns(ranks, window) - self._unbiased(ranks, window))
 
     def weight_bytes(self, ranks: int, item: int, device: str, dtype: str, packed: bool) -> int:
         """What all weights take on one rank, with the rotary tables. packed: matrices are laid out anew, so that a table that is
@@ -589,6 +603,7 @@ class Shape:
             (self.sunk(window) + 2 * self.sharpened) * count * self.asking(window) for (window, _), count in self._alike.items()
         )
         wide += sum(each) // ranks + self._waves
+        wide += sum(count * latent.floats(self.hidden) for (_, latent), count in self._alike.items() if latent)
         if self.centered_norms and not self.layer_norms:
             wide += self.norm_count * self.hidden
             wide += 2 * self.qk_norm * sum(self.keys(self.windows[layer]).size for layer in self.keyed)
@@ -609,6 +624,7 @@ class Shape:
             made += self.max_positions * self.heads // ranks * self.alibi.features
         made += self.turned_norm * 2 * (self.layers - len(self.unturned)) * self.head_size
         found = (self.parameters(ranks, 2 if packed else None) + made) * item + wide * (4 - item)
+        found += sum(4 * self.vocabulary * mixture.chosen for mixture in self.mixtures if mixture and mixture.hashed)
         return found - self.saved(ranks, item, device, dtype)
 
     @property
@@ -634,6 +650,7 @@ class Shape:
         how = self.quantization
         found = sum(count * less(how, *self._projections(ranks, *kind)) for kind, count in self._alike.items())
         found += sum(less(how, *self._questions(ranks, window)) for window in self._keyless)
+        found += sum(count * less(how, *latent.choosing) for (_, latent), count in self._alike.items() if latent)
         if self.latent and self.index:
             found += len(self.indexing) * less(how, *self.index.matrices(self.latent.queries, self.hidden))
         if self.blocks:

@@ -1,8 +1,8 @@
 """Several residual streams of a token in the place of one: hyper-connections (Zhu et al. 2024, arXiv:2409.19606).
 
 Each part of a layer sees a mixture of them, and so does the output matrix. What a part comes to is added to all, more to some than
-to others: see `kernels.mixing`. Hy 4's streams are as they were but for what is added; GLM 5 Next's are mixed with each other, too,
-and its output matrix sees their mean.
+to others: see `kernels.mixing`. Hy 4's streams are as they were but for what is added; DeepSeek V4's and GLM 5 Next's are mixed
+with each other, too, and of the latter the output matrix sees the mean.
 """
 
 import torch
@@ -42,6 +42,7 @@ class Streams(Stream):
         super().__init__(sums, ranks, epsilon, chosen=chosen)
         self._all = sums.unsqueeze(1).repeat(1, count, 1)
         self._given: Tensor | None = None  # what each gets of what is added next
+        self.tokens: Tensor | None = None  # their numbers, where experts go by these
 
     def turn(self, mixing: Mixer | None) -> None:
         """To a part of a layer: what that sees, and what it will give. None: to the output matrix, which sees their mean."""
@@ -71,3 +72,4 @@ class Streams(Stream):
         super().select(rows)
         self._all = self._all.index_select(0, rows)
         self._given = self._given.index_select(0, rows) if self._given is not None else None
+        self.tokens = self.tokens.index_select(0, rows) if self.tokens is not None else None

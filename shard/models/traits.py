@@ -108,6 +108,8 @@ class Mixture:
     shared_gate: str = "shared_expert_gate"  # which lets tokens through it; "": all as they are
     shared_factor: float = 1.0  # of what it comes to
     sigmoid: bool = False  # each expert's score is by itself, instead of a softmax
+    rooted: bool = False  # likewise, and is the root of a softplus
+    hashed: bool = False  # a table says which experts a token goes through, by its number
     correction: str = ""  # the tensor that is added to scores for choosing by; behind a dot, of the layer itself; "": none
     groups: int = 1  # of experts, of which a token chooses first
     groups_chosen: int = 1
@@ -147,7 +149,7 @@ class Mixture:
     @property
     def wide(self) -> bool:
         """The router computes in float32."""
-        return self.precise or self.sigmoid or bool(self.correction)
+        return self.precise or self.sigmoid or self.rooted or bool(self.correction)
 
     def narrow(self, hidden: int) -> Matrices:
         """To a latent and back."""
@@ -158,9 +160,9 @@ class Mixture:
         return self.routed * (hidden + self.biased + bool(self.correction))
 
     def part(self, ranks: int) -> int:
-        """Intermediate features of each on a rank. Blocks of experts that are stored in a few bits alone are not divided: the last
-        ranks have fewer of them, and zeros for what they lack."""
-        whole = self.quantization.group if self.quantization else 1
+        """Intermediate features of each on a rank. Blocks of experts in one tensor that alone are stored in a few bits are not
+        divided: the last ranks have fewer of them, and zeros for what they lack."""
+        whole = self.quantization.group if self.quantization and self.interleaved else 1
         return -(-self.size // (whole * ranks)) * whole
 
     def read(self, tokens: int | None) -> float:
@@ -357,6 +359,42 @@ class Latent:
     def of(self, turns: bool) -> "Latent":
         """As layers have it that have a rotary embedding, or those that have none."""
         return self if turns or self.apart else replace(self, plain=self.plain + self.turned, turned=0)
+
+    def at(self, layer: int, turns: bool) -> "Latent":
+        """The same, as that layer has it."""
+        return self.of(turns)
+
+    @property
+    def kept(self) -> int:
+        """Features that are cached of a token behind its latent, besides an index's key."""
+        return 0
+
+    @property
+    def choosing(self) -> Matrices:
+        """Of what chooses, where that is no `Index`."""
+        return []
+
+    def undivided(self, heads: int, ranks: int) -> str:
+        """What so many ranks can't have equal parts of; "": they can."""
+        return ""
+
+    def matrices(self, heads: int, ranks: int, hidden: int, gates: int) -> Matrices:
+        """Before and behind attention, on a rank, with so many columns of gates."""
+        own = heads // ranks
+        asked, back = own * (self.plain + self.turned), (hidden, heads * self.values, own * self.values)
+        beside = self.width + gates
+        if not self.queries:
+            return [(asked + beside, hidden, hidden), back]
+        return [(self.queries + beside, hidden, hidden), self.asking(own), back]
+
+    def beside(self, heads: int, ranks: int, hidden: int, biased: bool) -> int:
+        """Elements of what else there is on a rank: norms and biases, and what leads from latents to heads."""
+        found = heads // ranks * (self.plain + self.values) * self.size + self.size + self.queries
+        return found + biased * (self.queries + self.width)
+
+    def floats(self, hidden: int) -> int:
+        """Of that, elements that are held in float32."""
+        return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -111,6 +111,24 @@ def test_mixtures_of_each_other(count: int, size: int, rounds: int, adds: bool, 
     torch.testing.assert_close(found.double().cpu(), torch.cat((post, comb.flatten(1)), 1), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("route", ["reference", "triton"])
+def test_the_last_mixture_gives_nothing(route: str) -> None:
+    """Of streams that become mixtures of each other before it (DeepSeek V4)."""
+    torch.manual_seed(3)
+    streams, more, given = (torch.randn(*shape) for shape in ((2, 3, 10), (2, 10), (2, 12)))
+    matrix, scale, base = (torch.randn(*shape) for shape in ((3, 30), (3,), (3,)))
+    added = given[:, :3].unsqueeze(2) * more.unsqueeze(1)
+    wide = (added + given[:, 3:].view(-1, 3, 3).transpose(1, 2) @ streams).double()
+    flat = wide.flatten(1)
+    normal = flat * (flat.square().mean(1, keepdim=True) + 1e-3).rsqrt()
+    seen = torch.sigmoid(normal @ matrix.double().t() * scale + base) + 1e-3
+    shares = Shares(*(x.to(DEVICE) for x in (matrix, scale, base)), 2.0, 1e-3)
+    choose.force(route)
+    mixed, found = mix(*(x.to(DEVICE) for x in (streams, more, given)), shares, 1e-3)
+    torch.testing.assert_close(mixed.double().cpu(), (seen.unsqueeze(2) * wide).sum(1), rtol=1e-5, atol=1e-5)
+    assert found is None
+
+
 def test_of_no_tokens() -> None:
     choose.force("triton")
     empty = torch.zeros(0, 2, 8, device=DEVICE)

@@ -61,12 +61,13 @@ GEMMA, GEMMA4, GEMMA4_MOE, GPT_OSS, LLAMA4, MIXTRAL, OLMO, MOE, DEEPSEEK, INDEXE
     PAIRED,
     POOLS,
     GRAMS,
+    ENTRIES,
 ) = (
     f"few-heads-{name}"
     for name in (
         *("qwen3.5", "kimi-linear", "granite-4-h", "lfm2-moe", "nemotron-h", "falcon-h1", "gemma4-e"),
         *("laguna", "mimo", "minimax-m3", "hy-4", "mistral-large4", "ax-k2", "olmo-hybrid", "gemma3n", "longcat"),
-        *("glm-5-next", "qwen4-exp"),
+        *("glm-5-next", "qwen4-exp", "deepseek-v4"),
     )
 )
 
@@ -135,7 +136,7 @@ def with_graphs(engine: Engine, monkeypatch: pytest.MonkeyPatch, extent: Extent 
     [
         *(QWEN3, WINDOW, GEMMA, GEMMA4, GEMMA4_E, GEMMA4_MOE, GPT_OSS, LLAMA4, MIXTRAL, OLMO, MOE, DEEPSEEK, INDEXED),
         *(BLOOM, DELTA, FINE, SPACES, SHORT, PARTS, BESIDE, LAGUNA, MIMO, BLOCKS, STREAMS, SHARPENED, NORM_GATES, APART),
-        *(UPDATED, PAIRED, POOLS, GRAMS),
+        *(UPDATED, PAIRED, POOLS, GRAMS, ENTRIES),
     ],
 )
 def test_a_shard_by_triton_gives_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,6 +176,28 @@ GLM_5_NEXT = {name: value for name, value in INDEXED.items() if name not in ("qk
     "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
     "hc_mult": 3,
 }
+DEEPSEEK_V4 = {name: value for name, value in SMALL.items() if name not in ("intermediate_size", "num_key_value_heads")} | {
+    **ENDS,
+    "pad_token_id": 0,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "head_dim": 16,
+    "qk_rope_head_dim": 6,
+    "q_lora_rank": 24,
+    "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+    "compress_rates": {"compressed_sparse_attention": 3, "heavily_compressed_attention": 10},
+    "sliding_window": WINDOW,
+    "o_groups": 4,
+    "o_lora_rank": 12,
+    "index_n_heads": 12,
+    "index_head_dim": 8,
+    "index_topk": 5,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "num_hash_layers": 1,
+    "hc_mult": 3,
+}
 GLM_5_NEXT_BLIND = {"depth": 1, "hidden_size": 8, "num_heads": 1, "intermediate_size": 8, "projection_intermediate_size": 8}
 BLIND = {"model_type": "pixtral", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
 AFMOE = SMALL | {
@@ -441,6 +463,21 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "glm-5-next-plain": lambda: transformers.Glm5NextConfig(
         text_config=GLM_5_NEXT | {"index_kpool": 1, "linear_lower_bound": None, "hc_mult": 2, "swiglu_limit": 0.2},
         vision_config=GLM_5_NEXT_BLIND,
+    ),
+    "deepseek-v4": lambda: transformers.DeepseekV4Config(
+        **DEEPSEEK_V4,
+        rms_norm_eps=0.1,
+        hc_eps=0.01,
+        swiglu_limit=0.2,
+        rope_parameters={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    ),
+    "deepseek-v4-entries": lambda: (
+        transformers.DeepseekV4Config(  # without layers that have a window alone; fewer groups than ranks
+            **DEEPSEEK_V4
+            | {"layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"] * 2, "num_hidden_layers": 4}
+            | {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 32}}
+            | {"o_groups": 1, "hc_mult": 2, "scoring_func": "sigmoid", "mlp_layer_types": ["moe", "hash_moe"] * 2},
+        )
     ),
     "glm4-moe-lite": lambda: transformers.Glm4MoeLiteConfig(
         **LATENT, mlp_layer_types=["sparse", "dense", "sparse"], rms_norm_eps=0.1
@@ -809,6 +846,9 @@ OTHERS: dict[str, Callable[[], Any]] = {
             "mlp_layer_types": ["dense", "sparse"],
         },
         vision_config=GLM_5_NEXT_BLIND,
+    ),
+    "few-heads-deepseek-v4": lambda: transformers.DeepseekV4Config(
+        **DEEPSEEK_V4 | {"num_attention_heads": 4, "o_groups": 2, "index_topk": 2, "sliding_window": 5}
     ),
     "few-heads-hy-4": lambda: transformers.HYV4Config(**HY_4 | FEW_HEADS | {"num_hidden_layers": 3}),
     "few-heads-mistral-large4": lambda: transformers.MistralLarge4Config(

@@ -16,7 +16,7 @@ MATRICES = (
     *("out_proj", "input_linear", "output_linear", "w1", "w2", "w3"),
     *("in_proj", "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
     *("f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj", "b_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "shared_expert_gate"),
-    *("linear_left", "linear_right", "per_layer_input_gate", "per_layer_projection"),
+    *("linear_left", "linear_right", "per_layer_input_gate", "per_layer_projection", "kv_proj", "o_b_proj"),
 )
 WEIGHTS = "adapter_model.safetensors"
 
@@ -28,7 +28,7 @@ def adapter(model: Path, folder: Path, seed: int, rank: int = 4, **config: Any) 
     stored = weights_of(model)
     found = {}
     for key, weight in stored.items():
-        others = any(part in key for part in ("experts", "vision_tower", "visual."))
+        others = any(part in key for part in ("experts", "vision_tower", "visual.", "compressor"))
         if key.split(".")[-2] in MATRICES and weight.dim() == 2 and not others and chance.random() < 0.8:
             place = f"base_model.model.{key.removesuffix('.weight')}"
             outputs, inputs = weight.shape

@@ -385,7 +385,18 @@ def test_nothing_is_compiled_in_the_step_that_is_measured(noted: Noted, name: st
 
 
 @pytest.mark.parametrize(
-    "name", ["deepseek-v32", "glm-5-borrowing", "hy-4", "mistral-large4", "ax-k2", "glm-5-next", "glm-5-pools", "minimax-m3"]
+    "name",
+    [
+        "deepseek-v32",
+        "glm-5-borrowing",
+        "hy-4",
+        "mistral-large4",
+        "ax-k2",
+        "glm-5-next",
+        "glm-5-pools",
+        "minimax-m3",
+        "deepseek-v4",
+    ],
 )
 def test_kernels_of_what_is_chosen_are_compiled_before_the_first_request(noted: Noted, name: str) -> None:
     """By any number of rows, in texts that are long enough for it."""
@@ -394,7 +405,7 @@ def test_kernels_of_what_is_chosen_are_compiled_before_the_first_request(noted: 
     size_pool(engine, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL)
     engine.resize(PAGES)
     known = {*noted.launches}
-    most = engine.decoder.shape.most
+    most = engine.decoder.shape.choosy
     for rows in (1, 3, linear.FEWER + 1):
         assert len(run(engine, [tiny.group(uid, range(10, 10 + most + uid % 3), 4) for uid in range(1, rows + 1)])) == 4 * rows
     assert "scores_kernel" in {one.kernel for one in noted.launches}
@@ -402,7 +413,7 @@ def test_kernels_of_what_is_chosen_are_compiled_before_the_first_request(noted: 
     assert not later
 
 
-@pytest.mark.parametrize("name", ["llama", "hy-4", "glm-5-next"])
+@pytest.mark.parametrize("name", ["llama", "hy-4", "glm-5-next", "deepseek-v4"])
 def test_layers_of_few_rows_are_compiled_by_themselves(noted: Noted, name: str) -> None:
     """Also beside an output matrix of float32, as Hy 4's, which no kernel of few rows multiplies."""
     engine = load(ShardConfig(folder=str(tiny.folder(name)), model="m", device="cuda", dtype="bfloat16"), lambda stage: None)
@@ -514,7 +525,7 @@ def test_commands_are_executed_on_the_engines_device(noted: Noted, monkeypatch: 
         *("gemma4-e", "gemma4-experts", "qwen3-next", "lfm2-moe", "nemotron-h-moe", "falcon-h1"),
         *("glm-5-borrowing", "kimi-linear", "lfm3", "mimo", "minimax-m3", "hy-4", "mistral-large4", "ax-k2", "olmo-hybrid"),
         *("gemma3n", "longcat"),
-        *("glm-5-next", "glm-5-pools", "qwen4-exp"),
+        *("glm-5-next", "glm-5-pools", "qwen4-exp", "deepseek-v4"),
     ],
 )
 def test_no_family_asks_the_host(noted: Noted, name: str) -> None:
@@ -527,12 +538,14 @@ def test_no_family_asks_the_host(noted: Noted, name: str) -> None:
     groups = [tiny.group(uid, range(20 + uid), 6) for uid in range(1, 4)]
     noted.waits.clear()
     assert len(run(engine, groups)) == 18
-    assert engine.forward.replayed > 5 or engine.decoder.shape.most
+    shape = engine.decoder.shape
+    assert engine.forward.replayed > 5 or shape.choosy
     assert {(one.place, one.why) for one in noted.waits} <= WAITS
     names = {launched.kernel for launched in noted.launches}
-    assert ("scores_kernel" in names) == (engine.decoder.shape.most > 0)
-    assert ("experts_kernel" in names) == any(engine.decoder.shape.mixtures)
-    assert ("latents_kernel" in names) == (engine.decoder.shape.latent is not None)
+    assert ("scores_kernel" in names) == (shape.choosy > 0)
+    assert ("experts_kernel" in names) == any(shape.mixtures)
+    assert ("latents_kernel" in names) == (shape.latent is not None and not shape.compressed)
+    assert ("entries_kernel" in names) == (shape.compressed is not None)
     # Numbers that differ from step to step: else some steps wait for a kernel that is compiled for theirs.
     counts = {value for one in noted.launches for key, value in one.types if key in ("pairs", "first", "count", "length", "rows")}
     assert counts <= {"int"} | {value for value in counts if value.startswith("*")}

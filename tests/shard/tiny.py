@@ -46,7 +46,7 @@ UNLISTED: dict[str, Callable[[Any], Any]] = {
     "mistral-large4": transformers.MistralLarge4ForConditionalGeneration,
     **dict.fromkeys(("glm-5-next", "glm-5-pools"), transformers.Glm5NextForConditionalGeneration),
 }
-RENAMED = ("mistral-large4",)  # which are stored by transformers' names, and others by those of the hub
+RENAMED = ("mistral-large4", "deepseek-v4")  # which are stored by transformers' names, and others by those of the hub
 BUFFERS = ("correction", "expert_bias", "layer_scalar", "act_fn")  # that checkpoints have, too
 
 
@@ -84,6 +84,8 @@ def _made(name: str) -> Path:
             key = key.replace("norm_attn_norm", "")  # DBRX's, of which not all is a norm
             middle = -3 if "A_log" in key else 1 if any(word in key for word in around) else 0
             value.normal_(middle, 0.3, generator=generator)
+        for _, table in (each for each in model.named_buffers() if "tid2eid" in each[0]):  # experts by numbers of tokens
+            table.copy_(torch.rand(len(table), config.n_routed_experts, generator=generator).argsort(1)[:, : table.shape[1]])
     model.save_pretrained(_scratch() / name, save_original_format=name not in RENAMED)
     return _scratch() / name
 

@@ -1,0 +1,197 @@
+"""Attention to a window of keys, and to entries that stand for many tokens before it (DeepSeek V4; see `entries`). Knows tensors
+and ints, no sequence and no page pool.
+
+A token at a place sees the keys of the last `window` places, its own included, and the entries of as many tokens each that end no
+later: all of them, or those that an index thinks best (`indexed.scores`). Keys and entries are rows of one tensor, a layer's slots
+being whole rows: a slot's first row is a key, its second an entry, where one ends there. Of chains, whose tokens stand by their
+positions.
+
+What tokens see is said by places, and slots are looked up in the step's page tables when they are wanted: of beams only the device
+may know these. This is the route of CPUs; `compressed_attention` is Triton's.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+
+import numpy
+import torch
+from torch import Tensor
+
+from . import attention as plain
+from . import shared_prefixes, work
+from .attention import How, Row
+from .entries import Ends
+from .indexed import Choosing, scores
+from .layout import Layout
+from .transfer import to_device
+
+# Logits that are computed at once: of more keys fewer queries are.
+LOGITS = 1 << 24
+LOGIT_BYTES = 16  # that one takes with what hides it, and what becomes of both
+
+
+@dataclass(frozen=True, slots=True)
+class ChoosingEntries(Choosing):
+    """What a step's tokens choose entries by; `most` counts these."""
+
+    members: int = 1  # tokens that an entry stands for
+    first: int = 0  # where in a slot keys of the index stand
+
+    def keys(self, cache: Tensor) -> Tensor:
+        """Of a layer: [slots, 1, 1, size or more]."""
+        return cache[..., self.first :]
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where a step's tokens are, and what is before them."""
+
+    tables: Tensor  # [tokens] int64: where each one's page table begins in the step's
+    own: Tensor  # [tokens] int64
+    closing: dict[int, Tensor]  # of each number of tokens that an entry stands for: which tokens end one
+    page_size: int
+    found: dict[tuple[int, bool], Ends] = field(default_factory=dict)
+
+    def slots(self, pages: Tensor, tables: Tensor, places: Tensor) -> Tensor:
+        """Of these places of as many tables. pages: all of the step's, one table after the other."""
+        return pages[tables + places // self.page_size].long() * self.page_size + places % self.page_size
+
+    def ends(self, pages: Tensor, rate: int, before: bool) -> Ends:
+        """The entries that the step's tokens end. before: they are made of the tokens before theirs, too."""
+        if (rate, before) not in self.found:
+            tokens = self.closing[rate]
+            firsts = self.own[tokens] - (rate - 1)
+            count = 2 * rate if before else rate
+            places = firsts.unsqueeze(1) + torch.arange(rate - count, rate, device=firsts.device)
+            slots = self.slots(pages, self.tables[tokens, None], places.clamp(min=0))
+            self.found[rate, before] = Ends(slots.masked_fill_(places < 0, -1), firsts)
+        return self.found[rate, before]
+
+
+def places_of(rows: Sequence[Row], layout: Layout) -> Places:
+    """Of rows in the order in which they stand in the step."""
+    own = work.positions_of(rows)
+    widths = numpy.array([work.width(row, layout.page_size) for row in rows], numpy.int64)
+    tables = numpy.repeat(widths.cumsum() - widths, [row.queries for row in rows])
+    closing = {rate: numpy.flatnonzero((own + 1) % rate == 0) for rate, _ in layout.entries}
+    parts = (tables, own, *closing.values())
+    buffer = to_device(torch.from_numpy(numpy.concatenate(parts)), layout.device)
+    first, second, *others = torch.split(buffer, [*map(len, parts)])
+    return Places(first, second, dict(zip(closing, others, strict=True)), layout.page_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Rows of as many queries each, or some of a long one's."""
+
+    start: int  # of their tokens in the step
+    rows: int
+    queries: int
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a tile sees."""
+
+    keys: Tensor  # [rows, keys] slots
+    entries: Tensor  # [rows, entries] slots
+    seen: Tensor  # [rows, queries, keys]: which of them each query sees
+    whole: Tensor  # [rows, queries, 1]: as many entries, the first
+
+
+@dataclass(frozen=True, slots=True)
+class Plan(shared_prefixes.Plan):
+    """A step, for all layers. Those with a window alone go by `blocks`."""
+
+    tiles: list[Tile]
+    places: Places
+    pages: Tensor
+    window: int
+    longest: int  # tokens of a row, with those before it
+    views: dict[tuple[int, int], View]
+
+
+def plan(rows: Sequence[Row], layout: Layout) -> tuple[list[int], Plan]:
+    """The order in which `rows` have to stand in the step, and its plan."""
+    order = plain.order(rows)
+    ordered = [rows[i] for i in order]
+    near = tuple(kind for kind in layout.kinds if kind.window)
+    blocks = plain.blocks(ordered, replace(layout, kinds=near)) if near else []
+    longest = max(row.context + row.queries for row in rows) if rows else 0
+    seen = layout.near + longest // min(rate for rate, _ in layout.entries)
+    most = max(1, min(plain.TILE, LOGITS // (layout.ratio * seen)))
+    tables = (row.pages[: work.width(row, layout.page_size)] for row in ordered)
+    pages = torch.tensor([*chain.from_iterable(tables)], dtype=torch.int64, device=layout.device)
+    tiles = [*_tiles(ordered, layout, most)]
+    return order, Plan([], blocks, [], tiles, places_of(ordered, layout), pages, layout.near, longest, {})
+
+
+def _tiles(rows: Sequence[Row], layout: Layout, most: int) -> Iterator[Tile]:
+    """most: queries of one."""
+    start = 0
+    for part in plain.split(rows, layout.elements):
+        queries = part[0].queries
+        if queries <= most:
+            yield Tile(start, len(part), queries)
+        else:
+            for row in range(len(part)):
+                for first in range(0, queries, most):
+                    yield Tile(start + row * queries + first, 1, min(most, queries - first))
+        start += len(part) * queries
+
+
+def attention(query: Tensor, cache: Tensor, plan: Plan, how: How, rate: int, asked: ChoosingEntries | None) -> Tensor:
+    """[tokens, heads, size]. query: the same; cache: a layer, [slots, 1, 1, width]; asked: None: all entries are seen."""
+    heads, size = query.shape[1:]
+    rows = cache.view(-1, size)
+    each, answers = cache.shape[3] // size, []  # rows of a slot
+    for tile in plan.tiles:
+        view = _view(plan, tile, rate)
+        seen = torch.cat((view.seen, _chosen(plan, tile, view, cache, asked)), 2)
+        slots = torch.cat((view.keys * each, view.entries * each + 1), 1)
+        keys = rows.index_select(0, slots.flatten()).view(tile.rows, 1, -1, size)
+        own = query[tile.start : tile.start + tile.rows * tile.queries]
+        hidden = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -torch.inf)
+        sinks = how.sinks.repeat(tile.queries).view(1, -1, 1) if how.sinks is not None else None
+        mask = hidden.repeat_interleave(heads, 1).unsqueeze(1)
+        found = plain.specially(plain.folded(own, tile.rows, 1), keys, keys, mask, scale=how.scale, softcap=0.0, sinks=sinks)
+        answers.append(plain.unfolded(found, tile.queries))
+    return answers[0] if len(answers) == 1 else torch.cat(answers)
+
+
+def _view(plan: Plan, tile: Tile, rate: int) -> View:
+    if (tile.start, rate) not in plan.views:
+        plan.views[tile.start, rate] = _made(plan, tile, rate)
+    return plan.views[tile.start, rate]
+
+
+def _made(plan: Plan, tile: Tile, rate: int) -> View:
+    own = slice(tile.start, tile.start + tile.rows * tile.queries)
+    places = plan.places.own[own].view(tile.rows, tile.queries)
+    tables = plan.places.tables[own].view(tile.rows, tile.queries)[:, :1]
+    last, device = places[:, -1:], places.device
+    longest = int(last.max()) + 1
+    count = min(longest, plan.window + tile.queries - 1)
+    keys = last - count + 1 + torch.arange(count, device=device)
+    behind = places.unsqueeze(2) - keys.unsqueeze(1)
+    seen = (keys.unsqueeze(1) >= 0) & (behind >= 0) & (behind < plan.window)
+    ends = (torch.arange(longest // rate, device=device) * rate + rate - 1).expand(tile.rows, -1)
+    return View(
+        plan.places.slots(plan.pages, tables, keys.clamp(min=0)),
+        plan.places.slots(plan.pages, tables, torch.minimum(ends, last)),
+        seen,
+        ((places + 1) // rate).unsqueeze(2),
+    )
+
+
+def _chosen(plan: Plan, tile: Tile, view: View, cache: Tensor, asked: ChoosingEntries | None) -> Tensor:
+    """Which entries each query sees: [rows, queries, entries]."""
+    count = view.entries.shape[1]
+    seen = torch.arange(count, device=view.whole.device) < view.whole
+    if asked is None or count <= asked.most:
+        return seen
+    keys = asked.keys(cache).flatten(1)[:, : asked.queries.shape[2]][view.entries]
+    found = scores(*asked.of(tile.start, tile.rows, tile.queries), keys).masked_fill_(~seen, -torch.inf)
+    best = found.sort(dim=2, descending=True, stable=True).indices[:, :, : asked.most]
+    return seen & torch.zeros_like(seen).scatter_(2, best, True)

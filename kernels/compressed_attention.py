@@ -1,0 +1,125 @@
+"""Attention to a window of keys and to entries, in Triton: what `compressed` means on a CPU, on an accelerator.
+
+As for tokens that an index has chosen (`indexed_attention`), each token is a row of its own, whose pages are of one row each of a
+layer's keys and entries: first the entries that it sees, then the keys of its window. How many there are the host knows; which they
+are is looked up on the device, where all entries are seen once for all layers alike.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+
+import numpy
+import torch
+from torch import Tensor
+
+from . import paged_attention as paged
+from . import work
+from .attention import How, Row
+from .compressed import ChoosingEntries, Places, places_of
+from .fused_index import scores
+from .indexed_attention import SCORES, TOKENS
+from .layout import Layout
+
+# Rows that are in the tables of tokens whose rows are looked at at once: 32 MiB.
+ROWS = 1 << 23
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some tokens of a step, one after the other."""
+
+    first: int
+    plan: paged.Plan  # of what they see; whose tables have room for `apart` rows each
+    apart: int
+    tables: Tensor  # [tokens, 1] int64: where each one's page table begins in the step's
+    places: Tensor  # [tokens, 1] int64
+    entries: Tensor  # [tokens, 1] int64: how many each one sees
+    longest: int  # tokens before the end of any of their rows
+    found: list[Tensor] = field(default_factory=list)  # their tables, where all layers have the same
+
+    @property
+    def tokens(self) -> slice:
+        """Of the step's."""
+        return slice(self.first, self.first + len(self.tables))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan(paged.Plan):
+    """A step, for all layers. Those with a window alone go by `launches`."""
+
+    places: Places
+    window: int
+    parts: dict[tuple[int, int], list[Part]]  # by tokens that an entry stands for, and how many are chosen; 0: all
+
+
+def plan(whole: paged.Plan, rows: Sequence[Row], layout: Layout) -> Plan:
+    """whole: the step's plan, of layers with a window and, for scores, without."""
+    places = places_of(rows, layout)
+    own = work.positions_of(rows)
+    lengths = numpy.repeat([row.context + row.queries for row in rows], [row.queries for row in rows])
+    parts = {kind: _parts(whole, own, lengths, places, kind, layout) for kind in layout.entries}
+    given = {each.name: getattr(whole, each.name) for each in fields(whole)}
+    return Plan(**given, places=places, window=layout.near, parts=parts)
+
+
+def _parts(
+    whole: paged.Plan,
+    own: "numpy.ndarray[tuple[int], numpy.dtype[numpy.int64]]",
+    lengths: "numpy.ndarray[tuple[int], numpy.dtype[numpy.int64]]",
+    places: Places,
+    kind: tuple[int, int],
+    layout: Layout,
+) -> list[Part]:
+    rate, most = kind
+    entries = (own + 1) // rate
+    entries = numpy.minimum(entries, most) if most else entries
+    seen = entries + numpy.minimum(own + 1, layout.near)
+    device, found = whole.buffer.device, list[Part]()
+    widest, longest = int(seen.max(initial=1)), int(lengths.max(initial=1))
+    count = max(1, min(TOKENS, ROWS // widest, SCORES // max(1, longest // rate)))
+    counts = ((places.own + 1) // rate).clamp_(max=most or longest).unsqueeze(1)
+    for first in range(0, len(own), count):
+        tokens = slice(first, first + count)
+        apart = int(seen[tokens].max())
+        planned = paged.plan_singles(seen[tokens], apart, whole.launches[0].kind, device, layout.dtype)
+        each = places.tables[tokens, None], places.own[tokens, None], counts[tokens]
+        found.append(Part(first, planned, apart, *each, int(lengths[tokens].max())))
+    return found
+
+
+def attention(query: Tensor, cache: Tensor, plan: Plan, how: How, rate: int, asked: ChoosingEntries | None) -> Tensor:
+    """As `compressed.attention`."""
+    size, most = query.shape[2], asked.most if asked is not None else 0
+    rows, own = cache.view(-1, 1, 1, size), replace(how, window=0, latent=size)
+    parts = plan.parts[rate, most]
+    found = torch.empty_like(query) if len(parts) > 1 else None
+    for part in parts:
+        tables = _tables(plan, part, cache, cache.shape[3] // size, rate, asked)
+        answer = paged.attention(query[part.tokens], rows, part.plan.chosen(tables), own)
+        if found is None:
+            return answer
+        found[part.tokens] = answer
+    assert found is not None
+    return found
+
+
+def _tables(plan: Plan, part: Part, cache: Tensor, each: int, rate: int, asked: ChoosingEntries | None) -> Tensor:
+    """Rows that the part's tokens see, int32, `apart` for each. each: rows of a slot."""
+    choosing = asked is not None and part.longest // rate > asked.most
+    if part.found and not choosing:
+        return part.found[0]
+    column = torch.arange(part.apart, device=cache.device)
+    entry, far = column.expand(len(part.tables), -1), column < part.entries
+    if asked is not None and choosing:
+        length = part.longest // rate * rate
+        values = scores(asked, asked.keys(cache), plan, part.first, len(part.tables), length)
+        # Of a token that sees fewer the last ones are anything, and nobody looks at them.
+        best = values.topk(min(asked.most, values.shape[1])).indices
+        entry = best.gather(1, entry.clamp(max=best.shape[1] - 1))
+    nearest = (part.places - plan.window + 1).clamp_(min=0)
+    places = torch.where(far, entry * rate + rate - 1, nearest + column - part.entries)
+    places = torch.minimum(places, part.places)  # beyond what a token sees: any
+    found = (plan.places.slots(plan.pages, part.tables, places) * each + far).int().flatten()
+    if not choosing:
+        part.found.append(found)
+    return found

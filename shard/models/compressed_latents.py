@@ -1,0 +1,154 @@
+"""Attention to a window of keys, which are values, too, and to entries that stand for many tokens before it: DeepSeek V4's. See
+`kernels.compressed` and `kernels.entries`."""
+
+import torch
+from torch import Tensor
+
+from ...kernels.compressed import ChoosingEntries
+from ...kernels.entries import Making, write_entries, write_series
+from ...kernels.ragged import How, attention, attention_to_entries, entries_ended
+from ...kernels.turning import turn, write_keys
+from ..step import Step
+from .changes import side_by_side
+from .compression import Compressed
+from .latents import ByHeads, Latents
+from .loader import Loader
+from .rotary import Places
+from .stream import Stream
+
+QUERIES, MORE_QUERIES, KEYS = (f"self_attn.{name}_proj" for name in ("q_a", "q_b", "kv"))
+COMPRESSOR = "self_attn.compressor"
+INDEXER = f"{COMPRESSOR}.indexer"
+
+
+class Compressor:
+    """What a layer's entries are made by, of which every rank has all, and what chooses of them."""
+
+    def __init__(self, load: Loader, latent: Compressed, order: Tensor, index_order: Tensor) -> None:
+        """order, index_order: a checkpoint's features of a key, or of an index's, as ours have them."""
+        self.latent = latent
+        series = 1 + latent.indexed
+        parts, self.makings = [], list[Making]()
+        for name, own, first in ((COMPRESSOR, order, latent.size), (INDEXER, index_order, latent.size * (1 + 2 * series))):
+            if name == COMPRESSOR or latent.indexed:
+                parts += _matrices(load, name, own, series)
+                self.makings.append(_making(load, name, own, first, series, latent))
+        self.inward = load.laid_out(torch.cat(parts), None)
+        self.tensors = [tensor for making in self.makings for tensor in (making.places, making.gains)]
+        self.query = self.weights = None
+        if latent.indexed:
+            name, size = f"{INDEXER}.q_b_proj", latent.index_heads * latent.index_size
+            places = torch.arange(size).view(latent.index_heads, -1)[:, index_order].flatten()
+            self.query = load.laid_out(load.matrix(name, size, latent.queries, whole=True)[places], None)
+            self.weights = load.whole(f"{INDEXER}.scorer.weights_proj", latent.index_heads, wide=True)
+
+    def __call__(
+        self, x: Tensor, made: Tensor, stream: Stream, places: Places, step: Step, layer: Tensor
+    ) -> ChoosingEntries | None:
+        """Writes a step's series, and the entries that they end, and says by what tokens choose of these; None: they see all.
+
+        x: [tokens, hidden]; made: latents of their queries, [tokens, latent.queries]; layer: of the cache.
+        """
+        latent = self.latent
+        write_series(step.slots, stream.product(x, self.inward), layer[..., latent.size : latent.size + latent.series])
+        ends = entries_ended(step.attention, latent.rate, latent.indexed)
+        assert places.every is not None
+        table = places.every.index_select(0, ends.firsts)
+        for making in self.makings:
+            write_entries(layer, ends, making, table)
+        if self.query is None or self.weights is None:
+            return None
+        queries = self.query(made).view(len(made), latent.index_heads, latent.index_size)
+        turn(queries, places.rotary)
+        weights = self.weights(x.float()) * (latent.index_heads * latent.index_size) ** -0.5
+        return ChoosingEntries(queries, weights, latent.index_most, members=latent.rate, first=self.makings[1].first)
+
+
+def _matrices(load: Loader, name: str, order: Tensor, series: int) -> list[Tensor]:
+    """In the order of a slot: what is weighed and gates of the series that an entry's own tokens have, then of the other one, which
+    a checkpoint has first."""
+    size = len(order)
+    both = [load.all_bits(f"{name}.{part}_proj", series * size).view(series, size, -1).flip(0) for part in ("kv", "gate")]
+    return [part[number][order] for number in range(series) for part in both]
+
+
+def _making(load: Loader, name: str, order: Tensor, first: int, series: int, latent: Compressed) -> Making:
+    """first: where its series stand in a slot."""
+    places = load.wide(f"{name}.position_bias", latent.rate, series * len(order)).view(latent.rate, series, -1)
+    ordered = places[..., order].transpose(0, 1).flip(0).contiguous()
+    return Making(first, ordered, load.gains(f"{name}.kv_norm", len(order))[order], latent.epsilon)
+
+
+class CompressedLatents(Latents):
+    """In the place of `Heads`."""
+
+    def __init__(self, load: Loader, latent: Compressed, window: int) -> None:
+        shape, size = load.shape, latent.size
+        self.shape, self.latent, self.window = shape, latent, window
+        asked = shape.heads * size
+        order, queries = self._order(size, latent.plain), self._order(asked // load.ranks.size, latent.plain)
+        first = load.matrix(QUERIES, latent.queries, shape.hidden, whole=True)
+        keys = load.matrix(KEYS, size, shape.hidden, whole=True)[order]
+        changes = (
+            load.changed([QUERIES], [latent.queries], wholes=(latent.queries,)),
+            load.changed([KEYS], [size], wholes=(size,), order=order),
+        )
+        self.inward = load.laid_out(load.joined([first, keys]), None, side_by_side(*changes))
+        changed = load.changed([MORE_QUERIES], [asked], order=queries, inputs=latent.queries)
+        self.query = load.laid_out(load.matrix(MORE_QUERIES, asked, latent.queries)[queries], None, changed)
+        self.query_norm = load.gains("self_attn.q_a_norm", latent.queries)
+        self.latent_norm = load.gains("self_attn.kv_norm", size)[order]
+        self.sinks = load.each_head("self_attn.sinks", shape.heads)
+        self.heads = shape.heads // load.ranks.size
+        self.to_values = ByHeads(self._to_groups(load, latent), load.exact)
+        self.chooser = None
+        self.compressor = Compressor(load, latent, order, self._index_order(latent)) if latent.rate else None
+        self.output = load.rows("self_attn.o_b_proj", latent.groups * latent.rank, False, latent.rank)
+
+    def _index_order(self, latent: Compressed) -> Tensor:
+        return self._order(latent.index_size, latent.index_size - latent.turned) if latent.indexed else torch.empty(0)
+
+    def _to_groups(self, load: Loader, latent: Compressed) -> Tensor:
+        """Of this rank's groups, or its part of one: [groups, what its heads find, rank]."""
+        each, rank = self.shape.heads // latent.groups * latent.size, latent.rank  # each: of a whole group
+        start, stop = load.own(latent.groups * rank, rank)
+        found = load.part_of_outputs("self_attn.o_a_proj", (latent.groups * rank, each), start, stop)
+        found = found[:, self._order(each, latent.plain)].view(-1, rank, each)
+        own = self.heads * latent.size
+        if own < each:
+            first = load.ranks.rank * own % each
+            found = found[:, :, first : first + own]
+        return found.transpose(1, 2).contiguous()
+
+    @property
+    def parts(self) -> tuple[object, ...]:
+        """As that of `Latents`."""
+        found = self, self.to_values, self.compressor
+        return tuple(part for part in found if part is not None)
+
+    def __call__(self, stream: Stream, norm: Tensor | None, step: Step, places: Places, layer: Tensor) -> Tensor:
+        """As that of `Heads`: [tokens, what this rank's groups make of what its heads find]."""
+        assert self.query is not None
+        assert self.latent_norm is not None
+        size, epsilon = self.latent.size, self.latent.epsilon
+        x = stream.normalized(norm) if self.compressor else None
+        joint = stream.through(norm, self.inward) if x is None else stream.product(x, self.inward)
+        made = self._normalized(joint[:, :-size])
+        query = stream.product(made, self.query).view(len(made), self.heads, size)
+        turn(query, places.rotary, epsilon)
+        write_keys(joint[:, -size:], self.latent_norm, places.rotary, step.slots, layer[..., :size], epsilon)
+        how = How(self.window, self.shape.attention_scale, sinks=self.sinks, latent=size)
+        if self.compressor is not None and x is not None:
+            asked = self.compressor(x, made, stream, places, step, layer)
+            found = attention_to_entries(query, layer, step.attention, how, self.compressor.latent.rate, asked)
+        else:
+            found = attention(query, layer, step.attention, how)
+        found = found.contiguous()
+        turn(found, places.rotary, back=True)
+        return self.to_values(found.view(len(found), -1, self._inputs)).flatten(1)
+
+    @property
+    def _inputs(self) -> int:
+        """What a group's heads of this rank find."""
+        assert isinstance(self.latent, Compressed)
+        return min(self.heads, self.shape.heads // self.latent.groups) * self.latent.size

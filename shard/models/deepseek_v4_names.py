@@ -1,0 +1,63 @@
+"""DeepSeek V4's tensors by the names of its own code, which the hub's checkpoints have, and those that transformers saves. Ours
+are those of transformers' modules."""
+
+from collections.abc import Iterator
+from functools import reduce
+
+from .renamed import Renamed
+
+# What stands in ours, and there instead, one after the other.
+PAIRS = (
+    (".self_attn.compressor.indexer.scorer.weights_proj.", ".attn.indexer.weights_proj."),
+    (".self_attn.compressor.indexer.q_b_proj.", ".attn.indexer.wq_b."),
+    (".self_attn.compressor.indexer.", ".attn.indexer.compressor."),
+    (".self_attn.", ".attn."),
+    (".mlp.", ".ffn."),
+    (".compressor.kv_norm.", ".compressor.norm."),
+    (".gate_proj.weight", ".wgate.weight"),
+    (".shared_experts.wgate.", ".shared_experts.w1."),
+    (".shared_experts.gate_proj.", ".shared_experts.w1."),
+    (".shared_experts.down_proj.", ".shared_experts.w2."),
+    (".shared_experts.up_proj.", ".shared_experts.w3."),
+    (".position_bias", ".ape"),
+    (".kv_proj.", ".wkv."),
+    (".q_a_proj.", ".wq_a."),
+    (".q_b_proj.", ".wq_b."),
+    (".o_a_proj.", ".wo_a."),
+    (".o_b_proj.", ".wo_b."),
+    (".q_a_norm.", ".q_norm."),
+    (".sinks", ".attn_sink"),
+    (".e_score_correction_bias", ".bias"),
+    (".input_layernorm.", ".attn_norm."),
+    (".post_attention_layernorm.", ".ffn_norm."),
+    (".attn_hc.", ".hc_attn_"),
+    (".ffn_hc.", ".hc_ffn_"),
+    ("hc_head.hc_", "hc_head_"),
+    ("embed_tokens.", "embed."),
+    ("lm_head.", "head."),
+)
+EXPERTS = ((".wgate.", ".w1."), (".gate_proj.", ".w1."), (".down_proj.", ".w2."), (".up_proj.", ".w3."))
+SCALES = (".weight_scale_inv", ".scale")  # of blocks
+# transformers' saving makes another name of the norm of keys.
+KEYS = (".attn.kv_norm.", ".attn.norm.")
+
+
+class Original(Renamed):
+    """A checkpoint whose names may be these."""
+
+    def name(self, name: str) -> str:
+        """See Renamed."""
+        if self._source.has(name):
+            return name
+        return next(filter(self._source.has, _others(name)), name)
+
+
+def _others(name: str) -> Iterator[str]:
+    """By which it may be there."""
+    found = reduce(lambda made, pair: made.replace(*pair), PAIRS, name)
+    if ".experts." in found:
+        found = reduce(lambda made, pair: made.replace(*pair), EXPERTS, found)
+    for each in dict.fromkeys((found.replace(*SCALES), found)):
+        yield each.removeprefix("model.")
+        yield each
+        yield each.replace(*KEYS)

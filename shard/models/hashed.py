@@ -1,0 +1,57 @@
+"""Experts that a table tells a token to go through, by its number: hash layers (Roller et al. 2021, arXiv:2106.04426), as DeepSeek
+V4 has them, whose router says by which shares."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ...kernels.experts import shared_out
+from ...kernels.linear import Weight
+from .fields import AGAIN
+from .loader import Loader
+from .mlp import Sparse
+from .shape import Unsupported
+from .stream import Stream
+from .streams import Streams
+from .traits import Mixture
+
+
+class Hashed(Sparse):
+    """In the place of `Sparse`."""
+
+    def __init__(self, load: Loader, mixture: Mixture) -> None:
+        super().__init__(load, mixture)
+        self.table = _table(load, load.prefix + self.mixture.named("gate.tid2eid"), mixture)
+
+    def part(self, stream: Stream, before: Tensor | None) -> Tensor:
+        """As that of `Sparse`."""
+        assert isinstance(stream, Streams)
+        assert stream.tokens is not None
+        x = stream.normalized(before)
+        chosen = self.table.index_select(0, stream.tokens).long()
+        shares = shared_out(self.router(x.float()), chosen, self.mixture.factor, self.mixture.least, rooted=self.mixture.rooted)
+        made = self.experts(x, shares, chosen)
+        return made if self.shared is None else made.add_(self.shared(x, stream), alpha=self.mixture.shared_factor)
+
+    def weights(self) -> Iterator[Weight | Tensor]:
+        """All of this rank's."""
+        yield from (*super().weights(), self.table)
+
+
+def _table(load: Loader, name: str, mixture: Mixture) -> Tensor:
+    """[vocabulary, chosen] int32; where weights are made up, any."""
+    full = load.shape.vocabulary, mixture.chosen
+    if not load.source.has(name):
+        if load.source.has(f"{load.prefix}input_layernorm.weight"):
+            raise Unsupported(f"there is no tensor {name}: is the download complete, and config.json the model's own?")
+        numbers = torch.arange(full[0], device=load.source.device).unsqueeze(1) * 7 + torch.arange(
+            full[1], device=load.source.device
+        )
+        return (numbers % mixture.experts).int()
+    found = load.source.stored(name, ("I64", "I32"))
+    if found.shape != full or not bool(((found >= 0) & (found < mixture.experts)).all()):
+        raise Unsupported(
+            f"tensor {name} is {list(found.shape)}, {list(full)} numbers of {mixture.experts} experts are needed: {AGAIN}"
+        )
+    return found.int()
