@@ -113,6 +113,8 @@ class Model:
         slot=lambda ranks, layer: (2, 1, 1),
         kv_elements=lambda ranks: 2,
         blocks=None,
+        grams=None,
+        pool=0,
         most=0,
     )
     ranks = SimpleNamespace(size=1, rank=0)
