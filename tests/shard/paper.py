@@ -101,6 +101,7 @@ class Model:
         head_size=1,
         vocabulary=POISON + 1,
         latent=None,
+        compressed=None,
         remembering=None,
         kept_states=lambda sequences, caching: 0,
         attending=[0],

@@ -768,7 +768,6 @@ def calm(name: str) -> World:
         ("glm-5-pools", "right", 4, 4, UNLIMITED, False),
         ("qwen4-exp", "chains", 4, 4, 7, True),
         ("deepseek-v4", "chains", 4, 1, 7, True),
-        ("deepseek-v4-entries", "chains", 8, 16, 7, True),
         ("qwen3.5", "right", 4, 16, 7, True),
         ("qwen3.5", "chains", 8, 4, 7, False),
     ],
