@@ -60,7 +60,7 @@ def test_a_section_at_its_real_shapes(noted: Noted, section: Callable[[Bench], o
     assert len(lines) >= 20
     assert noted.most < 20e9
     eager = [line.what for line in lines if line.timing is not None and line.timing.way == "eager"]
-    assert all("plain torch" in what or "best 8" in what for what in eager)
+    assert all("plain torch" in what or "best 8" in what or "the host" in what for what in eager)
 
 
 def test_steps_of_a_model(noted: Noted) -> None:
