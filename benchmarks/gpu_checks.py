@@ -26,18 +26,18 @@ from penstock.benchmarks.gpu_worlds import Shape
 from penstock.kernels import (
     adapters,
     beam,
-    choose,
     codes,
     compressed,
+    dispatch,
     entries,
     experts,
-    fused_product,
     fused_quantized,
+    fused_skinny_gemm,
     gated_delta,
     hopper_attention,
+    hyper_connections,
     linear,
     low_rank,
-    mixing,
     noise,
     operations,
     paged_attention,
@@ -134,7 +134,7 @@ def checked(bench: Bench, seed: int, name: str) -> Line:
     chance = random.Random(f"{seed} {name}")
     torch.manual_seed(chance.randrange(1 << 32))
     try:
-        with choose.forced("triton"):
+        with dispatch.forced("triton"):
             found = checks(bench)[name](bench, chance)
     except Exception as problem:  # the others are still looked at
         traceback.print_exc()
@@ -158,7 +158,7 @@ def checks(bench: Bench) -> dict[str, Check]:
     found["products of few rows"] = products
     found["products of few rows in parts, with the norm behind"] = parts
     for name, dtype in types.items():
-        found[f"products whose rows depend on no other, {name}"] = partial(steady_products, dtype=dtype)
+        found[f"products whose rows depend on no other, {name}"] = partial(invariant_products, dtype=dtype)
     found["routes to experts"] = routes
     found["products of experts"] = mixtures
     for kind in codes.BITS:
@@ -423,9 +423,9 @@ def _mixed(bench: Bench, rows: int, size: int, dtype: torch.dtype) -> float:
     shares = Shares(matrix * size**-0.5, both[0], both[1], magnitude=2.0, epsilon=1e-6)
     wide = streams.double() + given.double().unsqueeze(2) * more.double().unsqueeze(1)
     with poisoned():
-        mixed, found = mixing.mix(streams, more, given, shares, 1e-5)
-    with choose.forced("reference"):  # of the streams as they were rounded
-        seen, gives = mixing.mix(streams.float(), None, None, shares, 1e-5)
+        mixed, found = hyper_connections.mix(streams, more, given, shares, 1e-5)
+    with dispatch.forced("reference"):  # of the streams as they were rounded
+        seen, gives = hyper_connections.mix(streams.float(), None, None, shares, 1e-5)
     assert gives is not None
     assert found is not None
     tolerance = ROUNDINGS[dtype]
@@ -439,11 +439,11 @@ def _crossed(bench: Bench, rows: int, size: int, dtype: torch.dtype) -> float:
     shares = Shares(matrix * size**-0.5, both[0], both[1], magnitude=2.0, epsilon=1e-6, rounds=20)
     own, far = streams.to("cpu", copy=True), replace(shares, matrix=shares.matrix.cpu(), scale=both[0].cpu(), base=both[1].cpu())
     with poisoned():
-        mixed, found = mixing.mix(streams, more, given, shares, 1e-5)
-        mean, _ = mixing.mix(streams, None, None, None, 1e-5)
-    with choose.forced("reference"):
-        mixing.mix(own, more.cpu(), given.cpu(), far, 1e-5)
-        seen, gives = mixing.mix(streams.cpu().float(), None, None, far, 1e-5)  # of the streams as they were rounded
+        mixed, found = hyper_connections.mix(streams, more, given, shares, 1e-5)
+        mean, _ = hyper_connections.mix(streams, None, None, None, 1e-5)
+    with dispatch.forced("reference"):
+        hyper_connections.mix(own, more.cpu(), given.cpu(), far, 1e-5)
+        seen, gives = hyper_connections.mix(streams.cpu().float(), None, None, far, 1e-5)  # of the streams as they were rounded
     assert found is not None
     assert gives is not None
     pairs = (streams, own), (mixed, seen), (found, gives), (mean, streams.double().mean(1))
@@ -458,7 +458,7 @@ def _pooled(bench: Bench, rows: int, dtype: torch.dtype) -> float:
     keys, gates, places, slots = (x.to(bench.device) for x in (keys, gates, places, slots))
     with poisoned():
         pools.write_pools(keys, gates, places, slots, own)
-    with choose.forced("reference"):
+    with dispatch.forced("reference"):
         pools.write_pools(keys.cpu(), gates.cpu(), places.cpu(), slots.cpu(), cache)
     return error(own.cpu(), cache, ROUNDINGS[dtype])
 
@@ -469,7 +469,7 @@ def told(bench: Bench, chance: random.Random, dtype: torch.dtype) -> float:
     for run in gpu_told.runs(chance, dtype, bench.tiny):
         with poisoned():
             ours = run(bench.device)
-        with choose.forced("reference"):
+        with dispatch.forced("reference"):
             theirs = run(torch.device("cpu"))
         worst = max(worst, *(error(one.cpu(), other, ROUNDINGS[dtype]) for one, other in zip(ours, theirs, strict=True)))
     return worst
@@ -511,7 +511,7 @@ def _entered(bench: Bench, chance: random.Random, dtype: torch.dtype, rate: int,
 
     with poisoned():
         ours = found(bench.device)
-    with choose.forced("reference"):
+    with dispatch.forced("reference"):
         theirs = found(torch.device("cpu"))
     return max(error(*pair, ROUNDINGS[dtype]) for pair in zip(ours, theirs, strict=True))
 
@@ -541,7 +541,7 @@ def products(bench: Bench, chance: random.Random) -> float:
                 expected += out.double()
             else:
                 out.fill_(torch.nan)
-            fused_product.product(x, weight, bias, out, gains=gains, epsilon=1e-5, gated=gated, add=add)
+            fused_skinny_gemm.product(x, weight, bias, out, gains=gains, epsilon=1e-5, gated=gated, add=add)
             worst = max(worst, relative_error(out, expected, dtype))
     return worst
 
@@ -554,7 +554,7 @@ def parts(bench: Bench, chance: random.Random) -> float:
         weight = _wide(outputs, inputs, dtype=dtype, device=bench.device) * inputs**-0.5
         bias, gains = (_wide(outputs, dtype=dtype, device=bench.device) for _ in range(2))
         out = torch.full((chance.choice([2, 4]), rows, outputs), torch.nan, device=bench.device)
-        fused_product.product(x, weight, bias, out)
+        fused_skinny_gemm.product(x, weight, bias, out)
         expected = x.double() @ weight.double().T + bias.double()
         largest = expected.abs().max()
         worst = max(worst, error(out.double().sum(0) / largest, expected / largest, SUMS))
@@ -565,14 +565,14 @@ def parts(bench: Bench, chance: random.Random) -> float:
     return worst
 
 
-def steady_products(bench: Bench, chance: random.Random, dtype: torch.dtype) -> float:
+def invariant_products(bench: Bench, chance: random.Random, dtype: torch.dtype) -> float:
     """Against float64, and some of the rows by themselves to the last bit."""
     worst = 0.0
     for inputs, outputs in [(40, 33)] if bench.tiny else [(4096, 6144), (14336, 4096), (chance.randint(30, 1100), 999)]:
         rows = 5 if bench.tiny else 600
         x = _wide(rows, inputs, dtype=dtype, device=bench.device)
         weight = _wide(outputs, inputs, dtype=dtype, device=bench.device) * inputs**-0.5
-        product = linear.steady(weight, None)
+        product = linear.invariant(weight, None)
         found, expected = product(x), x.double() @ weight.double().T
         worst = max(worst, relative_error(found, expected, dtype))
         for first, count in ((0, 1), (3, 1), (1, chance.randint(2, rows - 1))):
@@ -628,7 +628,7 @@ def routes(bench: Bench, chance: random.Random) -> float:
         with poisoned():
             shares, chosen = experts.route(logits.to(bench.device), correction=correction.to(bench.device), **how)
             order, starts = sort(chosen[: PAIRS // count], number)
-        with choose.forced("reference"):
+        with dispatch.forced("reference"):
             expected, _ = experts.route(logits, correction=correction, **how)
         numbers, places = chosen[: PAIRS // count].flatten().sort(stable=True)
         begins = torch.searchsorted(numbers, torch.arange(number + 1, device=bench.device))
@@ -713,7 +713,7 @@ def remembered(bench: Bench, chance: random.Random, rule: str) -> float:
 
     with poisoned():
         ours = found(bench.device)
-    with choose.forced("reference"):
+    with dispatch.forced("reference"):
         answer, windows, memories = found(torch.device("cpu"))
     if not ours[1].equal(windows):
         return torch.inf
@@ -805,7 +805,7 @@ def _differ(bench: Bench, before: Tensor, columns: Tensor, starts: Tensor) -> fl
     """Elements that the device changes otherwise than a CPU. columns: sources, targets, and of pages what is filled."""
     own, plain = before.to(bench.device, copy=True), before.clone()
     _change(own, columns.to(bench.device), starts.to(bench.device))
-    with choose.forced("reference"):
+    with dispatch.forced("reference"):
         _change(plain, columns, starts)
     return float((own.cpu() != plain).sum())
 
@@ -840,7 +840,7 @@ def noises(bench: Bench, chance: random.Random) -> float:
     ids = torch.arange(vocabulary, device=bench.device).repeat(rows, 1)
     with poisoned():
         found = noise.gumbel_all(seeds, choices, positions, vocabulary), noise.gumbel(seeds, choices, positions, ids)
-    with choose.forced("reference"):
+    with dispatch.forced("reference"):
         expected = noise.gumbel_all(keys[0], keys[1], keys[2], vocabulary)
     return float(sum((one.cpu().view(torch.int32) != expected.view(torch.int32)).sum() for one in found))
 
@@ -851,7 +851,7 @@ def tokens(bench: Bench, chance: random.Random) -> float:
     logits = torch.randn(rows, vocabulary) * 3
     draws, penalties, mask = _asked(rows, vocabulary, chance)
     penalized = sampling.allow(sampling.penalize(logits, penalties), mask)
-    with choose.forced("reference"):
+    with dispatch.forced("reference"):
         expected, final = _drawn(penalized, draws)
     device = bench.device
     own = logits.to(device)
@@ -919,7 +919,7 @@ def best(bench: Bench, chance: random.Random) -> float:
     starts = [0, *sorted(chance.sample(range(1, count), 3)), count]
     own = beam.candidates(logits.to(bench.device), scores.to(bench.device), starts, 8)
     top = beam.most_probable(logits.to(bench.device), 5)
-    with choose.forced("reference"):
+    with dispatch.forced("reference"):
         expected, plain = beam.candidates(logits, scores, starts, 8), beam.most_probable(logits, 5)
     worst = max(error(own[0].cpu(), expected[0], 1e-4), error(top[0].cpu(), plain[0], 1e-4))
     ids = sum(

@@ -25,7 +25,7 @@ import torch
 from penstock.benchmarks.gpu_busy import Busy, watch
 from penstock.benchmarks.gpu_measure import Bench, replaced
 from penstock.benchmarks.gpu_report import Line, failed, timing
-from penstock.kernels import choose, early, fused_product, linear
+from penstock.kernels import dependent_launch, dispatch, fused_skinny_gemm, linear
 from penstock.launcher.hub import DEMO_FOLDER
 from penstock.shard.config import ShardConfig
 from penstock.shard.decoding.sampler import Pick
@@ -77,7 +77,7 @@ def steps(bench: Bench) -> None:
     """Every case, without graphs and from one."""
     cuda = bench.device.type == "cuda"
     busy = watch(cuda)
-    with choose.forced("triton"), tempfile.TemporaryDirectory(prefix="penstock-gpu-") as folder:
+    with dispatch.forced("triton"), tempfile.TemporaryDirectory(prefix="penstock-gpu-") as folder:
         engine = made_up(bench, Path(folder))
         cases = [(2, 40)] if bench.tiny else CASES
         for waits, (rows, context) in [*((False, case) for case in cases), *((True, case) for case in cases if cuda)]:
@@ -125,7 +125,7 @@ def _case(bench: Bench, engine: Engine, busy: Busy, rows: int, context: int, wai
     engine.resize(extent.pages)
     begin(engine, rows, context)
     if waits:
-        with replaced(early, "enabled", False):
+        with replaced(dependent_launch, "enabled", False):
             engine.record(Recorder(), extent, lambda stage: None)
             _measured(bench, engine, busy, rows, context, "graph, no kernel begins early")
         return
@@ -146,10 +146,10 @@ def _case(bench: Bench, engine: Engine, busy: Busy, rows: int, context: int, wai
 def _other_ways(rows: int) -> Iterator[tuple[str, Any, str, int]]:
     """Of products of few rows, and what to set for them."""
     if rows <= linear.FEW:
-        yield "products and norms begin early", early, "products", True
+        yield "products and norms begin early", dependent_launch, "products", True
         yield "products by torch", linear, "FEW", 0  # norms, products and sums one after the other
         if rows > 1:
-            yield "no product in parts", fused_product, "SHORTEST", sys.maxsize
+            yield "no product in parts", fused_skinny_gemm, "SHORTEST", sys.maxsize
 
 
 def begin(engine: Engine, rows: int, context: int) -> None:
@@ -220,7 +220,7 @@ def tokens(bench: Bench) -> None:
     count, new = (2, 3) if bench.tiny else (48, 160)
     prompts = [[dice.randrange(3, 2048) for _ in range(dice.randint(2, 6 if bench.tiny else 300))] for _ in range(count)]
     for dtype, begins in [("float32", False)] if bench.tiny else [*((dtype, True) for dtype in NEAR), ("bfloat16", False)]:
-        with replaced(early, "enabled", begins):
+        with replaced(dependent_launch, "enabled", begins):
             found = _greedy(bench, "triton", dtype, prompts, new)
         expected = _greedy(bench, "reference", dtype, prompts, new)
         apart, ties, compared = compare(found, expected, NEAR[dtype])
@@ -247,7 +247,7 @@ def compare(found: Sequence[Sequence[Pick]], expected: Sequence[Sequence[Pick]],
 
 @torch.inference_mode()
 def _greedy(bench: Bench, kernels: str, dtype: str, prompts: Sequence[Sequence[int]], new: int) -> list[list[Pick]]:
-    with choose.forced(kernels):
+    with dispatch.forced(kernels):
         config = ShardConfig(folder=str(DEMO_FOLDER), model="demo", device=bench.device.type, dtype=dtype, prefix_caching=False)
         engine = load(config, lambda stage: None)
         total = max(map(len, prompts)) + new

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.benchmarks.gpu_measure import Bench, Call
 from penstock.benchmarks.gpu_report import Line, failed
-from penstock.kernels import beam, choose, codes, experts, linear, operations, paging, quantized, reference, sampling
+from penstock.kernels import beam, codes, dispatch, experts, linear, operations, paging, quantized, reference, sampling
 from penstock.kernels.fused_sampling import sample
 from penstock.kernels.linear import Exact, Weight
 from penstock.kernels.sampling import Draws, Penalties
@@ -23,9 +23,9 @@ SAMPLING = 3.0  # times one read of 256 x 128k logits, with top-k, top-p and pen
 
 def measure(bench: Bench) -> None:
     """All of it; experts last, since most of their time goes into compiling twenty kernels."""
-    with choose.forced("triton"):
+    with dispatch.forced("triton"):
         sizes = (4,) if bench.tiny else (1, 256, 8192)
-        parts = [partial(part, tokens=tokens) for part in (elementwise, few_bits, steady, mixture) for tokens in sizes]
+        parts = [partial(part, tokens=tokens) for part in (elementwise, few_bits, invariant, mixture) for tokens in sizes]
         bench.each(SECTION, (sample_logits, beams, moves, offloading, *parts))
 
 
@@ -125,13 +125,13 @@ def few_bits(bench: Bench, tokens: int) -> None:
         bench.add(Line(section=SECTION, what=what, timing=took, ratio=floor / took.seconds, against="its floor"))
 
 
-def steady(bench: Bench, tokens: int) -> None:
+def invariant(bench: Bench, tokens: int) -> None:
     """The product that no row depends on, of queries, keys and values of an 8 B model, against torch's."""
     outputs, inputs = (64, 96) if bench.tiny else (6144, HIDDEN)
     x, size = _bfloat16(bench, tokens, inputs), 2 * outputs * inputs
     weights = [_bfloat16(bench, outputs, inputs) for _ in range(bench.copies(size))]
     usual = bench.time([partial(linear.plain(weight, None), x) for weight in weights])
-    took = bench.time([partial(linear.steady(weight, None), x) for weight in weights])
+    took = bench.time([partial(linear.invariant(weight, None), x) for weight in weights])
     what = f"product of {tokens} tokens that depends on no other row"
     bench.add(Line(section=SECTION, what=what, timing=took, ratio=usual.seconds / took.seconds, against="of torch's own product"))
 

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from penstock.benchmarks.gpu_measure import Bench
 from penstock.benchmarks.gpu_model import GOALS, begin, extent_of, made_up
 from penstock.benchmarks.gpu_report import Line, Timing
-from penstock.kernels import choose
+from penstock.kernels import dispatch
 from penstock.shard.engine import Engine
 from penstock.shard.graphs import Recorder
 
@@ -24,7 +24,7 @@ NAME = 70  # characters of a name
 
 def measure(bench: Bench) -> None:
     """Each case that has a goal."""
-    with choose.forced("triton"), tempfile.TemporaryDirectory(prefix="penstock-gpu-") as folder:
+    with dispatch.forced("triton"), tempfile.TemporaryDirectory(prefix="penstock-gpu-") as folder:
         engine = made_up(bench, Path(folder))
         for rows, context in [(2, 40)] if bench.tiny else GOALS:
             if bench.late():

@@ -20,7 +20,7 @@ def main() -> int:
     if sys.argv[1:2] == ["serve"]:
         return _launch()
     from penstock.benchmarks.gpu_busy import watch
-    from penstock.kernels.choose import force
+    from penstock.kernels.dispatch import force
     from penstock.proto import settings
     from penstock.shard import __main__ as shard
     from penstock.shard.config import ShardConfig

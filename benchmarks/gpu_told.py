@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from penstock.kernels import gated_mixing, grams, means, reference
+from penstock.kernels import gated_hyper_connections, means, ngrams, reference
 from penstock.kernels.gated_delta import Spans, States
 from penstock.kernels.hashes import Hashes
 
@@ -33,8 +33,8 @@ def _mixed(rows: int, size: int, dtype: torch.dtype) -> Run:
 
     def run(device: torch.device) -> list[Tensor]:
         own = streams.to(device, copy=True)
-        normal = gated_mixing.spread(own, more.to(device), given.to(device), gains.to(device), 1e-5)
-        seen, gives = gated_mixing.gathered(normal, gates.to(device), giving.to(device), COUNT)
+        normal = gated_hyper_connections.spread(own, more.to(device), given.to(device), gains.to(device), 1e-5)
+        seen, gives = gated_hyper_connections.gathered(normal, gates.to(device), giving.to(device), COUNT)
         assert gives is not None
         return [own, normal, seen, gives]
 
@@ -62,10 +62,10 @@ def _told(chance: random.Random, size: int, dtype: torch.dtype) -> Run:
     def run(device: torch.device) -> list[Tensor]:
         own, states = streams.to(device, copy=True), States(windows.to(device, copy=True), torch.zeros(9, 0, 0, 0, device=device))
         spans = Spans(tuple(lengths), *(torch.tensor(some, device=device) for some in numbers))
-        taken, normal = grams.opened(joint.to(device), own, gains.to(device), 1e-5)
-        grams.take(own, taken, normal, taps.to(device), APART, spans, states)
+        taken, normal = ngrams.opened(joint.to(device), own, gains.to(device), 1e-5)
+        ngrams.take(own, taken, normal, taps.to(device), APART, spans, states)
         multipliers, heads, first = (x.to(device) for x in hashes)
-        rows = grams.rows_of(ids.to(device), before.to(device), spans, Hashes(multipliers, heads, first, 3))
+        rows = ngrams.rows_of(ids.to(device), before.to(device), spans, Hashes(multipliers, heads, first, 3))
         return [taken, own, states.windows, rows]
 
     return run

@@ -14,19 +14,19 @@ from penstock.benchmarks.gpu_measure import Bench, Call, replaced
 from penstock.benchmarks.gpu_report import Line, failed
 from penstock.benchmarks.gpu_worlds import World, tree
 from penstock.kernels import (
-    choose,
     codes,
-    fused_product,
+    dispatch,
+    fused_gemv,
     fused_quantized,
-    fused_vector,
+    fused_skinny_gemm,
     operations,
     paged_attention,
     quantized,
-    work,
+    work_list,
 )
 from penstock.kernels.attention import Row
 from penstock.kernels.linear import Exact, Weight
-from penstock.kernels.work import Tile
+from penstock.kernels.work_list import Tile
 
 SECTION = "tuning"
 TILES, CUTS, PRODUCT, VECTOR = "paged_attention", "work.ITEMS_PER_PROCESSOR", "fused_product._shape", "fused_vector._shape"
@@ -52,7 +52,7 @@ SHAPES = {
 
 def measure(bench: Bench) -> None:
     """The most telling first: the section ends when its time is over."""
-    with choose.forced("triton"):
+    with dispatch.forced("triton"):
         cases = {
             "64 x 4k": (0, ONE, even_rows(bench, 64, 4096)),
             "prefill of 8k": (2, MANY, [Row(64 if bench.tiny else 8192, 0, ())]),
@@ -105,7 +105,7 @@ def _cuts(bench: Bench, count: int, tokens: int) -> None:
     made = world_of(bench, even_rows(bench, count, tokens))
     usual = bench.time(_attending(made)).seconds
     for items in ITEMS[:1] if bench.tiny else ITEMS:
-        with replaced(work, "ITEMS_PER_PROCESSOR", items):
+        with replaced(work_list, "ITEMS_PER_PROCESSOR", items):
             _compare(bench, f"{count} x {tokens}: {items} items for a processor", CUTS, usual, lambda: _attending(made))
 
 
@@ -134,20 +134,20 @@ def _products(bench: Bench, name: str) -> None:
 
 def _shapes_of_one(bench: Bench, what: str, usual: float, ours: Sequence[Call]) -> None:
     for one in VECTORS[:1] if bench.tiny else VECTORS:
-        with replaced(fused_vector, "_shape", lambda *given, one=one: fused_vector.Shape(*one)):
+        with replaced(fused_gemv, "_shape", lambda *given, one=one: fused_gemv.Shape(*one)):
             _compare(bench, f"{what}: shape of {one}", VECTOR, usual, lambda: ours)
 
 
 def _shapes(bench: Bench, what: str, usual: float, ours: Sequence[Call], add: bool) -> None:
     """add: inputs may be cut."""
-    for parts in fused_product.PARTS if add else (1,):
-        with replaced(fused_product, "PARTS", (parts,)):
+    for parts in fused_skinny_gemm.PARTS if add else (1,):
+        with replaced(fused_skinny_gemm, "PARTS", (parts,)):
             if add:
                 _compare(bench, f"{what}: in {parts} parts", "fused_product._parts", usual, lambda: ours)
             for *one, warps in PRODUCTS[:1] if bench.tiny else PRODUCTS:
                 with (
-                    replaced(fused_product, "_shape", lambda *given, one=one: fused_product.Shape(*one)),
-                    replaced(fused_product, "WARPS", warps),
+                    replaced(fused_skinny_gemm, "_shape", lambda *given, one=one: fused_skinny_gemm.Shape(*one)),
+                    replaced(fused_skinny_gemm, "WARPS", warps),
                 ):
                     _compare(bench, f"{what}: in {parts} parts, tile of {(*one, warps)}", PRODUCT, usual, lambda: ours)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from penstock.benchmarks.gpu_measure import replaced
 from penstock.benchmarks.gpu_model import write
-from penstock.kernels import choose
+from penstock.kernels import dispatch
 from penstock.shard import logits
 from penstock.shard.config import ShardConfig
 from penstock.shard.decoding.expansion import Beams, Expansion
@@ -68,7 +68,7 @@ def engine_of(rows: int, context: int, steps: int, folder: Path) -> Engine:
     config = ShardConfig(folder=str(write(folder, tiny=True)), model="still", load_format="dummy", overlap="on")
     engine = load(config, lambda stage: None)
     engine.decoder.__class__ = Still
-    choose.force("triton")
+    dispatch.force("triton")
     engine.resize(4 * rows * -(-(context + steps) // PAGE))
     engine.cache.copy_rows = lambda *columns: None  # type: ignore[method-assign]
     extent = Extent(rows, rows, context + steps, engine.pool.pages, (rows,))
@@ -92,7 +92,7 @@ def groups_of(rows: int, context: int, width: int, new: int) -> list[Group]:
 def measure(rows: int, context: int, steps: int, width: int = 0) -> float:
     """Seconds of a step, in the median."""
     with (
-        choose.forced(""),  # so that what is forced below is no longer so afterwards
+        dispatch.forced(""),  # so that what is forced below is no longer so afterwards
         replaced(logits, "begin", begin),
         replaced(logits, "expand", expand),
         tempfile.TemporaryDirectory() as scratch,

@@ -1,6 +1,6 @@
 """The best continuations of beams, and the most probable tokens of a row. Knows tensors and ints, no beam and no hypothesis.
 
-By Triton in one pass over the logits where `choose.triton_for` says so; the plain branch says what is meant. Of equal ones the
+By Triton in one pass over the logits where `dispatch.triton_for` says so; the plain branch says what is meant. Of equal ones the
 first come first, however many are asked for: what one row gets must not depend on how many its neighbours want.
 """
 
@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from .choose import triton_for
+from .dispatch import triton_for
 from .transfer import list_to_device, to_device
 
 

@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from . import early
+from . import dependent_launch
 from .compilation import Compilation
 
 KIB = 1024
@@ -97,7 +97,7 @@ def _compiled(compilation: Compilation, target: Target) -> Any:
     attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, types, dict(compilation.constants), attributes)
     options = {"num_warps": compilation.warps, "num_stages": compilation.stages, "enable_fp_fusion": compilation.fuse}
-    return triton.compile(source, target=target.gpu, options=options | early.options(compilation.early))
+    return triton.compile(source, target=target.gpu, options=options | dependent_launch.options(compilation.early))
 
 
 def _fault(compilation: Compilation, target: Target, spilled: int, shared: int) -> str:

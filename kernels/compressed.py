@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from . import attention as plain
-from . import shared_prefixes, work
+from . import shared_prefixes, work_list
 from .attention import How, Row
 from .entries import Ends
 from .indexed import Choosing, scores
@@ -71,8 +71,8 @@ class Places:
 
 def places_of(rows: Sequence[Row], layout: Layout) -> Places:
     """Of rows in the order in which they stand in the step."""
-    own = work.positions_of(rows)
-    widths = numpy.array([work.width(row, layout.page_size) for row in rows], numpy.int64)
+    own = work_list.positions_of(rows)
+    widths = numpy.array([work_list.width(row, layout.page_size) for row in rows], numpy.int64)
     tables = numpy.repeat(widths.cumsum() - widths, [row.queries for row in rows])
     closing = {rate: numpy.flatnonzero((own + 1) % rate == 0) for rate, _ in layout.entries}
     parts = (tables, own, *closing.values())
@@ -121,7 +121,7 @@ def plan(rows: Sequence[Row], layout: Layout) -> tuple[list[int], Plan]:
     longest = max(row.context + row.queries for row in rows) if rows else 0
     seen = layout.near + longest // min(rate for rate, _ in layout.entries)
     most = max(1, min(plain.TILE, LOGITS // (layout.ratio * seen)))
-    tables = (row.pages[: work.width(row, layout.page_size)] for row in ordered)
+    tables = (row.pages[: work_list.width(row, layout.page_size)] for row in ordered)
     pages = torch.tensor([*chain.from_iterable(tables)], dtype=torch.int64, device=layout.device)
     tiles = [*_tiles(ordered, layout, most)]
     return order, Plan([], blocks, [], tiles, places_of(ordered, layout), pages, layout.near, longest, {})

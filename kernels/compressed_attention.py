@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import paged_attention as paged
-from . import work
+from . import work_list
 from .attention import How, Row
 from .compressed import ChoosingEntries, Places, places_of
 from .fused_index import scores
@@ -55,7 +55,7 @@ class Plan(paged.Plan):
 def plan(whole: paged.Plan, rows: Sequence[Row], layout: Layout) -> Plan:
     """whole: the step's plan, of layers with a window and, for scores, without."""
     places = places_of(rows, layout)
-    own = work.positions_of(rows)
+    own = work_list.positions_of(rows)
     lengths = numpy.repeat([row.context + row.queries for row in rows], [row.queries for row in rows])
     parts = {kind: _parts(whole, own, lengths, places, kind, layout) for kind in layout.entries}
     given = {each.name: getattr(whole, each.name) for each in fields(whole)}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .choose import triton_for
+from .dispatch import triton_for
 from .operations import write
 from .reference import rms_norm
 from .turning import turn

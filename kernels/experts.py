@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from . import quantized
-from .choose import triton_for
 from .codes import Codes, unpacked
+from .dispatch import triton_for
 from .linear import Exact, Weight
 from .reference import PLAIN, Gates, by_lanes
 
@@ -172,7 +172,7 @@ class Together(Experts):
     """By Triton."""
 
     def __init__(self, gate_ups: Weights, downs: Weights, biases: Biases, gates: Gates, dtype: torch.dtype, exact: Exact) -> None:
-        self._steady = exact is Exact.STEADY
+        self._invariant = exact is Exact.INVARIANT
         self._gate_up, self._down = (
             torch.stack([unpacked(weight, dtype) if isinstance(weight, Codes) else weight for weight in weights])
             for weights in (gate_ups, downs)
@@ -183,21 +183,21 @@ class Together(Experts):
     def _products(self, x: Tensor, order: Tensor, starts: Tensor, shares: Tensor) -> Tensor:
         from .fused_experts import experts
 
-        return experts(x, order, starts, shares, self._gate_up, self._down, self._biases, self._gates, self._steady)
+        return experts(x, order, starts, shares, self._gate_up, self._down, self._biases, self._gates, self._invariant)
 
 
 class FewBits(Experts):
     """By Triton, from codes."""
 
     def __init__(self, gate_up: "Packed", down: "Packed", biases: Biases, gates: Gates, exact: Exact) -> None:
-        self._steady = exact is Exact.STEADY
+        self._invariant = exact is Exact.INVARIANT
         self._gate_up, self._down, self._biases = gate_up, down, biases
         super().__init__([*gate_up.tensors, *down.tensors, *(biases or ())], len(down.codes), down.codes.device, gates)
 
     def _products(self, x: Tensor, order: Tensor, starts: Tensor, shares: Tensor) -> Tensor:
         from .packed_experts import experts
 
-        return experts(x, order, starts, shares, self._gate_up, self._down, self._biases, self._gates, self._steady)
+        return experts(x, order, starts, shares, self._gate_up, self._down, self._biases, self._gates, self._invariant)
 
 
 def lay_out(

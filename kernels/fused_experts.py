@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .compilation import Compilation
 from .fused_activation import activated, limited
-from .fused_product import INTERPRET, dot
+from .fused_skinny_gemm import INTERPRET, dot
 from .reference import PLAIN, Gates
 
 WARPS = 4
@@ -111,14 +111,14 @@ def experts(
     down: Tensor,
     biases: tuple[Tensor, Tensor] | None,
     gates: Gates = PLAIN,
-    steady: bool = False,
+    invariant: bool = False,
 ) -> Tensor:
     """What each expert makes of its tokens, times its share: [pairs, hidden].
 
     x: [tokens, hidden]; order: [pairs], sorted by expert; starts: [experts + 1], where each expert's begin there; shares: [tokens,
-    pairs of a token] float32; gate_up: [experts, 2 * size, hidden], gates first; down: [experts, hidden, size]; biases:
-    [experts, 2 * size] and [experts, hidden]; gates: if these are `squared`, there are none; steady: by one tile for all numbers of
-    pairs, so that no result depends on others. All dense.
+    pairs of a token] float32; gate_up: [experts, 2 * size, hidden], gates first; down: [experts, hidden, size]; biases: [experts, 2
+    * size] and [experts, hidden]; gates: if these are `squared`, there are none; invariant: by one tile for all numbers of pairs,
+    so that no result depends on others. All dense.
     """
     number, hidden, size = down.shape
     assert gate_up.shape == (number, (2 - gates.squared) * size, hidden)
@@ -130,20 +130,20 @@ def experts(
     first, second = biases or (None, None)
     if len(order):
         how: dict[str, Any] = {"together": shares.shape[1], "gated": not gates.squared, "gates": gates}
-        _product(inner, x, gate_up, order, starts, shares, bias=first, steady=steady, **how)
-        _product(out, inner, down, order, starts, shares, bias=second, steady=steady)
+        _product(inner, x, gate_up, order, starts, shares, bias=first, invariant=invariant, **how)
+        _product(out, inner, down, order, starts, shares, bias=second, invariant=invariant)
     return out
 
 
-def add_products(out: Tensor, x: Tensor, weight: Tensor, order: Tensor, starts: Tensor, steady: bool = False) -> None:
+def add_products(out: Tensor, x: Tensor, weight: Tensor, order: Tensor, starts: Tensor, invariant: bool = False) -> None:
     """Adds to `out` [rows, outputs] the products of x [rows, inputs] with the matrices of `weight` [matrices, outputs, inputs].
 
     order: [rows], sorted by matrix; starts: [matrices + 1], where each one's begin there: those before are left as they are.
-    steady: as of `experts`. All dense.
+    invariant: as of `experts`. All dense.
     """
     assert all(tensor.is_contiguous() for tensor in (out, x, weight, order, starts))
     if len(x):
-        _product(out, x, weight, order, starts, out, add=True, steady=steady)
+        _product(out, x, weight, order, starts, out, add=True, invariant=invariant)
 
 
 def _product(
@@ -159,11 +159,11 @@ def _product(
     gated: bool = False,
     gates: Gates = PLAIN,
     add: bool = False,
-    steady: bool = False,
+    invariant: bool = False,
 ) -> None:
     pairs, outputs = out.shape
     number, inputs = len(weight), weight.shape[2]
-    few, amd = few_of(pairs, number, steady), torch.version.hip is not None
+    few, amd = few_of(pairs, number, invariant), torch.version.hip is not None
     constants = _constants(few, number, together, inputs, outputs, gated, x.element_size(), amd) | gates.constants
     constants |= {"ADD": add, "BIASED": bias is not None}
     rows = constants["ROWS"]
@@ -184,9 +184,9 @@ def _product(
     )
 
 
-def few_of(pairs: int, number: int, steady: bool) -> bool:
-    """Whether tiles have few rows: few pairs for each expert cost what reading its weight costs. steady: all are the same."""
-    return pairs <= 16 * number and not steady
+def few_of(pairs: int, number: int, invariant: bool) -> bool:
+    """Whether tiles have few rows: few pairs for each expert cost what reading its weight costs. invariant: all are the same."""
+    return pairs <= 16 * number and not invariant
 
 
 def _constants(

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .compilation import EARLY_TARGETS, EIGHT_BIT_TARGETS, GENERATIONS, Compilation
-from .early import on, options, wait
+from .dependent_launch import on, options, wait
 from .fused_latents import WARPS, angles, constants_of, keep, turn
 from .fused_rotary import rotated, storable
 from .indexed import Choosing

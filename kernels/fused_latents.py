@@ -12,10 +12,11 @@ import triton.language as tl
 from torch import Tensor
 
 from .compilation import EARLY_TARGETS, EIGHT_BIT_TARGETS, WARP, Compilation
-from .early import on, options, wait
+from .dependent_launch import on, options, wait
 from .fused_rotary import rotated, storable
 
-HEADS = 16  # of one program; more, where theirs are fewer numbers than threads: queries are changed in place (see `fused_mixing`)
+# Of one program; more, where theirs are fewer numbers than threads: queries are changed in place (see `fused_hyper_connections`).
+HEADS = 16
 WARPS = 4
 
 

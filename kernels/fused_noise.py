@@ -7,8 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from . import logarithm
-from .choose import on_nvidia
 from .compilation import AMD, NVIDIA, Compilation
+from .dispatch import on_nvidia
 
 SIZE = 1024  # numbers of one program
 PER_ROW = ["seeds", "choices", "positions"]  # see `fused_sampling.PER_ROW`

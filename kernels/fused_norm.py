@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .compilation import EARLY_TARGETS, Compilation
-from .early import on, options, wait
+from .dependent_launch import on, options, wait
 
 # Elements that one program holds: 2048 in 4 warps are 16 a thread.
 TILE = 2048

@@ -19,10 +19,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from .choose import on_nvidia
 from .codes import BITS, FP4_BLOCKS, MIDDLES, Codes, factors_of
 from .compilation import AMD, NVIDIA, Compilation
-from .fused_product import INTERPRET, dot
+from .dispatch import on_nvidia
+from .fused_skinny_gemm import INTERPRET, dot
 from .linear import Product
 from .small_floats import FP8_FACTOR, in_blocks, scale_at, smaller, tiny, tiny_pair, words
 
@@ -209,10 +209,10 @@ def unpack_kernel(
 
 
 def by_triton(
-    codes: Codes, bias: Tensor | None, dtype: torch.dtype, steady: bool = False
+    codes: Codes, bias: Tensor | None, dtype: torch.dtype, invariant: bool = False
 ) -> tuple[Product, Sequence[Tensor | None]] | None:
     """The product with rows of `dtype`, and what it reads. None: blocks are too short, or rows are not for the matrix units.
-    steady: by one tile for all numbers of rows, so that none depends on others."""
+    invariant: by one tile for all numbers of rows, so that none depends on others."""
     outputs, inputs = codes.codes.shape
     run = _run(codes.kind, inputs, codes.block)
     if run < LEAST_RUN or dtype not in TYPES:
@@ -233,11 +233,11 @@ def by_triton(
 
     def product(x: Tensor) -> Tensor:
         rows = len(x)
-        if rows > MOST and not steady:
+        if rows > MOST and not invariant:
             return functional.linear(x, unpacked(), bias)
         assert x.stride(1) == 1
         out = torch.empty(rows, outputs, dtype=dtype, device=x.device)
-        tile = _tile(MOST if steady else rows, outputs, codes.kind, torch.version.hip is not None)
+        tile = _tile(MOST if invariant else rows, outputs, codes.kind, torch.version.hip is not None)
         if rows:
             grid = triton.cdiv(outputs, tile["COLUMNS"]), triton.cdiv(rows, tile["ROWS"])
             quantized_kernel[grid](

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .compilation import EARLY_TARGETS, EIGHT_BIT_TARGETS, Compilation
-from .early import on, options, wait
+from .dependent_launch import on, options, wait
 
 # Elements of one program, several heads' together: 16 a thread in 4 warps.
 TILE = 2048

@@ -25,8 +25,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .choose import on_nvidia
 from .compilation import AMD, NVIDIA, Compilation
+from .dispatch import on_nvidia
 from .fused_noise import gumbel_of_ids, gumbel_of_quads
 from .fused_penalties import penalize_, restore_
 from .sampling import Draws, Penalties

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from . import reference
-from .choose import triton_for
+from .dispatch import triton_for
 
 
 @dataclass(frozen=True, slots=True, eq=False)

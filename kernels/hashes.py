@@ -1,4 +1,4 @@
-"""What rows of tables n-grams of tokens stand for, as `grams` wants to know it."""
+"""What rows of tables n-grams of tokens stand for, as `ngrams` wants to know it."""
 
 from dataclasses import dataclass
 

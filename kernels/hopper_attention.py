@@ -4,8 +4,8 @@ Measured on an H200, 2026-11-26 (torch 2.11, Triton 3.6.0), 32 query heads, 8 ke
 prompt of 8,192 tokens in 931 us, 590 TFLOP/s, 0.760 of what a product of 8,192^3 does, where `paged_kernels.attend` takes 1,435 us;
 512 tokens behind 7,680 in 108 us, 0.796 (192 us), if items are not cut.
 
-It takes no part in `early`: it begins when all kernels before it are over. It may be captured in a graph, since what TMA is told
-of the cache is an argument, which a graph keeps by value.
+It takes no part in `dependent_launch`: it begins when all kernels before it are over. It may be captured in a graph, since what TMA
+is told of the cache is an argument, which a graph keeps by value.
 """
 
 import logging
@@ -19,7 +19,7 @@ from triton import knobs
 from .attention import How
 from .compilation import Compilation
 from .layout import Kind
-from .work import Tile
+from .work_list import Tile
 
 logger = logging.getLogger(__name__)
 INTERPRET = bool(knobs.runtime.interpret)  # which knows no Gluon

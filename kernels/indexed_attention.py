@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import paged_attention as paged
-from . import work
+from . import work_list
 from .attention import How, Row
 from .indexed import Choosing, ChoosingBlocks
 from .layout import Layout
@@ -59,10 +59,10 @@ def plan(whole: paged.Plan, rows: Sequence[Row], layout: Layout) -> Plan:
     most, own_kind = layout.most, whole.launches[0].kind
     block = layout.block or max(1, layout.members)
     device, page_size = whole.buffer.device, whole.page_size
-    widths = numpy.array([work.width(row, page_size) for row in rows])
+    widths = numpy.array([work_list.width(row, page_size) for row in rows])
     queries = [row.queries for row in rows]
     offsets = numpy.repeat(widths.cumsum() - widths, queries)
-    positions = work.positions_of(rows)
+    positions = work_list.positions_of(rows)
     # The last of its blocks may be cut off.
     seen = numpy.where(positions < most, positions + 1, most - block + positions % block + 1)
     if layout.members:  # the last of those that are chosen is whole, and behind it may be one more

@@ -39,7 +39,7 @@ class Layout:
     # `compressed`.
     entries: tuple[tuple[int, int], ...] = ()
     eight_bits: bool = False  # of cached keys and values
-    steady: bool = False  # a token's answer may not depend by a bit on what else is in the step
+    invariant: bool = False  # a token's answer may not depend by a bit on what else is in the step
 
     @property
     def elements(self) -> int:

@@ -29,7 +29,7 @@ outside of L2, oneDNN / MKL with the outputs side by side at 1 / 8 / 32 / 256 ro
 Which route is taken depends on nothing that changes between two starts of the same server: the last bits of an answer do not
 either.
 
-On an accelerator few rows go by `fused_product`, together with what comes before and after them; more by torch's own.
+On an accelerator few rows go by `fused_skinny_gemm`, together with what comes before and after them; more by torch's own.
 """
 
 from collections.abc import Callable, Iterable
@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .choose import on_hopper, triton_for
+from .dispatch import on_hopper, triton_for
 
 if TYPE_CHECKING:
     from .adapters import Additions  # which are made of weights
@@ -61,7 +61,7 @@ SMALL = 3 << 18
 PIECE = 768
 # Rows that AMX adds up in one way, however many there are. With more it goes by their number, of a few hundred inputs and more.
 ALIKE = 32
-# Rows that are few enough for reading the weight to be all that counts, which go by `fused_product`; 0 is none. The first is
+# Rows that are few enough for reading the weight to be all that counts, which go by `fused_skinny_gemm`; 0 is none. The first is
 # Hopper's, the second that of other devices, and of gates. On an H200 (2026-11-26) its products of 32 rows take 1 to 4 us less than
 # torch's 14 to 34, but more where gates come with them; with more rows they were not measured. Nor was a whole step as it is now,
 # with what norms have to add up: `benchmarks/gpu.py --only model` does that. When products were not cut, and had a step's rows for
@@ -78,7 +78,7 @@ class Exact(IntEnum):
 
     GUESS = 0  # in its last bits, as it comes
     USUAL = 1  # no more than the quickest route makes it
-    STEADY = 2  # not by a bit
+    INVARIANT = 2  # not by a bit
 
 
 class Weight:
@@ -88,11 +88,11 @@ class Weight:
         self.additions: Additions | None = None  # of adapters; whoever multiplies adds them
         self.bytes = weight.nbytes + (bias.nbytes if bias is not None else 0)
         self.shape = weight.shape
-        streams = exact is not Exact.STEADY and weight.dtype in STREAMED and triton_for(weight)
+        streams = exact is not Exact.INVARIANT and weight.dtype in STREAMED and triton_for(weight)
         self._plain = (weight, bias) if streams else None
         self._hopper = on_hopper(weight.device)
         route = _route(weight, exact)
-        self.shared = route in (plain, steady)  # the weight is not copied
+        self.shared = route in (plain, invariant)  # the weight is not copied
         compiles = route in (packed, in_blocks)
         self.compiled = (weight.shape, weight.dtype, bias is not None) if compiles else None  # what oneDNN compiles for
         self.product = route(weight, bias)
@@ -120,7 +120,7 @@ class Weight:
     def add(self, x: Tensor, sums: Tensor) -> Tensor | None:
         """Adds the product of some x that streams to `sums` [rows, out], in place; or gives its parts, [parts, rows, out] float32,
         which are still to be added."""
-        from .fused_product import parts_of
+        from .fused_skinny_gemm import parts_of
 
         assert self._plain is not None
         if (parts := parts_of(x, self._plain[0])) == 1:
@@ -129,7 +129,7 @@ class Weight:
         return self._stream(x, torch.empty(parts, *sums.shape, dtype=torch.float32, device=x.device))
 
     def _stream(self, x: Tensor, out: Tensor, **how: Any) -> Tensor:
-        from .fused_product import product
+        from .fused_skinny_gemm import product
 
         assert self._plain is not None
         return product(x, *self._plain, out, **how)
@@ -143,9 +143,9 @@ def plain(weight: Tensor, bias: Tensor | None) -> Product:
     return lambda x: functional.linear(x, weight, bias)
 
 
-def steady(weight: Tensor, bias: Tensor | None) -> Product:
+def invariant(weight: Tensor, bias: Tensor | None) -> Product:
     """Ours, by Triton: torch's takes another kernel for other numbers of rows."""
-    from .fused_steady import product
+    from .fused_batch_invariant import product
 
     return lambda x: product(x, weight, bias, torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device))
 
@@ -227,11 +227,11 @@ def shortened(weight: Tensor, bias: Tensor | None, product: Product) -> Product:
 
 
 def _route(weight: Tensor, exact: Exact) -> Callable[[Tensor, Tensor | None], Product]:
-    if exact is Exact.STEADY and triton_for(weight):
-        return steady
+    if exact is Exact.INVARIANT and triton_for(weight):
+        return invariant
     if weight.device.type != "cpu" or not by_onednn(weight.dtype):
         return plain
-    if exact is Exact.STEADY:
+    if exact is Exact.INVARIANT:
         return in_blocks if weight.dtype != torch.float32 and torch.cpu._is_amx_tile_supported() else packed
     if weight.dtype == torch.float16:  # of which single rows are quicker by torch's own
         return plain

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .adapters import Additions, Chosen, Pair
-from .choose import triton_for
+from .dispatch import triton_for
 from .linear import Exact, Weight, compile_products
 
 Products = tuple[Weight, Weight]
@@ -57,7 +57,7 @@ class Together(Additions):
     later = 0  # its place is there
 
     def __init__(self, pairs: Sequence[Pair | None], largest: Pair, exact: Exact) -> None:
-        self._steady = exact is Exact.STEADY
+        self._invariant = exact is Exact.INVARIANT
         down, up = largest
         self._downs = down.new_zeros(len(pairs), *down.shape)
         self._ups = up.new_zeros(len(pairs), *up.shape)
@@ -74,8 +74,8 @@ class Together(Additions):
         from .fused_experts import add_products
 
         inner = x.new_zeros(len(x), self._downs.shape[1])
-        add_products(inner, x, self._downs, chosen.order, chosen.starts, self._steady)
-        add_products(out, inner, self._ups, chosen.order, chosen.starts, self._steady)
+        add_products(inner, x, self._downs, chosen.order, chosen.starts, self._invariant)
+        add_products(out, inner, self._ups, chosen.order, chosen.starts, self._invariant)
 
     def prepared(self, pair: Pair) -> Pair:
         """See Additions: no more than a copy is left to be done."""

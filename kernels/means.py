@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .choose import triton_for
+from .dispatch import triton_for
 from .operations import write
 
 

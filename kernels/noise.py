@@ -2,14 +2,14 @@
 
 There is no generator state, so nothing that happens to a batch can change it. The generator is Philox4x32-10 (Salmon et al.
 2011, "Parallel random numbers: as easy as 1, 2, 3"): key = the seed's two halves, counter = (token id // 4, position,
-choice, STREAM), and the token takes word id % 4 of the result. By Triton the same bits, where `choose.triton_for` says so.
+choice, STREAM), and the token takes word id % 4 of the result. By Triton the same bits, where `dispatch.triton_for` says so.
 """
 
 import torch
 from torch import Tensor
 
 from . import logarithm
-from .choose import triton_for
+from .dispatch import triton_for
 
 MASK = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

@@ -1,4 +1,4 @@
-"""The decoder's elementwise operations as it calls them: by Triton where `choose.triton_for` says so, else by plain torch.
+"""The decoder's elementwise operations as it calls them: by Triton where `dispatch.triton_for` says so, else by plain torch.
 
 Those of `reference.py` are defined there; those that join several steps are defined here, by their plain branch. Triton is
 imported by the branches that use it, since a machine without an accelerator may lack it.
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from . import reference
-from .choose import triton_for
+from .dispatch import triton_for
 from .indexed import EPSILON
 from .reference import PLAIN, Gates
 

@@ -15,12 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .choose import on_nvidia
 from .codes import BITS, Codes, zeros_of
 from .compilation import AMD, NVIDIA, Compilation
+from .dispatch import on_nvidia
 from .fused_activation import activated, limited
 from .fused_experts import few_of, find
-from .fused_product import INTERPRET, dot
 from .fused_quantized import (
     LEAST_RUN,
     RUN,
@@ -34,6 +33,7 @@ from .fused_quantized import (
     whole,
     zeros_at,
 )
+from .fused_skinny_gemm import INTERPRET, dot
 from .reference import PLAIN, Gates
 from .small_floats import in_blocks, scale_at, tiny_pair
 
@@ -268,7 +268,7 @@ def experts(
     down: Packed,
     biases: tuple[Tensor, Tensor] | None,
     gates: Gates = PLAIN,
-    steady: bool = False,
+    invariant: bool = False,
 ) -> Tensor:
     """As `fused_experts.experts`."""
     size, hidden = down.inputs, gate_up.inputs
@@ -278,8 +278,8 @@ def experts(
     first, second = biases or (None, None)
     how, plain = {"GATED": not gates.squared, **gates.constants}, {"GATED": False, **PLAIN.constants}
     if len(order):
-        _product(inner, x, gate_up, order, starts, shares, first, shares.shape[1], how, steady)
-        _product(out, inner, down, order, starts, shares, second, 1, plain, steady)
+        _product(inner, x, gate_up, order, starts, shares, first, shares.shape[1], how, invariant)
+        _product(out, inner, down, order, starts, shares, second, 1, plain, invariant)
     return out
 
 
@@ -293,13 +293,13 @@ def _product(
     bias: Tensor | None,
     together: int,
     how: dict[str, Any],
-    steady: bool,
+    invariant: bool,
 ) -> None:
     pairs, outputs = out.shape
     number = len(weight.codes)
     run = _run(weight.kind, weight.inputs, weight.block)
     meant_by = meaning(weight.kind, weight.inputs, weight.block, run, weight.zeros is not None, weight.factors is not None)
-    tile = _tile(few_of(pairs, number, steady), how["GATED"], torch.version.hip is not None)
+    tile = _tile(few_of(pairs, number, invariant), how["GATED"], torch.version.hip is not None)
     grid = triton.cdiv(outputs, tile["COLUMNS"]), min(number, pairs) + pairs // tile["ROWS"]
     packed_kernel[grid](
         out,

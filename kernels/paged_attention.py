@@ -17,13 +17,13 @@ from torch import Tensor
 from triton import knobs
 
 from . import hopper_attention
-from . import work as cutting
+from . import work_list as cutting
 from .attention import Full, How, Row
 from .compilation import Compilation
-from .early import on, options
+from .dependent_launch import on, options
 from .layout import Kind
 from .paged_kernels import attend, merge
-from .work import Item, Tile, Work
+from .work_list import Item, Tile, Work
 
 # In Triton's interpreter a dot of bfloat16 is garbage, so operands are widened there.
 INTERPRET = bool(knobs.runtime.interpret)
@@ -94,15 +94,15 @@ class Plan:
         return replace(self, pages=pages)
 
 
-def tiles_of(kind: Kind, dtype: torch.dtype, generation: int = 9, steady: bool = False) -> tuple[Tile, ...]:
-    """For one query, for a few (a chain or tree to be verified), for many. generation: of `generation_of`; steady: that of a few
+def tiles_of(kind: Kind, dtype: torch.dtype, generation: int = 9, invariant: bool = False) -> tuple[Tile, ...]:
+    """For one query, for a few (a chain or tree to be verified), for many. generation: of `generation_of`; invariant: that of a few
     alone, lest a token's answer depend on how many are computed with it.
 
     Chosen so that nothing spills, and that two tiles of keys are under way while a third is worked on. Since the page's number is
     loaded before the keys, that takes five stages of Triton's pipeline. Before Hopper the operands of a product lie in registers,
     so tiles are smaller. AMD's processors have 64 KiB of shared memory, and many waves to hide latency. Measured on Hopper alone.
     """
-    if steady:
+    if invariant:
         return (tiles_of(kind, dtype, generation)[1],)
     size, least = kind.size, max(16, triton.next_power_of_2(kind.ratio))
     few, many = max(64, least), max(128 if size <= 128 else 64, least)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .early import wait
+from .dependent_launch import wait
 
 
 class Layer(NamedTuple):

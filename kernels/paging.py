@@ -1,6 +1,6 @@
 """Rows of keys and values copied from place to place, over all layers at once: forks and tree commits. Knows tensors only.
 
-By Triton one launch where `choose.triton_for` says so; the plain branch says what is meant.
+By Triton one launch where `dispatch.triton_for` says so; the plain branch says what is meant.
 """
 
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .choose import triton_for
+from .dispatch import triton_for
 
 
 def copy_pages(pages: Tensor, sources: Tensor, targets: Tensor, filled: Tensor) -> None:

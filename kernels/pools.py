@@ -9,7 +9,7 @@ else belongs to one is found by slots alone.
 import torch
 from torch import Tensor
 
-from .choose import triton_for
+from .dispatch import triton_for
 from .operations import write
 from .reference import by_lanes
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .choose import triton_for
 from .codes import MIDDLES, Codes, unpacked, zeros_of
+from .dispatch import triton_for
 from .linear import Exact, Product, Weight
 
 CPU_BLOCKS = (256, 128, 64, 32)  # that torch knows; and there must be a multiple of so many outputs and inputs
@@ -48,7 +48,7 @@ def lay_out(weight: Tensor | Codes, bias: Tensor | None, exact: Exact, dtype: to
     if triton_for(weight.codes):
         from .fused_quantized import by_triton
 
-        found = by_triton(even, bias, dtype, exact is Exact.STEADY)
+        found = by_triton(even, bias, dtype, exact is Exact.INVARIANT)
     else:
         found = _by_torch(even, bias, dtype)
     if found is None:

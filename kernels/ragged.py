@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from torch import Tensor
 
-from . import compressed, shared_prefixes, steady
+from . import batch_invariant, compressed, shared_prefixes
 from .attention import Full, How, Row
-from .choose import triton_on
+from .dispatch import triton_on
 from .entries import Ends
 from .layout import Kind, Layout
-from .work import ITEMS_PER_PROCESSOR, Tile, tile_of
+from .work_list import ITEMS_PER_PROCESSOR, Tile, tile_of
 
 __all__ = [
     "Full",
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 FIXED = 512  # keys of an item on Triton's route, where what else is running may not decide how many it has
 
-Plan: TypeAlias = "shared_prefixes.Plan | steady.Plan | paged.Plan"
+Plan: TypeAlias = "shared_prefixes.Plan | batch_invariant.Plan | paged.Plan"
 
 
 def by_triton(layout: Layout) -> bool:
@@ -47,7 +47,7 @@ def plan(rows: Sequence[Row], layout: Layout, capacity: "paged.Capacity | None" 
     """The order in which rows have to stand in a step, and their attention then. capacity: what a graph has room for. Raises Full
     if that is too little."""
     if not by_triton(layout):
-        planned = steady.plan if layout.steady else compressed.plan if layout.entries else shared_prefixes.plan
+        planned = batch_invariant.plan if layout.invariant else compressed.plan if layout.entries else shared_prefixes.plan
         return planned(rows, layout)
     from . import paged_attention as paged
 
@@ -62,7 +62,7 @@ def plan(rows: Sequence[Row], layout: Layout, capacity: "paged.Capacity | None" 
         layout.kinds,
         layout.device,
         dtype=layout.dtype,
-        fixed=FIXED if layout.steady else 0,
+        fixed=FIXED if layout.invariant else 0,
         capacity=capacity,
         eight_bits=layout.eight_bits,
     )
@@ -108,8 +108,8 @@ def _room(
     # Rows are cut into so many items more, all together, for each processor to have some (`work.longest`); prefixes are shared by
     # two rows or more.
     cuts = -(-processors * ITEMS_PER_PROCESSOR // kind.kv_heads) + 1
-    if layout.steady:
-        tiles = paged.tiles_of(kind, layout.dtype, generation, steady=True)
+    if layout.invariant:
+        tiles = paged.tiles_of(kind, layout.dtype, generation, invariant=True)
         cuts = min(count * -(-total // FIXED), pages * layout.page_size // FIXED + count)
         parts = -(-tokens * kind.ratio // tiles[0].rows) if mixed else 0
         return tiles, (parts + count + cuts,), 3 * tokens + cuts * tiles[0].rows // kind.ratio
@@ -146,8 +146,8 @@ def attention(query: Tensor, cache: Tensor, plan: Plan, how: How) -> Tensor:
     if isinstance(plan, shared_prefixes.Plan):
         found = shared_prefixes.attention(query, cache, plan, how)
         return found[..., : how.latent] if how.latent else found
-    if isinstance(plan, steady.Plan):
-        found = steady.attention(query, cache, plan, how)
+    if isinstance(plan, batch_invariant.Plan):
+        found = batch_invariant.attention(query, cache, plan, how)
         return found[..., : how.latent] if how.latent else found
     from . import indexed_attention
     from . import paged_attention as paged

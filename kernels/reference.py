@@ -125,8 +125,8 @@ def xielu(x: Tensor, positive: float, negative: float, beta: float, epsilon: flo
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """How those of residual streams in a part of a layer are made (`mixing`): as products of all streams, over their root mean
-    square, through a sigmoid. All float32."""
+    """How those of residual streams in a part of a layer are made (`hyper_connections`): as products of all streams, over their
+    root mean square, through a sigmoid. All float32."""
 
     matrix: Tensor  # [count, count * hidden]: of what is seen; or twice as many: of what is given, too, behind it
     scale: Tensor  # [count], or twice as many

@@ -17,7 +17,7 @@ from torch.nn import functional
 from . import attention as plain
 from .attention import Block, How, Row, View
 from .layout import Layout
-from .work import Run, runs_of, width
+from .work_list import Run, runs_of, width
 
 # What becomes a bundle. Measured 2026-11-24 on a Xeon, one thread, 8/4 heads of 32: four rows with 256 keys in common and 48 more
 # each take 0.29 ms as a bundle and 0.53 by runs; eight such groups 1.23 and 1.27, and with 16 more each 1.05 and 1.34.

@@ -7,7 +7,7 @@ Of a sequence nothing is remembered but a window of that: `gated_delta.States` w
 import torch
 from torch import Tensor
 
-from .choose import triton_for
+from .dispatch import triton_for
 from .gated_delta import Spans, States, convolved
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .choose import triton_for
+from .dispatch import triton_for
 from .gated_delta import Spans, States, advanced, each_head, split, walk
 
 

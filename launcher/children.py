@@ -14,7 +14,7 @@ from .adapters import Adapter
 from .options import Options
 from .plan import Plan
 from .replicas import Place
-from .sight import BODY
+from .vision import BODY
 
 SECRETS = ("API_KEY", "ADMIN_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_API_TOKEN")  # no child needs them
 

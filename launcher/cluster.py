@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from ..shard import rooms
+from ..shard import graph_sizes
 from ..shard.models.families import shape
 from ..shard.models.shape import Shape
 from . import plan, roofline
@@ -245,7 +245,7 @@ def _memory(found: Sequence[Layout], cluster: Cluster) -> str:
         rows.append(
             [
                 *(f"{own.ranks}", f"{layout.nodes}", f"{layout.replicas}", f"{cluster.nodes * cluster.gpus - used}"),
-                *(size(own.weight_bytes + own.adapter_bytes), size(own.graphs * rooms.GRAPH_BYTES)),
+                *(size(own.weight_bytes + own.adapter_bytes), size(own.graphs * graph_sizes.GRAPH_BYTES)),
                 *[size(own.draft_bytes + own.capacity * own.draft_token_bytes)] * drafts,
                 *(size(own.capacity * own.token_bytes), f"{own.capacity:,}", f"{own.capacity * layout.replicas:,}"),
             ]

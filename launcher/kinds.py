@@ -8,7 +8,7 @@ from typing import Any
 from ..proto.speculation import MOST_DRAFTS
 from ..proto.speculation import parse as parse_speculation
 from ..router.config import ANY_ORIGIN, NO_ORIGIN, addresses_of
-from ..shard.rooms import parse as parse_sizes
+from ..shard.graph_sizes import parse as parse_sizes
 from .paths import expanded
 
 MOST = 1 << 31  # of tokens, pages, requests...

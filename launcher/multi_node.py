@@ -15,7 +15,7 @@ from ..proto import certificates, link, settings
 from ..proto.certificates import Certificates
 from ..proto.images import DESCRIPTIONS
 from ..shard.config import ShardConfig
-from . import children, machine, roll, rundir, sight
+from . import children, machine, roll, rundir, vision
 from .console import Console
 from .follower import Follower, NodeZero
 from .leader import Leader, Meeting
@@ -53,7 +53,7 @@ class Node:
         named = ("penstock", "torch", "transformers") if first.image_pixels else ("penstock", "torch")
         versions = {name: importlib.metadata.version(name) for name in named}
         if first.image_pixels:
-            versions[DESCRIPTIONS[0]] = sight.digest(Path(first.folder))
+            versions[DESCRIPTIONS[0]] = vision.digest(Path(first.folder))
         speculate = re.sub(r"draft=[^,]*", "draft", first.speculate)
         shard = dataclasses.replace(first, speculate=speculate, adapters=tuple((name, "") for name, _ in first.adapters))
         return roll.terms(shard, self.asked.nnodes, self.digest, versions)

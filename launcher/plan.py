@@ -7,18 +7,18 @@ measure, once the model is loaded, what the pool really gets. Pure, apart from `
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..shard import rooms
+from ..shard import graph_sizes
 from ..shard.models.draft_families import DraftShape, borrowed, draft_shape
 from ..shard.models.families import shape
 from ..shard.models.shape import Shape
-from . import machine, replicas, sight
+from . import machine, replicas, vision
 from .adapters import Adapter
 from .checkpoint import ITEM_BYTES as STORED
 from .checkpoint import Checkpoint
 from .machine import Machine
 from .mistake import Mistake
 from .options import SHARD, Options
-from .sight import Sight
+from .vision import Sight
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Parameters of a rank for each compute thread of a CPU. With fewer, threads take longer to wait for each other than to compute:
@@ -82,7 +82,7 @@ def divide(
     options: Options, model: Checkpoint, machine: Machine, draft: Checkpoint | None = None, changes: Sequence[Adapter] = ()
 ) -> Plan:
     """The plan for `model`, with a draft model and adapters if there are any, on `machine`. Raises Mistake."""
-    seen = sight.resolve(options, model)
+    seen = vision.resolve(options, model)
     device = _device(options, machine)
     ranks = _ranks(options, device, machine)
     local = ranks // max(1, options.nnodes)
@@ -102,7 +102,7 @@ def divide(
     total = min(machine.gpu_memory[:local]) if device == "cuda" else machine.memory // local
     usable = int(total * options.cuda_memory_fraction)
     graphs = _graphs(options, form, small) if device == "cuda" else 0
-    left = usable - graphs * rooms.GRAPH_BYTES
+    left = usable - graphs * graph_sizes.GRAPH_BYTES
     encoder = sum(size // STORED[kind] for kind, size in model.encoder.items()) * item if seen.images else 0
     fixed, page = weights + adapted + draft_bytes + encoder, (token + draft_token) * options.page_size
     caching = options.prefix_caching == "on"
@@ -181,11 +181,11 @@ def _graphs(options: Options, form: Shape, draft: DraftShape | None) -> int:
     """How many steps will be recorded."""
     if not form.replayed:
         return 0
-    chosen = rooms.parse(options.cuda_graphs)
+    chosen = graph_sizes.parse(options.cuda_graphs)
     speculation = options.speculation
-    tokens = options.max_batch_prefill_tokens or rooms.MIXED[-1]
+    tokens = options.max_batch_prefill_tokens or graph_sizes.MIXED[-1]
     remembers = [one.remembering is not None for one in (form, draft) if isinstance(one, Shape)]
-    return len(rooms.recorded(chosen, options.sequences, tokens, speculation.most > 0, remembers))
+    return len(graph_sizes.recorded(chosen, options.sequences, tokens, speculation.most > 0, remembers))
 
 
 def _device(options: Options, machine: Machine) -> str:
@@ -254,7 +254,11 @@ def table(plan: Plan, name: str) -> str:
         ("  weights", f"{size(plan.weight_bytes):>10}"),
         *([("  adapters", f"{size(plan.adapter_bytes):>10}  at most")] if plan.adapter_bytes else []),
         *_sight(plan),
-        *([("  graphs", f"{size(plan.graphs * rooms.GRAPH_BYTES):>10}  {plan.graphs} recorded steps")] if plan.graphs else []),
+        *(
+            [("  graphs", f"{size(plan.graphs * graph_sizes.GRAPH_BYTES):>10}  {plan.graphs} recorded steps")]
+            if plan.graphs
+            else []
+        ),
         ("  keys/values", f"{size(plan.pages * plan.page_size * plan.token_bytes):>10}  {size(plan.token_bytes)} per token"),
         *([("  offloaded", f"{size(plan.offload_bytes):>10}  of the host's memory")] if plan.offload_bytes else []),
         *_states(plan),

@@ -26,7 +26,7 @@ from . import (
     plan,
     replicas,
     rundir,
-    sight,
+    vision,
 )
 from .console import Console
 from .mistake import Mistake
@@ -116,7 +116,7 @@ def _route(asked: Options, name: str, folder: Path, environment: Mapping[str, st
     greeting.warn(asked, environment, console)
     if idle := [options.flag(name) for name in options.SHARDS if getattr(asked, name) != options.FIELDS[name].default]:
         console.say(f"no effect on shards that somebody else starts: {', '.join(idle)}")
-    images = sight.of(asked, folder)
+    images = vision.of(asked, folder)
     with rundir.private() as private:
         given = children.environment(environment, 1)
         return _supervisor(asked, name, folder, private, {}, [], images, given, console, began).run()

@@ -15,8 +15,8 @@ from ..proto.process import configure_logging, die_with_parent
 from ..proto.settings import load
 from .admission import places
 from .config import BACKLOG, Misconfigured, RouterConfig
-from .doorman import Doorman
 from .record import request_id
+from .startup_probes import Doorman
 
 # Bytes that the kernel takes for a client beyond those on their way. Else it takes megabytes, and who reads slowly gets an event
 # for each token all the same, late.

@@ -26,12 +26,12 @@ from time import monotonic
 from ..proto import shard_pb2
 from .adapters import Adapters, Later
 from .admission import admits
-from .beginnings import Beginnings
 from .bounds import bounds_of, drafting_of, policy_of, step_tokens
 from .config import Misconfigured, RouterConfig
 from .delivery import Delivery
 from .metrics import Metrics
 from .policies import largest_step
+from .prefix_keys import Beginnings
 from .record import begin
 from .recovery import Inquest
 from .request import Broken, Expired, Failure, Item, Limits, NoModel, NotReady, Overloaded, Refused, Request, Sink

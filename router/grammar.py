@@ -21,8 +21,8 @@ import llguidance
 
 from ..proto.grammar import limits
 from . import ebnf
-from .apart import Apart, Busy, Died, Late, serve
 from .request import Grammar, Overloaded, Refused
+from .worker_processes import Apart, Busy, Died, Late, serve
 
 KINDS = ("json_schema", "regex", "lark", "choice")
 MOST_CHARACTERS = 65_536  # of a grammar's source

@@ -20,9 +20,9 @@ import msgspec
 
 from ..proto.images import COLOURS, DESCRIPTIONS
 from ..proto.processors import image_processor
-from .apart import Apart, Busy, Died, Late, serve
 from .request import Overloaded, Refused
 from .resizing import Resizing, Wrong, resizing_of, words
+from .worker_processes import Apart, Busy, Died, Late, serve
 
 SECONDS = 10.0  # for one image: a photograph of 12 million pixels takes 0.3 s (x86, one core)
 PATIENCE = 30.0  # seconds that one waits for a process

@@ -13,9 +13,9 @@ What each replica has cached is guessed from what it was sent: an index of the p
     prefix    Else the one that holds most of the prompt; of several the least loaded. What it need not compute does not count.
     otherwise The least loaded; where loads are equal, the one that was given least so far.
 
-The index maps the hash of a prompt's beginning (`beginnings`) to the replicas that have seen it, as bits. Two generations bound the
-memory: what is used moves to the young one, and when that is full the old one is dropped. A hash that two beginnings share, which
-differ only where it does not look, costs a cache hit, never an answer.
+The index maps the hash of a prompt's beginning (`prefix_keys`) to the replicas that have seen it, as bits. Two generations bound
+the memory: what is used moves to the young one, and when that is full the old one is dropped. A hash that two beginnings share,
+which differ only where it does not look, costs a cache hit, never an answer.
 """
 
 from bisect import bisect_left, insort
@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 
-from .beginnings import Beginnings
+from .prefix_keys import Beginnings
 
 TOLERANCE = 1.1  # times the mean load that a replica may have
 LOYALTY = 1.5  # the same for a session that was there

@@ -16,13 +16,13 @@ from ..proto import certificates
 from .api.app import make_app
 from .api.unanswered import UNANSWERED
 from .config import BACKLOG, RouterConfig
-from .doorman import Doorman
 from .fleet import Fleet
 from .folder import Unusable
+from .log_filters import NoHttp, calm
 from .metrics import Metrics
-from .quiet import NoHttp, calm
 from .request import Broken
 from .shards import GrpcShards, Shards
+from .startup_probes import Doorman
 from .text import Tokenizer
 from .tracing import Missing, Tracer
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from .apart import Apart, Busy, Died, Late, serve
 from .request import Overloaded, Refused
 from .template import Chat, ChatTemplate
+from .worker_processes import Apart, Busy, Died, Late, serve
 
 SECONDS = 5.0  # for one chat. All of it costs the router 0.04 ms of CPU for a short one and 4 ms for 1 MB (x86, 2 cores)
 PROCESSES = 2  # so that a slow chat holds nobody up

@@ -1,5 +1,5 @@
 """Decides what the shards compute next. Pure: it knows integers; no token, clock or IO, and of our modules only those that know
-what a step costs (`policies`, `drafting`) and what prompts share (`sharing`).
+what a step costs (`policies`, `drafting`) and what prompts share (`prefix_sharing`).
 
     arrive, cancel, end   what clients do
     next() -> action      what the shards shall do now; None: nothing. Its effect is assumed at once, so that the next call may
@@ -13,7 +13,7 @@ Rules, each held by tests/router/simulation.py
   memory      What all admitted groups may still take is never more than what is free before a step is asked for. Where it would
               be, whole groups are paused, those of the highest rank first (the youngest, unless priorities differ), never the last.
               A job is admitted when that leaves `headroom` for those that run, so that it does not pause them a moment later.
-              Pages of its prompt that a running job holds it need not take (`sharing`).
+              Pages of its prompt that a running job holds it need not take (`prefix_sharing`).
   budget      Prompts get the tokens that the policy gives. Half of them belong to the oldest prompt, the rest to the shortest
               first: a short prompt passes a long one, which takes at most twice as long for it.
   order       Jobs come by rank (arrival and priority), paused ones among those that wait; of several tenants the one that has
@@ -32,7 +32,7 @@ from dataclasses import dataclass
 
 from .drafting import Allowance, Drafting
 from .policies import Measured, Mixed, Policy, Standing
-from .sharing import Sharing
+from .prefix_sharing import Sharing
 
 # Seconds that a request of some priority counts as arrived later than it did. An interactive one passes a batch one that came up to
 # a minute before it, and nobody waits for ever.
@@ -69,7 +69,7 @@ class Job:
     tenant: str = ""
     drafts: int = 0  # tokens that a step may guess for each choice
     attached: int = 0  # bytes that it brings beside tokens: its images
-    beginnings: Sequence[tuple[int, int]] = ()  # (tokens, key) of the prompt's, where shards cache them: see `beginnings`
+    beginnings: Sequence[tuple[int, int]] = ()  # (tokens, key) of the prompt's, where shards cache them: see `prefix_keys`
     running: int = 0  # choices that have not ended
     overtaken: int = 0  # later jobs that were admitted before it
     lacking: int = 0  # tokens to be computed before it decodes, by the last report

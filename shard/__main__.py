@@ -17,7 +17,7 @@ from typing import NoReturn
 import grpc
 import torch
 
-from ..kernels.choose import force
+from ..kernels.dispatch import force
 from ..proto import certificates, rpc, settings
 from ..proto.process import configure_logging, die_with_parent
 from .config import ShardConfig

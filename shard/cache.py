@@ -12,7 +12,7 @@ from torch import Tensor
 from ..kernels.gated_delta import States
 from ..kernels.paging import copy_each, copy_pages, move_slots
 from ..kernels.transfer import list_to_device, lists_to_device, to_device
-from .models.grams import Grams
+from .models.ngrams import Grams
 from .models.shape import Shape
 from .pages import PADDING
 

@@ -24,7 +24,7 @@ class ShardConfig:
     load_format: str = "auto"  # "auto": safetensors of the folder; "dummy": random weights from config.json alone
     kv_cache_dtype: str = "auto"  # of keys and values: as the weights; "fp8_e4m3fn": 8 bits, with the checkpoint's scales or 1
     kernels: str = ""  # "reference" (plain torch) or "triton" for tests; "": Triton on CUDA, torch elsewhere
-    cuda_graphs: str = "auto"  # which steps are recorded as graphs; see `rooms.parse`
+    cuda_graphs: str = "auto"  # which steps are recorded as graphs; see `graph_sizes.parse`
     overlap: str = "auto"  # "on": steps are begun before the tokens of the last one are known; "auto": on CUDA; "off"
     batch_invariant: bool = False  # what is computed for a token depends by no bit on what else is in the batch
     page_size: int = 16

@@ -22,12 +22,12 @@ from torch.nn import functional
 from .cache import Cache
 from .decoding.growth import Frontier
 from .decoding.tree import ROOT
+from .draft_outputs import Made
+from .draft_progress import Sketch
 from .forward import Extent, Forward, Record
-from .made import Made
 from .models.decoder import Decoder
 from .rounds import Rounds
 from .sequence import Sequence
-from .sketch import Sketch
 from .step import Span
 
 SHORT = 64  # tokens that a sequence may lack when drafts are wanted: they are computed on the way to these

@@ -16,7 +16,7 @@ from typing import Concatenate, ParamSpec
 import torch
 from torch import Tensor
 
-from ..kernels.choose import triton_on
+from ..kernels.dispatch import triton_on
 from ..kernels.transfer import list_to_device
 from . import landing, step
 from .books import Books
@@ -33,11 +33,11 @@ from .host_pages import HostPages
 from .logits import choose, nothing
 from .masks import Masks
 from .models.decoder import Decoder
+from .out_of_memory import ALONE, Shrink
 from .outcome import Outcome
 from .pages import OutOfPages, PagePool
 from .scores import score_prompts
 from .sequence import Group
-from .shrink import ALONE, Shrink
 from .states import settle
 from .step import Run
 

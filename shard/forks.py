@@ -10,7 +10,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Listing
 
 from ..kernels.transfer import lists_to_device
-from ..kernels.work import common_pages
+from ..kernels.work_list import common_pages
 from .cache import Cache
 from .decoding.strategy import Child
 from .pages import PADDING, PagePool

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..kernels import ragged
 from ..kernels.layout import Layout, kind
-from . import rooms, step
+from . import graph_sizes, step
 from .cache import Cache
 from .models.decoder import Decoder
 from .models.shape import Shape
@@ -30,7 +30,7 @@ Record = Callable[[Compute], Compute]
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """What steps may come to, and for which sizes there shall be graphs (`rooms.parse`)."""
+    """What steps may come to, and for which sizes there shall be graphs (`graph_sizes.parse`)."""
 
     tokens: int
     rows: int
@@ -99,11 +99,11 @@ class Forward:
         if not self._decoder.shape.replayed:
             return
         began = time.perf_counter()
-        sizes = [(size, True) for size in rooms.mixed(extent.chosen, extent.tokens, extent.drafts, self._remembers)]
-        sizes += [(size, False) for size in rooms.decodes(extent.chosen, extent.rows)]
+        sizes = [(size, True) for size in graph_sizes.mixed(extent.chosen, extent.tokens, extent.drafts, self._remembers)]
+        sizes += [(size, False) for size in graph_sizes.decodes(extent.chosen, extent.rows)]
         for count, (size, mixed) in enumerate(sorted(sizes, reverse=True)):
             progress(f"recording graphs: {count} of {len(sizes)}")
-            rows = min(size, rooms.MIXED_ROWS) if mixed else size
+            rows = min(size, graph_sizes.MIXED_ROWS) if mixed else size
             trees = mixed and extent.trees
             room = Room(size, rows, ragged.capacity(self._layout, size, rows, extent.total, extent.pages, mixed, trees))
             # Nothing but padding, which is computed and written nowhere.
@@ -161,5 +161,5 @@ def _layout_of(decoder: Decoder, cache: Cache) -> Layout:
         dtype=decoder.embedding.dtype,
         device=decoder.embedding.device,
         eight_bits=any(layer.element_size() == 1 for layer in cache.layers.values()),
-        steady=decoder.steady,
+        invariant=decoder.invariant,
     )

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Listing
 from itertools import groupby
 
 from .books import Books
+from .broadcast import Found
 from .cache import Cache
 from .decoding.methods import strategy_of
 from .decoding.strategy import Child
@@ -14,7 +15,6 @@ from .outcome import Outcome
 from .pages import OutOfPages
 from .sequence import Group, Sequence
 from .step import Run
-from .telling import Found
 
 
 def conclude(runs: Listing[Run], picks: dict[int, Found], books: Books, cache: Cache, outcome: Outcome) -> None:

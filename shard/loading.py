@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ..kernels.choose import triton_on
+from ..kernels.dispatch import triton_on
 from ..kernels.linear import Exact
 from ..proto.speculation import OWN, Speculation, parse
 from .adapters import Adapter
@@ -31,8 +31,8 @@ from .models.readout_families import ReadoutShape
 from .models.readout_heads import readout_head
 from .models.renamed import Older
 from .models.shape import Shape, Unsupported
-from .models.sight import Sight
 from .models.taps import Taps
+from .models.vision import Sight
 from .parallel import Ranks
 from .readout import Readout
 from .weights import DummyWeights, Source, Weights
@@ -81,11 +81,11 @@ def load(config: ShardConfig, stage: Callable[[str], None]) -> Engine:
         )
     _check_able(device, config.kv_cache_dtype)
     if config.batch_invariant:
-        _check_steady(model, device)
+        _check_invariant(model, device)
     if config.ranks > 1:
         stage(f"waiting for {config.ranks} ranks")
     meeting = Path(config.meeting) if config.meeting else (config.master_addr, config.master_port)
-    exact = Exact.STEADY if config.batch_invariant else Exact.USUAL
+    exact = Exact.INVARIANT if config.batch_invariant else Exact.USUAL
     ranks = Ranks(config.rank, config.ranks, device, meeting, config.neighbours, config.batch_invariant)
     grammars = Grammars(folder, model.vocabulary) if config.rank == 0 else None
     masks = Masks(grammars, model.vocabulary) if grammars else None
@@ -167,7 +167,7 @@ def _check_launcher() -> None:
         ) from error
 
 
-def _check_steady(model: Shape, device: torch.device) -> None:
+def _check_invariant(model: Shape, device: torch.device) -> None:
     """Raises Unsupported for what is known to depend on what else is in the batch."""
     by_triton = triton_on(device)
     if device.type != "cpu" and not by_triton:

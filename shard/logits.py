@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.transfer import Arrival, list_to_device, to_device
+from .broadcast import Found, codes_of, found_from, length_of
 from .decoding import verify
 from .decoding.expansion import Beams, Candidate, Expansion, elsewhere, expand
 from .decoding.grammar import Unusable
@@ -24,10 +25,9 @@ from .decoding.verify import Draft, Rule
 from .guesses import Guesses
 from .masks import Pending
 from .models.decoder import Decoder
+from .out_of_memory import ALONE, Shrink
 from .sequence import Sequence
-from .shrink import ALONE, Shrink
 from .step import Picked, Run
-from .telling import Found, codes_of, found_from, length_of
 
 ELSEWHERE = "rank 0 says why"
 

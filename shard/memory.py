@@ -13,13 +13,13 @@ import torch
 
 from ..kernels import compressed, indexed
 from ..kernels.attention import TILE
-from ..kernels.choose import triton_on
+from ..kernels.dispatch import triton_on
 from ..proto.process import available_memory
 from .engine import Engine
+from .graph_sizes import GRAPH_BYTES
 from .host_pages import device_bytes, page_bytes
 from .models.shape import Unsupported
 from .outcome import Outcome
-from .rooms import GRAPH_BYTES
 from .sequence import Group, Sampling, sequences
 
 log = logging.getLogger(__name__)

@@ -28,14 +28,14 @@ class Ranks:
     """One rank's view of its group. NCCL on CUDA, Gloo on CPU."""
 
     def __init__(
-        self, rank: int, size: int, device: torch.device, meeting: Meeting = Path(), neighbours: int = 0, steady: bool = False
+        self, rank: int, size: int, device: torch.device, meeting: Meeting = Path(), neighbours: int = 0, invariant: bool = False
     ) -> None:
-        """meeting: where, of more than one; neighbours: ranks on this machine, this one included; 0: all; steady: sums are made in
-        one order, whatever is added up with them."""
+        """meeting: where, of more than one; neighbours: ranks on this machine, this one included; 0: all; invariant: sums are made
+        in one order, whatever is added up with them."""
         self.rank = rank
         self.size = size
         self.neighbours = neighbours or size
-        self._steady = steady and size > 2  # of two there is one order
+        self._invariant = invariant and size > 2  # of two there is one order
         if size > 1:
             timeout = timedelta(seconds=RENDEZVOUS_SECONDS)
             backend = "nccl" if device.type == "cuda" else "gloo"
@@ -48,7 +48,7 @@ class Ranks:
 
     def add(self, x: Tensor) -> Tensor:
         """x, overwritten by the sum of all ranks' x."""
-        if self._steady:
+        if self._invariant:
             parts = [torch.empty_like(x) for _ in range(self.size)]
             distributed.all_gather(parts, x.contiguous())
             x.copy_(parts[0])

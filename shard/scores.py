@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ..kernels.beam import most_probable
 from .models.decoder import Decoder
+from .out_of_memory import ALONE, Shrink
 from .sequence import Group
-from .shrink import ALONE, Shrink
 from .step import Run
 
 # Rows whose logits are held at once: 64 x 128k float32 are 33 MB.

@@ -20,9 +20,9 @@ from .decoding.grammar import Guide
 from .decoding.hypotheses import Path, Search
 from .decoding.lookup import Repeats
 from .decoding.tree import Drawn, Tree
+from .draft_progress import Sketch
 from .pictures import Picture, Pictures
 from .prefix import Node
-from .sketch import Sketch
 
 # Decode steps that `Group.grow` covers: the router decides on the next one while another is under way.
 AHEAD = 2

@@ -13,22 +13,22 @@ from functools import partial
 
 import grpc
 
-from ..kernels.choose import triton_on
+from ..kernels.dispatch import triton_on
 from ..proto import shard_pb2 as wire
 from . import invariance
-from .arrivals import Arrivals
+from .adapter_loading import Arrivals
 from .checks import check_warmup, checked
 from .commands import LAND, Answer, Executor, Failed, Refused
 from .config import ShardConfig
 from .engine import Engine
 from .forward import Extent
+from .graph_sizes import parse, recorded
 from .graphs import Recorder
 from .memory import size_copies, size_pool
 from .messages import allowance_from, group_from, paused_to, step_reply
 from .models.shape import Unsupported
 from .outcome import Outcome
 from .relay import Sender
-from .rooms import parse, recorded
 
 log = logging.getLogger(__name__)
 

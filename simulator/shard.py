@@ -39,7 +39,7 @@ class Asked:
 
 
 def beginnings(asked: Asked, page_size: int) -> list[tuple[int, int]]:
-    """Those of its prompt, as router/beginnings.py has them: (tokens, key) for each page that others may share."""
+    """Those of its prompt, as router/prefix_keys.py has them: (tokens, key) for each page that others may share."""
     found, chain, pages = list[tuple[int, int]](), 0, 0
     for name, tokens in asked.prefix:
         begin, end = pages, min(tokens, asked.prompt - 1) // page_size

@@ -22,7 +22,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "shard": ("proto", "kernels"),
     "router": ("proto",),
     "launcher": (
-        *("proto", "router.config", "shard.config", "shard.rooms"),
+        *("proto", "router.config", "shard.config", "shard.graph_sizes"),
         *(
             "shard.models.families",
             "shard.models.draft_families",
@@ -46,7 +46,7 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "shard": ("transformers", "aiohttp", "tokenizers"),
 }
 # Modules that need one all the same, in functions, for images: a process of its own (see the last test), and what encodes them.
-APART: dict[str, tuple[str, ...]] = {"router.pixels": ("transformers",), "shard.models.sight": ("transformers",)}
+APART: dict[str, tuple[str, ...]] = {"router.pixels": ("transformers",), "shard.models.vision": ("transformers",)}
 # Words of the shard's bookkeeping. Kernels know tensors; a class or a parameter of theirs with such a name knows too much.
 SEQUENCE_WORDS = ("sequence", "sequences", "group", "groups", "batch", "request", "requests", "pagepool", "pool")
 

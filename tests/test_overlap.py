@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from penstock.proto import shard_pb2 as wire
-from penstock.router.beginnings import Beginnings
 from penstock.router.policies import Mixed
+from penstock.router.prefix_keys import Beginnings
 from penstock.router.scheduler import Action, Bounds, Filter, Job, Prefill, Report, Scheduler, most_pages
 from penstock.shard.decoding.hypotheses import Search
 from penstock.shard.messages import group_from, paused_to

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...kernels import noise
 from ...kernels.beam import largest, most_probable
-from ...kernels.choose import triton_for
+from ...kernels.dispatch import triton_for
 from ...kernels.sampling import Draws, Filtered, Penalties, allow, draw, filtered, first_largest, penalize
 from ...kernels.transfer import Arrival, list_to_device, lists_to_device, to_device
 from ..sequence import Sampling

@@ -20,7 +20,7 @@ from ..parallel import Ranks
 from ..step import Shown, Step
 from ..weights import Source
 from .alibi import table_of as leanings_of
-from .alternating import Alternating, AlternatingStream, Ends
+from .altup import Alternating, AlternatingStream, Ends
 from .changes import Changes
 from .choosing_heads import ChoosingHeads
 from .compressed_latents import CompressedLatents
@@ -29,17 +29,17 @@ from .deepseek_v4_names import Original
 from .gated_latents import GatedLatents
 from .gated_norms import GatedStream, NormGate
 from .gated_streams import GatedStreams, mixing_of
-from .gram_layers import GramLayer, GramRows
 from .hashed import Hashed
 from .heads import Heads, Queries
-from .kimi_memories import FineDelta
+from .kimi_linear_attention import FineDelta
 from .latents import Latents
 from .laurels import Laurel
 from .layer_inputs import Table, Told
+from .linear_attention import DeltaRule, Remembered
 from .loader import Loader
-from .memories import DeltaRule, Remembered
 from .mlp import Beside, Dense, Limited, Narrow, Sparse, Thinned, Ungated, Weighed
-from .olmo_memories import ApartDelta
+from .ngram_layers import GramLayer, GramRows
+from .olmo_linear_attention import ApartDelta
 from .pooled_heads import PooledHeads
 from .remembering import Convolution, FineLinear, Linear, Remembering
 from .renamed import Either, Older, Paired
@@ -48,12 +48,12 @@ from .rotary import table_of as angles_of
 from .shape import Shape, Unsupported
 from .short_convolutions import ShortConvolutions
 from .shortcuts import Rejoined, Shortcut, ShortcutStream
-from .sight import Sight
 from .state_spaces import StateSpaces
 from .stream import Stream
 from .streams import Streams
 from .taps import Taps
 from .traits import GatedHyper, PoolIndex, Rope
+from .vision import Sight
 
 OUTPUTS = ("lm_head.weight", "language_model.lm_head.weight")
 # What names of tensors begin with: in a checkpoint of text alone, in those that have images as well, and in Nemotron's.
@@ -217,7 +217,7 @@ class Decoder:
         """exact: see `Weight`; changes: of adapters that tokens may go by."""
         self.shape = shape
         self.ranks = ranks
-        self.steady = exact is Exact.STEADY
+        self.invariant = exact is Exact.INVARIANT
         self.changes = changes or Changes()
         changes = self.changes if self.changes.names else None
         self.kept: Taps | None = None  # for a draft model that goes by what this one makes of tokens

@@ -1,10 +1,10 @@
-"""Several residual streams, of which gates mix what each part of a layer sees (Qwen 4 Exp): see `kernels.gated_mixing`."""
+"""Several residual streams, of which gates mix what each part of a layer sees (Qwen 4 Exp): `kernels.gated_hyper_connections`."""
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...kernels.gated_mixing import gathered, spread
+from ...kernels.gated_hyper_connections import gathered, spread
 from ...kernels.reference import by_lanes
 from .loader import Loader
 from .streams import Mixer, Mixing, Streams

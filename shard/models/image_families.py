@@ -1,4 +1,4 @@
-"""The text of models with images; `sight` has what encodes these. A new one is a new entry in `IMAGES`.
+"""The text of models with images; `vision` has what encodes these. A new one is a new entry in `IMAGES`.
 
 Of text alone each token has one position. Where an image's tokens have three, sections of rotary embeddings (`mrope`) say which of
 them turns which pair of features.
@@ -187,7 +187,7 @@ def seeing(text: Config, kind: str, found: Shape) -> Shape:
 
 
 def _turned(text: Config, kind: str, found: Shape) -> Shape:
-    """With what turns images' tokens, unless config.json says nonsense of it, which is of no matter to text: `sight` refuses
+    """With what turns images' tokens, unless config.json says nonsense of it, which is of no matter to text: `vision` refuses
     that."""
     said = [values["mrope_section"] for name in ROPES if isinstance(values := text.get(name), dict) and "mrope_section" in values]
     default, by_turns = SECTIONS[kind]

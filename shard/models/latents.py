@@ -35,7 +35,7 @@ class ByHeads:
 
     def __init__(self, weights: Tensor, exact: Exact) -> None:
         """weights: [heads, in, out]. On a CPU, many heads' sums at once are made in ways that depend on the number of rows."""
-        apart = exact is Exact.STEADY and weights.device.type == "cpu" and by_onednn(weights.dtype)
+        apart = exact is Exact.INVARIANT and weights.device.type == "cpu" and by_onednn(weights.dtype)
         self._apart = [Weight(own.t().contiguous(), exact=exact) for own in weights] if apart else []
         self._weights = weights if not apart else None
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from .fields import AGAIN, FULL, INDEXED, LINEAR, Config, expect, shown, whole
-from .grams import Grams
 from .hybrid_families import hybrid
+from .ngrams import Grams
 from .remembering import Linear
 from .ropes import rotary_size
 from .shape import Shape, Unsupported

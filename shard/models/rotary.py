@@ -32,7 +32,7 @@ class Places:
     # By which tokens choose what they attend to, as the last index has it; in a list that all layers have in common.
     choosing: list[Choosing | None] = field(default_factory=list)
     pools: Pools | None = None  # None: no index of heads' own keys chooses any
-    rows: Tensor | None = None  # of what the layer is told of n-grams, [tokens, heads]: see `gram_layers`
+    rows: Tensor | None = None  # of what the layer is told of n-grams, [tokens, heads]: see `ngram_layers`
     every: Tensor | None = None  # cosines and sines of all positions, where other ones than the tokens' own are wanted
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from math import gcd, prod
 
 from .compression import Compressed
-from .grams import Grams
+from .ngrams import Grams
 from .remembering import Matrices, Remembering, changed
 from .traits import (
     Alibi,

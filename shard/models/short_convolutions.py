@@ -6,8 +6,8 @@ from torch import Tensor
 from ...kernels.gated_delta import States
 from ...kernels.short_convolution import short_convolution
 from ..step import Step
+from .linear_attention import Remembered
 from .loader import Loader
-from .memories import Remembered
 from .remembering import Convolution
 from .stream import Stream
 

@@ -8,8 +8,8 @@ from torch.nn import functional
 from ...kernels.gated_delta import Spans, States, gated_norm, scaled
 from ...kernels.state_space import state_space
 from .changes import side_by_side
+from .linear_attention import Memories
 from .loader import Loader
-from .memories import Memories
 from .remembering import Linear
 
 

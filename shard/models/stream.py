@@ -15,9 +15,9 @@ from ..parallel import Ranks
 class Stream:
     """The residual stream of some tokens: what was added up so far, and what is still to be added, in one go with the next norm.
 
-    Few rows on an accelerator go by fewer launches (`fused_product`): products take SwiGLU with them, of one row the norm, too, and
-    what they come to is added at once, or in parts by the next norm. With several ranks what they come to must be added up first:
-    sums and norms go together.
+    Few rows on an accelerator go by fewer launches (`fused_skinny_gemm`): products take SwiGLU with them, of one row the norm, too,
+    and what they come to is added at once, or in parts by the next norm. With several ranks what they come to must be added up
+    first: sums and norms go together.
     """
 
     def __init__(self, sums: Tensor, ranks: Ranks, epsilon: float, gelu: bool = False, chosen: Chosen | None = None) -> None:

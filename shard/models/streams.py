@@ -1,16 +1,16 @@
 """Several residual streams of a token in the place of one: hyper-connections (Zhu et al. 2024, arXiv:2409.19606).
 
 Each part of a layer sees a mixture of them, and so does the output matrix. What a part comes to is added to all, more to some than
-to others: see `kernels.mixing`. Hy 4's streams are as they were but for what is added; DeepSeek V4's and GLM 5 Next's are mixed
-with each other, too, and of the latter the output matrix sees the mean.
+to others: see `kernels.hyper_connections`. Hy 4's streams are as they were but for what is added; DeepSeek V4's and GLM 5 Next's
+are mixed with each other, too, and of the latter the output matrix sees the mean.
 """
 
 import torch
 from torch import Tensor
 
 from ...kernels.adapters import Chosen
+from ...kernels.hyper_connections import mix
 from ...kernels.linear import Weight
-from ...kernels.mixing import mix
 from ...kernels.reference import Shares
 from ..parallel import Ranks
 from .loader import Loader

@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("triton")
 
 from penstock.benchmarks import host
-from penstock.kernels import choose
+from penstock.kernels import dispatch
 from penstock.shard import logits
 
 
@@ -14,4 +14,4 @@ def test_a_short_run(width: int) -> None:
     before = logits.begin, logits.expand
     assert 0 < host.measure(4, 40, 3, width) < 10
     assert (logits.begin, logits.expand) == before
-    assert not choose._forced
+    assert not dispatch._forced

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.kernels import choose
+from penstock.kernels import dispatch
 from penstock.tests.kernels import sanitizer
 
 if not torch.cuda.is_available():
@@ -36,9 +36,9 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     honest = torch.empty
     monkeypatch.setattr(torch, "empty", empty)
-    choose.force("reference")
+    dispatch.force("reference")
     yield
-    choose.force("")
+    dispatch.force("")
 
 
 @pytest.fixture

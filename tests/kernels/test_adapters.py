@@ -8,7 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from penstock.kernels import choose, fused_experts
+from penstock.kernels import dispatch, fused_experts
 from penstock.kernels.adapters import choose as by_adapter
 from penstock.kernels.linear import Exact
 from penstock.kernels.low_rank import Pair, lay_out
@@ -20,7 +20,7 @@ TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 @pytest.fixture(autouse=True)
 def free() -> object:
     yield
-    choose.force("")
+    dispatch.force("")
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ class Case:
         self.before = torch.randn(rows, outputs, device=DEVICE).to(dtype)
 
     def found(self, kernels: str) -> Tensor:
-        choose.force(kernels)
+        dispatch.force(kernels)
         additions, out = lay_out(self.pairs), self.before.clone()
         assert additions is not None
         additions.add(self.x, out, by_adapter(self.numbers, self.count))
@@ -66,10 +66,10 @@ class Case:
 
 @pytest.mark.usefixtures("promised")
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
-def test_steady_ones_depend_on_no_other_row(kernels: str, chance: random.Random) -> None:
+def test_invariant_ones_depend_on_no_other_row(kernels: str, chance: random.Random) -> None:
     case = Case(chance, torch.float32, 150)
-    choose.force(kernels)
-    additions = lay_out(case.pairs, Exact.STEADY)
+    dispatch.force(kernels)
+    additions = lay_out(case.pairs, Exact.INVARIANT)
     assert additions is not None
     out = case.before.clone()
     additions.add(case.x, out, by_adapter(case.numbers, case.count))
@@ -126,7 +126,7 @@ def test_a_fault_would_be_seen(chance: random.Random, monkeypatch: pytest.Monkey
 def test_one_that_comes_later_leaves_nothing_of_what_was_in_its_place(kernels: str, chance: random.Random) -> None:
     """Ranks up to the largest, into places that were another's, and some that leave the weight alone."""
     case = Case(chance, torch.float32, 60)
-    choose.force(kernels)
+    dispatch.force(kernels)
     first = case.pairs[0]
     assert first is not None
     largest = first[0].new_zeros(40, first[0].shape[1]), first[1].new_zeros(len(first[1]), 40)

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from penstock.kernels import choose, fused_top
+from penstock.kernels import dispatch, fused_top
 from penstock.kernels.beam import best, candidates, most_probable, normalizers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -19,9 +19,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of
 @pytest.fixture(params=["reference", "triton"], autouse=True)
 def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(fused_top, "SPLIT", 64)
-    choose.force(request.param)
+    dispatch.force(request.param)
     yield
-    choose.force("")
+    dispatch.force("")
 
 
 @pytest.mark.parametrize("vocabulary", [8, 65, 333])

@@ -155,7 +155,7 @@ def test_kernels_that_begin_early_touch_nothing_before_the_others_are_over(told:
     for line in told["early"]:
         assert line.endswith("True True []"), line
     # Lines that each of 128 threads asks for while it waits: of 4 KB of 64 outputs, and of 4 of two weights.
-    assert told["asked"] == ["16 0", "2 0"]
+    assert sorted(told["asked"]) == ["16 0", "2 0"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux only")

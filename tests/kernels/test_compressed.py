@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from penstock.kernels import choose, compressed, compressed_attention, entries, fused_entries, fused_turning, ragged, turning
+from penstock.kernels import compressed, compressed_attention, dispatch, entries, fused_entries, fused_turning, ragged, turning
 from penstock.kernels.attention import How, Row
 from penstock.kernels.compressed import ChoosingEntries
 from penstock.kernels.entries import Making
@@ -26,12 +26,12 @@ SHAPES = [(1, 0), (1, 40), (1, 100), (3, 2), (5, 70), (20, 10), (1, 19), (70, 33
 @pytest.fixture(autouse=True)
 def _clean(unwritten: None) -> Iterator[None]:
     yield
-    choose.force("")
+    dispatch.force("")
 
 
 def check(rows: list[Row], page_size: int, rate: int, most: int, near: int, route: str, dtype: torch.dtype = torch.float32) -> None:
     """What Triton reads holds no numbers in slots of no row. most: entries that are chosen; 0: all."""
-    choose.force(route)
+    dispatch.force(route)
     torch.manual_seed(most)
     layout = Layout(
         page_size, (Kind(0, 1, HEADS, KEY, True),), dtype, torch.device(DEVICE), KEY, sinks=True, near=near, entries=((rate, most),)
@@ -93,7 +93,7 @@ def test_short_types() -> None:
 
 
 def test_a_graph_has_no_room_for_it() -> None:
-    choose.force("triton")
+    dispatch.force("triton")
     layout = Layout(16, (Kind(0, 1, 4, KEY, True),), torch.float32, torch.device(DEVICE), KEY, near=8, entries=((4, 0),))
     capacity = ragged.capacity(layout, 4, 4, 64, 16, mixed=False)
     with pytest.raises(ragged.Full, match="how many entries"):
@@ -113,7 +113,7 @@ def turned(x: Tensor, angles: Tensor, back: bool = False) -> Tensor:
 @pytest.mark.parametrize(("rate", "series", "page_size"), [(4, 2, 16), (8, 1, 4), (3, 2, 1), (1, 2, 4), (5, 1, 3)])
 def test_entries(rate: int, series: int, page_size: int, dtype: torch.dtype, route: str) -> None:
     """However a sequence is cut, and whatever pages it has."""
-    choose.force(route)
+    dispatch.force(route)
     torch.manual_seed(rate)
     size, length, frequencies = 12, 3 * rate + 2, torch.rand(2)
     places, gains = torch.randn(series, rate, size).to(DEVICE), torch.randn(size).to(DEVICE, dtype)
@@ -154,7 +154,7 @@ def test_entries(rate: int, series: int, page_size: int, dtype: torch.dtype, rou
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_heads_turn_and_turn_back(dtype: torch.dtype, route: str) -> None:
     """Behind norms or not; keys go to the cache, and those of padding nowhere."""
-    choose.force(route)
+    dispatch.force(route)
     torch.manual_seed(1)
     positions, frequencies, tolerance = torch.tensor([3, 0, 7]), torch.rand(3), 2 * TOLERANCE[dtype]
     x, gains = torch.randn(3, 5, 20).to(dtype).to(DEVICE), torch.randn(20).to(DEVICE, dtype)

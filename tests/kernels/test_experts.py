@@ -11,7 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from penstock.kernels import choose, fused_experts, fused_routing, packed_experts, small_floats
+from penstock.kernels import dispatch, fused_experts, fused_routing, packed_experts, small_floats
 from penstock.kernels.codes import BITS, FP4_BLOCKS, Codes, quantize, unpacked
 from penstock.kernels.experts import FewBits, Gates, Together, lay_out, route
 from penstock.kernels.linear import Exact
@@ -27,7 +27,7 @@ TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 @pytest.fixture(autouse=True)
 def free() -> object:
     yield
-    choose.force("")
+    dispatch.force("")
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ class Mixture:
             self.biases = tuple(torch.randn(number, width, device=DEVICE).to(dtype) for width in (inner, hidden))
 
     def found(self, kernels: str) -> Tensor:
-        choose.force(kernels)
+        dispatch.force(kernels)
         laid_out = lay_out(self.gate_ups, self.downs, self.x.dtype, self.biases, self.gates)
         return laid_out(self.x, self.shares, self.chosen)
 
@@ -132,7 +132,7 @@ def test_some_go_through_none(kind: str, kernels: str, chance: random.Random, mo
     for tokens, part in ((1, 1.0), (5, 0.5), (chance.randint(20, 60), chance.random()), (7, 1.0)):
         mixture = Mixture(chance, torch.bfloat16, tokens, chance.choice([1, 3, 8]), kind)
         idle = torch.rand(mixture.chosen.shape, device=DEVICE) < part
-        choose.force(kernels)
+        dispatch.force(kernels)
         laid_out = lay_out(mixture.gate_ups, mixture.downs, mixture.x.dtype, mixture.biases, mixture.gates)
         found = laid_out(mixture.x, mixture.shares, mixture.chosen.masked_fill(idle, 10), idle)
         mixture.shares = mixture.shares.masked_fill(idle, 0)
@@ -190,7 +190,7 @@ def test_outputs_have_factors_of_their_own(kind: str, chance: random.Random, mon
 @pytest.mark.parametrize(("kind", "bits", "factors"), [("fp4", 4 + 8 / 32, 0), ("nvfp4", 4 + 8 / 16, 32)])
 def test_codes_are_multiplied_with_as_they_are(kind: str, bits: float, factors: int, chance: random.Random) -> None:
     """Where blocks allow it; and they take no more memory than they have to."""
-    choose.force("triton")
+    dispatch.force("triton")
     mixture = Mixture(chance, torch.bfloat16, 1, 3, kind)
     laid_out = lay_out(mixture.gate_ups, mixture.downs, torch.bfloat16)
     assert type(laid_out) is FewBits
@@ -205,17 +205,17 @@ def test_codes_are_multiplied_with_as_they_are(kind: str, bits: float, factors: 
 @pytest.mark.usefixtures("promised")
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
 @pytest.mark.parametrize("kind", ["", *BITS])
-def test_steady_ones_depend_on_no_other_token(kind: str, kernels: str, chance: random.Random) -> None:
+def test_invariant_ones_depend_on_no_other_token(kind: str, kernels: str, chance: random.Random) -> None:
     """Not by a bit: on how many choose the same experts, and whether these are few."""
     mixture = Mixture(chance, torch.bfloat16 if kind else torch.float32, 60, 2, kind)
-    choose.force(kernels)
-    laid_out = lay_out(mixture.gate_ups, mixture.downs, mixture.x.dtype, mixture.biases, mixture.gates, Exact.STEADY)
+    dispatch.force(kernels)
+    laid_out = lay_out(mixture.gate_ups, mixture.downs, mixture.x.dtype, mixture.biases, mixture.gates, Exact.INVARIANT)
     whole = laid_out(mixture.x, mixture.shares, mixture.chosen)
     for own in (slice(0, 1), slice(29, 31), slice(3, 50)):
         assert laid_out(mixture.x[own], mixture.shares[own], mixture.chosen[own]).equal(whole[own])
 
 
-def test_steady_ones_have_one_tile(monkeypatch: pytest.MonkeyPatch, chance: random.Random) -> None:
+def test_invariant_ones_have_one_tile(monkeypatch: pytest.MonkeyPatch, chance: random.Random) -> None:
     """Or the test above would fail: with tiles by the number of pairs numbers are added up in other steps."""
     depths = {True: 16, False: 32}
     honest = fused_experts._constants
@@ -223,9 +223,9 @@ def test_steady_ones_have_one_tile(monkeypatch: pytest.MonkeyPatch, chance: rand
     mixture = Mixture(chance, torch.float32, 60, 2)
     while mixture.x.shape[1] <= depths[False]:  # few numbers are added up in one step, whatever it holds
         mixture = Mixture(chance, torch.float32, 60, 2)
-    choose.force("triton")
+    dispatch.force("triton")
     whole, first = [], []
-    for exact in (Exact.USUAL, Exact.STEADY):
+    for exact in (Exact.USUAL, Exact.INVARIANT):
         laid_out = lay_out(mixture.gate_ups, mixture.downs, torch.float32, mixture.biases, mixture.gates, exact)
         whole.append(laid_out(mixture.x, mixture.shares, mixture.chosen)[:4])
         first.append(laid_out(mixture.x[:4], mixture.shares[:4], mixture.chosen[:4]))
@@ -315,9 +315,9 @@ def random_routing(chance: random.Random) -> tuple[Tensor, dict[str, Any]]:
 def test_routes_by_triton(seed: int) -> None:
     """Shares are those of the reference, but for those of equal scores that are different ones; of these the first are taken."""
     logits, how = random_routing(random.Random(seed))
-    choose.force("triton")
+    dispatch.force("triton")
     shares, chosen = route(logits, **how)
-    choose.force("reference")
+    dispatch.force("reference")
     expected, _ = route(logits, **how)
     if not how["zeroed"]:
         torch.testing.assert_close(shares.sort(-1).values, expected.sort(-1).values, rtol=1e-5, atol=1e-6)
@@ -344,7 +344,7 @@ def route_alone(logits: Tensor, count: int, how: dict[str, Any]) -> list[int]:
 @pytest.mark.parametrize(("zeroed", "expected"), [(False, [1, 0]), (True, [1, 2])])
 def test_experts_of_other_sets_may_count_as_0(kind: str, zeroed: bool, expected: list[int]) -> None:
     """Which is more than what is corrected to less."""
-    choose.force(kind)
+    dispatch.force(kind)
     logits, correction = torch.zeros(1, 4, device=DEVICE), torch.tensor([-0.9, 1.0, -0.6, -1.0], device=DEVICE)
     _, chosen = route(logits, 2, True, sigmoid=True, correction=correction, sets=(2, 1, 2), zeroed=zeroed)
     assert chosen.tolist() in ([expected], [[1, 3]] if zeroed else [expected])
@@ -352,7 +352,7 @@ def test_experts_of_other_sets_may_count_as_0(kind: str, zeroed: bool, expected:
 
 def test_what_is_no_number_goes_somewhere() -> None:
     """No expert is beyond the last."""
-    choose.force("triton")
+    dispatch.force("triton")
     _, chosen = route(torch.full((3, 5), math.nan, device=DEVICE), 4, True, sigmoid=True)
     assert chosen.max() < 5
     assert chosen.min() >= 0

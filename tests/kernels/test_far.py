@@ -14,7 +14,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from penstock.kernels import choose, operations, paging
+from penstock.kernels import dispatch, operations, paging
 from penstock.kernels.fused_sampling import sample
 from penstock.kernels.fused_top import top
 from penstock.kernels.sampling import Draws, Penalties
@@ -27,9 +27,9 @@ PAGE = 16
 
 @pytest.fixture(autouse=True)
 def by_triton() -> Iterator[None]:
-    choose.force("triton")
+    dispatch.force("triton")
     yield
-    choose.force("")
+    dispatch.force("")
 
 
 def vast(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

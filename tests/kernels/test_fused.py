@@ -9,7 +9,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from penstock.kernels import choose, operations, reference
+from penstock.kernels import dispatch, operations, reference
 from penstock.kernels.reference import PLAIN, Gates
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -20,9 +20,9 @@ TOLERANCES = {torch.float32: (1e-5, 1e-5), torch.float16: (3e-3, 3e-3), torch.bf
 
 @pytest.fixture(autouse=True)
 def by_triton() -> Iterator[None]:
-    choose.force("triton")
+    dispatch.force("triton")
     yield
-    choose.force("")
+    dispatch.force("")
 
 
 def close(found: Tensor, expected: Tensor) -> None:
@@ -92,14 +92,14 @@ def test_norm_with_parts_of_a_product(dtype: torch.dtype, chance: random.Random,
     found = operations.add_rms_norm(x, residual, weight, 1e-5)
     close(residual, total)
     close(found, reference.rms_norm(total, weight, 1e-5))
-    choose.force("reference")
+    dispatch.force("reference")
     close(operations.add_rms_norm(x, begun, weight, 1e-5), found)
     close(begun, total)
 
 
 def test_the_plain_branches(chance: random.Random) -> None:
     """What is defined in `operations` is put together from what is tested elsewhere."""
-    choose.force("reference")
+    dispatch.force("reference")
     x, residual, weight = (randn(*shape, dtype=torch.float32) for shape in ((3, 8), (3, 8), (8,)))
     total = residual + x
     assert operations.add_rms_norm(x, residual, weight, 1e-5).equal(reference.rms_norm(total, weight, 1e-5))
@@ -145,7 +145,7 @@ def test_rotate_and_write(dtype: torch.dtype, norm: bool, chance: random.Random)
         weights = [randn(size, dtype=dtype) if norm else None for _ in "qk"]
         found = []
         for which in ("reference", "triton"):
-            choose.force(which)
+            dispatch.force(which)
             cache = torch.full((20, 2, kv_heads, size), torch.nan, dtype=dtype, device=DEVICE)
             own = joint.clone()
             query = operations.rotate_and_write(own, table, slots.to(DEVICE), cache, *weights, 1e-5)
@@ -171,7 +171,7 @@ def test_queries_alone_are_turned(dtype: torch.dtype, norm: bool, chance: random
             expected = reference.rms_norm(expected, weight, 1e-5)
         expected = reference.rotate(expected, table)
         for which in ("reference", "triton"):
-            choose.force(which)
+            dispatch.force(which)
             own = queries.clone()
             found = operations.rotate(own, table, weight, 1e-5)
             assert found.data_ptr() == own.data_ptr()
@@ -191,7 +191,7 @@ def test_values_may_be_normalized_and_be_keys(dtype: torch.dtype, shared: bool, 
         slots, weights = torch.randperm(20)[:tokens].to(DEVICE), [randn(size, dtype=dtype).clamp(-1, 1) for _ in "qk"]
         found = []
         for which in ("reference", "triton"):
-            choose.force(which)
+            dispatch.force(which)
             cache, own = torch.full((20, 2, kv_heads, size), torch.nan, dtype=dtype, device=DEVICE), joint.clone()
             query = operations.rotate_and_write(own, table, slots, cache, *weights, 1e-5, None, True, shared)
             assert query.data_ptr() == own.data_ptr() or (shared and which == "reference")
@@ -216,7 +216,7 @@ def test_latents_are_turned_and_written(dtype: torch.dtype, chance: random.Rando
         slots[torch.rand(tokens) < 0.2] = -1
         found = []
         for which in ("reference", "triton"):
-            choose.force(which)
+            dispatch.force(which)
             cache = torch.full((20, 1, 1, size + turned), torch.nan, dtype=dtype, device=DEVICE)
             own = query.clone()
             operations.rotate_and_write_latents(own, latents.clone(), gains, table, slots.to(DEVICE), cache, 1e-5)
@@ -232,7 +232,7 @@ def test_latents_of_8_bits() -> None:
     latents = torch.tensor([[1.0, -1.0, 1.0, 1.0, 1e9, 3.25]], device=DEVICE)
     table = reference.rotary_table(torch.zeros(1), torch.arange(1), torch.float32).to(DEVICE)
     for which in ("reference", "triton"):
-        choose.force(which)
+        dispatch.force(which)
         cache = torch.zeros(3, 1, 1, 6, device=DEVICE).to(torch.float8_e4m3fn)
         gains, query = torch.tensor([2.0, 0.5, 900.0, 0.0], device=DEVICE), torch.zeros(1, 2, 6, device=DEVICE)
         operations.rotate_and_write_latents(query, latents.clone(), gains, table, torch.tensor([1], device=DEVICE), cache, 0.0)
@@ -246,7 +246,7 @@ def test_write_of_8_bits() -> None:
     table = reference.rotary_table(torch.zeros(1), torch.arange(2), torch.float32).to(DEVICE)
     scales = torch.tensor([[0.5], [4.0]], device=DEVICE)
     for which in ("reference", "triton"):
-        choose.force(which)
+        dispatch.force(which)
         cache = torch.zeros(3, 2, 1, 2, device=DEVICE).to(torch.float8_e4m3fn)
         operations.rotate_and_write(joint.clone(), table, torch.tensor([2, 0], device=DEVICE), cache, None, None, 1e-5, scales)
         expected = [[448, 6.5, -448, 0.125], [0, 0, 0, 0], [3, -1.75, 448, 2]]
@@ -277,9 +277,9 @@ def test_nothing_to_do() -> None:
 
 
 def test_the_choice() -> None:
-    choose.force("")
-    assert choose.triton_for(torch.empty(1)) is False
-    choose.force("reference")
-    assert choose.triton_for(torch.empty(1, device=DEVICE)) is False
+    dispatch.force("")
+    assert dispatch.triton_for(torch.empty(1)) is False
+    dispatch.force("reference")
+    assert dispatch.triton_for(torch.empty(1, device=DEVICE)) is False
     with pytest.raises(ValueError, match="no such kernels: 'cuda'"):
-        choose.force("cuda")
+        dispatch.force("cuda")

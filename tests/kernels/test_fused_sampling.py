@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from penstock.kernels import fused_noise, fused_penalties, fused_sampling, logarithm, noise
-from penstock.kernels.choose import on_nvidia
+from penstock.kernels.dispatch import on_nvidia
 from penstock.kernels.fused_penalties import penalize_, restore_
 from penstock.kernels.fused_sampling import Sampled, sample
 from penstock.kernels.sampling import Draws, Penalties, draw, filtered, penalize

@@ -10,7 +10,7 @@ from torch.nn import functional
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.qwen3_5 import modeling_qwen3_5 as oracle
 
-from penstock.kernels import choose
+from penstock.kernels import dispatch
 from penstock.kernels.gated_delta import Spans, States, gated_delta, gated_norm
 from penstock.tests.kernels import memories
 from penstock.tests.kernels.memories import DEVICE, TOLERANCES
@@ -115,7 +115,7 @@ def test_it_is_transformers(dtype: torch.dtype, each: bool, bound: float, chance
 def test_it_is_transformers_by_triton(dtype: torch.dtype, each: bool, bound: float, chance: random.Random) -> None:
     """The interpreter cuts bfloat16 off instead of rounding."""
     pytest.importorskip("triton")
-    choose.force("triton")
+    dispatch.force("triton")
     memories.check(layer_of(chance, dtype, 40, 2, each, bound), [1, chance.randint(2, 7), chance.randint(1, 3)], chance, 2)
 
 
@@ -130,7 +130,7 @@ def test_cutting_a_sequence_changes_nothing(each: bool, bound: float, chance: ra
 
 @pytest.mark.parametrize("route", ["reference", "triton"])
 def test_padding_has_a_slot_of_its_own(route: str, chance: random.Random) -> None:
-    choose.force(route)
+    dispatch.force(route)
     memories.check_padding(layer_of(chance, torch.float32, 20, 2))
 
 
@@ -139,7 +139,7 @@ def test_padding_has_a_slot_of_its_own(route: str, chance: random.Random) -> Non
 )
 @pytest.mark.parametrize("kind", [oracle.Qwen3_5RMSNormGated, kimi.KimiLinearRMSNormGated])
 def test_gated_norm(kind: type, dtype: torch.dtype, route: str, chance: random.Random) -> None:
-    choose.force(route)
+    dispatch.force(route)
     size, heads, sigmoid = chance.randint(8, 70), chance.randint(1, 5), kind is kimi.KimiLinearRMSNormGated
     norm = kind(size, eps=1e-3).to(DEVICE, dtype)
     torch.nn.init.normal_(norm.weight)
@@ -157,7 +157,7 @@ def test_gated_norm(kind: type, dtype: torch.dtype, route: str, chance: random.R
 @pytest.mark.parametrize("way", ["reference", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_states_forget_guesses(way: str, dtype: torch.dtype, chance: random.Random) -> None:
-    choose.force(way)
+    dispatch.force(way)
     usual = (1, 2, 5, 5, 5, 5, 70) if way == "reference" else (1, 2, 5)  # in the interpreter 70 tokens take a minute
     lengths = [chance.choice(usual) for _ in range(6 if way == "reference" else 4)]
     memories.check_guesses(layer_of(chance, dtype, most=24), lengths, 3, chance, 10 * TOLERANCES[dtype])

@@ -24,7 +24,7 @@ from penstock.kernels import hopper_attention, paged_attention
 from penstock.kernels.attention import How
 from penstock.kernels.layout import Kind
 from penstock.kernels.paged_attention import Capacity
-from penstock.kernels.work import ORDERED, WHOLE, Item, Tile
+from penstock.kernels.work_list import ORDERED, WHOLE, Item, Tile
 from penstock.tests.kernels.gluon import Kernel
 from penstock.tests.kernels.test_paged_attention import World, rows_of
 from penstock.tests.shard import fake_cuda

@@ -13,7 +13,7 @@ from torch.nn import functional
 pytest.importorskip("triton")
 
 from penstock.kernels import attention as plain
-from penstock.kernels import choose, fused_index, indexed, indexed_attention, operations, paged_attention, ragged
+from penstock.kernels import dispatch, fused_index, indexed, indexed_attention, operations, paged_attention, ragged
 from penstock.kernels.attention import How, Row
 from penstock.kernels.indexed import Choosing
 from penstock.kernels.layout import Kind, Layout
@@ -27,7 +27,7 @@ SHAPES = [(1, 0), (1, 40), (1, 300), (3, 2), (5, 70), (70, 33), (20, 10), (1, 19
 @pytest.fixture(autouse=True)
 def _clean(unwritten: None) -> Iterator[None]:
     yield
-    choose.force("")
+    dispatch.force("")
 
 
 class World:
@@ -43,7 +43,7 @@ class World:
         dtype: torch.dtype = torch.float32,
         cached: torch.dtype | None = None,
     ) -> None:
-        choose.force(route)
+        dispatch.force(route)
         torch.manual_seed(len(rows))
         self.page_size, self.most = page_size, most
         layout = Layout(
@@ -212,7 +212,7 @@ def test_the_norm_rotation_and_write(size: int, turned: int, heads: int, dtype: 
     table = operations.reference.rotary_table(torch.rand(turned // 2), torch.arange(tokens) * 7, dtype).to(DEVICE)
     found = []
     for route in ("reference", "triton"):
-        choose.force(route)
+        dispatch.force(route)
         cache = torch.zeros(13, 1, 1, 10 + size, device=DEVICE).to(dtype)
         own = queries.clone()
         operations.rotate_and_write_index(own, keys.clone(), norm, table, slots, cache[..., 10:])
@@ -233,7 +233,7 @@ def test_a_cache_of_eight_bits_holds_the_largest_it_can() -> None:
     keys, queries = torch.tensor([[1.0, -1, 1, -1]], device=DEVICE), torch.zeros(1, 1, 4, device=DEVICE)
     table = operations.reference.rotary_table(torch.zeros(1), torch.zeros(1), torch.float32).to(DEVICE)
     for route in ("reference", "triton"):
-        choose.force(route)
+        dispatch.force(route)
         cache = torch.zeros(2, 1, 1, 4, device=DEVICE).to(torch.float8_e4m3fn)
         operations.rotate_and_write_index(queries, keys, norm, table, torch.ones(1, dtype=torch.int64, device=DEVICE), cache)
         assert cache.float().flatten().tolist() == [0, 0, 0, 0, 448, -448, 1.5, -2]

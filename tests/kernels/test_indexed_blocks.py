@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from penstock.kernels import choose, indexed, indexed_attention, operations, ragged, reference
+from penstock.kernels import dispatch, indexed, indexed_attention, operations, ragged, reference
 from penstock.kernels.attention import How, Row
 from penstock.kernels.indexed import ChoosingBlocks
 from penstock.kernels.layout import Kind, Layout
@@ -24,7 +24,7 @@ SHAPES = [(1, 0), (1, 40), (1, 300), (3, 2), (5, 70), (70, 33), (20, 10), (1, 19
 @pytest.fixture(autouse=True)
 def _clean(unwritten: None) -> Iterator[None]:
     yield
-    choose.force("")
+    dispatch.force("")
 
 
 class World:
@@ -45,7 +45,7 @@ class World:
         cached: torch.dtype | None = None,
         sinks: bool = False,
     ) -> None:
-        choose.force(route)
+        dispatch.force(route)
         torch.manual_seed(len(rows) + blocks)
         self.page_size, self.most, self.ratio = page_size, blocks * BLOCK, ratio
         kinds = (Kind(0, kv_heads, ratio, SIZE),)
@@ -183,7 +183,7 @@ def test_the_norm_rotation_and_write(size: int, heads: int, dtype: torch.dtype) 
     table = reference.rotary_table(torch.rand(size // 2), torch.arange(tokens) * 7, dtype).to(DEVICE)
     found = []
     for route in ("reference", "triton"):
-        choose.force(route)
+        dispatch.force(route)
         cache = torch.zeros(13, 1, 1, size, device=DEVICE).to(dtype)
         queries = operations.rotate_and_write(joint.clone(), table, slots, cache, gains[0], gains[1], 1e-6)
         found.append((queries.float().cpu(), cache.float().cpu().flatten(1)))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from penstock.kernels import choose, fused_means, indexed_attention, ragged, reference
+from penstock.kernels import dispatch, fused_means, indexed_attention, ragged, reference
 from penstock.kernels.attention import How, Row
 from penstock.kernels.indexed import ChoosingPools
 from penstock.kernels.layout import Kind, Layout
@@ -27,12 +27,12 @@ SHAPES = [(1, 0), (1, 40), (3, 2), (5, 70), (20, 10), (1, 19)]
 @pytest.fixture(autouse=True)
 def _clean(unwritten: None) -> Iterator[None]:
     yield
-    choose.force("")
+    dispatch.force("")
 
 
 def check(rows: list[Row], page_size: int, pool: int, most: int, route: str, dtype: torch.dtype = torch.float32) -> None:
     """What Triton reads holds no numbers in slots of no row."""
-    choose.force(route)
+    dispatch.force(route)
     torch.manual_seed(most)
     layout = Layout(page_size, (Kind(0, KEYS, HEADS // KEYS, FEATURES),), dtype, torch.device(DEVICE), most=most, members=pool)
     order, plan = ragged.plan(rows, layout)
@@ -85,7 +85,7 @@ def test_keys_of_pools(pool: int, size: int, dtype: torch.dtype, cached: torch.d
     if cached and route == "triton":
         pytest.skip("its interpreter rounds to 8 bits wrongly where that carries")
     torch.manual_seed(pool)
-    choose.force(route)
+    dispatch.force(route)
     chance, length = random.Random(size), 3 * pool + 1
     keys, gains = (torch.randn(2 * length, size + 3) * 2).round().to(dtype), torch.rand(size) + 0.5  # which 8 bits hold
     table = reference.rotary_table(torch.rand(size // 2), torch.arange(2 * length), dtype)

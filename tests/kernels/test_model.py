@@ -13,9 +13,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels import choose, fused_product, fused_sampling, fused_steady, indexed_attention, linear, operations, work
+from penstock.kernels import (
+    dispatch,
+    fused_batch_invariant,
+    fused_sampling,
+    fused_skinny_gemm,
+    indexed_attention,
+    linear,
+    operations,
+    work_list,
+)
 from penstock.proto.speculation import parse
-from penstock.shard import rooms, step
+from penstock.shard import graph_sizes, step
 from penstock.shard.decoding.hypotheses import Search, Stop
 from penstock.shard.drafter import Drafter
 from penstock.shard.engine import Engine
@@ -77,7 +86,7 @@ def placed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if torch.cuda.is_available():
         monkeypatch.setattr(tiny, "DEVICE", torch.device("cuda", 0))
     yield
-    choose.force("")
+    dispatch.force("")
 
 
 def groups(filters: bool = False) -> list[Group]:
@@ -102,7 +111,7 @@ def run(engine: Engine, chunk: int = 5, filters: bool = False) -> World:
 @functools.cache
 def plain(name: str, filters: bool = False) -> World:
     """What the plain operations give."""
-    choose.force("reference")
+    dispatch.force("reference")
     return run(tiny.engine(name, 4, PAGES), filters=filters)
 
 
@@ -120,8 +129,8 @@ USUAL = Extent(tokens=16, rows=4, total=32, pages=PAGES)
 
 
 def with_graphs(engine: Engine, monkeypatch: pytest.MonkeyPatch, extent: Extent = USUAL) -> Engine:
-    monkeypatch.setattr(rooms, "DECODES", (1, 2, 4))
-    monkeypatch.setattr(rooms, "MIXED", (8, 16))
+    monkeypatch.setattr(graph_sizes, "DECODES", (1, 2, 4))
+    monkeypatch.setattr(graph_sizes, "MIXED", (8, 16))
     record: Any = replaying
     if torch.cuda.is_available():
         from penstock.shard.graphs import Recorder
@@ -144,7 +153,7 @@ def test_a_shard_by_triton_gives_the_same_tokens(name: str, monkeypatch: pytest.
     calls = []
     sample = fused_sampling.sample
     monkeypatch.setattr(fused_sampling, "sample", lambda *given: calls.append(1) or sample(*given))
-    choose.force("triton")
+    dispatch.force("triton")
     with sanitizer.watching():
         found = run(tiny.engine(name, 4, PAGES), filters=True)
     assert found.tokens == expected.tokens
@@ -158,15 +167,15 @@ def test_a_shard_by_triton_gives_the_same_tokens(name: str, monkeypatch: pytest.
 def test_products_of_few_rows_give_the_same_tokens(name: str, cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As for models in bfloat16: norms, SwiGLU and sums go with the products, sums of what is cut with the norms behind."""
     if cut:
-        monkeypatch.setattr(fused_product, "SHORTEST", 8)
+        monkeypatch.setattr(fused_skinny_gemm, "SHORTEST", 8)
     expected = plain(name)
-    choose.force("triton")
+    dispatch.force("triton")
     monkeypatch.setattr(linear, "STREAMED", {torch.float32})
     monkeypatch.setattr(linear, "FEW", 5)  # of steps of up to a dozen
     calls = []
-    product = fused_product.product
+    product = fused_skinny_gemm.product
     monkeypatch.setattr(
-        fused_product, "product", lambda *given, **how: calls.append((len(given[0]), *how)) or product(*given, **how)
+        fused_skinny_gemm, "product", lambda *given, **how: calls.append((len(given[0]), *how)) or product(*given, **how)
     )
     norms = []
     norm = operations.add_rms_norm
@@ -183,7 +192,7 @@ def test_products_of_few_rows_give_the_same_tokens(name: str, cut: bool, monkeyp
 @pytest.mark.parametrize("name", [LLAMA, LLAMA4, GEMMA4])
 def test_padded_steps_give_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = plain(name)
-    choose.force("triton")
+    dispatch.force("triton")
     engine = with_graphs(tiny.engine(name, 4, PAGES), monkeypatch)
     for graph in (engine.forward._decodes[1], engine.forward._mixed[0]):
         graph.replay()  # which is all padding
@@ -196,7 +205,7 @@ def test_padded_steps_give_the_same_tokens(name: str, monkeypatch: pytest.Monkey
 def test_graphs_are_for_tokens_that_attend_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps in which an index chooses are computed without."""
     expected = plain(INDEXED)
-    choose.force("triton")
+    dispatch.force("triton")
     engine = with_graphs(tiny.engine(INDEXED, 4, PAGES), monkeypatch)
     asked = []
     attention = indexed_attention.attention
@@ -211,7 +220,7 @@ def test_graphs_are_for_tokens_that_attend_to_all(monkeypatch: pytest.MonkeyPatc
 def test_steps_with_drafts_fit_graphs(said: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the model, which verify chains or trees, and those of its draft model."""
     expected = plain(name)
-    choose.force("triton")
+    dispatch.force("triton")
     engine = tiny.engine(name, 4, PAGES)
     speculation = parse(f"draft=x,{said}")
     drafter = Drafter(engine.decoder, configurations.VOCABULARY, tiny.DEVICE, speculation.most)
@@ -241,10 +250,10 @@ def searches() -> list[Group]:
 @pytest.mark.parametrize(("name", "graphs"), [(LLAMA, False), (LLAMA4, True)])
 def test_beams_part_on_the_device(name: str, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where steps overlap, only the device knows whose pages they go on with."""
-    monkeypatch.setattr(work, "SHORTEST_RUN", 4)
-    choose.force("reference")
+    monkeypatch.setattr(work_list, "SHORTEST_RUN", 4)
+    dispatch.force("reference")
     expected = drive(tiny.engine(name, 4, 2 * PAGES), searches(), Habits())
-    choose.force("triton")
+    dispatch.force("triton")
     engine = tiny.engine(name, 4, 2 * PAGES, ahead=True)
     if graphs:
         with_graphs(engine, monkeypatch, replace(USUAL, rows=8, pages=2 * PAGES))
@@ -267,7 +276,7 @@ def test_beams_part_on_the_device(name: str, graphs: bool, monkeypatch: pytest.M
 
 
 def test_a_step_that_no_graph_has_room_for_runs_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    choose.force("triton")
+    dispatch.force("triton")
     engine = with_graphs(tiny.engine(LLAMA, 4, PAGES), monkeypatch, replace(USUAL, tokens=8, rows=2))
     engine.record(replaying, replace(USUAL, chosen=(1,)), lambda stage: None)
     found = run(engine, chunk=40)
@@ -279,7 +288,7 @@ def test_a_step_that_no_graph_has_room_for_runs_without(monkeypatch: pytest.Monk
 def test_a_cache_of_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same as a full one whose keys and values were rounded when they were written. By the plain operations on a GPU, too: what
     writes there is a function by itself."""
-    choose.force("reference")
+    dispatch.force("reference")
     small = torch.float8_e4m3fn
     scale = 0.25
     write = operations.write
@@ -308,9 +317,9 @@ def test_a_cache_of_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_depends_on_the_batch(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With `batch_invariant`, where all go by tiles that are always the same: each request alone, and all of them in chunks."""
     rows = set()
-    product = fused_steady.product
-    monkeypatch.setattr(fused_steady, "product", lambda x, *given: rows.add(len(x)) or product(x, *given))
-    choose.force("triton")
+    product = fused_batch_invariant.product
+    monkeypatch.setattr(fused_batch_invariant, "product", lambda x, *given: rows.add(len(x)) or product(x, *given))
+    dispatch.force("triton")
     made = functools.partial(test_invariance.engine, name, dtype, page_size=4, pages=PAGES)
     expected = test_invariance.alone(lambda: made(prefix_caching=False), groups())
     assert test_invariance.differences(run(made()), expected) == []
@@ -328,7 +337,7 @@ def test_floats_of_4_bits_are_what_the_checkpoint_says(form: str, tmp_path: Path
     tokens = tuple(range(3, 15))
     expected = test_quantized.logits(decoder(plain), tokens)
     rounded = test_quantized.logits(decoder(plain, dtype="bfloat16"), tokens)
-    choose.force("triton")
+    dispatch.force("triton")
     model = decoder(few, dtype="bfloat16")
     assert len(test_quantized.few_bits(model)) == 4
     found = test_quantized.logits(model, tokens)

@@ -20,11 +20,11 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from penstock.kernels import attention as plain
-from penstock.kernels import paged_attention, ragged, work
+from penstock.kernels import paged_attention, ragged, work_list
 from penstock.kernels.attention import How, Row
 from penstock.kernels.layout import Kind, Layout
 from penstock.kernels.paged_attention import Capacity, attention, plan, tiles_of
-from penstock.kernels.work import NODES, SHORTEST_RUN, Item, Segment, Table, Tile, Work
+from penstock.kernels.work_list import NODES, SHORTEST_RUN, Item, Segment, Table, Tile, Work
 
 from .test_attention import within_chunks
 
@@ -43,7 +43,7 @@ def rows_of(
 ) -> list[Row]:
     """Rows of (queries, context). whole: how many are that; sharing: how likely a row begins like an earlier one, as far as their
     contexts allow."""
-    widths = [work.width(Row(queries, context, ()), page_size) + chance.randint(0, 1) for queries, context in shapes]
+    widths = [work_list.width(Row(queries, context, ()), page_size) + chance.randint(0, 1) for queries, context in shapes]
     free = list(range(1, sum(widths) + 1))
     chance.shuffle(free)
     rows: list[Row] = []
@@ -230,8 +230,8 @@ def test_chunks(page_size: int, fixed: int, chunk: int) -> None:
     shapes = [(1, 600), (1, 3 * chunk - 1), (1, 3 * chunk - 2), (1, 600), *within_chunks(chance, chunk, 6, 600)]
     rows = rows_of(shapes, page_size, chance, sharing=0.8)
     if not fixed:  # some read together what they see
-        parts = work.segments(work.table(rows, page_size, 60), Kind(chunk, 2, 2, 64, chunked=True), TILES)
-        assert chunk == page_size or chunk < 256 or parts[:, work.SHARED].any()
+        parts = work_list.segments(work_list.table(rows, page_size, 60), Kind(chunk, 2, 2, 64, chunked=True), TILES)
+        assert chunk == page_size or chunk < 256 or parts[:, work_list.SHARED].any()
     rows.append(replace(rows_of([(9, chunk + 3)], page_size, chance)[0], parents=[-1, 0, 1, 0, 2, 2, 1, 0, 5]))
     rows[-1] = replace(rows[-1], pages=[page + max(max(row.pages) for row in rows[:-1]) for page in rows[-1].pages])
     world = World(rows, page_size, chunked=True)
@@ -388,7 +388,7 @@ def test_layers_of_several_kinds_go_by_one_plan() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "mixed", "steady", "launched"),
+    ("tokens", "mixed", "invariant", "launched"),
     [
         (1, False, False, [16]),
         (4, False, False, [16]),
@@ -402,14 +402,14 @@ def test_layers_of_several_kinds_go_by_one_plan() -> None:
         (64, True, True, [64]),
     ],
 )
-def test_graphs_launch_no_tile_that_no_step_of_theirs_takes(tokens: int, mixed: bool, steady: bool, launched: list[int]) -> None:
+def test_graphs_launch_no_tile_that_no_step_of_theirs_takes(tokens: int, mixed: bool, invariant: bool, launched: list[int]) -> None:
     """Even where all rows have a prefix in common: they are one segment then."""
     kinds = (Kind(0, 2, 4, 64),)
-    layout = Layout(16, kinds, torch.bfloat16, DEVICE, steady=steady)
+    layout = Layout(16, kinds, torch.bfloat16, DEVICE, invariant=invariant)
     room = ragged.capacity(layout, tokens, tokens, 1000, 64 * tokens, mixed)
     assert [tile.rows for tile in room.tiles[0]] == launched
     assert min(room.items[0]) > 0
-    fixed = ragged.FIXED if steady else 0
+    fixed = ragged.FIXED if invariant else 0
     for seed, sharing in itertools.product(range(6), (0.0, 0.5, 1.0)):
         chance = random.Random(seed)
         single = chance.randint(1, tokens) if mixed else tokens
@@ -434,27 +434,27 @@ class TestFaultsAreFound:
         self.world().check(40)
 
     def test_a_tree_that_is_open(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(work, "masks", lambda row: [(2 * (1 << i) - 1, 0) for i in range(row.queries)])
+        monkeypatch.setattr(work_list, "masks", lambda row: [(2 * (1 << i) - 1, 0) for i in range(row.queries)])
         self.fails()
 
     def test_a_key_that_nobody_reads(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        cuts = work._cuts
+        cuts = work_list._cuts
 
         def short(*arguments: Any) -> Any:
             which, begins, ends = cuts(*arguments)
             return which, begins, ends - 1
 
-        monkeypatch.setattr(work, "_cuts", short)
+        monkeypatch.setattr(work_list, "_cuts", short)
         self.fails()
 
     def test_a_key_that_is_read_twice(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        cuts = work._cuts
+        cuts = work_list._cuts
 
         def twice(*arguments: Any) -> Any:
             which, begins, ends = cuts(*arguments)
             return numpy.append(which, which[-1]), numpy.append(begins, ends[-1] - 1), numpy.append(ends, ends[-1])
 
-        monkeypatch.setattr(work, "_cuts", twice)
+        monkeypatch.setattr(work_list, "_cuts", twice)
         self.fails()
 
     def test_pages_of_another_row(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -463,13 +463,13 @@ class TestFaultsAreFound:
         self.fails()
 
     def test_a_partial_that_is_not_merged(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        honest = work.work
+        honest = work_list.work
 
         def forgetful(*arguments: object) -> Work:
             result = honest(*arguments)  # type: ignore[arg-type]
             return Work(result.items, result.entries - [0, 0, 1], result.pieces)
 
-        monkeypatch.setattr(work, "work", forgetful)
+        monkeypatch.setattr(work_list, "work", forgetful)
         with pytest.raises(AssertionError):
             self.world().check()
 
@@ -493,10 +493,10 @@ def random_rows(chance: random.Random, page_size: int) -> list[Row]:
 def cut(
     rows: list[Row], page_size: int, window: int, ratio: int, processors: int, kv_heads: int = 2
 ) -> tuple[Table, list[Segment], Work, int]:
-    table = work.table(rows, page_size, (TILES[-1].rows - 1) // ratio)
-    parts = work.segments(table, Kind(window, kv_heads, ratio, 64), TILES)
-    limit = work.longest(parts, kv_heads, processors, TILES)
-    return table, [Segment(*part) for part in parts.tolist()], work.work(table, parts, TILES, limit, False), limit
+    table = work_list.table(rows, page_size, (TILES[-1].rows - 1) // ratio)
+    parts = work_list.segments(table, Kind(window, kv_heads, ratio, 64), TILES)
+    limit = work_list.longest(parts, kv_heads, processors, TILES)
+    return table, [Segment(*part) for part in parts.tolist()], work_list.work(table, parts, TILES, limit, False), limit
 
 
 def items_of(found: Work) -> list[list[Item]]:
@@ -521,7 +521,7 @@ def test_every_key_is_read_once_and_no_item_is_too_long() -> None:
 
 def check_coverage(table: Table, found: Work, window: int) -> None:
     """Of every token: its items' keys are side by side, are in its own pages, and are all that it may see."""
-    flat = [page for row in table.rows for page in row.pages[: work.width(row, table.page_size)]]
+    flat = [page for row in table.rows for page in row.pages[: work_list.width(row, table.page_size)]]
     ranges: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
     partials: dict[int, list[int]] = defaultdict(list)
     for item in (item for kind in items_of(found) for item in kind):
@@ -587,12 +587,12 @@ def test_nested_runs() -> None:
     rows = [
         Row(1, 16 * len(pages), [*pages, 500 + i]) for i, pages in enumerate([prompt, prompt + beams, prompt + beams, [9, 8, 7]])
     ]
-    table = work.table(rows, 16, 16)
+    table = work_list.table(rows, 16, 16)
     assert [run for run, _ in table.runs] == [([0, 1, 2], 0, 20), ([1, 2], 20, 50)]
     assert table.own.tolist() == [320, 800, 800, 0]
     assert table.tokens[4:].tolist() == [0, 1, 2, 1, 2]
     short = [Row(1, 16 * len(pages), [*pages, 500 + i]) for i, pages in enumerate([[1, 2], [1, *beams], [1, *beams]])]
-    assert [run for run, _ in work.table(short, 16, 16).runs] == [([1, 2], 0, 31)]
+    assert [run for run, _ in work_list.table(short, 16, 16).runs] == [([1, 2], 0, 31)]
 
 
 def test_a_long_row_among_short_ones_is_cut_and_they_are_not() -> None:
@@ -611,13 +611,13 @@ H200 = 132  # processors
 
 def parts_of(shapes: list[tuple[int, int]]) -> tuple[Table, Any]:
     """Their table and segments in such layers, of rows that have nothing in common."""
-    table = work.table(rows_of(shapes, 16, random.Random(13)), 16, 31)
-    return table, work.segments(table, LLAMA, LLAMAS)
+    table = work_list.table(rows_of(shapes, 16, random.Random(13)), 16, 31)
+    return table, work_list.segments(table, LLAMA, LLAMAS)
 
 
 def cut_on_an_h200(shapes: list[tuple[int, int]]) -> Work:
     table, parts = parts_of(shapes)
-    return work.work(table, parts, LLAMAS, work.longest(parts, LLAMA.kv_heads, H200, LLAMAS), False)
+    return work_list.work(table, parts, LLAMAS, work_list.longest(parts, LLAMA.kv_heads, H200, LLAMAS), False)
 
 
 def test_equal_rows_that_fill_the_device_are_not_cut() -> None:
@@ -679,7 +679,7 @@ def test_tiles_of_single_queries() -> None:
 def test_graphs_of_checks_are_cut_as_steps_are() -> None:
     """Few tiles of a graph don't make the last of them one that fills a processor."""
     _, parts = parts_of([(12, 29988)])
-    assert work.longest(parts, LLAMA.kv_heads, H200, LLAMAS) == work.longest(parts, LLAMA.kv_heads, H200, LLAMAS[:2])
+    assert work_list.longest(parts, LLAMA.kv_heads, H200, LLAMAS) == work_list.longest(parts, LLAMA.kv_heads, H200, LLAMAS[:2])
 
 
 @pytest.mark.parametrize(("lengths", "stretched"), [([4100] * 8, True), ([9000, *[520] * 30], False)])
@@ -687,7 +687,7 @@ def test_items_become_longer_only_where_that_ends_sooner(lengths: list[int], str
     """A few that are short may come behind others that are short."""
     _, parts = parts_of([(5, length - 5) for length in lengths])
     share = -(-sum(lengths) * LLAMA.kv_heads // (2 * H200))
-    assert (work.longest(parts, LLAMA.kv_heads, H200, LLAMAS) > -(-share // 128) * 128) is stretched
+    assert (work_list.longest(parts, LLAMA.kv_heads, H200, LLAMAS) > -(-share // 128) * 128) is stretched
 
 
 def test_what_is_merged_one_at_a_time_is_merged_alike_in_all_steps() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from penstock.kernels import choose, paging
+from penstock.kernels import dispatch, paging
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYERS, PAGES = 3, 9
@@ -18,9 +18,9 @@ LAYERS, PAGES = 3, 9
 
 @pytest.fixture(params=["reference", "triton"], autouse=True)
 def either(request: pytest.FixtureRequest) -> Iterator[None]:
-    choose.force(request.param)
+    dispatch.force(request.param)
     yield
-    choose.force("")
+    dispatch.force("")
 
 
 def ints(values: Any) -> Tensor:

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 pytest.importorskip("triton")
 
-from penstock.kernels import choose, fused_pools, indexed, indexed_attention, ragged
+from penstock.kernels import dispatch, fused_pools, indexed, indexed_attention, ragged
 from penstock.kernels.attention import How, Row
 from penstock.kernels.indexed import ChoosingPools
 from penstock.kernels.layout import Kind, Layout
@@ -26,12 +26,12 @@ SHAPES = [(1, 0), (1, 40), (1, 300), (3, 2), (5, 70), (70, 33), (20, 10), (1, 19
 @pytest.fixture(autouse=True)
 def _clean(unwritten: None) -> Iterator[None]:
     yield
-    choose.force("")
+    dispatch.force("")
 
 
 def check(rows: list[Row], page_size: int, pool: int, most: int, route: str, dtype: torch.dtype = torch.float32) -> None:
     """What Triton reads holds no numbers in slots of no row."""
-    choose.force(route)
+    dispatch.force(route)
     torch.manual_seed(most)
     kinds = (Kind(0, 1, 4, LATENT, True),)
     layout = Layout(page_size, kinds, dtype, torch.device(DEVICE), latent=LATENT, most=most, members=pool)
@@ -125,7 +125,7 @@ def test_keys_of_pools(pool: int, size: int, dtype: torch.dtype, cached: torch.d
     if cached and route == "triton":
         pytest.skip("its interpreter rounds to 8 bits wrongly where that carries")
     torch.manual_seed(pool)
-    choose.force(route)
+    dispatch.force(route)
     chance, length = random.Random(size), 3 * pool + 1
     # Numbers that 8 bits hold.
     keys, gates = ((torch.randn(2 * length, size) * 2).round().to(dtype) for _ in "kg")

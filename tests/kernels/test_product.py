@@ -11,9 +11,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from penstock.kernels import choose, fused_product, linear, reference
+from penstock.kernels import dispatch, fused_skinny_gemm, linear, reference
 from penstock.kernels.fused_norm import rms_norm
-from penstock.kernels.fused_product import LEAST, MOST, product
+from penstock.kernels.fused_skinny_gemm import LEAST, MOST, product
 from penstock.kernels.linear import Weight
 from penstock.shard.models.stream import Stream
 from penstock.shard.parallel import Ranks
@@ -96,12 +96,14 @@ def test_parts_come_to_the_product(dtype: torch.dtype, parts: int, chance: rando
 
 def test_inputs_are_cut_where_outputs_are_few() -> None:
     """As was best on an H200, where somebody adds up what parts come to."""
-    found = {shape: fused_product._parts(32, *shape, 132) for shape in ((4096, 4096), (14336, 4096), (4096, 6144), (4096, 128256))}
+    found = {
+        shape: fused_skinny_gemm._parts(32, *shape, 132) for shape in ((4096, 4096), (14336, 4096), (4096, 6144), (4096, 128256))
+    }
     assert list(found.values()) == [2, 2, 2, 1]
-    assert fused_product._parts(64, 4096, 4096, 132) == 4  # of twice as many outputs each
-    assert [fused_product._parts(16, inputs, 1024, 132) for inputs in (300, 1024, 3072)] == [1, 2, 4]
+    assert fused_skinny_gemm._parts(64, 4096, 4096, 132) == 4  # of twice as many outputs each
+    assert [fused_skinny_gemm._parts(16, inputs, 1024, 132) for inputs in (300, 1024, 3072)] == [1, 2, 4]
     x, weight = randn(2, 4096, dtype=torch.float32), torch.empty(64, 4096, device=DEVICE)
-    assert fused_product.parts_of(x, weight) > fused_product.parts_of(x[:1], weight) == 1
+    assert fused_skinny_gemm.parts_of(x, weight) > fused_skinny_gemm.parts_of(x[:1], weight) == 1
 
 
 def test_rows_know_no_neighbours(chance: random.Random) -> None:
@@ -124,8 +126,8 @@ def test_gates_of_large_numbers() -> None:
 
 def test_a_fault_would_be_seen(chance: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of tiles that end before the inputs do."""
-    honest = fused_product._constants
-    monkeypatch.setattr(fused_product, "_constants", lambda rows, inputs, *rest: honest(rows, inputs - 1, *rest))
+    honest = fused_skinny_gemm._constants
+    monkeypatch.setattr(fused_skinny_gemm, "_constants", lambda rows, inputs, *rest: honest(rows, inputs - 1, *rest))
     monkeypatch.setattr(sys.modules[__name__], "ROWS", [2, 33])
     with pytest.raises(AssertionError):
         test_products(torch.float32, False, False, chance)
@@ -154,12 +156,12 @@ def test_what_several_ranks_come_to_is_added_up(
     ranks: Any, shortest: int, monkeypatch: pytest.MonkeyPatch, chance: random.Random
 ) -> None:
     """Two layers of a stream, by way of few rows, with inputs that are cut and whole, and of many."""
-    monkeypatch.setattr(fused_product, "SHORTEST", shortest)
+    monkeypatch.setattr(fused_skinny_gemm, "SHORTEST", shortest)
     hidden, wide = 24, 40
     gains = [randn(hidden, dtype=torch.float32) for _ in range(2)]
     tensors = [randn(2 * wide, hidden, dtype=torch.float32), randn(hidden, wide, dtype=torch.float32)]
     begun = randn(3, hidden, dtype=torch.float32)
-    choose.force("triton")
+    dispatch.force("triton")
     try:
         found = []
         for types in (set(), {torch.float32}):
@@ -173,7 +175,7 @@ def test_what_several_ranks_come_to_is_added_up(
                     assert (stream._more is None) == (shortest > wide)  # it is in parts, or was added at once
             found.append(stream.normalized(gains[1]))
     finally:
-        choose.force("")
+        dispatch.force("")
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
     assert ranks.size == 1 or ranks.added == 4
 
@@ -190,10 +192,10 @@ READERS: dict[str, Callable[[Stream], object]] = {
 
 @pytest.mark.parametrize("reader", READERS)
 def test_parts_are_added_whoever_comes_next(reader: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_product, "SHORTEST", 8)
+    monkeypatch.setattr(fused_skinny_gemm, "SHORTEST", 8)
     begun, x, tensor = (randn(*shape, dtype=torch.float32) for shape in ((3, 24), (3, 40), (24, 40)))
     found = []
-    with choose.forced("triton"):
+    with dispatch.forced("triton"):
         for types in (set(), {torch.float32}):
             monkeypatch.setattr(linear, "STREAMED", types)
             stream = Stream(begun.clone(), ALONE, 1e-5)
@@ -207,14 +209,14 @@ def test_parts_are_added_whoever_comes_next(reader: str, monkeypatch: pytest.Mon
 
 def test_few_rows_go_by_it_and_many_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "STREAMED", {torch.float32})
-    choose.force("triton")
+    dispatch.force("triton")
     try:
         weight = Weight(randn(32, 24, dtype=torch.float32))
     finally:
-        choose.force("")
+        dispatch.force("")
     calls = []
-    honest = fused_product.product
-    monkeypatch.setattr(fused_product, "product", lambda *given, **more: calls.append(len(given[0])) or honest(*given, **more))
+    honest = fused_skinny_gemm.product
+    monkeypatch.setattr(fused_skinny_gemm, "product", lambda *given, **more: calls.append(len(given[0])) or honest(*given, **more))
     for rows in (0, 1, linear.FEWER, linear.FEWER + 1, linear.FEW, linear.FEW + 1):
         x = randn(rows, 24, dtype=torch.float32)
         assert weight.streams(x) == (0 < rows <= linear.FEW)
@@ -222,7 +224,7 @@ def test_few_rows_go_by_it_and_many_do_not(monkeypatch: pytest.MonkeyPatch) -> N
         torch.testing.assert_close(weight(x), weight.product(x))
     assert calls == [1, linear.FEWER, linear.FEWER + 1, linear.FEW]
     assert linear.FEW <= MOST
-    with choose.forced("triton"):  # of which torch's is quicker
+    with dispatch.forced("triton"):  # of which torch's is quicker
         Stream(randn(linear.FEWER + 1, 24, dtype=torch.float32), ALONE, 1e-5).through(None, weight, gates=True)
     assert len(calls) == 4
     weight._hopper = False

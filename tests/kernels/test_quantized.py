@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from penstock.kernels import choose, fused_quantized, packed_experts, small_floats
+from penstock.kernels import dispatch, fused_quantized, packed_experts, small_floats
 from penstock.kernels.codes import BITS, Codes, alike, joined, quantize, unpacked
 from penstock.kernels.fused_quantized import MOST
 from penstock.kernels.linear import Exact, Weight
@@ -153,11 +153,11 @@ def test_weights_side_by_side() -> None:
 
 
 def laid_out(route: str, codes: Codes, bias: Tensor | None, dtype: torch.dtype, exact: Exact = Exact.USUAL) -> Weight:
-    choose.force("triton" if route == "triton" else "reference")
+    dispatch.force("triton" if route == "triton" else "reference")
     try:
         return lay_out(codes, bias, exact, dtype)
     finally:
-        choose.force("")
+        dispatch.force("")
 
 
 def poisoned(*shape: Any, **how: Any) -> Tensor:
@@ -165,9 +165,9 @@ def poisoned(*shape: Any, **how: Any) -> Tensor:
 
 
 @pytest.mark.parametrize(("route", "kind", "dtype"), ROUTES)
-def test_steady_products_depend_on_no_other_row(route: str, kind: str, dtype: torch.dtype) -> None:
+def test_invariant_products_depend_on_no_other_row(route: str, kind: str, dtype: torch.dtype) -> None:
     codes, x = some(kind, 48, 128, 64, False), torch.randn(MOST + 20, 128, device=DEVICE).to(dtype)
-    product = laid_out(route, codes, None, dtype, Exact.STEADY)
+    product = laid_out(route, codes, None, dtype, Exact.INVARIANT)
     whole = product(x)
     for first, count in ((0, 1), (7, 2), (100, 16), (9, 40), (20, MOST)):
         assert product(x[first : first + count].clone()).equal(whole[first : first + count])

@@ -139,10 +139,10 @@ def test_rows_are_independent_to_the_last_bit(route: Any, inputs: int) -> None:
 
 @pytest.mark.parametrize("inputs", [200, 1500])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_rows_of_steady_weights_are_independent(dtype: torch.dtype, inputs: int) -> None:
+def test_rows_of_invariant_weights_are_independent(dtype: torch.dtype, inputs: int) -> None:
     """In 16 bits, too, in which each processor has another way."""
     x, matrix, bias = (torch.randn(size).to(dtype) for size in ((200, inputs), (300, inputs), (300,)))
-    product = Weight(matrix, bias, Exact.STEADY)
+    product = Weight(matrix, bias, Exact.INVARIANT)
     whole = product(x)
     torch.testing.assert_close(whole, functional.linear(x, matrix, bias), rtol=1e-2, atol=1e-1)
     assert all(product(x[:rows].clone()).equal(whole[:rows]) for rows in range(1, 200))

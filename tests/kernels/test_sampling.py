@@ -13,7 +13,7 @@ import transformers
 from scipy import stats
 from torch import Tensor
 
-from penstock.kernels import choose, noise
+from penstock.kernels import dispatch, noise
 from penstock.kernels import sampling as kernel
 from penstock.kernels.sampling import CANDIDATES, Draws, Filtered, allow, draw, filtered
 from penstock.shard.decoding.sampler import Pick, Row, pick
@@ -380,7 +380,7 @@ def test_who_is_bound_reports_what_was_allowed(monkeypatch: pytest.MonkeyPatch, 
     mask = torch.from_numpy(numpy.packbits(allowed.numpy(), axis=1, bitorder="little").view(numpy.int32))
     rows = [Row(Sampling(final_logprobs=final), [1], 1, 0, top_n, bound=True) for final in (True, False, True)]
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with choose.forced(way):
+    with dispatch.forced(way):
         found = pick(logits.to(device), rows, mask.to(device))
     within = logits.masked_fill(~allowed[:, :70], -torch.inf)
     tokens = within.argmax(-1)

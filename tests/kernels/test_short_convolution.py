@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.models.lfm2 import modeling_lfm2 as oracle
 
-from penstock.kernels import choose
+from penstock.kernels import dispatch
 from penstock.kernels.gated_delta import Spans, States
 from penstock.kernels.short_convolution import short_convolution
 from penstock.tests.kernels import memories
@@ -63,26 +63,26 @@ def test_it_is_transformers(dtype: torch.dtype, chance: random.Random) -> None:
 def test_it_is_transformers_by_triton(dtype: torch.dtype, chance: random.Random) -> None:
     """The interpreter cuts bfloat16 off instead of rounding."""
     pytest.importorskip("triton")
-    choose.force("triton")
+    dispatch.force("triton")
     memories.check(layer_of(chance, dtype), [1, chance.randint(2, 7), 40, chance.randint(1, 3)], chance, chance.randint(0, 3))
 
 
 @pytest.mark.parametrize("route", ["reference", "triton"])
 def test_cutting_a_sequence_changes_nothing(route: str, chance: random.Random) -> None:
-    choose.force(route)
+    dispatch.force(route)
     layer = layer_of(chance, torch.float32)
     memories.check_cuts(layer, layer.inputs(230), chance)
 
 
 @pytest.mark.parametrize("route", ["reference", "triton"])
 def test_padding_has_a_slot_of_its_own(route: str, chance: random.Random) -> None:
-    choose.force(route)
+    dispatch.force(route)
     memories.check_padding(layer_of(chance, torch.float32))
 
 
 @pytest.mark.parametrize("way", ["reference", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_states_forget_guesses(way: str, dtype: torch.dtype, chance: random.Random) -> None:
-    choose.force(way)
+    dispatch.force(way)
     lengths = [chance.choice((1, 2, 5, 5, 5, 70)) for _ in range(4)] + [9]
     memories.check_guesses(layer_of(chance, dtype), lengths, 2, chance, 2 * TOLERANCES[dtype])

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.kernels import choose
+from penstock.kernels import dispatch
 from penstock.shard.step import Span, parted
 
 from ..shard import seeing
@@ -19,7 +19,7 @@ from ..shard.test_sight import SIZES, bench_of
 def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     reference = seeing.made(name, tmp_path)
     prompt = seeing.seen(name, reference.config.model_type, random.Random(1), SIZES)
-    with choose.forced("triton"):
+    with dispatch.forced("triton"):
         bench, sequence = bench_of(tmp_path, prompt)
         _, first = sequence.pictures.reach(0, 7)  # within no image that is computed at once
         parts = prompt.tokens[:first], prompt.tokens[first:]

@@ -10,7 +10,7 @@ from torch.nn import functional
 from transformers.models.granitemoehybrid import modeling_granitemoehybrid as oracle
 from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
-from penstock.kernels import choose
+from penstock.kernels import dispatch
 from penstock.kernels.gated_delta import Spans, States, gated_norm
 from penstock.kernels.state_space import state_space
 from penstock.tests.kernels import memories
@@ -104,7 +104,7 @@ def test_it_is_transformers(dtype: torch.dtype, chance: random.Random) -> None:
 def test_it_is_transformers_by_triton(dtype: torch.dtype, chance: random.Random) -> None:
     """The interpreter cuts bfloat16 off instead of rounding."""
     pytest.importorskip("triton")
-    choose.force("triton")
+    dispatch.force("triton")
     memories.check(layer_of(chance, dtype, 40, 2), [1, chance.randint(2, 7), chance.randint(1, 3)], chance, 2)
 
 
@@ -133,14 +133,14 @@ def test_cutting_a_sequence_changes_nothing(chance: random.Random) -> None:
 
 @pytest.mark.parametrize("route", ["reference", "triton"])
 def test_padding_has_a_slot_of_its_own(route: str, chance: random.Random) -> None:
-    choose.force(route)
+    dispatch.force(route)
     memories.check_padding(layer_of(chance, torch.float32, 20, 2))
 
 
 @pytest.mark.parametrize("way", ["reference", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_states_forget_guesses(way: str, dtype: torch.dtype, chance: random.Random) -> None:
-    choose.force(way)
+    dispatch.force(way)
     usual = (1, 2, 5, 5, 5, 70) if way == "reference" else (1, 2, 5)
     lengths = [chance.choice(usual) for _ in range(4)]
     memories.check_guesses(layer_of(chance, dtype, most=20), lengths, 2, chance, 2 * TOLERANCES[dtype])
@@ -152,7 +152,7 @@ def test_states_forget_guesses(way: str, dtype: torch.dtype, chance: random.Rand
 @pytest.mark.parametrize("groups", [1, 3])
 def test_gated_norm(groups: int, dtype: torch.dtype, route: str, chance: random.Random) -> None:
     """Gates go before it, and each group has a part of the gains."""
-    choose.force(route)
+    dispatch.force(route)
     size = chance.choice((1, 7, chance.randint(8, 70), 3000))
     norm = Zamba2RMSNormGated(groups * size, size, eps=1e-3).to(DEVICE, dtype)
     torch.nn.init.normal_(norm.weight)

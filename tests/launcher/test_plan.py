@@ -16,7 +16,7 @@ from penstock.launcher.hub import Remote
 from penstock.launcher.machine import Machine
 from penstock.launcher.mistake import Mistake
 from penstock.launcher.options import Options
-from penstock.shard import rooms
+from penstock.shard import graph_sizes
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -338,7 +338,7 @@ def test_gpus(tmp_path: Path) -> None:
     assert both.ranks == 2
     assert both.memory == int(0.9 * (3 << 30))  # the smaller one's
     assert both.graphs > 20
-    assert both.token_bytes * both.page_size * both.pages + both.graphs * rooms.GRAPH_BYTES + both.weight_bytes <= both.memory
+    assert both.token_bytes * both.page_size * both.pages + both.graphs * graph_sizes.GRAPH_BYTES + both.weight_bytes <= both.memory
     assert "graphs" in plan.table(both, "x")
     without = plan.divide(Options(cuda_graphs="0", kv_cache_dtype="fp8_e4m3fn", sharded=True), model, GPUS)
     assert without.graphs == 0

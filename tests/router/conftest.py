@@ -4,15 +4,15 @@ from typing import ClassVar
 
 import pytest
 
-from penstock.router import apart, grammar, pixels, rendering
+from penstock.router import grammar, pixels, rendering, worker_processes
 
 PLACES = grammar, pixels, rendering  # which work in processes of their own
 
 
-class Kept(apart.Apart):
+class Kept(worker_processes.Apart):
     """Takes over the processes that others have left: to start one takes seconds where transformers has to be imported."""
 
-    _left: ClassVar[dict[str, list[apart._Process]]] = {}
+    _left: ClassVar[dict[str, list[worker_processes._Process]]] = {}
 
     def __init__(self, module: str, processes: int, finishes: bool = False) -> None:
         super().__init__(module, processes, finishes)

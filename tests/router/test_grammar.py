@@ -13,9 +13,9 @@ import llguidance
 import pytest
 
 from penstock.router import grammar as module
-from penstock.router.apart import Apart, Busy, Died, Late
 from penstock.router.grammar import Grammars, choice, json_object, json_schema, lark, problem, regex, rules, written
 from penstock.router.request import Grammar, Overloaded, Refused
+from penstock.router.worker_processes import Apart, Busy, Died, Late
 
 NODE = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "required": ["next"]}
 LIST = {"type": "object", "properties": {"next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}}, "required": ["next"]}

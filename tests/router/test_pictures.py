@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from penstock.proto.images import FORMS
-from penstock.router.beginnings import Beginnings
 from penstock.router.commands import group
 from penstock.router.config import Misconfigured, RouterConfig
 from penstock.router.pictures import TIMES, expanded, marked, own_ids
 from penstock.router.pixels import Pixels
+from penstock.router.prefix_keys import Beginnings
 from penstock.router.request import Limits, Overloaded, Refused, Request
 from penstock.router.text import Tokenizer
 from penstock.router.validation import Parameters, Validator

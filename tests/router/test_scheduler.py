@@ -8,8 +8,8 @@ import pytest
 from penstock.router.cost import Cost, Work
 from penstock.router.drafting import Allowance, Drafting
 from penstock.router.policies import Mixed, Pause, Policy, Standing
+from penstock.router.prefix_sharing import Sharing
 from penstock.router.scheduler import Action, Bounds, Decode, Filter, Job, Prefill, Report, Scheduler, fill, most_pages
-from penstock.router.sharing import Sharing
 from penstock.tests.router.simulation import simulate
 
 

@@ -121,7 +121,7 @@ class Model:
     ranks = SimpleNamespace(size=1, rank=0)
     embedding = torch.zeros(1)
     changes = Changes()
-    steady = False
+    invariant = False
 
     def __init__(self) -> None:
         self.engine: Any = None

@@ -17,11 +17,11 @@ from penstock.proto.images import FORMS, MISTRAL
 from penstock.proto.tiling import Tiling
 from penstock.shard.config import ShardConfig
 from penstock.shard.engine import Engine
-from penstock.shard.gallery import Gallery
+from penstock.shard.image_cache import Gallery
 from penstock.shard.loading import load
 from penstock.shard.models.decoder import Decoder
 from penstock.shard.models.families import shape
-from penstock.shard.models.sight import Sight
+from penstock.shard.models.vision import Sight
 from penstock.shard.parallel import Ranks
 from penstock.shard.pictures import Picture
 from penstock.shard.weights import Weights

@@ -21,8 +21,8 @@ from penstock.shard.loading import load
 from penstock.shard.models.changes import Change, Changes
 from penstock.shard.models.decoder import Decoder
 from penstock.shard.models.families import shape
-from penstock.shard.models.kimi_memories import FineDelta
-from penstock.shard.models.memories import Memories
+from penstock.shard.models.kimi_linear_attention import FineDelta
+from penstock.shard.models.linear_attention import Memories
 from penstock.shard.models.shape import Unsupported
 from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group, Sampling

@@ -23,7 +23,7 @@ from penstock.launcher import checkpoint, hub, plan
 from penstock.launcher.machine import Machine
 from penstock.launcher.options import Options
 from penstock.proto.speculation import parse
-from penstock.shard import rooms
+from penstock.shard import graph_sizes
 from penstock.shard.config import ShardConfig
 from penstock.shard.decoding.growth import Frontier
 from penstock.shard.decoding.proposers import Asked, Proposed
@@ -588,7 +588,7 @@ def test_graphs_of_a_head_are_planned_though_its_model_has_fewer() -> None:
     model = checkpoint.read(tiny.folder("qwen3.5"), "dummy")
     asked = Options(device="cuda", speculate="draft=mtp,tokens=3", max_batch_prefill_tokens=512)
     planned = plan.divide(asked, model, Machine(cores=2, memory=1 << 32, fast_bfloat16=False, gpu_memory=(1 << 36,)), model)
-    assert planned.graphs == 2 * len(rooms.decodes(None, planned.sequences)) + len(rooms.mixed(None, 512, drafts=True))
+    assert planned.graphs == 2 * len(graph_sizes.decodes(None, planned.sequences)) + len(graph_sizes.mixed(None, 512, drafts=True))
 
 
 def deep(name: str, **more: Any) -> Shape:

@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.kernels.work import SHORTEST_RUN
+from penstock.kernels.work_list import SHORTEST_RUN
 from penstock.proto.speculation import parse
 from penstock.shard import step
 from penstock.shard.decoding.budget import Allowance, Linear
 from penstock.shard.decoding.growth import Frontier
+from penstock.shard.draft_progress import Sketch
 from penstock.shard.drafter import SHORT, Drafter
 from penstock.shard.engine import Engine
 from penstock.shard.guesses import Guesses
 from penstock.shard.outcome import Outcome
 from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group, Sampling
-from penstock.shard.sketch import Sketch
 from penstock.shard.step import Span, Step
 from penstock.tests.shard import configurations, tiny
 from penstock.tests.shard.driver import UNLIMITED, Habits, World, drive

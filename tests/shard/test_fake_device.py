@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from penstock.kernels import choose, early, linear, noise
+from penstock.kernels import dependent_launch, dispatch, linear, noise
 from penstock.proto import shard_pb2 as wire
 from penstock.shard import memory
 from penstock.shard.adapters import Adapter
@@ -44,7 +44,7 @@ from penstock.tests.shard.test_weights import Alone
 
 triton = pytest.importorskip("triton")
 fused_penalties = pytest.importorskip("penstock.kernels.fused_penalties")
-fused_product = pytest.importorskip("penstock.kernels.fused_product")
+fused_product = pytest.importorskip("penstock.kernels.fused_skinny_gemm")
 
 FOLDER = Path(__file__).parents[2] / "demo"
 PROMPT = list(range(5, 65))  # so many that answers take pages
@@ -211,7 +211,7 @@ EARLY = {"rotary_kernel", "attend", "merge"}
 @pytest.mark.parametrize("begins", [False, True])
 def test_kernels_begin_early_where_they_wait_themselves(noted: Noted, monkeypatch: pytest.MonkeyPatch, begins: bool) -> None:
     """Both or neither: one that is launched early and does not wait reads what is not there yet."""
-    monkeypatch.setattr(early, "enabled", begins)
+    monkeypatch.setattr(dependent_launch, "enabled", begins)
     engine = engine_of()
     run(engine, SCENARIOS["sampled"]())
     told = {
@@ -284,11 +284,11 @@ def test_pages_are_zeroed_by_one_launch(noted: Noted) -> None:
     assert noted.operations - before == 1
     [pages] = cache.pages
     pages[:, 1:].fill_(1)
-    choose.force("reference")  # which computes numbers
+    dispatch.force("reference")  # which computes numbers
     try:
         cache.clear([5, 7])
     finally:
-        choose.force("")
+        dispatch.force("")
     assert [page for page in range(PAGES + 1) if not pages[:, page].any().item()] == [0, 5, 7]
 
 

@@ -18,10 +18,10 @@ from penstock.shard.decoding.sampler import Pick, Picking, Row
 from penstock.shard.engine import Engine
 from penstock.shard.flight import Flight
 from penstock.shard.forks import Forks
+from penstock.shard.out_of_memory import ALONE
 from penstock.shard.parallel import Ranks
 from penstock.shard.prefix import Prefixes
 from penstock.shard.sequence import Group, Sampling
-from penstock.shard.shrink import ALONE
 from penstock.shard.step import Front, Picked, Span
 from penstock.tests.shard import paper as paper_module
 from penstock.tests.shard import tiny
@@ -35,8 +35,8 @@ from penstock.tests.shard.test_grammar import groups as bound
 from penstock.tests.shard.test_grammar import with_masks
 from penstock.tests.shard.test_oracle import COUNT, at_rest, prompt
 from penstock.tests.shard.test_sharing import crowd, mixed, room
-from penstock.tests.shard.test_shrink import SIZE, Scarce, requests
-from penstock.tests.shard.test_shrink import crowd as many
+from penstock.tests.shard.test_out_of_memory import SIZE, Scarce, requests
+from penstock.tests.shard.test_out_of_memory import crowd as many
 
 SEEDED = Sampling(temperature=0.9, top_p=0.95, seed=77)
 

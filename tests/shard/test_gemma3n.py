@@ -15,8 +15,8 @@ from torch import Tensor
 from penstock.kernels.linear import Exact
 from penstock.launcher import roofline
 from penstock.shard.config import ShardConfig
-from penstock.shard.loading import _check_steady, load
-from penstock.shard.models.alternating import AlternatingStream, Ends
+from penstock.shard.loading import _check_invariant, load
+from penstock.shard.models.altup import AlternatingStream, Ends
 from penstock.shard.models.families import shape
 from penstock.shard.models.loader import Loader
 from penstock.shard.models.mlp import Dense, Thinned
@@ -208,7 +208,7 @@ def test_what_is_not_there() -> None:
     found = shape(E4B)
     with pytest.raises(Unsupported, match="goes by the residual stream, of which Gemma3nForCausalLM has several"):
         _eagle3({}, found)
-    _check_steady(found, torch.device("cpu"))
+    _check_invariant(found, torch.device("cpu"))
 
 
 def test_the_roofline_knows_what_ranks_tell_each_other() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.kernels import work
+from penstock.kernels import work_list
 from penstock.kernels.attention import Row
 from penstock.shard.decoding.expansion import Beams, expand
 from penstock.shard.decoding.hypotheses import Path, Search, Stop, candidates_of
@@ -103,8 +103,8 @@ def test_who_ends_is_known_on_the_host_where_somebody_has_to_read(ranks: int) ->
 
 def test_only_pages_that_are_settled_are_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """What stands in the tables of heirs behind those is nobody's."""
-    monkeypatch.setattr(work, "SHORTEST_RUN", 4)
+    monkeypatch.setattr(work_list, "SHORTEST_RUN", 4)
     pages = [5, 6, 0, 0, 9]
     for settled, end in ((2, 2), (1, 1), (None, 4)):
-        runs = list(work.runs_of([Row(1, 17, [*pages[:4], 8 + row], settled=settled) for row in range(3)], 4, 1))
+        runs = list(work_list.runs_of([Row(1, 17, [*pages[:4], 8 + row], settled=settled) for row in range(3)], 4, 1))
         assert [(run.members, run.begin, run.end) for run in runs] == [([0, 1, 2], 0, end)]

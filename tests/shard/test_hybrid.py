@@ -24,8 +24,8 @@ from penstock.shard.loading import load
 from penstock.shard.memory import Measured
 from penstock.shard.models.decoder import Decoder
 from penstock.shard.models.families import shape
-from penstock.shard.models.kimi_memories import FineDelta
-from penstock.shard.models.memories import DeltaRule, Memories, Remembered
+from penstock.shard.models.kimi_linear_attention import FineDelta
+from penstock.shard.models.linear_attention import DeltaRule, Memories, Remembered
 from penstock.shard.models.remembering import Convolution, FineLinear, Linear
 from penstock.shard.models.shape import Unsupported
 from penstock.shard.models.short_convolutions import ShortConvolutions

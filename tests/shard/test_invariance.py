@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.kernels import choose, steady
+from penstock.kernels import batch_invariant, dispatch
 from penstock.kernels.layout import Kind, Layout
 from penstock.kernels.linear import Exact
 from penstock.shard import invariance, loading
@@ -144,18 +144,18 @@ def test_what_leads_from_latents_to_heads_depends_on_no_other_row(sizes: tuple[i
     heads, features, _ = sizes
     torch.manual_seed(0)
     x, weights = torch.randn(200, heads, features).to(dtype), torch.randn(sizes).to(dtype)
-    product = ByHeads(weights, Exact.STEADY)
+    product = ByHeads(weights, Exact.INVARIANT)
     alone = torch.cat([product(row.unsqueeze(0)) for row in x])
     assert all(product(x[:count]).equal(alone[:count]) for count in range(1, 201))
     torch.testing.assert_close(alone, torch.einsum("thi,hio->tho", x, weights), atol=0.05, rtol=0.02)
 
 
 def test_nodes_of_trees_are_refused() -> None:
-    row = steady.Row(3, 20, range(30), parents=[-1, 0, 0])
+    row = batch_invariant.Row(3, 20, range(30), parents=[-1, 0, 0])
     layout = Layout(1, (Kind(0, 1, 2, 4),), torch.float32, tiny.CPU)
     with pytest.raises(ValueError, match="not computed as a chain's"):
-        steady.plan([row], layout)
-    assert steady.plan([replace(row, parents=[-1, 0, 1])], layout)
+        batch_invariant.plan([row], layout)
+    assert batch_invariant.plan([replace(row, parents=[-1, 0, 1])], layout)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt-oss", "short", "four"])
@@ -169,7 +169,7 @@ def test_the_check_at_the_start_finds_what_depends_on_the_batch(monkeypatch: pyt
     with pytest.raises(Unsupported, match=r"--batch-invariant: here a token's logits depend .*\(by 0.*leave it out"):
         invariance.check(engine("llama", invariant=False))
     own = engine("llama")
-    monkeypatch.setattr(steady, "KEYS", 1)
+    monkeypatch.setattr(batch_invariant, "KEYS", 1)
     with pytest.raises(Unsupported):
         invariance.check(own)
     monkeypatch.undo()
@@ -189,15 +189,15 @@ def test_the_check_at_the_start_finds_what_depends_on_the_batch(monkeypatch: pyt
     ],
 )
 def test_what_is_not_there(name: str, triton: bool, what: str) -> None:
-    choose.force("triton" if triton else "")
+    dispatch.force("triton" if triton else "")
     try:
         with pytest.raises(Unsupported, match=f"--batch-invariant is not there for {what}.*leave it out"):
             engine(name)
     finally:
-        choose.force("")
+        dispatch.force("")
 
 
 def test_an_accelerator_without_kernels() -> None:
     """Its libraries go by the number of rows."""
-    with choose.forced("reference"), pytest.raises(Unsupported, match="by our own kernels alone"):
-        loading._check_steady(tiny.decoder("llama").shape, torch.device("cuda"))
+    with dispatch.forced("reference"), pytest.raises(Unsupported, match="by our own kernels alone"):
+        loading._check_invariant(tiny.decoder("llama").shape, torch.device("cuda"))

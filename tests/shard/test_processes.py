@@ -223,7 +223,7 @@ ADDING = """
 import sys, torch
 from pathlib import Path
 from penstock.shard.parallel import Ranks
-ranks = Ranks(int(sys.argv[1]), 3, torch.device("cpu"), Path(sys.argv[2]), steady=sys.argv[3] == "steady")
+ranks = Ranks(int(sys.argv[1]), 3, torch.device("cpu"), Path(sys.argv[2]), invariant=sys.argv[3] == "invariant")
 torch.manual_seed(ranks.rank)
 x = torch.randn(7, 1000)
 whole, first = ranks.add(x.clone()), ranks.add(x[:1].clone())
@@ -241,5 +241,5 @@ def test_sums_of_three_ranks_depend_on_no_neighbour(tmp_path: Path) -> None:
         told = [process.communicate(timeout=SECONDS)[0] for process in started]
         return told[0].strip()
 
-    assert found("steady") == "True"
+    assert found("invariant") == "True"
     assert found("usual") == "False"

@@ -18,7 +18,7 @@ from penstock.proto.speculation import Speculation
 from penstock.shard import forward
 from penstock.shard.models.draft_families import check_guesses
 from penstock.shard.models.families import shape
-from penstock.shard.models.grams import primes
+from penstock.shard.models.ngrams import primes
 from penstock.shard.models.remembering import Linear
 from penstock.shard.models.shape import Shape, Unsupported
 from penstock.shard.models.traits import GatedHyper, PoolIndex
@@ -26,7 +26,7 @@ from penstock.shard.step import Span
 from penstock.tests.shard import seeing, tiny
 from penstock.tests.shard.test_oracle import prompt
 from penstock.tests.shard.test_quantized import logits, made
-from penstock.tests.shard.test_sight import bench_of
+from penstock.tests.shard.test_vision import bench_of
 from penstock.tests.shard.test_weights import WEIGHTS, Alone, decoder
 
 INDEX = {

@@ -16,7 +16,7 @@ import torch
 
 from penstock.proto import rpc
 from penstock.proto import shard_pb2 as wire
-from penstock.shard import arrivals, memory
+from penstock.shard import adapter_loading, memory
 from penstock.shard.config import ShardConfig
 from penstock.shard.decoding.budget import Allowance, Linear
 from penstock.shard.loading import load
@@ -475,10 +475,10 @@ def test_an_adapter_for_which_nobody_waits_is_not_kept(
     place = lora.adapter(tiny.folder(NAME), tmp_path / "one", 1)
     roomy.stub.Warmup(WARMUP, timeout=30)
     reading, slow = slow_reading(monkeypatch)
-    monkeypatch.setattr(arrivals, "WAIT", 0.1)
+    monkeypatch.setattr(adapter_loading, "WAIT", 0.1)
     waiting: list[Any] = []
-    read = arrivals.Arrivals.read
-    monkeypatch.setattr(arrivals.Arrivals, "read", lambda own, *asked: waiting.append(asked[-1]) or read(own, *asked))
+    read = adapter_loading.Arrivals.read
+    monkeypatch.setattr(adapter_loading.Arrivals, "read", lambda own, *asked: waiting.append(asked[-1]) or read(own, *asked))
     asked = wire.LoadAdapterRequest(adapter=wire.LoadedAdapter(key="k", name="one", folder=str(place)))
     call = roomy.stub.LoadAdapter.future(asked, timeout=10 if gone == "router" else 0.3)
     assert reading.wait(5)

@@ -16,7 +16,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from penstock.kernels.choose import triton_on
+from penstock.kernels.dispatch import triton_on
 from penstock.shard.config import ShardConfig
 from penstock.shard.decoding import hypotheses
 from penstock.shard.engine import Engine

@@ -1,5 +1,5 @@
-"""`gated_mixing` by Triton: a program for each stream of a token before the products, and for some features of a token behind them.
-What it means stands there."""
+"""`gated_hyper_connections` by Triton: a program for each stream of a token before the products, and for some features of a token
+behind them. What it means stands there."""
 
 import torch
 import triton
@@ -21,7 +21,7 @@ def spread_kernel(
     epsilon: tl.tensor,
     COUNT: tl.constexpr,
     SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,  # no less than there are threads: see `fused_mixing`
+    BLOCK: tl.constexpr,  # no less than there are threads: see `fused_hyper_connections`
     ADD: tl.constexpr,
 ) -> None:
     """One stream of a token."""
@@ -78,7 +78,7 @@ def gathering_kernel(
 
 
 def spread(streams: Tensor, more: Tensor | None, given: Tensor | None, gains: Tensor, epsilon: float) -> Tensor:
-    """See `gated_mixing`."""
+    """See `gated_hyper_connections`."""
     tokens, count, size = streams.shape
     both = more is not None and given is not None
     assert all(x.is_contiguous() for x in (streams, more, given, gains) if x is not None)
@@ -110,7 +110,7 @@ def tile(size: int) -> tuple[int, int]:
 
 
 def gathered(normal: Tensor, gates: Tensor, giving: Tensor | None, count: int) -> tuple[Tensor, Tensor | None]:
-    """See `gated_mixing`."""
+    """See `gated_hyper_connections`."""
     tokens, size = len(normal), normal.shape[1] // count
     assert normal.is_contiguous()
     assert gates.is_contiguous()

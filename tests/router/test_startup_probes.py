@@ -12,8 +12,8 @@ from contextlib import suppress
 
 import pytest
 
-from penstock.router import doorman as module
-from penstock.router.doorman import Doorman
+from penstock.router import startup_probes as module
+from penstock.router.startup_probes import Doorman
 
 
 @pytest.fixture

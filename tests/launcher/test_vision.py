@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 
-from penstock.launcher import checkpoint, children, kinds, plan, sight
+from penstock.launcher import checkpoint, children, kinds, plan, vision
 from penstock.launcher.checkpoint import Checkpoint
 from penstock.launcher.machine import Machine
 from penstock.launcher.mistake import Mistake
@@ -34,33 +34,33 @@ def model(folder: Path) -> Checkpoint:
 
 
 def test_by_default_where_it_can_be(model: Checkpoint) -> None:
-    assert sight.resolve(Options(), model) == sight.Sight(8)
-    assert sight.resolve(Options(max_images=3), model) == sight.Sight(3)
-    assert sight.resolve(Options(max_images=0), model) == sight.Sight()
-    assert sight.resolve(Options(), replace(model, random=True, encoder={})) == sight.Sight(8)
+    assert vision.resolve(Options(), model) == vision.Sight(8)
+    assert vision.resolve(Options(max_images=3), model) == vision.Sight(3)
+    assert vision.resolve(Options(max_images=0), model) == vision.Sight()
+    assert vision.resolve(Options(), replace(model, random=True, encoder={})) == vision.Sight(8)
 
 
 def test_more_than_fits_into_a_message(model: Checkpoint) -> None:
     with pytest.raises(Mistake, match=r"-images 8 and --max-image-pixels 10000000 are 240000000 bytes .* lower one of them"):
-        sight.resolve(Options(max_image_pixels=10_000_000), model)
-    assert sight.resolve(Options(max_image_pixels=10_000_000, max_images=2), model).images == 2
+        vision.resolve(Options(max_image_pixels=10_000_000), model)
+    assert vision.resolve(Options(max_image_pixels=10_000_000, max_images=2), model).images == 2
     assert all(length >= 2 * images.MOST for _, length in rpc.OPTIONS)
 
 
 def test_images_of_one_size(model: Checkpoint) -> None:
     """Which the operator has no say in."""
     gemma = replace(model, config={"model_type": "gemma3", "vision_config": {"image_size": 896}})
-    assert sight.resolve(Options(max_images=50, max_image_pixels=100), gemma).images == 50
+    assert vision.resolve(Options(max_images=50, max_image_pixels=100), gemma).images == 50
     with pytest.raises(Mistake, match=r"images 60 and the model's 802816 pixels of each are 144506880 bytes .* lower the first"):
-        sight.resolve(Options(max_images=60, max_image_pixels=100), gemma)
-    assert "image_size None" in sight.resolve(Options(), replace(gemma, config={"model_type": "gemma3", "vision_config": {}})).why
+        vision.resolve(Options(max_images=60, max_image_pixels=100), gemma)
+    assert "image_size None" in vision.resolve(Options(), replace(gemma, config={"model_type": "gemma3", "vision_config": {}})).why
 
 
 def test_models_of_text_have_none() -> None:
     text = Checkpoint(folder=Path(), config={"model_type": "llama"}, dtype="float32", bytes=0, files=1)
-    assert sight.resolve(Options(), text) == sight.Sight()
+    assert vision.resolve(Options(), text) == vision.Sight()
     with pytest.raises(Mistake, match=r"--max-images 2, but images are seen by models of type .*gemma3, .*'llama'.*--max-images 0"):
-        sight.resolve(Options(max_images=2), text)
+        vision.resolve(Options(max_images=2), text)
 
 
 def test_why_not(model: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,22 +71,22 @@ def test_why_not(model: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (replace(model, folder=tmp_path), "no preprocessor_config.json"),
         (replace(model, config=model.config | {"model_type": "kimi_k25"}), "this one is 'kimi_k25'"),
     ):
-        assert words in sight.resolve(Options(), other).why
-        assert not sight.resolve(Options(), other).images
+        assert words in vision.resolve(Options(), other).why
+        assert not vision.resolve(Options(), other).images
         with pytest.raises(Mistake, match=words):
-            sight.resolve(Options(max_images=1), other)
-    monkeypatch.setattr(sight, "find_spec", lambda name: None if name == "PIL" else find_spec(name))
-    assert sight.resolve(Options(), model).why == "images need pillow: pip install -e '.[images]' in the checkout"
+            vision.resolve(Options(max_images=1), other)
+    monkeypatch.setattr(vision, "find_spec", lambda name: None if name == "PIL" else find_spec(name))
+    assert vision.resolve(Options(), model).why == "images need pillow: pip install -e '.[images]' in the checkout"
 
 
 def test_for_shards_that_somebody_else_starts(folder: Path, tmp_path: Path) -> None:
     """The folder may have a tokenizer alone."""
-    assert sight.of(Options(), folder) == 8
-    assert sight.of(Options(max_images=0), folder) == 0
-    assert sight.of(Options(), tmp_path) == 0
-    assert sight.of(Options(max_images=0), tmp_path) == 0
+    assert vision.of(Options(), folder) == 8
+    assert vision.of(Options(max_images=0), folder) == 0
+    assert vision.of(Options(), tmp_path) == 0
+    assert vision.of(Options(max_images=0), tmp_path) == 0
     with pytest.raises(Mistake, match=r"config\.json"):
-        sight.of(Options(max_images=1), tmp_path)
+        vision.of(Options(max_images=1), tmp_path)
 
 
 def test_who_asks_for_images_is_told_if_there_are_none(folder: Path) -> None:

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.models.qwen4_exp import modeling_qwen4_exp as oracle
 
-from penstock.kernels import choose
+from penstock.kernels import dispatch
 from penstock.kernels.gated_delta import Spans, States
-from penstock.kernels.grams import opened, rows_of, take
 from penstock.kernels.hashes import Hashes
-from penstock.shard.models.grams import Grams
+from penstock.kernels.ngrams import opened, rows_of, take
+from penstock.shard.models.ngrams import Grams
 from penstock.tests.kernels import memories
 from penstock.tests.kernels.memories import DEVICE, TOLERANCES
 
@@ -62,7 +62,7 @@ def grams(config: Any) -> Grams:
 @pytest.mark.parametrize("route", ["reference", "triton"])
 def test_rows_are_transformers(route: str, chance: random.Random) -> None:
     """Of sequences that are cut anywhere, with ends of texts among their tokens, and of padding behind them."""
-    choose.force(route)
+    dispatch.force(route)
     for most, heads, layers in ((3, 2, [1, 3]), (2, 3, [2]), (4, 1, [1, 2])):
         config = theirs(most, heads, layers)
         own = grams(config)
@@ -128,13 +128,13 @@ def layer_of(chance: random.Random, dtype: torch.dtype) -> Layer:
 
 @pytest.mark.parametrize(("route", "dtype"), [*(("reference", each) for each in TOLERANCES), ("triton", torch.float32)])
 def test_a_convolution_with_gaps(route: str, dtype: torch.dtype, chance: random.Random) -> None:
-    choose.force(route)
+    dispatch.force(route)
     memories.check(layer_of(chance, dtype), [1, chance.randint(2, 7), 40, chance.randint(1, 3)], chance, chance.randint(0, 3))
 
 
 @pytest.mark.parametrize("route", ["reference", "triton"])
 def test_states_go_on_and_forget_guesses(route: str, chance: random.Random) -> None:
-    choose.force(route)
+    dispatch.force(route)
     layer = layer_of(chance, torch.float32)
     memories.check_guesses(layer, [chance.choice((1, 2, 5, 5, 40)) for _ in range(3)], 2, chance, 2e-5)
     memories.check_padding(layer)
@@ -154,7 +154,7 @@ def test_what_streams_take_is_transformers(route: str, dtype: torch.dtype, chanc
     with torch.inference_mode():
         told = module.ple_embedding(ids, None)[0].to(dtype)
         expected = streams.flatten(1).float() + module(streams.flatten(1).float()[None], ids, None)[0]
-    choose.force(route)
+    dispatch.force(route)
     weight = torch.cat((module.key_proj.weight, module.value_proj.weight)).detach().to(dtype)
     gains = torch.stack([getattr(module, f"norm_{part}").weight.detach() + 1 for part in ("key", "query", "conv")])
     place = partial(Tensor.to, device=DEVICE)
@@ -171,7 +171,7 @@ def test_what_streams_take_is_transformers(route: str, dtype: torch.dtype, chanc
 
 def test_it_is_compiled_as_it_is_launched() -> None:
     pytest.importorskip("triton")
-    from penstock.kernels import fused_grams
+    from penstock.kernels import fused_ngrams
 
-    for one in fused_grams.compilations():
+    for one in fused_ngrams.compilations():
         assert list(one.signature) == [name for name in one.kernel.arg_names if name not in one.constants]

@@ -5,7 +5,7 @@ Streams may also become mixtures of each other, by shares of which those that on
 a softmax has made is divided by its sums, one way and the other by turns (Sinkhorn and Knopp 1967; Xie et al. 2025, mHC,
 arXiv:2512.24880).
 
-On a CPU by torch; on an accelerator one launch for each part of a layer (`fused_mixing`, `fused_crossing`).
+On a CPU by torch; on an accelerator one launch for each part of a layer (`fused_hyper_connections`, `fused_manifold_connections`).
 """
 
 import math
@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from .choose import triton_for
+from .dispatch import triton_for
 from .reference import Shares
 
 
@@ -29,10 +29,10 @@ def mix(
     """
     if triton_for(streams):
         if shares is None or shares.rounds or (given is not None and given.shape[1] > streams.shape[1]):
-            from .fused_crossing import mix as crossed
+            from .fused_manifold_connections import mix as crossed
 
             return crossed(streams, more, given, shares, epsilon)
-        from .fused_mixing import mix as fused
+        from .fused_hyper_connections import mix as fused
 
         return fused(streams, more, given, shares, epsilon)
     tokens, count, _ = streams.shape

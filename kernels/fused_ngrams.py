@@ -1,4 +1,4 @@
-"""`grams` by Triton: rows of tables and the convolution, of which programs share a prompt's tokens, and how far streams open
+"""`ngrams` by Triton: rows of tables and the convolution, of which programs share a prompt's tokens, and how far streams open
 themselves, a program for each stream of a token. What it means stands there."""
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .compilation import Compilation
 from .fused_gated_delta import move
-from .fused_gated_mixing import normalized, tile
+from .fused_gated_hyper_connections import normalized, tile
 from .gated_delta import Spans
 from .hashes import Hashes
 
@@ -129,7 +129,7 @@ def taking_kernel(
 
 
 def rows_of(tokens: Tensor, before: Tensor, spans: Spans, hashes: Hashes) -> Tensor:
-    """See `grams`. There is a span."""
+    """See `ngrams`. There is a span."""
     assert all(x.is_contiguous() for x in (tokens, before, hashes.multipliers, hashes.sizes, hashes.offsets))
     layers, count, heads = hashes.sizes.shape
     out = torch.zeros(layers, len(tokens), count * heads, dtype=torch.int64, device=tokens.device)  # of padding, too
@@ -155,7 +155,7 @@ def _constants(count: int, heads: int) -> dict[str, object]:
 
 
 def opened(joint: Tensor, streams: Tensor, gains: Tensor, epsilon: float, least: float) -> tuple[Tensor, Tensor]:
-    """See `grams`."""
+    """See `ngrams`."""
     tokens, count, size = streams.shape
     assert all(x.is_contiguous() for x in (joint, streams, gains))
     taken, normal = (torch.empty(tokens, count * size, dtype=joint.dtype, device=joint.device) for _ in range(2))
@@ -192,7 +192,7 @@ def take(
     windows: Tensor,
     longest: int,
 ) -> None:
-    """See `grams`; longest: tokens of a span at most. There is a span."""
+    """See `ngrams`; longest: tokens of a span at most. There is a span."""
     channels, width = taps.shape
     assert all(x.is_contiguous() for x in (streams, taken, normal, taps))
     assert windows.stride()[1:] == (channels, 1)

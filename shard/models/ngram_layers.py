@@ -1,4 +1,4 @@
-"""What some layers are told of a token's n-grams, before all else that they do (Qwen 4 Exp): see `kernels.grams` and `grams`.
+"""What some layers are told of a token's n-grams, before all else that they do (Qwen 4 Exp): see `kernels.ngrams`, `ngrams`.
 
 Of the tables, which may be larger than all else of the model, every rank has some rows: what it lacks is 0, and ranks add up what
 they have found. All behind that every rank computes whole, as streams are whole on each.
@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...kernels.gated_delta import States
-from ...kernels.grams import opened, rows_of, take
 from ...kernels.hashes import Hashes
+from ...kernels.ngrams import opened, rows_of, take
 from ..step import Step
 from .gated_streams import GatedStreams
-from .grams import Grams
 from .loader import Loader
+from .ngrams import Grams
 from .shape import Unsupported
 
 EMBEDDING = "ple.ple_embedding"

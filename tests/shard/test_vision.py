@@ -16,7 +16,7 @@ import transformers
 
 from penstock.launcher import checkpoint
 from penstock.shard.decoding.hypotheses import Search
-from penstock.shard.gallery import Gallery
+from penstock.shard.image_cache import Gallery
 from penstock.shard.memory import _seeing, size_pool
 from penstock.shard.models.shape import Unsupported
 from penstock.shard.parallel import Ranks

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from penstock.shard.gallery import Gallery
+from penstock.shard.image_cache import Gallery
 from penstock.shard.pictures import Picture
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from penstock.router import apart as module
-from penstock.router.apart import Apart, Busy, Died, Late
+from penstock.router import worker_processes as module
 from penstock.router.grammar import lark
+from penstock.router.worker_processes import Apart, Busy, Died, Late
 
 JOB = b'["regex", "a", []]'
 # More rules in a row than llguidance's stack has room for.

@@ -11,8 +11,8 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Hyper
 
 pytest.importorskip("triton")
 
-from penstock.kernels import choose, fused_crossing, fused_mixing
-from penstock.kernels.mixing import mix
+from penstock.kernels import dispatch, fused_hyper_connections, fused_manifold_connections
+from penstock.kernels.hyper_connections import mix
 from penstock.kernels.reference import Shares
 
 from .test_paged_attention import DEVICE
@@ -23,7 +23,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 @pytest.fixture(autouse=True)
 def _clean() -> Iterator[None]:
     yield
-    choose.force("")
+    dispatch.force("")
 
 
 def exact(
@@ -59,7 +59,7 @@ def test_mixtures(count: int, size: int, gives: bool, adds: bool, dtype: torch.d
     streams = numbers(tokens, count, size).to(dtype)
     more, given = (numbers(tokens, size).to(dtype), numbers(tokens, count)) if adds else (None, None)
     wide, seen, giving = (x.cpu() for x in exact(streams, more, given, shares, 1e-3))
-    choose.force(route)
+    dispatch.force(route)
     mixed, found = mix(streams, more, given, shares, 1e-3)
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(streams.double().cpu(), wide, rtol=tolerance, atol=tolerance)
@@ -98,7 +98,7 @@ def test_mixtures_of_each_other(count: int, size: int, rounds: int, adds: bool, 
         wide = own.unsqueeze(2) * more.double().cpu().unsqueeze(1) + cross.view(-1, count, count).transpose(1, 2) @ wide
         wide = wide.to(dtype).double()
     post, comb, seen = (x[:, 0] for x in theirs(wide.unsqueeze(1)))
-    choose.force(route)
+    dispatch.force(route)
     mixed, found = mix(streams, more if adds else None, gives if adds else None, shares, 1e-3)
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(streams.double().cpu(), wide, rtol=tolerance, atol=tolerance)
@@ -123,14 +123,14 @@ def test_the_last_mixture_gives_nothing(route: str) -> None:
     normal = flat * (flat.square().mean(1, keepdim=True) + 1e-3).rsqrt()
     seen = torch.sigmoid(normal @ matrix.double().t() * scale + base) + 1e-3
     shares = Shares(*(x.to(DEVICE) for x in (matrix, scale, base)), 2.0, 1e-3)
-    choose.force(route)
+    dispatch.force(route)
     mixed, found = mix(*(x.to(DEVICE) for x in (streams, more, given)), shares, 1e-3)
     torch.testing.assert_close(mixed.double().cpu(), (seen.unsqueeze(2) * wide).sum(1), rtol=1e-5, atol=1e-5)
     assert found is None
 
 
 def test_of_no_tokens() -> None:
-    choose.force("triton")
+    dispatch.force("triton")
     empty = torch.zeros(0, 2, 8, device=DEVICE)
     shares = Shares(*(torch.zeros(*shape, device=DEVICE) for shape in ((4, 16), (4,), (4,))), 1.0, 0.0)
     mixed, given = mix(empty, None, None, shares, 1e-6)
@@ -141,6 +141,6 @@ def test_of_no_tokens() -> None:
 
 def test_it_is_compiled_as_it_is_launched() -> None:
     """In the order of its arguments."""
-    for one in (*fused_mixing.compilations(), *fused_crossing.compilations()):
+    for one in (*fused_hyper_connections.compilations(), *fused_manifold_connections.compilations()):
         names = [name for name in one.kernel.arg_names if name not in one.constants]
         assert list(one.signature) == names

@@ -1,5 +1,5 @@
-"""Linear attention as `memories` has it, where each feature of a key fades by itself (Kimi Team 2025, arXiv:2510.26692). Knows
-where checkpoints have its tensors."""
+"""Linear attention as `linear_attention` has it, where each feature of a key fades by itself (Kimi Team 2025, arXiv:2510.26692).
+Knows where checkpoints have its tensors."""
 
 import torch
 from torch import Tensor
@@ -7,8 +7,8 @@ from torch import Tensor
 from ...kernels.gated_delta import States, gated_delta, gated_norm
 from ...kernels.linear import Weight
 from ..step import Step
+from .linear_attention import Remembered, products, together
 from .loader import Loader
-from .memories import Remembered, products, together
 from .remembering import FineLinear
 from .stream import Stream
 

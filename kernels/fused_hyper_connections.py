@@ -1,4 +1,4 @@
-"""`mixing.mix` by Triton: a program for each token, which goes through its streams twice. What it means stands there."""
+"""`hyper_connections.mix` by Triton: a program for each token, which goes through its streams twice. What it means stands there."""
 
 import torch
 import triton
@@ -77,7 +77,7 @@ def mixing_kernel(
 
 
 def mix(streams: Tensor, more: Tensor | None, given: Tensor | None, shares: Shares, epsilon: float) -> tuple[Tensor, Tensor | None]:
-    """See `mixing`."""
+    """See `hyper_connections`."""
     tokens, count, size = streams.shape
     both = more is not None and given is not None
     assert all(x.is_contiguous() for x in (streams, more, given, shares.matrix) if x is not None)
@@ -115,7 +115,7 @@ def _constants(count: int, size: int, kinds: int, add: bool) -> dict[str, object
 
 
 def compilation(kernel: triton.JITFunction, name: str, dtype: str, constants: dict[str, object]) -> Compilation:
-    """Of this kernel, or of `fused_crossing`'s, which takes as many tensors."""
+    """Of this kernel, or of `fused_manifold_connections`'s, which takes as many tensors."""
     pointers = dict.fromkeys(("streams", "more", "mixed"), f"*{dtype}")
     pointers |= dict.fromkeys(("given", "matrix", "scale", "base", "gives"), "*fp32")
     numbers = dict.fromkeys(("magnitude", "share_epsilon", "epsilon"), "fp32")

@@ -2,7 +2,7 @@
 (or GeGLU) of the outputs, the sum with the residual stream. Knows tensors only.
 
 Few rows cost what reading the weight costs, a hundredth of a millisecond, and then launches count: a decoder's layer takes nine of
-them instead of ten, and of one row (`fused_vector`) seven. The norm of several rows comes before: within, where operands of the
+them instead of ten, and of one row (`fused_gemv`) seven. The norm of several rows comes before: within, where operands of the
 matrix units come from memory without a detour, it took twice the time of the product (measured on an H200, 2026-11-26: gate and up
 of an 8 B model in 117 us, by torch in 57).
 
@@ -34,9 +34,9 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from . import fused_vector
+from . import fused_gemv
 from .compilation import EARLY_TARGETS, GENERATIONS, Compilation
-from .early import ask, on, options, wait_alone
+from .dependent_launch import ask, on, options, wait_alone
 from .fused_activation import behind_product
 from .fused_norm import rms_norm
 from .paged_attention import TARGETS, generation_of, processors_of
@@ -157,7 +157,7 @@ def product(
     assert x.stride(1) == out.stride(-1) == 1
     assert parts == 1 or not (gated or add)
     if rows == 1 == parts:
-        return fused_vector.product(x, weight, bias, out, gains=gains, epsilon=epsilon, gated=gated, gelu=gelu, add=add)
+        return fused_gemv.product(x, weight, bias, out, gains=gains, epsilon=epsilon, gated=gated, gelu=gelu, add=add)
     if rows:
         if gains is not None:
             x = rms_norm(x, gains, epsilon, torch.empty_like(x))
@@ -247,7 +247,7 @@ def _constants(
 def compilations() -> list[Compilation]:
     """All cases of up to 16 rows, and those without gates of more."""
     found = []
-    cases = [(case, rows) for case in fused_vector.CASES for rows in (16, 32, 64) if rows == 16 or not case.gated]
+    cases = [(case, rows) for case in fused_gemv.CASES for rows in (16, 32, 64) if rows == 16 or not case.gated]
     for (case, rows), (generation, targets) in itertools.product(cases, TARGETS.items()):
         if case.early and generation != 9:
             continue

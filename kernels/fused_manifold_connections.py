@@ -1,5 +1,5 @@
-"""`mixing.mix` by Triton, where streams become mixtures of each other: a program for each token, which goes through its streams
-twice. What it means stands there."""
+"""`hyper_connections.mix` by Triton, where streams become mixtures of each other: a program for each token, which goes through its
+streams twice. What it means stands there."""
 
 import torch
 import triton
@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .compilation import Compilation
-from .fused_mixing import FEWEST, WARPS, compilation
+from .fused_hyper_connections import FEWEST, WARPS, compilation
 from .reference import Shares
 
 BLOCK = 128  # features at once: of as many the matrix of four streams has a tile of 32 rows, 32 numbers a thread
@@ -94,7 +94,7 @@ def crossing_kernel(
 
 @triton.jit
 def _balanced(logits, both, epsilon, ROUNDS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`mixing.balanced` of a square, and 0 beyond it."""
+    """`hyper_connections.balanced` of a square, and 0 beyond it."""
     most = tl.max(logits, 1)[:, None]
     found = tl.where(both, tl.exp(logits - tl.where(most == float("-inf"), 0.0, most)), 0.0)
     found = found / tl.maximum(tl.sum(found, 1), 1e-30)[:, None] + tl.where(both, epsilon, 0.0)
@@ -108,7 +108,7 @@ def _balanced(logits, both, epsilon, ROUNDS: tl.constexpr):  # type: ignore[no-u
 def mix(
     streams: Tensor, more: Tensor | None, given: Tensor | None, shares: Shares | None, epsilon: float
 ) -> tuple[Tensor, Tensor | None]:
-    """See `mixing`."""
+    """See `hyper_connections`."""
     tokens, count, size = streams.shape
     both = more is not None and given is not None
     assert all(x.is_contiguous() for x in (streams, more, given, shares.matrix if shares else None) if x is not None)

@@ -1,11 +1,11 @@
-"""Linear attention as `memories` has it, of matrices that are all apart: OLMo Hybrid's. Knows where checkpoints have
+"""Linear attention as `linear_attention` has it, of matrices that are all apart: OLMo Hybrid's. Knows where checkpoints have
 its tensors."""
 
 import torch
 from torch import Tensor
 
+from .linear_attention import NAME, DeltaRule, Memories
 from .loader import Loader
-from .memories import NAME, DeltaRule, Memories
 from .remembering import Linear
 
 EPSILON = 1e-5  # of the norm behind it, whatever other norms have

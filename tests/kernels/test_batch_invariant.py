@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels import attention, steady
+from penstock.kernels import attention, batch_invariant
 from penstock.kernels.attention import How, Row
 from penstock.kernels.layout import Kind, Layout
 
@@ -80,10 +80,10 @@ class World:
     def attend(self, rows: Sequence[Row], query: Tensor) -> Tensor:
         """Of each row's queries, in the order that they are given."""
         case = self.case
-        order, plan = steady.plan(rows, case.layout)
+        order, plan = batch_invariant.plan(rows, case.layout)
         parts = query.split([row.queries for row in rows])
         how = How(case.window, case.size**-0.5, case.softcap, self.scales, self.sinks)
-        answers = steady.attention(torch.cat([parts[i] for i in order]), self.cache, plan, how)
+        answers = batch_invariant.attention(torch.cat([parts[i] for i in order]), self.cache, plan, how)
         found = dict(zip(order, answers.split([rows[i].queries for i in order]), strict=True))
         return torch.cat([found[i] for i in range(len(rows))])
 
@@ -153,14 +153,14 @@ def attention_order(rows: Sequence[Row]) -> list[Row]:
 
 def test_blocks_of_other_keys_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which torch would go through together with others."""
-    monkeypatch.setattr(steady, "KEYS", 16)
+    monkeypatch.setattr(batch_invariant, "KEYS", 16)
     with pytest.raises(AssertionError):
         test_chunks_and_neighbours_change_no_bit(CASES["plain"])
 
 
 def test_tiles_as_high_as_there_are_queries_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    tiles = steady._tiles
-    monkeypatch.setattr(steady, "_tiles", lambda *given: tiles(*given[:-1], given[1].shape[1]))
+    tiles = batch_invariant._tiles
+    monkeypatch.setattr(batch_invariant, "_tiles", lambda *given: tiles(*given[:-1], given[1].shape[1]))
     with pytest.raises(AssertionError):
         test_chunks_and_neighbours_change_no_bit(CASES["one head"])
 
@@ -169,9 +169,9 @@ def test_rows_share_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of one token that read as many keys, as far as a block's memory goes; a long row has its own."""
     rows = [Row(1, context, range(100)) for context in (5, 600, 511, 30, 512)] + [Row(40, 60, range(100))]
     layout = Case(heads=2, kv_heads=1).layout
-    order, plan = steady.plan(rows, layout)
+    order, plan = batch_invariant.plan(rows, layout)
     assert order == [0, 2, 3, 1, 4, 5]
     shapes = [(block.rows, block.queries, len(block.slots) // block.rows) for block in plan.blocks]
     assert shapes == [(3, 1, 512), (2, 1, 1024), (1, 40, 512)]
-    monkeypatch.setattr(steady, "BLOCK_ELEMENTS", 2 * 512 * 64)
-    assert [block.rows for block in steady.plan(rows, layout)[1].blocks] == [2, 1, 1, 1, 1]
+    monkeypatch.setattr(batch_invariant, "BLOCK_ELEMENTS", 2 * 512 * 64)
+    assert [block.rows for block in batch_invariant.plan(rows, layout)[1].blocks] == [2, 1, 1, 1, 1]

@@ -12,8 +12,8 @@ pytest.importorskip("triton")
 
 import triton
 
-from penstock.kernels import fused_steady
-from penstock.kernels.fused_steady import BAND, Tile, product, tile_of
+from penstock.kernels import fused_batch_invariant
+from penstock.kernels.fused_batch_invariant import BAND, Tile, product, tile_of
 from penstock.tests.kernels.test_compile import run
 from penstock.tests.kernels.test_far import FAR, apart
 from penstock.tests.kernels.test_product import DEVICE, randn, wide
@@ -60,7 +60,7 @@ def test_more_rows_than_a_band() -> None:
 
 @pytest.mark.parametrize(("rows", "outputs"), [(0, 8), (3, 0)])
 def test_nothing_is_launched_for_nothing(rows: int, outputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_steady, "steady_kernel", None)
+    monkeypatch.setattr(fused_batch_invariant, "invariant_kernel", None)
     weight = randn(outputs, 24, dtype=torch.float32)
     assert product(randn(rows, 24, dtype=torch.float32), weight, None, torch.empty(rows, outputs, device=DEVICE)).numel() == 0
 
@@ -72,7 +72,7 @@ def test_rows_far_apart() -> None:
     assert product(apart(x), weight, None, out).equal(product(x, weight, None, torch.empty(4, 24, device=DEVICE)))
 
 
-def steady(product: Product, dtype: torch.dtype, inputs: int = 200) -> bool:
+def invariant(product: Product, dtype: torch.dtype, inputs: int = 200) -> bool:
     """Whether rows come to the same alone, with some neighbours, and with others."""
     rows, outputs = 150, 140
     x, weight, bias = (randn(*shape, dtype=dtype) for shape in ((rows, inputs), (outputs, inputs), (outputs,)))
@@ -94,7 +94,7 @@ def steady(product: Product, dtype: torch.dtype, inputs: int = 200) -> bool:
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("inputs", [128, 101])
 def test_rows_know_no_neighbours(dtype: torch.dtype, inputs: int, chance: random.Random) -> None:
-    assert steady(product, dtype, inputs)
+    assert invariant(product, dtype, inputs)
 
 
 def split(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ def leaning(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tens
 
 @pytest.mark.parametrize("faulty", [split, leaning])
 def test_a_fault_would_be_seen(faulty: Product, chance: random.Random) -> None:
-    assert not steady(faulty, torch.float32)
+    assert not invariant(faulty, torch.float32)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="matrix units may go through a tile of inputs as through two")
@@ -121,10 +121,10 @@ def test_another_tile_would_be_seen(monkeypatch: pytest.MonkeyPatch, chance: ran
     """For few rows."""
 
     def faulty(x: Tensor, *rest: Any) -> Tensor:
-        monkeypatch.setattr(fused_steady, "tile_of", lambda *given: Tile(64, 64, 64 if len(x) > 64 else 32, 4, 2))
+        monkeypatch.setattr(fused_batch_invariant, "tile_of", lambda *given: Tile(64, 64, 64 if len(x) > 64 else 32, 4, 2))
         return product(x, *rest)
 
-    assert not steady(faulty, torch.float32)
+    assert not invariant(faulty, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -136,7 +136,7 @@ def test_one_kernel_serves_all_numbers_of_rows(dtype: torch.dtype, monkeypatch: 
             assert len(grid) == 1
             return lambda *given, **how: launches.append((given[5:], how))
 
-    monkeypatch.setattr(fused_steady, "steady_kernel", Kernel())
+    monkeypatch.setattr(fused_batch_invariant, "invariant_kernel", Kernel())
     weight = torch.empty(96, 48, dtype=dtype, device="meta")
     for rows in (1, 2, 16, 17, 64, 65, 256, 1000, 100_000):
         product(weight.new_empty(rows, 48), weight, None, weight.new_empty(rows, 96))
@@ -147,12 +147,12 @@ def test_one_kernel_serves_all_numbers_of_rows(dtype: torch.dtype, monkeypatch: 
 MULTIPLIED = r"""
 import re
 from dataclasses import replace
-from penstock.kernels import compile, fused_steady
+from penstock.kernels import compile, fused_batch_invariant
 
-print([parameter.name for parameter in fused_steady.steady_kernel.params if parameter.do_not_specialize])
-for one in fused_steady.compilations():
+print([parameter.name for parameter in fused_batch_invariant.invariant_kernel.params if parameter.do_not_specialize])
+for one in fused_batch_invariant.compilations():
     for target in compile.TARGETS:
-        if one.name.startswith("steady queries") and target.name in one.targets and target.name in ("sm_90", "gfx942"):
+        if one.name.startswith("invariant queries") and target.name in one.targets and target.name in ("sm_90", "gfx942"):
             found = []
             for stride in ("i32:16", "i32"):
                 made = compile._compiled(replace(one, signature=one.signature | {"x_stride": stride}), target)

@@ -16,13 +16,13 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from ...kernels.transfer import to_device
 from ...proto.images import COLOURS, form_of
 from ...proto.processors import image_processor
-from ..gallery import MOST, Gallery
+from ..image_cache import MOST, Gallery
 from ..pictures import Picture, Pictures
 from ..weights import Source
 from .encoders import ENCODERS
 from .fields import AGAIN, Config
 from .shape import Shape, Unsupported
-from .sight_names import PARTS, Names
+from .vision_names import PARTS, Names
 
 REMEDY = "pip install -e '.[images]' in the checkout, or take --max-images 0, which serves text alone"
 

@@ -4,14 +4,14 @@ what the part comes to (Qwen 4 Exp). Knows tensors only.
 Streams are normalized, each by itself. A matrix makes a few features of all of them, and another one of these gates for all, which
 go through a sigmoid; what is seen is the mean of what they let through. What is given follows from the same norms.
 
-On a CPU by torch; on an accelerator a launch before the products and one behind them (`fused_gated_mixing`).
+On a CPU by torch; on an accelerator a launch before the products and one behind them (`fused_gated_hyper_connections`).
 """
 
 import torch
 from torch import Tensor
 
 from . import reference
-from .choose import triton_for
+from .dispatch import triton_for
 from .reference import by_lanes
 
 
@@ -22,7 +22,7 @@ def spread(streams: Tensor, more: Tensor | None, given: Tensor | None, gains: Te
     shares that it gives, [tokens, count] float32; without either nothing is. gains: [count, hidden] float32. All dense.
     """
     if triton_for(streams):
-        from .fused_gated_mixing import spread as fused
+        from .fused_gated_hyper_connections import spread as fused
 
         return fused(streams, more, given, gains, epsilon)
     if more is not None and given is not None:
@@ -37,7 +37,7 @@ def gathered(normal: Tensor, gates: Tensor, giving: Tensor | None, count: int) -
     of something wider; None: nothing is given. What is given is up to 2.
     """
     if triton_for(normal):
-        from .fused_gated_mixing import gathered as fused
+        from .fused_gated_hyper_connections import gathered as fused
 
         return fused(normal, gates, giving, count)
     seen = (by_lanes(torch.sigmoid, gates.float()) * normal).view(len(normal), count, -1).mean(1).to(normal.dtype)

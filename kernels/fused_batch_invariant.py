@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .compilation import GENERATIONS, Compilation
-from .fused_product import INTERPRET, dot
+from .fused_skinny_gemm import INTERPRET, dot
 from .paged_attention import TARGETS, generation_of
 
 # Tiles of rows that go through the weight together, so that it is read from memory once for all of them. What the programs that run
@@ -59,7 +59,7 @@ def tile_of(dtype: torch.dtype, generation: int, inputs: int) -> Tile:
 
 
 @triton.jit(do_not_specialize=["rows"])
-def steady_kernel(
+def invariant_kernel(
     out: tl.tensor,  # [rows, outputs]
     x: tl.tensor,  # [rows, inputs]
     weight: tl.tensor,  # [outputs, inputs]
@@ -121,7 +121,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tens
     assert x.stride(1) == out.stride(1) == 1
     if out.numel():
         tile = tile_of(x.dtype, generation_of(x.device), inputs)
-        steady_kernel[(triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.columns),)](
+        invariant_kernel[(triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.columns),)](
             out,
             x,
             weight,
@@ -174,8 +174,8 @@ def compilations() -> list[Compilation]:
         numbers = {"rows": "i32"} | dict.fromkeys(("x_stride", "out_stride"), "i32" if "very odd" in name else "i32:16")
         found.append(
             Compilation(
-                kernel=steady_kernel,
-                name=f"steady {name} {GENERATIONS[generation]}".rstrip(),
+                kernel=invariant_kernel,
+                name=f"invariant {name} {GENERATIONS[generation]}".rstrip(),
                 signature=dict.fromkeys(("out", "x", "weight", "bias"), f"*{shorts[dtype]}") | numbers,
                 constants=constants,
                 warps=tile.warps,

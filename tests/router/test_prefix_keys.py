@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from penstock.router.beginnings import FINE, Beginnings
-from penstock.router.sharing import Sharing
+from penstock.router.prefix_keys import FINE, Beginnings
+from penstock.router.prefix_sharing import Sharing
 
 
 @pytest.mark.parametrize("unit", [1, 16, 24, 128])

@@ -13,9 +13,9 @@ from penstock.shard.books import Books
 from penstock.shard.decoding.hypotheses import Search
 from penstock.shard.engine import Engine
 from penstock.shard.messages import step_reply
+from penstock.shard.out_of_memory import ALONE, PATIENCE, REMEDY, Limit, divide, pieces_of, ran_out
 from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group, Sampling, sequences
-from penstock.shard.shrink import ALONE, PATIENCE, REMEDY, Limit, divide, pieces_of, ran_out
 from penstock.shard.step import Span
 from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import Habits, World, drive

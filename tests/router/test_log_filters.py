@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from aiohttp import web
 
-from penstock.router.quiet import NoHttp, Seldom, calm
+from penstock.router.log_filters import NoHttp, Seldom, calm
 
 CHUNKED = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
 

@@ -1,7 +1,7 @@
 """What layers are told of a token's n-grams (Qwen 4 Exp): which rows of tables these stand for, how far streams open themselves to
 what is looked up, and the convolution behind that. Knows tensors only.
 
-On a CPU by torch; on an accelerator by `fused_grams`.
+On a CPU by torch; on an accelerator by `fused_ngrams`.
 """
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from . import reference
-from .choose import triton_for
+from .dispatch import triton_for
 from .gated_delta import Spans, States, convolved
 from .hashes import Hashes
 from .reference import by_lanes
@@ -24,7 +24,7 @@ def rows_of(tokens: Tensor, before: Tensor, spans: Spans, hashes: Hashes) -> Ten
     span the result is some rows that there are.
     """
     if triton_for(tokens):
-        from .fused_grams import rows_of as fused
+        from .fused_ngrams import rows_of as fused
 
         return fused(tokens, before, spans, hashes)
     every = torch.arange(len(tokens), device=tokens.device)
@@ -50,7 +50,7 @@ def opened(joint: Tensor, streams: Tensor, gains: Tensor, epsilon: float) -> tup
     [3, count, hidden] float32, of norms of keys, of streams, and of what these take. All dense.
     """
     if triton_for(joint):
-        from .fused_grams import opened as fused
+        from .fused_ngrams import opened as fused
 
         return fused(joint, streams, gains, epsilon, LEAST)
     tokens, count, hidden = streams.shape
@@ -70,7 +70,7 @@ def take(streams: Tensor, taken: Tensor, normal: Tensor, taps: Tensor, apart: in
     from it is 0.
     """
     if triton_for(streams):
-        from .fused_grams import take as fused
+        from .fused_ngrams import take as fused
 
         known = spans.starts, spans.slots, spans.fresh, spans.sure, states.windows
         return fused(streams, taken, normal, taps, apart, *known, max(spans.lengths))

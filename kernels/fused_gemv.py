@@ -1,5 +1,5 @@
 """The product of one row with a weight, by Triton, with what stands before and after it in a decoder: the norm, SwiGLU (or
-GeGLU), the sum with the residual stream. `fused_product` is for several rows. Knows tensors only.
+GeGLU), the sum with the residual stream. `fused_skinny_gemm` is for several rows. Knows tensors only.
 
 One row is no work for matrix units: what counts is how much of the weight is under way. So its numbers are multiplied where they
 arrive, in registers, and added up across a program at the end.
@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .compilation import AMD, EARLY_TARGETS, NVIDIA, Compilation
-from .early import ask, on, options, wait_alone
+from .dependent_launch import ask, on, options, wait_alone
 from .fused_activation import behind_product
 
 
@@ -123,7 +123,7 @@ def product(
     gelu: bool = False,
     add: bool = False,
 ) -> Tensor:
-    """As `fused_product.product`, of one row."""
+    """As `fused_skinny_gemm.product`, of one row."""
     inputs, outputs = x.shape[1], out.shape[1]
     early = on(x.device, product=True)
     shape = _shape(inputs, outputs, gated, torch.version.hip is not None)

@@ -11,8 +11,8 @@ from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextGatedRe
 
 pytest.importorskip("triton")
 
-from penstock.kernels import choose, fused_gated_mixing
-from penstock.kernels.gated_mixing import gathered, spread
+from penstock.kernels import dispatch, fused_gated_hyper_connections
+from penstock.kernels.gated_hyper_connections import gathered, spread
 
 from .test_mixing import TOLERANCE
 from .test_paged_attention import DEVICE
@@ -21,7 +21,7 @@ from .test_paged_attention import DEVICE
 @pytest.fixture(autouse=True)
 def _clean(unwritten: None) -> Iterator[None]:
     yield
-    choose.force("")
+    dispatch.force("")
 
 
 @pytest.mark.parametrize("route", ["reference", "triton"])
@@ -43,7 +43,7 @@ def test_mixtures(count: int, size: int, gives: bool, adds: bool, dtype: torch.d
     with torch.inference_mode():
         found = theirs(wide.flatten(1).cpu())
     seen, shares = (found[0], found[2]) if gives else (found, None)
-    choose.force(route)
+    dispatch.force(route)
     gains = theirs.hc_norm.weight.detach().float().view(count, size).to(DEVICE) + 1
     down, up = (getattr(theirs, f"input_mix_weight_{name}").weight.detach().to(DEVICE, dtype) for name in ("down", "up"))
     inject = theirs.block_inject_weight.weight.detach().to(DEVICE, dtype) / count if gives else None
@@ -63,7 +63,7 @@ def test_mixtures(count: int, size: int, gives: bool, adds: bool, dtype: torch.d
 
 
 def test_of_no_tokens() -> None:
-    choose.force("triton")
+    dispatch.force("triton")
     normal = spread(torch.zeros(0, 2, 8, device=DEVICE), None, None, torch.ones(2, 8, device=DEVICE), 1e-6)
     mixed, given = gathered(normal, normal, normal[:, :2], 2)
     assert mixed.shape == (0, 8)
@@ -72,5 +72,5 @@ def test_of_no_tokens() -> None:
 
 
 def test_it_is_compiled_as_it_is_launched() -> None:
-    for one in fused_gated_mixing.compilations():
+    for one in fused_gated_hyper_connections.compilations():
         assert list(one.signature) == [name for name in one.kernel.arg_names if name not in one.constants]
