@@ -34,9 +34,9 @@ from penstock.tests.shard.test_beams import mixed as among_others
 from penstock.tests.shard.test_grammar import groups as bound
 from penstock.tests.shard.test_grammar import with_masks
 from penstock.tests.shard.test_oracle import COUNT, at_rest, prompt
-from penstock.tests.shard.test_sharing import crowd, mixed, room
 from penstock.tests.shard.test_out_of_memory import SIZE, Scarce, requests
 from penstock.tests.shard.test_out_of_memory import crowd as many
+from penstock.tests.shard.test_sharing import crowd, mixed, room
 
 SEEDED = Sampling(temperature=0.9, top_p=0.95, seed=77)
 
