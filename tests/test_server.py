@@ -800,7 +800,7 @@ def test_after_sigkill_of_the_launcher_no_process_lives_and_of_a_shard_nothing_i
         with serve(str(model), *flags, folder=place) as server:
             assert not left.exists()  # swept
             assert len(server.children()) == 3
-            assert talk(server, work, 30)["error_type"] == "generation"
+            assert talk(server, work, 30)["error_type"] == "unavailable"
             server.check_end(1)
             assert "on cpu, float16" in server.log
             assert "penstock: shard 1 was killed by SIGKILL" in server.log

@@ -15,7 +15,8 @@ from penstock.kernels.reference import PLAIN, Gates
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # float16 rounds where the reference rounds; the interpreter cuts bfloat16 off instead of rounding, each time by up to a unit.
-TOLERANCES = {torch.float32: (1e-5, 1e-5), torch.float16: (3e-3, 3e-3), torch.bfloat16: (4e-2, 6e-2)}
+# bfloat16: the interpreter cuts off what the reference rounds, three times where what is normalized is turned.
+TOLERANCES = {torch.float32: (1e-5, 1e-5), torch.float16: (3e-3, 3e-3), torch.bfloat16: (4e-2, 9e-2)}
 
 
 @pytest.fixture(autouse=True)

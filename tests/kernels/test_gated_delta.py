@@ -110,6 +110,7 @@ def test_it_is_transformers(dtype: torch.dtype, each: bool, bound: float, chance
         )
 
 
+@pytest.mark.filterwarnings("ignore:overflow")  # an exponential that is infinite is meant, where a bound is near
 @pytest.mark.parametrize(("each", "bound"), FADES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_it_is_transformers_by_triton(dtype: torch.dtype, each: bool, bound: float, chance: random.Random) -> None:

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from penstock.kernels import dispatch, fused_gated_hyper_connections
 from penstock.kernels.gated_hyper_connections import gathered, spread
 
-from .test_mixing import TOLERANCE
+from .test_hyper_connections import TOLERANCE
 from .test_paged_attention import DEVICE
 
 

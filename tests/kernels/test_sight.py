@@ -11,7 +11,7 @@ from penstock.shard.step import Span, parted
 
 from ..shard import seeing
 from ..shard.test_oracle import close
-from ..shard.test_sight import SIZES, bench_of
+from ..shard.test_vision import SIZES, bench_of
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's tensors are a CPU's")
