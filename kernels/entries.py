@@ -21,9 +21,8 @@ from .turning import turn
 class Ends:
     """A step's tokens by which entries end."""
 
-    members: (
-        Tensor  # [ends, rate or 2 * rate] int64: slots of the tokens of each, with those before them or not; -1: there are none
-    )
+    # [ends, rate or 2 * rate] int64: slots of the tokens of each, with those before them or not; -1: there are none
+    members: Tensor
     firsts: Tensor  # [ends] int64: positions of the first of its own
 
 

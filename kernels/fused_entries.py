@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .compilation import Compilation
+from .fused_latents import angles
 from .fused_rotary import rotated
 
 TOGETHER = 4  # tokens at once: of 512 features each 16 numbers a thread, three times
@@ -64,11 +65,7 @@ def entries_kernel(
     tl.debug_barrier()  # all have read before any writes
     tl.store(kept + feature, normal, mask=held)
     tl.debug_barrier()  # what turns is read again, perhaps by other threads, and by two of them, before it is written
-    half = tl.arange(0, HALF)
-    within = half < TURNED // 2
-    angle = table + entry * 2 * TURNED + half
-    cosine = tl.load(angle, mask=within, other=0.0).to(tl.float32)
-    sine = tl.load(angle + TURNED + TURNED // 2, mask=within, other=0.0).to(tl.float32)
+    half, within, cosine, sine = angles(table, entry, TURNED, HALF)
     low_at, high_at = kept + SIZE - TURNED + half, kept + SIZE - TURNED // 2 + half
     low, high = tl.load(low_at, mask=within, other=0.0), tl.load(high_at, mask=within, other=0.0)
     tl.debug_barrier()

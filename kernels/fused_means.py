@@ -6,6 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .compilation import EIGHT_BIT_TARGETS, Compilation
+from .fused_latents import angles
+from .fused_pools import read
 from .fused_rotary import rotated, storable
 
 WARPS = 4
@@ -42,8 +44,8 @@ def means_kernel(
             here = (other == slot - behind)[:, None]
             from_step = keys + (token - behind)[:, None] * keys_stride + half[None, :]
             from_cache = cache + (slot - behind)[:, None] * SIZE + half[None, :]
-            lows = _read(from_step, from_cache, known & here, known & ~here, MOST)
-            highs = _read(from_step + SIZE // 2, from_cache + SIZE // 2, known & here, known & ~here, MOST)
+            lows = read(from_step, from_cache, known & here, known & ~here, MOST)
+            highs = read(from_step + SIZE // 2, from_cache + SIZE // 2, known & here, known & ~here, MOST)
             kind = low.dtype
             wide_low, wide_high = (tl.sum(lows, 0) / MEMBERS).to(kind), (tl.sum(highs, 0) / MEMBERS).to(kind)
             low_part, high_part = wide_low.to(tl.float32), wide_high.to(tl.float32)
@@ -53,19 +55,10 @@ def means_kernel(
             high_gain = tl.load(gains + SIZE // 2 + half, mask=held, other=0.0)
             wide_low = ((low_part * scale).to(kind).to(tl.float32) * low_gain).to(kind)
             wide_high = ((high_part * scale).to(kind).to(tl.float32) * high_gain).to(kind)
-            angle = table + token * 2 * SIZE + half
-            cosine = tl.load(angle, mask=held, other=0.0).to(tl.float32)
-            sine = tl.load(angle + SIZE + SIZE // 2, mask=held, other=0.0).to(tl.float32)
+            _, _, cosine, sine = angles(table, token, SIZE, HALF)
             low, high = rotated(wide_low, wide_high, cosine, sine)
         tl.store(kept, storable(low, MOST).to(cache.dtype.element_ty), mask=held)
         tl.store(kept + SIZE // 2, storable(high, MOST).to(cache.dtype.element_ty), mask=held)
-
-
-@triton.jit
-def _read(step, cache, here, there, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
-    """As the cache has it, whether it is there already or not."""
-    own = storable(tl.load(step, mask=here, other=0.0), MOST).to(cache.dtype.element_ty).to(tl.float32)
-    return tl.where(here, own, tl.load(cache, mask=there, other=0.0).to(tl.float32))
 
 
 def write_means(keys: Tensor, gains: Tensor, table: Tensor, slots: Tensor, cache: Tensor, members: int, epsilon: float) -> None:

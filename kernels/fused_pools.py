@@ -42,8 +42,8 @@ def pools_kernel(
             here = (other == slot - behind)[:, None]
             from_step = (token - behind)[:, None] * SIZE + feature[None, :]
             from_cache = cache + (slot - behind)[:, None] * cache_stride + feature[None, :]
-            own = _read(keys + from_step, from_cache, known & here, known & ~here, MOST)
-            opening = _read(gates + from_step, from_cache + SIZE, known & here, known & ~here, MOST)
+            own = read(keys + from_step, from_cache, known & here, known & ~here, MOST)
+            opening = read(gates + from_step, from_cache + SIZE, known & here, known & ~here, MOST)
             opening += tl.load(places + member[:, None] * SIZE + feature[None, :], mask=known, other=0.0)
             opening = tl.where(known, opening, float("-inf"))
             weights = tl.where(known, tl.exp(opening - tl.max(tl.where(held[None, :], opening, 0.0), 0)[None, :]), 0.0)
@@ -52,7 +52,7 @@ def pools_kernel(
 
 
 @triton.jit
-def _read(step, cache, here, there, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
+def read(step, cache, here, there, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
     """As the cache has it, whether it is there already or not."""
     own = storable(tl.load(step, mask=here, other=0.0), MOST).to(cache.dtype.element_ty).to(tl.float32)
     return tl.where(here, own, tl.load(cache, mask=there, other=0.0).to(tl.float32))

@@ -6,12 +6,12 @@ own key was: a score of a pool is one of that token, and who sees that sees the 
 belongs to one is found by slots alone.
 """
 
-import torch
 from torch import Tensor
 
 from . import reference
 from .dispatch import triton_for
 from .operations import write
+from .pools import members_of
 
 
 def write_means(keys: Tensor, gains: Tensor, table: Tensor, slots: Tensor, cache: Tensor, members: int, epsilon: float) -> None:
@@ -30,9 +30,7 @@ def write_means(keys: Tensor, gains: Tensor, table: Tensor, slots: Tensor, cache
     if not len(ending):
         return None
     ends = slots[ending]
-    every = (ends.unsqueeze(1) + torch.arange(1 - members, 1, device=slots.device)).flatten()
-    held = cache.flatten(1).view(torch.uint8 if cache.dtype.itemsize == 1 else cache.dtype)  # torch selects no floats of 8 bits
-    means = held[every].view(cache.dtype).float().view(len(ends), members, -1).mean(1).to(keys.dtype)
+    means = members_of(cache, ends, members).mean(1).to(keys.dtype)
     found = reference.rms_norm(means, gains, epsilon).to(keys.dtype)
     reference.rotate(found.unsqueeze(1), table[ending])
     write(ends, found, cache)

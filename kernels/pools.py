@@ -30,9 +30,7 @@ def write_pools(keys: Tensor, gates: Tensor, places: Tensor, slots: Tensor, cach
     ends = slots[(slots >= 0) & (slots % pool == pool - 1)]
     if not len(ends):
         return None
-    members = (ends.unsqueeze(1) + torch.arange(1 - pool, 1, device=slots.device)).flatten()
-    held = cache.flatten(1).view(_bytes(cache.dtype))  # torch selects no floats of 8 bits
-    own, opening = held[members].view(cache.dtype).float().view(len(ends), pool, 2, size).unbind(2)
+    own, opening = members_of(cache, ends, pool).view(len(ends), pool, 2, size).unbind(2)
     opening = opening + places
     weights = by_lanes(torch.exp, opening - opening.amax(1, keepdim=True))
     found = (weights * own).sum(1) / weights.sum(1)
@@ -40,5 +38,8 @@ def write_pools(keys: Tensor, gates: Tensor, places: Tensor, slots: Tensor, cach
     return None
 
 
-def _bytes(dtype: torch.dtype) -> torch.dtype:
-    return torch.uint8 if dtype.itemsize == 1 else dtype
+def members_of(cache: Tensor, ends: Tensor, count: int) -> Tensor:
+    """What is in slots of so many tokens up to each end: [ends, count, features] float32."""
+    slots = (ends.unsqueeze(1) + torch.arange(1 - count, 1, device=ends.device)).flatten()
+    held = cache.flatten(1).view(torch.uint8 if cache.dtype.itemsize == 1 else cache.dtype)  # torch selects no floats of 8 bits
+    return held[slots].view(cache.dtype).float().view(len(ends), count, -1)

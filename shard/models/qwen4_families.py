@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from .fields import AGAIN, FULL, INDEXED, LINEAR, Config, expect, shown, whole
-from .hybrid_families import hybrid
+from .hybrid_families import QWEN3_NEXT, hybrid
 from .ngrams import Grams
 from .remembering import Linear
 from .ropes import rotary_size
@@ -14,23 +14,6 @@ from .shape import Shape, Unsupported
 from .sparse_families import one_for_all
 from .traits import GatedHyper, PoolIndex
 
-# transformers' defaults.
-QWEN_4: Config = {
-    "head_dim": 256,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32_768,
-    "full_attention_interval": 4,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512,
-    "num_experts": 512,
-    "num_experts_per_tok": 10,
-    "norm_topk_prob": True,
-}
 INDEX = ("indexer_n_heads", "indexer_head_dim", "indexer_budget", "indexer_compress_ratio")
 MOST_HEADS = 1 << 12  # of n-grams, in all layers
 IMAGE = 248_056
@@ -40,7 +23,7 @@ SILU, SIGMOID = "silu", "sigmoid"
 def qwen_4(config: Config) -> Shape:
     """The text."""
     expect(config, attn_output_gate=True)
-    given = QWEN_4 | config
+    given = QWEN3_NEXT | config
     given |= {"intermediate_size": given["moe_intermediate_size"], "layer_types": _kinds(given)}
     base = hybrid(given, 4, turned=1.0)
     opening = given.get("output_gate_type") or SILU
