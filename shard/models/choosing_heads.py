@@ -1,4 +1,5 @@
-"""Heads whose tokens attend to blocks of those before them that an index has chosen (MiniMax M3): see `kernels.indexed`."""
+"""Heads whose tokens attend to blocks of those before them that an index has chosen (MiniMax M3), or to pools (Qwen 4 Exp): see
+`kernels.indexed`."""
 
 import torch
 from torch import Tensor
@@ -10,9 +11,10 @@ from ..step import Step
 from .changes import side_by_side
 from .heads import Heads
 from .loader import Loader
+from .mean_chooser import MeanChooser
 from .rotary import Places
 from .stream import Stream
-from .traits import BlockIndex
+from .traits import BlockIndex, PoolIndex
 
 
 class BlockChooser:
@@ -33,14 +35,14 @@ class BlockChooser:
         self.inward = load.laid_out(both[order], None, side_by_side(change, other))
         self.query_norm, self.key_norm = (load.ordered(load.gains(f"{one}_norm", index.size), features) for one in (query, key))
 
-    def __call__(self, x: Tensor, stream: Stream, rotary: Tensor, step: Step, cache: Tensor) -> ChoosingBlocks | None:
+    def __call__(self, x: Tensor, stream: Stream, places: Places, step: Step, cache: Tensor) -> ChoosingBlocks | None:
         """Of a step's tokens; None if there is nothing to choose. Writes their keys to the cache.
 
         x: [tokens, hidden], of the stream; cache: a layer's keys of its index, [slots, 1, 1, size].
         """
         index = self.index
         queries = rotate_and_write(
-            stream.product(x, self.inward), rotary, step.slots, cache, self.query_norm, self.key_norm, self.epsilon
+            stream.product(x, self.inward), places.rotary, step.slots, cache, self.query_norm, self.key_norm, self.epsilon
         )
         if not narrows(step.attention, index.most):
             return None
@@ -50,9 +52,9 @@ class BlockChooser:
 class ChoosingHeads(Heads):
     """In the place of `Heads`, in layers with an index."""
 
-    def __init__(self, load: Loader, index: BlockIndex, window: int, turned: bool = True) -> None:
+    def __init__(self, load: Loader, index: BlockIndex | PoolIndex, window: int, turned: bool = True) -> None:
         super().__init__(load, window, turned)
-        self.chooser = BlockChooser(load, index)
+        self.chooser = BlockChooser(load, index) if isinstance(index, BlockIndex) else MeanChooser(load, index)
 
     @property
     def parts(self) -> tuple[object, ...]:
@@ -62,5 +64,5 @@ class ChoosingHeads(Heads):
     def choose(self, stream: Stream, norm: Tensor | None, step: Step, places: Places, layer: Tensor, index_keys: Tensor) -> Tensor:
         """As `__call__`. index_keys: of the cache."""
         x = stream.normalized(norm)
-        asked = self.chooser(x, stream, places.rotary, step, index_keys)
+        asked = self.chooser(x, stream, places, step, index_keys)
         return self.attend(stream.product(x, self.inward), step, places, layer, asked)

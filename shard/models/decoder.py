@@ -40,7 +40,6 @@ from .loader import Loader
 from .mlp import Beside, Dense, Limited, Narrow, Sparse, Thinned, Ungated, Weighed
 from .ngram_layers import GramLayer, GramRows
 from .olmo_linear_attention import ApartDelta
-from .pooled_heads import PooledHeads
 from .remembering import Convolution, FineLinear, Linear, Remembering
 from .renamed import Either, Older, Paired
 from .rotary import Places, Pools, growth_of, logarithms_of, resized, unturned_growth_of
@@ -104,8 +103,6 @@ class Layer:
             return (GatedLatents if latent.gated else Latents)(load, latent, self.window, self.index in self.shape.indexing)
         blocks, turned = self.shape.blocks, self.index not in self.shape.unturned
         if blocks and self.index in blocks.layers:
-            if isinstance(blocks, PoolIndex):
-                return PooledHeads(load, blocks, self.window, turned)
             return ChoosingHeads(load, blocks, self.window, turned)
         return Heads(load, self.window, turned)
 
@@ -156,7 +153,7 @@ class Layer:
         if isinstance(reader, Remembered):
             return reader(stream, self.input_norm, step, cache.states[self.index])
         where = stream, self.input_norm, step, places, cache.layers[self.index]
-        if isinstance(reader, ChoosingHeads | PooledHeads):
+        if isinstance(reader, ChoosingHeads):
             return reader.choose(*where, cache.index_keys[self.index])
         return reader(*where)
 

@@ -1,5 +1,5 @@
-"""Heads whose tokens attend to pools of those before them that an index has chosen, all alike (Qwen 4 Exp): see `kernels.indexed`
-and `kernels.means`."""
+"""What chooses pools of tokens for heads with keys of their own, all alike (Qwen 4 Exp): see `kernels.indexed` and
+`kernels.means`."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,6 @@ from ...kernels.means import write_means
 from ...kernels.operations import rotate
 from ...kernels.ragged import narrows
 from ..step import Step
-from .heads import Heads
 from .loader import Loader
 from .rotary import Places
 from .stream import Stream
@@ -49,22 +48,3 @@ class MeanChooser:
         asking = rotate(queries.contiguous(), places.pools.own, self.query_norm, self.epsilon)
         weights = torch.full((len(x), index.heads), index.size**-0.5, device=x.device)
         return ChoosingPools(asking, weights, index.most, members=index.pool, keys=cache)
-
-
-class PooledHeads(Heads):
-    """In the place of `Heads`, in layers with an index."""
-
-    def __init__(self, load: Loader, index: PoolIndex, window: int, turned: bool = True) -> None:
-        super().__init__(load, window, turned)
-        self.chooser = MeanChooser(load, index)
-
-    @property
-    def parts(self) -> tuple[object, ...]:
-        """What has weights."""
-        return (self, self.chooser)
-
-    def choose(self, stream: Stream, norm: Tensor | None, step: Step, places: Places, layer: Tensor, index_keys: Tensor) -> Tensor:
-        """As that of `ChoosingHeads`."""
-        x = stream.normalized(norm)
-        asked = self.chooser(x, stream, places, step, index_keys)
-        return self.attend(stream.product(x, self.inward), step, places, layer, asked)
