@@ -58,7 +58,7 @@ from penstock.kernels.fused_sampling import sample
 from penstock.kernels.gated_delta import Spans, States
 from penstock.kernels.layout import Layout
 from penstock.kernels.layout import kind as like
-from penstock.kernels.linear import Exact
+from penstock.kernels.linear import Invariance
 from penstock.kernels.paged_attention import Capacity
 from penstock.kernels.reference import Gates, Shares
 from penstock.kernels.sampling import Draws, Penalties
@@ -613,7 +613,7 @@ def few_bits(bench: Bench, chance: random.Random, kind: str) -> float:
         bias = _wide(outputs, dtype=dtype, device=bench.device) if chance.random() < 0.5 else None
         x = _wide(rows, inputs, dtype=dtype, device=bench.device)
         expected = x.double() @ codes.unpacked(rounded, torch.float64).T + (bias.double() if bias is not None else 0)
-        found = quantized.lay_out(rounded, bias, Exact.USUAL, dtype)(x)
+        found = quantized.lay_out(rounded, bias, Invariance.USUAL, dtype)(x)
         worst = max(worst, relative_error(found, expected, dtype))
     return worst
 

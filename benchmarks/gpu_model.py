@@ -30,7 +30,7 @@ from penstock.launcher.hub import DEMO_FOLDER
 from penstock.shard.config import ShardConfig
 from penstock.shard.decoding.sampler import Pick
 from penstock.shard.engine import Engine
-from penstock.shard.forward import Extent
+from penstock.shard.forward import GraphExtent
 from penstock.shard.graphs import Recorder
 from penstock.shard.loading import load
 from penstock.shard.outcome import Outcome
@@ -107,9 +107,9 @@ def made_up(bench: Bench, folder: Path) -> Engine:
     return engine
 
 
-def extent_of(rows: int, total: int) -> Extent:
+def extent_of(rows: int, total: int) -> GraphExtent:
     """Of decode steps of so many sequences, which come to `total` tokens each."""
-    return Extent(rows, rows, total, rows * -(-total // PAGE), (rows,))
+    return GraphExtent(rows, rows, total, rows * -(-total // PAGE), (rows,))
 
 
 def _case(bench: Bench, engine: Engine, busy: Busy, rows: int, context: int, waits: bool) -> None:
@@ -255,7 +255,7 @@ def _greedy(bench: Bench, kernels: str, dtype: str, prompts: Sequence[Sequence[i
         engine.resize(pages)
         if bench.device.type == "cuda" and kernels == "triton":
             sizes = (*range(1, len(prompts), 3), len(prompts))
-            engine.record(Recorder(), Extent(len(prompts), len(prompts), total, pages, sizes), lambda stage: None)
+            engine.record(Recorder(), GraphExtent(len(prompts), len(prompts), total, pages, sizes), lambda stage: None)
         return _answers(engine, prompts, new)
 
 

@@ -12,7 +12,7 @@ from penstock.benchmarks.gpu_measure import Bench, Call
 from penstock.benchmarks.gpu_report import Line, failed
 from penstock.kernels import beam, codes, dispatch, experts, linear, operations, paging, quantized, reference, sampling
 from penstock.kernels.fused_sampling import sample
-from penstock.kernels.linear import Exact, Weight
+from penstock.kernels.linear import Invariance, Weight
 from penstock.kernels.sampling import Draws, Penalties
 from penstock.shard.host_pages import HostPages, page_bytes
 
@@ -117,8 +117,8 @@ def few_bits(bench: Bench, tokens: int) -> None:
     x = _bfloat16(bench, tokens, inputs)
     for kind in codes.BITS:
         rounded = codes.quantize(torch.randn(outputs, inputs, device=bench.device), kind)
-        size = quantized.lay_out(rounded, None, Exact.USUAL, torch.bfloat16).bytes
-        weights = [quantized.lay_out(rounded, None, Exact.USUAL, torch.bfloat16) for _ in range(bench.copies(size))]
+        size = quantized.lay_out(rounded, None, Invariance.USUAL, torch.bfloat16).bytes
+        weights = [quantized.lay_out(rounded, None, Invariance.USUAL, torch.bfloat16) for _ in range(bench.copies(size))]
         took = bench.time([partial(weight, x) for weight in weights])
         floor = max(size / bench.copy_rate, 2 * tokens * outputs * inputs / bench.product_rate)
         what = f"product of {tokens} tokens with weights of {kind}"

@@ -25,7 +25,7 @@ from penstock.kernels import (
     work_list,
 )
 from penstock.kernels.attention import Row
-from penstock.kernels.linear import Exact, Weight
+from penstock.kernels.linear import Invariance, Weight
 from penstock.kernels.work_list import Tile
 
 SECTION = "tuning"
@@ -157,7 +157,7 @@ def _few_bits(bench: Bench, kind: str) -> None:
     outputs, inputs = (48, 64) if bench.tiny else SHAPES["queries, keys, values"][:2]
     rounded = codes.quantize(_made(bench, outputs, inputs), kind)
     size = outputs * inputs * codes.BITS[kind] // 8
-    weights = [quantized.lay_out(rounded, None, Exact.USUAL, torch.bfloat16) for _ in range(bench.copies(size))]
+    weights = [quantized.lay_out(rounded, None, Invariance.USUAL, torch.bfloat16) for _ in range(bench.copies(size))]
     for rows in (3,) if bench.tiny else (16, 64, 128, 256, 512):
         x = _made(bench, rows, inputs)
         calls = [partial(weight, x) for weight in weights]

@@ -28,7 +28,7 @@ from penstock.shard.decoding.hypotheses import Path as BeamPath
 from penstock.shard.decoding.hypotheses import Search
 from penstock.shard.decoding.sampler import Pick, Picking, Row, draws_of, known
 from penstock.shard.engine import Engine
-from penstock.shard.forward import Extent
+from penstock.shard.forward import GraphExtent
 from penstock.shard.loading import load
 from penstock.shard.models.decoder import Decoder
 from penstock.shard.sequence import Group, Sampling, sequences
@@ -71,7 +71,7 @@ def engine_of(rows: int, context: int, steps: int, folder: Path) -> Engine:
     dispatch.force("triton")
     engine.resize(4 * rows * -(-(context + steps) // PAGE))
     engine.cache.copy_rows = lambda *columns: None  # type: ignore[method-assign]
-    extent = Extent(rows, rows, context + steps, engine.pool.pages, (rows,))
+    extent = GraphExtent(rows, rows, context + steps, engine.pool.pages, (rows,))
     engine.record(lambda run: run, extent, lambda stage: None)
     return engine
 

@@ -19,7 +19,7 @@ from penstock.benchmarks import checkpoint
 from penstock.launcher.hub import DEMO_FOLDER, DRAFT_FOLDER
 from penstock.proto.speculation import parse
 from penstock.shard.config import ShardConfig
-from penstock.shard.decoding.budget import Allowance, Linear
+from penstock.shard.decoding.budget import Allowance, LinearCost
 from penstock.shard.decoding.proposers import Asked, Lookup, Proposed, Proposer
 from penstock.shard.decoding.tree import chain
 from penstock.shard.decoding.verify import certain
@@ -31,7 +31,7 @@ from penstock.shard.sequence import Group, Sampling, sequences
 ACCEPTED, DRAFTS = 0.8, 4
 DRAWS = 4  # of what an oracle gets right, for one answer: luck moves the tokens of a single step by 7 % in 160 of them
 ORACLE_GOAL, REPEATED_GOAL = 0.90, 2.5
-FREE = Allowance(Linear(1.0, 0.0, 0.0), 1 << 20)  # drafts cost nothing: as many as can be
+FREE = Allowance(LinearCost(1.0, 0.0, 0.0), 1 << 20)  # drafts cost nothing: as many as can be
 STORY = "<|user|>Tell me a story about a cat called {name}.<|assistant|>"
 NAMES = ("Tom", "Mia", "Ben", "Lily", "Max", "Anna", "Sam", "Eva")
 PERIOD, MOST = 40, 1200  # tokens: what a model with random weights says ends in loops, mostly short ones, and rather soon

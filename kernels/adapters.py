@@ -15,22 +15,22 @@ Pair = tuple[Tensor, Tensor]  # [rank, inputs], and [outputs, rank] times the ad
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class RowAdapters:
     """By which adapter each row of a step goes."""
 
     numbers: Tensor  # [rows] int64; -1: none
     order: Tensor  # [rows]: rows sorted by adapter
     starts: Tensor  # [adapters + 1]: where each one's begin there
 
-    def select(self, rows: Tensor) -> "Chosen":
+    def select(self, rows: Tensor) -> "RowAdapters":
         """Of some of the rows."""
         return choose(self.numbers.index_select(0, rows), len(self.starts) - 1)
 
 
-def choose(numbers: Tensor, count: int) -> Chosen:
-    """numbers: as in `Chosen`; count: adapters that there are."""
+def choose(numbers: Tensor, count: int) -> RowAdapters:
+    """numbers: as in `RowAdapters`; count: adapters that there are."""
     ordered, order = numbers.sort(stable=True)
-    return Chosen(numbers, order, torch.searchsorted(ordered, torch.arange(count + 1, device=numbers.device)))
+    return RowAdapters(numbers, order, torch.searchsorted(ordered, torch.arange(count + 1, device=numbers.device)))
 
 
 class Additions(ABC):
@@ -44,7 +44,7 @@ class Additions(ABC):
         """What they are kept in: tensors, or laid out by `linear`."""
 
     @abstractmethod
-    def add(self, x: Tensor, out: Tensor, chosen: Chosen) -> None:
+    def add(self, x: Tensor, out: Tensor, chosen: RowAdapters) -> None:
         """Adds to `out` [rows, outputs], the products of x [rows, inputs], what each row's adapter adds, in place."""
 
     @abstractmethod

@@ -36,7 +36,7 @@ BLOCK_ELEMENTS = 1 << 20
 Array: TypeAlias = "numpy.ndarray[Any, Any]"
 
 
-class Full(ValueError):
+class CapacityExceeded(ValueError):
     """A step has more of something than it was given room for."""
 
 

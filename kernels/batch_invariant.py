@@ -3,8 +3,8 @@ how many of its neighbours are computed at once. Knows tensors and ints, no sequ
 
 What torch adds up in which order depends on the shapes that it is given. Here these are always the same: tiles of as many queries,
 filled up where there are fewer, on whole blocks of keys that begin at multiples of the block, of which masks hide the rest. The
-other half of this are products whose rows don't depend on each other (`linear.Exact.INVARIANT`). The idea is batch invariance (He
-et al. 2025, Thinking Machines Lab, "Defeating Nondeterminism in LLM Inference").
+other half of this are products whose rows don't depend on each other (`linear.Invariance.INVARIANT`). The idea is batch invariance
+(He et al. 2025, Thinking Machines Lab, "Defeating Nondeterminism in LLM Inference").
 """
 
 from collections.abc import Callable, Iterator, Sequence

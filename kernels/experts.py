@@ -18,7 +18,7 @@ from torch.nn import functional
 from . import quantized
 from .codes import Codes, unpacked
 from .dispatch import triton_for
-from .linear import Exact, Weight
+from .linear import Invariance, Weight
 from .reference import PLAIN, Gates, by_lanes
 
 if TYPE_CHECKING:
@@ -147,10 +147,12 @@ class Experts(ABC):
         """
 
 
-class OneByOne(Experts):
+class LoopedExperts(Experts):
     """By products as `quantized` lays them out."""
 
-    def __init__(self, gate_ups: Weights, downs: Weights, biases: Biases, gates: Gates, dtype: torch.dtype, exact: Exact) -> None:
+    def __init__(
+        self, gate_ups: Weights, downs: Weights, biases: Biases, gates: Gates, dtype: torch.dtype, exact: Invariance
+    ) -> None:
         first, second = biases or (repeat(None), repeat(None))
         self._gate_ups, self._downs = (
             [quantized.lay_out(weight, bias, exact, dtype) for weight, bias in zip(weights, added, strict=False)]
@@ -168,11 +170,13 @@ class OneByOne(Experts):
         return found
 
 
-class Together(Experts):
+class FusedExperts(Experts):
     """By Triton."""
 
-    def __init__(self, gate_ups: Weights, downs: Weights, biases: Biases, gates: Gates, dtype: torch.dtype, exact: Exact) -> None:
-        self._invariant = exact is Exact.INVARIANT
+    def __init__(
+        self, gate_ups: Weights, downs: Weights, biases: Biases, gates: Gates, dtype: torch.dtype, exact: Invariance
+    ) -> None:
+        self._invariant = exact is Invariance.INVARIANT
         self._gate_up, self._down = (
             torch.stack([unpacked(weight, dtype) if isinstance(weight, Codes) else weight for weight in weights])
             for weights in (gate_ups, downs)
@@ -186,11 +190,11 @@ class Together(Experts):
         return experts(x, order, starts, shares, self._gate_up, self._down, self._biases, self._gates, self._invariant)
 
 
-class FewBits(Experts):
+class FusedQuantizedExperts(Experts):
     """By Triton, from codes."""
 
-    def __init__(self, gate_up: "Packed", down: "Packed", biases: Biases, gates: Gates, exact: Exact) -> None:
-        self._invariant = exact is Exact.INVARIANT
+    def __init__(self, gate_up: "Packed", down: "Packed", biases: Biases, gates: Gates, exact: Invariance) -> None:
+        self._invariant = exact is Invariance.INVARIANT
         self._gate_up, self._down, self._biases = gate_up, down, biases
         super().__init__([*gate_up.tensors, *down.tensors, *(biases or ())], len(down.codes), down.codes.device, gates)
 
@@ -201,20 +205,25 @@ class FewBits(Experts):
 
 
 def lay_out(
-    gate_ups: Weights, downs: Weights, dtype: torch.dtype, biases: Biases = None, gates: Gates = PLAIN, exact: Exact = Exact.USUAL
+    gate_ups: Weights,
+    downs: Weights,
+    dtype: torch.dtype,
+    biases: Biases = None,
+    gates: Gates = PLAIN,
+    exact: Invariance = Invariance.USUAL,
 ) -> Experts:
     """gate_ups: of each expert [2 * size, hidden], gates first, or without any [size, hidden]; downs: [hidden, size]; dtype: of
     rows; biases: of all experts, [experts, 2 * size] and [experts, hidden]; exact: see `linear`."""
     if not triton_for(_first(downs)):
-        return OneByOne(gate_ups, downs, biases, gates, dtype, exact)
+        return LoopedExperts(gate_ups, downs, biases, gates, dtype, exact)
     few = [[weight for weight in weights if isinstance(weight, Codes)] for weights in (gate_ups, downs)]
     if len(few[0]) == len(few[1]) == len(downs):
         from .packed_experts import pack
 
         packed = pack(few[0], dtype), pack(few[1], dtype)
         if packed[0] and packed[1]:
-            return FewBits(packed[0], packed[1], biases, gates, exact)
-    return Together(gate_ups, downs, biases, gates, dtype, exact)
+            return FusedQuantizedExperts(packed[0], packed[1], biases, gates, exact)
+    return FusedExperts(gate_ups, downs, biases, gates, dtype, exact)
 
 
 def _first(weights: Weights) -> Tensor:

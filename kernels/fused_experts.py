@@ -1,10 +1,10 @@
 """The products of a mixture of experts, and those of adapters, by Triton: tokens of the same expert side by side in tiles, all
 experts in one launch.
 
-Knows tensors only. What it computes stands in `experts.OneByOne` and in `low_rank.OneByOne`. Pairs of a token and an expert are
-sorted by expert; a tile is up to ROWS pairs of one. Which tiles there are is found by the programs themselves, since the host
-doesn't know what was chosen: as many are launched as there can be, and those that are too many end at once (as in vLLM's fused_moe,
-which pads instead).
+Knows tensors only. What it computes stands in `experts.LoopedExperts` and in `low_rank.LoopedLowRank`. Pairs of a token and an
+expert are sorted by expert; a tile is up to ROWS pairs of one. Which tiles there are is found by the programs themselves, since the
+host doesn't know what was chosen: as many are launched as there can be, and those that are too many end at once (as in vLLM's
+fused_moe, which pads instead).
 """
 
 import itertools

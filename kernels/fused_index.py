@@ -15,7 +15,7 @@ from .fused_rotary import rotated, storable
 from .indexed import Choosing
 from .layout import Kind
 from .paged_attention import INTERPRET, TARGETS, Plan, tiles_of
-from .paged_kernels import Sight, dot, slots_of, visible_of, words_of
+from .paged_kernels import Visibility, dot, slots_of, visible_of, words_of
 
 STAGES = 3  # two tiles of keys are under way while a third is worked on; as in attention, AMD's have little shared memory
 
@@ -149,8 +149,8 @@ def scores_kernel(
     tree = tl.load(item + 6)
     one = tl.arange(0, 1)
     position = tl.load(positions + token + one)
-    sight = Sight(position, position, token + one, positions, masks, context, tree, 0, end * MEMBERS)
-    words = words_of(sight, TREES)
+    visibility = Visibility(position, position, token + one, positions, masks, context, tree, 0, end * MEMBERS)
+    words = words_of(visibility, TREES)
     head = tl.arange(0, HEADS_PADDED)
     feature = tl.arange(0, PADDED)
     asked = query + (token * HEADS + head)[:, None] * SIZE + feature[None, :]
@@ -177,7 +177,7 @@ def scores_kernel(
         if not TREES and not PLAIN:
             weight = tl.load(weights + token * HEADS + head, mask=head < HEADS, other=0.0)
         score = tl.sum(found * weight[:, None], 0)
-        visible = visible_of(place, sight, words, False, TREES)
+        visible = visible_of(place, visibility, words, False, TREES)
         hidden = tl.max(visible.to(tl.int32), 0) == 0
         tl.store(target + key_at, tl.where(hidden, float("-inf"), score), mask=key_at < end)
 

@@ -73,7 +73,7 @@ SAMPLES = (1, 2, 32)
 STREAMED = {torch.bfloat16}
 
 
-class Exact(IntEnum):
+class Invariance(IntEnum):
     """How much a row's result may depend on the rows beside it."""
 
     GUESS = 0  # in its last bits, as it comes
@@ -84,11 +84,11 @@ class Exact(IntEnum):
 class Weight:
     """A weight [out, in] ready for `x @ weight.T + bias`; `bytes` is what it takes in memory."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, exact: Exact = Exact.USUAL) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, exact: Invariance = Invariance.USUAL) -> None:
         self.additions: Additions | None = None  # of adapters; whoever multiplies adds them
         self.bytes = weight.nbytes + (bias.nbytes if bias is not None else 0)
         self.shape = weight.shape
-        streams = exact is not Exact.INVARIANT and weight.dtype in STREAMED and triton_for(weight)
+        streams = exact is not Invariance.INVARIANT and weight.dtype in STREAMED and triton_for(weight)
         self._plain = (weight, bias) if streams else None
         self._hopper = on_hopper(weight.device)
         route = _route(weight, exact)
@@ -96,7 +96,7 @@ class Weight:
         compiles = route in (packed, in_blocks)
         self.compiled = (weight.shape, weight.dtype, bias is not None) if compiles else None  # what oneDNN compiles for
         self.product = route(weight, bias)
-        if exact is Exact.GUESS and weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() <= SHORT:
+        if exact is Invariance.GUESS and weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() <= SHORT:
             self.bytes += weight.nbytes
             self.product = shortened(weight, bias, self.product)
 
@@ -226,12 +226,12 @@ def shortened(weight: Tensor, bias: Tensor | None, product: Product) -> Product:
     return shortest
 
 
-def _route(weight: Tensor, exact: Exact) -> Callable[[Tensor, Tensor | None], Product]:
-    if exact is Exact.INVARIANT and triton_for(weight):
+def _route(weight: Tensor, exact: Invariance) -> Callable[[Tensor, Tensor | None], Product]:
+    if exact is Invariance.INVARIANT and triton_for(weight):
         return invariant
     if weight.device.type != "cpu" or not by_onednn(weight.dtype):
         return plain
-    if exact is Exact.INVARIANT:
+    if exact is Invariance.INVARIANT:
         return in_blocks if weight.dtype != torch.float32 and torch.cpu._is_amx_tile_supported() else packed
     if weight.dtype == torch.float16:  # of which single rows are quicker by torch's own
         return plain

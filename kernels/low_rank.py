@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .adapters import Additions, Chosen, Pair
+from .adapters import Additions, Pair, RowAdapters
 from .dispatch import triton_for
-from .linear import Exact, Weight, compile_products
+from .linear import Invariance, Weight, compile_products
 
 Products = tuple[Weight, Weight]
 COMPILED = 32  # rows of one adapter in a step that are made ready, at most
 
 
-class OneByOne(Additions):
+class LoopedLowRank(Additions):
     """By products as `linear` lays them out."""
 
-    def __init__(self, pairs: Sequence[Pair | None], largest: Pair, exact: Exact) -> None:
+    def __init__(self, pairs: Sequence[Pair | None], largest: Pair, exact: Invariance) -> None:
         self._exact, self._device = exact, largest[0].device
         self.later = sum(factor.nbytes for factor in largest)
         self._products = [pair and self.prepared(pair) for pair in pairs]
@@ -32,7 +32,7 @@ class OneByOne(Additions):
         """See Additions."""
         return [weight for each in self._products if each for weight in each]
 
-    def add(self, x: Tensor, out: Tensor, chosen: Chosen) -> None:
+    def add(self, x: Tensor, out: Tensor, chosen: RowAdapters) -> None:
         """See Additions."""
         for products, (start, end) in zip(self._products, pairwise(chosen.starts.tolist()), strict=True):
             if products is not None and end > start:
@@ -51,13 +51,13 @@ class OneByOne(Additions):
         self._products[number] = prepared
 
 
-class Together(Additions):
+class FusedLowRank(Additions):
     """By Triton: stacked, as high as the highest of them, with zeros."""
 
     later = 0  # its place is there
 
-    def __init__(self, pairs: Sequence[Pair | None], largest: Pair, exact: Exact) -> None:
-        self._invariant = exact is Exact.INVARIANT
+    def __init__(self, pairs: Sequence[Pair | None], largest: Pair, exact: Invariance) -> None:
+        self._invariant = exact is Invariance.INVARIANT
         down, up = largest
         self._downs = down.new_zeros(len(pairs), *down.shape)
         self._ups = up.new_zeros(len(pairs), *up.shape)
@@ -69,7 +69,7 @@ class Together(Additions):
         """See Additions."""
         return [self._downs, self._ups]
 
-    def add(self, x: Tensor, out: Tensor, chosen: Chosen) -> None:
+    def add(self, x: Tensor, out: Tensor, chosen: RowAdapters) -> None:
         """See Additions."""
         from .fused_experts import add_products
 
@@ -88,11 +88,11 @@ class Together(Additions):
         self._downs[number], self._ups[number] = prepared or (0, 0)
 
 
-def lay_out(pairs: Sequence[Pair | None], exact: Exact = Exact.USUAL, largest: Pair | None = None) -> Additions | None:
+def lay_out(pairs: Sequence[Pair | None], exact: Invariance = Invariance.USUAL, largest: Pair | None = None) -> Additions | None:
     """pairs: of each adapter; None: it leaves this weight as it is, if it is there at all; exact: see `linear`; largest: as those
     that come later may be. None, if none comes, and all leave it."""
     there = [pair for pair in (*pairs, largest) if pair]
     if not there:
         return None
     highest = max(there, key=lambda pair: len(pair[0]))
-    return (Together if triton_for(highest[0]) else OneByOne)(pairs, highest, exact)
+    return (FusedLowRank if triton_for(highest[0]) else LoopedLowRank)(pairs, highest, exact)

@@ -1,8 +1,8 @@
 """The products of a mixture of experts whose weights have few bits, by Triton: tiles as those of `fused_experts`, codes as those of
 `fused_quantized`.
 
-Knows tensors only. What it computes stands in `experts.OneByOne`. Programs unpack their outputs' codes as they read them, for any
-number of rows: experts that many tokens choose unpack them once for every tile.
+Knows tensors only. What it computes stands in `experts.LoopedExperts`. Programs unpack their outputs' codes as they read them, for
+any number of rows: experts that many tokens choose unpack them once for every tile.
 """
 
 import itertools

@@ -18,7 +18,7 @@ from triton import knobs
 
 from . import hopper_attention
 from . import work_list as cutting
-from .attention import Full, How, Row
+from .attention import CapacityExceeded, How, Row
 from .compilation import Compilation
 from .dependent_launch import on, options
 from .layout import Kind
@@ -273,7 +273,7 @@ def _trees(rows: Sequence[Row], tiles: Sequence[Tile], ratio: int, capacity: Cap
     if capacity is None:
         return tuple(tile in taken for tile in range(len(tiles)))
     if taken and not capacity.trees:
-        raise Full("a plan without room for trees was given one")
+        raise CapacityExceeded("a plan without room for trees was given one")
     return (capacity.trees,) * len(tiles)
 
 
@@ -303,7 +303,7 @@ class _Writer:
     def add(self, array: "numpy.ndarray[Any, Any]", room: int | None) -> _Place:
         """room: rows to make room for, zeroed beyond those of `array`."""
         if room is not None and room < len(array):
-            raise Full(f"a plan with room for {room} was given {len(array)}")
+            raise CapacityExceeded(f"a plan with room for {room} was given {len(array)}")
         place = _Place(self._length, (len(array) if room is None else room, *array.shape[1:]))
         self._parts.append((place.start, array))
         self._length += -(-math.prod(place.shape) // ALIGNED) * ALIGNED

@@ -30,7 +30,7 @@ class Layer(NamedTuple):
     widen: bool
 
 
-class Sight(NamedTuple):
+class Visibility(NamedTuple):
     """Which keys the rows of a tile see."""
 
     limit: tl.tensor  # [ROWS]: up to which they see all, in order
@@ -44,14 +44,14 @@ class Sight(NamedTuple):
     end: tl.tensor  # of the item
 
 
-class Asked(NamedTuple):
+class QueryTile(NamedTuple):
     """A tile's queries. [ROWS, padded]"""
 
     query: tl.tensor
     turned: tl.tensor  # the features behind those, if a layer has any
 
 
-class Running(NamedTuple):
+class Accumulator(NamedTuple):
     """What was added up of the keys so far."""
 
     sums: tl.tensor  # [ROWS, padded]
@@ -99,31 +99,31 @@ def _rows(places: tl.tensor, shown: tl.tensor, within: tl.tensor, MASKED: tl.con
 
 
 @triton.jit
-def visible_of(key: tl.tensor, sight: Sight, words: tl.tuple, WINDOWED: tl.constexpr, TREES: tl.constexpr) -> tl.tensor:
+def visible_of(key: tl.tensor, visibility: Visibility, words: tl.tuple, WINDOWED: tl.constexpr, TREES: tl.constexpr) -> tl.tensor:
     """Which keys each row of a tile sees: [ROWS, KEYS]. key: [KEYS]; words: four of [ROWS], of which each bit is a node seen."""
-    inside = key < sight.end
-    visible = (key[None, :] <= sight.limit[:, None]) & inside[None, :]
+    inside = key < visibility.end
+    visible = (key[None, :] <= visibility.limit[:, None]) & inside[None, :]
     key_position = key
     if TREES:
-        node = key - sight.context
-        of_tree = (node >= tl.where(sight.tree >= 0, 0, 1 << 30)) & inside
+        node = key - visibility.context
+        of_tree = (node >= tl.where(visibility.tree >= 0, 0, 1 << 30)) & inside
         low = tl.where((node < 32)[None, :], words[0][:, None], words[1][:, None])
         high = tl.where((node < 96)[None, :], words[2][:, None], words[3][:, None])
         sees = (tl.where((node < 64)[None, :], low, high) >> (node & 31)[None, :]) & 1
         visible = tl.where(of_tree[None, :], sees == 1, visible)
         if WINDOWED:
-            key_position = tl.where(of_tree, tl.load(sight.positions + sight.tree + node, mask=of_tree, other=0), key)
+            key_position = tl.where(of_tree, tl.load(visibility.positions + visibility.tree + node, mask=of_tree, other=0), key)
     if WINDOWED:
-        visible = visible & (sight.position[:, None] - key_position[None, :] < sight.window)
+        visible = visible & (visibility.position[:, None] - key_position[None, :] < visibility.window)
     return visible
 
 
 @triton.jit
-def words_of(sight: Sight, LOADED: tl.constexpr) -> tl.tuple:
+def words_of(visibility: Visibility, LOADED: tl.constexpr) -> tl.tuple:
     """Of `visible_of`. Not LOADED: any, since nobody looks."""
-    words = sight.token, sight.token, sight.token, sight.token
+    words = visibility.token, visibility.token, visibility.token, visibility.token
     if LOADED:
-        at, there = sight.masks + sight.token * 4, sight.token >= 0
+        at, there = visibility.masks + visibility.token * 4, visibility.token >= 0
         words = (
             tl.load(at, mask=there, other=0),
             tl.load(at + 1, mask=there, other=0),
@@ -134,7 +134,7 @@ def words_of(sight: Sight, LOADED: tl.constexpr) -> tl.tuple:
 
 
 @triton.jit
-def _logits(asked: Asked, key: tl.tensor, turned_key: tl.tensor, factor: tl.tensor, LAYER: tl.constexpr) -> tl.tensor:
+def _logits(asked: QueryTile, key: tl.tensor, turned_key: tl.tensor, factor: tl.tensor, LAYER: tl.constexpr) -> tl.tensor:
     """Times `unit` of `_through` they are in units of log 2: [ROWS, KEYS]. key: [KEYS, padded]."""
     logits = dot(asked.query, tl.trans(key.to(asked.query.dtype)), LAYER.widen)
     if LAYER.turned > 0:
@@ -154,8 +154,8 @@ def _beside(sink: tl.tensor, best: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _through(
-    running: Running,
-    asked: Asked,
+    running: Accumulator,
+    asked: QueryTile,
     cache: tl.tensor,
     pages: tl.tensor,
     first: tl.tensor,
@@ -163,24 +163,24 @@ def _through(
     lowest: tl.tensor,
     factor: tl.tensor,
     softcap: tl.tensor,
-    sight: Sight,
+    visibility: Visibility,
     LAYER: tl.constexpr,
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
     MASKED: tl.constexpr,
-) -> Running:
+) -> Accumulator:
     """With the keys from `first` to `last`. lowest: before it all are hidden. Not MASKED: whole tiles, all seen."""
     sums, best, total = running
     feature = tl.arange(0, LAYER.padded)
     within = feature < LAYER.size
     turned = tl.arange(0, LAYER.turned_padded)
-    words = words_of(sight, MASKED and LAYER.trees)
+    words = words_of(visibility, MASKED and LAYER.trees)
     unit = softcap * 1.4426950408889634 if LAYER.capped else factor
     for begin in tl.range(first, last, KEYS, num_stages=STAGES):
-        slots = slots_of(pages, begin, sight.end, LAYER.page, KEYS, MASKED)
+        slots = slots_of(pages, begin, visibility.end, LAYER.page, KEYS, MASKED)
         place = slots[:, None] * LAYER.width + feature[None, :]
         key_at = begin + tl.arange(0, KEYS)
-        shown = (key_at < sight.end) & (key_at >= lowest)
+        shown = (key_at < visibility.end) & (key_at >= lowest)
         key = _rows(cache + place, shown, within, MASKED, LAYER.padded == LAYER.size)
         turned_key = key
         if LAYER.turned > 0:
@@ -188,7 +188,7 @@ def _through(
             turned_key = _rows(turned_place, shown, turned < LAYER.turned, MASKED, LAYER.turned_padded == LAYER.turned)
         logits = _logits(asked, key, turned_key, factor, LAYER)
         if MASKED:
-            visible = visible_of(key_at, sight, words, LAYER.windowed, LAYER.trees)
+            visible = visible_of(key_at, visibility, words, LAYER.windowed, LAYER.trees)
             logits = tl.where(visible, logits, float("-inf"))
         higher = tl.maximum(best, tl.max(logits, 1) * unit)
         base = higher
@@ -204,56 +204,62 @@ def _through(
             value = _rows(cache + LAYER.apart + place, shown, within, MASKED, LAYER.padded == LAYER.size)
         value = value.to(asked.query.dtype)
         sums += dot(part.to(value.dtype), value, LAYER.widen)
-    return Running(sums, best, total)
+    return Accumulator(sums, best, total)
 
 
 @triton.jit
 def _through_all(
-    asked: Asked,
+    asked: QueryTile,
     cache: tl.tensor,
     pages: tl.tensor,
     first: tl.tensor,
     factor: tl.tensor,
     softcap: tl.tensor,
-    sight: Sight,
+    visibility: Visibility,
     LAYER: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
     SINGLE: tl.constexpr,
-) -> Running:
+) -> Accumulator:
     """With all keys from `first` on. What hides nothing need not be masked; SINGLE: where memory is slower than masking, one loop
     starts sooner."""
-    running = Running(
+    running = Accumulator(
         tl.zeros([ROWS, LAYER.padded], tl.float32), tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     )
-    nearest = tl.min(tl.where(sight.token >= 0, sight.position, 1 << 30), 0)
+    nearest = tl.min(tl.where(visibility.token >= 0, visibility.position, 1 << 30), 0)
     # Before this key none is hidden, but by the window.
-    plain = tl.where(sight.tree == -2, sight.end, tl.minimum(sight.end, nearest + 1))
+    plain = tl.where(visibility.tree == -2, visibility.end, tl.minimum(visibility.end, nearest + 1))
     if LAYER.trees:
-        plain = tl.where(sight.tree >= 0, tl.minimum(sight.end, sight.context), plain)
+        plain = tl.where(visibility.tree >= 0, tl.minimum(visibility.end, visibility.context), plain)
     lowest = first
     if LAYER.windowed:
-        lowest = tl.maximum(first, nearest - sight.window + 1)
+        lowest = tl.maximum(first, nearest - visibility.window + 1)
         first += (lowest - first) // KEYS * KEYS
     tail = first
     EDGE: tl.constexpr = KEYS if SINGLE or KEYS < 64 else 64  # masks take registers, and of a large tile most may be hidden
     if not SINGLE:
         middle = first
         if LAYER.windowed:
-            free = tl.minimum(tl.max(sight.position, 0) - sight.window + 1, sight.end)  # from here on the window hides nothing
+            free = tl.minimum(
+                tl.max(visibility.position, 0) - visibility.window + 1, visibility.end
+            )  # from here on the window hides nothing
             middle = first + tl.cdiv(tl.maximum(free - first, 0), KEYS) * KEYS
-            running = _through(running, asked, cache, pages, first, middle, lowest, factor, softcap, sight, LAYER, EDGE, 3, True)
+            running = _through(
+                running, asked, cache, pages, first, middle, lowest, factor, softcap, visibility, LAYER, EDGE, 3, True
+            )
         tail = middle + tl.maximum(plain - middle, 0) // KEYS * KEYS
-        running = _through(running, asked, cache, pages, middle, tail, lowest, factor, softcap, sight, LAYER, KEYS, STAGES, False)
+        running = _through(
+            running, asked, cache, pages, middle, tail, lowest, factor, softcap, visibility, LAYER, KEYS, STAGES, False
+        )
     STAGED: tl.constexpr = STAGES if SINGLE else 3
     return _through(  # type: ignore[no-any-return]
-        running, asked, cache, pages, tail, sight.end, lowest, factor, softcap, sight, LAYER, EDGE, STAGED, True
+        running, asked, cache, pages, tail, visibility.end, lowest, factor, softcap, visibility, LAYER, EDGE, STAGED, True
     )
 
 
 @triton.jit
-def _queries(source: tl.tensor, valid: tl.tensor, LAYER: tl.constexpr) -> Asked:
+def _queries(source: tl.tensor, valid: tl.tensor, LAYER: tl.constexpr) -> QueryTile:
     """source: where each row's begin, [ROWS, 1]."""
     feature = tl.arange(0, LAYER.padded)
     query = tl.load(source + feature[None, :], mask=valid[:, None] & (feature < LAYER.size)[None, :], other=0.0)
@@ -262,7 +268,7 @@ def _queries(source: tl.tensor, valid: tl.tensor, LAYER: tl.constexpr) -> Asked:
         turned = tl.arange(0, LAYER.turned_padded)
         held = valid[:, None] & (turned < LAYER.turned)[None, :]
         turned_query = tl.load(source + LAYER.size + turned[None, :], mask=held, other=0.0)
-    return Asked(query, turned_query)
+    return QueryTile(query, turned_query)
 
 
 @triton.jit
@@ -340,8 +346,8 @@ def attend(
     if APART > 0:
         own += head * SIZE
     limit = tl.where(tree == -2, end - 1, position)  # of a whole row each query sees all keys
-    sight = Sight(limit, position, token, positions, masks, context, tree, window, end)
-    sums, best, total = _through_all(asking, own, table, first, factor, softcap, sight, LAYER, ROWS, KEYS, STAGES, SINGLE)
+    visibility = Visibility(limit, position, token, positions, masks, context, tree, window, end)
+    sums, best, total = _through_all(asking, own, table, first, factor, softcap, visibility, LAYER, ROWS, KEYS, STAGES, SINGLE)
 
     if SINKS:  # of partials, `merge` adds it once
         sink = _beside(tl.load(sinks + query_head, mask=valid, other=0.0), best)

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from .codes import MIDDLES, Codes, unpacked, zeros_of
 from .dispatch import triton_for
-from .linear import Exact, Product, Weight
+from .linear import Invariance, Product, Weight
 
 CPU_BLOCKS = (256, 128, 64, 32)  # that torch knows; and there must be a multiple of so many outputs and inputs
 CPU_OUTPUTS, CPU_INPUTS = 16, 32
@@ -40,7 +40,7 @@ class Quantized(Weight):
         self.additions = None
 
 
-def lay_out(weight: Tensor | Codes, bias: Tensor | None, exact: Exact, dtype: torch.dtype) -> Weight:
+def lay_out(weight: Tensor | Codes, bias: Tensor | None, exact: Invariance, dtype: torch.dtype) -> Weight:
     """A weight ready for products with rows of `dtype`; exact: see `Weight`."""
     if isinstance(weight, Tensor):
         return Weight(weight, bias, exact)
@@ -48,7 +48,7 @@ def lay_out(weight: Tensor | Codes, bias: Tensor | None, exact: Exact, dtype: to
     if triton_for(weight.codes):
         from .fused_quantized import by_triton
 
-        found = by_triton(even, bias, dtype, exact is Exact.INVARIANT)
+        found = by_triton(even, bias, dtype, exact is Invariance.INVARIANT)
     else:
         found = _by_torch(even, bias, dtype)
     if found is None:

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, TypeAlias
 from torch import Tensor
 
 from . import batch_invariant, compressed, shared_prefixes
-from .attention import Full, How, Row
+from .attention import CapacityExceeded, How, Row
 from .dispatch import triton_on
 from .entries import Ends
 from .layout import Kind, Layout
 from .work_list import ITEMS_PER_PROCESSOR, Tile, tile_of
 
 __all__ = [
-    "Full",
+    "CapacityExceeded",
     "How",
     "Plan",
     "Row",
@@ -44,18 +44,18 @@ def by_triton(layout: Layout) -> bool:
 
 
 def plan(rows: Sequence[Row], layout: Layout, capacity: "paged.Capacity | None" = None) -> tuple[Sequence[int], Plan]:
-    """The order in which rows have to stand in a step, and their attention then. capacity: what a graph has room for. Raises Full
-    if that is too little."""
+    """The order in which rows have to stand in a step, and their attention then. capacity: what a graph has room for. Raises
+    CapacityExceeded if that is too little."""
     if not by_triton(layout):
         planned = batch_invariant.plan if layout.invariant else compressed.plan if layout.entries else shared_prefixes.plan
         return planned(rows, layout)
     from . import paged_attention as paged
 
     if layout.entries and capacity is not None:
-        raise Full("how many entries tokens see is different in each step")
+        raise CapacityExceeded("how many entries tokens see is different in each step")
     narrow = layout.most > 0 and any(row.context + row.queries > layout.most for row in rows)
     if narrow and capacity is not None:  # said before anything is planned: such a step is planned without a graph next
-        raise Full(f"graphs are for steps whose tokens see no more than the {layout.most} that they may attend to")
+        raise CapacityExceeded(f"graphs are for steps whose tokens see no more than the {layout.most} that they may attend to")
     attended = paged.plan(
         rows,
         layout.page_size,

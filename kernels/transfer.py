@@ -24,7 +24,7 @@ def lists_to_device(device: torch.device, *lists: Sequence[int]) -> tuple[Tensor
     return torch.split(list_to_device(device, [*chain(*lists)]), [*map(len, lists)])
 
 
-class Arrival:
+class HostCopy:
     """What a device computes, on its way to the host."""
 
     def __init__(self, *tensors: Tensor) -> None:

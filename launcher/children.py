@@ -69,7 +69,7 @@ def shard_configs(
             kv_offload_gib=asked.kv_offload_gib,
             prefix_caching=asked.prefix_caching == "on",
             speculate=written(speculation),
-            image_pixels=asked.max_image_pixels if planned.sight.images else 0,
+            image_pixels=asked.max_image_pixels if planned.vision.images else 0,
             images_asked=bool(asked.max_images),
             # Groups on a CPU share its memory, ranks of a group divide their part of it themselves.
             memory_fraction=asked.cuda_memory_fraction / (asked.local_replicas if planned.device == "cpu" else 1),

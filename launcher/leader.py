@@ -18,7 +18,7 @@ from . import node_messages
 from .console import Console
 from .node_messages import Gone, Hello, Message, Orders, Said, listen, tell
 from .parts import GRACE, Again, Command, Elsewhere, Event, Failed, Leave, Outcome, Part
-from .roll import Roll, named
+from .roll import RollCall, named
 
 GREETING = 1 << 16  # bytes of a hello, at most
 STRANGERS = 16  # that are listened to at once; more have to wait
@@ -52,7 +52,7 @@ class Leader(Part):
     """Ours are started when the others are there; until then it has no children."""
 
     def __init__(
-        self, name: str, commands: Sequence[Command], limit: int, leftovers: Sequence[Path], meeting: Meeting, roll: Roll
+        self, name: str, commands: Sequence[Command], limit: int, leftovers: Sequence[Path], meeting: Meeting, roll: RollCall
     ) -> None:
         super().__init__(name, commands, limit, leftovers)
         self._meeting = meeting

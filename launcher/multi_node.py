@@ -23,7 +23,7 @@ from .mistake import Mistake
 from .node_messages import Hello, Orders
 from .options import Options
 from .parts import Command
-from .roll import Roll
+from .roll import RollCall
 
 NAMES = 30.0  # seconds in which node 0's own name may become known: an orchestrator makes it when the machine is there
 
@@ -138,7 +138,7 @@ def lead(own: Node) -> tuple[Leader, list[str]]:
     )
     commands = [own.start(shard, orders, address, address) for shard in own.shards]
     left = [Path(path) for shard in own.shards for path in {shard.socket, shard.relay} if path]
-    group = Leader("the shards", commands, asked.max_restarts, left, meeting, Roll(asked.nnodes, own.terms))
+    group = Leader("the shards", commands, asked.max_restarts, left, meeting, RollCall(asked.nnodes, own.terms))
     others = range(len(own.shards), own.shards[0].ranks)
     return group, [*(shard.socket for shard in own.shards), *(f"file:{group.place(rank)}" for rank in others)]
 

@@ -18,7 +18,7 @@ from .checkpoint import Checkpoint
 from .machine import Machine
 from .mistake import Mistake
 from .options import SHARD, Options
-from .vision import Sight
+from .vision import Vision
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Parameters of a rank for each compute thread of a CPU. With fewer, threads take longer to wait for each other than to compute:
@@ -44,7 +44,7 @@ class Plan:
     threads: int
     weight_bytes: int
     adapter_bytes: int
-    sight: Sight = field(default_factory=Sight)
+    vision: Vision = field(default_factory=Vision)
     sight_bytes: int = 0  # of what encodes images, beside the weights
     token_bytes: int  # of one token's keys and values
     state_bytes: int = 0  # of all sequences that run at once, beside that
@@ -126,7 +126,7 @@ def divide(
         threads=_threads(options, device, form.parameters(ranks), machine.cores // local),
         weight_bytes=weights,
         adapter_bytes=adapted,
-        sight=seen,
+        vision=seen,
         sight_bytes=encoder,
         token_bytes=token,
         state_bytes=states,
@@ -253,7 +253,7 @@ def table(plan: Plan, name: str) -> str:
         ("  memory", f"{size(plan.memory):>10}  may be used"),
         ("  weights", f"{size(plan.weight_bytes):>10}"),
         *([("  adapters", f"{size(plan.adapter_bytes):>10}  at most")] if plan.adapter_bytes else []),
-        *_sight(plan),
+        *_vision(plan),
         *(
             [("  graphs", f"{size(plan.graphs * graph_sizes.GRAPH_BYTES):>10}  {plan.graphs} recorded steps")]
             if plan.graphs
@@ -279,15 +279,15 @@ def _ample(plan: Plan) -> list[tuple[str, str]]:
     return [("", f"{room} (--max-total-tokens): more would only keep prefixes, see --kv-pages")]
 
 
-def _sight(plan: Plan) -> list[tuple[str, str]]:
+def _vision(plan: Plan) -> list[tuple[str, str]]:
     """What encodes images."""
-    if not plan.sight.images:
-        return [("  images", f"none: {plan.sight.why}")] if plan.sight.why else []
+    if not plan.vision.images:
+        return [("  images", f"none: {plan.vision.why}")] if plan.vision.why else []
     if not plan.sight_bytes:
         found = f"{'?':>10}  for what encodes them, which only weights tell: leave room for that"
     else:
         found = f"{size(plan.sight_bytes):>10}  for what encodes them"
-    return [("  images", f"{found}, up to {plan.sight.images} of a request (--max-images)")]
+    return [("  images", f"{found}, up to {plan.vision.images} of a request (--max-images)")]
 
 
 def _states(plan: Plan) -> list[tuple[str, str]]:

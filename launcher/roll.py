@@ -29,7 +29,7 @@ def terms(config: ShardConfig, nodes: int, weights: str, versions: Mapping[str, 
     return {**versions, "weights": weights, "nodes": str(nodes), **same}
 
 
-class Roll:
+class RollCall:
     """Which nodes are there, as node 0 knows it."""
 
     def __init__(self, nodes: int, terms: Mapping[str, str]) -> None:

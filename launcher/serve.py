@@ -87,7 +87,7 @@ def run(asked: Options, environment: Mapping[str, str]) -> int:
         else:
             groups = {place.name: _part(asked, place, ranks, beside) for place, ranks in zip(places, shards, strict=True)}
             addresses = [place.addresses for place in places]
-        images = planned.sight.images if text == model.folder else 0
+        images = planned.vision.images if text == model.folder else 0
         return _supervisor(asked, name, text, private, groups, addresses, images, given, console, began).run()
 
 
@@ -100,8 +100,8 @@ def _tell(asked: Options, name: str, planned: Plan, text: Path, speculation: Spe
     folder = planned.checkpoint.folder
     if text != folder:
         console.say(f"{folder} has no tokenizer.json: the embedded demo model's tokenizer stands in")
-    if planned.sight.why:
-        console.say(f"text alone is served: {planned.sight.why}")
+    if planned.vision.why:
+        console.say(f"text alone is served: {planned.vision.why}")
     if speculation.most and speculation.verify in LOSSY:
         console.say(f"--speculate verify={speculation.verify} is lossy: answers differ from what the model says without guesses")
     idle = [options.flag(option) for option in options.PAUSING if getattr(asked, option) is not None]

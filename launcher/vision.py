@@ -17,22 +17,22 @@ BODY = 10 * ROUTER.payload_limit  # bytes of a request's body, in which pictures
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class Vision:
     """Of a model."""
 
     images: int = 0  # that a request may have; 0: text alone is served
     why: str = ""  # not, if somebody might think so
 
 
-def resolve(asked: Options, model: Checkpoint) -> Sight:
+def resolve(asked: Options, model: Checkpoint) -> Vision:
     """What `--max-images` comes to. Raises Mistake if it wants what can't be."""
     if asked.max_images == 0:
-        return Sight()
+        return Vision()
     problem = _problem(model)
     if problem and asked.max_images:
         raise Mistake(f"--max-images {asked.max_images}, but {problem}; or take --max-images 0, which serves text alone")
     if problem:
-        return Sight(why=problem if "vision_config" in model.config else "")
+        return Vision(why=problem if "vision_config" in model.config else "")
     images = USUAL if asked.max_images is None else asked.max_images
     pixels, said, lower = asked.max_image_pixels, f"--max-image-pixels {asked.max_image_pixels}", "one of them"
     form = form_of(model.config)
@@ -41,7 +41,7 @@ def resolve(asked: Options, model: Checkpoint) -> Sight:
         said, lower = f"the model's {pixels} pixels of each", "the first"
     if (needed := images * pixels * COLOURS) > MOST:
         raise Mistake(f"--max-images {images} and {said} are {needed} bytes together, and a request may have {MOST}: lower {lower}")
-    return Sight(images)
+    return Vision(images)
 
 
 def of(asked: Options, folder: Path) -> int:

@@ -16,7 +16,7 @@ from ..proto.settings import load
 from .admission import places
 from .config import BACKLOG, Misconfigured, RouterConfig
 from .record import request_id
-from .startup_probes import Doorman
+from .startup_probes import StartupProbes
 
 # Bytes that the kernel takes for a client beyond those on their way. Else it takes megabytes, and who reads slowly gets an event
 # for each token all the same, late.
@@ -43,7 +43,7 @@ def main() -> int:
     raise_limit(places(config.max_concurrent_requests * max(1, len(config.groups))))
     try:
         with listen(config) as listening:
-            doorman = Doorman(listening)
+            doorman = StartupProbes(listening)
             from .process import run  # and with it aiohttp, grpc, the tokenizer...
 
             return run(config, listening, doorman)

@@ -31,7 +31,7 @@ from .config import Misconfigured, RouterConfig
 from .delivery import Delivery
 from .metrics import Metrics
 from .policies import largest_step
-from .prefix_keys import Beginnings
+from .prefix_keys import PrefixKeys
 from .record import begin
 from .recovery import Inquest
 from .request import Broken, Expired, Failure, Item, Limits, NoModel, NotReady, Overloaded, Refused, Request, Sink
@@ -104,7 +104,7 @@ class Batcher:
         # Who is here
         self._streams: dict[int, Stream] = {}  # that need something of the shards yet, by uid
         self._inquest = Inquest()
-        self._beginnings: Beginnings | None = None  # of prompts, where the shards cache them
+        self._beginnings: PrefixKeys | None = None  # of prompts, where the shards cache them
         self._held: set[int] = set()  # streams that the inquest lets wait: the scheduler does not know them
         self._readers = Readers()
         # How things stand
@@ -189,7 +189,7 @@ class Batcher:
         self._adapters.begin()
         self.info, self.limits, self._bounds = info, limits, bounds
         self._shards.lost.add_done_callback(lambda lost: self._wake.set())
-        self._beginnings = Beginnings(self._bounds.page_size, STRIDES) if self.info.prefix_caching else None
+        self._beginnings = PrefixKeys(self._bounds.page_size, STRIDES) if self.info.prefix_caching else None
         self.together = self._bounds.together(self.limits.max_total_tokens)
         self._warm = warm
         self._queue_all()

@@ -11,7 +11,7 @@ from typing import Any
 from ..proto import shard_pb2
 from .metrics import Metrics
 from .replies import prompt_logprobs, scores_of, tops
-from .request import Alternative, Beam, Finish, Grown, Guessed, Prompt, Request, Token
+from .request import Alternative, Beam, Finish, Grown, Prompt, Request, Speculation, Token
 from .streams import Choice, Piece, Stream, Tokenizer, Unseen
 
 REASONS = {1: "eos_token", 2: "length"}  # by StepReply.finishes
@@ -141,7 +141,7 @@ def _finish(stream: Stream, choice: Choice, reason: str, stop: str, now: float, 
     delta = choice.text.end()
     queued, inference = stream.started - stream.arrived, now - stream.started
     run = stream.run
-    guessed = Guessed(run.drafted, run.accepted, run.steps) if stream.request.drafts else None
+    guessed = Speculation(run.drafted, run.accepted, run.steps) if stream.request.drafts else None
     finish = Finish(reason, choice.text.text, delta, choice.generated, queued, inference, choice.index, score, guessed, stop)
     stream.items.append(finish)
     run.reasons.append(reason)

@@ -22,7 +22,7 @@ import llguidance
 from ..proto.grammar import limits
 from . import ebnf
 from .request import Grammar, Overloaded, Refused
-from .worker_processes import Apart, Busy, Died, Late, serve
+from .worker_processes import Busy, Died, TimedOut, WorkerProcesses, serve
 
 KINDS = ("json_schema", "regex", "lark", "choice")
 MOST_CHARACTERS = 65_536  # of a grammar's source
@@ -239,7 +239,7 @@ class Grammars:
         self.found = 0  # asked for and remembered
         self.compiled = 0
         self._added_id = added_id
-        self._apart = Apart("penstock.router.grammar", PROCESSES)
+        self._apart = WorkerProcesses("penstock.router.grammar", PROCESSES)
         self._kept: OrderedDict[Grammar, asyncio.Task[Verdict]] = OrderedDict()  # on each; the latest come last
         self._size = 0  # of their sources
 
@@ -286,7 +286,7 @@ class Grammars:
         job = json.dumps([grammar.kind, grammar.source, specials]).encode()
         try:
             problem, spent, kind, source = json.loads(await self._apart.ask(job, LONGEST, MOST_SECONDS / 2))
-        except (Busy, Late):
+        except (Busy, TimedOut):
             self._forget(grammar)
             raise Busy from None
         except Died:  # or somebody kills whatever is started

@@ -17,13 +17,13 @@ NO_HTTP = (HttpProcessingError, RequestPayloadError, ClientPayloadError)  # thei
 
 def calm(package: str) -> None:
     """The loggers of a package that has been imported complain seldom."""
-    seldom = Seldom()
+    seldom = RateLimited()
     for name in sorted(logging.root.manager.loggerDict):  # each of them: a filter doesn't count for those below
         if name == package or name.startswith(f"{package}."):
             logging.getLogger(name).addFilter(seldom)
 
 
-class NoHttp(logging.Filter):
+class BadHttp(logging.Filter):
     """For aiohttp's server: who speaks no HTTP, or a bad one, gets one line, which holds nothing of what was said."""
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -38,7 +38,7 @@ class NoHttp(logging.Filter):
         return logging.getLogger(record.name).isEnabledFor(record.levelno)
 
 
-class Seldom(logging.Filter):
+class RateLimited(logging.Filter):
     """For who complains without an end: of each kind, a logger's lines of a level, one passes in a while, and counts the others."""
 
     def __init__(self, seconds: float = SELDOM, clock: Callable[[], float] = time.monotonic) -> None:

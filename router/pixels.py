@@ -21,8 +21,8 @@ import msgspec
 from ..proto.images import COLOURS, DESCRIPTIONS
 from ..proto.processors import image_processor
 from .request import Overloaded, Refused
-from .resizing import Resizing, Wrong, resizing_of, words
-from .worker_processes import Apart, Busy, Died, Late, serve
+from .resizing import Resizing, UnusableImage, resizing_of, words
+from .worker_processes import Busy, Died, TimedOut, WorkerProcesses, serve
 
 SECONDS = 10.0  # for one image: a photograph of 12 million pixels takes 0.3 s (x86, one core)
 PATIENCE = 30.0  # seconds that one waits for a process
@@ -76,7 +76,7 @@ class Preparer:
         self._folder = folder
         self._most = most
         self._seconds = seconds
-        self._apart = Apart("penstock.router.pixels", PROCESSES, finishes=True)  # they have to import transformers
+        self._apart = WorkerProcesses("penstock.router.pixels", PROCESSES, finishes=True)  # they have to import transformers
 
     async def start(self) -> None:
         """Returns when a process is there, and says in the log if it won't be of use."""
@@ -84,7 +84,7 @@ class Preparer:
             await self._apart.start()
             answer = await self._ask(None)
             unable = answer.unable or (answer.refused and f"a blank one {answer.refused}")
-        except (Busy, Late, Died):
+        except (Busy, TimedOut, Died):
             unable = "the process that does it does not start"
         if unable:
             _tell(unable)
@@ -96,7 +96,7 @@ class Preparer:
             answer = await self._ask(data, alone)
         except Busy:
             raise Overloaded("too many images are being prepared") from None
-        except Late:
+        except TimedOut:
             raise Refused(f"{name} takes more than {self._seconds:g} s to be read", "inputs") from None
         except Died:
             raise Refused(f"{name} can't be read: that needs too much memory, or ends what reads it", "inputs") from None
@@ -131,7 +131,7 @@ def _answer(job: Job) -> Answer:
             _prepared(resizing, _blank(), job.most)
             return Answer()
         return Answer(_prepared(resizing, _opened(job.data), job.most, job.alone))
-    except Wrong as wrong:
+    except UnusableImage as wrong:
         return Answer(refused=str(wrong))
     except MemoryError:
         return Answer(refused="can't be read: it needs too much memory")
@@ -171,23 +171,23 @@ def _opened(data: bytes) -> Any:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
         width, height = image.size
         if width * height > MOST_PIXELS:
-            raise Wrong(f"has {width} x {height} pixels: at most {MOST_PIXELS} are read")
+            raise UnusableImage(f"has {width} x {height} pixels: at most {MOST_PIXELS} are read")
         ImageOps.exif_transpose(image, in_place=True)
         return image.convert("RGB")
     except UnidentifiedImageError:
-        raise Wrong(f"is no image that can be read: {', '.join(FORMATS)} can") from None
-    except (Wrong, MemoryError):
+        raise UnusableImage(f"is no image that can be read: {', '.join(FORMATS)} can") from None
+    except (UnusableImage, MemoryError):
         raise
     except Image.DecompressionBombError:
-        raise Wrong(f"has too many pixels: at most {MOST_PIXELS} are read") from None
+        raise UnusableImage(f"has too many pixels: at most {MOST_PIXELS} are read") from None
     except Exception as error:  # decoders raise anything
-        raise Wrong(f"can't be read: {words(error)}") from None
+        raise UnusableImage(f"can't be read: {words(error)}") from None
 
 
 def _prepared(resizing: Resizing, image: Any, most: int, alone: bool = True) -> Prepared:
     found = (resizing if alone else resizing.among)(image, most)
     if not 0 < sum(values.size for values in found.parts) // COLOURS <= most and not resizing.fixed:
-        raise Wrong(f"is too thin: there is no size of at most {most} pixels in which it is wide enough")
+        raise UnusableImage(f"is too thin: there is no size of at most {most} pixels in which it is wide enough")
     return Prepared([_pixels(*each, found.size) for each in zip(found.parts, found.tokens, strict=True)], found.grid)
 
 

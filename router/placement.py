@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 
-from .prefix_keys import Beginnings
+from .prefix_keys import PrefixKeys
 
 TOLERANCE = 1.1  # times the mean load that a replica may have
 LOYALTY = 1.5  # the same for a session that was there
@@ -94,7 +94,7 @@ class Placement:
     """The replicas of one router, by name."""
 
     def __init__(self, page_size: int = UNIT, *, beginnings: int = BEGINNINGS, sessions: int = SESSIONS) -> None:
-        self._beginnings = Beginnings(page_size * -(-UNIT // page_size), GROWTH, sampled=True)
+        self._beginnings = PrefixKeys(page_size * -(-UNIT // page_size), GROWTH, sampled=True)
         self._places: dict[str, _Place] = {}
         self._by_bit: dict[int, _Place] = {}
         self._order: list[_Place] = []  # by burden, the least loaded first: most choices are made near its beginning

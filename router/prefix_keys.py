@@ -10,7 +10,7 @@ FINE = 8  # beginnings until strides grow
 LONGEST = 1 << 24  # tokens: longer prompts are looked at up to there
 
 
-class Beginnings:
+class PrefixKeys:
     """Of prompts, as keys; equal ones only mean something where `unit`, `growth` and `sampled` are the same."""
 
     def __init__(self, unit: int, growth: int, sampled: bool = False) -> None:

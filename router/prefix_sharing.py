@@ -12,7 +12,7 @@ from collections.abc import Sequence
 Keys = Sequence[tuple[int, int]]  # (tokens, key), ascending: who holds one holds those before it
 
 
-class Sharing:
+class PrefixSharing:
     """Of the jobs on one pool."""
 
     def __init__(self, page_size: int) -> None:

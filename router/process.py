@@ -18,11 +18,11 @@ from .api.unanswered import UNANSWERED
 from .config import BACKLOG, RouterConfig
 from .fleet import Fleet
 from .folder import Unusable
-from .log_filters import NoHttp, calm
+from .log_filters import BadHttp, calm
 from .metrics import Metrics
 from .request import Broken
 from .shards import GrpcShards, Shards
-from .startup_probes import Doorman
+from .startup_probes import StartupProbes
 from .text import Tokenizer
 from .tracing import Missing, Tracer
 
@@ -32,7 +32,7 @@ YIELD = 1.0  # seconds in which a shard that has failed ends before the router d
 logger = logging.getLogger(__name__)
 
 
-def run(config: RouterConfig, listening: socket.socket, doorman: Doorman) -> int:
+def run(config: RouterConfig, listening: socket.socket, doorman: StartupProbes) -> int:
     """Serves on the socket until the router is told to stop. Returns the exit status. Raises Misconfigured."""
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
@@ -46,7 +46,7 @@ def run(config: RouterConfig, listening: socket.socket, doorman: Doorman) -> int
         return 1
 
 
-async def serve(config: RouterConfig, listening: socket.socket, doorman: Doorman) -> int:
+async def serve(config: RouterConfig, listening: socket.socket, doorman: StartupProbes) -> int:
     """Serves until a signal comes or something fails. Raises Broken, Misconfigured or Unusable."""
     stop = _stop_signal()
     metrics = Metrics(config.model)
@@ -60,7 +60,7 @@ async def serve(config: RouterConfig, listening: socket.socket, doorman: Doorman
     )
     fleet = Fleet(config, tokenizer, partial(_connect, config), metrics)
     app = make_app(config, tokenizer, fleet, metrics, tracer, fleet, fleet.adapters)
-    logging.getLogger("aiohttp.server").addFilter(NoHttp())
+    logging.getLogger("aiohttp.server").addFilter(BadHttp())
     runner = web.AppRunner(
         app,
         handler_cancellation=True,

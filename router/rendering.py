@@ -13,7 +13,7 @@ from typing import Any
 
 from .request import Overloaded, Refused
 from .template import Chat, ChatTemplate
-from .worker_processes import Apart, Busy, Died, Late, serve
+from .worker_processes import Busy, Died, TimedOut, WorkerProcesses, serve
 
 SECONDS = 5.0  # for one chat. All of it costs the router 0.04 ms of CPU for a short one and 4 ms for 1 MB (x86, 2 cores)
 PROCESSES = 2  # so that a slow chat holds nobody up
@@ -34,7 +34,7 @@ class Renderer:
 
     def __init__(self, seconds: float = SECONDS) -> None:
         self._seconds = seconds
-        self._apart = Apart("penstock.router.rendering", PROCESSES)
+        self._apart = WorkerProcesses("penstock.router.rendering", PROCESSES)
 
     async def render(self, source: str, special_tokens: Mapping[str, str], chat: Chat) -> str:
         """The prompt's text. Raises Refused, or Overloaded."""
@@ -43,7 +43,7 @@ class Renderer:
             result = Result(**json.loads(await self._apart.ask(job, self._seconds)))
         except Busy:
             raise Overloaded("no chat can be rendered now") from None
-        except Late:
+        except TimedOut:
             raise Refused(f"the chat template takes more than {self._seconds:g} s for the messages", "messages") from None
         except Died:
             raise Refused("rendering the chat template has failed: it needs too much memory", "messages") from None

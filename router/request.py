@@ -155,7 +155,7 @@ class Token(msgspec.Struct, frozen=True, gc=False):
     choice: int = 0  # from 0
 
 
-class Guessed(msgspec.Struct, frozen=True, gc=False):
+class Speculation(msgspec.Struct, frozen=True, gc=False):
     """What guesses were worth to a request, all its answers together, so far."""
 
     drafted: int  # tokens that were guessed
@@ -174,7 +174,7 @@ class Finish(msgspec.Struct, frozen=True, gc=False):
     inference_seconds: float  # from that step to the end
     choice: int = 0
     score: float | None = None  # of an answer that beam search found
-    guessed: Guessed | None = None  # of a request that may have guesses
+    guessed: Speculation | None = None  # of a request that may have guesses
     stop: str = ""  # the string that ended it
 
 

@@ -16,7 +16,7 @@ from ..proto.tiling import tiling
 MOST_SAID = 200  # characters of a library's own words
 
 
-class Wrong(Exception):
+class UnusableImage(Exception):
     """With an image; the message goes on where its name ends."""
 
 
@@ -54,7 +54,8 @@ class Resizing(ABC):
 
     @abstractmethod
     def __call__(self, image: Any, most: int) -> Resized:
-        """image: Pillow's; most: pixels that may be left of it. Raises Wrong, or ValueError where these are too few for any."""
+        """image: Pillow's; most: pixels that may be left of it. Raises UnusableImage, or ValueError where these are too few for
+        any."""
 
     def among(self, image: Any, most: int) -> Resized:
         """Likewise, where the prompt has others."""
@@ -65,7 +66,7 @@ class Resizing(ABC):
         try:
             return self._processor(images, do_rescale=False, do_normalize=False, return_tensors="np", **how)
         except ValueError as error:  # of those that are much longer than wide
-            raise Wrong(f"can't be prepared: {words(error)}") from None
+            raise UnusableImage(f"can't be prepared: {words(error)}") from None
 
     def _sized(self, image: Any, height: int, width: int) -> Any:
         """Pixels of one that is resized to just that, [1, colours, height, width]."""
@@ -137,7 +138,7 @@ class Sides(Resizing):
         rows, columns = (length // self._token for length in values.shape[-2:])
         if not rows or not columns:
             what = "thin" if max(image.size) >= self._token else "small"
-            raise Wrong(f"is too {what}: a token is of {self._token} x {self._token} pixels")
+            raise UnusableImage(f"is too {what}: a token is of {self._token} x {self._token} pixels")
         return Resized([values], rows, columns)
 
 
@@ -363,7 +364,7 @@ class Views(Resizing):
         if most < self._whole**2:
             raise too_few(self._whole**2)
         if round(min(image.size) * self._whole / max(image.size)) == 0:
-            raise Wrong(f"is too thin: nothing of it is left where its longer side has {self._whole} pixels")
+            raise UnusableImage(f"is too thin: nothing of it is left where its longer side has {self._whole} pixels")
         tiles = min(self._processor.max_patches, (most - self._whole**2) // self._tile**2)
         how = {"max_patches": tiles} if tiles >= self._processor.min_patches else {"tile_size": max(image.size)}
         found = self._run(image, **how)
@@ -417,7 +418,7 @@ class Windows(Resizing):
         if min(image.size) >= self.SHORT or max(image.size) <= self.THIN * min(image.size):
             return image
         if max(image.size) > self.FILLED:
-            raise Wrong(f"is too thin: a picture of less than {self.SHORT} pixels may be {self.FILLED} long")
+            raise UnusableImage(f"is too thin: a picture of less than {self.SHORT} pixels may be {self.FILLED} long")
         found = Image.new("RGB", (max(image.size),) * 2)
         found.paste(image)
         return found

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 
 from .drafting import Allowance, Drafting
 from .policies import Measured, Mixed, Policy, Standing
-from .prefix_sharing import Sharing
+from .prefix_sharing import PrefixSharing
 
 # Seconds that a request of some priority counts as arrived later than it did. An interactive one passes a batch one that came up to
 # a minute before it, and nobody waits for ever.
@@ -187,7 +187,7 @@ class Scheduler:
         self._keys = 0.0  # that a decode's token saw in the last step, on average
         self._steps = 0  # since one computed a prompt
         self._uncached = 1.0  # share of prompts' tokens that had to be computed, of late
-        self._sharing = Sharing(bounds.page_size)
+        self._sharing = PrefixSharing(bounds.page_size)
         self.free = bounds.pages  # pages that can be taken, by the last report
         self.cached = 0  # those of them that hold prefixes
         self.room = 0  # tokens that the last step with prompts had for them

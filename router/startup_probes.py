@@ -19,7 +19,7 @@ NOT_READY = {"ready": False, **STAGE}
 ALIVE = {"live": True}
 
 
-class Doorman:
+class StartupProbes:
     """Stands at a listening socket, on a thread of its own, until it is relieved."""
 
     def __init__(self, listening: socket.socket) -> None:

@@ -29,7 +29,7 @@ class Died(Exception):
     """Of the job: it ended two processes."""
 
 
-class Late(Exception):
+class TimedOut(Exception):
     """The job took longer than it may."""
 
 
@@ -37,7 +37,7 @@ class Busy(Exception):
     """No process was free in time, or none could be started: another time there may be one."""
 
 
-class Apart:
+class WorkerProcesses:
     """Processes that run a module, which calls `serve`. They start when they are needed, stay, and end with this object or with the
     process that has it."""
 
@@ -59,7 +59,7 @@ class Apart:
                 self._started = True
 
     async def ask(self, job: bytes, seconds: float, patience: float | None = None) -> bytes:
-        """What `serve` makes of the job. Raises Late if that takes longer than `seconds`, Busy if no process is free within
+        """What `serve` makes of the job. Raises TimedOut if that takes longer than `seconds`, Busy if no process is free within
         `patience`, and Died."""
         try:
             async with asyncio.timeout(patience):  # not wait_for: before Python 3.12 that may not see that its caller is cancelled
@@ -111,7 +111,7 @@ class Apart:
             # Not here: to take back the memory of a process that had much of it takes the kernel a while.
             asyncio.get_running_loop().run_in_executor(None, process.close)
             if isinstance(error, TimeoutError):
-                raise Late from None
+                raise TimedOut from None
             raise
         self._idle.append(process)
         return answer

@@ -24,7 +24,7 @@ from .config import ShardConfig
 from .engine import Engine
 from .loading import load
 from .models.shape import Unsupported
-from .parallel import NoMeeting
+from .parallel import RendezvousFailed
 from .relay import READY, Receiver, Sender
 from .service import Service
 
@@ -126,7 +126,7 @@ def _work(config: ShardConfig, service: Service, load: Load, end: Callable[[int]
     except Unsupported as error:
         log.error(str(error))
         end(2)
-    except NoMeeting as error:
+    except RendezvousFailed as error:
         log.error(str(error))
         end(1)  # whoever has taken the port since the launcher looked may be gone when it tries again
     except EOFError as error:

@@ -16,7 +16,7 @@ from .models.shape import Unsupported
 WAIT = 20.0  # seconds for another one to be read, perhaps for a router that has gone
 
 
-class Arrivals:
+class AdapterLoader:
     """Of one rank."""
 
     def __init__(self, engine: Engine, cache: str) -> None:

@@ -11,7 +11,7 @@ from .decoding.tree import ROOT
 from .step import Span
 
 
-class Made:
+class DraftOutputs:
     """Of all nodes of a step, and of the tokens that they are on top of."""
 
     def __init__(self, features: Tensor, page_size: int) -> None:

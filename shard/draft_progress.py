@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
-class Sketch:
+class DraftProgress:
     """Of one sequence. What it says may be too little, never too much."""
 
     computed: int = 0  # leading tokens whose keys and values the draft model has

@@ -2,11 +2,11 @@
 
 It has keys and values of its own, in a second cache with the same page numbers: where a sequence's keys and values are in the
 target's cache, there the draft model's are in its own. What is in its pages is not always there, since prompts are computed, found
-and restored without it: every sequence has a sketch of how far the draft model has come, and a round begins with what it lacks.
+and restored without it: every sequence knows how far the draft model has come, and a round begins with what it lacks.
 Nothing here can change a token, only how good guesses are.
 
-A draft model that was made for its target goes by tokens and by what the target made of the one before each (`Features`). What it
-computes of a token is where the target's features of the one before are: all that is here is one place further to the front, and
+A draft model that was made for its target goes by tokens and by what the target made of the one before each (`DraftFeatures`). What
+it computes of a token is where the target's features of the one before are: all that is here is one place further to the front, and
 the first token has none. It reads features there, where the target has written them; below drafts, which the target has not
 computed, what it made of their parents itself is put there until the target computes them. Of what is computed for a page's last
 place the token behind it is part, which others that share the page may not have: they take what is there.
@@ -22,9 +22,9 @@ from torch.nn import functional
 from .cache import Cache
 from .decoding.growth import Frontier
 from .decoding.tree import ROOT
-from .draft_outputs import Made
-from .draft_progress import Sketch
-from .forward import Extent, Forward, Record
+from .draft_outputs import DraftOutputs
+from .draft_progress import DraftProgress
+from .forward import Forward, GraphExtent, Record
 from .models.decoder import Decoder
 from .rounds import Rounds
 from .sequence import Sequence
@@ -53,7 +53,7 @@ class Drafter(Rounds):
         """See DraftModel."""
         self.cache = Cache(self.decoder.shape, 1, pages, page_size, self.decoder.embedding.dtype, self.device)
         self.cache.features = features
-        self._made = Made(features, page_size) if features is not None else None
+        self._made = DraftOutputs(features, page_size) if features is not None else None
         self.forward = Forward(self.decoder, self.cache)
         self._full: set[int] = set()  # pages in which all keys and values are there
         self._before = 0  # spans of the last round
@@ -78,7 +78,7 @@ class Drafter(Rounds):
         """See DraftModel."""
         self.decoder.compile(rows)
 
-    def record(self, record: Record, extent: Extent, progress: Callable[[str], None]) -> None:
+    def record(self, record: Record, extent: GraphExtent, progress: Callable[[str], None]) -> None:
         """See DraftModel."""
         self.forward.record(record, extent, progress)
 
@@ -86,33 +86,33 @@ class Drafter(Rounds):
         """See `growth.Model`."""
         spans, left = [], CATCH_UP
         for sequence in sequences:
-            sketch = self._follow(sequence)
-            lacking = len(self._own(sequence)) - sketch.computed
+            draft_progress = self._follow(sequence)
+            lacking = len(self._own(sequence)) - draft_progress.computed
             if lacking > SHORT and left and len(sequence.tokens) <= self._longest:
-                spans.append(self._advance(sequence, sketch, min(left, lacking - 1), wanted=0))
+                spans.append(self._advance(sequence, draft_progress, min(left, lacking - 1), wanted=0))
                 left -= len(spans[-1].tokens)
         if spans:
             self.forward(spans)
         return [self._able(sequence) for sequence in sequences]
 
     def _able(self, sequence: Sequence) -> bool:
-        assert sequence.sketch is not None
-        return len(self._own(sequence)) - sequence.sketch.computed <= SHORT and len(sequence.tokens) <= self._longest
+        assert sequence.draft_progress is not None
+        return len(self._own(sequence)) - sequence.draft_progress.computed <= SHORT and len(sequence.tokens) <= self._longest
 
     def _own(self, sequence: Sequence) -> memoryview:
         """Its tokens, as far as there is something to be computed of them."""
         return memoryview(sequence.tokens)[self._skipped :]
 
-    def _follow(self, sequence: Sequence) -> Sketch:
-        sketch = sequence.sketch = sequence.sketch or Sketch()
+    def _follow(self, sequence: Sequence) -> DraftProgress:
+        draft_progress = sequence.draft_progress = sequence.draft_progress or DraftProgress()
         size, final = self.cache.page_size, sequence.node.depth if sequence.node else 0
         tokens = self._own(sequence)
         if self._made:
-            sketch.ahead = []  # which it has computed by what it made of drafts, and now there is what the target made of them
-        filled = sketch.accept(tokens, size)
+            draft_progress.ahead = []  # computed by what it made of drafts; now there is what the target made of them
+        filled = draft_progress.accept(tokens, size)
         self._full.update(page for page in filled if page in sequence.pages)  # else another's took its place meanwhile
-        sketch.look(len(tokens) - 1, sequence.pages, size, self._full, final)
-        return sketch
+        draft_progress.look(len(tokens) - 1, sequence.pages, size, self._full, final)
+        return draft_progress
 
     def logits(self, wanted: Listing[Frontier]) -> Tensor:
         """See `growth.Model`. Pages for all nodes are there."""
@@ -149,28 +149,28 @@ class Drafter(Rounds):
         """What has to be computed, and the nodes of its wanted rows, ascending. A chain goes on from what is computed; of a tree
         all that leads to the nodes is computed anew, so that each sees its ancestors alone."""
         sequence, end = one.sequence, len(self._own(one.sequence))
-        sketch, [last, *others] = sequence.sketch, one.nodes
-        assert sketch is not None
+        draft_progress, [last, *others] = sequence.draft_progress, one.nodes
+        assert draft_progress is not None
         if last == ROOT:
-            span = self._advance(sequence, sketch, end - sketch.computed, wanted=1)
-            sketch.behind = sequence.pages[end // self.cache.page_size :]
+            span = self._advance(sequence, draft_progress, end - draft_progress.computed, wanted=1)
+            draft_progress.behind = sequence.pages[end // self.cache.page_size :]
             return span, one.nodes
-        if not others and last == len(sketch.ahead) and list(one.parents[: last + 1]) == list(range(ROOT, last)):
-            sketch.ahead.append(one.tokens[last])
+        if not others and last == len(draft_progress.ahead) and list(one.parents[: last + 1]) == list(range(ROOT, last)):
+            draft_progress.ahead.append(one.tokens[last])
             return Span(sequence, end + last, self._known(one.tokens[last : last + 1])), one.nodes
-        sketch.ahead = []
+        draft_progress.ahead = []
         needed = sorted(_with_ancestors(one))
         place = {ROOT: ROOT} | {node: i for i, node in enumerate(needed)}
         parents = [place[one.parents[node]] for node in needed]
         tokens = self._known([one.tokens[node] for node in needed])
         return Span(sequence, end, tokens, parents, len(needed)), needed
 
-    def _advance(self, sequence: Sequence, sketch: Sketch, count: int, wanted: int) -> Span:
+    def _advance(self, sequence: Sequence, draft_progress: DraftProgress, count: int, wanted: int) -> Span:
         """The next so many of the sequence's own tokens."""
-        start, size = sketch.computed, self.cache.page_size
-        sketch.computed += count
-        self._full.update(sequence.pages[start // size : sketch.computed // size])
-        return Span(sequence, start, self._known(self._own(sequence)[start : sketch.computed]), wanted=wanted)
+        start, size = draft_progress.computed, self.cache.page_size
+        draft_progress.computed += count
+        self._full.update(sequence.pages[start // size : draft_progress.computed // size])
+        return Span(sequence, start, self._known(self._own(sequence)[start : draft_progress.computed]), wanted=wanted)
 
     def _known(self, tokens: Listing[int]) -> list[int]:
         """A table that the draft model's maker did not pad as the target's is too short for ids that no text has."""

@@ -27,13 +27,13 @@ from .decoding.methods import strategy_of
 from .decoding.sampler import compile_kernels
 from .decoding.stops import Stops
 from .flight import Flight
-from .forward import Extent, Forward, Record
+from .forward import Forward, GraphExtent, Record
 from .guesses import Guesses
 from .host_pages import HostPages
 from .logits import choose, nothing
 from .masks import Masks
 from .models.decoder import Decoder
-from .out_of_memory import ALONE, Shrink
+from .out_of_memory import ALONE, MemoryFallback
 from .outcome import Outcome
 from .pages import OutOfPages, PagePool
 from .scores import score_prompts
@@ -107,7 +107,7 @@ class Engine:
         self.pool = PagePool(pages, self.page_size)
         host = HostPages(self.cache.pages, copies) if copies else None
         self.books = Books(self.pool, self.cache, self._prefix_caching, kept if self.cache.states else None, host)
-        self.shrink = Shrink(able=ranks == 1 and not self.cache.states)
+        self.memory_fallback = MemoryFallback(able=ranks == 1 and not self.cache.states)
 
     @property
     def token_bytes(self) -> int:
@@ -144,7 +144,7 @@ class Engine:
             self.guesses.drafter.compile(rows)
 
     @torch.inference_mode()
-    def record(self, record: Record, extent: Extent, progress: Callable[[str], None]) -> None:
+    def record(self, record: Record, extent: GraphExtent, progress: Callable[[str], None]) -> None:
         """Makes graphs of steps over the pool as it is now; see `forward`."""
         self.forward.record(record, extent, progress)
         if self.guesses.drafter:
@@ -255,12 +255,12 @@ class Engine:
         """What is wrong with its tokens; "": nothing."""
         vocabulary, shown = self.decoder.shape.vocabulary, list[int]()
         if group.images:
-            sight = self.decoder.sight
-            if sight is None:
+            vision = self.decoder.vision
+            if vision is None:
                 return "the shards see no images: what encodes them was not loaded (--max-images 0)"
             if group.prompt_logprobs or group.drafts:
                 return "a prompt with images has neither log-probabilities nor guesses"
-            found = sight.places(group.images)
+            found = vision.places(group.images)
             if found is None or found[-1] >= group.prompt_length:
                 return "its images are not within the prompt, one behind the other, or have pixels of another shape"
             shown = found
@@ -276,9 +276,9 @@ class Engine:
         if self.overlaps and group.search is not None and not self.cache.states:
             group.may_inherit(self.pool.pages, self.page_size)
         if group.images:
-            assert self.decoder.sight is not None
+            assert self.decoder.vision is not None
             first = group.sequences[0]
-            pictures = self.decoder.sight.pictures(group.images, first.tokens, first.cache_key)
+            pictures = self.decoder.vision.pictures(group.images, first.tokens, first.cache_key)
             for sequence in group.sequences:
                 sequence.pictures = pictures
             group.images = ()
@@ -323,7 +323,7 @@ class Engine:
         asked = self.guesses.ask(groups, allowance, self.pool, self.decoder.shape.chunk)
         if asked:
             self.books.renew()
-            found = self.shrink.attempt(lambda: self.guesses.propose(asked))
+            found = self.memory_fallback.attempt(lambda: self.guesses.propose(asked))
             if found is None:
                 self.guesses.forget(asked)
             outcome.rounds, outcome.later_seconds = found or (0, 0.0)
@@ -365,8 +365,8 @@ class Engine:
             runs, hidden = self._remaining(runs, hidden)
             masks = self._masks.begin(runs) if self._masks and hidden is not None else None
         if hidden is not None:
-            score_prompts(self.decoder, runs, hidden, self.shrink)
-            picking = choose(self.decoder, runs, hidden, self.guesses, self.shrink, masks, self._stops)
+            score_prompts(self.decoder, runs, hidden, self.memory_fallback)
+            picking = choose(self.decoder, runs, hidden, self.guesses, self.memory_fallback, masks, self._stops)
         else:
             picking = nothing(self.device)
         self._flight = Flight(runs, picking, masks, outcome, began)
@@ -385,7 +385,7 @@ class Engine:
             picked = self._flight.picking.picked()
             self.books.forks.bequeath(spans, picked)
             compute = partial(self.forward, picked=picked)
-        hidden, lost = self.shrink.forward(compute, spans, self.page_size)
+        hidden, lost = self.memory_fallback.forward(compute, spans, self.page_size)
         first = 0
         for run in runs:
             run.first, first = first, first + run.wanted
@@ -418,7 +418,7 @@ class Engine:
         if flight.masks is not None:
             outcome.mask_seconds, outcome.mask_wait_seconds = flight.masks.seconds, flight.masks.waited
         landing.conclude(flight.runs, picks, self.books, self.cache, outcome)
-        outcome.exhausted = self.shrink.take()
+        outcome.exhausted = self.memory_fallback.take()
         # Overlapped steps take what the device needs for them, which begins with one when it is done with the one before.
         over = flight.done if outcome.ahead and flight.done else time.perf_counter()
         outcome.seconds, self._free = over - max(flight.began, self._free) + outcome.draft_seconds, over

@@ -15,7 +15,7 @@ from .cache import Cache
 from .decoding.strategy import Child
 from .pages import PADDING, PagePool
 from .sequence import Group, Sequence
-from .step import Front, Picked, Span
+from .step import BeamFront, Picked, Span
 
 
 def heirs(group: Group, width: int, page_size: int, source: int) -> list[Span]:
@@ -23,7 +23,7 @@ def heirs(group: Group, width: int, page_size: int, source: int) -> list[Span]:
     known whom they continue, they have no full pages but those that all beams begin with, and hold none of these."""
     beams, first = group.sequences, group.sequences[0]
     full = first.computed // page_size
-    front = Front(beams, common_pages([beam.pages[:full] for beam in beams]))
+    front = BeamFront(beams, common_pages([beam.pages[:full] for beam in beams]))
     pages = first.pages[: front.settled] + [PADDING] * (full - front.settled)
     group.heirs = [
         Sequence(array("I"), first.prompt_length, rank, first.cache_key, first.adapter, first.pictures, first.computed, pages[:])
@@ -109,7 +109,7 @@ class Forks:
         """Has the device copy what partial pages hold to the heirs among `spans`, by what it has picked."""
         size, tails = self._pool.page_size, list[int]()
         copies: list[tuple[int, int, int, int]] = []  # place of a front's tails, source, target, rows
-        begins: dict[Front, int] = {}
+        begins: dict[BeamFront, int] = {}
         for span in spans:
             full, rows = divmod(span.start, size)
             if span.front is None or not rows:

@@ -19,7 +19,7 @@ from . import graph_sizes, step
 from .cache import Cache
 from .models.decoder import Decoder
 from .models.shape import Shape
-from .step import Before, Picked, Room, Span, Step
+from .step import NgramContext, Picked, Room, Span, Step
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ Record = Callable[[Compute], Compute]
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class GraphExtent:
     """What steps may come to, and for which sizes there shall be graphs (`graph_sizes.parse`)."""
 
     tokens: int
@@ -94,7 +94,7 @@ class Forward:
         self._last = own
         return self._decoder(own, self._cache)
 
-    def record(self, record: Record, extent: Extent, progress: Callable[[str], None]) -> None:
+    def record(self, record: Record, extent: GraphExtent, progress: Callable[[str], None]) -> None:
         """Makes the graphs, the largest first: the others find room in the memory that it takes."""
         if not self._decoder.shape.replayed:
             return
@@ -119,7 +119,7 @@ class Forward:
     def _padded(self, spans: Listing[Span], room: Room, picked: Picked | None) -> Step | None:
         try:
             return self._plan(spans, room=room, picked=picked)
-        except ragged.Full:  # it shares more prefixes, or wants more rows, than steps usually do
+        except ragged.CapacityExceeded:  # it shares more prefixes, or wants more rows, than steps usually do
             return None
 
 
@@ -128,9 +128,9 @@ def _fitting(graphs: Listing[Graph], tokens: int) -> Graph | None:
     return graphs[place] if place < len(graphs) else None
 
 
-def _before_of(shape: Shape) -> Before | None:
+def _before_of(shape: Shape) -> NgramContext | None:
     grams = shape.grams
-    return Before(grams.before, grams.end, grams.image, shape.vocabulary) if grams else None
+    return NgramContext(grams.before, grams.end, grams.image, shape.vocabulary) if grams else None
 
 
 def _layout_of(decoder: Decoder, cache: Cache) -> Layout:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from ..proto.speculation import Speculation
-from .decoding.budget import Acceptance, Allowance, Probes, Wish, Worth, divide, worthwhile
-from .decoding.growth import BestFirst, Drafting, Growth, Layered, Model
+from .decoding.budget import Acceptance, Allowance, DraftDemand, DraftValue, Probes, divide, worthwhile
+from .decoding.growth import BestFirstTree, Drafting, LayeredTree, Model, TreeShape
 from .decoding.proposers import Asked, Lookup, Merged, Proposed, Proposer
 from .decoding.tree import Tree
-from .decoding.verify import Draft, Rule, room
-from .forward import Extent, Record
+from .decoding.verify import Draft, VerificationRule, room
+from .forward import GraphExtent, Record
 from .masks import Masks
 from .pages import OutOfPages, PagePool
 from .parallel import Ranks
@@ -51,7 +51,7 @@ class DraftModel(Model, Protocol):
     def compile(self, rows: int) -> None:
         """Makes steps of up to so many tokens ready to run."""
 
-    def record(self, record: Record, extent: Extent, progress: Callable[[str], None]) -> None:
+    def record(self, record: Record, extent: GraphExtent, progress: Callable[[str], None]) -> None:
         """Makes graphs of its steps, if that is worth it; see `forward`."""
 
 
@@ -75,7 +75,7 @@ class Guesses:
         self._acceptance = Acceptance()  # of all sequences
         self._probes = Probes()
         self.drafter = drafter
-        self.rule = Rule(self._speculation.verify)
+        self.rule = VerificationRule(self._speculation.verify)
         self._deepest = min(levels or ROUNDS, ROUNDS)  # of a tree that grows best first
         self.proposer = _proposer(self._speculation, masks.kept_by(drafter) if masks and drafter else drafter, self._deepest)
         self.probabilities: Tensor | None = None
@@ -113,7 +113,7 @@ class Guesses:
     def forget(self, asked: Listing[Asked]) -> None:
         """Proposing broke off, so that nothing is guessed: the draft model begins anew with these sequences."""
         for one in asked:
-            one.sequence.sketch = None
+            one.sequence.draft_progress = None
             if self.drafter:
                 self.drafter.forget(one.sequence.pages)
 
@@ -131,7 +131,7 @@ class Guesses:
             rounds = max(counts, default=0)
         else:
             wishes = [
-                Wish(self._worth(acceptance, most, depth), allowance.needed.get(group.uid, 0.0))
+                DraftDemand(self._worth(acceptance, most, depth), allowance.needed.get(group.uid, 0.0))
                 for group, _, acceptance, most, depth in able
             ]
             acceptances = [acceptance for _, _, acceptance, _, _ in able]
@@ -142,7 +142,7 @@ class Guesses:
             if count
         ]
 
-    def _worth(self, acceptance: Acceptance, nodes: int, depth: int) -> Worth:
+    def _worth(self, acceptance: Acceptance, nodes: int, depth: int) -> DraftValue:
         """Of what is proposed for a sequence."""
         asked = self._speculation
         if not asked.nodes and max(asked.widths, default=1) == 1:
@@ -168,8 +168,8 @@ class Guesses:
 def _proposer(asked: Speculation, model: Model | None, deepest: int) -> Proposer:
     if model is None:
         return Lookup()
-    growth: Growth = BestFirst(ROUNDS, deepest) if asked.nodes else Layered(asked.widths)
-    drafting = Drafting(model, growth, Rule(asked.verify))
+    growth: TreeShape = BestFirstTree(ROUNDS, deepest) if asked.nodes else LayeredTree(asked.widths)
+    drafting = Drafting(model, growth, VerificationRule(asked.verify))
     return Merged([drafting, Lookup()]) if asked.ngram else drafting
 
 

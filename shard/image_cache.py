@@ -14,7 +14,7 @@ from .pictures import Picture
 MOST = 8192  # tokens: eight images of a million pixels to Qwen 3 VL, 270 MB to that of 8 billion parameters
 
 
-class Gallery:
+class ImageCache:
     """The latest ones."""
 
     def __init__(self, most: int = MOST) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from ..kernels.dispatch import triton_on
-from ..kernels.linear import Exact
+from ..kernels.linear import Invariance
 from ..proto.speculation import OWN, Speculation, parse
 from .adapters import Adapter
 from .config import ShardConfig
@@ -32,7 +32,7 @@ from .models.readout_heads import readout_head
 from .models.renamed import Older
 from .models.shape import Shape, Unsupported
 from .models.taps import Taps
-from .models.vision import Sight
+from .models.vision import Vision
 from .parallel import Ranks
 from .readout import Readout
 from .weights import DummyWeights, Source, Weights
@@ -85,7 +85,7 @@ def load(config: ShardConfig, stage: Callable[[str], None]) -> Engine:
     if config.ranks > 1:
         stage(f"waiting for {config.ranks} ranks")
     meeting = Path(config.meeting) if config.meeting else (config.master_addr, config.master_port)
-    exact = Exact.INVARIANT if config.batch_invariant else Exact.USUAL
+    exact = Invariance.INVARIANT if config.batch_invariant else Invariance.USUAL
     ranks = Ranks(config.rank, config.ranks, device, meeting, config.neighbours, config.batch_invariant)
     grammars = Grammars(folder, model.vocabulary) if config.rank == 0 else None
     masks = Masks(grammars, model.vocabulary) if grammars else None
@@ -98,7 +98,7 @@ def load(config: ShardConfig, stage: Callable[[str], None]) -> Engine:
     decoder = Decoder(model, source, ranks, device, exact, changes)
     if config.image_pixels:
         stage("loading what encodes images")
-        decoder.sight = _sight(config, said, source, model)
+        decoder.vision = _vision(config, said, source, model)
     stops = Stops(grammars) if grammars else None
     small = _draft_shape(config, speculation, model) if speculation.draft else None
     drafter = _drafter(config, speculation, small, decoder, source, stage) if small else None
@@ -107,10 +107,10 @@ def load(config: ShardConfig, stage: Callable[[str], None]) -> Engine:
     return Engine(decoder, device, config.page_size, config.prefix_caching, cache_dtype, masks, stops, guesses, ahead)
 
 
-def _sight(config: ShardConfig, said: Config, source: Source, model: Shape) -> Sight | None:
+def _vision(config: ShardConfig, said: Config, source: Source, model: Shape) -> Vision | None:
     """What encodes images. Unless the operator has asked for images, text is served without it. Raises Unsupported."""
     try:
-        return Sight(said, Path(config.folder), source, config.image_pixels, model)
+        return Vision(said, Path(config.folder), source, config.image_pixels, model)
     except Unsupported as error:
         if config.images_asked:
             raise
@@ -246,7 +246,7 @@ def _drafter(
         target.kept = head.taps
         return Drafter(head, target.shape.vocabulary, device, speculation.most)
     # Guesses may round as they like.
-    decoder = Decoder(model, source, Ranks(0, 1, device), device, exact=Exact.GUESS)
+    decoder = Decoder(model, source, Ranks(0, 1, device), device, exact=Invariance.GUESS)
     return Drafter(decoder, target.shape.vocabulary, device, speculation.most)
 
 

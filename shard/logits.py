@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.transfer import Arrival, list_to_device, to_device
+from ..kernels.transfer import HostCopy, list_to_device, to_device
 from .broadcast import Found, codes_of, found_from, length_of
 from .decoding import verify
 from .decoding.expansion import Beams, Candidate, Expansion, elsewhere, expand
@@ -21,11 +21,11 @@ from .decoding.hypotheses import candidates_of
 from .decoding.methods import strategy_of
 from .decoding.sampler import Pick, Picking, Row, begin, known
 from .decoding.stops import Stops
-from .decoding.verify import Draft, Rule
+from .decoding.verify import Draft, VerificationRule
 from .guesses import Guesses
 from .masks import Pending
 from .models.decoder import Decoder
-from .out_of_memory import ALONE, Shrink
+from .out_of_memory import ALONE, MemoryFallback
 from .sequence import Sequence
 from .step import Picked, Run
 
@@ -48,7 +48,7 @@ class Means:
     decoder: Decoder
     hidden: Tensor  # states of the rows that it wants
     guesses: Guesses
-    shrink: Shrink
+    memory_fallback: MemoryFallback
     masks: Pending | None
 
 
@@ -59,7 +59,7 @@ StepPicking = Picking[dict[int, Found]]  # of a step: by uid of each group that 
 def nothing(device: torch.device) -> StepPicking:
     """Of a step that wants no tokens. It is over when the device has done what it was given so far."""
     none = Picked(torch.empty(0, dtype=torch.int64, device=device))
-    arrival = Arrival(none.tokens)
+    arrival = HostCopy(none.tokens)
 
     def take() -> dict[int, Found]:
         arrival.wait()
@@ -73,7 +73,7 @@ def choose(
     runs: Listing[Run],
     hidden: Tensor,
     guesses: Guesses,
-    shrink: Shrink,
+    memory_fallback: MemoryFallback,
     masks: Pending | None = None,
     stops: Stops | None = None,
 ) -> StepPicking:
@@ -87,7 +87,7 @@ def choose(
     if not wanted:
         return nothing(hidden.device)
     uids = [one.run.group.uid for one in wanted]
-    means = Means(decoder, hidden, guesses, shrink, masks)
+    means = Means(decoder, hidden, guesses, memory_fallback, masks)
     picking = _begin(means, wanted)
     if picking is None:
         found = _found_now(means, wanted, stops)
@@ -104,7 +104,7 @@ def choose(
 def _begin(means: Means, wanted: Listing[Wanted]) -> Picking[list[Found]] | None:
     """Picks that the host need not wait for; None if they are of another kind, or memory is short."""
     ranks = means.decoder.ranks
-    if means.guesses.rule is not Rule.GUMBEL or any(_on_host(one, ranks.size > 1) for one in wanted):
+    if means.guesses.rule is not VerificationRule.GUMBEL or any(_on_host(one, ranks.size > 1) for one in wanted):
         return None
 
     def work() -> Picking[list[Found]]:
@@ -112,7 +112,7 @@ def _begin(means: Means, wanted: Listing[Wanted]) -> Picking[list[Found]] | None
         mask = means.masks.join(means.hidden.device) if means.masks is not None else None
         return _picking(means, logits, wanted, mask, ranks.tell if ranks.size > 1 else None)
 
-    return means.shrink.whole(work, sum(len(one.rows) for one in wanted))
+    return means.memory_fallback.whole(work, sum(len(one.rows) for one in wanted))
 
 
 def _on_host(one: Wanted, several: bool) -> bool:
@@ -123,7 +123,7 @@ def _on_host(one: Wanted, several: bool) -> bool:
 
 def _told(tokens: Tensor) -> Picking[Found]:
     """What rank 0 has picked."""
-    arrival = Arrival(tokens)
+    arrival = HostCopy(tokens)
 
     def take() -> Found:
         [told] = arrival.lists()
@@ -170,7 +170,7 @@ def _in_parts(means: Means, wanted: Listing[Wanted]) -> list[Found]:
         return _picking(means, logits, part, mask).take() if logits is not None else [[] for _ in part]
 
     found: list[Found] = []
-    for one, own in zip(wanted, means.shrink.rows(some, range(len(wanted)), sizes), strict=True):
+    for one, own in zip(wanted, means.memory_fallback.rows(some, range(len(wanted)), sizes), strict=True):
         if own is None:
             one.run.problem = ALONE
         found.append(own if own is not None else [None] * len(one.rows))
@@ -255,7 +255,7 @@ def _picks(means: Means, logits: Tensor | None, wanted: Listing[Wanted], mask: T
     if logits is None:
         assert tell is not None
         return _told(tell(torch.empty(len(rows), dtype=torch.int64, device=device)))
-    if guesses.rule is Rule.GUMBEL:
+    if guesses.rule is VerificationRule.GUMBEL:
         picking = begin(logits, rows, mask)
     else:
         drafts = [draft for one in wanted for draft in _drafts(one)]

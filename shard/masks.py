@@ -58,9 +58,9 @@ class Masks:
             return None
         return Pending(sampled, self._thread.submit(self._find, sampled).result)
 
-    def kept_by(self, model: Model) -> "Keeping":
+    def kept_by(self, model: Model) -> "MaskedDraftModel":
         """A draft model that guesses what grammars allow."""
-        return Keeping(model, self._grammars)
+        return MaskedDraftModel(model, self._grammars)
 
     def _find(self, sampled: Listing[Run]) -> StepMasks:
         began = time.perf_counter()
@@ -130,7 +130,7 @@ class Masks:
         return group.beginning
 
 
-class Keeping:
+class MaskedDraftModel:
     """A draft model, without what grammars exclude after the nodes that it is asked for. See `growth.Model`."""
 
     def __init__(self, model: Model, grammars: Grammars) -> None:

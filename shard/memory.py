@@ -69,7 +69,7 @@ def size_pool(
     context += _chosen(engine, tokens, total) if engine.decoder.shape.most else 0
     context += _compressed(engine, tokens, total) if engine.decoder.shape.compressed else 0
     sample = _sample(engine, tokens, min(rows, tokens), _together(engine, sequences, fraction))
-    seeing, seconds = _seeing(engine, tokens) if engine.decoder.sight else (0, 0.0)
+    seeing, seconds = _seeing(engine, tokens) if engine.decoder.vision else (0, 0.0)
     # Graphs keep what their steps take, in memory that all of them share.
     recorded = len(graphs) * GRAPH_BYTES + sample.bytes * max(graphs, default=0) // sample.tokens
     needed = sample.bytes * -(-tokens // sample.tokens) + context + recorded + seeing + engine.decoder.changes.later + reserved
@@ -150,16 +150,16 @@ def _compressed(engine: Engine, tokens: int, total: int) -> int:
 def _seeing(engine: Engine, tokens: int) -> tuple[int, float]:
     """Bytes that encoding the largest image takes, features that are kept, and those of a step of so many tokens; and the seconds
     that it takes. On a CPU a small image is measured and multiplied, as steps are: it grows in proportion to the image's tokens."""
-    sight = engine.decoder.sight
-    assert sight is not None
-    largest = sight.largest
+    vision = engine.decoder.vision
+    assert vision is not None
+    largest = vision.largest
     few = min(largest, SAMPLE_TOKENS) if engine.device.type == "cpu" else largest
-    sight.encode(sight.blank(1))
+    vision.encode(vision.blank(1))
     before, began = _peak(engine.device, reset=True), time.perf_counter()
-    features = sight.encode(sight.blank(few)).cpu()  # which waits for the device
+    features = vision.encode(vision.blank(few)).cpu()  # which waits for the device
     seconds, measured = time.perf_counter() - began, max(0, _peak(engine.device) - before)
     times = largest / len(features)
-    return math.ceil(measured * times) + (tokens + sight.most) * features[0].nbytes, seconds * times
+    return math.ceil(measured * times) + (tokens + vision.most) * features[0].nbytes, seconds * times
 
 
 def _part(count: int, what: str) -> str:

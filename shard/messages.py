@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..proto import shard_pb2 as wire
-from .decoding.budget import Allowance, Linear
+from .decoding.budget import Allowance, LinearCost
 from .decoding.hypotheses import Hypothesis, Path, Search, Stop
 from .decoding.strategy import Grown
 from .outcome import Outcome
@@ -84,7 +84,7 @@ def allowance_from(request: wire.PrefillRequest | wire.DecodeRequest) -> Allowan
     if not request.HasField("allowance"):
         return None
     told = request.allowance
-    cost = Linear(told.step_seconds, told.draft_seconds, told.round_seconds, told.first_seconds)
+    cost = LinearCost(told.step_seconds, told.draft_seconds, told.round_seconds, told.first_seconds)
     return Allowance(cost, told.most, dict(zip(told.needed_uids, told.needed, strict=True)))
 
 

@@ -102,7 +102,7 @@ def divide(pieces: Listing[Piece], most: int) -> tuple[list[Piece], list[Piece]]
     return part, left
 
 
-class Shrink:
+class MemoryFallback:
     """Of one engine."""
 
     def __init__(self, able: bool) -> None:

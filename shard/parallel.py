@@ -20,7 +20,7 @@ ANSWER_SECONDS = 900
 Meeting = Path | tuple[str, int]  # a file, which is not there yet, of ranks of one machine; an address and a port else
 
 
-class NoMeeting(Exception):
+class RendezvousFailed(Exception):
     """The ranks can't meet where they should. What it says is for the operator."""
 
 
@@ -95,6 +95,6 @@ def _store(rank: int, size: int, meeting: Meeting, timeout: timedelta) -> Any:
             listening = socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
         except OSError as error:
             why = os.strerror(error.errno or 0)
-            raise NoMeeting(f"the ranks can't meet at {address}, port {port}: {why}") from None
+            raise RendezvousFailed(f"the ranks can't meet at {address}, port {port}: {why}") from None
         settings |= {"master_listen_fd": listening.detach(), "wait_for_workers": False}
     return distributed.TCPStore(address, port, size, **settings)  # type: ignore[attr-defined]

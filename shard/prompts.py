@@ -17,7 +17,7 @@ from .step import Run, Span
 WORTH = 128
 
 
-class Looks:
+class ImageBudget:
     """The images that a step is to know the features of: any one, and others as long as all together have no more tokens than the
     step may compute. Somebody may ask about many large images of whose tokens all but a few are cached."""
 
@@ -58,13 +58,13 @@ class Prompts:
         self._cache = cache
         self._prefixes = prefixes
         self._renew = renew
-        self._looks = Looks(0)  # of the step that is planned
+        self._looks = ImageBudget(0)  # of the step that is planned
 
     def fill(self, chunks: Listing[tuple[Group, int]], tokens: int) -> list[Run]:
         """One run per group, for a step with so many tokens for prompts: in order, at most what a chunk allows, and then, in the
         same order, as long as tokens last. A run has no spans if there is nothing left to compute, or for."""
         runs = [Run(group, [], sampled=False) for group, _ in chunks]
-        self._looks = Looks(tokens)
+        self._looks = ImageBudget(tokens)
         for run, (_, most) in zip(runs, chunks, strict=True):
             tokens -= self._advance(run, min(most, max(0, tokens)), whole=self._prefixes is not None and most < tokens)
         for run in runs:

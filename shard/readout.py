@@ -17,7 +17,7 @@ from ..kernels.linear import SAMPLES, compile_products
 from ..kernels.transfer import lists_to_device
 from .decoding.growth import Frontier
 from .decoding.tree import ROOT
-from .forward import Extent, Record
+from .forward import GraphExtent, Record
 from .models.readout_heads import ReadoutHead
 from .rounds import Rounds
 from .sequence import Sequence
@@ -59,7 +59,7 @@ class Readout(Rounds):
                 states = self.head.after(level, states, token)
                 self.head.logits(level, states)
 
-    def record(self, record: Record, extent: Extent, progress: Callable[[str], None]) -> None:
+    def record(self, record: Record, extent: GraphExtent, progress: Callable[[str], None]) -> None:
         """See DraftModel: there is nothing to be recorded."""
 
     def ready(self, sequences: Listing[Sequence]) -> list[bool]:

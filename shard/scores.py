@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..kernels.beam import most_probable
 from .models.decoder import Decoder
-from .out_of_memory import ALONE, Shrink
+from .out_of_memory import ALONE, MemoryFallback
 from .sequence import Group
 from .step import Run
 
@@ -16,11 +16,11 @@ from .step import Run
 SCORED_ROWS = 64
 
 
-def score_prompts(decoder: Decoder, runs: Listing[Run], hidden: Tensor, shrink: Shrink) -> None:
+def score_prompts(decoder: Decoder, runs: Listing[Run], hidden: Tensor, memory_fallback: MemoryFallback) -> None:
     """Log-probabilities of the prompt tokens that this step's rows predict, and of the most probable tokens in their places, for
     groups that want them."""
     for run in runs:
-        if run.group.prompt_logprobs and run.spans and not shrink.attempt(partial(_score_run, decoder, run, hidden)):
+        if run.group.prompt_logprobs and run.spans and not memory_fallback.attempt(partial(_score_run, decoder, run, hidden)):
             run.problem = ALONE
 
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from .decoding.budget import Acceptance
 from .decoding.grammar import Guide
 from .decoding.hypotheses import Path, Search
-from .decoding.lookup import Repeats
+from .decoding.lookup import NgramIndex
 from .decoding.tree import Drawn, Tree
-from .draft_progress import Sketch
+from .draft_progress import DraftProgress
 from .pictures import Picture, Pictures
 from .prefix import Node
 
@@ -90,8 +90,8 @@ class Sequence:
     draft: Tree = field(default_factory=Tree)  # guesses of what follows, for the step that is planned
     tried: tuple[tuple[Drawn, ...], ...] = ()  # how they were drawn, for the rule `rejection`: see `verify.Draft`; on rank 0 only
     acceptance: Acceptance | None = None  # of such guesses, as it was
-    repeats: Repeats | None = None  # in its tokens, once guesses were looked up
-    sketch: Sketch | None = None  # of it, by a draft model
+    repeats: NgramIndex | None = None  # in its tokens, once guesses were looked up
+    draft_progress: DraftProgress | None = None  # of it, by a draft model
 
     @property
     def generated(self) -> int:
@@ -133,7 +133,7 @@ class Sequence:
 
     def clear(self) -> None:
         """Nothing is computed; its pages are somebody else's."""
-        self.pages, self.state, self.computed, self.node, self.sketch = [], 0, 0, None, None
+        self.pages, self.state, self.computed, self.node, self.draft_progress = [], 0, 0, None, None
 
 
 @dataclass(slots=True)

@@ -16,12 +16,12 @@ import grpc
 from ..kernels.dispatch import triton_on
 from ..proto import shard_pb2 as wire
 from . import invariance
-from .adapter_loading import Arrivals
+from .adapter_loading import AdapterLoader
 from .checks import check_warmup, checked
 from .commands import LAND, Answer, Executor, Failed, Refused
 from .config import ShardConfig
 from .engine import Engine
-from .forward import Extent
+from .forward import GraphExtent
 from .graph_sizes import parse, recorded
 from .graphs import Recorder
 from .memory import size_copies, size_pool
@@ -50,7 +50,7 @@ class Service:
         self._engine: Engine | None = None
         self._executor: Executor | None = None
         self._warmup: wire.WarmupReply | None = None
-        self._arrivals: Arrivals | None = None
+        self._arrivals: AdapterLoader | None = None
         self.stage = "starting"
 
     @property
@@ -60,7 +60,7 @@ class Service:
         return self._engine
 
     @property
-    def arrivals(self) -> Arrivals:
+    def arrivals(self) -> AdapterLoader:
         """There once `start` was called."""
         assert self._arrivals is not None
         return self._arrivals
@@ -68,7 +68,7 @@ class Service:
     def start(self, engine: Engine, relay: Sender) -> None:
         """The model is loaded: commands can come. `relay` leads to the other ranks, if this is rank 0."""
         self._engine = engine
-        self._arrivals = Arrivals(engine, self._config.hub_cache)
+        self._arrivals = AdapterLoader(engine, self._config.hub_cache)
         self._executor = Executor(self, relay.send if self._config.ranks > 1 else None, self._end)
         self.stage = "loaded"
         self._loaded.set()
@@ -137,12 +137,12 @@ class Service:
         if config.batch_invariant:
             self.stage = "checking that answers don't depend on batches"
             invariance.check(engine)
-        if not ranks.least(engine.decoder.sight is not None):  # on all ranks or on none
-            engine.decoder.sight = None
+        if not ranks.least(engine.decoder.vision is not None):  # on all ranks or on none
+            engine.decoder.vision = None
         self.stage = "measuring memory"
         # What remembers computes right guesses once more, which nobody counts who fills a step.
         most = tokens + (sequences * engine.guesses.most if shape.remembering is not None else 0)
-        most += engine.decoder.sight.whole if engine.decoder.sight is not None else 0
+        most += engine.decoder.vision.whole if engine.decoder.vision is not None else 0
         copies, reserved = size_copies(engine, config.kv_offload_gib)
         pages, sequences, sample = size_pool(
             engine, config.kv_pages, config.memory_fraction, most, rows, sequences, total, sizes, reserved
@@ -150,7 +150,7 @@ class Service:
         sequences = ranks.least(sequences)
         engine.resize(ranks.least(pages), sequences, copies=ranks.least(copies))
         if sizes:
-            extent = Extent(tokens, rows, total, engine.pool.pages, chosen, drafts, engine.guesses.trees)
+            extent = GraphExtent(tokens, rows, total, engine.pool.pages, chosen, drafts, engine.guesses.trees)
             engine.record(Recorder(), extent, lambda stage: setattr(self, "stage", stage))
         return wire.WarmupReply(
             pages=engine.pool.pages,
@@ -160,7 +160,7 @@ class Service:
             sample_tokens=sample.tokens,
             sample_seconds=sample.seconds,
             sequences=sequences,
-            images=engine.decoder.sight is not None,
+            images=engine.decoder.vision is not None,
             image_seconds=sample.image_seconds,
         )
 

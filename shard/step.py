@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # each is one of its own
-class Front:
+class BeamFront:
     """A group's beams, while only the device knows which of them the next ones continue."""
 
     beams: Listing[Sequence]
@@ -52,7 +52,7 @@ class Span:
     wanted: int = 1  # of how many of the last tokens the logits are wanted
     drafts: int = 0  # how many of the last tokens are guesses
     source: int = -1  # if its one token isn't known to the host: its row in what the step before has picked
-    front: Front | None = None  # it continues one of these: that one's full pages take the place of its sequence's
+    front: BeamFront | None = None  # it continues one of these: that one's full pages take the place of its sequence's
     whole: bool = False  # it is an image, or the rest of one, of which some layers see all: see `parted`
 
     @property
@@ -98,7 +98,7 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class ImageTokens:
     """Tokens of a step that are an image's."""
 
     picture: Picture
@@ -107,7 +107,7 @@ class Shown:
 
 
 @dataclass(frozen=True, slots=True)
-class Last:
+class LastTokens:
     """Those of a step's tokens whose logits are wanted, by themselves: for layers that have no keys, and need no others."""
 
     tokens: Tensor  # which they are, as `attention` has them
@@ -131,8 +131,8 @@ class Step:
     turned: Tensor | None = None  # [2, tokens]: the other two positions; None: there are none, or they are the same
     # [3, tokens]: positions of the first token of the pool that each one would be the last of; None: they follow from its own.
     firsts: Tensor | None = None
-    shown: Listing[Shown] = ()
-    last: Last | None = None  # None: all are wanted, or too many, or no layer asks for it
+    shown: Listing[ImageTokens] = ()
+    last: LastTokens | None = None  # None: all are wanted, or too many, or no layer asks for it
 
     def narrowed(self) -> "Step":
         """Of its last tokens alone."""
@@ -149,7 +149,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Before:
+class NgramContext:
     """What layers that go by n-grams want to know."""
 
     count: int  # of tokens before each one
@@ -176,11 +176,11 @@ class _Lists:
     before: list[int] = field(default_factory=list)
 
     def pad(self, room: Room, adapted: bool) -> None:
-        """Raises ragged.Full if there is no room. adapted: see `plan`."""
+        """Raises ragged.CapacityExceeded if there is no room. adapted: see `plan`."""
         lacking, unused = room.tokens - len(self.tokens), room.rows - len(self.wanted)
         if lacking < 0 or unused < 0:
             found = f"{len(self.tokens)} tokens and {len(self.wanted)} rows"
-            raise ragged.Full(f"{found}, with room for {room.tokens} and {room.rows}")
+            raise ragged.CapacityExceeded(f"{found}, with room for {room.tokens} and {room.rows}")
         self.numbers += [-1] * lacking if adapted else ()
         self.tokens += [0] * lacking
         self.positions += [0] * lacking
@@ -196,11 +196,11 @@ def plan(
     adapted: bool = False,
     remembers: bool = False,
     narrows: bool = False,
-    before: Before | None = None,
+    before: NgramContext | None = None,
 ) -> Step:
     """The step that computes `spans`. picked: by the step before; adapted: the decoder has adapters; remembers: and layers that
     do, so a room is for spans of one token; narrows: and last layers without keys; before: and layers that go by n-grams. Raises
-    ragged.Full if there is no room."""
+    ragged.CapacityExceeded if there is no room."""
     spans = [part for span in spans for part in _within(span, layout.chunk)] if layout.chunk else spans
     fronts = picked is not None and any(span.front for span in spans)
     later = fronts and ragged.by_triton(layout)  # only the device knows who continues whom
@@ -255,8 +255,8 @@ def _listed(spans: Listing[Span], order: Listing[int], size: int, adapted: bool)
     return _Lists(tokens, positions, slots, numbers, _wanted(spans, starts)), starts
 
 
-def _shown(picture: Picture, tokens: list[int], numbers: list[int], layout: Layout) -> Shown:
-    return Shown(picture, *lists_to_device(layout.device, tokens, numbers))
+def _shown(picture: Picture, tokens: list[int], numbers: list[int], layout: Layout) -> ImageTokens:
+    return ImageTokens(picture, *lists_to_device(layout.device, tokens, numbers))
 
 
 def parted(spans: Listing[Span]) -> list[Span]:
@@ -335,7 +335,7 @@ def _marks(first: int, span: Span) -> Iterator[tuple[Picture, list[int], list[in
         yield picture, [first + place - span.start for place in places], numbers
 
 
-def _last(spans: Listing[Span], starts: Listing[int], layout: Layout) -> Last | None:
+def _last(spans: Listing[Span], starts: Listing[int], layout: Layout) -> LastTokens | None:
     """See `Step.last`. None: of a tree some nodes are wanted."""
     asked = [(span, start + len(span.tokens)) for span, start in zip(spans, starts, strict=True) if span.wanted]
     if any(span.parents is not None and span.wanted < len(span.tokens) for span, _ in asked):
@@ -352,7 +352,7 @@ def _last(spans: Listing[Span], starts: Listing[int], layout: Layout) -> Last | 
         tokens += range(end - span.wanted, end)
     places = [first + k for first, (span, _) in zip(firsts, asked, strict=True) for k in range(span.wanted)]
     which, where = lists_to_device(layout.device, tokens, places)
-    return Last(which, where, attended)
+    return LastTokens(which, where, attended)
 
 
 def _fill_in(step: Step, spans: Listing[Span], starts: Listing[int], picked: Picked) -> None:
@@ -379,7 +379,7 @@ def _inherit(step: Step, rows: Listing[attention.Row], spans: Listing[Span], siz
     offsets = [0, *accumulate(work_list.width(row, size) for row in rows)]
     tables: list[int] = []  # of every front's beams
     wanted: list[tuple[int, int, int, int]] = []  # per page: its place; its span's source; of the first beam; how far to the next's
-    begins: dict[Front, int] = {}  # where a front's tables do
+    begins: dict[BeamFront, int] = {}  # where a front's tables do
     for offset, span in zip(offsets, spans, strict=False):
         if span.front is None:
             continue
@@ -434,7 +434,7 @@ def _states(spans: Listing[Span], order: Listing[int], room: Room | None) -> tup
     return lengths, [*accumulate(lengths, initial=0), *slots, *[0] * unused, *fresh, *more, *sure, *more]
 
 
-def _before(spans: Listing[Span], order: Listing[int], count: int, before: Before) -> list[int]:
+def _before(spans: Listing[Span], order: Listing[int], count: int, before: NgramContext) -> list[int]:
     """See `Step.before`. count: of spans, with those of padding."""
     found = [token for i in order for token in before.of(spans[i])]
     return found + [before.end] * (count * before.count - len(found))

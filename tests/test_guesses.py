@@ -9,7 +9,7 @@ from penstock.proto.speculation import parse
 from penstock.router.batcher import Batcher
 from penstock.router.cost import Work
 from penstock.router.drafting import Allowance, Drafting
-from penstock.router.request import Finish, Guessed, Request, Sampling, Token
+from penstock.router.request import Finish, Request, Sampling, Speculation, Token
 from penstock.router.text import Tokenizer
 from penstock.tests.inprocess import DEMO, run, value
 
@@ -24,7 +24,7 @@ class Free(Drafting):
         return Allowance(step=1.0, first=0.0, draft=0.0, round=0.0, most=self._drafts * decodes, target=0.0)
 
 
-async def answered(batcher: Batcher, request: Request) -> tuple[int, Guessed]:
+async def answered(batcher: Batcher, request: Request) -> tuple[int, Speculation]:
     """How many tokens it has, and what is told of its guesses."""
     tokens, last = 0, None
     async with aclosing(batcher.submit(request)) as stream:
@@ -46,7 +46,7 @@ def test_all_counts_agree(speaks: str, monkeypatch: pytest.MonkeyPatch) -> None:
         for i in range(6)
     ]
 
-    async def test(batcher: Batcher) -> list[tuple[int, Guessed]]:
+    async def test(batcher: Batcher) -> list[tuple[int, Speculation]]:
         told = await asyncio.gather(*(answered(batcher, request) for request in requests))
         told += [await answered(batcher, requests[0])]  # and one alone
         drafted, accepted = (value(batcher, f"penstock_{name}_tokens_total") for name in ("drafted", "accepted"))

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.proto import shard_pb2 as wire
 from penstock.router.policies import Mixed
-from penstock.router.prefix_keys import Beginnings
+from penstock.router.prefix_keys import PrefixKeys
 from penstock.router.scheduler import Action, Bounds, Filter, Job, Prefill, Report, Scheduler, most_pages
 from penstock.shard.decoding.hypotheses import Search
 from penstock.shard.messages import group_from, paused_to
@@ -34,7 +34,7 @@ class World:
         self.size, pages = chance.choice((1, 2, 4)), chance.randint(4, 40)
         budget, sequences = chance.choice((1, 2, 7, 16, 64)), chance.choice((1, 2, 5, 64))
         bounds = Bounds(pages=pages, page_size=self.size, step_tokens=budget, sequences=sequences, headroom=chance.choice((1, 8)))
-        self.beginnings = Beginnings(self.size, 16)
+        self.beginnings = PrefixKeys(self.size, 16)
         self.bounds, self.scheduler = bounds, Scheduler(bounds, Mixed(budget))
         self.engine = kind(pages, self.size, chance.random() < 0.7, ahead=True)
         self.left = chance.randint(1, 20)  # that are still to come

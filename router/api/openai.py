@@ -38,7 +38,7 @@ from .openai_bodies import (
 from .openai_chats import Chats
 from .openai_formats import format_name, grammar_of
 from .openai_ids import Numbered
-from .openai_scribe import Echo, Scribe, encode
+from .openai_scribe import Echo, LogprobWriter, encode
 from .openai_shapes import Chat, Completions, Envelope, Json, Shapes, Usage
 from .ports import Batcher, limits_of
 from .stream import Answer, Clock, escaped, fold, guesses, headers_of, plain_frame, send, stream_headers_of
@@ -85,7 +85,7 @@ class OpenAI:
         self._validator = validator
         self._batcher = batcher
         self._chats = chats
-        self._scribe = Scribe(tokenizer)
+        self._scribe = LogprobWriter(tokenizer)
         self._fingerprint = f"{version('penstock')}-native"
         self._completion = msgspec.json.Decoder(CompletionBody)
         self._chat = msgspec.json.Decoder(ChatBody)

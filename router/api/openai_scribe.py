@@ -26,7 +26,7 @@ class Echo:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class PromptEcho:
     """The beginning of all answers to a prompt."""
 
     text: str
@@ -34,17 +34,17 @@ class Told:
     content: dict[str, msgspec.Raw | None] | None  # its log-probabilities: lists, already written
 
 
-class Scribe:
+class LogprobWriter:
     """Finds and writes it: however many ask at once, one part at each turn of the loop."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._turn = asyncio.Lock()
 
-    async def told(self, echo: Echo, prompt: Prompt, logprobs: int | None) -> Told:
+    async def told(self, echo: Echo, prompt: Prompt, logprobs: int | None) -> PromptEcho:
         """Of one prompt. logprobs: alternatives for each token; None: no log-probabilities either."""
         if echo.text and logprobs is None:
-            return Told(echo.text, 0, None)
+            return PromptEcho(echo.text, 0, None)
         ids = echo.request.prompt
         stream = self._tokenizer.stream((), (), True, echo.request.skip_special_tokens)
         length = 0
@@ -63,14 +63,14 @@ class Scribe:
         length += len(stream.end())
         text = echo.text or stream.text
         if logprobs is None:
-            return Told(text, length, None)
+            return PromptEcho(text, length, None)
         content = {
             "tokens": await self.listed(len(ids), 0, lambda place: self._tokenizer.token_text(ids[place])),
             "token_logprobs": await self.listed(len(ids), 0, lambda place: _bounded(prompt.logprobs[place])),
             "top_logprobs": await self._tops(echo.request, prompt) if logprobs else None,
             "text_offset": offsets,
         }
-        return Told(text, length, content)
+        return PromptEcho(text, length, content)
 
     async def entries(self, request: Request, prompt: Prompt) -> msgspec.Raw:
         """vLLM's `prompt_logprobs`: by token id. `rank` is null for a token that is not among the most probable ones asked for."""

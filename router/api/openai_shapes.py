@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import msgspec
 
 from ..parsing import Arguments, Call, Part, Reader, Reasoning, Text
-from ..request import Finish, Guessed, Prompt, Token
-from .openai_scribe import LOWEST_LOGPROB, Echo, Scribe, Told, encode, most, tops_of
+from ..request import Finish, Prompt, Speculation, Token
+from .openai_scribe import LOWEST_LOGPROB, Echo, LogprobWriter, PromptEcho, encode, most, tops_of
 from .stream import Answer
 
 REASONS = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
@@ -32,13 +32,13 @@ class Usage:
     completion_tokens: int = 0
     cached_tokens: int = 0  # of the prompts
     reasoning_tokens: int | None = None  # of the completion; None: nobody has looked for reasoning
-    guessed: Guessed | None = None  # None: there could be no guesses
+    guessed: Speculation | None = None  # None: there could be no guesses
 
-    def guess(self, guessed: Guessed | None) -> None:
+    def guess(self, guessed: Speculation | None) -> None:
         """One request's."""
         if guessed is not None:
             drafted, accepted = (self.guessed.drafted, self.guessed.accepted) if self.guessed else (0, 0)
-            self.guessed = Guessed(drafted + guessed.drafted, accepted + guessed.accepted, guessed.steps)
+            self.guessed = Speculation(drafted + guessed.drafted, accepted + guessed.accepted, guessed.steps)
 
     @property
     def details(self) -> Json:
@@ -214,7 +214,7 @@ class Chat:
     whole = "chat.completion"
     part = "chat.completion.chunk"
 
-    def __init__(self, scribe: Scribe, logprobs: bool, make: Callable[[], Speaker] | None) -> None:
+    def __init__(self, scribe: LogprobWriter, logprobs: bool, make: Callable[[], Speaker] | None) -> None:
         """`make` gives one for each choice; None: an answer is its text and nothing else."""
         self._scribe = scribe
         self._logprobs = logprobs
@@ -288,14 +288,14 @@ class Completions:
     whole = "text_completion"
     part = "text_completion"
 
-    def __init__(self, scribe: Scribe, logprobs: int | None, echoes: Sequence[Echo], shown: int, silent: bool) -> None:
+    def __init__(self, scribe: LogprobWriter, logprobs: int | None, echoes: Sequence[Echo], shown: int, silent: bool) -> None:
         """echoes: of each prompt, if answers begin with it; shown: answers for each prompt; silent: nothing follows the prompt."""
         self._scribe = scribe
         self._logprobs = logprobs
         self._echoes = echoes
         self._shown = shown
         self._silent = silent
-        self._told: dict[int, Told] = {}  # of each prompt, if answers begin with it
+        self._told: dict[int, PromptEcho] = {}  # of each prompt, if answers begin with it
         self._offsets: dict[int, int] = {}  # how long each choice's text is
 
     async def open(self, place: int, prompt: Prompt) -> None:

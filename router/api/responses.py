@@ -28,7 +28,7 @@ from .openai_bodies import (
     truncation,
 )
 from .openai_chats import Chats, speaker_of
-from .openai_scribe import Scribe, encode
+from .openai_scribe import LogprobWriter, encode
 from .openai_shapes import Json, Usage
 from .ports import Batcher, limits_of
 from .responses_shapes import Output, Response
@@ -92,7 +92,7 @@ class Responses:
         self._config = config
         self._batcher = batcher
         self._chats = chats
-        self._scribe = Scribe(tokenizer)
+        self._scribe = LogprobWriter(tokenizer)
         self._decoder = msgspec.json.Decoder(ResponsesBody)
 
     async def create(self, http: web.Request) -> web.StreamResponse:

@@ -23,7 +23,7 @@ from typing import Protocol
 
 from aiohttp import HttpVersion11, web
 
-from ..request import Failure, Finish, Guessed, Item, Prompt, Request, Sink, Token
+from ..request import Failure, Finish, Item, Prompt, Request, Sink, Speculation, Token
 from .errors import Problem, problem_of
 from .ports import Batcher
 
@@ -123,7 +123,7 @@ class Answer:
         return sum(token.logprob for token in self.tokens) / len(self.tokens)
 
 
-def guesses(finishes: Iterable[Finish]) -> Guessed | None:
+def guesses(finishes: Iterable[Finish]) -> Speculation | None:
     """Of one request, of whose answers the last to end tells for all."""
     found = [finish.guessed for finish in finishes if finish.guessed is not None]
     return max(found, key=lambda one: (one.steps, one.drafted), default=None)

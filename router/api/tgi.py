@@ -14,7 +14,7 @@ from ..config import RouterConfig
 from ..grammar import json_schema, regex
 from ..pictures import marked
 from ..record import arrival
-from ..request import Alternative, Beam, Finish, Grammar, Grown, Guessed, Item, Limits, Prompt, Refused, Request, Token
+from ..request import Alternative, Beam, Finish, Grammar, Grown, Item, Limits, Prompt, Refused, Request, Speculation, Token
 from ..text import Tokenizer
 from ..validation import Parameters, Validator, in_time
 from .body import json_response, read
@@ -376,7 +376,7 @@ def _score(finish: Finish) -> float | msgspec.UnsetType:
     return msgspec.UNSET if finish.score is None else finish.score
 
 
-def _speculation(guessed: Guessed | None) -> SpeculationJson | msgspec.UnsetType:
+def _speculation(guessed: Speculation | None) -> SpeculationJson | msgspec.UnsetType:
     return msgspec.UNSET if guessed is None else SpeculationJson(guessed.drafted, guessed.accepted, guessed.steps)
 
 

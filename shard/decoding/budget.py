@@ -31,7 +31,7 @@ PROBING = 0.01  # of all time may go to that
 
 
 @dataclass(slots=True)
-class Odds:
+class SuccessRate:
     """How often something came true, lately."""
 
     tried: float = 0.0
@@ -59,11 +59,13 @@ class Acceptance:
         """before: what is known of other sequences, as it is whenever this is asked."""
         self._before = before
         self._forget = FORGET if before is not None else FORGET_ALL
-        self._odds = [[Odds() for _ in range(RANKS)] for _ in range(DEPTHS)]  # of each, when those with lower ranks were refused
+        self._odds = [
+            [SuccessRate() for _ in range(RANKS)] for _ in range(DEPTHS)
+        ]  # of each, when those with lower ranks were refused
         self.waited = 0  # steps without a draft
         self.patience = PATIENCE
         self._trees = 0  # observed
-        self._chain: tuple[tuple[int, int, int], Worth] | None = None  # of the last answer, and what it was computed from
+        self._chain: tuple[tuple[int, int, int], DraftValue] | None = None  # of the last answer, and what it was computed from
 
     def observe(self, ranks: Listing[int], widths: Listing[int]) -> None:
         """A verified tree; see `Tree.trial`."""
@@ -98,19 +100,19 @@ class Acceptance:
         known = self._before._first(width) if self._before is not None else PRIORS[:width]
         return [odds.blended(share) for odds, share in zip(self._odds[0][:width], known, strict=True)]
 
-    def chain(self, most: int) -> "Worth":
+    def chain(self, most: int) -> "DraftValue":
         """Of the drafts of a chain."""
         asked = most, self._trees, self._before._trees if self._before is not None else 0
         if self._chain is None or self._chain[0] != asked:
             gains = list(accumulate((share[0] for share in self.shares(most, 1)), lambda reached, share: reached * share))
-            self._chain = asked, Worth(gains, list(range(1, most + 1)))
+            self._chain = asked, DraftValue(gains, list(range(1, most + 1)))
         return self._chain[1]
 
-    def tree(self, most: int, depth: int, width: int = RANKS) -> "Worth":
+    def tree(self, most: int, depth: int, width: int = RANKS) -> "DraftValue":
         """Of so many drafts at most, the best ones first, in a tree no deeper and with no more siblings than that."""
         width = min(width, RANKS)
         shares = self.shares(depth, width)
-        worth = Worth([], [])
+        worth = DraftValue([], [])
         waiting = [(-shares[0][0], 1, 0, 1.0)] if depth and width else []  # (-gain, depth, rank, what reaches its parent)
         while waiting and len(worth.gains) < most:
             gain, rounds, rank, reached = heapq.heappop(waiting)
@@ -134,7 +136,7 @@ def _shares(odds: Listing[float]) -> list[float]:
 
 
 @dataclass(frozen=True, slots=True)
-class Worth:
+class DraftValue:
     """Of the drafts that a sequence may get, in the order in which it gets them."""
 
     gains: list[float]  # tokens that each adds to what a step is expected to bring; none is more than the one before
@@ -142,10 +144,10 @@ class Worth:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class DraftDemand:
     """What a sequence could use."""
 
-    worth: Worth
+    worth: DraftValue
     needed: float = 0.0  # tokens that this step has to bring, by its latency target; 0: it has none
 
 
@@ -157,7 +159,7 @@ class Cost(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Linear:
+class LinearCost:
     """As the router fits it to measured steps."""
 
     step: float  # without drafts
@@ -174,12 +176,12 @@ class Linear:
 class Allowance:
     """What the router says of a step's drafts, alike on all ranks."""
 
-    cost: Linear
+    cost: LinearCost
     most: int  # drafts in all
-    needed: dict[int, float] = field(default_factory=dict)  # by uid, as in `Wish`; others have no latency target
+    needed: dict[int, float] = field(default_factory=dict)  # by uid, as in `DraftDemand`; others have no latency target
 
 
-def divide(wishes: Listing[Wish], cost: Cost, most: int) -> tuple[list[int], int]:
+def divide(wishes: Listing[DraftDemand], cost: Cost, most: int) -> tuple[list[int], int]:
     """How many drafts each sequence gets, `most` in all, and in how many rounds: no tree is to be deeper.
 
     First those with a latency target, the most urgent first, until what they are expected to get is what they need. Then whoever

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...kernels import noise
 from ...kernels.beam import best, candidates, normalizers
 from ...kernels.sampling import Draws, allow, filtered
-from ...kernels.transfer import Arrival, list_to_device, lists_to_device, to_device
+from ...kernels.transfer import HostCopy, list_to_device, lists_to_device, to_device
 from ..step import Picked
 from .hypotheses import Top
 from .sampler import Pick, Picking, Row, Tops, draws_of, penalized
@@ -55,7 +55,7 @@ class Expansion:
     def picking(self) -> Picking[list[list[Candidate | None]]]:
         """The candidates of each set, best first, or as they were drawn; fewer if there are no more, [None] if logits are not
         finite. On the device the best of them that don't end, so many for each set as it is wide."""
-        arrival = Arrival(self.found, *(self.tops.tensors if self.tops else ()))
+        arrival = HostCopy(self.found, *(self.tops.tensors if self.tops else ()))
 
         def take() -> list[list[Candidate | None]]:
             found, *top = arrival.lists()

@@ -19,7 +19,7 @@ from ..sequence import Sequence
 from .proposers import Asked, Proposed
 from .sampler import Row, draws_of, penalized
 from .tree import ROOT, Drawn, lay
-from .verify import Draft, Rule, distributions, propose, row
+from .verify import Draft, VerificationRule, distributions, propose, row
 
 
 @dataclass(slots=True)  # many a step: frozen ones take three times as long to make
@@ -45,7 +45,7 @@ class Model(Protocol):
 
 
 @dataclass(slots=True)
-class Growing:
+class GrowingTree:
     """A tree while it grows: nodes in the order in which they came."""
 
     asked: Asked
@@ -96,28 +96,28 @@ class Growing:
 class Place:
     """Where children are wanted."""
 
-    growing: Growing
+    growing: GrowingTree
     node: int
     width: int  # so many
 
 
-class Growth(Protocol):
+class TreeShape(Protocol):
     """The shape of trees."""
 
     rounds: int  # the most
 
-    def children(self, growing: Growing) -> list[tuple[int, int]]:
+    def children(self, growing: GrowingTree) -> list[tuple[int, int]]:
         """The nodes that get children in the next round, with the number of these; none: it is grown."""
 
 
-class Layered:
+class LayeredTree:
     """Layer by layer, <k1, ..., km>: every node of layer i gets k_i children. A chain is <1, ..., 1>."""
 
     def __init__(self, widths: Listing[int]) -> None:
         self.widths = tuple(widths)
         self.rounds = len(self.widths)
 
-    def children(self, growing: Growing) -> list[tuple[int, int]]:
+    def children(self, growing: GrowingTree) -> list[tuple[int, int]]:
         """See Growth. If it is more than what is asked for, the least probable nodes are left out; or, where that may not depend on
         what is drawn, layers are narrower and fewer."""
         if not growing.layer:
@@ -142,7 +142,7 @@ class Layered:
         return widths
 
 
-class BestFirst:
+class BestFirstTree:
     """In every round the most probable nodes that have none get children; of all nodes the most probable stay. Not for
     `rejection`: what is expanded and what stays depends on what was drawn."""
 
@@ -153,7 +153,7 @@ class BestFirst:
         self._together = together
         self._width = width
 
-    def children(self, growing: Growing) -> list[tuple[int, int]]:
+    def children(self, growing: GrowingTree) -> list[tuple[int, int]]:
         """See Growth. Nodes whose children couldn't stay get none."""
         able = [node for node in growing.open if node == ROOT or growing.depths[node] + 1 < self._deepest]
         own = {node: growing.logprobs[node] if node != ROOT else 0.0 for node in growing.best(able)}
@@ -164,15 +164,17 @@ class BestFirst:
 class Drafting:
     """A proposer that grows trees from a draft model's logits."""
 
-    def __init__(self, model: Model, growth: Growth, rule: Rule = Rule.GUMBEL) -> None:
-        assert rule is not Rule.REJECTION or isinstance(growth, Layered), "rejection needs a shape that doesn't depend on draws"
+    def __init__(self, model: Model, growth: TreeShape, rule: VerificationRule = VerificationRule.GUMBEL) -> None:
+        assert rule is not VerificationRule.REJECTION or isinstance(growth, LayeredTree), (
+            "rejection needs a shape that doesn't depend on draws"
+        )
         self._model = model
         self._growth = growth
         self._rule = rule
 
     def propose(self, asked: Listing[Asked]) -> Proposed:
         """See Proposer."""
-        growing = [Growing(one, self._rule is Rule.REJECTION) for one in asked]
+        growing = [GrowingTree(one, self._rule is VerificationRule.REJECTION) for one in asked]
         ready = self._model.ready([one.sequence for one in asked])
         able = [one for one, there in zip(growing, ready, strict=True) if there and one.asked.nodes and one.asked.depth]
         probabilities: list[Tensor] = []
@@ -185,7 +187,7 @@ class Drafting:
         drafts = [_draft(one) for one in growing]
         return Proposed(drafts, torch.cat(probabilities) if probabilities else None)
 
-    def _round(self, chosen: Listing[tuple[Growing, list[tuple[int, int]]]], probabilities: list[Tensor]) -> None:
+    def _round(self, chosen: Listing[tuple[GrowingTree, list[tuple[int, int]]]], probabilities: list[Tensor]) -> None:
         """Gives nodes children, as (node, number). probabilities: what was drawn from so far, and is now."""
         logits = self._model.logits(
             [Frontier(one.asked.sequence, one.tokens, one.parents, [node for node, _ in some]) for one, some in chosen]
@@ -194,7 +196,7 @@ class Drafting:
         rows = [row(place.growing.asked.group, place.growing.asked.sequence, place.growing.path(place.node)) for place in places]
         for one, some in chosen:
             one.expand([node for node, _ in some])
-        drawn = [i for i, own in enumerate(rows) if self._rule is Rule.REJECTION and own.sampling.temperature > 0]
+        drawn = [i for i, own in enumerate(rows) if self._rule is VerificationRule.REJECTION and own.sampling.temperature > 0]
         sure = sorted(set(range(len(rows))) - set(drawn))
         if not drawn:
             _add_best(places, logits, rows)
@@ -225,7 +227,7 @@ def _add_drawn(places: Listing[Place], logits: Tensor, rows: Listing[Row], first
     return probabilities
 
 
-def _draft(growing: Growing) -> Draft:
+def _draft(growing: GrowingTree) -> Draft:
     """As the target wants it: laid, and no more than was asked for."""
     tree, order = lay(growing.tokens, growing.parents, growing.logprobs)
     if not growing.drawn:

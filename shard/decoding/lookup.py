@@ -11,7 +11,7 @@ from .tree import Tree, chain
 LONGEST = 3  # tokens that are looked up
 
 
-class Repeats:
+class NgramIndex:
     """Where the last tokens of a text came before. It grows with the text, at a cost per token that is always the same."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Repeats:
         return next(((length, self._before[length - 1]) for length in range(LONGEST, 0, -1) if self._before[length - 1]), (0, 0))
 
 
-def look_up(repeats: Repeats, nodes: int, depth: int) -> Tree:
+def look_up(repeats: NgramIndex, nodes: int, depth: int) -> Tree:
     """What followed the longest repeated end when it came most recently. Empty if the last token is a new one."""
     (length, place), count = repeats.earlier(), min(nodes, depth)
     if not (length and count):

@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ..sequence import Group, Sequence
-from .lookup import Repeats, look_up
+from .lookup import NgramIndex, look_up
 from .tree import Tree, merge
 from .verify import Draft, certain
 
@@ -64,7 +64,7 @@ class Lookup:
         """See Proposer."""
         drafts = []
         for one in asked:
-            repeats = one.sequence.repeats = one.sequence.repeats or Repeats()
+            repeats = one.sequence.repeats = one.sequence.repeats or NgramIndex()
             repeats.follow(one.sequence.tokens)
             drafts.append(certain(look_up(repeats, one.nodes, one.depth)))
         return Proposed(drafts)

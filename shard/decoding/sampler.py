@@ -17,7 +17,7 @@ from ...kernels import noise
 from ...kernels.beam import largest, most_probable
 from ...kernels.dispatch import triton_for
 from ...kernels.sampling import Draws, Filtered, Penalties, allow, draw, filtered, first_largest, penalize
-from ...kernels.transfer import Arrival, list_to_device, lists_to_device, to_device
+from ...kernels.transfer import HostCopy, list_to_device, lists_to_device, to_device
 from ..sequence import Sampling
 from ..step import Picked
 from .hypotheses import Top
@@ -130,7 +130,7 @@ def _begin_fused(logits: Tensor, rows: Listing[Row], mask: Tensor | None) -> Pic
         final = to_device(torch.tensor([row.final for row in rows]), logits.device)
         logprobs = torch.where(final & logprobs.isfinite(), found.final, logprobs)
     tops = Tops(logits, rows)
-    arrival = Arrival(found.tokens, logprobs, *tops.tensors)
+    arrival = HostCopy(found.tokens, logprobs, *tops.tensors)
 
     def take() -> list[Pick | None]:
         tokens, told, *top = arrival.lists()

@@ -40,7 +40,7 @@ THRESHOLD = 0.09
 SHARE = 0.3
 
 
-class Rule(StrEnum):
+class VerificationRule(StrEnum):
     """How drafts are verified."""
 
     GUMBEL = "gumbel"
@@ -138,7 +138,7 @@ def pick(
     logits: Tensor,
     rows: Listing[Row],
     drafts: Listing[Draft],
-    rule: Rule,
+    rule: VerificationRule,
     mask: Tensor | None = None,
     probabilities: Tensor | None = None,
 ) -> list[Pick | None]:
@@ -148,12 +148,12 @@ def pick(
     what drafts were drawn from.
     """
     picks = sampler.pick(logits, rows, mask)
-    if rule is Rule.GUMBEL:
+    if rule is VerificationRule.GUMBEL:
         return picks
     assert len(rows) == sum(1 + len(draft.tree) for draft in drafts)
     tried: list[Listing[Drawn]] = []
     for draft in drafts:
-        drawn = draft.drawn if rule is Rule.REJECTION else certain(draft.tree).drawn
+        drawn = draft.drawn if rule is VerificationRule.REJECTION else certain(draft.tree).drawn
         tried += [*drawn, *[()] * (1 + len(draft.tree) - len(drawn))]
     asked = [i for i, one in enumerate(rows) if tried[i] and one.sampling.temperature > 0 and picks[i]]
     if not asked:
@@ -161,7 +161,7 @@ def pick(
     some = [rows[i] for i in asked]
     draws = draws_of(some, logits.device)
     target = distributions(logits[asked], some, mask[asked] if mask is not None else None)
-    if rule is Rule.REJECTION:
+    if rule is VerificationRule.REJECTION:
         tokens = _by_rejection(target, draws, [tried[i] for i in asked], probabilities)
     else:
         probable = _probable(target, [[one.token for one in tried[i]] for i in asked])

@@ -8,22 +8,22 @@ apart goes to all but the first. Every rank has all of it, whatever bits others 
 import torch
 from torch import Tensor
 
-from ...kernels.adapters import Chosen
+from ...kernels.adapters import RowAdapters
 from ...kernels.linear import Weight
 from ...kernels.operations import rms_norm
 from ...kernels.reference import by_lanes
 from ..parallel import Ranks
 from .loader import Loader
 from .stream import Stream
-from .traits import Alternation
+from .traits import AltUpShape
 
 LEAST = 1e-5  # that a mean square is taken for, by which a stream is divided
 
 
-class Alternating:
+class AltUp:
     """Of a layer."""
 
-    def __init__(self, load: Loader, how: Alternation) -> None:
+    def __init__(self, load: Loader, how: AltUpShape) -> None:
         count, hidden = how.count, load.shape.hidden
         self.how, self._epsilon = how, load.shape.norm_epsilon
         self.norm = load.gains("altup.router_norm", hidden)
@@ -54,7 +54,7 @@ class Alternating:
 class Ends:
     """What all streams begin with, and what they come to behind all layers: each is as large as the first one."""
 
-    def __init__(self, load: Loader, how: Alternation) -> None:
+    def __init__(self, load: Loader, how: AltUpShape) -> None:
         hidden, others = load.shape.hidden, range(how.count - 1)
         self.first, self.last = (
             [load.laid_out(load.all_bits(f"altup_{name}projections.{i}", hidden), None) for i in others]
@@ -80,21 +80,23 @@ def _as_large(x: Tensor, like: Tensor) -> Tensor:
     return (x * (wanted / own.clamp_(min=LEAST)).sqrt_()).to(x.dtype)
 
 
-class AlternatingStream(Stream):
+class AltUpStream(Stream):
     """As one, the one that is computed; behind a layer's correction what that is told apart goes to others."""
 
-    def __init__(self, sums: Tensor, ranks: Ranks, epsilon: float, gelu: bool, ends: Ends, chosen: Chosen | None = None) -> None:
+    def __init__(
+        self, sums: Tensor, ranks: Ranks, epsilon: float, gelu: bool, ends: Ends, chosen: RowAdapters | None = None
+    ) -> None:
         """As of `Stream`."""
         super().__init__(sums, ranks, epsilon, gelu, chosen)
         self._ends = ends
         self._all: Tensor | None = None  # [tokens, count, hidden]; None: before the first layer
 
-    def predict(self, layer: Alternating) -> None:
+    def predict(self, layer: AltUp) -> None:
         """Turns to a layer."""
         self._all = layer.predicted(self._ends.begun(self._sums) if self._all is None else self._settled())
         self._sums = self._all[:, layer.how.active].clone()
 
-    def correct(self, layer: Alternating) -> None:
+    def correct(self, layer: AltUp) -> None:
         """Turns to what the layer is told apart, of which it has computed the rest."""
         assert self._all is not None
         self._all = layer.corrected(self._all, self.normalized(None))

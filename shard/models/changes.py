@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from ...kernels import low_rank
 from ...kernels.adapters import Additions, Pair
-from ...kernels.linear import Exact
+from ...kernels.linear import Invariance
 from ..adapters import Adapter
 from .shape import Unsupported
 
@@ -129,7 +129,7 @@ class Changes:
         self._rank = rank if room > len(first) else 0
         self._changed: list[tuple[Additions, Change]] = []
 
-    def additions(self, change: Change, weight: Sequence[int], exact: Exact, like: Tensor) -> Additions | None:
+    def additions(self, change: Change, weight: Sequence[int], exact: Invariance, like: Tensor) -> Additions | None:
         """What those that are there add to a weight [outputs, inputs], and others will; like: a tensor of the type, and on the
         device, of all that is computed with."""
         pairs = [change.pair(adapter) for adapter in self.first]

@@ -11,13 +11,13 @@ from ..step import Step
 from .changes import side_by_side
 from .heads import Heads
 from .loader import Loader
-from .mean_chooser import MeanChooser
+from .mean_chooser import MeanIndexer
 from .rotary import Places
 from .stream import Stream
 from .traits import BlockIndex, PoolIndex
 
 
-class BlockChooser:
+class BlockIndexer:
     """A query for each of this rank's key heads, and one key for all, of the size of attention's and turned as these."""
 
     def __init__(self, load: Loader, index: BlockIndex) -> None:
@@ -49,20 +49,20 @@ class BlockChooser:
         return ChoosingBlocks(queries, cache, index.most, index.block, index.local)
 
 
-class ChoosingHeads(Heads):
+class IndexedHeads(Heads):
     """In the place of `Heads`, in layers with an index."""
 
     def __init__(self, load: Loader, index: BlockIndex | PoolIndex, window: int, turned: bool = True) -> None:
         super().__init__(load, window, turned)
-        self.chooser = BlockChooser(load, index) if isinstance(index, BlockIndex) else MeanChooser(load, index)
+        self.indexer = BlockIndexer(load, index) if isinstance(index, BlockIndex) else MeanIndexer(load, index)
 
     @property
     def parts(self) -> tuple[object, ...]:
         """What has weights."""
-        return (self, self.chooser)
+        return (self, self.indexer)
 
     def choose(self, stream: Stream, norm: Tensor | None, step: Step, places: Places, layer: Tensor, index_keys: Tensor) -> Tensor:
         """As `__call__`. index_keys: of the cache."""
         x = stream.normalized(norm)
-        asked = self.chooser(x, stream, places, step, index_keys)
+        asked = self.indexer(x, stream, places, step, index_keys)
         return self.attend(stream.product(x, self.inward), step, places, layer, asked)

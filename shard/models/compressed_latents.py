@@ -101,7 +101,7 @@ class CompressedLatents(Latents):
         self.sinks = load.each_head("self_attn.sinks", shape.heads)
         self.heads = shape.heads // load.ranks.size
         self.to_values = ByHeads(self._to_groups(load, latent), load.exact)
-        self.chooser = None
+        self.indexer = None
         self.compressor = Compressor(load, latent, order, self._index_order(latent)) if latent.rate else None
         self.output = load.rows("self_attn.o_b_proj", latent.groups * latent.rank, False, latent.rank)
 

@@ -12,33 +12,42 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...kernels.adapters import Chosen, choose
+from ...kernels.adapters import RowAdapters, choose
 from ...kernels.indexed import Choosing
-from ...kernels.linear import SAMPLES, Exact, Weight, compile_products
+from ...kernels.linear import SAMPLES, Invariance, Weight, compile_products
 from ..cache import Cache
 from ..parallel import Ranks
-from ..step import Shown, Step
+from ..step import ImageTokens, Step
 from ..weights import Source
 from .alibi import table_of as leanings_of
-from .altup import Alternating, AlternatingStream, Ends
+from .altup import AltUp, AltUpStream, Ends
 from .changes import Changes
-from .choosing_heads import ChoosingHeads
+from .choosing_heads import IndexedHeads
 from .compressed_latents import CompressedLatents
 from .compression import Compressed
 from .deepseek_v4_names import Original
 from .gated_latents import GatedLatents
 from .gated_norms import GatedStream, NormGate
-from .gated_streams import GatedStreams, mixing_of
-from .hashed import Hashed
+from .gated_streams import GatedHyperStream, mixing_of
+from .hashed import HashRoutedExperts
 from .heads import Heads, Queries
 from .kimi_linear_attention import FineDelta
 from .latents import Latents
-from .laurels import Laurel
-from .layer_inputs import Table, Told
+from .laurels import LaurelBlock
+from .layer_inputs import LayerInput, LayerInputTable
 from .linear_attention import DeltaRule, Remembered
 from .loader import Loader
-from .mlp import Beside, Dense, Limited, Narrow, Sparse, Thinned, Ungated, Weighed
-from .ngram_layers import GramLayer, GramRows
+from .mlp import (
+    ClampedMlp,
+    InputScaledExperts,
+    LatentExperts,
+    MixtureOfExperts,
+    Mlp,
+    ParallelExperts,
+    SparseActivationMlp,
+    UngatedMlp,
+)
+from .ngram_layers import NgramLayer, NgramRows
 from .olmo_linear_attention import ApartDelta
 from .remembering import Convolution, FineLinear, Linear, Remembering
 from .renamed import Either, Older, Paired
@@ -49,10 +58,10 @@ from .short_convolutions import ShortConvolutions
 from .shortcuts import Rejoined, Shortcut, ShortcutStream
 from .state_spaces import StateSpaces
 from .stream import Stream
-from .streams import Streams
+from .streams import HyperStream
 from .taps import Taps
-from .traits import GatedHyper, PoolIndex, Rope
-from .vision import Sight
+from .traits import GatedHyperConnections, PoolIndex, Rope
+from .vision import Vision
 
 OUTPUTS = ("lm_head.weight", "language_model.lm_head.weight")
 # What names of tensors begin with: in a checkpoint of text alone, in those that have images as well, and in Nemotron's.
@@ -79,15 +88,15 @@ class Layer:
         # Of what attention, and the MLP, see of several streams.
         self.mixings = [mixing_of(load, part, shape.hyper) for part in ("attn", "ffn")] if shape.hyper else []
         self.norm_gates = [NormGate(load, name, shape.norm_gates) if name else None for name in shape.gated_norms(index)]
-        self.alternation = Alternating(load, shape.alternation) if shape.alternation else None
-        self.laurel = Laurel(load, shape.laurel) if shape.laurel else None
+        self.alternation = AltUp(load, shape.alternation) if shape.alternation else None
+        self.laurel = LaurelBlock(load, shape.laurel) if shape.laurel else None
         self.attention = self._attention(load) if attends else None
         kept = shape.remembering
         along = kept is not None and kept.along and index in kept.layers
         self.memory = _remembered(load, kept) if kept and along else None  # beside attention, behind the same norm
         self.factor = load.number("layer_scalar") if shape.layer_factors else 1.0
-        self.told = Told(load, shape.inputs) if shape.inputs else None
-        self.grams = GramLayer(load, shape.grams, index) if shape.grams and index in shape.grams.layers else None
+        self.told = LayerInput(load, shape.inputs) if shape.inputs else None
+        self.grams = NgramLayer(load, shape.grams, index) if shape.grams and index in shape.grams.layers else None
         self.mlp = self._mlp(load) if thinks else None
 
     def _attention(self, load: Loader) -> Heads | Queries | Latents | Remembered:
@@ -103,24 +112,29 @@ class Layer:
             return (GatedLatents if latent.gated else Latents)(load, latent, self.window, self.index in self.shape.indexing)
         blocks, turned = self.shape.blocks, self.index not in self.shape.unturned
         if blocks and self.index in blocks.layers:
-            return ChoosingHeads(load, blocks, self.window, turned)
+            return IndexedHeads(load, blocks, self.window, turned)
         return Heads(load, self.window, turned)
 
-    def _mlp(self, load: Loader) -> Dense | Sparse:
+    def _mlp(self, load: Loader) -> Mlp | MixtureOfExperts:
         mixture = self.shape.mixtures[self.index] if self.shape.mixtures else None
         if mixture:
             kinds = (
-                *((mixture.beside, Beside), (mixture.latent, Narrow), (mixture.entering, Weighed), (mixture.later, Shortcut)),
-                (mixture.hashed, Hashed),
+                *(
+                    (mixture.beside, ParallelExperts),
+                    (mixture.latent, LatentExperts),
+                    (mixture.entering, InputScaledExperts),
+                    (mixture.later, Shortcut),
+                ),
+                (mixture.hashed, HashRoutedExperts),
             )
-            return next((kind for asked, kind in kinds if asked), Sparse)(load, mixture)
+            return next((kind for asked, kind in kinds if asked), MixtureOfExperts)(load, mixture)
         if self.shape.joins(self.index):
             return Rejoined(load, self.shape.width(self.index))
         if self.shape.mlp_limits and (limit := self.shape.mlp_limits[self.index]):
-            return Limited(load, self.shape.width(self.index), limit)
+            return ClampedMlp(load, self.shape.width(self.index), limit)
         if self.shape.mlp_closed and (closed := self.shape.mlp_closed[self.index]):
-            return Thinned(load, self.shape.width(self.index), closed)
-        return (Ungated if self.shape.ungated else Dense)(load, self.shape.width(self.index))
+            return SparseActivationMlp(load, self.shape.width(self.index), closed)
+        return (UngatedMlp if self.shape.ungated else Mlp)(load, self.shape.width(self.index))
 
     @property
     def readers(self) -> tuple[Heads | Queries | Latents | Remembered, ...]:
@@ -130,7 +144,7 @@ class Layer:
     def attend(self, stream: Stream, step: Step, places: Places, cache: Cache) -> Sequence[Tensor]:
         """What `transform` goes on with, of each reader [tokens, features]. Writes to the cache, or goes on with its states."""
         if self.grams is not None:
-            assert isinstance(stream, GatedStreams)
+            assert isinstance(stream, GatedHyperStream)
             assert places.rows is not None
             self.grams(stream, places.rows, step, cache.grams[self.index])
         self._turn(stream, 0)
@@ -138,13 +152,13 @@ class Layer:
 
     def _turn(self, stream: Stream, part: int) -> None:
         if self.mixings:
-            assert isinstance(stream, Streams)
+            assert isinstance(stream, HyperStream)
             stream.turn(self.mixings[part])
         if self.norm_gates:
             assert isinstance(stream, GatedStream)
             stream.turn(self.norm_gates[part])
         if self.alternation and part == 0:
-            assert isinstance(stream, AlternatingStream)
+            assert isinstance(stream, AltUpStream)
             stream.predict(self.alternation)
 
     def _read(
@@ -153,7 +167,7 @@ class Layer:
         if isinstance(reader, Remembered):
             return reader(stream, self.input_norm, step, cache.states[self.index])
         where = stream, self.input_norm, step, places, cache.layers[self.index]
-        if isinstance(reader, ChoosingHeads):
+        if isinstance(reader, IndexedHeads):
             return reader.choose(*where, cache.index_keys[self.index])
         return reader(*where)
 
@@ -162,8 +176,8 @@ class Layer:
         self._turn(stream, 0)
         for reader in self.readers:
             x = stream.through(self.input_norm, reader.inward)
-            if isinstance(reader, Latents) and reader.chooser is not None:  # whose queries are wanted of long texts alone
-                reader.chooser.query(x.new_zeros(len(x), reader.chooser.inputs))
+            if isinstance(reader, Latents) and reader.indexer is not None:  # whose queries are wanted of long texts alone
+                reader.indexer.query(x.new_zeros(len(x), reader.indexer.inputs))
 
     def nothing(self, like: Tensor, rows: int) -> Sequence[Tensor]:
         """What so many tokens might have attended to."""
@@ -189,7 +203,7 @@ class Layer:
             self._turn(stream, 1)
             self.mlp(stream, self.mlp_norm, self.last_norm)
         if self.alternation:
-            assert isinstance(stream, AlternatingStream)
+            assert isinstance(stream, AltUpStream)
             stream.correct(self.alternation)
         if self.told is not None and told is not None:
             self.told(stream, told)
@@ -208,13 +222,13 @@ class Decoder:
         source: Source,
         ranks: Ranks,
         device: torch.device,
-        exact: Exact = Exact.USUAL,
+        exact: Invariance = Invariance.USUAL,
         changes: Changes | None = None,
     ) -> None:
         """exact: see `Weight`; changes: of adapters that tokens may go by."""
         self.shape = shape
         self.ranks = ranks
-        self.invariant = exact is Exact.INVARIANT
+        self.invariant = exact is Invariance.INVARIANT
         self.changes = changes or Changes()
         changes = self.changes if self.changes.names else None
         self.kept: Taps | None = None  # for a draft model that goes by what this one makes of tokens
@@ -235,10 +249,10 @@ class Decoder:
                 assert isinstance(seen, Heads)
                 layer.attention.scales = seen.scales
         self.positions = load.positions() if shape.learned is not None else None
-        self.inputs = Table(load, shape.inputs) if shape.inputs else None
+        self.inputs = LayerInputTable(load, shape.inputs) if shape.inputs else None
         self.changes.check()
         self.first_norm = load.gains(shape.first_norm, shape.hidden) if shape.first_norm else None
-        self.grams = GramRows(shape.grams, device) if shape.grams else None
+        self.grams = NgramRows(shape.grams, device) if shape.grams else None
         self.norm = load.gains(shape.last_norm, shape.hidden) if shape.last_norm else None
         last = shape.hyper if shape.hyper and not shape.hyper.averaged else None
         self.mixing = mixing_of(load, "head", last, gives=False) if last else None
@@ -257,7 +271,7 @@ class Decoder:
         self.local_rotary = of(shape.local_rope, shape.turning_size(near), turned=shape.turned(near)) if shape.local_rope else None
         self.leanings = leanings_of(shape, ranks.rank, ranks.size, dtype, device) if shape.alibi else None
         self.unturned = still() if shape.unturned and shape.turns else None
-        self.sight: Sight | None = None  # what encodes images, if they are to be seen
+        self.vision: Vision | None = None  # what encodes images, if they are to be seen
         self._axes = _axes_of(shape, size, device) if shape.rope.axes else None
         # In the type of the weights, as they were trained.
         self._factor = torch.tensor(shape.embedding_factor, dtype=self.embedding.dtype).item()
@@ -310,22 +324,22 @@ class Decoder:
 
     def _told_tokens(self, stream: Stream, tokens: Tensor) -> Stream:
         """The same, which knows its tokens' numbers."""
-        if isinstance(stream, Streams):
+        if isinstance(stream, HyperStream):
             stream.tokens = tokens
         return stream
 
     def _outcome(self, stream: Stream) -> Tensor:
-        if isinstance(stream, Streams):
+        if isinstance(stream, HyperStream):
             stream.turn(self.mixing)
         if self.ends is not None:
-            assert isinstance(stream, AlternatingStream)
+            assert isinstance(stream, AltUpStream)
             stream.join()
         return stream.normalized(self.norm)
 
-    def _seen(self, shown: Shown) -> Tensor:
-        """Features of an image's tokens, [tokens, levels, hidden]: see `Sight`."""
-        assert self.sight is not None
-        found = self.sight.look(shown.picture).index_select(0, shown.features)
+    def _seen(self, shown: ImageTokens) -> Tensor:
+        """Features of an image's tokens, [tokens, levels, hidden]: see `Vision`."""
+        assert self.vision is not None
+        found = self.vision.look(shown.picture).index_select(0, shown.features)
         return found if self.shape.sight_factor == 1 else found.mul_(self.shape.sight_factor)
 
     def _told(self, step: Step, stream: Stream, shown: Sequence[Tensor]) -> Tensor | None:
@@ -403,13 +417,13 @@ class Decoder:
         rows = functional.embedding(own.masked_fill(elsewhere, 0), self.embedding)
         return self.ranks.add(rows.masked_fill_(elsewhere.unsqueeze(1), 0))
 
-    def _stream(self, sums: Tensor, chosen: Chosen | None = None) -> Stream:
+    def _stream(self, sums: Tensor, chosen: RowAdapters | None = None) -> Stream:
         shape = self.shape
         if shape.hyper:
-            several = GatedStreams if isinstance(shape.hyper, GatedHyper) else Streams
+            several = GatedHyperStream if isinstance(shape.hyper, GatedHyperConnections) else HyperStream
             return several(sums, self.ranks, shape.norm_epsilon, shape.hyper.count, chosen)
         if self.ends is not None:
-            return AlternatingStream(sums, self.ranks, shape.norm_epsilon, shape.gelu, self.ends, chosen)
+            return AltUpStream(sums, self.ranks, shape.norm_epsilon, shape.gelu, self.ends, chosen)
         kind = ShortcutStream if shape.paired else GatedStream if shape.norm_gates else Stream
         return kind(sums, self.ranks, shape.norm_epsilon, shape.gelu, chosen)
 
@@ -485,7 +499,7 @@ class Decoder:
         """What this rank's weights take in memory."""
         twice = self.embedding.nbytes if self.shape.tied and self.head.shared else 0
         held = sum(weight.bytes if isinstance(weight, Weight) else weight.nbytes for weight in self._weights()) - twice
-        return held + (self.sight.bytes if self.sight else 0)
+        return held + (self.vision.bytes if self.vision else 0)
 
     def _weights(self) -> Iterator[Weight | Tensor]:
         parts = [self, *self.layers, *(part for layer in self.layers for reader in layer.readers for part in reader.parts)]

@@ -10,7 +10,7 @@ from .fields import AGAIN, COMPRESSED, SLIDING, Config, expect, number, said, sh
 from .parts import common
 from .ropes import ROPES, rope_of
 from .shape import Shape, Unsupported
-from .traits import Hyper, Mixture, Quantization, Rope
+from .traits import HyperConnections, Mixture, Quantization, Rope
 
 # transformers' defaults.
 DEEPSEEK_V4: Config = {
@@ -80,7 +80,7 @@ def _deepseek_v4(config: Config) -> Shape:
         local_rope=main if compressing and SLIDING in kinds else None,
         rotary_neighbours=True,
         sinks=True,
-        hyper=Hyper(
+        hyper=HyperConnections(
             count=given["hc_mult"],
             magnitude=2.0,
             epsilon=number(given, "hc_eps", 1e-6),

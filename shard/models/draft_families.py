@@ -9,7 +9,7 @@ from .families import shape
 from .fields import AGAIN, ELSE, Config, check, shown
 from .readout_families import MedusaShape, ReadoutShape, is_readout, readout_shape
 from .shape import Shape, Unsupported
-from .traits import Features, Latent
+from .traits import DraftFeatures, Latent
 
 EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
 LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -20,7 +20,7 @@ NORMS = ("norm_before_fc", "fc_norm", "norm_output")  # that some newer heads ha
 QWEN = (
     "mtp_num_hidden_layers",
     1,
-    Features(
+    DraftFeatures(
         layers=(),
         widened=False,
         behind=True,
@@ -37,7 +37,7 @@ QWEN = (
 DEEPSEEK = (
     "num_nextn_predict_layers",
     0,
-    Features(
+    DraftFeatures(
         layers=(),
         widened=False,
         names=(
@@ -200,7 +200,7 @@ def _eagle3(config: Config, target: Shape) -> Shape:
         vocabulary=most,
         # Its own number is what it was trained on, which is often less. Behind that its guesses may be worse.
         max_positions=target.max_positions,
-        features=Features(layers=layers, widened=True, normalized=first),
+        features=DraftFeatures(layers=layers, widened=True, normalized=first),
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...kernels.linear import Exact, Weight
+from ...kernels.linear import Invariance, Weight
 from ...kernels.operations import rms_norm
 from ..cache import Cache
 from ..parallel import Ranks
@@ -75,7 +75,7 @@ class DraftHead(Decoder, ABC):
         self._target = target
         self._whole = whole
         # Guesses may round as they like.
-        super().__init__(shape, source, Ranks(0, 1, source.device), source.device, exact=Exact.GUESS)
+        super().__init__(shape, source, Ranks(0, 1, source.device), source.device, exact=Invariance.GUESS)
 
     def _root(self, source: Source) -> str:
         return ROOTS[0]
@@ -122,7 +122,7 @@ class Eagle3(DraftHead):
         layer = "layers.0." if source.has("layers.0.hidden_norm.weight") else "midlayer."  # as speculators says, and EAGLE
         super().__init__(shape, Prefixed(source, [("model.layers.0.", layer), ("model.", "")]), target, whole)
         inputs = len(self.features.layers) * shape.hidden
-        self.fuse = Weight(source.tensor("fc.weight", (shape.hidden, inputs)), exact=Exact.GUESS)
+        self.fuse = Weight(source.tensor("fc.weight", (shape.hidden, inputs)), exact=Invariance.GUESS)
         self.taps = Taps(self.features.layers, self.fuse)
         if source.has("d2t"):
             self.known = self._known(source)
@@ -163,7 +163,7 @@ class NextTokens(DraftHead):
                 "out, as in many quantized copies; leave draft=mtp out, or take another copy"
             )
         super().__init__(shape, source, target, whole)
-        load = Loader(source, shape, self.ranks, layer, Exact.GUESS)
+        load = Loader(source, shape, self.ranks, layer, Invariance.GUESS)
         self.token_norm = load.gains("enorm", shape.hidden)
         self.feature_norm = load.gains("hnorm", shape.hidden)
         self.taps = Taps(())

@@ -44,7 +44,7 @@ class Encoder(ABC):
 
     @abstractmethod
     def __call__(self, pixels: Tensor, picture: Picture) -> Tensor:
-        """[tokens, levels, hidden]: see `Sight.encode`. pixels: of the picture, as the encoder wants them."""
+        """[tokens, levels, hidden]: see `Vision.encode`. pixels: of the picture, as the encoder wants them."""
 
     def _features(self, pixels: Tensor, **more: Any) -> Tensor:
         """By transformers' own way, of one image and one level."""

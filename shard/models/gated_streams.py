@@ -7,15 +7,15 @@ from torch.nn import functional
 from ...kernels.gated_hyper_connections import gathered, spread
 from ...kernels.reference import by_lanes
 from .loader import Loader
-from .streams import Mixer, Mixing, Streams
-from .traits import GatedHyper, Hyper
+from .streams import HyperConnection, HyperStream, StreamMixer
+from .traits import GatedHyperConnections, HyperConnections
 
 
-class GatedMixing(Mixer):
+class GatedHyperConnection(StreamMixer):
     """By gates. Every rank has all of it, with all bits that the checkpoint has."""
 
-    def __init__(self, load: Loader, name: str, hyper: GatedHyper, gives: bool = True) -> None:
-        """As of `Mixing`."""
+    def __init__(self, load: Loader, name: str, hyper: GatedHyperConnections, gives: bool = True) -> None:
+        """As of `HyperConnection`."""
         count, hidden = hyper.count, load.shape.hidden
         self.gains = load.gains(f"{name}hc_norm", count * hidden).view(count, hidden)
         names = [("input_mix_weight_down", hyper.rank), *([("block_inject_weight", count)] if gives else [])]
@@ -26,12 +26,12 @@ class GatedMixing(Mixer):
         self.rank, self.gives = hyper.rank, gives
 
 
-class GatedStreams(Streams):
+class GatedHyperStream(HyperStream):
     """As one, for each part of a layer that it is turned to."""
 
-    def turn(self, mixing: Mixer | None) -> None:
+    def turn(self, mixing: StreamMixer | None) -> None:
         """To a part of a layer, or to the output matrix."""
-        assert isinstance(mixing, GatedMixing)
+        assert isinstance(mixing, GatedHyperConnection)
         normal = spread(self._all, self._more, self._given, mixing.gains, self._epsilon)
         joint = mixing.inward(normal)
         few, giving = joint[:, : mixing.rank], joint[:, mixing.rank :] if mixing.gives else None
@@ -47,9 +47,9 @@ class GatedStreams(Streams):
         return self._all
 
 
-def mixing_of(load: Loader, part: str, hyper: Hyper, gives: bool = True) -> Mixer:
+def mixing_of(load: Loader, part: str, hyper: HyperConnections, gives: bool = True) -> StreamMixer:
     """Of a part of a layer, "attn" or "ffn", or of the output matrix, "head"."""
-    if isinstance(hyper, GatedHyper):
+    if isinstance(hyper, GatedHyperConnections):
         own = {"attn": "attn_hyper_connection.", "ffn": "mlp_hyper_connection.", "head": "hyper_connection_mixer."}
-        return GatedMixing(load, own[part], hyper, gives)
-    return Mixing(load, f"{part}_hc." if gives else "hc_head.hc_", hyper, gives)
+        return GatedHyperConnection(load, own[part], hyper, gives)
+    return HyperConnection(load, f"{part}_hc." if gives else "hc_head.hc_", hyper, gives)

@@ -13,7 +13,7 @@ from .gemma4_families import keyless, told_of
 from .parts import cap, kinds_of, windows_of
 from .ropes import rope_of, ropes_by_kind
 from .shape import Shape, Unsupported
-from .traits import Alternation
+from .traits import AltUpShape
 
 # transformers' defaults, which some checkpoints rely on.
 TEXT: Config = {
@@ -57,9 +57,9 @@ def _gemma3n(config: Config) -> Shape:
     return replace(keyless(base, config), inputs=told_of(config, least=1))
 
 
-def _alternation(config: Config) -> Alternation:
+def _alternation(config: Config) -> AltUpShape:
     count = config["altup_num_inputs"]
-    return Alternation(
+    return AltUpShape(
         count=count,
         active=whole("altup_active_idx", config.get("altup_active_idx", 0), 0, count - 1),
         scaled=boolean("altup_correct_scale", config.get("altup_correct_scale", True)),

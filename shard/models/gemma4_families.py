@@ -9,7 +9,7 @@ from .fields import AGAIN, FULL, SIZES, SLIDING, Config, boolean, shown
 from .parts import cap, kinds_of, windows_of
 from .ropes import rope_of_kind, ropes_by_kind
 from .shape import Shape, Unsupported
-from .traits import Inputs, Keys, Mixture
+from .traits import Keys, LayerInputs, Mixture
 
 # transformers' defaults, which some checkpoints rely on.
 TEXT: Config = {
@@ -48,7 +48,7 @@ def gemma4(config: Config) -> Shape:
     return replace(base, mixtures=(_mixture(config, base),) * base.layers) if sparse else base
 
 
-def told_of(config: Config, least: int) -> Inputs:
+def told_of(config: Config, least: int) -> LayerInputs:
     """What layers are told apart. Where config.json says nothing of it, they are. least: tokens that the table must have."""
     size, rows = config.get("hidden_size_per_layer_input", 256), config.get("vocab_size_per_layer_input", 262_144)
     for name, value, lowest in (("hidden_size_per_layer_input", size, 1), ("vocab_size_per_layer_input", rows, least)):
@@ -57,7 +57,7 @@ def told_of(config: Config, least: int) -> Inputs:
     padding = config.get("pad_token_id", 0)
     if type(padding) is not int or not 0 <= padding < rows:
         raise Unsupported(f"config.json says pad_token_id {shown(padding)}, a token is needed, which stands for images': {AGAIN}")
-    return Inputs(size=size, vocabulary=rows, padding=padding)
+    return LayerInputs(size=size, vocabulary=rows, padding=padding)
 
 
 def keyless(base: Shape, config: Config) -> Shape:

@@ -13,7 +13,7 @@ from .remembering import FineLinear
 from .ropes import ROPES
 from .shape import Shape, Unsupported
 from .sparse_families import EXPERTS, PLAIN_MLP, scored_by_kinds, with_experts
-from .traits import Hyper, Index
+from .traits import HyperConnections, Index
 
 # transformers' defaults.
 GLM_5_NEXT: Config = GLM_5 | {
@@ -51,7 +51,7 @@ def glm_5_next(config: Config) -> Shape:
     return replace(
         with_experts(scored_by_kinds(base, given), limit=limit, shared_limit=limit, form="before"),
         latent=replace(base.latent, epsilon=base.norm_epsilon, index=_index(given, others)),
-        hyper=Hyper(
+        hyper=HyperConnections(
             count=given["hc_mult"],
             magnitude=2.0,
             epsilon=number(given, "hc_eps", 1e-6),

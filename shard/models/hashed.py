@@ -10,23 +10,23 @@ from ...kernels.experts import shared_out
 from ...kernels.linear import Weight
 from .fields import AGAIN
 from .loader import Loader
-from .mlp import Sparse
+from .mlp import MixtureOfExperts
 from .shape import Unsupported
 from .stream import Stream
-from .streams import Streams
+from .streams import HyperStream
 from .traits import Mixture
 
 
-class Hashed(Sparse):
-    """In the place of `Sparse`."""
+class HashRoutedExperts(MixtureOfExperts):
+    """In the place of `MixtureOfExperts`."""
 
     def __init__(self, load: Loader, mixture: Mixture) -> None:
         super().__init__(load, mixture)
         self.table = _table(load, load.prefix + self.mixture.named("gate.tid2eid"), mixture)
 
     def part(self, stream: Stream, before: Tensor | None) -> Tensor:
-        """As that of `Sparse`."""
-        assert isinstance(stream, Streams)
+        """As that of `MixtureOfExperts`."""
+        assert isinstance(stream, HyperStream)
         assert stream.tokens is not None
         x = stream.normalized(before)
         chosen = self.table.index_select(0, stream.tokens).long()

@@ -17,7 +17,7 @@ NAME = "self_attn.indexer"
 EPSILON = 1e-6  # of the layer norm of what queries are made of, whatever other norms have
 
 
-class Chooser:
+class Indexer:
     """An index's queries are made of the latents of queries, or of the residual stream, of which its keys and weights are."""
 
     def __init__(self, load: Loader, latent: Latent, index: Index) -> None:

@@ -10,7 +10,7 @@ from .parts import biased, common, layers_of
 from .ropes import MISTRAL_YARN, check_factors, sharpness, with_original, with_rope
 from .shape import Shape, Unsupported
 from .sparse_families import scored, scored_by_kinds, with_experts
-from .traits import Hyper, Index, Latent
+from .traits import HyperConnections, Index, Latent
 
 # transformers' defaults, which some checkpoints rely on.
 FEATURES: Config = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
@@ -311,7 +311,7 @@ def _hy_4(config: Config, neighbours: bool = False) -> Shape:
     epsilon = number(given, "hc_eps", 1e-6)
     return replace(
         base,
-        hyper=Hyper(count=given["hc_mult"], magnitude=number(given, "hc_magnitude", 2.0), epsilon=epsilon),
+        hyper=HyperConnections(count=given["hc_mult"], magnitude=number(given, "hc_magnitude", 2.0), epsilon=epsilon),
         attention_gates=True,
         gates_name="gate_proj",
         sinks=True,

@@ -10,15 +10,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...kernels.codes import Codes
-from ...kernels.linear import Exact, Weight, by_onednn
+from ...kernels.linear import Invariance, Weight, by_onednn
 from ...kernels.operations import rms_norm, rotate_and_write_latents
 from ...kernels.ragged import How, attention
 from ...kernels.reference import by_lanes
 from ..step import Step
 from .changes import Outwards, side_by_side
-from .index import Chooser
+from .index import Indexer
 from .loader import Loader
-from .pools import PoolChooser
+from .pools import PoolIndexer
 from .rotary import Places
 from .sharpening import Sharpening
 from .stream import Stream
@@ -33,9 +33,9 @@ SHORT = 400
 class ByHeads:
     """Products with a weight of each head's own."""
 
-    def __init__(self, weights: Tensor, exact: Exact) -> None:
+    def __init__(self, weights: Tensor, exact: Invariance) -> None:
         """weights: [heads, in, out]. On a CPU, many heads' sums at once are made in ways that depend on the number of rows."""
-        apart = exact is Exact.INVARIANT and weights.device.type == "cpu" and by_onednn(weights.dtype)
+        apart = exact is Invariance.INVARIANT and weights.device.type == "cpu" and by_onednn(weights.dtype)
         self._apart = [Weight(own.t().contiguous(), exact=exact) for own in weights] if apart else []
         self._weights = weights if not apart else None
 
@@ -87,8 +87,8 @@ class Latents:
         self.heads = len(both)
         self.to_keys = ByHeads(both[:, : latent.plain].contiguous(), load.exact)  # [heads, plain, size]
         self.to_values = ByHeads(both[:, latent.plain :].transpose(1, 2).contiguous(), load.exact)  # [heads, size, values]
-        choosing = PoolChooser if latent.index and latent.index.pool else Chooser
-        self.chooser = choosing(load, latent, latent.index) if latent.index and indexing else None
+        choosing = PoolIndexer if latent.index and latent.index.pool else Indexer
+        self.indexer = choosing(load, latent, latent.index) if latent.index and indexing else None
         self.sinks = load.each_head(f"self_attn.{shape.sinks_name}", shape.heads) if shape.sunk(window) else None
         self.sharpening = Sharpening(load, "self_attn.softmax_scaling", shape.heads) if shape.sharpened else None
         self.output = load.rows("self_attn.o_proj", shape.heads * latent.values, shape.output_bias)
@@ -103,20 +103,20 @@ class Latents:
     @property
     def parts(self) -> tuple[object, ...]:
         """What has weights."""
-        found = self, self.to_keys, self.to_values, self.sharpening, *(self.chooser.parts if self.chooser else ())
+        found = self, self.to_keys, self.to_values, self.sharpening, *(self.indexer.parts if self.indexer else ())
         return tuple(part for part in found if part is not None)
 
     def __call__(self, stream: Stream, norm: Tensor | None, step: Step, places: Places, layer: Tensor) -> Tensor:
         """As that of `Heads`: [tokens, this rank's heads * latent.values]."""
         latent, width, cached = self.latent, self.latent.width, self.shape.head_size
-        x = stream.normalized(norm) if self.chooser else None
+        x = stream.normalized(norm) if self.indexer else None
         joint = stream.through(norm, self.inward) if x is None else stream.product(x, self.inward)
         gates, asked, latents = joint[:, : self.gates], joint[:, self.gates : -width], joint[:, -width:]
         made = x
         if self.query is not None:
             gates, asked, made = self._made(stream, asked, gates)
-        if self.chooser is not None and x is not None and made is not None:
-            places.choosing[:] = [self.chooser(x, made, places, step, layer[..., cached:])]
+        if self.indexer is not None and x is not None and made is not None:
+            places.choosing[:] = [self.indexer(x, made, places, step, layer[..., cached:])]
         heads = asked.view(len(asked), self.heads, latent.plain + latent.turned)
         query = torch.cat((self.to_keys(heads[..., : latent.plain]), heads[..., latent.plain :]), 2)
         if width < cached:  # zeros, where other layers have what turns

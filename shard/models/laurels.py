@@ -10,7 +10,7 @@ from .stream import Stream
 NAMES = ("laurel.linear_left", "laurel.linear_right")
 
 
-class Laurel:
+class LaurelBlock:
     """Of a layer."""
 
     factor = 2**-0.5  # of the stream, once attention has been added as well

@@ -15,13 +15,13 @@ from ...kernels.operations import rms_norm
 from ...kernels.reference import by_lanes
 from .loader import Loader
 from .stream import Stream
-from .traits import Inputs
+from .traits import LayerInputs
 
 
-class Table:
+class LayerInputTable:
     """Of all layers."""
 
-    def __init__(self, load: Loader, inputs: Inputs) -> None:
+    def __init__(self, load: Loader, inputs: LayerInputs) -> None:
         """load: of what is beside the layers."""
         shape = load.shape
         self._size, self._own = inputs.size, slice(*load.own(inputs.size))
@@ -47,10 +47,10 @@ class Table:
         return told.add_(made).mul_(2**-0.5).transpose(0, 1)
 
 
-class Told:
+class LayerInput:
     """A layer's part."""
 
-    def __init__(self, load: Loader, inputs: Inputs) -> None:
+    def __init__(self, load: Loader, inputs: LayerInputs) -> None:
         self.gate = load.columns("", ["per_layer_input_gate"], [inputs.size], False)
         self.output = load.rows("per_layer_projection", inputs.size, False)
         self.norm = load.gains("post_per_layer_input_norm", load.shape.hidden)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from .fields import AGAIN, CHUNKED, Config, number, shown
 from .parts import biased, common, kinds_of, unturned_of
 from .shape import Shape, Unsupported
-from .traits import Growth, Mixture
+from .traits import Mixture, TemperatureTuning
 
 # transformers' defaults, which some checkpoints rely on.
 DEFAULTS: Config = {
@@ -76,11 +76,11 @@ def _mixtures(given: Config, base: Shape) -> tuple[Mixture | None, ...]:
     return tuple(mixture if layer in layers else None for layer in range(base.layers))
 
 
-def _growth(given: Config) -> Growth | None:
+def _growth(given: Config) -> TemperatureTuning | None:
     """Checkpoints have a number, or true."""
     if not given.get("attn_temperature_tuning", True):
         return None
-    return Growth(strength=number(given, "attn_scale", 0.1), positions=given.get("floor_scale", 8192))
+    return TemperatureTuning(strength=number(given, "attn_scale", 0.1), positions=given.get("floor_scale", 8192))
 
 
 LLAMA4: dict[str, Callable[[Config], Shape]] = {"Llama4ForCausalLM": _llama4}

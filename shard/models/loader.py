@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from ...kernels import quantized
 from ...kernels.codes import Codes, alike, joined, unpacked
-from ...kernels.linear import Exact, Weight
+from ...kernels.linear import Invariance, Weight
 from ..parallel import Ranks
 from ..weights import Source
 from .changes import Change, Changes, Inwards, Outwards, Part
@@ -29,7 +29,7 @@ class Loader:
     """Cuts this rank's part out of the named tensors of one layer (or of the model, with an empty prefix)."""
 
     def __init__(
-        self, source: Source, shape: Shape, ranks: Ranks, prefix: str, exact: Exact, changes: Changes | None = None
+        self, source: Source, shape: Shape, ranks: Ranks, prefix: str, exact: Invariance, changes: Changes | None = None
     ) -> None:
         """changes: of adapters that may be asked for."""
         self.source = source

@@ -23,7 +23,7 @@ def _order(size: int, turned: int) -> list[int]:
     return [*range(apart), *range(turned, middle), *range(apart, turned), *range(middle, size)]
 
 
-class MeanChooser:
+class MeanIndexer:
     """Queries of heads of its own, and one key for all. As many features of each turn as of attention's."""
 
     def __init__(self, load: Loader, index: PoolIndex) -> None:

@@ -27,7 +27,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class Dense:
+class Mlp:
     """One MLP for all tokens."""
 
     def __init__(self, load: Loader, size: int) -> None:
@@ -56,7 +56,7 @@ class Dense:
         yield from (self.gate_up, self.down)
 
 
-class Limited(Dense):
+class ClampedMlp(Mlp):
     """One whose gates, and what they let through, have a limit."""
 
     def __init__(self, load: Loader, size: int, limit: float) -> None:
@@ -64,11 +64,11 @@ class Limited(Dense):
         self.gates = Gates(load.shape.gelu, limit, load.shape.mlp_form)
 
     def inner(self, stream: Stream, before: Tensor | None) -> Tensor:
-        """As that of `Dense`."""
+        """As that of `Mlp`."""
         return gated(stream.through(before, self.gate_up), self.gates)
 
 
-class Thinned(Dense):
+class SparseActivationMlp(Mlp):
     """One most of whose gates are closed: all but what would be the highest part of them, were they a normal distribution of their
     mean and deviation, and these by as much less as that begins at. Gemma 3n's."""
 
@@ -81,7 +81,7 @@ class Thinned(Dense):
         self._beyond = torch.tensor(NormalDist().inv_cdf(closed), dtype=load.source.dtype).item()
 
     def inner(self, stream: Stream, before: Tensor | None) -> Tensor:
-        """As that of `Dense`."""
+        """As that of `Mlp`."""
         joint = stream.through(before, self.gate_up)
         gates = joint[:, : joint.shape[1] // 2]
         mean, deviation = self._spread(gates.float())
@@ -99,7 +99,7 @@ class Thinned(Dense):
         return whole, (square - whole.square()).clamp_(min=0).sqrt_()
 
 
-class Ungated(Dense):
+class UngatedMlp(Mlp):
     """One whose features are let through by themselves."""
 
     def __init__(self, load: Loader, size: int) -> None:
@@ -110,7 +110,7 @@ class Ungated(Dense):
         self.activation = ACTIVATIONS.get(load.shape.ungated) or _xielu(load)
 
     def inner(self, stream: Stream, before: Tensor | None) -> Tensor:
-        """As that of `Dense`."""
+        """As that of `Mlp`."""
         return by_lanes(self.activation, stream.through(before, self.gate_up))
 
 
@@ -123,7 +123,7 @@ def _xielu(load: Loader) -> Callable[[Tensor], Tensor]:
     return partial(xielu, positive=positive, negative=beta + negative, beta=beta, epsilon=epsilon)
 
 
-class Sparse:
+class MixtureOfExperts:
     """Of many MLPs those that a token's router chooses, and one for all where there is one. Every rank has a part of each."""
 
     def __init__(self, load: Loader, mixture: Mixture) -> None:
@@ -135,14 +135,14 @@ class Sparse:
         gate_ups, downs, biases = experts(load, mixture)
         gates = Gates(load.shape.gelu, mixture.limit, mixture.form, squared=bool(load.shape.ungated))
         self.experts = lay_out(gate_ups, downs, load.source.dtype, biases, gates, load.exact)
-        self.shared = Shared(load, mixture) if mixture.shared else None
+        self.shared = SharedExpert(load, mixture) if mixture.shared else None
 
     def __call__(self, stream: Stream, before: Tensor | None, behind: Tensor | None) -> None:
-        """As that of `Dense`."""
+        """As that of `Mlp`."""
         stream.add_part(self.part(stream, before), behind)
 
     def part(self, stream: Stream, before: Tensor | None) -> Tensor:
-        """As that of `Dense`."""
+        """As that of `Mlp`."""
         x = stream.normalized(before)
         made = self.made(x)
         return made if self.shared is None else made.add_(self.shared(x, stream), alpha=self.mixture.shared_factor)
@@ -178,7 +178,7 @@ class Sparse:
             yield from self.shared.weights()
 
 
-class Narrow(Sparse):
+class LatentExperts(MixtureOfExperts):
     """Nemotron 3 Super's: what the chosen ones see is a latent of the stream, and so is what they make."""
 
     def __init__(self, load: Loader, mixture: Mixture) -> None:
@@ -190,7 +190,7 @@ class Narrow(Sparse):
         )
 
     def made(self, x: Tensor) -> Tensor:
-        """As that of `Sparse`. What leads back is linear: parts of a sum may go through it."""
+        """As that of `MixtureOfExperts`. What leads back is linear: parts of a sum may go through it."""
         return self.back(self.experts(self.into(x), *self.route(x)))
 
     def weights(self) -> Iterator[Weight | Tensor]:
@@ -198,12 +198,12 @@ class Narrow(Sparse):
         yield from (*super().weights(), self.into, self.back)
 
 
-class Weighed(Sparse):
+class InputScaledExperts(MixtureOfExperts):
     """Llama 4's: what the chosen ones see is multiplied by their shares. By logits they are chosen, of which high ones differ where
     their scores don't."""
 
     def made(self, x: Tensor) -> Tensor:
-        """As that of `Sparse`."""
+        """As that of `MixtureOfExperts`."""
         logits, count = self.router(x.float()), self.mixture.chosen
         _, chosen = route(logits, count, normalized=False)
         shares = by_lanes(torch.sigmoid, logits.gather(1, chosen)).to(x.dtype)
@@ -212,7 +212,7 @@ class Weighed(Sparse):
         return self.experts(seen, torch.ones_like(chosen, dtype=torch.float32), chosen).view(-1, count, x.shape[1]).sum(1)
 
 
-class Beside(Sparse):
+class ParallelExperts(MixtureOfExperts):
     """Gemma 4's: what all tokens go through is an MLP with norms of its own, and so have those that a router chooses. It looks at
     the stream itself, and each expert has a factor of its shares."""
 
@@ -225,7 +225,7 @@ class Beside(Sparse):
         self.behind = load.gains("post_feedforward_layernorm_1", hidden), load.gains("post_feedforward_layernorm_2", hidden)
 
     def __call__(self, stream: Stream, before: Tensor | None, behind: Tensor | None) -> None:
-        """As that of `Dense`."""
+        """As that of `Mlp`."""
         assert self.shared is not None
         dense = self.shared(stream.normalized(before), stream)
         shares, chosen = self.route(stream.normalized(self.routing))
@@ -237,7 +237,7 @@ class Beside(Sparse):
         yield from (*super().weights(), self.routing, self.factors, self.before, *self.behind)
 
 
-class Shared:
+class SharedExpert:
     """The expert that all tokens go through."""
 
     def __init__(self, load: Loader, mixture: Mixture) -> None:

@@ -12,9 +12,9 @@ from ...kernels.gated_delta import States
 from ...kernels.hashes import Hashes
 from ...kernels.ngrams import opened, rows_of, take
 from ..step import Step
-from .gated_streams import GatedStreams
+from .gated_streams import GatedHyperStream
 from .loader import Loader
-from .ngrams import Grams
+from .ngrams import Ngrams
 from .shape import Unsupported
 
 EMBEDDING = "ple.ple_embedding"
@@ -22,10 +22,10 @@ EMBEDDING = "ple.ple_embedding"
 KNOWN = ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")
 
 
-class GramRows:
+class NgramRows:
     """Rows of all layers' tables."""
 
-    def __init__(self, grams: Grams, device: torch.device) -> None:
+    def __init__(self, grams: Ngrams, device: torch.device) -> None:
         multipliers, sizes, offsets = (
             torch.tensor([of(layer) for layer in grams.layers], device=device)
             for of in (grams.multipliers, grams.sizes, grams.offsets)
@@ -42,10 +42,10 @@ class GramRows:
         return dict(zip(self._layers, found.unbind(0), strict=True))
 
 
-class GramLayer:
+class NgramLayer:
     """Of a layer that is told."""
 
-    def __init__(self, load: Loader, grams: Grams, layer: int) -> None:
+    def __init__(self, load: Loader, grams: Ngrams, layer: int) -> None:
         hidden, streams = load.shape.hidden, grams.streams
         _check(load, grams, layer)
         self.table = _table(load, grams, layer)
@@ -59,7 +59,7 @@ class GramLayer:
         self.taps = functional.pad(taps.unsqueeze(2), (zeros, 0)).flatten(1)[:, zeros:].contiguous()
         self._ranks, self._epsilon = load.ranks, load.shape.norm_epsilon
 
-    def __call__(self, stream: GatedStreams, rows: Tensor, step: Step, states: States) -> None:
+    def __call__(self, stream: GatedHyperStream, rows: Tensor, step: Step, states: States) -> None:
         """Adds to the streams what they take of what is at these rows of the table, [tokens, heads]. Sequences' states go on."""
         assert step.spans is not None
         streams = stream.settled()
@@ -76,7 +76,7 @@ class GramLayer:
         return self._ranks.add(found.masked_fill_(elsewhere.unsqueeze(2), 0).flatten(1))
 
 
-def _check(load: Loader, grams: Grams, layer: int) -> None:
+def _check(load: Loader, grams: Ngrams, layer: int) -> None:
     """Raises Unsupported if a checkpoint's hashes are others than those that follow from config.json."""
     for part, values in zip(KNOWN, (grams.multipliers(layer), grams.sizes(layer), grams.offsets(layer)), strict=True):
         name = f"{load.prefix}{EMBEDDING}.{part}"
@@ -85,7 +85,7 @@ def _check(load: Loader, grams: Grams, layer: int) -> None:
 
 
 @torch.inference_mode()
-def _table(load: Loader, grams: Grams, layer: int) -> Tensor:
+def _table(load: Loader, grams: Ngrams, layer: int) -> Tensor:
     """This rank's rows, with zeros beyond the end, read part by part: they may be most of the memory that there is."""
     source, name = load.source, f"{load.prefix}{EMBEDDING}.ngram_embedding"
     rows, size, own = grams.rows(layer), grams.size // grams.count, grams.slice(layer, load.ranks.size)

@@ -11,7 +11,7 @@ WITNESSES = (2, 3, 5, 7, 11, 13, 17)  # which tell primes below 3.4e14 (Jaeschke
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Grams:
+class Ngrams:
     """What layers are told of a token's n-grams: of pairs, triples and so on, each by as many heads.
 
     An n-gram is a token and those before it, up to the last token that ends a text, which stands for all before that. Each token's

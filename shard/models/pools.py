@@ -7,14 +7,14 @@ from ...kernels.operations import layer_norm
 from ...kernels.pools import write_pools
 from ...kernels.ragged import narrows
 from ..step import Step
-from .index import NAME, Chooser
+from .index import NAME, Indexer
 from .loader import Loader
 from .rotary import Places
 from .traits import Index, Latent
 
 
-class PoolChooser(Chooser):
-    """A `Chooser` whose tokens have gates beside keys. Nothing of either turns."""
+class PoolIndexer(Indexer):
+    """A `Indexer` whose tokens have gates beside keys. Nothing of either turns."""
 
     def __init__(self, load: Loader, latent: Latent, index: Index) -> None:
         super().__init__(load, latent, index)
@@ -23,7 +23,7 @@ class PoolChooser(Chooser):
         self.places = load.wide(f"{NAME}.index_kpool_compress_ape", index.pool, index.size)
 
     def __call__(self, x: Tensor, made: Tensor, places: Places, step: Step, cache: Tensor) -> ChoosingPools | None:
-        """As that of `Chooser`. Writes gates, and keys of pools, too."""
+        """As that of `Indexer`. Writes gates, and keys of pools, too."""
         index = self.index
         write_pools(layer_norm(self.key(x), self.norm, index.epsilon), self.gate(x), self.places, step.slots, cache)
         if not narrows(step.attention, index.most):

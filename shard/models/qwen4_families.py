@@ -7,12 +7,12 @@ from typing import Any
 
 from .fields import AGAIN, FULL, INDEXED, LINEAR, Config, expect, shown, whole
 from .hybrid_families import QWEN3_NEXT, hybrid
-from .ngrams import Grams
+from .ngrams import Ngrams
 from .remembering import Linear
 from .ropes import rotary_size
 from .shape import Shape, Unsupported
 from .sparse_families import one_for_all
-from .traits import GatedHyper, PoolIndex
+from .traits import GatedHyperConnections, PoolIndex
 
 INDEX = ("indexer_n_heads", "indexer_head_dim", "indexer_budget", "indexer_compress_ratio")
 MOST_HEADS = 1 << 12  # of n-grams, in all layers
@@ -38,7 +38,7 @@ def qwen_4(config: Config) -> Shape:
         remembering=replace(kept, sigmoid=opening == SIGMOID) if kept else None,
         joined=("in_proj_qkv",),
         mixtures=(one_for_all(given, given["norm_topk_prob"]),) * base.layers,
-        hyper=GatedHyper(count=streams, rank=_whole(given, "hc_lowrank", 320, 1 << 16)),
+        hyper=GatedHyperConnections(count=streams, rank=_whole(given, "hc_lowrank", 320, 1 << 16)),
         blocks=_index(given, attending, rotary_size(given, base.head_size)),
         grams=_grams(given, base, streams),
         norms=("", "", "", ""),
@@ -76,7 +76,7 @@ def _index(given: Config, layers: frozenset[int], turned: int) -> PoolIndex:
     return PoolIndex(layers=layers, heads=heads, size=size, most=most, pool=pool)
 
 
-def _grams(given: Config, base: Shape, streams: int) -> Grams | None:
+def _grams(given: Config, base: Shape, streams: int) -> Ngrams | None:
     """What layers are told of n-grams, if any is."""
     named: Any = given.get("ple_layer_ids") or []
     if not isinstance(named, list) or not all(type(one) is int and 0 < one <= base.layers for one in named):
@@ -89,7 +89,7 @@ def _grams(given: Config, base: Shape, streams: int) -> Grams | None:
     others = sorted(set(layers) - (base.remembering.layers if base.remembering else frozenset()))
     if others:
         raise Unsupported(f"ple_layer_ids {others[0] + 1} is not supported: that layer has no linear attention")
-    found = Grams(
+    found = Ngrams(
         layers=layers,
         most=_whole(given, "ngram_size", 3, 1 << 6, least=2),
         heads=_whole(given, "heads_per_ngram", 8, MOST_HEADS),

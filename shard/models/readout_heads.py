@@ -11,7 +11,7 @@ from math import sqrt
 from torch import Tensor
 from torch.nn import functional
 
-from ...kernels.linear import Exact, Weight
+from ...kernels.linear import Invariance, Weight
 from ..weights import Source
 from .decoder import OUTPUTS, Decoder, output_of
 from .readout_families import MedusaShape, ReadoutShape, SpeculatorShape, prefix_of
@@ -55,7 +55,9 @@ class Medusa(ReadoutHead):
         self._blocks = [
             [
                 Weight(
-                    source.tensor(f"{name}.linear.weight", hidden), source.tensor(f"{name}.linear.bias", hidden[:1]), Exact.GUESS
+                    source.tensor(f"{name}.linear.weight", hidden),
+                    source.tensor(f"{name}.linear.bias", hidden[:1]),
+                    Invariance.GUESS,
                 )
                 for name in own[:-1]
             ]
@@ -63,7 +65,7 @@ class Medusa(ReadoutHead):
         ]
         self._target = None if source.has(f"{names[0][-1]}.weight") else target
         if self._target is None:
-            self._outputs = [Weight(source.tensor(f"{own[-1]}.weight", size), exact=Exact.GUESS) for own in names]
+            self._outputs = [Weight(source.tensor(f"{own[-1]}.weight", size), exact=Invariance.GUESS) for own in names]
         else:
             self._outputs = [_output(target, whole)] * shape.levels
 
@@ -106,12 +108,12 @@ class Speculator(ReadoutHead):
 
         self._tables = [source.tensor(named("emb", i), size) for i in range(sets)]
         self._projections = [
-            Weight(source.tensor(named("proj", i), (inner, inner if i else shape.hidden)), exact=Exact.GUESS)
+            Weight(source.tensor(named("proj", i), (inner, inner if i else shape.hidden)), exact=Invariance.GUESS)
             for i in range(projections)
         ]
         self._gains = [source.tensor(named("ln", i), (inner,)) for i in range(sets)]
         self._biases = [source.tensor(f"speculator.ln.{i}.bias", (inner,)) for i in range(sets)]
-        self._outputs = [Weight(source.tensor(named("head", i), size), exact=Exact.GUESS) for i in range(sets)]
+        self._outputs = [Weight(source.tensor(named("head", i), size), exact=Invariance.GUESS) for i in range(sets)]
 
     def after(self, level: int, states: Tensor, tokens: Tensor) -> Tensor:
         """See ReadoutHead."""
@@ -138,7 +140,7 @@ def _output(target: Decoder, whole: Source) -> Weight:
         return target.head
     shape = target.shape
     bias = whole.tensor(f"{OUTPUTS[0].removesuffix('weight')}bias", (shape.vocabulary,)) if shape.logit_bias else None
-    return Weight(whole.tensor(output_of(whole, shape), (shape.vocabulary, shape.hidden)), bias, Exact.GUESS)
+    return Weight(whole.tensor(output_of(whole, shape), (shape.vocabulary, shape.hidden)), bias, Invariance.GUESS)
 
 
 def readout_head(shape: ReadoutShape, source: Source, target: Decoder, whole: Source) -> ReadoutHead:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...kernels.indexed import Choosing
 from ...kernels.reference import rotary_table
-from .traits import Growth, Rope
+from .traits import Rope, TemperatureTuning
 
 PART = 1 << 16  # positions whose cosines and sines are computed at once, in float32
 
@@ -60,7 +60,7 @@ def growth_of(rope: Rope, positions: int, dtype: torch.dtype, device: torch.devi
     return _grown(rope.growth, torch.arange(positions, device=device) // rope.original_positions, dtype)
 
 
-def unturned_growth_of(growth: Growth | None, positions: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+def unturned_growth_of(growth: TemperatureTuning | None, positions: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
     """The same in layers without a rotary embedding."""
     if growth is None:
         return None

@@ -5,24 +5,24 @@ from dataclasses import dataclass, replace
 from math import gcd, prod
 
 from .compression import Compressed
-from .ngrams import Grams
+from .ngrams import Ngrams
 from .remembering import Matrices, Remembering, changed
 from .traits import (
     Alibi,
-    Alternation,
+    AltUpShape,
     BlockIndex,
-    Features,
-    Growth,
-    Hyper,
+    DraftFeatures,
+    HyperConnections,
     Index,
-    Inputs,
     Keys,
     Latent,
+    LayerInputs,
     Layout,
     Mixture,
     PoolIndex,
     Quantization,
     Rope,
+    TemperatureTuning,
     elements,
 )
 
@@ -49,8 +49,8 @@ class Shape:
     head_size: int  # of keys; of latents as they are cached
     value_size: int = 0  # of values, if they are smaller; 0: they are not
     latent: Latent | None = None  # which keys and values are made of; the cache has one key head, of the latent and what turns
-    hyper: Hyper | None = None  # None: there is one residual stream
-    alternation: Alternation | None = None  # likewise
+    hyper: HyperConnections | None = None  # None: there is one residual stream
+    alternation: AltUpShape | None = None  # likewise
     laurel: int = 0  # features between two matrices of what is added beside attention; 0: there are none
     blocks: BlockIndex | PoolIndex | None = None  # None: all of what heads see is attended to
     intermediate: int
@@ -70,7 +70,7 @@ class Shape:
     head_gates: bool = False  # one of each head instead of one of each of its features
     gates_name: str = ""  # of their own matrix, without biases; "": in the checkpoint they are beside each head's queries
     unturned: frozenset[int] = frozenset()  # layers without a rotary embedding
-    unturned_growth: Growth | None = None  # of their queries; None: none
+    unturned_growth: TemperatureTuning | None = None  # of their queries; None: none
     # Queries of each head are multiplied by the logarithm of their position times a number of the head's, plus another.
     sharpened: bool = False
     alibi: Alibi | None = None  # None: none
@@ -137,12 +137,12 @@ class Shape:
     rotary_neighbours: bool = False  # of them the checkpoint has those side by side that turn together, not half of them apart
     gelu: bool = False  # of the MLP's gates, approximated by tanh, instead of silu
     quantization: Quantization | None = None
-    features: Features | None = None  # of another model, for which this one guesses, and whose embedding table it takes
+    features: DraftFeatures | None = None  # of another model, for which this one guesses, and whose embedding table it takes
     keyless: int = 0  # the last layers, so many, have no keys: they see those of the last one before them with the same window
     wider: int = 1  # and their MLPs are so many times as wide
     widths: tuple[int, ...] = ()  # intermediate features of each layer's MLP, if they differ otherwise; (): they don't
-    inputs: Inputs | None = None  # of each layer apart
-    grams: Grams | None = None  # what some layers are told of n-grams
+    inputs: LayerInputs | None = None  # of each layer apart
+    grams: Ngrams | None = None  # what some layers are told of n-grams
     sight_factor: float = 1.0  # what features of images are multiplied by
     whole_images: tuple[int, ...] = ()  # windows of layers in which each of an image's tokens sees all of the image
 

@@ -4,7 +4,7 @@ second one's MLP makes (Cai et al. 2024, arXiv:2404.05019). One sum of all ranks
 from torch import Tensor
 
 from .loader import Loader
-from .mlp import Dense, Sparse
+from .mlp import MixtureOfExperts, Mlp
 from .stream import Stream
 from .traits import Mixture
 
@@ -30,7 +30,7 @@ class ShortcutStream(Stream):
         self._held = self._held.index_select(0, rows) if self._held is not None else None
 
 
-class Shortcut(Sparse):
+class Shortcut(MixtureOfExperts):
     """The first layer's, whose MLP is the one for all tokens. Experts behind the last one give back what they see."""
 
     def __init__(self, load: Loader, mixture: Mixture) -> None:
@@ -38,7 +38,7 @@ class Shortcut(Sparse):
         self._gives = load.ranks.rank == 0  # the sum of all ranks has it once
 
     def __call__(self, stream: Stream, before: Tensor | None, behind: Tensor | None) -> None:
-        """As that of `Dense`."""
+        """As that of `Mlp`."""
         assert isinstance(stream, ShortcutStream)
         assert self.shared is not None
         x = stream.normalized(before)
@@ -46,17 +46,17 @@ class Shortcut(Sparse):
         stream.add_part(self.shared(x, stream), behind)
 
     def made(self, x: Tensor) -> Tensor:
-        """As that of `Sparse`."""
+        """As that of `MixtureOfExperts`."""
         shares, chosen = self.route(x)
         idle = chosen >= self.mixture.experts
         found = self.experts(x, shares, chosen, idle)
         return found.add_(x * (shares * idle).sum(1, keepdim=True)) if self._gives else found
 
 
-class Rejoined(Dense):
+class Rejoined(Mlp):
     """The second layer's MLP."""
 
     def __call__(self, stream: Stream, before: Tensor | None, behind: Tensor | None) -> None:
-        """As that of `Dense`, with what waited."""
+        """As that of `Mlp`, with what waited."""
         assert isinstance(stream, ShortcutStream)
         stream.add_part(self.part(stream, before).add_(stream.held()), behind)

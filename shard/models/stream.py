@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...kernels.adapters import Chosen
+from ...kernels.adapters import RowAdapters
 from ...kernels.linear import Weight
 from ...kernels.operations import add_rms_norm, gated, layer_norm, rms_norm
 from ...kernels.reference import Gates
@@ -20,7 +20,7 @@ class Stream:
     first: sums and norms go together.
     """
 
-    def __init__(self, sums: Tensor, ranks: Ranks, epsilon: float, gelu: bool = False, chosen: Chosen | None = None) -> None:
+    def __init__(self, sums: Tensor, ranks: Ranks, epsilon: float, gelu: bool = False, chosen: RowAdapters | None = None) -> None:
         """sums: [tokens, hidden], the caller's no more; gelu: of gates; chosen: of adapters, if any token goes by one.
 
         Gains of norms are [hidden] where those are RMS norms, and [2, hidden] with their biases where they are layer norms.

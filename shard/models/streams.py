@@ -8,24 +8,24 @@ are mixed with each other, too, and of the latter the output matrix sees the mea
 import torch
 from torch import Tensor
 
-from ...kernels.adapters import Chosen
+from ...kernels.adapters import RowAdapters
 from ...kernels.hyper_connections import mix
 from ...kernels.linear import Weight
 from ...kernels.reference import Shares
 from ..parallel import Ranks
 from .loader import Loader
 from .stream import Stream
-from .traits import Hyper
+from .traits import HyperConnections
 
 
-class Mixer:
+class StreamMixer:
     """Of a part of a layer: what it goes by, its kinds know."""
 
 
-class Mixing(Mixer):
+class HyperConnection(StreamMixer):
     """By shares."""
 
-    def __init__(self, load: Loader, name: str, hyper: Hyper, gives: bool = True) -> None:
+    def __init__(self, load: Loader, name: str, hyper: HyperConnections, gives: bool = True) -> None:
         """name: of its tensors, up to what tells these apart; gives: something is added afterwards."""
         kinds = hyper.kinds if gives else hyper.kinds[:1]
         self.matrix = load.wide(f"{name}fn", sum(kinds), hyper.count * load.shape.hidden)
@@ -34,19 +34,19 @@ class Mixing(Mixer):
         self.shares = Shares(self.matrix, scale, self.base, hyper.magnitude, hyper.epsilon, hyper.rounds if gives else 0)
 
 
-class Streams(Stream):
+class HyperStream(Stream):
     """As one, for each part of a layer that it is turned to."""
 
-    def __init__(self, sums: Tensor, ranks: Ranks, epsilon: float, count: int, chosen: Chosen | None = None) -> None:
+    def __init__(self, sums: Tensor, ranks: Ranks, epsilon: float, count: int, chosen: RowAdapters | None = None) -> None:
         """sums: [tokens, hidden], with which all begin."""
         super().__init__(sums, ranks, epsilon, chosen=chosen)
         self._all = sums.unsqueeze(1).repeat(1, count, 1)
         self._given: Tensor | None = None  # what each gets of what is added next
         self.tokens: Tensor | None = None  # their numbers, where experts go by these
 
-    def turn(self, mixing: Mixer | None) -> None:
+    def turn(self, mixing: StreamMixer | None) -> None:
         """To a part of a layer: what that sees, and what it will give. None: to the output matrix, which sees their mean."""
-        assert mixing is None or isinstance(mixing, Mixing)
+        assert mixing is None or isinstance(mixing, HyperConnection)
         shares = mixing.shares if mixing is not None else None
         self._sums, self._given = mix(self._all, self._more, self._given, shares, self._epsilon)
         self._more = None

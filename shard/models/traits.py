@@ -37,7 +37,7 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Growth:
+class TemperatureTuning:
     """What queries are multiplied by, lest attention blur among many keys: 1 + strength * log(1 + times), of as many times as
     `positions` fit into a token's place, itself included."""
 
@@ -211,7 +211,7 @@ class Index:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hyper:
+class HyperConnections:
     """Several residual streams, of which each part of a layer sees a mixture (Zhu et al. 2024, arXiv:2409.19606)."""
 
     count: int
@@ -237,7 +237,7 @@ class Hyper:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatedHyper(Hyper):
+class GatedHyperConnections(HyperConnections):
     """The same where each feature of each stream has a gate, which few features of all streams open (Qwen 4 Exp). What is seen is
     the mean of what they let through of the streams' norms."""
 
@@ -246,7 +246,7 @@ class GatedHyper(Hyper):
     rank: int  # features between the two matrices that make gates
 
     def elements(self, hidden: int, layers: int) -> int:
-        """As that of `Hyper`."""
+        """As that of `HyperConnections`."""
         all_streams = self.count * hidden
         return (2 * layers + 1) * 2 * self.rank * all_streams + 2 * layers * self.count * all_streams + self.wide(hidden, layers)
 
@@ -256,7 +256,7 @@ class GatedHyper(Hyper):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Alternation:
+class AltUpShape:
     """Several residual streams, of which layers compute one (AltUp: Baykal et al. 2023, arXiv:2301.13310)."""
 
     count: int
@@ -398,7 +398,7 @@ class Latent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Features:
+class DraftFeatures:
     """What a draft model that is made for one other model goes by, beside tokens: what that made of the token before each."""
 
     layers: tuple[int, ...]  # of that model: what enters these, side by side; (): what its last norm gives
@@ -434,7 +434,7 @@ class Keys:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
+class LayerInputs:
     """What each layer is told of a token apart."""
 
     size: int  # features for each layer

@@ -16,18 +16,18 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from ...kernels.transfer import to_device
 from ...proto.images import COLOURS, form_of
 from ...proto.processors import image_processor
-from ..image_cache import MOST, Gallery
+from ..image_cache import MOST, ImageCache
 from ..pictures import Picture, Pictures
 from ..weights import Source
 from .encoders import ENCODERS
 from .fields import AGAIN, Config
 from .shape import Shape, Unsupported
-from .vision_names import PARTS, Names
+from .vision_names import PARTS, VisionNames
 
 REMEDY = "pip install -e '.[images]' in the checkout, or take --max-images 0, which serves text alone"
 
 
-class Sight:
+class Vision:
     """From pixels to features."""
 
     def __init__(self, config: Config, folder: Path, source: Source, pixels: int, form: Shape) -> None:
@@ -35,7 +35,7 @@ class Sight:
         found = form_of(config)
         assert found is not None
         self._form = found
-        self._gallery = Gallery()
+        self._cache = ImageCache()
         self._whole = bool(form.whole_images)
         self._dtype = source.dtype
         self._model = _modules(config, folder)
@@ -59,7 +59,7 @@ class Sight:
 
     def _load(self, source: Source) -> None:
         config = self._model.config
-        names = Names(source, PARTS.get(config.model_type, ()), getattr(config.vision_config, "num_attention_heads", 0))
+        names = VisionNames(source, PARTS.get(config.model_type, ()), getattr(config.vision_config, "num_attention_heads", 0))
         wanted = {name: tuple(tensor.shape) for name, tensor in self._model.state_dict().items()}
         try:
             found = {name: names.tensor(name, shape) for name, shape in wanted.items()}
@@ -133,7 +133,7 @@ class Sight:
 
     def look(self, picture: Picture) -> Tensor:
         """Its features. They are kept for a while, since others may ask for them."""
-        return self._gallery.of(picture, self.encode)
+        return self._cache.of(picture, self.encode)
 
     def encode(self, picture: Picture) -> Tensor:
         """[tokens, levels, hidden]: what stands for their embeddings, and what is added to the stream behind each of the first

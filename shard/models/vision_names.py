@@ -57,7 +57,7 @@ JOINT = re.compile(r"(.*)\.attn\.([qkv])_proj\.(weight|bias)")  # of the same, w
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class VisionNames:
     """Of one family's."""
 
     source: Source

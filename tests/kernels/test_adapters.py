@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from penstock.kernels import dispatch, fused_experts
 from penstock.kernels.adapters import choose as by_adapter
-from penstock.kernels.linear import Exact
+from penstock.kernels.linear import Invariance
 from penstock.kernels.low_rank import Pair, lay_out
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -69,7 +69,7 @@ class Case:
 def test_invariant_ones_depend_on_no_other_row(kernels: str, chance: random.Random) -> None:
     case = Case(chance, torch.float32, 150)
     dispatch.force(kernels)
-    additions = lay_out(case.pairs, Exact.INVARIANT)
+    additions = lay_out(case.pairs, Invariance.INVARIANT)
     assert additions is not None
     out = case.before.clone()
     additions.add(case.x, out, by_adapter(case.numbers, case.count))

@@ -96,7 +96,7 @@ def test_a_graph_has_no_room_for_it() -> None:
     dispatch.force("triton")
     layout = Layout(16, (Kind(0, 1, 4, KEY, True),), torch.float32, torch.device(DEVICE), KEY, near=8, entries=((4, 0),))
     capacity = ragged.capacity(layout, 4, 4, 64, 16, mixed=False)
-    with pytest.raises(ragged.Full, match="how many entries"):
+    with pytest.raises(ragged.CapacityExceeded, match="how many entries"):
         ragged.plan([], layout, capacity)
 
 

@@ -13,8 +13,8 @@ pytest.importorskip("triton")
 
 from penstock.kernels import dispatch, fused_experts, fused_routing, packed_experts, small_floats
 from penstock.kernels.codes import BITS, FP4_BLOCKS, Codes, quantize, unpacked
-from penstock.kernels.experts import FewBits, Gates, Together, lay_out, route
-from penstock.kernels.linear import Exact
+from penstock.kernels.experts import FusedExperts, FusedQuantizedExperts, Gates, lay_out, route
+from penstock.kernels.linear import Invariance
 
 from .floats import looked_up
 from .ptx import unpacked_by
@@ -183,7 +183,7 @@ def test_outputs_have_factors_of_their_own(kind: str, chance: random.Random, mon
         if mixture.biases:
             mixture.biases = mixture.biases[0], mixture.biases[1] * 0
         found, expected = mixture.found("triton").double(), mixture.expected()
-        assert isinstance(lay_out(mixture.gate_ups, mixture.downs, torch.bfloat16), FewBits)
+        assert isinstance(lay_out(mixture.gate_ups, mixture.downs, torch.bfloat16), FusedQuantizedExperts)
         assert ((found - expected).abs().amax(0) <= 3e-2 * expected.abs().amax(0)).all()
 
 
@@ -193,13 +193,13 @@ def test_codes_are_multiplied_with_as_they_are(kind: str, bits: float, factors: 
     dispatch.force("triton")
     mixture = Mixture(chance, torch.bfloat16, 1, 3, kind)
     laid_out = lay_out(mixture.gate_ups, mixture.downs, torch.bfloat16)
-    assert type(laid_out) is FewBits
+    assert type(laid_out) is FusedQuantizedExperts
     weights = [*mixture.gate_ups, *mixture.downs]
     expected = sum(weight.codes.numel() * bits + len(weight.codes) * factors for weight in weights)
     assert 8 * sum(tensor.nbytes for tensor in laid_out.weights) == expected
-    assert type(lay_out(mixture.gate_ups, mixture.downs, torch.float32)) is Together
+    assert type(lay_out(mixture.gate_ups, mixture.downs, torch.float32)) is FusedExperts
     other = few(exact(mixture.downs[0]).float(), "int8", 32)
-    assert type(lay_out(mixture.gate_ups, [other, *mixture.downs[1:]], torch.bfloat16)) is Together
+    assert type(lay_out(mixture.gate_ups, [other, *mixture.downs[1:]], torch.bfloat16)) is FusedExperts
 
 
 @pytest.mark.usefixtures("promised")
@@ -209,7 +209,7 @@ def test_invariant_ones_depend_on_no_other_token(kind: str, kernels: str, chance
     """Not by a bit: on how many choose the same experts, and whether these are few."""
     mixture = Mixture(chance, torch.bfloat16 if kind else torch.float32, 60, 2, kind)
     dispatch.force(kernels)
-    laid_out = lay_out(mixture.gate_ups, mixture.downs, mixture.x.dtype, mixture.biases, mixture.gates, Exact.INVARIANT)
+    laid_out = lay_out(mixture.gate_ups, mixture.downs, mixture.x.dtype, mixture.biases, mixture.gates, Invariance.INVARIANT)
     whole = laid_out(mixture.x, mixture.shares, mixture.chosen)
     for own in (slice(0, 1), slice(29, 31), slice(3, 50)):
         assert laid_out(mixture.x[own], mixture.shares[own], mixture.chosen[own]).equal(whole[own])
@@ -225,7 +225,7 @@ def test_invariant_ones_have_one_tile(monkeypatch: pytest.MonkeyPatch, chance: r
         mixture = Mixture(chance, torch.float32, 60, 2)
     dispatch.force("triton")
     whole, first = [], []
-    for exact in (Exact.USUAL, Exact.INVARIANT):
+    for exact in (Invariance.USUAL, Invariance.INVARIANT):
         laid_out = lay_out(mixture.gate_ups, mixture.downs, torch.float32, mixture.biases, mixture.gates, exact)
         whole.append(laid_out(mixture.x, mixture.shares, mixture.chosen)[:4])
         first.append(laid_out(mixture.x[:4], mixture.shares[:4], mixture.chosen[:4]))

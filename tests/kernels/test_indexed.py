@@ -187,7 +187,7 @@ def test_graphs_have_no_room_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     room = ragged.capacity(layout, 4, 4, 100, 32, mixed=False)
     assert ragged.plan(world.rows, layout, room)
     monkeypatch.setattr(paged_attention, "plan", lambda *rows, **options: pytest.fail("planned in vain"))
-    with pytest.raises(ragged.Full, match="no more than the 31"):
+    with pytest.raises(ragged.CapacityExceeded, match="no more than the 31"):
         ragged.plan([Row(1, 31, world.rows[0].pages)], layout, room)
 
 

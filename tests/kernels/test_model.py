@@ -28,7 +28,7 @@ from penstock.shard import graph_sizes, step
 from penstock.shard.decoding.hypotheses import Search, Stop
 from penstock.shard.drafter import Drafter
 from penstock.shard.engine import Engine
-from penstock.shard.forward import Extent
+from penstock.shard.forward import GraphExtent
 from penstock.shard.guesses import Guesses
 from penstock.shard.models import stream
 from penstock.shard.parallel import Ranks
@@ -125,10 +125,10 @@ def watched() -> None:
     """Not here, but where a test says so: each kernel has been watched in its own tests, and it takes a third of the time."""
 
 
-USUAL = Extent(tokens=16, rows=4, total=32, pages=PAGES)
+USUAL = GraphExtent(tokens=16, rows=4, total=32, pages=PAGES)
 
 
-def with_graphs(engine: Engine, monkeypatch: pytest.MonkeyPatch, extent: Extent = USUAL) -> Engine:
+def with_graphs(engine: Engine, monkeypatch: pytest.MonkeyPatch, extent: GraphExtent = USUAL) -> Engine:
     monkeypatch.setattr(graph_sizes, "DECODES", (1, 2, 4))
     monkeypatch.setattr(graph_sizes, "MIXED", (8, 16))
     record: Any = replaying

@@ -16,7 +16,7 @@ from penstock.kernels import dispatch
 from penstock.kernels.gated_delta import Spans, States
 from penstock.kernels.hashes import Hashes
 from penstock.kernels.ngrams import opened, rows_of, take
-from penstock.shard.models.ngrams import Grams
+from penstock.shard.models.ngrams import Ngrams
 from penstock.tests.kernels import memories
 from penstock.tests.kernels.memories import DEVICE, TOLERANCES
 
@@ -42,8 +42,8 @@ def theirs(most: int, heads: int, layers: list[int], hidden: int = 16) -> Any:
     )
 
 
-def grams(config: Any) -> Grams:
-    return Grams(
+def grams(config: Any) -> Ngrams:
+    return Ngrams(
         layers=tuple(one - 1 for one in config.ple_layer_ids),
         most=config.ngram_size,
         heads=config.heads_per_ngram,

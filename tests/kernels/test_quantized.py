@@ -18,7 +18,7 @@ import triton.language as tl
 from penstock.kernels import dispatch, fused_quantized, packed_experts, small_floats
 from penstock.kernels.codes import BITS, Codes, alike, joined, quantize, unpacked
 from penstock.kernels.fused_quantized import MOST
-from penstock.kernels.linear import Exact, Weight
+from penstock.kernels.linear import Invariance, Weight
 from penstock.kernels.quantized import Quantized, lay_out
 
 from .floats import FOUR_BITS, eight_bits, looked_up
@@ -152,7 +152,7 @@ def test_weights_side_by_side() -> None:
     assert joined(parts[::2]).zeros is None
 
 
-def laid_out(route: str, codes: Codes, bias: Tensor | None, dtype: torch.dtype, exact: Exact = Exact.USUAL) -> Weight:
+def laid_out(route: str, codes: Codes, bias: Tensor | None, dtype: torch.dtype, exact: Invariance = Invariance.USUAL) -> Weight:
     dispatch.force("triton" if route == "triton" else "reference")
     try:
         return lay_out(codes, bias, exact, dtype)
@@ -167,7 +167,7 @@ def poisoned(*shape: Any, **how: Any) -> Tensor:
 @pytest.mark.parametrize(("route", "kind", "dtype"), ROUTES)
 def test_invariant_products_depend_on_no_other_row(route: str, kind: str, dtype: torch.dtype) -> None:
     codes, x = some(kind, 48, 128, 64, False), torch.randn(MOST + 20, 128, device=DEVICE).to(dtype)
-    product = laid_out(route, codes, None, dtype, Exact.INVARIANT)
+    product = laid_out(route, codes, None, dtype, Invariance.INVARIANT)
     whole = product(x)
     for first, count in ((0, 1), (7, 2), (100, 16), (9, 40), (20, MOST)):
         assert product(x[first : first + count].clone()).equal(whole[first : first + count])

@@ -13,7 +13,7 @@ from penstock.kernels.linear import (
     PIECE,
     SHORT,
     SMALL,
-    Exact,
+    Invariance,
     Weight,
     compile_products,
     in_columns,
@@ -120,9 +120,9 @@ def test_only_guesses_take_it() -> None:
     small, large = torch.randn(4, 8), torch.randn(SHORT // 8 + 1, 8)
     ways = [
         Weight(small),
-        Weight(small, exact=Exact.GUESS),
-        Weight(large, exact=Exact.GUESS),
-        Weight(small.bfloat16(), exact=Exact.GUESS),
+        Weight(small, exact=Invariance.GUESS),
+        Weight(large, exact=Invariance.GUESS),
+        Weight(small.bfloat16(), exact=Invariance.GUESS),
     ]
     assert ["shortest" in weight.product.__qualname__ for weight in ways] == [False, True, False, False]
     assert [weight.bytes for weight in ways[:2]] == [small.nbytes, 2 * small.nbytes]
@@ -142,7 +142,7 @@ def test_rows_are_independent_to_the_last_bit(route: Any, inputs: int) -> None:
 def test_rows_of_invariant_weights_are_independent(dtype: torch.dtype, inputs: int) -> None:
     """In 16 bits, too, in which each processor has another way."""
     x, matrix, bias = (torch.randn(size).to(dtype) for size in ((200, inputs), (300, inputs), (300,)))
-    product = Weight(matrix, bias, Exact.INVARIANT)
+    product = Weight(matrix, bias, Invariance.INVARIANT)
     whole = product(x)
     torch.testing.assert_close(whole, functional.linear(x, matrix, bias), rtol=1e-2, atol=1e-1)
     assert all(product(x[:rows].clone()).equal(whole[:rows]) for rows in range(1, 200))

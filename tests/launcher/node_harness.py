@@ -9,7 +9,7 @@ from penstock.launcher import follower, leader
 from penstock.launcher.console import Console
 from penstock.launcher.node_messages import Hello, Orders
 from penstock.launcher.parts import Command
-from penstock.launcher.roll import Roll
+from penstock.launcher.roll import RollCall
 from penstock.launcher.supervisor import Supervisor
 from penstock.proto import link
 from penstock.proto.certificates import Certificates
@@ -48,7 +48,7 @@ def lead() -> int:
         addresses=Path(told["folder"]),
         console=console,
     )
-    group = leader.Leader("the shards", [shard], told["restarts"], [], meeting, Roll(told["nodes"], told["terms"]))
+    group = leader.Leader("the shards", [shard], told["restarts"], [], meeting, RollCall(told["nodes"], told["terms"]))
     return Supervisor(
         router=command("router", told["router"]),
         groups={"0": group},

@@ -18,7 +18,7 @@ import pytest
 
 from penstock.launcher import machine, node_messages, roll
 from penstock.launcher.node_messages import Hello
-from penstock.launcher.roll import Roll
+from penstock.launcher.roll import RollCall
 from penstock.proto import link
 from penstock.proto.certificates import Certificates
 from penstock.shard.config import ShardConfig
@@ -38,7 +38,7 @@ def hello(node: int, start: str = "a", **terms: str) -> Hello:
 
 
 def test_the_roll_is_complete_when_all_are_there_and_nothing_runs() -> None:
-    roll = Roll(3, TERMS)
+    roll = RollCall(3, TERMS)
     assert roll.missing() == "node 1 and node 2 of 3"
     roll.enter(hello(2))
     assert (roll.complete, roll.missing()) == (False, "node 1 of 3")
@@ -56,7 +56,7 @@ def test_the_roll_is_complete_when_all_are_there_and_nothing_runs() -> None:
 
 
 def test_who_is_late_is_named_with_the_time() -> None:
-    roll = Roll(3, TERMS)
+    roll = RollCall(3, TERMS)
     assert roll.late(60).startswith("node 1 and node 2 of 3 have not come within 60 s (--node-timeout): ")
     roll.enter(hello(1))
     assert roll.late(1.5).startswith("node 2 of 3 has not come within 1.5 s (--node-timeout): ")
@@ -85,13 +85,13 @@ def test_who_is_late_is_named_with_the_time() -> None:
     ],
 )
 def test_what_does_not_fit_is_named(came: Hello, words: str) -> None:
-    objection = Roll(3, TERMS).objection(came)
+    objection = RollCall(3, TERMS).objection(came)
     assert words in objection
     assert bool(words) == bool(objection)
 
 
 def test_one_node_is_there_once() -> None:
-    roll = Roll(3, TERMS)
+    roll = RollCall(3, TERMS)
     roll.enter(hello(1))
     assert roll.rival(hello(1)) == ""  # it has lost us, and comes again
     assert roll.rival(hello(1, "b")).startswith("node 1 is there already, from 10.0.0.1")

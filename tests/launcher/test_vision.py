@@ -34,10 +34,10 @@ def model(folder: Path) -> Checkpoint:
 
 
 def test_by_default_where_it_can_be(model: Checkpoint) -> None:
-    assert vision.resolve(Options(), model) == vision.Sight(8)
-    assert vision.resolve(Options(max_images=3), model) == vision.Sight(3)
-    assert vision.resolve(Options(max_images=0), model) == vision.Sight()
-    assert vision.resolve(Options(), replace(model, random=True, encoder={})) == vision.Sight(8)
+    assert vision.resolve(Options(), model) == vision.Vision(8)
+    assert vision.resolve(Options(max_images=3), model) == vision.Vision(3)
+    assert vision.resolve(Options(max_images=0), model) == vision.Vision()
+    assert vision.resolve(Options(), replace(model, random=True, encoder={})) == vision.Vision(8)
 
 
 def test_more_than_fits_into_a_message(model: Checkpoint) -> None:
@@ -58,7 +58,7 @@ def test_images_of_one_size(model: Checkpoint) -> None:
 
 def test_models_of_text_have_none() -> None:
     text = Checkpoint(folder=Path(), config={"model_type": "llama"}, dtype="float32", bytes=0, files=1)
-    assert vision.resolve(Options(), text) == vision.Sight()
+    assert vision.resolve(Options(), text) == vision.Vision()
     with pytest.raises(Mistake, match=r"--max-images 2, but images are seen by models of type .*gemma3, .*'llama'.*--max-images 0"):
         vision.resolve(Options(max_images=2), text)
 
@@ -99,7 +99,7 @@ def test_what_encodes_them_is_planned(folder: Path, model: Checkpoint) -> None:
     stored = safetensors.torch.load_file(folder / "model.safetensors")
     bytes_of = sum(tensor.numel() for name, tensor in stored.items() if "visual." in name) * 4
     planned = plan.divide(Options(kv_pages=9), model, MACHINE)
-    assert planned.sight.images == 8
+    assert planned.vision.images == 8
     assert planned.sight_bytes == bytes_of > 0
     assert "up to 8 of a request (--max-images)" in plan.table(planned, "name")
     without = plan.divide(Options(kv_pages=9, max_images=0), model, MACHINE)

@@ -9,7 +9,7 @@ from penstock.router import grammar, pixels, rendering, worker_processes
 PLACES = grammar, pixels, rendering  # which work in processes of their own
 
 
-class Kept(worker_processes.Apart):
+class Kept(worker_processes.WorkerProcesses):
     """Takes over the processes that others have left: to start one takes seconds where transformers has to be imported."""
 
     _left: ClassVar[dict[str, list[worker_processes._Process]]] = {}
@@ -29,4 +29,4 @@ def own_processes() -> None:
 def _kept_processes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "own_processes" not in request.fixturenames:
         for place in PLACES:
-            monkeypatch.setattr(place, "Apart", Kept)
+            monkeypatch.setattr(place, "WorkerProcesses", Kept)

@@ -26,13 +26,13 @@ from penstock.router.request import (
     Failure,
     Finish,
     Grown,
-    Guessed,
     Item,
     Limits,
     NotReady,
     Prompt,
     Request,
     Sink,
+    Speculation,
     Token,
 )
 from penstock.router.text import TextStream, Tokenizer
@@ -117,7 +117,7 @@ class FakeBatcher:
                     reason = self._reason(request, id, count, bool(piece.stop))
                     if reason:
                         delta = texts[choice].end()
-                        guessed = Guessed(3 * count, 2 * count, count) if request.drafts else None
+                        guessed = Speculation(3 * count, 2 * count, count) if request.drafts else None
                         yield [
                             token,
                             Finish(reason, texts[choice].text, delta, count, 0.25, 0.5, choice, None, guessed, piece.stop),

@@ -191,9 +191,9 @@ RESPONSE = {"input": "x", "max_output_tokens": 90, "include": ["message.output_t
         (PATH, {**PROMPT, "echo": True, "logprobs": 2, "stream": True}, (Tokenizer, "token_text")),
         (PATH, {**PROMPT, "prompt_logprobs": 2}, (Tokenizer, "token_text")),
         (PATH, ANSWER, (openai_shapes, "_pairs")),
-        (CHAT_PATH, CHATTED, (openai_scribe.Scribe, "logprob")),
+        (CHAT_PATH, CHATTED, (openai_scribe.LogprobWriter, "logprob")),
         (CHAT_PATH, {**CHATTED, "tools": [{"type": "function", "function": {"name": "f"}}]}, (openai_shapes.Speaker, "read")),
-        ("/v1/responses", RESPONSE, (openai_scribe.Scribe, "logprob")),
+        ("/v1/responses", RESPONSE, (openai_scribe.LogprobWriter, "logprob")),
     ],
 )
 def test_others_have_turns_while_many_tokens_are_told(

@@ -10,7 +10,7 @@ import pytest
 from penstock.router.cost import Cost, Work
 from penstock.router.drafting import LEAST_TRIAL, PLAIN, TRIAL, Allowance, Drafting, needed
 from penstock.router.policies import Measured, fit
-from penstock.shard.decoding.budget import Acceptance, Linear, Probes, Wish, divide
+from penstock.shard.decoding.budget import Acceptance, DraftDemand, LinearCost, Probes, divide
 
 CHAIN = 4
 KEYS = 300  # that each sequence sees
@@ -95,8 +95,8 @@ class Server:
     def _divide(self, allowed: Allowance) -> tuple[list[int], int]:
         if not allowed.most:
             return [0] * len(self.trackers), 0
-        cost = Linear(allowed.step, allowed.draft, allowed.round, allowed.first)
-        wishes = [Wish(tracker.chain(CHAIN)) for tracker in self.trackers]
+        cost = LinearCost(allowed.step, allowed.draft, allowed.round, allowed.first)
+        wishes = [DraftDemand(tracker.chain(CHAIN)) for tracker in self.trackers]
         return self.probes.add(self.trackers, *divide(wishes, cost, allowed.most), cost)
 
     def _accepted(self, tracker: Acceptance, count: int) -> int:

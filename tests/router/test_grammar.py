@@ -15,7 +15,7 @@ import pytest
 from penstock.router import grammar as module
 from penstock.router.grammar import Grammars, choice, json_object, json_schema, lark, problem, regex, rules, written
 from penstock.router.request import Grammar, Overloaded, Refused
-from penstock.router.worker_processes import Apart, Busy, Died, Late
+from penstock.router.worker_processes import Busy, Died, TimedOut, WorkerProcesses
 
 NODE = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "required": ["next"]}
 LIST = {"type": "object", "properties": {"next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}}, "required": ["next"]}
@@ -210,10 +210,10 @@ def answering(monkeypatch: pytest.MonkeyPatch, answer: Callable[[int], Awaitable
     """Instead of other processes; told which job of this test it is."""
     asked = count()
 
-    async def ask(self: Apart, job: bytes, seconds: float, patience: float | None = None) -> bytes:
+    async def ask(self: WorkerProcesses, job: bytes, seconds: float, patience: float | None = None) -> bytes:
         return await answer(next(asked))
 
-    monkeypatch.setattr(Apart, "ask", ask)
+    monkeypatch.setattr(WorkerProcesses, "ask", ask)
 
 
 @pytest.mark.parametrize("index", ["²", "1" * 5000, "99999999999"])
@@ -324,7 +324,7 @@ def test_what_ends_its_processes_is_refused_and_believed_for_a_while(monkeypatch
 def test_what_never_ends_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     async def stands(job: int) -> bytes:
         if not job:
-            raise Late
+            raise TimedOut
         return ANSWER
 
     answering(monkeypatch, stands)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from aiohttp import web
 
-from penstock.router.log_filters import NoHttp, Seldom, calm
+from penstock.router.log_filters import BadHttp, RateLimited, calm
 
 CHUNKED = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -15,7 +15,7 @@ CHUNKED = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
 @pytest.fixture
 def server_log() -> Iterator[logging.Logger]:
     """aiohttp's, as the router has it."""
-    found, quiet = logging.getLogger("aiohttp.server"), NoHttp()
+    found, quiet = logging.getLogger("aiohttp.server"), BadHttp()
     found.addFilter(quiet)
     yield found
     found.removeFilter(quiet)
@@ -85,7 +85,7 @@ def test_other_faults_are_told_whole(server_log: logging.Logger, caplog: pytest.
 
 def test_the_same_again_passes_once_in_a_while_and_says_how_often() -> None:
     times: list[float] = []
-    seldom = Seldom(60.0, lambda: times.pop())
+    seldom = RateLimited(60.0, lambda: times.pop())
 
     def passes(level: int, text: str, now: float) -> str | None:
         times.append(now)

@@ -13,7 +13,7 @@ from penstock.router.commands import group
 from penstock.router.config import Misconfigured, RouterConfig
 from penstock.router.pictures import TIMES, expanded, marked, own_ids
 from penstock.router.pixels import Pixels
-from penstock.router.prefix_keys import Beginnings
+from penstock.router.prefix_keys import PrefixKeys
 from penstock.router.request import Limits, Overloaded, Refused, Request
 from penstock.router.text import Tokenizer
 from penstock.router.validation import Parameters, Validator
@@ -369,7 +369,7 @@ def test_text_follows_images(tokenizer: Tokenizer) -> None:
 
 def test_images_tell_prompts_apart() -> None:
     """For replicas that are chosen by what they have cached."""
-    beginnings = Beginnings(4, 16)
+    beginnings = PrefixKeys(4, 16)
 
     def keys(digest: bytes) -> list[tuple[int, int]]:
         prompt, _ = expanded([1, 2, 3, 4, 9, 5], 9, [pixels(2, 4, digest)], (), 300)

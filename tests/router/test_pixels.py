@@ -18,7 +18,7 @@ from penstock.proto.processors import image_processor
 from penstock.router import pixels
 from penstock.router.pixels import MOST_PIXELS, Pixels, Preparer
 from penstock.router.request import Refused
-from penstock.router.resizing import Wrong, longest_side, rounded
+from penstock.router.resizing import UnusableImage, longest_side, rounded
 from penstock.tests.router.sights import PATCH, PROCESSORS, bomb, encoded, make_folder, picture
 
 MOST = 1 << 20
@@ -391,7 +391,7 @@ def test_step_3s_windows(
 def test_what_is_too_thin_is_told(family: str, size: tuple[int, int], tmp_path: Path) -> None:
     make_folder(tmp_path, family)
     resizing = pixels._resizing.__wrapped__(str(tmp_path))
-    with pytest.raises(Wrong, match="is too thin"):
+    with pytest.raises(UnusableImage, match="is too thin"):
         resizing(picture(*size), 1 << 26)
 
 

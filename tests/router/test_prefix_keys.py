@@ -4,14 +4,14 @@ import random
 
 import pytest
 
-from penstock.router.prefix_keys import FINE, Beginnings
-from penstock.router.prefix_sharing import Sharing
+from penstock.router.prefix_keys import FINE, PrefixKeys
+from penstock.router.prefix_sharing import PrefixSharing
 
 
 @pytest.mark.parametrize("unit", [1, 16, 24, 128])
 @pytest.mark.parametrize("growth", [4, 16])
 def test_they_end_at_pages_and_grow_few(unit: int, growth: int) -> None:
-    ends = [end for end, _ in Beginnings(unit, growth, sampled=True).of(tuple(range(100_000)), "")]
+    ends = [end for end, _ in PrefixKeys(unit, growth, sampled=True).of(tuple(range(100_000)), "")]
     assert all(end % unit == 0 for end in ends)
     assert ends == sorted(set(ends))
     assert ends[:3] == [unit, 2 * unit, 3 * unit]
@@ -22,7 +22,7 @@ def test_they_end_at_pages_and_grow_few(unit: int, growth: int) -> None:
 @pytest.mark.parametrize("unit", [1, 4, 16])
 def test_prompts_share_the_keys_of_what_they_have_in_common(unit: int) -> None:
     """Every token counts, unless strides are sampled."""
-    chance, beginnings = random.Random(unit), Beginnings(unit, 16)
+    chance, beginnings = random.Random(unit), PrefixKeys(unit, 16)
     for _ in range(200):
         one = tuple(chance.randrange(5) for _ in range(chance.randint(2, 60 * unit)))
         place = chance.randrange(len(one))
@@ -34,14 +34,14 @@ def test_prompts_share_the_keys_of_what_they_have_in_common(unit: int) -> None:
 
 
 def test_the_last_token_ends_none() -> None:
-    assert [end for end, _ in Beginnings(4, 16).of((1,) * 9, "")] == [4, 8]
-    assert [end for end, _ in Beginnings(4, 16).of((1,) * 8, "")] == [4]
+    assert [end for end, _ in PrefixKeys(4, 16).of((1,) * 9, "")] == [4, 8]
+    assert [end for end, _ in PrefixKeys(4, 16).of((1,) * 8, "")] == [4]
 
 
 def test_pages_are_held_as_long_as_somebody_holds_them() -> None:
     """Against sets of pages."""
-    chance, beginnings = random.Random(3), Beginnings(1, 16)  # every place of prompts as short as these ends one
-    sharing, held = Sharing(1), dict[int, tuple[int, ...]]()
+    chance, beginnings = random.Random(3), PrefixKeys(1, 16)  # every place of prompts as short as these ends one
+    sharing, held = PrefixSharing(1), dict[int, tuple[int, ...]]()
     for uid in range(2000):
         prompt = tuple(chance.randrange(2) for _ in range(chance.randint(1, 9)))
         if chance.random() < 0.3 and held:

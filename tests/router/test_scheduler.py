@@ -8,7 +8,7 @@ import pytest
 from penstock.router.cost import Cost, Work
 from penstock.router.drafting import Allowance, Drafting
 from penstock.router.policies import Mixed, Pause, Policy, Standing
-from penstock.router.prefix_sharing import Sharing
+from penstock.router.prefix_sharing import PrefixSharing
 from penstock.router.scheduler import Action, Bounds, Decode, Filter, Job, Prefill, Report, Scheduler, fill, most_pages
 from penstock.tests.router.simulation import simulate
 
@@ -312,7 +312,7 @@ def test_guesses_count_for_what_a_job_may_take_until_the_shards_say_it() -> None
 
 
 def test_of_beginnings_that_nobody_holds_nothing_is_kept() -> None:
-    sharing, same = Sharing(4), [(4, 1), (8, 2)]
+    sharing, same = PrefixSharing(4), [(4, 1), (8, 2)]
     sharing.hold(1, same)
     sharing.clear()
     sharing.release(1)
@@ -757,7 +757,7 @@ class Believes(Scheduler):
     """Takes what jobs hold that have gone for held."""
 
     def _release(self, uid: int) -> bool:
-        sharing, self._sharing = self._sharing, Sharing(self._bounds.page_size)
+        sharing, self._sharing = self._sharing, PrefixSharing(self._bounds.page_size)
         try:
             return super()._release(uid)
         finally:

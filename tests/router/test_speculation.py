@@ -12,7 +12,7 @@ from penstock.router.batcher import Batcher
 from penstock.router.cost import Cost, Work
 from penstock.router.drafting import Allowance, Drafting
 from penstock.router.policies import Measured
-from penstock.router.request import Finish, Guessed, Priority, Request
+from penstock.router.request import Finish, Priority, Request, Speculation
 from penstock.router.scheduler import Action, Decode, Filter, Job, Prefill, Scheduler
 from penstock.router.text import Tokenizer
 from penstock.simulator.shard import Released
@@ -165,7 +165,7 @@ def test_a_step_that_gives_several_tokens_is_one_step() -> None:
 
 def test_an_answer_tells_what_its_guesses_were_worth() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
-        for drafts, expected in ((4, Guessed(0, 0, 9)), (0, None)):
+        for drafts, expected in ((4, Speculation(0, 0, 9)), (0, None)):
             *_, finish = await read(batcher, Request(prompt=(1, 2), max_new_tokens=9, drafts=drafts))
             assert isinstance(finish, Finish)
             assert finish.guessed == expected

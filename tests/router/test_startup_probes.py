@@ -13,7 +13,7 @@ from contextlib import suppress
 import pytest
 
 from penstock.router import startup_probes as module
-from penstock.router.startup_probes import Doorman
+from penstock.router.startup_probes import StartupProbes
 
 
 @pytest.fixture
@@ -23,8 +23,8 @@ def listening() -> Iterator[socket.socket]:
 
 
 @pytest.fixture
-def doorman(listening: socket.socket) -> Iterator[Doorman]:
-    found = Doorman(listening)
+def doorman(listening: socket.socket) -> Iterator[StartupProbes]:
+    found = StartupProbes(listening)
     yield found
     found.relieve()
 
@@ -69,7 +69,7 @@ def test_who_has_said_all_is_answered_however_late(listening: socket.socket, mon
     monkeypatch.setattr(module, "PATIENCE", 0.0)
     with socket.create_connection(listening.getsockname(), 10) as client:
         client.sendall(b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n")
-        doorman = Doorman(listening)
+        doorman = StartupProbes(listening)
         assert client.recv(100).startswith(b"HTTP/1.1 200 ")
         doorman.relieve()
 
@@ -85,7 +85,7 @@ def test_those_who_say_nothing_or_nonsense_hold_nobody_up(listening: socket.sock
 
 
 @pytest.mark.parametrize("head", [b"GET /health HTTP/1.1\r\nHost: x", b"POST / HTTP/1.1\r\nHost: x\r\n\r\n"])
-def test_who_trickles_holds_nobody_up(listening: socket.socket, doorman: Doorman, head: bytes) -> None:
+def test_who_trickles_holds_nobody_up(listening: socket.socket, doorman: StartupProbes, head: bytes) -> None:
     over = threading.Event()
 
     def trickle() -> None:
@@ -108,7 +108,7 @@ def test_who_trickles_holds_nobody_up(listening: socket.socket, doorman: Doorman
         trickling.join()
 
 
-def test_who_comes_after_it_was_relieved_waits_for_the_next(listening: socket.socket, doorman: Doorman) -> None:
+def test_who_comes_after_it_was_relieved_waits_for_the_next(listening: socket.socket, doorman: StartupProbes) -> None:
     doorman.relieve()
     doorman.relieve()
     with socket.create_connection(listening.getsockname()) as visitor:

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.router import worker_processes as module
 from penstock.router.grammar import lark
-from penstock.router.worker_processes import Apart, Busy, Died, Late
+from penstock.router.worker_processes import Busy, Died, TimedOut, WorkerProcesses
 
 JOB = b'["regex", "a", []]'
 # More rules in a row than llguidance's stack has room for.
@@ -20,13 +20,13 @@ DEADLY = json.dumps(["lark", RULES, []]).encode()
 
 
 @pytest.fixture
-def apart() -> Apart:
-    return Apart("penstock.router.grammar", 2)
+def apart() -> WorkerProcesses:
+    return WorkerProcesses("penstock.router.grammar", 2)
 
 
 def test_its_processes_end_with_it() -> None:
     async def run() -> None:
-        found = Apart("penstock.router.grammar", 2)
+        found = WorkerProcesses("penstock.router.grammar", 2)
         assert await found.ask(JOB, 10)
         [process] = found._idle
         pid = process._process.pid
@@ -37,7 +37,7 @@ def test_its_processes_end_with_it() -> None:
     asyncio.run(run())
 
 
-def test_one_that_was_killed_costs_nothing(apart: Apart) -> None:
+def test_one_that_was_killed_costs_nothing(apart: WorkerProcesses) -> None:
     async def run() -> None:
         for _ in range(3):
             assert await apart.ask(JOB, 10)
@@ -47,7 +47,7 @@ def test_one_that_was_killed_costs_nothing(apart: Apart) -> None:
     asyncio.run(run())
 
 
-def test_a_deadly_job_ends_no_more_than_two(apart: Apart, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deadly_job_ends_no_more_than_two(apart: WorkerProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
     start = subprocess.Popen
 
@@ -67,7 +67,7 @@ def test_a_deadly_job_ends_no_more_than_two(apart: Apart, monkeypatch: pytest.Mo
     assert len(started) == 3
 
 
-def test_none_that_can_be_started_is_the_jobs_fault_never(apart: Apart, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_none_that_can_be_started_is_the_jobs_fault_never(apart: WorkerProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
     def no(*arguments: Any, **settings: Any) -> Any:
         raise OSError(24, "Too many open files")
 
@@ -86,12 +86,12 @@ def test_none_that_can_be_started_is_the_jobs_fault_never(apart: Apart, monkeypa
 
 def test_one_that_does_not_come_up_is_no_jobs_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "START", 0.2)
-    asleep = Apart("time", 1)  # a module that ends at once
+    asleep = WorkerProcesses("time", 1)  # a module that ends at once
     with pytest.raises(Busy):
         asyncio.run(asleep.start())
 
 
-def test_who_waits_for_one_waits_so_long(apart: Apart) -> None:
+def test_who_waits_for_one_waits_so_long(apart: WorkerProcesses) -> None:
     async def run() -> None:
         await asyncio.gather(*(apart._free.acquire() for _ in range(2)))
         with pytest.raises(Busy):
@@ -102,7 +102,7 @@ def test_who_waits_for_one_waits_so_long(apart: Apart) -> None:
     asyncio.run(run())
 
 
-def test_who_leaves_when_one_becomes_free_has_left(apart: Apart) -> None:
+def test_who_leaves_when_one_becomes_free_has_left(apart: WorkerProcesses) -> None:
     """However many turns of the event loop later, or sooner."""
 
     async def run() -> None:
@@ -122,7 +122,7 @@ def test_who_leaves_when_one_becomes_free_has_left(apart: Apart) -> None:
     asyncio.run(run())
 
 
-def test_a_job_that_works_too_much_leaves_no_process(apart: Apart) -> None:
+def test_a_job_that_works_too_much_leaves_no_process(apart: WorkerProcesses) -> None:
     """A minute, by itself; half of these patterns took 0.45 s on a fast machine, which is within what it may."""
     source = lark("start: A\\nA: " + " & ".join(f"/(.*a.{{{9 + n}}}b.*)/" for n in range(24))).source
     job = ('["lark", ' + '"' + source + '"' + ", []]").encode()
@@ -140,7 +140,7 @@ def test_a_job_that_works_too_much_leaves_no_process(apart: Apart) -> None:
     asyncio.run(run())
 
 
-def test_those_that_died_while_idle_cost_no_job(apart: Apart) -> None:
+def test_those_that_died_while_idle_cost_no_job(apart: WorkerProcesses) -> None:
     """However many: none of them was killed by it."""
 
     async def run() -> None:
@@ -154,7 +154,7 @@ def test_those_that_died_while_idle_cost_no_job(apart: Apart) -> None:
     asyncio.run(run())
 
 
-def test_a_process_that_is_late_is_ended(apart: Apart, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_is_late_is_ended(apart: WorkerProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
     async def never(*arguments: Any) -> bytes:
         await asyncio.Event().wait()
         return b""
@@ -163,7 +163,7 @@ def test_a_process_that_is_late_is_ended(apart: Apart, monkeypatch: pytest.Monke
         await asyncio.gather(apart.start(), apart.start())
         [process] = apart._idle
         monkeypatch.setattr(type(process), "ask", never)
-        with pytest.raises(Late):
+        with pytest.raises(TimedOut):
             await apart.ask(JOB, 0.05)
         assert not apart._idle
         for _ in range(500):

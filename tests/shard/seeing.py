@@ -17,11 +17,11 @@ from penstock.proto.images import FORMS, MISTRAL
 from penstock.proto.tiling import Tiling
 from penstock.shard.config import ShardConfig
 from penstock.shard.engine import Engine
-from penstock.shard.image_cache import Gallery
+from penstock.shard.image_cache import ImageCache
 from penstock.shard.loading import load
 from penstock.shard.models.decoder import Decoder
 from penstock.shard.models.families import shape
-from penstock.shard.models.vision import Sight
+from penstock.shard.models.vision import Vision
 from penstock.shard.parallel import Ranks
 from penstock.shard.pictures import Picture
 from penstock.shard.weights import Weights
@@ -440,9 +440,9 @@ def engine(folder: Path, pages: int = 64, page_size: int = 16, image_pixels: int
     """A fresh one. more: settings of the shard."""
     if more.keys() <= {"prefix_caching", "overlap"}:
         decoder = copy.copy(_decoder(folder, image_pixels))
-        if decoder.sight is not None:
-            decoder.sight = copy.copy(decoder.sight)
-            decoder.sight._gallery = Gallery()
+        if decoder.vision is not None:
+            decoder.vision = copy.copy(decoder.vision)
+            decoder.vision._cache = ImageCache()
         found = Engine(decoder, CPU, page_size, more.get("prefix_caching", True), ahead=more.get("overlap") == "on")
     else:
         found = _loaded(folder, image_pixels, page_size=page_size, **more)
@@ -467,7 +467,7 @@ def half(folder: Path, ranks: Ranks, page_size: int) -> Engine:
     form = shape(config)
     decoder = Decoder(form, weights, ranks, CPU)
     with MAKING:  # while its modules are made, all that the process makes have no memory
-        decoder.sight = Sight(config, folder, weights, 1 << 20, form)
+        decoder.vision = Vision(config, folder, weights, 1 << 20, form)
     found = Engine(decoder, CPU, page_size)
     found.resize(128)
     return found

@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 import transformers
 
-from penstock.kernels.linear import Exact
+from penstock.kernels.linear import Invariance
 from penstock.shard.adapters import Adapter
 from penstock.shard.config import ShardConfig
 from penstock.shard.decoding.hypotheses import Search, Stop
@@ -485,7 +485,7 @@ class Asking(Changes):
         super().__init__(room=1, rank=1)
         self.asked = set[str]()
 
-    def additions(self, change: Change, weight: Sequence[int], exact: Exact, like: torch.Tensor) -> None:
+    def additions(self, change: Change, weight: Sequence[int], exact: Invariance, like: torch.Tensor) -> None:
         for part in getattr(change, "parts", [change]):
             self.asked |= {*part.names}
 

@@ -18,10 +18,10 @@ from penstock.shard.decoding.budget import (
     RANKS,
     Acceptance,
     Cost,
-    Linear,
+    DraftDemand,
+    DraftValue,
+    LinearCost,
     Probes,
-    Wish,
-    Worth,
     divide,
 )
 
@@ -39,18 +39,18 @@ class Steps:
         return 1.0 + (4 + drafts) // self.at_once + 0.1 * rounds
 
 
-def worth(chance: random.Random, most: int) -> Worth:
+def worth(chance: random.Random, most: int) -> DraftValue:
     gains = sorted((chance.random() for _ in range(chance.randint(0, most))), reverse=True)
-    return Worth(gains, [chance.randint(1, 3) for _ in gains])
+    return DraftValue(gains, [chance.randint(1, 3) for _ in gains])
 
 
 def cost(chance: random.Random) -> Cost:
     if chance.random() < 0.5:
         return Steps(chance.randint(1, 9))
-    return Linear(1.0, chance.choice([0.0, 0.05, 0.3, 1.0]), chance.choice([0.0, 0.1, 0.5]))
+    return LinearCost(1.0, chance.choice([0.0, 0.05, 0.3, 1.0]), chance.choice([0.0, 0.1, 0.5]))
 
 
-def rate(wishes: Sequence[Wish], counts: Sequence[int], rounds: int, price: Cost) -> float:
+def rate(wishes: Sequence[DraftDemand], counts: Sequence[int], rounds: int, price: Cost) -> float:
     """Tokens per second, if nobody gets drafts that take more rounds."""
     tokens = float(len(wishes))
     for wish, count in zip(wishes, counts, strict=True):
@@ -69,7 +69,7 @@ def test_no_division_brings_more_tokens_per_second(seed: int, monkeypatch: pytes
     monkeypatch.setattr(budget, "MARGIN", 1.0)
     monkeypatch.setattr(budget, "FLOOR", 0.0)
     chance = random.Random(seed)
-    wishes = [Wish(worth(chance, 4)) for _ in range(chance.randint(1, 3))]
+    wishes = [DraftDemand(worth(chance, 4)) for _ in range(chance.randint(1, 3))]
     price, most = cost(chance), chance.randint(0, 8)
     best = 0.0
     for rounds in range(4):
@@ -83,7 +83,7 @@ def test_no_division_brings_more_tokens_per_second(seed: int, monkeypatch: pytes
 @pytest.mark.parametrize("seed", SEEDS)
 def test_nobody_gets_more_than_there_is_and_nothing_makes_it_slower(seed: int) -> None:
     chance = random.Random(seed)
-    wishes = [Wish(worth(chance, 9)) for _ in range(chance.randint(0, 9))]
+    wishes = [DraftDemand(worth(chance, 9)) for _ in range(chance.randint(0, 9))]
     price, most = cost(chance), chance.randint(0, 30)
     counts, rounds = divide(wishes, price, most)
     assert sum(counts) <= most
@@ -94,31 +94,31 @@ def test_nobody_gets_more_than_there_is_and_nothing_makes_it_slower(seed: int) -
 
 
 def test_what_is_worth_next_to_nothing_is_not_drafted() -> None:
-    assert divide([Wish(Worth([0.5, FLOOR / 2], [1, 2]))], Linear(1.0, 0.0), 4) == ([1], 1)
+    assert divide([DraftDemand(DraftValue([0.5, FLOOR / 2], [1, 2]))], LinearCost(1.0, 0.0), 4) == ([1], 1)
 
 
 def test_the_order_of_equals_is_theirs() -> None:
     """All ranks decide the same, and not by chance."""
-    wishes = [Wish(Worth([0.5, 0.5, 0.5], [1, 1, 1])) for _ in range(3)]
-    assert divide(wishes, Linear(1.0, 0.0), 4) == ([3, 1, 0], 1)
+    wishes = [DraftDemand(DraftValue([0.5, 0.5, 0.5], [1, 1, 1])) for _ in range(3)]
+    assert divide(wishes, LinearCost(1.0, 0.0), 4) == ([3, 1, 0], 1)
 
 
 def test_there_is_nothing_to_be_had_where_drafts_cost_as_much_as_steps() -> None:
     sure = Acceptance()
     for _ in range(99):
         sure.observe([0] * 4, [1] * 4)
-    wishes = [Wish(sure.chain(4)) for _ in range(8)]
-    assert divide(wishes, Linear(0.001, 0.001), 99) == ([0] * 8, 0)
-    assert divide(wishes, Linear(1.0, 0.001), 99) == ([4] * 8, 4)
+    wishes = [DraftDemand(sure.chain(4)) for _ in range(8)]
+    assert divide(wishes, LinearCost(0.001, 0.001), 99) == ([0] * 8, 0)
+    assert divide(wishes, LinearCost(1.0, 0.001), 99) == ([4] * 8, 4)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_latency_target_comes_before_throughput(seed: int) -> None:
     """Whoever has one gets what it needs, the most urgent first, as long as there is any."""
     chance = random.Random(seed)
-    wishes = [Wish(worth(chance, 6), chance.choice([0.0, 0.0, chance.uniform(0, 4)])) for _ in range(chance.randint(1, 6))]
+    wishes = [DraftDemand(worth(chance, 6), chance.choice([0.0, 0.0, chance.uniform(0, 4)])) for _ in range(chance.randint(1, 6))]
     most = chance.randint(0, 12)
-    counts, _ = divide(wishes, Linear(1.0, 5.0), most)  # drafts never pay
+    counts, _ = divide(wishes, LinearCost(1.0, 5.0), most)  # drafts never pay
     left = most
     for i in sorted(range(len(wishes)), key=lambda i: -wishes[i].needed):
         own = 1.0
@@ -131,10 +131,10 @@ def test_a_latency_target_comes_before_throughput(seed: int) -> None:
 
 
 def test_what_targets_leave_goes_to_whoever_gains_most() -> None:
-    slow, fast = Worth([0.3, 0.2], [1, 2]), Worth([0.9, 0.8, 0.7], [1, 2, 3])
-    assert divide([Wish(fast), Wish(slow, needed=1.2)], Linear(1.0, 0.01), 2) == ([1, 1], 1)
-    assert divide([Wish(fast), Wish(slow)], Linear(1.0, 0.01), 2) == ([2, 0], 2)
-    assert divide([Wish(fast), Wish(slow, needed=1.2)], Linear(1.0, 0.01), 9) == ([3, 2], 3)
+    slow, fast = DraftValue([0.3, 0.2], [1, 2]), DraftValue([0.9, 0.8, 0.7], [1, 2, 3])
+    assert divide([DraftDemand(fast), DraftDemand(slow, needed=1.2)], LinearCost(1.0, 0.01), 2) == ([1, 1], 1)
+    assert divide([DraftDemand(fast), DraftDemand(slow)], LinearCost(1.0, 0.01), 2) == ([2, 0], 2)
+    assert divide([DraftDemand(fast), DraftDemand(slow, needed=1.2)], LinearCost(1.0, 0.01), 9) == ([3, 2], 3)
 
 
 # Acceptance
@@ -249,7 +249,7 @@ def test_one_that_waits_is_tried_now_and_then() -> None:
     trackers, probes = [Acceptance() for _ in range(5)], Probes()
     tries: list[list[int]] = [[] for _ in trackers]
     for step in range(3000):
-        counts, rounds = probes.add(trackers, [0] * 5, 0, Linear(1.0, 0.005))
+        counts, rounds = probes.add(trackers, [0] * 5, 0, LinearCost(1.0, 0.005))
         assert sum(counts) == rounds <= 1
         for i, count in enumerate(counts):
             if count:
@@ -263,8 +263,8 @@ def test_one_that_waits_is_tried_now_and_then() -> None:
     assert trackers[0].patience == PATIENCE
 
 
-@pytest.mark.parametrize("price", [Linear(1.0, 0.5), Linear(1.0, 0.03, 0.2), Linear(1.0, 0.0, 0.0)])
-def test_tries_take_a_hundredth_of_the_time(price: Linear) -> None:
+@pytest.mark.parametrize("price", [LinearCost(1.0, 0.5), LinearCost(1.0, 0.03, 0.2), LinearCost(1.0, 0.0, 0.0)])
+def test_tries_take_a_hundredth_of_the_time(price: LinearCost) -> None:
     trackers, probes = [Acceptance() for _ in range(40)], Probes()
     seconds = 0.0
     for _ in range(1000):
@@ -277,7 +277,7 @@ def test_tries_take_a_hundredth_of_the_time(price: Linear) -> None:
 def test_who_has_drafts_does_not_wait() -> None:
     trackers, probes = [Acceptance(), Acceptance()], Probes()
     for _ in range(3 * PATIENCE):
-        counts, rounds = probes.add(trackers, [2, 0], 2, Linear(1.0, 0.01))
+        counts, rounds = probes.add(trackers, [2, 0], 2, LinearCost(1.0, 0.01))
         assert (counts[0], rounds) == (2, 2)
         assert trackers[0].waited == 0
 
@@ -287,7 +287,7 @@ def test_who_has_waited_longest_beyond_its_patience_is_tried_first() -> None:
     for tracker, waited in zip(trackers, (3, 5, 4), strict=True):
         tracker.waited = tracker.patience + waited
     trackers[0].patience += 1
-    tried = [probes.add(trackers, [0] * 3, 0, Linear(1.0, 0.001, 0.0))[0] for _ in range(3)]
+    tried = [probes.add(trackers, [0] * 3, 0, LinearCost(1.0, 0.001, 0.0))[0] for _ in range(3)]
     assert tried == [[0, 1, 0], [0, 0, 1], [1, 0, 0]]
 
 
@@ -309,7 +309,7 @@ class World:
         self.tokens = self.seconds = 0.0
         self.drafts = 0
         for _ in range(steps):
-            counts, rounds = divide([Wish(one.chain(self._most)) for one in self.trackers], self.price, 999)
+            counts, rounds = divide([DraftDemand(one.chain(self._most)) for one in self.trackers], self.price, 999)
             counts, rounds = self._probes.add(self.trackers, counts, rounds, self.price)
             self.seconds += self.price.seconds(sum(counts), rounds)
             self.drafts += sum(counts)
@@ -331,7 +331,7 @@ def test_speculation_is_never_slower_than_none(seed: int) -> None:
     chance = random.Random(seed)
     count = chance.choice([1, 2, 8, 32])
     draft = chance.choice([0.002, 0.02, 0.1, 0.5])
-    price = Linear(1.0 + count * draft, draft, chance.choice([0.0, 0.1]))  # each sequence is a token of the step itself
+    price = LinearCost(1.0 + count * draft, draft, chance.choice([0.0, 0.1]))  # each sequence is a token of the step itself
     world = World(seed, count, [chance.choice([0.0, 0.3, 0.6, 0.9]) for _ in range(count)], price)
     world.run(60)
     assert world.run(200).against_none > 0.97
@@ -339,22 +339,22 @@ def test_speculation_is_never_slower_than_none(seed: int) -> None:
 
 def test_speculation_pays_where_it_can() -> None:
     """At least nine tenths of what is possible: (1 - a^(k + 1)) / (1 - a) over what it costs."""
-    price = Linear(1.0, 0.02, 0.05)
+    price = LinearCost(1.0, 0.02, 0.05)
     world = World(1, 1, [0.8], price).run(3000)
     assert world.against_none > 0.9 * (1 - 0.8**5) / (1 - 0.8) / price.seconds(4, 4)
 
 
 def test_speculation_goes_under_load_and_comes_back() -> None:
-    world = World(2, 8, [0.8] * 8, Linear(1.0, 0.005))
+    world = World(2, 8, [0.8] * 8, LinearCost(1.0, 0.005))
     assert world.run(200).drafts > 200 * 8 * 3
-    world.price = Linear(1.0, 0.5)
+    world.price = LinearCost(1.0, 0.5)
     assert world.run(200).drafts < 200 / 8
-    world.price = Linear(1.0, 0.005)
+    world.price = LinearCost(1.0, 0.005)
     assert world.run(50).drafts > 50 * 8 * 3
 
 
 def test_speculation_goes_where_nothing_is_accepted_and_comes_back() -> None:
-    world = World(3, 4, [0.9, 0.9, 0.0, 0.9], Linear(1.0, 0.06))
+    world = World(3, 4, [0.9, 0.9, 0.0, 0.9], LinearCost(1.0, 0.06))
     world.run(200)
     assert world.trackers[2].shares(1)[0][0] < 0.4
     world.rates = [0.0, 0.0, 0.9, 0.0]
@@ -367,7 +367,7 @@ def test_without_probes_it_would_never_come_back(monkeypatch: pytest.MonkeyPatch
     """The test above needs them."""
     monkeypatch.setattr(budget, "PATIENCE", 10**9)
     monkeypatch.setattr(budget, "MOST_PATIENCE", 10**9)
-    world = World(3, 1, [0.0], Linear(1.0, 0.06))
+    world = World(3, 1, [0.0], LinearCost(1.0, 0.06))
     world.run(200)
     world.rates = [0.9]
     assert world.run(MOST_PATIENCE + 400).drafts == 0

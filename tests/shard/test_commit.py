@@ -10,7 +10,7 @@ import torch
 from penstock.kernels.paging import move_slots
 from penstock.shard.decoding import tree, verify
 from penstock.shard.decoding.tree import Tree, chain, merge
-from penstock.shard.decoding.verify import Draft, Rule
+from penstock.shard.decoding.verify import Draft, VerificationRule
 from penstock.shard.engine import Engine
 from penstock.shard.sequence import Group, Sampling
 from penstock.shard.step import Span
@@ -45,7 +45,7 @@ def step(engine: Engine, group: Group, drafts: Tree) -> list[int]:
     span = Span(sequence, start, tokens, drafts.query(len(sequence.tokens) - start), wanted=1 + len(drafts))
     logits = run(engine, group, span)
     assert logits is not None
-    picks = verify.pick(logits, verify.rows(group, sequence, drafts), [Draft(drafts)], Rule.GUMBEL)
+    picks = verify.pick(logits, verify.rows(group, sequence, drafts), [Draft(drafts)], VerificationRule.GUMBEL)
     accepted = verify.accept(group, sequence, drafts, picks)
     first = len(sequence.tokens)
     moved = tree.moves(accepted.path)

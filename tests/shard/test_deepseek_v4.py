@@ -17,7 +17,7 @@ from penstock.shard.models.compression import Compressed
 from penstock.shard.models.draft_families import check_guesses
 from penstock.shard.models.families import shape
 from penstock.shard.models.shape import Shape, Unsupported
-from penstock.shard.models.traits import Hyper, Quantization, Rope
+from penstock.shard.models.traits import HyperConnections, Quantization, Rope
 from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import sequences as tokens_of
 from penstock.shard.step import Span
@@ -62,7 +62,7 @@ def test_it_is_transformers() -> None:
     assert [found.slot(ranks, layer) for ranks in (1, 8) for layer in (0, 2, 3)] == [(1, 1, 512), (1, 1, 3072), (1, 1, 1536)] * 2
     assert found.compressed is not None
     assert found.compressed.kinds == ((4, 512), (128, 0))
-    assert found.hyper == Hyper(count=4, magnitude=2.0, epsilon=1e-6, rounds=20)
+    assert found.hyper == HyperConnections(count=4, magnitude=2.0, epsilon=1e-6, rounds=20)
     assert found.local_rope == Rope(theta=10_000.0)
     assert (found.rope.theta, found.rope.factor, found.rope.amplitude) == (160_000.0, 16.0, 1.0)
     assert [bool(mixture and mixture.hashed) for mixture in found.mixtures[:4]] == [True, True, True, False]

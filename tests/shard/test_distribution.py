@@ -17,7 +17,7 @@ from penstock.proto.speculation import parse
 from penstock.shard import logits
 from penstock.shard.config import ShardConfig
 from penstock.shard.decoding import verify
-from penstock.shard.decoding.budget import Allowance, Linear
+from penstock.shard.decoding.budget import Allowance, LinearCost
 from penstock.shard.decoding.sampler import Pick
 from penstock.shard.decoding.strategy import Finish
 from penstock.shard.decoding.verify import Draft
@@ -36,8 +36,8 @@ BEGUN = [1]  # what has been answered: all that counts is drawn by speculation
 COUNT = 3
 CHOICES = 4  # of a request, each drawn by itself
 AT_ONCE = 500  # requests
-FREE = Allowance(Linear(1.0, 0.0, 0.0), 1 << 20)  # drafts cost nothing: there are as many as can be
-DEAR = Allowance(Linear(1.0, 3e-5, 0.05), 1 << 20)  # each costs, so that sequences get them by how often theirs were accepted
+FREE = Allowance(LinearCost(1.0, 0.0, 0.0), 1 << 20)  # drafts cost nothing: there are as many as can be
+DEAR = Allowance(LinearCost(1.0, 3e-5, 0.05), 1 << 20)  # each costs, so that sequences get them by how often theirs were accepted
 PLAIN = Sampling(temperature=1.0)
 FILTERED = Sampling(temperature=0.8, top_k=3, frequency_penalty=0.4, presence_penalty=0.2)
 # The p value below which a test fails. Seeds are fixed, so a test that has passed passes.

@@ -35,7 +35,7 @@ from penstock.shard.models.draft_families import draft_shape
 from penstock.shard.models.draft_head import Eagle3, NextTokens
 from penstock.shard.models.families import shape
 from penstock.shard.models.shape import Shape, Unsupported
-from penstock.shard.models.traits import Features
+from penstock.shard.models.traits import DraftFeatures
 from penstock.shard.parallel import Ranks
 from penstock.shard.weights import Weights
 from penstock.tests.shard import configurations, tiny
@@ -597,7 +597,7 @@ def deep(name: str, **more: Any) -> Shape:
     return shape(config | {"num_hidden_layers": 48, "layer_types": None} | more)
 
 
-def features(found: Shape) -> Features:
+def features(found: Shape) -> DraftFeatures:
     assert found.features is not None
     return found.features
 

@@ -10,9 +10,9 @@ import torch
 from penstock.kernels.work_list import SHORTEST_RUN
 from penstock.proto.speculation import parse
 from penstock.shard import step
-from penstock.shard.decoding.budget import Allowance, Linear
+from penstock.shard.decoding.budget import Allowance, LinearCost
 from penstock.shard.decoding.growth import Frontier
-from penstock.shard.draft_progress import Sketch
+from penstock.shard.draft_progress import DraftProgress
 from penstock.shard.drafter import SHORT, Drafter
 from penstock.shard.engine import Engine
 from penstock.shard.guesses import Guesses
@@ -40,7 +40,7 @@ def engine(said: str, page_size: int = 16, pages: int = 1024, prefix_caching: bo
 def free(engine: Engine) -> Engine:
     """Drafts cost nothing there, so that there are as many as can be."""
     plain_prefill, plain_decode = engine.prefill, engine.decode
-    allowance = Allowance(Linear(1.0, 0.0, 0.0), 1000)
+    allowance = Allowance(LinearCost(1.0, 0.0, 0.0), 1000)
 
     def prefill(*arguments: object) -> Outcome:
         return plain_prefill(*arguments, allowance)  # type: ignore[arg-type]
@@ -119,10 +119,10 @@ def test_chains_that_go_on_see_what_plain_forwards_would(page_size: int, monkeyp
         sequence.pages += range(100 * (i + 1), 100 * (i + 1) + 20)
     assert all(drafter.ready(sequences))
     for sequence, left in zip(sequences, (1, 2, 1, 2), strict=True):
-        sketch = sequence.sketch
-        assert sketch is not None
-        if count := len(sequence.tokens) - sketch.computed - left:
-            drafter.forward([drafter._advance(sequence, sketch, count, wanted=0)])
+        draft_progress = sequence.draft_progress
+        assert draft_progress is not None
+        if count := len(sequence.tokens) - draft_progress.computed - left:
+            drafter.forward([drafter._advance(sequence, draft_progress, count, wanted=0)])
     planned: list[int] = []
     plan = step.plan
 
@@ -189,7 +189,7 @@ def test_what_the_draft_model_did_not_come_to_compute_is_not_taken_for_computed(
     monkeypatch.setattr(drafter, "forward", Failing())
     groups = [tiny.group(uid, prompt(uid, 9 + uid), 60, drafts=4) for uid in range(3)]
     world = drive(own, groups, Habits())
-    assert own.shrink._count > 5
+    assert own.memory_fallback._count > 5
     assert world.accepted == world.drafted > 60
     assert (
         world.answers
@@ -276,37 +276,37 @@ def test_other_rules_are_greedy_without_a_temperature_and_alike_on_all_ranks(sai
 
 
 def test_accepted_drafts_stay_computed() -> None:
-    sketch = Sketch(10, [1, 2, 3], [7, 8])
-    assert sketch.accept([0] * 10 + [1, 2, 9], 4) == [7]
-    assert (sketch.computed, sketch.ahead) == (12, [])
-    sketch = Sketch(10, [1, 2, 3], [7, 8])
-    assert sketch.accept([0] * 10 + [1, 2], 4) == []
-    assert sketch.computed == 11, "the last token is always computed anew: its logits are wanted"
-    sketch = Sketch(10, [1, 2, 3], [7, 8])
-    assert sketch.accept([0] * 10 + [5, 2, 3], 4) == []
-    assert sketch.computed == 10
+    draft_progress = DraftProgress(10, [1, 2, 3], [7, 8])
+    assert draft_progress.accept([0] * 10 + [1, 2, 9], 4) == [7]
+    assert (draft_progress.computed, draft_progress.ahead) == (12, [])
+    draft_progress = DraftProgress(10, [1, 2, 3], [7, 8])
+    assert draft_progress.accept([0] * 10 + [1, 2], 4) == []
+    assert draft_progress.computed == 11, "the last token is always computed anew: its logits are wanted"
+    draft_progress = DraftProgress(10, [1, 2, 3], [7, 8])
+    assert draft_progress.accept([0] * 10 + [5, 2, 3], 4) == []
+    assert draft_progress.computed == 10
 
 
 def test_pages_that_others_have_computed_count() -> None:
-    sketch = Sketch()
-    sketch.look(13, [1, 2, 3, 4], 4, {1, 2, 4}, 0)
-    assert sketch.computed == 8
-    sketch.look(13, [1, 9, 3, 4], 4, {1, 2, 3, 4}, 0)  # the second was swapped for one that isn't
-    assert sketch.computed == 4
-    sketch.look(13, [1, 2, 3, 4], 4, {1, 2, 3, 4}, 3)
-    assert (sketch.computed, sketch.settled) == (12, 1)
-    sketch.look(16, [1, 2, 3, 4], 4, {1, 2, 3, 4}, 3)
-    assert (sketch.computed, sketch.settled) == (16, 3)
+    draft_progress = DraftProgress()
+    draft_progress.look(13, [1, 2, 3, 4], 4, {1, 2, 4}, 0)
+    assert draft_progress.computed == 8
+    draft_progress.look(13, [1, 9, 3, 4], 4, {1, 2, 3, 4}, 0)  # the second was swapped for one that isn't
+    assert draft_progress.computed == 4
+    draft_progress.look(13, [1, 2, 3, 4], 4, {1, 2, 3, 4}, 3)
+    assert (draft_progress.computed, draft_progress.settled) == (12, 1)
+    draft_progress.look(16, [1, 2, 3, 4], 4, {1, 2, 3, 4}, 3)
+    assert (draft_progress.computed, draft_progress.settled) == (16, 3)
 
 
 def test_pages_that_can_still_be_swapped_are_looked_at_again() -> None:
-    sketch = Sketch()
+    draft_progress = DraftProgress()
     for _ in range(2):
-        sketch.look(13, [1, 2, 3, 4], 4, {1, 2, 3, 4}, 1)
-        assert sketch.computed == 12
-    assert sketch.settled == 1
-    sketch.look(13, [1, 9, 3, 4], 4, {1, 2, 3, 4}, 1)
-    assert sketch.computed == 4
+        draft_progress.look(13, [1, 2, 3, 4], 4, {1, 2, 3, 4}, 1)
+        assert draft_progress.computed == 12
+    assert draft_progress.settled == 1
+    draft_progress.look(13, [1, 9, 3, 4], 4, {1, 2, 3, 4}, 1)
+    assert draft_progress.computed == 4
 
 
 def test_sampled_answers_are_guessed_with_their_noise() -> None:

@@ -27,7 +27,7 @@ from penstock.shard.config import ShardConfig
 from penstock.shard.decoding.hypotheses import Path as Beam
 from penstock.shard.decoding.hypotheses import Search, Stop
 from penstock.shard.engine import Engine, Outcome
-from penstock.shard.forward import Extent
+from penstock.shard.forward import GraphExtent
 from penstock.shard.graphs import Recorder
 from penstock.shard.host_pages import HostPages
 from penstock.shard.loading import load
@@ -115,7 +115,7 @@ def engine_of(speculate: str = "", graphs: bool = True, **more: Any) -> Engine:
     size_pool(engine, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL, [1, 2, 4])
     engine.resize(PAGES)
     if graphs:
-        extent = Extent(TOKENS, ROWS, TOTAL, PAGES, None, engine.guesses.most > 0, engine.guesses.trees)
+        extent = GraphExtent(TOKENS, ROWS, TOTAL, PAGES, None, engine.guesses.most > 0, engine.guesses.trees)
         engine.record(Recorder(), extent, lambda stage: None)
     return engine
 
@@ -534,7 +534,7 @@ def test_no_family_asks_the_host(noted: Noted, name: str) -> None:
     engine = load(ShardConfig(folder=folder, model="m", device="cuda", dtype="bfloat16"), lambda stage: None)
     size_pool(engine, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL, [1, 2, 4])
     engine.resize(PAGES)
-    engine.record(Recorder(), Extent(TOKENS, ROWS, TOTAL, PAGES, None, False, False), lambda stage: None)
+    engine.record(Recorder(), GraphExtent(TOKENS, ROWS, TOTAL, PAGES, None, False, False), lambda stage: None)
     groups = [tiny.group(uid, range(20 + uid), 6) for uid in range(1, 4)]
     noted.waits.clear()
     assert len(run(engine, groups)) == 18
@@ -570,7 +570,7 @@ def test_images_are_encoded_on_the_device(seen: dict[str, tuple[Path, list[seein
     engine = load(said, lambda stage: None)
     size_pool(engine, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL, [1, 2, 4])
     engine.resize(PAGES)
-    engine.record(Recorder(), Extent(TOKENS, ROWS, TOTAL, PAGES, None, False, False), lambda stage: None)
+    engine.record(Recorder(), GraphExtent(TOKENS, ROWS, TOTAL, PAGES, None, False, False), lambda stage: None)
     noted.waits.clear()
     groups = [tiny.group(uid, prompt.tokens, 6, images=prompt.pictures) for uid, prompt in enumerate(prompts)]
     assert len(overlapped(engine, groups)) == 18
@@ -591,7 +591,7 @@ def test_adapters_ask_nothing(noted: Noted, tmp_path: Path, name: str, later: bo
     engine.compile(TOKENS)
     size_pool(engine, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL, [1, 2, 4])
     engine.resize(PAGES)
-    engine.record(Recorder(), Extent(TOKENS, ROWS, TOTAL, PAGES, None, False, False), lambda stage: None)
+    engine.record(Recorder(), GraphExtent(TOKENS, ROWS, TOTAL, PAGES, None, False, False), lambda stage: None)
     known = {one for one in noted.launches if one.kernel == "experts_kernel"}
     assert known
     assert not engine.decoder.changes.later
@@ -616,7 +616,7 @@ def test_weights_of_few_bits_ask_nothing(noted: Noted, kind: str) -> None:
     assert engine.decoder.weight_bytes == pytest.approx(shape.weight_bytes(1, 2, "cuda", "bfloat16", False), rel=0.01)
     size_pool(engine, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL, [1, 2, 4])
     engine.resize(PAGES)
-    engine.record(Recorder(), Extent(TOKENS, ROWS, TOTAL, PAGES, None, False, False), lambda stage: None)
+    engine.record(Recorder(), GraphExtent(TOKENS, ROWS, TOTAL, PAGES, None, False, False), lambda stage: None)
     noted.waits.clear()
     assert len(run(engine, [tiny.group(uid, range(20 + uid), 6) for uid in range(1, 4)])) == 18
     assert engine.forward.replayed > 5

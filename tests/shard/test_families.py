@@ -17,7 +17,7 @@ from penstock.shard.loading import load
 from penstock.shard.models.families import FAMILIES, shape
 from penstock.shard.models.heads import Heads
 from penstock.shard.models.image_families import IMAGES
-from penstock.shard.models.mlp import Sparse
+from penstock.shard.models.mlp import MixtureOfExperts
 from penstock.shard.models.shape import Unsupported
 from penstock.shard.models.traits import Mixture
 from penstock.shard.sequence import sequences
@@ -472,7 +472,7 @@ def test_routers_with_scores_of_their_own_are_not_rounded() -> None:
     folder = tiny.folder("ernie-moe")
     found = load(ShardConfig(folder=str(folder), model="m", dtype="bfloat16"), lambda stage: None).decoder.layers[1].mlp
     gate = tiny.reference("ernie-moe").model.layers[1].mlp.gate
-    assert isinstance(found, Sparse)
+    assert isinstance(found, MixtureOfExperts)
     assert found.correction is not None
     assert found.correction.equal(gate.moe_statics.e_score_correction_bias[0])
     torch.testing.assert_close(found.router(torch.eye(64)), gate.weight.T, atol=1e-6, rtol=1e-6)
@@ -486,7 +486,7 @@ def test_routers_with_scores_of_their_own_are_not_rounded() -> None:
 def test_scores_that_are_hardly_any_have_smaller_shares() -> None:
     """LFM2's, which adds something to the sum that they are divided by."""
     found, theirs = tiny.decoder("lfm2-moe").layers[1].mlp, tiny.reference("lfm2-moe").model.layers[1].feed_forward
-    assert isinstance(found, Sparse)
+    assert isinstance(found, MixtureOfExperts)
     with torch.inference_mode():
         x = torch.linalg.lstsq(theirs.gate.weight, torch.full((7, 1), -12.0)).solution.T
         _, shares, chosen = theirs.gate(x, theirs.expert_bias)
@@ -509,11 +509,11 @@ def test_what_corrects_scores_may_be_missing(tmp_path: Path) -> None:
                 load(config, lambda stage: None)
             continue
         found = load(config, lambda stage: None).decoder.layers[0].mlp
-        assert isinstance(found, Sparse)
+        assert isinstance(found, MixtureOfExperts)
         x = torch.randn(20, 64, generator=torch.Generator().manual_seed(1))
         chosen = tiny.reference(name).model.layers[0].mlp.gate(x)[2]
         corrected = tiny.decoder(name).layers[0].mlp
-        assert isinstance(corrected, Sparse)
+        assert isinstance(corrected, MixtureOfExperts)
         assert corrected.correction is not None
         assert corrected.correction.count_nonzero()
         assert corrected.route(x)[1].sort(1).values.equal(chosen.sort(1).values)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.shard import logits
-from penstock.shard.decoding.budget import Allowance, Linear
+from penstock.shard.decoding.budget import Allowance, LinearCost
 from penstock.shard.decoding.expansion import Candidate
 from penstock.shard.decoding.hypotheses import Search, Stop, candidates_of
 from penstock.shard.decoding.sampler import Pick, Picking, Row
@@ -22,7 +22,7 @@ from penstock.shard.out_of_memory import ALONE
 from penstock.shard.parallel import Ranks
 from penstock.shard.prefix import Prefixes
 from penstock.shard.sequence import Group, Sampling
-from penstock.shard.step import Front, Picked, Span
+from penstock.shard.step import BeamFront, Picked, Span
 from penstock.tests.shard import paper as paper_module
 from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import Driver, Flying, Habits, World, drive, message
@@ -157,7 +157,7 @@ def another(right: Any) -> Any:
     ("place", "name", "fault"),
     [
         (Forks, "bequeath", lambda right: lambda self, spans, picked: None),
-        (Front, "pages_of", another),
+        (BeamFront, "pages_of", another),
         (Group, "standing", lambda right: lambda self, page_size: (*right(self, page_size)[:1], 0, self.lacking)),
     ],
 )
@@ -300,7 +300,7 @@ def test_memory_that_runs_out_in_flight_changes_no_token(seed: int, most: int) -
     world, ahead = fly(engine, groups(), Habits((7, 40, 999)[seed % 3], pause=0.05), seed)
     assert world.failed == {}
     assert world.tokens == expected.tokens
-    assert engine.shrink._count > 0
+    assert engine.memory_fallback._count > 0
     assert ahead
     assert at_rest(engine)
 
@@ -441,7 +441,7 @@ def test_beams_and_drafts_beside_others_in_flight() -> None:
 
 def test_steps_overlap_while_drafts_are_not_allowed() -> None:
     """As under load, where they don't pay; when they do again, they follow from the tokens that are there."""
-    cost = Linear(1.0, 0.0)
+    cost = LinearCost(1.0, 0.0)
 
     def groups() -> list[Group]:
         return [tiny.group(uid, prompt(1, 5) * 4, 30, drafts=3) for uid in range(3)]

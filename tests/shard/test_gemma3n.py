@@ -12,17 +12,17 @@ import torch
 import transformers
 from torch import Tensor
 
-from penstock.kernels.linear import Exact
+from penstock.kernels.linear import Invariance
 from penstock.launcher import roofline
 from penstock.shard.config import ShardConfig
 from penstock.shard.loading import _check_invariant, load
-from penstock.shard.models.altup import AlternatingStream, Ends
+from penstock.shard.models.altup import AltUpStream, Ends
 from penstock.shard.models.families import shape
 from penstock.shard.models.loader import Loader
-from penstock.shard.models.mlp import Dense, Thinned
+from penstock.shard.models.mlp import Mlp, SparseActivationMlp
 from penstock.shard.models.shape import Unsupported
 from penstock.shard.models.stream import Stream
-from penstock.shard.models.traits import Alternation
+from penstock.shard.models.traits import AltUpShape
 from penstock.shard.parallel import Ranks
 from penstock.shard.step import Span
 from penstock.shard.weights import Weights
@@ -74,7 +74,7 @@ def test_sizes_of_those_on_the_hub() -> None:
     """6.8 billion parameters, of which 2.3 are rows of the table that layers are told by; 20 of its 35 layers have keys."""
     found = shape(E4B)
     assert (round(found.parameters() / 1e8), round(found.parameters(tokens=1) / 1e8)) == (68, 45)
-    assert found.alternation == Alternation(count=4)
+    assert found.alternation == AltUpShape(count=4)
     assert (found.with_keys, found.laurel, found.inputs and found.inputs.size) == (20, 64, 256)
     assert found.kv_elements(1) == 20 * 2 * 2 * 256
     assert found.fitting == [1, 2, 4, 8]
@@ -124,7 +124,12 @@ def test_layers_without_keys_see_those_of_others() -> None:
     assert layers[2] is layers[0]
     assert layers[3] is layers[1]
     assert engine.token_bytes == 4 * 2 * 2 * 4 * 16
-    assert [type(layer.mlp) for layer in engine.decoder.layers] == [Thinned, Dense, Thinned, Thinned]
+    assert [type(layer.mlp) for layer in engine.decoder.layers] == [
+        SparseActivationMlp,
+        Mlp,
+        SparseActivationMlp,
+        SparseActivationMlp,
+    ]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -178,7 +183,7 @@ def test_gates_are_closed_by_those_of_all_ranks(ranks: int) -> None:
 
     def work(own: Ranks) -> Tensor:
         weights = Weights(tiny.folder("gemma3n"), torch.float32, tiny.CPU, lambda read: None)
-        mlp = Thinned(Loader(weights, model, own, "model.layers.0.", Exact.USUAL), 88, theirs.activation_sparsity)
+        mlp = SparseActivationMlp(Loader(weights, model, own, "model.layers.0.", Invariance.USUAL), 88, theirs.activation_sparsity)
         part = slice(own.rank * 88 // ranks, (own.rank + 1) * 88 // ranks)
         return mlp.inner(Noted(torch.cat((gates[:, part], ups[:, part]), 1), own, 1e-6), None)
 
@@ -192,13 +197,13 @@ def test_streams_begin_as_large_as_the_first() -> None:
     model = tiny.decoder("gemma3n").shape
     weights = Weights(tiny.folder("gemma3n"), torch.float32, tiny.CPU, lambda read: None)
     assert model.alternation is not None
-    ends = Ends(Loader(weights, model, Ranks(0, 1, tiny.CPU), "model.", Exact.USUAL), model.alternation)
+    ends = Ends(Loader(weights, model, Ranks(0, 1, tiny.CPU), "model.", Invariance.USUAL), model.alternation)
     sums = torch.randn(3, 64)
     sums[1] = 0
     every = ends.begun(sums)
     torch.testing.assert_close(every[::2].square().mean(2), sums[::2].square().mean(1, keepdim=True).expand(2, 4))
     assert not every[1].any()
-    assert AlternatingStream(sums, Ranks(0, 1, tiny.CPU), 1e-6, True, ends).normalized(None) is sums
+    assert AltUpStream(sums, Ranks(0, 1, tiny.CPU), 1e-6, True, ends).normalized(None) is sums
 
 
 def test_what_is_not_there() -> None:

@@ -15,7 +15,7 @@ from penstock.shard.models.draft_families import check_guesses, draft_shape
 from penstock.shard.models.families import shape
 from penstock.shard.models.remembering import FineLinear
 from penstock.shard.models.shape import Shape, Unsupported
-from penstock.shard.models.traits import Hyper, Index, Latent
+from penstock.shard.models.traits import HyperConnections, Index, Latent
 from penstock.tests.shard import tiny
 from penstock.tests.shard.test_weights import WEIGHTS, decoder, same
 
@@ -50,7 +50,7 @@ def test_it_is_transformers() -> None:
     assert [found.slot(ranks, 3) for ranks in (1, 8)] == [(1, 1, 512 + 2 * 128)] * 2
     index = Index(heads=32, size=128, most=2048, pool=16)
     assert found.latent == Latent(size=512, turned=0, plain=256, values=256, queries=1536, epsilon=1e-5, index=index)
-    assert found.hyper == Hyper(count=4, magnitude=2.0, epsilon=1e-6, rounds=20, averaged=True)
+    assert found.hyper == HyperConnections(count=4, magnitude=2.0, epsilon=1e-6, rounds=20, averaged=True)
     assert (found.attention_scale, found.rotary_elements, found.max_positions) == (1 / 16, 0, 1 << 20)
     assert found.fitting == [1, 2, 4, 8, 16, 32, 64]
 

@@ -16,7 +16,7 @@ from penstock.kernels.experts import Experts, route
 from penstock.kernels.linear import Weight
 from penstock.shard.models.decoder import Decoder
 from penstock.shard.models.families import shape
-from penstock.shard.models.mlp import Sparse
+from penstock.shard.models.mlp import MixtureOfExperts
 from penstock.shard.models.shape import Unsupported
 from penstock.tests.shard import tiny
 from penstock.tests.shard.test_quantized import made
@@ -140,7 +140,7 @@ def test_ranks_have_whole_blocks(pair: tuple[Path, Path]) -> None:
 
 def experts_of(model: Decoder, layer: int) -> Experts:
     mlp = model.layers[layer].mlp
-    assert isinstance(mlp, Sparse)
+    assert isinstance(mlp, MixtureOfExperts)
     return mlp.experts
 
 

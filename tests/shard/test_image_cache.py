@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from penstock.shard.image_cache import Gallery
+from penstock.shard.image_cache import ImageCache
 from penstock.shard.pictures import Picture
 
 
@@ -11,7 +11,7 @@ def picture(key: object, tokens: int = 4) -> Picture:
     return Picture(0, 1, tokens, tokens, torch.empty(0), key)  # type: ignore[arg-type]
 
 
-def encoded(gallery: Gallery, *asked: Picture) -> list[object]:
+def encoded(gallery: ImageCache, *asked: Picture) -> list[object]:
     """Those that had to be."""
     found = list[object]()
 
@@ -25,12 +25,12 @@ def encoded(gallery: Gallery, *asked: Picture) -> list[object]:
 
 
 def test_the_same_image_is_kept() -> None:
-    gallery = Gallery(10)
+    gallery = ImageCache(10)
     assert encoded(gallery, picture("a"), picture("b"), picture("a"), picture("b")) == ["a", "b"]
 
 
 def test_the_one_that_nobody_asked_for_longest_goes() -> None:
-    gallery = Gallery(10)
+    gallery = ImageCache(10)
     assert encoded(gallery, picture("a"), picture("b"), picture("a"), picture("c"), picture("a"), picture("b")) == [
         "a",
         "b",
@@ -40,7 +40,7 @@ def test_the_one_that_nobody_asked_for_longest_goes() -> None:
 
 
 def test_one_that_is_too_large_is_kept_alone() -> None:
-    gallery = Gallery(10)
+    gallery = ImageCache(10)
     assert encoded(gallery, picture("a"), picture("b", 12), picture("b", 12), picture("a"), picture("b", 12)) == [
         "a",
         "b",
@@ -51,9 +51,9 @@ def test_one_that_is_too_large_is_kept_alone() -> None:
 
 def test_a_large_one_takes_the_places_of_several() -> None:
     a, b, c, large = picture("a"), picture("b"), picture("c"), picture("large", 8)
-    assert encoded(Gallery(12), a, b, c, large, c, large, b) == ["a", "b", "c", "large", "b"]
+    assert encoded(ImageCache(12), a, b, c, large, c, large, b) == ["a", "b", "c", "large", "b"]
 
 
 def test_what_nobody_knows_is_not_kept() -> None:
-    gallery = Gallery(10)
+    gallery = ImageCache(10)
     assert encoded(gallery, picture(None), picture(None)) == [None, None]

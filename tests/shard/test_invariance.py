@@ -12,7 +12,7 @@ import torch
 
 from penstock.kernels import batch_invariant, dispatch
 from penstock.kernels.layout import Kind, Layout
-from penstock.kernels.linear import Exact
+from penstock.kernels.linear import Invariance
 from penstock.shard import invariance, loading
 from penstock.shard.config import ShardConfig
 from penstock.shard.decoding.hypotheses import Search
@@ -144,7 +144,7 @@ def test_what_leads_from_latents_to_heads_depends_on_no_other_row(sizes: tuple[i
     heads, features, _ = sizes
     torch.manual_seed(0)
     x, weights = torch.randn(200, heads, features).to(dtype), torch.randn(sizes).to(dtype)
-    product = ByHeads(weights, Exact.INVARIANT)
+    product = ByHeads(weights, Invariance.INVARIANT)
     alone = torch.cat([product(row.unsqueeze(0)) for row in x])
     assert all(product(x[:count]).equal(alone[:count]) for count in range(1, 201))
     torch.testing.assert_close(alone, torch.einsum("thi,hio->tho", x, weights), atol=0.05, rtol=0.02)

@@ -18,7 +18,7 @@ from penstock.shard.loading import load
 from penstock.shard.models.draft_families import draft_shape
 from penstock.shard.models.families import shape
 from penstock.shard.models.shape import Shape, Unsupported
-from penstock.shard.models.traits import Hyper, Index, Latent, Mixture
+from penstock.shard.models.traits import HyperConnections, Index, Latent, Mixture
 from penstock.tests.shard import tiny
 from penstock.tests.shard.test_weights import WEIGHTS, decoder, same
 
@@ -319,7 +319,7 @@ def test_hy_4_is_transformers() -> None:
     corrections = [values for key, values in model.named_buffers() if "correction" in key]
     assert found.parameters() == sum(values.numel() for values in (*model.parameters(), *corrections))
     assert found == shape(theirs.to_dict())
-    assert found.hyper == Hyper(count=4, magnitude=2.0, epsilon=1e-6)
+    assert found.hyper == HyperConnections(count=4, magnitude=2.0, epsilon=1e-6)
     assert [layer in found.indexing for layer in range(34)] == [kind == "full" for kind in theirs.indexer_types]
     mixture = found.mixtures[-1]
     assert mixture is not None

@@ -13,7 +13,7 @@ import transformers
 
 from penstock.shard.models.draft_families import _eagle3
 from penstock.shard.models.families import shape
-from penstock.shard.models.mlp import Sparse
+from penstock.shard.models.mlp import MixtureOfExperts
 from penstock.shard.models.renamed import of_pair
 from penstock.shard.models.shape import Unsupported
 from penstock.shard.models.shortcuts import Rejoined, Shortcut, ShortcutStream
@@ -171,7 +171,7 @@ def test_experts_may_all_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """For all tokens at once, and for none; what they give back is what is left of the answer."""
     bench, tokens = Bench("longcat", 16), prompt(3, 30)
     theirs = tiny.reference("longcat")
-    monkeypatch.setattr(Sparse, "route", lambda self, x: alike(len(x), chosen))
+    monkeypatch.setattr(MixtureOfExperts, "route", lambda self, x: alike(len(x), chosen))
     for layer in theirs.model.layers:
         monkeypatch.setattr(layer.mlp.router, "forward", lambda x: (None, *alike(x.shape[0] * x.shape[1], chosen)))
     chosen: tuple[int, ...]

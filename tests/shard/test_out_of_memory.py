@@ -103,7 +103,7 @@ def test_the_answers_are_the_same_in_parts(seed: int, most: tuple[int, int], row
     engine = Scarce(most[0])
     rows["rows"] = max(most[1], 4)  # a group's own rows are chosen from at once, those of three drafts here
     compare(engine, requests(12, seed), expected, seed)
-    assert engine.shrink._count > 0
+    assert engine.memory_fallback._count > 0
     assert engine.largest <= most[0] + 3  # a tree of drafts is not divided
 
 
@@ -181,7 +181,7 @@ def test_what_hangs_on_a_lost_page_goes_with_it() -> None:
     outcome = engine.prefill(1, groups, [(3, 9), (1, 99), (2, 99)], 25, [])
     assert sorted(outcome.failed) == [(1, ALONE), (2, ALONE)]
     assert [uid for uid, _ in outcome.emitted] == [3]
-    assert engine.shrink._tokens.most == 12  # half of the step, and not what was tried for the one that is too large
+    assert engine.memory_fallback._tokens.most == 12  # half of the step, and not what was tried for the one that is too large
 
 
 def test_rows_that_are_too_many_alone_fail_alone(rows: dict[str, int]) -> None:
@@ -294,5 +294,5 @@ def test_pieces_are_in_an_order_in_which_none_lacks_another() -> None:
 def test_who_can_not_try_again_says_what_helps(caplog: pytest.LogCaptureFixture) -> None:
     """Of several ranks, and of models that remember, the shards end."""
     with pytest.raises(MemoryError):
-        tiny.engine("qwen3.5").shrink.attempt(lambda: (_ for _ in ()).throw(MemoryError()))
+        tiny.engine("qwen3.5").memory_fallback.attempt(lambda: (_ for _ in ()).throw(MemoryError()))
     assert caplog.messages == [f"memory ran out. {REMEDY}"]

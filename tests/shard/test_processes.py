@@ -24,7 +24,7 @@ from penstock.proto import shard_pb2 as wire
 from penstock.shard import __main__ as entry
 from penstock.shard import parallel
 from penstock.shard.config import ShardConfig
-from penstock.shard.parallel import NoMeeting
+from penstock.shard.parallel import RendezvousFailed
 from penstock.shard.relay import Receiver, Sender
 from penstock.shard.sequence import Sampling
 from penstock.tests.shard import tiny
@@ -214,7 +214,7 @@ def test_a_port_that_another_has_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         expected = f"127.0.0.1, port {port}: Address already in use"
-        with pytest.raises(NoMeeting, match=expected):
+        with pytest.raises(RendezvousFailed, match=expected):
             parallel.Ranks(0, 2, tiny.CPU, ("127.0.0.1", port))
 
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from penstock.shard.decoding import sampler, verify
-from penstock.shard.decoding.growth import BestFirst, Drafting, Frontier, Growth, Layered, best
-from penstock.shard.decoding.lookup import LONGEST, Repeats, look_up
+from penstock.shard.decoding.growth import BestFirstTree, Drafting, Frontier, LayeredTree, TreeShape, best
+from penstock.shard.decoding.lookup import LONGEST, NgramIndex, look_up
 from penstock.shard.decoding.proposers import Asked, Lookup, Merged
 from penstock.shard.decoding.tree import ROOT, Tree
-from penstock.shard.decoding.verify import Rule
+from penstock.shard.decoding.verify import VerificationRule
 from penstock.shard.sequence import Sampling
 from penstock.tests.shard.test_tree import path_to
 from penstock.tests.shard.toy import Toy, end, group, next_token
@@ -42,7 +42,7 @@ def earlier_by_scan(text: Sequence[int]) -> tuple[int, int]:
 def test_repeats_are_those_that_a_scan_finds_however_they_have_grown(seed: int) -> None:
     chance = random.Random(seed)
     text = [chance.randrange(3) for _ in range(chance.randint(1, 60))]
-    repeats, known = Repeats(), 0
+    repeats, known = NgramIndex(), 0
     while known < len(text):
         known = min(len(text), known + chance.choice([0, 1, 1, 2, 20]))
         repeats.follow(text[:known])
@@ -53,7 +53,7 @@ def test_repeats_are_those_that_a_scan_finds_however_they_have_grown(seed: int) 
 def test_the_longest_repeated_end_is_continued_as_it_was_the_last_time(seed: int) -> None:
     chance = random.Random(seed)
     text = [chance.randrange(4) for _ in range(chance.randint(1, 40))]
-    repeats = Repeats()
+    repeats = NgramIndex()
     repeats.follow(text)
     tree = look_up(repeats, nodes=6, depth=5)
     length, place = earlier_by_scan(text)
@@ -65,7 +65,7 @@ def test_the_longest_repeated_end_is_continued_as_it_was_the_last_time(seed: int
 
 
 def test_of_several_continuations_it_is_the_most_recent_one() -> None:
-    repeats = Repeats()
+    repeats = NgramIndex()
     repeats.follow([1, 2, 7, 7, 1, 2, 8, 8, 1, 2, 7, 9, 1, 2])
     assert look_up(repeats, 9, 2).tokens == (7, 9)
     assert len(look_up(repeats, 3, 2)) == 2
@@ -73,7 +73,7 @@ def test_of_several_continuations_it_is_the_most_recent_one() -> None:
 
 
 def test_what_followed_a_longer_end_is_surer() -> None:
-    longer, shorter = Repeats(), Repeats()
+    longer, shorter = NgramIndex(), NgramIndex()
     longer.follow([1, 2, 7, 7, 1, 2])
     shorter.follow([1, 2, 7, 7, 2])
     assert look_up(longer, 9, 1).tokens == look_up(shorter, 9, 1).tokens == (7,)
@@ -81,7 +81,7 @@ def test_what_followed_a_longer_end_is_surer() -> None:
 
 
 def test_nothing_is_found_for_a_new_token_nor_in_no_text() -> None:
-    repeats = Repeats()
+    repeats = NgramIndex()
     assert look_up(repeats, 4, 4) == Tree()
     repeats.follow([1, 2, 3])
     assert look_up(repeats, 4, 4) == Tree()
@@ -106,7 +106,7 @@ def test_a_step_costs_what_is_new() -> None:
             self.read += len(own)
             return own
 
-    repeats = Repeats()
+    repeats = NgramIndex()
     repeats.follow(Watched(10_000))
     last = Watched(10_001)
     repeats.follow(last)
@@ -152,11 +152,11 @@ class Watch:
         return self._model.after([end(one, node) for one in wanted for node in one.nodes])
 
 
-GROWTHS: dict[str, Growth] = {
-    "chain": Layered((1,) * 6),
-    "expansion": Layered((3, 2, 1, 1)),
-    "best first": BestFirst(5, together=3, width=4),
-    "one by one": BestFirst(20, together=1, width=2),
+GROWTHS: dict[str, TreeShape] = {
+    "chain": LayeredTree((1,) * 6),
+    "expansion": LayeredTree((3, 2, 1, 1)),
+    "best first": BestFirstTree(5, together=3, width=4),
+    "one by one": BestFirstTree(20, together=1, width=2),
 }
 
 
@@ -196,8 +196,8 @@ def test_nothing_is_asked_of_the_model_where_nothing_is_wanted() -> None:
 @pytest.mark.parametrize("nodes", [15, 14, 8, 3, 2, 1])
 def test_an_expansion_keeps_its_most_probable_nodes(nodes: int) -> None:
     one = group(0, Sampling(temperature=1.0), 50)
-    [whole] = Drafting(MODEL, Layered((3, 2, 1))).propose([Asked(one, one.sequences[0], 15, 9)]).drafts
-    [draft] = Drafting(MODEL, Layered((3, 2, 1))).propose([Asked(one, one.sequences[0], nodes, 9)]).drafts
+    [whole] = Drafting(MODEL, LayeredTree((3, 2, 1))).propose([Asked(one, one.sequences[0], 15, 9)]).drafts
+    [draft] = Drafting(MODEL, LayeredTree((3, 2, 1))).propose([Asked(one, one.sequences[0], nodes, 9)]).drafts
     assert len(whole.tree) == 15
     assert draft.tree.tokens == whole.tree.cut(nodes).tokens
     assert draft.tree.parents == whole.tree.cut(nodes).parents
@@ -207,7 +207,7 @@ def test_an_expansion_keeps_its_most_probable_nodes(nodes: int) -> None:
 def test_where_drafts_are_drawn_an_expansion_is_narrowed_whatever_they_are(nodes: int, widths: tuple[int, ...]) -> None:
     for seed in range(20):
         one = group(0, Sampling(temperature=1.0, seed=seed), 50)
-        drafting = Drafting(MODEL, Layered((3, 2, 1)), Rule.REJECTION)
+        drafting = Drafting(MODEL, LayeredTree((3, 2, 1)), VerificationRule.REJECTION)
         [draft] = drafting.propose([Asked(one, one.sequences[0], nodes, 9)]).drafts
         assert len(draft.tree) <= nodes
         for depth, tries in zip([-1, *draft.tree.depths], draft.drawn, strict=False):
@@ -219,7 +219,7 @@ def test_a_chain_is_what_plain_sampling_from_the_draft_would_say(temperature: fl
     """With the target's noise: so a draft that agrees with the target proposes what the target draws."""
     for uid in range(20):
         one = group(uid, Sampling(temperature=temperature, seed=uid, frequency_penalty=0.5), 50, (uid, 2))
-        [draft] = Drafting(MODEL, Layered((1,) * 5)).propose([Asked(one, one.sequences[0], 5, 9)]).drafts
+        [draft] = Drafting(MODEL, LayeredTree((1,) * 5)).propose([Asked(one, one.sequences[0], 5, 9)]).drafts
         for token in draft.tree.tokens:
             [pick] = sampler.pick(MODEL.after([one.sequences[0].tokens[-2:]]), [verify.row(one, one.sequences[0], [])])
             assert pick is not None
@@ -242,7 +242,7 @@ def test_children_are_the_best_by_noise_and_as_probable_as_that_makes_them() -> 
 def test_what_filters_leave_out_is_not_proposed() -> None:
     """Not even if more children are wanted than there are tokens left."""
     one = group(0, Sampling(temperature=1.0, top_k=2), 50)
-    [draft] = Drafting(MODEL, Layered((5,))).propose([Asked(one, one.sequences[0], 9, 9)]).drafts
+    [draft] = Drafting(MODEL, LayeredTree((5,))).propose([Asked(one, one.sequences[0], 9, 9)]).drafts
     allowed = {token for token, own in enumerate(next_token(MODEL, Sampling(temperature=1.0, top_k=2), (1, 1), 2)) if own}
     assert set(draft.tree.tokens) == allowed
     mixed = [verify.row(one, one.sequences[0], []), verify.row(group(1, Sampling(), 9), one.sequences[0], [])]
@@ -267,7 +267,7 @@ def whole(one: Asked, depth: int) -> dict[tuple[int, ...], float]:
 def test_growing_best_first_finds_the_most_probable_nodes_of_all() -> None:
     one = group(0, Sampling(), 50, (7, 8))
     wanted = Asked(one, one.sequences[0], 8, 2)
-    [draft] = Drafting(MODEL, BestFirst(9, together=8, width=8)).propose([wanted]).drafts
+    [draft] = Drafting(MODEL, BestFirstTree(9, together=8, width=8)).propose([wanted]).drafts
     known = whole(wanted, 2)
     assert paths(draft.tree) == set(sorted(known, key=lambda path: -known[path])[:8])
 
@@ -275,7 +275,7 @@ def test_growing_best_first_finds_the_most_probable_nodes_of_all() -> None:
 def test_growing_best_first_stops_where_nothing_more_could_stay() -> None:
     watch = Watch(MODEL)
     one = group(0, Sampling(), 50, (7, 8))
-    Drafting(watch, BestFirst(100, together=1, width=8)).propose([Asked(one, one.sequences[0], 3, 50)])
+    Drafting(watch, BestFirstTree(100, together=1, width=8)).propose([Asked(one, one.sequences[0], 3, 50)])
     assert len(watch.rounds) < 8
 
 
@@ -283,11 +283,11 @@ def test_best_first_brings_more_than_a_chain_of_as_many_nodes() -> None:
     """By a draft that is often wrong; a tree that beats nothing would be a fault of the order."""
     target, counts = MODEL.near(9, 1.0), {}
     groups = [group(uid, Sampling(temperature=1.0, seed=uid), 50, (uid % 30, 3)) for uid in range(400)]
-    for name, growth in (("chain", Layered((1,) * 8)), ("tree", BestFirst(4, together=4, width=4))):
+    for name, growth in (("chain", LayeredTree((1,) * 8)), ("tree", BestFirstTree(4, together=4, width=4))):
         wanted = [Asked(one, one.sequences[0], 8, 8) for one in groups]
         drafts = Drafting(MODEL, growth).propose(wanted).drafts
         rows = [row for one, draft in zip(groups, drafts, strict=True) for row in verify.rows(one, one.sequences[0], draft.tree)]
-        picks = verify.pick(target.after([row.tokens[-2:] for row in rows]), rows, drafts, Rule.GUMBEL)
+        picks = verify.pick(target.after([row.tokens[-2:] for row in rows]), rows, drafts, VerificationRule.GUMBEL)
         first, accepted = 0, 0
         for draft in drafts:
             accepted += len(draft.tree.accepted([pick.token if pick else None for pick in picks[first:]]))
@@ -304,8 +304,8 @@ def test_several_proposers_make_one_tree() -> None:
     one = group(0, Sampling(), 50, text)
     wanted = [Asked(one, one.sequences[0], 6, 4)]
     looked_up = Lookup().propose([Asked(one, one.sequences[0], 6, 4)]).drafts[0].tree
-    grown = Drafting(MODEL, Layered((2, 1))).propose(wanted).drafts[0].tree
-    [draft] = Merged([Lookup(), Drafting(MODEL, Layered((2, 1)))]).propose(wanted).drafts
+    grown = Drafting(MODEL, LayeredTree((2, 1))).propose(wanted).drafts[0].tree
+    [draft] = Merged([Lookup(), Drafting(MODEL, LayeredTree((2, 1)))]).propose(wanted).drafts
     assert len(draft.tree) == 6
     assert paths(draft.tree) <= paths(looked_up) | paths(grown)
     [alone] = Merged([Lookup()]).propose(wanted).drafts

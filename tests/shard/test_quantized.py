@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor
 
 from penstock.kernels.codes import Codes, quantize, unpacked
-from penstock.kernels.linear import Exact
+from penstock.kernels.linear import Invariance
 from penstock.kernels.quantized import Quantized, lay_out
 from penstock.shard.engine import Engine
 from penstock.shard.models.codes import matrix
@@ -463,7 +463,7 @@ def test_parts_of_inputs_in_an_order() -> None:
                 assert found.inputs == stop - start
                 assert unpacked(found, torch.float32).equal(plain[:, start:stop])
                 x = torch.randn(5, stop - start, dtype=torch.bfloat16)
-                laid = lay_out(found, None, Exact.USUAL, torch.bfloat16)
+                laid = lay_out(found, None, Invariance.USUAL, torch.bfloat16)
                 assert isinstance(laid, Quantized) is (bits == 4 and size >= 32)
                 assert laid.shape == (64, stop - start)
                 expected = x.double() @ plain[:, start:stop].double().t()

@@ -21,7 +21,7 @@ from penstock.shard.models.families import shape
 from penstock.shard.models.ngrams import primes
 from penstock.shard.models.remembering import Linear
 from penstock.shard.models.shape import Shape, Unsupported
-from penstock.shard.models.traits import GatedHyper, PoolIndex
+from penstock.shard.models.traits import GatedHyperConnections, PoolIndex
 from penstock.shard.step import Span
 from penstock.tests.shard import seeing, tiny
 from penstock.tests.shard.test_oracle import prompt
@@ -62,7 +62,7 @@ def test_it_is_transformers() -> None:
     assert found.keyed == found.attending == attending
     assert found.blocks == PoolIndex(layers=frozenset(attending), heads=16, size=128, most=2048, pool=16)
     assert found == text(layer_types=["linear_attention" if i % 4 < 3 else "full_attention" for i in range(40)])
-    assert found.hyper == GatedHyper(count=4, rank=320)
+    assert found.hyper == GatedHyperConnections(count=4, rank=320)
     assert found.kv_elements(1) == 10 * (2 * 2 * 256 + 128)
     remembered = 30 * (3 * 8192 * 2 + 4 * 32 * 128 * 128) + 2 * 9 * 4 * 2048 * 2
     assert found.state_bytes(1, 2) == remembered

@@ -18,7 +18,7 @@ from penstock.proto import rpc
 from penstock.proto import shard_pb2 as wire
 from penstock.shard import adapter_loading, memory
 from penstock.shard.config import ShardConfig
-from penstock.shard.decoding.budget import Allowance, Linear
+from penstock.shard.decoding.budget import Allowance, LinearCost
 from penstock.shard.loading import load
 from penstock.shard.messages import allowance_from, group_from, step_reply
 from penstock.shard.models.changes import Changes
@@ -310,7 +310,7 @@ def test_what_drafts_may_cost_survives_the_wire() -> None:
     for request in (wire.DecodeRequest(allowance=told), wire.PrefillRequest(allowance=told)):
         found = allowance_from(type(request).FromString(request.SerializeToString()))
         assert found is not None
-        assert found == Allowance(Linear(step=0.5, draft=0.125, round=2.0, first=0.25), 7, {1 << 40: 1.5, 3: 0.0})
+        assert found == Allowance(LinearCost(step=0.5, draft=0.125, round=2.0, first=0.25), 7, {1 << 40: 1.5, 3: 0.0})
         assert found.cost.seconds(2, 1) == 0.5 + 0.25 + 2 * 0.125 + 2.0
         assert found.cost.seconds(0, 0) == 0.5
         assert allowance_from(type(request)()) is None
@@ -477,8 +477,8 @@ def test_an_adapter_for_which_nobody_waits_is_not_kept(
     reading, slow = slow_reading(monkeypatch)
     monkeypatch.setattr(adapter_loading, "WAIT", 0.1)
     waiting: list[Any] = []
-    read = adapter_loading.Arrivals.read
-    monkeypatch.setattr(adapter_loading.Arrivals, "read", lambda own, *asked: waiting.append(asked[-1]) or read(own, *asked))
+    read = adapter_loading.AdapterLoader.read
+    monkeypatch.setattr(adapter_loading.AdapterLoader, "read", lambda own, *asked: waiting.append(asked[-1]) or read(own, *asked))
     asked = wire.LoadAdapterRequest(adapter=wire.LoadedAdapter(key="k", name="one", folder=str(place)))
     call = roomy.stub.LoadAdapter.future(asked, timeout=10 if gone == "router" else 0.3)
     assert reading.wait(5)

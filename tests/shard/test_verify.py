@@ -15,12 +15,12 @@ from torch import Tensor
 
 from penstock.kernels.sampling import Draws
 from penstock.shard.decoding import growth, sampler, verify
-from penstock.shard.decoding.growth import Drafting, Layered
+from penstock.shard.decoding.growth import Drafting, LayeredTree
 from penstock.shard.decoding.proposers import Asked, Lookup, Proposed, Proposer
 from penstock.shard.decoding.sampler import Pick, Row
 from penstock.shard.decoding.strategy import Finish
 from penstock.shard.decoding.tree import Tree, chain, merge
-from penstock.shard.decoding.verify import Draft, Drawn, Rule, certain
+from penstock.shard.decoding.verify import Draft, Drawn, VerificationRule, certain
 from penstock.shard.sequence import Group, Sampling
 from penstock.tests.shard.toy import Toy, exact, g_test, group, next_token, plainly, seeded, speculate
 
@@ -35,7 +35,7 @@ TARGET = Toy(4, 10)
 DRAFT = TARGET.near(20, 1.2)
 FILTERED = Sampling(temperature=0.8, top_p=0.95, min_p=0.02, frequency_penalty=0.4, repetition_penalty=1.2, bias=((2, 0.3),))
 PLAIN = Sampling(temperature=1.1)
-CHAIN, PAIRS, TREE = Layered((1, 1)), Layered((2, 2)), Layered((3, 2))
+CHAIN, PAIRS, TREE = LayeredTree((1, 1)), LayeredTree((2, 2)), LayeredTree((3, 2))
 
 
 @pytest.fixture(autouse=True)
@@ -124,9 +124,9 @@ def proposers() -> dict[str, Proposer]:
     near = WIDE.near(4, 0.7)
     return {
         "wild": Wild(1),
-        "chain": Drafting(near, Layered((1,) * 5)),
-        "expansion": Drafting(near, Layered((3, 2, 1, 1))),
-        "best first": Drafting(near, growth.BestFirst(5)),
+        "chain": Drafting(near, LayeredTree((1,) * 5)),
+        "expansion": Drafting(near, LayeredTree((3, 2, 1, 1))),
+        "best first": Drafting(near, growth.BestFirstTree(5)),
         "lookup": Lookup(),
         "nothing": Wild(1, nodes=0),
     }
@@ -140,7 +140,7 @@ def test_speculation_says_what_plain_sampling_says(name: str) -> None:
         WIDE,
         requests(200, 5),
         proposers()[name],
-        Rule.GUMBEL,
+        VerificationRule.GUMBEL,
         LONGEST,
         nodes=lambda uid: uid % 14,
         told=lambda nodes, accepted: told.append(accepted),
@@ -169,30 +169,32 @@ def test_the_check_of_identity_finds(fault: str, monkeypatch: pytest.MonkeyPatch
     else:
         longer = lambda one: replace(one, max_new_tokens=one.max_new_tokens + 1)  # noqa: E731
         monkeypatch.setattr(verify, "accept", lambda one, *rest: accept(longer(one), *rest))
-    found = speculate(WIDE, requests(200, 5), Wild(1), Rule.GUMBEL, LONGEST)
+    found = speculate(WIDE, requests(200, 5), Wild(1), VerificationRule.GUMBEL, LONGEST)
     assert not same(found, expected())
 
 
-@pytest.mark.parametrize("rule", Rule)
-def test_without_a_temperature_every_rule_is_greedy(rule: Rule) -> None:
+@pytest.mark.parametrize("rule", VerificationRule)
+def test_without_a_temperature_every_rule_is_greedy(rule: VerificationRule) -> None:
     calm = [replace(one, sampling=replace(one.sampling, temperature=0.0)) for one in requests(100, 6)]
     again = [replace(one, sampling=replace(one.sampling, temperature=0.0)) for one in requests(100, 6)]
-    assert same(speculate(WIDE, calm, Drafting(WIDE.near(4, 0.7), Layered((3, 2, 1)), rule), rule, 17), plainly(WIDE, again, 17))
+    assert same(
+        speculate(WIDE, calm, Drafting(WIDE.near(4, 0.7), LayeredTree((3, 2, 1)), rule), rule, 17), plainly(WIDE, again, 17)
+    )
 
 
 def test_without_drafts_rejection_is_plain_sampling() -> None:
-    found = speculate(WIDE, requests(100, 7), Wild(1, nodes=0), Rule.REJECTION, 17)
+    found = speculate(WIDE, requests(100, 7), Wild(1, nodes=0), VerificationRule.REJECTION, 17)
     assert same(found, plainly(WIDE, requests(100, 7), 17))
 
 
-@pytest.mark.parametrize("rule", [Rule.GUMBEL, Rule.REJECTION])
+@pytest.mark.parametrize("rule", [VerificationRule.GUMBEL, VerificationRule.REJECTION])
 @pytest.mark.parametrize("count", [1, 4])
-def test_a_draft_that_is_the_target_is_always_right(rule: Rule, count: int) -> None:
+def test_a_draft_that_is_the_target_is_always_right(rule: VerificationRule, count: int) -> None:
     """So every step brings all drafts and one token more."""
     told: list[tuple[int, int]] = []
-    sampled = [one for one in requests(120, 8) if one.sampling.temperature > 0 or rule is Rule.GUMBEL]
+    sampled = [one for one in requests(120, 8) if one.sampling.temperature > 0 or rule is VerificationRule.GUMBEL]
     groups = [replace(one, end_ids=frozenset(), max_new_tokens=40) for one in sampled]
-    proposer = Drafting(WIDE, Layered((1,) * count), rule)
+    proposer = Drafting(WIDE, LayeredTree((1,) * count), rule)
     speculate(WIDE, groups, proposer, rule, 30, told=lambda nodes, accepted: told.append((nodes, accepted)))
     assert len(told) > 400
     assert all(accepted == nodes == count for nodes, accepted in told)
@@ -201,7 +203,7 @@ def test_a_draft_that_is_the_target_is_always_right(rule: Rule, count: int) -> N
 # Distribution: the joint one of three tokens
 
 
-def p_value(shape: Layered, rule: Rule, sampling: Sampling, count: int, model: Toy = DRAFT) -> float:
+def p_value(shape: LayeredTree, rule: VerificationRule, sampling: Sampling, count: int, model: Toy = DRAFT) -> float:
     answers = speculate(TARGET, seeded(sampling, count, 9), Drafting(model, shape, rule), rule, 3)
     return g_test(answers, exact(TARGET, sampling, 3))
 
@@ -209,16 +211,16 @@ def p_value(shape: Layered, rule: Rule, sampling: Sampling, count: int, model: T
 @pytest.mark.parametrize(
     ("rule", "shape", "sampling", "count"),
     [
-        (Rule.GUMBEL, CHAIN, PLAIN, COUNT),
-        (Rule.REJECTION, CHAIN, PLAIN, COUNT),
-        (Rule.REJECTION, CHAIN, FILTERED, FEWER),
-        (Rule.REJECTION, PAIRS, PLAIN, COUNT),
-        (Rule.REJECTION, TREE, FILTERED, FEWER),
+        (VerificationRule.GUMBEL, CHAIN, PLAIN, COUNT),
+        (VerificationRule.REJECTION, CHAIN, PLAIN, COUNT),
+        (VerificationRule.REJECTION, CHAIN, FILTERED, FEWER),
+        (VerificationRule.REJECTION, PAIRS, PLAIN, COUNT),
+        (VerificationRule.REJECTION, TREE, FILTERED, FEWER),
     ],
     ids=["gumbel", "chain", "chain, filtered", "pairs", "tree, filtered"],
 )
 def test_three_tokens_have_the_joint_distribution_of_plain_sampling(
-    rule: Rule, shape: Layered, sampling: Sampling, count: int
+    rule: VerificationRule, shape: LayeredTree, sampling: Sampling, count: int
 ) -> None:
     assert p_value(shape, rule, sampling, count) > FAIR
 
@@ -237,7 +239,9 @@ def test_what_is_certain_is_accepted_as_often_as_it_is_drawn(proposer: Proposer,
     text = (0, 1, 2, 0, 1, 3, 0, 1, 1, 0, 1)
     groups = [replace(one, sequences=group(0, PLAIN, 9, text).sequences) for one in seeded(PLAIN, FEWER, 9)]
     told: list[int] = []
-    answers = speculate(TARGET, groups, proposer, Rule.REJECTION, 3, lambda uid: 6, lambda nodes, accepted: told.append(accepted))
+    answers = speculate(
+        TARGET, groups, proposer, VerificationRule.REJECTION, 3, lambda uid: 6, lambda nodes, accepted: told.append(accepted)
+    )
     assert sum(told) > least
     assert g_test(answers, exact(TARGET, PLAIN, 3, text)) > FAIR
 
@@ -246,7 +250,7 @@ def test_siblings_repeat() -> None:
     """In the tests of trees, and each token stands once in the tree."""
     groups = seeded(PLAIN, 200, 9)
     asked = [Asked(one, one.sequences[0], 127, 8) for one in groups]
-    drafts = [one for shape in (PAIRS, TREE) for one in Drafting(DRAFT, shape, Rule.REJECTION).propose(asked).drafts]
+    drafts = [one for shape in (PAIRS, TREE) for one in Drafting(DRAFT, shape, VerificationRule.REJECTION).propose(asked).drafts]
     repeats = [own for draft in drafts for own in draft.drawn if len({one.token for one in own}) < len(own)]
     assert len(repeats) > 200
     for draft in drafts:
@@ -292,7 +296,7 @@ def of_no_position(draws: Draws, count: int, stream: int) -> Tensor:
 
 
 UNIFORM = verify._uniform
-FAULTS: dict[str, tuple[Layered, str, Any]] = {
+FAULTS: dict[str, tuple[LayeredTree, str, Any]] = {
     "p and q swapped": (CHAIN, "_accepts", swapped),
     "always accepted": (CHAIN, "_accepts", lambda target, proposed, uniform: uniform < 2),
     "never more than target": (CHAIN, "_accepts", lambda target, proposed, uniform: uniform < target),
@@ -302,7 +306,7 @@ FAULTS: dict[str, tuple[Layered, str, Any]] = {
     "accepted by what was drawn with": (CHAIN, "_uniform", of_one_stream),
     "one number for all tries": (TREE, "_uniform", of_one_word),
     "one number for all positions": (CHAIN, "_uniform", of_no_position),
-    "repeats left out": (Layered((8,)), "_by_rejection", once_each(verify._by_rejection)),
+    "repeats left out": (LayeredTree((8,)), "_by_rejection", once_each(verify._by_rejection)),
     "likeliest first": (TREE, "_by_rejection", likeliest_first(verify._by_rejection)),
 }
 SMALL = {"one number for all tries", "repeats left out"}
@@ -313,24 +317,24 @@ verify_residual = verify._residual
 def test_the_check_of_the_distribution_finds(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shape, name, faulty = FAULTS[fault]
     monkeypatch.setattr(verify, name, faulty)
-    assert p_value(shape, Rule.REJECTION, PLAIN, SOME if fault in SMALL else FEW) < FAULTY
+    assert p_value(shape, VerificationRule.REJECTION, PLAIN, SOME if fault in SMALL else FEW) < FAULTY
 
 
 def test_the_check_of_the_distribution_finds_a_lossy_rule() -> None:
-    assert p_value(TREE, Rule.TYPICAL, PLAIN, FEW) < FAULTY
+    assert p_value(TREE, VerificationRule.TYPICAL, PLAIN, FEW) < FAULTY
 
 
 def test_the_check_of_the_distribution_finds_a_shape_that_depends_on_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is improbable is cut off: that is why `Drafting` refuses such shapes for `rejection`."""
 
-    def cut(one: growth.Growing) -> Draft:
+    def cut(one: growth.GrowingTree) -> Draft:
         draft = DRAFTED(one)
         kept = draft.tree.cut(1)
         own = [tuple(drawn for drawn in draft.drawn[0] if drawn.token in kept.tokens)]
         return Draft(kept, (*own, ()))
 
     monkeypatch.setattr(growth, "_draft", cut)
-    assert p_value(TREE, Rule.REJECTION, PLAIN, FEW) < FAULTY
+    assert p_value(TREE, VerificationRule.REJECTION, PLAIN, FEW) < FAULTY
 
 
 DRAFTED = growth._draft
@@ -338,22 +342,22 @@ DRAFTED = growth._draft
 
 def test_rejection_needs_a_shape_that_does_not_depend_on_draws() -> None:
     with pytest.raises(AssertionError, match="rejection needs a shape"):
-        Drafting(DRAFT, growth.BestFirst(3), Rule.REJECTION)
+        Drafting(DRAFT, growth.BestFirstTree(3), VerificationRule.REJECTION)
 
 
-def accepted_first(width: int, rule: Rule) -> float:
+def accepted_first(width: int, rule: VerificationRule) -> float:
     """How often one of so many first tokens is."""
     told: list[int] = []
-    proposer = Drafting(DRAFT, Layered((width,)), rule)
+    proposer = Drafting(DRAFT, LayeredTree((width,)), rule)
     speculate(TARGET, seeded(PLAIN, SOME, 9), proposer, rule, 1, told=lambda nodes, accepted: told.append(accepted))
     return sum(told) / len(told)
 
 
 def test_several_tries_are_accepted_more_often_than_one_and_gumbel_nearly_as_often() -> None:
     found = {
-        "one": accepted_first(1, Rule.REJECTION),
-        "three": accepted_first(3, Rule.REJECTION),
-        "gumbel": accepted_first(1, Rule.GUMBEL),
+        "one": accepted_first(1, VerificationRule.REJECTION),
+        "three": accepted_first(3, VerificationRule.REJECTION),
+        "gumbel": accepted_first(1, VerificationRule.GUMBEL),
     }
     p = next_token(TARGET, PLAIN, (1, 1), 2)
     q = next_token(DRAFT, PLAIN, (1, 1), 2)
@@ -370,7 +374,7 @@ def test_log_probabilities_of_rejection_are_those_asked_for() -> None:
     for final in (False, True):
         sampling = replace(FILTERED, final_logprobs=final)
         groups = seeded(sampling, 300, 9)
-        answers = speculate(TARGET, groups, Drafting(DRAFT, TREE, Rule.REJECTION), Rule.REJECTION, 4)
+        answers = speculate(TARGET, groups, Drafting(DRAFT, TREE, VerificationRule.REJECTION), VerificationRule.REJECTION, 4)
         for own, one in zip(answers, groups, strict=True):
             text = list(one.sequences[0].tokens[:3])
             for pick, _ in own:
@@ -433,8 +437,8 @@ def test_no_draft_is_deeper_than_the_answer_may_be_long() -> None:
     assert verify.room(one, one.sequences[0]) == 0
 
 
-@pytest.mark.parametrize("rule", [Rule.GUMBEL, Rule.TYPICAL])
-def test_logits_that_are_not_finite_matter_where_the_answer_goes(rule: Rule) -> None:
+@pytest.mark.parametrize("rule", [VerificationRule.GUMBEL, VerificationRule.TYPICAL])
+def test_logits_that_are_not_finite_matter_where_the_answer_goes(rule: VerificationRule) -> None:
     one = group(0, Sampling(temperature=1.0), 10)
     tree = merge([chain([5, 6], [-0.1, -0.1]), chain([7], [-3.0])])
     logits = torch.zeros(4, 9)
@@ -458,14 +462,14 @@ def test_a_mask_binds_rejection() -> None:
     """What it forbids is not accepted, nor drawn."""
     groups = seeded(PLAIN, 500, 9)
     asked = [Asked(one, one.sequences[0], 127, 8) for one in groups]
-    proposed = Drafting(DRAFT, Layered((3,)), Rule.REJECTION).propose(asked)
+    proposed = Drafting(DRAFT, LayeredTree((3,)), VerificationRule.REJECTION).propose(asked)
     rows, ends = [], []
     for one, draft in zip(groups, proposed.drafts, strict=True):
         own = verify.rows(one, one.sequences[0], draft.tree)
         rows += own
         ends += [line.tokens[-2:] for line in own]
     mask = torch.full((len(rows), 1), 0b0110, dtype=torch.int32)
-    picks = verify.pick(TARGET.after(ends), rows, proposed.drafts, Rule.REJECTION, mask, proposed.probabilities)
+    picks = verify.pick(TARGET.after(ends), rows, proposed.drafts, VerificationRule.REJECTION, mask, proposed.probabilities)
     assert {pick.token for pick in picks if pick} == {1, 2}
 
 
@@ -483,7 +487,7 @@ def test_typical_accepts_the_longest_path_of_probable_tokens() -> None:
     tree = merge([chain([0], [-0.1]), chain([3, 1], [-1.0, -1.0]), chain([4, 0, 0], [-2.0, -1.0, -1.0])])
     rows = verify.rows(one, one.sequences[0], tree)
     logits = torch.stack([p.log() if i == 0 else flat.log() for i in range(len(rows))])
-    accepted = verify.accept(one, one.sequences[0], tree, verify.pick(logits, rows, [Draft(tree)], Rule.TYPICAL))
+    accepted = verify.accept(one, one.sequences[0], tree, verify.pick(logits, rows, [Draft(tree)], VerificationRule.TYPICAL))
     assert [tree.tokens[node] for node in accepted.path][:2] == [3, 1]  # not 4, which isn't probable; nor 0, which is short
 
 
@@ -495,7 +499,7 @@ def test_typical_without_a_probable_draft_is_plain_sampling() -> None:
         one = group(0, Sampling(temperature=1.0, seed=seed), 10)
         rows = verify.rows(one, one.sequences[0], chain([2]))
         [plain, _] = sampler.pick(p.log().expand(2, -1), rows)
-        [found, _] = verify.pick(p.log().expand(2, -1), rows, [Draft(chain([2]))], Rule.TYPICAL)
+        [found, _] = verify.pick(p.log().expand(2, -1), rows, [Draft(chain([2]))], VerificationRule.TYPICAL)
         assert found == plain
 
 

@@ -16,7 +16,7 @@ import transformers
 
 from penstock.launcher import checkpoint
 from penstock.shard.decoding.hypotheses import Search
-from penstock.shard.image_cache import Gallery
+from penstock.shard.image_cache import ImageCache
 from penstock.shard.memory import _seeing, size_pool
 from penstock.shard.models.shape import Unsupported
 from penstock.shard.parallel import Ranks
@@ -45,8 +45,8 @@ def bench_of(folder: Path, prompt: Seen, **more: Any) -> tuple[Bench, Any]:
     bench.engine = seeing.engine(folder, **more)
     sequence = bench.start(())
     sequence.tokens.extend(prompt.tokens)
-    assert bench.engine.decoder.sight is not None
-    sequence.pictures = bench.engine.decoder.sight.pictures(prompt.pictures, array("I", prompt.tokens), "")
+    assert bench.engine.decoder.vision is not None
+    sequence.pictures = bench.engine.decoder.vision.pictures(prompt.pictures, array("I", prompt.tokens), "")
     return bench, sequence
 
 
@@ -70,7 +70,7 @@ def test_an_image_s_logits_behind_the_last_keys(tmp_path: Path) -> None:
     prompts = [seeing.seen("Gemma4Both", "gemma4", random.Random(seed), SIZES) for seed in range(2)]
     bench, sequence = bench_of(tmp_path, prompts[0])
     other = bench.start(())
-    other.pictures = bench.engine.decoder.sight.pictures(prompts[1].pictures, array("I", prompts[1].tokens), "")  # type: ignore[union-attr]
+    other.pictures = bench.engine.decoder.vision.pictures(prompts[1].pictures, array("I", prompts[1].tokens), "")  # type: ignore[union-attr]
     first = prompts[0].pictures[0]
     end = first.start + first.tokens  # its last token's is wanted, and half of its others'
     spans = [Span(sequence, 0, prompts[0].tokens[:end], wanted=first.tokens // 2 + 1)]
@@ -188,7 +188,7 @@ def test_words_where_images_should_be(world: Made) -> None:
 
 def test_without_what_encodes_them(world: Made) -> None:
     engine, prompt = seeing.engine(world[2], 64, 4), asked(world, 1)
-    engine.decoder.sight = None
+    engine.decoder.vision = None
     assert "--max-images 0" in drive(engine, [group(1, prompt)], Habits()).failed[1]
 
 
@@ -249,17 +249,17 @@ def test_pixels_are_forgotten_where_steps_overlap(world: Made) -> None:
 class Counted:
     """Takes the place of what encodes images, and counts."""
 
-    sight: Any
+    vision: Any
     count: int = 0
 
     def __call__(self, picture: Any) -> Any:
         self.count += 1
-        return self.sight(picture)
+        return self.vision(picture)
 
 
 def counted(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Counted:
-    found = Counted(engine.decoder.sight.encode)
-    monkeypatch.setattr(engine.decoder.sight, "encode", found)
+    found = Counted(engine.decoder.vision.encode)
+    monkeypatch.setattr(engine.decoder.vision, "encode", found)
     return found
 
 
@@ -297,7 +297,7 @@ def test_a_step_encodes_no_more_than_it_has_room_for(world: Made, monkeypatch: p
     most = 40 // images[0].pictures[0].tokens
     engine = seeing.engine(world[2], 256, 4)
     alone = drive(engine, [group(uid, image) for uid, image in enumerate(images)], Habits()).tokens
-    monkeypatch.setattr(engine.decoder.sight, "_gallery", Gallery(16))
+    monkeypatch.setattr(engine.decoder.vision, "_gallery", ImageCache(16))
     encodings = counted(engine, monkeypatch)
     groups = [group(uid, image) for uid, image in enumerate(images)]
     chunks = [(one.uid, 100) for one in groups]
@@ -314,29 +314,29 @@ def test_a_step_encodes_no_more_than_it_has_room_for(world: Made, monkeypatch: p
 def test_what_an_image_takes_is_measured(world: Made) -> None:
     """Features of a step and of the largest image at least, and of more pixels more."""
     engine = seeing.engine(world[2], 64, 4)
-    sight = engine.decoder.sight
-    assert sight is not None
-    levels = sight.encode(sight.blank(6))[0].numel()
+    vision = engine.decoder.vision
+    assert vision is not None
+    levels = vision.encode(vision.blank(6))[0].numel()
     taken, seconds = _seeing(engine, 100)
-    assert taken >= (100 + sight.largest) * levels * 4
+    assert taken >= (100 + vision.largest) * levels * 4
     assert seconds > 0
     _, _, sample = size_pool(engine, 4, 0.9, 64, 64, 64, 64)
     assert sample.image_seconds > 0
     if world[0] in seeing.TILED:
-        assert sight.largest == replace(seeing.TILING, most=int(world[0] == "LlavaOnevision")).longest
+        assert vision.largest == replace(seeing.TILING, most=int(world[0] == "LlavaOnevision")).longest
     else:
         square = world[0] in ("Gemma3", "Idefics2", "Idefics3", "Llama4", "Llava", "SmolVLM", "Step3p7")
         tokens = seeing.SQUARE**2 if square else (1 << 20) // seeing.SIDE**2
-        assert sight.largest == tokens + (math.isqrt(300 * tokens) if world[0] == "HYV4VL" else 0)  # of which rows have an end
-    assert sight.places([sight.blank(6)]) is not None
+        assert vision.largest == tokens + (math.isqrt(300 * tokens) if world[0] == "HYV4VL" else 0)  # of which rows have an end
+    assert vision.places([vision.blank(6)]) is not None
 
 
 def test_the_launcher_knows_what_is_for_images(world: Made) -> None:
     """By the names of tensors."""
-    sight = seeing.engine(world[2], 64, 4).decoder.sight
-    assert sight is not None
+    vision = seeing.engine(world[2], 64, 4).decoder.vision
+    assert vision is not None
     stored = checkpoint.read(world[2], "auto", text=False).encoder
-    assert stored == {"F32": sum(tensor.nbytes for tensor in sight._model.state_dict().values())}
+    assert stored == {"F32": sum(tensor.nbytes for tensor in vision._model.state_dict().values())}
 
 
 def test_logits_in_16_bits(world: Made) -> None:
@@ -382,12 +382,12 @@ def test_deepseek_ocr_2_sees(tmp_path: Path) -> None:
     habits = Habits(200, pause=0.1)
     world_of = drive(engine, [group(uid, prompt) for uid, prompt in enumerate([*prompts, prompts[0]])], habits, seed=3)
     assert [world_of.tokens[uid, 0] for uid in range(3)] == [generated(world, prompts[uid % 2])[0] for uid in range(3)]
-    sight = engine.decoder.sight
-    assert sight is not None
+    vision = engine.decoder.vision
+    assert vision is not None
     stored = checkpoint.read(tmp_path, "auto", text=False).encoder
-    assert stored == {"F32": sum(tensor.nbytes for tensor in sight._model.state_dict().values())}
-    assert sight.places([sight.blank(6)]) is not None
-    assert sight.places([replace(sight.blank(6), columns=256)]) is None
+    assert stored == {"F32": sum(tensor.nbytes for tensor in vision._model.state_dict().values())}
+    assert vision.places([vision.blank(6)]) is not None
+    assert vision.places([replace(vision.blank(6), columns=256)]) is None
 
 
 MINIMAX = {  # names as transformers has them, and as the hub
@@ -424,17 +424,17 @@ def test_as_transformers_modules_are_called(name: str, tmp_path: Path) -> None:
     """What transformers saves has the hub's names, and its parts: Step 3.7's queries, keys and values are one matrix."""
     reference = seeing.made(name, tmp_path)
     prompt = asked((name, reference, tmp_path), 1)
-    sight = seeing._loaded(tmp_path, 1 << 20).decoder.sight
+    vision = seeing._loaded(tmp_path, 1 << 20).decoder.vision
     stored = safetensors.torch.load_file(tmp_path / "model.safetensors")
     beginnings = ("vi", "embed_vision", "mlp_AR", "multi_modal_projector", "patch_merge_mlp", "sam_", "qwen2_", "projector")
     text = {key: values for key, values in stored.items() if not key.removeprefix("model.").startswith(beginnings)}
-    assert sight is not None
-    own = {f"model.{key}": values.contiguous() for key, values in sight._model.state_dict().items()}
+    assert vision is not None
+    own = {f"model.{key}": values.contiguous() for key, values in vision._model.state_dict().items()}
     assert not own.keys() <= stored.keys()
     safetensors.torch.save_file(text | own, tmp_path / "model.safetensors", {"format": "pt"})
-    again = seeing._loaded(tmp_path, 1 << 20).decoder.sight
+    again = seeing._loaded(tmp_path, 1 << 20).decoder.vision
     assert again is not None
-    torch.testing.assert_close(again.encode(prompt.pictures[0]), sight.encode(prompt.pictures[0]), rtol=0, atol=0)
+    torch.testing.assert_close(again.encode(prompt.pictures[0]), vision.encode(prompt.pictures[0]), rtol=0, atol=0)
 
 
 def changed(folder: Path, tmp_path: Path, **changes: Any) -> Path:
@@ -501,7 +501,7 @@ def test_text_is_served_where_images_can_not_be(tmp_path: Path, changes: dict[st
     with pytest.raises(Unsupported, match=words):
         seeing.engine(other, images_asked=True)
     engine = seeing.engine(other)
-    assert engine.decoder.sight is None
+    assert engine.decoder.vision is None
     assert "text alone is served" in caplog.text
     words_alone = tiny.group(1, [11, 12, 13], 9)
     expected = drive(seeing.engine(whole), [tiny.group(1, [11, 12, 13], 9)], Habits())
@@ -513,21 +513,21 @@ def test_images_of_one_size_have_no_other_grid(name: str, tmp_path: Path) -> Non
     """Whatever a router says of their pixels, which are as many."""
     reference = seeing.made(name, tmp_path)
     [picture] = seeing.seen(name, reference.config.model_type, random.Random(1), [(1, 1)]).pictures
-    sight = seeing.engine(tmp_path).decoder.sight
-    assert sight is not None
-    assert sight.places([picture]) == [*range(picture.start, picture.start + picture.tokens)]
-    assert sight.places([replace(picture, rows=1, columns=picture.tokens, width=picture.tokens)]) is None
+    vision = seeing.engine(tmp_path).decoder.vision
+    assert vision is not None
+    assert vision.places([picture]) == [*range(picture.start, picture.start + picture.tokens)]
+    assert vision.places([replace(picture, rows=1, columns=picture.tokens, width=picture.tokens)]) is None
 
 
 def test_images_of_all_sizes_have_a_patch_at_least_and_no_more_pixels_than_they_may(tmp_path: Path) -> None:
     seeing.made("Idefics2", tmp_path)
     [picture] = seeing.seen("Idefics2", "idefics2", random.Random(1), [(1, 1)]).pictures
-    sight = seeing.engine(tmp_path, image_pixels=600).decoder.sight
-    assert sight is not None
+    vision = seeing.engine(tmp_path, image_pixels=600).decoder.vision
+    assert vision is not None
     for high, wide, fits in ((20, 30, True), (2, 300, True), (1, 30, False), (30, 1, False), (2, 301, False)):
         one = replace(picture, pixels=torch.zeros((1, 3, high, wide), dtype=torch.uint8))
-        assert (sight.places([one]) is not None) == fits
-        assert not fits or len(sight.encode(one)) == picture.tokens
+        assert (vision.places([one]) is not None) == fits
+        assert not fits or len(vision.encode(one)) == picture.tokens
 
 
 def test_tiles_are_those_of_the_pixels_that_an_image_may_have(tmp_path: Path) -> None:
@@ -542,10 +542,10 @@ def test_tiles_are_those_of_the_pixels_that_an_image_may_have(tmp_path: Path) ->
         seeing.logits(reference, "LlavaNext", prompt),
     )
     others = [replace(picture, size=size) for size in ((), (20,), (0, 20), (20, 10), (20, 20, 1))]
-    few = seeing.engine(tmp_path, image_pixels=4 * seeing.TILING.side**2).decoder.sight
-    assert bench.engine.decoder.sight is not None
+    few = seeing.engine(tmp_path, image_pixels=4 * seeing.TILING.side**2).decoder.vision
+    assert bench.engine.decoder.vision is not None
     assert few is not None
-    assert [bench.engine.decoder.sight.places([one]) for one in others] == [None] * 5
+    assert [bench.engine.decoder.vision.places([one]) for one in others] == [None] * 5
     assert few.places([picture]) is None
     tokens = replace(seeing.TILING, resolutions=((8, 16), (16, 8), (24, 8))).length((20, 20))
     fewer = replace(picture, columns=tokens, pixels=picture.pixels[:3])  # type: ignore[index]

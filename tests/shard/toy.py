@@ -17,7 +17,7 @@ from penstock.shard.decoding import sampler, verify
 from penstock.shard.decoding.growth import Frontier
 from penstock.shard.decoding.proposers import Asked, Proposer
 from penstock.shard.decoding.strategy import Finish
-from penstock.shard.decoding.verify import Rule
+from penstock.shard.decoding.verify import VerificationRule
 from penstock.shard.sequence import Group, Sampling, sequences
 
 # What is this small is slower on two threads, much slower where cores are shared.
@@ -96,7 +96,7 @@ def speculate(
     model: Toy,
     groups: Sequence[Group],
     proposer: Proposer,
-    rule: Rule,
+    rule: VerificationRule,
     count: int,
     nodes: Callable[[int], int] = lambda uid: 127,
     told: Callable[[int, int], None] = lambda nodes, accepted: None,
