@@ -297,7 +297,7 @@ def test_a_step_encodes_no_more_than_it_has_room_for(world: Made, monkeypatch: p
     most = 40 // images[0].pictures[0].tokens
     engine = seeing.engine(world[2], 256, 4)
     alone = drive(engine, [group(uid, image) for uid, image in enumerate(images)], Habits()).tokens
-    monkeypatch.setattr(engine.decoder.vision, "_gallery", ImageCache(16))
+    monkeypatch.setattr(engine.decoder.vision, "_cache", ImageCache(16))
     encodings = counted(engine, monkeypatch)
     groups = [group(uid, image) for uid, image in enumerate(images)]
     chunks = [(one.uid, 100) for one in groups]
