@@ -42,6 +42,7 @@ from penstock.kernels import (
     operations,
     paged_attention,
     paging,
+    partial_rotary,
     pools,
     quantized,
     ragged,
@@ -49,7 +50,6 @@ from penstock.kernels import (
     sampling,
     short_convolution,
     state_space,
-    turning,
 )
 from penstock.kernels.attention import How, Row, ancestry
 from penstock.kernels.attention import order as in_order
@@ -498,7 +498,7 @@ def _entered(bench: Bench, chance: random.Random, dtype: torch.dtype, rate: int,
         cache, made, query, queries, gains, table = (x.to(device, dtype, copy=True) for x in held)
         layout = Layout(page_size, (like(0, heads, 1, size, True),), dtype, device, size, near=128, entries=((rate, most),))
         _, plan = ragged.plan(rows, layout)
-        turning.turn(query, table[:tokens], 1e-6)
+        partial_rotary.turn(query, table[:tokens], 1e-6)
         entries.write_series(own.to(device), made, cache[..., size:])
         making = entries.Making(size, places.to(device), gains, 1e-6)
         ends = ragged.entries_ended(plan, rate, series > 1)
@@ -506,7 +506,7 @@ def _entered(bench: Bench, chance: random.Random, dtype: torch.dtype, rate: int,
         asked = compressed.ChoosingEntries(queries, weights.to(device), most, members=rate, first=size) if most else None
         how = How(0, size**-0.5, sinks=sinks.to(device), latent=size)
         answer = ragged.attention_to_entries(query, cache, plan, how, rate, asked)
-        turning.turn(answer, table[:tokens], back=True)
+        partial_rotary.turn(answer, table[:tokens], back=True)
         return cache.cpu(), answer.cpu()
 
     with poisoned():

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.kernels import gated_hyper_connections, means, ngrams, reference
 from penstock.kernels.gated_delta import Spans, States
-from penstock.kernels.hashes import Hashes
+from penstock.kernels.ngram_hashes import Hashes
 
 COUNT, APART, TAPS, POOL = 4, 3, 4, 16  # streams; places between taps, and taps; tokens of a pool: Qwen 4 Exp's, as far as is known
 

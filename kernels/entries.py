@@ -13,8 +13,8 @@ from torch import Tensor
 
 from .dispatch import triton_for
 from .operations import write
+from .partial_rotary import turn
 from .reference import rms_norm
-from .turning import turn
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from .compilation import Compilation
 from .fused_gated_delta import move
 from .fused_gated_hyper_connections import normalized, tile
 from .gated_delta import Spans
-from .hashes import Hashes
+from .ngram_hashes import Hashes
 
 TOKENS, CHANNELS = 16, 128  # of a program, as in `fused_short_convolution`
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 from . import reference
 from .dispatch import triton_for
 from .gated_delta import Spans, States, convolved
-from .hashes import Hashes
+from .ngram_hashes import Hashes
 from .reference import by_lanes
 
 LEAST = 1e-6  # of what streams are opened by, before its root is taken

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from . import adapters, checkpoint, cluster, command_line, drafts, greeting, hub, kinds, plan, serve, streams
+from . import adapters, banner, checkpoint, cluster, command_line, drafts, hub, kinds, plan, serve, streams
 from .console import Console
 from .mistake import Mistake
 from .options import Options
@@ -77,7 +77,7 @@ def _run(arguments: list[str], environment: Mapping[str, str]) -> int:
         raise Mistake(_no_command(arguments[0].partition("=")[0]))
     asked = command_line.parse(parsers[arguments[0]], arguments[1:], environment)
     if asked.env:
-        Console(asked.json_output).say(greeting.describe())
+        Console(asked.json_output).say(banner.describe())
     return commands[arguments[0]](asked, environment)
 
 

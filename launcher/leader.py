@@ -18,7 +18,7 @@ from . import node_messages
 from .console import Console
 from .node_messages import Gone, Hello, Message, Orders, Said, listen, tell
 from .parts import GRACE, Again, Command, Elsewhere, Event, Failed, Leave, Outcome, Part
-from .roll import RollCall, named
+from .roll_call import RollCall, named
 
 GREETING = 1 << 16  # bytes of a hello, at most
 STRANGERS = 16  # that are listened to at once; more have to wait

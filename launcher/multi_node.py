@@ -15,7 +15,7 @@ from ..proto import certificates, link, settings
 from ..proto.certificates import Certificates
 from ..proto.images import DESCRIPTIONS
 from ..shard.config import ShardConfig
-from . import children, machine, roll, rundir, vision
+from . import children, machine, roll_call, rundir, vision
 from .console import Console
 from .follower import Follower, NodeZero
 from .leader import Leader, Meeting
@@ -23,7 +23,7 @@ from .mistake import Mistake
 from .node_messages import Hello, Orders
 from .options import Options
 from .parts import Command
-from .roll import RollCall
+from .roll_call import RollCall
 
 NAMES = 30.0  # seconds in which node 0's own name may become known: an orchestrator makes it when the machine is there
 
@@ -56,7 +56,7 @@ class Node:
             versions[DESCRIPTIONS[0]] = vision.digest(Path(first.folder))
         speculate = re.sub(r"draft=[^,]*", "draft", first.speculate)
         shard = dataclasses.replace(first, speculate=speculate, adapters=tuple((name, "") for name, _ in first.adapters))
-        return roll.terms(shard, self.asked.nnodes, self.digest, versions)
+        return roll_call.terms(shard, self.asked.nnodes, self.digest, versions)
 
     def start(self, shard: ShardConfig, orders: Orders, master: str, own: str) -> Command:
         """The process of a rank, which meets the others as ordered. master, own: addresses of node 0 and of this one."""

@@ -113,7 +113,10 @@ class Options:
         kind=kinds.count,
     )
     max_best_of: int = option(
-        REQUESTS, "most answers to one prompt (best_of, n, num_return_sequences)", default=ROUTER.max_best_of, kind=kinds.count
+        REQUESTS,
+        "most answers to one prompt (best_of, n, num_return_sequences)",
+        default=ROUTER.max_best_of,
+        kind=kinds.count,
     )
     num_beams: int = option(
         REQUESTS,
@@ -144,7 +147,10 @@ class Options:
         kind=kinds.limit,
     )
     max_image_pixels: int = option(
-        REQUESTS, "most pixels of an image: larger ones are scaled down", default=ROUTER.max_image_pixels, kind=kinds.pixels
+        REQUESTS,
+        "most pixels of an image: larger ones are scaled down",
+        default=ROUTER.max_image_pixels,
+        kind=kinds.pixels,
     )
     image_hosts: str = option(
         REQUESTS,
@@ -353,10 +359,16 @@ class Options:
         NODES, "address of node 0, where nodes and their ranks meet; those of one node do without", default=""
     )
     master_port: int = option(
-        NODES, f"its port, where nodes meet (default: {SHARD.master_port}); one node does without", default=0, kind=kinds.port
+        NODES,
+        f"its port, where nodes meet (default: {SHARD.master_port}); one node does without",
+        default=0,
+        kind=kinds.port,
     )
     nnodes: int = option(
-        NODES, "machines whose ranks share the model; penstock is started on each, with the same flags", default=0, kind=kinds.count
+        NODES,
+        "machines whose ranks share the model; penstock is started on each, with the same flags",
+        default=0,
+        kind=kinds.count,
     )
     node_rank: int | None = option(
         NODES, "which of them this is, from 0; node 0 serves HTTP", default=None, kind=kinds.limit, environment=False
@@ -439,7 +451,10 @@ class Options:
         kind=kinds.positive,
     )
     aip_predict_route: str = option(
-        HTTP, "path at which Vertex AI sends its requests, beside /vertex", default=ROUTER.aip_predict_route, kind=kinds.path
+        HTTP,
+        "path at which Vertex AI sends its requests, beside /vertex",
+        default=ROUTER.aip_predict_route,
+        kind=kinds.path,
     )
     aip_health_route: str = option(
         HTTP, "path at which Vertex AI asks for /health", default=ROUTER.aip_health_route, kind=kinds.path

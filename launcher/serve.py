@@ -14,10 +14,10 @@ from ..shard.config import ShardConfig
 from ..shard.models.families import shape
 from . import (
     adapters,
+    banner,
     checkpoint,
     children,
     drafts,
-    greeting,
     hub,
     machine,
     multi_node,
@@ -67,7 +67,7 @@ def run(asked: Options, environment: Mapping[str, str]) -> int:
     text = text_folder(planned)
     _tell(asked, name, planned, text, speculation, console)
     if not asked.node_rank and not asked.no_router:
-        greeting.warn(asked, environment, console)
+        banner.warn(asked, environment, console)
     with rundir.private() as private, _places(asked, planned, private, environment) as places:
         shards = [children.shard_configs(asked, name, planned, place, speculation, loras) for place in places]
         interpreted = planned.device == "cpu" and asked.penstock_kernels == "triton"
@@ -113,7 +113,7 @@ def _route(asked: Options, name: str, folder: Path, environment: Mapping[str, st
     """Serves with rank groups that somebody else has started."""
     if not checkpoint.has_tokenizer(folder):
         raise Mistake(f"{folder} has no tokenizer.json, which the router needs: name the folder of the model that --replica serves")
-    greeting.warn(asked, environment, console)
+    banner.warn(asked, environment, console)
     if idle := [options.flag(name) for name in options.SHARDS if getattr(asked, name) != options.FIELDS[name].default]:
         console.say(f"no effect on shards that somebody else starts: {', '.join(idle)}")
     images = vision.of(asked, folder)
@@ -164,14 +164,14 @@ def _supervisor(
 
     def ready() -> None:
         seconds = time.monotonic() - began
-        console.say(greeting.shards(addresses) if asked.no_router else greeting.banner(asked, name, text, seconds))
+        console.say(banner.shards(addresses) if asked.no_router else banner.banner(asked, name, text, seconds))
 
     return Supervisor(
         router=None if asked.no_router else Command("router", children.command("penstock.router", f"@{file}")),
         groups=groups,
         environment=environment,
         console=console,
-        health=(greeting.reachable(asked.hostname), asked.port),
+        health=(banner.reachable(asked.hostname), asked.port),
         ready=ready,
         grace=asked.graceful_termination_timeout,
         max_restarts=asked.max_restarts,

@@ -147,7 +147,10 @@ def _memory(values: argparse.Namespace, environment: Mapping[str, str]) -> list[
     if not given and not room:
         return []
     try:
-        return ["--cuda-memory-fraction", f"{kinds.fraction(given or '1') * kinds.fraction(room or str(WIGGLE_ROOM)):g}"]
+        return [
+            "--cuda-memory-fraction",
+            f"{kinds.fraction(given or '1') * kinds.fraction(room or str(WIGGLE_ROOM)):g}",
+        ]
     except ValueError as error:
         raise Mistake(f"--cuda-memory-fraction {given or 1} and TGI_WIGGLE_ROOM {room or WIGGLE_ROOM}: {error}") from None
 

@@ -19,7 +19,7 @@ from .body import json_response, read, read_named
 from .errors import Problem, anthropic_error
 from .openai_bodies import ChatBody, Common, effort_of, ignored, naming, parameters, placing, refuse_unsupported, truncation
 from .openai_chats import MOST_THOUGHTS, Chats, speaker_of
-from .openai_scribe import LogprobWriter, encode
+from .openai_logprobs import LogprobWriter, encode
 from .openai_shapes import Json, Usage
 from .ports import Batcher, limits_of
 from .stream import Clock, fold, headers_of, named_frame, send, stream_headers_of

@@ -38,7 +38,7 @@ from .openai_bodies import (
 from .openai_chats import Chats
 from .openai_formats import format_name, grammar_of
 from .openai_ids import Numbered
-from .openai_scribe import Echo, LogprobWriter, encode
+from .openai_logprobs import Echo, LogprobWriter, encode
 from .openai_shapes import Chat, Completions, Envelope, Json, Shapes, Usage
 from .ports import Batcher, limits_of
 from .stream import Answer, Clock, escaped, fold, guesses, headers_of, plain_frame, send, stream_headers_of

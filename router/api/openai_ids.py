@@ -4,7 +4,7 @@ the very tokens. A way to answer around another one."""
 from collections.abc import Sequence
 
 from ..request import Finish, Prompt, Token
-from .openai_scribe import encode
+from .openai_logprobs import encode
 from .openai_shapes import Json, Shapes
 from .stream import Answer
 

@@ -15,7 +15,7 @@ import msgspec
 
 from ..parsing import Arguments, Call, Part, Reader, Reasoning, Text
 from ..request import Finish, Prompt, Speculation, Token
-from .openai_scribe import LOWEST_LOGPROB, Echo, LogprobWriter, PromptEcho, encode, most, tops_of
+from .openai_logprobs import LOWEST_LOGPROB, Echo, LogprobWriter, PromptEcho, encode, most, tops_of
 from .stream import Answer
 
 REASONS = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}

@@ -18,7 +18,7 @@ from .anthropic import MessagesBody
 from .either import TokenizeChatBody
 from .errors import ANTHROPIC_PATH, OPENAI_PATH
 from .openai_bodies import ChatBody, CompletionBody, unsupported
-from .openapi_words import WORDS
+from .openapi_descriptions import WORDS
 from .page import Stats
 from .responses import ResponsesBody
 from .tgi_shapes import BeamsEvent, DetokenizeBody, Event, GenerateAnswer, GenerateBody, GenerateParameters, SpanJson, TokenizeBody

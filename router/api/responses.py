@@ -28,7 +28,7 @@ from .openai_bodies import (
     truncation,
 )
 from .openai_chats import Chats, speaker_of
-from .openai_scribe import LogprobWriter, encode
+from .openai_logprobs import LogprobWriter, encode
 from .openai_shapes import Json, Usage
 from .ports import Batcher, limits_of
 from .responses_shapes import Output, Response

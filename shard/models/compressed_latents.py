@@ -6,8 +6,8 @@ from torch import Tensor
 
 from ...kernels.compressed import ChoosingEntries
 from ...kernels.entries import Making, write_entries, write_series
+from ...kernels.partial_rotary import turn, write_keys
 from ...kernels.ragged import How, attention, attention_to_entries, entries_ended
-from ...kernels.turning import turn, write_keys
 from ..step import Step
 from .changes import side_by_side
 from .compression import Compressed

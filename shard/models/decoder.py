@@ -22,15 +22,16 @@ from ..weights import Source
 from .alibi import table_of as leanings_of
 from .altup import AltUp, AltUpStream, Ends
 from .changes import Changes
-from .choosing_heads import IndexedHeads
 from .compressed_latents import CompressedLatents
 from .compression import Compressed
 from .deepseek_v4_names import Original
+from .gated_hyper_stream import GatedHyperStream, mixing_of
 from .gated_latents import GatedLatents
 from .gated_norms import GatedStream, NormGate
-from .gated_streams import GatedHyperStream, mixing_of
-from .hashed import HashRoutedExperts
+from .hash_routing import HashRoutedExperts
 from .heads import Heads, Queries
+from .hyper_stream import HyperStream
+from .indexed_heads import IndexedHeads
 from .kimi_linear_attention import FineDelta
 from .latents import Latents
 from .laurels import LaurelBlock
@@ -58,7 +59,6 @@ from .short_convolutions import ShortConvolutions
 from .shortcuts import Rejoined, Shortcut, ShortcutStream
 from .state_spaces import StateSpaces
 from .stream import Stream
-from .streams import HyperStream
 from .taps import Taps
 from .traits import GatedHyperConnections, PoolIndex, Rope
 from .vision import Vision

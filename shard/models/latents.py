@@ -16,9 +16,9 @@ from ...kernels.ragged import How, attention
 from ...kernels.reference import by_lanes
 from ..step import Step
 from .changes import Outwards, side_by_side
-from .index import Indexer
+from .indexer import Indexer
 from .loader import Loader
-from .pools import PoolIndexer
+from .pool_indexer import PoolIndexer
 from .rotary import Places
 from .sharpening import Sharpening
 from .stream import Stream

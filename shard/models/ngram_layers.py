@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...kernels.gated_delta import States
-from ...kernels.hashes import Hashes
+from ...kernels.ngram_hashes import Hashes
 from ...kernels.ngrams import opened, rows_of, take
 from ..step import Step
-from .gated_streams import GatedHyperStream
+from .gated_hyper_stream import GatedHyperStream
 from .loader import Loader
 from .ngrams import Ngrams
 from .shape import Unsupported

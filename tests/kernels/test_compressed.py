@@ -10,7 +10,16 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from penstock.kernels import compressed, compressed_attention, dispatch, entries, fused_entries, fused_turning, ragged, turning
+from penstock.kernels import (
+    compressed,
+    compressed_attention,
+    dispatch,
+    entries,
+    fused_entries,
+    fused_partial_rotary,
+    partial_rotary,
+    ragged,
+)
 from penstock.kernels.attention import How, Row
 from penstock.kernels.compressed import ChoosingEntries
 from penstock.kernels.entries import Making
@@ -162,14 +171,14 @@ def test_heads_turn_and_turn_back(dtype: torch.dtype, route: str) -> None:
     angles = torch.outer(positions, frequencies).double()
     for epsilon, back in ((1e-2, False), (0.0, True), (0.0, False)):
         found, wide = x.clone(), x.double().cpu()
-        turning.turn(found, table, epsilon, back)
+        partial_rotary.turn(found, table, epsilon, back)
         normal = wide * (wide.square().mean(-1, keepdim=True) + epsilon).rsqrt() if epsilon else wide
         for token, own in enumerate(angles):
             torch.testing.assert_close(
                 found[token].double().cpu(), turned(normal[token], own, back), rtol=tolerance, atol=tolerance
             )
     cache = torch.zeros(6, 1, 1, 23, dtype=dtype, device=DEVICE)
-    turning.write_keys(x[:, 0], gains, table, torch.tensor([4, -1, 2]).to(DEVICE), cache[..., :20], 1e-2)
+    partial_rotary.write_keys(x[:, 0], gains, table, torch.tensor([4, -1, 2]).to(DEVICE), cache[..., :20], 1e-2)
     expected, wide = torch.zeros(6, 23, dtype=torch.float64), x[:, 0].double().cpu()
     normal = wide * (wide.square().mean(-1, keepdim=True) + 1e-2).rsqrt() * gains.double().cpu()
     for token, slot in ((0, 4), (2, 2)):
@@ -178,5 +187,5 @@ def test_heads_turn_and_turn_back(dtype: torch.dtype, route: str) -> None:
 
 
 def test_it_is_compiled_as_it_is_launched() -> None:
-    for one in (*fused_entries.compilations(), *fused_turning.compilations()):
+    for one in (*fused_entries.compilations(), *fused_partial_rotary.compilations()):
         assert list(one.signature) == [name for name in one.kernel.arg_names if name not in one.constants]

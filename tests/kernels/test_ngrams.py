@@ -14,7 +14,7 @@ from transformers.models.qwen4_exp import modeling_qwen4_exp as oracle
 
 from penstock.kernels import dispatch
 from penstock.kernels.gated_delta import Spans, States
-from penstock.kernels.hashes import Hashes
+from penstock.kernels.ngram_hashes import Hashes
 from penstock.kernels.ngrams import opened, rows_of, take
 from penstock.shard.models.ngrams import Ngrams
 from penstock.tests.kernels import memories

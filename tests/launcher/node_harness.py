@@ -9,7 +9,7 @@ from penstock.launcher import follower, leader
 from penstock.launcher.console import Console
 from penstock.launcher.node_messages import Hello, Orders
 from penstock.launcher.parts import Command
-from penstock.launcher.roll import RollCall
+from penstock.launcher.roll_call import RollCall
 from penstock.launcher.supervisor import Supervisor
 from penstock.proto import link
 from penstock.proto.certificates import Certificates

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.launcher import checkpoint, children, cli, greeting, hub, machine, plan, serve
+from penstock.launcher import banner, checkpoint, children, cli, hub, machine, plan, serve
 from penstock.launcher.machine import Machine
 from penstock.launcher.options import Options
 from penstock.launcher.replicas import Place
@@ -264,27 +264,27 @@ def test_options_reach_the_configs(tmp_path: Path) -> None:
 
 
 def test_the_example_fits_the_model(tmp_path: Path) -> None:
-    assert "/generate_stream" in greeting.example("http://u", "n", tmp_path, key=False)
+    assert "/generate_stream" in banner.example("http://u", "n", tmp_path, key=False)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
-    text = greeting.example("http://u", "n", tmp_path, key=True)
+    text = banner.example("http://u", "n", tmp_path, key=True)
     assert "/v1/chat/completions" in text
     assert "$API_KEY" in text
-    assert greeting.reachable("::") == "::1"
-    assert "http://[::1]:3000" in greeting.banner(Options(hostname="::"), "n", tmp_path, 1.0)
+    assert banner.reachable("::") == "::1"
+    assert "http://[::1]:3000" in banner.banner(Options(hostname="::"), "n", tmp_path, 1.0)
 
 
 def test_the_example_is_a_command_for_the_shell(tmp_path: Path) -> None:
     """A shell splits it as curl needs it, apostrophes in a model's name included."""
-    words = shlex.split(greeting.example("http://u", "it's", tmp_path, key=False))
+    words = shlex.split(banner.example("http://u", "it's", tmp_path, key=False))
     assert words[:3] == ["curl", "-N", "http://u/generate_stream"]
     assert json.loads(words[-1])["inputs"]
     (tmp_path / "chat_template.jinja").touch()
-    words = shlex.split(greeting.example("http://u", "it's", tmp_path, key=False))
+    words = shlex.split(banner.example("http://u", "it's", tmp_path, key=False))
     assert json.loads(words[-1])["model"] == "it's"
 
 
 def test_a_bug_report_names_versions() -> None:
-    assert "torch 2." in greeting.describe()
+    assert "torch 2." in banner.describe()
     assert hub.DEMO == "penstock-demo"
 
 

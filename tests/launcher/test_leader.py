@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from penstock.launcher import machine, node_messages, roll
+from penstock.launcher import machine, node_messages, roll_call
 from penstock.launcher.node_messages import Hello
-from penstock.launcher.roll import RollCall
+from penstock.launcher.roll_call import RollCall
 from penstock.proto import link
 from penstock.proto.certificates import Certificates
 from penstock.shard.config import ShardConfig
@@ -102,12 +102,12 @@ def test_one_node_is_there_once() -> None:
 def test_every_setting_of_a_rank_is_compared_unless_it_is_its_own() -> None:
     """One that is added later is, too."""
     names = {field.name for field in dataclasses.fields(ShardConfig)}
-    assert names >= roll.OWN
+    assert names >= roll_call.OWN
     shard = ShardConfig(folder="/here", model="m", page_size=4)
-    found = roll.terms(shard, 2, "abc", {"penstock": "1"})
-    assert set(found) == names - roll.OWN | {"penstock", "weights", "nodes"}
+    found = roll_call.terms(shard, 2, "abc", {"penstock": "1"})
+    assert set(found) == names - roll_call.OWN | {"penstock", "weights", "nodes"}
     assert found["page_size"] == "4"
-    assert roll.terms(dataclasses.replace(shard, folder="/there", rank=1), 2, "abc", {"penstock": "1"}) == found
+    assert roll_call.terms(dataclasses.replace(shard, folder="/there", rank=1), 2, "abc", {"penstock": "1"}) == found
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.launcher import checkpoint, children, command_line, greeting, hub, plan, replicas, serve
+from penstock.launcher import banner, checkpoint, children, command_line, hub, plan, replicas, serve
 from penstock.launcher.console import Console
 from penstock.launcher.machine import Machine
 from penstock.launcher.mistake import Mistake
@@ -85,10 +85,10 @@ def test_for_a_router_elsewhere_ranks_listen_at_ports_one_after_the_other(tmp_pa
     assert [shard.listen for shards in configs for shard in shards] == [f"10.0.0.1:{port}" for port in range(7000, 7004)]
     assert [(shard.rank, shard.socket, shard.memory_fraction) for shard in configs[1]] == [(0, "", 0.4), (1, "", 0.4)]
     assert [{shard.meeting for shard in shards} for shards in configs] == [{"/p-0-meeting"}, {"/p-1-meeting"}]
-    text = greeting.shards([place.addresses for place in places])
+    text = banner.shards([place.addresses for place in places])
     assert "say when they have loaded" in text
     assert text.endswith("--replica 10.0.0.1:7000,10.0.0.1:7001 --replica 10.0.0.1:7002,10.0.0.1:7003")
-    assert greeting.shards([["/p-0"]]).endswith("--replica unix:/p-0")
+    assert banner.shards([["/p-0"]]).endswith("--replica unix:/p-0")
 
 
 def parsed(*flags: str, **environment: str) -> Options:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.router.api import openai_scribe, openai_shapes
+from penstock.router.api import openai_logprobs, openai_shapes
 from penstock.router.rendering import Renderer
 from penstock.router.text import Tokenizer
 from penstock.tests.router.fake_batcher import Server, make_tokenizer, serve
@@ -191,9 +191,9 @@ RESPONSE = {"input": "x", "max_output_tokens": 90, "include": ["message.output_t
         (PATH, {**PROMPT, "echo": True, "logprobs": 2, "stream": True}, (Tokenizer, "token_text")),
         (PATH, {**PROMPT, "prompt_logprobs": 2}, (Tokenizer, "token_text")),
         (PATH, ANSWER, (openai_shapes, "_pairs")),
-        (CHAT_PATH, CHATTED, (openai_scribe.LogprobWriter, "logprob")),
+        (CHAT_PATH, CHATTED, (openai_logprobs.LogprobWriter, "logprob")),
         (CHAT_PATH, {**CHATTED, "tools": [{"type": "function", "function": {"name": "f"}}]}, (openai_shapes.Speaker, "read")),
-        ("/v1/responses", RESPONSE, (openai_scribe.LogprobWriter, "logprob")),
+        ("/v1/responses", RESPONSE, (openai_logprobs.LogprobWriter, "logprob")),
     ],
 )
 def test_others_have_turns_while_many_tokens_are_told(
@@ -222,7 +222,7 @@ def test_others_have_turns_while_many_tokens_are_told(
 
     monkeypatch.setattr(tokenizer, "parsers", ("hermes", None))  # so that chats with tools are read for calls
     monkeypatch.setattr(tokenizer, "_renderer", Renderer())  # of this event loop: of three chats one may have to wait for it
-    monkeypatch.setattr(openai_scribe, "PART", 9)
+    monkeypatch.setattr(openai_logprobs, "PART", 9)
     monkeypatch.setattr(*whose, counted)
     serve(tokenizer, test, says="y" * 90)
     assert total >= 3 * 90

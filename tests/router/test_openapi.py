@@ -12,7 +12,7 @@ from penstock.router.api.app import make_app
 from penstock.router.api.docs import FILES
 from penstock.router.api.openai_bodies import ChatBody
 from penstock.router.api.openapi import document
-from penstock.router.api.openapi_words import WORDS
+from penstock.router.api.openapi_descriptions import WORDS
 from penstock.router.api.tgi_shapes import GenerateParameters
 from penstock.router.config import RouterConfig
 from penstock.router.metrics import Metrics

@@ -7,7 +7,7 @@ from ...kernels.operations import layer_norm
 from ...kernels.pools import write_pools
 from ...kernels.ragged import narrows
 from ..step import Step
-from .index import NAME, Indexer
+from .indexer import NAME, Indexer
 from .loader import Loader
 from .rotary import Places
 from .traits import Index, Latent

@@ -2,7 +2,7 @@
 tensors only.
 
 Of those features two that turn together are half of them apart. By torch on a CPU, on an accelerator one launch each
-(`fused_turning`).
+(`fused_partial_rotary`).
 """
 
 import torch
@@ -20,7 +20,7 @@ def turn(x: Tensor, table: Tensor, epsilon: float = 0.0, back: bool = False) -> 
     way round.
     """
     if triton_for(x):
-        from .fused_turning import turn as fused
+        from .fused_partial_rotary import turn as fused
 
         return fused(x, table, epsilon, back)
     if epsilon:
@@ -39,7 +39,7 @@ def write_keys(keys: Tensor, gains: Tensor, table: Tensor, slots: Tensor, cache:
     part of a layer's slots, [slots, 1, 1, size].
     """
     if triton_for(keys):
-        from .fused_turning import write_keys as fused
+        from .fused_partial_rotary import write_keys as fused
 
         return fused(keys, gains, table, slots, cache, epsilon)
     normal = reference.rms_norm(keys, gains, epsilon).unsqueeze(1)

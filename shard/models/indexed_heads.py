@@ -11,7 +11,7 @@ from ..step import Step
 from .changes import side_by_side
 from .heads import Heads
 from .loader import Loader
-from .mean_chooser import MeanIndexer
+from .mean_indexer import MeanIndexer
 from .rotary import Places
 from .stream import Stream
 from .traits import BlockIndex, PoolIndex

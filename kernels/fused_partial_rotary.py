@@ -1,4 +1,4 @@
-"""`turning` by Triton: a program for some heads of a token. What it means stands there."""
+"""`partial_rotary` by Triton: a program for some heads of a token. What it means stands there."""
 
 from typing import Any
 
@@ -81,7 +81,7 @@ def _normal(row, scale, gains, feature, held, GAINED: tl.constexpr):  # type: ig
 
 
 def turn(x: Tensor, table: Tensor, epsilon: float, back: bool) -> None:
-    """`turning.turn`."""
+    """`partial_rotary.turn`."""
     assert x.is_contiguous()
     assert table.is_contiguous()
     tokens, heads, size = x.shape
@@ -93,7 +93,7 @@ def turn(x: Tensor, table: Tensor, epsilon: float, back: bool) -> None:
 
 
 def write_keys(keys: Tensor, gains: Tensor, table: Tensor, slots: Tensor, cache: Tensor, epsilon: float) -> None:
-    """`turning.write_keys`. keys: each token dense; the cache's keys, too."""
+    """`partial_rotary.write_keys`. keys: each token dense; the cache's keys, too."""
     assert keys.stride(1) == 1
     assert cache.stride(3) == 1
     assert table.is_contiguous()

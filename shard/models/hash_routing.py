@@ -9,11 +9,11 @@ from torch import Tensor
 from ...kernels.experts import shared_out
 from ...kernels.linear import Weight
 from .fields import AGAIN
+from .hyper_stream import HyperStream
 from .loader import Loader
 from .mlp import MixtureOfExperts
 from .shape import Unsupported
 from .stream import Stream
-from .streams import HyperStream
 from .traits import Mixture
 
 

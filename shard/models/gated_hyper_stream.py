@@ -6,8 +6,8 @@ from torch.nn import functional
 
 from ...kernels.gated_hyper_connections import gathered, spread
 from ...kernels.reference import by_lanes
+from .hyper_stream import HyperConnection, HyperStream, StreamMixer
 from .loader import Loader
-from .streams import HyperConnection, HyperStream, StreamMixer
 from .traits import GatedHyperConnections, HyperConnections
 
 
