@@ -1,11 +1,12 @@
-"""Attention of ragged rows over paged keys and values, in plain torch. Knows tensors and ints, no sequence and no page pool.
+"""Ragged attention over a paged KV cache, in plain torch: the CPU route, and the reference for the Triton kernel
+(`paged_attention`). Knows tensors and ints, no sequence and no page pool.
 
-A row is a span of q query tokens on top of a context of n tokens. Its keys and values, the q new ones included, lie in
-`slots` of a cache tensor. Query i sees the context and, of the new tokens, its own ancestors and itself: for a chain all
-before it, for a tree those on its path. Of a row that is whole, where layers join it, all see all.
+A row is a span of q query tokens on top of a context of n tokens. Its keys and values, the q new ones included, lie in `slots` of a
+cache tensor. Query i sees the context and, of the new tokens, its own ancestors and itself: for a chain all before it (causal), for
+a tree those on its path. In a row that is `whole`, in layers of a kind that is `joined`, all queries see all (bidirectional).
 
-Rows are put into blocks of equal q and similar length; a block is one gather and one call of torch's fused attention, so
-nothing here runs once per row. Blocks are small enough for the gathered copy to stay in the processor's cache.
+Rows are put into blocks of equal q and similar length; a block is one gather and one call of torch's fused attention, so nothing
+here runs once per row. Blocks are small enough for the gathered copy to stay in the processor's cache.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,64 +22,74 @@ from torch.nn import functional
 from .indexed import Choosing, ChoosingBlocks, ChoosingPools, narrowed, narrowed_by_blocks, narrowed_by_pools
 from .layout import Kind, Layout
 
-# Elements of padding that a block may add to its rows: about what another block would cost. Measured 2026-11-22 on a shared EPYC,
-# 12 rows of 64 to 160 tokens with 256 elements each, four layers: 3.1 ms in three blocks, 2.1 in one.
+# Elements of padding that a block may add to its rows: copying them costs about as much as another block. Measured 2026-11-22 on a
+# shared EPYC, 12 rows of 64 to 160 tokens with 256 elements each, four layers: 3.1 ms in three blocks, 2.1 in one.
 PADDING = 1 << 18
-# Queries that are attended at once. torch's causal attention computes the whole square: tiles that end where their last query
-# may look save nearly half of it, and 64 is the height of its own inner tile. Measured 2026-11-21, 512 tokens, 16/8 heads of 64,
-# one thread: 23 to 28 ms as one call, 13 to 18 ms in tiles.
+# Height of a query tile. torch's causal attention computes the whole square: tiles whose keys end at their last query save nearly
+# half of it, and 64 is the height of its own inner tile. Measured 2026-11-21, 512 tokens, 16/8 heads of 64, one thread: 23 to 28 ms
+# as one call, 13 to 18 ms in tiles.
 TILE = 64
-# Elements of keys and values that a block gathers at once: 4 MB of floats. Measured 2026-11-22 on a shared EPYC with 1 MB
-# of L2 and 32 MB of L3, of which neighbours take their part: 32 rows of 256 to 300 tokens, 4 layers with 256 elements and 12 with
-# 1,024, take 11.7 and 134 ms with half as many, 12.3 and 124 with these, 17.3 and 123 with twice as many.
+# Elements of keys and values that a block gathers at once: 4 MB of floats. Measured 2026-11-22 on a shared EPYC with 1 MB of L2 and
+# 32 MB of L3, of which other tenants take their part: 32 rows of 256 to 300 tokens, 4 layers with 256 elements and 12 with 1,024,
+# take 11.7 and 134 ms with half as many, 12.3 and 124 with this many, 17.3 and 123 with twice as many.
 BLOCK_ELEMENTS = 1 << 20
 
 Array: TypeAlias = "numpy.ndarray[Any, Any]"
 
 
 class CapacityExceeded(ValueError):
-    """A step has more of something than it was given room for."""
+    """Raised when a step has more of something (tokens, rows, items, ...) than the plan that a captured CUDA graph reads has room
+    for."""
 
 
-@dataclass(slots=True)  # many a step: frozen ones take three times as long to make
+@dataclass(slots=True)  # made many times a step: frozen ones take three times as long to make
 class Row:
-    """One span as ints: `queries` new tokens after `context` computed ones; `pages` hold them all, in order."""
+    """A span of one sequence in a step, as ints: `queries` new tokens on top of `context` tokens that are already in the KV cache.
+    `pages` is the sequence's page table, in order, for both."""
 
     queries: int
     context: int
     pages: Sequence[int]
     parents: Sequence[int] | None = None  # per query: index of its parent among the queries, -1 for the root; None: a chain
-    settled: int | None = None  # so many of its pages are certain: the device is told of others, full ones, later; None: all
-    whole: bool = False  # a chain of which, in layers where that is so, each query sees those behind it, too: an image
+    # How many of its first pages are final. Later ones, although full, may still be replaced on the device (beams); None: all are
+    # final.
+    settled: int | None = None
+    # A chain whose queries also see the later ones (bidirectional), in layers that are `joined`: the tokens of an image.
+    whole: bool = False
 
 
-@dataclass(slots=True)  # many a step: frozen ones take three times as long to make
+@dataclass(slots=True)  # made many times a step: frozen ones take three times as long to make
 class How:
-    """How a layer attends, by its plan."""
+    """How one layer attends over a step's plan: its window, logit scale and soft cap, cache scales, sinks and sparse selection."""
 
-    window: int
-    scale: float  # of logits
-    softcap: float = 0.0  # these become softcap * tanh(logit / softcap); 0: they don't
-    scales: Tensor | None = None  # [2, kv_heads] float32: what cached keys and values are to be multiplied by
-    sinks: Tensor | None = None  # [heads] float32: of each head a logit more, which no value belongs to
-    latent: int = 0  # so many features of all heads' keys, the first, are values; 0: these are apart
-    # By which tokens choose those that they attend to; of tokens chosen one by one the keys stand behind the latents.
+    window: int  # sliding window in tokens, by which the plan knows the layer's kind; 0: full attention
+    scale: float  # logits are multiplied by it
+    softcap: float = 0.0  # logits become softcap * tanh(logit / softcap); 0: no cap
+    scales: Tensor | None = None  # [2, kv_heads] float32: factors that dequantize cached keys and values
+    sinks: Tensor | None = None  # [heads] float32: an attention sink, one more logit in each head's softmax, without a value
+    latent: int = 0  # MLA: the first so many features of the one cached key are the value; 0: keys and values are separate
+    # For sparse attention: what the indexer's choice of tokens, pools or blocks is made from. When single tokens are chosen, the
+    # indexer's keys stand behind the latents in the cache.
     asked: Choosing | ChoosingBlocks | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a block sees through a window: from where its first query may look to its last query."""
+    """What the rows of a block see through one window: slots from the first key that its first query may see to its last query's
+    own."""
 
-    length: int  # of the longest row
-    slots: Tensor  # [rows * length]
-    mask: Tensor | None  # [rows, 1, queries, length], 0 or -inf; None: nothing is hidden
-    tiled: bool = False  # one chain of many queries: the mask is [1, 1, TILE, length], of the last TILE queries and right for all
+    length: int  # keys of the longest row
+    slots: Tensor  # [rows * length], where those keys are in the cache
+    mask: Tensor | None  # [rows, 1, queries, length], 0 or -inf, added to logits; None: nothing is masked
+    # A single chain of more queries than TILE: the mask is [1, 1, TILE, length], that of the last TILE queries, and serves every
+    # tile.
+    tiled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Rows of one shape, ready for every layer. Their query tokens are `start` to `start + rows * queries` of the step."""
+    """Rows of one shape in one call of attention, ready for every layer. Their query tokens are `start` to `start + rows * queries`
+    of the step."""
 
     start: int
     rows: int
@@ -87,7 +98,7 @@ class Block:
 
 
 def order(rows: Sequence[Row]) -> list[int]:
-    """The order in which rows have to stand in a step, so that `blocks` finds equal ones side by side."""
+    """The order in which rows have to stand in a step, so that rows of equal shape are neighbours for `blocks`."""
     return sorted(range(len(rows)), key=lambda i: (rows[i].queries, rows[i].context))
 
 
@@ -102,13 +113,13 @@ def blocks(rows: Sequence[Row], layout: Layout, start: int = 0) -> list[Block]:
 
 
 def split(rows: Sequence[Row], elements: int) -> Iterator[Sequence[Row]]:
-    """Rows side by side that a block may hold together."""
+    """Groups of neighbouring rows, each of which fits into one block without too much padding."""
     first = total = 0  # of the block: its first row, and the tokens of its rows
     for i, row in enumerate(rows):
         length = row.queries + row.context
         if i > first:
             padded = (i + 1 - first) * length
-            # What is padded costs its copy, and each query as much as a quarter of that.
+            # Padding costs its copy, and for each query about a quarter as much again.
             padding = (padded - total - length) * elements * (3 + row.queries) // 4
             alike = row.queries == rows[first].queries <= TILE
             if not alike or padded * elements > BLOCK_ELEMENTS or padding > PADDING:
@@ -127,7 +138,7 @@ def _block(rows: Sequence[Row], start: int, layout: Layout) -> Block:
 
 
 def slots_of(rows: Sequence[Row], page_size: int) -> Array:
-    """[rows, length of the longest]: where their keys and values are; anything after a row's last."""
+    """Slots of every row's keys and values: [rows, length of the longest]; arbitrary slots beyond a row's end."""
     length = max(row.queries + row.context for row in rows)
     width = -(-length // page_size)
     # A row's table may be longer than its length (pages taken ahead) or, in a block of mixed lengths, shorter.
@@ -136,7 +147,8 @@ def slots_of(rows: Sequence[Row], page_size: int) -> Array:
 
 
 def _view(rows: Sequence[Row], slots: Array, kind: Kind, device: torch.device) -> View:
-    """slots: of `slots_of`. What lies before a window is not gathered: the context just seems shorter."""
+    """The view of rows through the window of `kind`. slots: from `slots_of`. Keys before the window are not gathered: the context
+    is simply taken to be shorter."""
     tiled = rows[0].queries > TILE and rows[0].parents is None and not rows[0].whole
     window = kind.window
     if window:
@@ -148,13 +160,13 @@ def _view(rows: Sequence[Row], slots: Array, kind: Kind, device: torch.device) -
         places = numpy.array(unseen)[:, None] + numpy.arange(length)
         slots = numpy.take_along_axis(slots, numpy.minimum(places, slots.shape[1] - 1), 1)
     length = slots.shape[1]
-    # Seen from its end, every tile of a chain looks the same: the mask of the last one serves all.
+    # Counted from its end, every tile of a chain looks the same, so the mask of the last one serves all.
     visible = _visible([Row(TILE, length - TILE, ())] if tiled else rows, length, window)
     return view_of(slots, visible, device, tiled)
 
 
 def view_of(slots: Array, visible: Array, device: torch.device, tiled: bool = False) -> View:
-    """slots: [rows, length]; visible: [rows, queries, length]."""
+    """A view made of slots [rows, length] and `visible` [rows, queries, length], True where a query sees a key."""
     mask = None
     if not visible.all():
         hidden = numpy.where(visible, numpy.float32(0), numpy.float32(-numpy.inf))
@@ -163,7 +175,7 @@ def view_of(slots: Array, visible: Array, device: torch.device, tiled: bool = Fa
 
 
 def _visible(rows: Sequence[Row], length: int, window: int) -> Array:
-    """[rows, queries, length]: which of a row's slots each query sees."""
+    """The attention mask, True where a query sees a key: [rows, queries, length]."""
     queries, keys = rows[0].queries, numpy.arange(length)
     if all(row.parents is None for row in rows):
         contexts = numpy.array([row.context for row in rows])
@@ -175,7 +187,7 @@ def _visible(rows: Sequence[Row], length: int, window: int) -> Array:
         visible = keys <= last
         return visible & (positions - keys < window) if window else visible
     result = numpy.zeros((len(rows), queries, length), bool)
-    for i, row in enumerate(rows):  # one row a tree: their masks have nothing in common
+    for i, row in enumerate(rows):  # trees one by one: their masks have nothing in common
         ancestors, depths = ancestry(row.parents if row.parents is not None else range(-1, queries - 1))
         result[i, :, : row.context] = True
         result[i, :, row.context : row.context + queries] = ancestors if not row.whole else True
@@ -186,7 +198,7 @@ def _visible(rows: Sequence[Row], length: int, window: int) -> Array:
 
 
 def ancestry(parents: Sequence[int]) -> tuple[list[list[bool]], list[int]]:
-    """Of a tree given by `parents` (each before its children): who sees whom (itself included), and depths."""
+    """For a tree given by `parents` (each before its children): which nodes each node sees (ancestors and itself), and depths."""
     sees: list[list[bool]] = []
     for i, parent in enumerate(parents):
         row = list(sees[parent]) if parent >= 0 else [False] * len(parents)
@@ -196,7 +208,7 @@ def ancestry(parents: Sequence[int]) -> tuple[list[list[bool]], list[int]]:
 
 
 def depths(parents: Iterable[int]) -> list[int]:
-    """Of such a tree's nodes; 0 for those without a parent."""
+    """Depth of each node of such a tree; 0 for those without a parent."""
     found: list[int] = []
     for parent in parents:
         found.append(found[parent] + 1 if parent >= 0 else 0)
@@ -206,8 +218,8 @@ def depths(parents: Iterable[int]) -> list[int]:
 def attention(query: Tensor, cache: Tensor, plan: Sequence[Block], how: How) -> Tensor:
     """Softmax attention of every row of `plan`: [tokens, heads, size].
 
-    query: [tokens, heads, size]; cache: [slots, 2, kv_heads, size], keys first, in the query's dtype or one of 8 bits; of latents,
-    [slots, 1, 1, size], keys are values, too.
+    query: [tokens, heads, size]; cache: [slots, 2, kv_heads, size], keys first, in the query's dtype or an 8-bit one; for MLA
+    [slots, 1, 1, size], where keys double as values.
     """
     attended: Callable[..., Tensor] = functional.scaled_dot_product_attention if not query.is_cuda else _attend_aligned
     if how.softcap > 0 or how.sinks is not None:
@@ -217,7 +229,8 @@ def attention(query: Tensor, cache: Tensor, plan: Sequence[Block], how: How) -> 
 
 
 def gather(cache: Tensor, slots: Tensor, rows: int, dtype: torch.dtype, scales: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Keys and values [rows, kv_heads, length, size] in `dtype`, of as many slots for each row. Of latents both are the same."""
+    """Keys and values, each [rows, kv_heads, length, size] in `dtype`, gathered from `slots`, equally many for each row. For MLA
+    both are the same."""
     found = _gather(cache, slots, dtype, scales).view(rows, -1, *cache.shape[1:])
     return found[:, :, 0].transpose(1, 2), found[:, :, -1].transpose(1, 2)
 
@@ -226,7 +239,7 @@ def _gather(cache: Tensor, slots: Tensor, dtype: torch.dtype, scales: Tensor | N
     flat = cache.view(len(cache), -1)
     if cache.dtype == dtype:
         return _select(flat, slots)
-    # torch selects no floats of 8 bits, but bytes.
+    # torch cannot index 8-bit floats, so they are gathered as bytes.
     stored = _select(flat.view(torch.uint8), slots).view(cache.dtype)
     return stored.to(dtype) if scales is None else (stored.view(-1, *cache.shape[1:]).float() * scales[..., None]).to(dtype)
 
@@ -240,7 +253,8 @@ def _select(rows: Tensor, indices: Tensor) -> Tensor:
 
 
 def _attend(attended: Callable[..., Tensor], query: Tensor, cache: Tensor, block: Block, how: How) -> Tensor:
-    """attended: as torch's own, its scale given."""
+    """Attention of one block. attended: torch's `scaled_dot_product_attention` or a function with the same arguments, its scale
+    bound."""
     heads, size = query.shape[1:]
     kv_heads = cache.shape[2]
     count, queries, view, sinks = block.rows, block.queries, block.views[how.window], how.sinks
@@ -256,7 +270,7 @@ def _attend(attended: Callable[..., Tensor], query: Tensor, cache: Tensor, block
         choose = partial(narrowed_by_pools, how.asked, beside)
     elif how.asked is not None:
         choose = partial(narrowed, how.asked, keys[:, 0, :, size:])
-    if cache.shape[3] > size:  # an index has its own keys behind these
+    if cache.shape[3] > size:  # the indexer's keys stand behind the latents
         keys = values = keys[..., :size]
     if not view.tiled:
         mask = choose(block.start, queries, mask)
@@ -284,30 +298,30 @@ def _attend(attended: Callable[..., Tensor], query: Tensor, cache: Tensor, block
 
 
 def _all(start: int, queries: int, hidden: Tensor | None) -> Tensor | None:
-    """No index chooses."""
+    """Chooses nothing, for layers without an indexer: returns the mask as it is."""
     return hidden
 
 
 def folded(query: Tensor, rows: int, kv_heads: int) -> Tensor:
-    """All queries and query heads of a key head in one tile, so that keys and values are read once: [rows, kv_heads, queries *
-    heads / kv_heads, size]. query: [rows * queries, heads, size].
+    """Packs all queries and query heads of a key head into one tile (as grouped-query attention kernels do), so that keys and
+    values are read once: [rows, kv_heads, queries * heads / kv_heads, size]. query: [rows * queries, heads, size].
 
     Measured 2026-11-22 on an EPYC with AVX-512: 16 rows of 5 queries on 300 keys, 8/4 heads of 32, 0.94 ms by heads and 0.63 by
-    tiles; one of 64 on 500, 16/8 heads of 64, 2.2 and 2.3.
+    tiles; one row of 64 queries on 500 keys, 16/8 heads of 64, 2.2 and 2.3.
     """
     heads, size = query.shape[1:]
     return query.view(rows, -1, kv_heads, heads // kv_heads, size).transpose(1, 2).reshape(rows, kv_heads, -1, size)
 
 
 def unfolded(answer: Tensor, queries: int) -> Tensor:
-    """[rows * queries, heads, size] of what `folded` queries found."""
+    """Undoes `folded` for the attention's output: [rows * queries, heads, size]."""
     rows, kv_heads, _, size = answer.shape
     return answer.view(rows, kv_heads, queries, -1, size).transpose(1, 2).reshape(rows * queries, -1, size)
 
 
 def _attend_aligned(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, **how: Any) -> Tensor:
-    """torch's own on CUDA, whose kernels refuse rows that don't begin at multiples of 16 bytes: those of a product of queries and
-    an odd number of gates don't."""
+    """torch's own attention on CUDA, on aligned copies: its kernels refuse rows that don't begin at multiples of 16 bytes, as those
+    of a fused product of queries and an odd number of gates."""
     query, keys, values = (x.clone(memory_format=torch.contiguous_format) for x in (query, keys, values))
     mask = mask.clone(memory_format=torch.contiguous_format) if mask is not None else None
     return functional.scaled_dot_product_attention(query, keys, values, mask, **how)
@@ -324,8 +338,8 @@ def specially(
     sinks: Tensor | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`scaled_dot_product_attention` with what it has not: a softcap (Gemma Team 2024, arXiv:2408.00118), and sinks (Xiao et al.
-    2023, arXiv:2309.17453) as gpt-oss learns them, [heads, queries or 1, 1]."""
+    """`scaled_dot_product_attention` with what torch's lacks: a logit soft cap (Gemma Team 2024, arXiv:2408.00118), and attention
+    sinks (Xiao et al. 2023, arXiv:2309.17453) as gpt-oss learns them, [heads, queries or 1, 1]."""
     if enable_gqa:
         keys, values = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (keys, values))
     logits = query.float() @ keys.float().transpose(2, 3)
@@ -346,8 +360,11 @@ def _attend_tiles(
     choose: Callable[[int, int, Tensor | None], Tensor | None],
     first: int,
 ) -> Tensor:
-    """query: [1, heads, queries, size], the last of `keys` and `values` [1, kv_heads, length, size]; mask as in a tiled block;
-    choose: of an index; first: the block's first token."""
+    """Attention of one long chain, tile by tile, each over the keys up to its last query.
+
+    query: [1, heads, queries, size], the last of `keys` and `values` [1, kv_heads, length, size]; mask: that of a `tiled` view;
+    choose: applies an indexer's selection to a mask; first: the block's first token in the step.
+    """
     queries, length = query.shape[2], keys.shape[2]
     answers = []
     for start in range(0, queries, TILE):

@@ -1,49 +1,50 @@
-"""What all steps of a model have in common for attention: pages, kinds of layers, types. No tensors."""
+"""What the attention of all steps of a model has in common: page size, kinds of layers, dtypes, sparse selection. No tensors."""
 
 from dataclasses import dataclass
 
 import torch
 
-TOGETHER = 16  # query heads at most that read a latent together on Triton's route
+TOGETHER = 16  # on the Triton route, most query heads in one tile that reads an MLA latent once
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Layers that attend alike, on one rank. Their windows tell kinds apart."""
+    """A kind of layers that attend alike, with this rank's numbers of heads. Kinds of a model are told apart by their windows."""
 
-    window: int  # positions that a token may look back, itself included; 0: all
-    kv_heads: int  # or parts of the query heads, which share latents
-    ratio: int  # query heads of a key head, or part
-    size: int  # of a key
-    latent: bool = False  # which its values are a part of
-    joined: bool = False  # queries of rows that are `whole` see each other
-    chunked: bool = False  # windows don't slide: they begin at their multiples, and no row goes beyond the end of one
+    window: int  # sliding window: positions that a token sees, its own included; 0: full attention
+    kv_heads: int  # key heads; for MLA the groups of query heads that read the shared latent together
+    ratio: int  # query heads per key head, or per group
+    size: int  # features of a key
+    latent: bool = False  # MLA: the value is a part of the cached key
+    joined: bool = False  # queries of rows that are `whole` see each other (bidirectional attention within an image)
+    chunked: bool = False  # windows are fixed chunks: they begin at their multiples and don't slide; no row crosses the end of one
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What all steps of a model on one rank have in common."""
+    """The attention layout of a model on one rank, the same for all steps."""
 
-    page_size: int  # tokens
-    kinds: tuple[Kind, ...]  # of layers
-    dtype: torch.dtype  # of queries
+    page_size: int  # tokens per page
+    kinds: tuple[Kind, ...]  # kinds of layers
+    dtype: torch.dtype  # dtype of queries
     device: torch.device
-    latent: int = 0  # features of values, which are the first of the one key that all heads share; 0: values are apart
-    softcap: float = 0.0  # of its logits, 0 for none
-    sinks: bool = False  # logits that no values belong to
-    most: int = 0  # tokens that one attends to, chosen by an index; 0: all
-    block: int = 0  # of which so many, side by side, are chosen together, by each key head for itself; 0: each by itself
-    members: int = 0  # or by all alike, as a pool with a key of its own
-    near: int = 0  # in layers with entries: positions that a token may look back, itself included
-    # Of layers with entries, tokens that one stands for, and how many of them are chosen, 0 for all: of each kind of layers. See
-    # `compressed`.
+    latent: int = 0  # MLA: the first so many features of the key that all heads share are the value; 0: separate values
+    softcap: float = 0.0  # soft cap of attention logits; 0: none
+    sinks: bool = False  # heads have attention sinks: logits without values
+    most: int = 0  # sparse attention: tokens that each one attends to, chosen by an indexer; 0: all
+    block: int = 0  # tokens of a block that each key head chooses as a whole (MiniMax M3); 0: no blocks
+    members: int = 0  # tokens of a pool that is chosen as a whole, by a key of its own, for all heads alike; 0: no pools
+    near: int = 0  # sliding window in layers with compressed entries: positions that a token sees, its own included
+    # For each kind of layers with compressed entries (DeepSeek V4): tokens per entry, and how many entries a token attends to, 0
+    # for all. See `compressed`.
     entries: tuple[tuple[int, int], ...] = ()
-    eight_bits: bool = False  # of cached keys and values
-    invariant: bool = False  # a token's answer may not depend by a bit on what else is in the step
+    eight_bits: bool = False  # the KV cache is quantized to 8 bits
+    # Batch invariance: a token's output must be bit for bit the same whatever else is in the step.
+    invariant: bool = False
 
     @property
     def elements(self) -> int:
-        """The most that a layer has of keys and values of a token."""
+        """Numbers that a token's keys and values take in the cache, in the largest kind of layers."""
         return max(kind.size * (1 if kind.latent else 2 * kind.kv_heads) for kind in self.kinds)
 
     @property
@@ -53,27 +54,28 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """Of the largest key."""
+        """Features of the largest key."""
         return max(kind.size for kind in self.kinds)
 
     @property
     def windowed(self) -> bool:
-        """Some layers don't see all that is before a token."""
+        """Whether some layers don't see the whole context."""
         return any(kind.window for kind in self.kinds)
 
     @property
     def chunk(self) -> int:
-        """Positions of a window that doesn't slide; 0: there are none."""
+        """Positions of an attention chunk, a window that doesn't slide; 0: no layers are chunked."""
         return next((kind.window for kind in self.kinds if kind.chunked), 0)
 
     @property
     def special(self) -> bool:
-        """Torch's own attention is not enough."""
+        """Whether torch's `scaled_dot_product_attention` is not enough."""
         return self.softcap > 0 or self.sinks or self.most > 0
 
 
 def kind(window: int, heads: int, kv_heads: int, size: int, latent: bool, joined: bool = False, chunked: bool = False) -> Kind:
-    """Of layers with so many heads, of which as many as have room read a latent together."""
+    """The kind of layers with these numbers of heads. For MLA, query heads are grouped, as many as fit into one tile, to read
+    latents together."""
     if latent:
         kv_heads = heads // next(count for count in range(TOGETHER, 0, -1) if heads % count == 0)
     return Kind(window, kv_heads, heads // kv_heads, size, latent, joined, chunked)

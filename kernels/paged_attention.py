@@ -1,7 +1,8 @@
-"""Attention of ragged rows over paged keys and values, in Triton. What `attention` is on a CPU, this is on an accelerator.
+"""Ragged attention over a paged KV cache, in Triton: the accelerator's counterpart of `attention`.
 
-`plan` derives all tensors of a step once, for all layers, from rows of ints (`work` says how they are cut into items). They lie in
-one buffer, so that a step costs one copy to the device, and a captured graph takes the next step's by one copy as well.
+`plan` derives all tensors of a step once, for all layers, from rows of ints (`work_list` says how they are cut into items). They
+lie in one buffer, so that a step costs one copy to the device, and a captured CUDA graph is given the next step's by one copy as
+well.
 """
 
 import math
@@ -25,80 +26,83 @@ from .layout import Kind
 from .paged_kernels import attend, merge
 from .work_list import Item, Tile, Work
 
-# In Triton's interpreter a dot of bfloat16 is garbage, so operands are widened there.
+# In Triton's interpreter a dot of bfloat16 gives wrong results, so operands are widened to float32 there.
 INTERPRET = bool(knobs.runtime.interpret)
 FIELDS = len(Item._fields)
-# Partials that one merging program loads at once, where these may be added up in any order. Measured on an H200, 2026-11-26, of
+# Partials that one program of `merge` loads at once, where they may be added up in any order. Measured on an H200, 2026-11-26, with
 # 8, 16, 32: one row of 4,096 keys 17.4, 15.6, 14.6 us, 16 nodes on as many 21.0, 18.9, 18.2.
 PIECES = 32
-# Programs for each processor that make up for what the last ones lose: four times as many as run at once.
+# Programs per processor (SM) from which the partly filled last wave no longer matters: four times as many as run at once.
 WAVES = 12
-# Rows that share a prefix, of which a tile should hold at least so many.
+# Rows that share a prefix: a tile should hold at least so many.
 SHARING = 4
-# Words of 32 bits that say whom a node of a tree sees.
+# 32-bit words of a tree node's ancestor mask.
 WORDS = cutting.NODES // 32
-# Sections of the buffer begin at multiples of this many ints: for pointers aligned to less than 16 bytes Triton compiles anew.
+# Sections of the buffer begin at multiples of this many ints: Triton compiles anew for pointers aligned to less than 16 bytes.
 ALIGNED = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What the tensors of a plan have room for. Plans of one capacity may take each other's place in a captured graph.
+    """Sizes of a plan's tensors, fixed when a CUDA graph is captured. Plans of equal capacity may take each other's place in the
+    graph.
 
-    Grids have one program per item (or entry) that there is room for, times the heads; programs without one exit at once.
+    Grids have one program per item (or merge entry) that there is room for, times the heads; programs without one exit at once.
     """
 
     tokens: int  # query tokens
-    listed: int  # tokens, and those of shared runs once more
-    pages: int  # of all rows' tables
-    tiles: dict[int, tuple[Tile, ...]]  # per window: those that items are cut for ...
-    items: dict[int, tuple[int, ...]]  # ... and how many of each
-    entries: int  # tokens with partials
+    listed: int  # entries of `Plan.listed`: tokens, plus those of shared prefixes once more
+    pages: int  # entries of all rows' page tables
+    tiles: dict[int, tuple[Tile, ...]]  # per window: the tiles that items are cut for ...
+    items: dict[int, tuple[int, ...]]  # ... and how many items of each
+    entries: int  # tokens with partials, which `merge` has to combine
     pieces: int  # partials
-    trees: bool  # whether there may be any
+    trees: bool  # whether rows may be draft trees
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A plan's part for one kind of layers."""
+    """A plan's launches for one kind of layers: items for `attend`, and entries for `merge`."""
 
     kind: Kind
     tiles: tuple[Tile, ...]
-    trees: tuple[bool, ...]  # per tile: whether its items may be of trees
-    items: tuple[Tensor, ...]  # per tile [items, FIELDS] int32: fields of `Item`; without queries: nothing to do
-    entries: Tensor  # [entries, 4] int32: token, its first piece, number of its pieces, unused; of 0 pieces: nothing to do
-    pieces: Tensor  # [pieces] int32: partials
+    trees: tuple[bool, ...]  # per tile: whether its items may be of draft trees
+    items: tuple[Tensor, ...]  # per tile [items, FIELDS] int32: fields of `Item`; queries = 0: nothing to do
+    entries: Tensor  # [entries, 4] int32: token, its first piece, number of its pieces, unused; 0 pieces: nothing to do
+    pieces: Tensor  # [pieces] int32: indices of partials
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A step, for all layers."""
+    """The attention plan of a step, for all layers."""
 
-    buffer: Tensor  # int32: all of the following
-    masks: Tensor  # [tokens, WORDS] int32: bit i of word j says that a tree's node sees node 32 j + i; [0, WORDS] without trees
+    buffer: Tensor  # int32, holds all tensors below
+    # [tokens, WORDS] int32: bit i of word j says that a tree's node sees node 32 j + i; [0, WORDS] without trees
+    masks: Tensor
     positions: Tensor  # [tokens] int32
-    listed: Tensor  # [listed] int32: query tokens, as items take them
-    pages: Tensor  # [pages] int32: the rows' tables one after the other
+    listed: Tensor  # [listed] int32: query tokens in the order in which items refer to them
+    pages: Tensor  # [pages] int32: the rows' page tables, concatenated
     launches: dict[int, Launch]  # per window
     page_size: int
-    pieces: int  # partials that one merging program loads at once
+    pieces: int  # partials that one program of `merge` loads at once
 
     def become(self, other: "Plan") -> None:
-        """Takes the contents of a plan of the same capacity, windows and model, in place."""
+        """Copies another plan of the same capacity, windows and model into this one's tensors, for the replay of a CUDA graph.
+        Raises ValueError if sizes differ."""
         if self.buffer.shape != other.buffer.shape:
             raise ValueError(f"a plan of {len(other.buffer)} ints can't take the place of one of {len(self.buffer)}")
         self.buffer.copy_(other.buffer, non_blocking=True)
 
     def chosen(self, pages: Tensor) -> "Plan":
-        """The same, with these tables: int32."""
+        """The same plan over other page tables (int32): those that an indexer has chosen."""
         return replace(self, pages=pages)
 
 
 def tiles_of(kind: Kind, dtype: torch.dtype, generation: int = 9, invariant: bool = False) -> tuple[Tile, ...]:
-    """For one query, for a few (a chain or tree to be verified), for many. generation: of `generation_of`; invariant: that of a few
-    alone, lest a token's answer depend on how many are computed with it.
+    """Tiles for one query, for a few (a chain or tree of drafts to be verified), for many. generation: from `generation_of`;
+    invariant: the tile for a few alone, so that a token's output doesn't depend on how many are computed with it.
 
-    Chosen so that nothing spills, and that two tiles of keys are under way while a third is worked on. Since the page's number is
+    Chosen so that nothing spills, and that two tiles of keys are in flight while a third is computed on. Since the page number is
     loaded before the keys, that takes five stages of Triton's pipeline. Before Hopper the operands of a product lie in registers,
     so tiles are smaller. AMD's processors have 64 KiB of shared memory, and many waves to hide latency. Measured on Hopper alone.
     """
@@ -109,7 +113,7 @@ def tiles_of(kind: Kind, dtype: torch.dtype, generation: int = 9, invariant: boo
     if size > 256:
         return (_tiles_of_latents if kind.latent else _tiles_of_large_heads)(least, dtype, generation)
     if dtype == torch.float32:
-        # Its products are computed in registers. 16 keys are the least of a product; few enough never to spill but in one place.
+        # float32 products are computed in registers. 16 keys are the minimum of a dot; few enough never to spill but in one place.
         keys = 32 if generation == 8 and size <= 64 else 16
         height = 32 if generation == 8 and size > 128 else 64
         return Tile(least, 16, 8, 2), Tile(max(32, least), 16, 8, 2), Tile(max(height, least), keys, 8, 2)
@@ -120,23 +124,23 @@ def tiles_of(kind: Kind, dtype: torch.dtype, generation: int = 9, invariant: boo
         return one, Tile(few, 32, 4 if size <= 128 else 8, 4), Tile(many, 64, 8, 5) if size <= 64 else Tile(many, 32, 8, 4)
     if size > 128:
         return Tile(least, 32, 4, 5), Tile(few, 32, 8, 4), Tile(many, 64, 8, 3)
-    # One query of 128 features: (16, 64) takes 260 us where (16, 128) takes 252, and 11.2 for 10.9 (H200, 2026-11-26).
-    # Many rows: with 128 keys at once their running sums are faded half as often, in 590 instructions instead of 2 x 378. At 64
-    # features two programs of 64 keys have room side by side, and while one takes exponentials the other multiplies.
+    # One query of 128 features: (16, 64) takes 260 us where (16, 128) takes 252, and 11.2 for 10.9 (H200, 2026-11-26). Many rows:
+    # with 128 keys at once the accumulator is rescaled half as often, in 590 instructions instead of 2 x 378. At 64 features two
+    # programs of 64 keys fit side by side, and while one computes exponentials the other multiplies.
     return Tile(least, 128, 4, 4), Tile(few, 64, 4, 5), Tile(many, 64, 8, 5) if size <= 64 else Tile(many, 128, 8, 4)
 
 
 def for_singles(
     kind: Kind, dtype: torch.dtype, generation: int, tokens: int, processors: int, eight_bits: bool = False
 ) -> tuple[Tile, ...]:
-    """The tiles of steps in which every row has one query. Rows that share a prefix have a tile together: the more it holds, the
-    fewer times that is read.
+    """Tiles of decode-only steps, in which every row has one query. Rows that share a prefix are packed into one tile: the more it
+    holds, the fewer times the prefix is read.
 
-    On Hopper one does for both, since a launch of a tile that nothing is in takes 6 to 7 us: the smallest for as few tokens as it
-    holds, else that of 64 rows, whose products the matrix units read from shared memory. Three programs of the smallest run on a
-    processor and hide each other's waits, so where there are many of them it is quicker for what is not shared. Measured on an
-    H200, 2026-11-26, us by (16, 128) and (64, 64): 256 rows of 1,024 keys 252 and 267, 64 of 4,096 288 and 251 (of 8 bits, 64 keys
-    at once, 279 and 323), one of 2,048 10.9 and 12.4.
+    On Hopper one tile does for both, since a launch of a tile without items takes 6 to 7 us: the smallest for as few tokens as it
+    holds, else that of 64 rows, whose products the tensor cores read from shared memory. Three programs of the smallest run on a
+    processor and hide each other's latency, so where there are many of them it is quicker for what is not shared. Measured on an
+    H200, 2026-11-26, us with (16, 128) and (64, 64): 256 rows of 1,024 keys 252 and 267, 64 of 4,096 288 and 251 (8-bit cache, 64
+    keys at once, 279 and 323), one of 2,048 10.9 and 12.4.
     """
     tiles = tiles_of(kind, dtype, generation)
     last = cutting.tile_of(tiles, tokens * kind.ratio)
@@ -148,7 +152,7 @@ def for_singles(
 
 
 def _tiles_of_latents(least: int, dtype: torch.dtype, generation: int) -> tuple[Tile, Tile, Tile]:
-    """What is added up for a row of queries takes as many registers as two heads of 256 features, so that there are few rows."""
+    """MLA latents: the accumulator of a query row takes as many registers as two heads of 256 features, so tiles have few rows."""
     if dtype == torch.float32 or generation == 0:
         tile = Tile(least, 16, 4 if generation == 0 else 8, 2)
         return tile, tile, tile
@@ -159,7 +163,8 @@ def _tiles_of_latents(least: int, dtype: torch.dtype, generation: int) -> tuple[
 
 
 def _tiles_of_large_heads(least: int, dtype: torch.dtype, generation: int) -> tuple[Tile, Tile, Tile]:
-    """Of 512 features, as many registers; and values take as much shared memory as keys."""
+    """Heads of 512 features: the accumulator takes as many registers as that of latents, and values as much shared memory as
+    keys."""
     if dtype == torch.float32:
         tile = Tile(least, 16, 4, 1) if generation == 0 else Tile(least, 16, 8, 2)
         return tile, tile, tile
@@ -170,15 +175,15 @@ def _tiles_of_large_heads(least: int, dtype: torch.dtype, generation: int) -> tu
 
 
 def narrowed(tile: Tile, size: int, needed: bool) -> Tile:
-    """Tiles of 128 keys, or of 64 latents, leave no registers to widen keys of 8 bits, nor for the loop that a window's beginning
-    takes."""
+    """The tile with fewer keys where `needed` (8-bit cache, or windows): tiles of 128 keys, or of 64 latents, leave no registers to
+    widen 8-bit keys, nor for the loop over the window's first keys."""
     most, warps = (64, tile.warps) if size <= 256 else (32, 8)
     return replace(tile, keys=most, warps=warps, stages=5) if needed and tile.keys > most else tile
 
 
 def generation_of(device: torch.device) -> int:
-    """8 for what has 99 KiB of shared memory or a little more (Ampere, Ada, and the Blackwell of workstations), 9 for Hopper and
-    what is like it, 0 for AMD. A CPU, where only the interpreter runs, passes for 9."""
+    """Device class that tiles are tuned for: 8 for about 99 KiB of shared memory (Ampere, Ada, and workstation Blackwell), 9 for
+    Hopper and data-centre Blackwell, 0 for AMD. A CPU, where only the interpreter runs, counts as 9."""
     if torch.version.hip is not None:
         return 0
     return 9 if device.type != "cuda" or 9 <= torch.cuda.get_device_capability(device)[0] < 12 else 8
@@ -197,12 +202,13 @@ def plan(
     capacity: Capacity | None = None,
     eight_bits: bool = False,
 ) -> Plan:
-    """The step of `rows`, whose query tokens stand one row after the other.
+    """The plan of a step of `rows`, whose query tokens stand one row after the other.
 
-    kinds: of the model's layers; dtype: of the queries; processors: the device's; fixed: keys of an item (a multiple of 128)
-    whatever else is running, so that a token's answer depends by no bit on its neighbours, nor on which of them are computed
-    before; with it rows do not share, nor without `share`; capacity: without it, tensors are as long as this step needs;
-    eight_bits: of the cache.
+    kinds: of the model's layers; dtype: of the queries; processors: the device's SMs; fixed: keys of an item (a multiple of 128)
+    whatever else is running, so that a token's output is bit for bit independent of its neighbours and of which of them are
+    computed before (batch invariance); with it rows do not share prefixes, nor do they without `share`; capacity: sizes fixed by a
+    CUDA graph, without it tensors are as long as this step needs; eight_bits: the cache is quantized to 8 bits. Raises ValueError
+    if `fixed` is no multiple of 128, CapacityExceeded if `capacity` is too small.
     """
     if fixed % cutting.ALIGNMENT:
         raise ValueError(f"items of {fixed} keys: not a multiple of {cutting.ALIGNMENT}")
@@ -222,7 +228,7 @@ def plan(
 def plan_singles(
     seen: "numpy.ndarray[Any, Any]", apart: int, kind: Kind, device: torch.device, dtype: torch.dtype, page_size: int = 1
 ) -> Plan:
-    """The step of as many rows of one token each, which see so many keys. On which pages is said later, in tables of `apart` each
+    """The plan of rows of one token each, which see so many keys. Page tables, of `apart` entries each, are given later
     (`Plan.chosen`)."""
     tiles = {kind: tiles_of(kind, dtype, generation_of(device))[:1]}
     return _plan(cutting.singles(seen, apart, page_size), tiles, device, processors_of(device))
@@ -263,12 +269,12 @@ def _plan(
             for kind, (items, entries, pieces) in places.items()
         },
         page_size=table.page_size,
-        pieces=1 if fixed else PIECES,  # one at a time, since windows put empty ones before those of some queries
+        pieces=1 if fixed else PIECES,  # one at a time, since windows put empty partials before those of some queries
     )
 
 
 def _trees(rows: Sequence[Row], tiles: Sequence[Tile], ratio: int, capacity: Capacity | None) -> tuple[bool, ...]:
-    """Per tile: whether its items may be of trees."""
+    """Per tile: whether its items may be of draft trees."""
     taken = {cutting.tile_of(tiles, row.queries * ratio) for row in rows if row.parents is not None}
     if capacity is None:
         return tuple(tile in taken for tile in range(len(tiles)))
@@ -278,13 +284,13 @@ def _trees(rows: Sequence[Row], tiles: Sequence[Tile], ratio: int, capacity: Cap
 
 
 def processors_of(device: torch.device) -> int:
-    """Streaming multiprocessors, or compute units; a CPU, where only the interpreter runs, passes for a few."""
+    """Number of streaming multiprocessors, or compute units; a CPU, where only the interpreter runs, counts as 8."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where an array lies in a buffer."""
+    """Where an array lies in a plan's buffer."""
 
     start: int
     shape: tuple[int, ...]
@@ -294,14 +300,14 @@ class _Place:
 
 
 class _Writer:
-    """Lays arrays out in one buffer."""
+    """Lays out the arrays of a plan in one buffer."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[int, numpy.ndarray[Any, Any]]] = []
         self._length = 0
 
     def add(self, array: "numpy.ndarray[Any, Any]", room: int | None) -> _Place:
-        """room: rows to make room for, zeroed beyond those of `array`."""
+        """Appends an array. room: rows to reserve, zeroed beyond those of `array`. Raises CapacityExceeded if there are more."""
         if room is not None and room < len(array):
             raise CapacityExceeded(f"a plan with room for {room} was given {len(array)}")
         place = _Place(self._length, (len(array) if room is None else room, *array.shape[1:]))
@@ -310,7 +316,7 @@ class _Writer:
         return place
 
     def buffer(self, device: torch.device) -> Tensor:
-        """int32, copied without waiting where the device allows it."""
+        """All arrays in one int32 tensor on the device, copied asynchronously from pinned memory on CUDA."""
         result = torch.zeros(max(self._length, 1), dtype=torch.int32, pin_memory=device.type == "cuda")
         view = result.numpy()
         for start, array in self._parts:
@@ -331,7 +337,7 @@ def _pages(rows: Sequence[Row], page_size: int) -> "numpy.ndarray[Any, Any]":
 
 def _masks(table: cutting.Table, trees: bool) -> "numpy.ndarray[Any, Any]":
     words = numpy.zeros((len(table.positions) if trees else 0, WORDS // 2), numpy.uint64)
-    for row, start in zip(table.rows, table.starts, strict=False):  # singles have no rows
+    for row, start in zip(table.rows, table.starts, strict=False):  # tables of `work_list.singles` have no rows
         if row.parents is not None:
             words[start : start + row.queries] = cutting.masks(row)
     return words.view(numpy.int32)
@@ -345,11 +351,11 @@ def _launch(writer: _Writer, window: int, work: Work, capacity: Capacity | None)
 
 
 def attention(query: Tensor, cache: Tensor, plan: Plan, how: How) -> Tensor:
-    """Softmax attention of every row of `plan`: [tokens, heads, size], contiguous; of latents [tokens, heads, latent].
+    """Softmax attention of every row of `plan`: [tokens, heads, size], contiguous; for MLA [tokens, heads, latent].
 
-    query: [tokens, heads, size], tokens may be apart; cache: [slots, 2, kv_heads, size], keys first, in the query's dtype or
-    float8_e4m3fn, some of a slot's heads or all; of latents [slots, 1, 1, size or more]. Nothing is chosen here: see
-    `indexed_attention`.
+    query: [tokens, heads, size], with any stride between tokens; cache: [slots, 2, kv_heads, size], keys first, in the query's
+    dtype or float8_e4m3fn, all or some of a slot's heads; for MLA [slots, 1, 1, size or more]. No sparse selection here: see
+    `indexed_attention`. Raises ValueError where heads are not contiguous.
     """
     tokens, heads, size = query.shape
     latent, sinks = how.latent, how.sinks
@@ -357,7 +363,7 @@ def attention(query: Tensor, cache: Tensor, plan: Plan, how: How) -> Tensor:
     if query.stride(1) != size or query.stride(2) != 1 or cache.stride()[2:] != (cache.shape[3], 1):
         raise ValueError("a token's heads, and a slot's keys, or its values, must lie side by side")
     launch = plan.launches[how.window]
-    window = 0 if launch.kind.chunked else how.window  # then items begin where it does
+    window = 0 if launch.kind.chunked else how.window  # then items begin where the chunk does
     kv_heads, ratio = launch.kind.kv_heads, launch.kind.ratio
     scaled, early = how.scales is not None, on(query.device)
     output = torch.empty((tokens, heads, values), dtype=query.dtype, device=query.device)
@@ -428,8 +434,8 @@ def attention(query: Tensor, cache: Tensor, plan: Plan, how: How) -> Tensor:
 
 
 MERGE_WARPS = 2
-MANY_ENTRIES = 64  # tokens
-MERGED = 4096  # numbers of partials that a program loads at once, 64 a thread
+MANY_ENTRIES = 64  # tokens with partials from which a program merges several heads
+MERGED = 4096  # numbers of partials that a program loads at once, 64 per thread
 
 
 def _constants(
@@ -451,7 +457,7 @@ def _constants(
         "KV_HEADS": kv_heads,
         "RATIO": ratio,
         "SIZE": size,
-        "PADDED": max(16, triton.next_power_of_2(size)),  # the least of a product on the matrix units
+        "PADDED": max(16, triton.next_power_of_2(size)),  # 16 is the minimum of a dot on tensor cores
         "TURNED": turned,
         "TURNED_PADDED": max(16, triton.next_power_of_2(turned)),
         "WIDTH": width,
@@ -472,20 +478,20 @@ def _constants(
 
 def _merge_constants(heads: int, size: int, sinks: bool, pieces: int = PIECES, entries: int = 1) -> dict[str, Any]:
     padded = triton.next_power_of_2(size)
-    # Of many tokens most may have nothing to be merged: fewer programs begin in vain. Not where pieces come one at a time, lest a
-    # token's bits depend on its neighbours: of several heads other multiplications are contracted.
+    # With many tokens most may have nothing to merge, so several heads per program start fewer programs in vain. Not where partials
+    # come one at a time (batch invariance): with several heads the compiler contracts other multiplications, which changes bits.
     together = 4 if entries >= MANY_ENTRIES and pieces > 1 and padded <= 128 else 1
-    room = MERGED if together == 1 and size == padded else MERGED // 2  # else some of it is spilled
+    room = MERGED if together == 1 and size == padded else MERGED // 2  # with more, some of it spills
     pieces = min(pieces, max(1, room // (together * padded)))
     return {"HEADS": heads, "SIZE": size, "PADDED": padded, "PIECES": pieces, "TOGETHER": together, "SINKS": sinks}
 
 
-# Which of the report's targets each generation stands for.
+# The compile targets that each device class stands for.
 TARGETS = {8: ("sm_80", "sm_120"), 9: ("sm_90", "sm_100"), 0: ("gfx942",)}
 
 
 def compilations() -> list[Compilation]:
-    """Every tile at every head size, as models use them; then what some models have besides."""
+    """Every tile at every head size that models use, then special cases of some models: for `make kernels`."""
     result = []
     for generation in TARGETS:
         for kind in range(3):
@@ -518,7 +524,7 @@ def compilations() -> list[Compilation]:
             _compilation(1, 512, generation, ratio=8, trees=True, page_size=64, hot=True),
             _compilation(0, 512, generation, ratio=8, dtype=torch.float32, hot=True),
             _compilation(0, 64, generation, ratio=1, page_size=1),
-            _compilation(0, 8, generation, hot=True),  # models that are made for tests have such heads
+            _compilation(0, 8, generation, hot=True),  # models made for tests have such heads
             _compilation(0, 128, generation, ratio=7, page_size=256, hot=True),
             _compilation(2, 128, generation, dtype=torch.float16, hot=True),
             _compilation(1, 256, generation, trees=True, window=4096, softcap=50.0, hot=True),
@@ -553,7 +559,7 @@ def _compilation(
     ratio: int = 4,
     turned: int = 0,
     beside: int = 0,
-    alone: bool = False,  # keys are values, and there is nothing besides
+    alone: bool = False,  # keys double as values, and nothing else is in a slot
     window: int = 0,
     softcap: float = 0.0,
     trees: bool = False,
@@ -606,5 +612,5 @@ def _compilation(
         fuse=True,
         early=early,
         hot=hot,
-        targets=tuple(name for name in TARGETS[generation] if not (eight_bits and name == "sm_80")),  # before Ada there is no e4m3
+        targets=tuple(name for name in TARGETS[generation] if not (eight_bits and name == "sm_80")),  # e4m3 needs Ada
     )

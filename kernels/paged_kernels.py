@@ -1,8 +1,9 @@
-"""The programs of `paged_attention`, in Triton: pointers and ints, no plan. What they are given is described there.
+"""The Triton kernels of `paged_attention`: flash attention over a page table (`attend`) and the merge of split-KV partials
+(`merge`). They take pointers and ints, no plan; `paged_attention` describes these.
 
-A program of `attend` is one item and one key head. All query heads of that key head are packed in its tile, so keys and values
-are read once. It goes through its keys in tiles, most of which nothing hides, and keeps the usual running maximum and sum (Dao et
-al. 2022, arXiv:2205.14135), in units of log 2.
+A program of `attend` is one item and one key head. All query heads of that key head are packed into its tile, so keys and values
+are read once. It goes through its keys in tiles, most of which need no mask, with the usual online softmax (running maximum and
+sum; Dao et al. 2022, arXiv:2205.14135), in units of log 2.
 """
 
 from typing import NamedTuple
@@ -17,51 +18,51 @@ class Layer(NamedTuple):
     """What is known of a layer when a kernel is compiled, all of it constant."""
 
     kv_heads: int
-    size: int  # of a value, and of a key but for what is turned
-    padded: int  # to a power of two, as the next one is
-    turned: int  # of keys that are latents, the features behind these, if there are any
+    size: int  # features of a value, and of a key without its rotary part
+    padded: int  # `size` rounded up to a power of two; `turned_padded` likewise
+    turned: int  # MLA: rotary features of a key, behind the latent; 0: none
     turned_padded: int
-    width: int  # of a slot
-    apart: int  # of a slot's keys and its values; 0: keys are latents, and values, too
-    page: int
-    windowed: bool
-    capped: bool
-    trees: bool
-    widen: bool
+    width: int  # elements between slots of the cache
+    apart: int  # elements between a slot's keys and values; 0: latents, where keys double as values
+    page: int  # tokens per page
+    windowed: bool  # has a sliding window
+    capped: bool  # has a logit soft cap
+    trees: bool  # items may be of draft trees
+    widen: bool  # operands of products are widened to float32 (Triton's interpreter)
 
 
 class Visibility(NamedTuple):
-    """Which keys the rows of a tile see."""
+    """What decides which keys the rows of a tile see."""
 
-    limit: tl.tensor  # [ROWS]: up to which they see all, in order
-    position: tl.tensor  # [ROWS]
-    token: tl.tensor  # [ROWS]; -1: there is none
-    positions: tl.tensor  # of all of the step's tokens
-    masks: tl.tensor  # likewise
-    context: tl.tensor  # keys before a tree's
-    tree: tl.tensor  # its first token; less than 0: these are no nodes
+    limit: tl.tensor  # [ROWS]: the last key that each row sees, by causality
+    position: tl.tensor  # [ROWS]: position in the sequence
+    token: tl.tensor  # [ROWS]: query token; -1: none (padding)
+    positions: tl.tensor  # pointer to the positions of all of the step's tokens
+    masks: tl.tensor  # pointer to the ancestor masks of all of the step's tokens
+    context: tl.tensor  # number of keys before a tree's own
+    tree: tl.tensor  # the tree's first token; less than 0: not a tree
     window: tl.tensor
-    end: tl.tensor  # of the item
+    end: tl.tensor  # key after the item's last
 
 
 class QueryTile(NamedTuple):
-    """A tile's queries. [ROWS, padded]"""
+    """The queries of a tile: [ROWS, padded]."""
 
     query: tl.tensor
-    turned: tl.tensor  # the features behind those, if a layer has any
+    turned: tl.tensor  # the rotary features behind those, if the layer has any
 
 
 class Accumulator(NamedTuple):
-    """What was added up of the keys so far."""
+    """The running state of the online softmax over the keys so far."""
 
-    sums: tl.tensor  # [ROWS, padded]
-    best: tl.tensor  # [ROWS]: the highest logit
-    total: tl.tensor  # [ROWS]: of exponentials over that one
+    sums: tl.tensor  # [ROWS, padded]: weighted sums of values, not yet normalized
+    best: tl.tensor  # [ROWS]: the highest logit so far
+    total: tl.tensor  # [ROWS]: sum of exponentials relative to that one
 
 
 @triton.jit
 def dot(left: tl.tensor, right: tl.tensor, WIDEN: tl.constexpr) -> tl.tensor:
-    """The product in float32; float32 operands are not rounded."""
+    """The matrix product, accumulated in float32; float32 operands are not rounded to TF32."""
     if WIDEN:
         left = left.to(tl.float32)
         right = right.to(tl.float32)
@@ -72,12 +73,13 @@ def dot(left: tl.tensor, right: tl.tensor, WIDEN: tl.constexpr) -> tl.tensor:
 def slots_of(
     pages: tl.tensor, begin: tl.tensor, end: tl.tensor, PAGE: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr
 ) -> tl.tensor:
-    """Slots of keys `begin` to `begin + KEYS`: [KEYS] int64. MASKED: those from `end` on are of page 0."""
+    """Cache slots of keys `begin` to `begin + KEYS`, by the page table: [KEYS] int64. MASKED: those from `end` on count as of page
+    0."""
     if PAGE % KEYS == 0:  # the tile lies in one page
         page = tl.load(pages + begin // PAGE).to(tl.int64)
         slots = page * PAGE + begin % PAGE + tl.arange(0, KEYS)
     else:
-        key = (begin + tl.arange(0, KEYS)).to(tl.uint32)  # quotients of what has a sign take three more instructions
+        key = (begin + tl.arange(0, KEYS)).to(tl.uint32)  # signed quotients take three more instructions
         if MASKED:
             page = tl.load(pages + key // PAGE, mask=key < end, other=0).to(tl.int64)
         else:
@@ -88,8 +90,9 @@ def slots_of(
 
 @triton.jit
 def _rows(places: tl.tensor, shown: tl.tensor, within: tl.tensor, MASKED: tl.constexpr, WHOLE: tl.constexpr) -> tl.tensor:
-    """Of the cache, one of each key: [KEYS, FEATURES]. MASKED: of keys that are `shown`; WHOLE: all features are `within`."""
-    if MASKED:  # what is hidden from all must not even be loaded: it may be no number, and 0 times that is none
+    """Rows of the cache, one for each key: [KEYS, FEATURES]. MASKED: only keys that are `shown` are loaded; WHOLE: all features are
+    `within`."""
+    if MASKED:  # what no row sees must not even be loaded: it may be NaN, and 0 times that is NaN
         rows = tl.load(places, mask=shown[:, None] & within[None, :], other=0.0)
     elif WHOLE:
         rows = tl.load(places)
@@ -100,7 +103,7 @@ def _rows(places: tl.tensor, shown: tl.tensor, within: tl.tensor, MASKED: tl.con
 
 @triton.jit
 def visible_of(key: tl.tensor, visibility: Visibility, words: tl.tuple, WINDOWED: tl.constexpr, TREES: tl.constexpr) -> tl.tensor:
-    """Which keys each row of a tile sees: [ROWS, KEYS]. key: [KEYS]; words: four of [ROWS], of which each bit is a node seen."""
+    """The attention mask of a tile, [ROWS, KEYS]. key: [KEYS]; words: four of [ROWS], the rows' ancestor masks."""
     inside = key < visibility.end
     visible = (key[None, :] <= visibility.limit[:, None]) & inside[None, :]
     key_position = key
@@ -120,7 +123,7 @@ def visible_of(key: tl.tensor, visibility: Visibility, words: tl.tuple, WINDOWED
 
 @triton.jit
 def words_of(visibility: Visibility, LOADED: tl.constexpr) -> tl.tuple:
-    """Of `visible_of`. Not LOADED: any, since nobody looks."""
+    """The ancestor masks that `visible_of` takes, four words of [ROWS]. Not LOADED: placeholders that are never read."""
     words = visibility.token, visibility.token, visibility.token, visibility.token
     if LOADED:
         at, there = visibility.masks + visibility.token * 4, visibility.token >= 0
@@ -135,20 +138,22 @@ def words_of(visibility: Visibility, LOADED: tl.constexpr) -> tl.tuple:
 
 @triton.jit
 def _logits(asked: QueryTile, key: tl.tensor, turned_key: tl.tensor, factor: tl.tensor, LAYER: tl.constexpr) -> tl.tensor:
-    """Times `unit` of `_through` they are in units of log 2: [ROWS, KEYS]. key: [KEYS, padded]."""
+    """Attention logits, [ROWS, KEYS], in units of log 2 once multiplied by `unit` of `_through`. key: [KEYS, padded]."""
     logits = dot(asked.query, tl.trans(key.to(asked.query.dtype)), LAYER.widen)
     if LAYER.turned > 0:
         logits += dot(asked.turned, tl.trans(turned_key.to(asked.query.dtype)), LAYER.widen)
     if LAYER.capped:
-        # tanh(x) = 1 - 2 / (exp(2 x) + 1), and factor holds 2 log2(e) / softcap. What it is multiplied with comes later, as where
-        # there is no cap: else loops would differ in what the compiler contracts, and so in the last bit.
+        # tanh(x) = 1 - 2 / (exp(2 x) + 1), and factor holds 2 log2(e) / softcap. The multiplication by the cap comes later, as does
+        # that by the factor without a cap: else loops would differ in which operations the compiler contracts, and so in the last
+        # bit.
         logits = 1.0 - 2.0 / (tl.exp2(logits * factor) + 1.0)
     return logits
 
 
 @triton.jit
 def _beside(sink: tl.tensor, best: tl.tensor) -> tl.tensor:
-    """What a sink adds to a sum of exponentials over `best`. Of one that is far above all logits 2^100 is as good as all."""
+    """What an attention sink adds to a sum of exponentials relative to `best`. Clamped: for a sink far above all logits 2^100 has
+    the same effect as the exact number."""
     return tl.exp2(tl.minimum(sink * 1.4426950408889634 - best, 100.0))
 
 
@@ -169,7 +174,8 @@ def _through(
     STAGES: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> Accumulator:
-    """With the keys from `first` to `last`. lowest: before it all are hidden. Not MASKED: whole tiles, all seen."""
+    """Continues the online softmax over keys `first` to `last`. lowest: keys before it are masked for all rows. Not MASKED: whole
+    tiles that all rows see."""
     sums, best, total = running
     feature = tl.arange(0, LAYER.padded)
     within = feature < LAYER.size
@@ -192,7 +198,7 @@ def _through(
             logits = tl.where(visible, logits, float("-inf"))
         higher = tl.maximum(best, tl.max(logits, 1) * unit)
         base = higher
-        if MASKED:  # a row that has seen nothing yet
+        if MASKED:  # a row that has seen nothing yet has -inf
             base = tl.where(higher == float("-inf"), 0.0, higher)
         part = tl.exp2(logits * unit - base[:, None])
         fade = tl.exp2(best - base)
@@ -222,13 +228,13 @@ def _through_all(
     STAGES: tl.constexpr,
     SINGLE: tl.constexpr,
 ) -> Accumulator:
-    """With all keys from `first` on. What hides nothing need not be masked; SINGLE: where memory is slower than masking, one loop
-    starts sooner."""
+    """Attention over all keys from `first` on, in up to three loops: the window's beginning (masked), the middle (unmasked), the
+    diagonal (masked). SINGLE: one masked loop, which starts sooner, where memory is slower than masking."""
     running = Accumulator(
         tl.zeros([ROWS, LAYER.padded], tl.float32), tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     )
     nearest = tl.min(tl.where(visibility.token >= 0, visibility.position, 1 << 30), 0)
-    # Before this key none is hidden, but by the window.
+    # Keys before this one are masked for no row, except by the window.
     plain = tl.where(visibility.tree == -2, visibility.end, tl.minimum(visibility.end, nearest + 1))
     if LAYER.trees:
         plain = tl.where(visibility.tree >= 0, tl.minimum(visibility.end, visibility.context), plain)
@@ -237,13 +243,12 @@ def _through_all(
         lowest = tl.maximum(first, nearest - visibility.window + 1)
         first += (lowest - first) // KEYS * KEYS
     tail = first
-    EDGE: tl.constexpr = KEYS if SINGLE or KEYS < 64 else 64  # masks take registers, and of a large tile most may be hidden
+    EDGE: tl.constexpr = KEYS if SINGLE or KEYS < 64 else 64  # masks take registers, and most of a large tile may be hidden
     if not SINGLE:
         middle = first
         if LAYER.windowed:
-            free = tl.minimum(
-                tl.max(visibility.position, 0) - visibility.window + 1, visibility.end
-            )  # from here on the window hides nothing
+            # from here on the window hides nothing
+            free = tl.minimum(tl.max(visibility.position, 0) - visibility.window + 1, visibility.end)
             middle = first + tl.cdiv(tl.maximum(free - first, 0), KEYS) * KEYS
             running = _through(
                 running, asked, cache, pages, first, middle, lowest, factor, softcap, visibility, LAYER, EDGE, 3, True
@@ -260,7 +265,7 @@ def _through_all(
 
 @triton.jit
 def _queries(source: tl.tensor, valid: tl.tensor, LAYER: tl.constexpr) -> QueryTile:
-    """source: where each row's begin, [ROWS, 1]."""
+    """Loads the queries of a tile. source: pointers to the beginning of each row's query, [ROWS, 1]."""
     feature = tl.arange(0, LAYER.padded)
     query = tl.load(source + feature[None, :], mask=valid[:, None] & (feature < LAYER.size)[None, :], other=0.0)
     turned_query = query
@@ -310,8 +315,8 @@ def attend(
     WIDEN: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """One item and one key head. Key heads of an item are neighbours, since their keys are in memory. For constants see `Layer`:
-    of latents KV_HEADS are parts of the query heads, all with the same keys."""
+    """Flash attention of one item and one key head. Key heads of an item are neighbouring programs, as their keys are neighbours in
+    memory. For the constants see `Layer`: for MLA, KV_HEADS are groups of query heads, all with the same keys."""
     wait(EARLY)
     head = tl.program_id(0) % KV_HEADS
     item = items + (tl.program_id(0) // KV_HEADS) * 8
@@ -345,11 +350,11 @@ def attend(
     own = cache
     if APART > 0:
         own += head * SIZE
-    limit = tl.where(tree == -2, end - 1, position)  # of a whole row each query sees all keys
+    limit = tl.where(tree == -2, end - 1, position)  # in a whole row (bidirectional) each query sees all keys
     visibility = Visibility(limit, position, token, positions, masks, context, tree, window, end)
     sums, best, total = _through_all(asking, own, table, first, factor, softcap, visibility, LAYER, ROWS, KEYS, STAGES, SINGLE)
 
-    if SINKS:  # of partials, `merge` adds it once
+    if SINKS:  # with partials, `merge` adds it once
         sink = _beside(tl.load(sinks + query_head, mask=valid, other=0.0), best)
         total += tl.where(partial < 0, sink, 0.0)
     answer = sums / tl.where(total > 0, total, 1.0)[:, None]
@@ -358,14 +363,14 @@ def attend(
     feature = tl.arange(0, PADDED)
     held = valid[:, None] & (feature < SIZE)[None, :]
     if partial < 0:
-        # Loaded once more, in other words lest it be kept: in the loops registers are scarce.
+        # Loaded again, in other words so that the compiler doesn't keep it: registers are scarce in the loops.
         token = tl.load(listed + start + asked, mask=valid, other=0, cache_modifier=".ca")
         target = (token.to(tl.int64) * (KV_HEADS * RATIO) + query_head)[:, None] * SIZE + feature[None, :]
         tl.store(output + target, answer.to(output.dtype.element_ty), mask=held)
     else:
         at = (partial + asked).to(tl.int64) * (KV_HEADS * RATIO) + query_head
         tl.store(partials + at[:, None] * SIZE + feature[None, :], answer, mask=held)
-        tl.store(weights + at, best + tl.log2(tl.where(total > 0, total, 1.0)), mask=valid)  # -inf: it saw nothing
+        tl.store(weights + at, best + tl.log2(tl.where(total > 0, total, 1.0)), mask=valid)  # -inf: it saw no key
 
 
 @triton.jit
@@ -384,7 +389,7 @@ def merge(
     SINKS: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """One token and TOGETHER of its heads: partials, each weighed by the sum of exponentials that is behind it."""
+    """Merges the partials of one token and TOGETHER of its heads, each weighted by its log-sum-exp."""
     wait(EARLY)
     GROUPS: tl.constexpr = (HEADS + TOGETHER - 1) // TOGETHER
     entry = entries + (tl.program_id(0) // GROUPS) * 4

@@ -1,7 +1,8 @@
-"""The one primitive: ragged rows over paged keys and values, by whichever attention the process uses.
+"""The attention entry point for all models: ragged rows (prefill chunks, decodes and draft trees mixed) over a paged KV cache, by
+whichever implementation the process uses.
 
-Torch's (`attention.py`, `shared_prefixes.py`) defines what is meant and serves CPUs; Triton's (`paged_attention.py`) serves
-accelerators.
+The torch implementation (`attention.py`, `shared_prefixes.py`) is the reference and serves CPUs; Triton's (`paged_attention.py`)
+serves accelerators.
 """
 
 from collections.abc import Sequence
@@ -33,19 +34,19 @@ if TYPE_CHECKING:
     from . import paged_attention as paged
 
 
-FIXED = 512  # keys of an item on Triton's route, where what else is running may not decide how many it has
+FIXED = 512  # keys per item on the Triton route in batch-invariant mode, where the split must not depend on the rest of the batch
 
 Plan: TypeAlias = "shared_prefixes.Plan | batch_invariant.Plan | paged.Plan"
 
 
 def by_triton(layout: Layout) -> bool:
-    """Whose attention it is. A plan for Triton's is complete when the device has what it wants to know of it."""
+    """Whether the Triton kernels compute this layout's attention; their plan is complete once its tensors are on the device."""
     return triton_on(layout.device)
 
 
 def plan(rows: Sequence[Row], layout: Layout, capacity: "paged.Capacity | None" = None) -> tuple[Sequence[int], Plan]:
-    """The order in which rows have to stand in a step, and their attention then. capacity: what a graph has room for. Raises
-    CapacityExceeded if that is too little."""
+    """The order in which rows have to stand in a step, and the attention plan of the rows in that order. capacity: sizes fixed at
+    CUDA graph capture. Raises CapacityExceeded if these are too small, or if the step can't be a graph."""
     if not by_triton(layout):
         planned = batch_invariant.plan if layout.invariant else compressed.plan if layout.entries else shared_prefixes.plan
         return planned(rows, layout)
@@ -54,7 +55,7 @@ def plan(rows: Sequence[Row], layout: Layout, capacity: "paged.Capacity | None" 
     if layout.entries and capacity is not None:
         raise CapacityExceeded("how many entries tokens see is different in each step")
     narrow = layout.most > 0 and any(row.context + row.queries > layout.most for row in rows)
-    if narrow and capacity is not None:  # said before anything is planned: such a step is planned without a graph next
+    if narrow and capacity is not None:  # checked first, before anything is planned: such a step is then planned without a graph
         raise CapacityExceeded(f"graphs are for steps whose tokens see no more than the {layout.most} that they may attend to")
     attended = paged.plan(
         rows,
@@ -78,9 +79,10 @@ def plan(rows: Sequence[Row], layout: Layout, capacity: "paged.Capacity | None" 
 
 
 def capacity(layout: Layout, tokens: int, rows: int, total: int, pages: int, mixed: bool, trees: bool = False) -> "paged.Capacity":
-    """Room for the steps that usually come: so many tokens and rows, in sequences of up to `total` tokens in a pool of `pages`.
+    """Plan sizes for a CUDA graph: enough for usual steps of so many tokens and rows, in sequences of up to `total` tokens and a
+    pool of `pages`.
 
-    mixed: rows may have any number of queries, else each has one; trees: which may be trees.
+    mixed: rows may have any number of queries, else each has one (decode only); trees: some rows may be draft trees.
     """
     from . import paged_attention as paged
 
@@ -101,19 +103,19 @@ def capacity(layout: Layout, tokens: int, rows: int, total: int, pages: int, mix
 def _room(
     layout: Layout, kind: Kind, tokens: int, count: int, total: int, pages: int, mixed: bool
 ) -> tuple[tuple[Tile, ...], tuple[int, ...], int]:
-    """Tiles, room for items of each, and for partials, in layers of one kind; count: rows."""
+    """For layers of one kind: the tiles, the number of items of each, and the number of partials to make room for. count: rows."""
     from . import paged_attention as paged
 
     generation, processors = paged.generation_of(layout.device), paged.processors_of(layout.device)
-    # Rows are cut into so many items more, all together, for each processor to have some (`work.longest`); prefixes are shared by
-    # two rows or more.
+    # For all processors to have work, rows are cut into at most this many additional items in all (`work_list.longest`); a shared
+    # prefix has two rows or more.
     cuts = -(-processors * ITEMS_PER_PROCESSOR // kind.kv_heads) + 1
     if layout.invariant:
         tiles = paged.tiles_of(kind, layout.dtype, generation, invariant=True)
         cuts = min(count * -(-total // FIXED), pages * layout.page_size // FIXED + count)
         parts = -(-tokens * kind.ratio // tiles[0].rows) if mixed else 0
         return tiles, (parts + count + cuts,), 3 * tokens + cuts * tiles[0].rows // kind.ratio
-    # A tile that no segment of so few queries takes would be launched in vain, in every layer of every step.
+    # A tile that no segment of so few queries takes would still cost an empty launch in every layer of every step.
     if mixed:
         tiles = paged.tiles_of(kind, layout.dtype, generation)
         tiles = tiles[: tile_of(tiles, tokens * kind.ratio) + 1]
@@ -121,7 +123,7 @@ def _room(
         tiles = paged.for_singles(kind, layout.dtype, generation, tokens, processors, layout.eight_bits)
     largest = max(tile.rows for tile in tiles)
     parts = -(-tokens * kind.ratio // largest)
-    runs = [count // 2, *[count // 8] * (len(tiles) - 1)]  # pairs are in the smallest
+    runs = [count // 2, *[count // 8] * (len(tiles) - 1)]  # runs of two rows are in the smallest tile
     items = [cuts + parts + shared + (count if mixed or place == 0 else 0) for place, shared in enumerate(runs)]
     if mixed:
         items[-1] += parts
@@ -129,7 +131,7 @@ def _room(
 
 
 def narrows(plan: Plan, most: int) -> bool:
-    """Some token sees more than the `most` that it may attend to."""
+    """Whether some token of the step sees more than the `most` tokens that it may attend to, so that the indexer has to choose."""
     if isinstance(plan, shared_prefixes.Plan):
         return any(block.views[0].length > most for block in plan.blocks)
     from . import indexed_attention
@@ -138,10 +140,11 @@ def narrows(plan: Plan, most: int) -> bool:
 
 
 def attention(query: Tensor, cache: Tensor, plan: Plan, how: How) -> Tensor:
-    """Softmax attention of every row of `plan`: [tokens, heads, size]; of latents [tokens, heads, latent].
+    """Softmax attention of every row of `plan`: [tokens, heads, size]; for MLA [tokens, heads, latent].
 
-    query: [tokens, heads, size]; cache: a layer [slots, 2, kv_heads, size], keys first, in the query's dtype or float8_e4m3fn; of
-    latents [slots, 1, 1, size]. Tokens choose what they attend to where a plan `narrows` that.
+    query: [tokens, heads, size]; cache: a layer [slots, 2, kv_heads, size], keys first, in the query's dtype or float8_e4m3fn; for
+    MLA [slots, 1, 1, size]. Where the plan `narrows` it, each token attends only to those that the indexer chooses (sparse
+    attention).
     """
     if isinstance(plan, shared_prefixes.Plan):
         found = shared_prefixes.attention(query, cache, plan, how)
@@ -158,7 +161,8 @@ def attention(query: Tensor, cache: Tensor, plan: Plan, how: How) -> Tensor:
 
 
 def entries_ended(plan: Plan, rate: int, before: bool) -> Ends:
-    """The entries of so many tokens that a step's tokens end. before: they are made of the tokens before theirs, too."""
+    """The compressed KV entries (DeepSeek V4) that a step's tokens complete. rate: tokens per entry; before: an entry is also made
+    of the `rate` tokens before its own."""
     if isinstance(plan, compressed.Plan):
         return plan.places.ends(plan.pages, rate, before)
     from . import compressed_attention
@@ -170,7 +174,8 @@ def entries_ended(plan: Plan, rate: int, before: bool) -> Ends:
 def attention_to_entries(
     query: Tensor, cache: Tensor, plan: Plan, how: How, rate: int, asked: "compressed.ChoosingEntries | None"
 ) -> Tensor:
-    """As `attention`, of a window's keys and of entries of so many tokens: see `compressed`."""
+    """As `attention`, for DeepSeek V4: over a sliding window of keys and over compressed entries of `rate` tokens each. See
+    `compressed`."""
     if isinstance(plan, compressed.Plan):
         return compressed.attention(query, cache, plan, how, rate, asked)
     from . import compressed_attention

@@ -1,10 +1,11 @@
-"""What attention has to do in a step, cut into items of similar length: pure ints, no tensors. Hundreds of rows a step are too many
-for Python's loops, so ints are in arrays wherever there are as many as rows.
+"""The work list of the attention kernel: a step's attention split along queries and keys (split-KV, as in flash decoding) into
+items of similar length, one for each program. Pure ints, no tensors; a step may have hundreds of rows, too many for Python loops,
+so whatever has as many entries as rows is a numpy array.
 
 A *segment* is some query tokens that all look at the same range of keys: those of one row, or those of several rows whose page
-tables begin alike (beams, samples, a common prompt), which then read the common pages once. A segment that is long for this
-step is cut into several *items*. What a token gets from several items is merged later by log-sum-exp: such an item writes
-*partials*, one for each of its tokens; any other writes the answer itself.
+tables begin alike (beams, samples, a common prompt), which then read the common pages once. A segment that is long for this step is
+cut into several *items*. Outputs of a token from several items are merged later by log-sum-exp: such an item writes *partials*, one
+for each of its tokens; any other writes the final output itself.
 """
 
 from bisect import bisect_left
@@ -18,40 +19,43 @@ import numpy
 from .attention import Row, depths
 from .layout import Kind
 
-# What a segment's `tree` may say instead of a token: `paged_kernels` has these, too.
+# Values of a segment's `tree` where it isn't the first token of a tree: causal, and bidirectional. `paged_kernels` knows them as
+# well.
 ORDERED, WHOLE = -1, -2
-# Nodes of a tree: two 64-bit words say whom a node sees.
+# Most nodes of a draft tree: two 64-bit words hold a node's mask of ancestors.
 NODES = 128
-# Items begin at a multiple of this many keys wherever pages are as long, so that no tile of keys spans two pages.
+# Items begin at multiples of this many keys, so that, wherever pages are at least as long, no tile of keys spans two pages.
 ALIGNMENT = 128
-# Items that a processor works on at once, of small tiles: two keep memory busy (measured on an H200, 2026-11-26, as all of these: 8
-# rows of 4,096 keys in 41.7 us, 49.2 with one, 54.1 with three, of which one has to wait). Of the largest one has room.
+# Items of small tiles that a processor (SM) works on at once: two keep memory busy (measured on an H200, 2026-11-26, as all figures
+# here: 8 rows of 4,096 keys in 41.7 us, 49.2 with one, 54.1 with three, of which one has to wait). There is room for one item of
+# the largest tile.
 ITEMS_PER_PROCESSOR = 2
-# Keys below which a processor gets one item: with two more time goes into merging (one row of 4,096 keys: 15.0 and 17.5 us).
+# Keys per item below which a processor gets one item, not two, of which merging takes longer than is won (one row of 4,096 keys:
+# 15.0 and 17.5 us).
 SHORT = 192
 # Keys below which an item is not worth cutting: starting and merging one costs about as much (one row of 512 keys: 9.5 us, 11.7
 # with items of 256).
 SHORTEST_ITEM = 128
-LARGE = 128  # rows of a tile of which a processor has one program at a time
-# How much longer items may become, in such steps, lest some have to wait for a place beside others.
+LARGE = 128  # rows of a tile so large that a processor runs one program at a time
+# Factor by which items may be stretched, in increments of STEP keys, so that none has to wait for a free processor.
 STRETCH, STEP = 1.5, 64
-SOONER = 1.1  # how many times as soon shorter items should end, for all that is merged then
-# Keys that rows must have in common to read them together: the merge that follows costs about as much as reading these.
+SOONER = 1.1  # factor by which shorter items would have to finish sooner to be worth their merging
+# Shortest common prefix of rows, in keys, that is read once for all: the merge that follows costs about as much as reading these.
 SHORTEST_RUN = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The shape of one program's work, and how it is compiled."""
+    """The tile of queries and keys that one program computes at a time, and how the program is compiled."""
 
-    rows: int  # query tokens x query heads of a key head
+    rows: int  # query tokens x query heads that share a key head
     keys: int
     warps: int
     stages: int
 
 
 class Run(NamedTuple):
-    """Pages `begin` to `end`, which are the same in the tables of all `members`."""
+    """Pages that several rows have in common: `begin` to `end` in the page tables of all `members`."""
 
     members: list[int]
     begin: int
@@ -62,23 +66,24 @@ Array: TypeAlias = "numpy.ndarray[Any, numpy.dtype[numpy.int64]]"
 
 
 class Segment(NamedTuple):
-    """Query tokens that look at the same range of keys. The fields of an item but for the last two."""
+    """Query tokens that look at the same range of keys. All fields but the last two are those of an item, too."""
 
-    first: int  # of its query tokens in the table of tokens
-    queries: int  # how many
-    pages: int  # where its page table begins
+    first: int  # index of its first query token in `Table.tokens`
+    queries: int  # number of query tokens
+    pages: int  # where its page table begins in the concatenated tables
     begin: int  # first key
     end: int  # after the last key
-    context: int  # keys before this one are computed earlier, and all its queries see them (but for a window)
-    # ORDERED: keys after those are seen in order of position; WHOLE: all its queries see them all; else the row's first token, and
-    # masks say who sees whom.
+    context: int  # keys before this one were computed in earlier steps, and all its queries see them (within the window)
+    # Who sees the keys from `context` on. ORDERED: causal; WHOLE: every query sees all (bidirectional); else the index of the row's
+    # first token: masks say which nodes of the tree a query sees.
     tree: int
-    tile: int  # which one
-    shared: bool  # its tokens have other segments besides
+    tile: int  # index of its tile in the kind's list of tiles
+    shared: bool  # its tokens have further segments, so outputs must be merged
 
 
 class Item(NamedTuple):
-    """Eight ints of a program. No queries: nothing to do."""
+    """The eight ints that one program of `paged_kernels.attend` reads. queries = 0: nothing to do (padding). Fields as in
+    `Segment`."""
 
     first: int
     queries: int
@@ -87,36 +92,37 @@ class Item(NamedTuple):
     end: int
     context: int
     tree: int
-    partial: int  # where its first token's partial goes; -1: what it finds is the answer
+    partial: int  # where its first token's partial goes; -1: its output is final
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The items of a step for one window, and how to merge what they find."""
+    """The items of a step for one kind of layers, and how to merge their partials."""
 
     items: tuple[Array, ...]  # per tile [items, fields of Item], the longest first
-    entries: Array  # [tokens, 3]: token, place of its first piece in `pieces`, number of them
-    pieces: Array  # partials, token by token; there are as many partials
+    entries: Array  # [tokens, 3] for tokens with partials: token, place of its first piece in `pieces`, number of pieces
+    pieces: Array  # indices of all partials, grouped by token
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """What all windows have in common."""
+    """What the work lists of all windows have in common: a step's rows as arrays."""
 
     rows: Sequence[Row]
     page_size: int
-    queries: Array  # per row
-    contexts: Array
-    starts: Array  # per row: its first query token
-    offsets: Array  # per row: where its page table begins
+    queries: Array  # per row: number of query tokens
+    contexts: Array  # per row: number of keys computed before
+    starts: Array  # per row: index of its first query token in the step
+    offsets: Array  # per row: where its page table begins in the concatenated tables
     positions: Array  # per query token
-    tokens: Array  # all query tokens in order, then those of each run
-    runs: list[tuple[Run, int]]  # and where a run's tokens begin in `tokens`
+    tokens: Array  # indices of all query tokens in order, then once more those of each run
+    runs: list[tuple[Run, int]]  # page runs that rows share, each with where its tokens begin in `tokens`
     own: Array  # per row: its first key that is in no run
 
 
 def table(rows: Sequence[Row], page_size: int, most: int) -> Table:
-    """most: queries of a row that may share; a row of more fills a tile of its own anyway. 0: nothing is shared."""
+    """The table of a step. most: query tokens of a row up to which it may share keys with others (a row of more fills a tile of its
+    own anyway); 0: nothing is shared."""
     queries, contexts = _ints([row.queries for row in rows]), _ints([row.context for row in rows])
     starts, widths = _before(queries), -(-(contexts + queries) // page_size)
     positions = _positions(rows, starts, contexts, queries)
@@ -131,13 +137,13 @@ def table(rows: Sequence[Row], page_size: int, most: int) -> Table:
 
 
 def singles(seen: Array, apart: int, page_size: int) -> Table:
-    """Of rows of one token each, which see so many keys; tables are `apart`."""
+    """The table of rows of one token each. seen: keys that each one sees; apart: entries of a page table, the same for each."""
     count = numpy.arange(len(seen))
     return Table((), page_size, numpy.ones_like(seen), seen - 1, count, count * apart, seen - 1, count, [], numpy.zeros_like(seen))
 
 
 def positions_of(rows: Sequence[Row]) -> Array:
-    """Per query token."""
+    """Position of each query token in its sequence."""
     queries = _ints([row.queries for row in rows])
     return _positions(rows, _before(queries), _ints([row.context for row in rows]), queries)
 
@@ -155,22 +161,23 @@ def _ints(values: Sequence[int]) -> Array:
 
 
 def _before(counts: Array) -> Array:
-    """The sum of all counts before each."""
+    """Exclusive cumulative sum: for each count the sum of those before it."""
     return numpy.cumsum(counts) - counts
 
 
 def _ranges(starts: Array, counts: Array) -> Array:
-    """start, start + 1, ... for each, so many of them, one after the other."""
+    """`counts[i]` consecutive ints from `starts[i]`, concatenated for all i."""
     return numpy.arange(counts.sum()) + numpy.repeat(starts - _before(counts), counts)
 
 
 def width(row: Row, page_size: int) -> int:
-    """Pages of a row that are in use: its table may be longer."""
+    """Number of pages that a row uses: its page table may be longer."""
     return -(-(row.context + row.queries) // page_size)
 
 
 def masks(row: Row) -> list[tuple[int, int]]:
-    """Per node of a tree two words of 64 bits: bit i of the first says whether it sees node i, of the second node 64 + i."""
+    """Ancestor masks of a tree, two words of 64 bits for each node: bit i of the first says whether it sees node i, bit i of the
+    second whether it sees node 64 + i. Raises ValueError for more than NODES nodes."""
     if row.parents is None or row.queries > NODES:
         raise ValueError(f"a tree has at most {NODES} nodes, not {row.queries}")
     sees: list[int] = []
@@ -180,11 +187,12 @@ def masks(row: Row) -> list[tuple[int, int]]:
 
 
 def runs_of(rows: Sequence[Row], page_size: int, most: int) -> Iterator[Run]:
-    """What rows of at most so many queries have in common. Runs come after those that they continue."""
+    """Runs of pages that rows of at most `most` query tokens have in common: a walk down the radix tree of their page tables. A run
+    comes after the one that it continues."""
     able = [i for i, row in enumerate(rows) if row.queries <= most]
     full = [row.context // page_size if row.settled is None else row.settled for row in rows]
     least = -(-SHORTEST_RUN // page_size)
-    waiting = [(able, 0, 0)]  # rows, where their next run begins, up to where they are known to be alike
+    waiting = [(able, 0, 0)]  # rows, first page of their next run, page up to which they are known to be alike
     while waiting:
         members, begin, alike = waiting.pop()
         same: dict[int, list[int]] = {}
@@ -204,8 +212,8 @@ def runs_of(rows: Sequence[Row], page_size: int, most: int) -> Iterator[Run]:
 
 
 def common_pages(tables: Sequence[list[int]]) -> int:
-    """With how many pages all of these begin, which are equally long."""
-    low, high = min(tables), max(tables)  # whatever all others share, these two do
+    """Length of the common prefix of page tables of equal length."""
+    low, high = min(tables), max(tables)  # the prefix that these two share is common to all
     alike, differ = 0, len(low) + 1
     while differ - alike > 1:
         middle = (alike + differ) // 2
@@ -217,12 +225,12 @@ def common_pages(tables: Sequence[list[int]]) -> int:
 
 
 def tile_of(tiles: Sequence[Tile], rows: int) -> int:
-    """The smallest tile that holds so many rows, or the largest."""
+    """Index of the smallest tile with at least so many rows, else of the last."""
     return next((place for place, tile in enumerate(tiles) if tile.rows >= rows), len(tiles) - 1)
 
 
 def segments(table: Table, kind: Kind, tiles: Sequence[Tile]) -> Array:
-    """[segments, fields of Segment], in layers of that kind."""
+    """All segments in layers of that kind: [segments, fields of Segment]."""
     common = numpy.array([*_common_segments(table, kind, tiles)], numpy.int64)
     own = _own_segments(table, kind, tiles)
     return numpy.concatenate((common.reshape(-1, len(Segment._fields)), own))
@@ -260,7 +268,7 @@ def _own_segments(table: Table, kind: Kind, tiles: Sequence[Tile]) -> Array:
     elif window:
         begin = numpy.maximum(begin, (lowest - window + 1) // ALIGNMENT * ALIGNMENT)
     context = table.contexts[row]
-    end = context + at + count  # a node's ancestors are before it, in a tree as well
+    end = context + at + count  # a node's ancestors stand before it, in a tree as well
     if kind.joined and any(one.whole for one in table.rows):
         whole = numpy.array([one.whole for one in table.rows])[row]
         tree[whole], end[whole] = WHOLE, (table.contexts + table.queries)[row[whole]]
@@ -272,8 +280,8 @@ def _own_segments(table: Table, kind: Kind, tiles: Sequence[Tile]) -> Array:
 
 
 def _seen(table: Table, run: Run, kind: Kind) -> Iterator[tuple[list[int], int, int]]:
-    """Members of a run, side by side, with the first key of it that any of them may see, and the one after the last. Where windows
-    don't slide, all of them see the same."""
+    """Groups of a run's members with the keys of the run that the group reads: members, first key, key after the last. One group
+    with sliding windows; where windows are fixed chunks, one for each chunk, whose members all see the same keys."""
     begin, end = run.begin * table.page_size, run.end * table.page_size
     if not kind.chunked:
         yield run.members, _first_key(begin, min(table.rows[i].context for i in run.members), kind.window), end
@@ -283,20 +291,21 @@ def _seen(table: Table, run: Run, kind: Kind) -> Iterator[tuple[list[int], int, 
 
 
 def _first_key(begin: int, position: int, window: int) -> int:
-    """The first key from `begin` that a query at `position` may see, or a few before it."""
+    """The first key from `begin` on that a query at `position` sees, rounded down to ALIGNMENT."""
     return max(begin, (position - window + 1) // ALIGNMENT * ALIGNMENT) if window else begin
 
 
 def longest(parts: Array, kv_heads: int, processors: int, tiles: Sequence[Tile]) -> int:
-    """Keys of the longest item that lets all processors finish at about the same time. parts: of `segments`."""
+    """The most keys of an item, so that all processors finish at about the same time. parts: from `segments`."""
     lengths = parts[:, END] - parts[:, BEGIN]
     total = int(lengths.sum()) * kv_heads
     large = bool((_ints([tile.rows for tile in tiles])[parts[:, TILE]] >= LARGE).all())
     places = processors if large else processors * ITEMS_PER_PROCESSOR
     share = -(-total // (places if total >= places * SHORT else processors))
     limit = -(-max(share, SHORTEST_ITEM) // ALIGNMENT) * ALIGNMENT
-    # A few items more than there are places for would begin when others end. Where slightly longer ones have places, they do.
-    candidates = range(limit, int(STRETCH * limit) + 1, STEP)  # the longer, the fewer items
+    # If there are a few items more than places, these begin only when others end. Where slightly longer items all find a place,
+    # take those.
+    candidates = range(limit, int(STRETCH * limit) + 1, STEP)  # the longer the items, the fewer
     found = bisect_left(candidates, True, key=lambda most: int((-(-lengths // most)).sum()) * kv_heads <= places)
     if found < len(candidates) and SOONER * _ended(lengths, limit, places // kv_heads) > candidates[found]:
         return candidates[found]
@@ -304,7 +313,7 @@ def longest(parts: Array, kv_heads: int, processors: int, tiles: Sequence[Tile])
 
 
 def _ended(lengths: Array, limit: int, places: int) -> int:
-    """Keys until the last of items of at most `limit` has ended, if those that are too many come behind the shortest."""
+    """Makespan in keys of items of at most `limit` keys, if those in excess of `places` are queued behind the shortest ones."""
     counts = -(-lengths // limit)
     items = numpy.sort(numpy.repeat(-(-lengths // numpy.maximum(counts, 1)), counts))
     behind = items[: 2 * max(0, len(items) - places)]
@@ -312,9 +321,10 @@ def _ended(lengths: Array, limit: int, places: int) -> int:
 
 
 def work(table: Table, parts: Array, tiles: Sequence[Tile], limit: int, fixed: bool) -> Work:
-    """Items of at most `limit` keys. fixed: cut at its multiples, so that a row's cuts don't depend on its neighbours."""
+    """The items of all segments, of at most `limit` keys, and their merge list. fixed: cut at multiples of `limit`, so that a row's
+    cuts don't depend on what else is in the step."""
     which, begins, ends = _cuts(parts, _ints([tile.keys for tile in tiles]), limit, fixed)
-    pieces = numpy.bincount(which, minlength=len(parts))  # items of each segment
+    pieces = numpy.bincount(which, minlength=len(parts))  # number of items of each segment
     merged = ((parts[:, SHARED] > 0) | (pieces > 1))[which]
     queries = numpy.where(merged, parts[which, QUERIES], 0)
     partials = _before(queries)
@@ -322,7 +332,7 @@ def work(table: Table, parts: Array, tiles: Sequence[Tile], limit: int, fixed: b
     items[:, BEGIN], items[:, END], items[:, PARTIAL] = begins, ends, numpy.where(merged, partials, -1)
     longest_first = numpy.argsort(begins - ends, kind="stable")
     taken = parts[which, TILE][longest_first]
-    tokens = table.tokens[_ranges(parts[which, FIRST], queries)]  # of each partial
+    tokens = table.tokens[_ranges(parts[which, FIRST], queries)]  # token of each partial
     order = numpy.argsort(tokens, kind="stable")
     own, places, counts = numpy.unique(tokens[order], return_index=True, return_counts=True)
     return Work(
@@ -333,11 +343,11 @@ def work(table: Table, parts: Array, tiles: Sequence[Tile], limit: int, fixed: b
 
 
 FIRST, QUERIES, PAGES, BEGIN, END, CONTEXT, TREE, TILE, SHARED = range(len(Segment._fields))
-PARTIAL = TILE  # of an item, where a segment has its tile
+PARTIAL = TILE  # index of this field in an item, where a segment has its tile
 
 
 def _cuts(parts: Array, keys: Array, limit: int, fixed: bool) -> tuple[Array, Array, Array]:
-    """Of every item: its segment, first key and the one after its last. keys: of each tile."""
+    """For every item: its segment, first key, and the key after its last. keys: keys of each tile."""
     begin, end = parts[:, BEGIN], parts[:, END]
     if fixed:
         length = numpy.full(len(parts), limit)
