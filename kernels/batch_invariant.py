@@ -1,10 +1,10 @@
-"""Attention in plain torch whose answers follow from what a token sees, to the last bit: not from who else is in the step, nor from
-how many of its neighbours are computed at once. Knows tensors and ints, no sequence and no page pool.
+"""Batch-invariant attention in plain torch: a token's output depends, to the last bit, only on what it sees, not on what else is in
+the step, nor on how many of its neighbours are computed at once. Knows tensors and ints, no sequence and no page pool.
 
-What torch adds up in which order depends on the shapes that it is given. Here these are always the same: tiles of as many queries,
-filled up where there are fewer, on whole blocks of keys that begin at multiples of the block, of which masks hide the rest. The
-other half of this are products whose rows don't depend on each other (`linear.Invariance.INVARIANT`). The idea is batch invariance
-(He et al. 2025, Thinking Machines Lab, "Defeating Nondeterminism in LLM Inference").
+The order in which torch adds numbers up depends on the shapes that it is given. Here these are always the same: tiles of equally
+many queries, padded where there are fewer, on whole blocks of keys that begin at multiples of the block, with masks that hide the
+rest. The other half of this are matrix products whose rows don't depend on each other (`linear.Invariance.INVARIANT`). The idea is
+batch invariance (He et al. 2025, Thinking Machines Lab, "Defeating Nondeterminism in LLM Inference").
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,39 +20,41 @@ from torch.nn import functional
 from .attention import BLOCK_ELEMENTS, TILE, How, Row, folded, gather, slots_of, unfolded
 from .layout import Kind, Layout
 
-# Keys that torch's attention on a CPU goes through at once, if there are as many.
+# Block of keys of torch's CPU attention: it goes through so many at once, if there are as many.
 KEYS = 512
-# Query heads of a key head in a tile: they cost hardly more than a few.
+# Query heads of a key head in a tile: these cost hardly more than a few.
 HEADS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Rows that read as many keys, ready for all layers. Their query tokens are `start` to `start + rows * queries` of the step."""
+    """Rows that read equally many keys, ready for all layers. Their query tokens are `start` to `start + rows * queries` of the
+    step."""
 
     start: int
     rows: int
-    queries: int  # more than a tile's only of a single row
-    context: int  # the longest one
+    queries: int  # more than a tile's only if it is a single row
+    context: int  # the longest context
     slots: Tensor  # [rows * keys], whole blocks of keys
     positions: Tensor  # [rows, queries]
+    # [rows, queries]: th
     last: Tensor | None  # [rows, queries]: the last keys that they see where rows are whole; None: none is, so their own
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A step, for all layers."""
+    """The attention plan of a step, for all layers."""
 
     blocks: list[Block]
-    tile: int  # queries of one
-    kinds: dict[int, Kind]  # of layers, by their windows
+    tile: int  # queries of a tile
+    kinds: dict[int, Kind]  # kinds of layers, by their windows
 
 
 def plan(rows: Sequence[Row], layout: Layout) -> tuple[list[int], Plan]:
     """The order in which `rows` have to stand in the step, and its plan.
 
-    Raises ValueError for trees: what their nodes see does not lie side by side, as it will when they are accepted, so it is added
-    up in another order.
+    Raises ValueError for trees: the keys that a node sees are not contiguous, as they will be once it is accepted, so sums are made
+    in another order.
     """
     if any(row.parents is not None and list(row.parents) != list(range(-1, row.queries - 1)) for row in rows):
         raise ValueError("the nodes of a tree are not computed as a chain's tokens are, to the last bit")
@@ -62,7 +64,7 @@ def plan(rows: Sequence[Row], layout: Layout) -> tuple[list[int], Plan]:
     for part in _alike([rows[i] for i in order], tile, layout.elements):
         queries = part[0].queries
         slots = slots_of(part, layout.page_size)
-        slots = numpy.pad(slots, ((0, 0), (0, _keys(part[0]) - slots.shape[1])))  # of page 0, which nobody sees
+        slots = numpy.pad(slots, ((0, 0), (0, _keys(part[0]) - slots.shape[1])))  # of page 0, masked for all
         positions = torch.tensor([row.context for row in part], device=device).unsqueeze(1) + torch.arange(queries, device=device)
         last = None
         if any(row.whole for row in part):
@@ -79,12 +81,12 @@ def _keys(row: Row) -> int:
 
 
 def _whole(keys: int) -> int:
-    """Whole blocks of them."""
+    """A number of keys rounded up to whole blocks."""
     return -(-keys // KEYS) * KEYS
 
 
 def _alike(rows: Sequence[Row], tile: int, elements: int) -> Iterator[Sequence[Row]]:
-    """Rows side by side that a block may hold together."""
+    """Groups of neighbouring rows, each of which fits into one block."""
     for (queries, keys), found in groupby(rows, key=lambda row: (row.queries, _keys(row))):
         part = list(found)
         most = max(1, BLOCK_ELEMENTS // (keys * elements)) if queries <= tile else 1
@@ -92,7 +94,7 @@ def _alike(rows: Sequence[Row], tile: int, elements: int) -> Iterator[Sequence[R
 
 
 def attention(query: Tensor, cache: Tensor, plan: Plan, how: How) -> Tensor:
-    """As `attention.attention`, but that no index chooses."""
+    """As `attention.attention`, without sparse selection."""
     attended: Callable[..., Tensor] = partial(functional.scaled_dot_product_attention, scale=how.scale)
     kind, heads, kv_heads = plan.kinds[how.window], query.shape[1], cache.shape[2]
     if how.softcap or how.sinks is not None:
@@ -102,7 +104,7 @@ def attention(query: Tensor, cache: Tensor, plan: Plan, how: How) -> Tensor:
     for block in plan.blocks:
         keys, values = gather(cache, block.slots, block.rows, query.dtype, how.scales)
         asking = query[block.start : block.start + block.rows * block.queries].view(block.rows, block.queries, heads, -1)
-        many = TILE // plan.tile * plan.tile  # of a long row so many at once
+        many = TILE // plan.tile * plan.tile  # queries of a long row that are attended at once
         last = block.last if block.last is not None and kind.joined else block.positions
         for first in range(0, block.queries, many):
             part, positions, ends = (x[:, first : first + many] for x in (asking, block.positions, last))
@@ -114,7 +116,7 @@ def attention(query: Tensor, cache: Tensor, plan: Plan, how: How) -> Tensor:
 
 
 def _first_keys(positions: Tensor, kind: Kind) -> Tensor:
-    """Those that queries at these positions see."""
+    """The first keys that queries at these positions see."""
     if not kind.window:
         return torch.zeros_like(positions)
     return positions // kind.window * kind.window if kind.chunked else positions - kind.window + 1
@@ -129,12 +131,12 @@ def _tiles(
     last: Tensor,
     tile: int,
 ) -> Tensor:
-    """asking: [rows, queries, heads, size]; keys, values: [rows, kv_heads, keys, size]; first, last: keys that are seen, [rows,
-    queries]. As asking."""
+    """Attention of tiles of `tile` queries. asking: [rows, queries, heads, size]; keys, values: [rows, kv_heads, keys, size];
+    first, last: keys that queries see, [rows, queries]. The result has the shape of asking."""
     rows, queries, heads, size = asking.shape
     lacking = -queries % tile
     asking = functional.pad(asking, (0, 0, 0, 0, 0, lacking)).reshape(-1, heads, size)
-    # Those see the first key: something must be seen.
+    # Padding queries see the first key: a softmax needs at least one.
     first, last = (functional.pad(x, (0, lacking)).view(-1, tile, 1) for x in (first, last))
     count, kv_heads = len(first), keys.shape[1]
     key = torch.arange(keys.shape[2], device=keys.device)
@@ -149,8 +151,8 @@ def _tiles(
 def _specially(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, *, scale: float, softcap: float, sinks: Tensor | None
 ) -> Tensor:
-    """`scaled_dot_product_attention` with a softcap and sinks, [heads, queries or 1, 1], by blocks of keys as that goes through
-    them (Dao et al. 2022, arXiv:2205.14135)."""
+    """`scaled_dot_product_attention` with a soft cap and attention sinks, [heads, queries or 1, 1], by the same blocks of keys,
+    with an online softmax (Dao et al. 2022, arXiv:2205.14135)."""
     query = query.float()
     best = torch.full((*query.shape[:3], 1), -torch.inf, device=query.device)
     total, sums = torch.zeros_like(best), torch.zeros_like(query)
@@ -159,7 +161,7 @@ def _specially(
         logits = logits.mul_(scale / softcap).tanh_().mul_(softcap) if softcap else logits.mul_(scale)
         logits += mask[..., part]
         higher = torch.maximum(best, logits.amax(3, keepdim=True))
-        base = higher.masked_fill(higher == -torch.inf, 0)  # of what has seen nothing yet
+        base = higher.masked_fill(higher == -torch.inf, 0)  # for rows that have seen nothing yet
         weights, fade = logits.sub_(base).exp_(), (best - base).exp_()
         total, sums, best = (
             total.mul_(fade).add_(weights.sum(3, keepdim=True)),

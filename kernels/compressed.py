@@ -1,13 +1,13 @@
-"""Attention to a window of keys, and to entries that stand for many tokens before it (DeepSeek V4; see `entries`). Knows tensors
-and ints, no sequence and no page pool.
+"""Attention of DeepSeek V4: over a sliding window of keys, and over compressed KV entries that each stand for many tokens (see
+`entries`). The torch route, for CPUs; `compressed_attention` is Triton's. Knows tensors and ints, no sequence and no page pool.
 
-A token at a place sees the keys of the last `window` places, its own included, and the entries of as many tokens each that end no
-later: all of them, or those that an index thinks best (`indexed.scores`). Keys and entries are rows of one tensor, a layer's slots
-being whole rows: a slot's first row is a key, its second an entry, where one ends there. Of chains, whose tokens stand by their
-positions.
+A token sees the keys of the last `window` positions, its own included, and the entries whose last token is not behind it: all of
+them, or those that an indexer scores best (`indexed.scores`). Keys and entries are rows of one tensor, since a layer's slots are
+whole numbers of rows: a slot's first row is a key, its second an entry, where one ends there. For chains only, whose tokens stand
+by their positions.
 
-What tokens see is said by places, and slots are looked up in the step's page tables when they are wanted: of beams only the device
-may know these. This is the route of CPUs; `compressed_attention` is Triton's.
+What tokens see is expressed in positions; slots are looked up in the step's page tables when they are needed, since for beams only
+the device may know these.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,39 +26,41 @@ from .indexed import Choosing, scores
 from .layout import Layout
 from .transfer import to_device
 
-# Logits that are computed at once: of more keys fewer queries are.
+# Attention logits that are computed at once: the more keys, the fewer queries.
 LOGITS = 1 << 24
-LOGIT_BYTES = 16  # that one takes with what hides it, and what becomes of both
+LOGIT_BYTES = 16  # bytes per logit, with its mask and what is derived from both
 
 
 @dataclass(frozen=True, slots=True)
 class ChoosingEntries(Choosing):
-    """What a step's tokens choose entries by; `most` counts these."""
+    """An indexer's queries and head weights for choosing compressed entries; `most` counts entries."""
 
     members: int = 1  # tokens that an entry stands for
-    first: int = 0  # where in a slot keys of the index stand
+    first: int = 0  # offset of the indexer's keys within a slot
 
     def keys(self, cache: Tensor) -> Tensor:
-        """Of a layer: [slots, 1, 1, size or more]."""
+        """The indexer's keys of a layer: [slots, 1, 1, size or more]."""
         return cache[..., self.first :]
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where a step's tokens are, and what is before them."""
+    """Positions of a step's tokens, and where to find the slots of the tokens before them."""
 
-    tables: Tensor  # [tokens] int64: where each one's page table begins in the step's
-    own: Tensor  # [tokens] int64
-    closing: dict[int, Tensor]  # of each number of tokens that an entry stands for: which tokens end one
+    tables: Tensor  # [tokens] int64: where each one's page table begins among the step's concatenated tables
+    own: Tensor  # [tokens] int64: their positions
+    closing: dict[int, Tensor]  # for each compression rate (tokens per entry): indices of the tokens that complete an entry
     page_size: int
+    # cache of `ends`
     found: dict[tuple[int, bool], Ends] = field(default_factory=dict)
 
     def slots(self, pages: Tensor, tables: Tensor, places: Tensor) -> Tensor:
-        """Of these places of as many tables. pages: all of the step's, one table after the other."""
+        """Slots of positions `places` by page tables that begin at `tables`. pages: all of the step's, one table after the
+        other."""
         return pages[tables + places // self.page_size].long() * self.page_size + places % self.page_size
 
     def ends(self, pages: Tensor, rate: int, before: bool) -> Ends:
-        """The entries that the step's tokens end. before: they are made of the tokens before theirs, too."""
+        """The entries that the step's tokens complete. before: an entry is also made of the `rate` tokens before its own."""
         if (rate, before) not in self.found:
             tokens = self.closing[rate]
             firsts = self.own[tokens] - (rate - 1)
@@ -70,7 +72,7 @@ class Places:
 
 
 def places_of(rows: Sequence[Row], layout: Layout) -> Places:
-    """Of rows in the order in which they stand in the step."""
+    """The positions of a step's tokens. rows: in the order in which they stand in the step."""
     own = work_list.positions_of(rows)
     widths = numpy.array([work_list.width(row, layout.page_size) for row in rows], numpy.int64)
     tables = numpy.repeat(widths.cumsum() - widths, [row.queries for row in rows])
@@ -83,32 +85,34 @@ def places_of(rows: Sequence[Row], layout: Layout) -> Places:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Rows of as many queries each, or some of a long one's."""
+    """Query tokens that are attended together: rows of equally many queries, or a stretch of one long row."""
 
-    start: int  # of their tokens in the step
+    start: int  # index of its first token in the step
+    # number of rows
     rows: int
+    # queries of each row
     queries: int
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a tile sees."""
+    """The keys and entries that the rows of a tile see."""
 
     keys: Tensor  # [rows, keys] slots
     entries: Tensor  # [rows, entries] slots
-    seen: Tensor  # [rows, queries, keys]: which of them each query sees
-    whole: Tensor  # [rows, queries, 1]: as many entries, the first
+    seen: Tensor  # [rows, queries, keys]: which of the keys each query sees
+    whole: Tensor  # [rows, queries, 1]: number of complete entries at each query, which sees at most these
 
 
 @dataclass(frozen=True, slots=True)
 class Plan(shared_prefixes.Plan):
-    """A step, for all layers. Those with a window alone go by `blocks`."""
+    """The attention plan of a step, for all layers. Layers with a sliding window alone use `blocks`."""
 
     tiles: list[Tile]
     places: Places
     pages: Tensor
     window: int
-    longest: int  # tokens of a row, with those before it
+    longest: int  # tokens of the longest row, with its context
     views: dict[tuple[int, int], View]
 
 
@@ -128,7 +132,7 @@ def plan(rows: Sequence[Row], layout: Layout) -> tuple[list[int], Plan]:
 
 
 def _tiles(rows: Sequence[Row], layout: Layout, most: int) -> Iterator[Tile]:
-    """most: queries of one."""
+    """The tiles of a step. most: queries of one."""
     start = 0
     for part in plain.split(rows, layout.elements):
         queries = part[0].queries
@@ -142,10 +146,11 @@ def _tiles(rows: Sequence[Row], layout: Layout, most: int) -> Iterator[Tile]:
 
 
 def attention(query: Tensor, cache: Tensor, plan: Plan, how: How, rate: int, asked: ChoosingEntries | None) -> Tensor:
-    """[tokens, heads, size]. query: the same; cache: a layer, [slots, 1, 1, width]; asked: None: all entries are seen."""
+    """Attention over window and entries: [tokens, heads, size]. query: of the same shape; cache: a layer, [slots, 1, 1, width];
+    rate: tokens per entry; asked: the indexer's queries; None: all entries are seen."""
     heads, size = query.shape[1:]
     rows = cache.view(-1, size)
-    each, answers = cache.shape[3] // size, []  # rows of a slot
+    each, answers = cache.shape[3] // size, []  # rows per slot
     for tile in plan.tiles:
         view = _view(plan, tile, rate)
         seen = torch.cat((view.seen, _chosen(plan, tile, view, cache, asked)), 2)
@@ -186,7 +191,7 @@ def _made(plan: Plan, tile: Tile, rate: int) -> View:
 
 
 def _chosen(plan: Plan, tile: Tile, view: View, cache: Tensor, asked: ChoosingEntries | None) -> Tensor:
-    """Which entries each query sees: [rows, queries, entries]."""
+    """Which entries each query sees: [rows, queries, entries]. All complete ones, or the indexer's top ones among them."""
     count = view.entries.shape[1]
     seen = torch.arange(count, device=view.whole.device) < view.whole
     if asked is None or count <= asked.most:

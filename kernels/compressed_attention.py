@@ -1,8 +1,9 @@
-"""Attention to a window of keys and to entries, in Triton: what `compressed` means on a CPU, on an accelerator.
+"""DeepSeek V4's attention to a sliding window of keys and to compressed entries, in Triton: the accelerator's counterpart of
+`compressed`.
 
-As for tokens that an index has chosen (`indexed_attention`), each token is a row of its own, whose pages are of one row each of a
-layer's keys and entries: first the entries that it sees, then the keys of its window. How many there are the host knows; which they
-are is looked up on the device, where all entries are seen once for all layers alike.
+As with tokens that an indexer has chosen (`indexed_attention`), each query token is a row of its own, over pages of one row each of
+a layer's keys and entries: first the entries that it sees, then the keys of its window. The host knows how many there are; which
+they are is looked up on the device, once for all layers that see all entries.
 """
 
 from collections.abc import Sequence
@@ -20,40 +21,40 @@ from .fused_index import scores
 from .indexed_attention import SCORES, TOKENS
 from .layout import Layout
 
-# Rows that are in the tables of tokens whose rows are looked at at once: 32 MiB.
+# Most table entries (rows of keys and entries) of tokens that are attended at once: 32 MiB.
 ROWS = 1 << 23
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some tokens of a step, one after the other."""
+    """Consecutive tokens of a step that are attended at once."""
 
     first: int
-    plan: paged.Plan  # of what they see; whose tables have room for `apart` rows each
+    plan: paged.Plan  # attention to what they see; its tables have room for `apart` rows each
     apart: int
-    tables: Tensor  # [tokens, 1] int64: where each one's page table begins in the step's
-    places: Tensor  # [tokens, 1] int64
-    entries: Tensor  # [tokens, 1] int64: how many each one sees
-    longest: int  # tokens before the end of any of their rows
-    found: list[Tensor] = field(default_factory=list)  # their tables, where all layers have the same
+    tables: Tensor  # [tokens, 1] int64: where each one's page table begins among the step's
+    places: Tensor  # [tokens, 1] int64: positions
+    entries: Tensor  # [tokens, 1] int64: number of entries that each one sees
+    longest: int  # tokens of the longest of their rows
+    found: list[Tensor] = field(default_factory=list)  # their tables, cached where they are the same for all layers
 
     @property
     def tokens(self) -> slice:
-        """Of the step's."""
+        """These tokens among the step's."""
         return slice(self.first, self.first + len(self.tables))
 
 
 @dataclass(frozen=True, slots=True)
 class Plan(paged.Plan):
-    """A step, for all layers. Those with a window alone go by `launches`."""
+    """The attention plan of a step, for all layers. Layers with a sliding window alone use `launches`."""
 
     places: Places
     window: int
-    parts: dict[tuple[int, int], list[Part]]  # by tokens that an entry stands for, and how many are chosen; 0: all
+    parts: dict[tuple[int, int], list[Part]]  # by (tokens per entry, entries that a token attends to; 0: all)
 
 
 def plan(whole: paged.Plan, rows: Sequence[Row], layout: Layout) -> Plan:
-    """whole: the step's plan, of layers with a window and, for scores, without."""
+    """The step's plan. whole: its plan for layers with a window and, for the indexer's scores, without."""
     places = places_of(rows, layout)
     own = work_list.positions_of(rows)
     lengths = numpy.repeat([row.context + row.queries for row in rows], [row.queries for row in rows])
@@ -104,7 +105,7 @@ def attention(query: Tensor, cache: Tensor, plan: Plan, how: How, rate: int, ask
 
 
 def _tables(plan: Plan, part: Part, cache: Tensor, each: int, rate: int, asked: ChoosingEntries | None) -> Tensor:
-    """Rows that the part's tokens see, int32, `apart` for each. each: rows of a slot."""
+    """Tables of the rows that the part's tokens see, int32, `apart` for each. each: rows per slot."""
     choosing = asked is not None and part.longest // rate > asked.most
     if part.found and not choosing:
         return part.found[0]
@@ -113,12 +114,12 @@ def _tables(plan: Plan, part: Part, cache: Tensor, each: int, rate: int, asked: 
     if asked is not None and choosing:
         length = part.longest // rate * rate
         values = scores(asked, asked.keys(cache), plan, part.first, len(part.tables), length)
-        # Of a token that sees fewer the last ones are anything, and nobody looks at them.
+        # For a token that sees fewer, the last ones are arbitrary, and nobody looks at them.
         best = values.topk(min(asked.most, values.shape[1])).indices
         entry = best.gather(1, entry.clamp(max=best.shape[1] - 1))
     nearest = (part.places - plan.window + 1).clamp_(min=0)
     places = torch.where(far, entry * rate + rate - 1, nearest + column - part.entries)
-    places = torch.minimum(places, part.places)  # beyond what a token sees: any
+    places = torch.minimum(places, part.places)  # beyond what a token sees: arbitrary
     found = (plan.places.slots(plan.pages, part.tables, places) * each + far).int().flatten()
     if not choosing:
         part.found.append(found)

@@ -1,9 +1,11 @@
-"""Entries, each of which stands for so many tokens in a row, from a sequence's beginning on (DeepSeek V4). Knows tensors only.
+"""Compressed KV entries of DeepSeek V4: one entry for each `rate` consecutive tokens, counted from a sequence's beginning. Knows
+tensors only.
 
-An entry is a mean of its tokens' features, which softmaxes of their gates weigh, feature by feature. It may be one of two series
-of them: the first of its own tokens, and the other of as many before these, which belong to the entry before it. Behind a norm its
-last features turn, as those of a key at its first token's position. It stands where its last token's first series was, of which no
-other entry is made: who sees that token sees the entry, and guesses that are refused leave nothing behind.
+An entry is an average of its tokens' features, weighted feature by feature by the softmax of their gates. It may be made of two
+series of them: the first of its own tokens, and the second of as many tokens before these, which belong to the previous entry.
+After an RMS norm its last features are rotated, as those of a key at its first token's position. It is stored where its last
+token's first series was, of which no other entry is made: who sees that token sees the entry, and rejected draft tokens leave
+nothing behind.
 """
 
 from dataclasses import dataclass
@@ -19,31 +21,32 @@ from .reference import rms_norm
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """A step's tokens by which entries end."""
+    """The compressed entries that a step's tokens complete."""
 
-    # [ends, rate or 2 * rate] int64: slots of the tokens of each, with those before them or not; -1: there are none
+    # [ends, rate or 2 * rate] int64: slots of the tokens of each entry, with those before its own or without; -1: there is none
     members: Tensor
-    firsts: Tensor  # [ends] int64: positions of the first of its own
+    firsts: Tensor  # [ends] int64: position of the first of an entry's own tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Making:
-    """What entries of some size are made by."""
+    """The parameters by which entries of one size are made from their tokens."""
 
-    first: int  # where in a slot the first series stands: what is weighed, then gates, and then the other series alike
-    places: Tensor  # [series, rate, size] float32: what is added to gates by a token's place among as many
-    gains: Tensor  # [size], of the norm
+    first: int  # offset of the first series within a slot: values, then gates, then the other series alike
+    places: Tensor  # [series, rate, size] float32: added to gates by a token's place among those of its entry
+    gains: Tensor  # [size], gains of the norm
     epsilon: float
 
     @property
     def size(self) -> int:
-        """Features of an entry."""
+        """Number of features of an entry."""
         return len(self.gains)
 
 
 def write_series(slots: Tensor, rows: Tensor, cache: Tensor) -> None:
-    """Of a step's tokens. rows: [tokens, features]; slots: [tokens], distinct; cache: that part of a layer's slots, [slots, 1, 1,
-    features]. On an accelerator by torch, where no slot may be negative: steps with entries are not padded."""
+    """Writes the series (values and gates) of a step's tokens. rows: [tokens, features]; slots: [tokens], distinct; cache: that
+    part of a layer's slots, [slots, 1, 1, features]. On an accelerator by torch, where no slot may be negative: steps with entries
+    are not padded."""
     if triton_for(rows):
         cache.flatten(1).index_copy_(0, slots, rows)
     else:
@@ -51,8 +54,8 @@ def write_series(slots: Tensor, rows: Tensor, cache: Tensor) -> None:
 
 
 def write_entries(cache: Tensor, ends: Ends, making: Making, table: Tensor) -> None:
-    """Of tokens whose series are in the cache. cache: a layer, [slots, 1, 1, width]; table: of `reference.rotary_table`, of each
-    entry's position."""
+    """Writes the entries that a step completes, from series that are in the cache already. cache: a layer, [slots, 1, 1, width];
+    table: of `reference.rotary_table`, for each entry's position."""
     if not len(ends.members):
         return None
     if triton_for(cache):
@@ -72,7 +75,7 @@ def write_entries(cache: Tensor, ends: Ends, making: Making, table: Tensor) -> N
 
 
 def _read(cache: Tensor, members: Tensor, making: Making, series: int) -> tuple[Tensor, Tensor]:
-    """What is weighed, and by what: [ends, rate, size] float32."""
+    """Values and gates of one series of each entry, two tensors [ends, rate, size] float32; gates of missing tokens are -inf."""
     first = making.first + 2 * making.size * series
     rows = cache.flatten(1)[:, first : first + 2 * making.size][members.clamp(min=0)].float()
     gates = rows[..., making.size :] + making.places[series]

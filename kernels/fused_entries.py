@@ -1,5 +1,5 @@
-"""`entries.write_entries` by Triton: a program for each entry, which goes through its tokens as attention goes through keys. What
-it means stands there."""
+"""`entries.write_entries` in Triton, which is the reference: a program for each compressed entry goes through its tokens with an
+online softmax, as attention goes through keys."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ from .compilation import Compilation
 from .fused_latents import angles
 from .fused_rotary import rotated
 
-TOGETHER = 4  # tokens at once: of 512 features each 16 numbers a thread, three times
+TOGETHER = 4  # tokens at once: with 512 features each 16 numbers a thread, three times
 WARPS = 4
 
 
@@ -26,12 +26,12 @@ def entries_kernel(
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
     TURNED: tl.constexpr,
-    HALF: tl.constexpr,  # of what turns, up to a power of two
+    HALF: tl.constexpr,  # half of the rotary features, rounded up to a power of two
     RATE: tl.constexpr,
     SERIES: tl.constexpr,
     TOGETHER: tl.constexpr,
 ) -> None:
-    """One entry."""
+    """Makes and writes one entry."""
     entry = tl.program_id(0).to(tl.int64)
     feature, member = tl.arange(0, PADDED), tl.arange(0, TOGETHER)
     held = feature < SIZE
@@ -41,7 +41,7 @@ def entries_kernel(
         number = begin + member
         slot = tl.load(members + entry * (SERIES * RATE) + number, mask=number < SERIES * RATE, other=-1).to(tl.int64)
         there = (slot >= 0)[:, None] & held[None, :]
-        # Those before an entry's own tokens have the other series.
+        # Tokens before an entry's own contribute their second series.
         before = (number < (SERIES - 1) * RATE).to(tl.int32)
         own = cache + slot[:, None] * cache_stride + offset + (before * 2 * SIZE)[:, None] + feature[None, :]
         values = tl.load(own, mask=there, other=0.0).to(tl.float32)
@@ -62,9 +62,9 @@ def entries_kernel(
     scale = tl.rsqrt(tl.sum(tl.where(held, wide * wide, 0.0), 0) / SIZE + epsilon)
     gain = tl.load(gains + feature, mask=held, other=0.0).to(tl.float32)
     normal = ((wide * scale).to(found.dtype).to(tl.float32) * gain).to(found.dtype)
-    tl.debug_barrier()  # all have read before any writes
+    tl.debug_barrier()  # all threads have read before any writes
     tl.store(kept + feature, normal, mask=held)
-    tl.debug_barrier()  # what turns is read again, perhaps by other threads, and by two of them, before it is written
+    tl.debug_barrier()  # rotary features are read again, perhaps by other threads, and by two of them, before they are written
     half, within, cosine, sine = angles(table, entry, TURNED, HALF)
     low_at, high_at = kept + SIZE - TURNED + half, kept + SIZE - TURNED // 2 + half
     low, high = tl.load(low_at, mask=within, other=0.0), tl.load(high_at, mask=within, other=0.0)
@@ -75,7 +75,7 @@ def entries_kernel(
 
 
 def write_entries(cache: Tensor, members: Tensor, first: int, places: Tensor, gains: Tensor, epsilon: float, table: Tensor) -> None:
-    """`entries.write_entries`, by what `Ends` and `Making` have. All dense but the cache, whose slots are."""
+    """`entries.write_entries`, with the fields of `Ends` and `Making`. All tensors dense but the cache, whose slots are."""
     assert all(x.is_contiguous() for x in (members, places, gains, table))
     assert cache.stride(3) == 1
     series, rate, size = places.shape
@@ -107,7 +107,7 @@ def _constants(size: int, turned: int, rate: int, series: int) -> dict[str, obje
 
 
 def compilations() -> list[Compilation]:
-    """DeepSeek V4's: of 128 tokens, of 4 and those before them, and an index's."""
+    """DeepSeek V4's: entries of 128 tokens, of 4 and the 4 before, and an indexer's."""
     found = []
     for dtype, size, rate, series in (("bf16", 512, 128, 1), ("bf16", 512, 4, 2), ("bf16", 128, 4, 2), ("fp32", 512, 4, 2)):
         types = {"cache": f"*{dtype}", "members": "*i64", "places": "*fp32", "gains": f"*{dtype}", "table": f"*{dtype}"}

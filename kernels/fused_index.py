@@ -1,6 +1,6 @@
-"""What tokens are chosen by, in Triton: the keys of an index, written beside latents, and the scores that its queries give them.
+"""The sparse attention indexer in Triton: writing its keys beside the latents, and the scores that its queries give them.
 
-What it means stands in `operations.rotate_and_write_index` and `indexed.scores`.
+The references are `operations.rotate_and_write_index` and `indexed.scores`.
 """
 
 import torch
@@ -17,7 +17,7 @@ from .layout import Kind
 from .paged_attention import INTERPRET, TARGETS, Plan, tiles_of
 from .paged_kernels import Visibility, dot, slots_of, visible_of, words_of
 
-STAGES = 3  # two tiles of keys are under way while a third is worked on; as in attention, AMD's have little shared memory
+STAGES = 3  # two tiles of keys are in flight while a third is computed on; AMD gets 2, having little shared memory
 
 
 @triton.jit
@@ -34,12 +34,12 @@ def index_kernel(
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
     TURNED: tl.constexpr,
-    HALF: tl.constexpr,  # of what turns, up to a power of two
+    HALF: tl.constexpr,  # half of the rotary features, rounded up to a power of two
     HEADS: tl.constexpr,
-    MOST: tl.constexpr,  # the largest number of a cache of 8 bits; 0: it has the type of the keys
+    MOST: tl.constexpr,  # the largest number of an 8-bit cache; 0: the cache has the dtype of the keys
     EARLY: tl.constexpr,
 ) -> None:
-    """One program: the key of a token, or HEADS of its queries."""
+    """Layer norm, rotation and cache write of a token's index key, or rotation of HEADS of its index queries."""
     wait(EARLY)
     token = tl.program_id(0).to(tl.int64)
     half, within, cosine, sine = angles(table, token, TURNED, HALF)
@@ -70,7 +70,7 @@ def index_kernel(
 
 @triton.jit
 def _normal(own, norm, feature, held, mean, scale, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The layer norm of some features, of the keys' type."""
+    """The layer norm of some features, in the dtype of the keys."""
     row = tl.load(own + feature, mask=held, other=0.0)
     gain = tl.load(norm + feature, mask=held, other=0.0).to(tl.float32)
     bias = tl.load(norm + SIZE + feature, mask=held, other=0.0).to(tl.float32)
@@ -80,7 +80,7 @@ def _normal(own, norm, feature, held, mean, scale, SIZE: tl.constexpr):  # type:
 def rotate_and_write_index(
     queries: Tensor, keys: Tensor, norm: Tensor, table: Tensor, slots: Tensor, cache: Tensor, epsilon: float
 ) -> None:
-    """`operations.rotate_and_write_index`. All dense but the cache, whose keys are."""
+    """`operations.rotate_and_write_index`. All tensors dense but the cache, whose keys are."""
     tokens, heads, size = queries.shape
     assert queries.is_contiguous()
     assert keys.is_contiguous()
@@ -126,16 +126,16 @@ def scores_kernel(
     HEADS_PADDED: tl.constexpr,
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
-    WIDTH: tl.constexpr,  # of a slot
+    WIDTH: tl.constexpr,  # elements per slot
     PAGE: tl.constexpr,
     KEYS: tl.constexpr,
-    MEMBERS: tl.constexpr,  # one token of so many has a key, the last of them
+    MEMBERS: tl.constexpr,  # of so many tokens one has a key, the last of them (pools)
     TREES: tl.constexpr,
-    PLAIN: tl.constexpr,  # there is one head, and scores are products
+    PLAIN: tl.constexpr,  # one head, whose scores are plain dot products
     WIDEN: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """One item of attention's, and one of its tokens, if it is one of `count` from `first` on."""
+    """Scores of one query token for the keys of one work item (`work_list`), if it is among the `count` tokens from `first` on."""
     wait(EARLY)
     item = items + tl.program_id(0) * 8
     if tl.program_id(1) >= tl.load(item + 1):
@@ -173,7 +173,8 @@ def scores_kernel(
         found = dot(asking, tl.trans(key.to(asking.dtype)), WIDEN)
         if not PLAIN:
             found = tl.maximum(found, 0.0)
-        # Read again for every tile, lest they be kept: ptxas would spill on Blackwell. With trees it is as well off.
+        # Loaded again for every tile, so that they need not be kept: ptxas would spill on Blackwell. With trees it makes no
+        # difference.
         if not TREES and not PLAIN:
             weight = tl.load(weights + token * HEADS + head, mask=head < HEADS, other=0.0)
         score = tl.sum(found * weight[:, None], 0)
@@ -183,16 +184,16 @@ def scores_kernel(
 
 
 def scores(asked: Choosing, cache: Tensor, plan: Plan, first: int, count: int, length: int) -> Tensor:
-    """Those of `count` tokens from `first` on, which see up to `length` keys: [count, length] float32, -inf of what is hidden; of
-    pools [count, length / members].
+    """The indexer's scores of `count` tokens from `first` on, which see up to `length` keys: [count, length] float32, -inf where
+    masked; for pools [count, length / members].
 
-    cache: a layer's index keys, [slots, 1, 1, size], slots apart.
+    cache: a layer's index keys, [slots, 1, 1, size], with any stride between slots.
     """
     return _scores(asked.queries, asked.weights, cache, plan, first, count, length, asked.members)
 
 
 def products(queries: Tensor, cache: Tensor, plan: Plan, first: int, count: int, length: int) -> Tensor:
-    """The same of one head, whose scores are products: queries [tokens, size]."""
+    """The same for a single head whose scores are plain dot products (blocks): queries [tokens, size]."""
     return _scores(queries.unsqueeze(1), None, cache, plan, first, count, length)
 
 
@@ -246,8 +247,8 @@ def _score_constants(
 
 
 def compilations() -> list[Compilation]:
-    """DeepSeek's and GLM's heads, beside latents of 512 + 64, and of pools, or entries, beside 512; and one by itself, beside heads
-    of 128."""
+    """DeepSeek's and GLM's heads, beside latents of 512 + 64, and those of pools, or compressed entries, beside 512; and a single
+    head, beside heads of 128."""
     found = []
     for dtype, most, early in (("bf16", 0.0, False), ("bf16", 448.0, False), ("fp32", 0.0, False), ("bf16", 0.0, True)):
         pointers = dict.fromkeys(("query", "keys", "norm", "table"), f"*{dtype}")

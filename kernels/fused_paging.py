@@ -1,4 +1,4 @@
-"""Page copies and slot moves by Triton. What they mean stands in `paging.py`."""
+"""Page copies and slot moves in Triton. `paging.py` has the reference."""
 
 import torch
 import triton
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .compilation import Compilation
 
-BLOCK_SIZE = 2048  # elements of a program; of two bytes in 4 warps they are two loads of 16 bytes a thread
+BLOCK_SIZE = 2048  # elements per program; of two bytes in 4 warps they are two loads of 16 bytes a thread
 WARPS = 4
 
 
@@ -22,7 +22,7 @@ def copy_kernel(
     width: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One program: BLOCK elements of a page of a layer."""
+    """Copies BLOCK elements of one page in one layer."""
     copy = tl.program_id(0)
     layer = pages + tl.program_id(1).to(tl.int64) * layer_stride
     element = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
@@ -42,7 +42,7 @@ def move_kernel(
     width: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One program: BLOCK elements of every slot of a row, in a layer."""
+    """Moves BLOCK elements of every slot of one row, in one layer."""
     row = tl.program_id(0)
     layer = slots + tl.program_id(1).to(tl.int64) * layer_stride
     element = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
@@ -80,12 +80,12 @@ def move_slots(slots: Tensor, sources: Tensor, targets: Tensor, starts: Tensor) 
 
 
 def _bytes_if_small(x: Tensor) -> Tensor:
-    """Floats of 8 bits as integers: some accelerators can't load them as what they are."""
+    """8-bit floats viewed as integers: some accelerators can't load them as floats."""
     return x.view(torch.int8) if x.element_size() == 1 else x
 
 
 def compilations() -> list[Compilation]:
-    """Both, for elements of two bytes and of one."""
+    """Both kernels, for elements of two bytes and of one."""
     found = []
     for dtype in ("bf16", "i8"):
         pointers = {"sources": "*i64", "targets": "*i64"}

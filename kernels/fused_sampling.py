@@ -1,21 +1,22 @@
-"""From logits to tokens by Triton: penalties, bias, grammar mask, temperature, top-k, top-p, min-p, a draw, log-probabilities.
+"""Sampling in Triton, from logits to tokens: penalties, bias, grammar mask, temperature, top-k, top-p, min-p, a draw,
+log-probabilities.
 
-What is meant stands in `sampling.py`, with two differences. Of tokens that tie at the edge of top-p all stay (there it depends on
-the order of a sort). The noise is made by `logarithm.gumbel`. Typical-p and the most probable tokens of a filtered distribution
-are left to `sampling.py`.
+The reference is `sampling.py`, with two differences. Of tokens that tie at the edge of top-p all stay (there it depends on the
+order of a sort). The noise is made by `logarithm.gumbel`. Typical-p and the top tokens of a filtered distribution are left to
+`sampling.py`.
 
-Passes over all logits, for rows that are filtered as usual:
+Passes over all logits, for rows with usual filters:
 
-1. `survey`: the model's own log-sum-exp, and the largest of every 32 allowed logits (a *bucket*).
-2. `weigh`, of rows with top-p and no top-k: the mass of all tokens.
+1. `survey`: the model's own log-sum-exp, and the largest of every 32 allowed logits (a *bucket*). 2. `weigh`, for rows with top-p
+and no top-k: the mass of all tokens.
 
 Then `filter`: the m-th largest of the buckets' maxima is exceeded by at least m logits, and hardly by many more. Those are
-gathered, out of the few buckets that have any, and filters and draw go on among them. It is the gathered count and mass that say
-whether all that a filter may keep is among them, so a row is never wrong, but may be slow.
+gathered, out of the few buckets that have any, and filters and draw go on among them. The gathered count and mass tell whether all
+that a filter may keep is among them, so a row is never wrong, but may be slow.
 
-A row whose filters reach further searches its threshold by bisection over the bits of a float, each step a pass over the row, and
-is drawn in one more pass with noise for all tokens, as rows without filters are (`draw`). Penalties are applied in place, and taken
-back in the end (`fused_penalties`).
+A row whose filters keep more finds its threshold by bisection over the bits of a float, each step a pass over the row, and is drawn
+in one more pass with noise for all tokens, as rows without filters are (`draw`). Penalties are applied in place, and undone at the
+end (`fused_penalties`).
 """
 
 from dataclasses import dataclass
@@ -31,14 +32,14 @@ from .fused_noise import gumbel_of_ids, gumbel_of_quads
 from .fused_penalties import penalize_, restore_
 from .sampling import Draws, Penalties
 
-SPLIT = 4096  # logits of one program of `survey`, `weigh` and `draw`
-CAPACITY = 2048  # logits that are gathered at most
-AT_ONCE = 2048  # logits that `filter` looks at at once: with more, its registers leave no room for a second program
+SPLIT = 4096  # logits per program of `survey`, `weigh` and `draw`
+CAPACITY = 2048  # most logits that are gathered for a row
+AT_ONCE = 2048  # logits that `filter` loads at once: with more, its registers leave no room for a second program
 WANTED = 512  # at least so many are gathered, or twice top-k
-RENEWED = 64  # maxima of one program of `renew`: of 32 logits each
+RENEWED = 64  # bucket maxima per program of `renew`, of 32 logits each
 WARPS = 8
 LOWEST = tl.constexpr(-0x80000000)
-# One number a row or program, of tensors side by side: how they are aligned depends on the number of rows, and doesn't matter.
+# Arguments with one number per row or program: their alignment depends on the number of rows, and doesn't matter.
 PER_ROW = [
     "temperature", "top_k", "top_p", "floors", "seeds", "choices", "positions", "tokens", "bests", "thresholds", "finals",
     "noisiest", "ids", "scores_of", "sums",
@@ -47,29 +48,29 @@ PER_ROW = [
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What was chosen, [rows] each."""
+    """The sampled token of every row with its log-probabilities, [rows] each."""
 
-    tokens: Tensor  # int64: -1 where a row's logits are NaN or infinite, so that nothing could be chosen
-    logprobs: Tensor  # float32, by the model; of those NaN
-    final: Tensor  # float32, by the distribution that was drawn from; greedy: 0
+    tokens: Tensor  # int64: -1 where a row's logits are NaN or infinite, so that nothing could be sampled
+    logprobs: Tensor  # float32, under the model's own distribution; NaN where the token is -1
+    final: Tensor  # float32, under the filtered distribution that was drawn from; greedy: 0
 
 
 @triton.jit
 def _key(value):  # type: ignore[no-untyped-def]
-    """Integers in the order of floats; both zeros are one."""
+    """Integers in the order of the floats; both zeros map to one."""
     bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _middle(low, high):  # type: ignore[no-untyped-def]
-    """Half way between two int64, rounded up."""
+    """The midpoint of two int64, rounded up."""
     return low + ((high - low + 1) >> 1)
 
 
 @triton.jit
 def _threshold(keys, weights, target):  # type: ignore[no-untyped-def]
-    """The largest key for which the weights of all keys not below it sum up to `target`; the lowest number if none does."""
+    """The largest key at which the weights of all keys not below it sum up to `target`; the lowest int32 if none does."""
     low, high = tl.full((), -0x80000000, tl.int64), tl.full((), 0x7FFFFFFF, tl.int64)
     for _ in range(32):
         middle = _middle(low, high)
@@ -89,8 +90,8 @@ def _allowed(mask, column, inside, MASKED: tl.constexpr):  # type: ignore[no-unt
 
 @triton.jit
 def _values(logits, column, vocabulary, allowed, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A row's logits that stand side by side, -inf of those that its grammar doesn't allow."""
-    if MASKED:  # asked for by its bits each would be loaded alone, and not four at a time
+    """Adjacent logits of a row, with -inf for those that its grammar doesn't allow."""
+    if MASKED:  # masked by its bits, each would be loaded alone, not four at a time
         values = tl.load(logits + column, mask=column < vocabulary, other=float("-inf"))
         values = tl.where(allowed, values, float("-inf"))
     else:
@@ -111,7 +112,7 @@ def survey_kernel(
     MASKED: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> None:
-    """One program: SIZE logits of a row."""
+    """Surveys SIZE logits of one row: their maximum, sum of exponentials, and bucket maxima."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     places = part * (SIZE // 32) + tl.arange(0, SIZE // 32)
     column = places[:, None] * 32 + tl.arange(0, 32)[None, :]
@@ -142,7 +143,8 @@ def renew_kernel(
     MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """The maxima that some tokens have a part in, again. Several tokens of one write the same. One program: BLOCK entries."""
+    """Recomputes the maxima of buckets whose logits penalties or biases have changed. Several tokens of a bucket write the same
+    value. BLOCK entries per program."""
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = entry < entries
     row, place = tl.load(rows + entry, mask=inside, other=0), tl.load(ids + entry, mask=inside, other=0) // 32
@@ -171,15 +173,15 @@ def weigh_kernel(
     temperature: tl.tensor,
     top_k: tl.tensor,
     top_p: tl.tensor,
-    peaks: tl.tensor,  # [rows, programs], out: the largest logit of a part
-    sums: tl.tensor,  # [rows, programs], out: mass of a part, where that has 1
+    peaks: tl.tensor,  # [rows, programs], out: the largest allowed logit of a part
+    sums: tl.tensor,  # [rows, programs], out: mass of a part, its largest having 1
     vocabulary: tl.tensor,
     stride: tl.tensor,
     mask_stride: tl.tensor,
     MASKED: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> None:
-    """One program: SIZE logits of a row, if its filters need the mass of all tokens."""
+    """Sums the mass of SIZE logits of one row, if its filters need the mass of all tokens."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     heat = tl.load(temperature + row)
     if (heat > 0.0) & (tl.load(top_k + row) == 0) & (tl.load(top_p + row) < 1.0):
@@ -199,8 +201,8 @@ def _gather(  # type: ignore[no-untyped-def]
     logits, mask, listed, buckets, best, heat, pivot, scores_to, ids_to, vocabulary, MASKED: tl.constexpr, CAP: tl.constexpr,
     BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Stores scores and ids of all tokens of the listed buckets that are not below a pivot, as far as there is room. Returns how
-    many there are, and whether no token of these buckets is below the pivot."""
+    """Stores scores and ids of all tokens of the listed buckets that are not below `pivot`, up to CAP. Returns how many there are,
+    and whether no token of these buckets is below the pivot."""
     count = tl.zeros((), tl.int32)
     below = tl.zeros((), tl.int32)
     for start in range(0, buckets * 32, BLOCK):
@@ -224,7 +226,7 @@ def _gather(  # type: ignore[no-untyped-def]
 def _weight_above(  # type: ignore[no-untyped-def]
     logits, mask, best, heat, least, vocabulary, MASSES: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Mass (or number, without MASSES) of all tokens whose scores' keys are not below `least` (int64)."""
+    """Mass (or number, without MASSES) of all tokens whose score's key is not below `least` (int64)."""
     sums = tl.zeros([BLOCK], tl.float32)
     for start in range(0, vocabulary, BLOCK):
         column = start + tl.arange(0, BLOCK)
@@ -239,7 +241,7 @@ def _weight_above(  # type: ignore[no-untyped-def]
 def _far_threshold(  # type: ignore[no-untyped-def]
     logits, mask, best, heat, target, vocabulary, least, MASSES: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """`_threshold` over all tokens; not below `least`, which is the result if nothing above it reaches the target."""
+    """`_threshold` over all tokens of the row; at least `least`, which is the result if nothing above it reaches the target."""
     low, high = least.to(tl.int64), tl.full((), 0x7FFFFFFF, tl.int64)
     for _ in range(32):
         middle = _middle(low, high)
@@ -253,22 +255,22 @@ def filter_kernel(
     logits: tl.tensor,  # [rows, vocabulary] float32
     mask: tl.tensor,
     maxima: tl.tensor,  # [rows, buckets]
-    temperature: tl.tensor,  # [rows]; 0: the largest
+    temperature: tl.tensor,  # [rows]; 0: greedy
     top_k: tl.tensor,
     top_p: tl.tensor,
     floors: tl.tensor,  # log(min_p)
     seeds: tl.tensor,
     choices: tl.tensor,
     positions: tl.tensor,
-    peaks: tl.tensor,  # [rows, parts], of `weigh_kernel`
-    sums: tl.tensor,  # [rows, parts], of `weigh_kernel`
+    peaks: tl.tensor,  # [rows, parts], from `weigh_kernel`
+    sums: tl.tensor,  # [rows, parts], from `weigh_kernel`
     listed: tl.tensor,  # [rows, buckets] int32
     gathered: tl.tensor,  # [rows, CAP] float32
     gathered_ids: tl.tensor,  # [rows, CAP] int32
     tokens: tl.tensor,  # [rows] int64, out: -1 where `draw` has to go over all logits
     bests: tl.tensor,  # [rows] float32, out: the largest logit
-    thresholds: tl.tensor,  # [rows] int32, out: key of the least score that stays
-    finals: tl.tensor,  # [rows] float32, out
+    thresholds: tl.tensor,  # [rows] int32, out: key of the lowest score that stays
+    finals: tl.tensor,  # [rows] float32, out: the token's log-probability
     vocabulary: tl.tensor,
     stride: tl.tensor,
     mask_stride: tl.tensor,
@@ -282,7 +284,7 @@ def filter_kernel(
     BLOCK: tl.constexpr,
     CUDA: tl.constexpr,
 ) -> None:
-    """One program: a row."""
+    """Filters and samples one row among its gathered candidates, if these suffice; else leaves it to `draw`, with its threshold."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     mask += row * mask_stride
@@ -309,13 +311,13 @@ def filter_kernel(
         number = chosen_buckets.to(tl.int32)
         tl.store(listed + tl.cumsum(number, 0) - number, place, mask=chosen_buckets)
         few = tl.sum(number, 0)
-        tl.debug_barrier()  # what other threads have listed is read
+        tl.debug_barrier()  # what other threads have listed is read next
         count, everything = _gather(
             logits, mask, listed, few, best, heat, pivot, gathered, gathered_ids, vocabulary, MASKED, CAP, BLOCK
         )
         everything = everything & (few == tl.sum(filled.to(tl.int32), 0))
         tl.debug_barrier()  # and what they have gathered
-        # Of the gathered those count that are above the least: what was left behind may tie with it.
+        # Of the gathered only those above the lowest count: what was left behind may tie with that.
         slot = tl.arange(0, CAP)
         full = slot < tl.minimum(count, CAP)
         scores = tl.load(gathered + slot, mask=full, other=float("-inf"))
@@ -373,10 +375,10 @@ def draw_kernel(
     tokens: tl.tensor,  # [rows]: only rows with -1 are worked on
     bests: tl.tensor,
     thresholds: tl.tensor,
-    noisiest: tl.tensor,  # [rows, programs] float32, out: the largest score with noise
-    ids: tl.tensor,  # [rows, programs] int64, out: whose it is
+    noisiest: tl.tensor,  # [rows, programs] float32, out: the largest score plus noise
+    ids: tl.tensor,  # [rows, programs] int64, out: its token
     scores_of: tl.tensor,  # [rows, programs] float32, out: its score without noise
-    sums: tl.tensor,  # [rows, programs] float32, out: of exp(score), of all that stay
+    sums: tl.tensor,  # [rows, programs] float32, out: sum of exp(score) of all that stay
     vocabulary: tl.tensor,
     stride: tl.tensor,
     mask_stride: tl.tensor,
@@ -384,7 +386,7 @@ def draw_kernel(
     SIZE: tl.constexpr,
     CUDA: tl.constexpr,
 ) -> None:
-    """One program: SIZE logits of a row."""
+    """Draws among SIZE logits of one row by Gumbel noise, for rows that `filter` has not finished."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if tl.load(tokens + row) < 0:
         quads = part * (SIZE // 4) + tl.arange(0, SIZE // 4)
@@ -408,27 +410,27 @@ def draw_kernel(
 @triton.jit(do_not_specialize_on_alignment=[*PER_ROW, "peaks", "masses", "logprobs"])
 def settle_kernel(
     logits: tl.tensor,  # [rows, vocabulary] float32
-    peaks: tl.tensor,  # [rows, parts], of `survey_kernel`
-    masses: tl.tensor,  # [rows, parts], of `survey_kernel`
-    noisiest: tl.tensor,  # [rows, parts], of `draw_kernel`, of rows whose token is -1
+    peaks: tl.tensor,  # [rows, parts], from `survey_kernel`
+    masses: tl.tensor,  # [rows, parts], from `survey_kernel`
+    noisiest: tl.tensor,  # [rows, parts], from `draw_kernel`, for rows whose token is -1
     ids: tl.tensor,
     scores_of: tl.tensor,
     sums: tl.tensor,
     tokens: tl.tensor,  # [rows] int64, in and out: -1 where the row's logits are NaN or infinite
     finals: tl.tensor,  # [rows] float32, in and out
-    logprobs: tl.tensor,  # [rows] float32, out: NaN there
+    logprobs: tl.tensor,  # [rows] float32, out: NaN where the token is -1
     parts: tl.tensor,
     stride: tl.tensor,
     SIZE: tl.constexpr,
 ) -> None:
-    """One program: a row. What was found in its parts, put together."""
+    """Combines the parts of one row: its token, and the log-probabilities of that."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, SIZE)
     inside, place = part < parts, row * parts + part
     token = tl.load(tokens + row)
     if token < 0:
         noisy = tl.load(noisiest + place, mask=inside, other=float("-inf"))
-        best = tl.minimum(tl.argmax(noisy, 0), parts - 1)  # of what is no number nothing is the largest
+        best = tl.minimum(tl.argmax(noisy, 0), parts - 1)  # of NaNs none is the largest
         token = tl.load(ids + row * parts + best)
         total = tl.sum(tl.load(sums + place, mask=inside, other=0.0), 0)
         tl.store(finals + row, tl.load(scores_of + row * parts + best) - tl.log(total))
@@ -442,12 +444,12 @@ def settle_kernel(
 
 
 def sample(logits: Tensor, draws: Draws, penalties: Penalties | None, mask: Tensor | None, weighed: bool = True) -> Sampled:
-    """One token for every row.
+    """Samples one token for every row.
 
-    logits: [rows, vocabulary] float32, its last dimension dense; changed on the way if there are penalties, the same afterwards;
-    draws: of all rows, a temperature of 0 takes the largest, typical_p is not looked at; penalties: of as many rows, biases of
-    distinct tokens; mask: [rows, words] int32, bit i of word w allows token 32 w + i; weighed: without, rows that have top-p and no
-    top-k are slow.
+    logits: [rows, vocabulary] float32, its last dimension dense; modified on the way if there are penalties, restored afterwards;
+    draws: of all rows, a temperature of 0 is greedy, typical_p is ignored; penalties: of as many rows, biases of distinct tokens;
+    mask: [rows, words] int32, bit i of word w allows token 32 w + i; weighed: without it, rows that have top-p and no top-k are
+    slow.
     """
     rows, vocabulary = logits.shape
     parts = triton.cdiv(vocabulary, SPLIT)
@@ -481,7 +483,7 @@ def sample(logits: Tensor, draws: Draws, penalties: Penalties | None, mask: Tens
 
 
 def _choose(logits: Tensor, draws: Draws, mask: Tensor | None, maxima: Tensor, parts: int, weighed: bool) -> tuple[Tensor, ...]:
-    """Tokens and their log-probabilities, but for tokens of -1: of those what each part has found."""
+    """Tokens and their log-probabilities, and, for rows whose token is -1, what `draw` has found in each part."""
     rows, vocabulary = logits.shape
     device = logits.device
     masked, mask_stride = mask is not None, mask.stride(0) if mask is not None else 0
@@ -527,7 +529,7 @@ _TYPES = {
 
 
 def compilations() -> list[Compilation]:
-    """With a grammar's mask, which without is the lesser case; the vocabulary of Llama 3, and the largest there are."""
+    """With a grammar's mask, the harder case; the vocabulary of Llama 3, and the largest there are."""
     split = {"MASKED": True, "SIZE": SPLIT}
     few = {"MASKED": True, "BUCKETS": 4096, "PARTS": 32, "CAP": CAPACITY, "LEAST": WANTED, "BLOCK": AT_ONCE}
     cases = [

@@ -1,10 +1,11 @@
-"""The program of `hopper_attention`, in Gluon: pointers and ints, no plan.
+"""The attention kernel of `hopper_attention`, in Gluon: warp-specialized flash attention over a page table. Takes pointers and
+ints, no plan.
 
-A program's warps do different work, as in FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608). One of them, the producer, asks
-for keys and values, which TMA (the unit that copies boxes of tensors) puts into shared memory. Two consumers of four warps have
-half of an item's rows each. They multiply by turns, and while one takes exponentials the other has the matrix units; each also
-multiplies the exponentials of a tile of keys with its values behind the logits of the next one. Tiles are walked from the last
-one, which alone may be partial, to the first.
+A program's warps do different work, as in FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608). One of them, the producer,
+requests keys and values, which TMA (the unit that copies boxes of tensors) puts into shared memory. Two consumers of four warps
+have half of an item's rows each. They multiply in turn (ping-pong scheduling), and while one computes exponentials the other has
+the tensor cores; each also multiplies the exponentials of a tile of keys with its values behind the logits of the next one. Tiles
+are walked from the last one, which alone may be partial, to the first.
 
 A program has several items and key heads. All three walk through the same ones, and number their tiles from the first item to the
 last: tile `count` lies in stage count % STAGES of a ring. What they wait for are phases of barriers (PTX ISA, "mbarrier"), of which
@@ -28,85 +29,85 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-# As Triton 3.6 calls them, and as later ones do: of warps that do the same work, and a box by TMA.
+# Names in Triton 3.6, and in later versions: a barrier among warps that do the same work, and a TMA load of a box.
 barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
 class Shape(NamedTuple):
-    """What is constant when it is compiled."""
+    """What is constant when the kernel is compiled."""
 
     kv_heads: int
     ratio: int  # query heads of a key head
-    size: int  # of a key, and of a value
-    apart: int  # of a slot's keys and its values
-    page: int
-    rows: int  # of a consumer
-    keys: int  # of a tile
-    stages: int
-    trees: bool  # whether items may be of trees
+    size: int  # features of a key, and of a value
+    apart: int  # elements between a slot's keys and its values
+    page: int  # tokens per page
+    rows: int  # rows of a consumer
+    keys: int  # keys of a tile
+    stages: int  # stages of a ring
+    trees: bool  # items may be of draft trees
 
 
 class Step(NamedTuple):
-    """What there is to do."""
+    """The work of a launch: pointers to a plan's tensors, and how items are distributed over programs."""
 
     items: gl.tensor
     listed: gl.tensor
     positions: gl.tensor
     masks: gl.tensor
     pages: gl.tensor
-    places: gl.tensor  # items times key heads
-    rounds: gl.tensor  # of these for each program at most
+    places: gl.tensor  # number of items times key heads
+    rounds: gl.tensor  # most of these per program
 
 
 class Ring(NamedTuple):
-    """Keys or values in shared memory."""
+    """A ring buffer of key or value tiles in shared memory, with its barriers."""
 
     tiles: gl.shared_memory_descriptor  # [STAGES, KEYS, SIZE]
-    full: gl.shared_memory_descriptor  # barriers: [STAGES, 1]
-    empty: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor  # barriers: [STAGES, 1], the stage holds data
+    empty: gl.shared_memory_descriptor  # barriers: [STAGES, 1], the stage may be overwritten
 
 
 class Tensors(NamedTuple):
-    """What consumers read and write."""
+    """What consumers read and write, besides the cache: fields as in `paged_kernels.attend`."""
 
     output: gl.tensor
     partials: gl.tensor
     weights: gl.tensor
     query: gl.tensor
-    stride: gl.tensor  # of its tokens
-    unit: gl.tensor  # of logits, in those of log 2
+    stride: gl.tensor  # elements between query tokens
+    unit: gl.tensor  # factor of logits, in units of log 2
 
 
 class Item(NamedTuple):
-    """As in `work`, with a key head."""
+    """An item as in `work_list`, with a key head."""
 
     head: gl.tensor
     start: gl.tensor
     queries: gl.tensor
-    pages: gl.tensor  # its table
+    pages: gl.tensor  # pointer to its page table
     first: gl.tensor
     end: gl.tensor
     context: gl.tensor
     tree: gl.tensor
     partial: gl.tensor
-    tiles: gl.tensor  # of keys; 0: nothing to do
+    tiles: gl.tensor  # number of tiles of keys; 0: nothing to do
 
 
 class Rows(NamedTuple):
-    """Of a consumer, as its products have them."""
+    """The query rows of a consumer, in the layout of its matrix products."""
 
     row: gl.tensor
     asked: gl.tensor  # which of the item's queries
     token: gl.tensor
     valid: gl.tensor
-    limit: gl.tensor  # the last key that it may see
+    limit: gl.tensor  # the last key that the row may see
 
 
 @gluon.jit
 def _place(turn: gl.tensor) -> gl.tensor:
-    """Which item and head is this program's next one. Items are sorted by length, so every other time they are taken from behind:
-    then all programs have about as much to do."""
+    """Index of this program's next item and head. Items are sorted by length, so every other round is taken in reverse order: then
+    all programs have about as much to do."""
     own = gl.program_id(0)
     own = gl.where(turn % 2 == 1, gl.num_programs(0) - 1 - own, own)
     return turn * gl.num_programs(0) + own
@@ -125,7 +126,8 @@ def _item(step: Step, place: gl.tensor, SHAPE: gl.constexpr) -> Item:
 
 @gluon.jit
 def _next(turn: gl.tensor, item: Item, step: Step) -> gl.tensor:
-    """None behind an empty item: items are sorted by length, so all are, for which a graph has room."""
+    """The next round, or the end after an empty item: items are sorted by length, so all that follow are padding of a graph,
+    too."""
     return gl.where(item.tiles == 0, step.rounds, turn)
 
 
@@ -143,7 +145,7 @@ def _copy(
     column: gl.tensor,
     SHAPE: gl.constexpr,
 ) -> None:
-    """A tile, page by page; after the last page that one again."""
+    """Loads a tile into a stage of the ring, page by page; beyond the last page that one again."""
     full = ring.full.index(stage)
     mbarrier.expect(full, SHAPE.keys * SHAPE.size * 2)
     for i in gl.static_range(SHAPE.keys // SHAPE.page):
@@ -181,7 +183,7 @@ def _produce(keys: Ring, values: Ring, descriptor: tma.tensor_descriptor, step: 
 def _load(
     memory: gl.shared_memory_descriptor, tensors: Tensors, item: Item, step: Step, WHICH: gl.constexpr, SHAPE: gl.constexpr
 ) -> None:
-    """Queries, to shared memory. [rows, size]; those that are none are zeros."""
+    """Loads a consumer's queries into shared memory, [rows, size]; rows without a query are zeros."""
     IN: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     row = WHICH * SHAPE.rows + gl.arange(0, SHAPE.rows, gl.SliceLayout(1, IN))
     asked = row // SHAPE.ratio
@@ -197,8 +199,8 @@ def _load(
 
 @gluon.jit
 def _clear(values: Ring, stage: gl.tensor, real: gl.tensor, SHAPE: gl.constexpr) -> None:
-    """Zeroes what lies behind the last value, since 0 times that may be no number. Both consumers do, in the same way. real: values
-    of the tile."""
+    """Zeroes values of the partial last tile behind its `real` ones, since they may be NaN and 0 times that is NaN. Both consumers
+    do this, in the same way."""
     IN: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     held = gl.arange(0, SHAPE.keys, gl.SliceLayout(1, IN)) < real
     found = values.tiles.index(stage).load(IN)
@@ -219,8 +221,8 @@ def _rows(item: Item, step: Step, WHICH: gl.constexpr, SHAPE: gl.constexpr, MMA:
 
 @gluon.jit
 def _plain_tiles(item: Item, step: Step, SHAPE: gl.constexpr) -> gl.tensor:
-    """From the first on, of which no key is hidden from any query."""
-    nearest = gl.load(step.positions + gl.load(step.listed + item.start))  # positions of a row grow
+    """Number of tiles, from the first on, that need no mask."""
+    nearest = gl.load(step.positions + gl.load(step.listed + item.start))  # positions of a row ascend
     plain = gl.where(item.tree == -2, item.end, gl.minimum(item.end, nearest + 1))
     plain = gl.where(item.tree >= 0, gl.minimum(item.end, item.context), plain)
     return gl.maximum(plain - item.first, 0) // SHAPE.keys
@@ -228,11 +230,11 @@ def _plain_tiles(item: Item, step: Step, SHAPE: gl.constexpr) -> gl.tensor:
 
 @gluon.jit
 def _held(own: gl.tensor) -> gl.tensor:
-    """The same: sums of exponentials, which have to be there before the program goes on.
+    """The identity, on sums of exponentials, which have to be computed before the program goes on.
 
-    Else ptxas moves exponentials behind the wait for the product that they are to be taken beside. It moves none behind a store to
-    memory that others see, and this one is never done: no sum is below -1, which ptxas can't know. `@p trap` in its place is
-    a branch: ptxas then waits for each product before it begins the next one (that of Triton 3.6, 2026-11-26: 16 waits in a loop
+    Else ptxas moves exponentials behind the wait for the product that they are meant to overlap with. It moves none behind a store
+    to memory that others see, and this one is never done: no sum is below -1, which ptxas can't know. `@p trap` in its place is a
+    branch: ptxas then waits for each product before it begins the next one (that of Triton 3.6, 2026-11-26: 16 waits in a loop
     where there were 2, and 848 bytes spilled).
     """
     return gl.inline_asm_elementwise(
@@ -248,7 +250,8 @@ def _held(own: gl.tensor) -> gl.tensor:
 
 @gluon.jit
 def _word(which: gl.tensor, rows: Rows, masks: gl.tensor) -> gl.tensor:
-    """Of the nodes that each row sees, 32 bits: [rows]. Before the first word are keys that all see, behind the last one none."""
+    """32 bits of each row's ancestor mask: [rows]. Keys before the first word are seen by all, those behind the last word by
+    none."""
     inside = (which >= 0) & (which < 4)
     found = gl.load(masks + rows.token * 4 + which, mask=rows.valid & inside, other=0)
     return gl.where(which < 0, -1, found)
@@ -256,7 +259,7 @@ def _word(which: gl.tensor, rows: Rows, masks: gl.tensor) -> gl.tensor:
 
 @gluon.jit
 def _seen(begin: gl.tensor, rows: Rows, item: Item, masks: gl.tensor) -> gl.tensor:
-    """Of 32 keys from `begin` on those that rows see, which may be nodes: [rows, 1], a bit for each key."""
+    """Which of the 32 keys from `begin` on each row sees, with tree nodes by their masks: [rows, 1], a bit for each key."""
     count = gl.minimum(gl.maximum(gl.minimum(rows.limit + 1, item.end) - begin, 0), 32)
     node = begin - item.context
     low = _word(node >> 5, rows, masks).to(gl.int64) & 0xFFFFFFFF
@@ -267,7 +270,7 @@ def _seen(begin: gl.tensor, rows: Rows, item: Item, masks: gl.tensor) -> gl.tens
 
 @gluon.jit
 def _visible(begin: gl.tensor, rows: Rows, item: Item, masks: gl.tensor, SHAPE: gl.constexpr, MMA: gl.constexpr) -> gl.tensor:
-    """As `paged_kernels.visible_of`: which keys of a tile the rows see. [rows, keys]"""
+    """As `paged_kernels.visible_of`: the mask of a tile, [rows, keys]."""
     column = gl.expand_dims(gl.arange(0, SHAPE.keys, gl.SliceLayout(0, MMA)), 0)
     if SHAPE.trees:
         gl.static_assert(SHAPE.keys == 128)
@@ -293,12 +296,13 @@ def _weigh(
     SHAPE: gl.constexpr,
     MMA: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:
-    """Exponentials of a tile's logits, and by what the sums so far are to be faded. unit: of logits, in those of log 2."""
+    """Online softmax step: exponentials of a tile's logits, the factor by which the accumulator has to be rescaled, and the new
+    maximum and sum. unit: factor of logits, in units of log 2."""
     if MASKED:
         logits = gl.where(_visible(begin, rows, item, masks, SHAPE, MMA), logits, float("-inf"))
     higher = gl.maximum(best, gl.max(logits, 1) * unit)
     base = higher
-    if MASKED:  # a row that has seen nothing yet
+    if MASKED:  # for a row that has seen nothing yet
         base = gl.where(higher == float("-inf"), 0.0, higher)
     part = gl.exp2(logits * unit - gl.expand_dims(base, 1))
     fade = gl.exp2(best - base)
@@ -330,7 +334,7 @@ def _consume_tile(
     MMA: gl.constexpr,
     MASKED: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:
-    """Logits of tile `count`, and the product of `part`, the exponentials of the tile before, with its values."""
+    """Computes the logits of tile `count` while multiplying `part`, the exponentials of the tile before, with its values."""
     stage = count % SHAPE.stages
     phase = (count // SHAPE.stages) & 1
     before = (count - 1) % SHAPE.stages
@@ -340,7 +344,7 @@ def _consume_tile(
     zeros = gl.zeros([SHAPE.rows, SHAPE.keys], gl.float32, MMA)
     logits = warpgroup_mma(memory, keys.tiles.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
     mbarrier.wait(values.full.index(before), before_phase)
-    # Not rounded before this: now it is done beside the product of logits, and would else keep that from beginning.
+    # Converted only here: now that runs beside the product of logits, whose start it would else delay.
     packed = gl.convert_layout(part.to(values.tiles.dtype), gl.DotOperandLayout(0, MMA, 2))
     sums = warpgroup_mma(packed, values.tiles.index(before), sums, is_async=True)
     mbarrier.arrive(turns.index(1 - WHICH))
@@ -393,9 +397,9 @@ def _consume_item(
     WHICH: gl.constexpr,
     SHAPE: gl.constexpr,
 ) -> None:
-    """base: tiles of all items before."""
+    """Attention of one item by one consumer. base: number of tiles of all items before."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SHAPE.keys, 16])
-    gl.static_assert(SHAPE.keys == SHAPE.size)  # else sums want a layout of their own
+    gl.static_assert(SHAPE.keys == SHAPE.size)  # else the accumulator would need a layout of its own
     _load(memory, tensors, item, step, WHICH, SHAPE)
     rows = _rows(item, step, WHICH, SHAPE, MMA)
     masked = gl.maximum(item.tiles - _plain_tiles(item, step, SHAPE), 1)
@@ -465,7 +469,7 @@ def _consume(
 
 @gluon.jit
 def _ring(dtype: gl.constexpr, SHAPE: gl.constexpr) -> Ring:
-    """Of which all stages are empty: see the phase before the first one."""
+    """A new ring with all stages empty: see above on the phase before the first one."""
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     tiles = gl.allocate_shared_memory(dtype, [SHAPE.stages, SHAPE.keys, SHAPE.size], TILE)
@@ -505,8 +509,9 @@ def attend_many(
     REGISTERS: gl.constexpr,
     FEW: gl.constexpr,
 ) -> None:
-    """Items and key heads: `places` in all, `rounds` of a program at most. descriptor: of the cache, [slots, features], in boxes of
-    a page and a head. For constants see `Shape`; REGISTERS, FEW: of a thread of the second consumer, and of the producer."""
+    """Warp-specialized attention over items and key heads: `places` in all, at most `rounds` per program. descriptor: TMA's, of the
+    cache, [slots, features], in boxes of a page and a head. For constants see `Shape`; REGISTERS, FEW: registers of a thread of the
+    second consumer, and of the producer."""
     SHAPE: gl.constexpr = Shape(KV_HEADS, RATIO, SIZE, APART, PAGE, ROWS, KEYS, STAGES, TREES)
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     asked = gl.allocate_shared_memory(query.dtype.element_ty, [2, ROWS, SIZE], TILE)

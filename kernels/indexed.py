@@ -1,14 +1,16 @@
-"""Which of the tokens before it each one attends to: the best by an index (DeepSeek-AI 2025, DeepSeek-V3.2, arXiv:2512.02556).
+"""Sparse attention selection: which earlier tokens each token attends to, the best by an indexer (DeepSeek-AI 2025, DeepSeek-V3.2,
+arXiv:2512.02556). This is the torch reference; `fused_index` and `indexed_attention` serve accelerators.
 
-An index has heads of its own for a token's queries, one key for all of them, which is cached behind the token's latent, and a
-weight for each. A token's score of another is the sum of weights * max(0, query * key); so many with the highest scores are
-chosen, and of equal ones the first. What a token doesn't see otherwise can't be chosen.
+An indexer has query heads of its own for each token, one key shared by all of them, which is cached behind the token's latent, and
+a weight for each head. A token's score of another is the sum of weights * max(0, query * key); the top-k tokens are chosen, of
+equal ones the first. What a token doesn't see otherwise can't be chosen.
 
-Or pools of tokens are chosen together, by keys of their own (GLM 5 Next, see `pools`; Qwen 4 Exp, see `means`): of those that a
-token sees all of. Of the pool that isn't full yet it sees what there is, whatever it has chosen.
+Or pools of tokens are chosen together, by keys of their own (GLM 5 Next, see `pools`; Qwen 4 Exp, see `means`), out of those that a
+token sees all of. Of the pool that isn't complete yet it always sees what there is.
 
-Or whole blocks of them are chosen, by each key head's query heads for themselves (MiniMax M3): there an index has one query for
-each of these, and a block's score is the highest product of that with a key in it. The last blocks that a token sees come first.
+Or whole blocks of tokens are chosen, by each key head's query heads for themselves (MiniMax M3): there an indexer has one query for
+each key head, and a block's score is the highest dot product of that with a key in it. The last blocks that a token sees always
+come first.
 """
 
 from dataclasses import dataclass, field
@@ -17,57 +19,58 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-EPSILON = 1e-6  # of the layer norm of keys
-# Bytes that a score takes with all that becomes of it here. Measured 2026-11-24 on a CPU, in float32, 64 tokens at once among
-# 100,000 and 200,000: 29 and 25.
+EPSILON = 1e-6  # epsilon of the layer norm of the indexer's keys
+# Bytes of memory per score, with all that is derived from it here. Measured 2026-11-24 on a CPU, in float32, 64 tokens at once
+# among 100,000 and 200,000: 29 and 25.
 SCORE_BYTES = 32
-CHOSEN_BYTES = 8  # of one that is chosen
-# Of a key head's, where blocks are chosen. Measured 2026-11-26 likewise: 13 in float32, 17 to 21 in bfloat16.
+CHOSEN_BYTES = 8  # bytes per chosen token
+# Bytes per score of a key head, where blocks are chosen. Measured 2026-11-26 in the same way: 13 in float32, 17 to 21 in bfloat16.
 PRODUCT_BYTES = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Choosing:
-    """What a step's tokens choose by."""
+    """An indexer's queries and head weights for a step's tokens, with which they choose single tokens to attend to."""
 
     queries: Tensor  # [tokens, heads, size]
     weights: Tensor  # [tokens, heads] float32
-    most: int  # tokens that one attends to
-    # What some of them have chosen, by the first of these in the step: layers without an index attend to it, too.
+    most: int  # how many tokens one attends to
+    # Choices already made, by the first token of each group in the step: layers without an indexer of their own reuse them.
     chosen: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def members(self) -> int:
-        """Tokens that are chosen together."""
+        """Tokens of one unit of choice: 1, since tokens are chosen one by one."""
         return 1
 
     def held(self, layer: Tensor, latent: int) -> Tensor:
-        """Keys of all tokens, of a layer of the cache: behind latents of so many features."""
+        """The indexer's keys of all tokens in a layer of the cache, where they stand behind latents of so many features."""
         return layer[..., latent:]
 
     def best(self, found: Tensor, last: Tensor) -> Tensor:
-        """What tokens attend to, by their scores of all, [tokens, what there is]. last: their places, [tokens, 1]."""
+        """The units that tokens attend to, given their scores of all, [tokens, units]. last: the tokens' positions, [tokens, 1]."""
         return found.topk(self.most).indices
 
     def of(self, start: int, rows: int, queries: int) -> tuple[Tensor, Tensor]:
-        """Queries and weights of so many rows' tokens from `start` on: [rows, queries, heads, size], [rows, queries, heads]."""
+        """Queries and weights of the tokens of `rows` rows from `start` on: [rows, queries, heads, size], [rows, queries,
+        heads]."""
         own = slice(start, start + rows * queries)
         return self.queries[own].view(rows, queries, *self.queries.shape[1:]), self.weights[own].view(rows, queries, -1)
 
 
 @dataclass(frozen=True, slots=True)
 class ChoosingPools(Choosing):
-    """The same of pools, whose tokens stand by their positions."""
+    """As `Choosing`, but whole pools of tokens are chosen. For chains only: tokens stand by their positions."""
 
-    members: int = 1  # what is chosen are so many tokens
-    keys: Tensor | None = None  # where heads have keys of their own: a layer's, of all tokens, [slots, 1, 1, size]
+    members: int = 1  # tokens of a pool
+    keys: Tensor | None = None  # a layer's separate index keys, of all tokens, [slots, 1, 1, size]; None: they are behind latents
 
     def held(self, layer: Tensor, latent: int) -> Tensor:
-        """The same; or those of a tensor of their own."""
+        """The indexer's keys: behind the latents, or in a tensor of their own."""
         return layer[..., latent:] if self.keys is None else self.keys
 
     def best(self, found: Tensor, last: Tensor) -> Tensor:
-        """The same, and behind those that a token sees whole the one that it doesn't."""
+        """The best complete pools, followed by the incomplete one, of which a token always sees what there is."""
         count, whole = self.most // self.members, (last.long() + 1) // self.members
         best = functional.pad(found.topk(count).indices, (0, 1))
         return best.scatter_(1, whole.clamp(max=count), whole)
@@ -75,23 +78,23 @@ class ChoosingPools(Choosing):
 
 @dataclass(frozen=True, slots=True)
 class ChoosingBlocks:
-    """What a step's tokens choose blocks of keys by."""
+    """An indexer's queries and keys with which a step's tokens choose blocks of keys, for each key head by itself."""
 
     queries: Tensor  # [tokens, kv_heads, size]
-    keys: Tensor  # a layer's, of all tokens: [slots, 1, 1, size]
-    most: int  # tokens that one attends to, of whole blocks
-    block: int  # tokens
-    local: int  # of the last blocks that a token sees so many are chosen whatever their scores are; 1 at least
+    keys: Tensor  # index keys of a layer, of all tokens: [slots, 1, 1, size]
+    most: int  # how many tokens one attends to; whole blocks
+    block: int  # tokens of a block
+    local: int  # number of last visible blocks that are chosen whatever their scores are; 1 at least
 
     def prefer(self, scores: Tensor, last: Tensor) -> Tensor:
-        """Scores of blocks, [..., blocks], in which these of the last ones are the highest. last: what a token sees ends with, by
-        its place, [..., 1]."""
+        """Scores of blocks, [..., blocks], with those of the last visible ones set to infinity. last: position of the last key that
+        a token sees, [..., 1]."""
         behind = last // self.block - torch.arange(scores.shape[-1], device=scores.device)
         return scores.masked_fill_((behind >= 0) & (behind < self.local), torch.inf)
 
 
 def scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
-    """[rows, queries, length] float32. Head by head, since all at once may be large.
+    """The indexer's scores of all keys: [rows, queries, length] float32. Computed head by head, since all at once may be large.
 
     queries: [rows, queries, heads, size]; weights: [rows, queries, heads]; keys: [rows, length, size].
     """
@@ -104,9 +107,11 @@ def scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
 
 
 def narrowed(asked: Choosing, keys: Tensor, start: int, queries: int, hidden: Tensor | None) -> Tensor | None:
-    """`hidden`, [rows, 1, queries, length] with -inf where a key is hidden, hiding all that isn't chosen, too.
+    """The attention mask `hidden`, [rows, 1, queries, length] with -inf where a key is masked, which also masks all that isn't
+    chosen.
 
-    keys: [rows, length or more, size], the index's, or of no size in a layer that has none; start: of the rows' tokens in the step.
+    keys: [rows, length or more, size], the indexer's, or of no size in a layer without one; start: the rows' first token in the
+    step.
     """
     keys = keys if hidden is None else keys[:, : hidden.shape[3]]
     if keys.shape[1] <= asked.most:
@@ -116,20 +121,21 @@ def narrowed(asked: Choosing, keys: Tensor, start: int, queries: int, hidden: Te
         if hidden is not None:
             found += hidden[:, 0]
         best = found.sort(dim=2, descending=True, stable=True).indices
-        asked.chosen[start] = best[:, :, : asked.most].clone()  # and not all that were sorted
+        asked.chosen[start] = best[:, :, : asked.most].clone()  # a copy, so that the sorted indices of all keys are freed
     others = torch.full((len(keys), queries, keys.shape[1]), -torch.inf, device=keys.device)
     others = others.scatter_(2, asked.chosen[start], 0.0).unsqueeze(1)
     return (others if hidden is None else others + hidden).to(asked.queries.dtype)
 
 
 def narrowed_by_pools(asked: ChoosingPools, keys: Tensor, start: int, queries: int, hidden: Tensor | None) -> Tensor | None:
-    """The same where pools are chosen: behind keys may stand gates. Of chains, whose keys stand by their positions."""
+    """As `narrowed`, where pools are chosen; keys may be followed by gates. For chains only, whose keys stand by their
+    positions."""
     keys = keys if hidden is None else keys[:, : hidden.shape[3]]
     rows, length, pool, size = *keys.shape[:2], asked.members, asked.queries.shape[2]
     if length <= asked.most:
         return hidden
     seen = hidden[:, 0].isfinite().sum(2, keepdim=True) if hidden is not None else torch.full((1, 1, 1), length, device=keys.device)
-    whole = seen // pool  # pools that a token sees all of: [rows, queries, 1]
+    whole = seen // pool  # number of pools that a token sees all of: [rows, queries, 1]
     if start not in asked.chosen:
         found = scores(*asked.of(start, rows, queries), keys[:, pool - 1 :: pool, :size])
         unseen = torch.arange(found.shape[2], device=keys.device) >= whole
@@ -143,7 +149,8 @@ def narrowed_by_pools(asked: ChoosingPools, keys: Tensor, start: int, queries: i
 
 
 def narrowed_by_blocks(asked: ChoosingBlocks, keys: Tensor, start: int, queries: int, hidden: Tensor | None) -> Tensor | None:
-    """The same for each key head: [rows, kv_heads, queries, length]. Of chains, whose keys stand by their positions."""
+    """As `narrowed`, where each key head chooses blocks: a mask [rows, kv_heads, queries, length]. For chains only, whose keys
+    stand by their positions."""
     keys = keys if hidden is None else keys[:, : hidden.shape[3]]
     rows, length, size = keys.shape
     if length <= asked.most:

@@ -1,9 +1,9 @@
-"""Attention to the tokens that an index has chosen, in Triton: what `indexed` means on a CPU, on an accelerator.
+"""Sparse attention to the tokens that an indexer has chosen, in Triton: the accelerator's counterpart of `indexed`.
 
-Scores are computed by the items of a plan that looks at all keys, and the best are picked by torch. Each token is then a row of its
-own, whose pages are of one token each: those that it has chosen. Steps of which no token sees more than that need none of it. Where
-pools are chosen, they are its pages, and the one that isn't full comes last. Where blocks are, each key head has rows of its own,
-of the pages that these blocks lie in, which must be whole ones.
+Scores are computed by the items of the dense plan, which look at all keys, and torch picks the top-k. Each query token then becomes
+a row of its own over pages of one token each: the chosen ones. Steps in which no token sees more than it may attend to need none of
+this. Where pools are chosen, pages are pools, and the incomplete one comes last. Where blocks are chosen, each key head has rows of
+its own, over the pages that these blocks consist of, which must be whole ones.
 """
 
 from collections.abc import Sequence
@@ -20,42 +20,42 @@ from .indexed import Choosing, ChoosingBlocks
 from .layout import Layout
 from .transfer import to_device
 
-# Scores that are computed at once, and how many bytes one takes with what picking the best of them does.
+# Scores that are computed at once, and how many bytes each takes with the top-k selection.
 SCORES = 1 << 25
 SCORE_BYTES = 12
-CHOSEN_BYTES = 4  # of one that is chosen
-# Tokens at most whose chosen ones are looked at at once: a table of theirs takes 8 MiB.
+CHOSEN_BYTES = 4  # bytes per chosen token
+# Most tokens that are attended at once: a table of their chosen ones takes 8 MiB.
 TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some tokens of a step, one after the other."""
+    """Consecutive tokens of a step that choose and attend at once."""
 
     first: int
-    length: int  # keys of the one that sees most, up to a whole block
-    tables: Tensor  # [tokens, 1] int64: where each one's page table begins in the step's
-    plan: paged.Plan  # of what they have chosen; whose tables have room for `most` tokens each, and are written by every layer
+    length: int  # keys of the token that sees most, rounded up to a whole block
+    tables: Tensor  # [tokens, 1] int64: where each one's page table begins among the step's
+    plan: paged.Plan  # attention to the chosen; its tables have room for `most` tokens each, and every layer writes them
 
     @property
     def tokens(self) -> slice:
-        """Of the step's."""
+        """These tokens among the step's."""
         return slice(self.first, self.first + len(self.tables))
 
 
 @dataclass(frozen=True, slots=True)
 class Plan(paged.Plan):
-    """A step with tokens that see more than they may attend to."""
+    """The plan of a step in which some tokens see more than they may attend to."""
 
     parts: tuple[Part, ...]
 
     def pages_of(self, part: Part, places: Tensor) -> Tensor:
-        """Pages at these places of their tokens' tables; of places behind these any."""
+        """Pages at entries `places` of their tokens' page tables; arbitrary ones for entries beyond the end."""
         return self.pages[(part.tables + places).clamp_(max=len(self.pages) - 1)]
 
 
 def plan(whole: paged.Plan, rows: Sequence[Row], layout: Layout) -> Plan:
-    """whole: the step's plan, of layers without windows."""
+    """The sparse plan of a step. whole: its dense plan, for layers without windows."""
     most, own_kind = layout.most, whole.launches[0].kind
     block = layout.block or max(1, layout.members)
     device, page_size = whole.buffer.device, whole.page_size
@@ -63,14 +63,14 @@ def plan(whole: paged.Plan, rows: Sequence[Row], layout: Layout) -> Plan:
     queries = [row.queries for row in rows]
     offsets = numpy.repeat(widths.cumsum() - widths, queries)
     positions = work_list.positions_of(rows)
-    # The last of its blocks may be cut off.
+    # The last of its blocks may be incomplete.
     seen = numpy.where(positions < most, positions + 1, most - block + positions % block + 1)
-    if layout.members:  # the last of those that are chosen is whole, and behind it may be one more
+    if layout.members:  # the chosen pools are complete, and one more, incomplete, may follow
         seen = numpy.where(positions < most, positions + 1, most + (positions + 1) % block)
     lengths = numpy.repeat([row.context + row.queries for row in rows], queries)
     kind, size = (replace(own_kind, kv_heads=1), page_size) if layout.block else (own_kind, block)
     count = max(1, min(TOKENS, SCORES // int(lengths.max())))
-    parts, alike = [], dict[bytes, paged.Plan]()  # of a long prompt most parts are: their tokens all see as many as they may
+    parts, alike = [], dict[bytes, paged.Plan]()  # most parts of a long prompt are alike: their tokens all see as many as they may
     for first in range(0, len(seen), count):
         own = slice(first, first + count)
         shown = seen[own].tobytes()
@@ -83,8 +83,8 @@ def plan(whole: paged.Plan, rows: Sequence[Row], layout: Layout) -> Plan:
 
 
 def attention(query: Tensor, cache: Tensor, plan: Plan, how: How) -> Tensor:
-    """As `paged_attention.attention`, of a cache of latents with an index's keys behind them, or of heads that choose blocks or
-    pools."""
+    """As `paged_attention.attention`, sparse: over a cache of latents with the indexer's keys behind them, or for heads that choose
+    blocks or pools."""
     if isinstance(how.asked, ChoosingBlocks):
         return _by_blocks(query, cache, plan, how, how.asked)
     asked = how.asked
@@ -95,31 +95,31 @@ def attention(query: Tensor, cache: Tensor, plan: Plan, how: How) -> Tensor:
         answer = paged.attention(query[part.tokens], cache, own, how)
         if found is None:
             return answer
-        found[part.tokens] = answer  # at once: all parts' and the whole take twice the memory
+        found[part.tokens] = answer  # part by part: all parts' outputs and the whole would take twice the memory
         del answer
     assert found is not None
     return found
 
 
 def _chosen(asked: Choosing, keys: Tensor, plan: Plan, part: Part) -> Tensor:
-    """Slots that the part's tokens attend to, or pools, int32."""
+    """Slots, or pools, that the part's tokens attend to, int32."""
     from .fused_index import scores
 
     if part.first not in asked.chosen:
         found = scores(asked, keys, plan, part.first, len(part.tables), part.length)
-        # Of a token that sees fewer the last ones are anything, and nobody looks at them.
+        # For a token that sees fewer, the last ones are arbitrary, and nobody looks at them.
         best = asked.best(found, plan.positions[part.tokens, None])
         asked.chosen[part.first] = (_slots(best * asked.members, plan, part) // asked.members).int().flatten()
     return asked.chosen[part.first]
 
 
 def _slots(places: Tensor, plan: Plan, part: Part) -> Tensor:
-    """Where the keys at these places of their tokens' rows are."""
+    """Cache slots of these positions of their tokens' rows."""
     return plan.pages_of(part, places // plan.page_size) * plan.page_size + places % plan.page_size
 
 
 def _by_blocks(query: Tensor, cache: Tensor, plan: Plan, how: How, asked: ChoosingBlocks) -> Tensor:
-    """Head by head, since each has its own pages, and several ranks have few each."""
+    """Attention where each key head chooses blocks: head by head, since each has its own pages, and several ranks have few each."""
     found, ratio = torch.empty_like(query, memory_format=torch.contiguous_format), query.shape[1] // cache.shape[2]
     for part in plan.parts:
         for head in range(cache.shape[2]):
@@ -133,12 +133,13 @@ def _by_blocks(query: Tensor, cache: Tensor, plan: Plan, how: How, asked: Choosi
 
 
 def _pages(asked: ChoosingBlocks, head: int, plan: Plan, part: Part) -> Tensor:
-    """Pages that a head of the part's tokens attends to, in their order, int32: of each as many as whole blocks take."""
+    """Pages of the blocks that a key head of the part's tokens attends to, in ascending order, int32, equally many for each
+    token."""
     from .fused_index import products
 
     found = products(asked.queries[:, head].contiguous(), asked.keys, plan, part.first, len(part.tables), part.length)
     best = asked.prefer(found.view(len(found), -1, asked.block).amax(2), plan.positions[part.tokens, None])
-    # Of a token that sees fewer the last ones are those that it doesn't see, and nobody looks at them.
+    # For a token that sees fewer, the last ones are blocks that it doesn't see, and nobody looks at them.
     blocks, each = best.topk(asked.most // asked.block).indices.sort(1).values, asked.block // plan.page_size
     places = (blocks.unsqueeze(2) * each + torch.arange(each, device=best.device)).flatten(1)
     return plan.pages_of(part, places).flatten()

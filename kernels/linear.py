@@ -47,65 +47,67 @@ from .dispatch import on_hopper, triton_for
 if TYPE_CHECKING:
     from .adapters import Additions  # which are made of weights
 
-# oneDNN chooses its blocked layout by the number of rows it is told to expect. Told 1 it is slow for batches (42 GFLOP/s at 32);
-# told 4 to 512 one layout is good for all of them.
+# oneDNN chooses its blocked weight layout by the number of rows it is told to expect. With 1 it is slow for batches (42 GFLOP/s at
+# 32); with 4 to 512 one layout is good for all of them.
 EXPECTED_ROWS = 32
-# Multiplications of floats that torch's own product, with the outputs side by side, has done before oneDNN has begun. Measured
+# Multiply-adds of float32 that torch's own product, with the outputs contiguous, completes before oneDNN has begun. Measured
 # 2026-11-22 on an EPYC with AVX-512, us: 128 x 128, one row 1.8 against 11.6, 16 rows 7.6 and 13; 2048 x 128, one row 19 and 36,
 # five 102 and 33.
 SHORT = 1 << 18
-# Elements of a weight that MKL multiplies with at least as fast as oneDNN does; see above.
+# Elements of a weight up to which MKL is at least as fast as oneDNN; see above.
 SMALL = 3 << 18
-# Inputs of which MKL 2024 makes sums in one way, however many rows there are. Of more it makes them in one way for up to some 160
-# rows, and in another for more.
+# Inputs (K) up to which MKL 2024 sums in the same order, however many rows there are. With more inputs the order is one for up to
+# some 160 rows, and another for more.
 PIECE = 768
-# Rows that AMX adds up in one way, however many there are. With more it goes by their number, of a few hundred inputs and more.
+# Rows up to which AMX sums in the same order. With more rows, and a few hundred inputs or more, the order depends on their number.
 ALIKE = 32
-# Rows that are few enough for reading the weight to be all that counts, which go by `fused_skinny_gemm`; 0 is none. The first is
-# Hopper's, the second that of other devices, and of gates. On an H200 (2026-11-26) its products of 32 rows take 1 to 4 us less than
-# torch's 14 to 34, but more where gates come with them; with more rows they were not measured. Nor was a whole step as it is now,
-# with what norms have to add up: `benchmarks/gpu.py --only model` does that. When products were not cut, and had a step's rows for
-# rows, steps of an 8 B model with 4 and 16 rows took 4.79 and 5.30 ms, by torch's products 4.92 and 5.38.
+# Rows up to which a product is bound by reading the weight, and goes through `fused_skinny_gemm`; 0 is none. The first is for
+# Hopper, the second for other devices, and for gated products. On an H200 (2026-11-26) its products of 32 rows take 1 to 4 us less
+# than torch's 14 to 34, but more where gates are fused; with more rows they were not measured. Nor was a whole step in its present
+# form, where norms add up split-K parts: `benchmarks/gpu.py --only model` does that. When products were not split, and tiles had as
+# many rows as the step, steps of an 8 B model with 4 and 16 rows took 4.79 and 5.30 ms, with torch's products 4.92 and 5.38.
 FEW, FEWER = 32, 16
-# Numbers of rows that stand for all that are few: one row goes by a kernel of its own, and others have 16 or 32.
+# Row counts that cover all kernels for few rows: one row has a kernel (GEMV) of its own, and others have tiles of 16 or 32.
 SAMPLES = (1, 2, 32)
-# In float32 torch's own product is quicker; float16 is not measured.
+# dtypes of the kernels for few rows. In float32 torch's own product is quicker; float16 is not measured.
 STREAMED = {torch.bfloat16}
 
 
 class Invariance(IntEnum):
-    """How much a row's result may depend on the rows beside it."""
+    """How much a row's result may depend on the rows beside it (batch invariance)."""
 
-    GUESS = 0  # in its last bits, as it comes
-    USUAL = 1  # no more than the quickest route makes it
+    GUESS = 0  # in its last bits, unpredictably: for draft models
+    USUAL = 1  # no more than the fastest route causes
     INVARIANT = 2  # not by a bit
 
 
 class Weight:
-    """A weight [out, in] ready for `x @ weight.T + bias`; `bytes` is what it takes in memory."""
+    """A weight [out, in] prepared for `x @ weight.T + bias` by the best route for this machine; `bytes` is what it takes in
+    memory."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, exact: Invariance = Invariance.USUAL) -> None:
-        self.additions: Additions | None = None  # of adapters; whoever multiplies adds them
+        self.additions: Additions | None = None  # LoRA adapters; the caller adds their products
         self.bytes = weight.nbytes + (bias.nbytes if bias is not None else 0)
         self.shape = weight.shape
         streams = exact is not Invariance.INVARIANT and weight.dtype in STREAMED and triton_for(weight)
         self._plain = (weight, bias) if streams else None
         self._hopper = on_hopper(weight.device)
         route = _route(weight, exact)
-        self.shared = route in (plain, invariant)  # the weight is not copied
+        self.shared = route in (plain, invariant)  # shares memory with the given weight: it is not copied
         compiles = route in (packed, in_blocks)
-        self.compiled = (weight.shape, weight.dtype, bias is not None) if compiles else None  # what oneDNN compiles for
+        self.compiled = (weight.shape, weight.dtype, bias is not None) if compiles else None  # what oneDNN compiles a product for
         self.product = route(weight, bias)
         if exact is Invariance.GUESS and weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() <= SHORT:
             self.bytes += weight.nbytes
             self.product = shortened(weight, bias, self.product)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [rows, in]; result [rows, out]."""
+        """The product with x [rows, in]: [rows, out]."""
         return self.streamed(x) if self.streams(x) else self.product(x)
 
     def streams(self, x: Tensor, gated: bool = False) -> bool:
-        """Whether rows like x, of which there are few, go by one kernel with what stands before and after their product."""
+        """Whether x has so few rows that its product goes through one fused kernel, with the norm before it and the gate or
+        residual after it."""
         if self._plain is None:
             return False
         return 0 < len(x) <= (FEW if self._hopper and not gated else min(FEW, FEWER))
@@ -113,13 +115,14 @@ class Weight:
     def streamed(
         self, x: Tensor, *, gains: Tensor | None = None, epsilon: float = 0.0, gated: bool = False, gelu: bool = False
     ) -> Tensor:
-        """The product of some x that streams, or of its norm, [rows, out]; gated: `reference.gated` of it, [rows, out / 2]."""
+        """The product of few rows x (see `streams`), or of their norm if there are gains: [rows, out]; gated: `reference.gated` of
+        it, [rows, out / 2]."""
         out = torch.empty(len(x), self.shape[0] // (1 + gated), dtype=x.dtype, device=x.device)
         return self._stream(x, out, gains=gains, epsilon=epsilon, gated=gated, gelu=gelu)
 
     def add(self, x: Tensor, sums: Tensor) -> Tensor | None:
-        """Adds the product of some x that streams to `sums` [rows, out], in place; or gives its parts, [parts, rows, out] float32,
-        which are still to be added."""
+        """Adds the product of few rows x (see `streams`) to the residual `sums` [rows, out], in place; or returns its split-K
+        parts, [parts, rows, out] float32, for the caller to add."""
         from .fused_skinny_gemm import parts_of
 
         assert self._plain is not None
@@ -139,12 +142,12 @@ Product = Callable[[Tensor], Tensor]
 
 
 def plain(weight: Tensor, bias: Tensor | None) -> Product:
-    """torch's own product."""
+    """torch's own product, on the weight as it is."""
     return lambda x: functional.linear(x, weight, bias)
 
 
 def invariant(weight: Tensor, bias: Tensor | None) -> Product:
-    """Ours, by Triton: torch's takes another kernel for other numbers of rows."""
+    """The batch-invariant Triton kernel: torch's libraries choose other kernels for other numbers of rows."""
     from .fused_batch_invariant import product
 
     return lambda x: product(x, weight, bias, torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device))
@@ -152,7 +155,7 @@ def invariant(weight: Tensor, bias: Tensor | None) -> Product:
 
 def packed(weight: Tensor, bias: Tensor | None) -> Product:
     """oneDNN's, by the operators that torch.compile uses. A row's result does not depend on the rows beside it, to the last bit,
-    but by AMX."""
+    except with AMX."""
     blocked = torch.ops.mkldnn._reorder_linear_weight(weight, EXPECTED_ROWS)
 
     def product(x: Tensor) -> Tensor:
@@ -164,17 +167,18 @@ def packed(weight: Tensor, bias: Tensor | None) -> Product:
 
 
 def in_blocks(weight: Tensor, bias: Tensor | None) -> Product:
-    """oneDNN's where it goes by AMX: a row's result does not depend on the rows beside it, to the last bit, by AMX either."""
+    """oneDNN's with AMX, in blocks of rows: so a row's result does not depend on the rows beside it, to the last bit, with AMX
+    either."""
     product = packed(weight, bias)
     return lambda x: product(x) if len(x) <= ALIKE else torch.cat([product(part) for part in torch.split(x, ALIKE)])
 
 
 def usual(rows: int) -> int:
-    """So many, or up to an eighth more: one of eight numbers between two powers of two; and two for one.
+    """`rows` rounded up, by an eighth at most, to one of eight numbers between two powers of two; 2 at least.
 
     oneDNN compiles a product anew for each number of rows that it has not seen, and steps have any number of rows. That takes 0.5
-    to 0.7 ms and as many MiB for each shape of weight (measured 2026-11-22 on an EPYC with AVX-512). Sums of more than a thousand
-    or so it makes in another way where there is one row; two take as long.
+    to 0.7 ms and as many MiB for each shape of weight (measured 2026-11-22 on an EPYC with AVX-512). With one row it sums more than
+    a thousand or so inputs in another order; two rows take as long.
     """
     rows = max(rows, 2)
     step = 1 << max(0, rows.bit_length() - 4)
@@ -182,7 +186,7 @@ def usual(rows: int) -> int:
 
 
 def compile_products(weights: Iterable[Weight], most: int) -> None:
-    """Has oneDNN compile the products of up to `most` rows once for each shape of weight: no later step waits for that."""
+    """Has oneDNN compile the products of up to `most` rows once for each shape of weight, so that no later step waits for that."""
     counts = sorted({usual(rows) for rows in range(1, most + 1)})
     for (shape, dtype, _), weight in {weight.compiled: weight for weight in weights if weight.compiled}.items():
         for rows in counts:
@@ -190,7 +194,7 @@ def compile_products(weights: Iterable[Weight], most: int) -> None:
 
 
 def transposed(weight: Tensor, bias: Tensor | None) -> Product:
-    """numpy's (OpenBLAS in its wheels), which is fastest with the outputs side by side in memory."""
+    """numpy's (OpenBLAS in its wheels), which is fastest with the outputs contiguous in memory."""
     columns = weight.t().contiguous().numpy()
     if bias is None:
         return lambda x: torch.from_numpy(x.numpy() @ columns)
@@ -198,8 +202,8 @@ def transposed(weight: Tensor, bias: Tensor | None) -> Product:
 
 
 def in_columns(weight: Tensor, bias: Tensor | None) -> Product:
-    """torch's own, with the outputs side by side in memory. With MKL a row's result does not depend on the rows beside it, to the
-    last bit, if there are two outputs or more: single rows, which it computes in another way, are made two."""
+    """torch's own, with the outputs contiguous in memory. With MKL a row's result does not depend on the rows beside it, to the
+    last bit, if there are two outputs or more: a single row, which it computes differently, is made two."""
     first, *others = torch.split(weight.t().contiguous(), PIECE)
 
     def product(x: Tensor) -> Tensor:
@@ -215,7 +219,7 @@ def in_columns(weight: Tensor, bias: Tensor | None) -> Product:
 
 
 def shortened(weight: Tensor, bias: Tensor | None, product: Product) -> Product:
-    """`product`, but torch's own where there is so little to do that a call costs more than its arithmetic."""
+    """`product`, but torch's own where a call has so little to do that its overhead exceeds its arithmetic."""
     columns, most = weight.t().contiguous(), SHORT // weight.numel()
 
     def shortest(x: Tensor) -> Tensor:
@@ -233,18 +237,18 @@ def _route(weight: Tensor, exact: Invariance) -> Callable[[Tensor, Tensor | None
         return plain
     if exact is Invariance.INVARIANT:
         return in_blocks if weight.dtype != torch.float32 and torch.cpu._is_amx_tile_supported() else packed
-    if weight.dtype == torch.float16:  # of which single rows are quicker by torch's own
+    if weight.dtype == torch.float16:  # single rows of which are quicker by torch's own
         return plain
     if weight.dtype == torch.bfloat16 or torch.get_num_threads() > 1:
         return packed
     if torch.backends.cpu.get_cpu_capability() == "AVX2":
         return transposed
-    # Of one output, such as the gate of a shared expert, MKL makes sums by the number of rows.
+    # With one output, such as the gate of a shared expert, MKL's order of summation depends on the number of rows.
     return in_columns if len(weight) > 1 and weight.numel() <= SMALL and by_mkl() else packed
 
 
 def by_onednn(dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies such numbers on this processor."""
+    """Whether oneDNN supports this dtype on this processor."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     supported = {
@@ -256,7 +260,7 @@ def by_onednn(dtype: torch.dtype) -> bool:
 
 @cache
 def by_mkl() -> bool:
-    """Whether this is a processor for which MKL has its best code."""
+    """Whether this is an Intel processor with AVX-512, for which MKL has its best code."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
         return False
     cpuinfo = Path("/proc/cpuinfo")

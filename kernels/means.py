@@ -1,9 +1,9 @@
-"""Keys of pools, so many tokens in a row from a sequence's beginning on, by which an index chooses all of them together: see
-`indexed` (Qwen 4 Exp). Knows tensors only.
+"""Pooled index keys of Qwen 4 Exp: a key for each pool of consecutive tokens, counted from a sequence's beginning, by which an
+indexer chooses the whole pool for sparse attention (see `indexed`). Knows tensors only.
 
-A pool's key is the mean of its tokens' keys, normalized, and turned as its first token's would be. It stands where its last token's
-own key was: a score of a pool is one of that token, and who sees that sees the pool. Pages hold whole pools, so that what else
-belongs to one is found by slots alone.
+A pool's key is the mean of its tokens' keys, RMS-normalized, and rotated as its first token's would be. It overwrites its last
+token's own key: a pool's score is computed as one of that token, and who sees that token sees the pool. Pages hold whole pools, so
+that the other tokens of one are found by slots alone.
 """
 
 from torch import Tensor
@@ -15,11 +15,11 @@ from .pools import members_of
 
 
 def write_means(keys: Tensor, gains: Tensor, table: Tensor, slots: Tensor, cache: Tensor, members: int, epsilon: float) -> None:
-    """Writes a step's keys, and keys of the pools that it ends, of so many members each.
+    """Writes a step's index keys to the cache, and the keys of the pools of `members` tokens that these tokens complete.
 
     keys: [tokens, size], perhaps columns of something wider; gains: [size] float32; table: [tokens, 2, 1, size], of
-    `reference.rotary_table`, of the first token of each one's pool; slots: [tokens], distinct, those of a sequence in its order;
-    where negative (padding) nothing is written; cache: [slots, 1, 1, size], dense.
+    `reference.rotary_table`, for the position of the first token of each one's pool; slots: [tokens], distinct, those of a sequence
+    in its order; where negative (padding) nothing is written; cache: [slots, 1, 1, size], dense.
     """
     if triton_for(keys):
         from .fused_means import write_means as fused

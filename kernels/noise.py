@@ -1,8 +1,9 @@
-"""Noise as a pure function: Gumbel noise of (seed, choice, output position, token id), by a counter-based generator.
+"""Stateless random numbers for sampling: Gumbel noise as a pure function of (seed, choice, output position, token id), by a
+counter-based generator.
 
-There is no generator state, so nothing that happens to a batch can change it. The generator is Philox4x32-10 (Salmon et al.
-2011, "Parallel random numbers: as easy as 1, 2, 3"): key = the seed's two halves, counter = (token id // 4, position,
-choice, STREAM), and the token takes word id % 4 of the result. By Triton the same bits, where `dispatch.triton_for` says so.
+There is no generator state, so nothing that happens to a batch can change the noise. The generator is Philox4x32-10 (Salmon et al.
+2011, "Parallel random numbers: as easy as 1, 2, 3"): key = the seed's two halves, counter = (token id // 4, position, choice,
+STREAM), and the token takes word id % 4 of the result. Triton computes the same bits, where `dispatch.triton_for` says so.
 """
 
 import torch
@@ -15,14 +16,15 @@ MASK = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
-# Last counter word: which use of the seed this is, so that later ones (another kind of draw) stay independent.
+# Last counter word: which use of the seed this is, so that further uses (another kind of draw) stay independent.
 STREAM = 0
-# Counters that are worked on at once: 256 kB of them, and what ten rounds make of them, stay in a processor's cache.
+# Counters that are processed at once: their 256 kB, and the intermediates of ten rounds, stay in a processor's cache.
 BLOCK = 1 << 15
 
 
 def philox(key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox4x32-10. All tensors are int64 that hold unsigned 32-bit values, and broadcast; so are the four results."""
+    """Philox4x32-10. All tensors are int64 that hold unsigned 32-bit values, and are broadcast together, as are the four
+    results."""
     key_0, key_1 = key
     word_0, word_1, word_2, word_3 = counter
     for _ in range(ROUNDS):

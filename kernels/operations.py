@@ -1,7 +1,8 @@
-"""The decoder's elementwise operations as it calls them: by Triton where `dispatch.triton_for` says so, else by plain torch.
+"""Elementwise operations of a decoder layer (norms, activations, rotary embedding, KV cache writes), as models call them: in Triton
+where `dispatch.triton_for` says so, else in plain torch.
 
-Those of `reference.py` are defined there; those that join several steps are defined here, by their plain branch. Triton is
-imported by the branches that use it, since a machine without an accelerator may lack it.
+Single operations are defined in `reference.py`; fused ones are defined here, by their torch branch. Triton is imported in the
+branches that use it, since a machine without an accelerator may lack it.
 """
 
 import torch
@@ -24,9 +25,10 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """The norm of residual + x, which `residual` becomes. All [rows, size]; the result may be x, overwritten.
+    """RMS norm of residual + x; `residual` becomes that sum, in place. All [rows, size]; the result may be x, overwritten.
 
-    x may be parts of a product instead, [parts, rows, size] float32: they are added up first, and rounded with the residual only.
+    x may instead be split-K partial products, [parts, rows, size] float32: they are added up first, and rounded only with the
+    residual.
     """
     if triton_for(x):
         from .fused_norm import add_rms_norm as fused
@@ -36,7 +38,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) ->
 
 
 def layer_norm(x: Tensor, weights: Tensor, epsilon: float) -> Tensor:
-    """Of x [rows, size] (Ba et al. 2016, arXiv:1607.06450), by torch; weights: [2, size], gains and biases."""
+    """Layer norm of x [rows, size] (Ba et al. 2016, arXiv:1607.06450), by torch; weights: [2, size], gains and biases."""
     return functional.layer_norm(x, weights.shape[1:], weights[0], weights[1], epsilon)
 
 
@@ -62,15 +64,15 @@ def rotate_and_write(
     normal_values: bool = False,
     shared: bool = False,
 ) -> Tensor:
-    """Norms of heads, rotation of queries and keys, and the write of keys and values to the cache.
+    """Query and key norms, rotary embedding, and the write of keys and values to the KV cache, in one pass.
 
-    joint: [tokens, (heads + 2 * kv_heads) * size], queries, keys, values side by side; its queries are overwritten, and what its
-    keys hold afterwards is not said; table: of `reference.rotary_table`; slots: [tokens], distinct; where negative (padding)
-    nothing is written; cache: a layer [slots, 2, kv_heads, size], or [slots, 1, kv_heads, size], where there are no values, nor
-    has joint any; weights: of the norms of queries and keys, [size], both or neither; scales: [2, kv_heads] float32, what keys and
-    values are divided by before they are written to a cache of 8 bits; normal_values: if those have norms, values have one without
-    weights; shared: joint has no values, which are what its keys are before all that.
-    Result: [tokens, heads, size], the rotated queries, a view of joint.
+    joint: [tokens, (heads + 2 * kv_heads) * size], queries, keys, values side by side; its queries are overwritten, and the content
+    of its keys afterwards is undefined; table: of `reference.rotary_table`; slots: [tokens], distinct; where negative (padding)
+    nothing is written; cache: a layer [slots, 2, kv_heads, size], or [slots, 1, kv_heads, size] without values, which joint then
+    lacks, too; weights: of the norms of queries and keys, [size], both or neither; scales: [2, kv_heads] float32, by which keys and
+    values are divided before they are written to an 8-bit cache; normal_values: values have an RMS norm without weights as well;
+    shared: joint has no values: they are its keys before norm and rotation. Result: [tokens, heads, size], the rotated queries, a
+    view of joint.
     """
     if triton_for(joint):
         from .fused_rotary import rotate_and_write as fused
@@ -94,7 +96,7 @@ def rotate_and_write(
 
 
 def rotate(queries: Tensor, table: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
-    """The same of queries alone, in place: [tokens, heads * size]. Result: [tokens, heads, size]."""
+    """The norm and rotary embedding of queries alone, in place: [tokens, heads * size]. Result: [tokens, heads, size]."""
     size = table.shape[-1]
     if triton_for(queries):
         from .fused_rotary import rotate as fused
@@ -109,12 +111,12 @@ def rotate(queries: Tensor, table: Tensor, weight: Tensor | None, epsilon: float
 def rotate_and_write_latents(
     query: Tensor, latents: Tensor, gains: Tensor, table: Tensor, slots: Tensor, cache: Tensor, epsilon: float
 ) -> None:
-    """The same for latents, whose keys and values are one (DeepSeek-AI 2024, arXiv:2405.04434): the norm of a latent, the rotation
-    of what stands behind it and behind queries, and the write to the cache.
+    """The same for MLA latents, where keys and values are one (DeepSeek-AI 2024, arXiv:2405.04434): RMS norm of the latent, rotary
+    embedding of the features behind it and behind queries, and the cache write.
 
-    query: [tokens, heads, size + turned], whose last `turned` features are rotated in place; latents: [tokens, size + turned]; what
-    they hold afterwards is not said; gains: [size]; table: of `reference.rotary_table`, of `turned` features; slots: as above;
-    cache: a layer [slots, 1, 1, size + turned].
+    query: [tokens, heads, size + turned], whose last `turned` features are rotated in place; latents: [tokens, size + turned],
+    their content afterwards is undefined; gains: [size]; table: of `reference.rotary_table`, for `turned` features; slots: as
+    above; cache: a layer [slots, 1, 1, size + turned].
     """
     if triton_for(query):
         from .fused_latents import rotate_and_write_latents as fused
@@ -130,7 +132,8 @@ def rotate_and_write_latents(
 def rotate_and_write_index(
     queries: Tensor, keys: Tensor, norm: Tensor, table: Tensor, slots: Tensor, cache: Tensor, epsilon: float = EPSILON
 ) -> None:
-    """The same for what tokens are chosen by (`indexed`): the layer norm of keys, the rotation of queries and keys, and the write.
+    """The same for a sparse attention indexer (`indexed`): layer norm of its keys, rotary embedding of queries and keys, and the
+    cache write.
 
     queries: [tokens, heads, size], whose first features, as many as `table` has, are rotated in place; keys: [tokens, size]; norm:
     [2, size], gains and biases; cache: the part of a layer behind the latents, [slots, 1, 1, size].
@@ -148,7 +151,8 @@ def rotate_and_write_index(
 
 
 def write(slots: Tensor, rows: Tensor, cache: Tensor, scales: Tensor | None = None) -> None:
-    """rows: [tokens, all that a slot holds], keys first, to `slots` of a layer; nothing where a slot is negative."""
+    """Writes rows, [tokens, all that a slot holds], keys first, to `slots` of a layer; skips negative slots. For an 8-bit cache,
+    values are divided by `scales` and clamped."""
     if len(slots) and int(slots.min()) < 0:
         kept = slots >= 0
         slots, rows = slots[kept], rows[kept]
@@ -158,6 +162,6 @@ def write(slots: Tensor, rows: Tensor, cache: Tensor, scales: Tensor | None = No
         return
     if scales is not None:
         rows = (rows.float().view(-1, *cache.shape[1:]) / scales[..., None]).flatten(1)
-    most = torch.finfo(cache.dtype).max  # what is larger would become no number
+    most = torch.finfo(cache.dtype).max  # larger numbers would become NaN
     stored = rows.float().clamp(-most, most).to(cache.dtype)
-    flat.view(torch.uint8).index_copy_(0, slots, stored.view(torch.uint8))  # torch copies no floats of 8 bits by index
+    flat.view(torch.uint8).index_copy_(0, slots, stored.view(torch.uint8))  # torch cannot copy 8-bit floats by index

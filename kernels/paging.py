@@ -1,6 +1,7 @@
-"""Rows of keys and values copied from place to place, over all layers at once: forks and tree commits. Knows tensors only.
+"""Copies within the paged KV cache, over all layers at once: pages (forks) and slots (commits of accepted tree drafts). Knows
+tensors only.
 
-By Triton one launch where `dispatch.triton_for` says so; the plain branch says what is meant.
+One Triton launch where `dispatch.triton_for` says so; the torch branch is the reference.
 """
 
 from collections.abc import Iterable
@@ -27,14 +28,14 @@ def copy_pages(pages: Tensor, sources: Tensor, targets: Tensor, filled: Tensor) 
 
 
 def copy_each(pages: Any, copies: Iterable[tuple[int, int, int]]) -> None:
-    """The same of numpy's arrays, or of tensors; copies: sources, targets, and how many slots are filled."""
+    """`copy_pages` for numpy arrays or tensors. copies: source, target, and number of filled slots of each."""
     for source, target, count in copies:
         pages[:, target, :count] = pages[:, source, :count]
 
 
 def move_slots(slots: Tensor, sources: Tensor, targets: Tensor, starts: Tensor) -> None:
-    """Moves slot `sources[i]` to slot `targets[i]` in every layer. Entries of a row, `starts[r]` to `starts[r + 1]`, go one after
-    the other, so that a slot may be moved away and then be moved to; rows have no slot in common.
+    """Moves slot `sources[i]` to slot `targets[i]` in every layer. Moves of a row, `starts[r]` to `starts[r + 1]`, are done one
+    after the other, so that a slot may be moved away and then be moved to; rows have no slot in common.
 
     slots: [layers, slots, width], dense but for the layers; sources, targets: [moves], starts: [rows + 1], int64 on its device.
     """
@@ -49,5 +50,5 @@ def move_slots(slots: Tensor, sources: Tensor, targets: Tensor, starts: Tensor) 
 
 
 def _held(x: Tensor) -> Any:
-    """The same numbers: numpy copies a few in a quarter of torch's time."""
+    """A view of the same memory, on CPUs as numpy bytes: numpy copies small pieces in a quarter of torch's time."""
     return x.view(torch.uint8).numpy() if x.device.type == "cpu" else x

@@ -1,9 +1,9 @@
-"""Keys of pools, so many tokens in a row from a sequence's beginning on, by which an index chooses all of them together: see
-`indexed` (GLM 5 Next). Knows tensors only.
+"""Pooled index keys of GLM 5 Next: a key for each pool of consecutive tokens, counted from a sequence's beginning, by which an
+indexer chooses the whole pool for sparse attention (see `indexed`). Knows tensors only.
 
-A pool's key is a mean of its tokens' keys, which softmaxes of their gates weigh, feature by feature. It stands where its last
-token's own key was: a score of a pool is one of that token, and who sees that sees the pool. Pages hold whole pools, so that what
-else belongs to one is found by slots alone.
+A pool's key is an average of its tokens' keys, weighted feature by feature by the softmax of their gates. It overwrites its last
+token's own key: a pool's score is computed as one of that token, and who sees that token sees the pool. Pages hold whole pools, so
+that the other tokens of one are found by slots alone.
 """
 
 import torch
@@ -15,11 +15,11 @@ from .reference import by_lanes
 
 
 def write_pools(keys: Tensor, gates: Tensor, places: Tensor, slots: Tensor, cache: Tensor) -> None:
-    """Writes a step's keys and gates, and keys of the pools that it ends.
+    """Writes a step's keys and gates to the cache, and the keys of the pools that these tokens complete.
 
-    keys, gates: [tokens, size]; places: [pool, size] float32, what is added to gates by a token's place in its pool; slots:
-    [tokens], distinct, those of a sequence in its order; where negative (padding) nothing is written; cache: the part of a layer
-    behind the latents, [slots, 1, 1, 2 * size], keys first.
+    keys, gates: [tokens, size]; places: [pool, size] float32, added to gates by a token's place in its pool; slots: [tokens],
+    distinct, those of a sequence in its order; where negative (padding) nothing is written; cache: the part of a layer behind the
+    latents, [slots, 1, 1, 2 * size], keys first.
     """
     if triton_for(keys):
         from .fused_pools import write_pools as fused
@@ -39,7 +39,7 @@ def write_pools(keys: Tensor, gates: Tensor, places: Tensor, slots: Tensor, cach
 
 
 def members_of(cache: Tensor, ends: Tensor, count: int) -> Tensor:
-    """What is in slots of so many tokens up to each end: [ends, count, features] float32."""
+    """Contents of the `count` slots that end with each of `ends`, itself included: [ends, count, features] float32."""
     slots = (ends.unsqueeze(1) + torch.arange(1 - count, 1, device=ends.device)).flatten()
-    held = cache.flatten(1).view(torch.uint8 if cache.dtype.itemsize == 1 else cache.dtype)  # torch selects no floats of 8 bits
+    held = cache.flatten(1).view(torch.uint8 if cache.dtype.itemsize == 1 else cache.dtype)  # torch cannot index 8-bit floats
     return held[slots].view(cache.dtype).float().view(len(ends), count, -1)

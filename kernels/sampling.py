@@ -1,7 +1,8 @@
-"""From logits to tokens, in plain torch: penalties, bias, filters, a draw by stateless noise, log-probabilities.
+"""Sampling in plain torch: from logits to tokens by penalties, logit bias, filters, a draw by stateless Gumbel noise, and
+log-probabilities. `fused_sampling` is Triton's.
 
-Knows tensors only. Rows are independent of each other: every function gives a row the same result among any neighbours.
-Neutral parameter values do nothing. The order is transformers': penalties and bias, temperature, top-k, top-p, min-p, typical.
+Knows tensors only. Rows are independent of each other: every function gives a row the same result among any neighbours. Neutral
+parameter values do nothing. The order is transformers': penalties and bias, temperature, top-k, top-p, min-p, typical.
 """
 
 from dataclasses import dataclass
@@ -11,29 +12,30 @@ from torch import Tensor
 
 from . import noise
 
-# Candidates that are looked at first when a row has a filter: a partial selection of so many costs a fifth of a full sort of
-# 32,000 logits. Rows whose filters reach further get the full sort.
+# Candidates that are looked at first when a row has a filter: a top-k of so many costs a fifth of a full sort of 32,000 logits.
+# Rows whose filters may keep more get the full sort.
 CANDIDATES = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """Of rows that have any. Counts are columnar: entry i says that token `ids[i]` of row `rows[i]` ..."""
+    """Penalties and logit biases of the rows that have any. Counts are columnar: entry i is an occurrence of token `ids[i]` in row
+    `rows[i]`."""
 
     rows: Tensor  # [entries] int64: index into the rows of this object
     ids: Tensor  # [entries] int64
-    output: Tensor  # [entries] float32: ... stands here in the output (1) or in the prompt (0)
+    output: Tensor  # [entries] float32: 1 if that occurrence is in the output, 0 if in the prompt
     repetition: Tensor  # [rows] float32; 1 is off
     frequency: Tensor  # [rows] float32
     presence: Tensor  # [rows] float32
-    bias_rows: Tensor  # [biases] int64
+    bias_rows: Tensor  # [biases] int64: index into the rows of this object
     bias_ids: Tensor  # [biases] int64
-    bias_values: Tensor  # [biases] float32
+    bias_values: Tensor  # [biases] float32: added to the logit
 
 
 def penalize(logits: Tensor, penalties: Penalties) -> Tensor:
-    """New logits [rows, vocabulary]: repetition penalty over prompt and output (Keskar et al. 2019, arXiv:1909.05858), then
-    frequency and presence over the output (OpenAI's API reference), then logit bias."""
+    """New logits [rows, vocabulary] after the repetition penalty over prompt and output (Keskar et al. 2019, arXiv:1909.05858),
+    then frequency and presence penalties over the output (OpenAI's API reference), then logit bias."""
     vocabulary = logits.shape[1]
     place = penalties.rows * vocabulary + penalties.ids
     seen = torch.zeros(logits.numel(), device=logits.device)
@@ -49,7 +51,7 @@ def penalize(logits: Tensor, penalties: Penalties) -> Tensor:
 
 
 def allow(logits: Tensor, mask: Tensor) -> Tensor:
-    """New logits, -inf for every token that a row may not take.
+    """New logits with the grammar mask applied: -inf for every token that a row may not take.
 
     logits: [rows, vocabulary]; mask: [rows, words] int32: bit i of word w allows token 32 w + i.
     """
@@ -60,7 +62,7 @@ def allow(logits: Tensor, mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """Parameters of rows that are sampled, [rows] each."""
+    """Sampling parameters, [rows] each, of rows that are sampled rather than greedy."""
 
     temperature: Tensor  # float32, > 0
     top_k: Tensor  # int64; 0 is off
@@ -68,7 +70,7 @@ class Draws:
     min_p: Tensor  # float32; 0 is off
     typical_p: Tensor  # float32; 1 is off
     seeds: Tensor  # int64: the bits of an unsigned 64-bit seed
-    choices: Tensor  # int64
+    choices: Tensor  # int64: index of the choice (`n`) within its request
     positions: Tensor  # int64: output position, 0 for the first new token
 
     def take(self, rows: Tensor) -> "Draws":
@@ -90,7 +92,7 @@ def filtered(logits: Tensor, draws: Draws) -> list[Filtered]:
 
     logits: [rows, vocabulary] float32.
     """
-    # Relative to the best: whatever the temperature, nothing overflows.
+    # Relative to the best, so that nothing overflows whatever the temperature.
     scores = (logits - logits.amax(-1, keepdim=True)) / draws.temperature.unsqueeze(1)
     rows = torch.arange(len(scores), device=scores.device)
     any_filter = (draws.top_k > 0) | (draws.top_p < 1) | (draws.min_p > 0) | (draws.typical_p < 1)
@@ -114,7 +116,7 @@ def filtered(logits: Tensor, draws: Draws) -> list[Filtered]:
 
 
 def _covered(values: Tensor, scores: Tensor, draws: Draws) -> Tensor:
-    """[rows] bool: everything that the row's filters may keep, ties included, is among its largest `values`."""
+    """[rows] bool: whether all that the row's filters may keep, ties included, is among its largest `values`."""
     width = values.shape[1]
     if width == scores.shape[1]:
         return torch.ones(len(scores), dtype=torch.bool, device=scores.device)
@@ -123,22 +125,22 @@ def _covered(values: Tensor, scores: Tensor, draws: Draws) -> Tensor:
     by_k = (draws.top_k > 0) & (kth > lowest)
     mass = (values.logsumexp(-1) - scores.logsumexp(-1)).exp()
     by_p = (draws.top_k == 0) & (draws.top_p < 1) & (mass > draws.top_p)
-    # With a top-k that isn't covered the mass that top-p is a share of isn't known either.
+    # With a top-k that isn't covered, the mass that top-p refers to isn't known either.
     by_min = (draws.top_k == 0) & (draws.min_p > 0) & (lowest < values[:, 0] + draws.min_p.log())
     return by_k | by_p | by_min | (lowest == -torch.inf)
 
 
 def _filter(values: Tensor, total: Tensor, draws: Draws) -> Tensor:
-    """Scores [rows, n] with -inf for what the filters take away.
+    """Applies all filters: scores [rows, n] with -inf for what they remove.
 
     values: [rows, n] scores, descending; total: [rows], log-sum-exp of all scores of the row, those that are not here included.
     """
     limited = (draws.top_k > 0).unsqueeze(1)
     kth = values.gather(1, draws.top_k.clamp(1, values.shape[1]).sub(1).unsqueeze(1))
-    scores = values.masked_fill(limited & (values < kth), -torch.inf)  # what ties with the k-th stays
+    scores = values.masked_fill(limited & (values < kth), -torch.inf)  # ties with the k-th stay
     total = torch.where(limited.squeeze(1), scores.logsumexp(-1), total)
     probabilities = (scores - total.unsqueeze(1)).exp()
-    # A token stays while what comes before it has less than top_p, which is above 0: at least one does.
+    # A token stays while the mass before it is less than top_p, which is above 0: so at least one stays.
     before = probabilities.cumsum(-1) - probabilities
     scores = scores.masked_fill((before >= draws.top_p.unsqueeze(1)) & (draws.top_p < 1).unsqueeze(1), -torch.inf)
     scores = scores.masked_fill(scores < values[:, :1] + draws.min_p.log().unsqueeze(1), -torch.inf)
@@ -149,7 +151,8 @@ def _filter(values: Tensor, total: Tensor, draws: Draws) -> Tensor:
 
 
 def _typical(scores: Tensor, mass: Tensor) -> Tensor:
-    """Keeps the tokens whose surprise is nearest to the entropy, until they have `mass` (Meister et al. 2022, arXiv:2202.00666)."""
+    """Typical sampling: keeps the tokens whose information content is nearest to the entropy, until they have `mass` (Meister et
+    al. 2022, arXiv:2202.00666)."""
     logprobs = scores.log_softmax(-1)
     entropy = -(logprobs.exp() * logprobs).nansum(-1, keepdim=True)
     distances = (-logprobs - entropy).abs()
@@ -157,12 +160,11 @@ def _typical(scores: Tensor, mass: Tensor) -> Tensor:
     probabilities = logprobs.exp().gather(1, order)
     before = probabilities.cumsum(-1) - probabilities
     last = (before < mass.unsqueeze(1)).sum(-1, keepdim=True).sub(1).clamp(min=0)
-    return scores.masked_fill(distances > sorted_distances.gather(1, last), -torch.inf)  # what ties with the last stays
+    return scores.masked_fill(distances > sorted_distances.gather(1, last), -torch.inf)  # ties with the last stay
 
 
 def first_largest(scores: Tensor) -> Tensor:
-    """[rows] int64: the first column that holds a row's largest number; or not a number, if there is one. scores: [rows, n]
-    float32."""
+    """[rows] int64: the first column that holds a row's largest number, or a NaN, if there is one. scores: [rows, n] float32."""
     if scores.device.type != "cpu":
         return scores.argmax(-1)
     # torch's own takes ten times as long: 214 us against 20, 160 rows of 2,048, one thread; measured 2026-11-22 on a shared EPYC.
@@ -170,7 +172,7 @@ def first_largest(scores: Tensor) -> Tensor:
 
 
 def draw(part: Filtered, draws: Draws) -> Tensor:
-    """[rows] int64: the column of `part` that is drawn for each of its rows; `draws` is of all rows.
+    """[rows] int64: the column of `part` that is drawn for each of its rows; `draws` has the parameters of all rows.
 
     It is the argmax of score + Gumbel noise, which has the distribution softmax(scores) (Maddison et al. 2014, arXiv:1411.0030).
     """
@@ -178,7 +180,7 @@ def draw(part: Filtered, draws: Draws) -> Tensor:
 
 
 def perturbed(part: Filtered, draws: Draws) -> Tensor:
-    """[rows, n] float32: scores with the Gumbel noise that their tokens are drawn with."""
+    """[rows, n] float32: scores plus the Gumbel noise that tokens are drawn with."""
     own = draws.take(part.rows)
     if part.ids is None:
         return part.scores + noise.gumbel_all(own.seeds, own.choices, own.positions, part.scores.shape[1])

@@ -1,8 +1,9 @@
-"""Attention of a step in plain torch. Rows that begin with the same pages (beams, samples, a common prompt) read those once.
+"""Attention of a step in plain torch with shared prefixes: rows that begin with the same pages (beams, samples, a common prompt)
+read those once.
 
-What a token finds among the keys that it has in common with others and among its own is merged by log-sum-exp, as in Hydragen
-(Juravsky et al. 2024, arXiv:2402.05099). Rows that have little of their own need no merge: they read all of it together, and a mask
-says whose it is. Only rows of one query share: others do enough with a key that they have read.
+Attention over the common keys and over a row's own keys is merged by log-sum-exp, as in Hydragen (Juravsky et al. 2024,
+arXiv:2402.05099). Rows with few keys of their own need no merge: they are attended together over the keys of all, and a mask says
+whose each is. Only decodes (rows of one query) share: others do enough with a key that they have read.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,39 +20,40 @@ from .attention import Block, How, Row, View
 from .layout import Layout
 from .work_list import Run, runs_of, width
 
-# What becomes a bundle. Measured 2026-11-24 on a Xeon, one thread, 8/4 heads of 32: four rows with 256 keys in common and 48 more
-# each take 0.29 ms as a bundle and 0.53 by runs; eight such groups 1.23 and 1.27, and with 16 more each 1.05 and 1.34.
-TOGETHER = 16  # query heads at most that read a key together: they cost hardly more than two
-ALONE = 1 << 12  # elements of keys for each row at most that not all have in common: more cost more than a merge
-LONGEST = 1 << 12  # keys at most: of more a merge is nothing, and masks are long
+# Limits of a bundle: rows attended together over all of their keys. Measured 2026-11-24 on a Xeon, one thread, 8/4 heads of 32:
+# four rows with 256 keys in common and 48 more each take 0.29 ms as a bundle and 0.53 by runs; eight such groups 1.23 and 1.27, and
+# with 16 more each 1.05 and 1.34.
+TOGETHER = 16  # most query heads that read a key together: they cost hardly more than two
+ALONE = 1 << 12  # most elements of keys, for each row, that not all have in common: more cost more than a merge
+LONGEST = 1 << 12  # most keys: with more, a merge costs nothing by comparison, and masks are long
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Common keys of rows that have no other common keys after the level before."""
+    """One depth of the tree of shared prefixes: runs of common keys that continue those of the level before."""
 
-    tokens: Tensor  # that read them; the blocks' queries are these
-    blocks: list[Block]  # a run of pages is a row of theirs
+    tokens: Tensor  # [queries] the step's tokens that read them: the blocks' queries, in their order
+    blocks: list[Block]  # each of their rows is a run of pages
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A step, for all layers."""
+    """The attention plan of a step, for all layers."""
 
-    bundles: list[Block]  # what rows that have little of their own read, all of them; these rows stand first
-    blocks: list[Block]  # what each other row reads alone
-    levels: list[Level]  # what rows read together; each continues the one before
+    bundles: list[Block]  # rows with few keys of their own, attended together over the keys of all; these rows stand first
+    blocks: list[Block]  # the keys that each other row reads alone
+    levels: list[Level]  # the keys that rows read together; each level continues the one before
 
 
 def plan(rows: Sequence[Row], layout: Layout) -> tuple[list[int], Plan]:
     """The order in which `rows` have to stand in the step, and its plan."""
-    # torch tells the sums that a merge needs on CPUs only. Behind a window rows see different parts of what they have in common.
+    # torch returns the log-sum-exps that a merge needs on CPUs only. With windows, rows see different parts of their common prefix.
     able = layout.device.type == "cpu" and not (layout.special or layout.windowed)
     bundles, levels = list[Run](), list[list[Run]]()
     depths, own = [0] * len(rows), dict(enumerate(rows))
     for run in runs_of(rows, layout.page_size, 1) if able else ():
         if run.members[0] not in own:
-            continue  # they are in a bundle
+            continue  # its members are in a bundle
         if len(run.members) * layout.ratio <= TOGETHER and _short(run, rows, layout):
             bundles.append(run)
             for i in run.members:
@@ -73,13 +75,14 @@ def plan(rows: Sequence[Row], layout: Layout) -> tuple[list[int], Plan]:
 
 
 def _short(run: Run, rows: Sequence[Row], layout: Layout) -> bool:
-    """Whether its rows have so little beyond it that all of them may as well look at that of all."""
+    """Whether the members of a run have so few keys beyond it that they may as well be attended over the keys of all, as a
+    bundle."""
     common, alone = run.end - run.begin, len(set(_beyond(run, rows, layout.page_size)))
     return alone * layout.page_size * layout.size <= ALONE * len(run.members) and (common + alone) * layout.page_size <= LONGEST
 
 
 def _beyond(run: Run, rows: Sequence[Row], page_size: int) -> Iterator[int]:
-    """The pages that follow it in its members' tables."""
+    """The pages that follow the run in its members' page tables."""
     return chain.from_iterable(rows[i].pages[run.end : width(rows[i], page_size)] for i in run.members)
 
 
@@ -89,7 +92,8 @@ def _level(runs: Sequence[Run], rows: Sequence[Row], places: dict[int, int], lay
 
 
 def _joint(runs: Sequence[Run], rows: Sequence[Row], layout: Layout, whole: bool) -> tuple[list[int], list[Block]]:
-    """The members of all runs, and blocks that have these for queries and runs for rows. whole: with what members have alone."""
+    """The members of all runs, and blocks whose queries are these members and whose rows are the runs. whole: with the members' own
+    pages, too (a bundle)."""
     page_size, joint = layout.page_size, []
     for run in runs:
         common = rows[run.members[0]].pages[run.begin : run.end]
@@ -112,7 +116,7 @@ def _joint(runs: Sequence[Run], rows: Sequence[Row], layout: Layout, whole: bool
 
 
 def _see(seen: plain.Array, pages: Sequence[int], run: Run, rows: Sequence[Row]) -> None:
-    """Lets each member of the run see what it has alone. seen: [members, pages, page size]."""
+    """Unmasks for each member of the run its own pages. seen: [members, pages, page size]."""
     places, page_size = {page: place for place, page in enumerate(pages)}, seen.shape[2]
     for i, own in zip(run.members, seen, strict=True):
         alone = [places[page] for page in rows[i].pages[run.end : width(rows[i], page_size)]]
@@ -121,10 +125,10 @@ def _see(seen: plain.Array, pages: Sequence[int], run: Run, rows: Sequence[Row])
 
 
 def follow(plan: Plan, slots: Tensor) -> Plan | None:
-    """The plan of one token more for each row of `plan`, in the same order: it sees what the row's last query saw, and itself. None
-    where there are windows. For a few steps: nobody looks for more common keys, or larger blocks.
+    """The plan of the next decode step, one token more for each row of `plan` in the same order: it sees what the row's last query
+    saw, and itself. None where there are windows. Meant for a few steps: common keys and blocks are not searched anew.
 
-    slots: [rows] int64, of the new tokens. Keys may stand in any order, so they are the last ones, behind padding, too.
+    slots: [rows] int64, of the new tokens. The order of keys doesn't matter, so new ones are appended, even behind padding.
     """
     if any(set(block.views) != {0} for block in plan.blocks):
         return None
@@ -144,7 +148,7 @@ def follow(plan: Plan, slots: Tensor) -> Plan | None:
 
 
 def _longer(block: Block, slots: Tensor, count: int, mask: Tensor | None) -> View:
-    """What its rows see with `count` of `slots` more, each."""
+    """The block's view with `count` of `slots` appended for each row."""
     view, own = block.views[0], slots[block.start : block.start + block.rows * count].view(block.rows, count)
     return View(view.length + count, torch.cat((view.slots.view(block.rows, -1), own), 1).flatten(), mask)
 
@@ -174,7 +178,7 @@ def _find(query: Tensor, cache: Tensor, blocks: Sequence[Block], scale: float, s
 
 
 def _attend(query: Tensor, cache: Tensor, block: Block, scale: float, scales: Tensor | None) -> Found:
-    """Of a block whose queries have masks of their own, or all see the same."""
+    """Attention and log-sum-exps of a block whose mask is per query or the same for all."""
     view, heads = block.views[0], query.shape[1]
     keys, values = plain.gather(cache, view.slots, block.rows, query.dtype, scales)
     kv_heads = keys.shape[1]
@@ -183,14 +187,14 @@ def _attend(query: Tensor, cache: Tensor, block: Block, scale: float, scales: Te
     if mask is not None:
         mask = mask.to(query.dtype)
         mask = mask.repeat_interleave(heads // kv_heads, 2) if mask.shape[2] > 1 else mask
-    # What `scaled_dot_product_attention` calls on a CPU and does not pass on: the sums.
+    # What `scaled_dot_product_attention` calls on a CPU; called directly for the log-sum-exps, which that doesn't pass on.
     answer, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(tile, keys, values, attn_mask=mask, scale=scale)
     weight = weight.view(block.rows, kv_heads, block.queries, -1).transpose(1, 2).reshape(-1, heads)
     return plain.unfolded(answer, block.queries), weight.float()
 
 
 def _merge(answer: Tensor, weight: Tensor, tokens: Tensor, other: Tensor, other_weight: Tensor) -> None:
-    """Takes what `tokens` found in other keys into the answers and weights of all, in place."""
+    """Merges the attention of `tokens` over other keys into the outputs and log-sum-exps of all, in place."""
     own = weight[tokens]
     both = torch.logaddexp(own, other_weight)
     found = answer[tokens] * (own - both).exp().unsqueeze(2) + other * (other_weight - both).exp().unsqueeze(2)
