@@ -37,8 +37,8 @@ class Block:
     context: int  # the longest context
     slots: Tensor  # [rows * keys], whole blocks of keys
     positions: Tensor  # [rows, queries]
-    # [rows, queries]: th
-    last: Tensor | None  # [rows, queries]: the last keys that they see where rows are whole; None: none is, so their own
+    # [rows, queries]: the last keys that queries see, where some row is `whole` (bidirectional); None: their own positions
+    last: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
-"""A mixture of experts (Shazeer et al. 2017, arXiv:1701.06538): MLPs of which each token goes through a few, as a router chooses.
+"""Mixture of experts (Shazeer et al. 2017, arXiv:1701.06538): a router chooses a few MLPs (experts) for each token; their outputs
+are summed with the router's weights.
 
 On a CPU every expert is a pair of products as `quantized` lays them out, run for its tokens one expert after the other. On an
-accelerator all of them are two launches (`fused_experts`, or for weights of few bits `packed_experts`), which ask the host nothing,
-so that graphs can hold them.
+accelerator all of them are two grouped-GEMM launches (`fused_experts`, or for quantized weights `packed_experts`), which need no
+answer from the host, so that CUDA graphs can hold them.
 """
 
 import itertools
@@ -42,14 +43,15 @@ def route(
     zeroed: bool = False,
     rooted: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Shares and numbers of the `count` experts that each token goes through: [tokens, count] float32 and int64.
+    """Top-k routing: weights ("shares") and indices of the `count` experts of each token: [tokens, count] float32 and int64.
 
-    logits: [tokens, experts]; normalized: a token's shares add up to `factor`; sigmoid: each score is by itself, instead of a
-    softmax; correction: [experts], which is added where experts are chosen, and not to their shares; sets: in how many they
-    stand, from how many of these a token chooses, and by how many of their best (DeepSeek-AI 2024, arXiv:2412.19437); near: by
-    `_mixed`, which knows nothing of all that; least: is added to the sum that shares are divided by; by_logits: it is these that
-    are corrected, and by which experts are chosen; zeroed: those of other sets count as 0, and are chosen before what is less;
-    rooted: each score is by itself, and the root of a softplus (DeepSeek V4).
+    logits: router logits, [tokens, experts]; normalized: a token's weights sum to `factor`; sigmoid: each score is a sigmoid of its
+    own logit, instead of a softmax over all; correction: [experts], a bias that is added for the choice of experts, but not to
+    their weights; sets: expert groups: how many there are, how many of them a token may use, and how many of a group's best experts
+    rank it (DeepSeek-AI 2024, arXiv:2412.19437); near: tolerance of `_mixed`, which ignores all the other options; least: added to
+    the sum that weights are divided by; by_logits: the bias is added to logits, and these decide the choice; zeroed: experts of
+    other groups count as 0 in the choice, which precedes lower scores; rooted: each score is the square root of the softplus of its
+    own logit (DeepSeek V4).
     """
     if near:
         return _mixed(logits.float(), count, near)
@@ -68,19 +70,20 @@ def route(
 
 
 def shared_out(logits: Tensor, chosen: Tensor, factor: float, least: float, rooted: bool) -> Tensor:
-    """Shares of experts that were chosen otherwise, of scores by themselves: [tokens, count] float32, as of `route`. By torch."""
+    """Normalized weights of experts that were not chosen by the router (e.g. by token), from independent scores: [tokens, count]
+    float32, as from `route`. By torch."""
     shares = apart(logits, rooted).gather(1, chosen)
     return shares * (factor / (shares.sum(-1, keepdim=True) + least))
 
 
 def apart(logits: Tensor, rooted: bool) -> Tensor:
-    """Scores, each by itself, in float32."""
+    """Independent scores of experts, each from its own logit, in float32."""
     return by_lanes((lambda x: functional.softplus(x).sqrt_()) if rooted else torch.sigmoid, logits.float())
 
 
 def _mixed(logits: Tensor, count: int, near: float) -> tuple[Tensor, Tensor]:
-    """The same by sparse mixers (Liu et al. 2024, arXiv:2409.12136): one expert after the other, whose share is by a softmax over
-    itself and those still left whose logits differ from its own by no more than this part."""
+    """Routing by sparse mixers (Liu et al. 2024, arXiv:2409.12136): one expert after the other, whose weight is by a softmax over
+    itself and those still left whose logits differ from its own by no more than the fraction `near`."""
     shares, chosen, left = list[Tensor](), list[Tensor](), logits
     for _ in range(count):
         most, best = left.max(-1, keepdim=True)
@@ -92,7 +95,8 @@ def _mixed(logits: Tensor, count: int, near: float) -> tuple[Tensor, Tensor]:
 
 
 def _within(judged: Tensor, sets: int, chosen: int, best: int, others_count: float) -> Tensor:
-    """The same, but that only experts of the sets whose best ones are best count as what they are."""
+    """Group-limited routing: `judged`, with `others_count` for all experts outside of the `chosen` groups whose `best` best experts
+    have the highest sums."""
     if chosen >= sets:
         return judged
     divided = judged.view(len(judged), sets, judged.shape[1] // sets)
@@ -106,7 +110,7 @@ Weights: TypeAlias = Sequence[Tensor | Codes]
 
 
 class Experts(ABC):
-    """All of them; `weights` is what they are kept in."""
+    """All experts of one layer on this rank; `weights` is what holds their parameters."""
 
     def __init__(self, weights: Sequence[Weight | Tensor], number: int, device: torch.device, gates: Gates) -> None:
         self.weights = weights
@@ -114,22 +118,23 @@ class Experts(ABC):
         self._gates = gates
 
     def __call__(self, x: Tensor, shares: Tensor, chosen: Tensor, idle: Tensor | None = None) -> Tensor:
-        """What the experts make of x [tokens, hidden], added up by shares, of `route`. A token's result depends on no other.
+        """The sum of the chosen experts' outputs for x [tokens, hidden], with weights from `route`. A token's result depends on no
+        other token.
 
-        idle: which of those that were chosen are none of them; [tokens, count].
+        idle: [tokens, count], which choices are zero-computation experts, behind these (LongCat): they contribute nothing here.
         """
         if idle is None:
             return self._each(x, shares, chosen).sum(1)
         behind = chosen.masked_fill(idle, len(self._edges) - 1)
-        return self._each(x, shares, behind).masked_fill_(idle.unsqueeze(2), 0).sum(1)  # nobody has written what they make
+        return self._each(x, shares, behind).masked_fill_(idle.unsqueeze(2), 0).sum(1)  # nothing was written there
 
     def _each(self, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
-        """[tokens, count, hidden]."""
+        """Weighted outputs of each token's experts: [tokens, count, hidden]."""
         order, starts = self._sorted(chosen)
         return self._products(x, order, starts, shares).view(*shares.shape, x.shape[1])
 
     def _sorted(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """As `_products` wants them."""
+        """Pairs of a token and an expert sorted by expert, and where each expert's pairs begin, as `_products` takes them."""
         if triton_for(chosen):
             from .fused_routing import PAIRS, sort
 
@@ -140,15 +145,15 @@ class Experts(ABC):
 
     @abstractmethod
     def _products(self, x: Tensor, order: Tensor, starts: Tensor, shares: Tensor) -> Tensor:
-        """What each expert makes of its tokens, times its share: [pairs, hidden].
+        """Output of every expert for its tokens, times its weight: [pairs, hidden].
 
-        order: [pairs], sorted by expert, of which pair i is token i // pairs of a token; starts: [experts + 1], where each expert's
-        begin there.
+        order: [pairs], sorted by expert, where pair i belongs to token i // (experts of a token); starts: [experts + 1], where each
+        expert's pairs begin in `order`.
         """
 
 
 class LoopedExperts(Experts):
-    """By products as `quantized` lays them out."""
+    """Experts on a CPU, one after the other, with products as `quantized` lays them out."""
 
     def __init__(
         self, gate_ups: Weights, downs: Weights, biases: Biases, gates: Gates, dtype: torch.dtype, exact: Invariance
@@ -171,7 +176,7 @@ class LoopedExperts(Experts):
 
 
 class FusedExperts(Experts):
-    """By Triton."""
+    """Experts in Triton, with unquantized weights (`fused_experts`)."""
 
     def __init__(
         self, gate_ups: Weights, downs: Weights, biases: Biases, gates: Gates, dtype: torch.dtype, exact: Invariance
@@ -191,7 +196,7 @@ class FusedExperts(Experts):
 
 
 class FusedQuantizedExperts(Experts):
-    """By Triton, from codes."""
+    """Experts in Triton, with quantized weights (`packed_experts`)."""
 
     def __init__(self, gate_up: "Packed", down: "Packed", biases: Biases, gates: Gates, exact: Invariance) -> None:
         self._invariant = exact is Invariance.INVARIANT
@@ -212,8 +217,9 @@ def lay_out(
     gates: Gates = PLAIN,
     exact: Invariance = Invariance.USUAL,
 ) -> Experts:
-    """gate_ups: of each expert [2 * size, hidden], gates first, or without any [size, hidden]; downs: [hidden, size]; dtype: of
-    rows; biases: of all experts, [experts, 2 * size] and [experts, hidden]; exact: see `linear`."""
+    """The experts of a layer, laid out for this machine. gate_ups: of each expert [2 * size, hidden], gates first, or [size,
+    hidden] without gates; downs: [hidden, size]; dtype: of rows; biases: of all experts, [experts, 2 * size] and [experts, hidden];
+    exact: see `linear`."""
     if not triton_for(_first(downs)):
         return LoopedExperts(gate_ups, downs, biases, gates, dtype, exact)
     few = [[weight for weight in weights if isinstance(weight, Codes)] for weights in (gate_ups, downs)]

@@ -1,10 +1,9 @@
-"""The products of a mixture of experts, and those of adapters, by Triton: tokens of the same expert side by side in tiles, all
+"""Grouped GEMMs in Triton, for a mixture of experts and for LoRA adapters: tokens of the same expert side by side in tiles, all
 experts in one launch.
 
-Knows tensors only. What it computes stands in `experts.LoopedExperts` and in `low_rank.LoopedLowRank`. Pairs of a token and an
-expert are sorted by expert; a tile is up to ROWS pairs of one. Which tiles there are is found by the programs themselves, since the
-host doesn't know what was chosen: as many are launched as there can be, and those that are too many end at once (as in vLLM's
-fused_moe, which pads instead).
+Knows tensors only. The references are `experts.LoopedExperts` and `low_rank.LoopedLowRank`. Pairs of a token and an expert are
+sorted by expert; a tile is up to ROWS pairs of one. Programs find their tiles themselves, since the host doesn't know what was
+chosen: as many are launched as there can be, and superfluous ones exit at once (as in vLLM's fused_moe, which pads instead).
 """
 
 import itertools
@@ -25,7 +24,7 @@ WARPS = 4
 
 @triton.jit
 def find(starts: tl.tensor, tile: tl.tensor, EXPERTS: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
-    """Whose a tile is, EXPERTS if there is none such, and where it begins among the pairs."""
+    """The expert of a tile, EXPERTS if there is no such tile, and where the tile begins among the sorted pairs."""
     slot = tl.arange(0, SLOTS)
     begins = tl.load(starts + slot, mask=slot < EXPERTS, other=0).to(tl.int32)
     ends = tl.load(starts + slot + 1, mask=slot < EXPERTS, other=0).to(tl.int32)
@@ -43,11 +42,11 @@ def experts_kernel(
     weight: tl.tensor,  # [experts, outputs, inputs]; GATED: [experts, 2 * outputs, inputs], gates first
     bias: tl.tensor,  # [experts, outputs], or twice as many; unused without BIASED
     order: tl.tensor,  # [pairs], pairs sorted by expert
-    starts: tl.tensor,  # [experts + 1], where each expert's begin in `order`
-    shares: tl.tensor,  # [pairs] float32, which results are multiplied by; unused with GATED, SQUARED and ADD
+    starts: tl.tensor,  # [experts + 1], where each expert's pairs begin in `order`
+    shares: tl.tensor,  # [pairs] float32, router weights of results; unused with GATED, SQUARED and ADD
     EXPERTS: tl.constexpr,
-    SLOTS: tl.constexpr,  # EXPERTS, up to a power of two
-    TOGETHER: tl.constexpr,  # pairs that have a row of x in common
+    SLOTS: tl.constexpr,  # EXPERTS, rounded up to a power of two
+    TOGETHER: tl.constexpr,  # pairs that share a row of x
     INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -59,12 +58,12 @@ def experts_kernel(
     LIMIT: tl.constexpr,
     STEEP: tl.constexpr,
     BEHIND: tl.constexpr,
-    SQUARED: tl.constexpr,  # without gates, as `reference.squared`
+    SQUARED: tl.constexpr,  # squared ReLU instead of gates, as `reference.squared`
     BIASED: tl.constexpr,
-    ADD: tl.constexpr,  # to what is in `out`
+    ADD: tl.constexpr,  # adds to what is in `out`
     WIDEN: tl.constexpr,
 ) -> None:
-    """One program: COLUMNS outputs of a tile."""
+    """COLUMNS outputs of one tile of an expert's tokens, with bias, activation, router weight or sum as epilogue."""
     expert, first_place = find(starts, tl.program_id(1), EXPERTS, SLOTS, ROWS)
     if expert < EXPERTS:
         place = first_place + tl.arange(0, ROWS)
@@ -113,12 +112,12 @@ def experts(
     gates: Gates = PLAIN,
     invariant: bool = False,
 ) -> Tensor:
-    """What each expert makes of its tokens, times its share: [pairs, hidden].
+    """Output of every expert for its tokens, times its router weight: [pairs, hidden].
 
-    x: [tokens, hidden]; order: [pairs], sorted by expert; starts: [experts + 1], where each expert's begin there; shares: [tokens,
-    pairs of a token] float32; gate_up: [experts, 2 * size, hidden], gates first; down: [experts, hidden, size]; biases: [experts, 2
-    * size] and [experts, hidden]; gates: if these are `squared`, there are none; invariant: by one tile for all numbers of pairs,
-    so that no result depends on others. All dense.
+    x: [tokens, hidden]; order: [pairs], sorted by expert; starts: [experts + 1], where each expert's pairs begin there; shares:
+    [tokens, experts of a token] float32, router weights; gate_up: [experts, 2 * size, hidden], gates first; down: [experts, hidden,
+    size]; biases: [experts, 2 * size] and [experts, hidden]; gates: the activation; `squared` ones have no gates in gate_up;
+    invariant: one tile shape for all numbers of pairs, so that no result depends on others (batch invariance). All dense.
     """
     number, hidden, size = down.shape
     assert gate_up.shape == (number, (2 - gates.squared) * size, hidden)
@@ -138,8 +137,8 @@ def experts(
 def add_products(out: Tensor, x: Tensor, weight: Tensor, order: Tensor, starts: Tensor, invariant: bool = False) -> None:
     """Adds to `out` [rows, outputs] the products of x [rows, inputs] with the matrices of `weight` [matrices, outputs, inputs].
 
-    order: [rows], sorted by matrix; starts: [matrices + 1], where each one's begin there: those before are left as they are.
-    invariant: as of `experts`. All dense.
+    order: [rows], sorted by matrix; starts: [matrices + 1], where each one's rows begin there: rows before the first are left as
+    they are. invariant: as in `experts`. All dense.
     """
     assert all(tensor.is_contiguous() for tensor in (out, x, weight, order, starts))
     if len(x):
@@ -167,7 +166,7 @@ def _product(
     constants = _constants(few, number, together, inputs, outputs, gated, x.element_size(), amd) | gates.constants
     constants |= {"ADD": add, "BIASED": bias is not None}
     rows = constants["ROWS"]
-    # Every expert that has pairs has one tile that is not full, at most.
+    # Every expert that has pairs has at most one tile that is not full.
     grid = triton.cdiv(outputs, constants["COLUMNS"]), min(number, pairs) + pairs // rows
     experts_kernel[grid](
         out,
@@ -185,15 +184,16 @@ def _product(
 
 
 def few_of(pairs: int, number: int, invariant: bool) -> bool:
-    """Whether tiles have few rows: few pairs for each expert cost what reading its weight costs. invariant: all are the same."""
+    """Whether tiles have few rows: with few pairs per expert the cost is that of reading its weight. invariant: one tile shape for
+    all."""
     return pairs <= 16 * number and not invariant
 
 
 def _constants(
     few: bool, number: int, together: int, inputs: int, outputs: int, gated: bool, item: int, amd: bool
 ) -> dict[str, Any]:
-    # With many pairs the tile is as high as two of them leave room for.
-    depth = (128 if few else 64) * 2 // max(2, item)  # as many bytes, whatever the type: shared memory is what bounds it
+    # With many pairs the tile is as high as lets two programs fit on a processor.
+    depth = (128 if few else 64) * 2 // max(2, item)  # the same number of bytes for any dtype: shared memory is the limit
     return {
         "EXPERTS": number,
         "SLOTS": triton.next_power_of_2(number),
@@ -201,7 +201,7 @@ def _constants(
         "INPUTS": inputs,
         "OUTPUTS": outputs,
         "ROWS": 16 if few else 64,
-        "COLUMNS": 32 if item > 2 or (few and gated) else 64,  # what is not for the matrix units wants more registers
+        "COLUMNS": 32 if item > 2 or (few and gated) else 64,  # products without tensor cores need more registers
         "DEPTH": min(depth, max(16, triton.next_power_of_2(inputs))),
         "STAGES": 2 if amd else 4 if few else 3,
         "GATED": gated,
@@ -211,12 +211,12 @@ def _constants(
 
 def compilations() -> list[Compilation]:
     """Qwen3's 128 experts, Mixtral's 8 and gpt-oss's 32, for few tokens and for many; one in float32, whose tiles are the largest
-    in bytes. Nemotron 3 Nano's 128 without gates, and adapters of an 8 B model."""
+    in bytes; Nemotron 3 Nano's 128 without gates; adapters of an 8 B model."""
     models = {
         "128 x 768": (128, 8, 2048, 768, "bf16"),
         "8 x 14336": (8, 2, 4096, 14336, "bf16"),
         "8 x 14336 fp32": (8, 2, 4096, 14336, "fp32"),
-        "32 x 2880 biased": (32, 4, 2880, 2880, "bf16"),  # and limited
+        "32 x 2880 biased": (32, 4, 2880, 2880, "bf16"),  # and with clamped gates
         "128 x 1856 squared": (128, 6, 2688, 1856, "bf16"),
     }
     kinds = {"": ("sm_80", "sm_90", "sm_100"), "amd": ("gfx942",)}

@@ -1,4 +1,4 @@
-"""`hyper_connections.mix` by Triton: a program for each token, which goes through its streams twice. What it means stands there."""
+"""`hyper_connections.mix` in Triton, which is the reference: a program for each token, which goes through its streams twice."""
 
 import torch
 import triton
@@ -8,10 +8,10 @@ from torch import Tensor
 from .compilation import WARP, Compilation
 from .reference import Shares
 
-BLOCK = 512  # features at once: of as many the matrix has a tile of 16 rows, 16 numbers a thread
+BLOCK = 512  # features at once: with so many the matrix has a tile of 16 rows, 16 numbers a thread
 WARPS = 4
-# No fewer: streams are changed in place, and of a block with fewer features than threads several threads hold the same one, which
-# each reads by itself, perhaps when another has written it already.
+# Least features at once. Streams are changed in place, and in a block with fewer features than threads several threads hold the
+# same one, which each reads by itself, perhaps after another has written it.
 FEWEST = WARP * WARPS
 
 
@@ -22,7 +22,7 @@ def mixing_kernel(
     given: tl.tensor,  # [tokens, COUNT] float32, dense; unused without ADD
     matrix: tl.tensor,  # [KINDS * COUNT, COUNT * SIZE] float32, dense
     scale: tl.tensor,  # [KINDS * COUNT] float32
-    base: tl.tensor,  # likewise
+    base: tl.tensor,  # as `scale`
     mixed: tl.tensor,  # [tokens, SIZE], dense
     gives: tl.tensor,  # [tokens, COUNT] float32, dense; unused where KINDS is 1
     magnitude: tl.tensor,
@@ -30,12 +30,12 @@ def mixing_kernel(
     epsilon: tl.tensor,
     COUNT: tl.constexpr,
     SIZE: tl.constexpr,
-    KINDS: tl.constexpr,  # 2: of what is given, too
-    SHARES: tl.constexpr,  # KINDS * COUNT, up to a power of two
+    KINDS: tl.constexpr,  # 2: write shares, too
+    SHARES: tl.constexpr,  # KINDS * COUNT, rounded up to a power of two
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
 ) -> None:
-    """One token."""
+    """Adds the last output to one token's streams, and computes the next input and its write shares."""
     token = tl.program_id(0).to(tl.int64)
     own = streams + token * COUNT * SIZE
     share = tl.arange(0, SHARES)
@@ -77,7 +77,7 @@ def mixing_kernel(
 
 
 def mix(streams: Tensor, more: Tensor | None, given: Tensor | None, shares: Shares, epsilon: float) -> tuple[Tensor, Tensor | None]:
-    """See `hyper_connections`."""
+    """As `hyper_connections.mix`, without mixing of streams."""
     tokens, count, size = streams.shape
     both = more is not None and given is not None
     assert all(x.is_contiguous() for x in (streams, more, given, shares.matrix) if x is not None)
@@ -115,7 +115,7 @@ def _constants(count: int, size: int, kinds: int, add: bool) -> dict[str, object
 
 
 def compilation(kernel: triton.JITFunction, name: str, dtype: str, constants: dict[str, object]) -> Compilation:
-    """Of this kernel, or of `fused_manifold_connections`'s, which takes as many tensors."""
+    """The compilation of this kernel, or of that of `fused_manifold_connections`, which takes the same tensors."""
     pointers = dict.fromkeys(("streams", "more", "mixed"), f"*{dtype}")
     pointers |= dict.fromkeys(("given", "matrix", "scale", "base", "gives"), "*fp32")
     numbers = dict.fromkeys(("magnitude", "share_epsilon", "epsilon"), "fp32")
@@ -125,7 +125,7 @@ def compilation(kernel: triton.JITFunction, name: str, dtype: str, constants: di
 
 
 def compilations() -> list[Compilation]:
-    """Hy 4's four streams: of the first part, of others, and of the output matrix."""
+    """Hy 4's four streams: the first part, others, and the output matrix."""
     cases = (("bf16", 2, False), ("bf16", 2, True), ("bf16", 1, True), ("fp16", 2, True), ("fp32", 2, True))
     return [
         compilation(mixing_kernel, f"mixing {dtype}{' last' * (kinds == 1)}{' add' * add}", dtype, _constants(4, 2816, kinds, add))

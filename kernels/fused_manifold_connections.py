@@ -1,5 +1,5 @@
-"""`hyper_connections.mix` by Triton, where streams become mixtures of each other: a program for each token, which goes through its
-streams twice. What it means stands there."""
+"""`hyper_connections.mix` in Triton, where streams are mixed with each other (mHC): a program for each token, which goes through
+its streams twice. That function is the reference."""
 
 import torch
 import triton
@@ -10,7 +10,7 @@ from .compilation import Compilation
 from .fused_hyper_connections import FEWEST, WARPS, compilation
 from .reference import Shares
 
-BLOCK = 128  # features at once: of as many the matrix of four streams has a tile of 32 rows, 32 numbers a thread
+BLOCK = 128  # features at once: with so many the matrix of four streams has a tile of 32 rows, 32 numbers a thread
 
 
 @triton.jit
@@ -20,23 +20,23 @@ def crossing_kernel(
     given: tl.tensor,  # [tokens, COUNT + COUNT**2] float32, dense; unused without ADD
     matrix: tl.tensor,  # [(2 + COUNT) * COUNT, COUNT * SIZE] float32, dense; with LAST, [COUNT, COUNT * SIZE]
     scale: tl.tensor,  # [(2 + COUNT) * COUNT] float32, or [COUNT]
-    base: tl.tensor,  # likewise
+    base: tl.tensor,  # as `scale`
     mixed: tl.tensor,  # [tokens, SIZE], dense
-    gives: tl.tensor,  # as `given`; not the same
+    gives: tl.tensor,  # as `given`, but another tensor
     magnitude: tl.tensor,
     share_epsilon: tl.tensor,
     epsilon: tl.tensor,
     COUNT: tl.constexpr,
-    PADDED: tl.constexpr,  # up to a power of two
+    PADDED: tl.constexpr,  # COUNT, rounded up to a power of two
     SIZE: tl.constexpr,
-    SHARES: tl.constexpr,  # (2 + COUNT) * COUNT, up to a power of two
+    SHARES: tl.constexpr,  # (2 + COUNT) * COUNT, rounded up to a power of two
     ROUNDS: tl.constexpr,
-    MEAN: tl.constexpr,  # is what is seen, and nothing is given
-    LAST: tl.constexpr,  # nothing is given
+    MEAN: tl.constexpr,  # the mean of streams is the input, and there are no write shares
+    LAST: tl.constexpr,  # there are no write shares
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
 ) -> None:
-    """One token."""
+    """Mixes one token's streams, adds the last output, and computes the next input and its shares."""
     token = tl.program_id(0).to(tl.int64)
     own, width = streams + token * COUNT * SIZE, COUNT + COUNT * COUNT
     share, stream = tl.arange(0, SHARES), tl.arange(0, PADDED)
@@ -48,7 +48,7 @@ def crossing_kernel(
         places = own + stream[:, None] * SIZE + column[None, :]
         values = tl.load(places, mask=known[:, None] & inside[None, :], other=0.0)
         if ADD:
-            tl.debug_barrier()  # all have read before any writes
+            tl.debug_barrier()  # all threads have read before any writes
             before = values.to(tl.float32)
             added = tl.load(more + token * SIZE + column, mask=inside, other=0.0).to(tl.float32)
         for target in tl.static_range(COUNT):
@@ -75,13 +75,13 @@ def crossing_kernel(
         seen = tl.sum(tl.where(share[None, :] == stream[:, None], found[None, :], 0.0), 1) + share_epsilon
     if not MEAN and not LAST:
         out = gives + token * width + share - COUNT
-        # Those of streams among each other as they are, to be read again as a matrix.
+        # Mixing logits are stored as they are, to be loaded again as a matrix.
         tl.store(out, tl.where(share < 2 * COUNT, found * magnitude, logits), mask=there & (share >= COUNT))
         tl.debug_barrier()
         cells = gives + token * width + COUNT + stream[:, None] * COUNT + stream[None, :]
         both = known[:, None] & known[None, :]
         cross = _balanced(tl.load(cells, mask=both, other=float("-inf")), both, share_epsilon, ROUNDS)
-        tl.debug_barrier()  # likewise
+        tl.debug_barrier()  # all threads have read before any writes
         tl.store(cells, cross, mask=both)
     for first in range(0, SIZE, BLOCK):
         column = first + tl.arange(0, BLOCK)
@@ -94,7 +94,7 @@ def crossing_kernel(
 
 @triton.jit
 def _balanced(logits, both, epsilon, ROUNDS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`hyper_connections.balanced` of a square, and 0 beyond it."""
+    """`hyper_connections.balanced` of one matrix, padded with 0."""
     most = tl.max(logits, 1)[:, None]
     found = tl.where(both, tl.exp(logits - tl.where(most == float("-inf"), 0.0, most)), 0.0)
     found = found / tl.maximum(tl.sum(found, 1), 1e-30)[:, None] + tl.where(both, epsilon, 0.0)
@@ -108,7 +108,7 @@ def _balanced(logits, both, epsilon, ROUNDS: tl.constexpr):  # type: ignore[no-u
 def mix(
     streams: Tensor, more: Tensor | None, given: Tensor | None, shares: Shares | None, epsilon: float
 ) -> tuple[Tensor, Tensor | None]:
-    """See `hyper_connections`."""
+    """As `hyper_connections.mix`, with mixing of streams."""
     tokens, count, size = streams.shape
     both = more is not None and given is not None
     assert all(x.is_contiguous() for x in (streams, more, given, shares.matrix if shares else None) if x is not None)
@@ -136,7 +136,7 @@ def mix(
 
 
 def _constants(count: int, size: int, rounds: int, add: bool, shared: bool) -> dict[str, object]:
-    """rounds: 0: nothing is given; shared: else the mean is seen."""
+    """rounds: 0: there are no write shares; shared: whether there are read shares, else the input is the mean."""
     last = shared and not rounds
     return {
         "COUNT": count,
@@ -152,7 +152,7 @@ def _constants(count: int, size: int, rounds: int, add: bool, shared: bool) -> d
 
 
 def compilations() -> list[Compilation]:
-    """GLM 5 Next's four streams, and DeepSeek V4's: of the first part, of others, and of the output matrix."""
+    """Four streams of GLM 5 Next, and of DeepSeek V4: the first part, others, and the output matrix."""
     cases = (
         *(("bf16", 20, False, True), ("bf16", 20, True, True), ("fp32", 20, True, True)),
         *(("bf16", 0, True, False), ("bf16", 0, True, True)),

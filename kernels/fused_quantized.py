@@ -1,12 +1,12 @@
-"""Products with weights of few bits, by Triton. Knows tensors only.
+"""Matrix products with quantized (4 and 8-bit) weights, in Triton. Knows tensors only.
 
-Codes are multiplied as they are, integers less what means 0 or small floats, which bfloat16 and float16 hold exactly; sums of a
-block are scaled in float32. Blocks of 16 would be short products, so codes of NVFP4 are scaled first, which is exact, too
-(`small_floats`). Up to MOST rows every program unpacks its outputs' codes as it reads them; for more rows the whole
-weight is unpacked first, for torch's own product. Where that begins is a guess: it was not measured yet.
+Codes are multiplied without their scales, integers minus their zero point or small floats, which bfloat16 and float16 hold exactly;
+the sums of a block are scaled in float32. Blocks of 16 would be short products, so NVFP4's codes are scaled first, which is exact,
+too (`small_floats`). Up to MOST rows every program dequantizes its outputs' codes as it reads them; for more rows the whole weight
+is dequantized first, for torch's own product. That threshold is a guess: it was not measured yet.
 
-Two codes of 4 bits share a byte, those of a run's first half with those of its second, so that each half is a product of its own
-and nothing has to be interleaved.
+Two 4-bit codes share a byte, those of a run's first half with those of its second, so that each half is a product of its own and
+nothing has to be interleaved.
 """
 
 import itertools
@@ -27,11 +27,11 @@ from .linear import Product
 from .small_floats import FP8_FACTOR, in_blocks, scale_at, smaller, tiny, tiny_pair, words
 
 MOST = 256  # rows
-TYPES = {torch.bfloat16, torch.float16}  # of rows
-RUN = 128  # inputs at a time, at most; they share a scale, or are whole blocks of NVFP4
+TYPES = {torch.bfloat16, torch.float16}  # dtypes of rows that tensor cores support
+RUN = 128  # most inputs at a time; they share a scale, or are whole blocks of NVFP4
 LEAST_RUN = 32
-PROGRAMS = 128  # below which they are made of fewer outputs, so that more processors have one
-UNPACKED = 32  # outputs of a program that unpacks
+PROGRAMS = 128  # programs below which each gets fewer outputs, so that more processors have one
+UNPACKED = 32  # outputs of a program of `unpack_kernel`
 WARPS = 4
 
 
@@ -40,7 +40,7 @@ def quantized_kernel(
     out: tl.tensor,  # [rows, OUTPUTS], dense
     x: tl.tensor,  # [rows, INPUTS]
     codes: tl.tensor,  # [OUTPUTS, INPUTS] bytes, or half as many
-    scales: tl.tensor,  # [INPUTS / BLOCK, OUTPUTS] float32, of floats of 4 bits bytes or `words`
+    scales: tl.tensor,  # [INPUTS / BLOCK, OUTPUTS] float32, for 4-bit floats bytes or `words`
     zeros: tl.tensor,  # the same, bytes; unused without ZEROS
     factors: tl.tensor,  # [OUTPUTS] float32; unused without FACTORS
     bias: tl.tensor,  # [OUTPUTS]; unused without BIASED
@@ -62,7 +62,7 @@ def quantized_kernel(
     WIDEN: tl.constexpr,
     CUDA: tl.constexpr,
 ) -> None:
-    """One program: COLUMNS outputs of ROWS rows."""
+    """COLUMNS outputs of ROWS rows."""
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     output = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     asked, wanted = row < rows, output < OUTPUTS
@@ -99,13 +99,13 @@ def quantized_kernel(
 
 @triton.jit
 def zeros_at(place: tl.tensor, wanted: tl.tensor, ZEROS: tl.constexpr, MIDDLE: tl.constexpr) -> tl.tensor:
-    """The integers that mean 0 for some outputs: [outputs, 1]."""
+    """Zero points of some outputs: [outputs, 1]."""
     return (tl.load(place, mask=wanted, other=0).to(tl.int32) if ZEROS else tl.where(wanted, MIDDLE, 0))[:, None]
 
 
 @triton.jit
 def pair(codes: tl.tensor, zero: tl.tensor, dtype: tl.constexpr, KIND: tl.constexpr, CUDA: tl.constexpr) -> tl.tensor:
-    """What is `meant` by bytes' low halves, and by their high ones."""
+    """The numbers of bytes' low halves, and of their high halves (see `meant`)."""
     if not CUDA:
         low, high = meant(codes & 15, zero, KIND).to(dtype), meant(codes >> 4, zero, KIND).to(dtype)
     elif KIND == "fp4":
@@ -117,21 +117,22 @@ def pair(codes: tl.tensor, zero: tl.tensor, dtype: tl.constexpr, KIND: tl.conste
 
 @triton.jit
 def meant(codes: tl.tensor, zero: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
-    """Codes as numbers, still to be scaled."""
+    """Codes as numbers, not scaled yet."""
     return tiny(codes) if KIND == "fp4" else smaller(codes) if KIND == "fp8" else less(codes, zero)
 
 
 @triton.jit
 def less(codes: tl.tensor, zero: tl.tensor) -> tl.tensor:
-    """Codes less what means 0, as float32: the interpreter makes no bfloat16 of integers."""
+    """Codes minus their zero point, as float32: the interpreter can't convert integers to bfloat16."""
     return (codes.to(tl.int32) - zero).to(tl.float32)
 
 
 def _in_pairs(base: int, one: int, kind: str) -> str:
-    """PTX that makes numbers of 16 bits of four bytes' halves, less what $5 and $6 hold: $0, $1 of low halves, $2, $3 of high ones.
+    """PTX that converts the halves of four bytes to 16-bit numbers, minus what $5 and $6 hold: $0, $1 of low halves, $2, $3 of high
+    ones.
 
-    base: a power of two whose last bits are those of 1 to 15, so that a code becomes a number beside it, with no conversion: an
-    integer at a time took seven instructions, and few rows waited for those instead of memory. one: 1.0, twice.
+    base: a power of two, twice, in whose last bits codes of 1 to 15 fit, so that `or` makes a code a number beside it, without a
+    conversion: an integer at a time took seven instructions, and few rows waited for those instead of memory. one: 1.0, twice.
     """
     made = "".join(
         f"""
@@ -151,13 +152,13 @@ def _in_pairs(base: int, one: int, kind: str) -> str:
     }}"""
 
 
-IN_BFLOAT16 = tl.constexpr(_in_pairs(0x43004300, 0x3F803F80, "bf16x2"))  # beside 128
-IN_FLOAT16 = tl.constexpr(_in_pairs(0x64006400, 0x3C003C00, "f16x2"))  # beside 1024
+IN_BFLOAT16 = tl.constexpr(_in_pairs(0x43004300, 0x3F803F80, "bf16x2"))  # added to 128
+IN_FLOAT16 = tl.constexpr(_in_pairs(0x64006400, 0x3C003C00, "f16x2"))  # added to 1024
 
 
 @triton.jit
 def less_pair(codes: tl.tensor, zero: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Of bytes' low halves and of their high ones, less what means 0, [outputs, 1]. For NVIDIA's."""
+    """Numbers of bytes' low halves and of their high halves, minus the zero point, [outputs, 1]. For NVIDIA."""
     BASE: tl.constexpr = 128 if dtype == tl.bfloat16 else 1024
     ASM: tl.constexpr = IN_BFLOAT16 if dtype == tl.bfloat16 else IN_FLOAT16
     off = (-BASE - zero).to(tl.float32).to(dtype).to(tl.int16, bitcast=True)
@@ -184,7 +185,7 @@ def unpack_kernel(
     FACTORS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """One program: a run of COLUMNS outputs."""
+    """Dequantizes one run of COLUMNS outputs."""
     run = tl.program_id(1)
     output = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     wanted = output < outputs
@@ -211,8 +212,8 @@ def unpack_kernel(
 def by_triton(
     codes: Codes, bias: Tensor | None, dtype: torch.dtype, invariant: bool = False
 ) -> tuple[Product, Sequence[Tensor | None]] | None:
-    """The product with rows of `dtype`, and what it reads. None: blocks are too short, or rows are not for the matrix units.
-    invariant: by one tile for all numbers of rows, so that none depends on others."""
+    """The product with rows of `dtype`, and the tensors it reads. None if blocks are too short, or if tensor cores don't support
+    `dtype`. invariant: one tile shape for all numbers of rows, so that none depends on others (batch invariance)."""
     outputs, inputs = codes.codes.shape
     run = _run(codes.kind, inputs, codes.block)
     if run < LEAST_RUN or dtype not in TYPES:
@@ -266,21 +267,22 @@ def by_triton(
 
 
 def _run(kind: str, inputs: int, block: int) -> int:
-    """The largest power of two up to RUN that divides a block, or, of blocks of NVFP4, that whole ones make among the inputs."""
+    """Inputs that are processed at once: the largest power of two up to RUN that divides a block, or for NVFP4 that consists of
+    whole blocks."""
     return whole(inputs, block) if kind == "nvfp4" else min(RUN, block & -block)
 
 
 def whole(inputs: int, block: int) -> int:
-    """The largest power of two up to RUN that divides the inputs, where it is in whole blocks of NVFP4; else 0."""
+    """The largest power of two up to RUN that divides the inputs, where these are whole blocks of NVFP4; else 0."""
     return min(RUN, inputs & -inputs) if block % FP4_BLOCKS["nvfp4"] == 0 else 0
 
 
 def read_scales(codes: Codes, run: int) -> Tensor:
-    """Scales as kernels read them."""
+    """Scales in the form that kernels read."""
     if codes.kind == "nvfp4":
         return words(codes.refined(FP4_BLOCKS["nvfp4"]).scales, run)
     scales = codes.scales.t()
-    if codes.kind == "fp4":  # of these the exponents
+    if codes.kind == "fp4":  # their exponents
         scales = (scales.view(torch.int32) >> 23).to(torch.uint8)
     elif codes.kind == "fp8":
         scales = scales * FP8_FACTOR
@@ -288,21 +290,21 @@ def read_scales(codes: Codes, run: int) -> Tensor:
 
 
 def read_factors(codes: Codes) -> Tensor | None:
-    """Factors as kernels read them, which make up for what is 2**8 times smaller."""
+    """Factors in the form that kernels read, where those of NVFP4 undo that its scaled codes are 2**8 times too small."""
     return factors_of(codes) * FP8_FACTOR if codes.kind == "nvfp4" else codes.factors
 
 
 def paired(codes: Tensor, run: int) -> Tensor:
-    """Codes of 4 bits [out, in] as bytes [out, in / 2]: in each the same place of a run's first and of its second half."""
+    """4-bit codes [out, in] as bytes [out, in / 2]: in each the same place of a run's first and of its second half."""
     low, high = codes.view(len(codes), -1, 2, run // 2).unbind(2)
     return (low | (high << 4)).flatten(1)
 
 
 def meaning(kind: str, inputs: int, block: int, run: int, zeros: bool, factors: bool) -> dict[str, Any]:
-    """The constants that say what codes mean."""
+    """The compile-time constants that describe a weight's format."""
     return {
         "INPUTS": inputs,
-        "BLOCK": run // 2 if kind == "nvfp4" else block,  # of which scales are a word
+        "BLOCK": run // 2 if kind == "nvfp4" else block,  # inputs whose scales are one word
         "RUN": run,
         "WIDTH": run * BITS[kind] // 8,
         "KIND": kind,
@@ -313,21 +315,21 @@ def meaning(kind: str, inputs: int, block: int, run: int, zeros: bool, factors: 
 
 
 def scale_type(kind: str, run: int) -> str:
-    """Of the pointer to what scales are read as."""
+    """Triton's type of the pointer to scales."""
     return {"fp4": "*u8", "nvfp4": f"*{'u' if run == 32 else 'i'}{run // 4}"}.get(kind, "*fp32")
 
 
 def _tile(rows: int, outputs: int, kind: str, amd: bool) -> dict[str, int]:
-    """Few rows cost what reading the codes costs: small tiles, of which many are under way."""
+    """The tile of one launch. With few rows the cost is that of reading codes: small tiles, with many loads in flight."""
     high = 16 if rows <= 16 else 64
-    wide = 32 if kind == "fp4" and high == 64 else 64  # where ptxas would spill
+    wide = 32 if kind == "fp4" and high == 64 else 64  # else ptxas would spill
     while wide > 16 and high == 16 and outputs < wide * PROGRAMS:
         wide //= 2
     return {"ROWS": high, "COLUMNS": wide, "STAGES": 2 if amd else 4 if high == 16 else 3}
 
 
 def compilations() -> list[Compilation]:
-    """Matrices of an 8 B model, for one row and for many, with what the formats of checkpoints have."""
+    """Matrices of an 8 B model, for one row and for many, in the formats of checkpoints."""
     cases = {  # kind, block, zeros, inputs, outputs, type of rows
         "int4": ("int4", 128, False, 4096, 6144, "bf16"),
         "int4, zeros": ("int4", 64, True, 4096, 6144, "fp16"),

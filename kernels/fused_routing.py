@@ -1,5 +1,5 @@
-"""Which experts tokens go through, and pairs of both sorted by expert, by Triton: two launches instead of a dozen small ones, which
-take as long as reading the weights of few experts. `experts.py` says what they mean.
+"""Top-k routing of a mixture of experts, and sorting of (token, expert) pairs by expert, in Triton: two launches instead of a dozen
+small ones, which take as long as reading the weights of few experts. The reference is `experts.py`.
 
 Knows tensors only. Of equal scores those of the first experts are taken, however many tokens there are.
 """
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from .compilation import Compilation
 
-PAIRS = 256  # that one program sorts; more are sorted by torch
-PART = 32  # of pairs that all others are compared with at once
+PAIRS = 256  # most pairs that one program sorts; more are sorted by torch
+PART = 32  # pairs that all others are compared with at once
 WARPS = 8
 
 
@@ -30,8 +30,8 @@ def open_sets(
     BEST: tl.constexpr,
     ZEROED: tl.constexpr,
 ) -> tl.tensor:
-    """The same, but -inf, or 0, outside of the OPEN sets whose BEST are best, one or two. SETS: a power of two; some may have no
-    experts."""
+    """Group-limited routing: `judged`, with -inf, or 0, outside of the OPEN expert groups with the highest sums of their BEST best
+    experts, one or two. SETS: a power of two; some groups may have no experts."""
     number = tl.arange(0, SETS)
     own = tl.where((slot // SIZE)[None, :] == number[:, None], judged[None, :], float("-inf"))
     first = tl.argmax(own, 1)
@@ -68,12 +68,12 @@ def route_kernel(
     ZEROED: tl.constexpr,
     ROOTED: tl.constexpr,
 ) -> None:
-    """One program: a token. PLACES, SLOTS: at least COUNT and EXPERTS."""
+    """Routes one token. PLACES, SLOTS: powers of two, at least COUNT and EXPERTS."""
     token = tl.program_id(0).to(tl.int64)
     slot, place = tl.arange(0, SLOTS), tl.arange(0, PLACES)
     there = slot < EXPERTS
     logit = tl.load(logits + token * EXPERTS + slot, mask=there, other=float("-inf")).to(tl.float32)
-    if ROOTED:  # of what is large the softplus is itself
+    if ROOTED:  # the softplus of a large number is that number
         scores = tl.sqrt(tl.where(logit > 20.0, logit, tl.log(1.0 + tl.exp(tl.minimum(logit, 20.0)))))
     else:
         scores = 1.0 / (1.0 + tl.exp(-logit)) if SIGMOID else tl.exp(logit - tl.max(logit, 0))
@@ -83,7 +83,7 @@ def route_kernel(
     judged = logit if BY_LOGITS else scores
     if CORRECTED:
         judged += tl.load(correction + slot, mask=there, other=0.0)
-    judged = tl.where(there & (judged == judged), judged, float("-inf"))  # of what is no number the first that there are
+    judged = tl.where(there & (judged == judged), judged, float("-inf"))  # of NaNs the first experts are taken
     if OPEN < SETS:
         judged = open_sets(judged, slot, SLOTS, EXPERTS // SETS, triton.next_power_of_2(SETS), OPEN, BEST, ZEROED)
         judged = tl.where(there, judged, float("-inf"))
@@ -109,7 +109,7 @@ def sort_kernel(
     SIZE: tl.constexpr,
     PART: tl.constexpr,
 ) -> None:
-    """The only program. SLOTS, SIZE: at least EXPERTS + 1 and pairs."""
+    """Counting sort of all pairs, by a single program. SLOTS, SIZE: at least EXPERTS + 1 and pairs."""
     pair, slot = tl.arange(0, SIZE), tl.arange(0, SLOTS)
     own = tl.load(numbers + pair, mask=pair < pairs, other=EXPERTS).to(tl.int32)
     place = tl.zeros([SIZE], tl.int32)
@@ -186,7 +186,7 @@ def _constants(
 
 
 def sort(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Up to PAIRS pairs in the order of their experts, equal ones as they were; and where each expert's begin, [experts + 1]."""
+    """Up to PAIRS pairs sorted by expert, stably; and where each expert's pairs begin, [experts + 1]."""
     pairs = chosen.numel()
     order = torch.empty(pairs, dtype=torch.int64, device=chosen.device)
     starts = torch.empty(experts + 1, dtype=torch.int64, device=chosen.device)
@@ -207,8 +207,8 @@ def sort(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def compilations() -> list[Compilation]:
-    """Qwen3's experts, gpt-oss's, DeepSeek's in their sets, and its fourth model's by roots, A.X K2's, of which those of other sets
-    count as 0, Kolibri's by logits, and as many as LongCat's, of which it sorts fewer."""
+    """Qwen3's experts, gpt-oss's, DeepSeek's in groups, DeepSeek V4's with roots, A.X K2's, where those of other groups count as 0,
+    Kolibri's by logits, and as many as LongCat's, of which it sorts fewer."""
     found = []
     pointers = {"shares": "*fp32", "chosen": "*i64", "correction": "*fp32"} | dict.fromkeys(("factor", "least"), "fp32")
     for name, experts, count, sets, scored in (

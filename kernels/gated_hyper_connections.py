@@ -1,8 +1,8 @@
-"""What a part of a layer sees of a token's residual streams where each of their features has a gate, and what each stream gets of
-what the part comes to (Qwen 4 Exp). Knows tensors only.
+"""Gated hyper-connections of Qwen 4 Exp: each part of a layer reads the mean of a token's residual streams, each feature scaled by
+a gate, and its output is added to each stream with a weight. Knows tensors only.
 
-Streams are normalized, each by itself. A matrix makes a few features of all of them, and another one of these gates for all, which
-go through a sigmoid; what is seen is the mean of what they let through. What is given follows from the same norms.
+Each stream is RMS-normalized by itself. A low-rank pair of matrices makes the gates of all features from all streams, through a
+sigmoid; the mean of the gated streams is the part's input. Write shares are computed from the same norms.
 
 On a CPU by torch; on an accelerator a launch before the products and one behind them (`fused_gated_hyper_connections`).
 """
@@ -16,10 +16,10 @@ from .reference import by_lanes
 
 
 def spread(streams: Tensor, more: Tensor | None, given: Tensor | None, gains: Tensor, epsilon: float) -> Tensor:
-    """The norms of all streams, side by side: [tokens, count * hidden].
+    """The RMS norms of all streams, side by side: [tokens, count * hidden].
 
-    streams: [tokens, count, hidden], to which more [tokens, hidden], what the last part came to, is added first, in place, by the
-    shares that it gives, [tokens, count] float32; without either nothing is. gains: [count, hidden] float32. All dense.
+    streams: [tokens, count, hidden], to which `more` [tokens, hidden], the output of the last part, is added first, in place, with
+    its write shares `given`, [tokens, count] float32; nothing is added without either. gains: [count, hidden] float32. All dense.
     """
     if triton_for(streams):
         from .fused_gated_hyper_connections import spread as fused
@@ -31,10 +31,10 @@ def spread(streams: Tensor, more: Tensor | None, given: Tensor | None, gains: Te
 
 
 def gathered(normal: Tensor, gates: Tensor, giving: Tensor | None, count: int) -> tuple[Tensor, Tensor | None]:
-    """What is seen, [tokens, hidden], and what is given, [tokens, count] float32.
+    """The input of the next part, [tokens, hidden], and the write shares of its output, [tokens, count] float32.
 
-    normal: of `spread`; gates: [tokens, count * hidden], before their sigmoid; giving: [tokens, count], likewise, perhaps columns
-    of something wider; None: nothing is given. What is given is up to 2.
+    normal: of `spread`; gates: [tokens, count * hidden], before their sigmoid; giving: [tokens, count], logits of write shares,
+    perhaps columns of something wider; None: there are none. Write shares are at most 2.
     """
     if triton_for(normal):
         from .fused_gated_hyper_connections import gathered as fused

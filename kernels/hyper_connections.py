@@ -1,9 +1,8 @@
-"""What a part of a layer sees of a token's residual streams, and what each of them gets of what the part comes to:
-hyper-connections (Zhu et al. 2024, arXiv:2409.19606). Knows tensors only.
+"""Hyper-connections (Zhu et al. 2024, arXiv:2409.19606): a token has several residual streams; each part of a layer (attention,
+MLP) reads a weighted sum of them, and its output is added to each stream with a weight. Knows tensors only.
 
-Streams may also become mixtures of each other, by shares of which those that one gets, and those that one gives, add up to 1: what
-a softmax has made is divided by its sums, one way and the other by turns (Sinkhorn and Knopp 1967; Xie et al. 2025, mHC,
-arXiv:2512.24880).
+Streams may also be mixed with each other, by a matrix that is nearly doubly stochastic: a softmax is divided by its row sums and
+column sums in turn (Sinkhorn and Knopp 1967; Xie et al. 2025, mHC, arXiv:2512.24880).
 
 On a CPU by torch; on an accelerator one launch for each part of a layer (`fused_hyper_connections`, `fused_manifold_connections`).
 """
@@ -20,12 +19,13 @@ from .reference import Shares
 def mix(
     streams: Tensor, more: Tensor | None, given: Tensor | None, shares: Shares | None, epsilon: float
 ) -> tuple[Tensor, Tensor | None]:
-    """What the next part sees, [tokens, hidden], and gives, [tokens, count] float32, if it gives anything.
+    """The input of the next part of a layer, [tokens, hidden], and the shares with which its output is to be written, [tokens,
+    count] float32, if there are any.
 
-    streams: [tokens, count, hidden], to which more [tokens, hidden], what the last part came to, is added first, in place, by the
-    shares that it gives, [tokens, count] float32; without either nothing is. Where streams become mixtures of each other, it gives
-    the shares of these, too, [tokens, count + count**2], and they do so before anything is added. shares: None: the mean of all is
-    seen. epsilon: of the root mean square. All dense.
+    streams: [tokens, count, hidden], to which `more` [tokens, hidden], the output of the last part, is added first, in place, with
+    its write shares `given`, [tokens, count] float32; nothing is added without either. With mHC, `given` and the result include the
+    shares of the mixing matrix, [tokens, count + count**2], which is applied before anything is added. shares: None: the input is
+    the mean of all streams. epsilon: of the root mean square. All dense.
     """
     if triton_for(streams):
         if shares is None or shares.rounds or (given is not None and given.shape[1] > streams.shape[1]):
@@ -55,7 +55,7 @@ def mix(
 
 
 def _crossed(wide: Tensor, given: Tensor) -> Tensor:
-    """Streams as mixtures of each other. given: [tokens, count**2], of each stream what the others get of it."""
+    """Streams mixed with each other. given: [tokens, count**2], for each stream what the others get of it."""
     count = wide.shape[1]
     found = torch.zeros_like(wide)
     for stream, own in enumerate(given.view(-1, count, count).unbind(1)):
@@ -64,7 +64,8 @@ def _crossed(wide: Tensor, given: Tensor) -> Tensor:
 
 
 def balanced(logits: Tensor, shares: Shares) -> Tensor:
-    """Shares of as many [tokens, count**2], which add up to 1 of each stream, and nearly so for each."""
+    """Sinkhorn normalization of the mixing logits [tokens, count**2]: what each stream gives sums to nearly 1, what each gets to
+    1."""
     count = math.isqrt(logits.shape[1])
     found = torch.softmax(logits.view(-1, count, count), 2) + shares.epsilon
     for turn in range(2 * max(1, shares.rounds) - 1):

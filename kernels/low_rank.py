@@ -1,7 +1,7 @@
-"""Additions of low rank, laid out for the machine that they run on. Knows tensors only.
+"""LoRA products, laid out for the machine that they run on. Knows tensors only.
 
-On a CPU each adapter is a pair of products as `linear` lays them out, for its rows; on an accelerator all of them are two launches
-(`fused_experts`), which ask the host nothing, so that graphs can hold them. A row's result depends on no other row.
+On a CPU each adapter is a pair of products as `linear` lays them out, for its rows; on an accelerator all adapters are two launches
+(`fused_experts`), which need no answer from the host, so that CUDA graphs can hold them. A row's result depends on no other row.
 """
 
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ from .dispatch import triton_for
 from .linear import Invariance, Weight, compile_products
 
 Products = tuple[Weight, Weight]
-COMPILED = 32  # rows of one adapter in a step that are made ready, at most
+COMPILED = 32  # most rows of one adapter in a step for which oneDNN's products are compiled ahead
 
 
 class LoopedLowRank(Additions):
-    """By products as `linear` lays them out."""
+    """LoRA on a CPU, one adapter after the other, with products as `linear` lays them out."""
 
     def __init__(self, pairs: Sequence[Pair | None], largest: Pair, exact: Invariance) -> None:
         self._exact, self._device = exact, largest[0].device
@@ -43,7 +43,7 @@ class LoopedLowRank(Additions):
     def prepared(self, pair: Pair) -> Products:
         """See Additions."""
         down, up = (Weight(factor.to(self._device), None, self._exact) for factor in pair)
-        compile_products((down, up), COMPILED)  # or the first steps with it would
+        compile_products((down, up), COMPILED)  # or the first steps with it would wait for that
         return down, up
 
     def put(self, number: int, prepared: Products | None) -> None:
@@ -52,9 +52,9 @@ class LoopedLowRank(Additions):
 
 
 class FusedLowRank(Additions):
-    """By Triton: stacked, as high as the highest of them, with zeros."""
+    """LoRA in Triton: all adapters' matrices stacked, padded with zeros to the largest rank."""
 
-    later = 0  # its place is there
+    later = 0  # its place is allocated already
 
     def __init__(self, pairs: Sequence[Pair | None], largest: Pair, exact: Invariance) -> None:
         self._invariant = exact is Invariance.INVARIANT
@@ -78,19 +78,19 @@ class FusedLowRank(Additions):
         add_products(out, inner, self._ups, chosen.order, chosen.starts, self._invariant)
 
     def prepared(self, pair: Pair) -> Pair:
-        """See Additions: no more than a copy is left to be done."""
+        """See Additions: padded, so that only a copy remains."""
         lacking = self._downs.shape[1] - len(pair[0])
         return pad(pair[0], (0, 0, 0, lacking)), pad(pair[1], (0, lacking))
 
     @torch.inference_mode()
     def put(self, number: int, prepared: Pair | None) -> None:
-        """See Additions. In place, since graphs read from there."""
+        """See Additions. In place, since CUDA graphs read from there."""
         self._downs[number], self._ups[number] = prepared or (0, 0)
 
 
 def lay_out(pairs: Sequence[Pair | None], exact: Invariance = Invariance.USUAL, largest: Pair | None = None) -> Additions | None:
-    """pairs: of each adapter; None: it leaves this weight as it is, if it is there at all; exact: see `linear`; largest: as those
-    that come later may be. None, if none comes, and all leave it."""
+    """The LoRA matrices of one weight. pairs: of each adapter; None: an adapter that doesn't change this weight, or isn't loaded;
+    exact: see `linear`; largest: the largest shapes that may be loaded later. None if nothing can ever be added."""
     there = [pair for pair in (*pairs, largest) if pair]
     if not there:
         return None

@@ -1,8 +1,7 @@
-"""The products of a mixture of experts whose weights have few bits, by Triton: tiles as those of `fused_experts`, codes as those of
-`fused_quantized`.
+"""Mixture-of-experts products with quantized weights, in Triton: tiles as in `fused_experts`, codes as in `fused_quantized`.
 
-Knows tensors only. What it computes stands in `experts.LoopedExperts`. Programs unpack their outputs' codes as they read them, for
-any number of rows: experts that many tokens choose unpack them once for every tile.
+Knows tensors only. The reference is `experts.LoopedExperts`. Programs dequantize their outputs' codes as they read them, for any
+number of rows: experts that many tokens choose dequantize them once for every tile.
 """
 
 import itertools
@@ -60,8 +59,9 @@ def add_run(
     WIDEN: tl.constexpr,
     CUDA: tl.constexpr,
 ) -> tl.tensor:
-    """Adds the products of a run of rows, whose halves are `first` and `second`, or all of which is `first`. codes: of the outputs;
-    scales, zeros: of their first block. OUTPUTS: of an expert's matrix, which may be more than are wanted."""
+    """Adds the products of one run of inputs (see `fused_quantized.RUN`), whose halves are `first` and `second`, or all of which is
+    `first`. codes: of the outputs; scales, zeros: of their first block. OUTPUTS: rows of an expert's matrix, which may be more than
+    are wanted."""
     held = tl.load(codes + run * WIDTH, mask=wanted[:, None], other=0)
     begin = run * RUN // BLOCK * OUTPUTS
     if KIND == "nvfp4":
@@ -94,7 +94,7 @@ def add_scaled(
     WIDEN: tl.constexpr,
     CUDA: tl.constexpr,
 ) -> tl.tensor:
-    """The same, of codes that are `held`, whose products are scaled a block at a time; scales, zeros: of the run's first block."""
+    """The same with loaded codes `held`, whose products are scaled block by block. scales, zeros: of the run's first block."""
     zero = zeros_at(zeros, wanted, ZEROS, MIDDLE)
     part = tl.zeros(result.shape, tl.float32)
     if WIDTH == RUN:
@@ -121,13 +121,13 @@ def packed_kernel(
     out: tl.tensor,  # [pairs, outputs]
     x: tl.tensor,  # [pairs / TOGETHER, inputs]
     codes: tl.tensor,  # [experts, outputs, inputs] bytes, or half as many; GATED: 2 * outputs, gates first
-    scales: tl.tensor,  # [experts, inputs / BLOCK, outputs] float32, of floats of 4 bits bytes or `words`; GATED: 2 * outputs
+    scales: tl.tensor,  # [experts, inputs / BLOCK, outputs] float32, for 4-bit floats bytes or `words`; GATED: 2 * outputs
     zeros: tl.tensor,  # the same, bytes; unused without ZEROS
     factors: tl.tensor,  # [experts, outputs] float32, or twice as many; unused without FACTORS
     bias: tl.tensor,  # [experts, outputs], or twice as many; unused without BIASED
     order: tl.tensor,  # [pairs], pairs sorted by expert
-    starts: tl.tensor,  # [experts + 1], where each expert's begin in `order`
-    shares: tl.tensor,  # [pairs] float32, which results are multiplied by; unused with GATED and SQUARED
+    starts: tl.tensor,  # [experts + 1], where each expert's pairs begin in `order`
+    shares: tl.tensor,  # [pairs] float32, router weights of results; unused with GATED and SQUARED
     EXPERTS: tl.constexpr,
     SLOTS: tl.constexpr,
     TOGETHER: tl.constexpr,
@@ -153,7 +153,8 @@ def packed_kernel(
     WIDEN: tl.constexpr,
     CUDA: tl.constexpr,
 ) -> None:
-    """One program: COLUMNS outputs of a tile."""
+    """COLUMNS outputs of one tile of an expert's tokens, with the activation (first product) or the router weight (second) as
+    epilogue."""
     ALL: tl.constexpr = (1 + GATED) * OUTPUTS
     expert, first_place = find(starts, tl.program_id(1), EXPERTS, SLOTS, ROWS)
     if expert < EXPERTS:
@@ -199,7 +200,8 @@ def packed_kernel(
         elif SQUARED:
             result = tl.maximum(result, 0.0) * tl.maximum(result, 0.0)
         else:
-            # Loaded once more, in other words lest they, or their places, be kept: ptxas would spill to fit in one program more.
+            # Loaded again, in other words so that neither they nor their addresses are kept: ptxas would spill to fit one more
+            # program.
             asked = first_place + tl.arange(0, ROWS) < tl.load(starts + expert + 1, cache_modifier=".ca").to(tl.int32)
             pair = tl.load(order + first_place + tl.arange(0, ROWS), mask=asked, other=0, cache_modifier=".ca").to(tl.int64)
             result *= tl.load(shares + pair, mask=asked, other=0.0)[:, None]
@@ -209,7 +211,7 @@ def packed_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Matrices of all experts, [experts, outputs, inputs], as the kernel reads them."""
+    """The quantized matrices of all experts, [experts, outputs, inputs], as the kernel reads them."""
 
     kind: str
     codes: Tensor
@@ -221,13 +223,13 @@ class Packed:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that it holds."""
+        """All tensors that it holds."""
         return [tensor for tensor in (self.codes, self.scales, self.zeros, self.factors) if tensor is not None]
 
 
 def pack(weights: Sequence[Codes], dtype: torch.dtype) -> Packed | None:
-    """Those of all experts, for products with rows of `dtype`. None: blocks are too short or differ, inputs have an order, or rows
-    are not for the matrix units."""
+    """Packs the matrices of all experts for products with rows of `dtype`. None if blocks are too short or differ, if inputs are
+    reordered, or if tensor cores don't support `dtype`."""
     first = weights[0]
     kind, block, inputs = first.kind, first.block, first.codes.shape[1]
     found = [read_factors(weight) for weight in weights]
@@ -250,8 +252,8 @@ def pack(weights: Sequence[Codes], dtype: torch.dtype) -> Packed | None:
 
 
 def _run(kind: str, inputs: int, block: int) -> int:
-    """The largest power of two up to RUN that divides the inputs, and a block, or of which each half, where it has some, is one; of
-    NVFP4 as many blocks as there are."""
+    """Inputs that are processed at once: the largest power of two up to RUN that divides the inputs and a block, or whose halves
+    are a block each where codes have 4 bits; for NVFP4 as many whole blocks as fit."""
     if kind == "nvfp4":
         return min(RUN, whole(inputs, block))
     run = min(RUN, inputs & -inputs)
@@ -329,13 +331,13 @@ def _product(
 
 
 def _tile(few: bool, gated: bool, amd: bool) -> dict[str, int]:
-    """Few pairs for each expert cost what reading its codes costs."""
+    """The tile of one launch. With few pairs per expert the cost is that of reading codes."""
     return {"ROWS": 16 if few else 64, "COLUMNS": 64 if few and not gated else 32, "STAGES": 2 if amd else 4 if few else 3}
 
 
 def compilations() -> list[Compilation]:
-    """gpt-oss's experts, whole and half of them, Qwen3's 128 in 8 bits and as NVFP4, of which an eighth, too, and Mixtral's 8 in 4.
-    Nemotron 3 Nano's have no gates."""
+    """gpt-oss's experts, whole and half of them, Qwen3's 128 in 8 bits and as NVFP4, also an eighth of those, and Mixtral's 8 in 4
+    bits. Nemotron 3 Nano's have no gates."""
     models = {  # experts, chosen, inputs, outputs, kind, block, zeros
         "32 x 2880 fp4": (32, 4, 2880, 2880, "fp4", 32, False),
         "32 x 1440 fp4": (32, 4, 1440, 2880, "fp4", 32, False),

@@ -1,15 +1,15 @@
-"""Products with weights of few bits (`codes`). Knows tensors only.
+"""Matrix products with quantized weights (`codes`). Knows tensors only.
 
-What they mean is the product with what is `unpacked`. They save memory, and the time that few rows take, which is the time to read
-the weights; products are computed with rows as they are, whatever a checkpoint says of activations. On an accelerator
-`fused_quantized` multiplies with the codes themselves. On a CPU torch does so for 4 bits beside bfloat16. Measured 2026-11-23 on a
-Xeon with AVX-512 and bfloat16 units, one thread, 1024 x 5632 in blocks of 64, us for 1 / 4 / 16 / 64 rows:
+Their reference is the product with the `unpacked` (dequantized) weight. Quantization saves memory, and, with few rows, the time to
+read the weights; activations are never quantized, whatever a checkpoint says of them. On an accelerator `fused_quantized`
+multiplies with the codes themselves. On a CPU torch does so for 4 bits with bfloat16 rows. Measured 2026-11-23 on a Xeon with
+AVX-512 and bfloat16 units, one thread, 1024 x 5632 in blocks of 64, us for 1 / 4 / 16 / 64 rows:
 
     torch, 4 bits               378 / 798 / 2800 / 12000
     oneDNN, packed, bfloat16    986 / 1370 / 2660 / 9130
     torch, 8 bits               1105 / 1374 / 3579 / 13989
 
-Everything else is unpacked once, when it is loaded.
+Everything else is dequantized once, when it is loaded.
 """
 
 from collections.abc import Sequence
@@ -23,16 +23,16 @@ from .codes import MIDDLES, Codes, unpacked, zeros_of
 from .dispatch import triton_for
 from .linear import Invariance, Product, Weight
 
-CPU_BLOCKS = (256, 128, 64, 32)  # that torch knows; and there must be a multiple of so many outputs and inputs
+CPU_BLOCKS = (256, 128, 64, 32)  # block sizes that torch supports; outputs and inputs must be multiples of the next two
 CPU_OUTPUTS, CPU_INPUTS = 16, 32
-Found = tuple[Product, Sequence[Tensor | None]]  # and what it reads
+Found = tuple[Product, Sequence[Tensor | None]]  # a product, and the tensors it reads
 
 
 class Quantized(Weight):
-    """A weight that is multiplied with as it is stored."""
+    """A weight whose products read its quantized form."""
 
     def __init__(self, shape: torch.Size, product: Product, kept: Sequence[Tensor | None]) -> None:
-        """kept: what the product reads."""
+        """kept: the tensors that the product reads."""
         self.shape, self.product = shape, product
         self.bytes = sum(tensor.nbytes for tensor in kept if tensor is not None)
         self.compiled = self._plain = None
@@ -41,7 +41,7 @@ class Quantized(Weight):
 
 
 def lay_out(weight: Tensor | Codes, bias: Tensor | None, exact: Invariance, dtype: torch.dtype) -> Weight:
-    """A weight ready for products with rows of `dtype`; exact: see `Weight`."""
+    """A weight, quantized or not, ready for products with rows of `dtype`; exact: see `Weight`."""
     if isinstance(weight, Tensor):
         return Weight(weight, bias, exact)
     even = replace(weight, order=None)
@@ -59,15 +59,17 @@ def lay_out(weight: Tensor | Codes, bias: Tensor | None, exact: Invariance, dtyp
 
 
 def _in_order(codes: Codes, product: Product, kept: Sequence[Tensor | None]) -> Found:
-    """The product with rows that have their inputs as they are, by the one with rows in the order of the codes."""
+    """The product with rows whose inputs are in their original order, made of the one with rows in the order of the codes (GPTQ's
+    act-order)."""
     assert codes.order is not None
-    lacking = int(len(codes.order) > codes.inputs)  # columns of no input are multiplied with a zero
+    lacking = int(len(codes.order) > codes.inputs)  # columns that belong to no input are multiplied with a zero
     places = torch.where(codes.order < 0, codes.inputs, codes.order)
     return lambda x: product((functional.pad(x, (0, 1)) if lacking else x).index_select(1, places)), [*kept, places]
 
 
 def _by_torch(codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> Found | None:
-    """torch's product, where it is quick, on a CPU. A row's result does not depend on the rows beside it, to the last bit."""
+    """torch's product on a CPU, where it is fast; else None. A row's result does not depend on the rows beside it, to the last
+    bit."""
     if codes.codes.device.type != "cpu":
         return None
     outputs, inputs = codes.codes.shape
@@ -75,7 +77,7 @@ def _by_torch(codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> Found | 
     if codes.kind != "int4" or dtype != torch.bfloat16 or not block or outputs % CPU_OUTPUTS or inputs % CPU_INPUTS:
         return None
     fine = codes.refined(block)
-    shifts = (MIDDLES["int4"] - zeros_of(fine).float()) * fine.scales  # there a code less 8 is multiplied, and this added
+    shifts = (MIDDLES["int4"] - zeros_of(fine).float()) * fine.scales  # torch multiplies with code - 8, and adds this
     pairs = torch.stack((fine.scales.t(), shifts.t()), -1).to(dtype).contiguous()
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.codes.int(), 1)
 

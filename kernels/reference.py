@@ -1,4 +1,5 @@
-"""Elementwise operations in plain torch: what each one means, and how it runs on a CPU. Knows tensors only."""
+"""Reference implementations of elementwise operations in plain torch: what each one means, and how it runs on a CPU. Knows tensors
+only."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,8 +16,8 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
     x: [..., size]; weight: [size], same dtype; the result has x's dtype.
     """
-    # Not functional.rms_norm: it takes three to ten times as long on a CPU (torch 2.13, 512 x 1024: 0.7 to 3 ms against 0.2). Few
-    # operations, since for few rows these are what it costs.
+    # Not functional.rms_norm: it takes three to ten times as long on a CPU (torch 2.13, 512 x 1024: 0.7 to 3 ms against 0.2). As
+    # few operations as possible, since with few rows their number is what it costs.
     wide = x.float()
     length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     scale = torch.addcmul(_constant(epsilon, x.device), length, length, value=1 / x.shape[-1]).rsqrt_()
@@ -31,9 +32,10 @@ def _constant(value: float, device: torch.device) -> Tensor:
 
 
 def rotary_table(frequencies: Tensor, positions: Tensor, dtype: torch.dtype, amplitude: float = 1.0) -> Tensor:
-    """Cosines and signed sines of some positions, so that `rotate` needs two multiplications.
+    """The table of a rotary embedding: cosines and signed sines of some positions, so that `rotate` needs two multiplications.
 
-    frequencies: [size / 2] float32, radians per position; positions: [tokens]; result: [tokens, 2, 1, size] in `dtype`.
+    frequencies: [size / 2] float32, radians per position; positions: [tokens]; amplitude: scales both; result: [tokens, 2, 1, size]
+    in `dtype`.
     """
     angles = torch.outer(positions.float(), frequencies)
     cosine, sine = angles.cos() * amplitude, angles.sin() * amplitude
@@ -50,50 +52,51 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
     return x.mul_(table[:, 0]).addcmul_(swapped, table[:, 1])
 
 
-LANES = 64  # numbers that torch computes at once at most, on a CPU
+LANES = 64  # most numbers that torch processes in one vectorized iteration on a CPU
 
 
 def by_lanes(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """An elementwise function of x [..., size], to the same last bits wherever a number stands: of what is left at a tensor's end,
-    too little to be computed at once, torch computes each by itself, by other code."""
+    """An elementwise function of x [..., size], to the same last bits wherever a number stands: torch computes a tensor's tail, too
+    short for a vector, one number at a time by other code, so it is padded."""
     lacking = -x.shape[-1] % LANES if x.device.type == "cpu" else 0
     return function(functional.pad(x, (0, lacking)))[..., : x.shape[-1]] if lacking else function(x)
 
 
 def squared(x: Tensor) -> Tensor:
-    """relu(x), squared, of x that becomes it (So et al. 2021, arXiv:2109.08668)."""
+    """relu(x) squared, in place (So et al. 2021, arXiv:2109.08668)."""
     return x.relu_().square_()
 
 
-STEEPNESS = 1.702  # of the sigmoid that comes near to gelu's
+STEEPNESS = 1.702  # factor within the sigmoid by which it approximates gelu's
 
 
-STEEP, BEFORE, BEHIND = "steep", "before", "behind"  # what a limit of gates means: see `Gates`
+STEEP, BEFORE, BEHIND = "steep", "before", "behind"  # what the clamp of gates means: see `Gates`
 
 
 @dataclass(frozen=True, slots=True)
 class Gates:
-    """What becomes of what leads into MLPs and experts: `gated`, or `squared` instead."""
+    """The activation of an MLP or expert between its two products: `gated` (SwiGLU, GeGLU and variants), or `squared` ReLU
+    instead."""
 
     gelu: bool = False
-    # Beyond it neither gates nor what they let through go; 0: there is none. BEFORE silu, or BEHIND it; STEEP: gpt-oss's own gates
-    # (OpenAI 2025, arXiv:2508.10925), before.
+    # Clamp of gates and of what they multiply; 0: none. Applied to the gate BEFORE silu, or BEHIND it; STEEP: gpt-oss's own gates
+    # (OpenAI 2025, arXiv:2508.10925), clamped before.
     limit: float = 0.0
     form: str = STEEP
     squared: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [tokens, 2 * size], gates first, or without gates [tokens, size]; [tokens, size]."""
+        """Applies it to x: [tokens, 2 * size], gates first, or [tokens, size] without gates; result: [tokens, size]."""
         return squared(x) if self.squared else gated(x, self)
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Of kernels that have both."""
+        """Compile-time constants of kernels that support gates and `squared`."""
         return {"SQUARED": self.squared, **self.own}
 
     @property
     def own(self) -> dict[str, Any]:
-        """Of those that have gates alone."""
+        """Compile-time constants of kernels that support gates only."""
         return {"GELU": self.gelu, "LIMIT": self.limit, "STEEP": self.form == STEEP, "BEHIND": self.form == BEHIND}
 
 
@@ -101,7 +104,8 @@ PLAIN = Gates()
 
 
 def gated(gate_up: Tensor, how: Gates = PLAIN) -> Tensor:
-    """silu(gate) * up, SwiGLU (Shazeer 2020, arXiv:2002.05202), or with gelu, approximated by tanh, GeGLU. See `Gates`."""
+    """silu(gate) * up, SwiGLU (Shazeer 2020, arXiv:2002.05202), or with gelu, approximated by tanh, GeGLU. See `Gates` for
+    clamps."""
     gate, up = gate_up.chunk(2, -1)
     if not how.limit:
         return (functional.gelu(gate, approximate="tanh") if how.gelu else functional.silu(gate)).mul_(up)
@@ -115,8 +119,9 @@ def gated(gate_up: Tensor, how: Gates = PLAIN) -> Tensor:
 
 
 def xielu(x: Tensor, positive: float, negative: float, beta: float, epsilon: float) -> Tensor:
-    """A slope of `beta` at 0, from which a square leads away above, by `positive`, and an exponential below, by `negative` (Huang
-    and Schlag 2024, arXiv:2411.13010). epsilon: close to 0, below: nothing nearer to it is taken for the exponential."""
+    """The xIELU activation (Huang and Schlag 2024, arXiv:2411.13010): slope `beta` at 0, plus a square above, weighted by
+    `positive`, or an exponential below, weighted by `negative`. epsilon: a number just below 0, the largest argument of the
+    exponential."""
     wide = x.float()
     above = wide.square().mul_(positive)
     below = wide.clamp(max=epsilon).expm1_().sub_(wide).mul_(negative)
@@ -125,14 +130,15 @@ def xielu(x: Tensor, positive: float, negative: float, beta: float, epsilon: flo
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """How those of residual streams in a part of a layer are made (`hyper_connections`): as products of all streams, over their
-    root mean square, through a sigmoid. All float32."""
+    """Weights of one hyper-connection (`hyper_connections`), around one part of a layer: from them a token's read, write and mixing
+    shares are computed, as products of all its residual streams, divided by their root mean square, through a sigmoid. All
+    float32."""
 
-    matrix: Tensor  # [count, count * hidden]: of what is seen; or twice as many: of what is given, too, behind it
-    scale: Tensor  # [count], or twice as many
-    base: Tensor  # likewise
-    magnitude: float  # of what is given
-    epsilon: float  # is added to all
-    # How often those are divided by their sums, of which each stream becomes a mixture of all: there are count**2 more, behind the
-    # others, of each stream what the others get of it, and nothing is added to what is given. 0: streams stay as they are.
+    matrix: Tensor  # [count, count * hidden] for read shares; twice as many rows with write shares, which follow
+    scale: Tensor  # [count], or twice as many: factors of the products
+    base: Tensor  # [count], or twice as many: biases of the products
+    magnitude: float  # factor of write shares
+    epsilon: float  # added to all shares
+    # mHC: rounds of Sinkhorn normalization of the matrix by which streams are mixed with each other. Its count**2 rows follow the
+    # others, for each stream what the others get of it, and no epsilon is added to write shares. 0: streams are not mixed.
     rounds: int = 0

@@ -1,11 +1,11 @@
-"""Floats of 4 and 8 bits as numbers of 16, within kernels. Knows tensors only.
+"""4-bit and 8-bit floats converted to 16 bits within kernels. Knows tensors only.
 
-Floats of 8 bits are moved into float16, which has the same numbers 2**8 times smaller: every accelerator can do that, also where it
-knows no such floats. Those of 4 bits are moved likewise, or looked up, by NVIDIA's.
+8-bit floats are moved into float16, which has the same numbers 2**8 times smaller: every accelerator can do that, even if it
+doesn't support FP8. 4-bit floats are moved in the same way, or looked up on NVIDIA.
 
-A float of 4 bits times one of 8 has six bits at most, and its size is 0 or 2**-10 to 2688: bfloat16 and float16 hold it exactly,
-and 2**8 times smaller as well. So weights whose blocks have such scales are scaled before they are multiplied with. Scaled
-afterwards each block would be a product of its own, of 16 inputs.
+A 4-bit float times an 8-bit one has six significant bits at most, and its size is 0 or 2**-10 to 2688: bfloat16 and float16 hold it
+exactly, and 2**8 times smaller as well. So NVFP4 weights are scaled before they are multiplied with. Scaled afterwards, each block
+would be a product of its own, of 16 inputs.
 """
 
 import torch
@@ -13,24 +13,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FP8_FACTOR = 256.0  # of a float of 8 bits to that float16
-WORDS = {128: torch.int32, 64: torch.int16, 32: torch.uint8}  # that hold the scales of half a run of so many inputs
+FP8_FACTOR = 256.0  # an 8-bit float divided by the float16 that it is moved to
+WORDS = {128: torch.int32, 64: torch.int16, 32: torch.uint8}  # integers that hold the scales of half a run of so many inputs
 
 
 def words(scales: Tensor, run: int) -> Tensor:
-    """Scales that float8_e4m3fn holds, [out, in / 16], as [2 * in / run, out]: those of half a run are a word, the first in its
-    lowest bits. Bytes by themselves would be too small to be copied while others are multiplied with."""
+    """float8_e4m3fn scales [out, in / 16] as words [2 * in / run, out]: those of half a run are a word, the first in its lowest
+    bits. Single bytes would be too small for asynchronous copies."""
     held = scales.to(torch.float8_e4m3fn).view(torch.uint8).contiguous()
     return held.view(WORDS[run]).t().contiguous()
 
 
 def _looked_up(upper: tuple[int, int], lower: tuple[int, int]) -> str:
-    """PTX that makes eight numbers of 16 bits of four bytes: $0 and $1 of their low halves, $2 and $3 of their high ones.
+    """PTX that converts four bytes to eight 16-bit numbers: $0 and $1 of their low halves, $2 and $3 of their high ones.
 
-    upper, lower: bytes of what a float of 4 bits without its sign is, 0 to 3 and 4 to 7.
+    upper, lower: tables of the upper and the lower byte of a 4-bit float without its sign, for codes 0 to 3 and 4 to 7.
 
-    One `prmt` looks up a byte of four numbers; with pairs and signs it takes some three instructions for each. One number after the
-    other took ten, and experts waited for those instead of memory.
+    One `prmt` looks up a byte of four numbers; with pairing and signs it takes some three instructions for each. One number after
+    the other took ten, and experts waited for those instead of memory.
     """
     looked_up = "".join(
         f"""
@@ -59,7 +59,7 @@ IN_FLOAT16 = tl.constexpr(_looked_up((0x3E3C3800, 0x46444240), (0, 0)))
 
 @triton.jit
 def tiny_pair(codes: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Floats of 4 bits: those of bytes' low halves, and of their high ones. For NVIDIA's."""
+    """4-bit floats: those of bytes' low halves, and of their high ones. For NVIDIA."""
     ASM: tl.constexpr = IN_BFLOAT16 if dtype == tl.bfloat16 else IN_FLOAT16
     low, high = tl.inline_asm_elementwise(ASM, "=&r,=&r,=&r,=&r,r", [codes], (tl.int16, tl.int16), is_pure=True, pack=4)
     return low.to(dtype, bitcast=True), high.to(dtype, bitcast=True)
@@ -67,21 +67,23 @@ def tiny_pair(codes: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def tiny(bits: tl.tensor) -> tl.tensor:
-    """Floats of 4 bits, 2**14 times smaller, as float16: of that the sign, the exponent's last bits and the fraction's first."""
+    """4-bit floats as float16, 2**14 times smaller: their bits become its sign, the exponent's last bits and the mantissa's
+    first."""
     wide = bits.to(tl.uint16)
     return (((wide & 8) << 12) | ((wide & 7) << 9)).to(tl.float16, bitcast=True)
 
 
 @triton.jit
 def smaller(bits: tl.tensor) -> tl.tensor:
-    """float8_e4m3fn, 2**8 times smaller, as float16: both have a sign, then the exponent, and the one's range holds the other's."""
+    """float8_e4m3fn as float16, 2**8 times smaller: both have a sign, then the exponent, and float16's range contains the
+    other's."""
     wide = bits.to(tl.uint16)
     return (((wide & 128) << 8) | ((wide & 127) << 7)).to(tl.float16, bitcast=True)
 
 
 @triton.jit
 def scale_at(place: tl.tensor, wanted: tl.tensor, KIND: tl.constexpr, CUDA: tl.constexpr) -> tl.tensor:
-    """[outputs]. Those of floats of 4 bits are exponents alone, and make up for what is `tiny`."""
+    """Scales of some outputs, [outputs]. Those of MXFP4 are exponents, and undo the factor of `tiny`."""
     held = tl.load(place, mask=wanted, other=0)
     if KIND == "fp4":
         held = (held.to(tl.int32) << 23).to(tl.float32, bitcast=True)
@@ -94,14 +96,14 @@ def scale_at(place: tl.tensor, wanted: tl.tensor, KIND: tl.constexpr, CUDA: tl.c
 def in_blocks(
     codes: tl.tensor, scales: tl.tensor, wanted: tl.tensor, OUTPUTS: tl.constexpr, dtype: tl.constexpr, CUDA: tl.constexpr
 ) -> tl.tensor:
-    """Floats of 4 bits in blocks of 16 times the scales of these, 2**8 times smaller: those of bytes' low halves, and of their high
-    ones. scales: of the first half of a run the `words` of some outputs; those of the second are OUTPUTS further."""
+    """NVFP4 codes times the scales of their blocks of 16, 2**8 times smaller: those of bytes' low halves, and of their high ones.
+    scales: pointers to the `words` of some outputs for the first half of a run; those of the second are OUTPUTS further."""
     bit = (tl.arange(0, codes.shape[1]) // 16 * 8)[None, :]
     first = smaller(tl.load(scales, mask=wanted, other=0).to(tl.int32)[:, None] >> bit & 255)
     second = smaller(tl.load(scales + OUTPUTS, mask=wanted, other=0).to(tl.int32)[:, None] >> bit & 255)
     if CUDA:
         low, high = scaled_pair(codes, first, second, dtype)
-    else:  # of 2**14 times smaller ones
+    else:  # `tiny` numbers are 2**14 times smaller
         low = (tiny(codes & 15) * (first * 16384.0)).to(dtype)
         high = (tiny(codes >> 4) * (second * 16384.0)).to(dtype)
     return low, high
@@ -109,6 +111,6 @@ def in_blocks(
 
 @triton.jit
 def scaled_pair(codes: tl.tensor, first: tl.tensor, second: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """`tiny_pair`, times a number for each."""
+    """`tiny_pair`, times a factor for each number."""
     low, high = tiny_pair(codes, dtype)
     return low * first.to(dtype), high * second.to(dtype)
