@@ -1,6 +1,7 @@
-"""The best continuations of beams, and the most probable tokens of a row. Knows tensors and ints, no beam and no hypothesis.
+"""Beam search candidates: the best continuations of beams, and the most probable tokens of a row. Knows tensors and ints, no beam
+and no hypothesis.
 
-By Triton in one pass over the logits where `dispatch.triton_for` says so; the plain branch says what is meant. Of equal ones the
+In Triton in one pass over the logits where `dispatch.triton_for` says so; the torch branch is the reference. Of equal ones the
 first come first, however many are asked for: what one row gets must not depend on how many its neighbours want.
 """
 
@@ -32,9 +33,9 @@ def most_probable(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def largest(values: Tensor, count: int, any_impossible: bool = False) -> tuple[Tensor, Tensor]:
     """The `count` largest numbers of every row, descending, and their columns; of equal ones the first. Both [rows, count].
 
-    values: [rows, n] float32; count: at most n; any_impossible: it doesn't matter which of those that are -inf are found.
+    values: [rows, n] float32; count: at most n; any_impossible: which of several -inf are found doesn't matter.
     """
-    if values.device.type != "cpu":  # which would have to be waited for to learn whether there are equal ones
+    if values.device.type != "cpu":  # there, to learn whether there are ties would mean to wait for the device
         ordered = values.sort(dim=-1, descending=True, stable=True)
         return ordered.values[:, :count], ordered.indices[:, :count]
     found, columns = values.topk(min(count + 1, values.shape[1]))
@@ -43,7 +44,7 @@ def largest(values: Tensor, count: int, any_impossible: bool = False) -> tuple[T
         equal &= found[:, 1:] > -torch.inf
     if not equal.any():
         return found[:, :count], columns[:, :count]
-    # A row's last one may be equal to others that were not found: which of these come first is to be looked for.
+    # A row's last number may tie with others that were not found: search for which of these come first.
     for row in equal[:, count - 1 :].any(1).nonzero().flatten().tolist():
         above = columns[row][found[row] > found[row, count - 1]]
         last = (values[row] == found[row, count - 1]).nonzero().flatten()[: count - len(above)]
@@ -54,7 +55,7 @@ def largest(values: Tensor, count: int, any_impossible: bool = False) -> tuple[T
 
 
 def normalizers(logits: Tensor) -> Tensor:
-    """What is taken off a row's logits to make log-probabilities of them, to the last bit as `candidates` does: [rows] float32.
+    """What is subtracted from a row's logits to get log-probabilities, with the same last bits as in `candidates`: [rows] float32.
 
     logits: [rows, vocabulary] float32.
     """
@@ -66,11 +67,11 @@ def normalizers(logits: Tensor) -> Tensor:
 
 
 def candidates(logits: Tensor, scores: Tensor, starts: Sequence[int], count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The best continuations of several sets of rows: log-probability plus the score of the row that is continued.
+    """The best continuations of several beam searches: log-probability plus the score of the row (beam) that is continued.
 
     logits: [rows, vocabulary] float32; scores: [rows] float32; starts: set i is of rows starts[i] to starts[i + 1], at least one;
-    count: at most the vocabulary. Result: best first, sums [sets, count] float32, rows and ids [sets, count] int64; then the
-    rows' `normalizers`.
+    count: at most the vocabulary. Result: best first, sums [sets, count] float32, rows and ids [sets, count] int64; then the rows'
+    `normalizers`.
     """
     if triton_for(logits):
         from .fused_top import top
@@ -78,12 +79,12 @@ def candidates(logits: Tensor, scores: Tensor, starts: Sequence[int], count: int
         values, ids, totals = top(logits, count)
         return *_of_sets(values - totals.unsqueeze(1) + scores.unsqueeze(1), ids, starts, count), totals
     totals = normalizers(logits)
-    # Not log_softmax, whose last bits are others: scores must not depend on whether beams beside these are drawn, say.
+    # Not log_softmax, whose last bits differ: scores must not depend on whether, say, sampled beams are in the same step.
     return *best((logits - totals.unsqueeze(1)) + scores.unsqueeze(1), starts, count), totals
 
 
 def best(order: Tensor, starts: Sequence[int], count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The same of any numbers, [rows, vocabulary] float32: the largest of each set, the rows and the ids that they stand at."""
+    """The `count` largest numbers of each set of rows of `order`, [rows, vocabulary] float32, with their rows and ids."""
     if triton_for(order):
         from .fused_top import top
 
@@ -99,15 +100,15 @@ def best(order: Tensor, starts: Sequence[int], count: int) -> tuple[Tensor, Tens
 
 
 def _alike(starts: Sequence[int]) -> bool:
-    """Whether all sets have as many rows."""
+    """Whether all sets have equally many rows."""
     return len({end - start for start, end in pairwise(starts)}) == 1
 
 
 def _of_sets(values: Tensor, ids: Tensor, starts: Sequence[int], count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """See `best`. values, ids: [rows, n], the largest of each row."""
+    """As `best`. values, ids: [rows, n], the largest of each row."""
     count_of_sets = len(starts) - 1
     if not _alike(starts):
-        # They are filled up with a row of -inf, which is called the last one: nobody takes what is found there.
+        # Padded with a row of -inf, which is reported as the last row: nobody uses what is found there.
         width = max(end - start for start, end in pairwise(starts))
         table = [[*range(start, end), *(len(values),) * (width - end + start)] for start, end in pairwise(starts)]
         members = to_device(torch.tensor(table), values.device)

@@ -1,8 +1,8 @@
-"""Compiles every kernel for every kind of accelerator, on a machine that may have none.
+"""Ahead-of-time compilation of every kernel for every kind of accelerator, on a machine that may have none.
 
-It is run by `python -m penstock.kernels.compile [words]`. Every module of kernels that has `compilations()` takes part; words
-choose those whose names begin with one of them. It fails when a hot kernel spills registers, or when one needs more shared
-memory than the accelerator gives. Triton keeps what it has compiled on disk, so that a second run takes seconds.
+Run as `python -m penstock.kernels.compile [words]`. Every module of kernels that has `compilations()` takes part; words select
+kernels whose names begin with one of them. It fails when a hot kernel spills registers, or when one needs more shared memory than
+the accelerator has. Triton caches what it has compiled on disk, so that a second run takes seconds.
 """
 
 import importlib
@@ -30,11 +30,11 @@ KIB = 1024
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A kind of accelerator."""
+    """A kind of accelerator to compile for."""
 
     name: str
     gpu: GPUTarget
-    shared: int  # bytes of shared memory that one program may have
+    shared: int  # most bytes of shared memory per program
     tuned: bool = True  # hot kernels must not spill
 
 
@@ -51,7 +51,7 @@ TARGETS = (
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one compilation takes on one target."""
+    """The resources that one compiled kernel needs on one target."""
 
     name: str
     target: str
@@ -63,7 +63,7 @@ class Result:
 
 
 def gather() -> list[Compilation]:
-    """Of every module beside this one that has `compilations()`, in the order of the modules' names."""
+    """The compilations of every module beside this one that has any, in the order of the modules' names."""
     package = __name__.rpartition(".")[0] if __name__ != "__main__" else "penstock.kernels"
     found: list[Compilation] = []
     for module in sorted(info.name for info in pkgutil.iter_modules([str(Path(__file__).parent)])):
@@ -75,11 +75,11 @@ def gather() -> list[Compilation]:
 
 
 def build(compilation: Compilation, target: Target) -> Result:
-    """Compiles (or finds in Triton's cache) one kernel for one target, and judges it."""
+    """Compiles (or finds in Triton's cache) one kernel for one target, and checks it for spills and shared memory."""
     before = time.perf_counter()
     try:
         made = _compiled(compilation, target)
-    except Exception as problem:  # whatever the compiler dislikes is a line of the report, and the others are still looked at
+    except Exception as problem:  # whatever the compiler rejects is a line of the report, and the others still run
         reason = next((line for line in reversed(str(problem).splitlines()) if line.strip()), type(problem).__name__)
         return Result(compilation.name, target.name, 0, 0, 0, time.perf_counter() - before, f"does not compile: {reason}")
     registers, spilled = _amd_usage(made.asm["amdgcn"]) if target.gpu.backend == "hip" else _cuda_usage(made.asm["cubin"])
@@ -92,7 +92,7 @@ def _compiled(compilation: Compilation, target: Target) -> Any:
     kernel = compilation.kernel
     signature = {**compilation.signature, **dict.fromkeys(compilation.constants, "constexpr")}
     types = {name: signature[name].partition(":")[0] for name in kernel.arg_names}
-    # As at run time: allocations are aligned, and so are numbers that are divisible by 16 (strides, most sizes).
+    # As at run time: pointers are aligned, and so are numbers that are divisible by 16 (strides, most sizes).
     aligned = [i for i, name in enumerate(kernel.arg_names) if types[name].startswith("*") or signature[name].endswith(":16")]
     attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, types, dict(compilation.constants), attributes)
@@ -109,7 +109,7 @@ def _fault(compilation: Compilation, target: Target, spilled: int, shared: int) 
 
 
 def _cuda_usage(binary: bytes) -> tuple[int, int]:
-    """Registers, spilled bytes. A kernel of ours has no arrays of its own: all that it has on the stack are spills."""
+    """Registers, spilled bytes. These kernels have no local arrays: all that is on the stack are spills."""
     tool = triton.knobs.nvidia.cuobjdump.path
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
@@ -121,13 +121,13 @@ def _cuda_usage(binary: bytes) -> tuple[int, int]:
 
 
 def _amd_usage(text: str) -> tuple[int, int]:
-    """Registers, spilled bytes, of the metadata at the end of an assembly text. Scalar spills go to vector registers."""
+    """Registers, spilled bytes, from the metadata at the end of an assembly text. Scalar spills go to vector registers."""
     numbers = {name: int(value) for name, value in re.findall(r"^\s+\.(\w+):\s+(\d+)$", text, re.MULTILINE)}
     return numbers["vgpr_count"], 4 * numbers["vgpr_spill_count"]
 
 
 def report(compilations: Iterable[Compilation], targets: Iterable[Target]) -> Iterator[Result]:
-    """Results as they come."""
+    """Compiles each kernel for each of its targets, and yields results as they come."""
     for compilation in compilations:
         for target in targets:
             if not compilation.targets or target.name in compilation.targets:
@@ -141,7 +141,7 @@ def line(result: Result) -> str:
 
 
 def main(words: list[str]) -> int:
-    """Prints the table; 1 if anything is wrong."""
+    """Prints the table; returns 1 if anything is wrong."""
     chosen = [one for one in gather() if not words or one.name.startswith(tuple(words))]
     print(f"{'kernel':<44} {'target':<7} registers spilled shared KiB seconds")
     faults = 0

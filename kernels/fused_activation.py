@@ -1,5 +1,5 @@
-"""SwiGLU and GeGLU by Triton. What they mean stands in `reference.gated`; rounding to the type happens where it happens there, but
-with a limit, where it happens once."""
+"""SwiGLU and GeGLU in Triton. The reference is `reference.gated`; results are rounded to the dtype where they are there, except
+with a clamp, where they are rounded once."""
 
 import triton
 import triton.language as tl
@@ -14,7 +14,7 @@ WARPS = 4
 
 @triton.jit
 def activated(gate: tl.tensor, GELU: tl.constexpr) -> tl.tensor:
-    """gate: float32. Gelu's (1 + tanh(x)) / 2 is 1 / (1 + exp(-2 x))."""
+    """silu, or gelu by its tanh approximation. gate: float32. Gelu's (1 + tanh(x)) / 2 is 1 / (1 + exp(-2 x))."""
     inner = gate
     if GELU:
         inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
@@ -23,7 +23,7 @@ def activated(gate: tl.tensor, GELU: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def limited(gate: tl.tensor, up: tl.tensor, LIMIT: tl.constexpr, STEEP: tl.constexpr, BEHIND: tl.constexpr) -> tl.tensor:
-    """As `reference.gated` with a limit. Both: float32."""
+    """As `reference.gated` with a clamp. gate, up: float32."""
     up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
     if not BEHIND:
         gate = tl.minimum(gate, LIMIT)
@@ -37,17 +37,17 @@ def limited(gate: tl.tensor, up: tl.tensor, LIMIT: tl.constexpr, STEEP: tl.const
 
 @triton.jit
 def behind_product(
-    result: tl.tensor,  # float32: a product's outputs, of the gates where it is GATED
-    other: tl.tensor,  # likewise, of what they are for; unused without GATED
+    result: tl.tensor,  # float32: a product's outputs; with GATED, those of the gates
+    other: tl.tensor,  # likewise, of what the gates multiply; unused without GATED
     bias: tl.tensor,  # [OUTPUTS], twice as long with GATED; unused without BIASED
-    output: tl.tensor,  # which outputs these are, in a shape that goes with the result's
-    wanted: tl.tensor,  # likewise: whether there are such
+    output: tl.tensor,  # indices of these outputs, in a shape that broadcasts with the result's
+    wanted: tl.tensor,  # likewise: whether they exist
     OUTPUTS: tl.constexpr,
     GATED: tl.constexpr,
     GELU: tl.constexpr,
     BIASED: tl.constexpr,
 ) -> tl.tensor:
-    """With biases and gates."""
+    """The epilogue of a product: biases and gates."""
     if BIASED:
         result += tl.load(bias + output, mask=wanted, other=0.0).to(tl.float32)
         if GATED:
@@ -66,11 +66,11 @@ def gated_kernel(
     out_stride: tl.tensor,
     BLOCK: tl.constexpr,
     GELU: tl.constexpr,
-    LIMIT: tl.constexpr,  # 0: none
+    LIMIT: tl.constexpr,  # 0: no clamp
     STEEP: tl.constexpr,
     BEHIND: tl.constexpr,
 ) -> None:
-    """One program: BLOCK elements of a token. Tokens are the first axis of the grid, which may have 2^31 programs."""
+    """BLOCK elements of one token. Tokens are the first axis of the grid, which may have 2^31 programs."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
@@ -96,7 +96,7 @@ def gated(gate_up: Tensor, out: Tensor, how: Gates = PLAIN) -> Tensor:
 
 
 def compilations() -> list[Compilation]:
-    """One for each type of weights, and for each activation."""
+    """Each dtype of weights with each activation."""
     return [
         Compilation(
             kernel=gated_kernel,

@@ -1,13 +1,13 @@
-"""The product of any number of rows with a weight, by Triton, where no row's result depends on the others by a single bit: not on
-how many they are, where it stands among them, or what they hold. Knows tensors only, and not who wants that.
+"""Batch-invariant GEMM in Triton: the product of any number of rows with a weight, where no row's result depends on the others by a
+single bit: not on how many they are, where it stands among them, or what they hold. Knows tensors only.
 
 torch's own product is not like that: for another number of rows cuBLAS takes another kernel, with other tiles or with sums split
-among programs, and what is added up in another order comes to something else (He et al. 2025, Thinking Machines Lab, "Defeating
-Nondeterminism in LLM Inference"). Here one program makes the whole sum of an output, in float32, inputs in ascending order, and the
-tile follows from the type, the weight and the device. Rows of another stride or alignment are loaded by other instructions, but
-multiplied by the same. The price is that few rows are computed as a whole tile.
+among programs, and sums in another order are rounded differently (He et al. 2025, Thinking Machines Lab, "Defeating Nondeterminism
+in LLM Inference"). Here one program makes the whole sum of an output, in float32, inputs in ascending order, and the tile depends
+on dtype, weight and device alone. Rows of another stride or alignment are loaded by other instructions, but multiplied by the same.
+The price is that few rows are computed as a whole tile.
 
-Another kind of device or another version of Triton may come to other bits.
+Another kind of device or another version of Triton may give other bits.
 """
 
 import itertools
@@ -23,14 +23,14 @@ from .compilation import GENERATIONS, Compilation
 from .fused_skinny_gemm import INTERPRET, dot
 from .paged_attention import TARGETS, generation_of
 
-# Tiles of rows that go through the weight together, so that it is read from memory once for all of them. What the programs that run
-# at once, some 300, read of rows and weight is least where their part of the result is about square.
+# Row tiles that share a pass over the weight, so that it is read from memory once for all of them. What the programs that run at
+# once, some 300, read of rows and weight is least where their part of the result is about square.
 BAND = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The shape of one program's work, and how it is compiled."""
+    """The tile that one program computes, and how the program is compiled."""
 
     rows: int
     columns: int  # outputs
@@ -40,13 +40,14 @@ class Tile:
 
 
 def tile_of(dtype: torch.dtype, generation: int, inputs: int) -> Tile:
-    """generation: of `paged_attention.generation_of`. Nothing here may follow from the rows: it would be seen in their results.
+    """The tile for these products. generation: of `paged_attention.generation_of`. Nothing here may depend on the rows: their
+    results would.
 
     Not measured yet. 64 rows are the least that four warps of Hopper multiply at once; with more, steps of few rows would wait for
-    the matrix units instead of the weight. With 64 outputs instead of 128 more processors would have a program where there are few
-    rows, but prompts would read a third more from the second cache. Two programs have room in a processor, three in an A100's.
+    the tensor cores instead of the weight. With 64 outputs instead of 128 more processors would have a program where there are few
+    rows, but prompts would read a third more from L2. Two programs fit on a processor, three on an A100's.
     """
-    if dtype == torch.float32:  # its products are computed in registers, but for AMD's
+    if dtype == torch.float32:  # float32 products are computed in registers, except on AMD
         tile = Tile(64, 64, 32, 4, 2) if generation == 0 else Tile(64, 64, 16, 4, 5)
     elif generation == 0:  # as in attention: little shared memory, and many waves to hide latency
         tile = Tile(64, 64, 128, 4, 2)
@@ -54,7 +55,7 @@ def tile_of(dtype: torch.dtype, generation: int, inputs: int) -> Tile:
         tile = Tile(64, 128, 32, 4, 5)
     else:
         tile = Tile(64, 128, 64, 4, 4)
-    # Rows of a weight that begin in the middle of 16 bytes are loaded number by number, and a place takes two registers.
+    # Rows of a weight that are not aligned to 16 bytes are loaded number by number, and an address takes two registers.
     return tile if inputs * dtype.itemsize % 16 == 0 else replace(tile, depth=16)
 
 
@@ -77,7 +78,7 @@ def invariant_kernel(
     BIASED: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> None:
-    """One program: COLUMNS outputs of ROWS rows. Neighbours are tiles of a band with the same outputs, then with the next."""
+    """COLUMNS outputs of ROWS rows. Neighbouring programs are the tiles of a band with the same outputs, then with the next."""
     ACROSS: tl.constexpr = (OUTPUTS + COLUMNS - 1) // COLUMNS
     top = tl.program_id(0) // (BAND * ACROSS) * BAND
     height = tl.minimum((rows + ROWS - 1) // ROWS - top, BAND)  # the last band may be lower
@@ -107,9 +108,10 @@ def invariant_kernel(
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    """`out`, [rows, outputs], becomes the product of x [rows, inputs] and weight [outputs, inputs] transposed, plus bias [outputs].
+    """Writes to `out`, [rows, outputs], the product of x [rows, inputs] and weight [outputs, inputs] transposed, plus bias
+    [outputs].
 
-    All are of one type: bfloat16, float16 or float32. x and out are views whose last dimension is dense; weight is dense.
+    All are of one dtype: bfloat16, float16 or float32. x and out are views whose last dimension is dense; weight is dense.
     """
     rows, inputs = x.shape
     outputs = out.shape[1]
@@ -152,7 +154,7 @@ def _constants(inputs: int, outputs: int, tile: Tile, biased: bool) -> dict[str,
 
 
 def compilations() -> list[Compilation]:
-    """The products of an 8 B model's layer and its vocabulary, biases, other types, and odd numbers."""
+    """The products of an 8 B model's layer and its vocabulary, biases, other dtypes, and odd sizes."""
     cases = {
         "queries": (4096, 6144, False, torch.bfloat16),
         "gates": (4096, 28672, False, torch.bfloat16),

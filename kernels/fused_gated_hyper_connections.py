@@ -1,5 +1,5 @@
-"""`gated_hyper_connections` by Triton: a program for each stream of a token before the products, and for some features of a token
-behind them. What it means stands there."""
+"""`gated_hyper_connections` in Triton, which is the reference: a program for each stream of a token before the products, and for
+some features of a token behind them."""
 
 import torch
 import triton
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .compilation import WARP, Compilation
 
-BLOCK, WARPS = 512, 4  # features of a token that a program gathers from all of its streams
+BLOCK, WARPS = 512, 4  # features of a token that a program reads from all of its streams
 
 
 @triton.jit
@@ -21,10 +21,10 @@ def spread_kernel(
     epsilon: tl.tensor,
     COUNT: tl.constexpr,
     SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,  # no less than there are threads: see `fused_hyper_connections`
+    BLOCK: tl.constexpr,  # no less than the number of threads: see `fused_hyper_connections`
     ADD: tl.constexpr,
 ) -> None:
-    """One stream of a token."""
+    """Adds the last output to one stream of one token, and normalizes it."""
     token, stream = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
@@ -40,7 +40,7 @@ def spread_kernel(
 
 @triton.jit
 def normalized(values, gain, SIZE: tl.constexpr, epsilon):  # type: ignore[no-untyped-def]
-    """Of a row, in its type; behind its end are zeros."""
+    """RMS norm of a row, in its dtype; zeros beyond its end."""
     wide = values.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + epsilon)
     return ((wide * scale).to(values.dtype).to(tl.float32) * gain).to(values.dtype)
@@ -49,18 +49,18 @@ def normalized(values, gain, SIZE: tl.constexpr, epsilon):  # type: ignore[no-un
 @triton.jit
 def gathering_kernel(
     normal: tl.tensor,  # [tokens, COUNT, SIZE], dense
-    gates: tl.tensor,  # likewise
+    gates: tl.tensor,  # as `normal`
     giving: tl.tensor,  # [tokens, COUNT]; unused without GIVES
     seen: tl.tensor,  # [tokens, SIZE], dense
     gives: tl.tensor,  # [tokens, COUNT] float32, dense; unused without GIVES
     giving_stride: tl.tensor,
     COUNT: tl.constexpr,
-    PADDED: tl.constexpr,  # up to a power of two
+    PADDED: tl.constexpr,  # COUNT, rounded up to a power of two
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     GIVES: tl.constexpr,
 ) -> None:
-    """Some features of a token."""
+    """The gated mean of some features of one token, and its write shares."""
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = part * BLOCK + tl.arange(0, BLOCK)
     inside = column < SIZE
@@ -72,13 +72,13 @@ def gathering_kernel(
     tl.store(seen + token * SIZE + column, (sums / COUNT).to(seen.dtype.element_ty), mask=inside)
     if GIVES:
         share = tl.arange(0, PADDED)
-        there = share < tl.where(part == 0, COUNT, 0)  # by one program of a token
+        there = share < tl.where(part == 0, COUNT, 0)  # by one program of the token
         logits = tl.load(giving + token * giving_stride + share, mask=there, other=0.0).to(tl.float32)
         tl.store(gives + token * COUNT + share, 2.0 / (1.0 + tl.exp(-logits)), mask=there)
 
 
 def spread(streams: Tensor, more: Tensor | None, given: Tensor | None, gains: Tensor, epsilon: float) -> Tensor:
-    """See `gated_hyper_connections`."""
+    """As `gated_hyper_connections.spread`."""
     tokens, count, size = streams.shape
     both = more is not None and given is not None
     assert all(x.is_contiguous() for x in (streams, more, given, gains) if x is not None)
@@ -103,14 +103,14 @@ def spread(streams: Tensor, more: Tensor | None, given: Tensor | None, gains: Te
 
 
 def tile(size: int) -> tuple[int, int]:
-    """A whole row, and the warps that hold it: 16 numbers a thread."""
+    """The block that holds a whole row, and its warps: 16 numbers a thread."""
     block = max(WARP, triton.next_power_of_2(size))
     assert block <= 32768, f"a norm over {size} elements does not fit into a program's registers"
     return block, min(16, max(1, block // 512))
 
 
 def gathered(normal: Tensor, gates: Tensor, giving: Tensor | None, count: int) -> tuple[Tensor, Tensor | None]:
-    """See `gated_hyper_connections`."""
+    """As `gated_hyper_connections.gathered`."""
     tokens, size = len(normal), normal.shape[1] // count
     assert normal.is_contiguous()
     assert gates.is_contiguous()
@@ -138,7 +138,7 @@ def _constants(count: int, size: int, gives: bool) -> dict[str, object]:
 
 
 def compilations() -> list[Compilation]:
-    """Qwen 4 Exp's four streams: of the first part, of others, and of the output matrix."""
+    """Qwen 4 Exp's four streams: the first part, others, and the output matrix."""
     found, (block, warps) = list[Compilation](), tile(2048)
     for dtype in ("bf16", "fp32"):
         pointers = dict.fromkeys(("streams", "more", "given", "gains", "normal"), f"*{dtype}") | {

@@ -1,11 +1,11 @@
-"""The product of one row with a weight, by Triton, with what stands before and after it in a decoder: the norm, SwiGLU (or
-GeGLU), the sum with the residual stream. `fused_skinny_gemm` is for several rows. Knows tensors only.
+"""GEMV in Triton: the product of one row with a weight, fused with what stands before and after it in a decoder: the RMS norm,
+SwiGLU (or GeGLU), the residual addition. `fused_skinny_gemm` is for several rows. Knows tensors only.
 
-One row is no work for matrix units: what counts is how much of the weight is under way. So its numbers are multiplied where they
-arrive, in registers, and added up across a program at the end.
+One row is no work for tensor cores: what counts is how much of the weight is in flight. So its numbers are multiplied where they
+arrive, in registers, and summed across a program at the end.
 
 Measured on an H200, 2026-11-26, us of the layers of an 8 B model (bfloat16; behind a norm, with SwiGLU, added to the residual, as
-they are there), and as a share of the rate at which memory copies:
+they are there), and as a fraction of the memory's copy rate:
 
     queries, keys, values   14.8  0.79      torch's own  15.2
     attention's output      10.5  0.75                   13.5
@@ -28,22 +28,22 @@ from .fused_activation import behind_product
 
 
 class Shape(NamedTuple):
-    """Of a program: outputs, inputs at once, and how it is compiled."""
+    """The tile of a program, outputs x inputs at a time, and how it is compiled."""
 
     columns: int
     depth: int
     warps: int
-    stages: int  # 1: what is under way is in registers
+    stages: int  # 1: loads in flight are held in registers
 
 
-# With gates two weights are under way; of many outputs (at least so many) programs are so many that starting them counts.
+# With gates two weights are in flight; with at least MANY_OUTPUTS outputs there are so many programs that starting them counts.
 STAGED, GATED, MANY = Shape(16, 512, 4, 4), Shape(4, 1024, 4, 1), Shape(4, 2048, 8, 1)
 MANY_OUTPUTS = 1 << 15
 
 
 @triton.jit
 def _weights(place: tl.tensor, held: tl.tensor, EVEN: tl.constexpr, STAGES: tl.constexpr) -> tl.tensor:
-    """A part of a weight, in float32: [COLUMNS, DEPTH]. It is read once: L1 is for the row, which all programs read."""
+    """Loads a tile of the weight, in float32: [COLUMNS, DEPTH]. It bypasses L1, which is for the row, which all programs read."""
     CACHE: tl.constexpr = ".cg" if STAGES == 1 else ""
     part = tl.load(place, cache_modifier=CACHE) if EVEN else tl.load(place, mask=held, other=0.0, cache_modifier=CACHE)
     return part.to(tl.float32)
@@ -51,7 +51,7 @@ def _weights(place: tl.tensor, held: tl.tensor, EVEN: tl.constexpr, STAGES: tl.c
 
 @triton.jit
 def vector_kernel(
-    out: tl.tensor,  # [outputs]; with ADD it holds what is added to
+    out: tl.tensor,  # [outputs]; with ADD it holds the residual
     x: tl.tensor,  # [inputs]
     weight: tl.tensor,  # [outputs, inputs]; GATED: [2 * outputs, inputs], gates first
     gains: tl.tensor,  # [inputs]; unused without NORM
@@ -69,7 +69,7 @@ def vector_kernel(
     BIASED: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """One program: COLUMNS outputs."""
+    """COLUMNS outputs."""
     EVEN: tl.constexpr = INPUTS % DEPTH == 0 and OUTPUTS % COLUMNS == 0
     output = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     wanted = output < OUTPUTS
@@ -80,10 +80,10 @@ def vector_kernel(
         ask(first_rows + OUTPUTS * INPUTS, INPUTS, EARLY)
     wait_alone(EARLY)
     before = tl.zeros([COLUMNS], tl.float32)
-    if ADD:  # by all threads that hold an output, before one of them writes it
+    if ADD:  # loaded by all threads that hold an output, before one of them writes it
         before = tl.load(out + output, mask=wanted, other=0.0).to(tl.float32)
         tl.debug_barrier()
-    deep = tl.arange(0, DEPTH)[None, :]  # of two dimensions, for rows and weights to be in the same threads
+    deep = tl.arange(0, DEPTH)[None, :]  # two-dimensional, so that rows and weights are in the same threads
     sums = tl.zeros([COLUMNS, DEPTH], tl.float32)
     others = tl.zeros([COLUMNS, DEPTH], tl.float32)
     squares = tl.zeros([1, DEPTH], tl.float32)
@@ -123,7 +123,7 @@ def product(
     gelu: bool = False,
     add: bool = False,
 ) -> Tensor:
-    """As `fused_skinny_gemm.product`, of one row."""
+    """As `fused_skinny_gemm.product`, for one row."""
     inputs, outputs = x.shape[1], out.shape[1]
     early = on(x.device, product=True)
     shape = _shape(inputs, outputs, gated, torch.version.hip is not None)

@@ -1,4 +1,4 @@
-"""`means.write_means` by Triton: a program for each token. What it means stands there."""
+"""`means.write_means` in Triton, which is the reference: a program for each token."""
 
 import torch
 import triton
@@ -23,12 +23,13 @@ def means_kernel(
     keys_stride: tl.tensor,
     epsilon: tl.tensor,
     SIZE: tl.constexpr,
-    HALF: tl.constexpr,  # half of it, up to a power of two
+    HALF: tl.constexpr,  # half of SIZE, rounded up to a power of two
     MEMBERS: tl.constexpr,  # tokens of a pool
-    PLACES: tl.constexpr,  # these up to a power of two
-    MOST: tl.constexpr,  # the largest number of a cache of 8 bits; 0: it has the type of the keys
+    PLACES: tl.constexpr,  # MEMBERS, rounded up to a power of two
+    MOST: tl.constexpr,  # the largest number of an 8-bit cache; 0: the cache has the dtype of the keys
 ) -> None:
-    """One token. What others of its pool have written in this launch it takes from them: that may not be there yet."""
+    """Writes one token's key, or its pool's key if it is the last of a pool. Keys of the pool's tokens that are in the same launch
+    are read from the inputs: they may not be in the cache yet."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     if slot >= 0:
@@ -38,7 +39,7 @@ def means_kernel(
         low = tl.load(own, mask=held, other=0.0)
         high = tl.load(own + SIZE // 2, mask=held, other=0.0)
         if slot % MEMBERS == MEMBERS - 1:
-            behind = MEMBERS - 1 - member  # tokens
+            behind = MEMBERS - 1 - member  # how many tokens before this one
             known = (member < MEMBERS)[:, None] & held[None, :]
             other = tl.load(slots + token - behind, mask=(behind >= 0) & (token >= behind), other=-1)
             here = (other == slot - behind)[:, None]
@@ -93,7 +94,7 @@ def _constants(members: int, size: int, most: float) -> dict[str, object]:
 
 
 def compilations() -> list[Compilation]:
-    """Qwen 4 Exp's index; its config.json has no usual sizes."""
+    """Qwen 4 Exp's indexer; its config.json has no usual sizes."""
     found = []
     for dtype, most in (("bf16", 0.0), ("bf16", 448.0), ("fp32", 0.0)):
         types = {"keys": f"*{dtype}", "gains": "*fp32", "table": f"*{dtype}", "slots": "*i64"}

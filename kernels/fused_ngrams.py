@@ -1,5 +1,5 @@
-"""`ngrams` by Triton: rows of tables and the convolution, of which programs share a prompt's tokens, and how far streams open
-themselves, a program for each stream of a token. What it means stands there."""
+"""`ngrams` in Triton, which is the reference: table rows of n-grams and the convolution, where programs share a prompt's tokens,
+and the gates of streams, a program for each stream of a token."""
 
 import torch
 import triton
@@ -12,7 +12,7 @@ from .fused_gated_hyper_connections import normalized, tile
 from .gated_delta import Spans
 from .ngram_hashes import Hashes
 
-TOKENS, CHANNELS = 16, 128  # of a program, as in `fused_short_convolution`
+TOKENS, CHANNELS = 16, 128  # tile of a program, as in `fused_short_convolution`
 
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["ids", "before", "starts"])
@@ -23,18 +23,18 @@ def rows_kernel(
     starts: tl.tensor,  # [spans + 1]
     multipliers: tl.tensor,  # [layers, COUNT + 1]
     sizes: tl.tensor,  # [layers, COUNT, HEADS]
-    offsets: tl.tensor,  # likewise
+    offsets: tl.tensor,  # as `sizes`
     tokens: tl.tensor,
     end: tl.tensor,
     COUNT: tl.constexpr,
     HEADS: tl.constexpr,
-    PADDED: tl.constexpr,  # up to a power of two
+    PADDED: tl.constexpr,  # HEADS, rounded up to a power of two
     TOKENS: tl.constexpr,
 ) -> None:
-    """One program: TOKENS tokens of a span, of one layer."""
+    """Table rows of TOKENS tokens of one span, in one layer."""
     span, layer = tl.program_id(0), tl.program_id(2)
     start, stop = tl.load(starts + span), tl.load(starts + span + 1)
-    place = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)  # in the span
+    place = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)  # place in the span
     inside = place < stop - start
     head = tl.arange(0, PADDED)
     there = head < HEADS
@@ -60,15 +60,15 @@ def opening_kernel(
     streams: tl.tensor,  # [tokens, COUNT, SIZE], dense
     gains: tl.tensor,  # [3, COUNT, SIZE] float32, dense
     taken: tl.tensor,  # [tokens, COUNT, SIZE], dense
-    normal: tl.tensor,  # likewise
+    normal: tl.tensor,  # as `taken`
     epsilon: tl.tensor,
     least: tl.tensor,
-    root: tl.tensor,  # of SIZE, as what products are multiplied by
+    root: tl.tensor,  # SIZE ** -0.5, the scale of dot products
     COUNT: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One stream of a token."""
+    """Gates one stream of one token."""
     token, stream = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
@@ -91,25 +91,25 @@ def opening_kernel(
 @triton.jit(do_not_specialize_on_alignment=["starts", "slots", "fresh"])
 def taking_kernel(
     streams: tl.tensor,  # [tokens, channels], dense
-    taken: tl.tensor,  # likewise
-    normal: tl.tensor,  # likewise
+    taken: tl.tensor,  # as `streams`
+    normal: tl.tensor,  # as `streams`
     taps: tl.tensor,  # [channels, REACH + 1], dense
     starts: tl.tensor,  # [spans + 1]
-    slots: tl.tensor,  # [spans]; 0: of padding, nothing is read there
+    slots: tl.tensor,  # [spans]; 0: padding, nothing is read there
     fresh: tl.tensor,
     windows: tl.tensor,  # [slots, REACH, channels], each slot dense
     channels: tl.tensor,
     windows_stride: tl.tensor,
     REACH: tl.constexpr,
-    APART: tl.constexpr,  # all taps but each one so many places from the last are 0
+    APART: tl.constexpr,  # only every APART-th tap from the last is not 0
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One program: TOKENS tokens of a span, of BLOCK channels."""
+    """The convolution of TOKENS tokens of one span, BLOCK channels, and its addition to the streams."""
     span = tl.program_id(0)
     start, end, slot = tl.load(starts + span), tl.load(starts + span + 1), tl.load(slots + span)
-    first = tl.where((slot > 0) & (tl.load(fresh + span) == 0), 0, REACH)  # row of the window that is looked at
-    place = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)[:, None]  # in the span
+    first = tl.where((slot > 0) & (tl.load(fresh + span) == 0), 0, REACH)  # first valid row of the window
+    place = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)[:, None]  # place in the span
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     there = channel < channels
     inside = there & (place < end - start)
@@ -129,10 +129,10 @@ def taking_kernel(
 
 
 def rows_of(tokens: Tensor, before: Tensor, spans: Spans, hashes: Hashes) -> Tensor:
-    """See `ngrams`. There is a span."""
+    """As `ngrams.rows_of`. At least one span."""
     assert all(x.is_contiguous() for x in (tokens, before, hashes.multipliers, hashes.sizes, hashes.offsets))
     layers, count, heads = hashes.sizes.shape
-    out = torch.zeros(layers, len(tokens), count * heads, dtype=torch.int64, device=tokens.device)  # of padding, too
+    out = torch.zeros(layers, len(tokens), count * heads, dtype=torch.int64, device=tokens.device)  # zeros for padding, too
     rows_kernel[(len(spans.slots), triton.cdiv(max(spans.lengths), TOKENS), layers)](
         out,
         tokens,
@@ -155,7 +155,7 @@ def _constants(count: int, heads: int) -> dict[str, object]:
 
 
 def opened(joint: Tensor, streams: Tensor, gains: Tensor, epsilon: float, least: float) -> tuple[Tensor, Tensor]:
-    """See `ngrams`."""
+    """As `ngrams.opened`."""
     tokens, count, size = streams.shape
     assert all(x.is_contiguous() for x in (joint, streams, gains))
     taken, normal = (torch.empty(tokens, count * size, dtype=joint.dtype, device=joint.device) for _ in range(2))
@@ -192,7 +192,7 @@ def take(
     windows: Tensor,
     longest: int,
 ) -> None:
-    """See `ngrams`; longest: tokens of a span at most. There is a span."""
+    """As `ngrams.take`; longest: most tokens of a span. At least one span."""
     channels, width = taps.shape
     assert all(x.is_contiguous() for x in (streams, taken, normal, taps))
     assert windows.stride()[1:] == (channels, 1)
@@ -219,7 +219,7 @@ def take(
 
 
 def compilations() -> list[Compilation]:
-    """Qwen 4 Exp's: four streams, and a convolution of four taps three places apart."""
+    """Qwen 4 Exp's: four streams, and a dilated convolution of four taps three places apart."""
     (block, warps), known = tile(2048), ("out", "ids", "before", "starts", "multipliers", "sizes", "offsets")
     found = [
         Compilation(

@@ -1,5 +1,5 @@
-"""The noise of `noise.py` in Triton: the same Philox words, and `logarithm.gumbel` of them, both to the last bit. `fused_sampling`
-makes it where it is wanted; by itself it is for a draft model's rows, and for beams."""
+"""The Gumbel noise of `noise.py` in Triton: the same Philox words, and `logarithm.gumbel` of them, both to the last bit.
+`fused_sampling` generates it inside its kernels; the kernels here are for a draft model's rows, and for beams."""
 
 import torch
 import triton
@@ -10,7 +10,7 @@ from . import logarithm
 from .compilation import AMD, NVIDIA, Compilation
 from .dispatch import on_nvidia
 
-SIZE = 1024  # numbers of one program
+SIZE = 1024  # numbers per program
 PER_ROW = ["seeds", "choices", "positions"]  # see `fused_sampling.PER_ROW`
 
 LOG_2_HIGH = tl.constexpr(logarithm.LOG_2_HIGH)
@@ -44,8 +44,8 @@ def philox(seed, choice, position, quads):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _times(left, right, CUDA: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The product, which is not contracted with a sum. ptxas 12.9 (Triton 3.6) contracts them for Blackwell where it multiplies two
-    pairs at once, though it is told not to: so an instruction for one pair is asked for."""
+    """A product that is never contracted with a sum. ptxas 12.9 (Triton 3.6) contracts them for Blackwell where it multiplies two
+    pairs at once, though told not to: so an instruction for one pair is requested."""
     product = left * right
     if CUDA:
         product = tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [left, right], tl.float32, is_pure=True, pack=1)
@@ -69,7 +69,7 @@ def _log(x, CUDA: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def gumbel_of_words(words, CUDA: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`logarithm.gumbel`. CUDA: on NVIDIA's. A minus sign would be 0 - x here, which makes another zero of a zero."""
+    """`logarithm.gumbel`. CUDA: on NVIDIA. Negation would be 0 - x here, which changes the sign of a zero, hence the factor -1."""
     uniform = tl.minimum((words.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.999999940395355224609375)
     y = 1.0 - uniform
     return _log(-(_log(y, CUDA) + tl.div_rn((1.0 - y) - uniform, y)), CUDA) * -1.0
@@ -77,7 +77,7 @@ def gumbel_of_words(words, CUDA: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def gumbel_of_quads(seed, choice, position, quads, CUDA: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Noise of four tokens for each of `quads`, side by side: [4 * quads]."""
+    """Noise of the four tokens of each of `quads`, concatenated: [4 * quads]."""
     word_0, word_1, word_2, word_3 = philox(seed, choice, position, quads)
     even = tl.join(gumbel_of_words(word_0, CUDA), gumbel_of_words(word_2, CUDA))
     pairs = tl.join(even, tl.join(gumbel_of_words(word_1, CUDA), gumbel_of_words(word_3, CUDA)))
@@ -102,7 +102,7 @@ def all_kernel(
     SIZE: tl.constexpr,
     CUDA: tl.constexpr,
 ) -> None:
-    """One program: SIZE tokens of a row."""
+    """Noise of SIZE tokens of one row."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     quads, column = part * (SIZE // 4) + tl.arange(0, SIZE // 4), part * SIZE + tl.arange(0, SIZE)
     found = gumbel_of_quads(tl.load(seeds + row), tl.load(choices + row), tl.load(positions + row), quads, CUDA)
@@ -120,7 +120,7 @@ def some_kernel(
     SIZE: tl.constexpr,
     CUDA: tl.constexpr,
 ) -> None:
-    """One program: SIZE of a row's ids."""
+    """Noise of SIZE of one row's ids."""
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     own = tl.load(ids + row * count + column, mask=column < count, other=0).to(tl.int32)
     found = gumbel_of_ids(tl.load(seeds + row), tl.load(choices + row), tl.load(positions + row), own, CUDA)

@@ -1,6 +1,7 @@
-"""RMSNorm by Triton, over whole states (with the residual added first, where there is one) or over every head. Knows tensors only.
+"""RMSNorm in Triton, over whole hidden states (with the residual, or split-K parts, added first) or over every head. Knows tensors
+only.
 
-What it means stands in `reference.rms_norm` and `operations.add_rms_norm`; rounding to the type happens where it happens there.
+The references are `reference.rms_norm` and `operations.add_rms_norm`; results are rounded to the dtype where they are there.
 """
 
 import triton
@@ -10,13 +11,13 @@ from torch import Tensor
 from .compilation import EARLY_TARGETS, Compilation
 from .dependent_launch import on, options, wait
 
-# Elements that one program holds: 2048 in 4 warps are 16 a thread.
+# Elements per program: 2048 in 4 warps are 16 a thread.
 TILE = 2048
 
 
 @triton.jit(do_not_specialize=["rows"])
 def norm_kernel(
-    x: tl.tensor,  # [outer, inner, size], the last side by side; or PARTS of [outer, size], whose sum it is
+    x: tl.tensor,  # [outer, inner, size], the last dimension dense; or split-K PARTS of [outer, size], to be summed
     residual: tl.tensor,  # [outer, size], overwritten with residual + x; x without ADD
     weight: tl.tensor,  # [size]
     out: tl.tensor,  # [outer, inner, size]
@@ -36,7 +37,7 @@ def norm_kernel(
     PARTS: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """One program: ROWS rows."""
+    """Normalizes ROWS rows."""
     wait(EARLY)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
@@ -63,7 +64,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> Tensor:
-    """`operations.add_rms_norm` into `out`, which may be x where that is no sums of parts. All are views whose last dimension is
+    """`operations.add_rms_norm` into `out`, which may be x unless that is split-K parts. All are views whose last dimension is
     dense."""
     return _norm(x, residual, weight, epsilon, out)
 
@@ -108,7 +109,7 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float, ou
 
 
 def _tile(size: int, inner: int) -> tuple[int, int, int]:
-    """Width and height of a program's tile, and its warps. A whole state is a program's own, heads share one."""
+    """Width and height of a program's tile, and its warps. A whole hidden state has a program of its own, heads share one."""
     block = triton.next_power_of_2(size)
     assert block <= 32768, f"a norm over {size} elements does not fit into a program's registers"
     height = max(1, TILE // block) if inner > 1 else 1
@@ -116,7 +117,7 @@ def _tile(size: int, inner: int) -> tuple[int, int, int]:
 
 
 def compilations() -> list[Compilation]:
-    """Of the sizes of Llama and Qwen, and of their heads; Gemma's gains have 32 bits; of what comes in parts."""
+    """The sizes of Llama and Qwen, and of their heads; Gemma's gains have 32 bits; split-K parts."""
     cases = [(1024, 1, True), (4096, 1, False), (4096, 1, True), (8192, 1, True), (16384, 1, True), (64, 8, False), (128, 8, False)]
     found = []
     kinds = [*((case, "*bf16", 1, False) for case in cases), ((3584, 1, True), "*fp32", 1, False)]

@@ -1,4 +1,4 @@
-"""`partial_rotary` by Triton: a program for some heads of a token. What it means stands there."""
+"""`partial_rotary` in Triton, which is the reference: a program for some heads of a token."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from .compilation import WARP, Compilation
 from .fused_latents import angles
 from .fused_rotary import rotated
 
-# Numbers of a program where heads have norms: 32 a thread.
+# Numbers per program where heads have norms: 32 a thread.
 NUMBERS = 4096
 WARPS = 4
 
@@ -23,20 +23,20 @@ def turning_kernel(
     table: tl.tensor,  # [tokens, 2, 1, TURNED], dense
     slots: tl.tensor,  # [tokens]; unused without KEPT
     heads: tl.tensor,
-    stride: tl.tensor,  # of tokens
-    target_stride: tl.tensor,  # of slots, or likewise
+    stride: tl.tensor,  # of tokens of x
+    target_stride: tl.tensor,  # of tokens, or slots, of target
     epsilon: tl.tensor,
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
     TURNED: tl.constexpr,
-    HALF: tl.constexpr,  # of what turns, up to a power of two
+    HALF: tl.constexpr,  # half of the rotary features, rounded up to a power of two
     HEADS: tl.constexpr,
     NORMAL: tl.constexpr,
     GAINED: tl.constexpr,
-    KEPT: tl.constexpr,  # in the cache; else heads are changed in place
+    KEPT: tl.constexpr,  # written to the cache; else heads are changed in place
     BACK: tl.constexpr,
 ) -> None:
-    """HEADS of a token."""
+    """Normalizes and rotates HEADS heads of one token."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     row = token
@@ -56,7 +56,7 @@ def turning_kernel(
         feature = tl.arange(0, PADDED)
         held = there[:, None] & (feature < SIZE)[None, :]
         whole = tl.load(own + feature[None, :], mask=held, other=0.0)
-        tl.debug_barrier()  # all have read before any writes
+        tl.debug_barrier()  # all threads have read before any writes
         wide = whole.to(tl.float32)
         scale = tl.rsqrt(tl.sum(wide * wide, 1) / SIZE + epsilon)[:, None]
         still = _normal(whole, scale, gains, feature, feature < SIZE, GAINED)
@@ -72,7 +72,7 @@ def turning_kernel(
 
 @triton.jit
 def _normal(row, scale, gains, feature, held, GAINED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Some features of each head, of the type of the heads."""
+    """Some features of each head, normalized, in the dtype of the heads."""
     found = (row.to(tl.float32) * scale).to(row.dtype)
     if GAINED:
         gain = tl.load(gains + feature, mask=held, other=0.0).to(tl.float32)
@@ -118,7 +118,7 @@ def write_keys(keys: Tensor, gains: Tensor, table: Tensor, slots: Tensor, cache:
 def _constants(
     size: int, turned: int, heads: int, normal: bool = False, gained: bool = False, back: bool = False
 ) -> dict[str, Any]:
-    """gained: of keys, which are kept."""
+    """gained: for keys, which have gains and are written to the cache."""
     half, padded = max(1, triton.next_power_of_2(turned // 2)), triton.next_power_of_2(size)
     together = max(1, NUMBERS // padded) if normal else WARP * WARPS // half
     return {
@@ -135,7 +135,7 @@ def _constants(
 
 
 def compilations() -> list[Compilation]:
-    """DeepSeek V4's queries, keys, what heads find, and queries of its index."""
+    """DeepSeek V4's queries, keys, attention outputs, and queries of its indexer."""
     found = []
     for name, dtype, heads, constants in (
         ("queries", "bf16", 64, _constants(512, 64, 64, normal=True)),
@@ -147,7 +147,7 @@ def compilations() -> list[Compilation]:
         types = dict.fromkeys(("x", "target", "gains", "table"), f"*{dtype}") | {"slots": "*i64"}
         types["slots"] = "*i64" if constants["KEPT"] else f"*{dtype}"
         numbers = {"heads": "i32", "stride": "i32:16", "target_stride": "i32:16", "epsilon": "fp32"}
-        # Of one head triton takes the number for a constant.
+        # With one head, Triton specializes on that number, as on a constant.
         own = dict(constants, heads=heads) if heads == 1 else dict(constants)
         found.append(
             Compilation(

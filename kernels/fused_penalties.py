@@ -1,6 +1,5 @@
-"""Penalties and biases by Triton: applied to logits in place, and taken back in the end, since they touch only the tokens that they
-are about. What they mean stands in `sampling.penalize`.
-"""
+"""Penalties and logit biases in Triton: applied to logits in place, and undone at the end, since they touch only the tokens that
+they name. The reference is `sampling.penalize`."""
 
 import torch
 import triton
@@ -10,7 +9,7 @@ from torch import Tensor
 from .compilation import Compilation
 from .sampling import Penalties
 
-ENTRIES = 256  # of penalties, of one program
+ENTRIES = 256  # entries of `Penalties` per program
 
 
 @triton.jit(do_not_specialize=["entries"])
@@ -23,7 +22,7 @@ def tally_kernel(
     vocabulary: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Marks what was seen (2^30) and counts what was put out. One program: BLOCK entries."""
+    """Marks tokens that were seen (2^30) and counts those in the output. BLOCK entries per program."""
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = entry < entries
     place = tl.load(rows + entry, mask=inside, other=0) * vocabulary + tl.load(ids + entry, mask=inside, other=0)
@@ -36,7 +35,7 @@ def tally_kernel(
 def penalize_kernel(
     logits: tl.tensor,  # [rows, vocabulary] float32, changed in place
     tallies: tl.tensor,  # zero again afterwards
-    saved: tl.tensor,  # [entries] float32: the logit before, NaN where another entry has changed it
+    saved: tl.tensor,  # [entries] float32: the logit before; NaN where another entry has changed it
     rows: tl.tensor,
     ids: tl.tensor,
     repetition: tl.tensor,  # [rows]
@@ -47,7 +46,7 @@ def penalize_kernel(
     stride: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Every token's tally goes to one of its entries, which penalizes the token. One program: BLOCK entries."""
+    """Each token's tally is claimed by one of its entries, which penalizes the token. BLOCK entries per program."""
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = entry < entries
     row, token = tl.load(rows + entry, mask=inside, other=0), tl.load(ids + entry, mask=inside, other=0)
@@ -74,7 +73,7 @@ def restore_kernel(
     stride: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One program: BLOCK entries."""
+    """Writes back the logits that BLOCK entries have changed."""
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = entry < entries
     value = tl.load(saved + entry, mask=inside, other=float("nan"))
@@ -82,12 +81,13 @@ def restore_kernel(
     tl.store(logits + row * stride + token, value, mask=inside & (value == value))
 
 
-# Zeros, which every use leaves as zeros: making them anew would cost as much as reading the logits.
+# A buffer of zeros, which every use leaves as zeros: making it anew would cost as much as reading the logits.
 _tallies: dict[torch.device, Tensor] = {}
 
 
 def _zeros(count: int, device: torch.device) -> Tensor:
-    """To be put back when they are zeros again: of a use that breaks off, as where memory runs out, they may hold anything."""
+    """Takes the buffer; to be put back once it holds zeros again. After a use that fails, e.g. out of memory, it may hold
+    anything."""
     found = _tallies.pop(device, None)
     return found if found is not None and len(found) >= count else torch.zeros(count, dtype=torch.int32, device=device)
 
@@ -127,7 +127,7 @@ def restore_(logits: Tensor, penalties: Penalties, saved: Tensor) -> None:
 
 
 def compilations() -> list[Compilation]:
-    """All three."""
+    """All three kernels."""
     types = dict.fromkeys(("logits", "output", "saved", "repetition", "frequency", "presence"), "*fp32")
     types |= dict.fromkeys(("rows", "ids"), "*i64") | {"tallies": "*i32", "entries": "i32"}
     types |= dict.fromkeys(("vocabulary", "stride"), "i32:16")

@@ -1,4 +1,4 @@
-"""`pools.write_pools` by Triton: a program for each token. What it means stands there."""
+"""`pools.write_pools` in Triton, which is the reference: a program for each token."""
 
 import torch
 import triton
@@ -14,7 +14,7 @@ WARPS = 4
 @triton.jit
 def pools_kernel(
     keys: tl.tensor,  # [tokens, SIZE], dense
-    gates: tl.tensor,  # likewise
+    gates: tl.tensor,  # as `keys`
     places: tl.tensor,  # [MEMBERS, SIZE] float32, dense
     slots: tl.tensor,  # [tokens]
     cache: tl.tensor,  # [slots, 2 * SIZE]
@@ -22,10 +22,11 @@ def pools_kernel(
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
     MEMBERS: tl.constexpr,  # tokens of a pool
-    PLACES: tl.constexpr,  # these up to a power of two
-    MOST: tl.constexpr,  # the largest number of a cache of 8 bits; 0: it has the type of the keys
+    PLACES: tl.constexpr,  # MEMBERS, rounded up to a power of two
+    MOST: tl.constexpr,  # the largest number of an 8-bit cache; 0: the cache has the dtype of the keys
 ) -> None:
-    """One token. What others of its pool have written in this launch it takes from them: that may not be there yet."""
+    """Writes one token's key and gate, and its pool's key if it is the last of a pool. Keys and gates of the pool's tokens that are
+    in the same launch are read from the inputs: they may not be in the cache yet."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     if slot >= 0:
@@ -36,7 +37,7 @@ def pools_kernel(
         gate = tl.load(gates + token * SIZE + feature, mask=held, other=0.0)
         tl.store(kept + SIZE, storable(gate, MOST).to(cache.dtype.element_ty), mask=held)
         if slot % MEMBERS == MEMBERS - 1:
-            behind = MEMBERS - 1 - member  # tokens
+            behind = MEMBERS - 1 - member  # how many tokens before this one
             known = (member < MEMBERS)[:, None] & held[None, :]
             other = tl.load(slots + token - behind, mask=(behind >= 0) & (token >= behind), other=-1)
             here = (other == slot - behind)[:, None]
@@ -53,13 +54,13 @@ def pools_kernel(
 
 @triton.jit
 def read(step, cache, here, there, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
-    """As the cache has it, whether it is there already or not."""
+    """A number as it is, or will be, in the cache, from the step's inputs where it isn't certain to be there yet."""
     own = storable(tl.load(step, mask=here, other=0.0), MOST).to(cache.dtype.element_ty).to(tl.float32)
     return tl.where(here, own, tl.load(cache, mask=there, other=0.0).to(tl.float32))
 
 
 def write_pools(keys: Tensor, gates: Tensor, places: Tensor, slots: Tensor, cache: Tensor) -> None:
-    """`pools.write_pools`. All dense but the cache, whose keys and gates are."""
+    """`pools.write_pools`. All tensors dense but the cache, whose keys and gates are."""
     assert all(x.is_contiguous() for x in (keys, gates, places, slots))
     assert cache.stride(3) == 1
     if len(keys):

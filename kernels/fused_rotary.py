@@ -1,7 +1,7 @@
-"""From the joint product of queries, keys and values to what attention reads, by Triton in one pass: norm of the heads of queries
-and keys, or of all (where a model has it), rotary embedding, and the write of keys and values to their slots in the cache.
+"""Rotary embedding and KV cache write, in Triton, in one pass over the joint product of queries, keys and values: the norm of query
+and key heads (or of all, where a model has it), the rotation, and the write of keys and values to their slots.
 
-What it means stands in `operations.rotate_and_write`; rounding to the type happens where it happens there.
+The reference is `operations.rotate_and_write`; results are rounded to the dtype where they are there.
 """
 
 from collections.abc import Collection
@@ -14,14 +14,14 @@ from torch import Tensor
 from .compilation import EARLY_TARGETS, EIGHT_BIT_TARGETS, Compilation
 from .dependent_launch import on, options, wait
 
-# Elements of one program, several heads' together: 16 a thread in 4 warps.
+# Elements per program, of several heads: 16 a thread in 4 warps.
 TILE = 2048
 WARPS = 4
 
 
 @triton.jit
 def _normal(low, high, low_gains, high_gains, SIZE: tl.constexpr, epsilon):  # type: ignore[no-untyped-def]
-    """Both halves of some heads over their root mean square, times their gains. low, high: [heads, half], of the tensors' type."""
+    """RMS norm of some heads, given as halves, times gains. low, high: [heads, half], in the tensors' dtype."""
     dtype = low.dtype
     wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
     squares = tl.sum(wide_low * wide_low, 1) + tl.sum(wide_high * wide_high, 1)
@@ -33,8 +33,8 @@ def _normal(low, high, low_gains, high_gains, SIZE: tl.constexpr, epsilon):  # t
 
 @triton.jit
 def _gains(queries, keys, is_query, is_key):  # type: ignore[no-untyped-def]
-    """Those of queries and of keys, and 1 for others: [heads, half] float32. Each is loaded by itself, by a tile of places: of
-    those that `where` chooses the compiler knows no alignment, and a row of them would come in another layout."""
+    """The norms' gains of query and key heads, and 1 for others: [heads, half] float32. Each is loaded by itself, by a tile of
+    pointers: if `where` chose pointers the compiler would know no alignment, and a row of them would come in another layout."""
     of_queries = tl.load(queries + tl.zeros_like(is_query).to(tl.int32), mask=is_query, other=1.0)
     of_keys = tl.load(keys + tl.zeros_like(is_key).to(tl.int32), mask=is_key, other=1.0)
     return tl.where(is_query, of_queries, of_keys).to(tl.float32)
@@ -42,7 +42,7 @@ def _gains(queries, keys, is_query, is_key):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def rotated(low, high, cosine, sine):  # type: ignore[no-untyped-def]
-    """Both halves of what turns, of the tensors' type, by angles in float32."""
+    """Rotates both halves of some features, in the tensors' dtype, by angles in float32."""
     dtype = low.dtype
     wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
     turned_low = ((wide_low * cosine).to(dtype).to(tl.float32) - wide_high * sine).to(dtype)
@@ -52,7 +52,7 @@ def rotated(low, high, cosine, sine):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def storable(x, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
-    """For a cache of 8 bits: what is larger than MOST would become no number. 0: as it is."""
+    """For an 8-bit cache: clamps to MOST, since larger numbers would become NaN. MOST = 0: unchanged."""
     if MOST > 0:
         x = tl.clamp(x.to(tl.float32), -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
     return x
@@ -73,18 +73,18 @@ def rotary_kernel(
     cache_stride: tl.tensor,
     epsilon: tl.tensor,
     SIZE: tl.constexpr,
-    HALF: tl.constexpr,  # half a head, up to a power of two
+    HALF: tl.constexpr,  # half a head, rounded up to a power of two
     HEADS: tl.constexpr,
     NORM: tl.constexpr,
-    VALUES: tl.constexpr,  # have a norm, too
-    SHARED: tl.constexpr,  # values are what keys are at first
+    VALUES: tl.constexpr,  # values have a norm, too
+    SHARED: tl.constexpr,  # values are the keys before norm and rotation
     SCALED: tl.constexpr,
-    WRITES: tl.constexpr,  # there are keys and values; without, there is neither a cache nor are there slots
+    WRITES: tl.constexpr,  # there are keys and values; without them there is no cache, and there are no slots
     KEYS: tl.constexpr,  # there are no values
-    MOST: tl.constexpr,  # the largest number of a cache of 8 bits; 0: it has the type of the keys
+    MOST: tl.constexpr,  # the largest number of an 8-bit cache; 0: the cache has the dtype of the keys
     EARLY: tl.constexpr,
 ) -> None:
-    """One program: HEADS of all the heads of a token, queries' first, then keys', then values'."""
+    """HEADS of all the heads of one token: queries first, then keys, then values."""
     wait(EARLY)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
@@ -142,7 +142,7 @@ def rotate_and_write(
     normal_values: bool = False,
     shared: bool = False,
 ) -> Tensor:
-    """`operations.rotate_and_write`: the queries are rotated where they stand, the keys and values only in the cache.
+    """`operations.rotate_and_write`: queries are rotated in place, keys and values only in the cache.
 
     joint: its last dimension dense; table: dense; cache: each slot dense.
     """
@@ -157,7 +157,7 @@ def rotate_and_write(
 
 
 def rotate(queries: Tensor, table: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
-    """`operations.rotate`: the same with no key, so that nothing is written."""
+    """`operations.rotate`: the same without keys, so that nothing is written to a cache."""
     tokens, size = len(queries), table.shape[-1]
     heads = queries.shape[1] // size
     if tokens:
@@ -219,20 +219,20 @@ def _launch(
 
 
 def _tile(size: int) -> tuple[int, int]:
-    """Of a program: half a head, up to a power of two, and how many heads."""
+    """The tile of a program: half a head rounded up to a power of two, and number of heads."""
     half = triton.next_power_of_2(size // 2)
     return half, max(1, TILE // (2 * half))
 
 
 def compilations() -> list[Compilation]:
-    """All sizes of heads that models have, with the norm and without; a cache of 8 bits; and queries alone."""
+    """All head sizes of models, with the norm and without; an 8-bit cache; queries alone."""
     found = []
     cases: list[tuple[int, str, Collection[str]]] = [
         *((64, "bf16", ()), (80, "fp16", ()), (96, "bf16", ()), (128, "bf16", ()), (128, "fp32", ()), (192, "bf16", ())),
         *((128, "bf16", ("norm",)), (256, "bf16", ("norm",)), (512, "bf16", ("norm", "shared"))),
         *((128, "bf16", ("fp8",)), (128, "bf16", ("early",)), (128, "bf16", ("norm", "keys"))),
         *((256, "bf16", ("norm", "queries")), (512, "bf16", ("norm", "queries"))),
-        (136, "bf16", ("unaligned",)),  # with ALiBi: halves of heads begin at multiples of 8 bytes, and on Hopper 8 are spilled
+        (136, "bf16", ("unaligned",)),  # with ALiBi: halves of heads begin at multiples of 8 bytes, and Hopper spills 8 bytes
     ]
     for size, dtype, traits in cases:
         names = ("norm", "shared", "fp8", "early", "queries", "unaligned", "keys")

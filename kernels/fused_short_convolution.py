@@ -1,7 +1,7 @@
-"""Gated short convolutions by Triton. What they mean stands in `short_convolution`. Knows tensors only.
+"""Gated short convolutions in Triton. `short_convolution` is the reference. Knows tensors only.
 
-No token waits for another, so programs share a prompt's tokens, too. Windows are written by a launch of their own, when all that
-read them are done.
+No token waits for another, so programs share a prompt's tokens, too. Windows are written by a launch of their own, when all
+programs that read them are done.
 """
 
 import itertools
@@ -13,7 +13,8 @@ from torch import Tensor
 from .compilation import Compilation
 from .fused_gated_delta import move
 
-TOKENS, CHANNELS = 16, 128  # of a program; a decode step's spans have one token each, which is not masked out of much
+# Tile of a program; a decode step's spans have one token each, but little is computed in vain.
+TOKENS, CHANNELS = 16, 128
 
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["starts", "slots", "fresh"])
@@ -24,7 +25,7 @@ def convolution_kernel(
     taps: tl.tensor,  # [channels, WIDTH], dense
     biases: tl.tensor,  # [channels], dense; unused without BIASED
     starts: tl.tensor,  # [spans + 1]
-    slots: tl.tensor,  # [spans]; 0: of padding, nothing is read there
+    slots: tl.tensor,  # [spans]; 0: padding, nothing is read there
     fresh: tl.tensor,
     windows: tl.tensor,  # [slots, WIDTH - 1, channels], each slot dense
     tokens: tl.tensor,
@@ -37,11 +38,11 @@ def convolution_kernel(
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One program: TOKENS tokens of a span, of BLOCK channels; of the last span, also some of those behind it."""
+    """TOKENS tokens of one span, BLOCK channels; with the last span, also some of the padding behind it."""
     span, part = tl.program_id(0), tl.program_id(2)
     start, end, slot = tl.load(starts + span), tl.load(starts + span + 1), tl.load(slots + span)
-    first = tl.where((slot > 0) & (tl.load(fresh + span) == 0), 0, WIDTH - 1)  # row of the window that is looked at
-    place = part * TOKENS + tl.arange(0, TOKENS)[:, None]  # in the span
+    first = tl.where((slot > 0) & (tl.load(fresh + span) == 0), 0, WIDTH - 1)  # first valid row of the window
+    place = part * TOKENS + tl.arange(0, TOKENS)[:, None]  # place in the span
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     there = channel < channels
     inside = there & (place < end - start)
@@ -76,8 +77,8 @@ def convolve(
     longest: int,
     out: Tensor,
 ) -> Tensor:
-    """`short_convolution.short_convolution` into `out`; longest: tokens of a span at most; out: dense; mixed and gates: their last
-    dimension dense; windows: each slot dense; the rest: dense. There is a span."""
+    """`short_convolution.short_convolution` into `out`; longest: most tokens of a span; out: dense; mixed and gates: their last
+    dimension dense; windows: each slot dense; the rest: dense. At least one span."""
     (tokens, channels), width = mixed.shape, taps.shape[1]
     assert mixed.stride(1) == gates.stride(1) == 1
     assert out.is_contiguous()
@@ -111,7 +112,7 @@ def convolve(
 
 
 def compilations() -> list[Compilation]:
-    """Of LFM2's three taps, gates being columns of one product."""
+    """LFM2's three taps, gates being columns of one product."""
     found = []
     for dtype, biased in itertools.product(("bf16", "fp32"), (False, True)):
         types = dict.fromkeys(("out", "mixed", "gates", "taps", "windows"), f"*{dtype}")

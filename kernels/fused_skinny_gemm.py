@@ -1,16 +1,16 @@
-"""The product of few rows with a weight, by Triton, with what stands before and after it in a decoder: the norm of the rows, SwiGLU
-(or GeGLU) of the outputs, the sum with the residual stream. Knows tensors only.
+"""Skinny GEMM in Triton: the product of few rows with a weight, fused with what stands before and after it in a decoder: the RMS
+norm of the rows, SwiGLU (or GeGLU) of the outputs, the residual addition. Knows tensors only.
 
-Few rows cost what reading the weight costs, a hundredth of a millisecond, and then launches count: a decoder's layer takes nine of
-them instead of ten, and of one row (`fused_gemv`) seven. The norm of several rows comes before: within, where operands of the
-matrix units come from memory without a detour, it took twice the time of the product (measured on an H200, 2026-11-26: gate and up
-of an 8 B model in 117 us, by torch in 57).
+With few rows the cost is reading the weight, a hundredth of a millisecond, and then launches count: a decoder's layer takes nine of
+them instead of ten, and with one row (`fused_gemv`) seven. The norm of several rows is a launch before: within, where operands of
+the tensor cores come from memory without a detour, it took twice the time of the product (measured on an H200, 2026-11-26: gate and
+up of an 8 B model in 117 us, by torch in 57).
 
-The weight's rows are those of the matrix units, of which Hopper's have 64 at least, and a step's rows are the columns, which may be
-few: so the units take both from shared memory, where with few rows as rows only those of older processors would do, by way of
-registers. Where that makes too few programs to ask for all that memory can give, several share outputs, each with a part of the
-inputs, and whoever adds the product to something adds up their sums, as the norm behind does. Measured on an H200, 2026-11-26, us
-of the layers of an 8 B model in bfloat16 (before: programs of 32 outputs with rows as rows; uncut, cut: this kernel, * with 6
+The weight's rows are the M dimension of the tensor cores, of which Hopper's take 64 at least, and a step's rows are N, which may be
+small: so both operands come from shared memory, where with few rows as M only the instructions of older processors would do, by way
+of registers. Where that makes too few programs to saturate memory, inputs are split among several programs (split-K), and whoever
+adds the product to something adds up their sums, as the norm behind does. Measured on an H200, 2026-11-26, us of the layers of an 8
+B model in bfloat16 (before: programs of 32 outputs with rows as M; uncut, cut: this kernel without and with split-K, * with 6
 stages instead of 4; torch's is cuBLAS):
 
                             16 rows: before  uncut   cut in 2, 4   torch    32 rows: uncut   cut in 2, 4   torch
@@ -21,7 +21,7 @@ stages instead of 4; torch's is cuBLAS):
     gate and up                              59.9                   57.3             63.3                   58.5
 
 Gate and up are with the norm within and with SwiGLU, which torch's are without. Not measured: queries, keys and values uncut and
-without a norm, more than 32 rows, adding up what is cut, and so a whole step.
+without a norm, more than 32 rows, adding up the split-K sums, and so a whole step.
 """
 
 import itertools
@@ -41,26 +41,26 @@ from .fused_activation import behind_product
 from .fused_norm import rms_norm
 from .paged_attention import TARGETS, generation_of, processors_of
 
-# In Triton's interpreter a dot of bfloat16 is garbage, so operands are widened there.
+# In Triton's interpreter a dot of bfloat16 gives wrong results, so operands are widened to float32 there.
 INTERPRET = bool(knobs.runtime.interpret)
-# Rows of a step: as many as a program's tile has at least, and at most.
+# Rows of a step: the least height of a program's tile, and the most rows it takes.
 LEAST, MOST = 16, 64
-# Parts that inputs may be cut into, and the inputs of a part at least: fewer are over before the first have arrived.
+# Split-K factors, and the least inputs of a part: shorter parts are over before the first loads have arrived.
 PARTS, SHORTEST = (1, 2, 4), 512
 WARPS = 4
 
 
 class Shape(NamedTuple):
-    """Of a program's tile of the weight."""
+    """The shape of a program's tile of the weight."""
 
     columns: int  # outputs
-    depth: int  # inputs at once
+    depth: int  # inputs at a time
     stages: int
 
 
 @triton.jit(do_not_specialize=["rows"])
 def product_kernel(
-    out: tl.tensor,  # [rows, outputs], with ADD what is added to; or [PARTS, rows, outputs]
+    out: tl.tensor,  # [rows, outputs], with ADD the residual; or split-K sums [PARTS, rows, outputs]
     x: tl.tensor,  # [rows, inputs]
     weight: tl.tensor,  # [outputs, inputs]; GATED: [2 * outputs, inputs], gates first
     bias: tl.tensor,  # as long as weight; unused without BIASED
@@ -82,7 +82,7 @@ def product_kernel(
     WIDEN: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """One program: COLUMNS outputs of all rows, of a part of the inputs."""
+    """COLUMNS outputs of all rows, over one part of the inputs."""
     LENGTH: tl.constexpr = (INPUTS + PARTS * DEPTH - 1) // (PARTS * DEPTH) * DEPTH
     EVEN: tl.constexpr = INPUTS % (PARTS * DEPTH) == 0 and OUTPUTS % COLUMNS == 0
     part = tl.program_id(1)
@@ -107,7 +107,7 @@ def product_kernel(
         result = dot(_piece(from_weight + first, wanted, within, EVEN), values, result, WIDEN)
         if GATED:
             other = dot(_piece(from_weight + first + OUTPUTS * INPUTS, wanted, within, EVEN), values, other, WIDEN)
-    first_part = output + part * OUTPUTS < OUTPUTS  # which has the bias
+    first_part = output + part * OUTPUTS < OUTPUTS  # the first part adds the bias
     result = behind_product(result, other, bias, output[:, None], first_part[:, None], OUTPUTS, GATED, GELU, BIASED)
     place = out + part * part_stride + row[None, :] * out_stride + output[:, None]
     held = asked[None, :] & wanted[:, None]
@@ -118,13 +118,13 @@ def product_kernel(
 
 @triton.jit
 def _piece(place: tl.tensor, wanted: tl.tensor, within: tl.tensor, EVEN: tl.constexpr) -> tl.tensor:
-    """A piece of the weight: [COLUMNS, DEPTH]."""
+    """Loads a tile of the weight: [COLUMNS, DEPTH]."""
     return tl.load(place) if EVEN else tl.load(place, mask=wanted[:, None] & within[None, :], other=0.0)
 
 
 @triton.jit
 def dot(left: tl.tensor, right: tl.tensor, sums: tl.tensor, WIDEN: tl.constexpr) -> tl.tensor:
-    """sums + left @ right.T, in float32."""
+    """sums + left @ right.T, accumulated in float32."""
     if WIDEN:
         left = left.to(tl.float32)
         right = right.to(tl.float32)
@@ -143,11 +143,11 @@ def product(
     gelu: bool = False,
     add: bool = False,
 ) -> Tensor:
-    """`out`, [rows, outputs], becomes (with `add`: becomes more by) the product of x [rows, inputs], at most MOST rows.
+    """Writes to `out`, [rows, outputs], or with `add` adds to it, the product of x [rows, inputs] of at most MOST rows.
 
     weight: [outputs, inputs], dense; gains: the rows are normalized first (`operations.rms_norm`); gated: weight is [2 * outputs,
-    inputs], and `reference.gated` is taken of its product, with or without gelu. x and out are views whose last dimension is dense.
-    out may be [parts, rows, outputs] instead, float32, without gates: what that adds up to is the product (`parts_of`).
+    inputs], and `reference.gated` is applied to its product, with or without gelu. x and out are views whose last dimension is
+    dense. out may be [parts, rows, outputs] float32 instead, without gates: split-K sums that add up to the product (`parts_of`).
     """
     rows, inputs = x.shape
     outputs, parts = out.shape[-1], len(out) if out.dim() == 3 else 1
@@ -190,32 +190,34 @@ def product(
 
 
 def parts_of(x: Tensor, weight: Tensor) -> int:
-    """Into how many parts the inputs of their product are best cut where somebody adds up what these come to."""
+    """The best split-K factor of their product, where the caller adds up the parts."""
     return _parts(len(x), weight.shape[1], weight.shape[0], _machine(x.device)[1]) if len(x) > 1 else 1
 
 
 @cache
 def _machine(device: torch.device) -> tuple[int, int]:
-    """Its generation (`paged_attention.generation_of`), and its processors: asked once, for a step asks hundreds of times."""
+    """The device's class (`paged_attention.generation_of`) and its processors (SMs): cached, since a step needs them hundreds of
+    times."""
     return generation_of(device), processors_of(device)
 
 
 def _parts(rows: int, inputs: int, outputs: int, processors: int) -> int:
-    """As few as give a program to three of four processors: two do that for 4,096 outputs on an H200, and four, of which there is
-    twice as much to be added up, are no quicker."""
+    """The smallest split-K factor that gives three of four processors a program: two do that for 4,096 outputs on an H200, and
+    four, with twice as much to be added up, are no faster."""
     tiles = triton.cdiv(outputs, _columns(rows))
     able = [parts for parts in PARTS if parts == 1 or inputs >= parts * SHORTEST]
     return next((parts for parts in able if 4 * tiles * parts >= 3 * processors), able[-1])
 
 
 def _columns(rows: int) -> int:
-    """More rows take twice the outputs and half the inputs at once, so that all programs together read rows half as often."""
+    """Outputs of a tile. With more rows it has twice the outputs and half the inputs at a time, so that all programs together read
+    rows half as often."""
     return 64 if rows <= 32 else 128
 
 
 def _shape(rows: int, outputs: int, parts: int, gated: bool, generation: int, processors: int) -> Shape:
-    """16 KiB of the weight at a time, and three such pieces under way while a fourth is multiplied, for two programs on a
-    processor; five for one that has it alone and all inputs. Measured on Hopper."""
+    """16 KiB of the weight at a time, and three such pieces in flight while a fourth is multiplied, for two programs on a
+    processor; five for one that has the processor alone and all inputs. Measured on Hopper."""
     columns = _columns(rows)
     if gated and generation == 9 and rows <= LEAST:
         shape = Shape(64, 256, 3)
@@ -225,13 +227,13 @@ def _shape(rows: int, outputs: int, parts: int, gated: bool, generation: int, pr
         shape = Shape(columns, 8192 // columns, 6)
     else:
         shape = Shape(columns, 8192 // columns, 4)
-    return shape if generation else shape._replace(stages=2)  # as in attention: little shared memory, and waves to hide latency
+    return shape if generation else shape._replace(stages=2)  # as in attention: little shared memory, and many waves hide latency
 
 
 def _constants(
     rows: int, inputs: int, outputs: int, parts: int, gated: bool, size: int, generation: int, processors: int
 ) -> dict[str, Any]:
-    """size: of a number in bytes."""
+    """size: bytes of a number."""
     columns, depth, stages = _shape(rows, outputs, parts, gated, generation, processors)
     return {
         "INPUTS": inputs,
@@ -245,7 +247,7 @@ def _constants(
 
 
 def compilations() -> list[Compilation]:
-    """All cases of up to 16 rows, and those without gates of more."""
+    """All cases with up to 16 rows, and those without gates with more."""
     found = []
     cases = [(case, rows) for case in fused_gemv.CASES for rows in (16, 32, 64) if rows == 16 or not case.gated]
     for (case, rows), (generation, targets) in itertools.product(cases, TARGETS.items()):

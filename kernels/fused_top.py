@@ -1,4 +1,4 @@
-"""The largest logits of every row, and its log-sum-exp, by Triton in one pass. `beam.py` says what they are for."""
+"""The largest logits of every row, and its log-sum-exp, in Triton in one pass, for `beam.py`."""
 
 import torch
 import triton
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .compilation import Compilation
 
-SPLIT = 4096  # logits of one program
+SPLIT = 4096  # logits per program
 WARPS = 8
 
 
@@ -22,7 +22,7 @@ def top_kernel(
     count: tl.tensor,
     SIZE: tl.constexpr,
 ) -> None:
-    """One program: SIZE logits of a row. The largest is taken out again and again: cheaper than a sort while `count` is small."""
+    """Largest of SIZE logits of one row. The maximum is removed again and again: cheaper than a sort while `count` is small."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = part * SIZE + tl.arange(0, SIZE)
     left = tl.load(logits + row * stride + column, mask=column < vocabulary, other=float("-inf"))
@@ -39,7 +39,8 @@ def top_kernel(
 
 
 def top(logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Some logits of every row, the `count` largest among them, and their ids: [rows, n] float32 and int64; log-sum-exp [rows].
+    """For every row its `count` largest logits, and some more (those of each part of it), with their ids: [rows, n] float32 and
+    int64, n at least `count`; log-sum-exp [rows].
 
     logits: [rows, vocabulary] float32, its last dimension dense.
     """
@@ -56,7 +57,7 @@ def top(logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def compilations() -> list[Compilation]:
-    """The only one."""
+    """The only kernel."""
     pointers = {"logits": "*fp32", "values": "*fp32", "ids": "*i64", "totals": "*fp32"}
     numbers = {"vocabulary": "i32:16", "stride": "i32:16", "count": "i32"}
     return [Compilation(kernel=top_kernel, name="top", signature=pointers | numbers, constants={"SIZE": SPLIT}, warps=WARPS)]

@@ -1,8 +1,8 @@
-"""Logarithms out of operations that IEEE 754 rounds exactly, so that every device and library gives the same bits.
+"""Logarithms made of operations that IEEE 754 rounds exactly, so that every device and library gives the same bits.
 
-The method is that of fdlibm's logf (Sun Microsystems 1993, "Freely distributable libm", e_logf.c): x = 2^k (1 + f),
-s = f / (2 + f), log(1 + f) = f - f^2 / 2 + s (f^2 / 2 + R(s^2)); its error is below one unit in the last place. `fused_noise.py`
-has the same steps in Triton: whoever changes one changes the other. No multiplication may be contracted with an addition.
+The method is that of fdlibm's logf (Sun Microsystems 1993, "Freely distributable libm", e_logf.c): x = 2^k (1 + f), s = f / (2 +
+f), log(1 + f) = f - f^2 / 2 + s (f^2 / 2 + R(s^2)); its error is below one unit in the last place. `fused_noise.py` has the same
+steps in Triton: whoever changes one must change the other. No multiplication may be contracted with an addition.
 """
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 LOG_2_HIGH = 6.9313812256e-01  # 0x3f317180: with few bits, so that its product with an exponent is exact
 LOG_2_LOW = 9.0580006145e-06  # 0x3717f7d1
 SERIES = (0.66666662693, 0.40000972152, 0.28498786688, 0.24279078841)
-# sqrt(1/2) as bits. Taken from a number's bits it leaves an exponent for which 1 + f is in [sqrt(1/2), sqrt(2)).
+# sqrt(1/2) as bits. Subtracted from a number's bits, it leaves an exponent for which 1 + f is in [sqrt(1/2), sqrt(2)).
 ROOT = 0x3F3504F3
 ONE = 0x3F800000
 
@@ -31,14 +31,14 @@ def log(x: Tensor) -> Tensor:
 
 
 def log_complement(u: Tensor) -> Tensor:
-    """log(1 - u) for float32 numbers in (0, 1), good to the last places also where u is small: what rounding takes from 1 - u comes
-    back as the first term of the series."""
+    """log(1 - u) for float32 numbers in (0, 1), accurate to the last places also where u is small: what rounding takes from 1 - u
+    is added back as the first term of the series."""
     y = 1.0 - u
     return log(y).add_((1.0 - y).sub_(u).div_(y))
 
 
 def gumbel(words: Tensor) -> Tensor:
-    """Gumbel noise of random words of 32 bits (in int64): -log(-log(1 - u)), u = (word + 1/2) / 2^32."""
+    """Gumbel noise from random 32-bit words (in int64): -log(-log(1 - u)), u = (word + 1/2) / 2^32."""
     # u is finest near 0, where -log(1 - u) is small and the noise large: the tail that decides rare draws is resolved to 2^-33.
     # Near 1 float32 would round up to 1, whose noise is -inf: hence the clamp.
     uniform = words.float().add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)

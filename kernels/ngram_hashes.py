@@ -1,4 +1,4 @@
-"""What rows of tables n-grams of tokens stand for, as `ngrams` wants to know it."""
+"""Parameters of the hash functions that map n-grams to embedding table rows, for `ngrams`."""
 
 from dataclasses import dataclass
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Hashes:
-    """Of all layers that are told of n-grams. All int64."""
+    """The hash parameters of all layers with n-gram embeddings. All int64."""
 
-    multipliers: Tensor  # [layers, most]: of a token, of the one before it and so on
-    sizes: Tensor  # [layers, lengths of n-grams, heads]: rows of each head's table
-    offsets: Tensor  # likewise: where it begins in the layer's
-    end: int  # the token that ends a text
+    multipliers: Tensor  # [layers, most]: factor of a token, of the one before it and so on
+    sizes: Tensor  # [layers, n-gram lengths, heads]: number of rows of each head's table
+    offsets: Tensor  # as `sizes`: where that table begins in the layer's
+    end: int  # the end-of-text token

@@ -1,5 +1,5 @@
-"""What layers are told of a token's n-grams (Qwen 4 Exp): which rows of tables these stand for, how far streams open themselves to
-what is looked up, and the convolution behind that. Knows tensors only.
+"""Hashed n-gram embeddings of Qwen 4 Exp: which embedding table rows a token's n-grams map to, the gates with which residual
+streams take up what is looked up, and the convolution behind that. Knows tensors only.
 
 On a CPU by torch; on an accelerator by `fused_ngrams`.
 """
@@ -14,27 +14,27 @@ from .gated_delta import Spans, States, convolved
 from .ngram_hashes import Hashes
 from .reference import by_lanes
 
-LEAST = 1e-6  # of what streams are opened by, before its root is taken
+LEAST = 1e-6  # lower bound of a gate's logit before its square root is taken
 
 
 def rows_of(tokens: Tensor, before: Tensor, spans: Spans, hashes: Hashes) -> Tensor:
-    """Rows of the layers' tables: [layers, tokens, heads of all lengths].
+    """Rows of the layers' embedding tables, by hashes of n-grams: [layers, tokens, heads of all n-gram lengths].
 
-    tokens: [tokens]; before: [spans, most - 1], what is before each span, `hashes.end` where nothing is. Of tokens behind the last
-    span the result is some rows that there are.
+    tokens: [tokens]; before: [spans, most - 1], the tokens before each span, `hashes.end` where there are none. For padding behind
+    the last span the result is arbitrary valid rows.
     """
     if triton_for(tokens):
         from .fused_ngrams import rows_of as fused
 
         return fused(tokens, before, spans, hashes)
     every = torch.arange(len(tokens), device=tokens.device)
-    own = torch.searchsorted(spans.starts[1:], every, right=True).clamp_(max=len(before) - 1)  # the span of each
+    own = torch.searchsorted(spans.starts[1:], every, right=True).clamp_(max=len(before) - 1)  # the span of each token
     place, count = every - spans.starts[own], before.shape[1]
     found = [tokens]
     for back in range(1, count + 1):
         within = tokens[(every - back).clamp_(min=0)]
         token = torch.where(place >= back, within, before[own, (count - back + place).clamp_(max=count - 1)])
-        # Behind an end of a text there is nothing of what was before it.
+        # An end-of-text token hides all tokens before it.
         found.append(torch.where(found[-1] == hashes.end, hashes.end, token) if back > 1 else token)
     mixed, rows = found[0] * hashes.multipliers[:, :1], list[Tensor]()
     for back, sizes, offsets in zip(range(1, count + 1), hashes.sizes.unbind(1), hashes.offsets.unbind(1), strict=True):
@@ -44,10 +44,11 @@ def rows_of(tokens: Tensor, before: Tensor, spans: Spans, hashes: Hashes) -> Ten
 
 
 def opened(joint: Tensor, streams: Tensor, gains: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """What each stream takes of a value, [tokens, count * hidden], and the norm of that, stream by stream.
+    """What each stream takes of the looked-up value through its gate, [tokens, count * hidden], and the RMS norm of that, stream by
+    stream.
 
-    joint: [tokens, (count + 1) * hidden], a key for each stream, and the value of all; streams: [tokens, count, hidden]; gains:
-    [3, count, hidden] float32, of norms of keys, of streams, and of what these take. All dense.
+    joint: [tokens, (count + 1) * hidden], a key for each stream, and the value shared by all; streams: [tokens, count, hidden];
+    gains: [3, count, hidden] float32, of the norms of keys, of streams, and of what these take. All dense.
     """
     if triton_for(joint):
         from .fused_ngrams import opened as fused
@@ -63,11 +64,11 @@ def opened(joint: Tensor, streams: Tensor, gains: Tensor, epsilon: float) -> tup
 
 
 def take(streams: Tensor, taken: Tensor, normal: Tensor, taps: Tensor, apart: int, spans: Spans, states: States) -> None:
-    """Adds to streams, [tokens, count, hidden], what they have taken, and what a convolution of its norm comes to, through silu.
-    Windows in `states` go on, in place.
+    """Adds to streams, [tokens, count, hidden], what they have taken, and a causal convolution of its norm, through silu.
+    Convolution windows in `states` are updated in place.
 
-    taken, normal: of `opened`; taps: [channels, reach + 1], the last for the token itself, of which but each one `apart` places
-    from it is 0.
+    taken, normal: from `opened`; taps: [channels, reach + 1], the last for the token itself; dilated: taps are 0 but for every
+    `apart`-th from the last.
     """
     if triton_for(streams):
         from .fused_ngrams import take as fused

@@ -1,7 +1,7 @@
-"""Heads of which the last features turn: DeepSeek V4's, whose keys are their values, so that what is found is turned back. Knows
-tensors only.
+"""Partial rotary embedding for DeepSeek V4: only the last features of each head are rotated. Keys double as values there, so the
+attention output is rotated back. Knows tensors only.
 
-Of those features two that turn together are half of them apart. By torch on a CPU, on an accelerator one launch each
+Features that are rotated as a pair are half of those features apart. By torch on a CPU, on an accelerator one launch each
 (`fused_partial_rotary`).
 """
 
@@ -14,10 +14,11 @@ from .operations import write
 
 
 def turn(x: Tensor, table: Tensor, epsilon: float = 0.0, back: bool = False) -> None:
-    """Rotates the last features of each head, in place, as many as the table has; first an RMS norm of the head, without gains.
+    """Rotates the last features of each head, in place, as many as the table has; before that, an RMS norm of the head, without
+    gains.
 
-    x: [tokens, heads, size], dense; table: of `reference.rotary_table`; epsilon: of the norm; 0: there is none; back: the other
-    way round.
+    x: [tokens, heads, size], dense; table: of `reference.rotary_table`; epsilon: of the norm; 0: no norm; back: rotates by the
+    negative angles.
     """
     if triton_for(x):
         from .fused_partial_rotary import turn as fused
@@ -33,7 +34,7 @@ def turn(x: Tensor, table: Tensor, epsilon: float = 0.0, back: bool = False) -> 
 
 
 def write_keys(keys: Tensor, gains: Tensor, table: Tensor, slots: Tensor, cache: Tensor, epsilon: float) -> None:
-    """The norm of keys, with gains, their rotation, and the write to the cache.
+    """The RMS norm of keys, with gains, their rotation, and the write to the cache.
 
     keys: [tokens, size]; gains: [size]; slots: [tokens], distinct; where negative (padding) nothing is written; cache: the first
     part of a layer's slots, [slots, 1, 1, size].

@@ -1,7 +1,7 @@
-"""Gated short convolutions, over ragged spans of tokens: LFM2's (Liquid AI 2025, arXiv:2511.23404).
+"""Gated short causal convolutions over ragged spans of tokens: LFM2's (Liquid AI 2025, arXiv:2511.23404).
 
-A token sees what went into the convolution of a few tokens before it, each channel by itself, and the result goes through a gate.
-Of a sequence nothing is remembered but a window of that: `gated_delta.States` whose memories have no numbers.
+A depthwise convolution over the last few tokens, whose result is multiplied by a gate. A sequence's only state is a window of the
+convolution's last inputs: `gated_delta.States` with empty recurrent states.
 """
 
 import torch
@@ -12,11 +12,11 @@ from .gated_delta import Spans, States, convolved
 
 
 def short_convolution(mixed: Tensor, gates: Tensor, taps: Tensor, biases: Tensor | None, spans: Spans, states: States) -> Tensor:
-    """gates times what comes out of the convolution, [tokens, channels] in mixed's type; windows in `states` go on, in place.
+    """gates times the convolution of mixed, [tokens, channels] in mixed's dtype; windows in `states` are updated in place.
 
-    mixed: [tokens, channels], what goes in; gates: the same; both may be columns of something wider; taps: [channels, width], the
-    last for the token itself; biases: [channels]. Of tokens behind the last span the result is 0, and what slot 0 holds is never
-    looked at.
+    mixed: [tokens, channels], input of the convolution; gates: the same; both may be columns of something wider; taps: [channels,
+    width], the last for the token itself; biases: [channels]. For tokens behind the last span the result is 0, and the content of
+    slot 0 is never used.
     """
     if triton_for(mixed):
         from .fused_short_convolution import convolve
