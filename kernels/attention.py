@@ -51,8 +51,7 @@ class Row:
     context: int
     pages: Sequence[int]
     parents: Sequence[int] | None = None  # per query: index of its parent among the queries, -1 for the root; None: a chain
-    # How many of its first pages are final. Later ones, although full, may still be replaced on the device (beams); None: all are
-    # final.
+    # How many of its first pages are final. Other full ones are filled in on the device later (beams); None: all are final.
     settled: int | None = None
     # A chain whose queries also see the later ones (bidirectional), in layers that are `joined`: the tokens of an image.
     whole: bool = False

@@ -70,7 +70,7 @@ def route(
 
 
 def shared_out(logits: Tensor, chosen: Tensor, factor: float, least: float, rooted: bool) -> Tensor:
-    """Normalized weights of experts that were not chosen by the router (e.g. by token), from independent scores: [tokens, count]
+    """Normalized weights of experts that were chosen otherwise (hash routing), from independent scores: [tokens, count]
     float32, as from `route`. By torch."""
     shares = apart(logits, rooted).gather(1, chosen)
     return shares * (factor / (shares.sum(-1, keepdim=True) + least))

@@ -43,7 +43,7 @@ MANY_OUTPUTS = 1 << 15
 
 @triton.jit
 def _weights(place: tl.tensor, held: tl.tensor, EVEN: tl.constexpr, STAGES: tl.constexpr) -> tl.tensor:
-    """Loads a tile of the weight, in float32: [COLUMNS, DEPTH]. It bypasses L1, which is for the row, which all programs read."""
+    """Loads a tile of the weight, in float32: [COLUMNS, DEPTH]. It is read once, so L1 is left to the row, which all read."""
     CACHE: tl.constexpr = ".cg" if STAGES == 1 else ""
     part = tl.load(place, cache_modifier=CACHE) if EVEN else tl.load(place, mask=held, other=0.0, cache_modifier=CACHE)
     return part.to(tl.float32)

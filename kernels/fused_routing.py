@@ -109,7 +109,7 @@ def sort_kernel(
     SIZE: tl.constexpr,
     PART: tl.constexpr,
 ) -> None:
-    """Counting sort of all pairs, by a single program. SLOTS, SIZE: at least EXPERTS + 1 and pairs."""
+    """Stable sort of all pairs by counting those before each, in a single program. SLOTS, SIZE: at least EXPERTS + 1 and pairs."""
     pair, slot = tl.arange(0, SIZE), tl.arange(0, SLOTS)
     own = tl.load(numbers + pair, mask=pair < pairs, other=EXPERTS).to(tl.int32)
     place = tl.zeros([SIZE], tl.int32)

@@ -45,7 +45,7 @@ from torch.nn import functional
 from .dispatch import on_hopper, triton_for
 
 if TYPE_CHECKING:
-    from .adapters import Additions  # which are made of weights
+    from .adapters import Additions  # circular at run time: LoRA products are weights
 
 # oneDNN chooses its blocked weight layout by the number of rows it is told to expect. With 1 it is slow for batches (42 GFLOP/s at
 # 32); with 4 to 512 one layout is good for all of them.
