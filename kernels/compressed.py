@@ -51,8 +51,7 @@ class Places:
     own: Tensor  # [tokens] int64: their positions
     closing: dict[int, Tensor]  # for each compression rate (tokens per entry): indices of the tokens that complete an entry
     page_size: int
-    # cache of `ends`
-    found: dict[tuple[int, bool], Ends] = field(default_factory=dict)
+    found: dict[tuple[int, bool], Ends] = field(default_factory=dict)  # cache of `ends`
 
     def slots(self, pages: Tensor, tables: Tensor, places: Tensor) -> Tensor:
         """Slots of positions `places` by page tables that begin at `tables`. pages: all of the step's, one table after the
@@ -88,10 +87,8 @@ class Tile:
     """Query tokens that are attended together: rows of equally many queries, or a stretch of one long row."""
 
     start: int  # index of its first token in the step
-    # number of rows
-    rows: int
-    # queries of each row
-    queries: int
+    rows: int  # number of rows
+    queries: int  # queries of each row
 
 
 @dataclass(frozen=True, slots=True)

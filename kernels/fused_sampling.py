@@ -7,8 +7,8 @@ order of a sort). The noise is made by `logarithm.gumbel`. Typical-p and the top
 
 Passes over all logits, for rows with usual filters:
 
-1. `survey`: the model's own log-sum-exp, and the largest of every 32 allowed logits (a *bucket*). 2. `weigh`, for rows with top-p
-and no top-k: the mass of all tokens.
+1. `survey`: the model's own log-sum-exp, and the largest of every 32 allowed logits (a *bucket*).
+2. `weigh`, for rows with top-p and no top-k: the mass of all tokens.
 
 Then `filter`: the m-th largest of the buckets' maxima is exceeded by at least m logits, and hardly by many more. Those are
 gathered, out of the few buckets that have any, and filters and draw go on among them. The gathered count and mass tell whether all

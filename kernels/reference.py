@@ -67,7 +67,7 @@ def squared(x: Tensor) -> Tensor:
     return x.relu_().square_()
 
 
-STEEPNESS = 1.702  # factor within the sigmoid by which it approximates gelu's
+STEEPNESS = 1.702  # x * sigmoid(1.702 x) approximates gelu
 
 
 STEEP, BEFORE, BEHIND = "steep", "before", "behind"  # what the clamp of gates means: see `Gates`
