@@ -64,7 +64,8 @@ def make_app(
     with `auto_decompress=False`, or a compressed body is unpacked before it can be refused.
 
     replicas: what the administration routes act on; without it there are none. adapters: the registry of LoRA adapters; without it,
-    those of the configuration."""
+    those of the configuration.
+    """
     adapters = adapters or Adapters(config.model, config.adapters)
     validator = Validator(config, tokenizer, metrics.validated, adapters)
     metrics.watch("penstock_grammars_compiled", lambda: validator.grammars.compiled)

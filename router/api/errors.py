@@ -1,6 +1,7 @@
 """Errors as HTTP responses: one table from failures to statuses, and the error bodies of TGI, OpenAI and Anthropic.
 
-Knows no route and no request."""
+Knows no route and no request.
+"""
 
 import math
 from collections.abc import Mapping

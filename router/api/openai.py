@@ -1,6 +1,7 @@
 """OpenAI's chat completions and completions: bodies become requests to the batcher, streams of items become answers or SSE chunks.
 
-What the fields mean is in `openai_bodies`, how answers look in `openai_shapes`."""
+What the fields mean is in `openai_bodies`, how answers look in `openai_shapes`.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ MOST_SCORES = 1 << 20  # log-probabilities of prompts that an answer with severa
 
 @dataclass(slots=True)
 class Asked:
-    """The requests of one body, and how their answer shall look."""
+    """The requests that one body becomes (one for each prompt), and how their answer is to look."""
 
     requests: list[Request]
     envelope: Envelope

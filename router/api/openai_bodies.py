@@ -1,7 +1,8 @@
 """Request bodies of OpenAI's routes: the fields, which of them are refused, and how they become `Parameters`.
 
 vLLM's extra fields are accepted where they cost nothing. A field that would change the answer and cannot be honoured is refused by
-name; an unknown one is ignored and named in a response header, or refused, as the operator likes."""
+name; an unknown one is ignored and named in a response header, or refused, as the operator likes.
+"""
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence

@@ -1,7 +1,8 @@
 """Structured output: the format that an answer must have, in all the fields by which clients of OpenAI's API ask for it, as a
 `Grammar`.
 
-Knows JSON bodies and the kinds of grammars. Whether a grammar can be honoured is decided elsewhere."""
+Knows JSON bodies and the kinds of grammars. Whether a grammar can be honoured is decided elsewhere.
+"""
 
 import json
 from typing import Any

@@ -2,7 +2,8 @@
 bodies.
 
 `Chat` and `Completions` differ only in these shapes, so each is a small class with the same methods. A whole answer's choice is a
-JSON value; a chunk's is bytes, since there is one for each token: what is the same in all chunks is encoded once."""
+JSON value; a chunk's is bytes, since there is one for each token: what is the same in all chunks is encoded once.
+"""
 
 import math
 import secrets
@@ -26,7 +27,7 @@ Json = dict[str, Any]
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens so far."""
+    """OpenAI's `usage`: token counts of an answer so far."""
 
     prompt_tokens: int
     completion_tokens: int = 0
@@ -42,7 +43,7 @@ class Usage:
 
     @property
     def details(self) -> Json:
-        """Of the completion, by OpenAI's names."""
+        """`completion_tokens_details`, by OpenAI's names."""
         found: Json = {}
         if self.reasoning_tokens is not None:
             found["reasoning_tokens"] = self.reasoning_tokens

@@ -9,7 +9,8 @@ more. Only when the socket takes no more does the sink refuse (backpressure). Th
 leaves unread, and the handler's own task, the stream's reader, takes what has come when the socket is free again and writes it at
 once: events coalesce, and a slow reader costs less than a fast one. The reader also begins the response, sends errors and ends it.
 While it holds items the sink refuses, so that nothing overtakes them. The buffers between are small (`EventStream`, and
-TCP_NOTSENT_LOWAT on the listening socket): events that wait there can no longer coalesce."""
+TCP_NOTSENT_LOWAT on the listening socket): events that wait there can no longer coalesce.
+"""
 
 import asyncio
 import logging
@@ -132,7 +133,7 @@ def guesses(finishes: Iterable[Finish]) -> Speculation | None:
 
 @dataclass(slots=True)
 class Clock:
-    """When a request came and when it was found to be valid."""
+    """When a request arrived and when it was found to be valid."""
 
     arrived: float = field(default_factory=monotonic)
     validated: float = 0.0
@@ -235,7 +236,8 @@ async def send(
 ) -> web.StreamResponse:
     """Answers the requests by SSE, each event as soon as it is there. `open` is awaited before a stream's first events.
 
-    What fails before the first event is raised, so that it becomes an HTTP status."""
+    What fails before the first event is raised, so that it becomes an HTTP status.
+    """
     out = EventStream(http, headers)
     unopened = set(range(len(requests))) if open else set()
 
@@ -270,7 +272,8 @@ class EventStream:
     """A response of server-sent events, which begins with the first of them.
 
     As a context it sends a blank line as a keep-alive whenever nothing has been sent for a while, closes the connection of a client
-    that does not read, and swallows the error of a client that has disconnected, since nobody can be told."""
+    that does not read, and swallows the error of a client that has disconnected, since nobody can be told.
+    """
 
     def __init__(self, http: web.Request, headers: dict[str, str]) -> None:
         self.response = web.StreamResponse(

@@ -49,7 +49,7 @@ encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request, and how its answer shall look."""
+    """The request that a body becomes, and how its answer is to look."""
 
     request: Request
     inputs: str
@@ -302,7 +302,8 @@ class Events:
 class BeamEvents(Events):
     """The events of a beam search: the best answer's tokens, and, if asked for, the live beams of each step.
 
-    The last token's event waits until the search has ended: it also carries the other answers."""
+    The last token's event waits until the search has ended: it also carries the other answers.
+    """
 
     def __init__(self, asked: Asked, other: Callable[[Asked, Answer, list[PrefillJson]], BestOf]) -> None:
         super().__init__(asked)
