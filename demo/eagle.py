@@ -162,8 +162,7 @@ def head_dimensions(vocabulary: int) -> Dimensions:
 
 
 def draft_vocabulary(tokenizer: Tokenizer, seed: int, size: int, lessons: int = 20_000) -> Tensor:
-    """The tokens that the target's turns have most often in the lessons, then those most frequent in all turns, then any; ascending
-    ids."""
+    """The most frequent tokens of the assistant's turns in the lessons, then those of all turns, then any; ascending ids."""
     said: Counter[int] = Counter()
     seen: Counter[int] = Counter()
     for piece in islice(encoded(tokenizer, conversations(seed), distilled=True), lessons):

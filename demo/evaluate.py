@@ -108,7 +108,7 @@ class Score(NamedTuple):
 
     @property
     def wrong(self) -> list[Answer]:
-        """Those that are not right."""
+        """The answers that are wrong."""
         return [each for each in self.given if not each.right]
 
 

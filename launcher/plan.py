@@ -23,8 +23,8 @@ from .vision import Vision
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Parameters of a rank for each compute thread of a CPU. With fewer, threads wait for each other longer than they compute: every
 # matrix product of a step wakes all of them. Measured 2026-11-22 on 2 cores of an EPYC, bfloat16, ms of a step of 1 / 8 / 32 rows
-# by one thread and by two: 3.5 M 1.1 / 2.0 / 4.8 and 3.1 / 4.6 / 7.5; 75 M 11 / 13 / 29 and 14 / 16 / 37; 155 M 14 / 22 / 54 and 18
-# / 20 / 50.
+# by one thread and by two: 3.5 M 1.1 / 2.0 / 4.8 and 3.1 / 4.6 / 7.5; 75 M 11 / 13 / 29 and 14 / 16 / 37; 155 M 14 / 22 / 54 and
+# 18 / 20 / 50.
 PER_THREAD = 1 << 26
 GIB = 1 << 30
 

@@ -99,8 +99,8 @@ def prefill(group: Group, on: Accelerator, tokens: int) -> float:
 
 
 def context_bytes(group: Group, context: int) -> float:
-    """Bytes of KV cache that a token reads. Layers with a sliding window read the window; with an indexer, the selected latents,
-    and index keys of the whole context."""
+    """Bytes of KV cache that a token reads. Layers with a sliding window read the window; with an indexer, the selected tokens
+    alone, and index keys of the whole context."""
     shape, seen = group.shape, 0.0
     for layer in shape.attending:
         if shape.compressed:

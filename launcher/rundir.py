@@ -1,7 +1,7 @@
 """The folder of a server's Unix sockets: a private one, or a path prefix that the operator names.
 
 A server holds a lock file while it lives. So a second server on the same prefix is refused, and what a server killed with SIGKILL
-has left is told from what is in use, and removed by the next start.
+has left is distinguished from what is in use, and removed by the next start.
 """
 
 import fcntl

@@ -152,7 +152,7 @@ def call(lark: Lark, name: str, schema: Json) -> str:
 
 
 def _object(lark: Lark, schema: Json, flat: bool) -> str | None:
-    """The rule of an object; None: it must be JSON. flat: the values of nested objects and lists are JSON."""
+    """The rule of an object; None: it must be JSON. flat: objects and lists within it are JSON."""
     plain = Parameters(schema).plain
     if plain is None or len(plain) > MOST_KEYWORDS:
         return None

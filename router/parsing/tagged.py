@@ -25,7 +25,7 @@ class TaggedForm:
     function_end: str
     key: str
     key_end: str
-    value: str  # "": it begins where the key ends
+    value: str  # "": the value begins where the key ends
     value_end: str
     end: str
     lines: bool  # a value stands on lines of its own
