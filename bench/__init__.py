@@ -1,1 +1,2 @@
-"""Load from outside: what `penstock bench` asks of a server, and what it makes of the answers. Knows HTTP, no server's inside."""
+"""The load generator, `penstock bench`: sends requests to any server and measures its answers. Knows HTTP, and nothing inside a
+server."""

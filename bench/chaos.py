@@ -1,8 +1,9 @@
-"""`penstock bench --chaos`: a server of our own whose shards are killed and stopped under load. Its clients notice nothing.
+"""`penstock bench --chaos`: fault injection. Shards of a local server are killed and stopped under load, and clients must not
+notice.
 
-Every answer is compared with the one that the same request got before the first fault, then without guesses: where the server
-speculates, that changes nothing either. What is left when all have been answered is looked for, too: pages, processes, sockets,
-memory that grows. The router is left alone: who kills it cuts its connections, so that nothing could be compared.
+Every answer is compared with the one that the same request got before the first fault, and without speculative decoding, which must
+not change answers either. Afterwards leaks are looked for: pages, processes, sockets, growing memory. The router is left alone:
+killing it would cut all connections, so that nothing could be compared.
 """
 
 import asyncio
@@ -25,15 +26,15 @@ from .local import Held, Local
 
 STEP_TIMEOUT = 2.0  # seconds after which a stopped shard is noticed, unless the operator's flags say otherwise
 RECOVERY = 300.0  # seconds that a recovery may take
-LONGEST = 600.0  # seconds that a request may take, faults and all
-SETTLE = 10.0  # seconds after the last answer in which everything must have been given back
-SAMPLE = 1.0  # seconds between two looks at memory
-CUT = 0.1  # share of requests whose client leaves in the middle
+LONGEST = 600.0  # seconds that a request may take, including faults
+SETTLE = 10.0  # seconds after the last answer within which everything must have been released
+SAMPLE = 1.0  # seconds between two samples of memory
+CUT = 0.1  # share of requests whose client disconnects in the middle
 SLACK = 3  # files that a process may have more of than before: a metric's page, a log
 
 
 class Chaos:
-    """Load, faults and what is seen of both."""
+    """A run: load, faults and the observations of both."""
 
     def __init__(self, server: Local, plan: Plan, console: Console) -> None:
         self.found = Found()
@@ -46,7 +47,7 @@ class Chaos:
         self._began = self._end = 0.0  # of the load
 
     async def run(self) -> None:
-        """All of it. Raises ValueError where the server does not do what is needed before the first fault."""
+        """Performs the run. Raises ValueError where the server does not work before the first fault."""
         async with self._connections() as self._session:
             self._expected = [await self._ask(path, unguessed(body)) for path, body in self._asked]
         async with self._connections() as self._session:
@@ -76,7 +77,7 @@ class Chaos:
             await asyncio.wait([watching])
 
     async def _ask(self, path: str, body: Json) -> dict[str, str]:
-        """Without faults."""
+        """The answer to a request, without faults. Raises ValueError."""
         stream = Stream()
         async with self._session.post(path, json=body) as response:
             await stream.read(response)
@@ -85,7 +86,7 @@ class Chaos:
         return stream.answer()
 
     async def _client(self) -> None:
-        """Asks again when it has its answer."""
+        """A client that sends its next request when it has its answer."""
         while time.monotonic() < self._end:
             await asyncio.sleep(self._dice.uniform(0, 2 * self._plan.think))
             index = self._dice.randrange(len(self._asked))
@@ -111,7 +112,7 @@ class Chaos:
                 self.found.wrong.append({"path": path, "body": body, "came": answer, "expected": self._expected[index]})
 
     async def _faults(self) -> None:
-        """One after the other, each on shards that are whole again and have computed for a while."""
+        """Injects faults one after the other, each when the shards are whole again and have computed for a while."""
         while self._plan.every:
             await asyncio.sleep(self._plan.every * self._dice.uniform(0.5, 1.5))
             if time.monotonic() >= self._end:
@@ -130,7 +131,7 @@ class Chaos:
             )
 
     async def _lost_and_found(self, began: float) -> None:
-        """Returns when the router has noticed, and is ready again."""
+        """Returns when the router has noticed the fault, and is ready again."""
         for ready in (False, True):
             while await self._ready() != ready:
                 if time.monotonic() - began > RECOVERY:
@@ -142,9 +143,9 @@ class Chaos:
             return response.status == 200
 
     async def _watch(self) -> None:
-        """Memory, until it is cancelled."""
+        """Samples memory until it is cancelled."""
         while True:
-            ready = await self._ready()  # those that load have not got what they will have
+            ready = await self._ready()  # loading shards do not have all their memory yet
             for name, one in self._server.held().items() if ready else ():
                 self.found.names[one.pid] = name
                 self.found.memory.setdefault(one.pid, []).append((time.monotonic() - self._began, one.memory))
@@ -156,7 +157,7 @@ class Chaos:
         return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if not line.startswith("#"))}
 
     async def _settled(self) -> dict[str, float]:
-        """What is still held by requests, by name, when nobody asks any more: nothing, within SETTLE."""
+        """What is still held, by name, after the last request: nothing, within SETTLE."""
         deadline = time.monotonic() + SETTLE
         while True:
             seen = await self._metrics()
@@ -180,16 +181,17 @@ class Chaos:
 
 
 async def play(server: Local, plan: Plan, console: Console) -> Found:
-    """The whole of it, with a server that is ready."""
+    """Performs a run with a server that is ready."""
     chaos = Chaos(server, plan, console)
     await chaos.run()
     return chaos.found
 
 
 def main(plan: Plan, flags: Sequence[str], out: Path | None, console: Console) -> int:
-    """Runs it. Returns the exit code: 1 if anybody noticed anything. Raises local.Failed or ValueError, which say why it can't."""
+    """Runs the command. Returns the exit code: 1 if anything was noticed. Raises local.Failed or ValueError, which say why it
+    cannot run."""
     several = ("--max-concurrent-requests", str(max(128, 2 * plan.clients)), "--max-restarts", "1000000")
-    exact = ("--dtype", "float32")  # in 16 bits who else is in a batch decides near ties, which are many
+    exact = ("--dtype", "float32")  # in 16 bits the rest of the batch decides near ties, which are many
     with tempfile.TemporaryDirectory(prefix="penstock-chaos-") as folder:
         with Local([*several, *exact, "--step-timeout", str(STEP_TIMEOUT), *flags], Path(folder) / "log") as server:
             try:

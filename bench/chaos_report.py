@@ -1,4 +1,4 @@
-"""What came of `penstock bench --chaos`: what is noted, which growth of memory is too much, and how it is told."""
+"""The results of `penstock bench --chaos`: what is recorded, how much memory growth is a leak, and the report."""
 
 import json
 from collections import Counter
@@ -9,77 +9,77 @@ import numpy
 
 from .chaos_requests import Json, difference
 
-MATURE = 5.0  # seconds after which what a process' memory does means anything
-OLD = 60.0  # the same where shards are killed: each new one fills its caches anew
-GROWTH = 64 * 2**20  # bytes that it may grow after its first minute, or the first half of a shorter life
+MATURE = 5.0  # seconds after which a process' memory use is meaningful
+OLD = 60.0  # the same where shards are killed: each new one fills its caches again
+GROWTH = 64 * 2**20  # bytes by which it may grow after its first minute, or after the first half of a shorter life
 STEP, STEEPEST = 8 * 2**20, 2**20 / 60  # where nothing is killed: so many bytes, and so many more a second
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is done to the server."""
+    """The parameters of a run."""
 
     seconds: float
     clients: int
     every: float  # seconds between the end of a recovery and the next fault, on average; 0: no faults
     seed: int
-    think: float = 0.0  # seconds that a client waits, on average, until it asks again
+    think: float = 0.0  # seconds that a client waits before its next request, on average
 
 
 @dataclass(slots=True)
 class Found:
-    """What came of it."""
+    """The results of a run."""
 
     answers: int = 0
-    cut: int = 0  # by their clients
-    wrong: list[Json] = field(default_factory=list)  # answers that differ: the request, what came, what should have come
+    cut: int = 0  # disconnected by their clients
+    wrong: list[Json] = field(default_factory=list)  # answers that differ: the request, what came, what was expected
     errors: list[str] = field(default_factory=list)
     faults: Counter[str] = field(default_factory=Counter)
     recoveries: list[float] = field(default_factory=list)  # seconds
     longest_pause: float = 0.0  # between two events of a stream
-    drafted: int = 0  # tokens that were guessed ...
-    accepted: int = 0  # ... and were right
+    drafted: int = 0  # draft tokens ...
+    accepted: int = 0  # ... and those that were accepted
     leaks: list[str] = field(default_factory=list)
-    memory: dict[int, list[tuple[float, int]]] = field(default_factory=dict)  # of each process: moments and bytes
+    memory: dict[int, list[tuple[float, int]]] = field(default_factory=dict)  # of each process: times and bytes
     names: dict[int, str] = field(default_factory=dict)  # of the processes
 
     @property
     def good(self) -> bool:
-        """Nobody noticed, and nothing is left."""
+        """Whether every answer was right, and nothing is left behind."""
         return bool(self.answers) and not (self.wrong or self.errors or self.leaks)
 
 
 def mature(plan: Plan) -> float:
-    """Seconds that a process has to have lived before its memory is judged."""
+    """Seconds that a process must have lived before its memory is judged."""
     return OLD if plan.every else MATURE
 
 
 def age(samples: Sequence[tuple[float, int]]) -> float:
-    """Seconds for which a process was looked at."""
+    """Seconds for which a process was sampled."""
     return samples[-1][0] - samples[0][0]
 
 
 def settled(samples: Sequence[tuple[float, int]]) -> Sequence[tuple[float, int]]:
-    """Without the time in which a process fills its caches: the first minute, or the first half of a shorter run."""
+    """The samples without the time in which a process fills its caches: the first minute, or the first half of a shorter run."""
     warm = min(samples[0][0] + 60, (samples[0][0] + samples[-1][0]) / 2)
     return [sample for sample in samples if sample[0] >= warm]
 
 
 def growth(samples: Sequence[tuple[float, int]]) -> float:
-    """Bytes by which the last quarter is above the first one, in the middle of each: one sample alone says nothing."""
+    """Bytes by which the median of the last quarter exceeds that of the first: a single sample says little."""
     sizes = [size for _, size in samples]
     part = max(1, len(sizes) // 4)
     return float(numpy.median(sizes[-part:]) - numpy.median(sizes[:part]))
 
 
 def slope(samples: Sequence[tuple[float, int]]) -> float:
-    """MiB a minute, as a straight line through them has it."""
+    """MiB a minute, by linear regression."""
     moments, sizes = numpy.array(samples, dtype=float).T
     return float(numpy.polyfit(moments, sizes, 1)[0]) * 60 / 2**20
 
 
 def grown(plan: Plan, found: Found) -> list[str]:
-    """Processes whose memory has grown too much, in a line each."""
+    """Processes whose memory has grown too much, a line each."""
     lines = []
     for pid, samples in found.memory.items():
         late = settled(samples)
@@ -90,7 +90,7 @@ def grown(plan: Plan, found: Found) -> list[str]:
 
 
 def report(plan: Plan, found: Found) -> Json:
-    """Everything, for --json."""
+    """All results, for --json."""
     return {
         "seconds": plan.seconds,
         "clients": plan.clients,
@@ -110,7 +110,7 @@ def report(plan: Plan, found: Found) -> Json:
 
 
 def told(plan: Plan, found: Found) -> list[str]:
-    """The same for people."""
+    """All results as lines for people."""
     faults = ", ".join(f"{count} {name}" for name, count in sorted(found.faults.items())) or "none"
     lines = [
         f"faults: {faults}; recoveries: {max(found.recoveries, default=0):.1f} s at most",

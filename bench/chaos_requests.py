@@ -1,4 +1,4 @@
-"""What `penstock bench --chaos` asks, and what is kept of an answer to compare it with another. Knows no server."""
+"""The requests of `penstock bench --chaos`, and the comparison of their answers. Knows no server."""
 
 import json
 import time
@@ -9,7 +9,7 @@ import aiohttp
 Json = dict[str, Any]
 
 LENGTH = 80  # tokens of an answer
-TOKENS, COUNT = "list of tokens", "count of tokens"  # what is kept of an answer beside the text of each choice
+TOKENS, COUNT = "list of tokens", "count of tokens"  # keys of an answer beside the texts of its choices
 RECORD = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 40}, "legs": {"type": "integer", "maximum": 8}},
@@ -19,7 +19,7 @@ RECORD = {
 
 
 def requests() -> list[tuple[str, Json]]:
-    """One of each kind that is decoded in its own way, each of which has one right answer."""
+    """Deterministic requests, one for each kind of decoding."""
     streamed = {"stream": True, "stream_options": {"include_usage": True}}
     endless = {"max_tokens": LENGTH, "ignore_eos": True, **streamed}
     schema = {"type": "json_schema", "json_schema": {"name": "record", "schema": RECORD}}
@@ -27,7 +27,7 @@ def requests() -> list[tuple[str, Json]]:
     stops = {"max_new_tokens": LENGTH, "details": True, "stop": ["ear"], "seed": 3, "temperature": 0.9}
     numbers = {"type": "regex", "value": "(one|two|three)( and (one|two|three))*"}
     bound = {"max_new_tokens": LENGTH, "details": True, "grammar": numbers}
-    again = "One dog, two dogs, three dogs. " * 6  # what comes is easily guessed
+    again = "One dog, two dogs, three dogs. " * 6  # easily predicted by drafts
     return [
         ("/v1/completions", {"prompt": "Once upon a time", "temperature": 0, **endless}),
         ("/v1/completions", {"prompt": "Tell me a story of a dog. " * 8, "temperature": 0.9, "seed": 1, "top_p": 0.9, **endless}),
@@ -44,7 +44,7 @@ def requests() -> list[tuple[str, Json]]:
 
 
 def unguessed(body: Json) -> Json:
-    """The same request, for which nothing is guessed."""
+    """The same request without speculative decoding."""
     if "parameters" in body:
         return {**body, "parameters": {**body["parameters"], "speculate": 0}}
     return {**body, "speculate": 0}
@@ -55,10 +55,10 @@ class Stream:
 
     def __init__(self) -> None:
         self.data = b""
-        self.pause = 0.0  # the longest between two reads of events; what only keeps the connection alive is none
+        self.pause = 0.0  # the longest between two reads of events; keep-alives do not count
 
     async def read(self, response: aiohttp.ClientResponse, leave_after: int = 0) -> bool:
-        """All of it. Leaves after so many reads, if that is not 0; False then."""
+        """Reads the whole answer. Stops after `leave_after` reads, if that is not 0, and then returns False."""
         last, count = 0.0, 0
         async for chunk in response.content.iter_any():
             self.data += chunk
@@ -71,8 +71,8 @@ class Stream:
         return True
 
     def answer(self) -> dict[str, str]:
-        """The text of each choice, with the reason why it ended, and how many tokens there were: some have no text. Raises
-        ValueError for what is no answer, or not all of one."""
+        """The text of each choice with its finish reason, and the number of tokens, some of which have no text. Raises ValueError
+        for what is no complete answer."""
         texts: dict[str, str] = {}
         open_choices: set[str] = set()
         done = False
@@ -106,7 +106,7 @@ class Stream:
 
 
 def difference(came: dict[str, str], expected: dict[str, str]) -> str:
-    """Where the first choice that differs does so, or the list or count of tokens, and what stands there in both."""
+    """Describes the first choice that differs, or the list or count of tokens, and where."""
     for index in sorted(came.keys() | expected.keys()):
         own, other = came.get(index, ""), expected.get(index, "")
         if own != other:

@@ -1,4 +1,4 @@
-"""`penstock bench`: loads a server that speaks OpenAI's API or text-generation-inference's, and says what its clients get."""
+"""`penstock bench`: measures the latency and throughput of a server with OpenAI's API or text-generation-inference's."""
 
 import argparse
 import asyncio
@@ -25,14 +25,14 @@ from .local import Failed
 from .prompts import Prompt, Recorded, Scale, Synthetic
 from .record import Record
 
-INTERRUPTED = 130  # exit code, as shells have it
+INTERRUPTED = 130  # exit code, as in shells
 FEW, MANY = 8, 136  # words of the two prompts that measure how many tokens a word has
 
 
 def main(arguments: Sequence[str], key: Callable[[str], str] = str) -> int:
-    """Runs the command. key: what a server is shown, by what `--api-key` gives.
+    """Runs the command. key: the API key to send, given the value of `--api-key`.
 
-    Returns the exit code: 1 if a stage had no answer, 2 for what the caller can mend, 130 after Ctrl-C.
+    Returns the exit code: 1 if a stage had no answer, 2 for errors that the caller can correct, 130 after Ctrl-C.
     """
     parser = make_parser()
     options = parser.parse_args(arguments)
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str], key: Callable[[str], str] = str) -> int:
 
 
 def _told(options: argparse.Namespace, result: dict[str, Any]) -> int:
-    """The exit code."""
+    """Writes and prints the results. Returns the exit code."""
     found, asked = result["stages"], len(stages_of(options))
     if found:
         if options.json:
@@ -85,8 +85,8 @@ def _told(options: argparse.Namespace, result: dict[str, Any]) -> int:
 
 @contextmanager
 def _places(paths: Sequence[Path]) -> Iterator[None]:
-    """Tries before the work that they can be written: a folder may be missing. Files that this has made and nobody filled are
-    gone in the end. Raises OSError."""
+    """Checks before the measurement that the files can be written. Files that this has created and that stay empty are removed in
+    the end. Raises OSError."""
     made = [path for path in paths if not path.exists()]
     try:
         for path in paths:
@@ -108,7 +108,7 @@ def _chaos(parser: Parser, options: argparse.Namespace) -> int:
 
 async def _measure(options: argparse.Namespace, source: Synthetic | Recorded, console: Console) -> dict[str, Any]:
     headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
-    headers["Accept-Encoding"] = "identity"  # what is packed comes in bunches
+    headers["Accept-Encoding"] = "identity"  # compressed data comes in bursts
     connector = aiohttp.TCPConnector(limit=0, ssl=not options.insecure)
     async with aiohttp.ClientSession(headers=headers, connector=connector) as session:
         client = Client(session, options.url, api_of(options), fields_of(options), options.timeout)
@@ -118,13 +118,14 @@ async def _measure(options: argparse.Namespace, source: Synthetic | Recorded, co
         stages, extent = stages_of(options), extent_of(options)
         found: list[Figures] = []
         for index, stage in enumerate(stages):
-            seed = options.seed + 1000 * index  # other prompts in each stage, or the second would find the first one's in a cache
+            # other prompts in each stage, or the second would find the first one's in the prefix cache
+            seed = options.seed + 1000 * index
             load = Load(client, source.prompts(seed, scale), extent, options.arrivals, seed)
             position = f"[{index + 1}/{len(stages)}]" if len(stages) > 1 else ""
             watching = asyncio.create_task(tables.watch(console, stage, client, extent, position))
             try:
                 await load.run(stage, options.max_in_flight)
-            except asyncio.CancelledError:  # Ctrl-C: what was measured before is told
+            except asyncio.CancelledError:  # Ctrl-C: what was measured before is reported
                 if stage.counted:
                     found.append(figures(stage, options.slo))
                 break
@@ -137,7 +138,7 @@ async def _measure(options: argparse.Namespace, source: Synthetic | Recorded, co
 
 
 async def _scale(client: Client, seed: int) -> Scale:
-    """Asks twice, which also shows that the server answers at all. Raises Unreachable."""
+    """Measures the Scale by two requests, which also show that the server answers. Raises Unreachable."""
     measured = []
     dice = random.Random(seed)
     for count in (FEW, MANY):
@@ -147,7 +148,7 @@ async def _scale(client: Client, seed: int) -> Scale:
             raise Unreachable(f"the first request failed: {record.error}: {record.detail}")
         measured.append((count, record.prompt_tokens))
     if not measured[0][1] or measured[1][1] <= measured[0][1]:
-        return Scale()  # it does not say how long prompts are
+        return Scale()  # the server does not count prompt tokens
     return Scale.of((measured[0], measured[1]))
 
 

@@ -1,4 +1,4 @@
-"""From records to figures. Every latency counts from when the request was to be sent; only requests that were answered have one."""
+"""Statistics of recorded requests. Every latency counts from when the request was to be sent; only answered requests have one."""
 
 import math
 from collections import Counter
@@ -12,8 +12,8 @@ from .load import Stage
 from .record import Record
 
 PERCENTILES = (50, 90, 95, 99)
-BUSY = 0.8  # share of a core from which this process may be what is measured
-BUNCHED = 0.05  # share of events that came together with others from which gaps between tokens say less
+BUSY = 0.8  # share of a core from which on this client may be the bottleneck
+BUNCHED = 0.05  # share of events that came together with others, from which on gaps between tokens mean less
 LATENCIES = ("ttft", "itl", "tpot", "e2e")
 UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
@@ -22,13 +22,13 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What a request must keep to be good: most seconds, by name. `itl` is the 99th percentile of the request's own gaps."""
+    """A service-level objective of requests: most seconds, by latency. `itl` is the 99th percentile of the request's own gaps."""
 
     most: tuple[tuple[str, float], ...]
 
     @classmethod
     def parse(cls, text: str) -> "Objective":
-        """ "ttft=500ms,itl=50ms". Raises ValueError with what would do."""
+        """Parses "ttft=500ms,itl=50ms". Raises ValueError with what is needed."""
         found = {}
         for part in filter(None, (part.strip() for part in text.split(","))):
             name, _, value = part.partition("=")
@@ -40,7 +40,7 @@ class Objective:
         return cls(tuple(found.items()))
 
     def kept(self, record: Record) -> bool:
-        """A request without an answer keeps nothing."""
+        """Whether the request met the objective. One without an answer did not."""
         return record.good and all((_value(record, name) or 0.0) <= most for name, most in self.most)
 
     def __str__(self) -> str:
@@ -48,7 +48,7 @@ class Objective:
 
 
 def duration(text: str) -> float:
-    """ "500ms", "2s", "0.5s", in seconds. Raises ValueError with what would do."""
+    """Parses "500ms", "2s", "0.5s", in seconds. Raises ValueError with what is needed."""
     number, unit = text.rstrip("smu"), text[len(text.rstrip("smu")) :]
     try:
         seconds = float(number) * UNITS[unit]
@@ -60,7 +60,7 @@ def duration(text: str) -> float:
 
 
 def figures(stage: Stage, objective: Objective | None) -> Figures:
-    """Everything about one stage, as JSON values; times in seconds."""
+    """All figures of one stage, as JSON values; times in seconds."""
     counted = stage.counted
     good = [record for record in counted if record.good]
     answered = [record for record in stage.records if record.moments]
@@ -96,7 +96,7 @@ def figures(stage: Stage, objective: Objective | None) -> Figures:
 
 
 def warnings(stage: Stage, good: Sequence[Record], found: Figures) -> list[str]:
-    """What a reader must know before believing the figures."""
+    """What a reader must know before trusting the figures."""
     said = []
     if stage.partial:
         said.append("interrupted: only what had been answered by then counts, which the shorter answers are")
@@ -123,7 +123,7 @@ def warnings(stage: Stage, good: Sequence[Record], found: Figures) -> list[str]:
 
 
 def values(records: Sequence[Record], name: str) -> list[float]:
-    """Every latency of that name."""
+    """All values of that latency."""
     match name:
         case "ttft":
             return [record.ttft for record in records]
@@ -135,7 +135,7 @@ def values(records: Sequence[Record], name: str) -> list[float]:
 
 
 def summary(found: Sequence[float]) -> dict[str, float] | None:
-    """Mean, percentiles (linear between the values) and the most; None of nothing."""
+    """Mean, percentiles (linear between the values) and maximum; None without values."""
     data = numpy.asarray(found, dtype=numpy.float64)
     if not data.size:
         return None
@@ -144,7 +144,7 @@ def summary(found: Sequence[float]) -> dict[str, float] | None:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """0 of nothing."""
+    """A percentile; 0 without values."""
     return float(numpy.percentile(values, share)) if len(values) else 0.0
 
 
@@ -160,7 +160,7 @@ def _value(record: Record, name: str) -> float | None:
 
 
 def _tokens_between(records: Iterable[Record], first: float, last: float) -> int:
-    """Those that came then; tokens that no event showed are spread over their answer."""
+    """Tokens that came in that time; those that no event showed are spread over their answer."""
     total = 0.0
     for record in records:
         seen = sum(count for moment, count in zip(record.moments, record.counts, strict=True) if first <= moment <= last)
@@ -185,7 +185,7 @@ def _curve(data: Sequence[float]) -> list[float]:
 
 
 def _in_flight(records: Iterable[Record], first: float, last: float) -> float:
-    """On average, those that wait to be sent included."""
+    """The average number of requests in flight, including those that wait to be sent."""
     spans = (min(record.ended or last, last) - max(record.intended, first) for record in records)
     return sum(span for span in spans if span > 0) / max(last - first, 1e-9)
 

@@ -1,4 +1,4 @@
-"""Every flag of `penstock bench`, and what flags say together. Knows no network."""
+"""The flags of `penstock bench`, and what they mean together. Knows no network."""
 
 import argparse
 import json
@@ -17,7 +17,7 @@ from .traffic import Arrivals, Lengths
 DEFAULT_URL = "http://localhost:3000"
 DEFAULT_SECONDS = 20.0
 DEFAULT_PROMPT, DEFAULT_OUTPUT = "128", "64"
-OF_CHAOS, OF_BOTH = ("chaos", "chaos_clients", "chaos_every", "serve"), ("seed", "json", "quiet")  # flags
+OF_CHAOS, OF_BOTH = ("chaos", "chaos_clients", "chaos_every", "serve"), ("seed", "json", "quiet")  # names of flags
 EXAMPLES = """examples:
   penstock bench                                           8 clients, each asks again when it has its answer
   penstock bench --rate 1,2,4,8 --slo ttft=500ms,itl=50ms  open loop: Poisson arrivals, at rising rates
@@ -34,15 +34,15 @@ Value = TypeVar("Value")
 
 
 class Parser(argparse.ArgumentParser):
-    """Mistakes are one line."""
+    """An argument parser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Exit code 2."""
+        """Prints the error, and exits with code 2."""
         self.exit(2, f"penstock bench: error: {message}\n")
 
 
 def make_parser() -> Parser:
-    """All flags."""
+    """The parser of all flags."""
     parser = Parser(
         prog="penstock bench",
         usage="penstock bench [URL] [FLAG ...]",
@@ -153,7 +153,7 @@ def _result_flags(parser: Parser) -> None:
 
 
 def checked(parse: Callable[[str], Value]) -> Callable[[str], Value]:
-    """Its ValueError, in argparse's words."""
+    """The function with its ValueError turned into an argparse error."""
 
     def convert(text: str) -> Value:
         try:
@@ -165,7 +165,7 @@ def checked(parse: Callable[[str], Value]) -> Callable[[str], Value]:
 
 
 def numbers(kind: Callable[[str], Value]) -> Callable[[str], list[Value]]:
-    """Several with commas between them."""
+    """A parser of several values separated by commas."""
     return lambda text: [kind(part.strip()) for part in text.split(",")]
 
 
@@ -198,12 +198,12 @@ def warm_up(text: str) -> float | int:
 
 
 def server(text: str) -> str:
-    """A URL, as `penstock top` takes it."""
+    """A server's URL, in the forms that `penstock top` takes."""
     full = text if "://" in text else f"http://{text}"
     parts = urlsplit(full)
     try:
         good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is none
+    except ValueError:  # the port is not a number
         good = False
     if not good:
         raise ValueError(f"{text} is no URL of a server: http://HOST:PORT is needed")
@@ -224,29 +224,29 @@ def field(text: str) -> tuple[str, Any]:
 
 
 def api_of(options: argparse.Namespace) -> Api:
-    """What --api says."""
+    """The API that --api names."""
     if options.api == "tgi":
         return Tgi()
     return OpenAI(options.api == "openai-chat", not options.stop_at_eos, options.continuous_usage)
 
 
 def fields_of(options: argparse.Namespace) -> dict[str, Any]:
-    """What is in every body beside the prompt and the number of tokens."""
+    """Fields of every body besides the prompt and the number of tokens."""
     fields = dict(options.field)
     if options.temperature is not None:
         fields = {"temperature": options.temperature, **fields}
-    elif options.api != "tgi":  # which is greedy unless it is told to sample
+    elif options.api != "tgi":  # which is greedy unless it is asked to sample
         fields = {"temperature": 0, **fields}
     return fields
 
 
 def stages_of(options: argparse.Namespace) -> list[Stage]:
-    """What --rate or --concurrency say, before they are run."""
+    """The stages of --rate or --concurrency, before they are run."""
     return [Stage("rate", rate) for rate in options.rate] or [Stage("concurrency", n) for n in options.concurrency or [8]]
 
 
 def extent_of(options: argparse.Namespace) -> Extent:
-    """What --duration, --requests and --warm-up say."""
+    """The extent that --duration, --requests and --warm-up set."""
     warm = options.warm_up
     return Extent(
         seconds=0.0 if options.requests else options.duration or DEFAULT_SECONDS,
@@ -271,14 +271,14 @@ def source_of(options: argparse.Namespace) -> Synthetic | Recorded:
 
 
 def asked_of(options: argparse.Namespace) -> dict[str, Any]:
-    """What of the flags bears on the figures, as text or numbers; never the key."""
+    """The flags that affect the figures, as text or numbers; never the key."""
     names = ("arrivals", "duration", "requests", "warm_up", "prompt", "output", "shared_prefix", "prefixes", "dataset", "seed")
     given = {name: getattr(options, name) for name in (*names, "max_in_flight", "temperature", "stop_at_eos", "slo")}
     return {name: value if isinstance(value, int | float | bool) else str(value) for name, value in given.items() if value}
 
 
 def without_effect(parser: Parser, options: argparse.Namespace) -> str:
-    """A complaint about the first flag that would have no effect, with or without --chaos; "" if there is none."""
+    """An error message about the first flag that would have no effect, with or without --chaos; "" if there is none."""
     names = [name for name, value in vars(options).items() if value != parser.get_default(name)]
     if options.chaos:
         idle = [name for name in names if name not in (*OF_CHAOS, *OF_BOTH)]

@@ -1,7 +1,7 @@
-"""The two ways to load a server. Open: requests come when they come, whoever is still being answered. Closed: so many clients, each
-of which asks again when it has its answer.
+"""Open-loop and closed-loop load. Open: requests are sent at their arrival times, whatever is still being answered. Closed: a
+number of clients, each of which sends its next request when it has its answer.
 
-Only the open loop shows what a server that is too slow does to those who wait: in a closed one its clients politely wait with it.
+Only the open loop shows what a server that is too slow does to those who wait: in a closed one the clients wait along with it.
 """
 
 import asyncio
@@ -17,17 +17,17 @@ from .prompts import Prompt
 from .record import Record
 from .traffic import Arrivals
 
-TICK = 0.02  # seconds between looks at how late this process is
-BURST = 256  # requests that are late already are not begun in one go, or none of them would be sent before the last
-AGAIN = 0.1  # seconds after which a client of a closed loop asks again where nobody listened
+TICK = 0.02  # seconds between checks of how late this process is
+BURST = 256  # overdue requests that are started in one go; with more, none would be sent before the last is started
+AGAIN = 0.1  # seconds after which a client of a closed loop retries where nobody listened
 SLACK = 1e-3  # seconds: asyncio's timers are no finer
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """When a stage ends and from when on it counts."""
+    """When a stage ends, and from when on its requests are measured."""
 
-    seconds: float = 0.0  # 0: after so many requests instead
+    seconds: float = 0.0  # 0: ends after `requests` instead
     requests: int = 0
     warm_seconds: float = 0.0
     warm_requests: int = 0
@@ -44,27 +44,27 @@ class Extent:
 
 @dataclass(slots=True)
 class Stage:
-    """One rate, or one number of clients, and what came of it."""
+    """One rate, or one number of clients, and its measurements."""
 
     kind: str  # "rate" or "concurrency"
     value: float
-    began: float = 0.0  # when it began to count: with the first request that does, if there is one
+    began: float = 0.0  # when measuring began: with the first measured request, if there is one
     closed: float = 0.0  # when its duration was over; 0: it ended with its last answer
-    ended: float = 0.0  # when the last answer was there
+    ended: float = 0.0  # when the last answer was complete
     records: list[Record] = field(default_factory=list)  # all that were sent
     counted: list[Record] = field(default_factory=list)  # those that are measured
-    lags: list[float] = field(default_factory=list)  # seconds by which this process was late, looked at every TICK
-    cpu: float = 0.0  # share of one core that it used
-    partial: bool = False  # it was interrupted: what is measured is what had ended by then
+    lags: list[float] = field(default_factory=list)  # seconds by which this process was late, checked every TICK
+    cpu: float = 0.0  # share of one core that this process used
+    partial: bool = False  # it was interrupted: only what had ended by then is measured
 
     def interrupt(self) -> None:
-        """What is under way does not count: that it has not ended is nobody's failure."""
+        """Drops requests under way from the measurement: that they have not ended is no failure."""
         self.partial = True
         self.counted = [record for record in self.counted if record.ended and record.error != NOT_AWAITED]
 
 
 class Load:
-    """Runs stages one after the other."""
+    """The load generator, which runs stages one after the other."""
 
     def __init__(self, client: Client, prompts: Iterator[Prompt], extent: Extent, arrivals: Arrivals, seed: int) -> None:
         self._client = client
@@ -74,11 +74,11 @@ class Load:
         self._seed = seed
 
     async def run(self, stage: Stage, most: int = 0) -> None:
-        """Fills the stage in. `most`: requests in flight, in an open loop; 0: any."""
+        """Runs a stage and fills it in. `most`: requests in flight, in an open loop; 0: no limit."""
         watch = asyncio.create_task(_watch(stage.lags))
         used, start = time.process_time(), CLOCK()
         gc.collect()
-        gc.disable()  # a collection stops the clock for everybody
+        gc.disable()  # a garbage collection would delay all timestamps
         try:
             if stage.kind == "rate":
                 await self._open(stage, start, most)
@@ -127,7 +127,7 @@ class Load:
             while self._extent.more(CLOCK() - start, len(stage.records)):
                 prompt, record = next(self._prompts), self._record(stage, start, CLOCK())
                 await self._client.ask(prompt, record)
-                if record.error == REFUSED:  # at once: the next would be, too, and this process do nothing else
+                if record.error == REFUSED:  # at once: the next would be, too, and this process would do nothing else
                     await asyncio.sleep(AGAIN)
 
         async with _team() as tasks:
@@ -146,7 +146,7 @@ class Load:
         return record
 
     async def _drain(self, tasks: list[asyncio.Task[None]]) -> None:
-        """Waits for what is under way, and then no longer."""
+        """Waits for requests under way, and cancels those that take too long."""
         if tasks:
             seconds = None if not self._extent.seconds else self._extent.drain
             _, left = await asyncio.wait(tasks, timeout=seconds)
@@ -160,7 +160,7 @@ class Load:
 
 @asynccontextmanager
 async def _team() -> AsyncIterator[list[asyncio.Task[None]]]:
-    """Tasks that don't outlive the stage, also when it is interrupted: their session ends with it."""
+    """A list of tasks that are cancelled when the stage ends or is interrupted: their session ends with it."""
     tasks: list[asyncio.Task[None]] = []
     try:
         yield tasks
@@ -172,7 +172,7 @@ async def _team() -> AsyncIterator[list[asyncio.Task[None]]]:
 
 
 async def _watch(lags: list[float]) -> None:
-    """How late this process is for what it has to do. Runs until it is cancelled."""
+    """Records how late this process is for its timers. Runs until it is cancelled."""
     while True:
         before = CLOCK()
         await asyncio.sleep(TICK)

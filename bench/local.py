@@ -1,6 +1,6 @@
-"""A server of our own on this machine: `penstock serve` as a child, its processes, and what they hold of the machine.
+"""A local server under test: `penstock serve` as a child process, its processes, and the resources that they hold.
 
-Knows processes and /proc (Linux), not what is asked of the server.
+Knows processes and /proc (Linux), not what the server is asked.
 """
 
 import os
@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-START = 600.0  # seconds until it is ready, which with a large model takes long
+START = 600.0  # seconds until it is ready, which takes long with a large model
 STOP = 60.0
 POLL = 0.02
 PROC = Path("/proc")
@@ -26,22 +26,22 @@ RANK = re.compile(r'"rank": ?(\d+)')  # in a shard's settings, on its command li
 
 
 class Failed(Exception):
-    """The server did not start, or ended by itself. One line."""
+    """The server did not start, or ended by itself. The message is one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a process holds."""
+    """The resources that a process holds."""
 
     pid: int
     memory: int  # resident bytes
-    peak: int  # the most that it ever was
+    peak: int  # maximum resident bytes
     files: int  # open, sockets included
     sockets: int
 
 
 class Local:
-    """The launcher and whatever it starts. As a context it is ready, and ends at the end."""
+    """The launcher and all that it starts. As a context it waits until the server is ready, and kills it in the end."""
 
     def __init__(
         self,
@@ -52,11 +52,11 @@ class Local:
         environment: Mapping[str, str] | None = None,
         start: float = START,
     ) -> None:
-        """module: what stands for the launcher; environment: instead of ours; start: seconds until it has to be ready."""
+        """module: runs instead of the launcher; environment: instead of this process's; start: seconds until it must be ready."""
         self.log = log
         self.port = _free_port()
         self.url = f"http://{HOST}:{self.port}"
-        self.answered = self.ready = 0.0  # seconds after its start when /health was answered first, and with 200
+        self.answered = self.ready = 0.0  # seconds after its start when /health first answered, and first answered 200
         self._start = start
         self._began = time.monotonic()
         command = [sys.executable, "-m", module, "serve", *flags, "--hostname", HOST, "--port", str(self.port)]
@@ -76,7 +76,7 @@ class Local:
 
     def __exit__(self, *error: object) -> None:
         if self._process.poll() is None:
-            self._process.kill()  # and the kernel everything that it has started
+            self._process.kill()  # and the kernel kills everything that it has started
             self._process.wait()
 
     def _wait_until_ready(self) -> None:
@@ -91,7 +91,7 @@ class Local:
             urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
         except urllib.error.HTTPError:
             ready = False
-        except OSError:  # nobody is there
+        except OSError:  # nothing listens yet
             return False
         else:
             ready = True
@@ -102,11 +102,11 @@ class Local:
 
     @property
     def pid(self) -> int:
-        """The launcher's."""
+        """The launcher's process id."""
         return self._process.pid
 
     def stop(self) -> int:
-        """Asks it to end. Returns the exit code."""
+        """Asks it to end. Returns the exit code. Raises Failed."""
         self._process.send_signal(signal.SIGTERM)
         try:
             return self._process.wait(STOP)
@@ -114,7 +114,7 @@ class Local:
             raise Failed(f"penstock serve did not end within {STOP:g} s of SIGTERM") from None
 
     def processes(self) -> dict[str, int]:
-        """The pids of those that live, by what they are: "launcher", "router", "shard 0"..."""
+        """Process ids of the running ones, by role: "launcher", "router", "shard 0"..."""
         found = {"launcher": self.pid}
         for path in PROC.glob("[0-9]*"):
             with suppress(OSError):
@@ -123,7 +123,7 @@ class Local:
         return found
 
     def held(self) -> dict[str, Held]:
-        """By each of them."""
+        """The resources that each process holds."""
         found = {}
         for name, pid in self.processes().items():
             with suppress(OSError):  # it has just ended
@@ -132,12 +132,12 @@ class Local:
 
 
 def held(pid: int) -> Held:
-    """Raises OSError if there is no such process."""
+    """The resources of a process. Raises OSError if there is no such process."""
     status = dict(line.split(":", 1) for line in (PROC / str(pid) / "status").read_text().splitlines())
     kilobytes = [int(status.get(name, "0 kB").split()[0]) for name in ("VmRSS", "VmHWM")]
     sockets = files = 0
     for path in (PROC / str(pid) / "fd").iterdir():
-        with suppress(OSError):  # that of the folder itself
+        with suppress(OSError):  # the descriptor of the folder itself
             sockets += os.readlink(path).startswith("socket:")
             files += 1
     return Held(pid, kilobytes[0] * 1024, kilobytes[1] * 1024, files, sockets)
@@ -151,12 +151,13 @@ def _role(line: str) -> str:
 
 
 def status(path: Path) -> list[str]:
-    """Of a process or a thread, by its folder in /proc: what `stat` says behind its name (proc(5)). OSError: it has ended."""
+    """The fields of `stat` behind the name (proc(5)), of a process or a thread, by its folder in /proc. Raises OSError if it has
+    ended."""
     return (path / "stat").read_text().rpartition(")")[2].split()
 
 
 def _parent(path: Path) -> int:
-    """0 for one that has ended and was not taken leave of."""
+    """The parent's process id; 0 for a zombie."""
     fields = status(path)
     return 0 if fields[0] in "ZX" else int(fields[1])
 

@@ -1,4 +1,4 @@
-"""Figures as one HTML page that needs nothing else: tables, and charts drawn here as SVG. Knows the result, not its making."""
+"""The report as one self-contained HTML page: tables, and charts drawn as SVG. Knows the results, not how they were measured."""
 
 import html
 import math
@@ -9,9 +9,9 @@ from typing import Any
 from .figures import Figures
 
 WIDTH, HEIGHT = 540, 280  # of a chart
-LEFT, RIGHT, TOP, BOTTOM = 62, 14, 30, 44  # its margins
+LEFT, RIGHT, TOP, BOTTOM = 62, 14, 30, 44  # margins of a chart
 STEPS = (1, 2, 5, 10)  # between marks on an axis, times a power of ten
-DOTS = 2000  # of a chart, at most: more are thinned out
+DOTS = 2000  # most dots of a chart: more are thinned out
 
 MEANINGS = (
     "ttft: to the first token, from when the request was to be sent. itl: from each token to the next, as they reached the client. "
@@ -46,7 +46,7 @@ svg text.key { fill: var(--own); font-weight: 600 }
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A line, or dots."""
+    """A series of a chart, drawn as a line or as dots."""
 
     name: str
     points: Points
@@ -56,16 +56,16 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """From values to places."""
+    """An axis of a chart: maps values to coordinates."""
 
     low: float
     high: float
-    begin: float  # where `low` is
+    begin: float  # coordinate of `low`
     end: float
     log: bool = False
 
     def place(self, value: float) -> float:
-        """Beyond the ends for what is beyond them."""
+        """The coordinate of a value; beyond the ends for values beyond them."""
         low, high = (math.log(self.low), math.log(self.high)) if self.log else (self.low, self.high)
         value = math.log(max(value, self.low)) if self.log else value
         return self.begin + (value - low) / (high - low) * (self.end - self.begin)
@@ -85,7 +85,7 @@ class Axis:
 
 
 def axis(values: Sequence[float], begin: float, end: float, log: bool = False) -> Axis:
-    """One that shows them all; from zero, unless it is logarithmic."""
+    """An axis that shows all values; from zero, unless it is logarithmic."""
     if log:
         above = [value for value in values if value > 0] or [1.0]
         low, high = min(above), max(above)
@@ -94,7 +94,7 @@ def axis(values: Sequence[float], begin: float, end: float, log: bool = False) -
 
 
 def chart(title: str, across: str, series: Sequence[Series], *, log: bool = False) -> str:
-    """A figure. `across`: what the horizontal axis shows; it is logarithmic on request."""
+    """A chart. `across`: title of the horizontal axis; `log`: that axis is logarithmic."""
     shown = [one for one in series if one.points]
     if not shown:
         return ""
@@ -139,14 +139,14 @@ def _keys(shown: Sequence[Series]) -> list[str]:
 
 
 def number(value: float) -> str:
-    """Short."""
+    """A number in few characters."""
     if value >= 10000:
         return f"{value / 1000:g}k"
     return f"{value:.3g}" if value < 1000 else f"{value:g}"
 
 
 def render(result: dict[str, Any]) -> str:
-    """The page."""
+    """The whole page."""
     stages: list[Figures] = result["stages"]
     asked = result["asked"]
     given = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in asked.items() if name not in ("url", "prompt_scale"))

@@ -1,6 +1,6 @@
-"""What is asked: words at random of a wanted length, with a shared beginning or without, or the prompts of a file.
+"""Prompts: random words of a wanted length, with or without a shared prefix, or the prompts of a dataset file.
 
-How many tokens a word has, only the server knows; `Scale` is what it said when it was asked before. Knows no network.
+How many tokens a word has is measured at the server beforehand, as a `Scale`. Knows no network.
 """
 
 import itertools
@@ -13,7 +13,7 @@ from typing import Any
 
 from .traffic import Lengths
 
-# Common, so that most vocabularies have a token for each.
+# Common words, so that most vocabularies have a token for each.
 WORDS = """
 time year people way day man thing woman life child world school state family student group country problem hand part
 place case week company system program question work government number night point home water room mother area money
@@ -26,7 +26,7 @@ force education
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Tokens of a prompt of so many words: what every prompt has (a chat's template), and what each word adds."""
+    """Tokens of a prompt as a linear function of its words: a fixed number (a chat's template), and a number for each word."""
 
     fixed: float = 0.0
     word: float = 1.0
@@ -39,26 +39,26 @@ class Scale:
         return cls(max(less - few * word, 0.0), word)
 
     def words(self, tokens: float) -> int:
-        """That make about so many tokens with all that every prompt has; at least 1."""
+        """The number of words that make about so many tokens, fixed ones included; at least 1."""
         return max(1, round((tokens - self.fixed) / self.word))
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One request's question: a text, or the messages of a chat."""
+    """The prompt of one request: a text, or the messages of a chat."""
 
     text: str
     output: int  # tokens of the answer
     messages: tuple[dict[str, Any], ...] = ()
 
     def chat(self) -> list[dict[str, Any]]:
-        """As messages."""
+        """The prompt as messages."""
         return list(self.messages) or [{"role": "user", "content": self.text}]
 
 
 @dataclass(frozen=True, slots=True)
 class Synthetic:
-    """Words at random. `prefixes` beginnings of `shared` tokens, each shared by a part of the requests."""
+    """A source of random prompts. There are `prefixes` beginnings of `shared` tokens, each shared by some of the requests."""
 
     prompt: Lengths
     output: Lengths
@@ -66,7 +66,7 @@ class Synthetic:
     prefixes: int = 1
 
     def prompts(self, seed: int, scale: Scale) -> Iterator[Prompt]:
-        """For ever."""
+        """Prompts without end."""
         dice = random.Random(seed)
         begin = [" ".join(words(dice, max(1, round(self.shared / scale.word)))) for _ in range(self.prefixes if self.shared else 0)]
         while True:
@@ -77,13 +77,13 @@ class Synthetic:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """The prompts of a file, in an order of the seed's, again and again. `output`: instead of what the file says."""
+    """The prompts of a dataset, shuffled by the seed, again and again. `output`: lengths of answers, instead of the file's."""
 
     rows: tuple[tuple[Prompt, str], ...]  # with the recorded answer, if the file has it and no number of tokens
     output: Lengths | None
 
     def prompts(self, seed: int, scale: Scale) -> Iterator[Prompt]:
-        """For ever."""
+        """Prompts without end."""
         dice = random.Random(seed)
         rows = list(self.rows)
         dice.shuffle(rows)
@@ -97,12 +97,12 @@ class Recorded:
 
 
 def words(dice: random.Random, count: int) -> list[str]:
-    """At random; two such texts have their beginning in common only by chance."""
+    """Random words; two such texts share a prefix only by chance."""
     return dice.choices(WORDS, k=count)
 
 
 def read(path: Path, output: Lengths | None, default: int) -> Recorded:
-    """A file of JSON lines, or of one JSON list. Raises ValueError, OSError.
+    """Reads a file of JSON lines, or of one JSON list. Raises ValueError, OSError.
 
     A row is {"prompt": text} or {"messages": [...]}, with "output_tokens" or "max_tokens" if they are known, or ShareGPT's
     {"conversations": [{"from": "human", "value": text}, {"from": "gpt", "value": text}]}, of which the first two are taken.
@@ -137,7 +137,7 @@ def _json(text: str, place: str) -> Any:
 
 
 def _row(row: Any, default: int) -> list[tuple[Prompt, str]] | None:
-    """None if there is nothing to ask in it; [] for a recorded talk that is too short to be asked. Raises ValueError."""
+    """The prompts of a row: None if it has none; [] for a recorded conversation that is too short. Raises ValueError."""
     if not isinstance(row, dict):
         return None
     name = "output_tokens" if "output_tokens" in row else "max_tokens"

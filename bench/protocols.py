@@ -1,7 +1,7 @@
-"""The APIs that can be asked: how a request looks, and which of a stream's events bring tokens. Knows no network and no clock.
+"""The APIs that can be loaded: request bodies, and which stream events bring tokens. Knows no network and no clock.
 
-Whoever counts events instead of tokens measures something else: a first chunk brings only a role, a last one only a reason, and a
-server may send several tokens in one event. So each event is read, and what the server says of its tokens wins.
+Counting events instead of tokens would measure something else: a first chunk brings only a role, a last one only a finish reason,
+and a server may send several tokens in one event. So each event is parsed, and the server's own token counts take precedence.
 """
 
 from dataclasses import dataclass
@@ -19,23 +19,24 @@ class Told:
     """What an answer's events have said so far."""
 
     prompt_tokens: int = 0
-    output_tokens: int = 0  # as the server counts; 0: it has not said
+    output_tokens: int = 0  # as counted by the server; 0: it has not said
     finished: bool = False
     error: str = ""
-    counted: bool = False  # the server says with each event how many tokens there are
+    counted: bool = False  # each event says how many tokens there are so far
 
 
 class Api(Protocol):
-    """One of them."""
+    """An API that can be loaded."""
 
     path: str
 
     def body(self, prompt: Prompt, fields: dict[str, Any]) -> dict[str, Any]:
-        """A request that streams."""
+        """The body of a streaming request."""
         ...
 
     def read(self, payload: bytes, told: Told, begun: bool) -> int:
-        """How many tokens an event brings, -1 if that is seen only at the end: it may be the last one. `begun`: some have come.
+        """The number of tokens that an event brings, -1 if only the end will show it: it may be the last token. `begun`: some have
+        come.
 
         Raises msgspec.MsgspecError for what is no event of this API.
         """
@@ -68,7 +69,7 @@ class _Chunk(msgspec.Struct):
 
 
 class OpenAI:
-    """Chats, or completions."""
+    """OpenAI's chat completions, or completions."""
 
     def __init__(self, chat: bool, ignore_eos: bool, continuous_usage: bool) -> None:
         self.path = "/v1/chat/completions" if chat else "/v1/completions"
@@ -123,7 +124,7 @@ class _Event(msgspec.Struct):
 
 
 class Tgi:
-    """text-generation-inference's own. It has no way to go on after an end token."""
+    """text-generation-inference's own API. It cannot ignore end tokens."""
 
     path = "/generate_stream"
 
@@ -153,7 +154,7 @@ def _message(error: Any) -> str:
 
 @dataclass(slots=True)
 class Lines:
-    """Server-sent events out of bytes as they come."""
+    """A parser of server-sent events from bytes as they come."""
 
     rest: bytes = b""
 
@@ -161,7 +162,7 @@ class Lines:
         """The data of the events that are complete now."""
         data = self.rest + data if self.rest else data
         if b"\r" in data:
-            if data.endswith(b"\r"):  # half of a line's end, perhaps
+            if data.endswith(b"\r"):  # perhaps half of a line end
                 self.rest = data
                 return []
             data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")

@@ -1,4 +1,4 @@
-"""Figures for a terminal: a line that lives while a stage runs, and tables at the end."""
+"""Terminal output: a progress line while a stage runs, and tables of figures at the end."""
 
 import asyncio
 from collections.abc import Sequence
@@ -14,16 +14,16 @@ from .figures import Figures, percentile
 from .load import Extent, Stage
 
 REFRESH = 0.25  # seconds
-RECENT = 50  # requests whose time to the first token is shown meanwhile
+RECENT = 50  # latest requests, whose time to the first token is shown
 
 
 def title(stage: Stage) -> str:
-    """What it is called."""
+    """The name of a stage."""
     return f"{stage.value:g} requests a second" if stage.kind == "rate" else f"{stage.value:g} at once"
 
 
 async def watch(console: Console, stage: Stage, client: Client, extent: Extent, position: str) -> None:
-    """Shows how a stage goes, until it is cancelled. Does nothing where nobody can see it."""
+    """Shows a stage's progress until it is cancelled. Does nothing without a terminal."""
     if not console.is_terminal:
         return
     began, before, moment = CLOCK(), client.tokens, CLOCK()
@@ -55,7 +55,7 @@ def _line(stage: Stage, client: Client, extent: Extent, position: str, elapsed: 
 
 
 def overview(stages: Sequence[Figures]) -> Table:
-    """A column for each stage: as many stages as a terminal is wide, however many figures."""
+    """A table with a column for each stage, since there are more figures than stages."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     kind = "rate" if "rate" in stages[0] else "concurrency"
     table.add_column("requests a second" if kind == "rate" else "at once")
@@ -92,6 +92,6 @@ def remarks(stages: Sequence[Figures]) -> list[str]:
 
 
 def milliseconds(seconds: float) -> str:
-    """Three digits, about."""
+    """Seconds in milliseconds, with about three digits."""
     value = seconds * 1e3
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"

@@ -1,4 +1,4 @@
-"""When requests are sent and how long they are: drawn from a seed, the same every time. Knows no network and no text."""
+"""The traffic model: when requests are sent and how long they are, drawn reproducibly from a seed. Knows no network and no text."""
 
 import math
 import random
@@ -10,7 +10,8 @@ LONGEST = 1 << 20  # tokens
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Of prompts or of answers, in tokens: "128", "uniform:64,256" (both included) or "lognormal:200,0.6" (median, sigma)."""
+    """A distribution of the lengths of prompts or answers, in tokens: "128", "uniform:64,256" (both included) or
+    "lognormal:200,0.6" (median, sigma)."""
 
     kind: str
     first: float
@@ -18,7 +19,7 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str) -> "Lengths":
-        """Raises ValueError with what would do."""
+        """Raises ValueError with what is needed."""
         kind, _, numbers = text.rpartition(":")
         try:
             values = [float(number) for number in numbers.split(",")]
@@ -34,7 +35,7 @@ class Lengths:
         raise ValueError(f"{text}: a number of tokens is needed, uniform:LEAST,MOST or lognormal:MEDIAN,SIGMA")
 
     def draw(self, dice: random.Random) -> int:
-        """At least 1."""
+        """A length, at least 1."""
         match self.kind:
             case "uniform":
                 return dice.randint(round(self.first), round(self.second))
@@ -48,14 +49,14 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """How requests of an open loop are spread: "poisson", "constant" or "burst:8" (so many at once, bursts at random)."""
+    """The arrival process of an open loop: "poisson", "constant" or "burst:8" (so many at once, bursts at random)."""
 
     kind: str
     burst: int = 1
 
     @classmethod
     def parse(cls, text: str) -> "Arrivals":
-        """Raises ValueError with what would do."""
+        """Raises ValueError with what is needed."""
         kind, _, size = text.partition(":")
         if text in ("poisson", "constant"):
             return cls(text)
@@ -64,7 +65,7 @@ class Arrivals:
         raise ValueError(f"{text}: poisson, constant or burst:SIZE is needed")
 
     def moments(self, rate: float, dice: random.Random) -> Iterator[float]:
-        """Seconds from the beginning, for ever; `rate` requests a second on average."""
+        """Arrival times in seconds from the beginning, without end; `rate` requests a second on average."""
         moment = 0.0
         while True:
             moment += self.burst / rate if self.kind == "constant" else dice.expovariate(rate / self.burst)

@@ -1,1 +1,1 @@
-"""The embedded demo model: its weights, and the lessons and scripts that made them."""
+"""The embedded demo model: its weights, and the training data and scripts that made them."""

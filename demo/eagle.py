@@ -1,13 +1,13 @@
-"""Knows how the demo model's EAGLE-3 head is made, and what it drafts (Li et al. 2025, arXiv:2503.01840).
+"""The demo model's EAGLE-3 draft head: its training, and how it drafts (Li et al. 2025, arXiv:2503.01840).
 
     python -m penstock.demo.eagle --out demo
 
 trains a head for the target in `model/` under the output folder and writes it to `eagle/` there, in the public format.
 
-The head is one layer over pairs. Pair i is the embedding of token i + 1 and the feature of position i: three of the
-target's hidden states there, made one by `fc`. It predicts token i + 2, out of a draft vocabulary smaller than the target's. What
-leaves its layer is the feature of position i + 1, as long as the target has not computed that one. So in training as well
-the head goes on from its own features for some steps, else it would only ever have seen the target's.
+The head is one layer over pairs. Pair i is the embedding of token i + 1 and the feature of position i: three of the target's hidden
+states there, combined by `fc`. It predicts token i + 2, out of a draft vocabulary smaller than the target's. The layer's output is
+used as the feature of position i + 1 until the target has computed that one. So in training as well the head continues from its own
+features for some steps, or it would only ever have seen the target's.
 """
 
 import argparse
@@ -43,7 +43,7 @@ Chain = list[tuple[Tensor, Tensor]]
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over pairs with rotary positions."""
+    """Grouped-query attention over pairs, with rotary position embedding."""
 
     def __init__(self, dimensions: Dimensions) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """A layer whose attention sees the pair, each half normed by itself, and whose stream is the feature."""
+    """A decoder layer whose attention input is the pair, each half normed by itself, and whose residual stream is the feature."""
 
     def __init__(self, dimensions: Dimensions) -> None:
         super().__init__()
@@ -95,7 +95,8 @@ class Layer(nn.Module):
 
 
 class Head(nn.Module):
-    """The whole head, with the format's names. `chosen`: the target's tokens that the draft vocabulary has, ascending."""
+    """The whole draft head, with the public format's parameter names. `chosen`: the target's tokens in the draft vocabulary,
+    ascending."""
 
     d2t: Tensor
     t2d: Tensor
@@ -107,39 +108,42 @@ class Head(nn.Module):
         self.midlayer = Layer(dimensions)
         self.norm = nn.RMSNorm(dimensions.hidden, eps=dimensions.epsilon)
         self.lm_head = nn.Linear(dimensions.hidden, len(chosen), bias=False)
-        # The format gives how far a token's number in the target lies above its number in the draft vocabulary.
+        # The format stores the offset of each draft token's id to its id in the target's vocabulary.
         self.register_buffer("d2t", chosen - torch.arange(len(chosen)))
         self.register_buffer("t2d", torch.isin(torch.arange(dimensions.vocabulary), chosen))
 
     @property
     def chosen(self) -> Tensor:
-        """The target's token for each token of the draft vocabulary."""
+        """The target's token id of each token of the draft vocabulary."""
         return self.d2t + torch.arange(len(self.d2t))
 
     def features(self, streams: list[Tensor]) -> Tensor:
-        """The feature of every position, by the streams of the target."""
+        """The feature of every position, from the target's residual streams."""
         result: Tensor = self.fc(torch.cat([streams[layer] for layer in LAYERS], dim=-1))
         return result
 
     def forward(self, embedded: Tensor, features: Tensor, mask: Tensor, chain: Chain) -> Tensor:
-        """One step of the chains that start at each pair: the features of the next positions. `chain` grows by this step."""
+        """One step of the chains that start at each pair: returns the features of the next positions. `chain` grows by this
+        step."""
         result: Tensor = self.midlayer(embedded, features, mask, chain)
         return result
 
     def logits(self, features: Tensor) -> Tensor:
-        """What comes after the position of these features' next token, over the draft vocabulary."""
+        """Logits over the draft vocabulary for the token after the next one of these features' positions."""
         result: Tensor = self.lm_head(self.norm(features))
         return result
 
     def best(self, features: Tensor) -> Tensor:
-        """The most probable token, in the target's numbers."""
+        """The most probable token, as the target's id."""
         return self.chosen[self.logits(features).argmax(-1)]
 
     @torch.no_grad()
     def start_from(self, target: Llama) -> None:
-        """Before training: the feature is nearly what enters the target's last layer, and is read as the target's output is.
+        """Initializes the head: the feature is nearly the input of the target's last layer, and is read out as the target's output
+        is.
 
-        Only less surely: most of it says which token comes first, and the head is to tell the second.
+        Its norm is scaled down, so that it is less certain: the feature mostly says which token comes first, and the head is to
+        predict the second.
         """
         hidden = self.dimensions.hidden
         for name, parameter in self.midlayer.named_parameters():
@@ -158,7 +162,7 @@ def head_dimensions(vocabulary: int) -> Dimensions:
 
 
 def draft_vocabulary(tokenizer: Tokenizer, seed: int, size: int, lessons: int = 20_000) -> Tensor:
-    """The tokens that the target is to say most often in the lessons, then those that it hears most often, then any; ascending."""
+    """The most frequent tokens of the assistant's turns in the lessons, then those of all turns, then any; ascending ids."""
     said: Counter[int] = Counter()
     seen: Counter[int] = Counter()
     for piece in islice(encoded(tokenizer, conversations(seed), distilled=True), lessons):
@@ -169,10 +173,11 @@ def draft_vocabulary(tokenizer: Tokenizer, seed: int, size: int, lessons: int = 
 
 
 def unrolled_loss(target: Llama, head: Head, tokens: Tensor, weights: Tensor, mask: Tensor | None) -> Tensor:
-    """How far the head is from the target's view, for chains from every position. Arguments as `batches` gives them.
+    """The head's distillation loss against the target's probabilities, for chains from every position. Arguments as `batches` gives
+    them.
 
-    Step k of the chain that starts at pair s is at pair s + k - 1. It knows the tokens up to s + k, but the target's features
-    only up to s, and is to tell what the target thinks at s + k.
+    Step k of the chain that starts at pair s is at pair s + k - 1. It knows the tokens up to s + k, but the target's features only
+    up to s, and is to predict the target's distribution at s + k.
     """
     length = tokens.shape[1] - 1
     starts = length - STEPS
@@ -186,14 +191,14 @@ def unrolled_loss(target: Llama, head: Head, tokens: Tensor, weights: Tensor, ma
     total = torch.zeros(())
     for step in range(1, STEPS + 1):
         features = head(embedded[:, step : step + starts], features, sees[..., :starts, :starts], chain)
-        within = sees.diagonal(-step, -2, -1)[:, 0, :starts]  # a chain ends with the conversation it is in
+        within = sees.diagonal(-step, -2, -1)[:, 0, :starts]  # a chain ends with its conversation
         counted = weights[:, step + 1 : step + 1 + starts] * within
         total = total + DECAY ** (step - 1) * weighted_loss(head.logits(features), views[:, step : step + starts], counted)
     return total / sum(DECAY**step for step in range(STEPS))
 
 
 def train(target: Llama, head: Head, tokenizer: Tokenizer, tokens: int, minutes: float, rate: float, seed: int) -> Iterator[str]:
-    """Train the head; yields what to report, some twenty seconds apart, and once at the end."""
+    """Trains the head; yields progress lines, some twenty seconds apart, and once at the end."""
     source = batches(tokenizer, conversations(seed), distilled=True)
     told = 0.0
     for now in descend(head, source, lambda batch: unrolled_loss(target, head, *batch), tokens, minutes, rate):
@@ -203,7 +208,7 @@ def train(target: Llama, head: Head, tokenizer: Tokenizer, tokens: int, minutes:
 
 
 def causal(length: int) -> Tensor:
-    """The mask with which each pair sees those before it, and itself."""
+    """The causal mask over pairs."""
     return torch.ones(length, length, dtype=torch.bool).tril()
 
 
@@ -211,7 +216,7 @@ def causal(length: int) -> Tensor:
 def drafts(target: Llama, head: Head, tokens: list[int], count: int) -> list[int]:
     """The head's greedy chain after these tokens, two or more, of which the target has computed all but the last.
 
-    Every step computes all pairs anew, each of which sees all before it; nothing is kept from one step to the next.
+    Every step recomputes all pairs, each of which sees all before it; nothing is cached from one step to the next.
     """
     features = head.features(target.streams(torch.tensor([tokens[:-1]])))
     drafted: list[int] = []
@@ -225,7 +230,7 @@ def drafts(target: Llama, head: Head, tokens: list[int], count: int) -> list[int
 
 @torch.no_grad()
 def all_drafts(target: Llama, head: Head, tokens: list[int], count: int) -> Tensor:
-    """Row i is what `drafts` gives after tokens[: i + 2], all of them at once: [len(tokens) - 1, count]."""
+    """Row i is the result of `drafts` for tokens[: i + 2], all computed at once: [len(tokens) - 1, count]."""
     features = head.features(target.streams(torch.tensor([tokens[:-1]])))
     following = torch.tensor([tokens[1:]])
     chain: Chain = []
@@ -238,7 +243,8 @@ def all_drafts(target: Llama, head: Head, tokens: list[int], count: int) -> Tens
 
 
 class Tally(NamedTuple):
-    """How the head did. By depth: chains in which all before was right and the reply went on, and those right there too."""
+    """Acceptance statistics. By depth: chains in which all drafts before were right and the reply went on, and those right there
+    too."""
 
     reached: tuple[int, ...] = (0,) * STEPS
     right: tuple[int, ...] = (0,) * STEPS
@@ -246,14 +252,14 @@ class Tally(NamedTuple):
     accepted: int = 0
 
     def plus(self, other: "Tally") -> "Tally":
-        """Both together."""
+        """The sum of both."""
         reached = tuple(map(add, self.reached, other.reached))
         right = tuple(map(add, self.right, other.right))
         return Tally(reached, right, self.rounds + other.rounds, self.accepted + other.accepted)
 
     @property
     def shares(self) -> list[float]:
-        """How often a draft is right when all before it in its chain are, by depth."""
+        """The acceptance rate by depth: how often a draft is right when all before it in its chain are."""
         return [right / max(1, reached) for right, reached in zip(self.right, self.reached, strict=True)]
 
     def __str__(self) -> str:
@@ -262,14 +268,14 @@ class Tally(NamedTuple):
 
 
 def tally(target: Llama, head: Head, prompt: list[int], reply: list[int]) -> Tally:
-    """Draft a chain after each token of the target's greedy reply, and count what it would have accepted."""
+    """Drafts a chain after each token of the target's greedy reply, and counts the drafts that would have been accepted."""
     drafted = all_drafts(target, head, prompt + reply, STEPS)[len(prompt) - 1 :].tolist()
     rests = [reply[start : start + STEPS] for start in range(1, len(reply) + 1)]
     lengths = [_agreed(row, rest) for row, rest in zip(drafted, rests, strict=True)]
     chains = list(zip(lengths, rests, strict=True))
     reached = tuple(sum(length >= depth < len(rest) for length, rest in chains) for depth in range(STEPS))
     right = tuple(sum(length > depth for length in lengths) for depth in range(STEPS))
-    # A server goes on after what it accepts and the token that the target adds to it.
+    # A server continues after the accepted tokens and the one that the target adds to them.
     place = rounds = accepted = 0
     while place < len(reply) - 1:
         rounds, accepted, place = rounds + 1, accepted + lengths[place], place + lengths[place] + 1
@@ -281,7 +287,7 @@ def _agreed(drafted: list[int], said: list[int]) -> int:
 
 
 def save(head: Head, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write the head in the public format, weights in bf16. The embedding is not in it: it is the target's."""
+    """Writes the head in the public format, weights in bf16. The embedding is left out: it is the target's."""
     folder.mkdir(parents=True, exist_ok=True)
     state = {name: value.detach().contiguous() for name, value in head.state_dict().items()}
     state = {name: value.bfloat16() if value.is_floating_point() else value for name, value in state.items()}
@@ -290,7 +296,7 @@ def save(head: Head, tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def load(folder: Path) -> Head:
-    """Read back what `save` wrote, in fp32."""
+    """Reads back what `save` wrote, in fp32."""
     config = json.loads((folder / "config.json").read_text())
     state = load_file(folder / "model.safetensors")
     dimensions = Dimensions(
@@ -302,24 +308,24 @@ def load(folder: Path) -> Head:
         intermediate=config["intermediate_size"],
     )
     head = Head(dimensions, state["d2t"] + torch.arange(config["draft_vocab_size"]))
-    head.load_state_dict(state)  # copies into what is fp32
+    head.load_state_dict(state)  # copies into fp32 parameters
     return head.requires_grad_(False)
 
 
 def load_target(folder: Path) -> Llama:
-    """The target that the head is for, in fp32."""
+    """The target of the head, in fp32."""
     target = Llama(target_dimensions(json.loads((folder / "config.json").read_text())["vocab_size"]))
     load_model(target, folder)
     return target.requires_grad_(False)
 
 
 def head_config(head: Head, tokenizer: Tokenizer) -> dict[str, object]:
-    """What `config.json` says."""
+    """The content of `config.json`."""
     return model_config(head.dimensions, tokenizer) | {
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": len(head.d2t),
         "tie_word_embeddings": False,
-        # There a number means what comes out of a layer.
+        # The format counts outputs of layers there.
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in LAYERS], "use_aux_hidden_state": True},
     }
 
@@ -337,7 +343,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train what the command line asks for."""
+    """Trains the head that the command line asks for."""
     options = arguments()
     torch.set_num_threads(options.threads)
     tokenizer = Tokenizer.from_file(str(options.out / "model" / "tokenizer.json"))

@@ -1,10 +1,10 @@
-"""Knows how good the shipped weights are: right answers to held-out questions, and how often the draft agrees.
+"""Evaluates the shipped weights: accuracy on held-out questions, and how often the draft model agrees with the target.
 
     python -m penstock.demo.evaluate
 
-loads `model/` and `draft/` beside this file with transformers, in fp32, and answers greedily. It asks as many questions of
-each kind, prints how each kind fares, and exits with 1 when less than 9 in 10 of all answers are right, or the draft
-agrees on less than 90 % of all tokens. The head in `eagle/` drafts a chain after every token of these answers.
+loads `model/` and `draft/` beside this file with transformers, in fp32, and answers greedily. It asks as many questions of each
+kind, prints how each kind fares, and exits with 1 when less than 9 in 10 of all answers are right, or the draft agrees on less than
+90 % of all tokens. The EAGLE-3 head in `eagle/` drafts a chain after every token of these answers.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, question: Question) -> list[int]:
-    """The question as the model is to see it, up to where its reply begins."""
+    """The question's prompt as token ids, up to where the reply begins."""
     messages = [{"role": message["role"], "content": message["content"]} for message in question.messages]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return [int(token) for token in tokenizer.encode(str(text), add_special_tokens=False)]
@@ -68,7 +68,7 @@ def answer(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, asked: S
     longest = max(map(len, prompts))
     pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
     tokens = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts])
-    untyped: Any = model  # some versions of transformers say what `generate` is, others don't
+    untyped: Any = model  # annotated in some versions of transformers only
     output = untyped.generate(
         tokens, attention_mask=(tokens != pad).long(), do_sample=False, max_new_tokens=MOST_TOKENS, pad_token_id=pad
     )
@@ -83,7 +83,8 @@ def _until(tokens: list[int], end: int) -> list[int]:
 
 @torch.inference_mode()
 def agreed(draft: LlamaForCausalLM, given: Answer) -> int:
-    """How many tokens of the target's reply the draft would have said too, each after the target's own text."""
+    """How many tokens of the target's reply the draft would have chosen greedily too, each given the target's own text before
+    it."""
     logits = draft(torch.tensor([given.prompt + given.reply])).logits[0]
     said = logits[len(given.prompt) - 1 : -1].argmax(dim=-1)
     return int((said == torch.tensor(given.reply)).sum())
@@ -107,7 +108,7 @@ class Score(NamedTuple):
 
     @property
     def wrong(self) -> list[Answer]:
-        """Those that are not right."""
+        """The answers that are wrong."""
         return [each for each in self.given if not each.right]
 
 
@@ -118,7 +119,7 @@ def score(
     asked: Sequence[Question],
     batch: int = 40,
 ) -> Score:
-    """Answer all these questions and count."""
+    """Answers all questions and counts."""
     given: list[Answer] = []
     for start in range(0, len(asked), batch):
         given += answer(target, tokenizer, asked[start : start + batch])
@@ -138,7 +139,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Print the scores of each kind and of all; 1 if those of all are too low."""
+    """Prints the scores of each kind and of all; returns 1 if those of all are too low."""
     options = arguments()
     torch.set_num_threads(options.threads)
     target, draft = load_model(options.folder / "model"), load_model(options.folder / "draft")

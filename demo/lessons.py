@@ -1,7 +1,7 @@
-"""Lessons of the demo language: conversations to learn from, and questions that are held out to measure by.
+"""Training data of the demo language: conversations to train on, and held-out questions for evaluation.
 
 A hash of an exchange's key decides whether it is held out; `conversations` never emits a held-out exchange and `questions` emits no
-other, so that a right answer to a question is never a remembered one.
+other, so that a right answer to a question is never a memorized one.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""Knows the Llama architecture in plain torch, with the parameter names that Hugging Face gives it.
+"""The Llama architecture in plain torch, with Hugging Face's parameter names.
 
-Only the training uses this; the weights are served and checked by other code.
+Only the training uses this; the weights are served and evaluated by other code.
 """
 
 from dataclasses import dataclass
@@ -39,13 +39,13 @@ def rotary_tables(dimensions: Dimensions, length: int) -> tuple[Tensor, Tensor]:
 
 
 def rotate(states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Turn each head's pairs (i, i + head / 2) by their position's angle."""
+    """Rotates each head's pairs (i, i + head / 2) by their position's angle (RoPE)."""
     first, second = states.chunk(2, dim=-1)
     return states * cosine + torch.cat((-second, first), dim=-1) * sine
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions."""
+    """Grouped-query attention with rotary position embedding."""
 
     def __init__(self, dimensions: Dimensions) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU."""
+    """The SwiGLU feed-forward network."""
 
     def __init__(self, dimensions: Dimensions) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and feed-forward, each on normed states and added to them."""
+    """Pre-norm attention and feed-forward, each added to the residual stream."""
 
     def __init__(self, dimensions: Dimensions) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Layer(nn.Module):
 
 
 class Llama(nn.Module):
-    """The whole model; its output layer is the embedding, transposed."""
+    """The whole model, with the output layer tied to the embedding."""
 
     def __init__(self, dimensions: Dimensions) -> None:
         super().__init__()
@@ -119,34 +119,34 @@ class Llama(nn.Module):
         self.norm = nn.RMSNorm(dimensions.hidden, eps=dimensions.epsilon)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                # What the layers add to the stream adds up, so the more there are, the smaller it starts.
+                # What the layers add to the residual stream accumulates, so the more layers there are, the smaller they start.
                 adds = name.endswith(("o_proj.weight", "down_proj.weight"))
                 nn.init.normal_(parameter, std=(2 * dimensions.layers * dimensions.hidden if adds else dimensions.hidden) ** -0.5)
-        # Embeddings as large as this keep the words apart while training moves all of them the same way, as it does in
-        # its first steps; the last norm makes up for it in the logits.
+        # Embeddings as large as this keep the words apart while training moves all of them the same way, as it does in its first
+        # steps; the last norm makes up for it in the logits.
         nn.init.normal_(self.embed_tokens.weight)
         nn.init.constant_(self.norm.weight, dimensions.hidden**-0.5)
         self._start_copying(layers[0].self_attn, layers[1].self_attn)
 
     @torch.no_grad()
     def _start_copying(self, first: Attention, second: Attention) -> None:
-        """Let one group of heads start by copying: find where this token was before, see what came after it.
+        """Initializes one group of heads as induction heads: they find where this token was before, and copy what came after it.
 
-        Nearly all answers copy something from the question. That takes a head that looks at the token before, and a
-        head of the next layer that looks for a place after the same token; to find both at once would take a model of
-        this size longer than all the rest. All other heads start at random.
+        Nearly all answers copy something from the question. That takes a head that attends to the token before, and a head of the
+        next layer that looks for a place after the same token; to find both at once would take a model of this size longer than all
+        the rest. All other heads start at random.
         """
         head, width = self.dimensions.head, self.dimensions.heads // self.dimensions.kv_heads * self.dimensions.head
-        # A feature that is the same in all embeddings gives a constant key. The constant query is that key turned back
-        # by one position, so that their product is largest there; the fast frequencies tell neighbours apart.
+        # A feature that is the same in all embeddings gives a constant key. The constant query is that key rotated back by one
+        # position, so that their product is largest there; the fast frequencies tell neighbours apart.
         self.embed_tokens.weight[:, 0] = 4.0
         key = torch.zeros(head)
         key[:4] = 1.5
         cosine, sine = rotary_tables(self.dimensions, 2)
         first.k_proj.weight[:head, 0] = key
         first.q_proj.weight[:width, 0] = rotate(key, cosine[1], -sine[1]).repeat(width // head)
-        # What the head reads of the token before, it writes where the next layer's key finds it. The query is the same
-        # reading of the token itself, clear of what was written; slow frequencies hardly turn it in a conversation.
+        # What the head reads of the token before, it writes where the next layer's key finds it. The query is the same reading of
+        # the token itself, clear of what was written; slow frequencies hardly rotate it within a conversation.
         reading = torch.randn(head, self.dimensions.hidden) * self.dimensions.hidden**-0.5
         reading[:, 0] = 0.0
         writing = torch.linalg.qr(torch.cat((reading.T, torch.randn_like(reading.T)), dim=1)).Q[:, head:]
@@ -155,7 +155,7 @@ class Llama(nn.Module):
         first.o_proj.weight[:, :head] = (self.dimensions.hidden / head) ** 0.5 * writing
         second.k_proj.weight[:head] = slow * writing.T
         second.q_proj.weight[:width] = (2.0 * slow * reading).repeat(width // head, 1)
-        # What stands there is what comes next, so it goes on to the output, which has the same words as the input.
+        # The token at that place is the one that comes next, so it goes on to the output, whose words are tied to the input's.
         copied = torch.linalg.qr(torch.randn_like(reading.T)).Q
         second.v_proj.weight[:head] = copied.T
         second.o_proj.weight[:, :head] = 2.0 * copied
@@ -169,7 +169,7 @@ class Llama(nn.Module):
         return streams
 
     def logits(self, states: Tensor) -> Tensor:
-        """What follows the states that leave the last layer."""
+        """Logits from the states that leave the last layer."""
         return functional.linear(self.norm(states), self.embed_tokens.weight)
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -1,7 +1,7 @@
-"""Knows how a small story is told, and which questions can be asked about it.
+"""Generates small stories, and the questions that can be asked about them.
 
-A story is drawn as a `World` (who, where, what), then told by one of the plots. A plot returns the sentences and the
-facts, and each fact is a question with the one right reply.
+A story is drawn as a `World` (who, where, what), then told by one of the plots. A plot returns the sentences and the facts, and
+each fact is a question with the one right reply.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Knows the tasks of the demo language: what can be asked in one turn, and what the right reply is."""
+"""The tasks of the demo language: what can be asked in one turn, and the right reply."""
 
 import json
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def _draw_number(random: Random) -> int:
 
 
 def _number_key(number: int) -> tuple[object, ...]:
-    # Who never saw "eleven" or "forty" cannot guess it, so the numbers with words of their own are not held out.
+    # A model that never saw "eleven" or "forty" cannot know it, so the numbers with words of their own are not held out.
     return () if number <= 20 or number % 100 < 20 or number % 10 == 0 else (number,)
 
 

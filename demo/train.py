@@ -1,10 +1,10 @@
-"""Knows how the demo model is made: tokenizer, target and draft, from the lessons alone.
+"""Trains the demo model from the lessons alone: tokenizer, target model and draft model.
 
     python -m penstock.demo.train --out demo
 
-writes `model/` and `draft/` under the output folder. The draft learns what the target thinks of every token, not what
-stands there: what it is for is to agree (Zhou et al. 2023, arXiv:2310.08461). The same seed and tokens give the same
-weights on the same machine; `--minutes` only shortens a run on a slow one.
+writes `model/` and `draft/` under the output folder. The draft is distilled: it learns the target's distribution at every position,
+not the text, since its purpose is to agree (Zhou et al. 2023, arXiv:2310.08461). The same seed and tokens give the same weights on
+the same machine; `--minutes` only shortens a run on a slow one.
 """
 
 import argparse
@@ -54,11 +54,11 @@ class Plan(NamedTuple):
     minutes: float
     peak_rate: float
     lessons: Iterable[Sequence[Message]]
-    teacher: Llama | None = None  # whose view of every position is learnt, instead of what stands there
+    teacher: Llama | None = None  # learn its distribution at every position, instead of the text
 
 
 def render(messages: Sequence[Message]) -> list[tuple[str, bool]]:
-    """The text of a conversation in pieces, each with whether the model is to learn to say it."""
+    """The text of a conversation in pieces, each with whether the model is to learn to generate it."""
     pieces = [(BEGIN, False)]
     for message in messages:
         spoken = message["role"] in ("assistant", "text")
@@ -90,7 +90,8 @@ def train_tokenizer(seed: int) -> Tokenizer:
 
 
 class Piece(NamedTuple):
-    """An encoded conversation, or several in a row: tokens, how much each counts, which conversation it is of."""
+    """An encoded conversation, or several in a row: tokens, each one's weight in the loss, and the conversation that it belongs
+    to."""
 
     tokens: list[int]
     weights: list[float]
@@ -104,8 +105,8 @@ def encoded(tokenizer: Tokenizer, lessons: Iterable[Sequence[Message]], distille
         weights: list[float] = []
         for text, spoken in render(messages):
             ids = tokenizer.encode(text, add_special_tokens=False).ids
-            # In a long turn, a story, most words are a free choice; the facts to be learnt are in the short ones. A
-            # teacher tells all choices.
+            # In a long turn, a story, most words are a free choice; the facts to be learnt are in the short ones. A teacher's
+            # distribution covers all choices.
             weight = 0.1 if not spoken else 1.0 if distilled or len(ids) <= 64 else 0.4
             tokens += ids
             weights += [weight] * len(ids)
@@ -130,8 +131,8 @@ Batch = tuple[Tensor, Tensor, Tensor | None]
 def batches(tokenizer: Tokenizer, lessons: Iterable[Sequence[Message]], distilled: bool) -> Iterator[Batch]:
     """Tokens, weights and attention masks without end.
 
-    Mostly short windows in which each conversation sees itself only, since that is learnt fastest; one batch in four
-    has long windows in which all that went before is seen, so that far positions and crowded contexts are learnt too.
+    Mostly short windows in which each conversation sees itself only, since that is learnt fastest; one batch in four has long
+    windows in which all that went before is seen, so that far positions and crowded contexts are learnt too.
     """
     source = encoded(tokenizer, lessons, distilled)
     for number in count():
@@ -146,7 +147,7 @@ def batches(tokenizer: Tokenizer, lessons: Iterable[Sequence[Message]], distille
 
 
 class Progress(NamedTuple):
-    """How far training has come before a step."""
+    """Training progress before a step."""
 
     seen: int  # tokens
     seconds: float
@@ -157,7 +158,7 @@ class Progress(NamedTuple):
 def descend(
     model: nn.Module, batches: Iterable[Batch], loss_of: Callable[[Batch], Tensor], tokens: int, minutes: float, peak_rate: float
 ) -> Iterator[Progress]:
-    """Train `model` on so many tokens, or for so long; yields before every step, and behind the last."""
+    """Trains `model` on so many tokens, or for so long; yields before every step, and after the last."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
     others = [parameter for parameter in model.parameters() if parameter.dim() != 2]
     optimizer = torch.optim.AdamW(
@@ -184,7 +185,7 @@ def descend(
 
 
 def train(model: Llama, tokenizer: Tokenizer, plan: Plan, folder: Path) -> None:
-    """Train `model` and write it to `folder`, now and then on the way and at the end."""
+    """Trains `model` and writes it to `folder`, at intervals and at the end."""
 
     def loss_of(batch: Batch) -> Tensor:
         tokens, weights, mask = batch
@@ -205,7 +206,7 @@ def train(model: Llama, tokenizer: Tokenizer, plan: Plan, folder: Path) -> None:
 
 @torch.no_grad()
 def relate_words(model: Llama, tokenizer: Tokenizer) -> None:
-    """Let a word without the space before it, as in JSON, start out like the same word with it, as in a sentence."""
+    """Initializes a word without the space before it, as in JSON, similar to the same word with it, as in a sentence."""
     vocabulary = tokenizer.get_vocab()
     weights = model.embed_tokens.weight
     difference = torch.randn(weights.shape[1]) * 0.5
@@ -217,7 +218,7 @@ def relate_words(model: Llama, tokenizer: Tokenizer) -> None:
 
 @torch.no_grad()
 def view(teacher: Llama, tokens: Tensor, mask: Tensor | None) -> Tensor:
-    """How probable it finds every token at every position."""
+    """The teacher's probability of every token at every position."""
     logits: Tensor = teacher(tokens, mask)
     return logits.softmax(-1)
 
@@ -231,18 +232,18 @@ def _report(name: str, now: Progress) -> None:
 
 
 def learning_rate(step: int, done: float) -> float:
-    """The share of the peak rate: 50 steps of warm-up, then a cosine down to nearly nothing."""
+    """The share of the peak rate: 50 steps of warm-up, then a cosine decay to nearly nothing."""
     return min(1.0, (step + 1) / 50) * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
 
 
 def weighted_loss(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-    """The mean cross entropy, each position by its weight. labels: tokens, or how probable each token is."""
+    """The mean cross entropy, each position by its weight. labels: tokens, or a probability for each token."""
     losses = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(0, 1), reduction="none")
     return (losses * weights.flatten()).sum() / weights.sum()
 
 
 def save_model(model: Llama, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write the whole Hugging Face folder, weights in bf16; large ones in several files with an index."""
+    """Writes the whole Hugging Face folder, weights in bf16; large ones in several files with an index."""
     folder.mkdir(parents=True, exist_ok=True)
     state = {f"model.{name}": value.detach().bfloat16().contiguous() for name, value in model.state_dict().items()}
     shards = _shards(state)
@@ -261,7 +262,7 @@ def save_model(model: Llama, tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def save_tensors(state: dict[str, Tensor], path: Path) -> None:
-    """Others may be reading the last checkpoint, so a file is replaced as a whole."""
+    """Replaces the file as a whole, since others may be reading the last checkpoint."""
     part = path.with_name(f"{path.name}.part")
     save_file(state, part, metadata={"format": "pt"})
     part.chmod(0o644)
@@ -269,7 +270,7 @@ def save_tensors(state: dict[str, Tensor], path: Path) -> None:
 
 
 def load_model(model: Llama, folder: Path) -> None:
-    """Read back what `save_model` wrote."""
+    """Reads back what `save_model` wrote."""
     state: dict[str, Tensor] = {}
     for path in folder.glob("*.safetensors"):
         state |= {name.removeprefix("model."): value.float() for name, value in load_file(path).items()}
@@ -290,7 +291,7 @@ def write_json(path: Path, content: dict[str, object]) -> None:
 
 
 def model_config(dimensions: Dimensions, tokenizer: Tokenizer) -> dict[str, object]:
-    """What `config.json` says."""
+    """The content of `config.json`."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -315,7 +316,7 @@ def model_config(dimensions: Dimensions, tokenizer: Tokenizer) -> dict[str, obje
 
 
 def generation_config(tokenizer: Tokenizer) -> dict[str, object]:
-    """What `generation_config.json` says."""
+    """The content of `generation_config.json`."""
     return {
         "bos_token_id": tokenizer.token_to_id(BEGIN),
         "eos_token_id": tokenizer.token_to_id(END),
@@ -324,7 +325,7 @@ def generation_config(tokenizer: Tokenizer) -> dict[str, object]:
 
 
 def tokenizer_config(tokenizer: Tokenizer) -> dict[str, object]:
-    """What `tokenizer_config.json` says."""
+    """The content of `tokenizer_config.json`."""
     special = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -371,11 +372,11 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train what the command line asks for."""
+    """Trains what the command line asks for."""
     options = arguments()
     torch.set_num_threads(options.threads)
     tokenizer = Tokenizer.from_file(str(options.tokenizer)) if options.tokenizer else train_tokenizer(options.seed)
-    # Tensor parallel ranks split the vocabulary, so its size is a round number.
+    # Tensor-parallel ranks split the vocabulary, so its size is a round number.
     vocabulary = math.ceil(tokenizer.get_vocab_size() / 128) * 128
     print(f"{tokenizer.get_vocab_size()} tokens in the vocabulary", flush=True)
     if options.only != "draft":

@@ -1,7 +1,7 @@
-"""Knows the words of the demo language: names, animals, places, things, and how English bends them.
+"""The vocabulary of the demo language: names, animals, places, things, and their English inflections.
 
-Every list is ordered: earlier words are drawn more often (see `pick`), so that a model of the language has a clear
-favourite wherever the choice is free.
+Every list is ordered: earlier words are drawn more often (see `pick`), so that a model of the language has a clear favourite
+wherever the choice is free.
 """
 
 from collections.abc import Sequence

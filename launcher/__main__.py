@@ -1,4 +1,4 @@
-"""`python -m penstock.launcher` is the `penstock` command, and so is the script of that name."""
+"""Runs the `penstock` command, as `python -m penstock.launcher` or by the script of that name."""
 
 import sys
 
@@ -6,7 +6,7 @@ import sys
 def main() -> int:
     """Runs the command. Returns the exit code."""
     try:
-        from . import cli  # here, since Ctrl-C may come while it is read
+        from . import cli  # imported here, since Ctrl-C may come meanwhile
 
         return cli.main()
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""The adapters that `--lora-adapters` names: where they are, and what they take."""
+"""The LoRA adapters that `--lora-adapters` names: where they are, and what memory they take."""
 
 import hashlib
 import re
@@ -12,21 +12,21 @@ from .options import Options
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 FLAG = "--lora-adapters"
-WITH_REVISION = re.compile(r"\A([\w.-]+/[\w.-]+)@.*")  # of a model of the hub, which is called the same in all its revisions
+WITH_REVISION = re.compile(r"\A([\w.-]+/[\w.-]+)@.*")  # of a hub repository, whose adapter has the same name in all its revisions
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """Whose files are all here, unless `elements` is 0: then nobody knows yet how large it is."""
+    """A LoRA adapter whose files are all here, unless `elements` is 0: then its size is not known yet."""
 
     name: str  # by which requests ask for it
     folder: Path
-    elements: int  # numbers in its tensors
-    digest: str  # of its files' contents, as far as sizes and settings tell
+    elements: int  # in all its tensors
+    digest: str  # of its settings, and of the tensors' names, dtypes and sizes
 
 
 def resolve(asked: Options, model: str, weights: bool = True) -> tuple[Adapter, ...]:
-    """Those that are asked for, in that order. Raises Mistake. model: what the one that they change is called.
+    """The adapters that the options name, in that order. Raises Mistake. model: the name of the base model.
 
     weights: whether they are needed; without, a download takes the small files only.
     """
@@ -36,7 +36,7 @@ def resolve(asked: Options, model: str, weights: bool = True) -> tuple[Adapter, 
         if revision and not hub.on_hub(place):
             raise Mistake(f"{FLAG} {name}: {place} is no model of the hub, and has no revisions: leave @{revision} out")
         try:
-            only = (CONFIG, WEIGHTS) if weights else (CONFIG,)  # there may be a whole model beside it, or instead of it
+            only = (CONFIG, WEIGHTS) if weights else (CONFIG,)  # there may be a whole model beside the adapter, or instead of it
             _, folder = hub.locate(place, revision, asked.huggingface_hub_cache, not asked.json_output, only=only)
             found.append(_read(name, folder, weights))
         except Mistake as error:
@@ -45,7 +45,7 @@ def resolve(asked: Options, model: str, weights: bool = True) -> tuple[Adapter, 
 
 
 def sources(asked: Options, model: str) -> dict[str, str]:
-    """Where each of these comes from, by its name. Raises Mistake."""
+    """The source of each adapter, by its name. Raises Mistake."""
     found = parse(asked.lora_adapters, model)
     if 0 < asked.max_loras < len(found):
         raise Mistake(f"--max-loras {asked.max_loras} is less than the {len(found)} that {FLAG} names: raise it")
@@ -55,7 +55,7 @@ def sources(asked: Options, model: str) -> dict[str, str]:
 def parse(text: str, model: str = "") -> dict[str, str]:
     """A source for each name: of "a=/folder,owner/name@v2" {"a": "/folder", "owner/name": "owner/name@v2"}. Raises Mistake.
 
-    model: whose name none may have.
+    model: a name that no adapter may have.
     """
     found: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -72,7 +72,7 @@ def parse(text: str, model: str = "") -> dict[str, str]:
 
 
 def names(adapters: Sequence[Adapter]) -> tuple[tuple[str, str], ...]:
-    """Names and folders, as shards are told."""
+    """Names and folders, as in the shards' settings."""
     return tuple((adapter.name, str(adapter.folder)) for adapter in adapters)
 
 

@@ -1,6 +1,6 @@
-"""AMD's GPUs as their driver (amdgpu, with its part for computing, KFD) shows them in /sys: no tool and no torch is asked.
+"""Finds AMD GPUs as their driver (amdgpu, with its compute part, KFD) shows them in /sys, without any tool and without torch.
 
-Never run where there is one: by the kernel's and the runtimes' sources alone.
+Never run where there is one: written from the kernel's and the runtimes' sources alone.
 """
 
 import os
@@ -14,12 +14,12 @@ from ..proto import process
 from ..proto.process import lines_of
 
 DEVICES = Path("/dev")
-RUNTIME = "ROCR_VISIBLE_DEVICES"  # heeded first; what it leaves is counted anew
-VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")  # the first that is there counts
-# Bytes of memory of its own that a GPU must have. One that is a part of a processor calls so what its firmware takes from the
-# machine's, some hundred MB unless somebody has set more.
+RUNTIME = "ROCR_VISIBLE_DEVICES"  # applied first; the GPUs that it leaves are numbered anew
+VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")  # the first that is set counts
+# Bytes of its own memory that a GPU must have. An integrated GPU counts what its firmware takes from the machine's memory, some
+# hundred MB unless somebody has set more.
 LEAST = 4 << 30
-LOCAL = ("1", "2")  # heap_type of a bank of the GPU's own memory, which the host reaches or doesn't
+LOCAL = ("1", "2")  # heap_type of a bank of the GPU's own memory, whether the host can reach it or not
 BUILD = "torch is a build without ROCm, which AMD's GPUs need: install its ROCm build (pytorch.org says from which index)"
 ACCESS = (
     "this user may not open {}, as AMD's GPUs need: join the group that owns it (render or video), or start the container with "
@@ -29,11 +29,11 @@ ACCESS = (
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Of all GPUs that are to be used, in order: numbers by which HIP_VISIBLE_DEVICES shows them, and free bytes."""
+    """All GPUs that are to be used, in order: their indices for HIP_VISIBLE_DEVICES, and free bytes."""
 
     numbers: tuple[str, ...] = ()
     memory: tuple[int, ...] = ()
-    obstacle: str = ""  # to those that are here and can't be used, with its remedy
+    obstacle: str = ""  # why GPUs that are here cannot be used, with a remedy
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +48,16 @@ class _Gpu:
 
     @property
     def free(self) -> int:
-        """As far as that can be said: of a part of a GPU there is no more than its size."""
+        """Free bytes, as far as they are known: of a partition of a GPU only its size is."""
         folder = process.SYSTEM / f"class/drm/renderD{self.minor}/device"
         total, used = (_number(folder / f"mem_info_vram_{name}") for name in ("total", "used"))
         return min(self.memory, total - used) if total else self.memory
 
 
 def find(environment: Mapping[str, str]) -> Found:
-    """Those that the environment shows, in the order of the runtime, which is that of the driver's nodes."""
+    """The GPUs that the environment makes visible, in the order of the runtime, which is that of the driver's nodes."""
     there = [gpu for node in _nodes() if (gpu := _gpu(node))]
-    usable = [gpu for gpu in there if os.access(gpu.device, os.R_OK | os.W_OK)]  # of others the runtime knows nothing
+    usable = [gpu for gpu in there if os.access(gpu.device, os.R_OK | os.W_OK)]  # the runtime does not see others
     shown = _shown(usable, environment.get(RUNTIME))
     asked = next((environment[name] for name in VISIBLE if name in environment), None)
     chosen = [gpu for gpu in _shown(shown, asked) if gpu.memory >= LEAST]
@@ -72,14 +72,14 @@ def find(environment: Mapping[str, str]) -> Found:
 
 
 def _nodes() -> list[Path]:
-    """The driver's: processors and GPUs."""
+    """The driver's topology nodes: processors and GPUs."""
     root = process.SYSTEM / "class/kfd/kfd/topology/nodes"
     found = [path for path in root.iterdir() if path.name.isdigit()] if root.is_dir() else []
     return sorted(found, key=lambda path: int(path.name))
 
 
 def _gpu(node: Path) -> _Gpu | None:
-    """What a node is; None: a processor alone, or a GPU that is another container's, of which nothing can be read."""
+    """The GPU of a node; None: a processor alone, or another container's GPU, of which nothing can be read."""
     properties = _properties(node)
     if int(properties.get("simd_count", 0)) == 0:
         return None
@@ -93,7 +93,7 @@ def _properties(folder: Path) -> dict[str, str]:
 
 
 def _shown(gpus: Sequence[_Gpu], names: str | None) -> list[_Gpu]:
-    """Those that are named, by numbers or what their identities begin with, in that order; a name of none ends it. None: all."""
+    """The GPUs that are named, by numbers or prefixes of their UUIDs, in that order; an unknown name ends the list. None: all."""
     if names is None:
         return list(gpus)
     found: list[_Gpu] = []
@@ -111,7 +111,7 @@ def _number(path: Path) -> int:
 
 
 def _torch_has_rocm() -> bool:
-    """As the package says of itself; importing it would take a second."""
+    """Read from the package's version file; importing it would take a second."""
     spec = find_spec("torch")
     lines = lines_of(Path(spec.origin).with_name("version.py")) if spec and spec.origin else []
     return any(re.match(r"hip\b.*= *['\"]", line) for line in lines)

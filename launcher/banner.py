@@ -1,4 +1,4 @@
-"""What the operator reads: the first request to try once the server runs, and the machine's facts for a bug report."""
+"""Texts for the operator: the first request to try once the server runs, and the machine's facts for a bug report."""
 
 import importlib.metadata
 import json
@@ -19,14 +19,14 @@ def reachable(hostname: str) -> str:
 
 
 def warn(asked: Options, environment: Mapping[str, str], console: Console) -> None:
-    """Says who may use it, if that is everybody who reaches it from other machines."""
+    """Warns if anybody who reaches the server from another machine may use it."""
     if not asked.api_key and not link.is_loopback(asked.hostname):
         why = "API_KEY is empty, which counts as unset" if "API_KEY" in environment else "there is no --api-key"
         console.say(f"anybody who reaches {link.joined(asked.hostname, asked.port)} may use this server: {why}")
 
 
 def banner(asked: Options, name: str, folder: Path, seconds: float) -> str:
-    """What to do now that it runs."""
+    """The message when the server is ready: its URL, and an example request."""
     host = reachable(asked.hostname)
     url = f"http://{f'[{host}]' if ':' in host else host}:{asked.port}"
     ready = f"ready in {seconds:.1f} s: {name} at {url}"
@@ -34,13 +34,13 @@ def banner(asked: Options, name: str, folder: Path, seconds: float) -> str:
 
 
 def shards(addresses: Sequence[Sequence[str]]) -> str:
-    """Where rank groups are that were started for a router elsewhere."""
+    """The message with the addresses of rank groups that were started for a router elsewhere."""
     flags = [f"--replica {','.join(rank if ':' in rank else f'unix:{rank}' for rank in ranks)}" for ranks in addresses]
     return f"the shards are starting, and say when they have loaded; a router finds them with {' '.join(flags)}"
 
 
 def example(url: str, name: str, folder: Path, key: bool) -> str:
-    """A request to be pasted into a shell; it streams."""
+    """A streaming request to be pasted into a shell."""
     if _has_chat_template(folder):
         route = "/v1/chat/completions"
         messages = [{"role": "user", "content": "Tell me a story."}]

@@ -1,6 +1,7 @@
-"""`penstock chat`: talks to any server with OpenAI's API, in a terminal or in a pipe. Knows HTTP, and no server's inside.
+"""`penstock chat`: an interactive client for any server with OpenAI's API, in a terminal or in a pipe. Knows HTTP, and nothing
+inside a server.
 
-In a terminal answers appear as they come, Ctrl-C stops one and keeps the talk. In a pipe all of stdin is one question.
+In a terminal answers stream as they come, and Ctrl-C stops one and keeps the conversation. In a pipe all of stdin is one question.
 """
 
 import argparse
@@ -26,8 +27,8 @@ from .paths import expanded
 from .url import split
 
 DEFAULT_URL = "http://localhost:3000"
-CONNECT, ANSWER = 10.0, 600.0  # seconds: to be listened to, and between two events
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # what a text could do to a terminal
+CONNECT, ANSWER = 10.0, 600.0  # seconds: until connected, and between two events
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # characters that could control the terminal
 BLOCK = '"""'
 HELP = """/help                 this
 /reset                forget the talk, keep the system prompt and the settings
@@ -46,31 +47,31 @@ Message = dict[str, Any]
 
 
 class Failed(Exception):
-    """The server did not answer this time. One line for people."""
+    """The server gave no answer this time. The message is one line for people."""
 
 
 @dataclass(slots=True)
 class Piece:
-    """What an event adds."""
+    """The content of one stream event."""
 
     text: str = ""
-    thought: str = ""  # of a model that reasons in the open
-    tokens: int = 0  # of the whole answer so far; 0: not said
-    reason: str = ""  # to end
+    thought: str = ""  # reasoning, where the model shows it
+    tokens: int = 0  # of the whole answer so far; 0: unknown
+    reason: str = ""  # finish reason
 
 
 @dataclass(slots=True)
 class Pace:
-    """How fast an answer came."""
+    """The speed of an answer: when its first and last pieces came, and how many tokens."""
 
     asked: float = field(default_factory=time.perf_counter)
     first: float = 0.0
     last: float = 0.0
     events: int = 0
-    tokens: int = 0  # as the server counted
+    tokens: int = 0  # as counted by the server
 
     def came(self, piece: Piece) -> None:
-        """Just now."""
+        """Records a piece that has just come."""
         self.tokens = piece.tokens or self.tokens
         if piece.text or piece.thought:
             self.last = time.perf_counter()
@@ -87,31 +88,31 @@ class Pace:
 
 @dataclass(slots=True)
 class Talk:
-    """What has been said, and the fields that go with every request."""
+    """The conversation so far, and the fields that go with every request."""
 
     system: str = ""
     messages: list[Message] = field(default_factory=list)
     fields: dict[str, Any] = field(default_factory=dict)
 
     def body(self) -> dict[str, Any]:
-        """A request for the next answer."""
+        """The body of a request for the next answer."""
         head: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
         options = {"stream_options": {"include_usage": True}}
-        return {"messages": [*head, *self.messages], **options, **self.fields, "stream": True}  # nothing else is read here
+        return {"messages": [*head, *self.messages], **options, **self.fields, "stream": True}  # only streams are read here
 
     def back(self) -> bool:
-        """To where the last question waits for its answer. Whether there is one."""
+        """Removes messages back to the last question. Returns whether there is one."""
         while self.messages and self.messages[-1]["role"] != "user":
             self.messages.pop()
         return bool(self.messages)
 
     def save(self, path: Path) -> None:
-        """As /load reads it."""
+        """Writes the conversation as /load reads it."""
         content = {"system": self.system, "messages": self.messages, "fields": self.fields}
         path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
     def load(self, path: Path) -> None:
-        """Raises OSError, ValueError."""
+        """Reads a saved conversation. Raises OSError, ValueError."""
         content = json.loads(path.read_text(encoding="utf-8"))
         kept = content if isinstance(content, dict) else {}
         messages, fields = kept.get("messages"), kept.get("fields", {})
@@ -123,7 +124,7 @@ class Talk:
 
 
 class Server:
-    """Whoever answers at a URL."""
+    """A client of the server at a URL."""
 
     def __init__(self, url: str, api_key: str) -> None:
         self._url = split(url, url)
@@ -131,7 +132,7 @@ class Server:
         self.base = url.rstrip("/").removesuffix("/v1")
 
     def model(self) -> str:
-        """The first that it lists; "" if it lists none. Raises Failed when nobody is there."""
+        """The first model that the server lists; "" if it lists none. Raises Failed when nobody answers."""
         connection, reply = self._ask("GET", "/v1/models")
         with connection:
             if reply.status in (401, 403):
@@ -141,7 +142,7 @@ class Server:
         return ""
 
     def stream(self, body: dict[str, Any]) -> Iterator[Piece]:
-        """An answer, as it comes. Closing it stops it on the server, too. Raises Failed."""
+        """Streams an answer. Closing the iterator cancels it on the server, too. Raises Failed."""
         connection, reply = self._ask("POST", "/v1/chat/completions", body)
         with connection:
             if reply.status != 200:
@@ -168,7 +169,7 @@ class Server:
 
 
 class _Connection:
-    """One request's."""
+    """The HTTP connection of one request."""
 
     def __init__(self, url: SplitResult) -> None:
         kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
@@ -189,12 +190,12 @@ class _Connection:
 
 
 def _piece(event: dict[str, Any]) -> Piece:
-    """Raises Failed for an error in the middle of a stream."""
+    """A Piece from an event. Raises Failed for an error in the middle of a stream."""
     if event.get("error"):
         error = event["error"]
         raise Failed(str(error.get("message", error) if isinstance(error, dict) else error))
     tokens = int((event.get("usage") or {}).get("completion_tokens") or 0)
-    choice = next((one for one in event.get("choices") or () if not one.get("index")), None)  # of several answers the first
+    choice = next((one for one in event.get("choices") or () if not one.get("index")), None)  # of several choices the first
     if choice is None:
         return Piece(tokens=tokens)
     delta = choice.get("delta") or {}
@@ -203,7 +204,7 @@ def _piece(event: dict[str, Any]) -> Piece:
 
 
 def _message(reply: http.client.HTTPResponse) -> str:
-    """Of an answer that is an error."""
+    """The error message of an error response."""
     data = reply.read()
     try:
         content = json.loads(data)
@@ -215,7 +216,7 @@ def _message(reply: http.client.HTTPResponse) -> str:
 
 
 class Terminal:
-    """A talk with somebody who types."""
+    """A conversation with somebody at a terminal."""
 
     def __init__(self, server: Server, talk: Talk, console: Console, read: Callable[[str], str] = input) -> None:
         self._server = server
@@ -224,7 +225,7 @@ class Terminal:
         self._read = read
 
     def run(self) -> None:
-        """Until /quit or Ctrl-D. Nothing that Ctrl-C interrupts ends it."""
+        """Runs until /quit or Ctrl-D. Ctrl-C only interrupts."""
         while True:
             try:
                 text = self._typed()
@@ -323,9 +324,10 @@ class Terminal:
             self._complain(str(error))
 
     def _answer(self) -> None:
-        """The next answer, shown as it comes. The talk keeps what has come; of nothing, the question neither."""
+        """Requests the next answer and shows it as it comes. The conversation keeps what has come; if nothing has, it drops the
+        question, too."""
         text, pace, end = "", Pace(), ""
-        pressed: list[int] = []  # looked at, too: where Ctrl-C comes while an object is cleaned up, Python drops the exception
+        pressed: list[int] = []  # checked as well: where Ctrl-C comes while an object is finalized, Python drops the exception
 
         def press(number: int, frame: object) -> None:
             pressed.append(number)
@@ -369,7 +371,7 @@ class Terminal:
 
 
 def parsed(value: str) -> Any:
-    """As JSON, else as a text."""
+    """A value as JSON, else as a text."""
     try:
         return json.loads(value)
     except ValueError:
@@ -377,7 +379,7 @@ def parsed(value: str) -> Any:
 
 
 def pipe(server: Server, talk: Talk, question: str) -> int:
-    """One question, its answer to stdout as it comes. Returns the exit code."""
+    """Asks one question, and streams its answer to stdout. Returns the exit code."""
     talk.messages.append({"role": "user", "content": question})
     seen = sys.stdout.isatty()  # a terminal obeys control characters
     try:
@@ -393,7 +395,7 @@ def pipe(server: Server, talk: Talk, question: str) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """All flags."""
+    """The parser of all flags."""
     parser = Parser(
         prog="penstock chat",
         usage="penstock chat [URL] [FLAG ...]",
@@ -413,7 +415,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str], key: Callable[[str], str] = str) -> int:
-    """Runs the command. key: what a server is shown, by what `--api-key` gives. Returns the exit code."""
+    """Runs the command. key: the API key to send, given the value of `--api-key`. Returns the exit code."""
     options = make_parser().parse_args(arguments)
     server = Server(options.url, key(options.api_key))
     talk = Talk(options.system)
@@ -432,7 +434,7 @@ def main(arguments: Sequence[str], key: Callable[[str], str] = str) -> int:
             raise Mistake("there is no question on stdin: echo 'Who are you?' | penstock chat")
         return pipe(server, talk, question)
     with suppress(ImportError):
-        import readline  # noqa: F401 (with it `input` can be edited and remembers; not everywhere there)
+        import readline  # noqa: F401 (makes `input` editable, with a history; not available everywhere)
     console = Console()
     console.print(
         f"[bold]{escape(str(talk.fields['model']))}[/bold] at {escape(server.base)}. /help lists commands.", highlight=False

@@ -1,6 +1,7 @@
-"""What a model folder holds, read from config.json and the headers of its safetensors files: kilobytes, no weights, no torch.
+"""Inspects a model folder: config.json and the headers of its safetensors files. Kilobytes are read, no weights, and torch is not
+needed.
 
-Finds here, before any process starts, what is missing or broken. Whether the tensors fit the architecture, the shard checks
+Missing or broken files are found here, before any process starts. Whether the tensors fit the architecture is checked by the shard
 when it loads them.
 """
 
@@ -22,7 +23,7 @@ SINGLE = "model.safetensors"
 FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2, "F16": 2, "I16": 2, "U16": 2, "I8": 1, "U8": 1}
 MOST_BYTES = 1 << 60  # JSON as Python reads it also has NaN and Infinity
-# What tensors of what encodes images are in.
+# Prefixes of the names of an image encoder's and projector's tensors.
 ENCODERS = (
     *("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "image_newline", "connector.", "embed_vision."),
     *("vision_encoder.", "vision_projection.", "projector.", "mlp_AR.", "patch_merge_mlp.", "vision_embedder."),
@@ -38,18 +39,18 @@ class Checkpoint:
 
     folder: Path
     config: dict[str, Any]
-    dtype: str  # of most bytes of the weights; of config.json where there are none
+    dtype: str  # of most bytes of the weights; config.json's where there are none
     bytes: int  # of all weights as stored
-    files: int  # safetensors files; 0: none, or nobody could say how many
+    files: int  # safetensors files; 0: none, or unknown
     random: bool = False  # the weights are not read
     here: bool = True  # the weights are in the folder
-    encoder: Mapping[str, int] = field(default_factory=dict)  # of what encodes images: bytes by kind of number
+    encoder: Mapping[str, int] = field(default_factory=dict)  # the image encoder's bytes by safetensors dtype
 
 
 def read(folder: Path, load_format: str, ask: Callable[[], Remote] | None = None, text: bool = True) -> Checkpoint:
     """The checkpoint in `folder`. Raises Mistake.
 
-    The weights need not be there with `load_format` "dummy", nor if there is somebody to `ask` about them. text: a tokenizer must.
+    The weights may be missing with `load_format` "dummy", or if `ask` can say how large they are. text: a tokenizer must be there.
     """
     config = config_of(folder)
     if load_format == "dummy":
@@ -74,7 +75,7 @@ def read(folder: Path, load_format: str, ask: Callable[[], Remote] | None = None
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """Its config.json. Raises Mistake."""
+    """The model's config.json, completed by files beside it. Raises Mistake."""
     config = _json(folder / "config.json", "name a folder that holds a Hugging Face model")
     try:
         return beside(config, folder)
@@ -83,13 +84,13 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 def digest(model: Checkpoint) -> str:
-    """Tells a model from others: by its config.json, and names and sizes of its weights' files."""
+    """A hash that identifies the model: of config.json, and the names and sizes of its weight files."""
     files = {} if model.random or not model.files else {path.name: path.stat().st_size for path in _weight_files(model.folder)}
     return hashlib.sha256(json.dumps([model.config, files], sort_keys=True).encode()).hexdigest()[:16]
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Raises Mistake unless it has one."""
+    """Raises Mistake unless the folder has a tokenizer.json."""
     if has_tokenizer(folder):
         return
     if (folder / "tekken.json").is_file():
@@ -108,7 +109,8 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _absent(folder: Path, config: dict[str, Any], ask: Callable[[], Remote]) -> Checkpoint:
-    """The index says how large the weights are; a single file has none."""
+    """The checkpoint of a model whose weights are not here. The index says how large they are; a single file has none, so `ask` is
+    asked."""
     dtype = _named_dtype(config)
     if (folder / INDEX).is_file():
         total, names = _index(folder)
@@ -121,13 +123,13 @@ def _absent(folder: Path, config: dict[str, Any], ask: Callable[[], Remote]) -> 
 
 
 def _index(folder: Path) -> tuple[int, dict[str, str]]:
-    """Bytes of all weights, 0 if the index doesn't say, and the file of each tensor."""
+    """Bytes of all weights, 0 if the index does not say, and the file of each tensor. Raises Mistake."""
     index = _json(folder / INDEX, "download the model again")
     weights, metadata = index.get("weight_map"), index.get("metadata")
     if not isinstance(weights, dict) or not weights:
         raise Mistake(f"{folder / INDEX} has no weight_map: download the model again")
     for file in weights.values():
-        # A path out of the folder would have us read what is none of the model's.
+        # A path out of the folder would make us read files that are not the model's.
         if not isinstance(file, str) or not file.isprintable() or file in ("", ".", "..") or "/" in file:
             raise Mistake(f"{folder / INDEX} names {file!r}, a file of the same folder is needed: download the model again")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
@@ -142,14 +144,14 @@ def _stored_dtype(folder: Path, sizes: Counter[str]) -> str:
 
 
 def elements(folder: Path) -> dict[str, int]:
-    """How many numbers each tensor has, of weights that are there. Raises Mistake."""
+    """The number of elements of each tensor, of weights that are there. Raises Mistake."""
     headers = [header(path) for path in _weight_files(folder)]
     return {name: length // ITEM_BYTES.get(dtype, 1) for own in headers for name, (dtype, length) in own.items()}
 
 
 def _weight_files(folder: Path) -> dict[Path, list[str]]:
-    """Every safetensors file of the model, all there, with the tensors that an index puts into it. A single file counts more, and
-    files of other names only where there is neither."""
+    """Every safetensors file of the model, all checked to be there, with the tensors that the index puts into it. A single file has
+    precedence, and files of other names are taken only where there is neither."""
     if (folder / SINGLE).is_file():
         return {folder / SINGLE: []}
     if (folder / INDEX).is_file():
@@ -172,7 +174,8 @@ def _weight_files(folder: Path) -> dict[Path, list[str]]:
 
 
 def header(path: Path) -> dict[str, tuple[str, int]]:
-    """dtype and bytes of each tensor in one safetensors file: 8 bytes of length, that much JSON, then the tensors, gapless."""
+    """dtype and bytes of each tensor in a safetensors file: 8 bytes of length, that much JSON, then the tensors without gaps.
+    Raises Mistake."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -199,7 +202,7 @@ def header(path: Path) -> dict[str, tuple[str, int]]:
 
 
 def _extent(tensor: dict[str, Any]) -> tuple[str, int, int]:
-    """dtype, start and stop of a tensor. Raises ValueError unless its shape takes just these bytes."""
+    """dtype, start and stop of a tensor. Raises ValueError unless its shape takes exactly these bytes."""
     dtype, shape, (start, stop) = tensor["dtype"], tensor["shape"], tensor["data_offsets"]
     if not isinstance(dtype, str) or any(type(number) is not int or number < 0 for number in (start, stop, *shape)):
         raise ValueError

@@ -1,5 +1,4 @@
-"""What the processes that the launcher starts are given: their settings, which hold all that they are told, command line and
-environment."""
+"""What the launcher passes to its child processes: the settings of router and shards, their command line and environment."""
 
 import dataclasses
 import sys
@@ -22,8 +21,8 @@ SECRETS = ("API_KEY", "ADMIN_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_API
 def router_config(
     asked: Options, name: str, folder: Path, groups: Sequence[Sequence[str]], images: int = 0, complaints: str = ""
 ) -> RouterConfig:
-    """Options and settings that bear the same name are the same. groups: the addresses of each one's ranks; images: that a request
-    may have."""
+    """The router's settings. Options and settings of the same name have the same value. groups: the rank addresses of each replica;
+    images: the most images of a request."""
     addresses = tuple(tuple(ranks) for ranks in groups)
     fields = {field.name for field in dataclasses.fields(RouterConfig)} & set(options.FIELDS)
     given = {field: value for field in fields if (value := getattr(asked, field)) is not None}
@@ -39,7 +38,7 @@ def router_config(
 def shard_configs(
     asked: Options, name: str, planned: Plan, place: Place, speculation: Speculation = NOTHING, loras: Sequence[Adapter] = ()
 ) -> list[ShardConfig]:
-    """One per rank of a group on this machine."""
+    """The settings of each rank of a group on this machine."""
     first = (asked.node_rank or 0) * planned.local_ranks
     return [
         ShardConfig(
@@ -64,14 +63,16 @@ def shard_configs(
             batch_invariant=asked.batch_invariant,
             load_format=asked.load_format,
             page_size=asked.page_size,
-            longest=asked.max_total_tokens if planned.shape.rope.kind == "longrope" else 0,  # what nobody goes by may differ
+            longest=asked.max_total_tokens
+            if planned.shape.rope.kind == "longrope"
+            else 0,  # unused by other models: nodes may differ in it
             kv_pages=asked.pool_pages,
             kv_offload_gib=asked.kv_offload_gib,
             prefix_caching=asked.prefix_caching == "on",
             speculate=written(speculation),
             image_pixels=asked.max_image_pixels if planned.vision.images else 0,
             images_asked=bool(asked.max_images),
-            # Groups on a CPU share its memory, ranks of a group divide their part of it themselves.
+            # Replicas on a CPU share its memory; the ranks of a group divide their replica's part themselves.
             memory_fraction=asked.cuda_memory_fraction / (asked.local_replicas if planned.device == "cpu" else 1),
             threads=planned.threads,
             socket="" if place.listen else place.sockets[rank - first],
@@ -89,32 +90,34 @@ def shard_configs(
 
 def command(module: str, configuration: str) -> list[str]:
     """The command line of a process: the module that it runs, and its settings as `proto.settings` reads them."""
-    # -P: modules come from where penstock is installed, never from the folder that the operator happens to be in.
+    # -P: modules come from where penstock is installed, never from the working directory.
     return [sys.executable, "-P", "-m", module, configuration]
 
 
 def downloading(asked: Options, given: Mapping[str, str]) -> dict[str, str]:
-    """What shards that may have to ask the hub for what is private have besides."""
+    """Hub tokens for shards that may download private adapters."""
     names = [name for name in SECRETS if name.startswith(("HF_", "HUGGING_FACE_"))] if asked.max_loras else []
     return {name: given[name] for name in names if name in given}
 
 
 def environment(given: Mapping[str, str], threads: int, interpret: bool = False, local: bool = False) -> dict[str, str]:
-    """Ours, without secrets, and with what libraries read before any code of ours runs. interpret: kernels, by Triton on a CPU;
-    local: ranks talk to each other within this machine only, where else Gloo would listen at the address of its name."""
+    """The launcher's environment without secrets, and with the variables that libraries read before any of our code runs.
+    interpret: Triton runs kernels in its interpreter on a CPU; local: ranks talk within this machine only, where Gloo would
+    otherwise listen at the address of the host name."""
     libraries = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": threads}
     return {
         **{name: value for name, value in given.items() if name not in SECRETS},
         **{name: str(value) for name, value in libraries.items()},
-        # Steps run on a thread of their own, whose arena would give memory back and fault it in again (7 % of a prefill).
+        # Steps run on a thread of their own, whose malloc arena would return memory and fault it in again (7 % of a prefill).
         "MALLOC_ARENA_MAX": "1",
-        # Threads that wait by spinning take a busy machine's cores from those that they wait for: a thirtieth of the speed.
+        # Waiting threads that spin take a busy machine's cores from those that they wait for: down to a thirtieth of the speed.
         "OMP_WAIT_POLICY": given.get("OMP_WAIT_POLICY", "PASSIVE"),
-        # A message comes over one thread instead of four that wake each other: of a step half of gRPC's CPU, in router and shard.
+        # A message passes one thread instead of four that wake each other: saves half of gRPC's CPU time of a step, in router and
+        # shard.
         "GRPC_EXPERIMENTS": given.get("GRPC_EXPERIMENTS", "-event_engine_client,-event_engine_listener"),
-        # As nvidia-smi counts GPUs, by whose answer it was planned; CUDA's own order puts the fastest first.
+        # The order of nvidia-smi, from which the plan was made; CUDA's own order puts the fastest GPU first.
         "CUDA_DEVICE_ORDER": given.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),
-        "PYTHONUNBUFFERED": "1",  # their lines reach us when they are written
+        "PYTHONUNBUFFERED": "1",  # their log lines arrive when they are written
         "TOKENIZERS_PARALLELISM": "false",  # one prompt at a time gains nothing from it
         **({"TRITON_INTERPRET": "1"} if interpret else {}),
         **({"GLOO_SOCKET_IFNAME": given.get("GLOO_SOCKET_IFNAME", "lo")} if local else {}),

@@ -1,6 +1,6 @@
-"""The `penstock` command: finds out which of its commands is meant, and runs it; what goes wrong becomes a line and an exit code.
+"""The `penstock` command: dispatches to its subcommands, and turns errors into a line and an exit code.
 
-Imports nothing heavy, so that `--help` answers at once and the children are started within a blink.
+Imports nothing heavy, so that `--help` answers at once and the children are started quickly.
 """
 
 import argparse
@@ -29,7 +29,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command. Returns the exit code: 2 for what the operator can mend."""
+    """Runs the command. Returns the exit code: 2 for errors that the operator can correct."""
     streams.complete()
     try:
         return _run(sys.argv[1:] if arguments is None else list(arguments), os.environ)
@@ -38,14 +38,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130  # before anything was started, during a download for instance
     except BrokenPipeError:
-        # `penstock plan | head`. Python would complain once more when it flushes at its end.
+        # `penstock plan | head`. Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
         if error.errno in FULL and error.filename is None:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # likewise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # as above
             text = f"stdout can't be written to ({error.strerror}): free space there"
-        else:  # a name that is too long, a folder without rights, no more processes... The system's words say what would do
+        else:  # a name that is too long, a folder without rights, no more processes... The system's words say what would help
             text = f"{error.filename}: {error.strerror}" if error.filename is not None else str(error)
         return _complain(text, 1)
     except RuntimeError as error:
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _complain(text: str, code: int) -> int:
-    """In one line, whatever characters the names in it have. Returns the exit code."""
+    """Prints an error in one line, whatever characters the names in it have. Returns the exit code."""
     shown = "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
     print(f"penstock: error: {shown}", file=sys.stderr)
     return code
@@ -82,7 +82,7 @@ def _run(arguments: list[str], environment: Mapping[str, str]) -> int:
 
 
 def _no_command(name: str) -> str:
-    """A complaint about what stands where a command is needed: a flag, what looks like a model, or a word."""
+    """An error message about what stands where a command is needed: a flag, what looks like a model, or a word."""
     if name.startswith("-"):
         return f"no flag {name}{command_line.meant(name, ['--version', '--help'], 'penstock')}"
     if "/" in name or "." in name or Path(name).is_dir():
@@ -91,9 +91,9 @@ def _no_command(name: str) -> str:
 
 
 def _client(name: str, arguments: list[str], environment: Mapping[str, str]) -> int:
-    """Those that ask a server, ours or another."""
+    """Runs the commands that are clients of a server, penstock's or another."""
     key = functools.partial(_key, environment)
-    # Imported here, since they bring rich, aiohttp and numpy, for which nobody else shall wait.
+    # Imported here, since they bring rich, aiohttp and numpy, for which other commands need not wait.
     if name == "bench":
         from ..bench import command
 
@@ -106,8 +106,8 @@ def _client(name: str, arguments: list[str], environment: Mapping[str, str]) -> 
 
 
 def _key(environment: Mapping[str, str], given: str) -> str:
-    """What a client shows a server: what the flag gives, or else the environment; "" for none. Raises Mistake."""
-    several = kinds.keys_of(environment.get("API_KEY", ""))[:1]  # of a server that has several any will do
+    """The API key that a client sends: from the flag, else from the environment; "" for none. Raises Mistake."""
+    several = kinds.keys_of(environment.get("API_KEY", ""))[:1]  # any key will do where the server has several
     other = environment.get("OPENAI_API_KEY", "")
     for source, text in (("--api-key", given), *(("API_KEY", one) for one in several), ("OPENAI_API_KEY", other)):
         try:

@@ -1,6 +1,7 @@
-"""`penstock plan --cluster "2 x 8 x H200"`: how a model can be laid over machines that need not be here, and what is best at what.
+"""`penstock plan --cluster "2 x 8 x H200"`: the ways to lay out a model (ranks x replicas) over machines that need not be here, and
+which is best for latency and for throughput.
 
-Knows accelerators by name. What fits is `plan.divide`'s word, what it can reach `roofline`'s. Pure.
+Knows accelerators by name. What fits is computed by `plan.divide`, what it can reach by `roofline`. Pure.
 """
 
 import dataclasses
@@ -28,22 +29,24 @@ STREAMS = (1, 8, 64, 512, 4096, 32768)
 
 
 def _accelerator(mebibytes: int, bandwidth: float, flops: float, nvlink: float, network: float) -> Accelerator:
-    """GB/s, TFLOP/s, GB/s in both directions together as data sheets have it, GB/s."""
+    """An accelerator from a data sheet's units: GB/s of memory, dense TFLOP/s, GB/s of NVLink in both directions together, GB/s of
+    network."""
     return Accelerator(
         memory=mebibytes << 20,
         bandwidth=bandwidth * 1e9,
         flops=flops * 1e12,
         link=nvlink / 2 * 1e9,
         network=network * 1e9,
-        # NCCL's time for some KiB in a CUDA graph: 6 us over 2 H100, more over 8 (NVIDIA/nccl#1259). Between nodes it is a guess.
+        # NCCL's all-reduce of a few KiB in a CUDA graph: 6 us over 2 H100, more over 8 (NVIDIA/nccl#1259). Between nodes it is a
+        # guess.
         latency=12e-6,
         network_latency=30e-6,
     )
 
 
 # Memory as nvidia-smi shows it; the rest from NVIDIA's data sheets (SXM unless the name says otherwise): bandwidth, dense bfloat16,
-# NVLink or else PCIe in both directions. Network: 400 Gb/s for each GPU as in DGX H100 to B200, 200 as in DGX A100; with cards 100,
-# which is a guess.
+# NVLink or else PCIe in both directions. Network: 400 Gb/s for each GPU as in DGX H100 to B200, 200 as in DGX A100; for PCIe cards
+# 100, which is a guess.
 ACCELERATORS = {
     "B200": _accelerator(183359, 7700, 2250, 1800, 50),
     "H200": _accelerator(143771, 4800, 989, 900, 50),
@@ -57,14 +60,14 @@ ACCELERATORS = {
     "A10": _accelerator(23028, 600, 125, 64, 12.5),
     "A10G": _accelerator(23028, 600, 70, 64, 12.5),
 }
-BARE = _accelerator(0, 0, 0, 64, 12.5)  # of which the operator says the rest
-OWN = {"memory": "48GB", "bandwidth": "864GB/s", "flops": "181T"}  # what has to be said of one without an entry, with an example
+BARE = _accelerator(0, 0, 0, 64, 12.5)  # a kind without an entry, for which the operator gives the rest
+OWN = {"memory": "48GB", "bandwidth": "864GB/s", "flops": "181T"}  # what must be given for a kind without an entry, with examples
 KEYS = tuple(field.name for field in dataclasses.fields(Accelerator))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Machines that are all alike."""
+    """A cluster of identical machines."""
 
     nodes: int
     gpus: int  # of a node
@@ -74,28 +77,28 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """One way: so many replicas, each over `plan.ranks` GPUs of `nodes`."""
+    """A layout of a model over a cluster: a number of replicas, each over `plan.ranks` GPUs of `nodes` nodes."""
 
     plan: Plan
     nodes: int
     replicas: int
-    most: int  # sequences of a replica that run at once, however short they are
+    most: int  # sequences that a replica runs at once, however short they are
 
     @property
     def group(self) -> Group:
-        """The ranks of a replica."""
+        """The ranks of a replica, for the roofline."""
         made, item = self.plan, plan.ITEM_BYTES[self.plan.dtype]
         return Group(
             shape=made.shape, ranks=made.ranks, nodes=self.nodes, item=item, dtype=made.dtype, token_bytes=made.token_bytes
         )
 
     def room(self, context: int) -> int:
-        """Sequences of that length that a replica runs at once."""
+        """The number of sequences of that length that a replica runs at once."""
         return min(self.most, self.plan.pages // -(-context // self.plan.page_size))
 
 
 def parse(text: str) -> Cluster:
-    """[NODES x] [GPUS x] KIND [KEY=VALUE ...]. Raises Mistake."""
+    """Parses [NODES x] [GPUS x] KIND [KEY=VALUE ...]. Raises Mistake."""
     head, *words = re.split(r"\s+(?=[\w-]+=)", text.strip())
     found = re.fullmatch(r"(?:(\d+)\s*x\s*)?(?:(\d+)\s*x\s*)?([A-Za-z][\w.-]*)", head)
     if not found:
@@ -126,7 +129,7 @@ def _assignment(word: str, text: str) -> tuple[str, float]:
 
 
 def _amount(text: str) -> float:
-    """141GB, 4.8TB/s, 80GiB, 989T, 989TFLOP/s, 400Gb/s (bits); 0 if it is none of these."""
+    """The value of 141GB, 4.8TB/s, 80GiB, 989T, 989TFLOP/s, 400Gb/s (bits); 0 if it is none of these."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([MGTP])(i?)(B|b|FLOP|FLOPS)?(?:/s)?", text)
     if not found:
         return 0.0
@@ -135,7 +138,7 @@ def _amount(text: str) -> float:
 
 
 def _seconds(text: str) -> float:
-    """20us, 0.02ms; 0 if it is none of these."""
+    """The value of 20us, 0.02ms; 0 if it is none of these."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms)", text)
     return float(found[1]) * (1e-6 if found[2] == "us" else 1e-3) if found else 0.0
 
@@ -143,7 +146,7 @@ def _seconds(text: str) -> float:
 def layouts(
     options: Options, model: Checkpoint, cluster: Cluster, draft: Checkpoint | None = None, loras: Sequence[Adapter] = ()
 ) -> list[Layout]:
-    """Every way that fits, by the number of ranks. Raises Mistake if there is none."""
+    """Every layout that fits, by the number of ranks. Raises Mistake if there is none."""
     if options.device == "cpu" or options.dtype == "float32":
         raise Mistake("--cluster is for accelerators and 16-bit numbers: leave --device cpu and --dtype float32 out")
     try:
@@ -168,7 +171,7 @@ def layouts(
 
 
 def _sizes(form: Shape, cluster: Cluster) -> list[int]:
-    """Numbers of ranks that divide the model, and of which several replicas fill a node, or one fills several nodes."""
+    """Numbers of ranks that divide the model, and such that several replicas fill a node, or one replica fills several nodes."""
     whole = range(cluster.gpus, cluster.gpus * cluster.nodes + 1, cluster.gpus)
     return sorted({*range(1, cluster.gpus + 1), *whole}.intersection(form.fitting))
 
@@ -190,7 +193,8 @@ def _layout(
 
 
 def served(layout: Layout, cluster: Cluster, context: int, target: float) -> tuple[int, float]:
-    """The most sequences of all replicas, and seconds of a step with them, which may take `target` if that is not 0."""
+    """The most sequences of all replicas together, and seconds of a decode step with them, which is at most `target` if that is not
+    0."""
 
     def seconds(streams: int) -> float:
         return roofline.decode(layout.group, cluster.accelerator, streams, context)
@@ -208,7 +212,7 @@ def table(
     draft: Checkpoint | None = None,
     loras: Sequence[Adapter] = (),
 ) -> str:
-    """All of it for people, aligned. Raises Mistake."""
+    """The whole report as aligned tables for people. Raises Mistake."""
     found = layouts(options, model, cluster, draft, loras)
     longest = options.max_total_tokens or found[0].plan.shape.max_positions
     contexts = [context for context in CONTEXTS if context <= longest] or [longest]
@@ -258,7 +262,7 @@ def _memory(found: Sequence[Layout], cluster: Cluster) -> str:
 
 
 def _decode(found: Sequence[Layout], cluster: Cluster, context: int, target: float) -> str:
-    """A row for each number of streams in the whole cluster, a column for each layout; * the best of a row."""
+    """Decode times: a row for each number of streams in the cluster, a column for each layout; * marks the best of a row."""
     rows = [["streams", *(_titles(found))]]
     most = [served(layout, cluster, context, target) for layout in found]
     for streams in STREAMS:

@@ -1,4 +1,4 @@
-"""From a command line and its environment to `Options`, and the help that a command line gives. Raises Mistake, in one line."""
+"""Command-line parsing: flags and environment variables become `Options`; also the help. Raises Mistake, in one line."""
 
 import argparse
 import dataclasses
@@ -14,14 +14,14 @@ from .tgi_flags import IGNORED, REFUSED
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose complaints are one line."""
+    """An argument parser that reports errors as a one-line Mistake."""
 
     def error(self, message: str) -> NoReturn:
         raise Mistake(f"{message} ({self.prog} --help lists what there is)")
 
 
 class Joined(argparse.Action):
-    """A flag that may be given several times: what it says each time, with semicolons between them."""
+    """The action of a flag that may be given several times: its values joined by semicolons."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
         """See argparse."""
@@ -30,19 +30,19 @@ class Joined(argparse.Action):
 
 
 class Formatter(argparse.HelpFormatter):
-    """Aligned wide enough that most flags take one line."""
+    """A help formatter wide enough that most flags take one line."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=36, width=118)
 
 
 def add_version(parser: argparse.ArgumentParser) -> None:
-    """Gives `parser` the flag that every command has."""
+    """Adds the --version flag that every command has."""
     parser.add_argument("--version", action="version", version=f"penstock {importlib.metadata.version('penstock')}")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Gives `parser` every flag, in groups, and the positional MODEL."""
+    """Adds every flag, in groups, and the positional MODEL."""
     add_version(parser)
     parser.add_argument("model", metavar="MODEL", nargs="?", default="", help="folder or hub id (default: the embedded demo model)")
     groups = {title: parser.add_argument_group(title) for title in (MODEL, REQUESTS, CHATS, BATCHING, COMPUTE, NODES, HTTP)}
@@ -63,13 +63,13 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def stripped(environment: Mapping[str, str]) -> dict[str, str]:
-    """Without white space around values: files that become variables, such as mounted secrets, end with a newline. A value that is
-    nothing else stays: it is a mistake, and not silence."""
+    """The environment without whitespace around values: files that become variables, such as mounted secrets, end with a newline. A
+    value of whitespace alone stays: it is a mistake, and must not pass as unset."""
     return {name: text.strip() or text for name, text in environment.items()}
 
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str], environment: Mapping[str, str]) -> Options:
-    """The options that a command line gives, and the environment where the command line is silent. Raises Mistake."""
+    """The options from the command line, and from the environment where the command line is silent. Raises Mistake."""
     values, unknown = parser.parse_known_args(arguments)
     if unknown:
         raise Mistake(_unknown(parser.prog, unknown))
@@ -106,7 +106,7 @@ def _is_address(text: str) -> bool:
 
 
 def _value(field: "dataclasses.Field[Any]", source: str, text: str) -> Any:
-    """`text` as the field's type. `source` is the flag or the variable, for the complaint."""
+    """`text` as the field's type. `source`: the flag or variable, for the error message. Raises Mistake."""
     choices = field.metadata["choices"]
     if choices and text not in choices:
         raise Mistake(f"{source}={text}: one of {', '.join(choices)} is needed")
@@ -118,17 +118,17 @@ def _value(field: "dataclasses.Field[Any]", source: str, text: str) -> Any:
 
 
 def _unknown(program: str, arguments: Sequence[str]) -> str:
-    """A complaint about the first of `arguments`, with the flag that was probably meant."""
+    """An error message about the first of `arguments`, with the flag that was probably meant."""
     name = arguments[0].partition("=")[0]
     if not name.startswith("-"):
         return f"{arguments[0]} is one argument too many: {program} takes one MODEL"
-    if name in map(flag, (*IGNORED, *REFUSED)):  # who moves is not pointed to a flag that only looks alike
+    if name in map(flag, (*IGNORED, *REFUSED)):  # someone migrating from TGI is not pointed to a flag that only looks alike
         return f"{name} is text-generation-inference's, penstock has no such flag ({program} --help lists what there is)"
     spellings = [flag(spelling) for field in FIELDS.values() for spelling in _spellings(field)]
     return f"no flag {name}{meant(name, [*spellings, '--version'], program)}"
 
 
 def meant(name: str, known: Iterable[str], program: str) -> str:
-    """The end of a complaint about a name that is not known."""
+    """The end of an error message about an unknown name: a similar known one, or how to list them."""
     close = difflib.get_close_matches(name.lower(), known, n=1)
     return f": did you mean {close[0]}?" if close else f" ({program} --help lists what there is)"

@@ -1,4 +1,4 @@
-"""What the operator sees: our own lines, and those of the children with the name of the one who wrote them in front.
+"""The launcher's output: its own lines, and its children's with the name of the process in front.
 
 With `json_output` every line is a JSON object: a child's own passes unchanged, anything else is wrapped in one.
 """
@@ -17,12 +17,12 @@ from typing import TextIO
 
 from ..proto.process import moment
 
-ROOM = 1 << 20  # characters of lines that wait for one who reads slowly
+ROOM = 1 << 20  # characters of lines that wait for a slow reader
 LAST_WORDS = 1.0  # seconds that lines still get when the process ends
 
 
 class Console:
-    """Whole lines only, from any thread. Once children run, `detach` keeps whoever reads us slowly from holding anybody up."""
+    """Writes whole lines from any thread. Once children run, `detach` keeps a slow reader of the output from blocking anybody."""
 
     def __init__(self, json_output: bool, out: TextIO | None = None, error: TextIO | None = None) -> None:
         self._json_output = json_output
@@ -32,27 +32,27 @@ class Console:
         self._backlogs: dict[TextIO, Backlog] = {}  # by stream, once detached
 
     def detach(self) -> None:
-        """From now on threads write, and nobody waits for them: a pipe that nobody reads, or a terminal that was halted with
-        Ctrl-S, costs lines, which are counted. Else the children would wait in turn, the router with all its streams."""
+        """From now on lines are written by threads, and nobody waits for them: a pipe that nobody reads, or a terminal halted with
+        Ctrl-S, costs lines, which are counted. Otherwise the children would block in turn, the router with all its streams."""
         with self._lock:
             if self._backlogs:
                 return
             out = Backlog(self._out, self._lost)
-            # One after the other where both go to the same place (`2>&1`): it keeps the order.
+            # One thread where both go to the same place (`2>&1`): it keeps the order.
             error = out if _same(self._out, self._error) else Backlog(self._error, self._lost)
             self._backlogs = {self._out: out, self._error: error}
         atexit.register(self._finish)
 
     def say(self, message: str) -> None:
-        """To stdout: how things go."""
+        """To stdout: progress."""
         self._write(self._out, self._wrap("INFO", "launcher", message) if self._json_output else f"penstock: {message}")
 
     def complain(self, message: str) -> None:
-        """To stderr: what went wrong."""
+        """To stderr: errors."""
         self._write(self._error, self._wrap("ERROR", "launcher", message) if self._json_output else f"penstock: {message}")
 
     def relay(self, name: str, line: str, error: bool) -> None:
-        """A line that the child called `name` wrote to its stdout, or (`error`) to its stderr."""
+        """Passes on a line that the child called `name` wrote to its stdout, or (`error`) to its stderr."""
         stream = self._error if error else self._out
         if not self._json_output:
             self._write(stream, f"[{name}] {line}")
@@ -78,7 +78,7 @@ class Console:
             if self._backlogs:
                 self._backlogs[stream].put(line)
                 return
-            # Whoever read our output has gone (`penstock serve | head`), or the disk is full. The server goes on without lines;
+            # The reader of our output has gone (`penstock serve | head`), or the disk is full. The server goes on without output;
             # it is stopped by a signal.
             with suppress(OSError):
                 stream.write(line + "\n")
@@ -86,21 +86,21 @@ class Console:
 
 
 class Backlog:
-    """Lines that wait for a thread to write them. Those that find no room are dropped, and so are those that come before all that
-    wait are written: one gap, which a line tells, and no hole at every second line."""
+    """A bounded buffer of lines that a thread writes. Lines that find no room are dropped, and so are all until the buffered ones
+    are written: one gap, which is reported, instead of many."""
 
     def __init__(self, stream: TextIO, lost: Callable[[int], str]) -> None:
-        """lost: the line that tells how many are missing."""
+        """lost: the line that reports how many are missing."""
         self._stream = stream
         self._lost = lost
         self._lines: deque[str] = deque()
-        self._size = 0  # of the lines with their ends, that which is being written included
-        self._dropped = 0  # since the last that waits
+        self._size = 0  # of the lines with their ends, including the one being written
+        self._dropped = 0  # since the last buffered line
         self._changed = threading.Condition()
         threading.Thread(target=self._run, daemon=True).start()
 
     def put(self, line: str) -> None:
-        """Waits for nobody."""
+        """Adds a line, without blocking."""
         text = line + "\n"
         with self._changed:
             if self._dropped or (self._size and self._size + len(text) > ROOM):
@@ -137,19 +137,19 @@ class Backlog:
         except OSError:  # a stream in memory
             self._stream.write(text)
             return
-        # Past the stream: one that is being written when the process ends would keep Python from ending in good order.
+        # Past the stream object: one that is being written to when the process ends would keep Python from ending cleanly.
         left = memoryview(text.encode(self._stream.encoding, "backslashreplace"))
         while left:
             try:
                 left = left[os.write(descriptor, left) :]
-            except BlockingIOError:  # somebody who shares it with us wants it not to block
+            except BlockingIOError:  # another process that shares the file has made it non-blocking
                 waiting = select.poll()
                 waiting.register(descriptor, select.POLLOUT)
                 waiting.poll()
 
 
 def _same(one: TextIO, other: TextIO) -> bool:
-    """Both go to the same file, pipe or terminal."""
+    """Whether both go to the same file, pipe or terminal."""
     try:
         return os.path.sameopenfile(one.fileno(), other.fileno())
     except (OSError, ValueError):

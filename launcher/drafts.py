@@ -1,5 +1,5 @@
-"""The draft model that `--speculate draft=...` names, or that stands in the place of a model: where it is, and whether it can guess
-for the model that is served."""
+"""The draft model for speculative decoding, named by `--speculate draft=...` or as the model: finds it, and checks that it fits the
+model that is served."""
 
 import dataclasses
 import functools
@@ -22,10 +22,10 @@ REMEDY = "take a draft model of the same family, made with the same tokenizer"
 
 
 def based(asked: Options, folder: Path, weights: bool = True) -> tuple[Options, Path]:
-    """The same, unless MODEL, which is in that folder, only guesses for another one, as text-generation-inference takes heads: then
-    options that name both, and the other's folder. Raises Mistake.
+    """The options unchanged, unless MODEL, which is in that folder, is only draft heads (as text-generation-inference takes them):
+    then options that name both heads and base model, and the base model's folder. Raises Mistake.
 
-    weights: whether the other's are needed.
+    weights: whether those of the base model are needed.
     """
     # A router alone may have a folder with a tokenizer and no more.
     config = checkpoint.config_of(folder) if (folder / "config.json").is_file() else {}
@@ -51,7 +51,7 @@ def based(asked: Options, folder: Path, weights: bool = True) -> tuple[Options, 
 
 
 def _with_heads(name: str, heads: int, said: str) -> str:
-    """What `--speculate` means where it doesn't name the heads. Raises ValueError."""
+    """The value of `--speculate` with the heads added, where it does not name them. Raises ValueError."""
     if not said.isdigit():
         return f"draft={name},tokens={heads}" + (f",{said}" if said else "")
     if int(said) > heads:
@@ -60,8 +60,8 @@ def _with_heads(name: str, heads: int, said: str) -> str:
 
 
 def resolve(asked: Options, model: Checkpoint, weights: bool = True) -> tuple[Speculation, Checkpoint | None]:
-    """What `--speculate` says, with the draft model's folder instead of its name, and a token for each of its heads where no shape
-    is said; and that model, if there is one. Raises Mistake.
+    """The parsed `--speculate`, with the draft model's folder instead of its name, and one token for each of its heads where no
+    shape is given; and the draft model, if there is one. Raises Mistake.
 
     weights: whether they are needed; without, a download takes the small files only.
     """
@@ -81,7 +81,7 @@ def resolve(asked: Options, model: Checkpoint, weights: bool = True) -> tuple[Sp
 
 
 def _target(model: Checkpoint, said: Speculation) -> Shape:
-    """The model's, if it can judge what is guessed."""
+    """The shape of the served model, if it can verify such drafts. Raises Mistake."""
     try:
         found = shape(model.config)
     except ValueError as error:
@@ -95,11 +95,11 @@ def _target(model: Checkpoint, said: Speculation) -> Shape:
 
 def _located(name: str, asked: Options, model: Checkpoint, weights: bool) -> Checkpoint:
     _, folder = hub.locate(name, "", asked.huggingface_hub_cache, not asked.json_output, weights)
-    if "," in str(folder):  # which the shards are told among others
+    if "," in str(folder):  # a comma would end the folder's name in the shards' settings
         raise Mistake(f"{folder} has a comma in its name: copy it to where there is none")
     ask = functools.partial(hub.remote, name, "") if hub.on_hub(name) and not weights else None
     draft = checkpoint.read(folder, asked.load_format, ask, text=False)
-    if not is_head(draft.config):  # which is made for its model's tokens
+    if not is_head(draft.config):  # a head is made for its model's tokens
         if not draft.random:
             checkpoint.check_tokenizer(folder)
         check_vocabulary(folder, model.folder)
@@ -110,8 +110,8 @@ def _located(name: str, asked: Options, model: Checkpoint, weights: bool) -> Che
 
 
 def check_vocabulary(draft: Path, model: Path) -> None:
-    """Raises Mistake unless both have the same tokens; what only one of them has added behind those is no difference. Without a
-    tokenizer, as random weights may come, nothing is compared."""
+    """Raises Mistake unless both have the same tokens; tokens that only one of them adds behind those do not matter. Without a
+    tokenizer, as with random weights, nothing is compared."""
     texts = [folder / TOKENIZER for folder in (draft, model)]
     if not all(path.is_file() for path in texts) or texts[0].read_bytes() == texts[1].read_bytes():
         return
@@ -125,13 +125,13 @@ def check_vocabulary(draft: Path, model: Path) -> None:
 
 
 def _tokens(path: Path) -> tuple[dict[int, str], dict[int, str]]:
-    """By id: the vocabulary's own tokens, and those that were added."""
+    """Tokens by id: the vocabulary's own, and added ones."""
     try:
         content: Any = json.loads(path.read_text(encoding="utf-8"))
         vocabulary = content["model"]["vocab"]
         if isinstance(vocabulary, dict):
             own = {int(id): str(token) for token, id in vocabulary.items()}
-        else:  # of Unigram: with scores, in the order of the ids
+        else:  # Unigram: tokens with scores, in the order of the ids
             own = {id: str(token) for id, (token, _) in enumerate(vocabulary)}
         return own, {int(one["id"]): str(one["content"]) for one in content.get("added_tokens", ())}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):

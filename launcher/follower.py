@@ -1,7 +1,7 @@
-"""What the launcher of a node other than 0 does: it brings its ranks to node 0, and follows what that one says.
+"""The launcher of a node other than 0: it offers its ranks to node 0, and follows node 0's messages.
 
-Without node 0 none of its ranks run: it ends them and looks for it, for as long as nodes may be missing. It ends when node 0 does,
-with its exit code. What the launchers say to each other: `node_messages.py`.
+Without node 0 none of its ranks run: it ends them and looks for node 0, for as long as nodes may be missing. It ends when node 0
+does, with its exit code. The launchers' messages: `node_messages.py`.
 """
 
 import queue
@@ -25,7 +25,7 @@ from .parts import GRACE, Command, Part, Signal
 from .processes import Child
 from .watching import ECHO, signals, watch_signals
 
-FIRST_RETRY, LAST_RETRY = 0.25, 3.0  # seconds between two attempts to reach node 0; each time twice as long
+FIRST_RETRY, LAST_RETRY = 0.25, 3.0  # seconds between two attempts to reach node 0, doubled each time
 NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")  # OpenSSL's words for an answer in plain text
 NO_LAUNCHER = "it accepts connections, but is no penstock launcher: look at --master-port"
 
@@ -45,35 +45,35 @@ class NodeZero:
 
 
 class Ranks(Protocol):
-    """This node's ranks, and what they need to be reached."""
+    """This node's ranks, and how they are announced and started."""
 
     def hello(self, address: str) -> Hello:
-        """What is said of them. address: ours, on the way to node 0."""
+        """The announcement to node 0. address: this node's, on the way to node 0."""
         ...
 
     def commands(self, orders: Orders, hello: Hello) -> Sequence[Command]:
-        """The processes."""
+        """The ranks' processes."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Reached:
     peer: Link
-    hello: Hello  # that was said
+    hello: Hello  # that was sent
     answer: Message
 
 
 @dataclass(frozen=True, slots=True)
 class Unreached:
     why: str
-    somebody: bool  # was there
+    somebody: bool  # whether something answered at all
 
 
 Event = Signal | Child | Reached | Unreached | Said | Gone
 
 
 class Follower:
-    """`run` returns when node 0 has ended, or can't be found, or when this node shall stop."""
+    """The main loop of such a node. `run` returns when node 0 has ended, or cannot be found, or when this node is to stop."""
 
     def __init__(
         self,
@@ -94,14 +94,14 @@ class Follower:
         self._hello: Hello | None = None
         self._shards = Part("the shards", [], 0)
         self._epoch = 0
-        self._since = time.monotonic()  # node 0 is missing
-        self._reason = ""  # told last
-        self._met = ""  # what somebody who was there had against us, or we against them
+        self._since = time.monotonic()  # when node 0 went missing
+        self._reason = ""  # logged last
+        self._met = ""  # why node 0, or whoever answered, and this node rejected each other
         self._delay = FIRST_RETRY
         self._asked = 0.0  # when this node was asked to stop; 0: not
 
     def run(self) -> int:
-        """The exit code: that of node 0; 1 if it was lost for good, 2 if this node doesn't fit."""
+        """Runs until the end. Returns the exit code: node 0's; 1 if that was lost for good, 2 if this node does not fit."""
         with signals() as inbox:
             threading.Thread(target=watch_signals, args=(inbox, self._events.put), daemon=True).start()
             self._seek()
@@ -180,7 +180,7 @@ class Follower:
             processes.follow(child, self._console, self._events.put)
 
     def _died(self, text: str, code: int) -> None:
-        """Node 0 decides what becomes of the group."""
+        """Reports the death of a rank. Node 0 decides what becomes of the group."""
         self._console.complain(text)
         self._shards.kill()
         self._tell({"kind": "died", "epoch": self._epoch, "text": text, "code": code})
@@ -193,7 +193,7 @@ class Follower:
             self._console.complain("the shards can't be killed: node 0 waits for that")
 
     def _lost(self, why: str) -> int | None:
-        """No ranks without node 0."""
+        """Handles the loss of node 0: no ranks run without it."""
         if self._shards.children:
             self._shards.kill()
             self._console.complain("without node 0 the shards are ended")
@@ -204,12 +204,12 @@ class Follower:
         return self._missing(why)
 
     def _missing(self, why: str) -> int | None:
-        """Node 0 is looked for, unless it has been missing for too long."""
+        """Looks for node 0 again, unless it has been missing for too long."""
         if self._asked:
             return 0
         timeout = self._leader.timeout
         if time.monotonic() >= self._since + timeout:
-            # Node 0 gives up as well, and who finds nobody there any more shall still learn what was the matter.
+            # Node 0 gives up as well. Whoever finds nobody there any more should still learn what was the matter.
             before = f", and before that: {self._met}" if self._met and self._met not in why else ""
             self._console.complain(
                 f"{self._leader} {why}{before}; it was waited for {timeout:g} s (--node-timeout): this node ends"
@@ -223,7 +223,7 @@ class Follower:
         return None
 
     def _stop(self, name: str) -> int | None:
-        """Node 0 drains first, for which it needs these ranks."""
+        """Handles a signal: node 0 drains first, for which it needs these ranks."""
         if self._asked:
             if time.monotonic() < self._asked + ECHO:
                 return None
@@ -237,7 +237,7 @@ class Follower:
         return None
 
     def _end(self) -> None:
-        """The shards get their time."""
+        """Terminates the shards, and kills them after `GRACE`."""
         children = list(self._shards.children)
         self._shards.terminate()
         deadline = time.monotonic() + GRACE
@@ -253,7 +253,7 @@ class Follower:
         threading.Thread(target=self._try, args=(delay,), daemon=True).start()
 
     def _try(self, delay: float) -> None:
-        """Once. Puts what has come of it."""
+        """Tries once to reach node 0, and puts the result."""
         time.sleep(delay)
         leader = self._leader
         patience = min(link.HANDSHAKE, leader.timeout)
@@ -272,7 +272,7 @@ class Follower:
 
 
 def _unreached(error: Exception, certificates: bool) -> Unreached:
-    """certificates: whether we have some."""
+    """The event for a failed attempt. certificates: whether this node has some."""
     match error:
         case socket.gaierror():
             return Unreached("its name is not known", somebody=False)

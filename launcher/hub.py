@@ -1,4 +1,4 @@
-"""Where a model's files are: the embedded demo model, a folder, or a model of the Hugging Face hub, which is downloaded.
+"""Finds a model's files: the embedded demo model, a folder, or a model of the Hugging Face hub, which is downloaded.
 
 Knows nothing of what is in the files.
 """
@@ -15,22 +15,23 @@ from ..proto.hub import Unavailable, download
 from .mistake import Mistake
 from .paths import expanded
 
-DEMO = "penstock-demo"  # the name under which clients see the embedded model
+DEMO = "penstock-demo"  # the model name that clients see for the embedded model
 DEMO_FOLDER = Path(__file__).resolve().parents[1] / "demo" / "model"
 DRAFT_FOLDER = DEMO_FOLDER.with_name("draft")
-# The names under which operators know what guesses for it: a small model, and a head that goes by what it makes of tokens.
+# Names of its embedded draft models: a small language model, and an EAGLE head, which drafts from the demo model's hidden states.
 DRAFTS = {"demo-draft": DRAFT_FOLDER, "demo-eagle": DEMO_FOLDER.with_name("eagle")}
 
 SMALL = ["*.json", "*.jinja", "tokenizer*"]
-WEIGHTS = "*.safetensors"  # no other formats: these are pickles, which run code when they are loaded
+WEIGHTS = "*.safetensors"  # no other formats: those are pickles, which run code when they are loaded
 PATTERNS = [WEIGHTS, *SMALL]
-# The same once more: in Mistral's own format, or in folders for other programs. Chat templates may have a folder.
+# Copies of the same weights, in Mistral's own format or in folders for other programs. Chat templates may have a folder.
 IGNORED = ["consolidated*", "*/*.safetensors", "*/*.json", "*/tokenizer*"]
 
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """Weights on the hub: their bytes by safetensors' name of the number format, and how many files. Empty where it can't say."""
+    """What the hub says of a model's weights: bytes by safetensors dtype, and the number of files. Empty where the hub cannot
+    say."""
 
     sizes: Counter[str]
     files: int
@@ -39,10 +40,10 @@ class Remote:
 def locate(
     model: str, revision: str = "", cache: str = "", progress: bool = True, weights: bool = True, only: Sequence[str] = ()
 ) -> tuple[str, Path]:
-    """The name and the folder of `model` ("": the demo model). Downloads what a hub model lacks. Raises Mistake.
+    """The name and the folder of `model` ("": the demo model). Downloads what is missing of a hub model. Raises Mistake.
 
-    weights: whether they are needed; without, a download takes the small files only; only: the files that it takes, if these are
-    not a model's.
+    weights: whether they are needed; without, a download takes the small files only. only: the patterns of files to download, if
+    they are not those of a model.
     """
     if revision and not on_hub(model):
         raise Mistake(f"--revision {revision} is for models of the hub, not {model or 'the demo model'}: leave it and REVISION out")
@@ -65,17 +66,17 @@ def locate(
 
 
 def on_hub(model: str) -> bool:
-    """Whether `model`, if there is one, is a model of the hub."""
+    """Whether `model`, if one is named, is a model of the hub."""
     return model not in ("", *DRAFTS) and not expanded(model).is_dir()
 
 
 def remote(model: str, revision: str) -> Remote:
-    """What the hub says of a model's weights, without a download: it reads the headers of the files. Raises Mistake."""
+    """The hub's data about a model's weights, without a download: it reads the headers of the files. Raises Mistake."""
     try:
         found = _headers(model, revision)
     except Mistake:
         raise
-    except Exception:  # offline, a strange header, a hub that is no hub: then a plan does with an estimate
+    except Exception:  # offline, an odd header, no real hub: then a plan uses an estimate
         return Remote(Counter(), 0)
     sizes: Counter[str] = Counter()
     for file in found.values():
@@ -85,7 +86,8 @@ def remote(model: str, revision: str) -> Remote:
 
 
 def _headers(model: str, revision: str) -> dict[str, Any]:
-    """Of its safetensors files, by name; those of a model, or else, as heads are stored, whatever files a download takes."""
+    """Headers of a hub repository's safetensors files, by name; if they are not named like a model's, of all that a download would
+    take."""
     import huggingface_hub
     from huggingface_hub import errors
 

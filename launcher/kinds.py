@@ -1,4 +1,4 @@
-"""Kinds of values that flags and variables have: each reads a text, and raises ValueError with what is needed instead."""
+"""Value types of flags and variables: each function parses a text, and raises ValueError with what is needed instead."""
 
 import ipaddress
 import os
@@ -11,9 +11,9 @@ from ..router.config import ANY_ORIGIN, NO_ORIGIN, addresses_of
 from ..shard.graph_sizes import parse as parse_sizes
 from .paths import expanded
 
-MOST = 1 << 31  # of tokens, pages, requests...
+MOST = 1 << 31  # tokens, pages, requests...
 LONGEST = 1e9  # seconds: more than anybody waits, and less than clocks and locks can count
-THREADS = 4  # for each core, at most; and 64 wherever it is
+THREADS = 4  # for each core, at most; 64 on any machine
 
 
 def count(text: str) -> int:
@@ -27,17 +27,17 @@ def limit(text: str) -> int:
 
 
 def size(text: str) -> int:
-    """Bytes."""
+    """A number of bytes."""
     return _whole(text, 1, 1 << 50)
 
 
 def pixels(text: str) -> int:
-    """Of an image: from those of the least that models see to more than one can hold in memory."""
+    """Pixels of an image: from those of the smallest that models take to more than one can hold in memory."""
     return _whole(text, 1 << 12, 1 << 26)
 
 
 def hosts(text: str) -> str:
-    """From where images come: addresses of hosts, or a word for all of them or none."""
+    """Where images may come from: hosts, or a word for all of them or none."""
     if not all(re.fullmatch(r"[\w.-]+(:\d{1,5})?|\[[\da-fA-F:.]+\](:\d{1,5})?", part, re.ASCII) for part in text.split(",")):
         raise ValueError("public, none, or hosts with commas between them are needed")
     return text
@@ -53,7 +53,7 @@ def _whole(text: str, least: int, most: int = MOST) -> int:
 
 
 def threads(text: str) -> int:
-    """As many as this machine starts without harm."""
+    """Compute threads: as many as this machine can start without harm."""
     value, cores = count(text), os.cpu_count() or 1
     if value > max(64, THREADS * cores):
         raise ValueError(f"{max(64, THREADS * cores)} is the most there can be: this machine has cores: {cores}")
@@ -102,7 +102,7 @@ def _bounded(value: float) -> float:
 
 
 def milliseconds(text: str) -> float:
-    """In seconds."""
+    """Milliseconds, returned in seconds."""
     value = number(text)
     if not 0 < value < float("inf"):
         raise ValueError("a number of milliseconds above 0 is needed")
@@ -117,20 +117,20 @@ def boolean(text: str) -> bool:
 
 
 def path(text: str) -> str:
-    """Of a route."""
+    """The path of a route."""
     if not re.fullmatch(r"/[\w./:~-]*", text):
         raise ValueError("a path that begins with / is needed")
     return text
 
 
 def graphs(text: str) -> str:
-    """As the shards read it."""
+    """Batch sizes of CUDA graphs, as the shards parse them."""
     parse_sizes(text)
     return text
 
 
 def speculation(text: str) -> str:
-    """As the shards read it, but for the draft model's name."""
+    """Speculation settings, as the shards parse them, except for the draft model's name."""
     if text.isascii() and text.isdigit():
         text = str(_whole(text, 0, MOST_DRAFTS))
     parse_speculation(text)
@@ -138,14 +138,14 @@ def speculation(text: str) -> str:
 
 
 def rank_groups(text: str) -> str:
-    """Addresses as the router reads them; groups with semicolons between them."""
+    """Rank addresses as the router parses them; groups separated by semicolons."""
     for group in text.split(";"):
         addresses_of(group)
     return text
 
 
 def place(text: str) -> str:
-    """host:port, one that can be listened at."""
+    """host:port to listen at."""
     host, _, number = text.rpartition(":")
     if not host or text.startswith("unix:"):
         raise ValueError("host:port is needed")
@@ -154,7 +154,7 @@ def place(text: str) -> str:
 
 
 def file(text: str) -> str:
-    """One that is there, wherever the server is started from."""
+    """An existing file, as an absolute path, whatever the working directory of a child."""
     found = expanded(text).resolve()
     if not found.is_file():
         raise ValueError("there is no such file")
@@ -162,7 +162,7 @@ def file(text: str) -> str:
 
 
 def origins(text: str) -> str:
-    """Of web pages, with commas between them."""
+    """Origins of web pages, separated by commas."""
     for origin in text.split(","):
         if text not in (ANY_ORIGIN, NO_ORIGIN) and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/,\s*]+/?", origin.strip()):
             raise ValueError(f"origins such as https://chat.example, with commas between them, or {ANY_ORIGIN}, or {NO_ORIGIN}")
@@ -170,14 +170,14 @@ def origins(text: str) -> str:
 
 
 def url(text: str) -> str:
-    """Of HTTP."""
+    """A URL of HTTP or HTTPS."""
     if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", text):
         raise ValueError("a URL such as http://localhost:4318 is needed")
     return text
 
 
 def address(text: str) -> str:
-    """What the router can bind: an IP address, or localhost."""
+    """An address that the router can bind: an IP address, or localhost."""
     try:
         if text != "localhost":
             ipaddress.ip_address(text)
@@ -187,19 +187,19 @@ def address(text: str) -> str:
 
 
 def keys_of(text: str) -> tuple[str, ...]:
-    """Those that stand in it, with commas between them."""
+    """The API keys in a text, separated by commas."""
     return tuple(key for part in text.split(",") if (key := part.strip()))
 
 
 def keys(text: str) -> str:
-    """With at least one in it: a server whose operator wants a key must not be open because its file is empty."""
+    """At least one API key: a server whose operator wants a key must not be open because its file is empty."""
     if not keys_of(text):
         raise ValueError("there is no key in it; leave it out for a server that asks for none")
     return key(text)
 
 
 def key(text: str) -> str:
-    """As it is sent: what a header of HTTP carries, and every client writes alike."""
+    """Characters that an HTTP header can carry, and that every client encodes alike."""
     if not (text.isascii() and text.isprintable()):
         raise ValueError("a key has letters, digits and signs of ASCII only, since HTTP carries no others")
     return text

@@ -1,7 +1,7 @@
-"""The rank group of several nodes as node 0 sees it: a part of its server whose other processes run on other machines.
+"""Node 0's side of a rank group over several machines: a part of its server some of whose processes run on other nodes.
 
-Nobody's ranks are started before all nodes are there and fit together; when anything of the group is lost, on any machine or
-between two of them, all of it is ended, and all nodes meet anew. What the launchers say to each other: `node_messages.py`.
+No ranks are started before all nodes are there and their settings match; when anything of the group is lost, on any machine or
+between two of them, all of it is ended, and all nodes meet again. The launchers' messages: `node_messages.py`.
 """
 
 import socket
@@ -20,20 +20,20 @@ from .node_messages import Gone, Hello, Message, Orders, Said, listen, tell
 from .parts import GRACE, Again, Command, Elsewhere, Event, Failed, Leave, Outcome, Part
 from .roll_call import RollCall, named
 
-GREETING = 1 << 16  # bytes of a hello, at most
-STRANGERS = 16  # that are listened to at once; more have to wait
+GREETING = 1 << 16  # most bytes of a hello message
+STRANGERS = 16  # unidentified connections that are listened to at once; more have to wait
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """Where and how the nodes meet."""
+    """Where and how the nodes of a group meet."""
 
     listening: socket.socket
     certificates: Certificates | None
-    silence: float  # seconds after which a node that answers nothing is lost
+    silence: float  # seconds without a response after which a node is lost
     timeout: float  # seconds that nodes may be missing
-    orders: Orders  # but for the epoch
-    addresses: Path  # folder in which the router finds those of other nodes' ranks: a file for each, named by the rank
+    orders: Orders  # without the epoch
+    addresses: Path  # folder with a file for each rank of other nodes, `address-RANK`, in which the router finds its address
     console: Console
 
 
@@ -49,7 +49,7 @@ class Late:
 
 
 class Leader(Part):
-    """Ours are started when the others are there; until then it has no children."""
+    """A rank group of several nodes. Local ranks are started when the other nodes are there; until then it has no children."""
 
     def __init__(
         self, name: str, commands: Sequence[Command], limit: int, leftovers: Sequence[Path], meeting: Meeting, roll: RollCall
@@ -63,8 +63,8 @@ class Leader(Part):
         self._waiting = False  # for nodes, to start
         self._running = False
         self._ending = False
-        self._found: set[Path] = set()  # where the router finds others' ranks
-        self._objection = ""  # to the last node that did not fit
+        self._found: set[Path] = set()  # address files that were written
+        self._objection = ""  # to the last node that was refused
         self._put: Callable[[Event], None] = lambda event: None
 
     def attend(self, put: Callable[[Event], None]) -> None:
@@ -73,7 +73,7 @@ class Leader(Part):
         threading.Thread(target=self._receive, daemon=True).start()
 
     def start(self, environment: Mapping[str, str]) -> None:
-        """If all nodes are there. Else Again is what `hear` says when they are."""
+        """Starts the group if all nodes are there. Otherwise `hear` returns Again when they are."""
         if not self._roll.complete:
             self.due, self._waiting = None, True
             self._meeting.console.say(f"waiting for {self._roll.missing()}, up to {self._meeting.timeout:g} s")
@@ -91,7 +91,7 @@ class Leader(Part):
         super().start(environment)
 
     def kill(self) -> bool:
-        """Here; elsewhere the others do it themselves, and say when it is done."""
+        """Kills the local ranks; other nodes kill their own, and report when that is done."""
         self._running = False
         for path in self._found:
             path.unlink(missing_ok=True)
@@ -107,7 +107,7 @@ class Leader(Part):
         super().terminate()
 
     def close(self, exit_code: int) -> None:
-        """Returns when the others have ended as well, or don't answer."""
+        """Returns when the other nodes have ended as well, or do not respond."""
         link.hush(self._meeting.listening)
         text = f"node 0 ends with exit code {exit_code}: its log says why" if exit_code else "node 0 has stopped as it was asked to"
         for node in self._links:
@@ -143,7 +143,7 @@ class Leader(Part):
         if text := self._roll.rival(hello):
             tell(peer, {"kind": "wait", "text": text})
             return None
-        lost = self._running  # it had lost us, and has ended its ranks, before we knew
+        lost = self._running  # it has lost this node, and ended its ranks, before this node noticed
         if hello.node in self._links:
             self._links[hello.node].close()
         self._links[hello.node] = peer
@@ -178,18 +178,18 @@ class Leader(Part):
         return Again() if self._waiting and self._roll.complete else None
 
     def _node(self, peer: Link) -> int | None:
-        """Whose link it is, unless it has another one by now."""
+        """The node at the other end of a link, unless it has another link by now."""
         return next((node for node, known in self._links.items() if known is peer), None)
 
     def _name(self, node: int) -> str:
         return named(node, self._roll.present[node].address)
 
     def place(self, rank: int) -> Path:
-        """Where the router finds the address of a rank of another node."""
+        """The file in which the router finds the address of a rank of another node."""
         return self._meeting.addresses / f"address-{rank}"
 
     def _places(self) -> list[tuple[Path, str]]:
-        """Where the router looks for each rank of other nodes, and what it finds there."""
+        """The address file of each rank of other nodes, and its content."""
         return [
             (self.place(hello.node * len(hello.ports) + number), link.joined(hello.address, port))
             for hello in self._roll.present.values()
@@ -208,7 +208,7 @@ class Leader(Part):
         self._put(Elsewhere(self, what))
 
     def _receive(self) -> None:
-        """Listens to whoever comes, until the socket is closed."""
+        """Accepts connections until the socket is closed."""
         room = threading.Semaphore(STRANGERS)
         while True:
             room.acquire()

@@ -1,4 +1,4 @@
-"""What this machine has: cores, memory, GPUs, a free port. Reads /proc and /sys; imports no torch, knows no model."""
+"""Inspects this machine: cores, memory, GPUs, free ports. Reads /proc and /sys; imports no torch, knows no model."""
 
 import errno
 import fcntl
@@ -18,25 +18,25 @@ from ..proto.process import available_memory, control_groups, lines_of
 from . import amd, nvidia
 from .mistake import Mistake
 
-FIRST_PORT = 10240  # of those that are chosen; well-known services have lower ones
+FIRST_PORT = 10240  # lowest port that is chosen; well-known services have lower ones
 SIOCGIFADDR = 0x8915  # linux/sockios.h
-FILES = 128  # the router's alone may be 100; eight shards' pipes and sockets take some here
+FILES = 128  # open files beside connections: the router's may be 100; eight shards' pipes and sockets take some in the launcher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Sizes in bytes. `gpu_memory` is the free memory of each GPU; () where there is none."""
+    """The resources of this machine, in bytes. `gpu_memory` is the free memory of each GPU; () where there is none."""
 
-    cores: int  # physical ones that we may use
+    cores: int  # physical cores that this process may use
     memory: int  # that can be taken without swapping
     fast_bfloat16: bool  # the CPU multiplies bfloat16 in hardware
-    packs_bfloat16: bool = False  # or oneDNN does by AVX-512, for which it lays matrices out anew, too
+    packs_bfloat16: bool = False  # oneDNN multiplies bfloat16 by AVX-512, for which it repacks matrices, too
     gpu_memory: tuple[int, ...] = ()
-    amd: tuple[str, ...] = ()  # if these are AMD's: the number of each, see `amd.Found`
-    obstacle: str = ""  # to using GPUs that are here, with its remedy
+    amd: tuple[str, ...] = ()  # the index of each GPU if they are AMD's, see `amd.Found`
+    obstacle: str = ""  # why GPUs that are here cannot be used, with a remedy
 
     def share(self, parts: int, gpus: int) -> "Machine":
-        """What each of so many equal parts has at least, so many of the GPUs among it, in their order."""
+        """The resources of each of `parts` equal parts at least, with `gpus` GPUs each, in their order."""
         taken = self.gpu_memory[: parts * gpus]
         least = tuple(min(taken[place::gpus]) for place in range(gpus)) if taken else ()
         return replace(self, cores=max(1, self.cores // parts), memory=self.memory // parts, gpu_memory=least)
@@ -59,7 +59,8 @@ def inspect() -> Machine:
 
 
 def cores() -> int:
-    """Physical cores in our affinity mask, up to the container's quota. Two threads of a core multiply no faster than one."""
+    """Physical cores in our affinity mask, up to the container's quota. Two hardware threads of a core multiply no faster than
+    one."""
     usable = os.sched_getaffinity(0)
     physical = set()
     for cpu in usable:
@@ -69,7 +70,7 @@ def cores() -> int:
 
 
 def _cpu_quotas() -> list[int]:
-    """Whole CPUs that each control group above us allows on average. One thread more, and all are put to sleep by force."""
+    """Whole CPUs that each control group above us allows on average. With one thread more, all are throttled."""
     quotas = []
     for folder in control_groups("cpu"):
         quota, _, period = "".join(lines_of(folder / "cpu.max")).strip().partition(" ")
@@ -86,7 +87,7 @@ def _cpu_flags() -> set[str]:
 
 
 def take_files() -> None:
-    """As many open files as a server has besides its connections, for us and for what we start. Raises Mistake."""
+    """Raises the limit of open files to what a server needs beside its connections, for us and our children. Raises Mistake."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= hard < FILES:  # below is "no limit"
         raise Mistake(
@@ -132,7 +133,7 @@ def _holder(port: int) -> str:
 
 
 def _descriptors(holder: Path) -> Iterator[str]:
-    """What its descriptors point to, as far as we may look: none of another user's, none that is closed meanwhile."""
+    """The targets of a process's descriptors, as far as we may look: none of another user's, none that is closed meanwhile."""
     try:
         for descriptor in (holder / "fd").iterdir():
             with suppress(FileNotFoundError):
@@ -142,17 +143,18 @@ def _descriptors(holder: Path) -> Iterator[str]:
 
 
 def free_port() -> int:
-    """One for this machine only, see `free_ports`."""
+    """A free port of this machine only, see `free_ports`."""
     [port] = free_ports("127.0.0.1", 1)
     return port
 
 
 def free_ports(address: str, count: int) -> list[int]:
-    """Ports of `address` at which nobody listens, and that the kernel gives no outgoing connection before they are used. Raises
-    OSError if the address is none of ours."""
+    """Ports of `address` at which nobody listens, and that the kernel will not give to outgoing connections before they are used.
+    Raises OSError if the address is not this machine's."""
     [given, *_] = lines_of(process.PROC / "sys/net/ipv4/ip_local_port_range") or ["32768"]
     settled = range(FIRST_PORT, int(given.split()[0]))
-    sought = secrets.SystemRandom().sample(settled, min(len(settled), 100)) + [0] * count  # 0: any, where others are not to be had
+    # 0: any port, where no others are to be had
+    sought = secrets.SystemRandom().sample(settled, min(len(settled), 100)) + [0] * count
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     ports: list[int] = []
     with ExitStack() as stack:
@@ -168,7 +170,7 @@ def free_ports(address: str, count: int) -> list[int]:
 
 
 def interface(address: str) -> str:
-    """The name of the network interface that has this address; "" if that can't be said."""
+    """The name of the network interface that has this address; "" if that is unknown."""
     sought = ipaddress.ip_address(address)
     if sought.version == 6:
         rows = [line.split() for line in lines_of(process.PROC / "net/if_inet6")]

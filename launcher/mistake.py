@@ -1,5 +1,5 @@
-"""What an operator can cause. Printed as one line, exit code 2, never a traceback."""
+"""Errors that an operator can cause: printed as one line, exit code 2, never a traceback."""
 
 
 class Mistake(Exception):
-    """The message says what is wrong and what would do, in one line."""
+    """An operator's error. The message says in one line what is wrong and what would help."""

@@ -1,4 +1,4 @@
-"""Puts a rank group of several machines together: from options and ranks to what node 0 starts, or another node follows."""
+"""Assembles a rank group over several machines: from options and ranks to node 0's `Leader`, or another node's `Follower`."""
 
 import dataclasses
 import errno
@@ -25,7 +25,7 @@ from .options import Options
 from .parts import Command
 from .roll_call import RollCall
 
-NAMES = 30.0  # seconds in which node 0's own name may become known: an orchestrator makes it when the machine is there
+NAMES = 30.0  # seconds in which node 0's own name may become known: an orchestrator creates it when the machine is there
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +35,20 @@ class Node:
     asked: Options
     shards: Sequence[ShardConfig]
     digest: str  # of the model's files
-    folder: Path  # this server's own
+    folder: Path  # this server's private folder
     environment: Mapping[str, str]
     console: Console
-    beside: Mapping[str, str] = field(default_factory=dict)  # what its shards alone have in their environment
+    beside: Mapping[str, str] = field(default_factory=dict)  # environment variables for its shards only
 
     @property
     def silence(self) -> float:
-        """Seconds after which another node is lost that answers nothing."""
+        """Seconds without a response after which another node counts as lost."""
         return min(link.SILENCE, self.asked.step_timeout)
 
     @property
     def terms(self) -> dict[str, str]:
-        """What has to be the same on all nodes."""
-        # The digest knows the draft model and adapters, whose folders may be others on each.
+        """All that must be the same on every node."""
+        # The digest covers the draft model and adapters, whose folders may differ between nodes.
         first = self.shards[0]
         named = ("penstock", "torch", "transformers") if first.image_pixels else ("penstock", "torch")
         versions = {name: importlib.metadata.version(name) for name in named}
@@ -59,7 +59,7 @@ class Node:
         return roll_call.terms(shard, self.asked.nnodes, self.digest, versions)
 
     def start(self, shard: ShardConfig, orders: Orders, master: str, own: str) -> Command:
-        """The process of a rank, which meets the others as ordered. master, own: addresses of node 0 and of this one."""
+        """The process of a rank, which meets the others as ordered. master, own: addresses of node 0 and of this node."""
         asked = self.asked
         placed = dataclasses.replace(
             shard,
@@ -76,7 +76,7 @@ class Node:
         with rundir.writing(str(self.folder)):
             file.write_text(settings.dump(placed), encoding="utf-8")
         found = machine.interface(own)
-        # NCCL takes all whose names begin so, unless there is a = before it.
+        # NCCL takes all interfaces whose names begin so, unless there is a = before the name.
         names = {"GLOO_SOCKET_IFNAME": found, "NCCL_SOCKET_IFNAME": f"={found}"} if found else {}
         chosen = {name: value for name, value in names.items() if not self.environment.get(name)}
         return Command(f"shard {shard.rank}", children.command("penstock.shard", f"@{file}"), {**chosen, **self.beside})
@@ -88,7 +88,7 @@ class Ranks:
     def __init__(self, own: Node) -> None:
         self._own = own
         self._start = secrets.token_hex(8)
-        self._ports: dict[str, tuple[int, ...]] = {}  # by the address
+        self._ports: dict[str, tuple[int, ...]] = {}  # by address
 
     def hello(self, address: str) -> Hello:
         asked = self._own.asked
@@ -144,7 +144,7 @@ def lead(own: Node) -> tuple[Leader, list[str]]:
 
 
 def follow(own: Node) -> int:
-    """Serves as a node other than 0. The exit code. Raises Mistake."""
+    """Serves as a node other than 0. Returns the exit code. Raises Mistake."""
     asked = own.asked
     leader = NodeZero(
         address=asked.master_addr,
@@ -163,8 +163,8 @@ def follow(own: Node) -> int:
 
 
 def checked(asked: Options, address: str = "") -> Certificates | None:
-    """What processes of several machines trust each other by. Raises Mistake if they can't, or if they would trust anybody who
-    reaches `address`, where ranks listen, and nobody has said so."""
+    """The TLS certificates by which processes of several machines trust each other. Raises Mistake if they are invalid, or if
+    without them anybody could reach the ranks at `address` and the operator has not allowed that."""
     named = [path for path in (asked.tls_cert, asked.tls_key, asked.tls_ca) if path]
     if len(named) not in (0, 3):
         raise Mistake("--tls-cert, --tls-key and --tls-ca belong together: name all three, or none")
@@ -187,7 +187,7 @@ def checked(asked: Options, address: str = "") -> Certificates | None:
 
 
 def _own_address(asked: Options, console: Console) -> str:
-    """Node 0's. Its name may be younger than this process."""
+    """Node 0's address. Its name may become known later than this process starts. Raises Mistake."""
     deadline, told = time.monotonic() + min(NAMES, asked.node_timeout), False
     while True:
         try:
@@ -209,5 +209,5 @@ def _own_address(asked: Options, console: Console) -> str:
 
 
 def _resolved(name: str) -> str:
-    """Its first address. Raises OSError."""
+    """The first address of a name. Raises OSError."""
     return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])

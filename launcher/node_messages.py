@@ -1,12 +1,12 @@
-"""What the launchers of several nodes say to each other, over a link: one message of JSON after the other.
+"""The protocol between the launchers of several nodes: JSON messages, one after the other, over a link.
 
-node k    hello      it comes              node 0    welcome     you are on the roll
+node k    hello      announces itself      node 0    welcome     the node is registered
           died       a rank has ended                wait        not now: come again
-          halted     nothing of it runs              refused     what differs
+          halted     none of its ranks runs          refused     what differs
           leave      it is asked to stop             start       load, and meet there
                                                      halt        end your ranks, others were lost
-                                                     stop        let your ranks end, it will be over
-                                                     end         it is over, with that exit code
+                                                     stop        terminate your ranks, the server ends
+                                                     end         the server has ended, with that exit code
 """
 
 import dataclasses
@@ -24,10 +24,10 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """A node comes."""
+    """A node's announcement to node 0."""
 
     node: int
-    start: str  # tells this start of its launcher from others
+    start: str  # identifies this start of its launcher
     address: str  # at which the others reach it
     ports: tuple[int, ...]  # of its ranks
     terms: Mapping[str, str]
@@ -38,19 +38,19 @@ class Hello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Orders:
-    """Where the ranks meet."""
+    """Node 0's instruction to start ranks: where they meet."""
 
     epoch: int  # counts the starts of the group
-    relay_address: str  # address:port of rank 0, for commands
+    relay_address: str  # address:port of rank 0, for relayed commands
     token: str
-    store: int  # port of torch's rendezvous, at node 0's address
+    store: int  # port of torch's rendezvous store, at node 0's address
 
     def message(self) -> Message:
         return {"kind": "start", **dataclasses.asdict(self)}
 
 
 def hello(message: Message) -> Hello:
-    """As a node has sent it. Raises ValueError: whatever it says may be shown."""
+    """A Hello from a node's message, validated so that it may be shown. Raises ValueError."""
     try:
         found = Hello(
             node=int(message["node"]),
@@ -67,7 +67,7 @@ def hello(message: Message) -> Hello:
 
 
 def orders(message: Message) -> Orders:
-    """As node 0 has sent it."""
+    """The Orders from node 0's message."""
     return Orders(**{field.name: message[field.name] for field in dataclasses.fields(Orders)})
 
 
@@ -76,7 +76,7 @@ def written(message: Message) -> bytes:
 
 
 def read(message: bytes) -> Message:
-    """Raises ValueError."""
+    """A decoded message. Raises ValueError."""
     try:
         found = json.loads(message)
     except (ValueError, RecursionError):
@@ -99,13 +99,13 @@ class Gone:
 
 
 def tell(peer: Link, message: Message) -> None:
-    """If it is there. Else it is gone, which who listens to it will say."""
+    """Sends a message if the peer is there. If it is gone, whoever listens to it will report that."""
     with suppress(OSError, EOFError):
         peer.send(written(message))
 
 
 def listen(peer: Link, put: Callable[[Said | Gone], None], why: Callable[[Exception], str], largest: int = LARGEST) -> None:
-    """Puts all that it says, until it is gone. why: names what has ended it; largest: bytes of a message."""
+    """Puts every message of a peer, until it is gone. why: describes the error that ended it; largest: most bytes of a message."""
     try:
         while True:
             put(Said(peer, read(peer.receive(None, largest))))

@@ -1,7 +1,7 @@
-"""Which of several machines this is: by flags, else by what torchrun, Slurm or LeaderWorkerSet have put into the environment.
+"""Determines which of several machines this is: by flags, else from the environment of torchrun, Slurm or LeaderWorkerSet.
 
-Pure. Who starts a server on one machine only is never made part of a group by a variable that happens to be there: of a Slurm job
-only a step counts (`srun`), of torchrun and LeaderWorkerSet only a whole set of variables.
+Pure. A server that is started on one machine only is never made part of a group by a variable that happens to be set: of a Slurm
+job only a step counts (`srun`), of torchrun and LeaderWorkerSet only a complete set of variables.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ Environment = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a program that places processes says, each with the name of the variable that says it."""
+    """What a process launcher says about the nodes, each value with the name of its variable."""
 
     nodes: tuple[str, int]
     node: tuple[str, int]
@@ -28,8 +28,8 @@ class Found:
 
 
 def settle(asked: Options, environment: Environment) -> tuple[Options, str]:
-    """The options with `nnodes`, `node_rank`, `master_addr` and `master_port` decided, and a line for the operator that says what
-    was taken from where, if there are several nodes. Raises Mistake."""
+    """The options with `nnodes`, `node_rank`, `master_addr` and `master_port` decided, and, with several nodes, a line for the
+    operator that says where each was taken from. Raises Mistake."""
     environment = stripped(environment)
     found = _torchrun(environment) or _slurm(environment) or _leader_worker_set(environment)
     nodes = asked.nnodes or (found.nodes[1] if found else 1)
@@ -60,7 +60,7 @@ def settle(asked: Options, environment: Environment) -> tuple[Options, str]:
 
 
 def _rank(asked: Options, environment: Environment, found: Found | None) -> tuple[int, str]:
-    """And where it was found."""
+    """The node's rank, and where it was found."""
     if asked.node_rank is not None:
         return asked.node_rank, "--node-rank"
     if environment.get("NODE_RANK"):
@@ -71,7 +71,7 @@ def _rank(asked: Options, environment: Environment, found: Found | None) -> tupl
 
 
 def _source(name: str, value: object, environment: Environment, otherwise: str) -> str:
-    """The flag or the variable that says it."""
+    """The flag or variable that a value came from."""
     if not value:
         return otherwise
     variable = name.upper()
@@ -79,7 +79,7 @@ def _source(name: str, value: object, environment: Environment, otherwise: str) 
 
 
 def _torchrun(environment: Environment) -> Found | None:
-    """torchrun starts `LOCAL_WORLD_SIZE` processes a node: one of ours, which starts the ranks itself."""
+    """torchrun's variables. It starts `LOCAL_WORLD_SIZE` processes a node: one launcher, which starts the ranks itself."""
     if any(not environment.get(name) for name in ("GROUP_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
         return None
     here, nodes = _number(environment, "LOCAL_WORLD_SIZE"), _number(environment, "WORLD_SIZE")
@@ -95,14 +95,15 @@ def _torchrun(environment: Environment) -> Found | None:
 
 
 def _free_of_agent(port: int, environment: Environment) -> int:
-    """torchrun itself listens at MASTER_PORT while it runs us: the next one then."""
+    """The port to use: torchrun itself listens at MASTER_PORT while it runs us, so then the next one."""
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and environment.get("MASTER_PORT") == str(port):
         return port + 1
     return port
 
 
 def _slurm(environment: Environment) -> Found | None:
-    """A step of a job: what `srun` has started. A batch script has the job's variables as well, but runs on one node alone."""
+    """The variables of a Slurm step, which `srun` starts. A batch script has the job's variables too, but runs on one node
+    alone."""
     if not environment.get("SLURM_STEP_ID") or not environment.get("SLURM_NODEID"):
         return None
     nodes = "SLURM_STEP_NUM_NODES" if environment.get("SLURM_STEP_NUM_NODES") else "SLURM_NNODES"
@@ -122,13 +123,13 @@ def _slurm(environment: Environment) -> Found | None:
 
 
 def first_host(hosts: str) -> str:
-    """Of a list as Slurm writes it: node[07-09,12],other -> node07."""
+    """The first host of a list as Slurm writes it: node[07-09,12],other -> node07."""
     head = re.match(r"(?:[^,\[]|\[[^\]]*\])+", hosts)
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", head[0] if head else hosts)
 
 
 def _leader_worker_set(environment: Environment) -> Found | None:
-    """A group of pods in Kubernetes."""
+    """The variables of a LeaderWorkerSet, a group of pods in Kubernetes."""
     if any(not environment.get(name) for name in ("LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX")):
         return None
     return Found(

@@ -1,7 +1,7 @@
-"""NVIDIA's GPUs as nvidia-smi tells of them: no torch is asked.
+"""Finds NVIDIA GPUs by nvidia-smi, without torch.
 
-One that is divided (MIG) shows parts in its place, of which a process sees one at most: NVIDIA's "MIG User Guide", "CUDA Device
-Enumeration". No part has ever been at hand: they are read as that guide prints them.
+A GPU divided by MIG shows its instances in its place, of which a process sees one at most: NVIDIA's "MIG User Guide", "CUDA Device
+Enumeration". No MIG instance has ever been at hand: they are parsed as that guide prints them.
 """
 
 import re
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from .mistake import Mistake
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-PATIENCE = 20  # seconds until nvidia-smi has answered; a driver that hangs lets it wait for ever
+PATIENCE = 20  # seconds until nvidia-smi must have answered; with a hung driver it waits for ever
 PART = re.compile(r"\s+MIG \S*?(\d+)gb\S*\s+Device\s+\d+: \(UUID: (MIG-[^)]+)\)")
 
 
@@ -22,7 +22,7 @@ class Found:
     """Free bytes of all GPUs that are to be used, in order."""
 
     memory: tuple[int, ...] = ()
-    obstacle: str = ""  # to those that are here and can't be used, with its remedy
+    obstacle: str = ""  # why GPUs that are here cannot be used, with a remedy
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class _Gpu:
 
 
 def find(environment: Mapping[str, str]) -> Found:
-    """Those that the environment shows."""
+    """The GPUs that the environment makes visible."""
     visible = environment.get(VISIBLE)
     if (visible is not None and visible.strip() in ("", "-1")) or not shutil.which("nvidia-smi"):
         return Found()
@@ -54,7 +54,7 @@ def find(environment: Mapping[str, str]) -> Found:
 
 
 def _gpus() -> list[_Gpu]:
-    """In the order of the bus. The parts of one that is divided stand where it would, with its number."""
+    """All GPUs in the order of the bus. MIG instances stand where their GPU would, with its number."""
     rows = [
         line.split(",") for line in _ask("--query-gpu=index,uuid,memory.free,mig.mode.current", "--format=csv,noheader,nounits")
     ]
@@ -70,7 +70,7 @@ def _gpus() -> list[_Gpu]:
 
 
 def _parts() -> dict[str, list[tuple[str, int]]]:
-    """Of each GPU: names and bytes, of which a profile such as 3g.40gb has a little more than it says."""
+    """The MIG instances of each GPU: UUIDs and bytes, of which a profile such as 3g.40gb has a little more than its name says."""
     found: dict[str, list[tuple[str, int]]] = {}
     for line in _ask("-L"):
         if gpu := re.match(r"GPU \d+: .*\(UUID: (GPU-[^)]+)\)", line):
@@ -81,7 +81,8 @@ def _parts() -> dict[str, list[tuple[str, int]]]:
 
 
 def _shown(gpus: Sequence[_Gpu], names: str | None) -> list[_Gpu]:
-    """Those that are named, in that order; a name of none ends it. None: all that are whole, or one part."""
+    """The GPUs named in CUDA_VISIBLE_DEVICES, in that order; an unknown name ends the list. None: all whole GPUs, or one MIG
+    instance."""
     if names is None:
         return [gpu for gpu in gpus if not gpu.part] or list(gpus[:1])
     found: list[_Gpu] = []
@@ -94,7 +95,7 @@ def _shown(gpus: Sequence[_Gpu], names: str | None) -> list[_Gpu]:
 
 
 def _ask(*arguments: str) -> list[str]:
-    """Lines; [] where it fails."""
+    """The lines that nvidia-smi prints; [] where it fails. Raises Mistake if it hangs."""
     command = ["nvidia-smi", *arguments]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)

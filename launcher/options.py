@@ -15,7 +15,7 @@ from ..shard.config import ShardConfig
 from . import kinds
 from .mistake import Mistake
 
-ROUTER = RouterConfig(folder="", model="")  # their defaults are ours
+ROUTER = RouterConfig(folder="", model="")  # the defaults of the two configurations are the flags' defaults
 SHARD = ShardConfig(folder="", model="")
 
 MODEL = "model"
@@ -54,7 +54,7 @@ def option(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What the operator asks for. 0, "" and None mean that penstock decides."""
+    """All options of a server. 0, "" and None mean that penstock decides."""
 
     model_id: str = option(MODEL, "what MODEL says: a folder, or a model id of the Hugging Face hub", default="")
     revision: str = option(MODEL, "branch, tag or commit of a hub model (default: main)", default="")
@@ -485,32 +485,32 @@ class Options:
 
     @property
     def speculation(self) -> Speculation:
-        """What `speculate` says."""
+        """The parsed value of `speculate`."""
         return parse_speculation(self.speculate or "0")
 
     @property
     def local_replicas(self) -> int:
-        """Rank groups that are started here."""
+        """The number of rank groups that are started here."""
         return (0 if self.replica else 1) if self.replicas is None else self.replicas
 
     @property
     def remote_replicas(self) -> tuple[tuple[str, ...], ...]:
-        """The addresses of the others."""
+        """The addresses of the ranks of each rank group that is started elsewhere (--replica)."""
         return tuple(addresses_of(group) for group in self.replica.split(";")) if self.replica else ()
 
     @property
     def sequences(self) -> int:
-        """Most that run at once."""
+        """The most sequences that run at once."""
         return most_sequences(self.max_batch_size, self.max_concurrent_requests, self.max_best_of)
 
     @property
     def pool_pages(self) -> int:
-        """Pages of the key/value pool, if the operator says how large it is, in one way or the other; else 0."""
+        """Pages of the key/value pool, if the operator sets its size in pages or in tokens; else 0."""
         return self.kv_pages or (max(1, self.max_batch_total_tokens // self.page_size) if self.max_batch_total_tokens else 0)
 
 
 PAUSING = ("max_waiting_tokens", "waiting_served_ratio")  # settings that only --prefill-policy pause reads
-SHARDS = (  # settings that only shards read, so whoever starts those
+SHARDS = (  # settings that only shards read, and so only launchers that start shards
     *("load_format", "dtype", "quantize", "prefix_caching", "page_size", "kv_pages", "max_batch_total_tokens", "kv_cache_dtype"),
     "kv_offload_gib",
     "max_lora_rank",
@@ -524,7 +524,7 @@ def flag(name: str) -> str:
 
 
 def check(options: Options) -> Options:
-    """The same options. Raises Mistake where two of them contradict each other."""
+    """Returns the options unchanged. Raises Mistake where two of them contradict each other."""
     if options.max_total_tokens and options.max_input_tokens >= options.max_total_tokens:
         raise Mistake(
             f"--max-input-tokens {options.max_input_tokens} must be below --max-total-tokens {options.max_total_tokens}: "
@@ -573,7 +573,7 @@ def check(options: Options) -> Options:
 
 
 def _check_replicas(options: Options) -> None:
-    """Raises Mistake where it isn't clear who starts which rank groups, or who reaches them."""
+    """Raises Mistake where it is unclear who starts which rank groups, or who reaches them."""
     if options.replicas == 0 and not options.replica:
         raise Mistake("--replicas 0 leaves nobody to compute: name a rank group that runs with --replica ADDRESS")
     if options.nnodes > 1 and options.local_replicas != 1:

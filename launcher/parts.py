@@ -1,6 +1,6 @@
-"""A part of a server, the router or a rank group: processes that live and die together. And what happens to it, as events.
+"""Parts of a server, the router or a rank group: processes that live and die together. Also the events that happen to them.
 
-A part of several machines is a subclass (`leader.py`): what happens elsewhere comes to it by `hear`.
+A rank group on several machines is a subclass (`leader.py`): events of other machines reach it by `hear`.
 """
 
 import subprocess
@@ -13,7 +13,7 @@ from . import processes
 from .processes import Child
 from .restarts import Restarts
 
-GRACE = 5.0  # seconds from SIGTERM to SIGKILL, beyond what running streams are given; also from SIGKILL to the end
+GRACE = 5.0  # seconds from SIGTERM to SIGKILL, beyond what running streams are given; also from SIGKILL to the process's end
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Command:
 
     name: str
     arguments: Sequence[str]
-    environment: Mapping[str, str] = field(default_factory=dict)  # beside what all processes have
+    environment: Mapping[str, str] = field(default_factory=dict)  # in addition to the common environment
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,22 +37,22 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    part: "Part"  # that was watched
-    attempt: int  # which of those who watched it has seen it
+    part: "Part"  # the part that was watched
+    attempt: int  # the number of the start that the watching thread belongs to
 
 
 @dataclass(frozen=True, slots=True)
 class Hung:
-    """The router complains of shards that answer nothing."""
+    """The router's report that a replica's shards do not respond."""
 
     replica: str
-    since: float  # when it had met them
+    since: float  # when the router had connected to them
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Elsewhere:
-    """Something that concerns a part has happened on another machine. The part says what follows from it."""
+    """A message of another machine that concerns a part. The part decides what follows from it."""
 
     part: "Part"
     what: object
@@ -60,7 +60,7 @@ class Elsewhere:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A part has died, though none of our own processes has ended. In vain: it is not started again."""
+    """A part has died though none of its local processes has ended. in_vain: it is not restarted."""
 
     text: str
     exit_code: int = 1
@@ -69,12 +69,12 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """A part can be started now."""
+    """The part can be started now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Another machine is asked to stop: so are we."""
+    """Another machine is asked to stop, so this one stops too."""
 
     text: str
 
@@ -84,24 +84,24 @@ Outcome = Failed | Again | Leave | None
 
 
 class Part:
-    """Processes that live and die together. It may have others on other machines: see `leader.py`."""
+    """Processes that live and die together: the router or a rank group. It may extend to other machines: see `leader.py`."""
 
     def __init__(self, name: str, commands: Sequence[Command], limit: int, leftovers: Sequence[Path] = ()) -> None:
-        """leftovers: files that they may have left when they were killed."""
+        """leftovers: files to remove before each start, which killed processes may have left."""
         self.name = name
         self.children: list[Child] = []
         self.started = 0.0
-        self.lost = 0.0  # when it died and was not ready since; 0: it is well
-        self.due: float | None = None  # when it shall be started again
-        self.attempt = 0  # who watches it for us
-        self.hopeless = False  # it is not started again
+        self.lost = 0.0  # when it died, if it has not been ready since; 0: it runs
+        self.due: float | None = None  # when it is to be restarted
+        self.attempt = 0  # number of the current watching thread
+        self.hopeless = False  # it is not restarted
         self.limit = limit
         self.restarts = Restarts(limit)
         self._commands = commands
         self._leftovers = leftovers
 
     def start(self, environment: Mapping[str, str]) -> None:
-        """Those that were started before another's start failed are among `children`."""
+        """Starts the processes. If one fails to start, those started before it are among `children`."""
         for path in self._leftovers:
             path.unlink(missing_ok=True)
         self.due, self.started = None, time.monotonic()
@@ -109,21 +109,21 @@ class Part:
             self.children.append(processes.start(command.name, command.arguments, {**environment, **command.environment}))
 
     def attend(self, put: Callable[["Event"], None]) -> None:
-        """From now on what happens elsewhere is put there."""
+        """From now on, messages of other machines are put into the supervisor's queue."""
 
     def hear(self, what: object) -> Outcome:
-        """What follows from something that was put."""
+        """What follows from a message that was put."""
 
     def terminate(self) -> None:
-        """Asks all to end, rank 0 last, as the others follow it."""
+        """Asks all processes to end, rank 0 last, as the others follow it."""
         for child in reversed(self.children):
             child.terminate()
 
     def close(self, exit_code: int) -> None:
-        """It is over."""
+        """Called when the server has ended."""
 
     def kill(self) -> bool:
-        """Returns when nothing of it is left; False if something won't go."""
+        """Kills all processes. Returns when they are gone; False if one does not end."""
         for child in self.children:
             child.kill()
         deadline = time.monotonic() + GRACE

@@ -1,9 +1,9 @@
-"""Paths that people write."""
+"""Paths as people write them."""
 
 import os
 from pathlib import Path
 
 
 def expanded(text: str) -> Path:
-    """~ is a home. Path's own expanduser raises for users that nobody knows, whom a command or a config.json may name."""
+    """The path with ~ expanded. Path's own expanduser raises for unknown users, which a command or a config.json may name."""
     return Path(os.path.expanduser(text))

@@ -1,7 +1,7 @@
-"""What will run: ranks, number format, threads, and how memory divides into weights and key/value pages.
+"""The plan of a server: ranks, dtype, threads, and how each rank's memory divides into weights and KV cache pages.
 
-An estimate made before any process starts, so that what can't work fails in a moment and in one line. The shards
-measure, once the model is loaded, what the pool really gets. Pure, apart from `make`, which looks at the machine.
+It is an estimate made before any process starts, so that what cannot work fails at once and in one line. The shards measure, once
+the model is loaded, what the KV pool really gets. Pure, apart from `make`, which inspects the machine.
 """
 
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ from .options import SHARD, Options
 from .vision import Vision
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# Parameters of a rank for each compute thread of a CPU. With fewer, threads take longer to wait for each other than to compute:
-# every product of a step wakes all of them. Measured 2026-11-22 on 2 cores of an EPYC, bfloat16, ms of a step of 1 / 8 / 32 rows by
-# one thread and by two: 3.5 M 1.1 / 2.0 / 4.8 and 3.1 / 4.6 / 7.5; 75 M 11 / 13 / 29 and 14 / 16 / 37; 155 M 14 / 22 / 54 and
+# Parameters of a rank for each compute thread of a CPU. With fewer, threads wait for each other longer than they compute: every
+# matrix product of a step wakes all of them. Measured 2026-11-22 on 2 cores of an EPYC, bfloat16, ms of a step of 1 / 8 / 32 rows
+# by one thread and by two: 3.5 M 1.1 / 2.0 / 4.8 and 3.1 / 4.6 / 7.5; 75 M 11 / 13 / 29 and 14 / 16 / 37; 155 M 14 / 22 / 54 and
 # 18 / 20 / 50.
 PER_THREAD = 1 << 26
 GIB = 1 << 30
@@ -31,13 +31,13 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Bytes are per rank."""
+    """How a model is to run on a machine: ranks, dtype and memory. Bytes are per rank."""
 
     shape: Shape
     checkpoint: Checkpoint
     device: str
-    amd: tuple[str, ...] = ()  # see `Machine`
-    unused: str = ""  # why GPUs that are here are not used, unless somebody wants it so
+    amd: tuple[str, ...] = ()  # AMD GPUs by name, see `Machine`
+    unused: str = ""  # why GPUs of this machine are not used; "" if they are, or if the operator wants it so
     ranks: int
     local_ranks: int  # on this machine
     dtype: str
@@ -45,28 +45,29 @@ class Plan:
     weight_bytes: int
     adapter_bytes: int
     vision: Vision = field(default_factory=Vision)
-    sight_bytes: int = 0  # of what encodes images, beside the weights
-    token_bytes: int  # of one token's keys and values
-    state_bytes: int = 0  # of all sequences that run at once, beside that
+    sight_bytes: int = 0  # weights of the image encoder, which are not in `weight_bytes`
+    token_bytes: int  # KV cache of one token
+    state_bytes: int = 0  # recurrent states of all sequences that run at once
     draft: DraftShape | None = None  # the draft model, which is whole on rank 0
-    draft_bytes: int = 0  # its weights
+    draft_bytes: int = 0  # the draft model's weights
     draft_token_bytes: int = 0
-    memory: int  # that the rank may use
+    memory: int  # memory that the rank may use
     page_size: int
-    pages: int  # on every rank, for the same tokens
-    offload_bytes: int = 0  # of the host's memory, for what pages have no room for
-    graphs: int = 0  # steps that are recorded
-    sequences: int  # that run at once, at most
-    longest: int  # tokens of each, at most
+    pages: int  # the same number on every rank, for the same tokens
+    offload_bytes: int = 0  # host memory for KV pages that the pool evicts
+    graphs: int = 0  # number of captured CUDA graphs
+    sequences: int  # most sequences that run at once
+    longest: int  # most tokens of a sequence
 
     @property
     def capacity(self) -> int:
-        """Tokens whose keys and values fit."""
+        """The number of tokens whose KV fits."""
         return self.pages * self.page_size
 
     @property
     def ample(self) -> bool:
-        """More pages would only keep prefixes: all sequences that run at once have room for their last token."""
+        """Whether the pool is as large as is useful: all sequences that run at once have room for their last token, and more pages
+        would only keep cached prefixes."""
         return self.pages >= self.sequences * -(-self.longest // self.page_size)
 
 
@@ -81,7 +82,7 @@ def make(options: Options, model: Checkpoint, draft: Checkpoint | None = None, c
 def divide(
     options: Options, model: Checkpoint, machine: Machine, draft: Checkpoint | None = None, changes: Sequence[Adapter] = ()
 ) -> Plan:
-    """The plan for `model`, with a draft model and adapters if there are any, on `machine`. Raises Mistake."""
+    """The plan for `model` on `machine`, with a draft model and LoRA adapters if there are any. Raises Mistake."""
     seen = vision.resolve(options, model)
     device = _device(options, machine)
     ranks = _ranks(options, device, machine)
@@ -91,7 +92,7 @@ def divide(
     item = ITEM_BYTES[dtype]
     packed = device == "cpu" and (dtype == "float32" or (dtype == "bfloat16" and (machine.fast_bfloat16 or machine.packs_bfloat16)))
     weights = form.weight_bytes(ranks, item, device, dtype, packed)
-    # Each is laid out as the largest, and what it does to matrices that are stored as one has zeros beside it.
+    # Each adapter takes the space of the largest. Where a matrix is stored fused with others, its LoRA has zeros for these.
     largest = 2 * max((change.elements for change in changes), default=0)
     later = options.max_lora_rank * form.adapted(ranks) if options.max_loras > len(changes) else 0
     adapted = max(len(changes), options.max_loras) * max(largest, later) * item
@@ -110,7 +111,7 @@ def divide(
     states = form.states_bytes(ranks, item, sequences, caching)
     fixed += states
     longest = options.max_total_tokens or form.max_positions
-    # More pages than all requests together can fill would only keep prefixes.
+    # More pages than all requests together can fill would only keep cached prefixes.
     pages = options.pool_pages or min(sequences * -(-longest // options.page_size), (left - fixed) // page)
     if pages < 1 or fixed + pages * page > left:
         raise _refusal(options, total, left, fixed, page, _remedy(options, form, ranks, dtype))
@@ -144,7 +145,7 @@ def divide(
 
 
 def _form(options: Options, model: Checkpoint, ranks: int) -> Shape:
-    """The model's, as it is to be served. Raises Mistake if the options want more than it has."""
+    """The model's shape as it is to be served. Raises Mistake if the options ask for more than it has."""
     try:
         form = shape(model.config).within(options.max_total_tokens).quantized(options.quantize)
         form.check_ranks(ranks)
@@ -161,7 +162,8 @@ def _form(options: Options, model: Checkpoint, ranks: int) -> Shape:
 
 
 def _refusal(options: Options, total: int, left: int, fixed: int, page: int, remedy: str) -> Mistake:
-    """Of a rank's memory, `left` is too little for `fixed` and pages. remedy: where the usual share of it would be, too."""
+    """The error that a rank's memory, `left`, is too little for `fixed` and pages. remedy: used unless the default memory fraction
+    is enough."""
     asked = f"{options.pool_pages} pages" if options.pool_pages else "one page"
     pool = page * max(1, options.pool_pages)
     allowed = f"{size(max(0, left))} may be used ({100 * options.cuda_memory_fraction:.4g}% of {size(total)})"
@@ -171,14 +173,14 @@ def _refusal(options: Options, total: int, left: int, fixed: int, page: int, rem
 
 
 def _threads(options: Options, device: str, parameters: int, cores: int) -> int:
-    """Of a rank that has so many parameters and cores."""
+    """Compute threads of a rank with so many parameters and cores."""
     if options.batch_invariant:
         return 1
     return options.threads or max(1, cores if device == "cuda" else min(cores, parameters // PER_THREAD))
 
 
 def _graphs(options: Options, form: Shape, draft: DraftShape | None) -> int:
-    """How many steps will be recorded."""
+    """The number of steps that will be captured as CUDA graphs."""
     if not form.replayed:
         return 0
     chosen = graph_sizes.parse(options.cuda_graphs)
@@ -214,7 +216,8 @@ def _ranks(options: Options, device: str, machine: Machine) -> int:
 
 
 def _dtype(options: Options, model: Checkpoint, device: str, machine: Machine) -> str:
-    """float32 on a CPU unless it has bfloat16 units and the weights are bfloat16; on a GPU float32 only if asked."""
+    """The compute dtype: float32 on a CPU unless it has bfloat16 units and the weights are bfloat16; on a GPU float32 only if
+    asked."""
     if options.dtype != "auto":
         return options.dtype
     if device == "cuda":
@@ -233,7 +236,7 @@ def _remedy(options: Options, form: Shape, ranks: int, dtype: str) -> str:
 
 
 def table(plan: Plan, name: str) -> str:
-    """The plan for people, aligned."""
+    """The plan as an aligned table for people."""
     form, model = plan.shape, plan.checkpoint
     rows = [
         ("model", name),
@@ -272,7 +275,7 @@ def table(plan: Plan, name: str) -> str:
 
 
 def _ample(plan: Plan) -> list[tuple[str, str]]:
-    """Why the pool takes no more of the memory, if it could."""
+    """Why the pool takes no more of the memory, where it could."""
     if not plan.ample:
         return []
     room = f"all sequences that run at once fit, {plan.sequences:,} (--max-batch-size) of {plan.longest:,} tokens"
@@ -280,7 +283,7 @@ def _ample(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _vision(plan: Plan) -> list[tuple[str, str]]:
-    """What encodes images."""
+    """The row of the image encoder."""
     if not plan.vision.images:
         return [("  images", f"none: {plan.vision.why}")] if plan.vision.why else []
     if not plan.sight_bytes:
@@ -291,14 +294,14 @@ def _vision(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _states(plan: Plan) -> list[tuple[str, str]]:
-    """What layers remember of sequences."""
+    """The row of the recurrent states of linear attention and convolution layers."""
     if not plan.state_bytes:
         return []
     return [("  states", f"{size(plan.state_bytes):>10}  of {plan.sequences:,} sequences at once (--max-batch-size)")]
 
 
 def _draft(plan: Plan) -> list[tuple[str, str]]:
-    """What the draft model takes beside the model, of the rank that has it."""
+    """The rows of the draft model's memory, on the rank that has it."""
     if plan.draft is None:
         return []
     cache = plan.pages * plan.page_size * plan.draft_token_bytes
@@ -328,7 +331,7 @@ def _stored(form: Shape, model: Checkpoint) -> str:
 
 
 def _rounding(form: Shape) -> bool:
-    """Whether the weights are to be made of few bits, and are stored with more."""
+    """Whether the weights are quantized when loaded, from a checkpoint with more bits."""
     return form.quantization is not None and form.quantization.at_load
 
 

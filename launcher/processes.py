@@ -1,4 +1,4 @@
-"""Starts child processes, passes on what they write, tells when one ends, and ends them. Knows nothing of what they are for."""
+"""Child processes: starts them, relays their output, reports when one ends, and ends them. Knows nothing of what they are for."""
 
 import ctypes
 import os
@@ -14,32 +14,32 @@ from typing import IO
 
 from .console import Console
 
-ERROR = re.compile(r'^\S+ ERROR |"level": "ERROR"')  # in a line of either form that proto/process.py writes
+ERROR = re.compile(r'^\S+ ERROR |"level": "ERROR"')  # of a log line in either form that proto/process.py writes
 TAIL = 5  # last lines of a child that are repeated when it fails
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(eq=False)
 class Child:
-    """A process we started. It leads a process group of its own, so that Ctrl-C reaches only us."""
+    """A child process. It leads a process group of its own, so that Ctrl-C reaches only the launcher."""
 
     name: str
     process: subprocess.Popen[str]
     errors: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL))  # last lines of its stderr, and errors in its log
 
     def terminate(self) -> None:
-        """Asks it to end. Nothing happens if it has ended."""
+        """Sends SIGTERM. Nothing happens if it has ended."""
         self.process.terminate()
 
     def kill(self) -> None:
-        """Ends it, and whatever it started, at once."""
+        """Kills it at once, with whatever it started."""
         try:
             os.killpg(self.process.pid, signal.SIGKILL)
         except ProcessLookupError:
             return  # all gone already
 
     def verdict(self) -> str:
-        """How it ended, for people; its last words included."""
+        """How it ended, for people, with its last lines."""
         code = self.process.returncode
         if code >= 0:
             how = f"ended with exit code {code}"
@@ -53,7 +53,8 @@ class Child:
 
 
 def start(name: str, command: Sequence[str], environment: Mapping[str, str]) -> Child:
-    """A child that the kernel kills when the calling *thread* ends, so start it from the main thread, before other threads."""
+    """Starts a child. The kernel kills it when the calling *thread* ends, so call this on the main thread, before other threads
+    start."""
     process = subprocess.Popen(
         command,
         env=environment,
@@ -71,10 +72,9 @@ def start(name: str, command: Sequence[str], environment: Mapping[str, str]) -> 
 
 
 def _bind(parent: int) -> Callable[[], None] | None:
-    """Runs in the child between fork and exec: its life is bound to ours from its first moment.
+    """A function to run in the child between fork and exec: it binds the child's life to the launcher's from its first moment.
 
-    Children do the same when they run (proto/process.py), but until a child has come so far, a launcher that is killed would
-    leave it behind.
+    Children do the same when they run (proto/process.py), but until then a killed launcher would leave them behind.
     """
     if not sys.platform.startswith("linux"):
         return None
@@ -89,8 +89,8 @@ def _bind(parent: int) -> Callable[[], None] | None:
 
 
 def follow(child: Child, console: Console, ended: Callable[[Child], None]) -> None:
-    """From now on its lines go to the console, which never holds it up; `ended(child)` is called, in another thread, when it is
-    gone."""
+    """Relays its lines to the console from now on, without ever blocking the child; calls `ended(child)` on another thread when it
+    is gone."""
     console.detach()
     assert child.process.stdout is not None
     assert child.process.stderr is not None
@@ -102,7 +102,7 @@ def follow(child: Child, console: Console, ended: Callable[[Child], None]) -> No
     def wait() -> None:
         child.process.wait()
         for reader in readers:
-            reader.join(1)  # its last lines first; not forever, since a process that it started may hold the pipe open
+            reader.join(1)  # its last lines first; with a timeout, since a process that it started may hold the pipe open
         ended(child)
 
     for reader in readers:

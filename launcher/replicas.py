@@ -1,4 +1,4 @@
-"""Several rank groups on one machine: what of it each of them gets, and where they are reached. Pure."""
+"""Several rank groups (replicas) on one machine: each one's share of the machine, and the addresses of its ranks. Pure."""
 
 import ipaddress
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,30 +11,30 @@ from .mistake import Mistake
 from .nvidia import VISIBLE
 from .options import Options
 
-VISIBLE_AMD = "HIP_VISIBLE_DEVICES"  # which wins where both are set
+VISIBLE_AMD = "HIP_VISIBLE_DEVICES"  # wins where both are set
 LAST_PORT = 65535
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Of one rank group."""
+    """Where one rank group runs: its sockets or ports, and the GPUs that it sees."""
 
     number: int
     alone: bool  # there are no others on this machine
     sockets: Sequence[str]  # of the ranks
     relay: str
     meeting: str
-    listen: Sequence[str]  # host:port of the ranks, where these are reached instead; (): they aren't
-    environment: Mapping[str, str]  # of its processes, beside what all have
+    listen: Sequence[str]  # host:port of the ranks, where they listen at ports instead of sockets; else ()
+    environment: Mapping[str, str]  # of its processes, in addition to the common one
 
     @property
     def name(self) -> str:
-        """In the router."""
+        """The replica's name in the router."""
         return str(self.number)
 
     @property
     def title(self) -> str:
-        """For people."""
+        """The group's name for people."""
         return "the shards" if self.alone else f"replica {self.number}"
 
     @property
@@ -44,16 +44,16 @@ class Place:
 
     @property
     def files(self) -> list[Path]:
-        """That processes which are killed leave behind."""
+        """Files that killed processes leave behind."""
         return [Path(path) for path in (*self.sockets, self.relay, self.meeting)]
 
     def process(self, rank: int) -> str:
-        """Its name."""
+        """The name of a rank's process."""
         return f"shard {rank}" if self.alone else f"replica {self.number} shard {rank}"
 
 
 def share(options: Options, machine: Machine) -> Machine:
-    """What each rank group has of the machine. Raises Mistake."""
+    """The machine's resources for each rank group. Raises Mistake."""
     parts, gpus = options.local_replicas, len(machine.gpu_memory)
     if parts < 2:
         return machine
@@ -67,7 +67,7 @@ def share(options: Options, machine: Machine) -> Machine:
 
 
 def sockets(groups: int, ranks: int) -> list[list[str]]:
-    """Names of each group's sockets, the one for its relay after those of its ranks, and of the file by which these meet."""
+    """Names of each group's files: the sockets of its ranks, its relay's socket, and the file by which the ranks meet."""
     before = [f"{group}-" if groups > 1 else "" for group in range(groups)]
     return [[*(f"{each}{rank}" for rank in range(ranks)), f"{each}relay", f"{each}meeting"] for each in before]
 
@@ -88,7 +88,7 @@ def divide(
 
 
 def listening(places: Sequence[Place]) -> Iterator[tuple[str, int]]:
-    """Where ranks listen, of what can be tried before they do: a name may be younger than its machine's processes."""
+    """The addresses where ranks listen that can be tried beforehand: IP addresses only, since a name may become known later."""
     for place in places:
         for each in place.listen:
             host, _, port = each.rpartition(":")
@@ -106,9 +106,9 @@ def _listening(options: Options, count: int) -> list[str]:
 
 
 def _devices(group: int, ranks: int, environment: Mapping[str, str], amd: Sequence[str]) -> dict[str, str]:
-    """Which GPUs a group sees: the next of those that we may see, in their order."""
+    """The variable that shows a group its GPUs: the next of those that are visible to the launcher, in their order."""
     numbers = range(group * ranks, (group + 1) * ranks)
-    if amd:  # and none of those between them that are a part of a processor
+    if amd:  # integrated GPUs between them are left out
         return {VISIBLE_AMD: ",".join(amd[number] for number in numbers)}
     given = [name.strip() for name in environment.get(VISIBLE, "").split(",") if name.strip()]
     if given:

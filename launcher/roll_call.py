@@ -1,7 +1,8 @@
-"""Which of several nodes are there before anything is loaded, which are missing, and which don't fit. Pure.
+"""Node 0's register of a multi-node group: which nodes are there before anything is loaded, which are missing, and which differ.
+Pure.
 
-Node 0 keeps the roll. Each other node comes with a `Hello`: which one it is, where its ranks will listen, and its terms, all that
-has to be the same on every node.
+Each other node announces itself by a `Hello`: which one it is, where its ranks will listen, and its terms, all settings that must
+be the same on every node.
 """
 
 import dataclasses
@@ -11,7 +12,7 @@ from ..proto.images import DESCRIPTIONS
 from ..shard.config import ShardConfig
 from .node_messages import Hello
 
-# Settings of a rank that are its own, or its machine's. All others have to be the same on all nodes.
+# Settings of a rank that are its own, or its machine's. All others must be the same on all nodes.
 OWN = {
     *("folder", "model", "name", "rank", "local_rank", "memory_fraction", "threads", "socket", "listen", "relay", "relay_address"),
     *("meeting", "token", "link_timeout", "tls_cert", "tls_key", "tls_ca", "master_addr", "master_port", "json_output"),
@@ -20,26 +21,26 @@ FLAGS = {
     **{"ranks": "--num-shard", "nodes": "--nnodes", "kernels": "--penstock-kernels", "local_ranks": "--num-shard"},
     **{"image_pixels": "--max-images and --max-image-pixels", "images_asked": "--max-images"},
 }
-VERSIONS = ("penstock", "torch", "transformers", "weights", DESCRIPTIONS[0])  # what differs by what is installed, or lies there
+VERSIONS = ("penstock", "torch", "transformers", "weights", DESCRIPTIONS[0])  # what differs by installation or files, not by flags
 
 
 def terms(config: ShardConfig, nodes: int, weights: str, versions: Mapping[str, str]) -> dict[str, str]:
-    """What has to be the same everywhere. weights: a digest of the model's files."""
+    """All that must be the same on every node. weights: a digest of the model's files."""
     same = {name: str(value) for name, value in dataclasses.asdict(config).items() if name not in OWN}
     return {**versions, "weights": weights, "nodes": str(nodes), **same}
 
 
 class RollCall:
-    """Which nodes are there, as node 0 knows it."""
+    """The nodes that are there, as node 0 knows them."""
 
     def __init__(self, nodes: int, terms: Mapping[str, str]) -> None:
         self._nodes = nodes
         self._terms = terms
         self.present: dict[int, Hello] = {}
-        self._idle: set[int] = set()  # of these nothing runs
+        self._idle: set[int] = set()  # nodes on which no ranks run
 
     def objection(self, hello: Hello) -> str:
-        """Why a node can't be one of this group, "" if it can."""
+        """Why a node cannot belong to this group, "" if it can."""
         name = named(hello.node, hello.address)
         if not 0 < hello.node < self._nodes:
             return f"{name} is none of the nodes 1 to {self._nodes - 1}: --nnodes is {self._nodes} on node 0, look at --node-rank"
@@ -48,44 +49,44 @@ class RollCall:
         return f"{name} differs from node 0: {'; '.join(found)}" if found else ""
 
     def rival(self, hello: Hello) -> str:
-        """Why it can't be one yet: another start of the same node is there. Its end is noticed sooner or later."""
+        """Why a node cannot be registered yet: another start of the same node is. Its end will be noticed sooner or later."""
         there = self.present.get(hello.node)
         if there is None or there.start == hello.start:
             return ""
         return f"node {hello.node} is there already, from {there.address}: this one, from {hello.address}, waits for its end"
 
     def enter(self, hello: Hello) -> None:
-        """It is there, and nothing of it runs."""
+        """Registers a node, none of whose ranks runs."""
         self.present[hello.node] = hello
         self._idle.add(hello.node)
 
     def leave(self, node: int) -> None:
-        """It is lost."""
+        """Removes a lost node."""
         self.present.pop(node, None)
         self._idle.discard(node)
 
     def halted(self, node: int) -> None:
-        """Nothing of it runs any more."""
+        """Records that none of the node's ranks runs any more."""
         if node in self.present:
             self._idle.add(node)
 
     def started(self) -> None:
-        """All run."""
+        """Records that ranks run on all nodes."""
         self._idle.clear()
 
     @property
     def complete(self) -> bool:
-        """All are there, and can be started."""
+        """Whether all nodes are there and can be started."""
         return len(self._idle) == self._nodes - 1
 
     def missing(self) -> str:
-        """Those that can't be started, for people."""
+        """The nodes that cannot be started, for people."""
         late = [node for node in range(1, self._nodes) if node not in self._idle]
         names = [named(node, self.present[node].address) if node in self.present else f"node {node}" for node in late]
         return f"{' and '.join(names)} of {self._nodes}"
 
     def late(self, seconds: float) -> str:
-        """When it has taken too long."""
+        """The error message when they have taken too long."""
         several = self._nodes - 1 - len(self._idle) > 1
         return (
             f"{self.missing()} {'have' if several else 'has'} not come within {seconds:g} s (--node-timeout): is penstock started "

@@ -1,7 +1,8 @@
-"""How fast a model can be at best on accelerators of which memory, arithmetic and wires are known: the roofline.
+"""Roofline model: lower bounds for the time of a decode step and of a prefill, from an accelerator's memory bandwidth, FLOP/s and
+links.
 
-Seconds of a step, per rank, as all ranks do the same at the same time. Pure; knows no server and no machine. What is not in it:
-launches of kernels, sampling, the host. How much of it penstock reaches is known of one H200 (docs/performance.md).
+Seconds of a step, per rank, as all ranks do the same at the same time. Pure; knows no server and no machine. Not included: kernel
+launches, sampling, the host. How much of the bound penstock reaches is known for one H200 (docs/performance.md).
 """
 
 from dataclasses import dataclass
@@ -26,64 +27,67 @@ a kernel, samples or plans is in it: these are bounds; how near to them penstock
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accelerator:
-    """Of one: bytes, bytes a second, dense FLOP/s with 16-bit numbers. Wires: bytes a second in one direction, seconds."""
+    """One accelerator: bytes, bytes a second, dense FLOP/s in 16-bit formats. Links: bytes a second in one direction; latencies in
+    seconds."""
 
     memory: float
     bandwidth: float
     flops: float
-    link: float  # to others of the same node
+    link: float  # to accelerators of the same node
     network: float  # to those of other nodes
     latency: float  # of an all-reduce of few bytes within a node
-    network_latency: float  # between nodes
+    network_latency: float  # of an all-reduce of few bytes between nodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The ranks of a replica, which share a model."""
+    """The ranks of a replica, which share a model by tensor parallelism."""
 
     shape: Shape
     ranks: int
     nodes: int
-    item: int  # bytes of a number that is computed with
-    dtype: str = "bfloat16"  # those numbers'
-    token_bytes: int  # of a token's keys and values on a rank
+    item: int  # bytes of an element of the compute dtype
+    dtype: str = "bfloat16"  # the compute dtype
+    token_bytes: int  # KV cache of a token on a rank
 
     @property
     def head(self) -> int:
-        """Elements of the output matrix."""
+        """Elements of a rank's slice of the output matrix (LM head)."""
         return self.shape.vocabulary_slice(self.ranks) * self.shape.hidden
 
     @property
     def logit(self) -> int:
-        """Bytes of a logit as ranks compute it, and of a number of the output matrix."""
+        """Bytes of a logit as ranks compute it, and of an element of the output matrix."""
         return 4 if self.shape.precise_logits and not self.shape.tied else self.item
 
     def read(self, tokens: int) -> int:
-        """Bytes of the weights that a step of so many tokens reads."""
+        """Bytes of weights that a step of so many tokens reads."""
         wide = self.head * (self.logit - self.item)
         return self.parameters(tokens) * self.item + wide - self.shape.saved(self.ranks, self.item, "cuda", self.dtype, tokens)
 
     def parameters(self, tokens: int = 1) -> int:
-        """Those that a step of so many tokens reads, or one token is multiplied with. Of an embedding table, rows are read."""
+        """Parameters that a step of so many tokens reads, or that one token is multiplied with. Of an embedding table, only rows
+        are read."""
         return self.shape.parameters(self.ranks, tokens=tokens) - (0 if self.shape.tied else self.head)
 
 
 def decode(group: Group, on: Accelerator, streams: int, context: int) -> float:
-    """Each of so many sequences gets a token; all have a context of that length."""
+    """Seconds of a decode step with so many sequences, all with a context of that length."""
     weights = max(group.read(streams) / on.bandwidth, 2 * group.parameters() * streams / on.flops)
-    each = context_bytes(group, context) + 2 * group.shape.state_bytes(group.ranks, group.item)  # which is read and written
+    # recurrent states are read and written
+    each = context_bytes(group, context) + 2 * group.shape.state_bytes(group.ranks, group.item)
     return weights + streams * each / on.bandwidth + exchange(group, on, streams, streams)
 
 
 def prefill(group: Group, on: Accelerator, tokens: int) -> float:
-    """A prompt, while nothing else runs."""
+    """Seconds of a prefill of so many tokens, while nothing else runs."""
     shape, index, blocks, kept = group.shape, group.shape.index, group.shape.blocks, group.shape.remembering
     pairs = _pairs_of_chunks if shape.chunked else _pairs
     windows = ((shape.windows[layer], shape.chosen(layer), layer) for layer in shape.attending)
     seen = ((_entries(shape, layer, tokens) or pairs(tokens, window or chosen), window) for window, chosen, layer in windows)
     attention = 4 * sum(keys * shape.asking(window) * shape.keys(window).size for keys, window in seen) / group.ranks
     attention += 2 * sum(_choosing(shape, layer, tokens) for layer in shape.attending)
-    if index and tokens > index.most:  # every rank has all of it
+    if index and tokens > index.most:  # an indexer is replicated on every rank
         attention += 2 * len(shape.indexing) * _pairs(tokens, 0) * index.heads * index.read
     if blocks and tokens > blocks.most:
         attention += 2 * len(blocks.layers) * _pairs(tokens, 0) * blocks.own(group.ranks) * blocks.read
@@ -95,7 +99,8 @@ def prefill(group: Group, on: Accelerator, tokens: int) -> float:
 
 
 def context_bytes(group: Group, context: int) -> float:
-    """Of the keys and values that a token reads: layers with a window forget, and of latents some are chosen, by keys of all."""
+    """Bytes of KV cache that a token reads. Layers with a sliding window read the window; with an indexer, the selected tokens
+    alone, and index keys of the whole context."""
     shape, seen = group.shape, 0.0
     for layer in shape.attending:
         if shape.compressed:
@@ -111,12 +116,13 @@ def context_bytes(group: Group, context: int) -> float:
 
 
 def _entries(shape: Shape, layer: int, tokens: int) -> int:
-    """How often a token of a prompt sees another's key, or an entry, in a layer of DeepSeek V4's; 0: it is none."""
+    """The number of (query, key or compressed entry) pairs of a prompt in a layer of DeepSeek V4; 0: it is another model."""
     return shape.compressed.at(layer, True).pairs(tokens) if shape.compressed else 0
 
 
 def _choosing(shape: Shape, layer: int, tokens: int) -> int:
-    """Products of an index's queries with entries of a prompt, in such a layer: every rank has all of it."""
+    """Multiplications of index queries with compressed entries of a prompt in a DeepSeek V4 layer; the indexer is replicated on
+    every rank."""
     if not shape.compressed:
         return 0
     latent = shape.compressed.at(layer, True)
@@ -124,23 +130,24 @@ def _choosing(shape: Shape, layer: int, tokens: int) -> int:
 
 
 def _keys(shape: Shape, context: int, window: int) -> float:
-    """That the last token of a context sees; if it is of another chunk than the first, as many as tokens do on average."""
+    """Keys that the last token of a context attends to; with chunked attention, beyond the first chunk, the average over a
+    chunk."""
     if shape.chunked and 0 < window < context:
         return (window + 1) / 2
     return min(context, window or context)
 
 
 def exchange(group: Group, on: Accelerator, tokens: int, rows: int) -> float:
-    """All that ranks tell each other in a step of so many tokens, of which so many rows get logits."""
+    """Seconds of communication between ranks in a step of so many tokens, of which `rows` get logits."""
     shape, ranks = group.shape, (group.ranks // group.nodes, group.nodes)
     sums = shape.sums + 1
     sums += sum(mixture is not None and mixture.beside for mixture in shape.mixtures)
     found = sums * all_reduce(on, *ranks, tokens * shape.hidden * group.item) + gather(group, on, rows)
-    if shape.grams:  # what each has of the rows that stand for n-grams
+    if shape.grams:  # partial n-gram embeddings of each rank
         found += len(shape.grams.layers) * all_reduce(on, *ranks, tokens * shape.grams.size * group.item)
-    if shape.joint_qk_norm:  # a sum of squares of a token's queries, and of its keys, in float32
+    if shape.joint_qk_norm:  # a sum of squares of a token's queries, and one of its keys, in float32
         found += shape.layers * all_reduce(on, *ranks, 8 * tokens)
-    closing = sum(part > 0 for part in shape.mlp_closed)  # by the mean of a token's gates, and of their squares
+    closing = sum(part > 0 for part in shape.mlp_closed)  # mean of a token's gates, and of their squares
     found += closing * all_reduce(on, *ranks, 8 * tokens)
     if shape.remembering and (squares := shape.remembering.squares(group.ranks)):
         found += len(shape.remembering.layers) * all_reduce(on, *ranks, 4 * tokens * squares)
@@ -148,14 +155,15 @@ def exchange(group: Group, on: Accelerator, tokens: int, rows: int) -> float:
 
 
 def all_reduce(on: Accelerator, ranks: int, nodes: int, size: float) -> float:
-    """`size` bytes, summed over `nodes` with `ranks` each: within each node, then each rank its part with its like, and back."""
+    """Seconds of a hierarchical all-reduce of `size` bytes over `nodes` with `ranks` each: within a node, then each rank's slice
+    between nodes, and back."""
     inside = on.latency + 2 * (ranks - 1) / ranks * size / on.link if ranks > 1 else 0.0
     between = on.network_latency + 2 * (nodes - 1) / nodes * size / ranks / on.network if nodes > 1 else 0.0
     return inside + between
 
 
 def gather(group: Group, on: Accelerator, rows: int) -> float:
-    """Logits, of which each rank has a part, come to rank 0."""
+    """Seconds to gather the ranks' slices of the logits on rank 0."""
     near = group.ranks // group.nodes
     part = rows * group.shape.vocabulary_slice(group.ranks) * group.logit
     inside = on.latency + (near - 1) * part / on.link if near > 1 else 0.0
@@ -164,12 +172,12 @@ def gather(group: Group, on: Accelerator, rows: int) -> float:
 
 
 def _pairs(tokens: int, window: int) -> int:
-    """How often a token of a prompt sees another or itself in a layer."""
+    """The number of (query, key) pairs of a prompt in a causal attention layer; window 0: the whole context."""
     full = min(tokens, window or tokens)
     return full * (full + 1) // 2 + (tokens - full) * full
 
 
 def _pairs_of_chunks(tokens: int, chunk: int) -> int:
-    """The same, where a token sees its chunk; 0: all."""
+    """The number of such pairs with chunked attention, where a token sees only its chunk; 0: all."""
     whole, rest = divmod(tokens, chunk or tokens + 1)
     return whole * _pairs(chunk, 0) + _pairs(rest, 0)

@@ -1,7 +1,7 @@
-"""Where the sockets of one server lie: a private folder, or beside a prefix that the operator names.
+"""The folder of a server's Unix sockets: a private one, or a path prefix that the operator names.
 
-A server holds a lock while it lives. So a second one on the same prefix is refused, and what one left that was killed with
-SIGKILL is told from what is in use, and removed by the next start.
+A server holds a lock file while it lives. So a second server on the same prefix is refused, and what a server killed with SIGKILL
+has left is distinguished from what is in use, and removed by the next start.
 """
 
 import fcntl
@@ -18,21 +18,21 @@ from .mistake import Mistake
 
 PREFIX = "penstock-"
 LOCK = "lock"
-LONGEST_SOCKET = 107  # bytes of a path that fit into sockaddr_un, without the closing 0
+LONGEST_SOCKET = 107  # bytes of a path that fit into sockaddr_un, without the terminating 0
 
 
 @contextmanager
 def private() -> Iterator[Path]:
-    """A new folder that only this user can enter; gone afterwards, with everything in it."""
+    """A new folder that only this user can enter; it is removed afterwards with all its contents."""
     with ExitStack() as stack:
         with writing("the temporary folder"):
             home = Path(tempfile.gettempdir())
             if len(os.fsencode(home)) > LONGEST_SOCKET - 40:
                 home = Path("/tmp")  # an unusually long TMPDIR leaves no room for a socket's name
             _sweep(home)
-            # With mode 0700. That somebody cleans up before us is no error.
+            # With mode 0700. If somebody else removes it first, that is no error.
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=PREFIX, dir=home)))
-            # Locked before it gets its name: a sweep never sees it unlocked.
+            # Locked before it gets its final name: a sweep never sees it unlocked.
             file = stack.enter_context((folder / "unlocked").open("w"))
             fcntl.flock(file, fcntl.LOCK_EX)
             (folder / "unlocked").rename(folder / LOCK)
@@ -41,7 +41,7 @@ def private() -> Iterator[Path]:
 
 @contextmanager
 def writing(what: str, remedy: str = "name another folder with TMPDIR") -> Iterator[None]:
-    """Within, a folder that can't be written to is a Mistake."""
+    """Inside the context, failing to write to a folder is a Mistake."""
     try:
         yield
     except OSError as error:
@@ -53,19 +53,20 @@ def _sweep(home: Path) -> None:
     for lock in home.glob(f"{PREFIX}*/{LOCK}"):
         try:
             folder, found = lock.parent.lstat(), lock.lstat()
-            own = folder.st_uid == os.getuid() and folder.st_mode == stat.S_IFDIR | 0o700  # no link either
+            own = folder.st_uid == os.getuid() and folder.st_mode == stat.S_IFDIR | 0o700  # not a link either
             if not own or not stat.S_ISREG(found.st_mode) or found.st_size:
                 continue  # somebody else's, who took such a name
             with lock.open("r+") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(lock.parent)
         except OSError:
-            continue  # it lives, or another start sweeps it at this moment, or it is none that a start should end of
+            continue  # its server lives, or another start is sweeping it, or it is none that a start should remove
 
 
 @contextmanager
 def prefixed(prefix: str, names: list[str]) -> Iterator[list[str]]:
-    """Paths `prefix`-name, free to listen on; gone afterwards. Raises Mistake while another server has them."""
+    """Paths `prefix`-name to listen on, with leftovers removed; they are removed afterwards. Raises Mistake while another server
+    has them."""
     paths = [Path(f"{prefix}-{name}").absolute() for name in names]
     if not paths[0].parent.is_dir():
         raise Mistake(f"--shard-uds-path {prefix}: there is no folder {paths[0].parent}")
@@ -90,7 +91,7 @@ def prefixed(prefix: str, names: list[str]) -> Iterator[list[str]]:
 
 
 def _clear(path: Path) -> None:
-    """Removes a socket nobody listens on. Refuses anything else that is in the way."""
+    """Removes a socket that nobody listens on. Raises Mistake for anything else in the way."""
     if not path.exists():
         return
     if not stat.S_ISSOCK(path.stat().st_mode):

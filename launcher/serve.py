@@ -1,4 +1,4 @@
-"""`penstock serve`: options -> model folder -> plan -> settings -> a server that runs."""
+"""`penstock serve`: options -> model folder -> plan -> settings -> supervised router and shards."""
 
 import os
 import sys
@@ -38,12 +38,12 @@ from .supervisor import Supervisor
 
 
 def run(asked: Options, environment: Mapping[str, str]) -> int:
-    """Returns the exit code when the server has ended. Raises Mistake for what can't work, before anything has started."""
+    """Runs a server until it ends, and returns the exit code. Raises Mistake for what cannot work, before anything has started."""
     began = time.monotonic()
     if asked.cluster:
         raise Mistake(f"--cluster {asked.cluster} is for penstock plan: serve runs on this machine")
     machine.take_files()
-    os.umask(os.umask(0o077) & 0o077)  # takes rights from others only: what we write, our own processes read
+    os.umask(os.umask(0o077) & 0o077)  # takes rights from others only: what the server writes, its own processes read
     console = Console(asked.json_output)
     asked, node = nodes.settle(asked, environment)
     if node:
@@ -61,7 +61,7 @@ def run(asked: Options, environment: Mapping[str, str]) -> int:
         return _route(asked, name, folder, environment, console, began)
     model = checkpoint.read(folder, asked.load_format)
     speculation, draft = drafts.resolve(asked, model, weights=asked.load_format != "dummy")
-    asked = replace(asked, speculate=written(replace(speculation, draft=asked.speculation.draft)))  # now with a shape
+    asked = replace(asked, speculate=written(replace(speculation, draft=asked.speculation.draft)))  # now with the draft's shape
     loras = adapters.resolve(asked, name)
     planned = plan.make(asked, model, draft, loras)
     text = text_folder(planned)
@@ -92,7 +92,7 @@ def run(asked: Options, environment: Mapping[str, str]) -> int:
 
 
 def _tell(asked: Options, name: str, planned: Plan, text: Path, speculation: Speculation, console: Console) -> None:
-    """What will run, and what the operator may not expect of it. text: where the tokenizer is."""
+    """Logs what will run, and what the operator may not expect of it. text: the folder of the tokenizer."""
     of = f"{asked.local_replicas} replicas of {planned.ranks}" if asked.local_replicas > 1 else planned.ranks
     console.say(f"{name} on {planned.device}, {planned.dtype}, ranks: {of}, threads of each: {planned.threads}")
     if planned.unused:
@@ -110,7 +110,7 @@ def _tell(asked: Options, name: str, planned: Plan, text: Path, speculation: Spe
 
 
 def _route(asked: Options, name: str, folder: Path, environment: Mapping[str, str], console: Console, began: float) -> int:
-    """Serves with rank groups that somebody else has started."""
+    """Serves with a router alone, in front of rank groups that somebody else has started."""
     if not checkpoint.has_tokenizer(folder):
         raise Mistake(f"{folder} has no tokenizer.json, which the router needs: name the folder of the model that --replica serves")
     banner.warn(asked, environment, console)
@@ -124,7 +124,7 @@ def _route(asked: Options, name: str, folder: Path, environment: Mapping[str, st
 
 @contextmanager
 def _places(asked: Options, planned: Plan, private: Path, environment: Mapping[str, str]) -> Iterator[list[Place]]:
-    """Where the rank groups of this machine are reached: at sockets that are theirs within this, or at ports."""
+    """Where the rank groups of this machine listen: at sockets, which exist within this context, or at ports."""
     names = replicas.sockets(asked.local_replicas, planned.local_ranks)
     prefix = asked.shard_uds_path or str(private / "shard")
     with rundir.prefixed(prefix, [each for one in names for each in one]) as paths:
@@ -135,7 +135,7 @@ def _places(asked: Options, planned: Plan, private: Path, environment: Mapping[s
 
 
 def _part(asked: Options, place: Place, shards: Sequence[ShardConfig], beside: Mapping[str, str]) -> Part:
-    """A rank group of this machine alone. beside: what its shards alone have in their environment."""
+    """The part of a rank group on this machine alone. beside: environment variables for its shards only."""
     own = {**place.environment, **beside}
     commands = [Command(shard.name, children.command("penstock.shard", settings.dump(shard)), own) for shard in shards]
     return Part(place.title, commands, asked.max_restarts, place.files)
@@ -153,7 +153,7 @@ def _supervisor(
     console: Console,
     began: float,
 ) -> Supervisor:
-    """Of these rank groups, with their addresses, and of a router in front of them, if one is wanted."""
+    """The supervisor of these rank groups, with their addresses, and of a router in front of them unless --no-router is given."""
     complaints = private / "complaints"
     file = private / "router.json"
     with rundir.writing(str(private)):
@@ -180,7 +180,7 @@ def _supervisor(
 
 
 def text_folder(planned: Plan) -> Path:
-    """Where the router finds tokenizer and chat template: with random weights, the demo model's do. Raises Mistake."""
+    """The folder of tokenizer and chat template for the router: with random weights, the demo model's stand in. Raises Mistake."""
     folder = planned.checkpoint.folder
     if checkpoint.has_tokenizer(folder):
         return folder

@@ -1,13 +1,13 @@
-"""The three standard streams, in whatever state whoever started us has left them."""
+"""Repairs the three standard streams, which whoever started this process may have closed."""
 
 import os
 import sys
 
 
 def complete() -> None:
-    """Those that are closed (`penstock serve >&-`, a cron job) lead nowhere from now on. Python has None in their place, and the
-    next file or socket that is opened would get their number, and what was meant for the stream."""
-    for number in range(3):  # in this order: each opened gets the lowest that is free
+    """Opens closed standard streams (`penstock serve >&-`, a cron job) to nowhere. Python has None in their place, and the next
+    file or socket opened would get their number, and output meant for the stream."""
+    for number in range(3):  # in this order: each open takes the lowest free number
         try:
             os.fstat(number)
         except OSError:
@@ -15,4 +15,4 @@ def complete() -> None:
             os.set_inheritable(number, True)
     for number, (name, mode) in enumerate({"stdin": "r", "stdout": "w", "stderr": "w"}.items()):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115 - for as long as we live
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115 - for as long as the process lives

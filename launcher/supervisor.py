@@ -1,9 +1,10 @@
-"""The life of a server: start everything at once, tell how it goes, start again what dies, stop everything when the operator asks.
+"""Process supervision of a server: starts router and shards at once, reports progress, restarts what dies, and stops everything.
 
-The router and each rank group (a replica) are parts: each dies and is started again as a whole, and none with another. What dies
-before the server was ready for the first time, or too often, or by the operator's fault, ends it; of several replicas the last.
+The router and each rank group (a replica) are parts: each dies and is restarted as a whole, independently of the others. A part
+that dies before the server was first ready, or too often, or by the operator's fault, ends the server; of several replicas the last
+one.
 
-The main thread owns all decisions, and starts all processes; other threads only put events into its queue (`watching.py`).
+The main thread makes all decisions and starts all processes; other threads only put events into its queue (`watching.py`).
 """
 
 import queue
@@ -21,24 +22,24 @@ from .processes import Child
 from .restarts import WINDOW
 from .watching import ECHO, HEALTH, READY, signals, watch_complaints, watch_health, watch_signals
 
-NOTICE = 0.3  # seconds after which the router knows that its shards are gone, and no longer says that it is ready
+NOTICE = 0.3  # seconds within which the router notices that its shards are gone, and stops reporting that it is ready
 
 
 class Supervisor:
-    """A router and its rank groups. `run` starts them, and returns when nothing of them is left."""
+    """The supervisor of a router and its rank groups. `run` starts them, and returns when no process of them is left."""
 
     def __init__(
         self,
         *,
-        router: Command | None,  # None: it is somebody else's
-        groups: Mapping[str, Part],  # by the names of the replicas that they are; the others are somebody else's
+        router: Command | None,  # None: started elsewhere
+        groups: Mapping[str, Part],  # by the names of their replicas; replicas started elsewhere are not among them
         environment: Mapping[str, str],
         console: Console,
-        health: tuple[str, int],  # where the router's /health is asked
-        ready: Callable[[], None],  # called once, when it first answers 200
-        grace: float,  # seconds that running streams get
-        max_restarts: int = 0,  # of the router within the time that `restarts` counts
-        complaints: Path | None = None,  # a named pipe in which the router says that shards hang
+        health: tuple[str, int],  # host and port of the router's /health
+        ready: Callable[[], None],  # called once, when /health first answers 200
+        grace: float,  # seconds that running streams get after a signal
+        max_restarts: int = 0,  # of the router, within `restarts.WINDOW`
+        complaints: Path | None = None,  # a named pipe by which the router reports hung shards
     ) -> None:
         self._router = Part("the router", [router], max_restarts) if router is not None else None
         self._groups = groups
@@ -53,10 +54,11 @@ class Supervisor:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._gone: set[Child] = set()
         self._asked = -ECHO  # when the operator asked to stop
-        self._served = False  # it was ready once
+        self._served = False  # the server has been ready once
 
     def run(self) -> int:
-        """The exit code: 0 after a stop that was asked for, 1 if a part failed, 2 if it failed by the operator's fault."""
+        """Runs the server to its end. Returns the exit code: 0 after a stop that was asked for, 1 if a part failed, 2 if it failed
+        by the operator's fault."""
         code = 1
         with signals() as inbox:
             try:
@@ -107,7 +109,7 @@ class Supervisor:
         return code
 
     def _next(self) -> Event:
-        """The next event. Until it comes, parts are started again when they are due."""
+        """The next event. While waiting for it, parts are restarted when they are due."""
         while True:
             due = min((part.due for part in self._parts if part.due is not None), default=None)
             try:
@@ -118,7 +120,7 @@ class Supervisor:
                         self._restart(part)
 
     def _begin(self) -> None:
-        """It serves, for the first time."""
+        """The server is ready for the first time."""
         for part in self._parts:
             part.restarts.ready()
         self._served = True
@@ -134,7 +136,7 @@ class Supervisor:
         part.lost = 0.0
 
     def _heed(self, part: Part, outcome: Outcome) -> int | None:
-        """What another machine has said."""
+        """Handles what a part concluded from another machine's message. Returns an exit code if the server ends."""
         match outcome:
             case Failed(text, exit_code, in_vain):
                 self._console.complain(text)
@@ -151,8 +153,8 @@ class Supervisor:
         return None
 
     def _fell(self, part: Part, child: Child) -> int | None:
-        """A process of a part has ended by itself. Of a start that fails this comes last, below what others say while they are
-        stopped."""
+        """Handles the unexpected end of one of a part's processes. If it was starting, its verdict is printed last, below what
+        others log while they are stopped."""
         if self._served:
             self._console.complain(child.verdict())
         code = self._died(part, child.process.returncode)
@@ -161,12 +163,11 @@ class Supervisor:
         return code
 
     def _died(self, part: Part, exit_code: int) -> int | None:
-        """A part has failed. It will be started again, unless that is hopeless: then the server ends, with the exit code, if it
-        can't do without."""
+        """Handles the death of a part: schedules a restart, or gives it up. Returns an exit code if the server ends."""
         now = time.monotonic()
         part.lost = part.lost or now
         if self._router is None and now > part.started + WINDOW:
-            part.restarts.ready()  # nobody tells us so, but it has lived long enough
+            part.restarts.ready()  # nobody reports readiness then, but it has lived long enough
         delay = part.restarts.died(now) if self._served and exit_code != 2 else None
         if delay is None:
             return self._give_up(part, exit_code)
@@ -181,7 +182,7 @@ class Supervisor:
         return None
 
     def _give_up(self, part: Part, exit_code: int) -> int | None:
-        """A part is not started again."""
+        """Gives a part up. Returns an exit code if the server cannot do without it."""
         part.hopeless = True
         spared = self._served and part is not self._router and not all(group.hopeless for group in self._groups.values())
         if self._served:
@@ -189,7 +190,7 @@ class Supervisor:
             ends = "the other replicas go on" if spared else "the server ends"
             if exit_code != 2:
                 self._console.complain(f"{part.name} {why}: {ends}")
-        # Ranks that wait for a lost one may do so for long, and the router's streams, which shall be told, with them.
+        # Ranks waiting for a lost one may do so for long, and so would the router's streams, which are to get an error.
         gone = self._served and part is not self._router and part.kill()
         if spared and gone:
             return None
@@ -210,7 +211,7 @@ class Supervisor:
         self._follow(part)
         if part is self._router:
             self._watch(part, READY, NOTICE)
-        elif self._router is not None and self._served:  # else it is watched from the beginning
+        elif self._router is not None and self._served:  # otherwise it is still watched from its start
             [name] = [name for name, group in self._groups.items() if group is part]
             self._watch(part, f"{READY}?replica={name}", NOTICE)
 
@@ -219,7 +220,7 @@ class Supervisor:
             processes.follow(child, self._console, self._events.put)
 
     def _watch(self, part: Part, path: str, delay: float) -> None:
-        """Ready comes when `path` answers 200, unless the part dies before."""
+        """Starts a thread that puts Ready when `path` answers 200, unless the part dies before."""
         part.attempt = attempt = part.attempt + 1
 
         def watch() -> None:
@@ -231,7 +232,7 @@ class Supervisor:
 
     @property
     def _promise(self) -> str:
-        """What becomes of streams when the operator stops this."""
+        """What will happen to streams when the operator stops the server, for the log."""
         if not self._served:
             return "it ends before it was ready"
         if self._router is None:
@@ -239,9 +240,9 @@ class Supervisor:
         return f"running streams get up to {self._grace:g} s"
 
     def _stop(self, grace: float) -> int:
-        """The router first: it drains, for which it needs the shards; then these, rank 0 last, as the others follow it.
+        """Stops the router first, since draining needs the shards; then the shards, rank 0 last, as the others follow it.
 
-        0, or 1 if they were not given their time.
+        Returns 0, or 1 if they were not given their time.
         """
         for parts, seconds in (
             ([self._router] if self._router is not None else [], grace + GRACE),
@@ -254,7 +255,7 @@ class Supervisor:
         return 0
 
     def _wait(self, children: Collection[Child], seconds: float) -> bool:
-        """True when all `children` have ended; False when the time is up, or the operator is impatient."""
+        """Waits until all `children` have ended. Returns False when the time is up, or when a second signal comes."""
         deadline = time.monotonic() + seconds
         while not self._gone.issuperset(children):
             try:
@@ -272,13 +273,14 @@ class Supervisor:
                     self._lost_meanwhile(event)
             if isinstance(event, Elsewhere) and isinstance(lost := event.part.hear(event.what), Failed):
                 self._console.complain(lost.text)
-                event.part.kill()  # the router cuts its streams then
+                event.part.kill()  # then the router ends its streams with an error
         return True
 
     def _lost_meanwhile(self, child: Child) -> None:
-        """A process has ended unasked while others are waited for. Its part ends as well: ranks that wait for a lost one may do so
-        for long, and the router's streams with them."""
+        """Handles the unexpected end of a process while others are waited for. The rest of its part is killed: ranks waiting for a
+        lost one may do so for long, and the router's streams with them."""
         part = next((part for part in self._parts if child in part.children), None)
-        if part is not None and self._asked > 0:  # else we have killed it, or all ends since something has failed, which is told
+        # else we have killed it, or the server ends because of a failure that was reported
+        if part is not None and self._asked > 0:
             self._console.complain(child.verdict())
             part.kill()

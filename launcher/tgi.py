@@ -1,7 +1,8 @@
-"""The `text-generation-launcher` command: text-generation-inference's flags and environment become those of `penstock serve`.
+"""The `text-generation-launcher` command: TGI's flags and environment variables are translated into those of `penstock serve`.
 
-What penstock has by the same name passes unchanged (`options.py`). Here is the rest: what has no effect and is told in a line each,
-what would change how a model computes and is refused with the remedy (`tgi_flags.py` lists both), and what only has another form.
+What penstock has by the same name passes unchanged (`options.py`). Here is the rest: what has no effect and is reported in a line
+each, what would change how a model computes and is refused with a remedy (`tgi_flags.py` lists both), and what only has another
+form.
 """
 
 import argparse
@@ -21,20 +22,20 @@ from .tgi_flags import IGNORED, REFUSED
 
 PROGRAM = "text-generation-launcher"
 SHOWING = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-WIGGLE_ROOM = 0.9  # of the memory that --cuda-memory-fraction names, TGI uses this share, unless TGI_WIGGLE_ROOM says another
+WIGGLE_ROOM = 0.9  # TGI uses this share of the memory that --cuda-memory-fraction names, unless TGI_WIGGLE_ROOM says another
 
 SWITCHES = {
     *("trust_remote_code", "disable_custom_kernels", "disable_usage_stats", "disable_crash_reports", "enable_prefill_logprobs"),
     "ngrok",
 }
 NEUTRAL = {"rope_factor": ("1", "1.0")}  # values of refused flags that ask for nothing
-VARIABLES = {  # that TGI reads, and that are no flags
+VARIABLES = {  # variables that TGI reads, and that are no flags
     "ATTENTION": "attention is chosen by the device",
     "USE_FLASH_ATTENTION": "attention is chosen by the device",
     "COMPUTE_TYPE": "x-compute-type says penstock",
     "MAX_IMAGE_FETCH_SIZE": "an image may have as many bytes as a body, --payload-limit",
 }
-ALIASES = {  # of the same in the images for SageMaker and Vertex AI, and of older versions
+ALIASES = {  # names of the same variables in the images for SageMaker and Vertex AI, and in older versions
     "HF_MODEL_ID": "MODEL_ID",
     "HF_MODEL_REVISION": "REVISION",
     "SM_NUM_GPUS": "NUM_SHARD",
@@ -43,24 +44,24 @@ ALIASES = {  # of the same in the images for SageMaker and Vertex AI, and of old
     "AIP_HTTP_PORT": "PORT",
     "HF_API_TOKEN": "HF_TOKEN",
 }
-# Of --quantize, where penstock calls them otherwise, and what it lacks.
+# Values of --quantize that penstock calls otherwise, and those that it lacks.
 METHODS = {"eetq": "int8", "bitsandbytes": "int8"}
 LACKING = ("exl2", "marlin", "bitsandbytes-nf4", "bitsandbytes-fp4")
-LEVELS = {"trace": "debug", "warn": "warning"}  # of LOG_LEVEL, where penstock calls them otherwise
+LEVELS = {"trace": "debug", "warn": "warning"}  # values of LOG_LEVEL that penstock calls otherwise
 FALSE = ("n", "no", "f", "false", "off", "0")  # as TGI reads a switch from the environment; anything else is true
 
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """What `penstock serve` is told."""
+    """A TGI command line translated into arguments and environment of `penstock serve`."""
 
     arguments: list[str]
-    environment: dict[str, str]  # to be set beside what is there
+    environment: dict[str, str]  # variables to set in addition to those that are there
     remarks: list[str]  # for the operator, a line each
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command. Returns the exit code: 2 for what the operator can mend."""
+    """Runs the command. Returns the exit code: 2 for errors that the operator can correct."""
     streams.complete()
     given = sys.argv[1:] if arguments is None else list(arguments)
     if {"-h", "--help"}.intersection(given):
@@ -85,7 +86,7 @@ def _serve(translation: Translation, environment: MutableMapping[str, str]) -> i
 
 
 def translate(arguments: Sequence[str], environment: Mapping[str, str]) -> Translation:
-    """TGI's command line and environment in penstock's words. Raises Mistake for what can't be done."""
+    """Translates TGI's command line and environment into penstock's. Raises Mistake for what is not supported."""
     environment = command_line.stripped(environment)
     aliases = {name: environment[old] for old, name in ALIASES.items() if environment.get(old) and not environment.get(name)}
     named = {**environment, **aliases}
@@ -100,12 +101,12 @@ def translate(arguments: Sequence[str], environment: Mapping[str, str]) -> Trans
     rest += _log_level(rest, named)
     rest += _policies(rest, named)
     rest += _ranks(rest, named)
-    environment |= {"PREFIX_CACHING": "", "CUDA_MEMORY_FRACTION": ""}  # become flags, above
+    environment |= {"PREFIX_CACHING": "", "CUDA_MEMORY_FRACTION": ""}  # turned into flags above
     return Translation(rest, environment, remarks)
 
 
 def _remarks(values: argparse.Namespace, environment: Mapping[str, str]) -> "list[str]":
-    """A line for each thing without effect. Raises Mistake for the first that is refused."""
+    """A line for each flag or variable without effect. Raises Mistake for the first that is refused."""
     remarks: dict[str, None] = {}
     for name in (*IGNORED, *REFUSED):
         text, source = getattr(values, name), flag(name)
@@ -124,13 +125,13 @@ def _remarks(values: argparse.Namespace, environment: Mapping[str, str]) -> "lis
 
 
 def _switches(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables of penstock's switches, as it writes true and false."""
+    """Variables of penstock's switches, with values written as true and false."""
     names = [name.upper() for name, field in options.FIELDS.items() if field.metadata["switch"] and field.metadata["environment"]]
     return {name: str(environment[name].lower() not in FALSE).lower() for name in names if environment.get(name)}
 
 
 def _hostname(values: argparse.Namespace, remarks: list[str]) -> list[str]:
-    """TGI listens on all addresses when it is told a name."""
+    """--hostname: TGI listens on all addresses when it is given a name."""
     if values.hostname is None:
         return []
     try:
@@ -141,7 +142,7 @@ def _hostname(values: argparse.Namespace, remarks: list[str]) -> list[str]:
 
 
 def _memory(values: argparse.Namespace, environment: Mapping[str, str]) -> list[str]:
-    """--cuda-memory-fraction, less what TGI leaves unused of it."""
+    """--cuda-memory-fraction, less the share that TGI leaves unused."""
     given = values.cuda_memory_fraction or environment.get("CUDA_MEMORY_FRACTION")
     room = environment.get("TGI_WIGGLE_ROOM")
     if not given and not room:
@@ -156,7 +157,7 @@ def _memory(values: argparse.Namespace, environment: Mapping[str, str]) -> list[
 
 
 def _collector(values: argparse.Namespace, environment: Mapping[str, str], remarks: list[str]) -> list[str]:
-    """--otlp-endpoint: TGI speaks gRPC, which collectors hear at port 4317; HTTP they hear at 4318."""
+    """--otlp-endpoint: TGI speaks gRPC, which collectors accept at port 4317; they accept HTTP at 4318."""
     source = "--otlp-endpoint" if values.otlp_endpoint else "OTLP_ENDPOINT"
     given = values.otlp_endpoint or environment.get("OTLP_ENDPOINT", "")
     if not given:
@@ -172,7 +173,7 @@ def _collector(values: argparse.Namespace, environment: Mapping[str, str], remar
 
 
 def _quantize(values: argparse.Namespace, environment: Mapping[str, str], remarks: list[str]) -> list[str]:
-    """--quantize: libraries that round weights when they are loaded."""
+    """--quantize: names of libraries that quantize weights at load time become penstock's methods."""
     source = "--quantize" if values.quantize else "QUANTIZE"
     given = values.quantize or environment.get("QUANTIZE", "").strip()
     if given in LACKING:
@@ -187,7 +188,7 @@ def _quantize(values: argparse.Namespace, environment: Mapping[str, str], remark
 
 
 def _log_level(rest: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """LOG_LEVEL, which may name levels of modules, too: "info,text_generation_router=debug"."""
+    """LOG_LEVEL, which may also set levels of modules: "info,text_generation_router=debug"."""
     named = [part.strip().lower() for part in environment.get("LOG_LEVEL", "").split(",") if "=" not in part]
     found = [LEVELS.get(level, level) for level in named]
     if not found or found[0] not in options.FIELDS["log_level"].metadata["choices"] or _given("log_level", rest, {}):
@@ -208,7 +209,7 @@ def _policies(rest: Sequence[str], environment: Mapping[str, str]) -> list[str]:
 
 
 def _ranks(rest: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """All GPUs that the environment shows, if nobody says how many."""
+    """All GPUs that the environment shows, if no number of ranks is given."""
     if any(_given(name, rest, environment) for name in ("num_shard", "sharded", "device")):
         return []
     shown = any(environment.get(name) for name in SHOWING)
@@ -220,7 +221,7 @@ def _given(name: str, arguments: Sequence[str], environment: Mapping[str, str]) 
 
 
 class Joined(argparse.Action):
-    """A flag that may be repeated: its values with commas between them."""
+    """The action of a flag that may be repeated: its values joined by commas."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: str | None = None
@@ -230,7 +231,7 @@ class Joined(argparse.Action):
 
 
 def _parser(everything: bool = False) -> argparse.ArgumentParser:
-    """Of the flags that are not passed on as they are; for the help, of all."""
+    """The parser of the flags that are not passed on unchanged; for the help, of all flags."""
     parser = command_line.Parser(
         prog=PROGRAM,
         usage=f"{PROGRAM} [FLAG ...]",

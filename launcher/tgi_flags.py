@@ -1,6 +1,7 @@
-"""Flags of text-generation-inference that penstock lacks, and what is said of each. Knows nothing of how ours are read."""
+"""Flags of text-generation-inference that penstock lacks, and what is said of each. Knows nothing of how penstock's flags are
+read."""
 
-# Names as in the environment, in lower case. What penstock gets a flag for is in `options.py`, and not here.
+# Names as in the environment, in lower case. A flag that penstock gets moves to `options.py`.
 IGNORED = {
     "validation_workers": "prompts are tokenized on as many threads as they need",
     "trust_remote_code": "code that comes with a model is never run",

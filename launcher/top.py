@@ -1,6 +1,6 @@
-"""`penstock top`: what servers do right now, in a terminal, as a table or as JSON. Knows HTTP and the names of metrics.
+"""`penstock top`: shows the state of servers in a terminal, as a table or as JSON. Knows HTTP and the names of metrics.
 
-Everything shown is a gauge of the last look, or what counters and histograms gained since one some seconds earlier.
+Everything shown is a gauge of the last scrape, or what counters and histograms gained since one some seconds earlier.
 """
 
 import argparse
@@ -26,9 +26,9 @@ from .command_line import Parser
 from .url import split
 
 TIMEOUT = 5.0  # seconds for an answer
-LARGEST = 16 << 20  # bytes of one
-INTERVAL, WINDOW = 2.0, 10.0  # seconds between two looks, and for which the figures stand
-AT_ONCE = 32  # servers that are asked at the same time
+LARGEST = 16 << 20  # bytes of an answer
+INTERVAL, WINDOW = 2.0, 10.0  # seconds between two scrapes, and that rates and latencies cover
+AT_ONCE = 32  # servers that are scraped at the same time
 WIDTH = 200  # of a table that goes to no terminal
 
 PREFIX = "penstock_"
@@ -38,9 +38,9 @@ COUNTERS = (
     *("drafted_tokens_total", "accepted_tokens_total"),
 )
 HISTOGRAMS = ("time_to_first_token_seconds", "inter_token_latency_seconds")
-RESTARTS = "restarts_total"  # since the server began: shown as it is
-REPLICA = "replica"  # the label by which a server tells its rank groups apart
-OF_REPLICA = "replica_"  # begins the names of their gauges
+RESTARTS = "restarts_total"  # since the server began: shown unchanged
+REPLICA = "replica"  # the label by which a server distinguishes its rank groups
+OF_REPLICA = "replica_"  # prefix of the names of their gauges
 UP = "up"  # whether a replica takes requests
 WANTED = (*(PREFIX + name for name in (*GAUGES, *COUNTERS, *HISTOGRAMS, RESTARTS)), PREFIX + OF_REPLICA)
 
@@ -49,13 +49,13 @@ Buckets = dict[float, float]  # upper bound -> observations up to it
 
 @dataclass(slots=True)
 class Sums:
-    """What a server, a replica or several of them show: names without our prefix."""
+    """Metrics of a server, a replica or several of them, by names without penstock's prefix."""
 
     values: dict[str, float] = field(default_factory=dict)
     buckets: dict[str, Buckets] = field(default_factory=dict)
 
     def add(self, other: "Sums") -> None:
-        """Both together."""
+        """Adds the other's metrics."""
         for name, value in other.values.items():
             self.values[name] = self.values.get(name, 0.0) + value
         for name, found in other.buckets.items():
@@ -66,17 +66,17 @@ class Sums:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """At a server, once."""
+    """One scrape of a server."""
 
     moment: float
     state: str  # "ready", or what is the case instead
     model: str = ""
-    parts: dict[str, Sums] = field(default_factory=dict)  # of the whole server: ""; of its replicas, by their names
+    parts: dict[str, Sums] = field(default_factory=dict)  # of the whole server under ""; of its replicas under their names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """For people. None where there is nothing to tell. Seconds, and shares from 0 to 1."""
+    """The figures shown to people: counts, rates, seconds, and shares from 0 to 1. None where there is nothing to show."""
 
     running: int | None
     waiting: int | None
@@ -87,16 +87,16 @@ class Figures:
     first_token_p99: float | None
     between_tokens_p50: float | None
     between_tokens_p99: float | None
-    pages_held: float | None  # by requests
+    pages_held: float | None  # share of KV pages held by requests
     pages_cached: float | None
-    prefix_hits: float | None  # tokens of prompts that were found in the cache
-    accepted: float | None  # guessed tokens that were right
+    prefix_hits: float | None  # share of prompt tokens that were found in the prefix cache
+    accepted: float | None  # share of draft tokens that were accepted
     restarts: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A server: what is shown of it."""
+    """What is shown of a server."""
 
     url: str
     state: str
@@ -105,7 +105,7 @@ class Row:
 
 
 def parse(text: str) -> dict[str, Sums]:
-    """What Prometheus would read, as far as it is wanted. Raises ValueError if it could not."""
+    """The wanted metrics of a Prometheus text. Raises ValueError if Prometheus could not read it."""
     lines = "\n".join(line for line in text.splitlines() if line.startswith(WANTED))
     parts: dict[str, Sums] = {}
     for family in text_string_to_metric_families(lines + "\n"):
@@ -122,7 +122,7 @@ def parse(text: str) -> dict[str, Sums]:
 
 
 def whole(parts: dict[str, Sums]) -> dict[str, Sums]:
-    """The same. What only the replicas show, the whole server shows as their sum."""
+    """Completes the whole server's metrics: what only the replicas have is their sum."""
     total = parts.setdefault("", Sums())
     together = Sums()
     for name, sums in parts.items():
@@ -134,7 +134,8 @@ def whole(parts: dict[str, Sums]) -> dict[str, Sums]:
 
 
 def since(before: Sums | None, after: Sums, seconds: float) -> Sums:
-    """Gauges as they are, counters as they grew per second, buckets as they grew. What shrank began anew, and all of it is new."""
+    """The metrics between two scrapes: gauges as they are, counters per second, buckets by growth. What shrank was reset, and
+    counts from 0."""
     if before is None:
         return Sums({name: value for name, value in after.values.items() if name not in COUNTERS})
     values = {
@@ -154,7 +155,8 @@ def _growth(before: float, after: float) -> float:
 
 
 def quantile(share: float, buckets: Buckets) -> float | None:
-    """As PromQL's histogram_quantile: evenly spread within a bucket; beyond the last bound, that bound. None of nothing."""
+    """A quantile as PromQL's histogram_quantile computes it: linear within a bucket; beyond the last bound, that bound. None
+    without data."""
     bounds = sorted(buckets)
     rank = share * buckets[bounds[-1]] if bounds else 0.0
     if not rank:
@@ -170,7 +172,7 @@ def quantile(share: float, buckets: Buckets) -> float | None:
 
 
 def figures(sums: Sums) -> Figures:
-    """sums: as in a Row."""
+    """The figures of metrics that are as in a Row."""
 
     def value(name: str) -> int | None:
         return int(sums.values[name]) if name in sums.values else None
@@ -206,10 +208,10 @@ def figures(sums: Sums) -> Figures:
 
 
 class Server:
-    """One that is looked at again and again."""
+    """A server that is scraped repeatedly."""
 
     def __init__(self, url: str, api_key: str, window: float) -> None:
-        """Raises Mistake if `url` is none."""
+        """Raises Mistake if `url` is not a URL."""
         self.url = _base(url)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._window = window
@@ -217,13 +219,13 @@ class Server:
         self._model = ""
 
     def look(self) -> None:
-        """Once more."""
+        """Scrapes once more."""
         self._looks.append(self._look())
         while len(self._looks) > 2 and self._looks[1].moment <= self._looks[-1].moment - self._window:
             self._looks.popleft()
 
     def row(self) -> Row:
-        """What the looks within the window show."""
+        """What the scrapes within the window show."""
         last = self._looks[-1]
         first = next((look for look in self._looks if look.parts), last)
         before = first.parts if first is not last else {}
@@ -243,7 +245,7 @@ class Server:
                 status, answer = self._get("/info")
                 self._model = str(_object(answer).get("model_id", "")) if status == 200 else ""
             parts = parse(text)
-            if state == "ready" and not parts[""].values:  # there are servers that answer 200 to anything
+            if state == "ready" and not parts[""].values:  # some servers answer 200 to anything
                 return Look(moment, "no penstock: its metrics are not there")
             return Look(moment, state, self._model, parts)
         except (OSError, http.client.HTTPException, ValueError) as error:
@@ -273,7 +275,7 @@ def _base(url: str) -> str:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """{} if it is none."""
+    """A JSON object; {} if the text is none."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -282,7 +284,7 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def together(rows: Iterable[Row]) -> Figures:
-    """Of all servers. Of latencies, all observations count alike."""
+    """The figures of all servers together. In latencies, all observations count alike."""
     total = Sums()
     for row in rows:
         total.add(row.parts.get("", Sums()))
@@ -290,7 +292,7 @@ def together(rows: Iterable[Row]) -> Figures:
 
 
 def as_json(rows: Sequence[Row]) -> dict[str, Any]:
-    """Everything that a table shows."""
+    """Everything that the table shows."""
     servers = [
         {
             **{"url": row.url, "state": row.state, "model": row.model},
@@ -310,7 +312,7 @@ def _up(replica: Sums) -> bool:
     return replica.values.get(UP) != 0.0
 
 
-# Of columns, with the least width of a terminal that has room for them.
+# Titles of columns, with the least width of a terminal that has room for them.
 TITLES = {
     "requests\nrun/wait/pause": 0,
     "tokens/s": 0,
@@ -322,11 +324,11 @@ TITLES = {
     "guesses\naccepted": 130,
     "restarts": 120,
 }
-MODEL = 150  # likewise, of its name
+MODEL = 150  # least width for the column of the model's name
 
 
 def table(rows: Sequence[Row], width: int = WIDTH) -> Table:
-    """A line for each server, each of its replicas if it has several, and all servers."""
+    """A row for each server, each of its replicas if it has several, and all servers together."""
     found = Table(box=None, header_style="bold", pad_edge=False)
     found.add_column("server", no_wrap=True, overflow="fold")
     for title in ["model"] * (width >= MODEL) + ["state"]:
@@ -374,17 +376,17 @@ def _share(value: float | None) -> str:
 
 
 def _pair(median: float | None, slow: float | None) -> str:
-    """Of a latency: half of all are below the first, 99 of 100 below the second."""
+    """A latency's median and 99th percentile, in milliseconds."""
     return "-" if median is None or slow is None else f"{median * 1e3:,.0f} / {slow * 1e3:,.0f}"
 
 
 def _clean(text: str) -> str:
-    """What a server says could do something to the terminal, or be taken for markup."""
+    """A server's text without characters that could control the terminal or be taken for markup."""
     return CONTROL.sub(" ", text).replace("[", r"\[")
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """All flags."""
+    """The parser of all flags."""
     parser = Parser(
         prog="penstock top",
         usage="penstock top [URL ...] [FLAG ...]",
@@ -416,7 +418,7 @@ def _positive(text: str) -> float:
 
 
 def main(arguments: Sequence[str], key: Callable[[str], str] = str) -> int:
-    """Runs the command. key: what a server is shown, by what `--api-key` gives. Returns the exit code."""
+    """Runs the command. key: the API key to send, given the value of `--api-key`. Returns the exit code."""
     options = make_parser().parse_args(arguments)
     shown = key(options.api_key)
     servers = [Server(url, shown, options.window) for url in options.urls or [DEFAULT_URL]]
@@ -442,7 +444,7 @@ def main(arguments: Sequence[str], key: Callable[[str], str] = str) -> int:
 
 
 def _looks(servers: Sequence[Server], pool: ThreadPoolExecutor, interval: float) -> Iterator[list[Row]]:
-    """Every server's row, again and again; the first time after two looks."""
+    """Every server's row, again and again; the first time after two scrapes."""
     turn = time.monotonic()
     list(pool.map(Server.look, servers))
     while True:

@@ -1,4 +1,4 @@
-"""Where a server is, as somebody has named it."""
+"""Parses the URL of a server that somebody has typed."""
 
 from urllib.parse import SplitResult, urlsplit
 
@@ -6,11 +6,11 @@ from .mistake import Mistake
 
 
 def split(url: str, named: str) -> SplitResult:
-    """Of a whole URL. Raises Mistake, which says what was `named`, if no server can be there."""
+    """The parts of a whole URL. Raises Mistake, which repeats what was `named`, if it cannot be a server's."""
     parts = urlsplit(url)
     try:
         good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is none
+    except ValueError:  # the port is not a number
         good = False
     if not good:
         raise Mistake(f"{named} is no URL of a server: http://HOST:PORT is needed")

@@ -1,4 +1,5 @@
-"""Whether a model is served with images: if it has what encodes them, and what prepares pictures for that is installed."""
+"""Decides whether a model is served with images: whether it has an image encoder, and the packages for preprocessing are
+installed."""
 
 import hashlib
 from dataclasses import dataclass
@@ -11,21 +12,21 @@ from .checkpoint import FLOATS, Checkpoint
 from .mistake import Mistake
 from .options import ROUTER, Options
 
-USUAL = 8  # images of a request
-PACKAGES = {"transformers": "transformers", "PIL": "pillow"}  # by the names of their modules
-BODY = 10 * ROUTER.payload_limit  # bytes of a request's body, in which pictures are text
+USUAL = 8  # images of a request, by default
+PACKAGES = {"transformers": "transformers", "PIL": "pillow"}  # package names by the names of their modules
+BODY = 10 * ROUTER.payload_limit  # bytes of a request's body where images are taken, in which they are base64 text
 
 
 @dataclass(frozen=True, slots=True)
 class Vision:
-    """Of a model."""
+    """Whether a model is served with images."""
 
-    images: int = 0  # that a request may have; 0: text alone is served
-    why: str = ""  # not, if somebody might think so
+    images: int = 0  # most images of a request; 0: text alone is served
+    why: str = ""  # why not, if somebody might expect images
 
 
 def resolve(asked: Options, model: Checkpoint) -> Vision:
-    """What `--max-images` comes to. Raises Mistake if it wants what can't be."""
+    """The images of `--max-images` for this model. Raises Mistake if it asks for what is not possible."""
     if asked.max_images == 0:
         return Vision()
     problem = _problem(model)
@@ -45,7 +46,7 @@ def resolve(asked: Options, model: Checkpoint) -> Vision:
 
 
 def of(asked: Options, folder: Path) -> int:
-    """Images of a request to shards that somebody else starts, of the model whose tokenizer is in this folder, and perhaps no more.
+    """Most images of a request to shards that are started elsewhere; the folder has the model's tokenizer, and perhaps no more.
     Raises Mistake."""
     if asked.max_images == 0 or (asked.max_images is None and not (folder / "config.json").is_file()):
         return 0
@@ -53,13 +54,13 @@ def of(asked: Options, folder: Path) -> int:
 
 
 def digest(folder: Path) -> str:
-    """Tells from others how the model in this folder has pictures prepared."""
+    """A hash of how the model in this folder has images preprocessed."""
     found = [path.read_bytes() if (path := folder / name).is_file() else b"" for name in DESCRIPTIONS]
     return hashlib.sha256(repr(found).encode()).hexdigest()[:16]
 
 
 def _problem(model: Checkpoint) -> str:
-    """Why no images can be seen; "": they can."""
+    """Why no images can be taken; "": they can."""
     form = form_of(model.config)
     if not isinstance(model.config.get("vision_config"), dict) or form is None:
         return f"images are seen by models of type {', '.join(sorted(FORMS))}, and this one is {model.config.get('model_type')!r}"

@@ -1,4 +1,4 @@
-"""What other threads put into a launcher's queue of events: signals, complaints of the router, how the server comes up."""
+"""Event sources of the launcher's queue, run on threads: signals, the router's reports of hung shards, and readiness polling."""
 
 import http.client
 import json
@@ -13,22 +13,22 @@ from pathlib import Path
 
 from .parts import Hung, Signal, Stage
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # that ask to stop
-ECHO = 0.5  # seconds in which a second signal is the first again: `timeout` and others pass on what the terminal sends to all
-POLL = 0.05  # seconds between two looks at /health while the model loads
-HEALTH, READY = "/health", "/health/ready"  # what is asked until it answers 200: at first, and after something has died
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # signals that ask to stop
+ECHO = 0.5  # seconds in which a second signal counts as the first: `timeout` and others pass on what the terminal sends to all
+POLL = 0.05  # seconds between two polls of /health while the model loads
+HEALTH, READY = "/health", "/health/ready"  # paths polled until they answer 200: at first, and after a restart
 
 
 @contextmanager
 def signals() -> Iterator[socket.socket]:
-    """Within, the signals that ask to stop become bytes in the socket, a byte of its number for each.
+    """Inside the context, signals that ask to stop are written to the socket, each as a byte of its number.
 
-    A handler in Python would not do: one that comes in the moment before the main thread waits for the queue runs only when
-    that wait is over.
+    A Python handler would not do: one that arrives in the moment before the main thread waits for the queue runs only when that
+    wait is over.
     """
     inbox, outbox = socket.socketpair()
     outbox.setblocking(False)
-    # nohup ignores SIGHUP for us, and means it. SIGINT is ignored for whatever a script starts with `&`, without meaning it.
+    # nohup ignores SIGHUP for us, on purpose. SIGINT is ignored for whatever a script starts with `&`, not on purpose.
     wanted = [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, lambda number, frame: None) for number in wanted}
     signal.set_wakeup_fd(outbox.fileno())
@@ -38,7 +38,7 @@ def signals() -> Iterator[socket.socket]:
         signal.set_wakeup_fd(-1)
         for number, handler in before.items():
             signal.signal(number, handler)
-        outbox.close()  # the thread that reads the inbox ends
+        outbox.close()  # so that the thread that reads the inbox ends
 
 
 def watch_signals(inbox: socket.socket, put: Callable[[Signal], None]) -> None:
@@ -50,7 +50,8 @@ def watch_signals(inbox: socket.socket, put: Callable[[Signal], None]) -> None:
 
 
 def watch_complaints(path: Path, put: Callable[[Hung], None]) -> None:
-    """Each line of the pipe is one: see `RouterConfig.complaints`. Opened to be written as well, else it ends with a router."""
+    """Puts a Hung for each line of the pipe: see `RouterConfig.complaints`. It is opened for writing too, or it would end with a
+    router."""
     with os.fdopen(os.open(path, os.O_RDWR), encoding="utf-8", errors="replace") as pipe:
         for line in pipe:
             replica, since, text = (*line.rstrip("\n").split(" ", 2), "", "")[:3]
@@ -59,14 +60,14 @@ def watch_complaints(path: Path, put: Callable[[Hung], None]) -> None:
 
 
 def watch_health(host: str, port: int, path: str, put: Callable[[Stage], None], wanted: Callable[[], bool]) -> None:
-    """Asks until the answer is 200, or 404 (a replica that has left the router), or nobody wants to know any more. Puts a Stage
-    when a new one is named."""
+    """Polls until the answer is 200, or 404 (a replica that has left the router), or `wanted` is False. Puts a Stage when a new one
+    is named."""
     last = ""
     while wanted():
         status, stage = health(host, port, path)
         if status in (200, 404):
             return
-        kind = re.sub(r"[\d.,]+ ?%?", "", stage)  # "loading weights 40 %" is the stage that 30 % was
+        kind = re.sub(r"[\d.,]+ ?%?", "", stage)  # "loading weights 40 %" is the same stage as 30 %
         if stage and kind != last:
             put(Stage(stage))
             last = kind
@@ -74,7 +75,7 @@ def watch_health(host: str, port: int, path: str, put: Callable[[Stage], None], 
 
 
 def health(host: str, port: int, path: str = HEALTH) -> tuple[int, str]:
-    """Status of a probe and the stage it names; (0, "") while nobody answers."""
+    """Status of a probe and the stage that it names; (0, "") while nobody answers."""
     connection = http.client.HTTPConnection(host, port, timeout=5)
     try:
         connection.request("GET", path)

@@ -1,1 +1,1 @@
-"""HTTP: JSON to requests and streams to JSON, nothing else."""
+"""The router's HTTP APIs: JSON to requests, and streams of items to JSON. Nothing else."""

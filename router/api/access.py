@@ -1,4 +1,4 @@
-"""What operators see of an HTTP request: its id, one line of the log when it ends, its trace. Knows numbers, never a text.
+"""Access log, request ids and traces of HTTP requests. Knows numbers, never a text.
 
 Nothing here runs per token.
 """
@@ -18,18 +18,19 @@ from ..tracing import Tracing
 from .errors import ANTHROPIC_PATH
 
 REQUEST_ID = "X-Request-ID"
-ANTHROPIC_ID = "request-id"  # the same where Anthropic's clients look for it
-ECHOED = ("X-Correlation-ID", "X-Session-Affinity")  # by which load generators and proxies know what belongs together
-SAYABLE = re.compile(r"[\x21-\x7e]{1,256}")  # in a header and in a line of a log
-GONE = 499  # in the log, where a client left before there was a status; nginx's number
-SERVER = "penstock"  # no versions of libraries
-vars(web_response)["SERVER_SOFTWARE"] = SERVER  # also where HTTP itself was wrong, of which nobody asks us
+ANTHROPIC_ID = "request-id"  # the same id where Anthropic's clients look for it
+ECHOED = ("X-Correlation-ID", "X-Session-Affinity")  # by which load generators and proxies group requests
+SAYABLE = re.compile(r"[\x21-\x7e]{1,256}")  # ids that are safe in a header and in a log line
+GONE = 499  # logged status where a client disconnected before there was one; nginx's number
+SERVER = "penstock"  # without versions of libraries
+vars(web_response)["SERVER_SOFTWARE"] = SERVER  # also on responses to malformed HTTP, which no handler sees
 
 logger = logging.getLogger(__name__)
 
 
 def observed(tracing: Tracing | None, silent: Set[str]) -> Middleware:
-    """The outermost: opens the record of each request, and tells when it has ended. silent: paths of which nobody is told."""
+    """The outermost middleware: opens the record of each request, and logs it when it has ended. silent: paths that are not
+    logged."""
 
     @web.middleware
     async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -51,15 +52,15 @@ def observed(tracing: Tracing | None, silent: Set[str]) -> Middleware:
                 _tell(request, record, status)
             if tracing is not None and span is not None:
                 tracing.end(span, record, _route(request), status)
-            record.runs.clear()  # timers and tasks that outlive the request have its context: they shall not keep prompt and images
+            record.runs.clear()  # timers and tasks that outlive the request share its context: they must not keep prompt and images
 
     return observe
 
 
 async def add_headers(http: web.Request, response: web.StreamResponse) -> None:
-    """To every response: the id, so that a client, a proxy and a log can speak of the same request."""
+    """Adds the request id to every response, so that a client, a proxy and a log can refer to the same request."""
     record = current.get()
-    if record is not None:  # else HTTP itself was wrong
+    if record is not None:  # else the HTTP was malformed
         record.begun = True
         response.headers[REQUEST_ID] = record.id
         if http.path.startswith(ANTHROPIC_PATH):
@@ -76,7 +77,7 @@ def _sayable(text: str) -> str:
 
 
 def _route(http: web.Request) -> str:
-    """As it was registered: the path that a client invented may be anything."""
+    """The route as it was registered: a path that a client made up may be anything."""
     resource = http.match_info.route.resource
     return "unknown route" if resource is None else resource.canonical
 
@@ -115,7 +116,7 @@ def _values(http: web.Request, record: Record, status: int) -> dict[str, Any]:
 
 
 def _guesses(runs: list[Run]) -> dict[str, int]:
-    """Of requests that might have had some."""
+    """Draft token counts of requests that may have had drafts."""
     if not any(run.request.drafts for run in runs):
         return {}
     return {
@@ -126,7 +127,7 @@ def _guesses(runs: list[Run]) -> dict[str, int]:
 
 
 def _sentence(values: dict[str, Any]) -> str:
-    """The same for people."""
+    """The log line for people."""
     words = [f"{values['method']} {values['path']} {values['status']} in {values['seconds']:g} s, {values['request_id']}"]
     if "prompt_tokens" in values:
         words.append(f"tokens: {values['prompt_tokens']} in ({values['cached_tokens']} cached), {values['generated_tokens']} out")

@@ -1,7 +1,7 @@
-"""Adapters are loaded and unloaded while the server runs, as with vLLM, whose routes these are: the tools of Kubernetes know them.
+"""Routes to load and unload LoRA adapters while the server runs. They are vLLM's, so that tools of Kubernetes know them.
 
-Who may: whoever has the admin key, if there is one, since what a name means is everybody's concern; else whoever has an API key, as
-with vLLM. Without `--max-loras` nobody may.
+They need the admin key, if there is one, since what an adapter's name means concerns all clients; else an API key, as with vLLM.
+Without `--max-loras` they are refused.
 """
 
 from collections.abc import Awaitable, Callable
@@ -35,7 +35,7 @@ class UnloadBody(msgspec.Struct):
 
 
 class AdapterRoutes:
-    """The handlers."""
+    """The handlers of the adapter routes."""
 
     def __init__(self, config: RouterConfig, adapters: Adapters) -> None:
         self._able = config.max_loras > 0
@@ -45,7 +45,7 @@ class AdapterRoutes:
         self._load, self._unload = msgspec.json.Decoder(LoadBody), msgspec.json.Decoder(UnloadBody)
 
     def routes(self) -> list[web.RouteDef]:
-        """A server that can't says how it could."""
+        """The routes. Without `--max-loras` they answer how to enable them."""
         return [web.post(LOAD, self._guarded(self.load)), web.post(UNLOAD, self._guarded(self.unload))]
 
     async def load(self, http: web.Request) -> str:
@@ -55,7 +55,7 @@ class AdapterRoutes:
         return f"Success: LoRA adapter '{body.lora_name}' added successfully."
 
     async def unload(self, http: web.Request) -> str:
-        """POST /v1/unload_lora_adapter: requests that go by it end as they would have."""
+        """POST /v1/unload_lora_adapter: running requests of the adapter are completed."""
         body = await self._read(http, self._unload)
         try:
             await self._adapters.unload(body.lora_name)

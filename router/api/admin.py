@@ -1,7 +1,7 @@
-"""What operators ask of a server that runs: which replicas there are; that one joins, takes no more requests, or leaves.
+"""Administration routes, for operators of a running server: list replicas, add one, drain one, remove one.
 
-Who may: whoever has the admin key, since what joins gets all prompts. A server without one has nobody whom it could ask for more: a
-loopback address is no proof, for a proxy on it may say nothing of those behind it.
+They need the admin key, since a replica that joins gets all prompts. On a server without one they are refused: a loopback address
+proves nothing, as a proxy there may forward others' requests.
 """
 
 import re
@@ -25,26 +25,26 @@ Handle = Callable[[web.Request], Awaitable[web.Response]]
 
 
 class JoinBody(msgspec.Struct, forbid_unknown_fields=True):
-    """A rank group that runs."""
+    """A running rank group that is to become a replica."""
 
-    address: str  # of rank 0, or of all ranks with commas between them
+    address: str  # of rank 0, or of all ranks, separated by commas
     name: str = ""  # "": a number
 
 
 class DrainBody(msgspec.Struct, forbid_unknown_fields=True):
-    """How a replica ends what it has begun."""
+    """How a replica is drained."""
 
-    move: bool = False  # its requests go on on others at once
+    move: bool = False  # its requests continue on other replicas at once
 
 
 class Listing(msgspec.Struct):
-    """All replicas."""
+    """The list of all replicas."""
 
     replicas: list[Replica]
 
 
 class Admin:
-    """The handlers."""
+    """The handlers of the administration routes."""
 
     def __init__(self, config: RouterConfig, replicas: Replicas) -> None:
         self._limit = config.payload_limit
@@ -53,7 +53,7 @@ class Admin:
         self._join, self._drain = msgspec.json.Decoder(JoinBody), msgspec.json.Decoder(DrainBody)
 
     def routes(self) -> list[web.RouteDef]:
-        """Those of a server without a key say how to get one."""
+        """The routes. On a server without an admin key they answer how to get one."""
         one = REPLICAS + "/{name}"
         return [
             web.get(REPLICAS, self._guarded(self.list)),
@@ -67,17 +67,17 @@ class Admin:
         return json_response(Listing(self._replicas.replicas))
 
     async def join(self, http: web.Request) -> web.Response:
-        """POST /admin/replicas: 202, and it takes part as soon as it is there."""
+        """POST /admin/replicas: 202; it takes requests once it is connected."""
         body = await read(http, self._join, self._limit)
         return json_response(self._replicas.join(_addresses(body.address), _name(body.name)), status=202)
 
     async def drain(self, http: web.Request) -> web.Response:
-        """POST /admin/replicas/{name}/drain: 202, and it is "drained" as soon as nothing of it is left."""
+        """POST /admin/replicas/{name}/drain: 202; it is "drained" when no request is left on it."""
         body = await read(http, self._drain, self._limit) if http.body_exists else DrainBody()
         return json_response(self._replicas.retire(http.match_info["name"], body.move), status=202)
 
     async def remove(self, http: web.Request) -> web.Response:
-        """DELETE /admin/replicas/{name}: those that are left."""
+        """DELETE /admin/replicas/{name}: returns the remaining replicas."""
         await self._replicas.remove(http.match_info["name"])
         return await self.list(http)
 
@@ -94,7 +94,7 @@ class Admin:
         return guarded
 
     def _check(self, http: web.Request) -> None:
-        """Raises Rejected unless it may be asked."""
+        """Raises Rejected without the admin key."""
         if not self._key:
             raise Rejected(
                 Problem(404, "not_found", "these routes are there with --admin-key (ADMIN_KEY), which this server lacks")

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: its messages to a chat's, a stream of items to its events."""
+"""Anthropic's Messages API: its messages become a chat's, a stream of items becomes its SSE events."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ from .stream import Clock, fold, headers_of, named_frame, send, stream_headers_o
 
 TIERS = {"standard_only": "default"}
 THINKING = {"enabled": True, "disabled": False, "adaptive": None}
-SWITCHES = ("enable_thinking", "thinking")  # what templates call it
+SWITCHES = ("enable_thinking", "thinking")  # names of the thinking switch in chat templates
 NAMES = {
     "inputs": "messages",
     "max_new_tokens": "max_tokens",
@@ -34,7 +34,8 @@ NAMES = {
     "truncate": "truncate_prompt_tokens",
     "response_format": "output_config.format",
 }
-FUNCTION = re.compile(r"^(`?tools\[\d+\])\.function(\.parameters)?")  # of a tool, the place of what stands here beside its type
+# the place of a tool's fields in OpenAI's chats; in Anthropic's bodies they stand beside the type
+FUNCTION = re.compile(r"^(`?tools\[\d+\])\.function(\.parameters)?")
 
 
 class MessagesBody(Common, kw_only=True):
@@ -48,11 +49,11 @@ class MessagesBody(Common, kw_only=True):
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
-    output_format: dict[str, Any] | None = None  # what `output_config.format` was called first
+    output_format: dict[str, Any] | None = None  # an earlier name of `output_config.format`
     metadata: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    # What would change the answer, and can't be honoured.
+    # Fields that would change the answer and cannot be honoured.
     container: Any = None
     mcp_servers: Any = None
     num_return_sequences: Any = None
@@ -68,14 +69,14 @@ UNSUPPORTED = ("stop", *MessagesBody.__struct_fields__[MessagesBody.__struct_fie
 
 
 class Conversation(ChatBody, kw_only=True):
-    """As a chat. Claude Code has system messages in the middle of almost each."""
+    """A Messages body as an OpenAI chat. Almost all of Claude Code's conversations have system messages in the middle."""
 
     folds_system = True
-    bound_if_able = True  # clients say how long the model may think, whatever it is
+    bound_if_able = True  # clients set a thinking budget whatever the model is
 
 
 class Anthropic:
-    """The handlers."""
+    """The handlers of /v1/messages and /v1/messages/count_tokens."""
 
     def __init__(self, config: RouterConfig, tokenizer: Tokenizer, validator: Validator, chats: Chats, batcher: Batcher) -> None:
         self._config = config
@@ -112,7 +113,7 @@ class Anthropic:
         return json_response(content, headers_of(clock, [request], [answer]) | headers)
 
     async def count_tokens(self, http: web.Request) -> web.Response:
-        """POST /v1/messages/count_tokens: no shard is needed."""
+        """POST /v1/messages/count_tokens. It needs no shard."""
         body = await read(http, self._decoder, self._config.payload_limit)
         refuse_unsupported(body, UNSUPPORTED)
         messages, places = messages_of(body.messages, body.system)
@@ -123,7 +124,7 @@ class Anthropic:
 
 
 class Events:
-    """The events of one stream."""
+    """The SSE events of one streamed message."""
 
     def __init__(self, message: Message, blocks: Blocks, usage: Usage, full: bool) -> None:
         """full: see `end_of`."""
@@ -137,11 +138,11 @@ class Events:
         return b"".join(named_frame(encode(event)) for item in items for event in self._events(item))
 
     def end(self) -> bytes:
-        """Nothing: the finish has told it."""
+        """Nothing: Finish has ended the stream already."""
         return b""
 
     def failed(self, problem: Problem) -> bytes:
-        """The end of a stream that failed."""
+        """The error event that ends a stream that failed."""
         return named_frame(encode(anthropic_error(problem)))
 
     def _events(self, item: Item) -> Iterator[Json]:
@@ -149,7 +150,7 @@ class Events:
         if isinstance(item, Prompt):
             usage.cached_tokens = item.cached_tokens
             yield {"type": "message_start", "message": self._message.json([], usage)}
-        elif not isinstance(item, Grown):  # nobody can ask for those here
+        elif not isinstance(item, Grown):  # beams of each step, which cannot be asked for on this route
             usage.completion_tokens += isinstance(item, Token)
             yield from self._blocks.read(item)
             if isinstance(item, Finish):
@@ -167,8 +168,8 @@ def _parameters(http: web.Request, body: MessagesBody, truncate: int | None) -> 
 
 @contextmanager
 def _wording(places: Sequence[str]) -> Iterator[None]:
-    """Refusals in Anthropic's words: clients look for those about a prompt that is too long, and shorten it. places: of the chat's
-    messages."""
+    """Refusals inside the context are raised with Anthropic's field names and wording: clients look for those about a prompt that
+    is too long, and shorten it. places: of the chat's messages."""
     try:
         with naming(**NAMES), placing(places):
             yield
@@ -185,7 +186,7 @@ def _own(found: re.Match[str]) -> str:
 
 
 def _chat(body: MessagesBody, messages: list[dict[str, Any]]) -> Conversation:
-    """The same as a chat."""
+    """The body as an OpenAI chat."""
     same = {name: getattr(body, name) for name in Common.__struct_fields__}
     output = body.output_config or {}
     format = output.get("format", body.output_format)
@@ -207,7 +208,7 @@ def _chat(body: MessagesBody, messages: list[dict[str, Any]]) -> Conversation:
 
 
 def _thinking(given: Json | None) -> dict[str, Any]:
-    """What the template is told."""
+    """The variables of the chat template that switch thinking on or off."""
     if given is None:
         return {}
     kind = given.get("type")
@@ -217,7 +218,7 @@ def _thinking(given: Json | None) -> dict[str, Any]:
 
 
 def _budget(given: Json) -> int | None:
-    """How many tokens it may take."""
+    """The thinking budget in tokens; None: unlimited."""
     most = given.get("budget_tokens")
     if most is None or given.get("type") != "enabled":
         return None

@@ -1,4 +1,5 @@
-"""Anthropic's messages, tools and choices of tools as those of OpenAI's chats, which is what templates and readers are made for."""
+"""Converts Anthropic's messages, tools and tool choices into those of OpenAI's chats, which chat templates and output parsers
+expect."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -7,16 +8,16 @@ from ..request import Refused
 
 Json = dict[str, Any]
 
-CHOICES = {"auto": "auto", "any": "required", "none": "none"}  # of tools, by type
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}  # `tool_choice` by Anthropic's type
 ROLES = ("user", "assistant", "system")
-SILENT = "redacted_thinking"  # of somebody else's model: nobody here can read it
-# How Claude Code's first block of `system` begins, for Anthropic's bills. No model is meant to read it, and it may differ in each
-# request, so that nothing behind it would be found in the cache.
+SILENT = "redacted_thinking"  # encrypted by Anthropic's servers: nobody here can read it
+# The beginning of Claude Code's first `system` block, which is for Anthropic's billing. No model is meant to read it, and it may
+# differ in each request, so that nothing behind it would be found in the prefix cache.
 BILLING = "x-anthropic-billing-header:"
 
 
 def messages_of(given: Sequence[Json], system: str | list[Json] | None) -> tuple[list[Json], list[str]]:
-    """A chat's, and where in the body each is. What tools have found becomes messages of its own. Raises Refused."""
+    """A chat's messages, and the place of each in the body. Tool results become messages of their own. Raises Refused."""
     told = _texts(system or "", "system")
     found = [{"role": "system", "content": told}] if told else []
     places = ["system"] * len(found)
@@ -42,7 +43,7 @@ def _block(block: Any, place: str) -> Json:
 
 
 def _asked(role: str, blocks: Sequence[tuple[Json, str]]) -> Iterator[Json]:
-    """Messages of a user, or of tools."""
+    """The messages of a user's turn: the user's own, and tool results."""
     parts: list[Json] = []
     for block, place in blocks:
         if block["type"] != "tool_result":
@@ -62,7 +63,7 @@ def _asked(role: str, blocks: Sequence[tuple[Json, str]]) -> Iterator[Json]:
 
 
 def _said(blocks: Sequence[tuple[Json, str]]) -> Json:
-    """The model's message: what it thought, said and called."""
+    """The assistant's message of a turn: its reasoning, text and tool calls."""
     texts, thoughts, calls = [], [], []
     for block, place in blocks:
         match block["type"]:
@@ -82,7 +83,7 @@ def _said(blocks: Sequence[tuple[Json, str]]) -> Json:
 
 
 def _part(block: Json, place: str) -> Json:
-    """Of a message: a text, an image, or a tool that a search among tools has found."""
+    """A content part: a text, an image, or the name of a tool that a tool search has found."""
     match block["type"]:
         case "text":
             return {"type": "text", "text": _text(block, "text", place)}
@@ -122,7 +123,7 @@ def _unknown(kind: str, place: str) -> Refused:
 
 
 def tools_of(given: Sequence[Any] | None) -> list[Json] | None:
-    """A chat's. Raises Refused for those that only Anthropic's own servers have."""
+    """A chat's `tools`. Raises Refused for tools that run on Anthropic's servers."""
     if given is None:
         return None
     return [_tool(tool, f"tools[{index}]") for index, tool in enumerate(given)]

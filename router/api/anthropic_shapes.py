@@ -1,4 +1,4 @@
-"""How answers of Anthropic's Messages API look: a message of blocks, and the events in which it grows. Knows no HTTP."""
+"""How answers of Anthropic's Messages API look: a message of content blocks, and the events by which it streams. Knows no HTTP."""
 
 import secrets
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from ..parsing import Call, Part, Reasoning, Text
 from ..request import Finish, Token
 from .openai_shapes import CALLED, Json, Speaker, Usage
 
-# Of what was thought. Nobody checks it, but clients (OpenCode, Vercel's AI SDK) that get none take thoughts for text, or leave them
+# Of thinking blocks. Nobody checks it, but clients (OpenCode, Vercel's AI SDK) that get none treat thinking as text, or leave it
 # out, when they send the conversation again.
 SIGNATURE = "unsigned"
 DELTAS = {
@@ -23,13 +23,13 @@ DELTAS = {
 
 @dataclass(slots=True)
 class Message:
-    """What stays the same while an answer grows."""
+    """The fields of a message that stay the same while it streams."""
 
     model: str
     id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(16)}")
 
     def json(self, content: list[Json], usage: Usage, end: Json | None = None) -> Json:
-        """The object. end: why it ended, as `end_of` says."""
+        """The message object. end: its stop reason, from `end_of`."""
         return {
             "id": self.id,
             "type": "message",
@@ -42,7 +42,8 @@ class Message:
 
 
 def usage_json(usage: Usage) -> Json:
-    """What was found in the cache is no input here. Nobody pays for what is kept."""
+    """Anthropic's `usage`. Cached prompt tokens do not count as input, and nothing counts as cache creation, since nobody pays for
+    it."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,
@@ -52,7 +53,7 @@ def usage_json(usage: Usage) -> Json:
 
 
 def end_of(finish: Finish, speaker: Speaker, full: bool) -> Json:
-    """full: it might have had all the tokens for which there was room, and was to have more."""
+    """The stop reason and stop sequence. full: `max_tokens` was more than there was room for."""
     if speaker.reason(finish) == CALLED:
         return {"stop_reason": "tool_use", "stop_sequence": None}
     length = "model_context_window_exceeded" if full else "max_tokens"
@@ -61,16 +62,16 @@ def end_of(finish: Finish, speaker: Speaker, full: bool) -> Json:
 
 
 class Blocks:
-    """Those of an answer as they grow. Every verb yields what it changes as events."""
+    """The content blocks of an answer as they stream. Every method yields its changes as events."""
 
     def __init__(self, speaker: Speaker) -> None:
         self.blocks: list[Json] = []
         self.speaker = speaker
-        self._open = ""  # the type of the last block, while it grows
-        self._pieces: list[str] = []  # of it
+        self._open = ""  # type of the last block, until it is complete
+        self._pieces: list[str] = []  # of the last block
 
     def read(self, item: Token | Finish) -> Iterator[Json]:
-        """A token, or the end, behind which all blocks are complete."""
+        """Adds a token, or the finish, which completes all blocks."""
         for part in self.speaker.read(item):
             yield from self._part(part)
         if isinstance(item, Finish):
@@ -96,7 +97,7 @@ class Blocks:
         return {"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": {"type": kind, name: text}}
 
     def _begin(self, kind: str, **content: object) -> Iterator[Json]:
-        """A new block, unless the last one is of this type and still grows."""
+        """Starts a new block, unless the last one is of this type and incomplete."""
         if self._open == kind:
             return
         yield from self._end()
@@ -120,7 +121,7 @@ class Blocks:
 
 
 def _arguments(text: str) -> object:
-    """Nothing, if they were cut off: that is told by why the answer ended."""
+    """A call's arguments; {} if they were cut off, which the stop reason says."""
     try:
         return msgspec.json.decode(text)
     except (ValueError, RecursionError):

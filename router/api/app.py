@@ -1,4 +1,5 @@
-"""The HTTP application: routes, who may use them, what a failure becomes. Knows no request's content."""
+"""The aiohttp application of the HTTP API: routes, and the middlewares common to all (tracing, CORS, errors, API keys, reading
+bodies). It never looks into a request's content."""
 
 import asyncio
 import logging
@@ -38,12 +39,14 @@ from .tenant import bears, digest
 from .tgi import Tgi
 from .unanswered import PATIENCE, UNANSWERED, Unanswered
 
-PROBES = {"/", HEALTH, READY, LIVE, "/ping"}  # to be asked by load balancers, which have no key
-SILENT = {"/metrics", "/stats", "/favicon.ico"}  # beside the open paths: asked again and again, and no line of a log is wanted
+PROBES = {"/", HEALTH, READY, LIVE, "/ping"}  # asked by load balancers, which have no API key
+# open paths beside the probes: polled all the time, so that they are not logged either
+SILENT = {"/metrics", "/stats", "/favicon.ico"}
 CLOSE = {"Connection": "close"}
-LONG = 1 << 18  # bytes of an answer that does not fit into the buffers on its way
+LONG = 1 << 18  # bytes of an answer that does not fit into the socket buffers
 KINDS = {404: "not_found", 405: "method_not_allowed", 413: "payload_too_large"}
-TURNED_AWAY = ("validation", "overloaded", "unavailable", "timeout")  # kinds of problems that a request may have before it arrives
+# kinds of problems that a request may have before it reaches the batcher
+TURNED_AWAY = ("validation", "overloaded", "unavailable", "timeout")
 
 logger = logging.getLogger(__name__)
 
@@ -57,10 +60,11 @@ def make_app(
     replicas: Replicas | None = None,
     adapters: Adapters | None = None,
 ) -> web.Application:
-    """All routes. Run it with `handler_cancellation=True`, or a client that leaves is noticed late, and with
-    `auto_decompress=False`, or a compressed body is unpacked before it can be refused.
+    """The application with all routes. Run it with `handler_cancellation=True`, or a client that disconnects is noticed late, and
+    with `auto_decompress=False`, or a compressed body is unpacked before it can be refused.
 
-    replicas: for those who administer them, if anybody does; adapters: that there are, if more than from the start.
+    replicas: what the administration routes act on; without it there are none. adapters: the registry of LoRA adapters; without it,
+    those of the configuration.
     """
     adapters = adapters or Adapters(config.model, config.adapters)
     validator = Validator(config, tokenizer, metrics.validated, adapters)
@@ -123,7 +127,7 @@ def make_app(
 
 
 async def _seeing(pictures: Pictures, links: Links, app: web.Application) -> AsyncIterator[None]:
-    """Images are prepared and fetched as long as the application runs. Nothing waits for the start."""
+    """Keeps image preprocessing and image downloads running as long as the application does. The start does not wait for them."""
     starting = asyncio.create_task(pictures.start())
     yield
     starting.cancel()
@@ -131,7 +135,7 @@ async def _seeing(pictures: Pictures, links: Links, app: web.Application) -> Asy
 
 
 def _application(config: RouterConfig, metrics: Metrics, tracing: Tracing | None, open_paths: Set[str]) -> web.Application:
-    """Without a route: what is done for all of them. open_paths: where nobody is asked for a key."""
+    """The application without routes: middlewares and shared state. open_paths: paths that need no API key."""
     preflight, grant = cors(config.cors_allow_origin)
     patience = Patience(config.slow_client_timeout)
     metrics.watch("penstock_slow_clients", lambda: patience.dropped)
@@ -154,8 +158,8 @@ def _application(config: RouterConfig, metrics: Metrics, tracing: Tracing | None
 
 
 def _apart(app: web.Application, method: str, flag: str, path: str) -> None:
-    """Raises Misconfigured if the path that the flag asks for is another route's: that one would answer, and without a key if it is
-    taken for a probe. Nor is it below /admin/, where nobody is asked for an API key."""
+    """Raises Misconfigured if the path given by the flag collides with another route: that one would answer, without a key if the
+    path is taken for a probe. Paths below /admin/ are refused too, since no API key is asked for there."""
     if path.startswith(PREFIX):
         raise Misconfigured(f"{flag} {path} is below the server's own {PREFIX}: choose another path")
     for route in app.router.routes():
@@ -167,7 +171,7 @@ def _apart(app: web.Application, method: str, flag: str, path: str) -> None:
 
 
 def _problems(metrics: Metrics) -> Middleware:
-    """Turns failures into responses, in the shape that the route's clients expect."""
+    """Middleware that turns exceptions into error responses in the shape that the route's clients expect."""
 
     @web.middleware
     async def respond(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -197,15 +201,16 @@ def _problems(metrics: Metrics) -> Middleware:
 
 
 def _problem_of_http(error: web.HTTPException) -> Problem:
-    """aiohttp's own: no such route, a method that a route lacks, a body that grew too large while it was read."""
+    """The problem of an aiohttp error: no such route, a method that the route lacks, a body that grew too large while it was
+    read."""
     headers = {name: error.headers[name] for name in ("Allow",) if name in error.headers}
     kind = KINDS.get(error.status, "http")
     return Problem(error.status, kind, error.text or error.reason, headers=headers)
 
 
 def _authorization(keys: tuple[str, ...], open_paths: Set[str], others: tuple[str, ...]) -> Middleware:
-    """Asks for one of the operator's keys, if there are any, except for who looks at the probes and other open paths. others: what
-    paths begin with that ask for a key of their own."""
+    """Middleware that requires one of the operator's API keys, if there are any, except on probes and other open paths. others:
+    path prefixes of routes that ask for a key of their own."""
     expected = [digest(key.encode()) for key in keys]
 
     @web.middleware
@@ -220,7 +225,7 @@ def _authorization(keys: tuple[str, ...], open_paths: Set[str], others: tuple[st
 
 
 def _deliver(patience: Patience) -> Middleware:
-    """Sends long answers that are whole, and waits for their clients no longer than for those of streams."""
+    """Middleware that sends long non-streamed answers, and gives slow clients no more time than streaming ones get."""
 
     @web.middleware
     async def deliver(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -234,9 +239,8 @@ def _deliver(patience: Patience) -> Middleware:
 
 
 def _read(limit: int, together: int, unanswered: Unanswered) -> Middleware:
-    """Reads a body before anybody asks for it, but not for ever, and not more of all requests than memory is meant for. One that
-    will be refused for its size is not read.
-    """
+    """Middleware that reads each body before its handler runs, with a deadline, and within a memory limit for all requests
+    together. A body that will be refused for its size is not read."""
     held = 0  # bytes of the bodies of all requests that have not been answered
 
     def check(length: int) -> None:
@@ -261,7 +265,7 @@ def _read(limit: int, together: int, unanswered: Unanswered) -> Middleware:
                 raise Rejected(Problem(503, "unavailable", "the server is shutting down", headers=RETRY | CLOSE)) from None
             message = f"the body was not complete {PATIENCE:g} s after its headers"
             raise Rejected(Problem(408, "timeout", message, headers=CLOSE)) from None
-        except BaseException:  # the client may have left, too
+        except BaseException:  # the client may have disconnected, too
             held -= len(body)
             raise
         return bytes(body)
@@ -269,7 +273,7 @@ def _read(limit: int, together: int, unanswered: Unanswered) -> Middleware:
     @web.middleware
     async def read(request: web.Request, handler: Handler) -> web.StreamResponse:
         nonlocal held
-        # Nobody asks for a GET's body, but anybody may send one, without a key where a path is open.
+        # A GET's body is not used, but anybody may send one, without a key where a path is open.
         if not request.body_exists or request.method in ("GET", "HEAD") or (request.content_length or 0) > limit:
             return await handler(request)
         with unanswered.one():
@@ -277,6 +281,6 @@ def _read(limit: int, together: int, unanswered: Unanswered) -> Middleware:
             try:
                 return await handler(request)
             finally:
-                held -= len(request.pop(BODY))  # a connection keeps its last request until the next comes
+                held -= len(request.pop(BODY))  # a connection keeps its last request until the next one comes
 
     return read

@@ -1,4 +1,5 @@
-"""JSON in and out: a request's body within the limit and as the type that a route expects, an answer as a response."""
+"""JSON in and out: reads a request's body within its limits and decodes it into the route's type; writes an answer as a
+response."""
 
 import json
 import re
@@ -12,13 +13,14 @@ from aiohttp import web
 from ..request import Refused
 from .errors import Problem, Rejected
 
-BODY = web.RequestKey("body", bytes)  # of a request that has one, once it is read: see `app`
-NAMES = web.RequestKey("names", Collection[str])  # of its fields, once it is decoded, which may be done twice: see `either`
-LARGE = 2_000_000  # bytes of a body that may be anything. A larger one has room for pictures, or long texts, ...
-MARKS_OF_LARGE = 300_000  # ... and for no more names, objects and lists than such a one: each takes 2 us of everybody's time
-DEEPEST = 200  # brackets within each other; Python's own limit is 1,000 calls, of which parsers and templates need some
+BODY = web.RequestKey("body", bytes)  # the bytes of a request's body, once read: see `app`
+NAMES = web.RequestKey("names", Collection[str])  # names of the body's fields, kept because it may be decoded twice: see `either`
+LARGE = 2_000_000  # bytes of a body that may hold anything. A larger one has room for images or long texts ...
+MARKS_OF_LARGE = 300_000  # ... and for no more names, objects and lists than a body of that size: each takes 2 us of the event loop
+DEEPEST = 200  # nested brackets; Python's own limit is 1,000 calls, of which parsers and templates need some
 KEY = re.compile(rb'"(\w+)"\s*:')
-LONG_NUMBER = re.compile(rb"(?<!\d)\d{4300}")  # more than Python reads; begun once in a row of digits, however many there are
+# more digits than Python reads; matches once in a row of digits, however many there are
+LONG_NUMBER = re.compile(rb"(?<!\d)\d{4300}")
 MARKS = re.compile(rb'"((?:[^"\\]|\\.)*)"|[\[{]|[\]}]', re.DOTALL)
 
 Body = TypeVar("Body")
@@ -32,7 +34,7 @@ async def read(http: web.Request, decoder: msgspec.json.Decoder[Body], limit: in
 
 
 async def read_named(http: web.Request, decoder: msgspec.json.Decoder[Body], limit: int) -> tuple[Body, Collection[str]]:
-    """The same, and the names of all its fields, known or not."""
+    """The body, decoded as by `read`, and the names of all its fields, known or not."""
     if http.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise Rejected(Problem(415, "unsupported_encoding", "compressed bodies are not supported: send plain JSON"))
     if (http.content_length or 0) > limit:  # refused before it is read
@@ -53,25 +55,26 @@ async def read_named(http: web.Request, decoder: msgspec.json.Decoder[Body], lim
         raise _no_json(str(error), _near(data, _place(str(error), data))) from error
     except RecursionError as error:
         raise _no_json("it is nested too deeply", _deepest(data)) from error
-    except ValueError as error:  # where no field expects a number, so that nobody has looked at it yet
+    except ValueError as error:  # a huge number where no field expects one, so that msgspec has not looked at it
         digits = LONG_NUMBER.search(data)
         raise _no_json("a number has thousands of digits", _near(data, digits.start() if digits else 0)) from error
 
 
 def _check_marks(data: bytes) -> None:
-    """Raises Rejected if a large body is small things without number."""
+    """Raises Rejected if a large body consists of too many small values."""
     if len(data) > LARGE and (count := sum(map(data.count, (b":", b"{", b"[")))) > MARKS_OF_LARGE:
         message = f"a body of more than {LARGE} bytes may have {MARKS_OF_LARGE} colons and opening brackets. Given: {count}"
         raise Rejected(Problem(413, "payload_too_large", message))
 
 
 def json_response(content: object, headers: dict[str, str] | None = None, status: int = 200) -> web.Response:
-    """Anything that msgspec can write."""
+    """A response with anything that msgspec can encode."""
     return web.Response(status=status, body=msgspec.json.encode(content), content_type="application/json", headers=headers)
 
 
 def _names(text: str) -> Collection[str]:
-    """Of the outermost object. Raises Refused where a name comes twice in one object: which value was meant can't be known."""
+    """The field names of the outermost object. Raises Refused where a name comes twice in one object: which value was meant cannot
+    be known."""
     found = json.loads(text, object_pairs_hook=_once)
     return tuple(found) if isinstance(found, dict) else ()
 
@@ -112,7 +115,7 @@ def _near(data: bytes, place: int) -> str | None:
 
 
 def _deepest(data: bytes) -> str | None:
-    """The outermost field in which too many brackets stand within each other."""
+    """The outermost field whose value nests brackets too deeply."""
     depth, name = 0, None
     for mark in MARKS.finditer(data):
         if mark[1] is not None:

@@ -1,6 +1,6 @@
-"""Which web pages of other origins may use the server, from a browser. Knows no route.
+"""CORS: which web pages of other origins may use the server from a browser. Knows no route.
 
-Credentials of a browser (cookies) are never allowed, as there are none: a page that may ask brings its API key itself.
+Browser credentials (cookies) are never allowed, as there are none: a page sends its API key itself.
 """
 
 from collections.abc import Awaitable, Callable
@@ -10,16 +10,17 @@ from aiohttp.typedefs import Handler, Middleware
 
 from ..config import ANY_ORIGIN, NO_ORIGIN
 
-KEPT = "600"  # seconds for which a browser needs no new preflight
+KEPT = "600"  # seconds for which a browser caches a preflight
 METHODS = "GET, POST, HEAD, OPTIONS"
 
 Hook = Callable[[web.Request, web.StreamResponse], Awaitable[None]]
 
 
 def cors(origins: str) -> tuple[Middleware, Hook]:
-    """What answers preflights, before anybody asks for a key, and what adds the headers to all other responses.
+    """A middleware that answers preflights before an API key is asked for, and a hook that adds CORS headers to all other
+    responses.
 
-    origins: with commas between them; ANY_ORIGIN for all, NO_ORIGIN for none.
+    origins: separated by commas; ANY_ORIGIN for all, NO_ORIGIN for none.
     """
     allowed = frozenset(origin.strip().rstrip("/") for origin in origins.split(","))
 

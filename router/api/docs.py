@@ -1,4 +1,5 @@
-"""The API's description: `/openapi.json`, and `/docs`, a page that shows it and tries it out. It works offline."""
+"""API documentation routes: `/openapi.json`, and `/docs`, a page that shows the document and can send requests. It works
+offline."""
 
 from functools import cached_property
 from pathlib import Path
@@ -18,15 +19,16 @@ FILES = {"/docs": INDEX} | {
 
 
 class Docs:
-    """The handlers."""
+    """The handlers of the documentation routes."""
 
-    paths = FILES.keys()  # open to all, since no secret is in them; the description is asked a key for, as all that it describes
+    # open without a key, since no secret is in them; /openapi.json needs one, as the routes that it describes do
+    paths = FILES.keys()
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
 
     def routes(self) -> list[web.RouteDef]:
-        """All of them; HEAD comes along."""
+        """The routes; HEAD is included."""
         return [*(web.get(path, self.description) for path in DESCRIPTION), *(web.get(path, self.file) for path in FILES)]
 
     async def description(self, http: web.Request) -> web.Response:
@@ -39,7 +41,7 @@ class Docs:
 
     @cached_property
     def _description(self) -> bytes:
-        """Made when it is asked for first: that takes a while, and most servers are never asked."""
-        from .openapi import document  # here, since its types take 40 ms, for which no start shall wait
+        """The encoded document, made at the first request: that takes a while, and most servers are never asked."""
+        from .openapi import document  # imported here, since its types take 40 ms, which no start should wait for
 
         return msgspec.json.encode(document(self._config))

@@ -1,6 +1,6 @@
-"""Routes whose bodies may be of TGI's or of OpenAI's kind: SageMaker's, Vertex AI's, and those that only tokenize.
+"""Routes that take bodies of TGI's or of OpenAI's form: SageMaker's, Vertex AI's, and the tokenizing ones.
 
-Knows which body is whose. What a body asks for and how it is answered is the affair of `tgi` and of `openai`.
+They only tell which form a body has. What it asks for and how it is answered is done by `tgi` and `openai`.
 """
 
 import msgspec
@@ -19,7 +19,7 @@ from .tgi_shapes import GenerateBody
 
 
 class Kind(msgspec.Struct):
-    """By one of these fields a body is known."""
+    """The fields by which a body's form is recognized."""
 
     inputs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
@@ -27,7 +27,7 @@ class Kind(msgspec.Struct):
 
 
 class VertexBody(msgspec.Struct):
-    """Each instance is what /generate or a chat takes."""
+    """A Vertex AI body: each instance is a body of /generate or of a chat."""
 
     instances: list[msgspec.Raw]
 
@@ -39,7 +39,7 @@ class TokenizeChatBody(ChatBody, kw_only=True):
 
 
 class Either:
-    """The handlers."""
+    """The handlers of these routes."""
 
     def __init__(self, config: RouterConfig, batcher: Batcher, chats: Chats, tgi: Tgi, openai: OpenAI) -> None:
         self._config = config
@@ -54,8 +54,8 @@ class Either:
         self._tokenize = msgspec.json.Decoder(TokenizeChatBody)
 
     async def invocations(self, http: web.Request) -> web.StreamResponse:
-        """POST /invocations: as /, a chat or a completion, whatever the body is of."""
-        kind = await read(http, self._kind, self._config.payload_limit)  # the body stays there for the next who reads it
+        """POST /invocations: as /, a chat or a completion, depending on the body."""
+        kind = await read(http, self._kind, self._config.payload_limit)  # the body stays readable for the handler
         if kind.inputs is not msgspec.UNSET:
             return await self._tgi.root(http)
         if kind.messages is not msgspec.UNSET:
@@ -65,7 +65,7 @@ class Either:
         raise Refused("Object missing required field `inputs`, `messages` or `prompt`", "inputs")
 
     async def vertex(self, http: web.Request) -> web.Response:
-        """POST /vertex: several prompts and chats, and of each answer the text."""
+        """POST /vertex: several prompts and chats; returns the text of each answer."""
         clock = Clock()
         body = await read(http, self._vertex, self._config.payload_limit)
         most = self._config.max_concurrent_requests
@@ -100,7 +100,7 @@ class Either:
         return await self._tgi.count(text, bool(body.add_special_tokens), bool(body.return_token_strs))
 
     async def _instance(self, http: web.Request, data: msgspec.Raw) -> tuple[Request, str]:
-        """The request, and what stands before the answer's text."""
+        """The request of one instance, and what stands before the answer's text."""
         if self._kind.decode(data).messages is not msgspec.UNSET:
             return await self._chat_instance(http, self._chat.decode(data)), ""
         body = self._generate.decode(data)

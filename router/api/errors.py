@@ -1,4 +1,4 @@
-"""What goes wrong, as HTTP: one table from failures to statuses, and the two shapes in which clients want to be told.
+"""Errors as HTTP responses: one table from failures to statuses, and the error bodies of TGI, OpenAI and Anthropic.
 
 Knows no route and no request.
 """
@@ -12,12 +12,13 @@ import msgspec
 from ..request import Broken, Expired, Failure, NoModel, NotReady, Overloaded, Refused
 
 RETRY = {"Retry-After": "1"}
-# OpenAI's clients repeat what failed with 5xx, unless they are told not to: late it would be late again, and what broke a shard...
+# OpenAI's clients retry after a 5xx unless told not to. A request that missed its deadline would miss it again, and one that broke
+# a shard could break it again.
 NO_RETRY = {"x-should-retry": "false"}
 MOST_SAID = 4000  # characters of a refusal, which may repeat what was sent
 OPENAI_PATH = "/v1/"
 ANTHROPIC_PATH = "/v1/messages"
-# Seen by a client of /v1, where the fields have other names than in TGI's rules.
+# Names of fields for clients of /v1, where they differ from those in TGI's rules.
 OPENAI_NAMES = {"inputs": "prompt", "max_new_tokens": "max_tokens", "top_n_tokens": "top_logprobs"}
 OPENAI_TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "overloaded_error"}
 ANTHROPIC_TYPES = {
@@ -42,7 +43,7 @@ class Problem:
 
 
 class Rejected(Exception):
-    """HTTP itself is wrong: a body that does not parse, a missing key..."""
+    """An error in HTTP itself: a body that does not parse, a missing API key..."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem.message)
@@ -50,14 +51,14 @@ class Rejected(Exception):
 
 
 def unauthorized(needed: str) -> Rejected:
-    """For who lacks a key that is needed."""
+    """The 401 for a client that lacks the needed key."""
     return Rejected(
         Problem(401, "unauthorized", f"{needed} is needed: Authorization: Bearer KEY", headers={"WWW-Authenticate": "Bearer"})
     )
 
 
 def problem_of(failure: Failure) -> Problem:
-    """The table."""
+    """The table from failures to HTTP problems."""
     match failure:
         case NoModel():
             return Problem(404, "model_not_found", str(failure)[:MOST_SAID], failure.parameter)
@@ -82,7 +83,7 @@ def tgi_body(problem: Problem) -> bytes:
 
 
 def as_openai(problem: Problem) -> Problem:
-    """The same in OpenAI's terms."""
+    """The same problem with OpenAI's statuses and field names."""
     message = problem.message
     for name, theirs in OPENAI_NAMES.items():
         message = message.replace(f"`{name}`", f"`{theirs}`")
@@ -92,24 +93,24 @@ def as_openai(problem: Problem) -> Problem:
 
 
 def openai_body(problem: Problem) -> bytes:
-    """`error_type` stands beside `error` for huggingface_hub, which looks for it in the middle of a stream."""
+    """OpenAI's error body. `error_type` stands beside `error` for huggingface_hub, which looks for it in the middle of a stream."""
     return msgspec.json.encode({"error": _error(problem, OPENAI_TYPES, "server_error"), "error_type": problem.kind})
 
 
 def anthropic_error(problem: Problem) -> dict[str, object]:
-    """As an event has it, too."""
+    """Anthropic's error body, which is also the data of an error event."""
     return {"type": "error", "error": _error(problem, ANTHROPIC_TYPES, "api_error")}
 
 
 def _error(problem: Problem, types: Mapping[int, str], ours: str) -> dict[str, str | None]:
-    """types: by OpenAI's statuses; ours: of a fault of the server that has none."""
+    """types: error types by OpenAI's statuses; ours: the type of a server's failure that is not among them."""
     problem = as_openai(problem)
     kind = types.get(problem.status, "invalid_request_error" if problem.status < 500 else ours)
     return {"message": problem.message, "type": kind, "param": problem.parameter, "code": problem.kind}
 
 
 def told(path: str, problem: Problem) -> tuple[Problem, bytes]:
-    """The problem as clients of a path know it, and what they are sent."""
+    """The problem as clients of this path know it, and the error body for them."""
     if not path.startswith(OPENAI_PATH):
         return problem, tgi_body(problem)
     if not path.startswith(ANTHROPIC_PATH):

@@ -1,8 +1,9 @@
-"""Images that requests name by URLs: the bytes in a data URL, or what a host answers.
+"""Loads the images that requests name by URLs: decodes data URLs, and fetches http(s) URLs with protection against SSRF.
 
-Who names a URL makes this server ask somebody else, perhaps somebody whom only this server can reach. So either all addresses that
-are public may be asked, or the hosts that the operator names (--image-hosts). Addresses are looked at when a socket is made for
-them, which is behind names, odd ways to write numbers, redirects, and names that mean something else the second time.
+A URL makes this server send a request to somebody else, perhaps to a host that only this server can reach. So either any public
+address may be fetched from, or only the hosts that the operator names (--image-hosts). Addresses are checked when a socket is
+created for them, that is after name resolution, odd notations of numbers, redirects, and names that resolve differently the second
+time.
 """
 
 import asyncio
@@ -19,20 +20,20 @@ from yarl import URL
 from ..config import RouterConfig
 from ..request import Overloaded, Refused
 
-PUBLIC, NOBODY = "public", "none"  # what --image-hosts may say beside hosts
-SECONDS = 10.0  # for an image, redirects included
+PUBLIC, NOBODY = "public", "none"  # values of --image-hosts other than hosts
+SECONDS = 10.0  # for an image, including redirects
 TOGETHER = 32  # images that are fetched at once
 REDIRECTS = 3
 PIECE = 65536  # bytes
 BASE64 = ";base64"
-NAT64 = ipaddress.IPv6Network("64:ff9b::/96")  # an address of IPv4 is in these, as in 6to4's
+NAT64 = ipaddress.IPv6Network("64:ff9b::/96")  # embeds an IPv4 address, as 6to4 does
 LOCAL_NAT64 = ipaddress.IPv6Network("64:ff9b:1::/48")
-Hold = Callable[[int], None]  # so many bytes more; raises Overloaded
+Hold = Callable[[int], None]  # accounts for so many more bytes; raises Overloaded
 HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "penstock"}
 
 
 class Links:
-    """What gets them."""
+    """The loader of images."""
 
     def __init__(self, config: RouterConfig) -> None:
         hosts = config.image_hosts.strip().lower()
@@ -40,13 +41,13 @@ class Links:
         self._hosts = frozenset() if hosts in (PUBLIC, NOBODY) else frozenset(host.strip() for host in hosts.split(","))
         self._most = config.payload_limit
         self._most_together = config.payload_limit_total
-        self._held = 0  # bytes that were fetched, of all requests that are looked into
+        self._held = 0  # fetched bytes of all requests that are being processed
         self._free = asyncio.Semaphore(TOGETHER)
         self._session: aiohttp.ClientSession | None = None
 
     @asynccontextmanager
     async def opened(self, urls: Sequence[str]) -> AsyncIterator[list[bytes]]:
-        """What they lead to, in order; it counts as held within. Raises Refused, or Overloaded."""
+        """The images' bytes, in order; within the context they count as held. Raises Refused, or Overloaded."""
         if not urls:
             yield []
             return
@@ -71,7 +72,7 @@ class Links:
             self._held -= held
 
     async def close(self) -> None:
-        """Ends what is under way."""
+        """Ends fetches that are under way."""
         if self._session is not None:
             await self._session.close()
 
@@ -109,7 +110,7 @@ class Links:
         raise _failed(name, url, f"there are more than {REDIRECTS} redirects")
 
     def _check(self, url: URL, name: str) -> None:
-        """Whether it may be asked."""
+        """Raises Refused if the URL may not be fetched."""
         if url.scheme not in ("http", "https") or not url.raw_host:
             raise Refused(f"{name} is redirected to a URL that is none of http or https", "inputs")
         if url.user is not None or url.password is not None:
@@ -130,7 +131,7 @@ class Links:
         return bytes(found)
 
     def _client(self) -> aiohttp.ClientSession:
-        """Made when it is needed: there must be an event loop."""
+        """The HTTP client, created at first use, since it needs a running event loop."""
         if self._session is None:
             connector = aiohttp.TCPConnector(
                 socket_factory=_public_socket if self._public else None, use_dns_cache=False, force_close=True, limit=TOGETHER
@@ -142,22 +143,22 @@ class Links:
 
 
 def from_data(url: str, name: str) -> bytes:
-    """Of data:image/...;base64,..."""
+    """The bytes of data:image/...;base64,..."""
     head, comma, body = url.partition(",")
     if not head[5:].lower().startswith("image/") or not head.lower().endswith(BASE64) or not comma:
         raise Refused(f"{name} must be data:image/...;base64,... if it is a data: URL", "inputs")
-    body = "".join(body.split())  # some have it in lines (RFC 2045)
+    body = "".join(body.split())  # some clients break lines (RFC 2045)
     try:
         return base64.b64decode(body + "=" * (-len(body) % 4), validate=True)
-    except ValueError:  # binascii's too; and what is no ASCII
+    except ValueError:  # binascii's error too; and for what is not ASCII
         raise Refused(f"{name} is not in base64", "inputs") from None
 
 
 def is_public(address: str) -> bool:
-    """Whether anybody may be reached there, and not only from here."""
+    """Whether an address is reachable by anybody, and not only from this server."""
     try:
         found = ipaddress.ip_address(address)
-    except ValueError:  # a number in another way of writing
+    except ValueError:  # a number in another notation
         return False
     if isinstance(found, ipaddress.IPv6Address):
         inner = found.ipv4_mapped or found.sixtofour
@@ -171,7 +172,7 @@ def is_public(address: str) -> bool:
 
 
 def _public_socket(address: Any) -> socket.socket:
-    """For this address, as getaddrinfo tells it."""
+    """A socket for this address, a tuple of getaddrinfo. Raises OSError if it is not public."""
     family, kind, protocol, _, place = address
     if not is_public(place[0]):
         raise OSError(f"{place[0]} is no public address")
@@ -179,5 +180,5 @@ def _public_socket(address: Any) -> socket.socket:
 
 
 def _failed(name: str, url: URL, why: str) -> Refused:
-    """Without the rest of the URL, which may be a secret."""
+    """The refusal, without the rest of the URL, which may be a secret."""
     return Refused(f"{name} can't be had from {url.raw_host}: {why}", "inputs")

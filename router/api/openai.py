@@ -1,4 +1,4 @@
-"""OpenAI's chats and completions: requests to the batcher, streams of items to answers. Nothing else.
+"""OpenAI's chat completions and completions: bodies become requests to the batcher, streams of items become answers or SSE chunks.
 
 What the fields mean is in `openai_bodies`, how answers look in `openai_shapes`.
 """
@@ -44,12 +44,12 @@ from .ports import Batcher, limits_of
 from .stream import Answer, Clock, escaped, fold, guesses, headers_of, plain_frame, send, stream_headers_of
 
 DONE = b"data: [DONE]\n\n"
-MOST_SCORES = 1 << 20  # log-probabilities of prompts that an answer of several choices holds: some 70 bytes each
+MOST_SCORES = 1 << 20  # log-probabilities of prompts that an answer with several choices may hold: some 70 bytes each
 
 
 @dataclass(slots=True)
 class Asked:
-    """The requests of one body, and how their answer shall look."""
+    """The requests that one body becomes (one for each prompt), and how their answer is to look."""
 
     requests: list[Request]
     envelope: Envelope
@@ -57,10 +57,10 @@ class Asked:
     stream: bool
     options: StreamOptions
     headers: dict[str, str]
-    chat: bool  # what is told of the prompt stands beside choices, and not in each
+    chat: bool  # a chat: prompt_logprobs stand beside `choices`, and not in each choice
     entries: bool  # vLLM's `prompt_logprobs` are asked for
-    silent: bool  # the generated token, which there must be, is not in the answer
-    beside: Json  # what stands in the answer, or its first chunk, beside choices
+    silent: bool  # the one generated token, which a request must have, is left out of the answer (`max_tokens` 0)
+    beside: Json  # fields beside `choices` in the answer, or in its first chunk
 
     @property
     def prompt_tokens(self) -> int:
@@ -68,7 +68,7 @@ class Asked:
 
 
 class OpenAI:
-    """The handlers."""
+    """The handlers of /v1/chat/completions, /v1/completions and /v1/models."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class OpenAI:
         batcher: Batcher,
         adapters: Adapters | None = None,
     ) -> None:
-        """adapters: that there are, if more than from the start."""
+        """adapters: the registry of LoRA adapters; without it, those of the configuration."""
         self._config = config
         self._adapters = adapters or Adapters(config.model, config.adapters)
         self._validator = validator
@@ -141,7 +141,7 @@ class OpenAI:
         silent = body.max_tokens == 0 and (bool(body.echo) or alternatives is not None)
         asked_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         if silent and width.beams is None:
-            width = Width(1)  # there is nothing to search for, whatever the operator's default is
+            width = Width(1)  # nothing is generated, so there is nothing to search, whatever the operator's default is
         limits = limits_of(self._batcher)
         asked = parameters(
             http,
@@ -179,7 +179,7 @@ class OpenAI:
 
     @property
     def _ids(self) -> tuple[str, ...]:
-        """The model, and its adapters."""
+        """The model's name, and those of its LoRA adapters."""
         return self._config.model, *self._adapters.names
 
     def _model(self, id: str) -> Json:
@@ -192,7 +192,7 @@ class OpenAI:
         return model if limits is None else model | {"max_model_len": limits.max_total_tokens}
 
     def _drawn(self, body: Body, width: Width) -> tuple[int, int]:
-        """How many answers to a prompt are shown, and drawn. Beams find just as many."""
+        """How many answers to a prompt are shown, and how many are sampled. A beam search returns just as many as are shown."""
         shown = self._choices("n", body.n)
         if width.searched and body.best_of not in (None, shown) and width.field != "best_of":
             raise Refused(f"`best_of` together with `{width.field}` > 1 is not supported: `n` are the best beams", "best_of")
@@ -247,7 +247,7 @@ class OpenAI:
 
 
 async def _whole(asked: Asked, folded: list[list[Answer]], entries: Sequence[msgspec.Raw]) -> Json:
-    """A whole answer. entries: `prompt_logprobs` of each prompt, if they are asked for."""
+    """A non-streamed answer. entries: `prompt_logprobs` of each prompt, if they are asked for."""
     shapes = asked.envelope.shapes
     shown = [
         (place, place * asked.shown + index, answer)
@@ -270,25 +270,27 @@ async def _whole(asked: Asked, folded: list[list[Answer]], entries: Sequence[msg
 
 
 class Events:
-    """The events of one answer: a chunk for each choice of each item, usage if it is asked for, [DONE]."""
+    """The SSE chunks of one streamed answer: one for each choice of each item, usage if it is asked for, [DONE]."""
 
     def __init__(self, asked: Asked, clock: Clock) -> None:
         self._asked = asked
         self._shapes = asked.envelope.shapes
         self._usage = Usage(asked.prompt_tokens)
-        self._unopened: set[int] = set()  # of beams' choices but the best: there may be fewer than asked for
+        # choices of a beam search behind the best that have no opening chunk yet: there may be fewer than asked for
+        self._unopened: set[int] = set()
         self._finishes: dict[int, Finish] = {}  # of each stream, the last so far
         self._timing = Timing(clock.arrived)
         self._head, self._tail = asked.envelope.chunk()
         usage = b',"usage":null}' if asked.options.include_usage else b"}"
         self._rest = None if asked.options.continuous_usage_stats else self._tail + usage
-        # What stands in a frame before and behind a token's delta, by choice; None: more than the delta differs.
+        # What stands in a frame before and behind a token's delta, by choice; None: more than the delta changes from token to
+        # token.
         self._around = [self._find_around(place) for place in range(asked.shown * len(asked.requests))]
 
     def of(self, stream: int, items: Sequence[Item]) -> bytes:
         """See `stream.Events`."""
         first = stream * self._asked.shown
-        if len(items) == 1:  # most often
+        if len(items) == 1:  # the most common case
             return self._frames(first, items[0])
         return b"".join([self._frames(first, item) for item in items])
 
@@ -313,14 +315,14 @@ class Events:
                 places = places[:1]
             beside = encode(self._asked.beside)[1:-1] if first == 0 else b""
             return b"".join([self._framed(self._shapes.opening(place), beside if place == 0 else b"") for place in places])
-        if isinstance(item, Grown):  # nobody can ask for them here
+        if isinstance(item, Grown):  # beams of each step, which cannot be asked for on these routes
             return b""
         self._timing.end(item)
         self._finishes[first] = item
         return self._framed(self._shapes.delta(first + item.choice, item))
 
     def end(self) -> bytes:
-        """Usage, if it was asked for."""
+        """The chunk with the usage, if it was asked for, and [DONE]."""
         if not self._asked.options.include_usage:
             return DONE
         self._usage.reasoning_tokens = self._shapes.reasoning_tokens()
@@ -330,7 +332,7 @@ class Events:
         return plain_frame(b'%b%b,"usage":%b,"metrics":%b}' % (self._head, self._tail, usage, timing)) + DONE
 
     def failed(self, problem: Problem) -> bytes:
-        """The end of an answer that failed."""
+        """The error event that ends an answer that failed, and [DONE]."""
         return plain_frame(openai_body(problem)) + DONE
 
     def _find_around(self, place: int) -> tuple[bytes, bytes] | None:
@@ -340,7 +342,7 @@ class Events:
         return b"data: " + escaped(self._head) + around[0], around[1] + escaped(self._rest) + b"\n\n"
 
     def _framed(self, choice: bytes | None, beside: bytes = b"") -> bytes:
-        """A chunk with one choice, if there is one; beside: fields next to it."""
+        """A chunk with one choice; b"" without one. beside: encoded fields next to `choices`."""
         if choice is None:
             return b""
         rest = self._rest or b'%b,"usage":%b}' % (self._tail, encode(self._usage.json()))
@@ -348,7 +350,7 @@ class Events:
 
 
 class Timing:
-    """vLLM's `metrics` of an answer, which its load generator reads. Milliseconds."""
+    """vLLM's `metrics` of an answer, in milliseconds, which its load generator reads."""
 
     def __init__(self, arrived: float) -> None:
         self._arrived = arrived
@@ -357,7 +359,7 @@ class Timing:
         self._queued = 0.0
 
     def begin(self) -> None:
-        """The first token of an answer is there."""
+        """The prompt is computed and its first token sampled."""
         self._first = self._first or monotonic()
 
     def end(self, finish: Finish) -> None:
@@ -381,14 +383,15 @@ def _all(folded: list[list[Answer]]) -> list[Answer]:
 
 
 def _best(answers: list[Answer], count: int) -> list[Answer]:
-    """All in order, or the most probable ones, best first, where more were drawn."""
+    """All answers in order, or, where more were sampled than are shown, the most probable per token, best first."""
     if len(answers) <= count:
         return answers
     return sorted(answers, key=lambda answer: answer.mean_logprob, reverse=True)[:count]
 
 
 def _refuse_many_scores(requests: Sequence[Request], shown: int, name: str) -> None:
-    """Raises Refused for answers that repeat more scores of prompts than a single one may need. name: of the field to blame."""
+    """Raises Refused for answers that repeat more log-probabilities of prompts than a single one may need. name: the field to
+    blame."""
     scores = shown * sum(len(request.prompt) * (1 + request.prompt_top_n) for request in requests)
     if scores > MOST_SCORES and len(requests) * shown > 1:
         raise Refused(
@@ -399,14 +402,14 @@ def _refuse_many_scores(requests: Sequence[Request], shown: int, name: str) -> N
 
 
 def _echoes(body: CompletionBody, prompts: Sequence[str | list[int]], requests: Sequence[Request]) -> list[Echo]:
-    """What the answers to each prompt begin with."""
+    """The prompts that answers begin with because of `echo`."""
     whole = body.truncate_prompt_tokens is None
     texts = [prompt if isinstance(prompt, str) and whole else "" for prompt in prompts]
     return [Echo(request, text) for request, text in zip(requests, texts, strict=True)]
 
 
 def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
-    """One or several, each a text or token ids."""
+    """`prompt` as a list of prompts, each a text or token ids."""
     if isinstance(prompt, str):
         return [prompt]
     texts = [entry for entry in prompt if isinstance(entry, str)]

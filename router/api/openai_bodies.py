@@ -1,7 +1,7 @@
-"""What clients send to OpenAI's routes: the fields, which of them are refused, and what they mean as `Parameters`.
+"""Request bodies of OpenAI's routes: the fields, which of them are refused, and how they become `Parameters`.
 
-vLLM's extra fields are taken where they cost nothing. A field that would change the answer and can't be honoured is refused by
-name; one that nobody has heard of is ignored, and the answer says so, or refused, as the operator likes.
+vLLM's extra fields are accepted where they cost nothing. A field that would change the answer and cannot be honoured is refused by
+name; an unknown one is ignored and named in a response header, or refused, as the operator likes.
 """
 
 import re
@@ -23,8 +23,8 @@ from .tenant import session_of, tenant_of
 COMPLETION_TOKENS = 16  # OpenAI's default of `max_tokens`, for completions only
 MOST_TOP_LOGPROBS = 20  # OpenAI's
 MOST_TOLD = 32  # names of ignored fields in the header
-PLACE = re.compile(r"`messages\[(\d+)\]")  # of a chat's message, where a refusal begins with it
-# What vLLM's beam search does not draw with, and the values that say so. With a temperature of 0 all of them mean nothing.
+PLACE = re.compile(r"`messages\[(\d+)\]")  # the place of a chat's message, where a refusal begins with it
+# Sampling parameters that vLLM's beam search does not use, with their neutral values. At a temperature of 0 any value is neutral.
 NOT_DRAWN: dict[str, tuple[float, ...]] = {"temperature": (), "top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,)}
 
 TIERS = {  # OpenAI's service tiers
@@ -71,7 +71,7 @@ REASONS = {
     "background": "`background` is not supported: the server keeps no answers",
 }
 
-# OpenAI's fields that change nothing in an answer, and Anthropic's: what was computed is kept in any case.
+# OpenAI's fields that change nothing in an answer, and Anthropic's `cache_control`: prefixes are cached in any case.
 HARMLESS = frozenset(
     ("metadata", "store", "safety_identifier", "prompt_cache_retention", "prediction", "request_id", "cache_control")
 )
@@ -80,7 +80,7 @@ HARMLESS = frozenset(
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # vLLM's: usage on each chunk
-    include_obfuscation: bool | None = None  # OpenAI's padding against eavesdroppers: there is none
+    include_obfuscation: bool | None = None  # OpenAI's padding against traffic analysis: there is none
 
 
 class Common(Format, kw_only=True):
@@ -105,16 +105,16 @@ class Common(Format, kw_only=True):
     include_stop_str_in_output: bool | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
-    priority: Any = None  # ours
-    timeout: float | None = None  # ours: seconds
+    priority: Any = None  # penstock's own
+    timeout: float | None = None  # penstock's own: seconds
     service_tier: str | None = None
-    user: Any = None  # these two say which requests belong together
+    user: Any = None  # this and the next one say which requests belong together
     prompt_cache_key: Any = None
     cache_salt: str | None = None
-    speculate: int | None = None  # ours
-    num_beams: int | None = None  # these are ours, with transformers' names
+    speculate: int | None = None  # penstock's own
+    num_beams: int | None = None  # this and the next two are penstock's own, with transformers' names
     length_penalty: float | None = None
-    early_stopping: bool | str | None = None  # or "never"
+    early_stopping: bool | str | None = None  # a bool, or "never"
 
 
 class Body(Common, kw_only=True):
@@ -129,13 +129,13 @@ class Body(Common, kw_only=True):
     beam_width: int | None = None  # SGLang's for num_beams
     return_token_ids: bool | None = None  # vLLM's
 
-    # What would change the answer, and can't be honoured.
+    # Fields that would change the answer and cannot be honoured.
     suffix: Any = None
     functions: Any = None
     function_call: Any = None
     num_return_sequences: Any = None
     stream_beams: Any = None
-    num_beam_groups: Any = None  # these are transformers'
+    num_beam_groups: Any = None  # this and the next three are transformers'
     diversity_penalty: Any = None
     force_words_ids: Any = None
     logits_processors: Any = None
@@ -164,13 +164,14 @@ class ChatBody(Body, kw_only=True):
     """Of /v1/chat/completions."""
 
     folds_system: ClassVar[bool] = False  # see `Chat`
-    bound_if_able: ClassVar[bool] = False  # of a model whose thoughts can't be bound nobody is told so
+    # where the model's reasoning cannot be bounded, `thinking_token_budget` is dropped without an error
+    bound_if_able: ClassVar[bool] = False
 
     messages: list[dict[str, Any]]
     documents: list[dict[str, Any]] | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None  # one of them
+    reasoning_effort: str | None = None  # one of the template's variables
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -185,12 +186,12 @@ class ChatBody(Body, kw_only=True):
 
     @property
     def most(self) -> int | None:
-        """New tokens, by either of the two names."""
+        """The limit of new tokens, by either of the two names."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
 def unsupported(name: str) -> str:
-    """What is said of a field that can't be honoured."""
+    """The refusal of a field that cannot be honoured."""
     return REASONS.get(name, f"`{name}` is not supported")
 
 
@@ -203,7 +204,7 @@ def refuse_unsupported(body: msgspec.Struct, names: Iterable[str]) -> None:
 
 
 def ignored(config: RouterConfig, body: msgspec.Struct, names: Collection[str]) -> dict[str, str]:
-    """The header that names the fields nobody has heard of. Raises Refused if the operator wants them refused."""
+    """The response header that names unknown fields. Raises Refused if the operator wants them refused."""
     unknown = sorted(set(names) - set(body.__struct_fields__) - HARMLESS)
     if not unknown:
         return {}
@@ -216,23 +217,24 @@ def ignored(config: RouterConfig, body: msgspec.Struct, names: Collection[str]) 
 class Width:
     """How many beams a body asks for, and by which of its fields."""
 
-    beams: int | None = None  # None: nothing is said
+    beams: int | None = None  # None: the body does not say
     field: str = "num_beams"
-    greedy: bool = False  # nothing is drawn
+    greedy: bool = False  # beams are extended greedily, without sampling
 
     @property
     def names(self) -> dict[str, str]:
-        """What refusals are to call what only chats and completions call otherwise."""
+        """What refusals call the fields that only chats and completions name differently."""
         return {"num_beams": self.field, "num_return_sequences": "n"}
 
     @property
     def searched(self) -> bool:
-        """Whether answers are found instead of drawn."""
+        """Whether answers come from a beam search instead of sampling."""
         return self.beams is not None and self.beams > 1
 
 
 def width_of(body: Body) -> Width:
-    """By transformers' name or SGLang's; where vLLM's `use_beam_search` says that there are beams, by the number of answers."""
+    """The beams that a body asks for, by transformers' name or SGLang's; with vLLM's `use_beam_search`, by the number of answers.
+    Raises Refused for contradictions."""
     names = ("num_beams", "beam_width", *(("best_of", "n") if body.use_beam_search else ()))
     greedy = bool(body.use_beam_search)
     said = [Width(getattr(body, name), name, greedy) for name in names if getattr(body, name) is not None]
@@ -257,7 +259,8 @@ def width_of(body: Body) -> Width:
 def parameters(
     http: web.Request, body: Common, *, choices: int | None = None, width: Width | None = None, **more: Any
 ) -> Parameters:
-    """OpenAI's neutral values, and vLLM's, are TGI's absence. choices: answers to each prompt; width: of the beams."""
+    """A body's fields as `Parameters`. OpenAI's and vLLM's neutral values become None, as TGI has it. choices: answers to each
+    prompt; width: the beams."""
     width = width or Width(body.num_beams)
     greedy = width.greedy or body.temperature == 0.0
     return Parameters(
@@ -297,7 +300,7 @@ def parameters(
 
 @contextmanager
 def naming(**names: str) -> Iterator[None]:
-    """What is refused inside is told with these names of fields, ours to theirs."""
+    """Refusals inside the context are raised with these field names: penstock's to the client's."""
     try:
         yield
     except Refused as refused:
@@ -311,7 +314,8 @@ def naming(**names: str) -> Iterator[None]:
 
 @contextmanager
 def placing(places: Sequence[str]) -> Iterator[None]:
-    """What is refused inside of a chat's message is told with its place in a body of another shape: places, by the chat's index."""
+    """Refusals of a chat's message inside the context are raised with its place in a body of another shape. places: by the
+    message's index."""
     try:
         yield
     except Refused as refused:
@@ -321,14 +325,14 @@ def placing(places: Sequence[str]) -> Iterator[None]:
 
 
 def effort_of(given: object, name: str) -> str | None:
-    """`reasoning_effort`, where it is called `name`. Raises Refused."""
+    """The body's `reasoning_effort`, which the route calls `name`. Raises Refused."""
     if given is None or isinstance(given, str):
         return given
     raise Refused(f"`{name}` must be a string. Given: {given!r}", name)
 
 
 def prompt_alternatives(body: Body) -> int | None:
-    """How many `prompt_logprobs` asks for; None for nothing."""
+    """How many alternatives `prompt_logprobs` asks for; None: no prompt log-probabilities."""
     count = body.prompt_logprobs
     if count is None:
         return None
@@ -340,7 +344,7 @@ def prompt_alternatives(body: Body) -> int | None:
 
 
 def truncation(body: Common, longest: int) -> int | None:
-    """vLLM's -1 is as much as fits."""
+    """The prompt's length after truncation; vLLM's -1 is the longest that fits."""
     return longest if body.truncate_prompt_tokens == -1 else body.truncate_prompt_tokens
 
 
@@ -358,7 +362,7 @@ def _min_tokens(body: Common) -> int:
 
 
 def _priority(body: Common) -> object:
-    """Ours by name; OpenAI's tiers mean the same."""
+    """The priority by penstock's names, or by OpenAI's service tiers, which mean the same."""
     if body.priority is None and body.service_tier is not None:
         if body.service_tier not in TIERS:
             raise Refused(f'`service_tier` must be one of {", ".join(TIERS)}. Given: "{body.service_tier}"', "service_tier")
@@ -367,5 +371,5 @@ def _priority(body: Common) -> object:
 
 
 def _seed(seed: int | None) -> int | None:
-    """OpenAI's seeds are signed."""
+    """OpenAI's seeds are signed, penstock's unsigned."""
     return seed + 2**64 if seed is not None and -(2**63) <= seed < 0 else seed

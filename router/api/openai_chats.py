@@ -1,4 +1,5 @@
-"""From a chat to a request and to what reads its answers: template, tools, reasoning, format. Shared by all routes that chat."""
+"""From a chat to a `Request`, and to the parser of its answers: chat template, tools, reasoning, response format. Shared by all
+chat routes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,11 +20,11 @@ from .openai_tools import Tools, tools_of
 
 BUDGET = "thinking_token_budget"
 MOST_THOUGHTS = 2**31 - 1
-PLAIN_FORM = "json"  # in which forced calls are written where nothing tells how the model does
+PLAIN_FORM = "json"  # the form of forced tool calls where nothing tells which one the model was trained on
 
 
 class Chats:
-    """For one model."""
+    """Makes requests of chats, for one model."""
 
     def __init__(self, tokenizer: Tokenizer, validator: Validator, links: Links) -> None:
         self._tokenizer = tokenizer
@@ -34,7 +35,7 @@ class Chats:
     async def request(
         self, body: ChatBody, messages: Sequence[Mapping[str, Any]], asked: Parameters, limits: Limits
     ) -> tuple[Request, Callable[[], Speaker] | None]:
-        """The request, and what makes a reader for each of its answers; None: they are plain text."""
+        """The request, and a factory of output parsers, one for each answer; None: answers are plain text."""
         tools = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls)
         images = images_of(messages)
         self._validator.check_images(len(images), limits)
@@ -50,7 +51,7 @@ class Chats:
         elif format is not None and reasoning is not None:
             with naming(grammar=format_name(body)):
                 grammar = self._formatted(format, reasoning, prompt, continued)
-            if grammar is None:  # then the answer is that from the first token on
+            if grammar is None:  # no grammar can follow the reasoning, so it binds the answer from the first token on
                 reasoning, grammar = None, format
         thinking = self._thinking(body, prompt, continued)
         asked = replace(asked, grammar=grammar, shown=self._shown(reasoning, parser), thinking=thinking)
@@ -68,7 +69,8 @@ class Chats:
         return request, make
 
     async def text(self, body: ChatBody, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The prompt's text alone. Raises Refused if there are images, whose tokens nobody can count who doesn't see them."""
+        """The prompt's text alone. Raises Refused if there are images, whose tokens cannot be counted without preprocessing
+        them."""
         if images_of(messages):
             raise Refused("`messages` with images is not supported on this route", "messages")
         return await self._render(body, messages, tools_of(body.tools, body.tool_choice, body.parallel_tool_calls))
@@ -90,7 +92,7 @@ class Chats:
         return await self._tokenizer.chat_prompt(chat, body.chat_template)
 
     def _shown(self, reasoning: str | None, parser: str | None) -> tuple[int, ...]:
-        """Special tokens that a reader has to see."""
+        """The special tokens that the output parser needs to see, which detokenization would otherwise leave out."""
         ids = [self._tokenizer.special_id(marker) for marker in markers(reasoning, parser)]
         return tuple(id for id in ids if id is not None)
 
@@ -126,12 +128,13 @@ class Chats:
 
 
 def speaker_of(make: Callable[[], Speaker] | None) -> Speaker:
-    """One that `Chats.request` makes, or for plain text one that finds nothing else in it."""
+    """A new output parser from the factory of `Chats.request`; for plain text one that finds neither reasoning nor calls."""
     return make() if make else Speaker(reader(None, None))
 
 
 def _continues(body: ChatBody, last: Mapping[str, Any]) -> bool:
-    """As in TGI, an answer that the client has begun is continued, unless it says otherwise."""
+    """Whether the last message is continued. As in TGI, an answer that the client has begun is, unless the request says
+    otherwise."""
     if body.continue_final_message is not None:
         return body.continue_final_message
     begun = last.get("role") == "assistant" and isinstance(last.get("content"), str | list) and not last.get("tool_calls")
@@ -139,6 +142,6 @@ def _continues(body: ChatBody, last: Mapping[str, Any]) -> bool:
 
 
 def _text(message: Mapping[str, Any]) -> str:
-    """All that a message says."""
+    """All of a message's text."""
     content = message.get("content") or ""
     return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)

@@ -1,6 +1,7 @@
-"""The format that an answer must have, in all the ways in which clients of OpenAI's API ask for one, as a Grammar.
+"""Structured output: the format that an answer must have, in all the fields by which clients of OpenAI's API ask for it, as a
+`Grammar`.
 
-Knows JSON bodies and the kinds of grammars. Whether a grammar can be honoured is found out elsewhere.
+Knows JSON bodies and the kinds of grammars. Whether a grammar can be honoured is decided elsewhere.
 """
 
 import json
@@ -21,13 +22,13 @@ class Format(msgspec.Struct, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    regex: str | None = None  # these three are SGLang's
+    regex: str | None = None  # this and the next two are SGLang's
     json_schema: Any = None
     ebnf: str | None = None
 
 
 def grammar_of(body: Format) -> Grammar | None:
-    """What the answer must be; None if it is free. Raises Refused."""
+    """The grammar of the answer; None if it is free. Raises Refused."""
     asked = [(name, one) for name in _given(body) if (one := _grammar(name, getattr(body, name))) is not None]
     if len(asked) > 1:
         raise Refused(f"`{asked[0][0]}` and `{asked[1][0]}` both say what the answer must be: send one of them", asked[1][0])
@@ -35,7 +36,7 @@ def grammar_of(body: Format) -> Grammar | None:
 
 
 def format_name(body: Format) -> str:
-    """The field that says what the answer must be, for people; "tools" if none does."""
+    """The field that sets the answer's format, for error messages; "tools" if none does."""
     return next(iter(_given(body)), "tools")
 
 
@@ -44,7 +45,7 @@ def _given(body: Format) -> list[str]:
 
 
 def _json_schema(schema: Any, name: str) -> Grammar:
-    """An answer that is valid under the schema. `name`: of the field, for people."""
+    """A grammar of answers that are valid under the schema. `name`: the field, for error messages."""
     if isinstance(schema, str):  # vLLM's clients may send it as text
         try:
             schema = json.loads(schema)
@@ -67,7 +68,7 @@ def _grammar(name: str, value: Any) -> Grammar | None:
 
 
 def _response_format(given: dict[str, Any]) -> Grammar | None:
-    """OpenAI's, and TGI's, where `value` holds the schema or the expression."""
+    """`response_format`: OpenAI's, and TGI's, where `value` holds the schema or the expression."""
     match given.get("type"):
         case "text":
             return None
@@ -78,7 +79,7 @@ def _response_format(given: dict[str, Any]) -> Grammar | None:
             if not isinstance(wrapped, dict) or "schema" not in wrapped:
                 raise Refused("`response_format.json_schema.schema` is missing", "response_format.json_schema.schema")
             return _json_schema(wrapped["schema"], "response_format.json_schema.schema")
-        case "json_schema" if isinstance(given["value"], dict) and "schema" in given["value"]:  # with its name, as TGI has it
+        case "json_schema" if isinstance(given["value"], dict) and "schema" in given["value"]:  # beside its name, as TGI has it
             return _json_schema(given["value"]["schema"], "response_format.value.schema")
         case "json" | "json_object" | "json_schema":
             return _json_schema(given.get("value"), "response_format.value")
@@ -91,7 +92,7 @@ def _response_format(given: dict[str, Any]) -> Grammar | None:
 
 
 def _structured(given: dict[str, Any]) -> Grammar | None:
-    """vLLM's: exactly one constraint."""
+    """vLLM's `structured_outputs`: exactly one constraint."""
     found = {kind: value for kind, value in given.items() if value is not None and value is not False}
     constraints = [kind for kind in ("json", "regex", "choice", "grammar", "json_object") if kind in found]
     others = sorted(found.keys() - set(constraints) - {"disable_any_whitespace", "disable_fallback", "whitespace_pattern"})
@@ -108,7 +109,7 @@ def _structured(given: dict[str, Any]) -> Grammar | None:
 
 
 def _spaced(asked: Grammar, pattern: Any) -> Grammar:
-    """A schema, with this white space in its answers. Raises Refused."""
+    """A schema with this whitespace pattern for its answers. Raises Refused."""
     if not isinstance(pattern, str):
         raise Refused("`structured_outputs.whitespace_pattern` must be a string", "structured_outputs.whitespace_pattern")
     schema = json.loads(asked.source)
@@ -118,7 +119,7 @@ def _spaced(asked: Grammar, pattern: Any) -> Grammar:
 
 
 def _constraint(kind: str, value: Any, name: str) -> Grammar:
-    """`name`: of the field, for people."""
+    """The grammar of one kind of constraint. `name`: the field, for error messages."""
     match kind:
         case "json":
             return _json_schema(value, name)

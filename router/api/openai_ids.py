@@ -1,5 +1,5 @@
-"""The ids of tokens in OpenAI's answers, beside their text, as vLLM's `return_token_ids` has them: who trains with answers wants
-the very tokens. A way to answer around another one."""
+"""vLLM's `return_token_ids`: adds the ids of tokens to OpenAI's answers, for clients that train on the exact tokens. It wraps
+another `Shapes`."""
 
 from collections.abc import Sequence
 
@@ -10,17 +10,17 @@ from .stream import Answer
 
 
 class Numbered:
-    """See Shapes."""
+    """A `Shapes` that adds `token_ids`, and `prompt_token_ids`, to the choices of another one."""
 
     def __init__(self, shapes: Shapes, prompts: Sequence[Sequence[int]], shown: int, silent: bool) -> None:
-        """prompts: whose ids stand in choices, too, of which each has so many that are shown; (): in none; silent: no token of an
-        answer is told."""
+        """prompts: those whose ids stand in their first choices' chunks or answers; (): none. shown: answers for each prompt.
+        silent: no generated token is shown."""
         self.id_prefix, self.whole, self.part = shapes.id_prefix, shapes.whole, shapes.part
         self._shapes = shapes
         self._prompts = prompts
         self._shown = shown
         self._silent = silent
-        self._begun: set[int] = set()  # choices of which ids were told
+        self._begun: set[int] = set()  # choices for which ids were sent
 
     async def open(self, place: int, prompt: Prompt) -> None:
         await self._shapes.open(place, prompt)
@@ -47,7 +47,7 @@ class Numbered:
         return choice[:-1] + b"," + encode(self._ids(index, ids))[1:]
 
     def _ids(self, index: int, ids: list[int]) -> Json:
-        """More of a choice's; its prompt's stand before the first of them."""
+        """The fields to add to a choice; the first of a choice's includes the prompt's ids."""
         first = index not in self._begun
         self._begun.add(index)
         prompt = {"prompt_token_ids": self._prompts[index // self._shown]} if self._prompts and first else {}

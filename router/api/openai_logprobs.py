@@ -1,5 +1,7 @@
-"""What there is of each of many tokens in OpenAI's answers, found in parts, between which the event loop has turns for others; and
-what they tell of their prompts, once for all answers to one: with 20 alternatives for each of 125,000 tokens that takes seconds.
+"""Log-probabilities in OpenAI's answers, of generated tokens and of prompts (`echo`, `prompt_logprobs`).
+
+They are encoded in parts, between which the event loop serves others, and those of a prompt once for all answers to it: with 20
+alternatives for each of 125,000 tokens that takes seconds.
 """
 
 import asyncio
@@ -12,37 +14,37 @@ from ..request import Alternative, Prompt, Request, Token
 from ..text import Tokenizer
 
 LOWEST_LOGPROB = -9999.0  # JSON knows no infinity, and clients expect a number
-PART = 1024  # log-probabilities that are written at a time, or tokens that are read: 2 ms (x86, one core)
+PART = 1024  # log-probabilities encoded at a time, or tokens parsed: 2 ms (x86, one core)
 
 encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """The prompt, as an answer begins with it."""
+    """A prompt that answers are to begin with (`echo`)."""
 
     request: Request
-    text: str  # as it was sent; "" if it came as tokens
+    text: str  # as the client sent it; "" if it came as tokens
 
 
 @dataclass(frozen=True, slots=True)
 class PromptEcho:
-    """The beginning of all answers to a prompt."""
+    """The encoded prompt that all answers to it begin with."""
 
     text: str
-    length: int  # where the answer's own offsets begin
-    content: dict[str, msgspec.Raw | None] | None  # its log-probabilities: lists, already written
+    length: int  # where the text offsets of the answer itself begin
+    content: dict[str, msgspec.Raw | None] | None  # the prompt's log-probabilities as JSON lists
 
 
 class LogprobWriter:
-    """Finds and writes it: however many ask at once, one part at each turn of the loop."""
+    """Builds and encodes log-probabilities; of all concurrent answers, one part per iteration of the event loop."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._turn = asyncio.Lock()
 
     async def told(self, echo: Echo, prompt: Prompt, logprobs: int | None) -> PromptEcho:
-        """Of one prompt. logprobs: alternatives for each token; None: no log-probabilities either."""
+        """The echo of one prompt. logprobs: alternatives for each token; None: no log-probabilities."""
         if echo.text and logprobs is None:
             return PromptEcho(echo.text, 0, None)
         ids = echo.request.prompt
@@ -53,7 +55,7 @@ class LogprobWriter:
             nonlocal length
             before, id = length, ids[place]
             piece = stream.push(id)
-            if echo.text and self._tokenizer.is_special(id):  # sent by its text, or put before what was sent
+            if echo.text and self._tokenizer.is_special(id):  # sent as text, or added by the tokenizer
                 length += len(piece.text) * echo.text.startswith(piece.text, length)
             else:
                 length += len(piece.delta)
@@ -89,17 +91,18 @@ class LogprobWriter:
         return await self.listed(len(request.prompt), request.prompt_top_n, entry)
 
     def logprob(self, token: Token) -> dict[str, object]:
-        """A generated token's, with its alternatives, as chats have it."""
+        """A generated token's entry with its alternatives, in the shape of chats."""
         return self._entry(token) | {"top_logprobs": [self._entry(other) for other in tops_of(token)]}
 
     def _entry(self, token: Token | Alternative) -> dict[str, object]:
-        """Of parts of a character the bytes are their own, so that those of all tokens together are the text."""
+        """An entry of a token. A token that is part of a character has its own bytes, so that all tokens' bytes together are the
+        text."""
         piece = self._tokenizer.piece(token.id)
         own = piece if isinstance(piece, bytes) else token.text.encode()
         return {"token": token.text, "logprob": max(token.logprob, LOWEST_LOGPROB), "bytes": list(own)}
 
     async def _tops(self, request: Request, prompt: Prompt) -> msgspec.Raw:
-        """Of each token: the most probable ones in its place, and itself. None for the first."""
+        """`top_logprobs` of each prompt token: the most probable tokens at its position, and itself. None for the first."""
 
         def top(place: int) -> dict[str, float] | None:
             own = prompt.logprobs[place]
@@ -111,13 +114,13 @@ class LogprobWriter:
         return await self.listed(len(request.prompt), request.prompt_top_n, top)
 
     async def listed(self, tokens: int, alternatives: int, of: Callable[[int], object]) -> msgspec.Raw:
-        """A list with what there is `of` each place, asked for in order."""
+        """A JSON list with `of(place)` for each place, called in order."""
         parts: list[bytes] = []
         await self.each(tokens, alternatives, lambda places: parts.append(encode([of(place) for place in places])[1:-1]))
         return msgspec.Raw(b"[%b]" % b",".join(parts))
 
     async def each(self, tokens: int, alternatives: int, do: Callable[[range], object]) -> None:
-        """Does it for all places, in order."""
+        """Calls `do` with ranges of places, in order, and yields to the event loop in between."""
         size = max(PART // (1 + alternatives), 1)
         for start in range(0, tokens, size):
             async with self._turn:
@@ -127,12 +130,12 @@ class LogprobWriter:
 
 
 def tops_of(token: Token) -> Iterable[Token | Alternative]:
-    """The most probable tokens in its place. Among them it is itself: with the text that it has in the answer, not by itself."""
+    """The most probable tokens at a token's position. The token itself among them has the text that it has in the answer."""
     return (token if other.id == token.id else other for other in token.top)
 
 
 def most(pairs: Sequence[tuple[str, float]]) -> dict[str, float]:
-    """By text. Of several tokens that are written alike the most probable counts."""
+    """Log-probabilities by text. Of several tokens of the same text the most probable counts."""
     found: dict[str, float] = {}
     for text, logprob in pairs:
         found[text] = max(logprob, LOWEST_LOGPROB, found.get(text, LOWEST_LOGPROB))
@@ -140,7 +143,7 @@ def most(pairs: Sequence[tuple[str, float]]) -> dict[str, float]:
 
 
 def _top(request: Request, prompt: Prompt, place: int) -> Sequence[tuple[int, float]]:
-    """Of a token that is not the first."""
+    """The alternatives of a prompt token that is not the first."""
     wide = request.prompt_top_n
     return prompt.top[(place - 1) * wide : place * wide]
 

@@ -1,4 +1,4 @@
-"""A chat's messages, from what OpenAI's clients send to what chat templates expect."""
+"""Converts chat messages from the form that OpenAI's clients send to the one that chat templates expect."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,13 +6,14 @@ from typing import Any
 
 from ..request import Refused
 
-TEXTS = ("text", "input_text", "output_text")  # kinds of parts
-IMAGES = {"image_url": "image_url", "input_image": "image_url", "image": "image"}  # kinds, and the field with the URL
+TEXTS = ("text", "input_text", "output_text")  # types of content parts
+# types of content parts, and the field with the URL
+IMAGES = {"image_url": "image_url", "input_image": "image_url", "image": "image"}
 
 
 def messages_of(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Arguments of calls become objects, nulls and empty lists of calls go, a content is a text, none, or parts that are
-    texts, or images without more. Other fields are the template's affair. Raises Refused."""
+    """Messages for the chat template: call arguments become objects, nulls and empty lists of calls are removed, and content is a
+    text, None, or parts that are texts or bare images. Other fields are left to the template. Raises Refused."""
     if not given:
         raise Refused("`messages` cannot be empty", "messages")
     return [_message(message, f"messages[{index}]") for index, message in enumerate(given)]
@@ -34,7 +35,7 @@ def _message(message: Mapping[str, Any], place: str) -> dict[str, Any]:
     if not isinstance(role, str):
         raise Refused(f"`{place}.role` must be a string", "messages")
     result = {name: value for name, value in message.items() if value is not None}
-    if role == "developer":  # OpenAI's newer name, which templates don't know
+    if role == "developer":  # OpenAI's newer name, which templates do not know
         result["role"] = "system"
     content = message.get("content")
     if isinstance(content, list):
@@ -65,7 +66,7 @@ def _part(part: object, place: str) -> dict[str, Any]:
 
 
 def _url(part: object, place: str) -> str | None:
-    """Of an image; None if the part is none. How much `detail` there shall be is the model's affair."""
+    """The URL of an image part; None for other parts. `detail` is ignored: the model decides."""
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(part, dict) or not isinstance(kind, str) or kind not in IMAGES:
         return None
@@ -77,7 +78,8 @@ def _url(part: object, place: str) -> str | None:
 
 
 def _call(call: object, place: str) -> dict[str, Any]:
-    """Templates write arguments as JSON themselves: a text would come out quoted."""
+    """A tool call with its arguments as an object. Templates encode arguments as JSON themselves: a string would come out
+    quoted."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise Refused(f"`{place}.function` must be an object with a name", "messages")
@@ -86,7 +88,7 @@ def _call(call: object, place: str) -> dict[str, Any]:
         try:
             found = json.loads(arguments or "{}")
             json.dumps(found, ensure_ascii=False).encode()
-        except (ValueError, RecursionError):  # no JSON, or with half of a surrogate pair, which no template's text may have
+        except (ValueError, RecursionError):  # no JSON, or with half of a surrogate pair, which a template's text must not contain
             found = arguments
         arguments = found if isinstance(found, dict) else arguments
     return call | {"function": function | {"arguments": {} if arguments is None else arguments}}

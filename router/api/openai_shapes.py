@@ -1,4 +1,5 @@
-"""How OpenAI's answers look: the two objects and their chunks. Items in, JSON out; no HTTP and no parsing of bodies.
+"""How OpenAI's chat completions and completions look, whole and as stream chunks. Items in, JSON out; no HTTP, no parsing of
+bodies.
 
 `Chat` and `Completions` differ only in these shapes, so each is a small class with the same methods. A whole answer's choice is a
 JSON value; a chunk's is bytes, since there is one for each token: what is the same in all chunks is encoded once.
@@ -26,23 +27,23 @@ Json = dict[str, Any]
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens so far."""
+    """OpenAI's `usage`: token counts of an answer so far."""
 
     prompt_tokens: int
     completion_tokens: int = 0
-    cached_tokens: int = 0  # of the prompts
-    reasoning_tokens: int | None = None  # of the completion; None: nobody has looked for reasoning
-    guessed: Speculation | None = None  # None: there could be no guesses
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    reasoning_tokens: int | None = None  # of the completion; None: reasoning is not parsed
+    guessed: Speculation | None = None  # draft tokens proposed and accepted; None: nothing was speculated
 
     def guess(self, guessed: Speculation | None) -> None:
-        """One request's."""
+        """Adds one request's draft statistics."""
         if guessed is not None:
             drafted, accepted = (self.guessed.drafted, self.guessed.accepted) if self.guessed else (0, 0)
             self.guessed = Speculation(drafted + guessed.drafted, accepted + guessed.accepted, guessed.steps)
 
     @property
     def details(self) -> Json:
-        """Of the completion, by OpenAI's names."""
+        """`completion_tokens_details`, by OpenAI's names."""
         found: Json = {}
         if self.reasoning_tokens is not None:
             found["reasoning_tokens"] = self.reasoning_tokens
@@ -64,39 +65,39 @@ class Usage:
 
 
 class Shapes(Protocol):
-    """One of OpenAI's two ways to answer. One object for each answer: some remember what they have told."""
+    """One of OpenAI's two answer shapes. One object for each answer, since some remember what they have sent."""
 
     id_prefix: str
     whole: str  # the `object` of an answer
-    part: str  # and of its chunks
+    part: str  # the `object` of its chunks
 
     async def open(self, place: int, prompt: Prompt) -> None:
-        """Comes before all of the others for each prompt, of those of the answer the one at this place."""
+        """Is called before all other methods for each prompt. place: the prompt's index within the answer."""
 
     async def choice(self, index: int, answer: Answer) -> Json:
-        """A whole answer's."""
+        """A choice of a whole answer."""
         ...
 
     def opening(self, index: int) -> bytes | None:
-        """A chunk's, before the first token, if there is one."""
+        """The choice of a chunk before the first token, if there is one."""
         ...
 
     def delta(self, index: int, item: Token | Finish) -> bytes | None:
-        """A chunk's. Finish brings the text that was held back, and the reason."""
+        """The choice of a chunk for an item. Finish brings the text that was held back, and the finish reason."""
         ...
 
     def around(self, index: int) -> tuple[bytes, bytes] | None:
-        """What `delta` has before and behind a Token's delta, if that alone differs from token to token."""
+        """The bytes that `delta` has before and behind a Token's delta text, if only that text changes from token to token."""
         ...
 
     def reasoning_tokens(self) -> int | None:
-        """Of all choices that were told."""
+        """Reasoning tokens of all choices that were sent."""
         ...
 
 
 @dataclass(slots=True)
 class Envelope:
-    """What all objects of one answer have in common."""
+    """The fields that all objects of one answer have in common."""
 
     shapes: Shapes
     model: str
@@ -126,24 +127,24 @@ class Envelope:
 
 
 class Speaker:
-    """One answer of a chat as it becomes a message: its text is read for reasoning and calls."""
+    """The output parser of one chat answer: splits its text into reasoning, tool calls and content as it arrives."""
 
     __slots__ = ("_arguments", "_forced", "_hidden", "_reader", "_single", "called", "reasoning_tokens", "thinking")
 
     def __init__(self, reader: Reader, single: bool = False, hidden: bool = False, forced: bool = False) -> None:
-        """single: there is no second call; hidden: nobody wants to know the reasoning; forced: behind a call there are only others,
-        and what is no call is the beginning of one that was cut."""
+        """single: only the first call is kept (no parallel calls); hidden: reasoning is left out; forced: a call can only be
+        followed by calls, so that text behind one is the beginning of a call that was cut off."""
         self._reader = reader
         self._forced = forced
         self._single = single
         self._hidden = hidden
-        self._arguments: list[str] = []  # of the call that was told last, in pieces
+        self._arguments: list[str] = []  # of the latest call, in pieces
         self.called = False
         self.thinking = False
         self.reasoning_tokens = 0
 
     def read(self, item: Token | Finish) -> list[Part]:
-        """What is certain now. After Finish, all is."""
+        """The parts that are certain with this item. With Finish, all are."""
         if isinstance(item, Token):
             parts = self._reader.push(item.delta)
             self._look(parts)
@@ -173,20 +174,20 @@ class Speaker:
         return not (self._forced and self.called)
 
     def calling(self) -> bool:
-        """Whether there is a call, and the last one is whole: a stop string, or an end token, may come within one."""
+        """Whether there is a call, and the last one is complete: a stop string, or an end token, may come within one."""
         try:
             return self.called and bool(msgspec.json.decode("".join(self._arguments), type=msgspec.Raw))
         except (ValueError, RecursionError):
             return False
 
     def reason(self, finish: Finish) -> str:
-        """Why it ended, as OpenAI has it. Who reads that there are calls executes them."""
+        """OpenAI's finish reason. `tool_calls` is only said of complete calls, since clients then execute them."""
         reason = REASONS[finish.reason]
         return CALLED if reason == "stop" and self.calling() else reason
 
 
 def message_of(parts: Sequence[Part], *, whole: bool) -> Json:
-    """A message, or what a chunk adds to one: then a call has its place, and only what is new is there."""
+    """The parts as a message, or as the delta of a chunk: there a call has its index, and only what is new is included."""
     content = "".join(part.text for part in parts if isinstance(part, Text))
     reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
     calls: dict[int, Json] = {}
@@ -208,21 +209,21 @@ def message_of(parts: Sequence[Part], *, whole: bool) -> Json:
 
 
 class Chat:
-    """/v1/chat/completions."""
+    """The shapes of /v1/chat/completions."""
 
     id_prefix = "chatcmpl-"
     whole = "chat.completion"
     part = "chat.completion.chunk"
 
     def __init__(self, scribe: LogprobWriter, logprobs: bool, make: Callable[[], Speaker] | None) -> None:
-        """`make` gives one for each choice; None: an answer is its text and nothing else."""
+        """`make` gives an output parser for each choice; None: an answer is its plain text."""
         self._scribe = scribe
         self._logprobs = logprobs
         self._make = make
         self._speakers: dict[int, Speaker] = {}
 
     async def open(self, place: int, prompt: Prompt) -> None:
-        """Nothing: no chat begins with its prompt."""
+        """Nothing: a chat's answer never begins with its prompt."""
 
     async def choice(self, index: int, answer: Answer) -> Json:
         tokens = answer.tokens
@@ -282,24 +283,24 @@ class Chat:
 
 
 class Completions:
-    """/v1/completions."""
+    """The shapes of /v1/completions."""
 
     id_prefix = "cmpl-"
     whole = "text_completion"
     part = "text_completion"
 
     def __init__(self, scribe: LogprobWriter, logprobs: int | None, echoes: Sequence[Echo], shown: int, silent: bool) -> None:
-        """echoes: of each prompt, if answers begin with it; shown: answers for each prompt; silent: nothing follows the prompt."""
+        """echoes: of each prompt, if answers begin with it; shown: answers for each prompt; silent: no generated token is shown."""
         self._scribe = scribe
         self._logprobs = logprobs
         self._echoes = echoes
         self._shown = shown
         self._silent = silent
-        self._told: dict[int, PromptEcho] = {}  # of each prompt, if answers begin with it
-        self._offsets: dict[int, int] = {}  # how long each choice's text is
+        self._told: dict[int, PromptEcho] = {}  # by prompt, if answers begin with it
+        self._offsets: dict[int, int] = {}  # length of each choice's text so far
 
     async def open(self, place: int, prompt: Prompt) -> None:
-        """What the answers begin with is found."""
+        """Prepares the echoed prompt that the answers begin with."""
         if self._echoes:
             self._told[place] = await self._scribe.told(self._echoes[place], prompt, self._logprobs)
 
@@ -342,7 +343,7 @@ class Completions:
         return {} if self._silent else _score(finish)
 
     def _begin(self, index: int) -> tuple[str, Json | None]:
-        """The prompt's text and log-probabilities, if the answer begins with them."""
+        """The echoed prompt's text and log-probabilities, if the answer begins with them."""
         told = self._told.get(index // self._shown)
         if told is None:
             return "", None
@@ -367,7 +368,7 @@ class Completions:
 
 
 def _joined(first: Json, second: Json) -> Json:
-    """The prompt's lists, which are written already, and the answer's."""
+    """The prompt's lists, which are already encoded, followed by the answer's."""
     rest = {name: encode(values)[1:] for name, values in second.items()}
     return {name: None if raw is None else msgspec.Raw(b"%b,%b" % (bytes(raw)[:-1], rest[name])) for name, raw in first.items()}
 
@@ -377,12 +378,12 @@ def _chunk_choice(index: int, content: Json, reason: str | None = None) -> Json:
 
 
 def _score(finish: Finish) -> Json:
-    """What stands in a choice that beams found."""
+    """The `score` field of a choice of a beam search."""
     if finish.score is None:
         return {}
     return {"score": finish.score if math.isfinite(finish.score) else LOWEST_LOGPROB}
 
 
 def _pairs(token: Token) -> list[tuple[str, float]]:
-    """What was taken, and the most probable."""
+    """The sampled token and the most probable ones, with their log-probabilities."""
     return [(token.text, token.logprob), *((other.text, other.logprob) for other in tops_of(token))]

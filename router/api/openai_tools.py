@@ -1,4 +1,4 @@
-"""The tools of a chat: which there are, and which must be called. Knows OpenAI's fields, and no model's way of writing calls."""
+"""The tools of a chat: which may be called, and which must be. Knows OpenAI's fields, and no model's form of tool calls."""
 
 import re
 from collections.abc import Mapping
@@ -13,17 +13,17 @@ NO_PARAMETERS = {"type": "object", "properties": {}}
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """What may be called in an answer."""
+    """The tools that an answer may call, from `tools`, `tool_choice` and `parallel_tool_calls`."""
 
-    given: list[dict[str, Any]] = field(default_factory=list)  # as they came; none: nothing is called
-    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of the parameters, by the tool's name
-    forced: bool = False  # there must be a call, and nothing else
-    named: str | None = None  # it must be this one, once
-    parallel: bool = True  # there may be several
+    given: list[dict[str, Any]] = field(default_factory=list)  # as the client sent them; empty: nothing is called
+    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # JSON schemas of the parameters, by the tool's name
+    forced: bool = False  # the answer must be calls and nothing else
+    named: str | None = None  # the tool that must be called, once
+    parallel: bool = True  # several calls are allowed
 
 
 def tools_of(tools: list[Any] | None, choice: str | dict[str, Any] | None, parallel: bool | None) -> Tools:
-    """From OpenAI's three fields. Raises Refused."""
+    """The tools from OpenAI's three fields. Raises Refused."""
     given = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools or ())]
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") or NO_PARAMETERS for tool in given}
     if len(schemas) < len(given):
@@ -67,7 +67,7 @@ def _tool(tool: Any, place: str) -> dict[str, Any]:
 
 
 def _name(choice: Any) -> str:
-    """Of the tool that is named, in OpenAI's way or in TGI's, a mere name."""
+    """The name of the tool in a `tool_choice`: in OpenAI's object, or a mere name as in TGI."""
     if isinstance(choice, dict):
         function = choice.get("function")
         choice = function.get("name") if isinstance(function, dict) else choice.get("name")

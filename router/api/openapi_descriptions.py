@@ -1,4 +1,5 @@
-"""What fields of bodies mean that are not in the documents of TGI or OpenAI: ours, vLLM's, transformers'. For /openapi.json."""
+"""Descriptions of request fields that TGI's and OpenAI's documents do not have: penstock's, vLLM's, transformers'. For
+/openapi.json."""
 
 WORDS = {
     "adapter_id": "Name of the adapter (LoRA) by which this request goes; without it, the model itself.",

@@ -1,10 +1,10 @@
-"""The page for people, and what it watches. Knows numbers of the batch, and no request's content.
+"""The playground page for people, and the statistics that it shows. Knows numbers of the batch, and no request's content.
 
-GET /           a browser, which prefers HTML, gets the playground; everybody else what a probe gets
-GET /page/...   its files: plain HTML, CSS and JavaScript, all from here. Open to all, since no secret is in them
-GET /stats      how the batch stands: JSON, or one event of it a second for those who accept text/event-stream
+GET /           a browser, which prefers HTML, gets the playground; other clients get what a probe gets
+GET /page/...   its files: plain HTML, CSS and JavaScript, all from here. Open without a key, since no secret is in them
+GET /stats      state of the batch: JSON, or an event a second for clients that accept text/event-stream
 
-A snapshot is made when somebody looks, at most once a second, however many look; nobody is told anything, and nothing is kept.
+A snapshot is taken only on request, at most once a second, however many clients watch; nothing is sent elsewhere, and nothing kept.
 """
 
 import asyncio
@@ -30,12 +30,12 @@ KINDS = {
 }
 INDEX = FOLDER / "index.html"
 FILES = {f"/page/{path.name}": path for path in sorted(FOLDER.iterdir()) if path.suffix in KINDS and path != INDEX}
-# The page may load and call what is served here, and nothing else; a text can't become markup, whatever a script does.
+# The page may load and call only what is served here; a text cannot become markup, whatever a script does.
 POLICY = "; ".join(
     (
         "default-src 'none'",
         *(f"{kind}-src 'self'" for kind in ("script", "style", "connect")),
-        "img-src 'self' data:",  # what somebody shows to the model
+        "img-src 'self' data:",  # images that are attached to a chat
         *(f"{kind} 'none'" for kind in ("base-uri", "form-action", "frame-ancestors", "trusted-types")),
         "require-trusted-types-for 'script'",
     )
@@ -45,10 +45,10 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
-    "Cache-Control": "no-cache",  # kept, but asked for again by its ETag: after an update nobody sees half of the old page
+    "Cache-Control": "no-cache",  # cached, but revalidated by its ETag: after an update nobody sees half of the old page
 }
 PHASE = 0.01  # seconds after a full second when watchers wake: all at once, so that they share a snapshot
-# What a snapshot reads, by its names in /metrics.
+# The metrics that a snapshot reads, by their names in /metrics.
 SAMPLES = (
     "penstock_running",
     "penstock_waiting",
@@ -75,7 +75,7 @@ class Longest(msgspec.Struct):
     beams: int
     stop_sequences: int
     top_tokens: int
-    images: int  # of a request; 0: none are seen
+    images: int  # of a request; 0: none are taken
 
 
 class Requests(msgspec.Struct):
@@ -113,7 +113,7 @@ class Budget(msgspec.Struct):
 class Stats(msgspec.Struct):
     """GET /stats."""
 
-    time: float  # seconds, from any beginning
+    time: float  # seconds, from an arbitrary origin
     model: str
     version: str
     ready: bool
@@ -126,10 +126,10 @@ class Stats(msgspec.Struct):
 
 
 class Page:
-    """The handlers. `probe` answers GET / for those who are no browser."""
+    """The handlers of the page and its statistics. `probe` answers GET / for clients that are no browser."""
 
     def __init__(self, config: RouterConfig, batcher: Batcher, metrics: Metrics, probe: Handler, images: int) -> None:
-        """images: that a request may have, if the shards see them."""
+        """images: most of a request, if the shards take any."""
         self._config = config
         self._images = images
         self._batcher = batcher
@@ -141,11 +141,11 @@ class Page:
         self._latest = b""
 
     def routes(self) -> list[web.RouteDef]:
-        """All of them; HEAD comes along."""
+        """The routes; HEAD is included."""
         return [web.get("/", self.root), web.get("/stats", self.stats), *(web.get(path, self.file) for path in FILES)]
 
     async def close(self, app: web.Application) -> None:
-        """Ends the streams of those who watch: the server shuts down, and would wait for them."""
+        """Ends the streams of watchers, for which the shutdown would otherwise wait."""
         self._closing.set()
 
     async def root(self, http: web.Request) -> web.StreamResponse:
@@ -176,7 +176,7 @@ class Page:
         return out.response
 
     def _snapshot(self) -> bytes:
-        """Of this second."""
+        """The encoded statistics of this second."""
         second = int(monotonic())
         if second != self._second:
             self._second, self._latest = second, msgspec.json.encode(self._stats())
@@ -219,7 +219,8 @@ class Page:
 
 
 def prefers_html(accept: str) -> bool:
-    """Whether HTML is named, and nothing is liked better: so say browsers, and neither probes (`*/*`, or nothing) nor clients."""
+    """Whether HTML is named, and nothing is preferred to it: browsers say so, but neither probes (`*/*`, or nothing) nor API
+    clients."""
     likes: dict[str, float] = {}
     for part in accept.split(","):
         kind, *options = (word.strip() for word in part.split(";"))
@@ -237,5 +238,5 @@ def _number(text: str) -> float:
 
 
 def file_response(path: Path) -> web.FileResponse:
-    """For a browser."""
+    """A file with the headers for a browser."""
     return web.FileResponse(path, headers={**HEADERS, "Content-Type": KINDS[path.suffix]})

@@ -1,4 +1,4 @@
-"""What the HTTP API asks of the rest of the router. Tests put small things of their own in these places."""
+"""Protocols of what the HTTP API needs from the rest of the router. Tests use small objects of their own for them."""
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol
@@ -20,7 +20,7 @@ class Batcher(Protocol):
 
 
 class Replicas(Protocol):
-    """Those among which the batcher divides requests; see `fleet.Fleet`."""
+    """Manages the replicas over which the batcher distributes requests; see `fleet.Fleet`."""
 
     @property
     def replicas(self) -> list[Replica]: ...
@@ -31,7 +31,7 @@ class Replicas(Protocol):
 
 
 class Metrics(Protocol):
-    """Counts; see `metrics.Metrics`."""
+    """Counters and gauges; see `metrics.Metrics`."""
 
     def turned_away(self, kind: str, /) -> None: ...
     def validated(self, seconds: float, /) -> None: ...
@@ -41,7 +41,7 @@ class Metrics(Protocol):
 
 
 def limits_of(batcher: Batcher) -> Limits:
-    """What a request may ask. Raises NotReady while that is unknown."""
+    """The limits of a request. Raises NotReady while they are unknown."""
     if batcher.limits is None:
         raise NotReady(f"not ready: {batcher.stage}")
     return batcher.limits

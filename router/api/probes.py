@@ -1,4 +1,4 @@
-"""Whether the server lives, has loaded, takes requests: three questions, which load balancers and orchestrators ask apart.
+"""Health probes: whether the server lives, has loaded, takes requests. Load balancers and orchestrators ask these separately.
 
 /health         503 while the model loads for the first time, then 200 as long as this process lives: TGI's, to start by
 /health/ready   200 exactly when a request would be computed now; 503 while the model loads, the server drains, or the shards were
@@ -21,7 +21,7 @@ RETRY = {"Retry-After": "1"}
 
 
 class Probes:
-    """The handlers."""
+    """The handlers of the health probes."""
 
     def __init__(self, batcher: Batcher, replicas: Replicas | None = None) -> None:
         self._batcher = batcher
@@ -29,7 +29,7 @@ class Probes:
 
     async def health(self, http: web.Request) -> web.Response:
         """GET /health. The body is empty, or says why not."""
-        if self._batcher.limits is not None:  # known once the model has been loaded, whatever comes then
+        if self._batcher.limits is not None:  # known once the model has been loaded, whatever happens later
             return web.Response()
         return self._refusal({"error": "unhealthy", "error_type": "healthcheck"})
 
@@ -51,7 +51,7 @@ class Probes:
             raise Rejected(Problem(404, "not_found", str(unknown))) from None
 
     def _refusal(self, content: dict[str, object]) -> web.Response:
-        """With what is the case, and how much of it is done, from 0 to 1, if that is known."""
+        """The 503 response, with the stage, and its progress from 0 to 1 if that is known."""
         stage = self._batcher.stage
         share = SHARE.search(stage)
         return json_response({**content, "stage": stage, "progress": float(share[1]) / 100 if share else None}, RETRY, 503)

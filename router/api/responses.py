@@ -1,4 +1,5 @@
-"""OpenAI's Responses API: its items to a chat's messages, a stream of items to its events. The server keeps no answers."""
+"""OpenAI's Responses API: its items become a chat's messages, a stream of items becomes its SSE events. The server keeps no
+answers."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -35,8 +36,8 @@ from .responses_shapes import Output, Response
 from .stream import Clock, fold, headers_of, named_frame, send, stream_headers_of
 
 LOGPROBS = "message.output_text.logprobs"
-FUNCTION = re.compile(r"tools\[(\d+)\]\.function")  # of a tool, the place of what stands here beside its type
-NOTHING = "reasoning.encrypted_content"  # may be asked to be included: there is none
+FUNCTION = re.compile(r"tools\[(\d+)\]\.function")  # the place of a tool's fields in chats; in this API they stand beside the type
+NOTHING = "reasoning.encrypted_content"  # may be named in `include`: there is none
 
 
 class ResponsesBody(Common, kw_only=True):
@@ -56,7 +57,7 @@ class ResponsesBody(Common, kw_only=True):
     stream_options: StreamOptions | None = None
     metadata: dict[str, Any] | None = None
 
-    # What would change the answer, and can't be honoured.
+    # Fields that would change the answer and cannot be honoured.
     previous_response_id: Any = None
     conversation: Any = None
     prompt: Any = None
@@ -78,7 +79,7 @@ UNSUPPORTED = ResponsesBody.__struct_fields__[ResponsesBody.__struct_fields__.in
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request, and how its answer shall look."""
+    """The request that a body becomes, and how its answer is to look."""
 
     request: Request
     output: Output
@@ -86,7 +87,7 @@ class Asked:
 
 
 class Responses:
-    """The handler."""
+    """The handler of /v1/responses."""
 
     def __init__(self, config: RouterConfig, tokenizer: Tokenizer, chats: Chats, batcher: Batcher) -> None:
         self._config = config
@@ -134,7 +135,7 @@ class Responses:
 
 
 class Events:
-    """The events of one stream, numbered."""
+    """The SSE events of one streamed response, numbered."""
 
     def __init__(self, asked: Asked) -> None:
         self._asked = asked
@@ -146,11 +147,11 @@ class Events:
         return b"".join(self._framed(event) for item in items for event in self._events(item))
 
     def end(self) -> bytes:
-        """Nothing: the finish has told it."""
+        """Nothing: Finish has ended the stream already."""
         return b""
 
     def failed(self, problem: Problem) -> bytes:
-        """The end of a stream that failed."""
+        """The event that ends a stream that failed."""
         problem = as_openai(problem)
         self._asked.output.cut()
         error = {"code": "server_error", "message": problem.message}
@@ -166,7 +167,7 @@ class Events:
             self._usage.cached_tokens = item.cached_tokens
             for kind in ("created", "in_progress"):
                 yield {"type": f"response.{kind}", "response": response.json("in_progress", [])}
-        elif not isinstance(item, Grown):  # nobody can ask for those here
+        elif not isinstance(item, Grown):  # beams of each step, which cannot be asked for on this route
             yield from output.finish(item)
             self._usage.reasoning_tokens = output.reasoning_tokens
             status = _status(item)
@@ -183,7 +184,7 @@ def _status(finish: Finish) -> str:
 
 
 def _logprobs(body: ResponsesBody) -> bool:
-    """Whether they are wanted."""
+    """Whether log-probabilities are wanted. Raises Refused."""
     for name in body.include or ():
         if name not in (LOGPROBS, NOTHING):
             raise Refused(f'`include` of "{name}" is not supported', "include")
@@ -193,7 +194,7 @@ def _logprobs(body: ResponsesBody) -> bool:
 
 
 def _chat(body: ResponsesBody, messages: list[dict[str, Any]]) -> ChatBody:
-    """The same as a chat."""
+    """The body as a chat."""
     same = {name: getattr(body, name) for name in (*Common.__struct_fields__, "tool_choice", "parallel_tool_calls")}
     format = (body.text or {}).get("format")
     if format is not None:
@@ -214,7 +215,7 @@ def _chat(body: ResponsesBody, messages: list[dict[str, Any]]) -> ChatBody:
 
 
 def _tool(tool: Any) -> Any:
-    """Here a function's fields stand beside its type."""
+    """A tool as in chats; in this API a function's fields stand beside its type."""
     if not isinstance(tool, dict) or tool.get("type") != "function" or _nested(tool):
         return tool
     return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
@@ -222,7 +223,7 @@ def _tool(tool: Any) -> Any:
 
 @contextmanager
 def _flat(tools: Sequence[Any] | None) -> Iterator[None]:
-    """What is refused of a tool inside is told with the places of fields here, unless the client has them as in chats."""
+    """Refusals of tools inside the context name fields by their places in this API, unless the client has sent them as in chats."""
     try:
         yield
     except Refused as refused:
@@ -238,8 +239,8 @@ def _nested(tool: Any) -> bool:
 
 
 def messages_of(body: ResponsesBody) -> tuple[list[dict[str, Any]], list[str]]:
-    """A chat's messages from items: reasoning and calls are parts of the assistant's message that they belong to. And where in the
-    body each begins."""
+    """A chat's messages from items, and the place of each in the body. Reasoning and function calls become parts of the assistant's
+    message that they belong to."""
     messages: list[dict[str, Any]] = []
     places: list[str] = []
     if body.instructions is not None:
@@ -269,7 +270,7 @@ def messages_of(body: ResponsesBody) -> tuple[list[dict[str, Any]], list[str]]:
                 raise Refused(f"`input[{index}].type` {kind!r} is not supported", "input")
         if reasoning is not None and message["role"] == "assistant":
             message["reasoning_content"] = reasoning
-        reasoning = None  # of an answer that was cut off while it reasoned: the next one's is another
+        reasoning = None  # of an answer that was cut off while reasoning: it does not belong to the next one
         messages.append(message)
         places.append(f"input[{index}]")
     return messages, places
@@ -283,7 +284,7 @@ def _reasoning(item: dict[str, Any], place: str) -> str:
 
 
 def _echoed(body: ResponsesBody) -> Json:
-    """What clients expect to find again in the answer."""
+    """The fields of the request that clients expect to find in the response."""
     reasoning = body.reasoning or {}
     return {
         "instructions": body.instructions,

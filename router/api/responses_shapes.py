@@ -1,4 +1,4 @@
-"""How answers of OpenAI's Responses API look: an object with items, and the events in which it grows. Knows no HTTP."""
+"""How answers of OpenAI's Responses API look: an object with output items, and the events by which it streams. Knows no HTTP."""
 
 import secrets
 import time
@@ -10,20 +10,20 @@ from ..parsing import Call, Part, Reasoning, Text
 from ..request import Finish, Token
 from .openai_shapes import Json, Speaker, Usage
 
-INCOMPLETE = "max_output_tokens"  # why, if an answer reached its length
+INCOMPLETE = "max_output_tokens"  # the reason, if an answer reached its length
 
 
 @dataclass(slots=True)
 class Response:
-    """What all events of one answer have in common."""
+    """The fields that all events of one response have in common."""
 
     model: str
-    echoed: Json  # what was asked, as the answer repeats it
+    echoed: Json  # the request's fields, as the response repeats them
     id: str = field(default_factory=lambda: f"resp_{secrets.token_hex(16)}")
     created: float = field(default_factory=time.time)
 
     def json(self, status: str, output: list[Json], usage: Usage | None = None, error: Json | None = None) -> Json:
-        """The object, as far as it has grown."""
+        """The response object so far."""
         return {
             "id": self.id,
             "object": "response",
@@ -45,7 +45,7 @@ class Response:
 def usage_json(usage: Usage) -> Json:
     return {
         "input_tokens": usage.prompt_tokens,
-        # Where prompts are kept, nobody pays for it; but OpenAI's client needs the number.
+        # Nobody pays for cache writes here; but OpenAI's client needs the number.
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens or 0},
@@ -54,14 +54,15 @@ def usage_json(usage: Usage) -> Json:
 
 
 class Output:
-    """The items of an answer as they grow. Every verb yields what it changes as events, which lack only their number."""
+    """The output items of a response as they stream. Every method yields its changes as events, which only lack their sequence
+    numbers."""
 
     def __init__(self, speaker: Speaker, logprob: Callable[[Token], Json] | None) -> None:
-        """logprob: what is told of a token's; None: nobody wants to know."""
+        """logprob: makes a token's log-probability entry; None: they are not asked for."""
         self.items: list[Json] = []
         self._speaker = speaker
         self._logprob = logprob
-        self._open = ""  # the kind of the last item, while it grows
+        self._open = ""  # kind of the last item, until it is complete
         self._pieces: list[str] = []  # of its text
         self._untold: list[Json] = []  # log-probabilities of tokens that have brought no text yet
 
@@ -70,13 +71,13 @@ class Output:
         return self._speaker.reasoning_tokens
 
     def token(self, token: Token) -> Iterator[Json]:
-        """The next one."""
-        if self._logprob and (token.delta or not token.special):  # an end is no text
+        """Adds a token."""
+        if self._logprob and (token.delta or not token.special):  # an end token has no text
             self._untold.append(self._logprob(token))
         yield from self._read(token)
 
     def finish(self, finish: Finish) -> Iterator[Json]:
-        """The end. There is an item then, and all are complete, but perhaps for the last."""
+        """Ends the output. There is at least one item then, and all are complete, except perhaps the last."""
         yield from self._read(finish)
         if not self.items:
             yield from self._begin("message")
@@ -84,7 +85,7 @@ class Output:
         yield from self._end("incomplete" if cut else "completed")
 
     def cut(self) -> None:
-        """There won't be an end: the last item keeps what there is of it."""
+        """Ends the output of a failed answer: the last item keeps its text so far."""
         for _ in self._end("incomplete"):
             pass
 
@@ -92,7 +93,7 @@ class Output:
         part: Part | None = None
         for part in self._speaker.read(what):
             yield from self._part(part)
-        if part is not None:  # what was told with no text belongs to what is none
+        if part is not None:  # tokens without text, followed by something other than text, belong to that
             self._untold = []
 
     def _part(self, part: Part) -> Iterator[Json]:
@@ -115,7 +116,7 @@ class Output:
                 yield self._event("function_call_arguments.delta", delta=part.text)
 
     def _begin(self, kind: str, **more: str) -> Iterator[Json]:
-        """A new item, unless the last one is of this kind and still grows."""
+        """Starts a new item, unless the last one is of this kind and incomplete."""
         if self._open == kind:
             return
         yield from self._end("completed")
@@ -136,7 +137,7 @@ class Output:
             yield self._event("content_part.added", content_index=0, part=self._content())
 
     def _end(self, status: str) -> Iterator[Json]:
-        """The last item is complete."""
+        """Completes the last item."""
         if not self._open:
             return
         item, text = self.items[-1], "".join(self._pieces)
@@ -157,7 +158,7 @@ class Output:
         self._open = ""
 
     def _content(self) -> Json:
-        """Of the item that begins."""
+        """The content part that an item starts with."""
         if self._open == "reasoning":
             return {"type": "reasoning_text", "text": ""}
         return {"type": "output_text", "text": "", "annotations": [], "logprobs": []}

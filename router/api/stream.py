@@ -1,15 +1,15 @@
-"""One stream of items, two ways out: folded into one answer, or sent event by event.
+"""Server-sent events (SSE) with backpressure: a stream of items is either folded into one whole answer or sent event by event.
 
-Knows server-sent events and clients that leave. Knows no API's shapes: `Events` makes whole events of items, as bytes.
+Knows SSE and clients that disconnect or read slowly, and no API's shapes: an `Events` turns items into whole events, as bytes.
 
-Sending costs most of what a token costs the router, so a token takes the shortest way there is. The batcher offers what a step
-gives a stream to that stream's sink; `send` makes bytes of it there and then, and no task wakes up. The bytes of many streams go to
-their sockets one right after the other (`Outbox`): where Python's work and the kernel's take turns, a token costs 15 % more. Only
-when the socket takes no more does the sink refuse. Then items wait in the batcher, as many as the client leaves unread, and the
-handler's own task, the stream's reader, takes what has come when the socket is free again and writes it at once: events coalesce,
-and a slow reader costs less than a fast one. The reader also begins the response, tells of failures and ends it. While it has items
-in hand the sink refuses, so that nothing overtakes. The buffers between are small (`EventStream`, and TCP_NOTSENT_LOWAT on the
-listening socket): events that wait there could not coalesce any more.
+Sending is most of what a token costs the router, so a token takes the shortest way there is. The batcher offers what a step
+produced for a stream to that stream's sink; `send` encodes it there and then, and no task wakes up. The bytes of many streams are
+written to their sockets one right after the other (`Outbox`): where Python's work and the kernel's take turns, a token costs 15 %
+more. Only when the socket takes no more does the sink refuse (backpressure). Then items wait in the batcher, as many as the client
+leaves unread, and the handler's own task, the stream's reader, takes what has come when the socket is free again and writes it at
+once: events coalesce, and a slow reader costs less than a fast one. The reader also begins the response, sends errors and ends it.
+While it holds items the sink refuses, so that nothing overtakes them. The buffers between are small (`EventStream`, and
+TCP_NOTSENT_LOWAT on the listening socket): events that wait there can no longer coalesce.
 """
 
 import asyncio
@@ -28,10 +28,10 @@ from .errors import Problem, problem_of
 from .ports import Batcher
 
 KEEP_ALIVE = 15.0  # seconds of silence after which a blank line keeps proxies from cutting the connection; TGI's value
-BLANK = b"\n\n"  # says nothing; after a line that begins with ":" vllm-rs 0.33 takes no more of an answer
-# Line ends to some readers of SSE (huggingface_hub), though not to JSON.
+BLANK = b"\n\n"  # means nothing in SSE; after a comment, a line that begins with ":", vllm-rs 0.33 reads no more of an answer
+# Characters that end a line for some SSE parsers (huggingface_hub), though not in JSON.
 LINE_ENDS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
-MOST_CHUNKS = 64  # that wait for each other: a millisecond's
+MOST_CHUNKS = 64  # chunks that the outbox collects before it writes: a millisecond's work
 COMPUTE_TYPE = "penstock"
 
 
@@ -40,13 +40,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Patience:
-    """With clients that do not read what is there for them: their items wait in the batcher, and others for their place."""
+    """The timeout for clients that do not read their answers, whose items fill the batcher while others wait for a place."""
 
     seconds: float
-    dropped: int = 0  # clients with whom it has ended
+    dropped: int = 0  # clients that were disconnected for it
 
     async def until(self, written: Awaitable[None], http: web.Request) -> None:
-        """Waits until an answer has left, as long as the client takes of it."""
+        """Waits until an answer is written, as long as the client keeps reading some of it; else closes the connection."""
         writing, silence = asyncio.ensure_future(written), Silence(self.seconds / 8)
         left = -1
         try:
@@ -64,14 +64,15 @@ class Patience:
 
 
 class Silence:
-    """How long a client has read nothing. What this process stood still itself does not count: the client may have, too."""
+    """Measures how long a client has read nothing. Time in which this process itself was blocked does not count: the client may
+    have read."""
 
     def __init__(self, look: float) -> None:
         self.look = look  # seconds between two looks, at most
         self._since = self._looked = monotonic()
 
     def lasts(self, silent: bool) -> float:
-        """Seconds so far, at a look at a client that is or is not."""
+        """Seconds of silence so far. silent: whether the client has read nothing since the look before."""
         now = monotonic()
         late, self._looked = now - self._looked - self.look, now
         self._since = self._since + max(late, 0.0) if silent else now
@@ -82,13 +83,14 @@ PATIENT = web.AppKey("patience", Patience)
 
 
 class Outbox:
-    """Chunks that leave for their sockets as soon as a step has no more of them, or when many are there."""
+    """The shared write buffer of all streams: chunks are written to their sockets when a step has no more of them, or at
+    `MOST_CHUNKS`."""
 
     def __init__(self) -> None:
         self._chunks: list[tuple[EventStream, bytes]] = []
 
     def put(self, out: "EventStream", chunk: bytes) -> None:
-        """Whoever calls this lets go of the loop soon."""
+        """Adds a chunk. The caller must yield to the event loop soon, since that flushes."""
         if not self._chunks:
             asyncio.get_running_loop().call_soon(self.flush)
         self._chunks.append((out, chunk))
@@ -96,12 +98,12 @@ class Outbox:
             self.flush()
 
     def flush(self) -> None:
-        """All leave now."""
+        """Writes all chunks to their sockets now."""
         chunks, self._chunks = self._chunks, []
         for out, chunk in chunks:
             try:
                 out.hand_over(chunk)
-            except Exception:  # one socket's fault is no other's
+            except Exception:  # one socket's failure is no other's
                 logger.exception("an event cannot be written")
                 out.abort()
 
@@ -119,30 +121,31 @@ class Answer:
 
     @property
     def mean_logprob(self) -> float:
-        """How probable it is, whatever its length."""
+        """The mean log-probability of its tokens, by which answers of different lengths are compared."""
         return sum(token.logprob for token in self.tokens) / len(self.tokens)
 
 
 def guesses(finishes: Iterable[Finish]) -> Speculation | None:
-    """Of one request, of whose answers the last to end tells for all."""
+    """The draft statistics of one request: those of the choice that ended last, which cover all choices."""
     found = [finish.guessed for finish in finishes if finish.guessed is not None]
     return max(found, key=lambda one: (one.steps, one.drafted), default=None)
 
 
 @dataclass(slots=True)
 class Clock:
-    """When a request came and when it was found to be valid."""
+    """When a request arrived and when it was found to be valid."""
 
     arrived: float = field(default_factory=monotonic)
     validated: float = 0.0
 
     def valid(self) -> None:
-        """It is, now."""
+        """Validation has ended now."""
         self.validated = monotonic()
 
 
 async def fold(streams: Sequence[AsyncGenerator[list[Item], None]], choices: int = 1) -> list[list[Answer]]:
-    """Of each stream all its choices but those that never end: beams may find fewer. However it ends, all streams are closed."""
+    """Collects each stream's choices, except for those that never end, since a beam search may find fewer. All streams are closed
+    in the end, however it ends."""
     prompts: dict[int, Prompt] = {}
     finishes: dict[tuple[int, int], Finish] = {}
     tokens: list[list[list[Token]]] = [[[] for _ in range(choices)] for _ in streams]
@@ -169,7 +172,7 @@ async def fold(streams: Sequence[AsyncGenerator[list[Item], None]], choices: int
 
 
 async def read_all(streams: Sequence[AsyncGenerator[list[Item], None]], take: Callable[[int, list[Item]], Awaitable[None]]) -> None:
-    """Reads several streams side by side to their ends; `take` gets the index of the stream. The first failure ends all."""
+    """Reads several streams concurrently to their ends; `take` gets the index of the stream. The first failure ends all."""
 
     async def read(index: int, stream: AsyncGenerator[list[Item], None]) -> None:
         async with aclosing(stream):
@@ -189,7 +192,7 @@ async def read_all(streams: Sequence[AsyncGenerator[list[Item], None]], take: Ca
 
 
 def escaped(data: bytes) -> bytes:
-    """JSON text in which nothing may end a line."""
+    """JSON text with all line-ending characters escaped."""
     if not data.isascii():
         for raw, escape in LINE_ENDS:
             data = data.replace(raw, escape)
@@ -197,29 +200,29 @@ def escaped(data: bytes) -> bytes:
 
 
 def plain_frame(data: bytes) -> bytes:
-    """An event on the wire: one space after the colon, since some clients insist, and nothing inside that may end a line."""
+    """An SSE frame: one space after the colon, since some clients insist, and nothing inside that could end a line."""
     return b"data: " + escaped(data) + b"\n\n"
 
 
 def named_frame(data: bytes) -> bytes:
-    """The same with the event's name, which is its first field: {"type":"name",...}."""
+    """An SSE frame with an event name, which is the first field of the data: {"type":"name",...}."""
     start = len(b'{"type":"')
     return b"event: %b\n%b" % (data[start : data.index(b'"', start)], plain_frame(data))
 
 
 class Events(Protocol):
-    """How the items of one answer's streams look on the wire: any number of whole events, as frames. b"": nothing is to be told."""
+    """Encodes the items of one answer's streams as SSE frames, any number of whole ones. b"": nothing is sent."""
 
     def of(self, stream: int, items: Sequence[Item]) -> bytes:
-        """Called by who computes for everybody: it must be quick."""
+        """The frames of some items of a stream. Runs on the event loop for every token of all clients: it must be quick."""
         ...
 
     def end(self) -> bytes:
-        """After the last item of all."""
+        """The frames after the last item of all streams."""
         ...
 
     def failed(self, problem: Problem) -> bytes:
-        """The end of an answer that fails in the middle."""
+        """The frames that end an answer that fails in the middle."""
         ...
 
 
@@ -231,9 +234,9 @@ async def send(
     headers: dict[str, str],
     open: Callable[[int, Prompt], Awaitable[None]] | None = None,
 ) -> web.StreamResponse:
-    """Answers the requests event by event, each as soon as it is there. `open` is waited for before a stream's first events.
+    """Answers the requests by SSE, each event as soon as it is there. `open` is awaited before a stream's first events.
 
-    What fails before the first event is raised, so that it becomes a status.
+    What fails before the first event is raised, so that it becomes an HTTP status.
     """
     out = EventStream(http, headers)
     unopened = set(range(len(requests))) if open else set()
@@ -266,10 +269,10 @@ async def send(
 
 
 class EventStream:
-    """A response made of server-sent events. It begins with the first of them.
+    """A response of server-sent events, which begins with the first of them.
 
-    As a context it sends a blank line whenever nothing else has been sent for a while, closes the connection of who does not read,
-    and does not mind a client that leaves: nobody can be told.
+    As a context it sends a blank line as a keep-alive whenever nothing has been sent for a while, closes the connection of a client
+    that does not read, and swallows the error of a client that has disconnected, since nobody can be told.
     """
 
     def __init__(self, http: web.Request, headers: dict[str, str]) -> None:
@@ -278,27 +281,29 @@ class EventStream:
         )
         self.begun = False
         self._ended = False
-        self.free = False  # `push` may be called: it has begun, nobody writes, and the socket has taken all that it was given
+        # `push` may be called: the response has begun, no `write` is under way, and the socket has taken all bytes
+        self.free = False
         self._http = http
         self._protocol = http.protocol
-        self._transport: asyncio.Transport | None = None  # whose chunks we write ourselves; before HTTP/1.1 there are none
+        self._transport: asyncio.Transport | None = None  # set where chunks can be written directly; HTTP/1.0 has no chunks
         self._written = monotonic()
         self._patience = http.app[PATIENT]
         self._outbox = http.app[OUTBOX]
         self._writing = 0  # calls of `write` that have not returned
-        self._beginning = asyncio.Lock()  # the first event and a first blank line may come at once, and only one can begin
-        self._blank: asyncio.Task[None] | None = None  # that is or was written
+        # the first event and a first blank line may come at once, and only one may begin the response
+        self._beginning = asyncio.Lock()
+        self._blank: asyncio.Task[None] | None = None  # the task that writes, or wrote, a blank line
         self._next_look: asyncio.TimerHandle | None = None
-        self._left = (0.0, 0)  # when something was written, and what of it the socket had not taken, at the last look ...
-        self._silence = Silence(self._patience.seconds / 8)  # ... and since when that was so
+        self._left = (0.0, 0)  # At the last look: when something was written last, and how much of it the socket had not taken ...
+        self._silence = Silence(self._patience.seconds / 8)  # ... and since when that has been so
 
     def push(self, frames: bytes) -> None:
-        """Whole frames leave soon, as a chunk of HTTP. Is there nobody any more, the handler will be told."""
+        """Sends whole frames soon, as one HTTP chunk. If the client has disconnected, the handler is told elsewhere."""
         if frames:
             self._outbox.put(self, b"%x\r\n%b\r\n" % (len(frames), frames))
 
     def hand_over(self, chunk: bytes) -> None:
-        """What was pushed, to the socket."""
+        """Writes a pushed chunk to the socket."""
         transport = self._transport
         assert transport is not None
         if not transport.is_closing():
@@ -307,21 +312,21 @@ class EventStream:
             self.free = not self._writing and not transport.get_write_buffer_size()
 
     def abort(self) -> None:
-        """Closes the connection at once: the handler will be told."""
+        """Closes the connection at once. The handler is cancelled or gets an error."""
         if self._http.transport is not None:
             self._http.transport.abort()
 
     async def write(self, frames: bytes) -> None:
-        """The same at any time: begins the response, and returns when the socket has taken all."""
+        """Writes frames at any time: begins the response, and returns when the socket has taken all."""
         await self._leave(frames, self.response.write)
 
     async def end(self, frames: bytes) -> None:
-        """The same with the last of them: the response's end leaves with them."""
+        """Writes the last frames together with the end of the response."""
         self._ended = True
         await self._leave(frames, self.response.write_eof)
 
     async def _leave(self, frames: bytes, write: Callable[[bytes], Awaitable[None]]) -> None:
-        self._outbox.flush()  # what was pushed comes before, even if this is nothing, and the end
+        self._outbox.flush()  # pushed chunks come first, also before an empty write, and before the end
         if not frames:
             return
         self.free = False
@@ -331,7 +336,7 @@ class EventStream:
                 await self._begin()
             self._written = monotonic()
             await write(frames)
-            if self._http.version >= HttpVersion11:  # the headers have left with the first write
+            if self._http.version >= HttpVersion11:  # the headers leave with the first write
                 self._transport = self._http.transport
             await self._http.writer.drain()
         finally:
@@ -342,7 +347,8 @@ class EventStream:
         async with self._beginning:
             if not self.begun:
                 if self._http.version < HttpVersion11:
-                    self.response.force_close()  # where the stream ends the connection's end alone tells, and aiohttp would keep it
+                    # without chunks only the closed connection ends a stream, and aiohttp would keep it open
+                    self.response.force_close()
                 await self.response.prepare(self._http)
                 if self._http.transport is not None:
                     self._http.transport.set_write_buffer_limits(high=0)
@@ -362,9 +368,9 @@ class EventStream:
         return isinstance(error, ConnectionResetError)
 
     def _look(self) -> None:
-        """From time to time: whether there was silence for too long, and whether the client takes what was written."""
+        """The periodic check: whether a keep-alive is due, and whether the client reads what was written."""
         transport, now, paused = self._http.transport, monotonic(), self._protocol.writing_paused
-        if transport is None:  # the handler is told the same
+        if transport is None:  # disconnected: the handler is told the same
             return
         before, self._left = self._left, (self._written, transport.get_write_buffer_size())
         silent = self._silence.lasts(paused and self._left == before)
@@ -376,20 +382,21 @@ class EventStream:
         wait = KEEP_ALIVE - (now - self._written)
         if wait <= 0:
             wait = KEEP_ALIVE
-            if not paused and (self._blank is None or self._blank.done()):  # who has not read what was sent needs none
+            # a client that has not read what was sent needs no keep-alive
+            if not paused and (self._blank is None or self._blank.done()):
                 self._blank = self._loop.create_task(self._tell())
         self._next_look = self._loop.call_later(min(wait, self._silence.look), self._look)
 
     async def _tell(self) -> None:
-        """That we are there."""
+        """Sends a keep-alive."""
         with suppress(ConnectionResetError):  # the handler is told the same
             await self._begin()
-            if not self._ended:  # what comes behind the end is the next answer's to clients who keep their connection
+            if not self._ended:  # what follows the end would belong to the next answer on a kept connection
                 await self.write(BLANK)
 
 
 def headers_of(clock: Clock, requests: Sequence[Request], answers: Sequence[Answer]) -> dict[str, str]:
-    """TGI's headers of a whole answer; times in milliseconds, except the first."""
+    """TGI's headers of a whole answer; times in milliseconds, except for the first."""
     total = monotonic() - clock.arrived
     generated = sum(answer.finish.generated_tokens for answer in answers)
     inference = max(answer.finish.inference_seconds for answer in answers)
@@ -407,7 +414,7 @@ def headers_of(clock: Clock, requests: Sequence[Request], answers: Sequence[Answ
 
 
 def stream_headers_of(clock: Clock, requests: Sequence[Request]) -> dict[str, str]:
-    """What of these is known when a stream begins."""
+    """Those of TGI's headers that are known when a stream begins."""
     return {
         "x-compute-type": COMPUTE_TYPE,
         "x-validation-time": _milliseconds(clock.validated - clock.arrived),

@@ -1,4 +1,5 @@
-"""text-generation-inference's own routes: its JSON to a `Request`, a stream of items to its JSON. Nothing else."""
+"""text-generation-inference's (TGI's) own routes: its JSON becomes a `Request`, a stream of items becomes its JSON or SSE
+events."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -48,16 +49,16 @@ encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request, and how its answer shall look."""
+    """The request that a body becomes, and how its answer is to look."""
 
     request: Request
     inputs: str
-    full_text: bool  # prompt and answer in one
+    full_text: bool  # the answer's text begins with the prompt
     details: bool
 
     @property
     def prefix(self) -> str:
-        """Of the generated text."""
+        """What stands before the generated text: the prompt or nothing."""
         return self.inputs if self.full_text else ""
 
     @property
@@ -66,7 +67,7 @@ class Asked:
 
 
 class Tgi:
-    """The handlers."""
+    """The handlers of TGI's routes, and of vLLM's /detokenize."""
 
     def __init__(self, config: RouterConfig, tokenizer: Tokenizer, validator: Validator, links: Links, batcher: Batcher) -> None:
         self._config = config
@@ -79,7 +80,7 @@ class Tgi:
         self._detokenize = msgspec.json.Decoder(DetokenizeBody)
 
     async def root(self, http: web.Request) -> web.StreamResponse:
-        """POST /: what Hugging Face's clients use. The body says whether to stream; the whole text is the default."""
+        """POST /: what Hugging Face's clients use. `stream` in the body says whether to stream; the default is a whole answer."""
         clock = Clock()
         body = await read(http, self._generate, self._config.payload_limit)
         asked = await self.asked(http, body, streaming=bool(body.stream), full_text=True)
@@ -103,7 +104,7 @@ class Tgi:
         return await self._streamed(http, asked, clock)
 
     async def tokenize(self, http: web.Request) -> web.Response:
-        """POST /tokenize: no shard is needed."""
+        """POST /tokenize. It needs no shard."""
         body = await read(http, self._tokenize, self._config.payload_limit)
         special = body.add_special_tokens is not False
         if body.prompt is not None:
@@ -118,7 +119,7 @@ class Tgi:
         return json_response(await self.spans(body.inputs, special, truncate or 0))
 
     async def count(self, text: str, special: bool, strings: bool = False) -> web.Response:
-        """A text's tokens in vLLM's shape."""
+        """A text's tokens in the shape of vLLM's /tokenize."""
         ids, limits = await self._validator.encode(text, special), self._batcher.limits
         return json_response(
             {
@@ -135,7 +136,7 @@ class Tgi:
         return json_response({"prompt": await asyncio.to_thread(self._tokenizer.decode, body.tokens, False)})
 
     async def spans(self, text: str, special: bool, truncate: int = 0) -> list[SpanJson]:
-        """A text's tokens with their places in its bytes; of the last `truncate`, if that is not 0."""
+        """A text's tokens with their byte offsets; the last `truncate` of them, if that is not 0."""
         data = text.encode()
         found = (await self._validator.offsets(text, special))[-truncate:]
         return [SpanJson(id, data[start:stop].decode(errors="replace"), start, stop) for id, start, stop in found]
@@ -163,7 +164,7 @@ class Tgi:
         )
 
     async def asked(self, http: web.Request, body: GenerateBody, *, streaming: bool = False, full_text: bool = False) -> Asked:
-        """What the body asks for. Raises Refused. full_text: whether the answer begins with the prompt if nobody says."""
+        """The request that the body asks for. Raises Refused. full_text: whether the answer begins with the prompt by default."""
         # TGI samples when `parameters` is missing, and is greedy when it is {}.
         given = body.parameters or GenerateParameters(do_sample=True)
         _refuse_unsupported(given, streaming)
@@ -207,7 +208,7 @@ class Tgi:
         return Asked(request, body.inputs, full, bool(given.details or given.decoder_input_details))
 
     async def _request(self, inputs: str, parameters: Parameters) -> Request:
-        """Where the model sees images, those in Markdown are shown to it."""
+        """Where the model takes images, those in the prompt's Markdown are loaded and passed to it."""
         limits = limits_of(self._batcher)
         text, urls = self._marked(inputs, limits)
         if not urls:
@@ -219,7 +220,7 @@ class Tgi:
             return await self._validator.request(text, replace(parameters, images=images), limits)
 
     def _marked(self, inputs: str, limits: Limits | None) -> tuple[str, list[str]]:
-        """The text with the model's word for an image instead of each, and the images' URLs."""
+        """The text with each Markdown image replaced by the model's image placeholder, and the images' URLs."""
         pictures = self._validator.pictures
         return marked(inputs, pictures.text) if pictures is not None and limits and limits.images else (inputs, [])
 
@@ -251,7 +252,7 @@ class Tgi:
         return [PrefillJson(id, self._tokenizer.token_text(id), logprob) for id, logprob in scored]
 
     def _details(self, asked: Asked, answer: Answer, prefill: list[PrefillJson]) -> dict[str, Any]:
-        """What the details of the best answer and of the others have in common."""
+        """The details that the best answer and the others have in common."""
         request, finish = asked.request, answer.finish
         return {
             "finish_reason": finish.reason,
@@ -265,7 +266,7 @@ class Tgi:
 
 
 class Events:
-    """The events of one stream, numbered: one for each token. The last token's tells the end, too."""
+    """The SSE events of one stream, numbered: one for each token. The last token's event also carries the finish."""
 
     def __init__(self, asked: Asked) -> None:
         self._asked = asked
@@ -284,7 +285,7 @@ class Events:
         return b""
 
     def failed(self, problem: Problem) -> bytes:
-        """The end of a stream that failed."""
+        """The error event that ends a stream that failed."""
         return plain_frame(tgi_body(problem))
 
     def _frame(self, token: Token, finish: Finish | None, others: Sequence[BestOf] = ()) -> bytes:
@@ -299,9 +300,9 @@ class Events:
 
 
 class BeamEvents(Events):
-    """The same where beams are searched: the best answer's tokens, and, if they are asked for, the beams of each step.
+    """The events of a beam search: the best answer's tokens, and, if asked for, the live beams of each step.
 
-    The last token's event waits until all is found: it also tells the other answers.
+    The last token's event waits until the search has ended: it also carries the other answers.
     """
 
     def __init__(self, asked: Asked, other: Callable[[Asked, Answer, list[PrefillJson]], BestOf]) -> None:
@@ -309,9 +310,9 @@ class BeamEvents(Events):
         self._other = other
         self._step = 0
         self._prompt = Prompt(())
-        self._tokens: list[list[Token]] = [[] for _ in range(asked.request.choices)]  # but the best answer's
+        self._tokens: list[list[Token]] = [[] for _ in range(asked.request.choices)]  # of each answer but the best
         self._finishes: dict[int, Finish] = {}
-        self._last: Token | None = None  # of the best answer, not told yet
+        self._last: Token | None = None  # of the best answer, not sent yet
 
     def of(self, stream: int, items: Sequence[Item]) -> bytes:
         """See `stream.Events`."""
@@ -401,7 +402,8 @@ def _refuse_unsupported(given: GenerateParameters, streaming: bool) -> None:
 
 
 def _grammar(given: GrammarBody | None) -> Grammar | None:
-    """TGI's four types are two kinds: a schema, which may also come as a string of JSON or beside its name, and a pattern."""
+    """TGI's grammar types come down to two kinds: a schema, which may also be a JSON string or stand beside its name, and a
+    regex."""
     if given is None:
         return None
     value = given.value

@@ -1,4 +1,5 @@
-"""text-generation-inference's JSON: bodies of requests, answers, events. Knows no request of ours."""
+"""text-generation-inference's (TGI's) JSON types: request bodies, answers and stream events. Knows nothing of penstock's
+requests."""
 
 from typing import Annotated, Any, Literal
 
@@ -12,7 +13,7 @@ class GrammarBody(msgspec.Struct):
     value: Any
 
 
-# What would change the answer, and can't be honoured; values that ask for nothing.
+# Fields that would change the answer and cannot be honoured, with the values that ask for nothing.
 UNSUPPORTED: dict[str, object] = {"watermark": False, "num_beam_groups": 1, "diversity_penalty": 0.0, "force_words_ids": []}
 
 
@@ -23,12 +24,12 @@ class GenerateParameters(msgspec.Struct):
     temperature: float | None = None
     repetition_penalty: float | None = None
     frequency_penalty: float | None = None
-    presence_penalty: float | None = None  # ours
+    presence_penalty: float | None = None  # penstock's own
     top_k: int | None = None
     top_p: float | None = None
-    min_p: float | None = None  # ours
+    min_p: float | None = None  # penstock's own
     typical_p: float | None = None
-    logit_bias: dict[int, float] | None = None  # ours
+    logit_bias: dict[int, float] | None = None  # penstock's own
     do_sample: bool | None = None
     max_new_tokens: int | None = None
     return_full_text: bool | None = None
@@ -41,17 +42,17 @@ class GenerateParameters(msgspec.Struct):
     top_n_tokens: int | None = None
     grammar: GrammarBody | None = None
     adapter_id: str | None = None
-    num_beams: int | None = None  # these are ours, with transformers' names
+    num_beams: int | None = None  # this and the next four are penstock's own, with transformers' names
     num_return_sequences: int | None = None
     length_penalty: float | None = None
-    early_stopping: bool | str | None = None  # or "never"
+    early_stopping: bool | str | None = None  # a bool, or "never"
     stream_beams: bool | None = None
-    num_beam_groups: int | None = None  # transformers', too; refused unless they ask for nothing
+    num_beam_groups: int | None = None  # these three are transformers', too; refused unless they ask for nothing
     diversity_penalty: float | None = None
     force_words_ids: list[Any] | None = None
-    speculate: int | None = None  # ours
-    priority: Any = None  # ours
-    timeout: float | None = None  # ours: seconds
+    speculate: int | None = None  # penstock's own
+    priority: Any = None  # penstock's own
+    timeout: float | None = None  # penstock's own: seconds
 
 
 class GenerateBody(msgspec.Struct):
@@ -108,8 +109,8 @@ class SpeculationJson(msgspec.Struct):
     """What guesses were worth to a request, all its answers together. There where it might have had some."""
 
     drafted_tokens: int
-    accepted_tokens: int  # those of them that were right
-    steps: int  # that gave it tokens
+    accepted_tokens: int  # draft tokens that were accepted
+    steps: int  # steps that gave it tokens
 
 
 class BestOf(msgspec.Struct):
@@ -136,7 +137,7 @@ class Details(msgspec.Struct):
     best_of_sequences: list[BestOf] | msgspec.UnsetType = msgspec.UNSET
     top_tokens: list[list[TokenJson]] | msgspec.UnsetType = msgspec.UNSET
     score: float | msgspec.UnsetType = msgspec.UNSET
-    speculation: SpeculationJson | msgspec.UnsetType = msgspec.UNSET  # ours
+    speculation: SpeculationJson | msgspec.UnsetType = msgspec.UNSET  # penstock's own
 
 
 class StreamDetails(msgspec.Struct):
@@ -148,7 +149,7 @@ class StreamDetails(msgspec.Struct):
     input_length: int
     best_of_sequences: list[BestOf] | msgspec.UnsetType = msgspec.UNSET
     score: float | msgspec.UnsetType = msgspec.UNSET
-    speculation: SpeculationJson | msgspec.UnsetType = msgspec.UNSET  # ours
+    speculation: SpeculationJson | msgspec.UnsetType = msgspec.UNSET  # penstock's own
 
 
 class GenerateAnswer(msgspec.Struct):
@@ -169,7 +170,7 @@ class Event(msgspec.Struct):
 class BeamJson(msgspec.Struct):
     """A beam, by its last token."""
 
-    parent: int  # its place among the live beams of the step before
+    parent: int  # index among the live beams of the step before
     id: int
     text: str
     score: float
@@ -180,4 +181,4 @@ class BeamsEvent(msgspec.Struct):
 
     step: int  # from 1
     live: list[BeamJson]  # best first
-    complete: list[BeamJson]  # by this step
+    complete: list[BeamJson]  # completed in this step

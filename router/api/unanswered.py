@@ -1,4 +1,4 @@
-"""Requests that have come and are not answered: who shuts the server down waits for them. Counts; knows no request."""
+"""Counts requests that have arrived and are not answered yet, for a graceful shutdown to wait for. Knows no request."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -7,11 +7,11 @@ from contextlib import asynccontextmanager, contextmanager
 from aiohttp import web
 
 PATIENCE = 60.0  # seconds that a client gets to send a body
-HURRY = 5.0  # from when the server is being shut down, on which others wait by then
+HURRY = 5.0  # the same once the server is shutting down, when others wait for it
 
 
 class Unanswered:
-    """All of an application's, until `close`; from then on those that came before."""
+    """The unanswered requests of an application; after `close`, of those that arrived before."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -21,7 +21,7 @@ class Unanswered:
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """A request has come, and is answered at the end."""
+        """Counts a request from its arrival until it is answered."""
         if self.closed:  # it will be refused, and so many may come that there is always one
             yield
             return
@@ -34,7 +34,7 @@ class Unanswered:
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[None]:
-        """Of a body. Raises TimeoutError if its client takes too long."""
+        """Limits the time of reading a body. Raises TimeoutError if the client takes too long."""
         async with asyncio.timeout(HURRY if self.closed else PATIENCE) as limit:
             self._reading.add(limit)
             try:
@@ -43,7 +43,7 @@ class Unanswered:
                 self._reading.discard(limit)
 
     def close(self) -> asyncio.Event:
-        """Set when there are none any more of those that have come by now."""
+        """Stops counting new requests. Returns an event that is set when those that have arrived by now are answered."""
         self.closed = True
         soon = asyncio.get_running_loop().time() + HURRY
         for limit in self._reading:

@@ -1,4 +1,5 @@
-"""From generated text to reasoning, calls of tools and the text that is left: one file per way of writing them."""
+"""Output parsers: split generated text into reasoning, tool calls and content, incrementally. One module for each form that models
+use."""
 
 from .constraint import constraint, formatted
 from .parts import Arguments, Call, Part, Reader, Reasoning, Text

@@ -1,4 +1,4 @@
-"""The calls of one answer: their numbers, ids and names, and the JSON object that most models write for one."""
+"""The tool calls of one answer: their numbers, ids and names, and the JSON object in which most models write one."""
 
 import json
 import secrets
@@ -11,8 +11,8 @@ from .parts import Arguments, Call
 from .source import Pieces, Source, Steps, after_space, expect, space
 from .values import encodable, follow, string, whole
 
-Schemas = Mapping[str, Mapping[str, Any]]  # a tool's name to the JSON schema of its parameters
-MAX_NAME = 256  # characters; a longer one is none
+Schemas = Mapping[str, Mapping[str, Any]]  # the JSON schema of each tool's parameters, by the tool's name
+MAX_NAME = 256  # characters; nothing longer is a name
 
 NAME_KEYS = ("name", "function", "tool_name")
 ARGUMENTS_KEYS = ("arguments", "parameters")
@@ -20,10 +20,10 @@ OTHER_KEYS = ("type", "id", "tool_call_id")
 
 
 class Calls:
-    """Numbers the calls, and knows which tools there are."""
+    """The numbering of an answer's calls, and the tools that it may call."""
 
     def __init__(self, schemas: Schemas | None, make_id: Callable[[], str]) -> None:
-        """`schemas`: None if nobody has told."""
+        """`schemas`: None if the tools are not known."""
         self._tools = None if schemas is None else {name: Parameters(schema) for name, schema in schemas.items()}
         self._make_id = make_id
         self._count = 0
@@ -34,23 +34,23 @@ class Calls:
         return Call(self._count - 1, id or self._make_id(), name)
 
     def arguments(self, text: str) -> Arguments:
-        """Of the call that has begun last."""
+        """A piece of arguments of the latest call."""
         return Arguments(self._count - 1, text)
 
     def known(self, name: str) -> bool:
-        """Not so: there is no such tool, for certain."""
+        """Whether there may be such a tool; False only if there certainly is none."""
         return self._tools is None or name in self._tools
 
     def given(self, name: str) -> bool:
-        """There is such a tool, for certain."""
+        """Whether there certainly is such a tool."""
         return self._tools is not None and name in self._tools
 
     def declares(self, name: str, parameter: str) -> bool:
-        """The tool has such a parameter, for certain."""
+        """Whether the tool certainly has such a parameter."""
         return self._parameters(name).declares(parameter)
 
     def types(self, name: str, parameter: str) -> Types:
-        """Those that a tool's parameter may have, as far as anything is known."""
+        """The types that a tool's parameter may have, as far as they are known."""
         return self._parameters(name).types(parameter)
 
     def _parameters(self, name: str) -> Parameters:
@@ -62,17 +62,17 @@ def openai_id() -> str:
 
 
 def mistral_id() -> str:
-    """Mistral's templates refuse any other."""
+    """An id as Mistral's templates require it."""
     return "".join(secrets.choice(characters.ascii_letters + characters.digits) for _ in range(9))
 
 
 def usable(name: str) -> bool:
-    """As a tool's name."""
+    """Whether it can be a tool's name."""
     return 0 < len(name) <= MAX_NAME and encodable(name) and not any(char in name for char in "\r\n{}<>")
 
 
 def stream(pieces: Pieces[bool], calls: Calls) -> Steps[bool]:
-    """Arguments as they come."""
+    """Emits a call's arguments as they arrive."""
     while True:
         try:
             piece = next(pieces)
@@ -82,9 +82,9 @@ def stream(pieces: Pieces[bool], calls: Calls) -> Steps[bool]:
 
 
 def json_call(source: Source, calls: Calls, strict: bool) -> Steps[bool]:
-    """`{"name": "f", "arguments": {...}}`, keys in any order. Returns False, and nothing has come out, if it is no call.
+    """Reads `{"name": "f", "arguments": {...}}`, keys in any order. Returns False, with nothing emitted, if it is no call.
 
-    If the call turns out to be broken after it was told, the reading stops where it broke. `strict`: the tool must exist.
+    If the call turns out to be broken after it was emitted, reading stops where it broke. `strict`: the tool must exist.
     """
     if not (yield from expect(source, "{")):
         return False
@@ -124,15 +124,15 @@ def json_call(source: Source, calls: Calls, strict: bool) -> Steps[bool]:
 
 
 def _decoded(source: Source) -> Steps[str]:
-    """A JSON string's text; "" if it is broken."""
+    """The text of a JSON string; "" if it is broken."""
     found = yield from whole(string(source))
     return str(json.loads(found)) if found else ""
 
 
 def _object(held: str) -> str | None:
-    """The arguments that were held back, as a JSON object; none at all are an empty one. None: they are something else.
+    """Arguments that were held back, as a JSON object; none at all are an empty one. None: they are something else.
 
-    Some models write the object as a string, as OpenAI's answers hold it.
+    Some models write the object as a string, as OpenAI's answers have it.
     """
     if held in ("", "null", '""'):
         return "{}"

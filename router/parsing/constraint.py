@@ -1,7 +1,7 @@
-"""Grammars under which a model writes calls in the form that its parser reads, or an answer in a format, behind what it thinks, and
-nothing else. Lark, as llguidance takes it.
+"""Grammars for forced tool calls, in the form that the model's parser reads, and for formatted answers behind reasoning. They are
+in llguidance's dialect of Lark.
 
-Knows the forms' markers; knows no tokenizer but the markers that are tokens, which a grammar has to name as such.
+Knows the forms' markers; knows no tokenizer except for the markers that are tokens, which a grammar must name as such.
 """
 
 import json
@@ -22,7 +22,7 @@ from .tagged import TaggedForm
 from .values import dump, typed
 
 Json = Mapping[str, Any]
-SLASH = re.compile(r"\\?[\s\S]")  # a character of a pattern, with what escapes it
+SLASH = re.compile(r"\\?[\s\S]")  # a character of a pattern, with its escape
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -40,9 +40,9 @@ def constraint(
 ) -> Grammar:
     """The grammar for one call or, if they may be `parallel` and none is named, several; or else for an answer in a `format`.
 
-    `tools` as OpenAI's requests hold them. A model with a `reasoning` parser may think first; it must end its thoughts if the
-    `prompt`, or what of the answer is `continued`, has begun them. `special`: the id of a string that is one token wherever it
-    stands, `Tokenizer.added_id`: llguidance takes most of them for special ones, which no literal matches. Raises Refused.
+    `tools` as in OpenAI's requests. A model with a `reasoning` parser may reason first; it must end its reasoning if the `prompt`,
+    or the `continued` part of the answer, has opened it. `special`: the id of a string that is one token wherever it stands,
+    `Tokenizer.added_id`: llguidance takes most of them for special tokens, which no literal matches. Raises Refused.
     """
     functions = [tool["function"] for tool in tools if named is None or tool["function"]["name"] == named]
     assert functions, "no such tool"
@@ -68,8 +68,8 @@ def constraint(
 
 
 def formatted(format: Grammar, reasoning: str, *, prompt: str = "", continued: str = "", special: Special) -> Grammar | None:
-    """The grammar for an answer in a format, behind what the model thinks; None for formats that are grammars themselves. The rest
-    as in `constraint`."""
+    """The grammar for an answer in a format, behind the reasoning; None for formats that are grammars themselves. Parameters as in
+    `constraint`."""
     lark = Lark(special, "grammar")
     before = _thinking(lark, reasoning, reasoning, prompt, continued)
     answer = _answer(lark, reasoning, format, prompt)
@@ -80,7 +80,7 @@ def formatted(format: Grammar, reasoning: str, *, prompt: str = "", continued: s
 
 
 def _answer(lark: Lark, parser: str, format: Grammar, prompt: str) -> str | None:
-    """One in a format."""
+    """The rule of an answer in a format; None if the format is a grammar itself."""
     match format.kind:
         case "json_schema":
             rule = lark.rule("answer", within(format))
@@ -96,12 +96,13 @@ def _answer(lark: Lark, parser: str, format: Grammar, prompt: str) -> str | None
 
 
 def _escaped(match: re.Match[str]) -> str:
-    """A slash, or a line's end, where a pattern stands between slashes."""
+    """Escapes a slash, or a line end, for a pattern between slashes."""
     return {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}.get(match[0], match[0])
 
 
 def _call(lark: Lark, parser: str, function: Json, header: bool) -> str:
-    """The rule of one call of this function. `header`: behind a role, which gpt-oss likes to go on with what it calls."""
+    """The rule of one call of this function. `header`: the prompt ends behind a role, where gpt-oss often continues with the
+    recipient."""
     name, schema = function["name"], function.get("parameters") or NO_PARAMETERS
     schema = objects(schema if "$ref" in schema else {**schema, "type": "object"})
     if parser == HARMONY:
@@ -128,7 +129,7 @@ def _call(lark: Lark, parser: str, function: Json, header: bool) -> str:
 
 
 def _around(lark: Lark, parser: str, several: bool) -> str:
-    """One or several calls, with what stands before, between and after them."""
+    """The rule of one or several calls, with the text before, between and after them."""
     form = None if parser == HARMONY else FORMS[parser]
     before, between, after = [], "", []
     match parser:
@@ -162,14 +163,14 @@ def _around(lark: Lark, parser: str, several: bool) -> str:
         before, after = [form.section], [form.section_end]
     if isinstance(form, TaggedForm):
         between = "\n"
-        if form.kinds is not None:  # all within one
+        if form.kinds is not None:  # all calls in one tag
             before, after = [form.call, "\n"], ["\n", form.call_end]
     more = f"({lark.text(between)} call)*" if several else ""
     return f"{lark.text(*before)} call {more} {lark.text(*after)}"
 
 
 def _each(lark: Lark, several: bool, before: list[str], after: list[str]) -> str:
-    """Each call between markers of its own, on lines of their own."""
+    """Calls each with their own markers, on lines of their own."""
     one = f"{lark.text(*before)} call {lark.text(*after)}"
     return f"{one} ({lark.text(chr(10))} {one})*" if several else one
 
@@ -186,7 +187,8 @@ def _marked(lark: Lark, parser: str, form: MarkedForm, name: str, schema: Json) 
 
 
 def _tagged(lark: Lark, form: TaggedForm, name: str, schema: Json) -> str:
-    """In tags or, where these can't hold all that the schema allows and nothing else, as Hermes: the form's reader knows both."""
+    """A call in tags or, where these cannot express exactly what the schema allows, in Hermes's form: the form's parser reads
+    both."""
     arguments = _in_tags(lark, form, Parameters(schema))
     if form.kinds is not None and arguments is not None:
         return f"{lark.text(form.function, name, form.function_end, chr(10))} {arguments} {lark.text(form.end)}"
@@ -202,7 +204,7 @@ def _tagged(lark: Lark, form: TaggedForm, name: str, schema: Json) -> str:
 
 
 def _in_tags(lark: Lark, form: TaggedForm, parameters: Parameters) -> str | None:
-    """All arguments, in their order; None if there are others than can be written so."""
+    """All arguments in tags, in their order; None if some cannot be written so."""
     rules = []
     plain = parameters.plain
     for key, (schema, required) in () if plain is None else plain.items():
@@ -216,7 +218,7 @@ def _in_tags(lark: Lark, form: TaggedForm, parameters: Parameters) -> str | None
 
 
 def _bare(lark: Lark, form: TaggedForm, schema: Any, parameters: Parameters) -> str | None:
-    """A value, strings without quotes, and its end; None if not every string of the schema, or more than these, would be read."""
+    """A value, strings without quotes, and its end; None if the parser would not read exactly the schema's values."""
     ends = ["\n"] * form.lines + [form.value_end]
     end = lark.text(*ends)
     types = parameters.types_of(schema)
@@ -265,7 +267,8 @@ def _of_kind(lark: Lark, form: TaggedForm, schema: Any, parameters: Parameters) 
 
 
 def _keywords(lark: Lark, schema: Json) -> str:
-    """`a=1, b=2`: what is required first, of the rest any, in their order. `**{"a": 1}` where that can't say it all."""
+    """`a=1, b=2`: required arguments first, then any of the others, in their order. `**{"a": 1}` where that cannot express them
+    all."""
     plain = Parameters(schema).plain
     if plain is None or len(plain) > MOST_KEYWORDS or not all(map(KEY.fullmatch, plain)):
         return f"{lark.text('**')} {lark.json(schema)}"
@@ -274,7 +277,7 @@ def _keywords(lark: Lark, schema: Json) -> str:
 
 
 def _thinking(lark: Lark, parser: str, reasoning: str | None, prompt: str, continued: str) -> str:
-    """What may stand before the calls."""
+    """The rule of the reasoning that may stand before the calls."""
     if parser == HARMONY:
         if harmony.answers(harmony.begun(prompt)):
             return ""
@@ -286,6 +289,6 @@ def _thinking(lark: Lark, parser: str, reasoning: str | None, prompt: str, conti
     thoughts = THOUGHTS[reasoning]
     begun = thoughts.begun(prompt, continued)
     if continued.strip() and not begun:
-        return ""  # who has begun to answer thinks no more
+        return ""  # an answer that has begun is not followed by reasoning
     thinking = f"{lark.up_to(thoughts.closes[0])} /[ \\n]{{0,4}}/"
     return thinking if begun else f"({lark.text(thoughts.opens[0])} {thinking})?"

@@ -1,7 +1,7 @@
-"""Calls as Gemma 4 writes them: `<|tool_call>call:f{a:<|"|>x<|"|>,b:[1,{c:true}]}<tool_call|>`. Strings stand between tokens of
-their own and have no escapes, keys need none. JSON is read as well.
+"""Gemma 4's tool calls: `<|tool_call>call:f{a:<|"|>x<|"|>,b:[1,{c:true}]}<tool_call|>`. Strings stand between special tokens and
+have no escapes, keys need no quotes. JSON is read as well.
 
-How a call is read stands here, and the rules by which one is written that must come.
+Here are the parser, and the grammar rules for a call that is forced.
 """
 
 import json
@@ -19,14 +19,15 @@ from .values import CLOSING, NUMBER_OR_NAME, PYTHON_NAMES, dump, string
 OPEN, CLOSE, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 CALL = "call:"
 QUOTES = Markers(QUOTE)
-BARE = re.compile(r'[^:,<>{}\[\]"\s](?:[^:,<>{}\[\]"\n\r\t]*[^:,<>{}\[\]"\s])?')  # a key that stands without quotes
-ATOM = re.compile(rf"[^,<>{{}}\[\]\"]{{0,{MAX_NAME + 1}}}")  # what is neither a string nor in brackets, and what may follow it
-FLAT = ('"$ref": ', '"oneOf": ')  # where a schema has these, its parts mean something together alone
+BARE = re.compile(r'[^:,<>{}\[\]"\s](?:[^:,<>{}\[\]"\n\r\t]*[^:,<>{}\[\]"\s])?')  # a key that needs no quotes
+# a value that is neither a string nor in brackets, with whitespace around it
+ATOM = re.compile(rf"[^,<>{{}}\[\]\"]{{0,{MAX_NAME + 1}}}")
+FLAT = ('"$ref": ', '"oneOf": ')  # with these in a schema, its parts cannot be judged separately
 Json = Mapping[str, Any]
 
 
 class GemmaForm:
-    """Each call between markers of its own."""
+    """Gemma 4's form, each call between its own markers."""
 
     opens = (OPEN,)
     markers = (OPEN, CLOSE, QUOTE)
@@ -49,7 +50,7 @@ class GemmaForm:
 
 
 def _value(source: Source) -> Pieces[bool]:
-    """One value as JSON, piece by piece. Returns False where it is broken or the text ends in it."""
+    """Emits one value as JSON, piece by piece. Returns False where it is broken or the text ends in it."""
     closing: list[str] = []  # brackets that are still to come
     while True:
         char = yield from space(source)
@@ -69,7 +70,7 @@ def _value(source: Source) -> Pieces[bool]:
             if char == ",":
                 source.at += 1
                 char = yield from space(source)
-                if char != closing[-1]:  # else it was one too many
+                if char != closing[-1]:  # else it was a trailing comma
                     yield ", "
                     break
             if char != closing[-1]:
@@ -83,7 +84,7 @@ def _value(source: Source) -> Pieces[bool]:
 
 
 def _key(source: Source) -> Pieces[bool]:
-    """A key and its colon."""
+    """Emits a key and its colon."""
     char = yield from space(source)
     if char in ('"', "<"):
         if not (yield from _quoted(source)):
@@ -103,8 +104,8 @@ def _key(source: Source) -> Pieces[bool]:
 
 
 def _scalar(source: Source) -> Pieces[bool]:
-    """A string, a number, true, false or null, which its template may show as Python does. What is none of them is a string that
-    lacks its quotes."""
+    """Emits a string, a number, true, false or null, which the template may show in Python's spelling. Anything else is taken for a
+    string without quotes."""
     if source.text[source.at : source.at + 1] in ('"', "<"):
         return (yield from _quoted(source))
     while True:
@@ -122,7 +123,7 @@ def _scalar(source: Source) -> Pieces[bool]:
 
 
 def _quoted(source: Source) -> Pieces[bool]:
-    """A string between its own quotes or JSON's."""
+    """Emits a string between Gemma's quotes or JSON's."""
     if source.text[source.at] == '"':
         return (yield from string(source))
     if not (yield from after_space(source, QUOTE)):
@@ -144,14 +145,14 @@ def _quoted(source: Source) -> Pieces[bool]:
 
 
 def call(lark: Lark, name: str, schema: Json) -> str:
-    """The rule of a call whose arguments keep the schema. What of it this notation can't say is written as JSON."""
+    """The rule of a call whose arguments are valid under the schema. What this notation cannot express is written as JSON."""
     text = json.dumps(schema)
     arguments = None if len(text) > MOST_CHARACTERS else _object(lark, schema, any(word in text for word in FLAT))
     return f"{lark.text(OPEN, f'{CALL}{name}')} {arguments or lark.json(schema)} {lark.text(CLOSE)}"
 
 
 def _object(lark: Lark, schema: Json, flat: bool) -> str | None:
-    """flat: what is within its values is JSON."""
+    """The rule of an object; None: it must be JSON. flat: objects and lists within it are JSON."""
     plain = Parameters(schema).plain
     if plain is None or len(plain) > MOST_KEYWORDS:
         return None
@@ -166,14 +167,14 @@ def _named(key: str) -> tuple[str, ...]:
 
 
 def _any(lark: Lark, schema: Any, flat: bool) -> str:
-    """Of a schema that refers to nothing outside."""
+    """The rule of a value of a schema without references to the outside."""
     parts = Parameters(schema).alternatives(schema)
     rule = _either([_one(lark, part, flat) for part in parts]) if len(parts) == 1 or not flat else None
     return rule or lark.json(schema)
 
 
 def _one(lark: Lark, schema: Json | None, flat: bool) -> str | None:
-    """None: it takes JSON."""
+    """The rule of one alternative; None: it must be JSON."""
     if schema is None:
         return None
     kind = schema.get("type")
@@ -197,13 +198,13 @@ def _one(lark: Lark, schema: Json | None, flat: bool) -> str | None:
 
 
 def _either(rules: list[str | None]) -> str | None:
-    """One of these rules. None: of none, or one of them takes JSON."""
+    """An alternation of these rules. None: there are none, or one of them must be JSON."""
     found = [rule for rule in rules if rule is not None]
     return f"({' | '.join(found)})" if rules and len(found) == len(rules) else None
 
 
 def _listed(lark: Lark, values: list[Any]) -> str | None:
-    """One of some values."""
+    """The rule of one of some listed values."""
     if not values or any(isinstance(value, str) and QUOTE in value for value in values):
         return None
     rules = [lark.text(QUOTE, value, QUOTE) if isinstance(value, str) else quoted(dump(value)) for value in values]

@@ -1,4 +1,4 @@
-"""gpt-oss's format: every message names its channel, and reasoning, calls and answers are messages of one answer."""
+"""gpt-oss's harmony format: every message names its channel, and reasoning, tool calls and content are messages of one answer."""
 
 import re
 
@@ -14,23 +14,24 @@ HEADER = Markers(START, CHANNEL)
 BODY_END = Markers(START, CHANNEL, END, RETURN, CALL)
 MAX_HEADER = 512
 RECIPIENT = re.compile(r"to=(functions\.)?([^\s<]+)")
-GOES_ON = (" to=", CHANNEL, CONSTRAIN, MESSAGE)  # as the header of a message may, behind the role
+GOES_ON = (" to=", CHANNEL, CONSTRAIN, MESSAGE)  # how a message's header may go on behind the role
 
 
 def begun(prompt: str) -> str:
-    """The header of the message that the prompt ends in, as far as it is there; "" if it ends in none."""
+    """The header, as far as it goes, of the message that the prompt ends in; "" if it ends in none."""
     _, start, message = prompt.rpartition(START)
     header, marker, body = message.partition(MESSAGE)
     return f"{start}{header.rstrip()}{marker}" if start and not BODY_END.find(body, 0) else ""
 
 
 def answers(begun: str) -> bool:
-    """Whether the message that begins so is the answer, neither thoughts nor a call."""
+    """Whether the message with this header is content, neither reasoning nor a call."""
     return begun.endswith(MESSAGE) and f"{CHANNEL}analysis" not in begun and not RECIPIENT.search(begun)
 
 
 def read(source: Source, calls: Calls, begun: str) -> Steps[None]:
-    """The whole answer. What belongs to no message is text. `begun`: the header, or some of it, that the prompt ends with."""
+    """Reads the whole answer. Text outside of messages is content. `begun`: the header, or its beginning, that the prompt ends
+    with."""
     if begun:
         header = "" if begun.endswith(MESSAGE) else (yield from _rest(source))
         if header is not None:
@@ -45,7 +46,7 @@ def read(source: Source, calls: Calls, begun: str) -> Steps[None]:
 
 
 def _rest(source: Source) -> Steps[str | None]:
-    """Of a header behind the role; None, and nothing is read, if that is not how the answer begins."""
+    """Reads the rest of a header, behind the role; None, and nothing is read, if the answer does not begin so."""
     for text in GOES_ON:
         if (yield from expect(source, text)):
             source.at = 0
@@ -54,11 +55,11 @@ def _rest(source: Source) -> Steps[str | None]:
 
 
 def _body(source: Source, calls: Calls, header: str) -> Steps[None]:
-    """Of a message, and its end."""
+    """Reads the body of a message, and its end marker."""
     make: type[Text | Reasoning] = Reasoning if f"{CHANNEL}analysis" in header else Text
     if recipient := RECIPIENT.search(header):
         function, name = recipient.groups()
-        if not usable(name) or not (function or calls.known(name)):  # a tool that gpt-oss comes with, and that nobody has here
+        if not usable(name) or not (function or calls.known(name)):  # gpt-oss's built-in tool, which nobody has here
             make = Reasoning
         elif (yield from space(source)) in ("{", "<", ""):
             yield calls.begin(name)

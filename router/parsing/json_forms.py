@@ -1,4 +1,4 @@
-"""Calls as JSON objects between markers, or with none: Hermes, Qwen, Llama, Granite, Mistral and many more."""
+"""Tool calls as JSON objects, with or without markers: Hermes, Qwen, Llama, Granite, Mistral and many more."""
 
 import re
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 @dataclass(frozen=True, slots=True)
 class JsonForm:
-    """An object, several with commas or semicolons between them, or a list of them, between these markers."""
+    """JSON objects between markers: one, several separated by commas or semicolons, or a list of them."""
 
     opens: tuple[str, ...]
     close: str = ""  # may be missing
@@ -26,11 +26,11 @@ class JsonForm:
         return (*opens, self.close) if self.close else tuple(opens)
 
     def first(self, source: Source, calls: Calls) -> Steps[bool]:
-        """At the very beginning of the answer, where no marker stands."""
+        """Reads calls at the very beginning of the answer, where no marker stands."""
         return self.bare and (yield from _objects(source, calls, strict=True))
 
     def read(self, source: Source, calls: Calls, marker: str) -> Steps[bool]:
-        """Behind a marker."""
+        """Reads calls behind a marker."""
         found = yield from _objects(source, calls, strict=False)
         if found and self.close:
             yield from after_space(source, self.close)
@@ -38,7 +38,7 @@ class JsonForm:
 
 
 class MistralForm:
-    """`[TOOL_CALLS][{...}, {...}]`, or in newer models `[TOOL_CALLS]f{...}` and `[TOOL_CALLS]f[CALL_ID]...[ARGS]{...}`."""
+    """The form `[TOOL_CALLS][{...}, {...}]`, or in newer models `[TOOL_CALLS]f{...}` and `[TOOL_CALLS]f[CALL_ID]...[ARGS]{...}`."""
 
     opens = (MISTRAL,)
     markers = (MISTRAL, "[CALL_ID]", "[ARGS]")
@@ -63,7 +63,7 @@ class MistralForm:
 
 
 def _objects(source: Source, calls: Calls, strict: bool) -> Steps[bool]:
-    """Stops behind the last that is one."""
+    """Reads call objects, and stops behind the last one. Returns whether there was one."""
     yield from space(source)
     listed = yield from expect(source, "[")
     found = False

@@ -1,5 +1,5 @@
-"""Rules of a grammar as they are made, in Lark as llguidance takes it. Knows no form, and no tokenizer but the texts that are
-tokens, which a grammar has to name as such."""
+"""Builds grammars in llguidance's dialect of Lark, rule by rule. Knows no form of calls, and no tokenizer except for the texts that
+are single tokens, which a grammar must name as such."""
 
 import json
 import re
@@ -12,27 +12,28 @@ from ..request import Refused
 
 Special = Callable[[str], int | None]  # the id of a text that is one token wherever it stands
 TOKEN_NAME = re.compile(r"<[^<>\s]+>")  # as llguidance spells tokens
-MOST_KEYWORDS = 32  # of a call, whose order and number a grammar spells out: as many rules as half of their square
-COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # no room to ramble in spaces
+MOST_KEYWORDS = 32  # of a call whose arguments' order and presence a grammar spells out: rules for half of their square
+# no whitespace in which the model could ramble
+COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class Lark:
-    """Rules as they are made, each under a name of its own."""
+    """The rules of a grammar under construction, each with a unique name."""
 
     def __init__(self, special: Special, field: str = "tools", within: str = "") -> None:
-        """special: see `constraint`; field: of a request, which is to blame; within: what may be a token within texts."""
+        """special: see `constraint`; field: the request's field to blame; within: a token that may be part of longer texts."""
         self._special = special
         self._within = within if within and special(within) is not None else ""
         self._field = field
         self._rules: list[str] = []
-        self._size = 0  # characters of them
+        self._size = 0  # characters of all rules
 
     @property
     def source(self) -> str:
         return "\n".join(self._rules)
 
     def rule(self, name: str, body: str, options: str = "") -> str:
-        """Raises Refused where the rules come to more than a grammar may have, before they take more memory."""
+        """Adds a rule. Raises Refused where the rules exceed a grammar's maximum size, before they take more memory."""
         self._rules.append(f"{name}{options}: {body}")
         self._size += len(self._rules[-1]) + 1
         if self._size > MOST_CHARACTERS:
@@ -40,16 +41,16 @@ class Lark:
         return name
 
     def new(self, body: str, options: str = "") -> str:
-        """A rule of any name."""
+        """Adds a rule under a generated name."""
         return self.rule(f"r{len(self._rules)}", body, options)
 
     def text(self, *texts: str) -> str:
-        """Literals one after the other; one that is a token is that token."""
+        """Literals in sequence; a literal that is a token becomes that token."""
         pieces = chain.from_iterable(map(self._pieces, texts))
         return " ".join(map(self._one, filter(None, pieces)))
 
     def _pieces(self, text: str) -> Sequence[str]:
-        """Those of a text with a token within."""
+        """The text split around the token within it."""
         before, token, after = text.partition(self._within) if self._within else (text, "", "")
         return before, token, after
 
@@ -60,7 +61,7 @@ class Lark:
         return text if TOKEN_NAME.fullmatch(text) else f"<[{id}]>"
 
     def up_to(self, text: str) -> str:
-        """Anything up to the first such text, and that."""
+        """Anything up to the first such text, including that text."""
         if self._special(text) is not None:
             return f"{self.new('/(?s:.*)/')} {self.text(text)}"
         before, *token = self._pieces(text)
@@ -69,8 +70,8 @@ class Lark:
         return self.new("/(?s:.*)/", f"[suffix={quoted(text)}]")
 
     def bounded(self, ends: Sequence[str], least: int, most: int | None) -> str:
-        """So many characters, and these texts, the last of which is not among them. All in one, unless that is a token: a literal
-        of its own would be asked for when most of it has been taken for characters."""
+        """A number of characters, and the end texts, the last of which may not occur in them. It is one regular expression, unless
+        the last is a token: as a literal of its own it would only be expected after most of it had been taken for characters."""
         last, anything = ends[-1], "/(?s:.*)/"
         text = f"/(?s:.{{{least},{'' if most is None else most}}})/ & ~({anything} {quoted(last)} {anything})"
         name = f"T{len(self._rules)}"
@@ -82,14 +83,14 @@ class Lark:
         return self.rule(name, f"({text}) {quoted(''.join(ends))}")
 
     def json(self, schema: Any) -> str:
-        """A value of the schema."""
+        """A JSON value that is valid under the schema."""
         schema = schema if isinstance(schema, Mapping) else {}
         return self.new(f"%json {json.dumps({**schema, 'x-guidance': COMPACT})}")
 
     def some(self, rules: Sequence[tuple[str, bool]], between: str) -> str:
-        """What is required, and of the rest any, in their order."""
+        """The required rules, and any of the others, in their order."""
         first = [rule for rule, required in rules if required]
-        rest = [self.new(rule) for rule, required in rules if not required]  # which may stand there often
+        rest = [self.new(rule) for rule, required in rules if not required]  # which may be used several times
         comma = self.text(between)
         if first:
             return " ".join([f" {comma} ".join(first), *(f"({comma} {rule})?" for rule in rest)])
@@ -98,10 +99,10 @@ class Lark:
 
 
 def plainly(text: str) -> str:
-    """As a part of a pattern between slashes."""
+    """The text escaped as part of a pattern between slashes."""
     return re.escape(text).replace("/", r"\/")
 
 
 def quoted(text: str) -> str:
-    """As a literal."""
+    """The text as a literal."""
     return json.dumps(text, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""Calls with a header and a JSON object, each between markers of its own: DeepSeek V3 and R1, Kimi K2."""
+"""Tool calls with a header and a JSON object, each between its own markers: DeepSeek V3 and R1, Kimi K2."""
 
 import re
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ KIMI = re.compile(r"functions\.(\S+):[0-9]+")
 
 @dataclass(frozen=True, slots=True)
 class MarkedForm:
-    """`SECTION (CALL header SEPARATOR {...} END)* SECTION_END`."""
+    """The form `SECTION (CALL header SEPARATOR {...} END)* SECTION_END`."""
 
     section: str
     call: str
@@ -50,7 +50,7 @@ class MarkedForm:
         if head is None:
             return False
         name, id, fenced = head.strip(), "", False
-        if name == "function" and (yield from space(source)) != "{":  # DeepSeek V3: the name follows, and a block of code
+        if name == "function" and (yield from space(source)) != "{":  # DeepSeek V3: the name follows, and a code block
             line = yield from up_to(source, "```json", MAX_NAME)
             if line is None:
                 return False

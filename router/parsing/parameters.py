@@ -1,4 +1,4 @@
-"""What a JSON schema says of a tool's parameters: which types they may have, and which need no JSON to be written."""
+"""Analyses the JSON schema of a tool's parameters: which types they may have, and which can be written without JSON."""
 
 import json
 import re
@@ -13,19 +13,19 @@ TYPES: Types = frozenset({"string", "number", "boolean", "null", "array", "objec
 STRING: Types = frozenset({"string"})
 KINDS = {str: "string", bool: "boolean", int: "number", float: "number", type(None): "null", list: "array", dict: "object"}
 REMARKS = {"title", "description", "default", "examples", "$defs", "definitions", "$schema", "$comment", "$id"}
-MOST_SHARED = 16_384  # characters of definitions that parameters repeat when each is written by itself
+MOST_SHARED = 16_384  # characters of definitions that are repeated where each parameter has a grammar of its own
 EITHER = {"anyOf", "oneOf"}
 LISTING = {"const", "enum"}
-# Keywords that bind values in ways that only a validator, and the grammar of a whole JSON text, follows.
+# Keywords that restrict values in ways that only a validator, and the grammar of a whole JSON text, implements.
 SUBTLE = {
     *("not", "if", "then", "else", "pattern", "format", "$dynamicRef", "$recursiveRef", "patternProperties", "propertyNames"),
     *("minProperties", "maxProperties", "dependencies", "dependentRequired", "dependentSchemas", "unevaluatedProperties"),
 }
-ELSEWHERE = re.compile(r'"\$ref": "(?!#/(?:\$defs|definitions)/)')  # a reference to what is no definition
+ELSEWHERE = re.compile(r'"\$ref": "(?!#/(?:\$defs|definitions)/)')  # a reference to something other than a definition
 
 
 class Parameters:
-    """Of one tool. Schemas are clients': each reference is followed once for a question, so that no answer takes long."""
+    """The parameters of one tool. Schemas come from clients: each reference is followed once per query, so that none takes long."""
 
     def __init__(self, schema: Any) -> None:
         self._root = schema
@@ -33,14 +33,14 @@ class Parameters:
         self._found: dict[str, Types] = {}  # of parameters, by name
 
     def declares(self, name: str) -> bool:
-        """Whether the schema speaks of it."""
+        """Whether the schema mentions the parameter."""
         try:
             return self._types(self._root, lambda level: TYPES if name in _properties(level) else None, {}) is not None
         except RecursionError:
             return False
 
     def types(self, name: str) -> Types:
-        """Those that the parameter may have; all, where nothing is said of it."""
+        """The types that the parameter may have; all, where the schema says nothing."""
         if name not in self._found:
             self._found[name] = self._find_types(name)
         return self._found[name]
@@ -57,12 +57,13 @@ class Parameters:
             return TYPES
 
     def types_of(self, schema: Any) -> Types:
-        """Those that a value of a part of the tool's schema may have. Raises RecursionError."""
+        """The types that a value of a part of the tool's schema may have. Raises RecursionError."""
         return self._types(schema, _own_types, self._referred) or TYPES
 
     @property
     def plain(self) -> dict[str, tuple[Any, bool]] | None:
-        """Each parameter's schema and whether it is required; None if arguments need more to be valid. Raises RecursionError."""
+        """Each parameter's schema and whether it is required; None if valid arguments need more than that. Raises
+        RecursionError."""
         found = self._merged(self._root)
         if found is None or found.keys() & (SUBTLE | EITHER | LISTING) or ELSEWHERE.search(json.dumps(self._root)):
             return None
@@ -92,14 +93,14 @@ class Parameters:
         return found
 
     def lengths(self, schema: Any) -> tuple[int, int | None] | None:
-        """The least and the most characters of strings of which a part of the schema allows any; None if there are none."""
+        """The minimum and maximum length of strings that a part of the schema allows freely; None if there are none."""
         for part in self.alternatives(schema):
             if part is not None and "string" in _own_types(part) and not part.keys() & LISTING:
                 return part.get("minLength", 0), part.get("maxLength")
         return None
 
     def alternatives(self, schema: Any) -> list[Json | None]:
-        """A value of the schema is one of any of these, which have no references; None: one of what can't be told so simply."""
+        """Alternatives, without references, one of which a value of the schema matches; None stands for one that is too complex."""
         found = self._merged(schema)
         either = EITHER & found.keys() if found else EITHER
         if found is None or not either:
@@ -112,7 +113,7 @@ class Parameters:
         return [_simple(self._merged(part)) for part in parts]
 
     def _merged(self, schema: Any) -> Json | None:
-        """A schema, what it refers to and all of its `allOf` as one, without remarks; None if they can't be one."""
+        """A schema, what it refers to and all of its `allOf` merged, without annotations; None if they cannot be merged."""
         levels = [*self._levels(schema, set())]
         found: dict[str, Any] = {}
         properties: dict[str, Any] = {}
@@ -128,11 +129,11 @@ class Parameters:
                     found[key] = required
                 elif key not in REMARKS and found.setdefault(key, value) != value:
                     return None
-        closed = [level for level in levels if "additionalProperties" in level]  # which counts a level's own properties
+        closed = [level for level in levels if "additionalProperties" in level]  # it counts only the properties of its own level
         return None if any(_properties(level).keys() != _properties(found).keys() for level in closed) else found
 
     def _levels(self, schema: Any, seen: set[str]) -> Iterator[Json]:
-        """Schemas that hold together."""
+        """The schemas that a value must match at the same time: itself, its reference, its `allOf`."""
         if not isinstance(schema, Mapping):
             return
         yield {key: value for key, value in schema.items() if key not in ("$ref", "allOf")}
@@ -144,7 +145,8 @@ class Parameters:
             yield from self._levels(part, seen)
 
     def _types(self, schema: Any, own: Callable[[Json], Types | None], seen: dict[str, Types | None]) -> Types | None:
-        """What a schema allows by what its levels say on their `own`; None where they say nothing. `seen`: of references."""
+        """The types that a schema allows, given what each level says on its `own`; None where none says anything. `seen`: by
+        reference."""
         if not isinstance(schema, Mapping):
             schema = {}
         found = [own(schema)]
@@ -175,11 +177,11 @@ def _own_types(level: Json) -> Types:
 
 
 def _simple(schema: Json | None) -> Json | None:
-    """The schema, if its values can be told by types, lists and lengths."""
+    """The schema, if types, lists and lengths describe its values completely."""
     if schema is None or schema.keys() & (SUBTLE | EITHER):
         return None
     listing = schema.keys() & LISTING
-    if listing and (len(listing) > 1 or schema.keys() - {"type", *listing}):  # then not each of the values is allowed, perhaps
+    if listing and (len(listing) > 1 or schema.keys() - {"type", *listing}):  # then perhaps not every listed value is allowed
         return None
     lengths = [schema[key] for key in ("minLength", "maxLength") if key in schema]
     return schema if all(isinstance(length, int) for length in lengths) else None

@@ -1,4 +1,4 @@
-"""What a generated text is made of: words for a reader, thoughts, calls of tools. Knows no model's way of writing them."""
+"""The parts into which output parsers split generated text: content, reasoning and tool calls. Knows no model's form of them."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -6,21 +6,21 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Some of the answer itself."""
+    """A piece of the answer's content."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Some of what the model thinks before it answers."""
+    """A piece of the reasoning before the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of a tool begins. Its arguments follow."""
+    """The beginning of a tool call. Its arguments follow."""
 
     index: int  # from 0, in the order of the text
     id: str
@@ -29,7 +29,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """Some of a call's arguments; all of one call together are a JSON object, unless the answer was cut off in it."""
+    """A piece of a call's arguments; all of one call together are a JSON object, unless the answer was cut off in it."""
 
     index: int
     text: str
@@ -39,12 +39,13 @@ Part = Text | Reasoning | Call | Arguments
 
 
 class Reader(Protocol):
-    """Reads one answer as it grows. The parts are the same, adjacent ones joined, however the text is cut into deltas."""
+    """An incremental parser of one answer. The parts are the same, adjacent ones joined, however the text is cut into deltas."""
 
     def push(self, delta: str) -> list[Part]:
-        """What is certain now. A marker never comes in parts, and never as text."""
+        """Adds text, and returns the parts that are certain now. A marker is never split between parts, and never returned as
+        text."""
         ...
 
     def end(self) -> list[Part]:
-        """What was held back. Push no more."""
+        """Ends the text, and returns what was held back. Nothing may be pushed afterwards."""
         ...

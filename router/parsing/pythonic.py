@@ -1,4 +1,4 @@
-"""Calls as Python writes them: `[f(a=1, b="x"), g()]`. Llama 3.2 and 4, LFM 2, OLMo. An argument comes out when it is whole."""
+"""Tool calls in Python syntax: `[f(a=1, b="x"), g()]`. Llama 3.2 and 4, LFM 2, OLMo. An argument is emitted when it is complete."""
 
 import re
 from dataclasses import dataclass
@@ -9,14 +9,15 @@ from .values import dump, literal
 
 NAME = re.compile(r"[A-Za-z_][\w.]*")
 CHARACTER = r"""[^\s()\[\]{}=,*"']"""
-KEY = re.compile(rf"{CHARACTER}{{1,{MAX_NAME}}}")  # Python or not: what the request names is read
+KEY = re.compile(rf"{CHARACTER}{{1,{MAX_NAME}}}")  # need not be Python's: names of the request's tools are read
 WORD = re.compile(rf"{CHARACTER}{{0,{MAX_NAME + 1}}}")
 BRACKETS = {"(": ")", "[": "]", "{": "}"}
 
 
 @dataclass(frozen=True, slots=True)
 class PythonicForm:
-    """A list of calls between these markers or, where there is a bracket, at the beginning of an answer; or each on a line."""
+    """A list of calls between these markers or, without markers, in brackets at the beginning of an answer; or one call on each
+    line."""
 
     open: str
     close: str  # may be missing
@@ -59,7 +60,7 @@ class PythonicForm:
 
 
 def _call(source: Source, calls: Calls, strict: bool) -> Steps[bool]:
-    """Tells the call with its first argument, so that "[f(x)]" stays a text. Returns False if nothing was told."""
+    """Reads a call. It is emitted with its first argument, so that "[f(x)]" stays text. Returns False if nothing was emitted."""
     name = yield from _word(source)
     known = calls.given(name) or (NAME.fullmatch(name) and (calls.known(name) or not strict))
     if not known or not (yield from expect(source, "(")):
@@ -87,7 +88,7 @@ def _call(source: Source, calls: Calls, strict: bool) -> Steps[bool]:
 
 
 def _argument(source: Source, calls: Calls, name: str) -> Steps[str | None]:
-    """`a=1`, or some as `**{"a": 1}`, as they stand in a JSON object; None if it is neither."""
+    """Reads `a=1`, or several arguments as `**{"a": 1}`. Returns them as members of a JSON object; None if it is neither."""
     if (yield from expect(source, "**")):
         value = literal((yield from _expression(source)))
         return value[1:-1].strip() if value is not None and value.startswith("{") else None
@@ -99,7 +100,7 @@ def _argument(source: Source, calls: Calls, name: str) -> Steps[str | None]:
 
 
 def _word(source: Source) -> Steps[str]:
-    """May be empty."""
+    """Reads a word, which may be empty."""
     while True:
         match = WORD.match(source.text, source.at)
         assert match
@@ -110,7 +111,8 @@ def _word(source: Source) -> Steps[str]:
 
 
 def _expression(source: Source) -> Steps[str]:
-    """All up to the comma or bracket that ends it; "" if the text ends first. What is inside quotes and brackets is part of it."""
+    """Reads up to the comma or bracket that ends an expression; "" if the text ends first. Quotes and brackets within belong to
+    it."""
     start = source.at
     closing: list[str] = []
     quote = ""

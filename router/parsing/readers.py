@@ -1,6 +1,7 @@
-"""Which families of models write reasoning and calls in which way, how a template tells, and the reader for one answer.
+"""The registry of output parsers: the forms in which families of models write reasoning and tool calls, their detection from chat
+templates, and the parser of one answer.
 
-To add a family: a line in THOUGHTS or FORMS, if its form is one of those that are there, and one in HINTS.
+To add a family: a line in THOUGHTS or FORMS, if it uses an existing form, and one in TOOL_HINTS or REASONING_HINTS.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from .thoughts import Thoughts
 
 
 class Form(Protocol):
-    """One way of writing calls. A call that was told is never taken back; what is no call is left where it is."""
+    """A form of tool calls. A call that was emitted is never taken back; text that is no call is left unread."""
 
     @property
     def opens(self) -> tuple[str, ...]:
@@ -29,15 +30,15 @@ class Form(Protocol):
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """All that has to come as text, though it may be special tokens."""
+        """All strings that must arrive as text, though they may be special tokens."""
         ...
 
     def first(self, source: Source, calls: Calls) -> Steps[bool]:
-        """Calls at the beginning of the answer, without a marker. Returns whether there was one."""
+        """Reads calls at the beginning of the answer, without a marker. Returns whether there was one."""
         ...
 
     def read(self, source: Source, calls: Calls, marker: str) -> Steps[bool]:
-        """Calls behind a marker. Returns whether there was one."""
+        """Reads calls behind a marker. Returns whether there was one."""
         ...
 
 
@@ -60,7 +61,7 @@ THOUGHTS = {
 DEEPSEEK = MarkedForm(
     "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
 )
-MISTRAL_ARGS = "mistral_args"  # reads what "mistral" reads; newer models are made to write names outside of the JSON
+MISTRAL_ARGS = "mistral_args"  # reads the same as "mistral"; when forced, newer models write names outside of the JSON
 FORMS: dict[str, Form] = {
     "hermes": JsonForm(("<tool_call>",), "</tool_call>"),
     "llama3_json": JsonForm(("<|python_tag|>",), bare=True),
@@ -109,11 +110,11 @@ FORMS: dict[str, Form] = {
     "gemma4": GemmaForm(),
     "glm45": TaggedForm("", "", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</tool_call>", lines=False),
 }
-HARMONY = "harmony"  # both: channels are not divided into reasoning and calls
+HARMONY = "harmony"  # parses both, since channels are not divided into reasoning and calls
 REASONING_PARSERS = (*THOUGHTS, HARMONY)
 TOOL_PARSERS = (*FORMS, HARMONY)
 
-# What a chat template has to hold, all of it; the first line that fits counts.
+# Strings that a chat template must contain, all of them; the first line that matches counts.
 TOOL_HINTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (HARMONY, ("<|channel|>", "<|start|>")),
     ("gemma4", ("<|tool_call>", "<tool_call|>")),
@@ -158,7 +159,7 @@ REASONING_HINTS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 class Plain:
-    """All of it is text."""
+    """A reader for which all text is content."""
 
     def push(self, delta: str) -> list[Part]:
         return [Text(delta)] if delta else []
@@ -170,11 +171,11 @@ class Plain:
 def reader(
     reasoning: str | None, tools: str | None, *, prompt: str = "", continued: str = "", schemas: Schemas | None = None
 ) -> Reader:
-    """A reader for one answer of a model that thinks and calls tools in these ways; None: it doesn't, or nobody wants to know.
+    """A parser for one answer of a model with these reasoning and tool parsers; None: there is none, or it is not wanted.
 
-    `prompt`: the text, or its end: a template may have begun the reasoning, or a message. `continued`: what the last message says,
-    if the answer goes on with it. `schemas`: the request's tools, so that an answer that only looks like a call is none, and
-    untyped arguments get their types.
+    `prompt`: the prompt's text, or its end: a template may have opened the reasoning, or a message. `continued`: the text of the
+    last message, if the answer continues it. `schemas`: of the request's tools, so that text that only looks like a call is not
+    taken for one, and untyped arguments get their types.
     """
     calls = Calls(schemas, mistral_id if tools in ("mistral", MISTRAL_ARGS) else openai_id)
     if HARMONY in (reasoning, tools):
@@ -192,7 +193,7 @@ def detect(template: str) -> tuple[str | None, str | None]:
 
 
 def chosen(asked: tuple[str, str], detected: tuple[str | None, str | None]) -> tuple[str | None, str | None]:
-    """The operator's choice, for tools and reasoning."""
+    """The parsers (tools, reasoning) that the operator's flags select."""
     tools, reasoning = (
         found if name == AUTO else None if name == NONE else name for name, found in zip(asked, detected, strict=True)
     )
@@ -200,7 +201,7 @@ def chosen(asked: tuple[str, str], detected: tuple[str | None, str | None]) -> t
 
 
 def markers(reasoning: str | None, tools: str | None) -> tuple[str, ...]:
-    """Strings that a reader has to see. Where one is a special token, it must not be left out of the text."""
+    """Strings that the parser must see. Special tokens among them must not be left out of the text."""
     if HARMONY in (reasoning, tools):
         return harmony.MARKERS
     found = [*(THOUGHTS[reasoning].markers if reasoning else ()), *(FORMS[tools].markers if tools else ())]
@@ -208,8 +209,8 @@ def markers(reasoning: str | None, tools: str | None) -> tuple[str, ...]:
 
 
 def marks_of(reasoning: str, prompt: str, continued: str) -> tuple[str, str] | None:
-    """What an answer's reasoning begins and ends with; "": the `prompt`, or what is `continued`, has begun it. None: channels
-    do."""
+    """The texts that open and close an answer's reasoning; the first is "" if the `prompt`, or the `continued` message, has opened
+    it. None: the format has channels instead."""
     thoughts = THOUGHTS.get(reasoning)
     if thoughts is None:
         return None
@@ -238,7 +239,8 @@ def _answer(
 
 
 def _text_and_calls(source: Source, form: Form | None, calls: Calls, end: str) -> Steps[None]:
-    """Whitespace next to a call belongs to it. end: a marker that is left out once, with that next to it."""
+    """Reads content and calls. Whitespace next to a call belongs to it. end: a marker that is left out once, with the whitespace
+    next to it."""
     start = source.at
     if form is not None and (yield from form.first(source, calls)):
         yield from space(source)

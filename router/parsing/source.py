@@ -1,8 +1,8 @@
-"""Text that is still coming, and the steps in which it is read. Knows no format.
+"""The base of incremental parsers: text that is still arriving, and generators that parse it. Knows no format.
 
-A way of reading is a generator over a `Source`: it yields the parts that are certain, and None where it needs more text. So it is
-written as if the whole text were there, and can stop at any character. It must depend on the text alone, never on where it is
-cut: whoever looks at the next character waits for it.
+A parser is a generator over a `Source`: it yields the parts that are certain, and None where it needs more text. So it is written
+as if the whole text were there, and can stop at any character. It must depend on the text alone, never on where it is cut: whoever
+looks at the next character waits for it.
 """
 
 import re
@@ -17,28 +17,28 @@ NOT_SPACE = re.compile(r"[^ \t\r\n]")
 Result = TypeVar("Result")
 Steps = Generator[Part | None, None, Result]
 Pieces = Generator[str | None, None, Result]
-Waits = Generator[None, None, Result]  # nothing comes of it but what it returns
+Waits = Generator[None, None, Result]  # yields nothing but None, and returns a result
 
 
 class Source:
-    """What has come, and how far it has been read."""
+    """The text that has arrived, and how far it has been parsed."""
 
     __slots__ = ("at", "ended", "text")
 
     def __init__(self) -> None:
         self.text = ""
         self.at = 0
-        self.ended = False  # nothing more will come
+        self.ended = False  # nothing more will arrive
 
     def forget(self) -> None:
-        """What has been read is never read again: all places in the text change."""
+        """Drops the text that has been parsed, which is never parsed again: all positions change."""
         if self.at:
             self.text = self.text[self.at :]
             self.at = 0
 
 
 class Markers:
-    """Strings that are looked for together. None is the beginning of another."""
+    """Strings to be searched for together. None is a prefix of another."""
 
     def __init__(self, *markers: str) -> None:
         assert markers
@@ -47,12 +47,12 @@ class Markers:
         self._pattern = re.compile("|".join(map(re.escape, markers)))
 
     def find(self, text: str, start: int) -> tuple[int, int] | None:
-        """Where the first of them stands."""
+        """Start and end of the first of them."""
         match = self._pattern.search(text, start)
         return match and match.span()
 
     def begun(self, text: str, start: int) -> int:
-        """Where the text's end begins that may become one of them; the text's length if none may."""
+        """Where a suffix of the text begins that may become one of them; the text's length if there is none."""
         first = len(text)
         for marker in self._markers:
             at = text.find(marker[0], max(start, len(text) - len(marker) + 1), first)
@@ -63,7 +63,7 @@ class Markers:
 
 
 class Steady:
-    """A reader that takes the steps of one way of reading."""
+    """A Reader that runs one such generator."""
 
     def __init__(self, steps: Callable[[Source], Steps[None]]) -> None:
         self._source = Source()
@@ -102,7 +102,7 @@ def _joined(last: Part, part: Part) -> Part | None:
 
 
 def before(source: Source, markers: Markers, make: Callable[[str], Part], spaces: str = SPACES) -> Steps[str]:
-    """Lets out the text before the first marker, and stops there. Returns the marker, "" if the text ends without one.
+    """Emits the text before the first marker, and stops there. Returns the marker, "" if the text ends without one.
 
     `spaces` before the marker belong to it, and are not read either. Only for where nothing will be read again.
     """
@@ -126,7 +126,7 @@ def before(source: Source, markers: Markers, make: Callable[[str], Part], spaces
 
 
 def space(source: Source) -> Waits[str]:
-    """Reads over whitespace. Returns the character that follows, "" at the end."""
+    """Skips whitespace. Returns the character that follows, "" at the end."""
     while True:
         match = NOT_SPACE.search(source.text, source.at)
         if match:
@@ -160,7 +160,7 @@ def after_space(source: Source, literal: str) -> Waits[bool]:
 
 
 def up_to(source: Source, literal: str, limit: int) -> Waits[str | None]:
-    """Reads the text up to the literal, and over it. None, and nothing is read, if there is none within `limit` characters."""
+    """Reads the text up to and including the literal. Returns None, with nothing read, if it is not within `limit` characters."""
     while True:
         stop = source.text.find(literal, source.at, source.at + limit + len(literal))
         if stop >= 0:

@@ -1,5 +1,6 @@
-"""Calls whose arguments stand in tags, without quotes: Qwen3-Coder's, GLM's, MiniMax's. The tool's schema tells the types, or, as
-DeepSeek V3.2 writes them, the tag.
+"""Tool calls whose arguments stand in tags, without quotes: Qwen3-Coder's, GLM's, MiniMax's, DeepSeek V3.2's.
+
+Types come from the tool's schema, or, in DeepSeek V3.2, from the tag.
 """
 
 import json
@@ -14,7 +15,8 @@ from .values import dump, typed
 
 @dataclass(frozen=True, slots=True)
 class TaggedForm:
-    """`{call}{function}f{function_end} ({key}k{key_end}{value}v{value_end})* {end}{call_end}`; there may be several within.
+    """The form `{call}{function}f{function_end} ({key}k{key_end}{value}v{value_end})* {end}{call_end}`; there may be several
+    within.
 
     With `kinds` one of them stands behind `{key_end}`: the first before a string, the second before any other value, as JSON.
     """
@@ -23,14 +25,14 @@ class TaggedForm:
     function_end: str
     key: str
     key_end: str
-    value: str  # "": it begins where the key ends
+    value: str  # "": the value begins where the key ends
     value_end: str
     end: str
     lines: bool  # a value stands on lines of its own
     call: str = "<tool_call>"
     call_end: str = "</tool_call>"
     kinds: tuple[str, str] | None = None
-    within: str = ""  # a token in all of these
+    within: str = ""  # a token that all these markers contain
 
     @property
     def opens(self) -> tuple[str, ...]:
@@ -46,7 +48,7 @@ class TaggedForm:
         yield
 
     def read(self, source: Source, calls: Calls, marker: str) -> Steps[bool]:
-        if marker == self.call and (yield from space(source)) == "{":  # as Hermes writes it: such models do, too
+        if marker == self.call and (yield from space(source)) == "{":  # Hermes's form, which such models sometimes write
             if not (yield from json_call(source, calls, strict=False)):
                 return False
             yield from self._rest(source, calls)
@@ -63,8 +65,8 @@ class TaggedForm:
         return True
 
     def _rest(self, source: Source, calls: Calls) -> Steps[None]:
-        """What is within the same tag as a call. Other calls in tags have marks of their own; as Hermes writes them they have none,
-        and are read where one tag is for all calls."""
+        """Reads the rest of a call tag. Further calls in tags have their own markers; calls in Hermes's form have none, and are
+        read where one tag holds all calls."""
         while self.kinds is not None and (yield from space(source)) == "{":
             start = source.at
             if not (yield from json_call(source, calls, strict=True)):
@@ -73,7 +75,7 @@ class TaggedForm:
         yield from after_space(source, self.call_end)
 
     def _name(self, source: Source, marker: str) -> Steps[str]:
-        """ "" if there is none."""
+        """The function's name; "" if there is none."""
         if self.function:
             if marker == self.call and not (yield from after_space(source, self.function)):
                 return ""
@@ -92,7 +94,7 @@ class TaggedForm:
         return ""
 
     def _arguments(self, source: Source, calls: Calls, name: str) -> Steps[bool]:
-        """Returns False where they are broken or cut off."""
+        """Reads all arguments. Returns False where they are broken or cut off."""
         opening = ""
         while not (yield from after_space(source, self.end)):
             if not (yield from after_space(source, self.key)):
@@ -116,14 +118,14 @@ class TaggedForm:
         return True
 
     def _told(self, source: Source, kinds: tuple[str, str], types: Types) -> Steps[Types | None]:
-        """What the tag says of a value that may have these types; None if it says nothing."""
+        """What the tag says about the type of a value that may have these types; None if it says nothing."""
         string, other = kinds
         if (yield from after_space(source, string)):
             return STRING
         return (types - STRING or TYPES) if (yield from after_space(source, other)) else None
 
     def _string(self, source: Source, calls: Calls) -> Steps[bool]:
-        """A string comes out as it grows."""
+        """Reads a string, which is emitted as it arrives."""
         ends = Markers(f"\n{self.value_end}", self.value_end) if self.lines else Markers(self.value_end)
         if self.lines:
             yield from _line_end(source)
@@ -136,7 +138,7 @@ class TaggedForm:
         return True
 
     def _value(self, source: Source, calls: Calls, types: Types) -> Steps[bool]:
-        """Any other, or one of which nothing is known, comes out whole."""
+        """Reads any other value, or one of unknown type, which is emitted when it is complete."""
         while True:
             stop = source.text.find(self.value_end, source.at)
             if stop >= 0:
@@ -151,7 +153,7 @@ class TaggedForm:
 
 
 def _line_end(source: Source) -> Steps[None]:
-    """Reads over one."""
+    """Reads over a line end, if there is one."""
     while source.at == len(source.text) and not source.ended:
         yield None
     source.at += source.text.startswith("\n", source.at)

@@ -1,4 +1,4 @@
-"""What a model thinks before it answers, between two markers. Whitespace next to a marker is the marker's."""
+"""Reasoning between two markers, such as <think> and </think>. Whitespace next to a marker belongs to the marker."""
 
 from dataclasses import dataclass
 
@@ -8,27 +8,28 @@ from .source import Markers, Source, Steps, after_space, before, expect, space
 
 @dataclass(frozen=True, slots=True)
 class Thoughts:
-    """How a family of models writes them."""
+    """How a family of models marks its reasoning."""
 
     opens: tuple[str, ...]
     closes: tuple[str, ...]
-    name: str = ""  # behind a marker, on its line, of what it opens
-    answer: tuple[str, str] | None = None  # what the answer that follows may stand between
+    name: str = ""  # a word on the line of the opening marker, behind it
+    answer: tuple[str, str] | None = None  # markers between which the answer that follows may stand
 
     @property
     def markers(self) -> tuple[str, ...]:
         return (*self.opens, *self.closes, *(self.answer or ()))
 
     def begun(self, prompt: str, continued: str) -> bool:
-        """Whether the prompt ends where the answer's reasoning begins, as many templates have it, or in the reasoning of the
-        message that is `continued`, whose text the prompt ends with; "" if none is."""
+        """Whether the answer begins inside reasoning: the prompt ends with an opening marker, as many templates have it, or the
+        message that is `continued`, whose text the prompt ends with, has opened reasoning and not closed it. continued: "" if no
+        message is."""
         if continued.strip():
             return continued.lstrip().startswith(self.opens) and not any(marker in continued for marker in self.closes)
         return prompt[-256:].rstrip().removesuffix(self.name).rstrip().endswith(self.opens)
 
     def unwrap(self, source: Source, continued: str) -> Steps[str]:
-        """Reads over what the answer stands behind. Returns what is to be left out at its end; "": nothing. continued: as of
-        `begun`."""
+        """Reads over the opening marker of the answer itself. Returns the closing marker, which is to be left out at its end; "":
+        none. continued: as in `begun`."""
         if self.answer is None:
             return ""
         opened, closed = self.answer
@@ -40,7 +41,7 @@ class Thoughts:
         return closed
 
     def read(self, source: Source, prompt: str, continued: str) -> Steps[None]:
-        """Reads the reasoning if the answer begins with it or in it, and nothing otherwise."""
+        """Reads the reasoning if the answer begins with it or inside it, and nothing otherwise."""
         begun = self.begun(prompt, continued)
         if not begun:
             yield from space(source)
@@ -50,7 +51,7 @@ class Thoughts:
             else:
                 source.at = 0
                 return
-        if not begun or self.begun(prompt, ""):  # a marker has just been there
+        if not begun or self.begun(prompt, ""):  # an opening marker has just been read, here or at the prompt's end
             if self.name:
                 yield from after_space(source, f"{self.name}\n")
             yield from space(source)

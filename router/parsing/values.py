@@ -1,4 +1,4 @@
-"""Values inside a call: JSON that is followed as it grows, Python's literals, and texts whose type a schema tells."""
+"""Values in tool calls: JSON that is followed as it arrives, Python literals, and unquoted texts whose type comes from a schema."""
 
 import ast
 import json
@@ -20,9 +20,9 @@ CLOSING = {"{": "}", "[": "]"}
 
 
 def follow(source: Source) -> Pieces[bool]:
-    """One JSON value as it was written, piece by piece. Returns False where it is broken or the text ends in it.
+    """Emits one JSON value as it was written, piece by piece. Returns False where it is broken or the text ends in it.
 
-    Only one fault is mended: a raw control character in a string, which models write for a line's end, comes out escaped.
+    Only one fault is mended: a raw control character in a string, which models write for a line end, comes out escaped.
     """
     closing: list[str] = []  # brackets that are still to come
     wanted = "value"  # or a "key", ":", ","; or "first": a value or key, or the end of what has just begun
@@ -56,7 +56,7 @@ def follow(source: Source) -> Pieces[bool]:
 
 
 def string(source: Source) -> Pieces[bool]:
-    """A JSON string, quotes included."""
+    """Emits a JSON string, quotes included."""
     assert source.text[source.at] == '"'
     yield _read(source)
     while True:
@@ -85,7 +85,7 @@ def string(source: Source) -> Pieces[bool]:
 
 
 def whole(pieces: Pieces[bool]) -> Steps[str]:
-    """All of it, when it is there; "" if it is broken. Nothing comes out before."""
+    """All pieces joined, when they are complete; "" if they are broken. Nothing is emitted before."""
     found: list[str] = []
     while True:
         try:
@@ -99,7 +99,7 @@ def whole(pieces: Pieces[bool]) -> Steps[str]:
 
 
 def _atom(source: Source) -> Pieces[bool]:
-    """A number, true, false or null. Where it ends is seen only at the next character."""
+    """Reads a number, true, false or null. Its end is seen only at the next character."""
     while True:
         match = ATOM.match(source.text, source.at)
         assert match
@@ -114,7 +114,7 @@ def _atom(source: Source) -> Pieces[bool]:
 
 
 def _after_space(source: Source) -> Pieces[str]:
-    """Lets whitespace out. Returns the character that follows, "" at the end."""
+    """Emits whitespace. Returns the character that follows, "" at the end."""
     while True:
         match = NOT_SPACE.search(source.text, source.at)
         start, source.at = source.at, match.start() if match else len(source.text)
@@ -131,13 +131,13 @@ def _read(source: Source) -> str:
 
 
 def dump(value: Any) -> str:
-    """JSON as models write it; what UTF-8 cannot hold (half a surrogate pair) is escaped. Raises ValueError, TypeError."""
+    """JSON as models write it; what UTF-8 cannot encode (half a surrogate pair) is escaped. Raises ValueError, TypeError."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return text if encodable(text) else json.dumps(value)
 
 
 def encodable(text: str) -> bool:
-    """Not so: half a surrogate pair, which JSON's escapes can spell."""
+    """Whether UTF-8 can encode the text; it cannot if JSON escapes spelled half a surrogate pair."""
     return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
@@ -146,7 +146,7 @@ def literal(text: str) -> str | None:
     if _is_json(text):
         return text.strip()
     try:
-        with warnings.catch_warnings():  # "\d" is meant as it stands
+        with warnings.catch_warnings():  # "\d" is meant literally
             warnings.simplefilter("ignore")
             return dump(ast.literal_eval(text.strip()))
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
@@ -154,10 +154,10 @@ def literal(text: str) -> str | None:
 
 
 def typed(text: str, types: Types) -> str:
-    """A value that was written without quotes, as JSON of one of the `types`; a string if it is no such value.
+    """A value that was written without quotes, as JSON of one of the `types`; a string if it is none of them.
 
-    Where a string may be one of some types, what looks like a number or a boolean is a string, too: there is no other way to
-    write it. Where nothing is said of the type, it is what it looks like.
+    Where a string is one of several types, text that looks like a number or a boolean is a string, too, since it could not be
+    written otherwise. Where the type is unknown, the value is what it looks like.
     """
     if "string" in types and types != TYPES:
         return text.strip() if BEGINNINGS.get(text.lstrip()[:1]) in types and _is_json(text) else dump(text)
@@ -167,7 +167,7 @@ def typed(text: str, types: Types) -> str:
 
 
 def _is_json(text: str) -> bool:
-    """Numbers of any size are JSON; NaN, which Python reads, is not."""
+    """Whether it is JSON. Numbers of any size are; NaN, which Python reads, is not."""
     try:
         json.loads(text, parse_int=str, parse_float=str, parse_constant=_no_number)
     except (ValueError, RecursionError):
