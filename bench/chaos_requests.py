@@ -62,7 +62,7 @@ class Stream:
         last, count = 0.0, 0
         async for chunk in response.content.iter_any():
             self.data += chunk
-            if chunk.startswith(b":"):
+            if not chunk.strip():  # blank lines keep the connection alive
                 continue
             now = time.monotonic()
             self.pause, last, count = max(self.pause, now - last if last else 0.0), now, count + 1

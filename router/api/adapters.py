@@ -21,7 +21,7 @@ NO_ROOM = "adapters are loaded while the server runs if it is started with --max
 
 
 class LoadBody(msgspec.Struct):
-    """An adapter that clients come to know."""
+    """Body of POST /v1/load_lora_adapter."""
 
     lora_name: str
     lora_path: str
@@ -29,7 +29,7 @@ class LoadBody(msgspec.Struct):
 
 
 class UnloadBody(msgspec.Struct):
-    """One that they know no more."""
+    """Body of POST /v1/unload_lora_adapter."""
 
     lora_name: str
 

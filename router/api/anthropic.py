@@ -39,7 +39,7 @@ FUNCTION = re.compile(r"^(`?tools\[\d+\])\.function(\.parameters)?")
 
 
 class MessagesBody(Common, kw_only=True):
-    """Of /v1/messages."""
+    """Body of POST /v1/messages."""
 
     messages: list[dict[str, Any]]
     max_tokens: int | None = None

@@ -33,7 +33,7 @@ class VertexBody(msgspec.Struct):
 
 
 class TokenizeChatBody(ChatBody, kw_only=True):
-    """Of /tokenize, if it is a chat: vLLM's."""
+    """Body of POST /tokenize with a chat, as vLLM has it."""
 
     return_token_strs: bool | None = None
 

@@ -84,7 +84,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class Common(Format, kw_only=True):
-    """What all routes take. An explicit null is the same as nothing."""
+    """Fields of the body that all of OpenAI's routes take. An explicit null is the same as a missing field."""
 
     model: str | None = None
     stream: bool | None = None
@@ -118,7 +118,7 @@ class Common(Format, kw_only=True):
 
 
 class Body(Common, kw_only=True):
-    """What chats and completions take."""
+    """Fields of the body that chat completions and completions take."""
 
     stream_options: StreamOptions | None = None
     n: int | None = None
@@ -153,7 +153,7 @@ UNSUPPORTED_IN_CHATS = (*UNSUPPORTED, "echo")
 
 
 class CompletionBody(Body, kw_only=True):
-    """Of /v1/completions."""
+    """Body of POST /v1/completions."""
 
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
@@ -161,7 +161,7 @@ class CompletionBody(Body, kw_only=True):
 
 
 class ChatBody(Body, kw_only=True):
-    """Of /v1/chat/completions."""
+    """Body of POST /v1/chat/completions."""
 
     folds_system: ClassVar[bool] = False  # see `Chat`
     # where the model's reasoning cannot be bounded, `thinking_token_budget` is dropped without an error

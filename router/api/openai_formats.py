@@ -14,7 +14,7 @@ from ..request import Grammar, Refused
 
 
 class Format(msgspec.Struct, kw_only=True):
-    """OpenAI's field, vLLM's and SGLang's."""
+    """Fields that ask for structured output: OpenAI's, vLLM's and SGLang's."""
 
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None

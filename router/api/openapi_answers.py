@@ -13,11 +13,11 @@ Maybe = msgspec.UnsetType
 
 
 class Closed(msgspec.Struct, forbid_unknown_fields=True):
-    """All that is in it is named."""
+    """An object without other fields than these."""
 
 
 class Error(Closed, kw_only=True):
-    """What went wrong, for TGI's clients."""
+    """An error as TGI's clients know it."""
 
     error: str
     error_type: str
@@ -31,14 +31,14 @@ class OpenAIProblem(Closed, kw_only=True):
 
 
 class OpenAIError(Closed, kw_only=True):
-    """What went wrong, for OpenAI's clients."""
+    """An error as OpenAI's clients know it."""
 
     error: OpenAIProblem
     error_type: str
 
 
 class AnthropicError(Closed, kw_only=True):
-    """What went wrong, for Anthropic's clients."""
+    """An error as Anthropic's clients know it."""
 
     type: Literal["error"]
     error: OpenAIProblem
@@ -84,7 +84,7 @@ class Info(Closed, kw_only=True):
 
 
 class Instances(msgspec.Struct):
-    """Each is a body of /generate or of /v1/chat/completions."""
+    """Body of POST /vertex: each instance is a body of /generate or of /v1/chat/completions."""
 
     instances: list[Any]
 
@@ -94,7 +94,7 @@ class Predictions(Closed, kw_only=True):
 
 
 class Tokens(Closed, kw_only=True):
-    """vLLM's."""
+    """The answer of POST /tokenize to a body with `prompt`, as vLLM has it."""
 
     count: int
     max_model_len: int | None
@@ -153,7 +153,7 @@ class UsageJson(Closed, kw_only=True):
 
 
 class Timings(Closed, kw_only=True):
-    """vLLM's."""
+    """Times of a request in milliseconds, as vLLM has them."""
 
     time_to_first_token_ms: float
     generation_time_ms: float
@@ -186,7 +186,7 @@ class CalledFunction(Closed, kw_only=True):
 
 
 class ToolCall(Closed, kw_only=True):
-    """In a chunk, what is known of it so far."""
+    """A tool call. A chunk has the parts of it that are new."""
 
     index: int | Maybe = msgspec.UNSET
     id: str | Maybe = msgspec.UNSET
@@ -292,7 +292,7 @@ class ResponseUsage(Closed, kw_only=True):
 
 
 class Response(msgspec.Struct, kw_only=True):
-    """It also repeats what was asked."""
+    """A response. It also repeats the request's parameters."""
 
     id: str
     object: Literal["response"]
@@ -310,14 +310,14 @@ class Response(msgspec.Struct, kw_only=True):
 
 
 class ResponseEvent(msgspec.Struct, kw_only=True):
-    """What else is in it depends on the type."""
+    """A server-sent event of a streamed response. Its other fields depend on `type`."""
 
     type: str
     sequence_number: int
 
 
 class AnthropicUsage(Closed, kw_only=True):
-    """What was found in the cache is no input."""
+    """Tokens that were used. `input_tokens` does not count those that were found in the prefix cache."""
 
     input_tokens: int
     cache_creation_input_tokens: Literal[0]
@@ -337,7 +337,7 @@ class AnthropicMessage(Closed, kw_only=True):
 
 
 class AnthropicEvent(msgspec.Struct, kw_only=True):
-    """What else is in it depends on the type."""
+    """A server-sent event of a streamed message. Its other fields depend on `type`."""
 
     type: str
 

@@ -67,7 +67,7 @@ SAMPLES = (
 
 
 class Longest(msgspec.Struct):
-    """What a request may ask; of lengths what is known while the model loads: 0 is nothing."""
+    """Limits of a request. Lengths are 0 until the model is loaded and they are known."""
 
     max_input_tokens: int
     max_total_tokens: int
@@ -85,7 +85,7 @@ class Requests(msgspec.Struct):
 
 
 class Pages(msgspec.Struct):
-    """They add up: each page is in one of the three."""
+    """Pages of the KV cache by state; each page is in exactly one of the three."""
 
     total: int
     held: int
@@ -94,7 +94,7 @@ class Pages(msgspec.Struct):
 
 
 class Counted(msgspec.Struct):
-    """Since the start: whoever wants a rate looks twice."""
+    """Counters since the server's start; a rate is the difference between two readings."""
 
     generated_tokens: int
     prompt_tokens: int
@@ -104,14 +104,14 @@ class Counted(msgspec.Struct):
 
 
 class Budget(msgspec.Struct):
-    """Tokens of prompts in the last step that computed some."""
+    """Prompt tokens of the last step that had any: how many it might have computed, and how many it did."""
 
     tokens: int
     used: int
 
 
 class Stats(msgspec.Struct):
-    """GET /stats."""
+    """The answer of GET /stats: the state of the server at a glance."""
 
     time: float  # seconds, from an arbitrary origin
     model: str

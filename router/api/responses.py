@@ -41,7 +41,7 @@ NOTHING = "reasoning.encrypted_content"  # may be named in `include`: there is n
 
 
 class ResponsesBody(Common, kw_only=True):
-    """Of /v1/responses."""
+    """Body of POST /v1/responses."""
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None

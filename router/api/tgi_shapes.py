@@ -7,7 +7,7 @@ import msgspec
 
 
 class GrammarBody(msgspec.Struct):
-    """`grammar`. What `value` is depends on the type: a schema (or its JSON in a string), a pattern, {"name", "schema"}."""
+    """`parameters.grammar`. `value` depends on `type`: a JSON schema (or its JSON in a string), a regex, {"name", "schema"}."""
 
     type: Literal["json", "json_object", "json_schema", "regex"]
     value: Any
@@ -18,7 +18,7 @@ UNSUPPORTED: dict[str, object] = {"watermark": False, "num_beam_groups": 1, "div
 
 
 class GenerateParameters(msgspec.Struct):
-    """`parameters`. An explicit null is the same as nothing."""
+    """`parameters` of a generation request. An explicit null is the same as a missing field."""
 
     best_of: int | None = None
     temperature: float | None = None
@@ -56,7 +56,7 @@ class GenerateParameters(msgspec.Struct):
 
 
 class GenerateBody(msgspec.Struct):
-    """Of /generate, /generate_stream and /; only the last looks at `stream`."""
+    """Body of POST /generate, /generate_stream and /; only the last looks at `stream`."""
 
     inputs: str
     parameters: GenerateParameters | None = None
@@ -64,7 +64,7 @@ class GenerateBody(msgspec.Struct):
 
 
 class TokenizeBody(msgspec.Struct):
-    """TGI says `inputs`, vLLM says `prompt`: each gets its own answer."""
+    """Body of POST /tokenize. TGI's clients send `inputs`, vLLM's `prompt`: each gets the answer that it knows."""
 
     inputs: str | None = None
     prompt: str | None = None
@@ -74,13 +74,13 @@ class TokenizeBody(msgspec.Struct):
 
 
 class DetokenizeBody(msgspec.Struct):
-    """vLLM's."""
+    """Body of POST /detokenize, as vLLM has it."""
 
     tokens: list[Annotated[int, msgspec.Meta(ge=0, lt=2**32)]]
 
 
 class SpanJson(msgspec.Struct):
-    """A token of a text that was given, and its place in the text's bytes."""
+    """A token of the text that was tokenized, and where it stands in the text's bytes."""
 
     id: int
     text: str
@@ -98,7 +98,7 @@ class TokenJson(msgspec.Struct):
 
 
 class PrefillJson(msgspec.Struct):
-    """A token of the prompt."""
+    """A token of the prompt, with its log-probability."""
 
     id: int
     text: str
@@ -106,7 +106,7 @@ class PrefillJson(msgspec.Struct):
 
 
 class SpeculationJson(msgspec.Struct):
-    """What guesses were worth to a request, all its answers together. There where it might have had some."""
+    """Draft tokens of a request that may speculate, all its answers together: proposed and accepted."""
 
     drafted_tokens: int
     accepted_tokens: int  # draft tokens that were accepted
@@ -114,7 +114,7 @@ class SpeculationJson(msgspec.Struct):
 
 
 class BestOf(msgspec.Struct):
-    """Another answer than the best. `score` is there where beams were searched."""
+    """One of the other answers of `best_of` or of a beam search, which alone has a `score`."""
 
     generated_text: str
     finish_reason: str
@@ -127,7 +127,7 @@ class BestOf(msgspec.Struct):
 
 
 class Details(msgspec.Struct):
-    """Of a whole answer."""
+    """`details` of an answer that is not streamed."""
 
     finish_reason: str
     generated_tokens: int
@@ -141,7 +141,7 @@ class Details(msgspec.Struct):
 
 
 class StreamDetails(msgspec.Struct):
-    """Of a stream, in its last event. What beams found beside the answer that was streamed is `best_of_sequences`."""
+    """`details` in a stream's last event. `best_of_sequences` holds a beam search's answers beside the streamed one."""
 
     finish_reason: str
     generated_tokens: int
@@ -158,7 +158,7 @@ class GenerateAnswer(msgspec.Struct):
 
 
 class Event(msgspec.Struct):
-    """One of a stream, with one token."""
+    """An event of a stream, with one token."""
 
     index: int  # from 1
     token: TokenJson
@@ -168,7 +168,7 @@ class Event(msgspec.Struct):
 
 
 class BeamJson(msgspec.Struct):
-    """A beam, by its last token."""
+    """A live beam of a beam search, with its last token."""
 
     parent: int  # index among the live beams of the step before
     id: int
@@ -177,7 +177,7 @@ class BeamJson(msgspec.Struct):
 
 
 class BeamsEvent(msgspec.Struct):
-    """What a step made of the beams: an event named `beams`, for who asks for `stream_beams`."""
+    """The live beams after a step of a beam search: an event named `beams`, sent if `stream_beams` is true."""
 
     step: int  # from 1
     live: list[BeamJson]  # best first
