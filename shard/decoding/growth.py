@@ -22,7 +22,7 @@ from .tree import ROOT, Drawn, lay
 from .verify import Draft, VerificationRule, distributions, propose, row
 
 
-@dataclass(slots=True)  # many a step: frozen ones take three times as long to make
+@dataclass(slots=True)  # created many times a step: frozen ones take three times as long
 class Frontier:
     """Nodes of a sequence's growing tree after which the draft model's logits are wanted."""
 
@@ -93,7 +93,7 @@ class GrowingTree:
             self.open.append(node)
 
 
-@dataclass(slots=True)  # many a step: frozen ones take three times as long to make
+@dataclass(slots=True)  # created many times a step: frozen ones take three times as long
 class Place:
     """A node that is to be expanded."""
 

@@ -24,7 +24,7 @@ from ..step import Picked
 from .hypotheses import Top
 
 
-@dataclass(slots=True)  # many a step: frozen ones take three times as long to make
+@dataclass(slots=True)  # created many times a step: frozen ones take three times as long
 class Row:
     """One row of logits to sample from: its sampling parameters, and the tokens that precede it."""
 
@@ -48,7 +48,7 @@ class Row:
         return self.sampling.typical_p < 1 or (self.final and (self.top_n > 0 or greedy))
 
 
-@dataclass(slots=True)  # many a step: frozen ones take three times as long to make
+@dataclass(slots=True)  # created many times a step: frozen ones take three times as long
 class Pick:
     """The token sampled for a row."""
 

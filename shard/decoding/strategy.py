@@ -29,7 +29,7 @@ def finish_of(group: Group, pick: Pick, generated: int) -> Finish:
     return Finish.LENGTH if generated >= group.max_new_tokens else Finish.NOT
 
 
-@dataclass(slots=True)  # many a step: frozen ones take three times as long to make
+@dataclass(slots=True)  # created many times a step: frozen ones take three times as long
 class Emitted:
     """A new output token of one of a group's sequences."""
 
@@ -38,7 +38,7 @@ class Emitted:
     finish: Finish
 
 
-@dataclass(slots=True)  # many a step: frozen ones take three times as long to make
+@dataclass(slots=True)  # created many times a step: frozen ones take three times as long
 class Child:
     """A beam that survives a step: a parent beam extended by one token."""
 
@@ -63,13 +63,13 @@ class Verdict:
     """The outcome of a step for a group: new tokens, ended sequences, surviving beams, and the moves in the KV cache."""
 
     emitted: list[Emitted]
-    ended: list[Sequence]  # their pages can be freed
+    ended: list[Sequence]  # nothing more comes of them: their pages are freed
     children: list[Child] = field(default_factory=list)  # surviving beams, which replace all sequences, if there are any
     scores: list[float] | None = None  # of the answers, once a beam search has ended
     grown: Grown | None = None
     searched: int = 0  # output tokens of each beam, while a beam search goes on
     failure: str = ""  # why the group can't go on
-    # (sequence, from, to): slots whose keys and values are moved, in this order
+    # (sequence, from, to): positions whose keys and values are moved, in this order
     moves: list[tuple[Sequence, int, int]] = field(default_factory=list)
     drafted: int = 0  # draft tokens that were verified ...
     accepted: int = 0  # ... and those that were accepted

@@ -52,8 +52,8 @@ class AltUp:
 
 
 class Ends:
-    """The projections from the embedding to all streams, and from all streams to one behind the last layer; each stream is scaled
-    to the magnitude of the first."""
+    """The projections from the embedding to all streams, and from all streams to one after the last layer; each stream is scaled to
+    the magnitude of the first."""
 
     def __init__(self, load: Loader, how: AltUpShape) -> None:
         hidden, others = load.shape.hidden, range(how.count - 1)

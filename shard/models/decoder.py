@@ -93,7 +93,7 @@ class Layer:
         self.attention = self._attention(load) if attends else None
         kept = shape.remembering
         along = kept is not None and kept.along and index in kept.layers
-        # Linear attention or state spaces beside attention, behind the same norm.
+        # Linear attention or state spaces beside attention, after the same norm.
         self.memory = _remembered(load, kept) if kept and along else None
         self.factor = load.number("layer_scalar") if shape.layer_factors else 1.0
         self.told = LayerInput(load, shape.inputs) if shape.inputs else None

@@ -23,7 +23,7 @@ MODELOPT = ("modelopt", "modelopt_fp4")
 # Those with NVFP4 differ only in the quantization of activations.
 ALGORITHMS = {"FP8": ("fp8", 0)} | dict.fromkeys(("NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8"), ("nvfp4", 16))
 MIXED = "MIXED_PRECISION"
-MANY = 1 << 14  # inputs
+MANY = 1 << 14  # inputs of a matrix by which formats are compared
 # Files beside config.json that have the quantization where it has none, and the method that they imply.
 FILES = {"hf_quant_config.json": "modelopt", "quant_config.json": "awq"}
 OLD_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}  # of AWQ's fields

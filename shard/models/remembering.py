@@ -102,9 +102,9 @@ class Convolution(Remembering):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linear(Remembering):
-    """Linear attention: each head keeps a recurrent state of fixed size, behind a convolution. It is updated by the gated delta
-    rule (Yang et al. 2024, arXiv:2412.06464), or with `limits` as a state space (Mamba-2: Dao and Gu 2024, arXiv:2405.21060), whose
-    key heads are called groups."""
+    """Linear attention: each head keeps a recurrent state of fixed size, after a convolution. It is updated by the gated delta rule
+    (Yang et al. 2024, arXiv:2412.06464), or with `limits` as a state space (Mamba-2: Dao and Gu 2024, arXiv:2405.21060), whose key
+    heads are called groups."""
 
     name: ClassVar[str] = "linear attention"
     key_heads: int  # and as many query heads
@@ -114,8 +114,8 @@ class Linear(Remembering):
     limits: tuple[float, float] | None = None  # limits of the time steps of state spaces; None: gated delta rule
     home: str = "mamba"  # module that holds a state space's tensors
     normal: bool = True  # a norm follows, and the output gate is applied before it
-    joint: int = 1  # projections that are fused into one product
-    apart: bool = False  # each of which leads to one part
+    joint: int = 1  # matrices in the checkpoint that make up its input projections
+    apart: bool = False  # each of these leads to one part (queries, keys, ...)
     strongest: float = 1.0  # of the delta rule: the upper bound of beta, the update strength
     sigmoid: bool = False  # the output gate goes through sigmoid, instead of silu
     factors: tuple[float, ...] = (1.0,) * 5  # factors of a state space's gates, values, keys, queries and time steps

@@ -70,7 +70,7 @@ class Shape:
     # beside it.
     remembering: Remembering | None = None
     attention_gates: bool = False  # the output of attention is gated, through a sigmoid
-    softplus_gates: bool = False  # or through softplus
+    softplus_gates: bool = False  # gates go through softplus instead of a sigmoid
     head_gates: bool = False  # one gate for each head instead of one for each of its features
     gates_name: str = ""  # of the gates' matrix, without biases; "": in the checkpoint they are beside each head's queries
     unturned: frozenset[int] = frozenset()  # layers without a rotary embedding (NoPE)
@@ -86,7 +86,7 @@ class Shape:
     attention_scale: float  # multiplies the products of queries and keys
     softcap: float = 0.0  # soft cap of attention scores; 0: none
     sinks: bool = False  # attention sinks: each head has one more logit, without a value
-    sinks_name: str = "sinks"
+    sinks_name: str = "sinks"  # the name of their tensor
     local_sinks: bool = False  # only layers with a window have sinks
     final_softcap: float = 0.0  # soft cap of the model's logits; 0: none
     embedding_factor: float = 1.0  # multiplies token embeddings
@@ -102,16 +102,16 @@ class Shape:
     output_bias: bool = False  # of attention's output projection
     mlp_bias: bool = False
     qk_norm: bool = False  # RMS norm of every query and key head, before the rotary embedding
-    qk_norm_behind: bool = False  # or after it
-    turned_norm: bool = False  # or without gains, so that the order does not matter, in layers with a rotary embedding
-    joint_qk_norm: bool = False  # or one RMS norm over all queries of a token, and one over all its keys
+    qk_norm_behind: bool = False  # RMS norm of every query and key head, after the rotary embedding
+    turned_norm: bool = False  # such norms without gains, so that the order does not matter, in layers with a rotary embedding
+    joint_qk_norm: bool = False  # one RMS norm over all queries of a token, and one over all its keys
     value_norm: bool = False  # RMS norm of every value head, without gains
     qkv_limit: float = 0.0  # queries, keys and values are clipped to it, before the rotary embedding; 0: they are not
     attention_name: str = "self_attn"
     # Names of the query norm, the key norm and the output projection.
     attention_parts: tuple[str, str, str] = ("q_norm", "k_norm", "o_proj")
     norms: tuple[str, str, str, str] = PLAIN  # names of the norms before and after attention, before and after the MLP; "": none
-    remembering_norms: tuple[str, str, str, str] | None = None  # the same for layers with recurrent state; None: they have the same
+    remembering_norms: tuple[str, str, str, str] | None = None  # `norms` of layers with recurrent state; None: as in other layers
     norm_gates: int = 0  # rank of the low-rank gates of norms before attention and before experts; 0: norms have none
     experts_norm: str = ""  # norm after experts, in those layers that have some, where there is none after the MLP; "": none
     last_norm: str = "norm"  # norm after all layers; "": none
@@ -120,7 +120,7 @@ class Shape:
     layer_norms: bool = False  # norms subtract the mean, instead of being RMS norms
     norm_bias: bool = False
     plain_norms: bool = False  # norms have neither gains nor biases
-    # Parallel attention and MLP: both read the same input, behind the same norm if the MLP has none of its own.
+    # Parallel attention and MLP: both read the same input, after the same norm if the MLP has none of its own.
     parallel: bool = False
     # The activation of MLPs and experts without gates: "gelu" (tanh approximation), "exact_gelu", "relu", "relu2", "xielu"; "":
     # they are gated.
@@ -136,11 +136,11 @@ class Shape:
     mlp_parts: tuple[str, str, str, str] = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
     paired: tuple[str, ...] = ()  # modules of which a layer of the checkpoint has two, being two of ours; (): it is one
     aliases: tuple[tuple[str, str], ...] = ()  # parts of tensor names, and what may stand there instead, ours first
-    original: bool = False  # or tensors have all the names of DeepSeek V4's own code
+    original: bool = False  # tensors may have all the names of DeepSeek V4's own code
     modules: tuple[tuple[str, str], ...] = ()  # parts of its matrices' names, and of transformers' module names
     joined: tuple[str, ...] = ()  # fused tensors, where other checkpoints have several: "qkv_proj", "gate_up_proj"
     rotary_size: int = 0  # partial rotary embedding: the first features of a head that are rotated; 0: all
-    far_rotary_size: int = 0  # the same in layers without a window, if it differs; 0: it does not
+    far_rotary_size: int = 0  # `rotary_size` of layers without a window, if it differs; 0: it does not
     rotary_reversed: bool = False  # the rotation is in the opposite direction
     # Interleaved rotary embedding: the checkpoint has features that rotate together next to each other, not half of them apart.
     rotary_neighbours: bool = False
@@ -149,7 +149,7 @@ class Shape:
     # Of a draft model: the target's features that it reads; it takes the target's embedding table, too.
     features: DraftFeatures | None = None
     keyless: int = 0  # the last layers, so many, share the keys and values of the last one before them with the same window
-    wider: int = 1  # and their MLPs are so many times as wide
+    wider: int = 1  # the MLPs of those layers are so many times as wide
     widths: tuple[int, ...] = ()  # intermediate features of each layer's MLP, if they differ otherwise; (): they don't
     inputs: LayerInputs | None = None  # per-layer embeddings: inputs of each layer
     grams: Ngrams | None = None  # n-gram embeddings, which some layers add
@@ -394,7 +394,7 @@ class Shape:
 
     @property
     def weight_factor(self) -> float:
-        """The factor of projections back to the stream: a norm behind them would undo it, and has it itself."""
+        """The factor of projections back to the stream; 1 where a norm follows, which would undo it and is scaled instead."""
         return 1.0 if self.norms[1] else self.residual_factor
 
     @property

@@ -114,7 +114,7 @@ class Mixture:
     shared_gate: str = "shared_expert_gate"  # gate of the shared expert's output; "": none
     shared_factor: float = 1.0  # multiplies the shared expert's output
     sigmoid: bool = False  # router scores are sigmoids of logits, instead of their softmax
-    rooted: bool = False  # or square roots of softplus
+    rooted: bool = False  # router scores are square roots of softplus
     hashed: bool = False  # hash routing: a table says which experts a token goes through, by its id
     # Tensor of the correction bias, added to scores for choosing experts alone; behind a dot, of the layer itself; "": none.
     correction: str = ""
@@ -190,9 +190,9 @@ class Index:
     most: int  # tokens that a token attends to (top-k)
     neighbours: bool = False  # the checkpoint has interleaved rotary features: those that rotate together are neighbours
     borrowing: frozenset[int] = frozenset()  # layers without an indexer, which reuse what the last one before them chose
-    turned_last: bool = False  # the checkpoint has rotary features behind the others
+    turned_last: bool = False  # the checkpoint has rotary features after the others
     epsilon: float = 1e-6  # of the keys' layer norm
-    streaming: bool = False  # queries are projected from the residual stream, behind a layer norm, instead of from query latents
+    streaming: bool = False  # queries are projected from the residual stream, after a layer norm, instead of from query latents
     sharpened: bool = False  # scalable softmax of its queries, as `Shape.sharpened`
     # Tokens of a pool, which is chosen as a whole by a gated mean of their keys (GLM 5 Next); 0: tokens are chosen singly.
     pool: int = 0
@@ -360,7 +360,7 @@ class Latent:
     queries: int = 0  # of the query latent (q_lora_rank); 0: queries are projected from the residual stream
     epsilon: float = 1e-6  # of the latents' norms, whatever other norms have
     index: Index | None = None  # sparse attention; None: all visible tokens are attended to
-    # The query projection has gates of the attention output, too, computed from the query latent before and behind its norm.
+    # The query projection has gates of the attention output, too, computed from the query latent before and after its norm.
     gated: bool = False
     # In layers without a rotary embedding the rotary key stays separate from the latent; else it becomes a part of the plain keys.
     apart: bool = True
@@ -385,7 +385,7 @@ class Latent:
 
     @property
     def kept(self) -> int:
-        """Features cached per token behind its latent, besides an index's key."""
+        """Features cached per token after its latent, besides an index's key."""
         return 0
 
     @property
@@ -425,7 +425,7 @@ class DraftFeatures:
     widened: bool  # attention reads embedding and features concatenated; else a matrix projects both to one
     # The residual stream begins with the normalized features that attention reads, instead of those before the norm.
     normalized: bool = False
-    # The head's own output replaces the target's features of a draft: behind the last norm, instead of before it.
+    # The head's own output replaces the target's features of a draft: after the last norm, instead of before it.
     behind: bool = False
     table: bool = True  # it has an LM head of its own
     names: tuple[tuple[str, str], ...] = ()  # prefixes of a decoder's tensor names, and what the checkpoint has instead
