@@ -42,7 +42,7 @@ class Part:
     start: int
     stop: int
     factor: float  # the weight is multiplied by it
-    joint: "Part | None" = None  # the same outputs in a fused matrix, which the checkpoint has split and transformers has not
+    joint: "Part | None" = None  # the same outputs in transformers' fused matrix, where the checkpoint has several
 
     def of(self, adapter: Adapter) -> "Part":
         """The part as this adapter names it: split or fused."""

@@ -19,10 +19,10 @@ class Compressed(Latent):
     """
 
     window: int  # sliding window, in positions, the token itself included
-    groups: int  # of heads; the attention output of each group is projected by itself to
-    rank: int  # so many features
-    index_heads: int
-    index_size: int  # of each of them
+    groups: int  # groups of heads, of which each has an output projection of its own, to
+    rank: int  # so many features, before the common one
+    index_heads: int  # query heads of the index that selects entries
+    index_size: int  # features of an index head
     index_most: int  # entries that it selects
     rates: tuple[int, ...] = ()  # per layer: tokens of an entry (compression rate); 0: there are none
     overlapping: frozenset[int] = frozenset()  # layers whose entries overlap

@@ -97,13 +97,13 @@ def llama(config: Config) -> Shape:
 
 
 def _apertus(config: Config) -> Shape:
-    """Llama with norms of query and key heads, and an ungated MLP: xIELU with parameters of each layer."""
+    """Apertus: Llama with norms of query and key heads, and an ungated MLP: xIELU with parameters of each layer."""
     base = biased(common(with_rope(APERTUS | config, APERTUS_ROPE), activations=("xielu",)), config)
     return replace(base, qk_norm=True, norms=APERTUS_NORMS, ungated="xielu")
 
 
 def _arcee(config: Config) -> Shape:
-    """Llama with an ungated MLP."""
+    """Arcee: Llama with an ungated MLP."""
     base = biased(common(ARCEE | config, activations=("relu2",)), config)
     return replace(base, ungated="relu2", mlp_bias=config.get("mlp_bias", False))
 
@@ -114,20 +114,20 @@ def _mistral(config: Config) -> Shape:
 
 
 def _ministral(config: Config) -> Shape:
-    """A sliding window in all layers, if any, except those that config.json names."""
+    """Ministral of 2024: a sliding window in all layers, if any, except those that config.json names."""
     base, window = common(MISTRAL | config), config.get("sliding_window", 4096)
     return replace(base, windows=windows_of(config, kinds_of(config, base.layers, lambda layer: window is not None)))
 
 
 def _ministral_3(config: Config) -> Shape:
-    """Queries are scaled by their position."""
+    """Ministral 3: queries are scaled by their position."""
     given = with_rope(MINISTRAL_3 | config, MINISTRAL_3_ROPE)
     base = common(given)
     return replace(base, windows=all_alike(given, base.layers))
 
 
 def qwen(config: Config) -> Shape:
-    """Both generations: layers from `max_window_layers` on have a sliding window, if any."""
+    """Qwen 2 and 3: layers from `max_window_layers` on have a sliding window, if any."""
     base = common({"num_key_value_heads": 32, "max_position_embeddings": 32_768} | config)
     if not config.get("use_sliding_window") or not config.get("sliding_window", 4096):  # transformers' own defaults, here and below
         return base
@@ -146,7 +146,7 @@ def qwen3(config: Config) -> Shape:
 
 
 def _smollm3(config: Config) -> Shape:
-    """Llama, but some layers have no rotary embedding, and these may have a sliding window."""
+    """SmolLM 3: Llama, but some layers have no rotary embedding, and these may have a sliding window."""
     base = llama(SMOLLM3 | config)
     still = unturned_of(config, base.layers, config.get("no_rope_layers"))
     kinds = kinds_of(config, base.layers, lambda layer: layer in still)
@@ -162,12 +162,12 @@ def _cwm(config: Config) -> Shape:
 
 
 def _helium(config: Config) -> Shape:
-    """Llama with interleaved rotary embedding, and no bias in attention's output projection."""
+    """Helium: Llama with interleaved rotary embedding, and no bias in attention's output projection."""
     return replace(llama(HELIUM | config), output_bias=False, rotary_neighbours=True)
 
 
 def hunyuan(config: Config) -> Shape:
-    """Llama with norms of query and key heads after the rotary embedding."""
+    """HunYuan: Llama with norms of query and key heads after the rotary embedding."""
     expect(config, use_qk_norm=True, use_cla=False)
     base = _at_length(biased(common(HUNYUAN | config), config))
     return replace(
@@ -180,7 +180,7 @@ def hunyuan(config: Config) -> Shape:
 
 
 def _internlm3(config: Config) -> Shape:
-    """Llama with one switch for all biases, which has two names each for attention and MLP."""
+    """InternLM 3: Llama with one switch for all biases, which has two names each for attention and MLP."""
     given = INTERNLM3 | config
     attention, mlp = (given.get(name, given.get(other, False)) for name, other in BIASES)
     if attention != mlp:
@@ -189,14 +189,14 @@ def _internlm3(config: Config) -> Shape:
 
 
 def _iquest(config: Config) -> Shape:
-    """Llama."""
+    """IQuest Coder: Llama."""
     expect(config, clip_qkv=None, use_sliding_window=False)
     return llama(IQUEST | config)
 
 
 def _nanochat(config: Config) -> Shape:
-    """Norms without gains, one of them before all layers, and those of heads after the rotary embedding, where the order does not
-    matter; squared ReLU without gates. The rotation is in the opposite direction."""
+    """NanoChat: norms without gains, one of them before all layers, and those of heads after the rotary embedding, where the order
+    does not matter; squared ReLU without gates. The rotation is in the opposite direction."""
     base = _at_length(biased(common(config, activations=("relu2",)), config))
     return replace(
         base,
@@ -220,7 +220,7 @@ def _at_length(base: Shape) -> Shape:
 
 
 def granite(config: Config) -> Shape:
-    """Llama with scaling factors (muP: Yang et al. 2022, arXiv:2203.03466)."""
+    """Granite: Llama with scaling factors (muP: Yang et al. 2022, arXiv:2203.03466)."""
     names = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
     attention, embedding, residual, logits = (number(config, name, 1.0) for name in names)
     return replace(
@@ -289,12 +289,12 @@ def _glm(config: Config) -> Shape:
 
 
 def _glm4(config: Config) -> Shape:
-    """GLM 4 of 2025."""
+    """GLM 4 of 2025, with norms after attention and MLP, too."""
     return replace(_glm(config), norms=AROUND_GLM)
 
 
 def gemma(config: Config, activation: str = "hidden_act") -> Shape:
-    """The first generation, which said "gelu" and meant its tanh approximation, and what all generations have in common."""
+    """Gemma: the first generation, which said "gelu" and meant its tanh approximation, and what all generations have in common."""
     if config.get("use_bidirectional_attention"):
         raise Unsupported("use_bidirectional_attention is not supported: the decoder's tokens see those before them")
     approximated = ("gelu_pytorch_tanh", "gelu") if activation == "hidden_act" else ("gelu_pytorch_tanh",)
@@ -303,7 +303,7 @@ def gemma(config: Config, activation: str = "hidden_act") -> Shape:
 
 
 def _gemma2(config: Config) -> Shape:
-    """A sliding window in every other layer."""
+    """Gemma 2: a sliding window in every other layer."""
     base = gemma({"num_attention_heads": 8, "num_key_value_heads": 4} | config, "hidden_activation")
     return replace(
         base,
@@ -316,12 +316,12 @@ def _gemma2(config: Config) -> Shape:
 
 
 def _vault_gemma(config: Config) -> Shape:
-    """Gemma 2 with norms before attention and MLP alone."""
+    """VaultGemma: Gemma 2 with norms before attention and MLP alone."""
     return replace(_gemma2(config), norms=("input_layernorm", "", "pre_feedforward_layernorm", ""))
 
 
 def _gemma3(config: Config) -> Shape:
-    """Full attention in one layer of six, with another rotary embedding than in layers with a sliding window."""
+    """Gemma 3: full attention in one layer of six, with another rotary embedding than in layers with a sliding window."""
     full, local = ropes_by_kind(config, 1e6, 1e4)
     pattern, layers = pattern_of(config, 6), config.get("num_hidden_layers", 26)
     kinds = kinds_of(config, layers, lambda layer: (layer + 1) % pattern > 0)
@@ -332,13 +332,13 @@ def _gemma3(config: Config) -> Shape:
 
 
 def _olmo2(config: Config) -> Shape:
-    """Norms after attention and MLP alone, and one norm over all queries of a token, and over all its keys."""
+    """OLMo 2: norms after attention and MLP alone, and one norm over all queries of a token, and over all its keys."""
     return replace(biased(common(OLMO | config), config), joint_qk_norm=True, norms=BEHIND)
 
 
 def _olmo3(config: Config) -> Shape:
-    """Full attention in one layer of four; only its rotary embedding may be scaled. Layers with a sliding window don't use the
-    model's theta."""
+    """OLMo 3: full attention in one layer of four; only its rotary embedding may be scaled. Layers with a sliding window don't use
+    the model's theta."""
     theta = number(config, "rope_theta", OLMO3_THETA)
     full, local = ropes_by_kind({**config, "rope_theta": theta, "rope_local_base_freq": OLMO3_THETA}, theta, OLMO3_THETA)
     base = _olmo2(config | {"rope_parameters": full, "rope_scaling": None})
@@ -348,20 +348,20 @@ def _olmo3(config: Config) -> Shape:
 
 
 def _seed_oss(config: Config) -> Shape:
-    """Llama with larger heads, and a switch for each bias."""
+    """Seed-OSS: Llama with larger heads, and a switch for each bias."""
     base = llama(SEED_OSS | config)
     return replace(base, output_bias=config.get("attention_out_bias", False))
 
 
 def ernie(config: Config) -> Shape:
-    """Llama with interleaved rotary embedding."""
+    """ERNIE 4.5: Llama with interleaved rotary embedding."""
     expect(config, use_bias=False)
     return replace(common(ERNIE | config), rotary_neighbours=True)
 
 
 def exaone4(config: Config) -> Shape:
-    """Norms after attention and MLP alone. Where some layers have a sliding window, those with full attention have no rotary
-    embedding."""
+    """EXAONE 4: norms after attention and MLP alone. Where some layers have a sliding window, those with full attention have no
+    rotary embedding."""
     base = common({"num_key_value_heads": 32, "rms_norm_eps": 1e-5} | config)
     window = config.get("sliding_window", 4096)
     kinds = kinds_of(config, base.layers, lambda layer: (layer + 1) % pattern_of(config, 4) > 0 and window)

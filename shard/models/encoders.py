@@ -37,7 +37,7 @@ class Encoder(ABC):
 
     @abstractmethod
     def fits(self, picture: Picture, shape: tuple[int, ...]) -> bool:
-        """Whether an image with pixels of this shape has the number of tokens that the picture says."""
+        """Whether an image with pixels of this shape has the number of tokens that `picture` says."""
 
     @abstractmethod
     def blank(self, tokens: int) -> Picture:
@@ -45,8 +45,7 @@ class Encoder(ABC):
 
     @abstractmethod
     def __call__(self, pixels: Tensor, picture: Picture) -> Tensor:
-        """Encodes an image to [tokens, levels, hidden]: see `Vision.encode`. pixels: of the picture, as the encoder expects
-        them."""
+        """Encodes an image to [tokens, levels, hidden]: see `Vision.encode`. pixels: of `picture`, as the encoder expects them."""
 
     def _features(self, pixels: Tensor, **more: Any) -> Tensor:
         """Encodes one image with transformers' own method, to one level."""

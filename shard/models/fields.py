@@ -102,7 +102,8 @@ LEAST = {
     **dict.fromkeys(("sliding_window", "max_window_layers", "n_shared_experts", "first_k_dense_replace"), 0),
     **dict.fromkeys(("moe_num_shared_experts", "moe_layer_start_index", "num_dense_layers"), 0),
     "moe_layer_end_index": -1,  # the last layer
-    **dict.fromkeys(("linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel", "conv_L_cache"), 2),  # with 1 there would be no state
+    # Taps of convolutions: with one there would be no state.
+    **dict.fromkeys(("linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel", "conv_L_cache"), 2),
 }
 LEAST_OF = {  # the same, by model_type
     "cohere2_moe": {"num_shared_experts": 0},

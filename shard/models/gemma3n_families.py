@@ -34,7 +34,7 @@ TEXT: Config = {
 
 
 def _gemma3n(config: Config) -> Shape:
-    """Full attention in one layer of five, with another rotary embedding than in layers with a sliding window."""
+    """Gemma 3n: full attention in one layer of five, with another rotary embedding than in layers with a sliding window."""
     config = TEXT | config
     full, local = ropes_by_kind(config, 1e6, 1e4)
     widths = _widths(config)

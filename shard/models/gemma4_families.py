@@ -33,8 +33,8 @@ HEAD_SIZE = 512  # of layers with full attention
 
 
 def gemma4(config: Config) -> Shape:
-    """Full attention in one layer of six; after each layer the stream is multiplied by a scalar of the layer. E2B and E4B have
-    per-layer embeddings, and their last layers share keys and values."""
+    """Gemma 4: full attention in one layer of six; after each layer the stream is multiplied by a scalar of the layer. E2B and E4B
+    have per-layer embeddings, and their last layers share keys and values."""
     config = TEXT | config
     for name in ("enable_moe_block", "use_double_wide_mlp"):
         boolean(name, config.get(name, False))

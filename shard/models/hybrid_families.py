@@ -75,7 +75,7 @@ ALWAYS = {"attn_output_gate": True, "norm_topk_prob": True}
 
 
 def _qwen3_next(config: Config) -> Shape:
-    """Experts in every layer, or in some, with a shared expert."""
+    """Qwen3-Next: experts in every layer, or in some, with a shared expert."""
     given = QWEN3_NEXT | config
     base = replace(hybrid(given, 2), joined=("in_proj_qkvz", "in_proj_ba"))
     return mixed(base, given, one_for_all(given, given["norm_topk_prob"]))
@@ -87,7 +87,7 @@ def _qwen3_5(config: Config) -> Shape:
 
 
 def _qwen3_5_moe(config: Config) -> Shape:
-    """Experts in every layer."""
+    """Qwen 3.5 MoE: experts in every layer."""
     expect(config, **ALWAYS)
     given = QWEN3_5_MOE | config
     base = hybrid(given | {"intermediate_size": given["moe_intermediate_size"]}, 4)
@@ -110,8 +110,8 @@ def hybrid(config: Config, joint: int, turned: float = 0.25) -> Shape:
 
 
 def _olmo_hybrid(config: Config) -> Shape:
-    """OLMo 3's attention in one layer of four, without sliding windows, and linear attention with pre-norm in the others. Its theta
-    may be null: then there is no rotary embedding."""
+    """OLMo Hybrid: OLMo 3's attention in one layer of four, without sliding windows, and linear attention with pre-norm in the
+    others. Its theta may be null: then there is no rotary embedding."""
     given = OLMO_HYBRID | config
     values: Any = next((given[name] for name in ROPES if given.get(name)), {})
     still = isinstance(values, dict) and values.get("rope_theta", given.get("rope_theta", 0)) is None
@@ -177,8 +177,8 @@ def _granite_hybrid(config: Config) -> Shape:
 
 
 def _bamba(config: Config) -> Shape:
-    """State spaces in all layers but those that config.json lists, and MLPs. Half of each head rotates: transformers reads the
-    fraction from rope_parameters and no other field."""
+    """Bamba: state spaces in all layers but those that config.json lists, and MLPs. Half of each head rotates: transformers reads
+    the fraction from rope_parameters and no other field."""
     given = BAMBA | config | {"partial_rotary_factor": 0.5}
     base = llama(given)
     attending = config.get("attn_layer_indices") or []
@@ -237,7 +237,7 @@ def limits(given: Any) -> tuple[float, float]:
 
 
 def _lfm2(config: Config) -> Shape:
-    """Short convolutions in most layers. The MLP's size may be a number of which two thirds are meant."""
+    """LFM2: short convolutions in most layers. The MLP's size may be a number of which two thirds are meant."""
     layers, attending = config["num_hidden_layers"], config.get("full_attn_idxs")
     if attending is not None and not (isinstance(attending, list) and all(type(layer) is int for layer in attending)):
         raise Unsupported(f"config.json says full_attn_idxs {shown(attending)}, a list of numbers is needed: {AGAIN}")
@@ -252,7 +252,8 @@ def _lfm2(config: Config) -> Shape:
 
 
 def _short(config: Config, kinds: list[Any]) -> Shape:
-    """Convolutions in the layers of this kind, and attention with norms of query and key heads in the others."""
+    """What LFM2 and 3 have in common: short convolutions in the layers of this kind, and attention with norms of query and key
+    heads in the others."""
     given = LFM2 | config
     tied, epsilon = given.get("tie_embedding", given["tie_word_embeddings"]), number(given, "norm_eps", most=1.0)
     base = common(given | {"tie_word_embeddings": tied, "rms_norm_eps": epsilon, "hidden_act": "silu"})
@@ -271,8 +272,8 @@ def _short(config: Config, kinds: list[Any]) -> Shape:
 
 
 def _lfm3(config: Config) -> Shape:
-    """Sliding-window attention in one layer of four, and full attention in another, with gated heads; norms before and after all
-    parts."""
+    """LFM3: sliding-window attention in one layer of four, and full attention in another, with gated heads; norms before and after
+    all parts."""
     given = LFM3 | config
     layers = given["num_hidden_layers"]
     usual = [FULL if layer % 4 == 2 else SHORT if layer % 4 or not layer else SLIDING for layer in range(layers)]
@@ -296,7 +297,7 @@ def _lfm3(config: Config) -> Shape:
 
 
 def _lfm2_moe(config: Config) -> Shape:
-    """The same with experts after the first layers, chosen by sigmoid scores with a correction bias."""
+    """LFM2 MoE: LFM2 with experts after the first layers, chosen by sigmoid scores with a correction bias."""
     given = LFM2_MOE | config
     kinds = given["layer_types"]
     if kinds is None:
@@ -319,7 +320,7 @@ def _lfm2_moe(config: Config) -> Shape:
 
 
 def _falcon_h1(config: Config) -> Shape:
-    """State spaces and attention in parallel in every layer, and scaling factors of all projections (Zuo et al. 2025,
+    """Falcon H1: state spaces and attention in parallel in every layer, and scaling factors of all projections (Zuo et al. 2025,
     arXiv:2507.22448)."""
     given = FALCON_H1 | config
     expect(given, attention_bias=False, mlp_bias=False, projectors_bias=False)

@@ -47,7 +47,7 @@ LAYERS = {"full_attn_layers": FULL, "kda_layers": LINEAR}  # lists of layers, co
 
 
 def _kimi_linear(config: Config) -> Shape:
-    """No layer has a rotary embedding; experts are chosen by sigmoid scores with a correction bias."""
+    """Kimi Linear: no layer has a rotary embedding; experts are chosen by sigmoid scores with a correction bias."""
     expect(config, moe_router_activation_func="sigmoid", mla_use_nope=True)
     inner = config.get("linear_attn_config") or {}
     if not isinstance(inner, dict):

@@ -162,7 +162,7 @@ def _deepseek_v3(config: Config) -> Shape:
 
 
 def _glm_flash(config: Config) -> Shape:
-    """The same, but config.json may say which layers have experts."""
+    """GLM 4.7 Flash: DeepSeek V3, but config.json may say which layers have experts."""
     given = GLM_FLASH | config
     return scored_by_kinds(latent_shape(given), given)
 
@@ -173,7 +173,7 @@ def _deepseek_v32(config: Config) -> Shape:
 
 
 def _glm_5(config: Config) -> Shape:
-    """The same with interleaved features in the index; some layers may reuse the index of another."""
+    """GLM 5: DeepSeek V3.2 with interleaved features in the index; some layers may reuse the index of another."""
     return _indexed(GLM_5 | config, neighbours=True, borrowing=borrowing_of(config))
 
 
@@ -247,7 +247,7 @@ def deepseek_ocr(config: Config) -> Shape:
 
 
 def _mistral_4(config: Config) -> Shape:
-    """The same, where a group is rated by its best two experts. Queries are scaled by their position."""
+    """Mistral Small 4: DeepSeek V2, where a group is rated by its best two experts. Queries are scaled by their position."""
     given = with_rope(MISTRAL_4 | config, MISTRAL_4_ROPE)
     return softened(scored(latent_shape(given), given))
 
@@ -295,7 +295,7 @@ def _minicpm_3(config: Config) -> Shape:
 
 
 def hy_4_vl(config: Config) -> Shape:
-    """The language model with images, whose latents' norms have the model's epsilon, and whose rotary embedding is interleaved."""
+    """Hy 4's language model with images: the latents' norms have the model's epsilon, and the rotary embedding is interleaved."""
     found = _hy_4(HY_4_VL | config, neighbours=True)
     assert found.latent is not None
     return replace(found, latent=replace(found.latent, epsilon=found.norm_epsilon))

@@ -69,7 +69,7 @@ def _cohere2(config: Config) -> Shape:
 
 
 def _olmo(config: Config) -> Shape:
-    """The first generation: Llama, but for its norms, whose epsilon config.json does not give, and clipped queries, keys and
+    """OLMo, the first generation: Llama, but for its norms, whose epsilon config.json does not give, and clipped queries, keys and
     values."""
     base = biased(common(config | {"rms_norm_eps": 1e-5}), config)
     return replace(base, layer_norms=True, plain_norms=True, qkv_limit=cap(config, "clip_qkv", None))
@@ -126,7 +126,7 @@ def _phimoe(config: Config) -> Shape:
 
 
 def _stablelm(config: Config) -> Shape:
-    """A quarter of each head rotates."""
+    """StableLM: a quarter of each head rotates."""
     expect(config, qk_layernorm=False)
     base = _common(STABLELM | config, "layer_norm_eps")
     parallel = config.get("use_parallel_residual", False)
@@ -141,7 +141,7 @@ def _stablelm(config: Config) -> Shape:
 
 
 def _starcoder2(config: Config) -> Shape:
-    """All layers have a sliding window, if any."""
+    """StarCoder 2: all layers have a sliding window, if any."""
     base, bias = _common(STARCODER2 | config, "norm_epsilon", "gelu_pytorch_tanh"), config.get("use_bias", True)
     return replace(
         base,

@@ -27,8 +27,8 @@ DEFAULTS: Config = {
 
 
 def _llama4(config: Config) -> Shape:
-    """Experts' weights multiply their input. In layers with rotary embedding queries and keys have norms without gains; in the
-    others queries are scaled by their position."""
+    """Llama 4: experts' weights multiply their input. In layers with rotary embedding queries and keys have norms without gains; in
+    the others queries are scaled by their position."""
     given = DEFAULTS | config
     base = biased(common(given), given)
     norms = given.get("use_qk_norm", True)

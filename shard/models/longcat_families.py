@@ -26,7 +26,7 @@ PAIRED = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlps")
 
 
 def _longcat(config: Config) -> Shape:
-    """Query and key-value latents are scaled: here the projections from them are."""
+    """LongCat Flash: query and key-value latents are scaled; here the projections from them are."""
     expect(
         said(config),
         attention_method="MLA",

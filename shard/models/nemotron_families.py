@@ -49,7 +49,7 @@ ALWAYS: Config = {  # what the decoder has, or transformers, which doesn't read 
 
 
 def _nemotron_h(config: Config) -> Shape:
-    """No layer has a rotary embedding."""
+    """Nemotron H: no layer has a rotary embedding."""
     given = NEMOTRON | config
     given |= {name: given.get(other, given.get(name, usual)) for name, (other, usual) in FORMERLY.items()}
     expect(given, **ALWAYS)

@@ -97,8 +97,8 @@ MIMO_ROPES = {
 
 
 def _flint(config: Config) -> Shape:
-    """Qwen 3's attention with sinks, a sliding window in most layers, and full attention without a rotary embedding in the others.
-    Experts have sigmoid scores, and there is a shared expert."""
+    """Flint: Qwen 3's attention with sinks, a sliding window in most layers, and full attention without a rotary embedding in the
+    others. Experts have sigmoid scores, and there is a shared expert."""
     given = FLINT | said(config)
     base = biased(common(given), given)
     kinds = kinds_of(given, base.layers, lambda layer: layer > 1 and layer % 4 != 1 and layer < base.layers - 1)
@@ -114,8 +114,8 @@ def _flint(config: Config) -> Shape:
 
 
 def _kolibri(config: Config) -> Shape:
-    """Norms before and after attention and experts, which are in every layer, with a shared expert. Layers with full attention have
-    no rotary embedding."""
+    """Kolibri: norms before and after attention and experts, which are in every layer, with a shared expert. Layers with full
+    attention have no rotary embedding."""
     given = KOLIBRI | config
     given |= {"num_experts": given.get("num_local_experts") or given["num_experts"]}
     base = common(given | {"intermediate_size": given["moe_intermediate_size"]})

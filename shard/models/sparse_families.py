@@ -104,7 +104,7 @@ STEEP = 1.702  # alpha of gpt-oss's gates
 
 
 def _mixtral(config: Config) -> Shape:
-    """Experts in every layer."""
+    """Mixtral: experts in every layer."""
     base = common(MISTRAL | {"rms_norm_eps": 1e-5, "rope_theta": 1e6} | config)
     mixture = Mixture(
         experts=config.get("num_local_experts", 8),
@@ -118,7 +118,7 @@ def _mixtral(config: Config) -> Shape:
 
 
 def _qwen3_moe(config: Config) -> Shape:
-    """Experts in every layer, or in some. All layers have a sliding window, if any."""
+    """Qwen 3 MoE: experts in every layer, or in some. All layers have a sliding window, if any."""
     base = qwen3({"num_key_value_heads": 4} | config | {"max_window_layers": 0})
     experts: int = config.get("num_experts") or config.get("num_local_experts", 128)
     mixture = Mixture(
@@ -131,14 +131,14 @@ def _qwen3_moe(config: Config) -> Shape:
 
 
 def _olmoe(config: Config) -> Shape:
-    """Experts in every layer, and one norm over all queries of a token, and over all its keys (Muennighoff et al. 2024,
+    """OLMoE: experts in every layer, and one norm over all queries of a token, and over all its keys (Muennighoff et al. 2024,
     arXiv:2409.02060)."""
     base = _olmos_experts(OLMO | {"max_position_embeddings": 4096, "num_experts": 64, "num_experts_per_tok": 8} | config)
     return replace(base, qkv_limit=cap(config, "clip_qkv", None))
 
 
 def _flex_olmo(config: Config) -> Shape:
-    """OLMo 2, with experts in every layer (Shi et al. 2025, arXiv:2507.07024)."""
+    """FlexOlmo: OLMo 2 with experts in every layer (Shi et al. 2025, arXiv:2507.07024)."""
     return replace(_olmos_experts(FLEX_OLMO | config), norms=BEHIND)
 
 
@@ -163,7 +163,7 @@ def _glm4_moe(config: Config) -> Shape:
 
 
 def _dots1(config: Config) -> Shape:
-    """Qwen 3 with DeepSeek V3's experts."""
+    """dots.llm1: Qwen 3 with DeepSeek V3's experts."""
     base = biased(common({"num_key_value_heads": 32} | config), config)
     last = config.get("max_window_layers", 62)
     slides = last is not None and config.get("sliding_window", 4096)
@@ -257,7 +257,7 @@ def _afmoe(config: Config) -> Shape:
 
 
 def _solar_open(config: Config) -> Shape:
-    """GLM 4.5's experts in every layer, and Llama's attention."""
+    """Solar Open: GLM 4.5's experts in every layer, and Llama's attention."""
     size = {"intermediate_size": config.get("moe_intermediate_size", SOLAR["moe_intermediate_size"])}
     given = SOLAR | config | size
     return replace(scored(common(given), given | {"first_k_dense_replace": 0}), qkv_bias=given.get("attention_bias", False))
@@ -299,7 +299,7 @@ def _hunyuan_moe(config: Config) -> Shape:
 
 
 def _mellum(config: Config) -> Shape:
-    """Qwen 3's experts; layers with a sliding window have another rotary embedding."""
+    """Mellum: Qwen 3's experts; layers with a sliding window have another rotary embedding."""
     full, local = ropes_by_kind(config, 5e5, 1e4)
     given = MELLUM | config | {"rope_parameters": full, "rope_scaling": None}
     base = _qwen3_moe({name: value for name, value in given.items() if name not in ("layer_types", "sliding_window")})
@@ -310,7 +310,7 @@ def _mellum(config: Config) -> Shape:
 
 
 def _minimax_m2(config: Config) -> Shape:
-    """Experts in every layer; one norm over all queries of a token, and over all its keys. Partial rotary embedding."""
+    """MiniMax M2: experts in every layer; one norm over all queries of a token, and over all its keys. Partial rotary embedding."""
     base = common(MINIMAX | config)
     part = {"partial_rotary_factor": config["rotary_dim"] / base.head_size} if "rotary_dim" in config else {}
     mixture = Mixture(
@@ -328,8 +328,8 @@ def _minimax_m2(config: Config) -> Shape:
 
 
 def _minimax_m3(config: Config) -> Shape:
-    """Experts after the first layers, with a shared expert; gates of experts and MLPs are clamped. In some layers an index chooses
-    blocks of tokens."""
+    """MiniMax M3: experts after the first layers, with a shared expert; gates of experts and MLPs are clamped. In some layers an
+    index chooses blocks of tokens."""
     sparse = config.get("sparse_attention_config") or {}
     if not isinstance(sparse, dict):
         raise Unsupported(f"config.json says sparse_attention_config {shown(sparse)}, an object is needed: {AGAIN}")
@@ -436,7 +436,7 @@ QWEN2_EXPERTS: Config = {
 
 
 def _qwen2_moe(config: Config) -> Shape:
-    """Experts with a shared expert. Every other one of the first layers has a sliding window, if any."""
+    """Qwen 2 MoE: experts with a shared expert. Every other one of the first layers has a sliding window, if any."""
     base = common({"num_key_value_heads": 16, "max_position_embeddings": 32_768} | config)
     mixture = one_for_all(QWEN2_EXPERTS | config, config.get("norm_topk_prob", False))
     last = config.get("max_window_layers", 28)
@@ -475,13 +475,13 @@ def _granite_moe(config: Config) -> Shape:
 
 
 def _granite_moe_shared(config: Config) -> Shape:
-    """With a shared expert in each layer, if any."""
+    """Granite MoE with a shared expert in each layer, if any."""
     given = GRANITE_MOE | config
     return with_granites_experts(granite(given), given, shared=given.get("shared_intermediate_size", 0))
 
 
 def _granite_moe_swa(config: Config) -> Shape:
-    """The same; full attention in one layer of four, and attention sinks."""
+    """The same with full attention in one layer of four, and attention sinks."""
     given = GRANITE_MOE | {"shared_intermediate_size": 0, "sliding_window": 128} | config
     return with_thetas(_granite_moe_shared(given), given)
 
