@@ -19,8 +19,8 @@ class Compressed(Latent):
     """
 
     window: int  # sliding window, in positions, the token itself included
-    groups: int  # groups of heads, of which each has an output projection of its own, to
-    rank: int  # so many features, before the common one
+    groups: int  # groups of heads; each projects its attention output by itself to `rank` features
+    rank: int  # features of each group before the common output projection
     index_heads: int  # query heads of the index that selects entries
     index_size: int  # features of an index head
     index_most: int  # entries that it selects

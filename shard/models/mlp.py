@@ -64,7 +64,7 @@ class ClampedMlp(Mlp):
         self.gates = Gates(load.shape.gelu, limit, load.shape.mlp_form)
 
     def inner(self, stream: Stream, before: Tensor | None) -> Tensor:
-        """As that of `Mlp`."""
+        """See `Mlp`."""
         return gated(stream.through(before, self.gate_up), self.gates)
 
 
@@ -204,7 +204,7 @@ class InputScaledExperts(MixtureOfExperts):
     their sigmoids don't."""
 
     def made(self, x: Tensor) -> Tensor:
-        """As that of `MixtureOfExperts`."""
+        """See `MixtureOfExperts`."""
         logits, count = self.router(x.float()), self.mixture.chosen
         _, chosen = route(logits, count, normalized=False)
         shares = by_lanes(torch.sigmoid, logits.gather(1, chosen)).to(x.dtype)
