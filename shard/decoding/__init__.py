@@ -1,1 +1,2 @@
-"""Decoding strategies, one a file."""
+"""Decoding strategies, one a file: sampling, speculative decoding, beam search; with sampling, grammars, drafting and
+verification."""

@@ -1,4 +1,4 @@
-"""Work beside a step: on threads of its own, a few at once, which are there while there is something to do."""
+"""A small thread pool for work beside the steps, such as compiling grammars; its threads exist only while there are jobs."""
 
 import threading
 from collections import deque
@@ -6,24 +6,24 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-STACK = 1 << 24  # bytes of each thread's stack: more than the router's, which has compiled the same grammars
-SIZING = threading.Lock()  # the size of stacks is the process's
+STACK = 1 << 24  # more than on the router's threads, which have compiled the same grammars
+SIZING = threading.Lock()  # `threading.stack_size` is global to the process
 
 Result = TypeVar("Result")
 
 
 class Background:
-    """First come, first served. Its threads don't keep the process from ending."""
+    """A first-in, first-out job queue with a bounded number of daemon threads, which don't keep the process from ending."""
 
     def __init__(self, threads: int) -> None:
-        """threads: that work at once, at most."""
+        """threads: the most that run at once."""
         self._most = threads
         self._threads = 0
         self._jobs: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._lock = threading.Lock()
 
     def submit(self, function: Callable[[], Result]) -> "Future[Result]":
-        """Returns at once; the future has what the function returns, or raises."""
+        """Queues a job and returns at once; the future gets what the function returns or raises."""
         future: Future[Result] = Future()
         with self._lock:
             self._jobs.append((future, function))
@@ -47,5 +47,5 @@ class Background:
                 future, function = self._jobs.popleft()
             try:
                 future.set_result(function())
-            except BaseException as error:  # a panic of a library in Rust is no Exception
+            except BaseException as error:  # a panic in a Rust library is not an Exception
                 future.set_exception(error)

@@ -1,7 +1,8 @@
-"""Beam search with the exact meaning of transformers' generate(num_beams=...); see docs/beam-search.md.
+"""Beam search with the exact semantics of transformers' generate(num_beams=...); see docs/beam-search.md.
 
-Every live beam is a sequence of the group, best first. A step runs a token of each; of all their continuations the best are
-looked at: those that end a beam and rank among the first `width` are complete, the best `width` of the others live on.
+Every live beam is a sequence of the group, best first. A step runs one token of each, and considers the best of all their
+continuations: those that end a beam and rank among the first `width` become complete hypotheses, the best `width` of the others
+live on.
 """
 
 from collections.abc import Iterable
@@ -19,19 +20,20 @@ NOTHING = "no continuation of any beam is possible"
 
 
 class BeamSearch:
-    """See Strategy."""
+    """The strategy of beam search; see Strategy."""
 
     def draft(self, group: Group) -> list[Span]:
-        """One token per beam: the last one."""
+        """One token of each beam: its last."""
         return [Span(s, s.computed, s.tokens[s.computed :]) for s in group.sequences]
 
     def rows(self, group: Group) -> list[Row]:
-        """One per beam; the first step has one, the prompt. A beam's rank is part of the key of its noise."""
+        """One row for each beam; the first step has one, after the prompt. A beam's rank is part of its noise's key."""
         sampling = sampling_of(group, group.sequences[0].tokens)
         return [Row(sampling, s.tokens, s.prompt_length, rank, group.top_n) for rank, s in enumerate(group.sequences)]
 
     def judge(self, group: Group, picks: Listing[Pick | None]) -> Verdict:
-        """The picks are Candidates, in the order in which they are looked at."""
+        """Turns candidates into live beams and complete hypotheses. The picks are Candidates, in the order in which they are
+        considered."""
         search = _search(group)
         length = group.sequences[0].generated + 1
         live: list[Candidate] = []
@@ -81,7 +83,8 @@ def _hypothesis(group: Group, candidate: Candidate, length: int) -> Hypothesis:
 
 
 def _certain(group: Group, live: Listing[Candidate]) -> list[Emitted]:
-    """What every possible answer goes on with, beyond what was told: the live beams' and the kept ones' longest common prefix."""
+    """New tokens that are certain to be in the answer: the longest common prefix of the live beams and the kept hypotheses, beyond
+    what was emitted before."""
     search, emitted = _search(group), []
     first = live[0]
     parent, path = group.sequences[first.row], _path(group.sequences[first.row])
@@ -104,7 +107,7 @@ def _token(group: Group, candidate: Candidate, place: int) -> int:
 
 
 def _rest(choice: int, answer: Hypothesis, told: int) -> list[Emitted]:
-    """An answer's rows. What was told belongs to the best one; the others come whole."""
+    """The tokens to emit at the end. Part of the best answer has been streamed (`told`); the others are emitted whole."""
     path, last = answer.path, len(answer.tokens) - 1
     finish = Finish.END if answer.ended else Finish.LENGTH
     return [
@@ -118,7 +121,7 @@ def _rest(choice: int, answer: Hypothesis, told: int) -> list[Emitted]:
 
 
 def _grown(search: Search, live: Listing[Candidate], complete: Iterable[tuple[Candidate, Hypothesis]], length: int) -> Grown:
-    kept = {id(one) for one in search.kept}  # others may have the same score
+    kept = {id(one) for one in search.kept}  # compared by identity, since others may have the same score
     return Grown(
         [(one.row, one.token, one.score) for one in live],
         [(one.row, one.token, fresh.score) for one, fresh in complete if id(fresh) in kept],

@@ -1,9 +1,9 @@
-"""How much to speculate: what drafts are worth for each sequence, and how many a step gets. Ints and floats; knows no sequence, no
-model and no clock, so that all ranks that are told the same decide the same.
+"""The speculation budget: what draft tokens are worth for each sequence, by how often its drafts were accepted, and how many drafts
+a step gets. Ints and floats; knows no sequence, no model and no clock, so that all ranks that get the same numbers decide the same.
 
-A draft is worth the probability that it is accepted: so many tokens more does the step bring. A step of B drafts for S sequences
-takes seconds(B, rounds) and brings S + (the sum of what its drafts are worth). What is best is the highest of tokens per second,
-none at all included; and what a latency target asks for comes before that (AdaServe: Li et al. 2025, arXiv:2501.12162).
+A draft is worth the probability that it is accepted: that many more tokens does the step bring. A step of B drafts for S sequences
+takes seconds(B, rounds) and brings S + (the sum of what its drafts are worth). The best number of drafts, possibly none, is the one
+with the most tokens per second; what a latency target needs comes before that (AdaServe: Li et al. 2025, arXiv:2501.12162).
 """
 
 import heapq
@@ -12,63 +12,66 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Protocol
 
-# Of the statistics of acceptance. Depths beyond the last count as the last; ranks beyond it are worth nothing.
+# Of the acceptance statistics. Depths beyond the last count as the last; ranks among siblings beyond it are worth nothing.
 DEPTHS = 8
 RANKS = 8
-FORGET = 0.95  # what a trial weighs after the next one of its kind: some 20 of a sequence count ...
+FORGET = 0.95  # weight of a trial after the next one of its kind: some 20 trials of a sequence count ...
 FORGET_ALL = 0.99  # ... and some 100 of all sequences together
-FADE = 0.98  # what is known of a depth weighs after a step whose drafts ended above: else nobody would see that it has changed
-PRIORS = [0.6 * 0.5**rank for rank in range(RANKS)]  # by rank, when those before were refused, before anything is known
-TRUST = 8.0  # what is known from elsewhere weighs as much as so many trials
-# A gain over not speculating that is within what measured costs are wrong by is none.
+FADE = 0.98  # weight of a depth's statistics after a step whose drafts ended above it: else a change there would go unnoticed
+# acceptance of each rank when the ranks before were rejected, before anything is known
+PRIORS = [0.6 * 0.5**rank for rank in range(RANKS)]
+TRUST = 8.0  # a prior estimate weighs as much as this many trials
+# A gain over not speculating must be larger than this, the error of measured costs.
 MARGIN = 1.03
-FLOOR = 0.02  # tokens that a draft has to be worth to be considered
-LEAST = 0.2  # tokens that each draft of a chain has to be worth where nobody knows what steps cost
-# Steps without a draft after which a sequence gets one, to see whether guesses have become better; doubled each time they have not.
+FLOOR = 0.02  # expected tokens that a draft must bring to be considered
+LEAST = 0.2  # expected tokens that each draft of a chain must bring where step costs are unknown
+# Steps without drafts after which a sequence gets a trial draft, to see whether acceptance has improved; doubled after each
+# rejected one.
 PATIENCE = 16
 MOST_PATIENCE = 256
-PROBING = 0.01  # of all time may go to that
+PROBING = 0.01  # share of all time that trial drafts may take
 
 
 @dataclass(slots=True)
 class SuccessRate:
-    """How often something came true, lately."""
+    """An exponentially decayed success rate of recent trials."""
 
     tried: float = 0.0
     true: float = 0.0
 
     def observe(self, true: bool, forget: float) -> None:
-        """One trial. forget: what those before it weigh from now on."""
+        """Counts one trial. forget: weight of the earlier trials from now on."""
         self.tried = self.tried * forget + 1
         self.true = self.true * forget + true
 
     def fade(self) -> None:
-        """There was none, though there could have been."""
+        """Decays the statistics after a step without a trial, though there could have been one."""
         self.tried *= FADE
         self.true *= FADE
 
     def blended(self, known: float) -> float:
-        """Its probability. known: as it is elsewhere."""
+        """The success probability, blended with a prior. known: the prior."""
         return (TRUST * known + self.true) / (TRUST + self.tried)
 
 
 class Acceptance:
-    """How often drafts of a sequence were accepted, by depth and by rank among siblings, and how long none were tried."""
+    """A sequence's draft acceptance statistics, by depth and by rank among siblings, and how many steps it has had no drafts."""
 
     def __init__(self, before: "Acceptance | None" = None) -> None:
-        """before: what is known of other sequences, as it is whenever this is asked."""
+        """before: statistics of all sequences together, the prior; they keep changing."""
         self._before = before
         self._forget = FORGET if before is not None else FORGET_ALL
         self._odds = [
             [SuccessRate() for _ in range(RANKS)] for _ in range(DEPTHS)
-        ]  # of each, when those with lower ranks were refused
-        self.waited = 0  # steps without a draft
+        ]  # of each rank, given that lower ranks were rejected
+        self.waited = 0  # consecutive steps without drafts
         self.patience = PATIENCE
-        self._trees = 0  # observed
-        self._chain: tuple[tuple[int, int, int], DraftValue] | None = None  # of the last answer, and what it was computed from
+        self._trees = 0  # trees observed
+        # the last result of `chain`, and what it was computed from
+        self._chain: tuple[tuple[int, int, int], DraftValue] | None = None
 
     def observe(self, ranks: Listing[int], widths: Listing[int]) -> None:
-        """A verified tree; see `Tree.trial`."""
+        """Counts a verified tree. ranks, widths: see `Tree.trial`."""
         self._trees += 1
         for depth, width in enumerate(widths):
             good = ranks[depth] if depth < len(ranks) else width
@@ -82,10 +85,10 @@ class Acceptance:
             self.patience = PATIENCE if ranks else min(2 * self.patience, MOST_PATIENCE)
 
     def shares(self, depths: int, width: int = RANKS) -> list[list[float]]:
-        """By depth and rank, the first `width` of these: the probability that of the siblings there the one with this rank is
-        accepted, if it comes to them. No rank has more than the one before it.
+        """By depth and rank, the first `width` ranks: the probability that the sibling of this rank is accepted, given that its
+        parent is. Non-increasing in rank.
 
-        Where little was tried it is as at the depth above, and at the first depth as with other sequences.
+        Where there were few trials it is as at the depth above, and at the first depth as for other sequences.
         """
         known = self._first(width)
         result = [_shares(known)] if depths else []
@@ -96,12 +99,12 @@ class Acceptance:
         return result
 
     def _first(self, width: int) -> list[float]:
-        """By rank, after the sequence's last token: the probability of each, when those before it were refused."""
+        """For the first depth, by rank: the acceptance of each, given that the ranks before it were rejected."""
         known = self._before._first(width) if self._before is not None else PRIORS[:width]
         return [odds.blended(share) for odds, share in zip(self._odds[0][:width], known, strict=True)]
 
     def chain(self, most: int) -> "DraftValue":
-        """Of the drafts of a chain."""
+        """The value of the drafts of a chain, up to `most` of them."""
         asked = most, self._trees, self._before._trees if self._before is not None else 0
         if self._chain is None or self._chain[0] != asked:
             gains = list(accumulate((share[0] for share in self.shares(most, 1)), lambda reached, share: reached * share))
@@ -109,11 +112,12 @@ class Acceptance:
         return self._chain[1]
 
     def tree(self, most: int, depth: int, width: int = RANKS) -> "DraftValue":
-        """Of so many drafts at most, the best ones first, in a tree no deeper and with no more siblings than that."""
+        """The value of up to `most` drafts, the best ones first, in a tree of at most this depth and this many siblings."""
         width = min(width, RANKS)
         shares = self.shares(depth, width)
         worth = DraftValue([], [])
-        waiting = [(-shares[0][0], 1, 0, 1.0)] if depth and width else []  # (-gain, depth, rank, what reaches its parent)
+        # (-gain, depth, rank, probability that its parent is accepted)
+        waiting = [(-shares[0][0], 1, 0, 1.0)] if depth and width else []
         while waiting and len(worth.gains) < most:
             gain, rounds, rank, reached = heapq.heappop(waiting)
             worth.gains.append(-gain)
@@ -126,7 +130,7 @@ class Acceptance:
 
 
 def _shares(odds: Listing[float]) -> list[float]:
-    """Of all, from each one's when those before it were refused."""
+    """Unconditional acceptance of each rank, from its acceptance given that those before it were rejected."""
     result: list[float] = []
     left = 1.0
     for own in odds:
@@ -137,35 +141,35 @@ def _shares(odds: Listing[float]) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class DraftValue:
-    """Of the drafts that a sequence may get, in the order in which it gets them."""
+    """What the drafts that a sequence may get are worth, in the order in which it gets them."""
 
-    gains: list[float]  # tokens that each adds to what a step is expected to bring; none is more than the one before
-    rounds: list[int]  # of the draft model that each takes: its depth, from 1 on
+    gains: list[float]  # expected accepted tokens that each adds to a step; non-increasing
+    rounds: list[int]  # draft model runs that each needs: its depth, from 1 on
 
 
 @dataclass(frozen=True, slots=True)
 class DraftDemand:
-    """What a sequence could use."""
+    """A sequence's demand for drafts in a step."""
 
     worth: DraftValue
-    needed: float = 0.0  # tokens that this step has to bring, by its latency target; 0: it has none
+    needed: float = 0.0  # tokens that this step must bring to meet its latency target; 0: it has no target
 
 
 class Cost(Protocol):
-    """What a step takes."""
+    """The cost model of a step."""
 
     def seconds(self, drafts: int, rounds: int) -> float:
-        """With so many drafts, for which the draft model ran so often. Never less with more."""
+        """Seconds of a step with this many drafts, for which the draft model ran `rounds` times. Non-decreasing in both."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinearCost:
-    """As the router fits it to measured steps."""
+    """A linear cost model, which the router fits to measured steps. Seconds."""
 
-    step: float  # without drafts
-    draft: float  # each: to be verified
+    step: float  # a step without drafts
+    draft: float  # the verification of each draft
     round: float = 0.0  # each run of the draft model
-    first: float = 0.0  # that there are any: a step with drafts takes another way through the model
+    first: float = 0.0  # added if there are any drafts: such a step takes another path through the model
 
     def seconds(self, drafts: int, rounds: int) -> float:
         """See Cost."""
@@ -174,18 +178,19 @@ class LinearCost:
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """What the router says of a step's drafts, alike on all ranks."""
+    """What the router allows a step's drafts to take, the same on all ranks."""
 
     cost: LinearCost
-    most: int  # drafts in all
-    needed: dict[int, float] = field(default_factory=dict)  # by uid, as in `DraftDemand`; others have no latency target
+    most: int  # the most drafts in all
+    # by uid, as in `DraftDemand`; sequences not listed have no latency target
+    needed: dict[int, float] = field(default_factory=dict)
 
 
 def divide(wishes: Listing[DraftDemand], cost: Cost, most: int) -> tuple[list[int], int]:
-    """How many drafts each sequence gets, `most` in all, and in how many rounds: no tree is to be deeper.
+    """The number of drafts for each sequence, `most` in all, and the number of rounds: no tree may be deeper.
 
-    First those with a latency target, the most urgent first, until what they are expected to get is what they need. Then whoever
-    gains most, as long as that makes more tokens per second, by more than costs are wrong by.
+    First come sequences with a latency target, the most urgent first, until their expected tokens meet it. Then whoever gains most,
+    as long as that increases tokens per second by more than the error of costs.
     """
     counts = [0] * len(wishes)
     left, expected, rounds = most, float(len(wishes)), 0
@@ -203,7 +208,7 @@ def divide(wishes: Listing[DraftDemand], cost: Cost, most: int) -> tuple[list[in
         for gain, own_rounds in zip(wish.worth.gains[counts[i] :], wish.worth.rounds[counts[i] :], strict=True)
         if gain >= FLOOR
     ]
-    rest.sort(key=lambda one: -one[0])  # what is equal stays in order: nobody's second before its first
+    rest.sort(key=lambda one: -one[0])  # ties stay in order: a sequence's first draft before its second
     taken, rounds = _most_per_second(rest, cost, most - left, left, expected, rounds)
     for i in taken:
         counts[i] += 1
@@ -213,7 +218,8 @@ def divide(wishes: Listing[DraftDemand], cost: Cost, most: int) -> tuple[list[in
 def _most_per_second(
     rest: Listing[tuple[float, int, int]], cost: Cost, given: int, left: int, expected: float, rounds: int
 ) -> tuple[list[int], int]:
-    """Who gets one draft more, as often as it does; and rounds. rest: (gain, whose, rounds), the highest gain first."""
+    """The sequences that get one more draft, each as often as it does, and the number of rounds. rest: (gain, sequence, rounds), by
+    decreasing gain."""
     best: tuple[list[int], int] = ([], rounds)
     highest = MARGIN * expected / cost.seconds(given, rounds)
     for limit in sorted({max(rounds, own) for _, _, own in rest}):
@@ -230,8 +236,8 @@ def _most_per_second(
 
 
 def worthwhile(acceptance: Acceptance, most: int) -> int:
-    """How many drafts of a chain a sequence gets where nobody knows what steps cost. Counts the steps that it has none, after some
-    of which it gets one, to see."""
+    """The number of drafts of a chain for a sequence where step costs are unknown. Counts its steps without drafts, and grants a
+    trial draft after some of them."""
     count = sum(gain >= LEAST for gain in acceptance.chain(most).gains)
     acceptance.waited = 0 if count else acceptance.waited + 1
     if most and acceptance.waited >= acceptance.patience:
@@ -240,14 +246,14 @@ def worthwhile(acceptance: Acceptance, most: int) -> int:
 
 
 class Probes:
-    """Drafts for sequences that have had none for long: without trials nobody would see that guesses have become better."""
+    """Trial drafts for sequences that have had none for long: without them an improved acceptance would go unnoticed."""
 
     def __init__(self) -> None:
-        self._saved = 0.0  # seconds that may be spent
+        self._saved = 0.0  # seconds saved up for trials
 
     def add(self, acceptances: Listing[Acceptance], counts: list[int], rounds: int, cost: Cost) -> tuple[list[int], int]:
-        """`counts` and `rounds` of a step, with one draft more for the sequence that has waited longest beyond its patience, if
-        there is time for it. Counts the steps that they wait."""
+        """`counts` and `rounds` of a step, with one more draft for the sequence that is longest beyond its patience, if the time
+        budget allows. Counts the steps without drafts."""
         for acceptance, count in zip(acceptances, counts, strict=True):
             acceptance.waited = 0 if count else acceptance.waited + 1
         drafts = sum(counts)

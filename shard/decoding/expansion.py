@@ -1,8 +1,9 @@
-"""The best continuations of beams: what beam search looks at in a step, for many groups at once. Knows rows, no sequence.
+"""The expansion step of beam search: the best continuations of all beams, for many groups at once, on the device. Knows rows, no
+sequence.
 
-As in transformers, log-probabilities come first, then penalties, bias and masks, which are not made up for; what is left is added
-to the beams' scores. With a temperature continuations are drawn without putting any back: those with the highest score plus
-Gumbel noise (Kool et al. 2019, arXiv:1903.06059).
+As in transformers, log-softmax comes first, then penalties, bias and masks, without renormalizing; the result is added to the
+beams' scores. With a temperature continuations are sampled without replacement: those with the highest score plus Gumbel noise
+(Kool et al. 2019, arXiv:1903.06059).
 """
 
 import math
@@ -24,26 +25,26 @@ from .sampler import Pick, Picking, Row, Tops, draws_of, penalized
 
 @dataclass(slots=True)
 class Candidate(Pick):
-    """A beam's continuation."""
+    """A continuation of a beam by one token."""
 
-    row: int = 0  # which beam it continues
+    row: int = 0  # the rank of the beam that it continues
     score: float = 0.0  # sum of log-probabilities
 
 
 @dataclass(frozen=True, slots=True)
 class Beams:
-    """One group's part of the rows."""
+    """The beams of one group, a row of logits each."""
 
     rows: Listing[Row]
-    scores: Listing[float]  # of each row's beam so far
-    count: int  # candidates wanted, no more than the vocabulary has
-    width: int  # beams that go on
+    scores: Listing[float]  # of each row's beam so far: sum of log-probabilities
+    count: int  # candidates wanted, at most the vocabulary's size
+    width: int  # live beams after the step
     end_ids: frozenset[int]  # tokens that end a beam
 
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """The best continuations of some sets.
+    """The best continuations of several groups, on the device.
 
     found: [4, sets, candidates] float64: sums, NaN where logits are not finite; rows that are continued; ids; log-probabilities.
     """
@@ -53,8 +54,8 @@ class Expansion:
     tops: Tops | None = None
 
     def picking(self) -> Picking[list[list[Candidate | None]]]:
-        """The candidates of each set, best first, or as they were drawn; fewer if there are no more, [None] if logits are not
-        finite. On the device the best of them that don't end, so many for each set as it is wide."""
+        """The candidates of each set, best first, or in the order in which they were drawn; fewer if there are no more, [None] if
+        logits are not finite. On the device: the best that don't end, `width` of each set."""
         arrival = HostCopy(self.found, *(self.tops.tensors if self.tops else ()))
 
         def take() -> list[list[Candidate | None]]:
@@ -66,7 +67,8 @@ class Expansion:
         return Picking(self._heirs, arrival.wait, take)
 
     def _heirs(self) -> Picked:
-        """Those that `beam.BeamSearch` lets live on, in its order. There may be fewer: what else is said here nobody takes."""
+        """The beams that `beam.BeamSearch` will keep alive, in its order. Where there are fewer, the surplus entries are not
+        used."""
         sums, (places, ids), device = self.found[0], self.found[1:3].long(), self.found.device
         most = max(len(beams.end_ids) for beams in self.sets)
         ends = [[beams.count, *beams.end_ids, *[-1] * (most - len(beams.end_ids))] for beams in self.sets]
@@ -83,7 +85,8 @@ class Expansion:
 
 
 def expand(logits: Tensor, sets: Listing[Beams], mask: Tensor | None = None) -> Expansion:
-    """logits: [rows, vocabulary] float32, the sets' rows one after the other; mask: see `sampler.pick`."""
+    """Computes the best continuations. logits: [rows, vocabulary] float32, the sets' rows one after the other; mask: see
+    `sampler.pick`."""
     rows, starts = [row for beams in sets for row in beams.rows], _starts(sets)
     scores = to_device(torch.tensor([score for beams in sets for score in beams.scores]), logits.device)
     count = max(beams.count for beams in sets)
@@ -100,17 +103,17 @@ def expand(logits: Tensor, sets: Listing[Beams], mask: Tensor | None = None) -> 
 
 
 def elsewhere(sets: Listing[Beams], device: torch.device) -> Expansion:
-    """The same, still empty, on a rank that is told of it."""
+    """An empty Expansion, for a rank that receives the result."""
     return Expansion(sets, torch.empty(4, len(sets), max(beams.count for beams in sets), dtype=torch.float64, device=device))
 
 
 def _starts(sets: Listing[Beams]) -> list[int]:
-    """The first row of each set, and the number of all."""
+    """The first row of each set, and the number of all rows."""
     return [0, *accumulate(len(beams.rows) for beams in sets)]
 
 
 def _candidates(beams: Beams, start: int, found: Listing[Listing[float]], tops: dict[int, Top]) -> list[Candidate | None]:
-    """start: its first row; found: its part of `Expansion.found`."""
+    """A set's candidates on the host. start: its first row; found: its part of `Expansion.found`."""
     if math.isnan(found[0][0]):
         return [None]
     return [
@@ -123,7 +126,7 @@ def _candidates(beams: Beams, start: int, found: Listing[Listing[float]], tops: 
 def _processed(
     logits: Tensor, own: Tensor, scores: Tensor, rows: Listing[Row], starts: Listing[int], count: int, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Like `kernels.beam.candidates`, where some rows are changed, bound or drawn from."""
+    """Like `kernels.beam.candidates`, where some rows have penalties, masks or a temperature."""
     values = penalized(logits - own.unsqueeze(1), rows)
     if mask is not None:
         values = allow(values, mask)
@@ -138,7 +141,7 @@ def _processed(
 
 
 def _warped(values: Tensor, lines: Tensor, draws: Draws) -> Tensor:
-    """Log-probabilities divided by temperature, -inf for what filters take away, of the rows that are drawn from: `lines`."""
+    """Log-probabilities divided by temperature, -inf where filtered out, for the rows that are sampled: `lines`."""
     result = values.clone()
     shift = values[lines].amax(-1) / draws.temperature
     for part in filtered(values[lines], draws):
@@ -147,4 +150,4 @@ def _warped(values: Tensor, lines: Tensor, draws: Draws) -> Tensor:
             whole = torch.full((len(part.rows), values.shape[1]), -torch.inf, device=values.device)
             warped = whole.scatter_(1, part.ids, warped)
         result[lines[part.rows]] = warped
-    return result.masked_fill_(result.isnan(), -torch.inf)  # of a beam that a grammar leaves nothing
+    return result.masked_fill_(result.isnan(), -torch.inf)  # of a beam for which the grammar allows nothing

@@ -1,8 +1,8 @@
-"""Where a sequence stands in its grammar, and which tokens may come next: llguidance, fitted to a model's tokens.
+"""Structured output: a sequence's state in its grammar, and masks of the tokens allowed next, by llguidance.
 
-Knows tokens and grammars; no group, no row and no logits. llguidance's matchers end with a token of their own, which it writes into
-a mask wherever nothing else is possible. Here that token stands for nothing: which tokens end a sequence is the group's business,
-and they are allowed where the grammar is complete.
+Knows tokens and grammars; no group, no row and no logits. llguidance's matchers end with an end token of their own, which they
+write into a mask wherever nothing else is possible. It is removed here: the end tokens are the group's, and they are allowed where
+the grammar is complete.
 """
 
 import json
@@ -22,64 +22,65 @@ from ...proto.grammar import limits
 from .background import Background
 from .tree import ROOT, Tree
 
-MOST_THREADS = 8  # that compute masks
-# Compiled grammars, of which the least recently used go first, and characters that they were compiled from: up to 170 bytes each.
+MOST_THREADS = 8  # threads that compute masks
+# The cache of compiled grammars, least recently used first to go: entries, and characters of their sources, which take up to 170
+# bytes each.
 KEPT, KEPT_CHARACTERS = 256, 2_000_000
-COMPILING = 2  # threads that compile
-MOST_SAID = 200  # characters of llguidance's message
+COMPILING = 2  # threads that compile grammars
+MOST_SAID = 200  # characters of llguidance's message that are reported
 NOWHERE = "its grammar comes to a place where none of the model's tokens fits"
 
 
 class Unusable(Exception):
-    """The model's tokenizer is not there, or is none that grammars can be applied to."""
+    """The model's tokenizer is missing, or of a kind that grammars can't be applied to."""
 
 
 class Guide:
-    """One sequence's place in its grammar. What it has followed was generated; of drafts it only goes back and forth."""
+    """One sequence's grammar state. It advances for good by generated tokens, and temporarily along drafts."""
 
     def __init__(self, matcher: llguidance.LLMatcher) -> None:
         self.matcher = matcher
         self._followed = 0
 
     def copy(self) -> "Guide":
-        """One that goes on by itself."""
+        """An independent copy."""
         twin = Guide(self.matcher.deep_copy())
         twin._followed = self._followed
         return twin
 
     @property
     def complete(self) -> bool:
-        """Whether the text may end here."""
+        """Whether the output may end here."""
         return self.matcher.is_accepting()
 
     @property
     def problem(self) -> str:
-        """Why it can't go on, if it can't."""
+        """Why the grammar can't go on; "": it can."""
         if not self.matcher.is_error():
             return ""
-        error = self.matcher.get_error().split("\n", 1)[0]  # what follows shows the grammar
+        error = self.matcher.get_error().split("\n", 1)[0]  # the rest shows the grammar
         return NOWHERE if error.startswith("NoExtension") else f"its grammar can't be followed: {error[:MOST_SAID]}"
 
     def follow(self, tokens: Listing[int]) -> None:
-        """Goes on to where the generated tokens lead, of which it may have followed some before."""
+        """Advances to the end of the generated tokens, of which it may have consumed some before."""
         if len(tokens) > self._followed:
             self.matcher.consume_tokens(list(tokens[self._followed :]))
             self._followed = len(tokens)
 
     def after(self, path: Listing[int]) -> "Guide | None":
-        """One that stands after these next tokens, if they may come."""
+        """A copy advanced by these next tokens; None if they are not allowed."""
         twin = self.copy()
         return twin if twin.matcher.try_consume_tokens(list(path)) == len(path) else None
 
     def visit(self, tree: Tree, ends: Container[int] = ()) -> Iterator[int]:
-        """Stands where it is, which is ROOT, then after each node of a tree in turn, and at last where it was. Nodes that may not
-        come are left out with all below them; so is what would follow `ends`, or a place where nothing fits."""
+        """Walks a draft tree: yields ROOT, then each node after advancing to it, and returns to the start. Nodes that the grammar
+        rejects are skipped with all below them; so is what would follow `ends`, or a state where nothing fits."""
         spare = self.matcher.deep_copy() if len(tree) else self.matcher
         yield ROOT
         if self.matcher.is_error():
             return
-        path: list[int] = []  # to where it stands
-        closed: set[int] = set()  # nodes that nothing is to follow
+        path: list[int] = []  # nodes from the root to the present state
+        closed: set[int] = set()  # nodes without valid descendants
         for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
             if parent in closed or token in ends:
                 closed.add(node)
@@ -95,9 +96,9 @@ class Guide:
         self._back(path, 0, tree, spare)
 
     def _back(self, path: list[int], depth: int, tree: Tree, spare: llguidance.LLMatcher) -> None:
-        """Stands after the first `depth` nodes of the path to where it stands, which it shortens. A matcher that has met an error
-        never recovers: a copy of the spare one takes its place. One that goes back keeps the last mask that it computed, and would
-        give it out on another path that looks alike to its lexer: so another mask takes that one's place."""
+        """Rolls back to the first `depth` nodes of `path`, which it shortens. A matcher that has met an error never recovers: a
+        copy of the spare one takes its place. One that rolls back keeps the last mask that it computed, and would return it on
+        another path that looks alike to its lexer: so another mask is computed to replace it."""
         if depth == len(path):
             return
         if self.matcher.rollback(len(path) - depth):
@@ -108,7 +109,7 @@ class Guide:
         del path[depth:]
 
     def completed_by(self, tokens: Listing[int]) -> int:
-        """After how many of these next tokens nothing may follow; 0: there are too few. It stays where it is."""
+        """The number of these next tokens that complete the grammar, so that nothing may follow; 0: they don't. The state stays."""
         after = self.matcher.deep_copy()
         for count, token in enumerate(tokens, 1):
             if not after.consume_token(token):
@@ -119,24 +120,24 @@ class Guide:
 
 
 class Grammars:
-    """Compiled grammars of one model, in its tokens. The tokenizer is read in the background, from the start on, and every grammar
-    is compiled there. What was asked for once is kept for others, while there is room."""
+    """The compiled grammars of one model, for its tokenizer. The tokenizer is read in the background from the start, and grammars
+    are compiled there. Compiled ones are cached while there is room."""
 
     def __init__(self, folder: Path, vocabulary: int) -> None:
-        """vocabulary: ids that the model knows; its tokenizer may have fewer or more."""
+        """vocabulary: ids that the model has; its tokenizer may have fewer or more."""
         self._vocabulary = vocabulary
         self._threads = max(1, min(MOST_THREADS, (os.cpu_count() or 1) // 2))
         self._executor = llguidance.LLExecutor(self._threads)
         self._walkers = ThreadPoolExecutor(self._threads, "grammar")
         self._background = Background(COMPILING)
-        self._written = frozenset[int]()  # tokens that were added and are text; known when the tokenizer is
+        self._written = frozenset[int]()  # added tokens that are text, not special; known once the tokenizer is read
         self._tokenizer = self._background.submit(lambda: self._read(folder))
         self._compiled: OrderedDict[str, Future[Guide]] = OrderedDict()
-        self._size = 0  # characters of these
+        self._size = 0  # characters of all cached grammars
 
     def compile(self, grammar: str) -> "Future[Guide]":
-        """A guide at the grammar's beginning, to be copied; raises Unusable there. Whoever waits for it has to hold it: it is kept
-        until others have taken its place."""
+        """A guide at the grammar's start, to be copied; its future raises Unusable. Whoever waits for it has to hold it: the cache
+        may evict it."""
         compiled = self._compiled.get(grammar)
         if compiled is None:
             compiled = self._compiled[grammar] = self._background.submit(lambda: self._guide(grammar))
@@ -147,11 +148,11 @@ class Grammars:
         return compiled
 
     def masks(self, guides: Listing[Guide]) -> NDArray[numpy.int32]:
-        """Which of the model's tokens may come next: [guides, words] int32, bit i of word w allows token 32 w + i. There are none
-        where a guide has come to an end, or has a problem."""
+        """Token masks for the next step: [guides, words] int32, bit i of word w allows token 32 w + i. Zero where a guide has ended
+        or failed."""
         mask = self._rows(len(guides), 0)
         place, size = mask.ctypes.data, mask.shape[1] * mask.itemsize
-        if len(guides) == 1:  # a hand-over to another thread takes longer
+        if len(guides) == 1:  # handing one over to another thread takes longer
             guides[0].matcher.unsafe_compute_mask_ptr(place, size)
         else:
             jobs = [(guide.matcher, row) for row, guide in enumerate(guides)]
@@ -159,8 +160,8 @@ class Grammars:
         return self._fitted(mask)
 
     def masks_along(self, guides: Listing[Guide], trees: Listing[Tree]) -> tuple[NDArray[numpy.int32], list[bool]]:
-        """The same where each guide stands and after every node of its tree, one after the other; and whether the text may end
-        there. What would follow a node that may not come doesn't matter: its row has all bits."""
+        """Masks for the present state and after every node of each guide's tree, one after the other; and whether the output may
+        end there. Rows after rejected nodes don't matter: they have all bits."""
         if not any(map(len, trees)):
             return self.masks(guides), [guide.complete for guide in guides]
         counts = [1 + len(tree) for tree in trees]
@@ -173,7 +174,7 @@ class Grammars:
         return self._fitted(mask), list(chain.from_iterable(complete))
 
     def _along(self, guide: Guide, tree: Tree, rows: NDArray[numpy.int32]) -> list[bool]:
-        """Fills the rows of one tree. Says where the text may end."""
+        """Fills the mask rows of one tree; returns where the output may end."""
         complete = [False] * len(rows)
         place, size = rows.ctypes.data, rows.strides[0]
         for node in guide.visit(tree, self._tokenizer.result().eos_tokens):
@@ -182,11 +183,11 @@ class Grammars:
         return complete
 
     def _rows(self, count: int, words: int) -> NDArray[numpy.int32]:
-        """For llguidance to write into: as wide as its own vocabulary, which isn't quite the model's."""
+        """A buffer for llguidance's masks, as wide as its own vocabulary, which may differ from the model's."""
         return numpy.full((count, -(-self._tokenizer.result().vocab_size // 32)), words, numpy.int32)
 
     def _fitted(self, rows: NDArray[numpy.int32]) -> NDArray[numpy.int32]:
-        """What llguidance has written, for the model's tokens."""
+        """llguidance's masks cut to the model's vocabulary, without llguidance's end token."""
         for end in self._tokenizer.result().eos_tokens:
             rows[:, end // 32] &= ~bit(end)
         rows = rows[:, : -(-self._vocabulary // 32)]
@@ -195,9 +196,9 @@ class Grammars:
         return rows
 
     def bytes_of(self, tokens: Listing[int]) -> bytes:
-        """The text that tokens stand for, without special ones and ids that have none. Raises Unusable."""
+        """The text of tokens in UTF-8, without special tokens and ids that have no text. Raises Unusable."""
         tokenizer = self._tokenizer.result()
-        # To llguidance all that are written like <think> are special.
+        # llguidance takes all tokens written like <think> for special ones.
         seen = [token for token in tokens if token in self._written or not tokenizer.is_special_token(token)]
         text: bytes = tokenizer.decode_bytes(seen)
         return text
@@ -207,7 +208,8 @@ class Grammars:
         return tokenizer
 
     def _guide(self, grammar: str) -> Guide:
-        """At the beginning, with the first mask computed: copies inherit what that took, up to a thousand times a later mask."""
+        """A guide at the start, with the first mask computed: copies inherit that work, which takes up to a thousand times as long
+        as a later mask."""
         matcher = llguidance.LLMatcher(self._tokenizer.result(), grammar, log_level=0, limits=limits())
         if not matcher.is_error():
             matcher.compute_bitmask()
@@ -215,13 +217,13 @@ class Grammars:
 
 
 def bit(token: int) -> int:
-    """In its word of a mask, which is signed."""
+    """The bit of a token in its mask word, which is signed."""
     return 1 << token % 32 if token % 32 < 31 else -(1 << 31)
 
 
 def _tokenizer(folder: Path, vocabulary: int) -> tuple[llguidance.LLTokenizer, frozenset[int]]:
-    """And the tokens that were added and are text. Raises Unusable. llguidance takes a token for the end of every text; a special
-    one is none that a text needs."""
+    """The tokenizer for llguidance, and the added tokens that are text. Raises Unusable. llguidance needs one end token for every
+    text: a special token is used, which no text contains."""
     path = folder / "tokenizer.json"
     try:
         source = path.read_text(encoding="utf-8")
@@ -235,7 +237,7 @@ def _tokenizer(folder: Path, vocabulary: int) -> tuple[llguidance.LLTokenizer, f
 
 
 def _sized(source: str, vocabulary: int, end: int) -> llguidance.LLTokenizer:
-    """With as many tokens as the model knows, or as the tokenizer has if these are more."""
+    """A tokenizer with the model's vocabulary size, or its own if that is larger."""
     try:
         return llguidance.LLTokenizer(source, n_vocab=vocabulary, eos_token=end)
     except ValueError:

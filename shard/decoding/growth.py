@@ -1,10 +1,10 @@
-"""Drafts by a draft model: a tree grows from its logits, in rounds over all sequences at once. What computes the logits is not
-known here.
+"""Drafting with a draft model: grows a tree (or chain) of draft tokens from its logits, in rounds over all sequences at once. What
+computes the logits is behind the protocol `Model`.
 
-For `gumbel` a node's children are the tokens that are best by the draft's logits with the noise that the target will draw with, at
-the same output position: where the two models agree, they draw the same token. What the draft thinks of a child then follows from
-the same sums, as it follows from the logits where there is no noise. For `rejection` children are independent draws from the
-draft's distribution, which may repeat.
+For `gumbel` a node's children are the top tokens by the draft model's logits with the noise that the target will sample with at the
+same output position: where the two models agree, they draw the same token. A child's probability is taken from the same perturbed
+logits, and from the logits themselves where there is no noise. For `rejection` children are independent draws from the draft
+model's distribution, which may repeat.
 """
 
 from collections.abc import Sequence as Listing
@@ -22,45 +22,46 @@ from .tree import ROOT, Drawn, lay
 from .verify import Draft, VerificationRule, distributions, propose, row
 
 
-@dataclass(slots=True)  # many a step: frozen ones take three times as long to make
+@dataclass(slots=True)  # created many times a step: frozen ones take three times as long
 class Frontier:
-    """Nodes of a tree that grows on top of a sequence, after which a draft model's logits are wanted."""
+    """Nodes of a sequence's growing tree after which the draft model's logits are wanted."""
 
     sequence: Sequence
-    tokens: Listing[int]  # of all nodes so far, in the order in which they came
-    parents: Listing[int]  # of each; -1: the sequence's last token
-    nodes: Listing[int]  # those of them; in the first round [-1]. They never come twice.
+    tokens: Listing[int]  # of all nodes so far, in the order in which they were added
+    parents: Listing[int]  # of each node; -1: the sequence's last token
+    nodes: Listing[int]  # the nodes wanted; in the first round [-1]. None is wanted twice.
 
 
 class Model(Protocol):
-    """A draft model. What it computes of a sequence it may keep, as far as it has been asked for that."""
+    """A draft model. It may cache what it computes of a sequence, as far as it has been asked for it."""
 
     def ready(self, sequences: Listing[Sequence]) -> list[bool]:
-        """Which of them it can draft for in this step. Others lack too much to be computed at once; some of it is, here."""
+        """Which sequences it can draft for in this step. The others lag too far behind to be computed at once; part of that is
+        computed here."""
 
     def logits(self, wanted: Listing[Frontier]) -> Tensor:
-        """[nodes of all, the target's vocabulary] float32, one after the other; -inf for tokens that it doesn't know, and that a
-        grammar excludes. Nodes that were asked for before are computed already; what it lacks of the sequence it computes first.
-        """
+        """Logits after the wanted nodes, one group of nodes after the other: [nodes of all, the target's vocabulary] float32; -inf
+        for tokens that it doesn't know, and that a grammar excludes. Nodes that were wanted before are computed already; what it
+        lacks of the sequence it computes first."""
 
 
 @dataclass(slots=True)
 class GrowingTree:
-    """A tree while it grows: nodes in the order in which they came."""
+    """A draft tree under construction: nodes in the order in which they were added."""
 
     asked: Asked
     fixed: bool = False  # its shape may not depend on what is drawn
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)  # of paths
-    depths: list[int] = field(default_factory=list)  # 0 after the sequence's last token
+    logprobs: list[float] = field(default_factory=list)  # of the whole path to each node
+    depths: list[int] = field(default_factory=list)  # 0 directly after the sequence's last token
     place: dict[tuple[int, int], int] = field(default_factory=dict)  # (parent, token) > node
-    drawn: dict[int, list[Drawn]] = field(default_factory=dict)  # by parent
-    layer: list[int] = field(default_factory=lambda: [ROOT])  # nodes that came last
-    open: list[int] = field(default_factory=lambda: [ROOT])  # nodes without children so far, that may have some
+    drawn: dict[int, list[Drawn]] = field(default_factory=dict)  # draws, by parent
+    layer: list[int] = field(default_factory=lambda: [ROOT])  # nodes added last
+    open: list[int] = field(default_factory=lambda: [ROOT])  # nodes that have no children yet and may get some
 
     def path(self, node: int) -> list[int]:
-        """Tokens up to a node."""
+        """The tokens from the root to a node."""
         tokens = []
         while node != ROOT:
             tokens.append(self.tokens[node])
@@ -68,18 +69,18 @@ class GrowingTree:
         return tokens[::-1]
 
     def best(self, nodes: Listing[int]) -> list[int]:
-        """Those of them that are among the most probable of all, of which as many stay as are asked for."""
+        """Those of `nodes` that are among the most probable of all, as many as are asked for in the tree."""
         order = sorted(range(len(self.tokens)), key=lambda node: (-self.logprobs[node], node))
         kept = {ROOT, *order[: self.asked.nodes]}
         return [node for node in nodes if node in kept]
 
     def expand(self, nodes: Listing[int]) -> None:
-        """These get children now."""
+        """Marks nodes as expanded: their children are added next."""
         self.open = [node for node in self.open if node not in nodes]
         self.layer = []
 
     def add(self, parent: int, token: int, logprob: float) -> None:
-        """A child, if it isn't there. logprob: of it after its parent."""
+        """Adds a child unless it is there. logprob: of the token, given its parent."""
         if (parent, token) in self.place:
             return
         node = self.place[parent, token] = len(self.tokens)
@@ -92,34 +93,34 @@ class GrowingTree:
             self.open.append(node)
 
 
-@dataclass(slots=True)  # many a step: frozen ones take three times as long to make
+@dataclass(slots=True)  # created many times a step: frozen ones take three times as long
 class Place:
-    """Where children are wanted."""
+    """A node that is to be expanded."""
 
     growing: GrowingTree
     node: int
-    width: int  # so many
+    width: int  # children wanted
 
 
 class TreeShape(Protocol):
-    """The shape of trees."""
+    """A growth policy: decides which nodes are expanded in each round."""
 
-    rounds: int  # the most
+    rounds: int  # the most rounds
 
     def children(self, growing: GrowingTree) -> list[tuple[int, int]]:
-        """The nodes that get children in the next round, with the number of these; none: it is grown."""
+        """The nodes to expand in the next round, with the number of children for each; empty: the tree is complete."""
 
 
 class LayeredTree:
-    """Layer by layer, <k1, ..., km>: every node of layer i gets k_i children. A chain is <1, ..., 1>."""
+    """A tree of fixed width by layer, <k1, ..., km>: every node of layer i gets k_i children. A chain is <1, ..., 1>."""
 
     def __init__(self, widths: Listing[int]) -> None:
         self.widths = tuple(widths)
         self.rounds = len(self.widths)
 
     def children(self, growing: GrowingTree) -> list[tuple[int, int]]:
-        """See Growth. If it is more than what is asked for, the least probable nodes are left out; or, where that may not depend on
-        what is drawn, layers are narrower and fewer."""
+        """See TreeShape. If the tree exceeds what is asked for, the least probable nodes are left out; where the shape may not
+        depend on what is drawn, layers are narrower and fewer instead."""
         if not growing.layer:
             return []
         depth = growing.depths[growing.layer[0]] + 1 if growing.layer[0] != ROOT else 0
@@ -129,7 +130,7 @@ class LayeredTree:
         return [(node, widths[depth]) for node in (growing.layer if growing.fixed else growing.best(growing.layer))]
 
     def _narrowed(self, nodes: int) -> list[int]:
-        """So that there are at most so many nodes."""
+        """The widths, reduced so that there are at most this many nodes."""
         widths: list[int] = []
         layer = 1
         for width in self.widths:
@@ -143,18 +144,19 @@ class LayeredTree:
 
 
 class BestFirstTree:
-    """In every round the most probable nodes that have none get children; of all nodes the most probable stay. Not for
-    `rejection`: what is expanded and what stays depends on what was drawn."""
+    """A dynamic tree: in every round the most probable unexpanded nodes are expanded, and of all nodes the most probable are kept.
+    Not for `rejection`: what is expanded and kept depends on what was drawn."""
 
     def __init__(self, rounds: int, deepest: int = 0, together: int = 4, width: int = 4) -> None:
-        """deepest: layers, if not as many as rounds; together: nodes that get children in one round; width: children."""
+        """deepest: the greatest depth, if not the number of rounds; together: nodes expanded in one round; width: children of
+        each."""
         self.rounds = rounds
         self._deepest = deepest or rounds
         self._together = together
         self._width = width
 
     def children(self, growing: GrowingTree) -> list[tuple[int, int]]:
-        """See Growth. Nodes whose children couldn't stay get none."""
+        """See TreeShape. Nodes whose children could not be kept are not expanded."""
         able = [node for node in growing.open if node == ROOT or growing.depths[node] + 1 < self._deepest]
         own = {node: growing.logprobs[node] if node != ROOT else 0.0 for node in growing.best(able)}
         best = sorted(own, key=lambda node: (-own[node], node))
@@ -188,7 +190,7 @@ class Drafting:
         return Proposed(drafts, torch.cat(probabilities) if probabilities else None)
 
     def _round(self, chosen: Listing[tuple[GrowingTree, list[tuple[int, int]]]], probabilities: list[Tensor]) -> None:
-        """Gives nodes children, as (node, number). probabilities: what was drawn from so far, and is now."""
+        """Expands nodes, given as (node, number of children). probabilities: the distributions drawn from so far; extended here."""
         logits = self._model.logits(
             [Frontier(one.asked.sequence, one.tokens, one.parents, [node for node, _ in some]) for one, some in chosen]
         )
@@ -216,7 +218,7 @@ def _add_best(places: Listing[Place], logits: Tensor, rows: Listing[Row]) -> Non
 
 
 def _add_drawn(places: Listing[Place], logits: Tensor, rows: Listing[Row], first: int) -> Tensor:
-    """What was drawn from: its row 0 is source number `first`."""
+    """Adds drawn children; returns the distributions drawn from, of which row 0 is source number `first`."""
     probabilities = distributions(logits, rows)
     tokens = propose(probabilities, draws_of(rows, logits.device), max(place.width for place in places))
     logprobs = probabilities.gather(1, tokens).log()
@@ -228,7 +230,7 @@ def _add_drawn(places: Listing[Place], logits: Tensor, rows: Listing[Row], first
 
 
 def _draft(growing: GrowingTree) -> Draft:
-    """As the target wants it: laid, and no more than was asked for."""
+    """The draft for the target: laid out depth-first, and cut to what was asked for."""
     tree, order = lay(growing.tokens, growing.parents, growing.logprobs)
     if not growing.drawn:
         return Draft(tree.cut(growing.asked.nodes))
@@ -236,8 +238,8 @@ def _draft(growing: GrowingTree) -> Draft:
 
 
 def best(logits: Tensor, rows: Listing[Row], width: int) -> tuple[Tensor, Tensor]:
-    """[rows, width] each, or narrower where there are no more tokens: those that come first if the rows are drawn with their noise,
-    and their log-probabilities given the noise; -inf where a row's filters leave no more."""
+    """The top tokens of each row under its sampling noise, and their log-probabilities given the noise: [rows, width] each, or
+    narrower for a smaller vocabulary; -inf where a row's filters leave no more."""
     scores = penalized(logits, rows)
     greedy = [i for i, one in enumerate(rows) if not one.sampling.temperature > 0]
     sampled = [i for i, one in enumerate(rows) if one.sampling.temperature > 0]
@@ -258,7 +260,7 @@ def best(logits: Tensor, rows: Listing[Row], width: int) -> tuple[Tensor, Tensor
 
 
 def _largest(scores: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Columns and values, [rows, width] each or all there are, of each row's largest numbers."""
+    """Columns and values of each row's largest numbers: [rows, width] each, or fewer if the row is shorter."""
     if width == 1:
         columns = first_largest(scores).unsqueeze(1)
         return columns, scores.gather(1, columns)

@@ -1,7 +1,7 @@
-"""Beam search's books: what a beam is worth, which complete ones are kept, and when nothing better can come. Plain numbers.
+"""Beam search bookkeeping: scores, the complete hypotheses that are kept, and the stopping rule. Plain numbers.
 
-The rules are those of transformers' generate(num_beams=...), which counts in 32 bit: where two scores are nearly equal, rounding
-decides which is the better one, so it is repeated here.
+The rules are those of transformers' generate(num_beams=...), which computes in float32: where two scores are nearly equal, rounding
+decides which is better, so it is reproduced here.
 """
 
 from array import array
@@ -14,27 +14,28 @@ Top = tuple[tuple[int, float], ...]
 
 
 class Stop(IntEnum):
-    """When a search ends that has kept as many as it is wide, in the numbers of the wire; transformers' early_stopping."""
+    """The stopping rule once there are as many complete hypotheses as beams, by the wire protocol's numbers; transformers'
+    early_stopping."""
 
-    WORSE = 0  # the best beam, as long as it is now, is no better than the worst that is kept: False
+    WORSE = 0  # when the best live beam, scored at its present length, is no better than the worst kept: False
     FULL = 1  # at once: True
-    NEVER = 2  # no beam can become better than the worst that is kept: "never"
+    NEVER = 2  # when no beam can become better than the worst kept: "never"
 
 
 @dataclass(slots=True)
 class Path:
-    """What a beam remembers of how it came about."""
+    """A beam's history: its score, and the log-probabilities of its tokens."""
 
     score: float = 0.0  # sum of its tokens' log-probabilities, after penalties
-    logprobs: "array[float]" = field(default_factory=lambda: array("f"))  # of each generated token, the model's own
-    tops: list[Top] = field(default_factory=list)  # most probable tokens at each place; empty if nobody asked
+    logprobs: "array[float]" = field(default_factory=lambda: array("f"))  # of each output token, by the model's own distribution
+    tops: list[Top] = field(default_factory=list)  # top tokens at each position; empty if not asked for
 
     def copy(self) -> "Path":
-        """One that goes on by itself."""
+        """An independent copy."""
         return Path(self.score, self.logprobs[:], self.tops[:])
 
     def append(self, score: float, logprob: float, top: Top, tops: bool) -> None:
-        """Goes on by a token."""
+        """Extends the path by a token."""
         self.score = score
         self.logprobs.append(logprob)
         if tops:
@@ -43,36 +44,36 @@ class Path:
 
 @dataclass(slots=True)
 class Hypothesis:
-    """A complete beam."""
+    """A complete beam: a possible answer."""
 
-    tokens: "array[int]"  # generated ones, the end token included
+    tokens: "array[int]"  # output tokens, the end token included
     path: Path
     score: float  # divided by length to the power of length_penalty
-    ended: bool = True  # by an end token; else by length
+    ended: bool = True  # it ended by an end token, else by length
 
 
 @dataclass(slots=True)
 class Search:
-    """Of one group."""
+    """The state of one group's beam search."""
 
     width: int  # beams, at least 2
-    wanted: int  # of the complete ones, how many are answers
+    wanted: int  # hypotheses to return as answers
     length_penalty: float = 1.0
     stop: Stop = Stop.WORSE
-    told: int = 0  # tokens of the best answer that were told: whatever it will be, it begins with them
-    watched: bool = False
-    kept: list[Hypothesis] = field(default_factory=list)  # complete ones, best first, at most `width`
+    told: int = 0  # tokens already streamed: the best answer begins with them, whichever it will be
+    watched: bool = False  # a client watches the beams (`stream_beams`): each step reports them
+    kept: list[Hypothesis] = field(default_factory=list)  # complete hypotheses, best first, at most `width`
 
     def final(self, score: float, length: int) -> float:
-        """What a beam of so many generated tokens is worth if it is complete."""
+        """The final score of a hypothesis of `length` output tokens: with the length penalty."""
         return float(numpy.float32(score) / numpy.float32(length**self.length_penalty))
 
     def keep(self, hypotheses: list[Hypothesis]) -> None:
-        """Of all that are complete, the best."""
+        """Adds complete hypotheses, and keeps the best `width` of all."""
         self.kept = sorted(self.kept + hypotheses, key=lambda one: -one.score)[: self.width]
 
     def over(self, best: float, length: int, most: int) -> bool:
-        """Whether it ends, while the best live beam has the score `best` and `length` generated tokens, of at most `most`."""
+        """Whether the search ends. best, length: score and output tokens of the best live beam; most: the most output tokens."""
         if len(self.kept) < self.width:
             return False
         if self.stop is Stop.FULL:
@@ -82,5 +83,5 @@ class Search:
 
 
 def candidates_of(width: int, end_ids: int) -> int:
-    """How many continuations are looked at in a step: enough for `width` that go on, however many of them end."""
+    """The candidates that a step considers: enough for `width` beams to live on, however many of the candidates end."""
     return max(2, 1 + end_ids) * width

@@ -1,4 +1,4 @@
-"""Which strategy a group has. A new method is a new file, and a line here."""
+"""Selects a group's decoding strategy. A new method is a new file, and a line here."""
 
 from ..sequence import Group
 from .beam import BeamSearch
@@ -12,7 +12,7 @@ BEAM_SEARCH = BeamSearch()
 
 
 def strategy_of(group: Group) -> Strategy:
-    """How it goes on in this step."""
+    """The strategy for this step: beam search, speculative decoding if there are drafts, or plain sampling."""
     if group.search is not None:
         return BEAM_SEARCH
     return SPECULATE if group.drafts and any(len(sequence.draft) for sequence in group.sequences) else SAMPLE

@@ -1,7 +1,8 @@
-"""Who proposes drafts. A proposer is asked for many sequences at once, and may propose nothing for some of them.
+"""Draft proposers: the interface, n-gram lookup, and the merging of several. A proposer is asked for many sequences at once, and
+may propose nothing for some of them.
 
-What it proposes never changes what is emitted (by the rule `gumbel`) or its distribution (by `rejection`), only how soon. All ranks
-have to propose the same: a proposer that only one of them can ask has to be told of by it.
+Proposals never change the emitted tokens (by the rule `gumbel`) or their distribution (by `rejection`), only the speed. All ranks
+need the same proposals: a proposer that only one rank can run has to send them to the others.
 """
 
 from collections.abc import Sequence as Listing
@@ -18,32 +19,32 @@ from .verify import Draft, certain
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What is wanted for a sequence."""
+    """A request for drafts for one sequence."""
 
     group: Group
     sequence: Sequence
-    nodes: int  # the most drafts
-    depth: int  # the most of them on a path
+    nodes: int  # the most draft tokens
+    depth: int  # the greatest depth
 
 
 @dataclass(frozen=True, slots=True)
 class Proposed:
-    """For a step."""
+    """The drafts proposed in a step."""
 
-    drafts: list[Draft]  # one for each that was asked for
-    probabilities: Tensor | None = None  # [sources, vocabulary] float32, that `Draft.drawn` speaks of
+    drafts: list[Draft]  # one for each request
+    probabilities: Tensor | None = None  # the distributions that `Draft.drawn` refers to
 
 
 class Proposer(Protocol):
-    """One way to guess."""
+    """A source of draft tokens."""
 
     def propose(self, asked: Listing[Asked]) -> Proposed:
-        """At most what is asked for."""
+        """A draft for each request, at most as large as asked for."""
 
 
 class Merged:
-    """Several proposers, whose paths make one tree per sequence; the most probable nodes stay. Not for `rejection`: what is cut off
-    depends on what was drawn."""
+    """Several proposers whose paths are merged into one tree for each sequence; the most probable nodes are kept. Not for
+    `rejection`: what is cut off depends on what was drawn."""
 
     def __init__(self, proposers: Listing[Proposer]) -> None:
         self._proposers = proposers
@@ -58,7 +59,7 @@ class Merged:
 
 
 class Lookup:
-    """What followed when a sequence's last tokens came before."""
+    """N-gram lookup in the sequence's own tokens (see `lookup`)."""
 
     def propose(self, asked: Listing[Asked]) -> Proposed:
         """See Proposer."""

@@ -1,4 +1,4 @@
-"""Plain decoding: every sequence of the group goes on by one token, greedy or sampled."""
+"""Plain decoding: each sequence of a group grows by one token a step, greedily or by sampling."""
 
 import math
 from collections.abc import Sequence as Listing
@@ -9,18 +9,18 @@ from ..step import Span
 from .sampler import Pick, Row
 from .strategy import NOT_FINITE, Emitted, Verdict, finish_of
 
-CERTAIN = 1e9  # bias that no logit comes near
+CERTAIN = 1e9  # a bias far above any logit: the token is forced
 
 
 class Sample:
-    """See Strategy."""
+    """The strategy of plain decoding; see Strategy."""
 
     def draft(self, group: Group) -> list[Span]:
-        """One token per sequence: the last one."""
+        """One token of each sequence: its last."""
         return [Span(s, s.computed, s.tokens[s.computed :]) for s in group.sequences]
 
     def rows(self, group: Group) -> list[Row]:
-        """One per sequence, or per choice that begins."""
+        """One for each sequence, or for each choice that begins after the prefill."""
         bound = bool(group.grammar)
         if group.waiting:
             [first] = group.sequences
@@ -29,7 +29,7 @@ class Sample:
         return [Row(sampling_of(group, s.tokens), s.tokens, s.prompt_length, s.choice, group.top_n, bound) for s in group.sequences]
 
     def judge(self, group: Group, picks: Listing[Pick | None]) -> Verdict:
-        """Appends each pick."""
+        """Appends each sampled token to its sequence."""
         emitted, ended = [], []
         for sequence, pick in zip(group.sequences, picks, strict=True):
             if pick is None:
@@ -43,8 +43,8 @@ class Sample:
 
 
 def sampling_of(group: Group, tokens: Listing[int]) -> Sampling:
-    """Of the token that follows these, prompt and answer. While it is too early for an end token, none can be drawn (a grammar's
-    mask sees to that itself); where it is time for thoughts to end, nothing else can."""
+    """The sampling parameters for the token after `tokens` (prompt and output). Below min_new_tokens end tokens are banned (a
+    grammar's mask does that by itself); where the thinking budget is spent, the token that ends thinking is forced."""
     sampling, thinking = group.sampling, group.thinking
     if thinking is not None and thinking.overdue(tokens, group.prompt_length):
         return Sampling(bias=((thinking.end, CERTAIN),), seed=sampling.seed, final_logprobs=sampling.final_logprobs)

@@ -1,6 +1,7 @@
-"""Chooses the next token of many rows at once. Rows are ints and logits; which sequence a row is of is not known here.
+"""Token sampling: penalties, grammar masks, temperature and filters (top-k, top-p, min-p, typical-p), then one token for each row
+of logits, a batch at once. Knows rows of logits and their parameters, not the sequences that they belong to.
 
-Everything runs on rank 0: the other ranks are told the tokens.
+Everything runs on rank 0: the other ranks receive the tokens.
 """
 
 from collections.abc import Callable
@@ -23,37 +24,38 @@ from ..step import Picked
 from .hypotheses import Top
 
 
-@dataclass(slots=True)  # many a step: frozen ones take three times as long to make
+@dataclass(slots=True)  # created many times a step: frozen ones take three times as long
 class Row:
-    """What the logits of one row are to be turned into."""
+    """One row of logits to sample from: its sampling parameters, and the tokens that precede it."""
 
     sampling: Sampling
-    tokens: Listing[int]  # prompt and output so far: what penalties look at
+    tokens: Listing[int]  # prompt and output so far, which penalties count
     prompt_length: int
-    choice: int
-    top_n: int = 0
-    bound: bool = False  # by a grammar
+    choice: int  # index among the request's choices: part of the noise's key
+    top_n: int = 0  # most probable tokens to report, with their log-probabilities
+    bound: bool = False  # by a grammar: a mask is applied
 
     @property
     def final(self) -> bool:
-        """Reports log-probabilities of another distribution than the model's own."""
+        """Whether log-probabilities are reported of the distribution that was sampled from, where that differs from the model's
+        own."""
         return self.sampling.final_logprobs and (self.sampling.temperature > 0 or self.sampling.penalized or self.bound)
 
     @property
     def unusual(self) -> bool:
-        """Wants what only the plain sampler has."""
+        """Whether it needs the plain sampler, because the fused one lacks what it asks for."""
         greedy = not self.sampling.temperature and self.sampling.penalized
         return self.sampling.typical_p < 1 or (self.final and (self.top_n > 0 or greedy))
 
 
-@dataclass(slots=True)  # many a step: frozen ones take three times as long to make
+@dataclass(slots=True)  # created many times a step: frozen ones take three times as long
 class Pick:
-    """A row's next token."""
+    """The token sampled for a row."""
 
     token: int
     logprob: float
     top: Top = ()  # (id, logprob) of the most probable tokens, best first
-    complete: bool = False  # its row ends with it, though it is no end token
+    complete: bool = False  # the sequence ends with it, though it is no end token (by a grammar or a stop string)
 
 
 Taken = TypeVar("Taken")
@@ -61,23 +63,24 @@ Taken = TypeVar("Taken")
 
 @dataclass(frozen=True, slots=True)
 class Picking(Generic[Taken]):
-    """What becomes of some rows: on the device soon, on the host once it is waited for."""
+    """A batch of sampling decisions under way: available on the device at once, and on the host after waiting."""
 
-    picked: Callable[[], Picked] | None  # on the device; None: only the host knows
-    wait: Callable[[], None]  # until `take` has nothing to wait for; by any thread
+    picked: Callable[[], Picked] | None  # the tokens as tensors on the device; None: only the host knows them
+    wait: Callable[[], None]  # blocks until `take` need not wait; may run on any thread
     take: Callable[[], Taken]
 
 
 def pick(logits: Tensor, rows: Listing[Row], mask: Tensor | None = None) -> list[Pick | None]:
-    """One pick per row of `logits` [rows, vocabulary] float32; None where logits are NaN or infinite, so that none can be made.
+    """Samples one token for each row of `logits` [rows, vocabulary] float32; None where logits are NaN or infinite.
 
-    mask: [rows, words] int32, of rows that a grammar binds: bit i of word w allows token 32 w + i; None: all are free.
+    mask: [rows, words] int32, tokens that the rows' grammars allow: bit i of word w allows token 32 w + i; None: no row is
+    constrained.
     """
     return begin(logits, rows, mask).take()
 
 
 def begin(logits: Tensor, rows: Listing[Row], mask: Tensor | None = None) -> Picking[list[Pick | None]]:
-    """`pick`, which the device does while the host goes on, unless a row wants what only the plain sampler has."""
+    """`pick` without waiting: the device samples while the host goes on, unless a row needs the plain sampler."""
     if not triton_for(logits):
         return known(_pick_plainly(logits, rows, mask), logits.device)
     plain = [i for i, row in enumerate(rows) if row.unusual]
@@ -95,8 +98,8 @@ def begin(logits: Tensor, rows: Listing[Row], mask: Tensor | None = None) -> Pic
 
 
 def compile_kernels(vocabulary: int, device: torch.device) -> None:
-    """Makes ready what `pick` may need by Triton, and noise by itself, for drafts and beams: whoever wanted it first would wait
-    seconds for its compilation."""
+    """Compiles the Triton kernels that `pick` may need, and those of the noise alone, for drafts and beams: the first request would
+    otherwise wait seconds for them."""
     logits = torch.zeros(1, vocabulary, device=device)
     row = Row(Sampling(temperature=1.0, top_p=0.9, repetition_penalty=1.1, bias=((0, 1.0),)), [0], 1, 0, top_n=1)
     pick(logits, [row])
@@ -107,7 +110,7 @@ def compile_kernels(vocabulary: int, device: torch.device) -> None:
 
 
 def known(picks: list[Pick | None], device: torch.device) -> Picking[list[Pick | None]]:
-    """Of rows whose picks are made."""
+    """A `Picking` whose tokens the host already has."""
 
     def picked() -> Picked:
         return Picked(list_to_device(device, [one.token if one else -1 for one in picks]))
@@ -116,7 +119,7 @@ def known(picks: list[Pick | None], device: torch.device) -> Picking[list[Pick |
 
 
 def _begin_fused(logits: Tensor, rows: Listing[Row], mask: Tensor | None) -> Picking[list[Pick | None]]:
-    """By Triton, in few passes over the logits."""
+    """Samples with the fused Triton kernels, in few passes over the logits."""
     from ...kernels.fused_sampling import sample
 
     penalized = any(row.sampling.penalized for row in rows)
@@ -144,7 +147,7 @@ def _begin_fused(logits: Tensor, rows: Listing[Row], mask: Tensor | None) -> Pic
 
 
 def _report_bound(logits: Tensor, mask: Tensor, tokens: Tensor, final: Tensor, rows: Tensor) -> None:
-    """Overwrites `final` where the most probable token was taken of those that a grammar allows."""
+    """Overwrites `final` for greedy rows that a grammar constrains: log-probabilities among the allowed tokens."""
     allowed = allow(logits[rows], mask[rows])
     final[rows] = allowed.gather(1, tokens[rows].clamp(min=0).unsqueeze(1)).squeeze(1) - allowed.logsumexp(-1)
 
@@ -170,21 +173,22 @@ def _pick_plainly(logits: Tensor, rows: Listing[Row], mask: Tensor | None) -> li
 
 
 def penalized(logits: Tensor, rows: Listing[Row]) -> Tensor:
-    """Logits after penalties and bias; a new tensor if there are any."""
+    """Logits after penalties and logit bias; a new tensor if any row has some."""
     indices = [i for i, row in enumerate(rows) if row.sampling.penalized]
     if not indices:
         return logits
-    own = list_to_device(logits.device, indices)  # an index by Python's list would wait for the device
+    own = list_to_device(logits.device, indices)  # indexing with a Python list would synchronize with the device
     penalties = _penalties([rows[i] for i in indices], logits)
     return logits.index_copy(0, own, penalize(logits.index_select(0, own), penalties))
 
 
 def _penalties(rows: Listing[Row], logits: Tensor) -> Penalties:
-    """Of all rows; those without any have no entries, and neither have tokens of images."""
+    """The rows' penalties and biases as tensors. Rows without any have no entries, and neither have image tokens."""
     device = logits.device
     lengths = [len(row.tokens) if row.sampling.penalized else 0 for row in rows]
     counts = torch.tensor(lengths)
-    places = torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts).repeat_interleave(counts)  # of tokens in their sequences
+    # position of each token in its sequence
+    places = torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts).repeat_interleave(counts)
     prompts = torch.tensor([row.prompt_length for row in rows]).repeat_interleave(counts)
     listed = chain.from_iterable(row.tokens for row, length in zip(rows, lengths, strict=True) if length)
     tokens = torch.tensor(list(listed), dtype=torch.int64)
@@ -205,7 +209,7 @@ def _penalties(rows: Listing[Row], logits: Tensor) -> Penalties:
 
 
 def _choose(scores: Tensor, rows: Listing[Row]) -> list[tuple[Filtered, Tensor]]:
-    """(distribution, chosen columns) in parts; every row is in one of them."""
+    """Samples every row: (distribution, chosen columns) in parts, each row in one of them."""
     device = scores.device
     everything = torch.arange(len(rows), device=device)
     sampled = [i for i, row in enumerate(rows) if row.sampling.temperature > 0]
@@ -222,11 +226,12 @@ def _choose(scores: Tensor, rows: Listing[Row]) -> list[tuple[Filtered, Tensor]]
 
 
 def draws_of(rows: Listing[Row], device: torch.device) -> Draws:
-    """Two copies to the device, whatever the number of parameters."""
+    """The rows' sampling parameters as tensors: two copies to the device, however many parameters there are."""
     samplings = [row.sampling for row in rows]
     floats = numpy.array([(one.temperature, one.top_p, one.min_p, one.typical_p) for one in samplings], numpy.float32)
     ints = [
-        (one.top_k, one.seed - (one.seed >> 63 << 64), row.choice, len(row.tokens) - row.prompt_length)  # the seed's bits, signed
+        # the seed's 64 bits as a signed integer
+        (one.top_k, one.seed - (one.seed >> 63 << 64), row.choice, len(row.tokens) - row.prompt_length)
         for one, row in zip(samplings, rows, strict=True)
     ]
     temperature, top_p, min_p, typical_p = to_device(torch.from_numpy(floats.T.copy()), device).unbind()
@@ -235,25 +240,26 @@ def draws_of(rows: Listing[Row], device: torch.device) -> Draws:
 
 
 class Tops:
-    """The model's own most probable tokens of those rows that report them."""
+    """The top log-probabilities of the model's own distribution, for the rows that report them."""
 
     def __init__(self, logits: Tensor, rows: Listing[Row], all: bool = False) -> None:
-        """all: of rows, too, that report another distribution where it is known."""
+        """all: also for rows that report the final distribution where it is known."""
         self._rows = rows
         self._wanting = [i for i, row in enumerate(rows) if row.top_n and (all or not row.final)]
-        self.tensors: tuple[Tensor, ...] = ()  # on the device: ids and log-probabilities, as many as any row reports; or nothing
+        # on the device: ids and log-probabilities, as many columns as the largest `top_n`; empty if no row wants any
+        self.tensors: tuple[Tensor, ...] = ()
         if self._wanting:
             some = logits if len(self._wanting) == len(logits) else logits[list_to_device(logits.device, self._wanting)]
             values, ids = most_probable(some, min(max(rows[i].top_n for i in self._wanting), logits.shape[1]))
             self.tensors = ids, values
 
     def listed(self, *found: Listing[Any]) -> dict[int, Top]:
-        """By row. found: the tensors, as Python's numbers."""
+        """By row index. found: the tensors as Python lists."""
         return _listed(self._wanting, found[0], found[1], self._rows) if found else {}
 
 
 def _report_final(part: Filtered, columns: Tensor, rows: Listing[Row], logprobs: Tensor, tops: dict[int, Top]) -> None:
-    """Overwrites `logprobs` and `tops` of the rows that report the distribution they were drawn from."""
+    """Overwrites `logprobs` and `tops` for the rows that report the distribution they were sampled from."""
     indices = part.rows.tolist()
     places = [k for k, i in enumerate(indices) if rows[i].final]
     if not places:

@@ -1,6 +1,7 @@
-"""Which tokens complete a text that some string ends. Only beams need it: of other answers the router sees the text in time.
+"""Detects stop strings on the shard, in the bytes of the generated tokens. Only beam search needs it: for other requests the router
+sees the text in time.
 
-Knows what bytes tokens stand for; no group and no score.
+Knows the bytes of tokens; no group and no score.
 """
 
 from collections.abc import Sequence as Listing
@@ -8,25 +9,25 @@ from typing import Protocol
 
 
 class Bytes(Protocol):
-    """What is needed of `grammar.Grammars`."""
+    """What `Stops` needs of `grammar.Grammars`."""
 
     def bytes_of(self, tokens: Listing[int]) -> bytes:
-        """The text that they stand for."""
+        """The UTF-8 bytes of these tokens."""
 
 
 class Stops:
-    """Of one model."""
+    """Stop string detection with one model's tokenizer."""
 
     def __init__(self, tokenizer: Bytes) -> None:
         self._tokenizer = tokenizer
 
     def completed_by(self, tokens: Listing[int], prompt_length: int, token: int, stops: Listing[str]) -> bool:
-        """Whether the generated text holds one of `stops` with this token; it has held none without it."""
+        """Whether the generated text contains one of `stops` once `token` is appended; it contained none before."""
         strings = [stop.encode() for stop in stops]
         longest = max(map(len, strings))
         text, start = self._tokenizer.bytes_of([token]), len(tokens)
         wanted = len(text) + longest
-        while len(text) < wanted and start > prompt_length:  # again, if there were special tokens, which have no bytes
+        while len(text) < wanted and start > prompt_length:  # repeated where special tokens, which have no bytes, left it too short
             end, start = start, max(prompt_length, start - longest)
             text = self._tokenizer.bytes_of(tokens[start:end]) + text
         return any(string in text for string in strings)

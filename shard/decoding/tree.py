@@ -1,10 +1,10 @@
-"""A tree of drafts: tokens that may follow a sequence's last one. Plain ints; knows no sequence, no page and no model.
+"""A tree of draft tokens that may follow a sequence's last one. Plain ints; knows no sequence, no page and no model.
 
     the last token ──┬── 0 ──┬── 1 ── 2        node i holds tokens[i]; parents[i] < i, and -1 is the sequence's last token
                      │       └── 3             depth-first, and of siblings the most probable first: so the most probable chain
-                     └── 4                     stands in the first slots, and nothing has to move when it is accepted
+                     └── 4                     is in the first slots, and nothing has to be moved when it is accepted
 
-A path comes once: siblings hold different tokens. A chain is a tree.
+Each path occurs once: siblings hold different tokens. A chain is a tree.
 """
 
 from collections.abc import Iterable
@@ -14,57 +14,57 @@ from itertools import accumulate
 
 from ...kernels import attention
 
-# Drafts in a tree. Together with the sequence's last token they are the 128 nodes whose ancestors attention has bits for.
+# The most drafts in a tree. With the sequence's last token they are the 128 nodes that attention's ancestor bit masks cover.
 MOST_NODES = 127
 ROOT = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """One try: a token that was proposed to follow."""
+    """A draft token together with the distribution that it was drawn from."""
 
     token: int
-    source: int  # the row of the step's draft probabilities that it was drawn from; -1: it was certain to be proposed
+    source: int  # row of the step's draft probabilities that it was drawn from; -1: it was proposed with certainty
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Made by `chain`, `lay` and `merge`, which see to the order."""
+    """A tree of drafts in depth-first order, which `chain`, `lay` and `merge` establish."""
 
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()  # of the whole path to each node, as its proposer sees it; no node's is above its parent's
+    logprobs: tuple[float, ...] = ()  # of the whole path to each node by its proposer; no node's is above its parent's
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @property
     def is_chain(self) -> bool:
-        """Whether no node has a sibling. Nothing is a chain, too."""
+        """Whether no node has a sibling; also true of an empty tree."""
         return self.parents == tuple(range(-1, len(self) - 1))
 
     @property
     def depths(self) -> list[int]:
-        """0 for what follows the sequence's last token."""
+        """The depth of each node; 0 directly after the sequence's last token."""
         return attention.depths(self.parents)
 
     @property
     def children(self) -> list[list[int]]:
-        """Of the sequence's last token, then of every node: `children[1 + i]` are those of node i."""
+        """The children of the sequence's last token, then of every node: `children[1 + i]` are those of node i."""
         found: list[list[int]] = [[] for _ in range(len(self) + 1)]
         for node, parent in enumerate(self.parents):
             found[parent + 1].append(node)
         return found
 
     def query(self, lacking: int) -> list[int] | None:
-        """The parents of a span that holds a sequence's `lacking` last tokens, then the nodes; None where it is a chain."""
+        """The parents for a span of the sequence's `lacking` last tokens followed by the nodes; None for a chain."""
         if self.is_chain:
             return None
         return [*range(-1, lacking - 1), *(lacking + parent for parent in self.parents)]
 
     def accepted(self, picked: Listing[int | None]) -> list[int]:
-        """The path that follows the tokens picked after the sequence's last token (`picked[0]`) and after every node
-        (`picked[1 + i]`), as far as there are nodes for them."""
+        """The accepted path: nodes that match the tokens picked after the sequence's last token (`picked[0]`) and after every node
+        (`picked[1 + i]`)."""
         place = {(parent, token): node for node, (parent, token) in enumerate(zip(self.parents, self.tokens, strict=True))}
         path: list[int] = []
         node = ROOT
@@ -76,15 +76,15 @@ class Tree:
             path.append(node)
 
     def trial(self, path: Listing[int]) -> tuple[list[int], list[int]]:
-        """What an accepted path says of the drafts: of each of its nodes the rank among its siblings; and the number of siblings
-        at each depth where there were any to be accepted, one more than ranks if the last ones were all refused."""
+        """The acceptance trials of a verified tree: for each accepted node its rank among its siblings; and the number of siblings
+        at each depth where one could be accepted, one more than ranks if the last siblings were all rejected."""
         children = self.children
         families = [children[node + 1] for node in (ROOT, *path)]
         ranks = [family.index(node) for family, node in zip(families, path, strict=False)]
         return ranks, [len(family) for family in families if family]
 
     def cut(self, nodes: int) -> "Tree":
-        """The most probable so many nodes, which are a tree. Their order stays."""
+        """The tree of the `nodes` most probable nodes, in the same order."""
         if len(self) <= nodes:
             return self
         best = sorted(range(len(self)), key=lambda node: (-self.logprobs[node], node))[:nodes]  # a parent before its children
@@ -98,7 +98,7 @@ class Tree:
 
 
 def chain(tokens: Iterable[int], logprobs: Iterable[float] | None = None) -> Tree:
-    """Tokens one after the other. logprobs: of each after those before it."""
+    """A chain of tokens. logprobs: of each, given those before it."""
     listed = tuple(tokens)
     each = [0.0] * len(listed) if logprobs is None else list(logprobs)
     assert len(each) == len(listed)
@@ -106,9 +106,10 @@ def chain(tokens: Iterable[int], logprobs: Iterable[float] | None = None) -> Tre
 
 
 def lay(tokens: Listing[int], parents: Listing[int], logprobs: Listing[float]) -> tuple[Tree, list[int]]:
-    """The tree of nodes that stand in any order, parents before their children; and for each of its nodes the number that it had.
+    """Lays out nodes given in any order, parents before children, depth-first; returns the tree, and for each of its nodes the old
+    index.
 
-    logprobs: of whole paths. One that is above its parent's, as rounding makes them, is lowered to it.
+    logprobs: of whole paths. One above its parent's, as rounding produces them, is lowered to it.
     """
     lowered: list[float] = []
     families: list[list[int]] = [[] for _ in range(len(tokens) + 1)]
@@ -137,7 +138,7 @@ def lay(tokens: Listing[int], parents: Listing[int], logprobs: Listing[float]) -
 
 
 def merge(trees: Iterable[Tree]) -> Tree:
-    """All paths of all trees, each once. A path that several propose is as probable as the surest of them says."""
+    """The union of all trees' paths. A path that several propose gets the highest of their probabilities."""
     place: dict[tuple[int, int], int] = {}
     tokens: list[int] = []
     parents: list[int] = []
@@ -157,6 +158,6 @@ def merge(trees: Iterable[Tree]) -> Tree:
 
 
 def moves(path: Listing[int]) -> list[tuple[int, int]]:
-    """What an accepted path asks for: (from, to) in slots after the sequence's last token, in the order in which they are to be
-    moved, one after the other. Nothing, if the path is the first chain."""
+    """The KV cache moves for an accepted path: (from, to) as slots after the sequence's last token, to be done one after the other
+    in this order. Empty if the path is the first chain."""
     return [(node, place) for place, node in enumerate(path) if node != place]

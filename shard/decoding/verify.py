@@ -1,11 +1,12 @@
-"""Which drafts are accepted. A rule says which token follows a sequence's last one, and which follows every draft; the answer is
-the path along these tokens, as far as there are drafts for it, and the token after it.
+"""Verification of drafts: decides which draft tokens of a step are accepted. A rule chooses the token after a sequence's last one
+and after every draft; the answer is the path along these tokens, as far as there are drafts for it, and one more token after it.
 
-    gumbel      what plain sampling would emit: each row is drawn with the noise of its own output position, so the answer is that
-                of plain sampling, token for token, whatever is proposed. Without a temperature there is no noise; the rule stays.
-    rejection   drafts that were drawn from known distributions are accepted at random, so that the answer has the distribution
-                of plain sampling: along a chain (Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318),
-                and with several tries at every node (SpecInfer: Miao et al. 2024, arXiv:2305.09781).
+    gumbel      what plain sampling would emit: each row is sampled with the noise of its own output position, so the answer equals
+                plain sampling token for token, whatever is drafted. At temperature 0 there is no noise, and the rule is the same.
+    rejection   speculative (rejection) sampling: drafts that were drawn from known distributions are accepted at random, so that
+                the answer has the distribution of plain sampling: along a chain (Leviathan et al. 2023, arXiv:2211.17192;
+                Chen et al. 2023, arXiv:2302.01318), and with several tries at every node (SpecInfer: Miao et al. 2024,
+                arXiv:2305.09781).
     typical     LOSSY: whatever the model finds probable enough is accepted (Medusa: Cai et al. 2024, arXiv:2401.10774).
 
 All randomness is noise of (seed, choice, output position), as in `kernels.noise`; nothing has a state. Knows trees and rows, no
@@ -31,17 +32,17 @@ from .sampler import Pick, Row, draws_of, penalized
 from .strategy import Finish, finish_of
 from .tree import Drawn, Tree
 
-# Last words of the noise's counter, each a use of the seed of its own; `noise.STREAM`, 0, is what tokens are drawn with.
-PROPOSED = 1  # what a draft model draws
-ACCEPTED = 2  # whether it is accepted
-# Medusa's criterion, with the values that it was published with: probable enough is what is above the lower of a constant and a
-# share of exp(-entropy).
+# The last word of the noise's counter gives each use of the seed its own stream; `noise.STREAM`, 0, is for sampling tokens.
+PROPOSED = 1  # tokens that a draft model draws
+ACCEPTED = 2  # whether they are accepted
+# Medusa's typical acceptance with its published values: probable enough is what is above the lower of a constant and a share of
+# exp(-entropy).
 THRESHOLD = 0.09
 SHARE = 0.3
 
 
 class VerificationRule(StrEnum):
-    """How drafts are verified."""
+    """A verification rule; see the module."""
 
     GUMBEL = "gumbel"
     REJECTION = "rejection"
@@ -50,28 +51,28 @@ class VerificationRule(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What is proposed for a sequence."""
+    """The draft tokens proposed for a sequence."""
 
     tree: Tree = Tree()  # noqa: RUF009 - it is frozen
-    # For rejection, of the sequence's last token and then of every node: its children as they were drawn, one independently of the
-    # other and of the order in which they are tried. A token that was drawn twice stands here twice, and once in the tree.
+    # For `rejection`: the children of the sequence's last token, then of every node, as they were drawn, independently of each
+    # other and of the order in which they are tried. A token that was drawn twice is here twice, and once in the tree.
     drawn: tuple[tuple[Drawn, ...], ...] = ()
 
 
 def certain(tree: Tree) -> Draft:
-    """A draft that nothing but its sequence's tokens has decided on, such as one that was looked up."""
+    """A draft that depends deterministically on its sequence's tokens, such as one from n-gram lookup."""
     return Draft(tree, tuple(tuple(Drawn(tree.tokens[node], -1) for node in family) for family in tree.children))
 
 
 class Extended(Listing[int]):
-    """A sequence's tokens and some more, without a copy of them."""
+    """A sequence's tokens followed by some more, as a view without a copy."""
 
     __slots__ = ("_length", "_more", "_tokens")
 
     def __init__(self, tokens: Listing[int], more: Listing[int]) -> None:
         self._tokens = tokens
         self._more = more
-        self._length = len(tokens) + len(more)  # is asked for often
+        self._length = len(tokens) + len(more)  # asked for often
 
     def __len__(self) -> int:
         return self._length
@@ -90,13 +91,13 @@ class Extended(Listing[int]):
 
 
 def row(group: Group, sequence: Sequence, path: Listing[int]) -> Row:
-    """What follows so many drafts is drawn as if they were the sequence's own tokens."""
+    """The sampling row after this path of drafts, sampled as if they were the sequence's own tokens."""
     tokens = Extended(sequence.tokens, path) if path else sequence.tokens
     return Row(sampling_of(group, tokens), tokens, sequence.prompt_length, sequence.choice, group.top_n, bool(group.grammar))
 
 
 def rows(group: Group, sequence: Sequence, tree: Tree) -> list[Row]:
-    """Of the sequence's last token, then of every node."""
+    """One row after the sequence's last token, then one after every node."""
     paths: list[list[int]] = []
     for token, parent in zip(tree.tokens, tree.parents, strict=True):
         paths.append([*paths[parent], token] if parent >= 0 else [token])
@@ -104,29 +105,30 @@ def rows(group: Group, sequence: Sequence, tree: Tree) -> list[Row]:
 
 
 def room(group: Group, sequence: Sequence) -> int:
-    """How deep a tree may be: the token after the last accepted draft is the last that the group may have, at most."""
+    """The greatest depth of a tree: the token after the last accepted draft may be the last that the group is allowed."""
     return max(0, group.max_new_tokens - sequence.generated - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """What a step brought a sequence."""
+    """The verification result for one sequence."""
 
-    path: list[int]  # the drafts whose keys and values stay: all new tokens but the last
-    picks: list[Pick]  # the new tokens; none: nothing can follow the last one
-    finish: Finish  # of the last one
-    right: list[int]  # the drafts that were right: the path, and the draft of the last token, if there is one
+    path: list[int]  # accepted nodes whose keys and values stay: all new tokens but the last
+    picks: list[Pick]  # the new tokens; empty: none can follow the last one
+    finish: Finish  # of the last new token
+    right: list[int]  # nodes that were right: the path, and the draft of the last new token, if there is one
 
 
 def accept(group: Group, sequence: Sequence, tree: Tree, picks: Listing[Pick | None]) -> Accepted:
-    """Ends where plain decoding would have ended. picks: of the sequence's last token, then of every node. Changes nothing."""
+    """The accepted path and new tokens, ending where plain decoding would have ended. picks: after the sequence's last token, then
+    after every node. Changes nothing."""
     path = tree.accepted([one.token if one else None for one in picks])
     kept: list[Pick] = []
     finish = Finish.NOT
     for node in (-1, *path):
         one = picks[node + 1]
         if one is None:
-            break  # the next step meets it again, as plain decoding would
+            break  # the next step meets it again, and fails as plain decoding would
         kept.append(one)
         finish = finish_of(group, one, sequence.generated + len(kept))
         if finish:
@@ -142,10 +144,11 @@ def pick(
     mask: Tensor | None = None,
     probabilities: Tensor | None = None,
 ) -> list[Pick | None]:
-    """What follows each row, by a rule: `sampler.pick`, but for rows that have drafts to choose among.
+    """Chooses the token after each row by the verification rule: `sampler.pick`, except for rows that have drafts to accept or
+    reject.
 
-    logits, rows, mask: as there, 1 + len(tree) of each draft one after the other; probabilities: [sources, vocabulary] float32,
-    what drafts were drawn from.
+    logits, rows, mask: as there, 1 + len(tree) rows for each draft one after the other; probabilities: [sources, vocabulary]
+    float32, the distributions that drafts were drawn from.
     """
     picks = sampler.pick(logits, rows, mask)
     if rule is VerificationRule.GUMBEL:
@@ -171,7 +174,7 @@ def pick(
 
 
 def distributions(logits: Tensor, rows: Listing[Row], mask: Tensor | None = None) -> Tensor:
-    """[rows, vocabulary] float32: the probabilities that plain sampling draws from. Every row has a temperature."""
+    """The probabilities that plain sampling draws from: [rows, vocabulary] float32. Every row has a temperature."""
     scores = penalized(logits, rows)
     if mask is not None:
         scores = allow(scores, mask)
@@ -183,14 +186,14 @@ def distributions(logits: Tensor, rows: Listing[Row], mask: Tensor | None = None
 
 
 def propose(probabilities: Tensor, draws: Draws, count: int) -> Tensor:
-    """[rows, count] int64: so many independent draws from each row of `probabilities` [rows, vocabulary]."""
+    """Independent draws from each row of `probabilities` [rows, vocabulary]: [rows, count] int64."""
     sums = probabilities.double().cumsum(-1)
     found = torch.searchsorted(sums, _uniform(draws, count, PROPOSED) * sums[:, -1:], right=True)
-    return found.clamp_(max=probabilities.shape[1] - 1)  # of what is no number nothing is found
+    return found.clamp_(max=probabilities.shape[1] - 1)  # of NaN nothing is found
 
 
 def _uniform(draws: Draws, count: int, stream: int) -> Tensor:
-    """[rows, count] float64 in (0, 1)."""
+    """Uniform random numbers in (0, 1): [rows, count] float64."""
     seeds, choices, positions = draws.seeds.unsqueeze(1), draws.choices.unsqueeze(1), draws.positions.unsqueeze(1)
     places = torch.arange(count, device=seeds.device).unsqueeze(0)
     key = seeds & noise.MASK, seeds >> 32 & noise.MASK
@@ -199,7 +202,7 @@ def _uniform(draws: Draws, count: int, stream: int) -> Tensor:
 
 
 def _by_rejection(target: Tensor, draws: Draws, tried: Listing[Listing[Drawn]], probabilities: Tensor | None) -> Tensor:
-    """[rows] int64: the first try that is accepted, or what is drawn from what the refused ones leave."""
+    """The first try that is accepted, or a draw from the residual distribution: [rows] int64."""
     device = target.device
     most = max(map(len, tried))
     padded = [[*((one.token, one.source) for one in some), *[(-1, -1)] * (most - len(some))] for some in tried]
@@ -210,12 +213,13 @@ def _by_rejection(target: Tensor, draws: Draws, tried: Listing[Listing[Drawn]], 
 
 
 def refuse(target: Tensor, tokens: Tensor, sources: Tensor, probabilities: Tensor | None, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Tries the tokens of every row in turn. Each was drawn from its own distribution q; a refused one leaves the next, and at last
-    the token that is drawn without a draft, the part of the distribution that q didn't cover.
+    """Multi-try rejection sampling: tries the tokens of every row in turn. Each was drawn from its own distribution q; a rejected
+    one leaves, for the next try and at last for the token drawn without a draft, the residual of the target distribution that q did
+    not cover.
 
     target: [rows, vocabulary] probabilities; tokens, sources: [rows, tries] as in `Drawn`, tokens -1 where there are no more;
-    probabilities: [sources, vocabulary]; uniform: [rows, tries]. Returns [rows] the accepted token, or -1; [rows, vocabulary] what
-    is left to draw from.
+    probabilities: [sources, vocabulary]; uniform: [rows, tries]. Returns [rows] the accepted token, or -1; [rows, vocabulary] the
+    residual to draw from.
     """
     accepted = torch.full_like(tokens[:, 0], -1)
     rest = target.clone()
@@ -232,7 +236,7 @@ def refuse(target: Tensor, tokens: Tensor, sources: Tensor, probabilities: Tenso
 
 
 def _proposed(token: Tensor, sources: Tensor, probabilities: Tensor | None, vocabulary: int) -> Tensor:
-    """[rows, vocabulary]: what each token was drawn from."""
+    """The distribution that each token was drawn from: [rows, vocabulary]."""
     sure = torch.zeros(len(token), vocabulary, device=token.device)
     if probabilities is None:
         return sure.scatter_(1, token, 1.0)
@@ -244,19 +248,20 @@ def _proposed(token: Tensor, sources: Tensor, probabilities: Tensor | None, voca
 
 
 def _accepts(target: Tensor, proposed: Tensor, uniform: Tensor) -> Tensor:
-    """With the probability min(1, target / proposed)."""
+    """Accepts with the probability min(1, target / proposed)."""
     return uniform * proposed < target
 
 
 def _residual(target: Tensor, proposed: Tensor) -> Tensor:
-    """What has to be drawn if a token drawn from `proposed` was refused. Where rounding leaves nothing, it is what it was."""
+    """The residual distribution after a token drawn from `proposed` was rejected. Where rounding leaves nothing, the target
+    itself."""
     left = (target - proposed).clamp_(min=0)
     total = left.sum(-1, keepdim=True)
     return torch.where(total > 0, left / total, target)
 
 
 def _probable(target: Tensor, tokens: Listing[Listing[int]]) -> list[list[bool]]:
-    """Which of each row's tokens meet Medusa's criterion."""
+    """Which of each row's tokens meet Medusa's typical acceptance criterion."""
     entropy = -torch.special.xlogy(target, target).sum(-1)
     least = (SHARE * (-entropy).exp()).clamp(max=THRESHOLD)
     counts = torch.tensor([len(some) for some in tokens], device=target.device)
@@ -266,8 +271,8 @@ def _probable(target: Tensor, tokens: Listing[Listing[int]]) -> list[list[bool]]
 
 
 def _longest(drafts: Listing[Draft], probable: dict[int, list[bool]]) -> dict[int, int]:
-    """By row: the token of the child from which most probable drafts follow each other, the first of several; rows without a
-    probable child are not in it. probable: of rows, for each of their children."""
+    """By row: the token of the child from which the longest path of probable drafts follows, the first of several; rows without a
+    probable child are missing. probable: by row, a flag for each of its children."""
     found: dict[int, int] = {}
     first = 0
     for draft in drafts:
@@ -286,7 +291,7 @@ def _longest(drafts: Listing[Draft], probable: dict[int, list[bool]]) -> dict[in
 def _replaced(
     picks: list[Pick | None], asked: Listing[int], rows: Listing[Row], tokens: Tensor, logits: Tensor, target: Tensor
 ) -> list[Pick | None]:
-    """Other tokens for the rows `asked`, with their log-probabilities; `rows` and `target` are of these only."""
+    """Replaces the tokens of the rows `asked`, with their log-probabilities; `rows` and `target` are of these only."""
     lines = torch.tensor(asked, device=logits.device)
     own = logits[lines, tokens] - logits[lines].logsumexp(-1)
     final = target.gather(1, tokens.unsqueeze(1)).squeeze(1).log()

@@ -1,1 +1,1 @@
-"""The decoder, and the families of models as data for it."""
+"""The decoder, and the model families as data that configures it."""

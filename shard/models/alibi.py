@@ -1,6 +1,6 @@
-"""Linear biases of attention (Press et al. 2022, arXiv:2108.12409): see `Alibi`. A key is cached with what its position adds, as
-features that queries have ones for. So no kernel knows of it, nor does what cuts, shares and guesses.
-"""
+"""ALiBi, linear biases of attention (Press et al. 2022, arXiv:2108.12409): see `Alibi`. A key is cached together with the bias of
+its position, as extra features for which queries hold ones. So neither kernels nor chunked prefill, prefix sharing and speculation
+need to know of it."""
 
 import torch
 from torch import Tensor
@@ -10,8 +10,8 @@ from .shape import Shape, Unsupported
 
 
 def table_of(shape: Shape, rank: int, ranks: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What positions add to products with keys of this rank's heads, in parts: [positions, heads, Alibi.features]. Raises
-    Unsupported for numbers beyond those of `dtype`."""
+    """The biases that positions add to products with keys of this rank's heads, split into addends: [positions, heads,
+    Alibi.features]. Raises Unsupported for biases beyond the range of `dtype`."""
     assert shape.alibi is not None
     own, positions = shape.heads // ranks, torch.arange(shape.max_positions, device=device).unsqueeze(1)
     slopes = torch.tensor(shape.alibi.slopes[rank * own : (rank + 1) * own], device=device)
@@ -23,8 +23,8 @@ def table_of(shape: Shape, rank: int, ranks: int, dtype: torch.dtype, device: to
 
 
 def _parts(whole: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    """Numbers that add up to those of `whole`, in float32, to the last bit: [..., count]. Three hold all bits, the others what is
-    beyond the largest of float16."""
+    """Splits numbers into addends whose sum in float32 is exact to the last bit: [..., count]. Three hold all bits, the others what
+    exceeds the largest float16."""
     most, parts = torch.finfo(dtype).max, []
     for _ in range(count):
         parts.append(whole.clamp(max=most).to(dtype))
@@ -33,8 +33,8 @@ def _parts(whole: Tensor, count: int, dtype: torch.dtype) -> Tensor:
 
 
 def widened(joint: Tensor, leaning: Tensor, size: int) -> Tensor:
-    """joint: of a step's queries, keys and values, as many heads of each, one after the other, [tokens, heads of all * size];
-    leaning: rows of `table_of`; with that beside keys, ones beside queries, and zeros beside values."""
+    """joint: a step's queries, keys and values, as many heads of each, concatenated, [tokens, heads of all * size]; leaning: rows
+    of `table_of`. Returns the same with the biases appended to keys, ones to queries, and zeros to values."""
     heads, more = leaning.shape[1:]
     every = functional.pad(joint.view(len(joint), 3 * heads, size), (0, more))
     every[:, :heads, size:] = 1

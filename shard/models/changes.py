@@ -1,7 +1,7 @@
-"""What adapters change of a model: which of them there are, each by its number, and what each adds to which weight.
+"""LoRA adapters of a model (multi-LoRA): which adapters are loaded, each under a number, and what each adds to which weight.
 
-Others may come while the model serves, into places that were left for them, and go. What takes time can be done beside the steps
-(`prepared`); that rows go by one from then on (`put`) is a matter of a moment, between two of them.
+Adapters may be loaded and dropped while the model serves, into slots reserved for them. The slow part can run beside the steps
+(`prepared`); making one available (`put`) takes a moment between two steps.
 """
 
 from collections.abc import Sequence
@@ -21,31 +21,31 @@ from .shape import Unsupported
 
 
 class Change(Protocol):
-    """How adapters change one weight, of which this rank has a part."""
+    """How adapters change one weight, of which this rank holds a part."""
 
     @property
     def matrices(self) -> int:
-        """That the weight is made of: each adds as much rank as an adapter has."""
+        """The number of matrices fused in the weight: each adds as much rank as an adapter has."""
         ...
 
     def pair(self, adapter: Adapter) -> Pair | None:
-        """None: it leaves the weight as it is. Raises Unsupported."""
+        """The adapter's two matrices for this weight (down, up); None: it leaves the weight as it is. Raises Unsupported."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A matrix, of whose outputs this rank has some."""
+    """A matrix of which this rank has some of the outputs."""
 
-    names: tuple[str, ...]  # within the model
-    outputs: int  # of all of it
+    names: tuple[str, ...]  # of the matrix within the model
+    outputs: int  # of the whole matrix
     start: int
     stop: int
-    factor: float  # what the weight is multiplied by
-    joint: "Part | None" = None  # the same outputs of a matrix that the checkpoint has in several, and transformers in one
+    factor: float  # the weight is multiplied by it
+    joint: "Part | None" = None  # the same outputs in transformers' fused matrix, where the checkpoint has several
 
     def of(self, adapter: Adapter) -> "Part":
-        """As the adapter has it."""
+        """The part as this adapter names it: split or fused."""
         if self.joint is None or not adapter.has(self.joint.names):
             return self
         if adapter.has(self.names):
@@ -57,11 +57,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Outwards:
-    """Of matrices side by side, or parts of one, each changed on its own outputs."""
+    """The change of a column-parallel weight: matrices side by side, or parts of one, each changed on its own outputs."""
 
     parts: Sequence[Part]
     inputs: int
-    order: Tensor | None = None  # in which the weight has their outputs
+    order: Tensor | None = None  # the order of outputs in the weight
 
     @property
     def matrices(self) -> int:
@@ -88,7 +88,7 @@ class Outwards:
 
 
 def side_by_side(*changes: Outwards | None) -> Outwards | None:
-    """Of weights whose outputs stand one behind the other in one; None: there are no adapters."""
+    """The change of weights that are concatenated along their outputs; None: there are no adapters."""
     parts, orders, before, inputs = list[Part](), list[Tensor](), 0, 0
     for change in changes:
         if change is None:
@@ -102,11 +102,11 @@ def side_by_side(*changes: Outwards | None) -> Outwards | None:
 
 @dataclass(frozen=True, slots=True)
 class Inwards:
-    """Of a matrix of whose inputs this rank has some."""
+    """The change of a row-parallel weight: a matrix of which this rank has some of the inputs."""
 
     names: tuple[str, ...]
     outputs: int
-    inputs: int  # of all of it
+    inputs: int  # of the whole matrix
     start: int
     own: int
     factor: float
@@ -119,19 +119,19 @@ class Inwards:
 
 
 class Changes:
-    """The adapters of one model."""
+    """The LoRA adapters of one model, and the weights that they change."""
 
     def __init__(self, first: Sequence[Adapter] = (), room: int = 0, rank: int = 0) -> None:
-        """first: those that are read with the weights; room: for how many there is at once, if there is for more; rank: the highest
-        that others may have."""
+        """first: adapters that are loaded with the weights; room: slots in all, if there are to be more; rank: the highest rank of
+        adapters loaded later."""
         self.first = first
-        self.names = [adapter.name for adapter in first] + [""] * (room - len(first))  # or keys, by number; "": there is none
+        self.names = [adapter.name for adapter in first] + [""] * (room - len(first))  # or keys, by number; "": a free slot
         self._rank = rank if room > len(first) else 0
         self._changed: list[tuple[Additions, Change]] = []
 
     def additions(self, change: Change, weight: Sequence[int], exact: Invariance, like: Tensor) -> Additions | None:
-        """What those that are there add to a weight [outputs, inputs], and others will; like: a tensor of the type, and on the
-        device, of all that is computed with."""
+        """What loaded adapters add to a weight [outputs, inputs], with room for later ones; like: a tensor of the type and device
+        of computation."""
         pairs = [change.pair(adapter) for adapter in self.first]
         outputs, inputs = weight
         most = self._rank * change.matrices
@@ -142,18 +142,18 @@ class Changes:
         return found
 
     def check(self) -> None:
-        """After all weights were read. Raises Unsupported if an adapter changes more than these."""
+        """To be called after all weights are read. Raises Unsupported if an adapter changes something else."""
         for adapter in self.first:
             adapter.check()
 
     @property
     def later(self) -> int:
-        """Bytes that those take which are not there yet, at most."""
+        """Bytes that adapters in the free slots will take, at most."""
         return self.names.count("") * sum(additions.later for additions, _ in self._changed)
 
     def prepared(self, adapter: Adapter) -> list[Any]:
-        """What `put` takes, of another one; by any thread. Raises Unsupported."""
-        if adapter.rank > self._rank:  # before it takes memory
+        """Another adapter's matrices, as `put` takes them; may run on any thread. Raises Unsupported."""
+        if adapter.rank > self._rank:  # checked before it takes memory
             raise Unsupported(
                 f"adapter {adapter.name} has rank {adapter.rank}, and there is room for {self._rank}: start the server with "
                 f"--max-lora-rank {adapter.rank}"
@@ -163,7 +163,7 @@ class Changes:
         return [pair and additions.prepared(pair) for additions, pair in pairs]
 
     def put(self, key: str, prepared: Sequence[Any]) -> str:
-        """One can be asked for by this key from now on. Returns why it can't; "": it can."""
+        """Puts an adapter into a free slot, for requests with this key. Returns the reason if it can't; "": it is there."""
         if "" not in self.names:
             return f"there is no room for adapter {key}: all {len(self.names)} places are taken"
         number = self.names.index("")
@@ -173,7 +173,7 @@ class Changes:
         return ""
 
     def drop(self, key: str) -> None:
-        """Nobody asks for it any more. An unknown one is ignored."""
+        """Frees the slot of an adapter that no request uses any more. An unknown key is ignored."""
         if key in self.names:
             number = self.names.index(key)
             self.names[number] = ""

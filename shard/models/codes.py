@@ -1,4 +1,5 @@
-"""Reads matrices of few bits as checkpoints have them. How each format lays them out is here and nowhere else."""
+"""Reads quantized matrices in the checkpoints' formats (GPTQ, AWQ, compressed-tensors, FP8, ModelOpt, MXFP4). Each format's layout
+is handled here and nowhere else."""
 
 from collections.abc import Callable, Iterator
 from math import gcd
@@ -13,26 +14,26 @@ from .quantization import REMEDY
 from .shape import Unsupported
 from .traits import Quantization
 
-AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # the place in a word of each of eight outputs
-SIGN = 128  # of a byte
+AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # index within a word of each of eight outputs
+SIGN = 128  # the sign bit of a byte
 USUAL_BLOCK = 128  # DeepSeek's and Qwen's
-ONES = {4: 0x11111111, 8: 0x01010101}  # side by side in a word
+ONES = {4: 0x11111111, 8: 0x01010101}  # a 1 in each of the codes packed in a word
 FLOATS = ("F32", "F16", "BF16")
-EXPONENTS = ("U8", "F8_E8M0")  # of scales that have nothing else
+EXPONENTS = ("U8", "F8_E8M0")  # of scales that are powers of two
 Read = Callable[[Source, str, tuple[int, int], Quantization], Codes]
-FP4_MIDDLE = 127  # of the exponents of scales
+FP4_MIDDLE = 127  # bias of the exponents
 
 
 def matrix(
     source: Source, name: str, shape: tuple[int, int], how: Quantization | None, cut: tuple[int, int, int] | None
 ) -> Tensor | Codes:
-    """The matrix `name`, [outputs, inputs], or its part from a start to a stop along a dimension: cut."""
+    """Reads the matrix `name`, [outputs, inputs], or its part along a dimension: cut is (dimension, start, stop)."""
     read = next(
         (read for (method, mark), read in READERS.items() if how and method == how.method and source.has(f"{name}.{mark}")), None
     )
     if how is None or read is None:
         found = source.tensor(f"{name}.weight", shape, cut)
-        made_up = not source.has(f"{name}.weight")  # where nobody knows what there is
+        made_up = not source.has(f"{name}.weight")  # weights are random, without a checkpoint
         return quantize(found, how.kind) if how and (how.at_load or made_up) else found
     codes = _stored_as(read, source, name, shape, (how, *how.others))
     own = codes.part(*cut) if cut else codes
@@ -41,7 +42,7 @@ def matrix(
 
 
 def _stored_as(read: Read, source: Source, name: str, shape: tuple[int, int], ways: tuple[Quantization, ...]) -> Codes:
-    """A matrix that is stored in one of these ways: what it is in others has another type, or another shape."""
+    """A matrix stored in one of these formats: in the others its type or shape would differ."""
     problem: Unsupported | None = None
     for how in ways:
         try:
@@ -59,19 +60,19 @@ def _stored_as(read: Read, source: Source, name: str, shape: tuple[int, int], wa
 
 
 def _gptq(source: Source, name: str, shape: tuple[int, int], how: Quantization) -> Codes:
-    """Codes side by side along the inputs in words of 32 bits, [inputs / 8, outputs]; zeros along the outputs."""
+    """GPTQ: codes packed along the inputs in words of 32 bits, [inputs / 8, outputs]; zero points along the outputs."""
     bits, inputs = BITS[how.kind], shape[1]
     codes = _words(_stored(source, f"{name}.qweight", 2, ("I32",)), bits, 0).t()
     scales = _stored(source, f"{name}.scales", 2, FLOATS).float().t()
     order = _order(source, name, "g_idx", inputs, _size(scales, inputs, how.group))
     words = _stored(source, f"{name}.qzeros", 2, ("I32",))
-    if how.shifted:  # words had the ones taken away as a whole: where an integer was 0, the next one lent it a bit
+    if how.shifted:  # 1 was subtracted from words as a whole: where a zero point was 0, that borrowed from the next one
         words = words + ONES[bits]
     return _codes(how.kind, codes, *_even(scales, _words(words, bits, 1).t(), inputs, how.group), order)
 
 
 def _awq(source: Source, name: str, shape: tuple[int, int], how: Quantization) -> Codes:
-    """Everything side by side along the outputs, in an order of its own."""
+    """AWQ: everything packed along the outputs, in an order of its own."""
 
     def ordered(part: str) -> Tensor:
         words = _words(_stored(source, f"{name}.{part}", 2, ("I32",)), 4, 1)
@@ -83,14 +84,14 @@ def _awq(source: Source, name: str, shape: tuple[int, int], how: Quantization) -
 
 
 def _packed(source: Source, name: str, shape: tuple[int, int], how: Quantization) -> Codes:
-    """compressed-tensors': codes along the inputs, [outputs, inputs / 8], zeros along the outputs."""
+    """compressed-tensors: codes packed along the inputs, [outputs, inputs / 8], zero points along the outputs."""
     if how.kind in FP4_BLOCKS:
         return _fp4(source, name, shape, how)
     if how.kind not in MIDDLES:
         raise Unsupported(f"{name} has packed integers, config.json says {how.kind}: they belong to different models")
     bits = BITS[how.kind]
     words = _stored(source, f"{name}.weight_packed", 2, ("I32",))
-    if words.shape[1] != -(-shape[1] * bits // 32):  # a word too few or too many are not those of other bits
+    if words.shape[1] != -(-shape[1] * bits // 32):  # a word too few or too many does not mean other bits
         raise Unsupported(
             f"{name} has codes {[len(words), words.shape[1] * 32 // bits]}, config.json says {list(shape)}: they belong to "
             "different models"
@@ -101,7 +102,7 @@ def _packed(source: Source, name: str, shape: tuple[int, int], how: Quantization
     zeros = None
     if source.has(f"{name}.weight_zero_point"):
         found = _stored(source, f"{name}.weight_zero_point", 0, ("I32", "I8"))
-        if found.dtype == torch.int8:  # of a whole tensor, and of all by older versions: a signed number each
+        if found.dtype == torch.int8:  # of a whole tensor, and always in older versions: a signed byte each
             zeros = _each((found.short() + MIDDLES[how.kind]).byte(), shape[0])
         elif found.dim() == 2:
             zeros = _words(found, bits, 0)[: shape[0]]
@@ -113,7 +114,7 @@ def _packed(source: Source, name: str, shape: tuple[int, int], how: Quantization
 
 
 def _plain(source: Source, name: str, shape: tuple[int, int], how: Quantization) -> Codes:
-    """A number in each byte. Scales of all, of each output, of some inputs of it, or of blocks of both."""
+    """One code per byte. Scales of the tensor, of each output, of groups of its inputs, or of blocks of both."""
     if how.kind in FP4_BLOCKS:
         return _fp4(source, name, shape, how)
     if BITS[how.kind] != 8:
@@ -128,13 +129,13 @@ def _plain(source: Source, name: str, shape: tuple[int, int], how: Quantization)
 
 
 def _scale(source: Source, name: str) -> str:
-    """What has scales."""
+    """The name of the tensor with scales."""
     return f"{name}.{'weight_scale_inv' if source.has(f'{name}.weight_scale_inv') else 'weight_scale'}"
 
 
 def _fp4(source: Source, name: str, shape: tuple[int, int], how: Quantization) -> Codes:
-    """Floats of 4 bits, [outputs, inputs / 2]. Scales of blocks are exponents, or of 8 bits: then one more number is all outputs',
-    which ModelOpt multiplies by, and compressed-tensors divides by."""
+    """FP4 codes, [outputs, inputs / 2]. Scales of groups are exponents (MXFP4), or FP8 (NVFP4): then there is one more factor for
+    the whole tensor, by which ModelOpt multiplies and compressed-tensors divides."""
     divided, signed = how.method == "compressed-tensors", how.method == "fp8"  # the last: DeepSeek V4's
     stored = _stored(source, f"{name}.{'weight_packed' if divided else 'weight'}", 2, ("I8",) if signed else ("U8",))
     codes = fp4(stored.view(torch.uint8))
@@ -152,7 +153,7 @@ def _fp4(source: Source, name: str, shape: tuple[int, int], how: Quantization) -
 
 
 def _factor(source: Source, name: str, divisor: bool) -> Tensor:
-    """The tensor's one number, or what dividing by it multiplies by: [1] float32."""
+    """The tensor's one factor, or the inverse of its divisor: [1] float32."""
     found = _stored(source, name, 0, ("F32",)).reshape(-1)
     factor = 1 / found if divisor else found
     if len(found) != 1 or not factor.isfinite().all():
@@ -161,18 +162,18 @@ def _factor(source: Source, name: str, divisor: bool) -> Tensor:
 
 
 def fp4(held: Tensor) -> Tensor:
-    """Of bytes what their lower 4 bits and their upper ones hold, side by side: [..., 2 * n]."""
+    """Unpacks the lower 4 bits of bytes, then the upper ones: [..., 2 * n]."""
     return torch.stack((held & 15, held >> 4), -1).flatten(-2)
 
 
 def powers(exponents: Tensor) -> Tensor:
-    """Scales of which the exponents are stored: float32."""
+    """Powers of two from their stored exponents: float32."""
     return torch.exp2(exponents.float() - FP4_MIDDLE)
 
 
 def stack(source: Source, name: str, shape: tuple[int, int, int], how: Quantization, inputs_first: bool = False) -> Iterator[Codes]:
-    """Of several matrices that are all in the tensor `name` each as `_plain`, of floats. inputs_first: each is [inputs, outputs],
-    with a scale for each output."""
+    """Several FP8 matrices stacked in the tensor `name`, each as `_plain`. inputs_first: each is [inputs, outputs], with a scale
+    for each output."""
     size = shape[1:]
     stored, scales = source.stored(name, ("F8_E4M3",)), source.stored(f"{name}_scale{'' if inputs_first else '_inv'}", FLOATS)
     if inputs_first and stored.dim() == 3:
@@ -190,7 +191,7 @@ def stack(source: Source, name: str, shape: tuple[int, int, int], how: Quantizat
         yield codes
 
 
-# By method, and the name of a tensor that shows that a matrix has few bits.
+# By method, and the suffix of a tensor that shows that a matrix is quantized.
 READERS: dict[tuple[str, str], Read] = {
     ("gptq", "qweight"): _gptq,
     ("awq", "qweight"): _awq,
@@ -203,7 +204,7 @@ READERS: dict[tuple[str, str], Read] = {
 
 
 def _stored(source: Source, name: str, dimensions: int, kinds: tuple[str, ...]) -> Tensor:
-    """The tensor, which has numbers, in so many dimensions; 0: up to 2."""
+    """A tensor with elements, in so many dimensions; 0: up to 2."""
     found = source.stored(name, kinds)
     if not found.numel() or found.dim() > 2 or (dimensions and found.dim() != dimensions):
         needed = f"{dimensions or 'up to 2'} dimension{'' if dimensions == 1 else 's'}"
@@ -212,7 +213,7 @@ def _stored(source: Source, name: str, dimensions: int, kinds: tuple[str, ...]) 
 
 
 def _check(codes: Codes, name: str, shape: tuple[int, int]) -> None:
-    """Raises Unsupported unless all parts are of that shape."""
+    """Raises Unsupported unless codes, scales and zero points have matching shapes."""
     scales, zeros = codes.scales.shape, codes.zeros.shape if codes.zeros is not None else codes.scales.shape
     if codes.codes.shape != shape or scales[0] != shape[0] or shape[1] % scales[1] or zeros != scales:
         parts = {"codes": codes.codes.shape, "scales": scales, "zeros": zeros}
@@ -221,8 +222,8 @@ def _check(codes: Codes, name: str, shape: tuple[int, int]) -> None:
 
 
 def _codes(kind: str, codes: Tensor, scales: Tensor, zeros: Tensor | None, order: Tensor | None = None) -> Codes:
-    """Zeros that are all in the middle are left out, as they mean nothing more; not those of another shape, which are refused.
-    order: of inputs in which those of a group are beside each other, if they aren't in the checkpoint."""
+    """Drops zero points that are all in the middle, as they change nothing, unless their shape is wrong, which is refused later.
+    order: of inputs by groups, if the checkpoint has them in another order."""
     codes = codes if order is None or codes.shape[1] != len(order) else codes[:, order]
     if zeros is not None and zeros.shape == scales.shape and bool((zeros == MIDDLES.get(kind, 0)).all()):
         zeros = None
@@ -231,12 +232,12 @@ def _codes(kind: str, codes: Tensor, scales: Tensor, zeros: Tensor | None, order
 
 
 def _size(scales: Tensor, inputs: int, group: int) -> int:
-    """Inputs that share a scale: as config.json says where the last group is cut off, else as there are scales."""
+    """Inputs that share a scale: as config.json says where the last group is partial, else by the number of scales."""
     return group if group and inputs % group and scales.shape[1] == -(-inputs // group) else max(1, inputs // scales.shape[1])
 
 
 def _even(scales: Tensor, zeros: Tensor | None, inputs: int, group: int) -> tuple[Tensor, Tensor | None]:
-    """The same in groups that divide the inputs, where the last one is cut off."""
+    """Scales and zero points repeated for smaller groups, which divide the inputs, where the last group is partial."""
     size = _size(scales, inputs, group)
     if size != group or inputs % size == 0:
         return scales, zeros
@@ -249,7 +250,7 @@ def _even(scales: Tensor, zeros: Tensor | None, inputs: int, group: int) -> tupl
 
 
 def _each(given: Tensor, outputs: int) -> Tensor:
-    """Numbers of all, or of each output, [outputs, groups]."""
+    """Scales of the whole tensor, or of each output, as [outputs, groups]."""
     rows = _rows(given)
     return rows.expand(outputs, -1) if len(rows) == 1 else rows
 
@@ -259,22 +260,22 @@ def _rows(given: Tensor) -> Tensor:
 
 
 def _blocks(given: Tensor, name: str, shape: tuple[int, int], how: Quantization) -> Tensor:
-    """The same, or of blocks of outputs and inputs."""
+    """The same, where scales may be of blocks of outputs and inputs."""
     if given.numel() == 1:
         return _each(given, shape[0])
     found = _rows(given)
     outputs, inputs = (_block(name, *dimension) for dimension in zip(found.shape, shape, (how.block, how.group), strict=True))
     if len(found) != shape[0]:
         found = found.repeat_interleave(outputs, 0)[: shape[0]]
-    if shape[1] % inputs:  # the last block is cut off
+    if shape[1] % inputs:  # the last block is partial
         size = gcd(inputs, shape[1])
         found = found.repeat_interleave(inputs // size, 1)[:, : shape[1] // size]
     return found
 
 
 def _block(name: str, count: int, size: int, told: int) -> int:
-    """How many of `size` outputs or inputs share each of `count` scales; told: what config.json says, 0: nothing. Raises
-    Unsupported where more than one number may be meant."""
+    """How many of `size` outputs or inputs share each of `count` scales; told: config.json's number, 0: none. Raises Unsupported
+    where it is ambiguous."""
     if not told and count in (1, size):
         return size // count
     least, most = -(-size // count), -(-size // (count - 1)) - 1 if count > 1 else max(size, told)
@@ -293,7 +294,7 @@ def _block(name: str, count: int, size: int, told: int) -> int:
 
 
 def _words(words: Tensor, bits: int, dimension: int) -> Tensor:
-    """What words of 32 bits hold, the lowest bits first, side by side along a dimension: uint8."""
+    """Unpacks words of 32 bits along a dimension, the lowest bits first: uint8."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
     shifts = shifts.view([-1 if other == dimension + 1 else 1 for other in range(3)])
     held = (words.unsqueeze(dimension + 1) >> shifts) & ((1 << bits) - 1)
@@ -301,8 +302,8 @@ def _words(words: Tensor, bits: int, dimension: int) -> Tensor:
 
 
 def _order(source: Source, name: str, end: str, inputs: int, size: int) -> Tensor | None:
-    """A tensor of a matrix may say which group of `size` each of its inputs belongs to: the inputs, group by group; None: so they
-    are. Raises Unsupported where groups have other sizes."""
+    """The order of inputs group by group, where a tensor gives the group (of `size` inputs) of each input (act-order); None: they
+    are in order. Raises Unsupported where groups have other sizes."""
     if not source.has(f"{name}.{end}"):
         return None
     groups = _stored(source, f"{name}.{end}", 1, ("I32", "I64"))

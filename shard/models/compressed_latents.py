@@ -1,5 +1,5 @@
-"""Attention to a window of keys, which are values, too, and to entries that stand for many tokens before it: DeepSeek V4's. See
-`kernels.compressed` and `kernels.entries`."""
+"""DeepSeek V4's attention: to a sliding window of keys, which double as values, and to compressed entries, each of which stands for
+many earlier tokens. See `kernels.compressed` and `kernels.entries`."""
 
 import torch
 from torch import Tensor
@@ -22,10 +22,10 @@ INDEXER = f"{COMPRESSOR}.indexer"
 
 
 class Compressor:
-    """What a layer's entries are made by, of which every rank has all, and what chooses of them."""
+    """Computes a layer's compressed entries, and the index that selects among them. Every rank has all of it."""
 
     def __init__(self, load: Loader, latent: Compressed, order: Tensor, index_order: Tensor) -> None:
-        """order, index_order: a checkpoint's features of a key, or of an index's, as ours have them."""
+        """order, index_order: the checkpoint's features of a key, and of an index key, in our order."""
         self.latent = latent
         series = 1 + latent.indexed
         parts, self.makings = [], list[Making]()
@@ -45,9 +45,10 @@ class Compressor:
     def __call__(
         self, x: Tensor, made: Tensor, stream: Stream, places: Places, step: Step, layer: Tensor
     ) -> ChoosingEntries | None:
-        """Writes a step's series, and the entries that they end, and says by what tokens choose of these; None: they see all.
+        """Writes a step's series to the cache, and the entries that its tokens complete; returns the index queries that select
+        among entries, or None: all are attended to.
 
-        x: [tokens, hidden]; made: latents of their queries, [tokens, latent.queries]; layer: of the cache.
+        x: [tokens, hidden]; made: query latents, [tokens, latent.queries]; layer: of the cache.
         """
         latent = self.latent
         write_series(step.slots, stream.product(x, self.inward), layer[..., latent.size : latent.size + latent.series])
@@ -65,22 +66,22 @@ class Compressor:
 
 
 def _matrices(load: Loader, name: str, order: Tensor, series: int) -> list[Tensor]:
-    """In the order of a slot: what is weighed and gates of the series that an entry's own tokens have, then of the other one, which
-    a checkpoint has first."""
+    """The projections in the order of a slot: values and gates of the series of an entry's own tokens, then those of the
+    overlapping series, which the checkpoint has first."""
     size = len(order)
     both = [load.all_bits(f"{name}.{part}_proj", series * size).view(series, size, -1).flip(0) for part in ("kv", "gate")]
     return [part[number][order] for number in range(series) for part in both]
 
 
 def _making(load: Loader, name: str, order: Tensor, first: int, series: int, latent: Compressed) -> Making:
-    """first: where its series stand in a slot."""
+    """How entries are computed. first: offset of their series in a slot."""
     places = load.wide(f"{name}.position_bias", latent.rate, series * len(order)).view(latent.rate, series, -1)
     ordered = places[..., order].transpose(0, 1).flip(0).contiguous()
     return Making(first, ordered, load.gains(f"{name}.kv_norm", len(order))[order], latent.epsilon)
 
 
 class CompressedLatents(Latents):
-    """In the place of `Heads`."""
+    """DeepSeek V4's attention of one layer, in the place of `Heads`."""
 
     def __init__(self, load: Loader, latent: Compressed, window: int) -> None:
         shape, size = load.shape, latent.size
@@ -109,8 +110,9 @@ class CompressedLatents(Latents):
         return self._order(latent.index_size, latent.index_size - latent.turned) if latent.indexed else torch.empty(0)
 
     def _to_groups(self, load: Loader, latent: Compressed) -> Tensor:
-        """Of this rank's groups, or its part of one: [groups, what its heads find, rank]."""
-        each, rank = self.shape.heads // latent.groups * latent.size, latent.rank  # each: of a whole group
+        """The output projection of this rank's head groups, or its part of a group: [groups, attention output of its heads,
+        rank]."""
+        each, rank = self.shape.heads // latent.groups * latent.size, latent.rank  # of a whole group
         start, stop = load.own(latent.groups * rank, rank)
         found = load.part_of_outputs("self_attn.o_a_proj", (latent.groups * rank, each), start, stop)
         found = found[:, self._order(each, latent.plain)].view(-1, rank, each)
@@ -122,12 +124,12 @@ class CompressedLatents(Latents):
 
     @property
     def parts(self) -> tuple[object, ...]:
-        """As that of `Latents`."""
+        """See `Latents`."""
         found = self, self.to_values, self.compressor
         return tuple(part for part in found if part is not None)
 
     def __call__(self, stream: Stream, norm: Tensor | None, step: Step, places: Places, layer: Tensor) -> Tensor:
-        """As that of `Heads`: [tokens, what this rank's groups make of what its heads find]."""
+        """See `Heads`: [tokens, this rank's groups * rank]."""
         assert self.query is not None
         assert self.latent_norm is not None
         size, epsilon = self.latent.size, self.latent.epsilon
@@ -149,6 +151,6 @@ class CompressedLatents(Latents):
 
     @property
     def _inputs(self) -> int:
-        """What a group's heads of this rank find."""
+        """Attention output features of a group's heads on this rank."""
         assert isinstance(self.latent, Compressed)
         return min(self.heads, self.shape.heads // self.latent.groups) * self.latent.size

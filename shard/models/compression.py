@@ -1,4 +1,5 @@
-"""What keys and values of DeepSeek V4's layers are (DeepSeek-AI 2026): a part of a `Shape`. Knows no tensor, as that."""
+"""The `Shape` of DeepSeek V4's attention (DeepSeek-AI 2026): a sliding window and compressed entries. Holds no tensor, like
+`Shape`."""
 
 from dataclasses import dataclass, replace
 
@@ -8,55 +9,56 @@ from .traits import Latent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compressed(Latent):
-    """One key of a token is all heads' key and value, of which the last features turn. A token sees those of a window, and in most
-    layers entries, each of which stands for so many tokens before it, the window's included.
+    """DeepSeek V4's attention: one key per token is key and value of all heads, with a rotary embedding of its last features. A
+    token attends to a sliding window, and in most layers to entries, each of which stands for a number of tokens before it, those
+    of the window included.
 
-    An entry is a mean of its tokens' features, as gates of each weigh them. In layers where it overlaps it is also one of others
-    of those tokens that stand before its own, and an index chooses the entries that are seen, by smaller ones that are made
-    alike. All that an entry is made of stands in its tokens' slots, and the entry in that of the last of them.
+    An entry is a mean of its tokens' features, weighted by gates of each. In layers with overlap it also covers as many tokens
+    before its own, and an index selects the entries to attend to, by smaller entries that are made alike. All inputs of an entry
+    are cached in its tokens' slots, and the entry in the slot of its last token.
     """
 
-    window: int  # positions that a token may look back, itself included
-    groups: int  # of heads, what each of which finds becomes so many features by itself:
-    rank: int
-    index_heads: int
-    index_size: int  # of one
-    index_most: int  # entries that it chooses
-    rates: tuple[int, ...] = ()  # per layer: tokens of an entry; 0: there are none
-    overlapping: frozenset[int] = frozenset()  # layers
-    # The same of one layer, which `at` gives.
+    window: int  # sliding window, in positions, the token itself included
+    groups: int  # groups of heads; each projects its attention output by itself to `rank` features
+    rank: int  # features of each group before the common output projection
+    index_heads: int  # query heads of the index that selects entries
+    index_size: int  # features of an index head
+    index_most: int  # entries that it selects
+    rates: tuple[int, ...] = ()  # per layer: tokens of an entry (compression rate); 0: there are none
+    overlapping: frozenset[int] = frozenset()  # layers whose entries overlap
+    # The same for one layer, as `at` returns it.
     rate: int = 0
-    indexed: bool = False  # entries overlap, and an index chooses of them
+    indexed: bool = False  # entries overlap, and an index selects among them
 
     @property
     def width(self) -> int:
-        """As of `Latent`: what turns is a part of the key."""
+        """As of `Latent`: the rotary features are a part of the key."""
         return self.size
 
     @property
     def series(self) -> int:
-        """Features of a token that become entries: what is weighed, and gates."""
+        """Features of a token from which entries are computed: values and gates."""
         return 2 * self.size * ((self.rate > 0) + self.indexed) + self.indexing
 
     @property
     def indexing(self) -> int:
-        """Of these, the index's."""
+        """Of these, those of the index's entries."""
         return 4 * self.index_size * self.indexed
 
     @property
     def kept(self) -> int:
-        """As of `Latent`. An entry is a row of the same tensor as keys, so that a slot holds whole rows."""
+        """As of `Latent`, rounded up to whole keys: an entry is a row of the same tensor as keys."""
         return -(-self.series // self.size) * self.size
 
     @property
     def kinds(self) -> tuple[tuple[int, int], ...]:
-        """Tokens of an entry in each kind of layers, and how many of them are chosen; 0: all are seen."""
+        """For each kind of layers, tokens of an entry and the number of entries selected; 0: all are attended to."""
         each = {(rate, self.index_most * (layer in self.overlapping)) for layer, rate in enumerate(self.rates) if rate}
         return tuple(sorted(each))
 
     @property
     def choosing(self) -> Matrices:
-        """The matrix that an index's queries are made by."""
+        """The index's query projection."""
         return [(self.index_heads * self.index_size, self.queries, self.queries)] if self.indexed else []
 
     def at(self, layer: int, turns: bool) -> "Compressed":
@@ -65,7 +67,7 @@ class Compressed(Latent):
         return replace(self, rate=self.rates[layer], indexed=indexed, rates=(), overlapping=frozenset())
 
     def own_groups(self, ranks: int) -> int:
-        """That a rank has heads of."""
+        """The number of head groups of which a rank has heads."""
         return max(1, self.groups // ranks)
 
     def undivided(self, heads: int, ranks: int) -> str:
@@ -73,7 +75,7 @@ class Compressed(Latent):
         return f"{self.groups} groups of heads" if self.groups % ranks and ranks % self.groups else ""
 
     def matrices(self, heads: int, ranks: int, hidden: int, gates: int) -> Matrices:
-        """As of `Latent`. What leads from heads to groups is none of them, nor what entries are made by: they have all bits."""
+        """As of `Latent`, without the projections from heads to groups, and those of entries: they are not quantized."""
         own, back = heads // ranks * self.size, self.own_groups(ranks) * self.rank
         return [
             (self.queries + self.size, hidden, hidden),
@@ -88,21 +90,21 @@ class Compressed(Latent):
         return found + norms + sum(outputs * inputs for outputs, inputs, _ in self.choosing)
 
     def floats(self, hidden: int) -> int:
-        """As of `Latent`: what is added to gates by a token's place among those of its entry, and what weighs an index's heads."""
+        """As of `Latent`: the position biases of gates within an entry, and the head weights of the index."""
         return self.rate * self.series // 2 + self.index_heads * hidden * self.indexed
 
     def seen(self, context: int) -> int:
-        """Keys and entries that the last token of a context sees."""
+        """Keys and entries that the last token of a context attends to."""
         entries = context // self.rate if self.rate else 0
         return min(context, self.window) + (min(entries, self.index_most) if self.indexed else entries)
 
     def pairs(self, tokens: int) -> int:
-        """How many all tokens of a prompt do, about."""
+        """Keys and entries that all tokens of a prompt attend to, about."""
         near = min(tokens, self.window)
         entries = self.seen(tokens) - near
-        growing = entries * self.rate  # tokens, of which each sees as many entries as there are
+        growing = entries * self.rate  # tokens that attend to all entries so far
         return near * (2 * tokens - near + 1) // 2 + entries * growing // 2 + entries * (tokens - growing)
 
     def asked(self, context: int) -> int:
-        """Numbers of an index that the last token of a context reads."""
+        """Elements of index entries that the last token of a context reads."""
         return context // self.rate * self.index_size if self.indexed else 0

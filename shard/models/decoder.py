@@ -1,8 +1,8 @@
-"""The decoder, on one page: what all families share, driven by a `Shape`. Knows no sequence, page or request.
+"""The transformer decoder, one for all model families, configured by a `Shape`. Knows no sequence, page or request.
 
-It runs a `Step`: any mix of prompt chunks, decodes, chains and trees. Weights are divided among ranks as in Megatron-LM
-(Shoeybi et al. 2019, arXiv:1909.08053): heads and intermediate features by columns, what follows them by rows, tables by
-vocabulary.
+It runs a `Step`: any mix of prompt chunks, decodes, draft chains and trees. Weights are sharded by tensor parallelism as in
+Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053): heads and intermediate features by columns, the projections after them by rows,
+embedding table and LM head by vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
@@ -64,12 +64,12 @@ from .traits import GatedHyperConnections, PoolIndex, Rope
 from .vision import Vision
 
 OUTPUTS = ("lm_head.weight", "language_model.lm_head.weight")
-# What names of tensors begin with: in a checkpoint of text alone, in those that have images as well, and in Nemotron's.
+# Prefixes of tensor names: in checkpoints of text alone, in multimodal ones, and in Nemotron's.
 ROOTS = ("model.", "language_model.model.", "model.language_model.", "model.text_model.", "backbone.")
 
 
 class Layer:
-    """Attention and MLP, each behind a norm, between two or before one, and added to what came in."""
+    """A decoder layer: attention and MLP, each with pre-norm, post-norm or both, added to the residual stream."""
 
     def __init__(self, index: int, shape: Shape, load: Loader) -> None:
         self.index = index
@@ -85,7 +85,7 @@ class Layer:
             self.attention_norm, self.last_norm = (
                 gains * shape.residual_factor if gains is not None else None for gains in (self.attention_norm, self.last_norm)
             )
-        # Of what attention, and the MLP, see of several streams.
+        # Hyper-connections: how attention, and the MLP, see the several residual streams.
         self.mixings = [mixing_of(load, part, shape.hyper) for part in ("attn", "ffn")] if shape.hyper else []
         self.norm_gates = [NormGate(load, name, shape.norm_gates) if name else None for name in shape.gated_norms(index)]
         self.alternation = AltUp(load, shape.alternation) if shape.alternation else None
@@ -93,7 +93,8 @@ class Layer:
         self.attention = self._attention(load) if attends else None
         kept = shape.remembering
         along = kept is not None and kept.along and index in kept.layers
-        self.memory = _remembered(load, kept) if kept and along else None  # beside attention, behind the same norm
+        # Linear attention or state spaces beside attention, after the same norm.
+        self.memory = _remembered(load, kept) if kept and along else None
         self.factor = load.number("layer_scalar") if shape.layer_factors else 1.0
         self.told = LayerInput(load, shape.inputs) if shape.inputs else None
         self.grams = NgramLayer(load, shape.grams, index) if shape.grams and index in shape.grams.layers else None
@@ -138,11 +139,12 @@ class Layer:
 
     @property
     def readers(self) -> tuple[Heads | Queries | Latents | Remembered, ...]:
-        """What looks at tokens before."""
+        """The layer's token mixers: attention, linear attention, or both side by side."""
         return tuple(reader for reader in (self.attention, self.memory) if reader is not None)
 
     def attend(self, stream: Stream, step: Step, places: Places, cache: Cache) -> Sequence[Tensor]:
-        """What `transform` goes on with, of each reader [tokens, features]. Writes to the cache, or goes on with its states."""
+        """The outputs of the token mixers for `transform`, [tokens, features] each. Writes keys and values to the cache, or updates
+        recurrent states."""
         if self.grams is not None:
             assert isinstance(stream, GatedHyperStream)
             assert places.rows is not None
@@ -172,20 +174,20 @@ class Layer:
         return reader(*where)
 
     def project(self, stream: Stream) -> None:
-        """Only what comes before attention, to have it compiled."""
+        """Runs only the projections before attention, to compile them."""
         self._turn(stream, 0)
         for reader in self.readers:
             x = stream.through(self.input_norm, reader.inward)
-            if isinstance(reader, Latents) and reader.indexer is not None:  # whose queries are wanted of long texts alone
+            if isinstance(reader, Latents) and reader.indexer is not None:  # it computes queries for long contexts alone
                 reader.indexer.query(x.new_zeros(len(x), reader.indexer.inputs))
 
     def nothing(self, like: Tensor, rows: int) -> Sequence[Tensor]:
-        """What so many tokens might have attended to."""
+        """Zeros in place of the token mixers' outputs of so many tokens."""
         return [like.new_zeros(rows, reader.output.shape[1]) for reader in self.readers]
 
     def transform(self, attended: Sequence[Tensor], stream: Stream, told: Tensor | None) -> None:
-        """Adds to the stream what its tokens attended to, what the MLP makes of that, and what is made of what is `told` of them
-        apart; then the layer's factor goes on it."""
+        """Adds to the stream the attention outputs, then the MLP's output, then the per-layer input `told`; at last multiplies the
+        stream by the layer's factor."""
         if self.laurel is not None:
             self.laurel(stream, self.input_norm)
         found = [(own, reader.output) for own, reader in zip(attended, self.readers, strict=True)]
@@ -212,7 +214,7 @@ class Layer:
 
 
 class Decoder:
-    """The model: tokens to hidden states, hidden states to logits."""
+    """The model: token ids to hidden states, hidden states to logits."""
 
     LAYER = Layer
 
@@ -225,13 +227,13 @@ class Decoder:
         exact: Invariance = Invariance.USUAL,
         changes: Changes | None = None,
     ) -> None:
-        """exact: see `Weight`; changes: of adapters that tokens may go by."""
+        """exact: see `Weight`; changes: LoRA adapters that tokens may use."""
         self.shape = shape
         self.ranks = ranks
         self.invariant = exact is Invariance.INVARIANT
         self.changes = changes or Changes()
         changes = self.changes if self.changes.names else None
-        self.kept: Taps | None = None  # for a draft model that goes by what this one makes of tokens
+        self.kept: Taps | None = None  # set for a draft model that reads this model's features
         source = Older(source, shape, shape.layout) if shape.layout else source
         source = Paired(source, shape.paired) if shape.paired else source
         source = Either(source, shape.aliases) if shape.aliases else source
@@ -260,8 +262,9 @@ class Decoder:
         self.head = self._output(load)
         size, dtype = shape.turning_size(0), self.embedding.dtype
         of = partial(angles_of, positions=shape.turned_positions, dtype=dtype, device=device, turned=shape.turned(0))
-        still = partial(of, Rope(), size, positions=1)  # at position 0 nothing is turned
-        self.waves = load.wide("rotary_emb.alpha", shape.turned(0) // 2) if shape.rope.learned else None  # logarithms of factors
+        still = partial(of, Rope(), size, positions=1)  # the table at position 0 rotates nothing
+        # Logarithms of learned frequency factors.
+        self.waves = load.wide("rotary_emb.alpha", shape.turned(0) // 2) if shape.rope.learned else None
         factors = self.waves.exp() if self.waves is not None else None
         self.rotary = of(shape.rope, size, factors=factors) if shape.turns else still()
         self.growth = growth_of(shape.rope, shape.max_positions, dtype, device)
@@ -271,13 +274,13 @@ class Decoder:
         self.local_rotary = of(shape.local_rope, shape.turning_size(near), turned=shape.turned(near)) if shape.local_rope else None
         self.leanings = leanings_of(shape, ranks.rank, ranks.size, dtype, device) if shape.alibi else None
         self.unturned = still() if shape.unturned and shape.turns else None
-        self.vision: Vision | None = None  # what encodes images, if they are to be seen
+        self.vision: Vision | None = None  # the image encoder, if images are enabled
         self._axes = _axes_of(shape, size, device) if shape.rope.axes else None
-        # In the type of the weights, as they were trained.
+        # Rounded to the weights' type, as in training.
         self._factor = torch.tensor(shape.embedding_factor, dtype=self.embedding.dtype).item()
 
     def __call__(self, step: Step, cache: Cache) -> Tensor:
-        """Computes the step's tokens, writes their keys and values, and returns the wanted rows' states: [rows, hidden]."""
+        """Computes the step's tokens, writes their keys and values, and returns the wanted rows' hidden states: [rows, hidden]."""
         looks = [(shown.tokens, self._seen(shown)) for shown in step.shown]
         stream = self._begin(step, cache)
         for tokens, features in looks:
@@ -286,7 +289,7 @@ class Decoder:
         places, seen, kept = self._places(step), list[Tensor](), self.kept
         for layer in self.layers:
             if step.last is not None and layer.index == self.shape.with_keys:
-                # All keys and values are written: nothing more is wanted of other rows.
+                # All keys and values are written: from here on only the rows whose logits are wanted are computed.
                 if not len(step.rows):
                     return self.embedding.new_empty(0, self.shape.hidden)
                 stream.select(step.last.tokens)
@@ -297,7 +300,7 @@ class Decoder:
                 seen.append(stream.normalized(None).clone())
             attended = layer.attend(stream, step, places[layer.index], cache)
             if layer is self.layers[-1] and not (kept and kept.last):
-                # Its keys and values are written: nothing more is wanted of other rows, once these are kept.
+                # Its keys and values are written: from here on only the rows whose logits are wanted, once the features are kept.
                 if kept:
                     kept.keep(torch.cat(seen, 1), step, cache)
                 stream.select(step.rows)
@@ -323,7 +326,7 @@ class Decoder:
         return self._told_tokens(self._stream(rows, chosen), step.tokens)
 
     def _told_tokens(self, stream: Stream, tokens: Tensor) -> Stream:
-        """The same, which knows its tokens' numbers."""
+        """The same stream, with the token ids for hash-routed experts."""
         if isinstance(stream, HyperStream):
             stream.tokens = tokens
         return stream
@@ -337,19 +340,19 @@ class Decoder:
         return stream.normalized(self.norm)
 
     def _seen(self, shown: ImageTokens) -> Tensor:
-        """Features of an image's tokens, [tokens, levels, hidden]: see `Vision`."""
+        """Image features for an image's tokens, [tokens, levels, hidden]: see `Vision`."""
         assert self.vision is not None
         found = self.vision.look(shown.picture).index_select(0, shown.features)
         return found if self.shape.sight_factor == 1 else found.mul_(self.shape.sight_factor)
 
     def _told(self, step: Step, stream: Stream, shown: Sequence[Tensor]) -> Tensor | None:
-        """What each layer is told of the step's tokens apart: [layers, tokens, features]. shown: which of them are images'."""
+        """Per-layer inputs of the step's tokens: [layers, tokens, features]. shown: which tokens are image tokens."""
         if self.inputs is None:
             return None
         return self.inputs(step.tokens, stream.normalized(None), torch.cat([*shown]) if shown else None)
 
     def _places(self, step: Step) -> list[Places]:
-        """What the positions of the step's tokens mean to each layer."""
+        """What each layer needs of the positions of the step's tokens."""
         leaning, logarithms = (
             table.index_select(0, step.positions) if table is not None else None for table in (self.leanings, self.logarithms)
         )
@@ -363,7 +366,7 @@ class Decoder:
         ]
 
     def _pools(self, step: Step) -> Pools | None:
-        """What turns those that an index of heads' own keys chooses."""
+        """Cosines and sines for an index with keys of its own beside attention's; None if there is no such index."""
         index = self.shape.blocks
         if not isinstance(index, PoolIndex):
             return None
@@ -375,7 +378,7 @@ class Decoder:
         return Pools(own, self._resized(index, step.firsts[0], step.firsts[1:]))
 
     def _resized(self, index: PoolIndex, positions: Tensor, others: Tensor | None) -> Tensor:
-        """As `_turned`, for heads of an index."""
+        """As `_turned`, for the heads of an index."""
         return resized(self._turned(positions, others), self.shape.turned(0), index.size)
 
     def _turnings(self, step: Step) -> list[Tensor]:
@@ -389,7 +392,7 @@ class Decoder:
         return [still if layer.index in self.shape.unturned else local if layer.window else rotary for layer in self.layers]
 
     def _turned(self, positions: Tensor, others: Tensor | None) -> Tensor:
-        """Of these positions, and two more of each, where images have three."""
+        """Cosines and sines at these positions. others: two more positions of each token, where image tokens have three (mrope)."""
         rotary = self.rotary.index_select(0, positions)
         if others is not None and self._axes is not None:
             for axis, other in enumerate(others, 1):
@@ -397,14 +400,14 @@ class Decoder:
         return rotary
 
     def _growths(self, step: Step) -> list[Tensor | None]:
-        """What their queries are multiplied by, for each layer."""
+        """What queries are multiplied by, by their position, for each layer (temperature tuning); None: by 1."""
         turned, still = (
             table.index_select(0, step.positions) if table is not None else None for table in (self.growth, self.unturned_growth)
         )
         return [still if still is not None and layer.index in self.shape.unturned else turned for layer in self.layers]
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """[tokens, hidden]."""
+        """Token embeddings: [tokens, hidden]."""
         rows = self._looked_up(tokens)
         rows = rows if self._factor == 1 else rows.mul_(self._factor)
         return rows if self.first_norm is None else self._stream(rows).normalized(self.first_norm)
@@ -435,7 +438,8 @@ class Decoder:
         return load.table(f"{load.prefix}{self.shape.table}.weight")
 
     def _output(self, load: Loader) -> Weight:
-        """The output matrix. Raises Unsupported if it is to be the embedding table, and the checkpoint has another all the same."""
+        """The LM head. Raises Unsupported if it is tied to the embedding table, and the checkpoint has a different one all the
+        same."""
         name = next((name for name in OUTPUTS if load.source.has(name)), OUTPUTS[0])
         bias = load.table_bias(name) if self.shape.logit_bias else None
         if not self.shape.tied:
@@ -448,27 +452,27 @@ class Decoder:
         return Weight(self.embedding, bias, load.exact)
 
     def logits(self, hidden: Tensor) -> Tensor | None:
-        """hidden: [rows, hidden]; on rank 0 [rows, vocabulary] in float32, elsewhere None."""
+        """Logits of hidden states [rows, hidden]: on rank 0 [rows, vocabulary] in float32, elsewhere None."""
         joined = self.ranks.join(self.head(self.precise(hidden)))
         return None if joined is None else self.scaled(joined)
 
     def precise(self, hidden: Tensor) -> Tensor:
-        """As the output matrix multiplies it."""
+        """The hidden states in the type in which the LM head is computed."""
         return hidden.float() if self.shape.precise_logits and not self.shape.tied else hidden
 
     def scaled(self, joined: Tensor) -> Tensor:
-        """Logits, of products with the whole output matrix: [rows, vocabulary or more] each."""
+        """Logits from products with the whole LM head: [rows, vocabulary or more] to [rows, vocabulary], scaled and soft-capped."""
         logits, cap, divisor = joined[:, : self.shape.vocabulary].float(), self.shape.final_softcap, self.shape.logit_divisor
         if divisor != 1:
             logits.div_(divisor)
         return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 
     def compile(self, rows: int) -> None:
-        """Makes steps of up to so many tokens ready to run, where their products are compiled on first use."""
+        """Compiles what steps of up to so many tokens need, where products are compiled on first use."""
         weights = [weight for weight in self._weights() if isinstance(weight, Weight)]
         compile_products(weights, rows)
         changed = [(weight.shape, weight.additions) for weight in weights if weight.additions]
-        # Of the same shape, and made of as many matrices.
+        # One for each combination of shapes: the others share its kernels.
         alike = {(shape, *(each.shape for each in additions.weights)): (shape, additions) for shape, additions in changed}
         for shape, additions in alike.values():
             for count in (1, rows):
@@ -480,7 +484,7 @@ class Decoder:
                 self._compile_few(count)
 
     def _compile_few(self, rows: int) -> None:
-        """All that so few rows of each kind of layers go by besides attention, and logits."""
+        """Runs all but attention for so few rows, in one layer of each kind, and the LM head."""
         firsts = {(type(layer.attention), type(layer.mlp)): layer for layer in reversed(self.layers)}
         for layer in firsts.values():
             stream = self._blank(rows)
@@ -496,7 +500,7 @@ class Decoder:
 
     @property
     def weight_bytes(self) -> int:
-        """What this rank's weights take in memory."""
+        """Bytes of this rank's weights."""
         twice = self.embedding.nbytes if self.shape.tied and self.head.shared else 0
         held = sum(weight.bytes if isinstance(weight, Weight) else weight.nbytes for weight in self._weights()) - twice
         return held + (self.vision.bytes if self.vision else 0)
@@ -526,21 +530,21 @@ def _remembered(load: Loader, kept: Remembering) -> Remembered:
 
 
 def _axes_of(shape: Shape, size: int, device: torch.device) -> Tensor:
-    """Which of an image's positions turns each feature of a head: [size]. See `rotary.table_of`."""
+    """Which of an image token's positions rotates each feature of a head: [size]. See `rotary.table_of`."""
     half = torch.tensor([*shape.rope.axes, *[0] * (size // 2 - len(shape.rope.axes))], device=device)
     return half.repeat(2)
 
 
 def root_of(source: Source, shape: Shape) -> str:
-    """What names of its tensors begin with."""
+    """The prefix of its tensor names."""
     return next((root for root in ROOTS if source.has(f"{root}{shape.table}.weight")), ROOTS[0])
 
 
 def table_of(source: Source, shape: Shape) -> str:
-    """What its embedding table is named."""
+    """The name of its embedding table."""
     return f"{root_of(source, shape)}{shape.table}.weight"
 
 
 def output_of(source: Source, shape: Shape) -> str:
-    """What its output matrix is named, be it its embedding table."""
+    """The name of its LM head, which may be the embedding table."""
     return table_of(source, shape) if shape.tied else next(filter(source.has, OUTPUTS), OUTPUTS[0])

@@ -1,5 +1,5 @@
-"""DeepSeek V4 (DeepSeek-AI 2026): a window of keys in each layer, in most of them entries that stand for many tokens before it,
-several residual streams, and experts, which a token's number tells in the first layers."""
+"""DeepSeek V4 (DeepSeek-AI 2026): a sliding window in each layer, in most of them compressed entries for earlier tokens,
+hyper-connections, and mixture of experts, with hash routing in the first layers."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -31,7 +31,8 @@ DEEPSEEK_V4: Config = {
     "hc_sinkhorn_iters": 20,
 }
 SPARSE, HEAVY = COMPRESSED
-RATES = {SPARSE: ("compress_rate_csa", 4), HEAVY: ("compress_rate_hca", 128)}  # older fields, and the usual ones
+# Names of the fields in older config.json files, and defaults.
+RATES = {SPARSE: ("compress_rate_csa", 4), HEAVY: ("compress_rate_hca", 128)}
 RATIOS = {0: SLIDING, 4: SPARSE, 128: HEAVY}  # how `compress_ratios` names them
 LARGEST_RATE = 1 << 16
 MAIN, COMPRESS = "main", "compress"  # rotary embeddings: of layers with a window alone, and of others
@@ -93,7 +94,7 @@ def _deepseek_v4(config: Config) -> Shape:
 
 
 def _kinds(given: Config) -> list[str]:
-    """Of layers: as they are named, as their ratios tell, or by turns."""
+    """The kind of each layer: by name, by its entry of compress_ratios, or by the default pattern."""
     layers, kinds, ratios = given["num_hidden_layers"], given.get("layer_types"), given.get("compress_ratios")
     if kinds is None and ratios is not None:
         known = isinstance(ratios, list) and all(type(ratio) is int and ratio in RATIOS for ratio in ratios)
@@ -112,7 +113,7 @@ def _kinds(given: Config) -> list[str]:
 
 
 def _rates(given: Config, kinds: set[str]) -> dict[str, int]:
-    """Tokens that an entry stands for, in each of these kinds of layers that has some."""
+    """Compression rates: tokens of an entry, for each of these kinds of layers that has entries."""
     named = given.get("compress_rates", {})
     if not isinstance(named, dict):
         raise Unsupported(f"config.json says compress_rates {shown(named)}, an object is needed: {AGAIN}")
@@ -126,7 +127,7 @@ def _rates(given: Config, kinds: set[str]) -> dict[str, int]:
 
 
 def _turned(given: Config) -> int:
-    """Features of a head that turn, its last ones."""
+    """Features of a head that rotate, its last ones."""
     size, part = given["head_dim"], given.get("partial_rotary_factor")
     if part is None:
         turned = whole("qk_rope_head_dim", given.get("qk_rope_head_dim", size * 64 // 512), 0, size)
@@ -138,7 +139,7 @@ def _turned(given: Config) -> int:
 
 
 def _ropes(given: Config, positions: int) -> tuple[Rope, Rope]:
-    """Of layers with a window alone, and of others, which may be scaled."""
+    """The rotary embeddings of layers with a window alone, and of others, which may be scaled."""
     names = [name for name in ROPES if given.get(name)]
     if len(names) > 1:
         raise Unsupported("config.json has both rope_parameters and rope_scaling: leave one of them")
@@ -155,7 +156,7 @@ def _ropes(given: Config, positions: int) -> tuple[Rope, Rope]:
 
 
 def _rope(values: Mapping[str, Any], positions: int) -> Rope:
-    number(values, "rope_theta")  # which has no usual value here
+    number(values, "rope_theta")  # which has no default here
     kind = values.get("rope_type") or values.get("type") or "default"
     if kind not in ("default", "linear", "yarn"):
         raise Unsupported(f"rotary scaling {kind!r} is not supported: for this family the decoder has default, linear and yarn")
@@ -163,7 +164,7 @@ def _rope(values: Mapping[str, Any], positions: int) -> Rope:
 
 
 def _mixtures(given: Config, base: Shape, limit: float) -> tuple[Mixture, ...]:
-    """Experts of each layer."""
+    """The mixture of experts of each layer."""
     layers, hashed = base.layers, given.get("num_hash_layers", HASHED_LAYERS)
     whole("num_hash_layers", hashed, 0, 1 << 12)
     kinds = given.get("mlp_layer_types")
@@ -199,7 +200,8 @@ def _mixtures(given: Config, base: Shape, limit: float) -> tuple[Mixture, ...]:
 
 
 def _experts_bits(given: Config, beside: Quantization | None) -> Quantization | None:
-    """Of experts, where they have others than what is beside them; which config.json may say within its quantization_config."""
+    """The experts' quantization, where it differs from that of other weights; config.json may have the field within its
+    quantization_config."""
     inner = given.get("quantization_config")
     named = inner.get("expert_dtype") if isinstance(inner, dict) else None
     named = given.get("expert_dtype") if named is None else named

@@ -1,12 +1,12 @@
-"""DeepSeek V4's tensors by the names of its own code, which the hub's checkpoints have, and those that transformers saves. Ours
-are those of transformers' modules."""
+"""Maps tensor names of DeepSeek V4: our names, which are those of transformers' modules, to those of DeepSeek's own code, as in
+checkpoints on the hub, or as transformers saves them."""
 
 from collections.abc import Iterator
 from functools import reduce
 
 from .renamed import Renamed
 
-# What stands in ours, and there instead, one after the other.
+# Parts of our names and their replacements, applied one after the other.
 PAIRS = (
     (".self_attn.compressor.indexer.scorer.weights_proj.", ".attn.indexer.weights_proj."),
     (".self_attn.compressor.indexer.q_b_proj.", ".attn.indexer.wq_b."),
@@ -38,12 +38,12 @@ PAIRS = (
 )
 EXPERTS = ((".wgate.", ".w1."), (".gate_proj.", ".w1."), (".down_proj.", ".w2."), (".up_proj.", ".w3."))
 SCALES = (".weight_scale_inv", ".scale")  # of blocks
-# transformers' saving makes another name of the norm of keys.
+# transformers renames the keys' norm when it saves a model.
 KEYS = (".attn.kv_norm.", ".attn.norm.")
 
 
 class Original(Renamed):
-    """A checkpoint whose names may be these."""
+    """A checkpoint with DeepSeek's own names, or transformers'."""
 
     def name(self, name: str) -> str:
         """See Renamed."""
@@ -53,7 +53,7 @@ class Original(Renamed):
 
 
 def _others(name: str) -> Iterator[str]:
-    """By which it may be there."""
+    """Names that the tensor may have instead."""
     found = reduce(lambda made, pair: made.replace(*pair), PAIRS, name)
     if ".experts." in found:
         found = reduce(lambda made, pair: made.replace(*pair), EXPERTS, found)

@@ -1,4 +1,4 @@
-"""Families whose layers have one MLP each. A new one is a new entry in `DENSE`."""
+"""Model families with one dense MLP in each layer: config.json to `Shape`. A new family is a new entry in `DENSE`."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -97,13 +97,13 @@ def llama(config: Config) -> Shape:
 
 
 def _apertus(config: Config) -> Shape:
-    """Llama, with norms of heads and without gates: each layer has numbers of its own that features go by."""
+    """Apertus: Llama with norms of query and key heads, and an ungated MLP: xIELU with parameters of each layer."""
     base = biased(common(with_rope(APERTUS | config, APERTUS_ROPE), activations=("xielu",)), config)
     return replace(base, qk_norm=True, norms=APERTUS_NORMS, ungated="xielu")
 
 
 def _arcee(config: Config) -> Shape:
-    """Llama, without gates."""
+    """Arcee: Llama with an ungated MLP."""
     base = biased(common(ARCEE | config, activations=("relu2",)), config)
     return replace(base, ungated="relu2", mlp_bias=config.get("mlp_bias", False))
 
@@ -114,20 +114,20 @@ def _mistral(config: Config) -> Shape:
 
 
 def _ministral(config: Config) -> Shape:
-    """Layers slide, if any, but those that config.json excepts."""
+    """Ministral of 2024: a sliding window in all layers, if any, except those that config.json names."""
     base, window = common(MISTRAL | config), config.get("sliding_window", 4096)
     return replace(base, windows=windows_of(config, kinds_of(config, base.layers, lambda layer: window is not None)))
 
 
 def _ministral_3(config: Config) -> Shape:
-    """Queries grow with their position."""
+    """Ministral 3: queries are scaled by their position."""
     given = with_rope(MINISTRAL_3 | config, MINISTRAL_3_ROPE)
     base = common(given)
     return replace(base, windows=all_alike(given, base.layers))
 
 
 def qwen(config: Config) -> Shape:
-    """Both generations slide in the layers from `max_window_layers` on, if at all."""
+    """Qwen 2 and 3: layers from `max_window_layers` on have a sliding window, if any."""
     base = common({"num_key_value_heads": 32, "max_position_embeddings": 32_768} | config)
     if not config.get("use_sliding_window") or not config.get("sliding_window", 4096):  # transformers' own defaults, here and below
         return base
@@ -146,7 +146,7 @@ def qwen3(config: Config) -> Shape:
 
 
 def _smollm3(config: Config) -> Shape:
-    """Llama, but that some layers have no rotary embedding, and that those may slide."""
+    """SmolLM 3: Llama, but some layers have no rotary embedding, and these may have a sliding window."""
     base = llama(SMOLLM3 | config)
     still = unturned_of(config, base.layers, config.get("no_rope_layers"))
     kinds = kinds_of(config, base.layers, lambda layer: layer in still)
@@ -155,19 +155,19 @@ def _smollm3(config: Config) -> Shape:
 
 
 def _cwm(config: Config) -> Shape:
-    """Meta's code world model: Llama, of which one layer in four sees all, the first one among them."""
+    """Meta's Code World Model: Llama with a sliding window, and full attention in one layer of four, beginning with the first."""
     given = with_rope(CWM | config, CWM_ROPE)
     base = replace(common(given), mlp_bias=given.get("mlp_bias", False))
     return replace(base, windows=windows_of(given, kinds_of(given, base.layers, lambda layer: layer % 4 > 0)))
 
 
 def _helium(config: Config) -> Shape:
-    """Llama, but that neighbours turn together, and that attention's output has no bias."""
+    """Helium: Llama with interleaved rotary embedding, and no bias in attention's output projection."""
     return replace(llama(HELIUM | config), output_bias=False, rotary_neighbours=True)
 
 
 def hunyuan(config: Config) -> Shape:
-    """Llama, with norms of heads that are turned already."""
+    """HunYuan: Llama with norms of query and key heads after the rotary embedding."""
     expect(config, use_qk_norm=True, use_cla=False)
     base = _at_length(biased(common(HUNYUAN | config), config))
     return replace(
@@ -180,7 +180,7 @@ def hunyuan(config: Config) -> Shape:
 
 
 def _internlm3(config: Config) -> Shape:
-    """Llama, with one switch for all biases, which has two names each for attention and MLP."""
+    """InternLM 3: Llama with one switch for all biases, which has two names each for attention and MLP."""
     given = INTERNLM3 | config
     attention, mlp = (given.get(name, given.get(other, False)) for name, other in BIASES)
     if attention != mlp:
@@ -189,14 +189,14 @@ def _internlm3(config: Config) -> Shape:
 
 
 def _iquest(config: Config) -> Shape:
-    """Llama."""
+    """IQuest Coder: Llama."""
     expect(config, clip_qkv=None, use_sliding_window=False)
     return llama(IQUEST | config)
 
 
 def _nanochat(config: Config) -> Shape:
-    """Norms without gains, one in front of all layers and those of heads behind rotary, where it doesn't matter; squares instead of
-    gates. Heads turn the other way round."""
+    """NanoChat: norms without gains, one of them before all layers, and those of heads after the rotary embedding, where the order
+    does not matter; squared ReLU without gates. The rotation is in the opposite direction."""
     base = _at_length(biased(common(config, activations=("relu2",)), config))
     return replace(
         base,
@@ -211,7 +211,7 @@ def _nanochat(config: Config) -> Shape:
 
 
 def _at_length(base: Shape) -> Shape:
-    """The same. Raises Unsupported if to turn a head changes its length, which a norm behind that would take back."""
+    """The same shape. Raises Unsupported if the rotary embedding scales lengths, which a norm after it would undo."""
     if base.rope.amplitude != 1:
         raise Unsupported(
             f"rotary scaling {base.rope.kind!r} is not supported: for this family the decoder has none that changes lengths"
@@ -220,7 +220,7 @@ def _at_length(base: Shape) -> Shape:
 
 
 def granite(config: Config) -> Shape:
-    """Llama, scaled (Yang et al. 2022, arXiv:2203.03466)."""
+    """Granite: Llama with scaling factors (muP: Yang et al. 2022, arXiv:2203.03466)."""
     names = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
     attention, embedding, residual, logits = (number(config, name, 1.0) for name in names)
     return replace(
@@ -229,7 +229,7 @@ def granite(config: Config) -> Shape:
 
 
 def _hyperclova(config: Config) -> Shape:
-    """HyperCLOVA X: Granite, with norms behind attention and MLP, too. Logits are multiplied, where Granite's are divided."""
+    """HyperCLOVA X: Granite with norms after attention and MLP, too. Logits are multiplied, where Granite's are divided."""
     given = config | {"logits_scaling": 1 / number(config, "logits_scaling", 1.0)}
     base = granite(given)
     scale = number(config, "attention_multiplier", base.head_size**-0.5)
@@ -237,13 +237,13 @@ def _hyperclova(config: Config) -> Shape:
 
 
 def _granite_swa(config: Config) -> Shape:
-    """Granite, of which one layer in four sees all, the first one among them; heads have sinks."""
+    """Granite with a sliding window, full attention in one layer of four, beginning with the first, and attention sinks."""
     given = GRANITE_SWA | config
     return with_thetas(granite(given), given)
 
 
 def with_thetas(base: Shape, given: Config) -> Shape:
-    """The same with sinks and windows, and layers that have each a theta of their own, or 0 and no rotary embedding."""
+    """The same with sinks and windows, and a theta for each layer, or 0: no rotary embedding."""
     kinds = kinds_of(given, base.layers, lambda layer: layer % 4 > 0)
     thetas = given.get("layer_rope_theta")
     thetas = [base.rope.theta] * base.layers if thetas is None else thetas
@@ -264,7 +264,7 @@ def with_thetas(base: Shape, given: Config) -> Shape:
 
 
 def _phi3(config: Config) -> Shape:
-    """Also Phi 4."""
+    """Phi 3 and 4."""
     base = common(PHI3 | config)
     turned = rotary_size(config, base.head_size)
     check_factors(base.rope, turned)
@@ -277,7 +277,7 @@ def _phi3(config: Config) -> Shape:
 
 
 def _glm(config: Config) -> Shape:
-    """GLM 4 of 2024. Half of each head turns, neighbours together."""
+    """GLM 4 of 2024: half of each head rotates, interleaved."""
     base = common(GLM | config)
     return replace(
         base,
@@ -289,12 +289,12 @@ def _glm(config: Config) -> Shape:
 
 
 def _glm4(config: Config) -> Shape:
-    """GLM 4 of 2025."""
+    """GLM 4 of 2025, with norms after attention and MLP, too."""
     return replace(_glm(config), norms=AROUND_GLM)
 
 
 def gemma(config: Config, activation: str = "hidden_act") -> Shape:
-    """The first generation, which said "gelu" and meant its approximation, and what all of them have in common."""
+    """Gemma: the first generation, which said "gelu" and meant its tanh approximation, and what all generations have in common."""
     if config.get("use_bidirectional_attention"):
         raise Unsupported("use_bidirectional_attention is not supported: the decoder's tokens see those before them")
     approximated = ("gelu_pytorch_tanh", "gelu") if activation == "hidden_act" else ("gelu_pytorch_tanh",)
@@ -303,7 +303,7 @@ def gemma(config: Config, activation: str = "hidden_act") -> Shape:
 
 
 def _gemma2(config: Config) -> Shape:
-    """Every other layer slides."""
+    """Gemma 2: a sliding window in every other layer."""
     base = gemma({"num_attention_heads": 8, "num_key_value_heads": 4} | config, "hidden_activation")
     return replace(
         base,
@@ -316,28 +316,29 @@ def _gemma2(config: Config) -> Shape:
 
 
 def _vault_gemma(config: Config) -> Shape:
-    """The same, with norms before attention and MLP alone."""
+    """VaultGemma: Gemma 2 with norms before attention and MLP alone."""
     return replace(_gemma2(config), norms=("input_layernorm", "", "pre_feedforward_layernorm", ""))
 
 
 def _gemma3(config: Config) -> Shape:
-    """One layer in six sees all, and has another rotary embedding than those that slide."""
+    """Gemma 3: full attention in one layer of six, with another rotary embedding than in layers with a sliding window."""
     full, local = ropes_by_kind(config, 1e6, 1e4)
     pattern, layers = pattern_of(config, 6), config.get("num_hidden_layers", 26)
     kinds = kinds_of(config, layers, lambda layer: (layer + 1) % pattern > 0)
     base = _gemma2(GEMMA3 | config | {"layer_types": kinds, "rope_parameters": full, "rope_scaling": None})
-    # transformers reads attn_logit_softcapping, and leaves it at that.
+    # transformers reads attn_logit_softcapping and does not use it.
     local_rope = rope_of(GEMMA3 | config | {"rope_parameters": local}, "rope_parameters")
     return replace(base, softcap=0.0, qk_norm=True, local_rope=local_rope)
 
 
 def _olmo2(config: Config) -> Shape:
-    """Norms behind attention and MLP alone, and of all queries, and all keys, of a token together."""
+    """OLMo 2: norms after attention and MLP alone, and one norm over all queries of a token, and over all its keys."""
     return replace(biased(common(OLMO | config), config), joint_qk_norm=True, norms=BEHIND)
 
 
 def _olmo3(config: Config) -> Shape:
-    """One layer in four sees all; only its rotary embedding may be scaled. Those that slide don't go by the model's theta."""
+    """OLMo 3: full attention in one layer of four; only its rotary embedding may be scaled. Layers with a sliding window don't use
+    the model's theta."""
     theta = number(config, "rope_theta", OLMO3_THETA)
     full, local = ropes_by_kind({**config, "rope_theta": theta, "rope_local_base_freq": OLMO3_THETA}, theta, OLMO3_THETA)
     base = _olmo2(config | {"rope_parameters": full, "rope_scaling": None})
@@ -347,19 +348,20 @@ def _olmo3(config: Config) -> Shape:
 
 
 def _seed_oss(config: Config) -> Shape:
-    """Llama with longer heads, and a switch for each bias."""
+    """Seed-OSS: Llama with larger heads, and a switch for each bias."""
     base = llama(SEED_OSS | config)
     return replace(base, output_bias=config.get("attention_out_bias", False))
 
 
 def ernie(config: Config) -> Shape:
-    """Llama, but that neighbours turn together."""
+    """ERNIE 4.5: Llama with interleaved rotary embedding."""
     expect(config, use_bias=False)
     return replace(common(ERNIE | config), rotary_neighbours=True)
 
 
 def exaone4(config: Config) -> Shape:
-    """Norms behind attention and MLP alone. Where some layers slide, those that see all have no rotary embedding."""
+    """EXAONE 4: norms after attention and MLP alone. Where some layers have a sliding window, those with full attention have no
+    rotary embedding."""
     base = common({"num_key_value_heads": 32, "rms_norm_eps": 1e-5} | config)
     window = config.get("sliding_window", 4096)
     kinds = kinds_of(config, base.layers, lambda layer: (layer + 1) % pattern_of(config, 4) > 0 and window)

@@ -1,4 +1,5 @@
-"""Draft models: of their own, or made for one model, by what that makes of tokens. Imports no torch: the launcher plans with it."""
+"""Shapes of draft models: independent ones, and heads that read the target's features (EAGLE-3, MTP; Medusa and MLP speculator in
+`readout_families`). Imports no torch: the launcher plans with it."""
 
 from dataclasses import replace
 from typing import Any
@@ -14,9 +15,9 @@ from .traits import DraftFeatures, Latent
 EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 MOST_LAYERS = 16
-NORMS = ("norm_before_fc", "fc_norm", "norm_output")  # that some newer heads have besides
-# Layers for predicting several tokens: the field of config.json that counts them, what it means where it is left out, and how they
-# are read. {layers}: how many there are before these.
+NORMS = ("norm_before_fc", "fc_norm", "norm_output")  # norms that some newer heads have besides
+# Multi-token prediction (MTP) layers: the field of config.json that counts them, its default, and how they are read. {layers}: the
+# number of the model's layers before them.
 QWEN = (
     "mtp_num_hidden_layers",
     1,
@@ -48,7 +49,7 @@ DEEPSEEK = (
         ),
     ),
 )
-# By architecture. DeepSeek's field is in other config.json files, too, and there it means layers of another kind.
+# By architecture. DeepSeek's field is in other config.json files, too, where it means layers of another kind.
 OWN_LAYERS = {
     **dict.fromkeys(("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"), QWEN),
     **dict.fromkeys(("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"), QWEN),
@@ -62,8 +63,8 @@ DraftShape = Shape | ReadoutShape
 
 
 def draft_shape(config: Config, target: Shape, own: bool = False) -> DraftShape:
-    """Of the draft model that `config` (a parsed config.json) describes, to guess for `target`. own: it is that model's own, whose
-    layer for predicting several tokens guesses. Raises Unsupported."""
+    """The shape of the draft model that `config` (a parsed config.json) describes, to draft for `target`. own: the target's own MTP
+    layer drafts. Raises Unsupported."""
     if own:
         return _next(config, target)
     if is_readout(config):
@@ -75,7 +76,8 @@ def draft_shape(config: Config, target: Shape, own: bool = False) -> DraftShape:
 
 
 def check_guesses(target: Shape, speculation: Speculation) -> None:
-    """Raises Unsupported for guesses that the model can't judge."""
+    """Raises Unsupported for drafts that the model can't verify: trees, where it has recurrent state or sparse attention by
+    blocks."""
     if speculation.chain or (target.remembering is None and not target.placed):
         return
     reason = "where an index chooses blocks of tokens," if target.remembering is None else f"with {target.remembering.name}"
@@ -86,7 +88,8 @@ def check_guesses(target: Shape, speculation: Speculation) -> None:
 
 
 def shaped(draft: DraftShape, speculation: Speculation, said: bool = True) -> Speculation:
-    """The same. said: whether its shape was; else heads guess a token each. Raises Unsupported for more layers than heads."""
+    """The speculation with its shape filled in. said: the shape was given; else each head drafts one token. Raises Unsupported for
+    more levels than heads."""
     if not isinstance(draft, ReadoutShape):
         return speculation
     if not said:
@@ -100,19 +103,19 @@ def shaped(draft: DraftShape, speculation: Speculation, said: bool = True) -> Sp
 
 
 def heard(draft: DraftShape) -> tuple[int, ...] | None:
-    """Of its target, what enters these layers it goes by; (): what the last norm gives; None: nothing."""
+    """The target's layers whose inputs the draft model reads; (): it reads the output of the last norm; None: it reads nothing."""
     if isinstance(draft, ReadoutShape):
         return ()
     return draft.features.layers if draft.features else None
 
 
 def levels(draft: DraftShape) -> int:
-    """How deep its trees may be; 0: as deep as they grow."""
+    """The greatest depth of its trees; 0: no limit."""
     return draft.levels if isinstance(draft, ReadoutShape) else 0
 
 
 def borrowed(draft: DraftShape, target: Shape, ranks: int) -> int:
-    """Elements of the target's tables that it needs, as far as a rank of these lacks them: it has a part."""
+    """Elements of the target's vocabulary tables that the draft rank must hold whole, because a rank of `ranks` has only a part."""
     if ranks == 1:
         return 0
     tables = 0
@@ -124,18 +127,18 @@ def borrowed(draft: DraftShape, target: Shape, ranks: int) -> int:
 
 
 def is_head(config: Config) -> bool:
-    """Whether it is made for one model, whose tokens it has."""
+    """Whether it is a head made for one model, whose tokens it shares."""
     names = config.get("architectures")
     return is_readout(config) or (isinstance(names, list) and any(name in EAGLE3 for name in names))
 
 
 def _indexing(latent: Latent | None) -> Latent | None:
-    """The same, of a layer that has an index of its own, if any has."""
+    """The latents of a layer with an index of its own, if the model has indexes."""
     return replace(latent, index=replace(latent.index, borrowing=frozenset())) if latent and latent.index else latent
 
 
 def _next(config: Config, target: Shape) -> Shape:
-    """As DeepSeek V3 has it, and Qwen. There may be more than one such layer; the first guesses all tokens."""
+    """The MTP layer of DeepSeek V3's form, or Qwen's. There may be several such layers; the first drafts all tokens."""
     fields = config.get("text_config") or config
     counted, usual, features = OWN_LAYERS.get(target.architecture, DEEPSEEK)
     count = fields.get(counted, usual)
@@ -160,7 +163,7 @@ def _next(config: Config, target: Shape) -> Shape:
 
 
 def _flat(config: Config) -> Config:
-    """As EAGLE's authors write it. The library `speculators` has the layer's fields in an object of their own."""
+    """The config in EAGLE's authors' form. The library `speculators` has the layer's fields in an object of their own."""
     inner = config.get("transformer_layer_config")
     if inner is None:
         return config
@@ -198,7 +201,7 @@ def _eagle3(config: Config, target: Shape) -> Shape:
         base,
         architecture=f"EAGLE-3 for {target.architecture}",
         vocabulary=most,
-        # Its own number is what it was trained on, which is often less. Behind that its guesses may be worse.
+        # Its own number is what it was trained on, often less. Beyond that its drafts may be worse.
         max_positions=target.max_positions,
         features=DraftFeatures(layers=layers, widened=True, normalized=first),
     )
@@ -218,8 +221,8 @@ def _inner(config: Config) -> Config:
 
 
 def _layers(config: Config, own: Config, count: int) -> tuple[int, ...]:
-    """What enters these it goes by, of so many. In `own`, EAGLE's part of config.json, SpecForge and SGLang name the layers that it
-    comes out of; vLLM and speculators, who have no such part, those that it enters."""
+    """The target layers, of `count`, whose inputs it reads. In `own`, EAGLE's part of config.json, SpecForge and SGLang name layers
+    whose outputs are read; vLLM and speculators, which have no such part, those whose inputs are."""
     found: Any = own.get(LAYERS) or config.get(LAYERS) or [2, count // 2, count - 3]
     further = int(bool(own.get(LAYERS)))
     if (

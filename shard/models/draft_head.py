@@ -1,9 +1,9 @@
-"""Draft models that are made for one other model: they go by tokens, and by what that model made of the token before each.
+"""Draft heads made for one target model, which read tokens and the target's features of the token before each.
 
-EAGLE-3 (Li et al. 2025, arXiv:2503.01840) has its own layer and output matrix. Layers for predicting several tokens (DeepSeek-AI
-2024, arXiv:2412.19437) come with the model. Both begin with the features of the token before, which they read where the target's
-`Taps` have put them. Where more tokens are guessed, what comes out for a token stands for its own features, which the target has
-not computed yet.
+EAGLE-3 (Li et al. 2025, arXiv:2503.01840) has a layer and an LM head of its own. Multi-token prediction (MTP) layers (DeepSeek-AI
+2024, arXiv:2412.19437) come with the model. Both start from the features of the previous token, which the target's `Taps` have
+written to its cache. When they draft several tokens, the head's own output for a draft stands in for the target's features, which
+don't exist yet.
 """
 
 from abc import ABC, abstractmethod
@@ -31,16 +31,16 @@ INTEGERS = ("I64", "I32")
 
 
 class Paired(Stream):
-    """The stream of some tokens, which begins with the features of those before."""
+    """A residual stream that begins with the features of the previous tokens, beside the normalized embeddings."""
 
     def __init__(self, sums: Tensor, both: Tensor, ranks: Ranks, epsilon: float) -> None:
-        """both: [tokens, 2 * hidden], tokens and features, each behind a norm."""
+        """both: [tokens, 2 * hidden], embeddings and features, each normalized."""
         super().__init__(sums, ranks, epsilon)
         self.both = both
 
 
 class Widened(Layer):
-    """A layer whose attention sees tokens and features side by side."""
+    """A layer whose attention reads embedding and features concatenated."""
 
     def __init__(self, index: int, shape: Shape, load: Loader) -> None:
         super().__init__(index, shape, load)
@@ -62,19 +62,21 @@ class Widened(Layer):
 
 
 class DraftHead(Decoder, ABC):
-    """What comes out of it for a token is what stands for its features: `logits` has the last norm. It takes the target's tables
-    where it has none of its own. `taps`: what the target is to keep for it."""
+    """A draft head. Its output for a token stands in for the token's features, so `logits` applies the last norm where that is not
+    part of the output. It uses the target's embedding table and LM head where it has none of its own. `taps`: what the target is to
+    keep for it."""
 
     taps: Taps
 
     def __init__(self, shape: Shape, source: Source, target: Decoder, whole: Source) -> None:
-        """source: of its own weights, by a decoder's names; whole: the target's, of whose tables several ranks have parts."""
+        """source: its own weights, by a decoder's names; whole: the target's checkpoint, since with several ranks each has only a
+        part of the tables."""
         assert shape.features is not None
         self.features = shape.features
-        self.known: Tensor | None = None  # the target's number of each token that it can guess, [tokens]; None: the same
+        self.known: Tensor | None = None  # target ids of the tokens that it can draft, [tokens]; None: all, by the same ids
         self._target = target
         self._whole = whole
-        # Guesses may round as they like.
+        # Drafts may round in any way.
         super().__init__(shape, source, Ranks(0, 1, source.device), source.device, exact=Invariance.GUESS)
 
     def _root(self, source: Source) -> str:
@@ -94,7 +96,7 @@ class DraftHead(Decoder, ABC):
 
     @abstractmethod
     def _joined(self, embedded: Tensor, features: Tensor) -> Stream:
-        """[tokens, hidden] each, of a token and of the one before it."""
+        """Combines embeddings and the features of the previous tokens, [tokens, hidden] each, to a residual stream."""
 
     def _blank(self, rows: int) -> Stream:
         states = self.embedding.new_zeros(rows, self.shape.hidden)
@@ -104,7 +106,7 @@ class DraftHead(Decoder, ABC):
         return stream.normalized(self.norm if self.features.behind else None)
 
     def logits(self, hidden: Tensor) -> Tensor | None:
-        """As of the target's vocabulary, [rows, that]; -inf for what it can't guess."""
+        """Logits over the target's vocabulary, [rows, vocabulary]; -inf for tokens that it can't draft."""
         hidden = hidden if self.features.behind else self._stream(hidden).normalized(self.norm)
         found = super().logits(hidden)
         if found is None or self.known is None:
@@ -114,12 +116,12 @@ class DraftHead(Decoder, ABC):
 
 
 class Eagle3(DraftHead):
-    """Of one layer, whose attention sees both side by side."""
+    """EAGLE-3: one layer, whose attention reads embedding and features concatenated."""
 
     LAYER = Widened
 
     def __init__(self, shape: Shape, source: Source, target: Decoder, whole: Source) -> None:
-        layer = "layers.0." if source.has("layers.0.hidden_norm.weight") else "midlayer."  # as speculators says, and EAGLE
+        layer = "layers.0." if source.has("layers.0.hidden_norm.weight") else "midlayer."  # speculators' name, else EAGLE's
         super().__init__(shape, Prefixed(source, [("model.layers.0.", layer), ("model.", "")]), target, whole)
         inputs = len(self.features.layers) * shape.hidden
         self.fuse = Weight(source.tensor("fc.weight", (shape.hidden, inputs)), exact=Invariance.GUESS)
@@ -148,10 +150,10 @@ class Eagle3(DraftHead):
 
 
 class NextTokens(DraftHead):
-    """The target's own layer for predicting several tokens, of the target's kind, which sees one that is made of both."""
+    """The target's own MTP layer: a layer of the target's kind, whose input is a projection of embedding and features."""
 
     def __init__(self, shape: Shape, target: Decoder, whole: Source, made_up: bool = False) -> None:
-        """made_up: nobody knows what there is in the checkpoint. Raises Unsupported if it lacks the layer."""
+        """made_up: weights are random, without a checkpoint. Raises Unsupported if the checkpoint lacks the layer."""
         assert shape.features is not None
         root, layer = root_of(whole, target.shape), f"{ROOTS[0]}layers.0."
         source = Prefixed(
@@ -170,7 +172,7 @@ class NextTokens(DraftHead):
         self.join = load.laid_out(load.matrix("eh_proj", shape.hidden, 2 * shape.hidden, whole=True), None)
 
     def _output(self, load: Loader) -> Weight:
-        """The target's, if it has no other: checkpoints may have that once more."""
+        """The layer's LM head; the target's where it has no other: checkpoints may repeat that."""
         size = self.shape.vocabulary, self.shape.hidden
         name = output_of(self._whole, self._target.shape)
         found = load.source.tensor(OUTPUTS[0], size) if load.source.has(OUTPUTS[0]) else None

@@ -1,5 +1,5 @@
-"""What pixels look like to what encodes images, and how that is called: transformers' own modules of each family. A new one is a
-new entry in `ENCODERS`.
+"""Image encoders (vision towers): how each family's transformers modules are called, and what input and output they have. A new
+family is a new entry in `ENCODERS`.
 
 Pixels of an image are [1, colours, height, width], or patches of it, [patches, colours, side, side]: see Image in shard.proto.
 """
@@ -19,35 +19,36 @@ from ..pictures import Picture
 
 
 class Encoder(ABC):
-    """Of one family."""
+    """The image encoder of one model family."""
 
-    turned = False  # an image's tokens have positions in three directions
-    normalizing = torch.float32  # in which pixels are rescaled and normalized
+    turned = False  # image tokens have positions in three directions (mrope)
+    normalizing = torch.float32  # the type in which pixels are rescaled and normalized
 
     def __init__(self, model: Any, pixels: int) -> None:
-        """model: transformers', without its text; pixels: the most of an image. May raise what says that config.json is none."""
+        """model: transformers' multimodal model, without its language model; pixels: the most of an image. May raise errors for an
+        inconsistent config.json."""
         self._model, self._pixels = model, pixels
         self._vision = model.config.vision_config
 
     @property
     @abstractmethod
     def largest(self) -> int:
-        """Tokens that no image has more of."""
+        """An upper bound of the tokens of an image."""
 
     @abstractmethod
     def fits(self, picture: Picture, shape: tuple[int, ...]) -> bool:
-        """Whether an image that has pixels of this shape has the tokens that the picture says."""
+        """Whether an image with pixels of this shape has the number of tokens that `picture` says."""
 
     @abstractmethod
     def blank(self, tokens: int) -> Picture:
-        """An image of about so many tokens, on which is nothing."""
+        """A blank image of about so many tokens."""
 
     @abstractmethod
     def __call__(self, pixels: Tensor, picture: Picture) -> Tensor:
-        """[tokens, levels, hidden]: see `Vision.encode`. pixels: of the picture, as the encoder wants them."""
+        """Encodes an image to [tokens, levels, hidden]: see `Vision.encode`. pixels: of `picture`, as the encoder expects them."""
 
     def _features(self, pixels: Tensor, **more: Any) -> Tensor:
-        """By transformers' own way, of one image and one level."""
+        """Encodes one image with transformers' own method, to one level."""
         found: Tensor = self._model.get_image_features(pixels, **more).pooler_output[0]
         return found.unsqueeze(1)
 
@@ -57,16 +58,16 @@ def _blank(rows: int, columns: int, shape: tuple[int, ...], size: tuple[int, ...
 
 
 class Grid(Encoder):
-    """Of images whose tokens say what shape their pixels have."""
+    """An encoder for images whose pixels' shape follows from their rows and columns of tokens."""
 
-    side: int  # pixels that a token is of, along each side of an image
+    side: int  # pixels along each side of the square that a token covers
 
     def shape(self, rows: int, columns: int) -> tuple[int, ...]:
-        """Of the pixels of an image with so many tokens; (): none has so many."""
+        """The shape of the pixels of an image with so many tokens; (): no image has."""
         return 1, COLOURS, rows * self.side, columns * self.side
 
     def grid(self, tokens: int) -> tuple[int, int]:
-        """Rows and columns of some image with about so many tokens."""
+        """Rows and columns of an image with about so many tokens."""
         rows = max(1, math.isqrt(tokens))
         return rows, max(1, tokens // rows)
 
@@ -83,7 +84,7 @@ class Grid(Encoder):
 
 
 class Qwen(Grid):
-    """GLM's, too. To these a picture is a film that stands still."""
+    """The encoder of Qwen's and GLM's families. To it an image is a video of identical frames."""
 
     turned = True
 
@@ -102,32 +103,32 @@ class Qwen(Grid):
         return torch.stack([level[0] for level in (found.pooler_output, *deeper)], 1)
 
     def _patches(self, picture: Picture, device: torch.device) -> Tensor:
-        """Frames of a picture, and how many patches these have along their sides: [1, 3]."""
+        """Frames of the video, and its rows and columns of patches: [1, 3]."""
         return torch.tensor([[1, picture.rows * self._merged, picture.columns * self._merged]], device=device)
 
 
 class Still(Qwen):
-    """EXAONE's, GLM 5 Next's, LFM's and MiniMax': their tokens have one position each."""
+    """The same for EXAONE, GLM 5 Next, LFM and MiniMax: image tokens have one position each."""
 
     turned = False
 
 
 class Paddle(Qwen):
-    """Patches row by row, of one picture each."""
+    """The encoder of PaddleOCR-VL: patches row by row, of one frame each."""
 
     def __call__(self, pixels: Tensor, picture: Picture) -> Tensor:
         return self._features(pixels, image_grid_thw=self._patches(picture, pixels.device))
 
 
 class Hy4(Paddle):
-    """Each row of tokens ends with the same one."""
+    """The encoder of Hy 4: each row of tokens ends with the same token."""
 
     def shape(self, rows: int, columns: int) -> tuple[int, ...]:
         return super().shape(rows, columns - 1) if columns > 1 else ()
 
     @property
     def largest(self) -> int:
-        """No picture is 200 times as high as wide, nor 300 times when its sides are rounded."""
+        """No image is 200 times as high as wide, nor 300 times when its sides are rounded."""
         tokens = super().largest
         return tokens + math.isqrt(300 * tokens)
 
@@ -140,7 +141,8 @@ class Hy4(Paddle):
 
 
 class Mistral(Grid):
-    """Not by get_image_features, which fails for one token (transformers 5.24)."""
+    """The encoder of Mistral 3 (Pixtral). It does not use get_image_features, which fails for a single token (transformers
+    5.24)."""
 
     def __init__(self, model: Any, pixels: int) -> None:
         super().__init__(model, pixels)
@@ -156,7 +158,7 @@ class Mistral(Grid):
 
 
 class LightOn(Mistral):
-    """The same encoder, by other names. What is more of a picture than whole tokens is seen by these alone."""
+    """The same encoder for LightOnOCR, by other names. Pixels beyond whole tokens are visible to the encoder alone."""
 
     def fits(self, picture: Picture, shape: tuple[int, ...]) -> bool:
         known = len(shape) == 4 and shape[:2] == (1, COLOURS)
@@ -170,7 +172,7 @@ class LightOn(Mistral):
 
 
 class Square(Grid):
-    """Of images that have one size."""
+    """An encoder for images of one size."""
 
     def __init__(self, model: Any, pixels: int, tokens: int) -> None:
         """tokens: along each side."""
@@ -190,12 +192,12 @@ class Square(Grid):
 
 
 class Step(Grid):
-    """Step 3.7's: of tiles, and of a whole that is larger than they are."""
+    """The encoder of Step 3.7: tiles, and an overview image larger than they are."""
 
     def __init__(self, model: Any, pixels: int) -> None:
         super().__init__(model, pixels)
-        self._size = int(self._vision.image_size)  # of the whole
-        self.side = int(self._vision.patch_size) * 4  # by two convolutions
+        self._size = int(self._vision.image_size)  # side of the overview image
+        self.side = int(self._vision.patch_size) * 4  # after two convolutions
 
     def shape(self, rows: int, columns: int) -> tuple[int, ...]:
         side = rows * self.side
@@ -214,14 +216,16 @@ class Step(Grid):
 
 
 class Ocr(Encoder):
-    """DeepSeek-OCR 2's: tiles, and a whole that is larger, behind which a token stands. How many tokens follow from their sizes."""
+    """The encoder of DeepSeek-OCR 2: tiles, and a larger overview image, after which a separator token follows. The number of
+    tokens follows from the size."""
 
     FEW, MANY = 144, 256
 
     def __init__(self, model: Any, pixels: int) -> None:
         super().__init__(model, pixels)
         sam = self._vision.sam_config
-        self._size, self._unit = int(sam.image_size), int(sam.patch_size) * 4  # of the whole, and of what is seen of a picture
+        # Sides of the overview image, and of the square that a token of the SAM encoder covers.
+        self._size, self._unit = int(sam.image_size), int(sam.patch_size) * 4
 
     @property
     def largest(self) -> int:
@@ -235,7 +239,7 @@ class Ocr(Encoder):
         return known and (picture.rows, picture.columns) == (1, self._tokens(shape[2]))
 
     def blank(self, tokens: int) -> Picture:
-        """The whole, of however many."""
+        """The overview image, whatever the number of tokens."""
         return _blank(1, self._tokens(self._size), (1, COLOURS, self._size, self._size))
 
     def __call__(self, pixels: Tensor, picture: Picture) -> Tensor:
@@ -254,7 +258,7 @@ class Gemma3(Square):
 
 
 class Idefics(Square):
-    """Of tiles, each of which is an image."""
+    """The encoder of Idefics 3 and SmolVLM: each tile is an image."""
 
     def __init__(self, model: Any, pixels: int) -> None:
         vision = model.config.vision_config
@@ -265,7 +269,7 @@ class Idefics(Square):
 
 
 class Llama4(Square):
-    """Of tiles, each of which is an image."""
+    """The encoder of Llama 4: each tile is an image."""
 
     normalizing = torch.bfloat16
 
@@ -279,7 +283,7 @@ class Llama4(Square):
 
 
 class Gemma4(Grid):
-    """Of patches, which say where they are."""
+    """The encoder of Gemma 4: patches with explicit positions."""
 
     def __init__(self, model: Any, pixels: int) -> None:
         super().__init__(model, pixels)
@@ -295,7 +299,7 @@ class Gemma4(Grid):
 
 
 class Gemma4Unified(Gemma4):
-    """The 12B's: a token is a patch."""
+    """The encoder of the 12B: a token is a patch."""
 
     def __init__(self, model: Any, pixels: int) -> None:
         super().__init__(model, pixels)
@@ -303,7 +307,8 @@ class Gemma4Unified(Gemma4):
 
 
 class InternVL(Grid):
-    """Of tiles, each encoded by itself, which stand one below the other. The last is the whole image, if there are several."""
+    """The encoder of InternVL: tiles, each encoded by itself, one below the other; the last is an overview of the image, if there
+    are several."""
 
     def __init__(self, model: Any, pixels: int) -> None:
         super().__init__(model, pixels)
@@ -348,7 +353,7 @@ class Pixtral(Grid):
 
 
 def _layers(config: Any) -> dict[str, Any]:
-    """Whose features LLaVA has."""
+    """Fields that say which layers' features LLaVA uses."""
     return {name: getattr(config, name) for name in ("vision_feature_layer", "vision_feature_select_strategy")}
 
 
@@ -357,7 +362,7 @@ def _llava(model: Any, pixels: int) -> Encoder:
 
 
 class Tiled(Encoder):
-    """LLaVA-NeXT's: see `proto.tiling`."""
+    """The encoder of LLaVA-NeXT: see `proto.tiling`."""
 
     def __init__(self, model: Any, pixels: int) -> None:
         super().__init__(model, pixels)
@@ -365,7 +370,7 @@ class Tiled(Encoder):
         said = getattr(config, "vision_aspect_ratio", "")
         every = tiling(config.image_grid_pinpoints, int(vision.image_size), int(vision.patch_size), said)
         self._tiling = every.within(pixels)
-        config.image_grid_pinpoints = [*self._tiling.resolutions]  # which transformers' own code looks up
+        config.image_grid_pinpoints = [*self._tiling.resolutions]  # transformers' own code looks them up
 
     @property
     def largest(self) -> int:
@@ -390,7 +395,7 @@ class Tiled(Encoder):
 
 
 class TiledAlone(Tiled):
-    """LLaVA-OneVision's: of several in a prompt each is one tile, with a token behind it."""
+    """The encoder of LLaVA-OneVision: where a prompt has several images, each is one tile, with a token after it."""
 
     def fits(self, picture: Picture, shape: tuple[int, ...]) -> bool:
         tokens, side = self._tiling.tokens**2 + 1, self._tiling.side
@@ -404,7 +409,7 @@ class TiledAlone(Tiled):
 
 
 class Resampled(Encoder):
-    """Idefics 2's: as many tokens of each image, whatever its size."""
+    """The encoder of Idefics 2: a perceiver resampler gives every image the same number of tokens."""
 
     def __init__(self, model: Any, pixels: int) -> None:
         super().__init__(model, pixels)
@@ -419,7 +424,7 @@ class Resampled(Encoder):
         return known and math.prod(shape[2:]) <= self._pixels and (picture.rows, picture.columns) == (1, self._tokens)
 
     def blank(self, tokens: int) -> Picture:
-        """As large as any, but where fewer tokens would do: then as small."""
+        """The largest possible image, or where fewer tokens would do, the smallest."""
         largest = max(self._patch, min(int(self._vision.image_size), math.isqrt(self._pixels)))
         side = largest if tokens >= self._tokens else self._patch
         return _blank(1, self._tokens, (1, COLOURS, side, side))

@@ -1,5 +1,5 @@
-"""Reads a layer's experts as checkpoints have them: one by one, or all in one tensor. How each form lays them out is here and
-nowhere else."""
+"""Loads a layer's experts in all layouts that checkpoints have: one by one, or stacked in one tensor. Each layout is handled here
+and nowhere else."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,13 +16,14 @@ from .quantization import REMEDY
 from .shape import Unsupported
 from .traits import Mixture, Quantization
 
-TOGETHER = "mlp"  # what has the experts that are all in one tensor, but where what has them otherwise does, or the layer itself
+# Module of stacked experts as transformers 5 saves them, unless the mixture's own module or the layer itself has them.
+TOGETHER = "mlp"
 SCALES = ("_scale_inv", "_scale", "_blocks", "_weight_scale")
 
 
 def as_stored(load: Loader, mixture: Mixture) -> Mixture:
-    """The same, with the names of its tensors in this checkpoint: transformers 5 has its own where it was not asked for the
-    original ones (`save_original_format=False`)."""
+    """The mixture with the names of its tensors in this checkpoint: with `save_original_format=False` transformers 5 saves its
+    own."""
     if mixture.stacked:
         block = mixture.stacked[0].partition(".")[0]
         own = f"{block}.experts.gate_up_proj", f"{block}.experts.down_proj"
@@ -39,7 +40,8 @@ def as_stored(load: Loader, mixture: Mixture) -> Mixture:
 
 
 def experts(load: Loader, mixture: Mixture) -> tuple[Weights, Weights, Biases]:
-    """Of each expert this rank's [2 * size, hidden], gates first, and [hidden, size]; and biases of all, where they have some."""
+    """This rank's part of each expert: gate and up projections [2 * size, hidden], gates first, and down projections [hidden,
+    size]; with biases of all, if there are any."""
     if mixture.interleaved:
         return _interleaved(load, mixture)
     if mixture.by_kind:
@@ -62,19 +64,20 @@ def experts(load: Loader, mixture: Mixture) -> tuple[Weights, Weights, Biases]:
 
 
 def _home(load: Loader, mixture: Mixture) -> str | None:
-    """What has the experts that are all in one tensor; None: there is no such tensor."""
+    """The module that has stacked experts; None: they are not stacked."""
     homes = dict.fromkeys((TOGETHER, mixture.name) if mixture.name else ("",))
     own = _first(load)
     return next((home for home in homes if load.source.has(load.prefix + replace(mixture, name=home).named(own))), None)
 
 
 def _first(load: Loader) -> str:
-    """Of the tensors that have all experts, the one that leads away from the stream."""
+    """The name of the stacked experts' first matrices, which lead out of the residual stream."""
     return "experts.up_proj" if load.shape.ungated else "experts.gate_up_proj"
 
 
 def _together(load: Loader, mixture: Mixture) -> tuple[Weights, Weights, Biases]:
-    """All in one tensor, of each expert gates before what they let through, where there are any."""
+    """Loads stacked experts: one tensor each for the gate and up projections (gates first, if there are any), and for the down
+    projections."""
     count, size, hidden = mixture.experts, mixture.size, mixture.latent or load.shape.hidden
     names = mixture.stacked or (mixture.named(_first(load)), mixture.named("experts.down_proj"))
     first_name, second_name = (load.prefix + name for name in names)
@@ -92,11 +95,11 @@ def _together(load: Loader, mixture: Mixture) -> tuple[Weights, Weights, Biases]
 
     def read(name: str, shape: tuple[int, ...], dimension: int, first: int) -> Tensor:
         turned = (shape[0], shape[2], shape[1])
-        if mixture.inputs_first or (shape != turned and load.source.has(name, turned)):  # as the hub has Qwen 3 VL's
+        if mixture.inputs_first or (shape != turned and load.source.has(name, turned)):  # as Qwen 3 VL's are on the hub
             return load.source.tensor(name, turned, (3 - dimension, first, first + part)).transpose(1, 2).contiguous()
         return load.source.tensor(name, shape, (dimension, first, first + part))
 
-    # transformers makes one for those that do nothing, too, and stores it.
+    # transformers makes and stores weights for identity experts, too.
     stored = mixture.routed if mixture.idle and load.source.has(first_name, (mixture.routed, outputs, hidden)) else count
     apart = [read(first_name, (stored, outputs, hidden), 1, first)[:count] for first in firsts]
     plain = [_kept(torch.cat(parts), how) for parts in zip(*apart, strict=True)]
@@ -104,12 +107,12 @@ def _together(load: Loader, mixture: Mixture) -> tuple[Weights, Weights, Biases]
 
 
 def _kept(weight: Tensor, how: Quantization | None) -> Tensor | Codes:
-    """In few bits, if weights are rounded when they are loaded."""
+    """Quantizes the weight if that is to happen at load."""
     return quantize(weight, how.kind) if how and how.at_load else weight
 
 
 def _by_kind(load: Loader, mixture: Mixture) -> tuple[Weights, Weights, Biases]:
-    """DBRX's, of each kind one expert's below the other's."""
+    """Loads DBRX's experts: one tensor for each projection, experts one below the other."""
     rows, how = mixture.experts * mixture.size, load.shape.quantization
     start, stop = load.own(mixture.size)
 
@@ -123,7 +126,7 @@ def _by_kind(load: Loader, mixture: Mixture) -> tuple[Weights, Weights, Biases]:
 
 
 def _by_part(load: Loader, mixture: Mixture) -> tuple[Weights, Weights, Biases]:
-    """Step 3's: gates of all, what they let through, and what leads back."""
+    """Loads Step 3's experts: one stacked tensor for each projection, gate, up and down."""
     count, hidden, how = mixture.experts, load.shape.hidden, load.shape.quantization
     gate, up, down = (f"{load.prefix}{mixture.named('experts')}.{name}.weight" for name in mixture.names)
     own = load.own(mixture.size)
@@ -135,7 +138,7 @@ def _by_part(load: Loader, mixture: Mixture) -> tuple[Weights, Weights, Biases]:
 
 
 def _check_bits(source: Source, name: str) -> None:
-    """Raises Unsupported for experts in one tensor that have few bits."""
+    """Raises Unsupported for quantized experts in one tensor."""
     if scales := next((end for end in SCALES if source.has(f"{name}{end}")), None):
         raise Unsupported(
             f"{name}{scales} says that experts that are all in one tensor have few bits, which is not supported: save "
@@ -144,7 +147,7 @@ def _check_bits(source: Source, name: str) -> None:
 
 
 def _interleaved(load: Loader, mixture: Mixture) -> tuple[Weights, Weights, Biases]:
-    """gpt-oss's: gates and what they let through by turns."""
+    """Loads gpt-oss's experts, with alternating gate and up rows."""
     name, source, hidden, count = f"{load.prefix}{mixture.name}.experts", load.source, load.shape.hidden, mixture.experts
     size = mixture.part(load.ranks.size)
     start = load.ranks.rank * size
@@ -154,7 +157,7 @@ def _interleaved(load: Loader, mixture: Mixture) -> tuple[Weights, Weights, Bias
     downs = _stacked(source, f"{name}.down_proj", (count, hidden, mixture.size), (1, *columns), how)
     first = source.tensor(f"{name}.gate_up_proj_bias", (count, 2 * mixture.size), (1, *rows))
     second = source.tensor(f"{name}.down_proj_bias", (count, hidden))
-    if load.ranks.rank:  # the sum of all ranks has it once
+    if load.ranks.rank:  # the all-reduced sum must have it once
         second = torch.zeros_like(second)
     gates_first = torch.arange(2 * size, device=source.device).view(-1, 2).t().flatten()
     return [weight[gates_first] for weight in gate_ups], downs, (first[:, gates_first], second)
@@ -163,18 +166,18 @@ def _interleaved(load: Loader, mixture: Mixture) -> tuple[Weights, Weights, Bias
 def _stacked(
     source: Source, name: str, shape: tuple[int, int, int], cut: tuple[int, int, int], how: Quantization | None
 ) -> Weights:
-    """Of each expert's [outputs, inputs] the part that `cut` says. They are stored the other way round, or in 4 bits."""
+    """The part `cut` of each expert's [outputs, inputs], which are stored transposed, or in MXFP4."""
     dimension, start, stop = cut
     experts, outputs, inputs = shape
     if source.has(f"{name}_blocks"):
         return [one.part(*cut) for one in _codes(source, name, shape)]
     found = source.tensor(name, (experts, inputs, outputs), (2 - dimension, start, stop)).transpose(1, 2).contiguous()
-    made_up = not source.has(name)  # where nobody knows what there is
+    made_up = not source.has(name)  # random weights, without a checkpoint
     return [quantize(one, how.kind) for one in found] if how and (how.at_load or made_up) else [*found]
 
 
 def _codes(source: Source, name: str, shape: tuple[int, int, int]) -> Iterator[Codes]:
-    """MXFP4's, of each expert: two in a byte, the lower 4 bits first, and of each block's scale the exponent."""
+    """Each expert of MXFP4: two codes in a byte, the lower 4 bits first, and each block's scale as an exponent."""
     codes, scales = source.stored(f"{name}_blocks", ("U8",)), source.stored(f"{name}_scales", ("U8",))
     size = FP4_BLOCKS["fp4"]
     if codes.shape != (*shape[:2], shape[2] // size, size // 2) or scales.shape != codes.shape[:3] or shape[2] % size:

@@ -1,6 +1,7 @@
-"""Which architectures there are: how a Hugging Face config.json becomes a `Shape`. Data for the one decoder.
+"""The registry of supported architectures: how a Hugging Face config.json becomes a `Shape`, the data that configures the one
+decoder.
 
-Knows no tensor and imports no torch, so that the launcher can plan with it.
+Holds no tensor and imports no torch, so that the launcher can plan with it.
 """
 
 from typing import Any
@@ -19,7 +20,7 @@ from .llama4_families import LLAMA4
 from .longcat_families import LONGCAT_FLASH
 from .nemotron_families import NEMOTRON_H
 from .older_families import OLDER, today
-from .quantization import beside as beside  # for who reads a folder
+from .quantization import beside as beside  # for callers that read a model's folder
 from .qwen4_families import QWEN4
 from .remembering import Convolution
 from .shape import Shape, Unsupported
@@ -57,7 +58,7 @@ def shape(config: Config) -> Shape:
 
 
 def _sound(found: Shape, kinds: list[Any] | None) -> Shape:
-    """The same. Raises Unsupported if its numbers contradict each other, or the `kinds` of layers that config.json names."""
+    """The same shape. Raises Unsupported if its numbers contradict each other, or the layer types that config.json names."""
     for window in sorted(set(found.windows)):
         keys, heads = found.keys(window), found.asking(window)
         if heads % keys.heads:

@@ -1,4 +1,4 @@
-"""Fields of a config.json, each of which may be anything: what is read of them is checked here."""
+"""Validation of config.json: any field may hold anything, so what is read of it is checked here."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,8 +8,8 @@ from .shape import Unsupported
 
 Config = dict[str, Any]
 
-# What the fields of a config.json may be, so that one that lies is found before anything is computed with it. Bounds are far beyond
-# every model there is, and far below where an allocation or a loop over them would never end.
+# The range of each integer field, so that a wrong one is found before anything is computed with it. Bounds are far beyond every
+# model there is, and far below where an allocation or a loop over them would never end.
 SIZES = {
     "vocab_size": 1 << 24,
     "hidden_size": 1 << 20,
@@ -101,40 +101,39 @@ SIZES = {
 LEAST = {
     **dict.fromkeys(("sliding_window", "max_window_layers", "n_shared_experts", "first_k_dense_replace"), 0),
     **dict.fromkeys(("moe_num_shared_experts", "moe_layer_start_index", "num_dense_layers"), 0),
-    "moe_layer_end_index": -1,  # the last
-    **dict.fromkeys(
-        ("linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel", "conv_L_cache"), 2
-    ),  # of one there would be nothing to remember
+    "moe_layer_end_index": -1,  # the last layer
+    # Taps of convolutions: with one there would be no state.
+    **dict.fromkeys(("linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel", "conv_L_cache"), 2),
 }
-LEAST_OF = {  # the same, of a model_type
+LEAST_OF = {  # the same, by model_type
     "cohere2_moe": {"num_shared_experts": 0},
     "glm5_next_text": {"qk_rope_head_dim": 0, "head_dim": 0},
     "granitemoehybrid": {"num_local_experts": 0, "num_experts_per_tok": 0},
     "granitemoeshared": {"shared_intermediate_size": 0},
     "granitemoe_swa": {"shared_intermediate_size": 0},
 }
-# And means that there is none.
+# Integer fields that may be null, which means that there is none.
 MAY_BE_NULL = (
     *("mamba_d_ssm", "moe_latent_size", "attention_chunk_size", "num_sliding_attention_heads"),
     *("num_key_value_heads", "head_dim", "sliding_window", "sliding_window_size", "max_window_layers"),
     *("n_shared_experts", "n_group", "topk_group", "first_k_dense_replace", "q_lora_rank"),
 )
-NULL_OF = {  # the same, of a model_type: it may have no experts, or the usual number of features
+NULL_OF = {  # the same, by model_type: no experts, or the default number of features
     "cohere2_moe": ("prefix_dense_intermediate_size",),
     "gemma4_text": ("num_experts", "moe_intermediate_size"),
     "minicpm3": ("v_head_dim",),
     "olmo_hybrid": ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
 }
-LISTS_OF = {"gemma3n_text": ("intermediate_size",)}  # what may be a list of such, one of each layer, of a model_type
+LISTS_OF = {"gemma3n_text": ("intermediate_size",)}  # fields that may be a list, with a number for each layer, by model_type
 AGAIN = "is it the model's own? Download it again"
 ELSE = "take a draft model that was made for this one, or a small model of the same family"
-# Of `layer_types`.
+# Values of `layer_types`.
 FULL, SLIDING, INDEXED, LINEAR = "full_attention", "sliding_attention", "indexed_attention", "linear_attention"
 CHUNKED = "chunked_attention"  # Llama 4's
 BLOCKS = "minimax_m3_sparse"
 COMPRESSED = "compressed_sparse_attention", "heavily_compressed_attention"  # DeepSeek V4's
 SHORT = "conv"  # LFM2's
-# As transformers 4 has them, and the last one 5 until 5.17.
+# Their names in transformers 4, and the last one until transformers 5.17.
 FORMERLY = {"attention": FULL, "mamba": LINEAR, "deepseek_sparse_attention": INDEXED}
 SWITCHES = (
     *("tie_word_embeddings", "attention_bias", "attention_out_bias", "mlp_bias", "qkv_bias", "use_bias"),
@@ -144,7 +143,7 @@ SWITCHES = (
     *("conv_bias", "block_auto_adjust_ff_dim", "use_expert_bias", "tie_embedding", "use_post_norm"),
     *("use_sandwich_norm", "use_attention_gate", "linear_allow_neg_eigval"),
 )
-# What transformers calls a model where its architecture's name doesn't say so.
+# The model_type of an architecture where it does not follow from the name.
 MODEL_TYPES = {
     "KimiLinearForCausalLM": "kimi_linear",
     "GraniteMoeSWAForCausalLM": "granitemoe_swa",
@@ -195,13 +194,14 @@ ALIASES = {"kimi_k2": "deepseek_v3", "youtu_llm": "youtu", "AXK1": "axk1"}  # of
 
 
 def types_of(architecture: str) -> list[str]:
-    """What model_type may be."""
+    """Possible values of model_type."""
     own = MODEL_TYPES.get(architecture, architecture.removesuffix("ForCausalLM").lower())
     return [own, *(alias for alias, kind in ALIASES.items() if kind == own)]
 
 
 def renamed(config: Config) -> Config:
-    """The same, with kinds of layers as they are called today, without those that predict more tokens, which may stand behind."""
+    """The config with current names of layer types, and without those of multi-token prediction layers, which may follow the
+    others."""
     kinds, layers, more = (config.get(name) for name in ("layer_types", "num_hidden_layers", "num_nextn_predict_layers"))
     if isinstance(kinds, list) and type(layers) is type(more) is int and more > 0 and len(kinds) == layers + more:
         kinds = kinds[:layers]
@@ -209,7 +209,7 @@ def renamed(config: Config) -> Config:
 
 
 def check(config: Config, architecture: str, types: Sequence[str]) -> None:
-    """Raises Unsupported if a field that we read can't be what it says. types: what model_type may be."""
+    """Raises Unsupported if a field that is read has an impossible value. types: possible values of model_type."""
     kind = config.get("model_type")
     if kind is not None and kind not in types:
         raise Unsupported(
@@ -232,21 +232,21 @@ def check(config: Config, architecture: str, types: Sequence[str]) -> None:
 
 
 def whole(name: str, value: object, least: int, most: int) -> int:
-    """The value of that field. Raises Unsupported if it is no integer between these."""
+    """The field's value. Raises Unsupported if it is no integer in this range."""
     if type(value) is not int or not least <= value <= most:
         raise Unsupported(f"config.json says {name} {shown(value)}, an integer from {least} to {most} is needed: {AGAIN}")
     return value
 
 
 def boolean(name: str, value: object) -> bool:
-    """The value of that field. Raises Unsupported if it is none."""
+    """The field's value. Raises Unsupported if it is no boolean."""
     if not isinstance(value, bool):
         raise Unsupported(f"config.json says {name} {shown(value)}, true or false is needed: {AGAIN}")
     return value
 
 
 def number(values: Mapping[str, Any], name: str, default: float | None = None, most: float = 1e12) -> float:
-    """A number above 0. Raises KeyError if it is not there and has no default."""
+    """A positive number. Raises KeyError if it is missing and has no default."""
     value = values[name] if default is None else values.get(name)
     if value is None and default is not None:
         return default
@@ -256,7 +256,7 @@ def number(values: Mapping[str, Any], name: str, default: float | None = None, m
 
 
 def expect(config: Config, **usual: object) -> None:
-    """Raises Unsupported if one of these fields is there and says anything but the usual."""
+    """Raises Unsupported if one of these fields is there and has another value."""
     for name, value in usual.items():
         found = config.get(name, value)
         if found != value or isinstance(found, bool) is not isinstance(value, bool):
@@ -265,10 +265,10 @@ def expect(config: Config, **usual: object) -> None:
 
 
 def said(config: Config) -> Config:
-    """The same without what is null, where transformers takes that for nothing."""
+    """The config without null fields, where transformers takes null for a missing field."""
     return {name: value for name, value in config.items() if value is not None}
 
 
 def shown(value: object) -> str:
-    """As config.json has it, if it is one word there."""
+    """The value as config.json has it, if it is one word there."""
     return {True: "true", False: "false"}[value] if isinstance(value, bool) else "null" if value is None else repr(value)[:40]

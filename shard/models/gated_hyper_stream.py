@@ -1,4 +1,5 @@
-"""Several residual streams, of which gates mix what each part of a layer sees (Qwen 4 Exp): `kernels.gated_hyper_connections`."""
+"""Gated hyper-connections (Qwen 4 Exp): several residual streams, which elementwise gates mix for each part of a layer. See
+`kernels.gated_hyper_connections`."""
 
 import torch
 from torch import Tensor
@@ -12,14 +13,14 @@ from .traits import GatedHyperConnections, HyperConnections
 
 
 class GatedHyperConnection(StreamMixer):
-    """By gates. Every rank has all of it, with all bits that the checkpoint has."""
+    """Mixes streams by gates, for one part of a layer or the LM head. Every rank has all of it, unquantized."""
 
     def __init__(self, load: Loader, name: str, hyper: GatedHyperConnections, gives: bool = True) -> None:
-        """As of `HyperConnection`."""
+        """See `HyperConnection`."""
         count, hidden = hyper.count, load.shape.hidden
         self.gains = load.gains(f"{name}hc_norm", count * hidden).view(count, hidden)
         names = [("input_mix_weight_down", hyper.rank), *([("block_inject_weight", count)] if gives else [])]
-        # What these make is divided by the number of streams.
+        # The outputs of both projections are divided by the number of streams.
         inward = torch.cat([load.all_bits(f"{name}{part}", outputs, count * hidden) for part, outputs in names]) / count
         self.inward = load.laid_out(inward, None)
         self.opening = load.laid_out(load.all_bits(f"{name}input_mix_weight_up", count * hidden, hyper.rank), None)
@@ -27,10 +28,10 @@ class GatedHyperConnection(StreamMixer):
 
 
 class GatedHyperStream(HyperStream):
-    """As one, for each part of a layer that it is turned to."""
+    """A residual stream that is read through gated hyper-connections."""
 
     def turn(self, mixing: StreamMixer | None) -> None:
-        """To a part of a layer, or to the output matrix."""
+        """Prepares the stream for a part of a layer, or for the LM head."""
         assert isinstance(mixing, GatedHyperConnection)
         normal = spread(self._all, self._more, self._given, mixing.gains, self._epsilon)
         joint = mixing.inward(normal)
@@ -40,7 +41,7 @@ class GatedHyperStream(HyperStream):
         self._more = None
 
     def settled(self) -> Tensor:
-        """All of them, [tokens, count, hidden], with all that was added; to be added to in place."""
+        """All streams, [tokens, count, hidden], with all outputs added; may be added to in place."""
         if self._more is not None and self._given is not None:
             self._all.copy_(self._all.float() + self._given.unsqueeze(2) * self._more.float().unsqueeze(1))
         self._more = None
@@ -48,7 +49,7 @@ class GatedHyperStream(HyperStream):
 
 
 def mixing_of(load: Loader, part: str, hyper: HyperConnections, gives: bool = True) -> StreamMixer:
-    """Of a part of a layer, "attn" or "ffn", or of the output matrix, "head"."""
+    """The mixer for a part of a layer, "attn" or "ffn", or for the LM head, "head"."""
     if isinstance(hyper, GatedHyperConnections):
         own = {"attn": "attn_hyper_connection.", "ffn": "mlp_hyper_connection.", "head": "hyper_connection_mixer."}
         return GatedHyperConnection(load, own[part], hyper, gives)

@@ -1,5 +1,5 @@
-"""Norms behind which each feature goes through a gate that is made of all of them, by two small matrices: A.X K2's, before
-attention and before experts. Every rank has them whole."""
+"""Gated norms (A.X K2), before attention and before experts: each normalized feature is multiplied by a gate, a low-rank projection
+of all of them. Every rank has them whole."""
 
 import torch
 from torch import Tensor
@@ -12,31 +12,31 @@ from .stream import Stream
 
 
 class NormGate:
-    """Of one norm."""
+    """The gate of one norm."""
 
     def __init__(self, load: Loader, name: str, size: int) -> None:
-        """name: of what has its tensors; size: features between the two."""
+        """name: prefix of its tensors; size: rank of the projection."""
         hidden = load.shape.hidden
         self.inward = load.laid_out(load.all_bits(f"{name}.mlp.fc1", size), None)
         self.outward = load.laid_out(load.all_bits(f"{name}.mlp.fc2", hidden, size), None)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """What is let through of x, [tokens, hidden]. The gates are computed in float32."""
+        """x times its gates, [tokens, hidden]. The gates are computed in float32."""
         gates = self.outward(by_lanes(functional.silu, self.inward(x)))
         return by_lanes(torch.sigmoid, gates.float()).mul_(x).to(x.dtype)
 
 
 class GatedStream(Stream):
-    """As one, with a gate behind the next norm, if that has one."""
+    """A residual stream whose next norm may have a gate."""
 
     _gate: NormGate | None = None
 
     def turn(self, gate: NormGate | None) -> None:
-        """To a part of a layer, whose norm has this one."""
+        """Sets the gate of the next norm; None: it has none."""
         self._gate = gate
 
     def normalized(self, gains: Tensor | None) -> Tensor:
-        """As of `Stream`."""
+        """See `Stream`."""
         found = super().normalized(gains)
         if gains is None or self._gate is None:
             return found
@@ -44,7 +44,7 @@ class GatedStream(Stream):
         return gate(found)
 
     def through(self, gains: Tensor | None, weight: Weight, gates: bool = False) -> Tensor:
-        """As of `Stream`."""
+        """See `Stream`."""
         if self._gate is None:
             return super().through(gains, weight, gates)
         return self.apart(self.normalized(gains), weight, gates)

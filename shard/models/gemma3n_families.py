@@ -1,6 +1,8 @@
-"""Gemma 3n: several residual streams of which layers compute one, told of tokens apart; the last layers have no keys.
+"""Gemma 3n: AltUp (several residual streams, of which layers compute one), per-layer embeddings, LAuReL, and last layers that share
+keys and values.
 
-Images' and sounds' tokens are text's here: a whole checkpoint has tables of their own for them.
+Of multimodal checkpoints only text is served: image and sound tokens are embedded as text here, where a whole checkpoint has tables
+of their own for them.
 """
 
 from collections.abc import Callable
@@ -32,7 +34,7 @@ TEXT: Config = {
 
 
 def _gemma3n(config: Config) -> Shape:
-    """One layer in five sees all, and has another rotary embedding than those that slide."""
+    """Gemma 3n: full attention in one layer of five, with another rotary embedding than in layers with a sliding window."""
     config = TEXT | config
     full, local = ropes_by_kind(config, 1e6, 1e4)
     widths = _widths(config)
@@ -67,13 +69,13 @@ def _alternation(config: Config) -> AltUpShape:
 
 
 def _widths(config: Config) -> tuple[int, ...]:
-    """Of each layer's MLP, by a number for all or a list."""
+    """Intermediate features of each layer's MLP, given as one number or a list."""
     given, layers = config["intermediate_size"], config["num_hidden_layers"]
     return tuple(_of_each("intermediate_size", given if isinstance(given, list) else [given] * layers, layers))
 
 
 def _closed(config: Config, layers: int) -> tuple[float, ...]:
-    """The part of each layer's gates that are closed: of the first ten, where nothing is said and there are more."""
+    """The fraction of each layer's gates that is zeroed; by default in the first ten layers, if there are more."""
     name = "activation_sparsity_pattern"
     given = config.get(name)
     found = _of_each(name, [0.95 * (layer < 10 < layers) for layer in range(layers)] if given is None else given, layers)

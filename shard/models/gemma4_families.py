@@ -1,4 +1,5 @@
-"""Gemma 4: layers that see all have other heads than those that slide. A new one is a new entry in `GEMMA4`."""
+"""Gemma 4: layers with full attention have other heads than those with a sliding window. A new variant is a new entry in
+`GEMMA4`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,12 +29,12 @@ ROPES: Config = {
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
 }
-HEAD_SIZE = 512  # of layers that see all
+HEAD_SIZE = 512  # of layers with full attention
 
 
 def gemma4(config: Config) -> Shape:
-    """One layer in six sees all; the stream is multiplied by a number of each layer behind it. Of E2B and E4B layers are told of
-    tokens apart, and the last ones have no keys."""
+    """Gemma 4: full attention in one layer of six; after each layer the stream is multiplied by a scalar of the layer. E2B and E4B
+    have per-layer embeddings, and their last layers share keys and values."""
     config = TEXT | config
     for name in ("enable_moe_block", "use_double_wide_mlp"):
         boolean(name, config.get(name, False))
@@ -49,7 +50,8 @@ def gemma4(config: Config) -> Shape:
 
 
 def told_of(config: Config, least: int) -> LayerInputs:
-    """What layers are told apart. Where config.json says nothing of it, they are. least: tokens that the table must have."""
+    """The per-layer embeddings; where config.json doesn't mention them, the model has them. least: rows that the table must
+    have."""
     size, rows = config.get("hidden_size_per_layer_input", 256), config.get("vocab_size_per_layer_input", 262_144)
     for name, value, lowest in (("hidden_size_per_layer_input", size, 1), ("vocab_size_per_layer_input", rows, least)):
         if type(value) is not int or not lowest <= value <= SIZES["vocab_size"]:
@@ -61,7 +63,7 @@ def told_of(config: Config, least: int) -> LayerInputs:
 
 
 def keyless(base: Shape, config: Config) -> Shape:
-    """The same, whose last layers may have no keys."""
+    """The shape with the number of last layers that share keys and values."""
     count = config.get("num_kv_shared_layers") or 0
     keyed = base.layers - count if type(count) is int else 0
     if not 0 < keyed <= base.layers or set(base.windows[:keyed]) != set(base.windows):
@@ -73,7 +75,7 @@ def keyless(base: Shape, config: Config) -> Shape:
 
 
 def _mixture(config: Config, base: Shape) -> Mixture:
-    """Of the 26B-A4B: experts beside the MLP."""
+    """The 26B-A4B's experts, beside the MLP."""
     for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
         if type(config[name]) is not int or config[name] < 1:
             raise Unsupported(
@@ -94,7 +96,7 @@ def _mixture(config: Config, base: Shape) -> Mixture:
 
 
 def gemma4_unified(config: Config) -> Shape:
-    """The same without images' or sounds' encoders: the 12B."""
+    """The same without separate image and sound encoders: the 12B."""
     if config.get("num_kv_shared_layers"):
         raise Unsupported("num_kv_shared_layers is not supported: for this family each layer of the decoder has its own keys")
     return _text(UNIFIED | config)
@@ -106,7 +108,7 @@ def _text(config: Config) -> Shape:
     kinds = kinds_of(config, layers, lambda layer: (layer + 1) % 6 > 0 and layer + 1 < layers)
     full, local = ropes_by_kind({**config, "rope_parameters": config.get("rope_parameters") or ROPES}, 1e6, 1e4)
     plain = config | {
-        "use_bidirectional_attention": None if seen == "vision" else seen,  # of images' tokens
+        "use_bidirectional_attention": None if seen == "vision" else seen,  # of image tokens alone
         "rope_parameters": {"rope_theta": 1e4},
     }
     base = gemma(plain, "hidden_activation")
@@ -127,10 +129,11 @@ def _text(config: Config) -> Shape:
 
 
 def _far(config: Config, base: Shape, kinds: Sequence[Any]) -> Keys:
-    """The key heads of layers that see all: as transformers 5 writes it, layer by layer, or as the models say it."""
+    """The key heads of layers with full attention: given layer by layer, as transformers 5 writes it, or by the models' own
+    fields."""
     joint = boolean("attention_k_eq_v", config.get("attention_k_eq_v", False))
     given = config.get("per_layer_config")
-    if isinstance(given, dict):  # transformers pads the numbers of layers: "04"
+    if isinstance(given, dict):  # transformers pads layer numbers: "04"
         given = {str(int(layer)) if layer.isdecimal() else layer: own for layer, own in given.items()}
     own: Any = {"head_dim": config.get("global_head_dim", HEAD_SIZE)}
     if joint and config.get("num_global_key_value_heads") is not None:

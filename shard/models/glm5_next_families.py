@@ -1,5 +1,5 @@
-"""GLM 5 Next: linear attention as Kimi's in three layers of four, in the others latents without a rotary embedding, of which an
-index chooses pools; residual streams that become mixtures of each other."""
+"""GLM 5 Next: Kimi's linear attention in three layers of four, in the others MLA without a rotary embedding and with sparse
+attention to pools of tokens; manifold-constrained hyper-connections (mHC), whose streams are mixed with each other."""
 
 from dataclasses import replace
 from math import isfinite
@@ -31,11 +31,11 @@ GLM_5_NEXT: Config = GLM_5 | {
     "hc_sinkhorn_iters": 20,
     "index_kpool": 16,
 }
-NAMES = (("attn_hc.", "hc_attn_"), ("ffn_hc.", "hc_ffn_"))  # transformers', and the hub's
+NAMES = (("attn_hc.", "hc_attn_"), ("ffn_hc.", "hc_ffn_"))  # transformers' names, and the hub's
 
 
 def glm_5_next(config: Config) -> Shape:
-    """The text."""
+    """The language model."""
     expect(said(config), scoring_func="sigmoid", topk_method="noaux_tc", qk_rope_head_dim=0, mlp_bias=False)
     expect(said(config), num_key_value_heads=config["num_attention_heads"])
     given = GLM_5_NEXT | config | _inner(config) | dict.fromkeys(ROPES) | {"rope_interleave": False}
@@ -68,7 +68,7 @@ def glm_5_next(config: Config) -> Shape:
 
 
 def _inner(config: Config) -> Config:
-    """What is said of linear attention in an object of its own."""
+    """Fields of linear attention, which may be in an object of their own."""
     inner = config.get("linear_attn_config")
     if inner is None:
         return {}
@@ -100,7 +100,7 @@ def _linear(given: Config, layers: frozenset[int]) -> FineLinear:
 
 
 def _index(given: Config, attending: frozenset[int]) -> Index:
-    """Of these layers some may go by the index of another."""
+    """The index. attending: layers with attention, of which some may reuse the index of another."""
     pool, most = given["index_kpool"], given["index_topk"]
     if most % pool:
         raise Unsupported(

@@ -1,5 +1,5 @@
-"""Experts that a table tells a token to go through, by its number: hash layers (Roller et al. 2021, arXiv:2106.04426), as DeepSeek
-V4 has them, whose router says by which shares."""
+"""Hash-routed experts: a table maps token ids to experts (hash layers: Roller et al. 2021, arXiv:2106.04426), as in DeepSeek V4,
+whose router gives their weights alone."""
 
 from collections.abc import Iterator
 
@@ -18,14 +18,14 @@ from .traits import Mixture
 
 
 class HashRoutedExperts(MixtureOfExperts):
-    """In the place of `MixtureOfExperts`."""
+    """A mixture of experts with hash routing."""
 
     def __init__(self, load: Loader, mixture: Mixture) -> None:
         super().__init__(load, mixture)
         self.table = _table(load, load.prefix + self.mixture.named("gate.tid2eid"), mixture)
 
     def part(self, stream: Stream, before: Tensor | None) -> Tensor:
-        """As that of `MixtureOfExperts`."""
+        """See `MixtureOfExperts`."""
         assert isinstance(stream, HyperStream)
         assert stream.tokens is not None
         x = stream.normalized(before)
@@ -35,12 +35,12 @@ class HashRoutedExperts(MixtureOfExperts):
         return made if self.shared is None else made.add_(self.shared(x, stream), alpha=self.mixture.shared_factor)
 
     def weights(self) -> Iterator[Weight | Tensor]:
-        """All of this rank's."""
+        """All weights of this rank, with the table."""
         yield from (*super().weights(), self.table)
 
 
 def _table(load: Loader, name: str, mixture: Mixture) -> Tensor:
-    """[vocabulary, chosen] int32; where weights are made up, any."""
+    """The experts of each token id: [vocabulary, chosen] int32; made up where weights are random."""
     full = load.shape.vocabulary, mixture.chosen
     if not load.source.has(name):
         if load.source.has(f"{load.prefix}input_layernorm.weight"):

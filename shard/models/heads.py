@@ -1,4 +1,5 @@
-"""What a layer's tokens find in those before them, by heads of keys and values."""
+"""Attention with heads of keys and values (MHA, GQA, MQA): projections, norms, rotary embedding, KV cache write, attention and
+gates."""
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from .stream import Stream
 
 
 class Heads:
-    """Keys and values of heads, each for one query head or several."""
+    """The attention of a layer: query, key and value projections, and the output projection."""
 
     def __init__(self, load: Loader, window: int, turned: bool = True) -> None:
         """turned: the layer has a rotary embedding."""
@@ -28,7 +29,7 @@ class Heads:
         keys = shape.keys(window)
         self.size, self.value_size, self.key_heads = keys.size, keys.own_values, keys.own(load.ranks.size)
         heads, order = shape.asking(window), shape.order(window)
-        self.shared = not keys.values  # they are what keys are at first
+        self.shared = not keys.values  # values are the keys before norm and rotary embedding
         wholes = [keys.size, keys.size, keys.own_values][: 2 + keys.values]
         sizes = [count * size for count, size in zip((heads, keys.heads, keys.heads), wholes, strict=False)]
         own = shape.attention_name
@@ -51,13 +52,13 @@ class Heads:
         self.sinks = load.each_head(f"{own}.{shape.sinks_name}", heads) if shape.sunk(window) else None
         self.scales = load.cache_scales(keys.heads)
         self.gains = self._moved() if shape.qk_norm_behind else None
-        self.gates = heads * gate // load.ranks.size if shape.attention_gates else 0  # columns of `inward`, the last
+        self.gates = heads * gate // load.ranks.size if shape.attention_gates else 0  # number of columns of `inward`, the last ones
         self.output = load.rows(output, attended, shape.output_bias)
 
     def _moved(self) -> Tensor | None:
-        """Gains of norms behind rotary, which are for queries alone: to turn a head changes nothing that its norm goes by but which
-        feature has which gain, and what multiplies a key may as well multiply its query. So keys are cached without gains, and the
-        scales that were calibrated with these aren't theirs."""
+        """The product of query and key norms' gains, for queries alone, where norms come after the rotary embedding. A rotation
+        changes nothing that a norm computes except which feature has which gain, and a factor of the key may as well multiply the
+        query. So keys are cached without gains, and the checkpoint's key scales, calibrated with gains, do not apply."""
         if self.query_norm is None or self.key_norm is None:
             return None
         found = self.query_norm * self.key_norm
@@ -68,20 +69,21 @@ class Heads:
 
     @property
     def parts(self) -> tuple[object, ...]:
-        """What has weights."""
+        """Objects that hold its weights."""
         return (self,)
 
     def __call__(self, stream: Stream, norm: Tensor | None, step: Step, places: Places, layer: Tensor) -> Tensor:
-        """What `output` is to be multiplied with, [tokens, this rank's heads * head size]. Writes keys and values to the cache.
+        """The input of the projection `output`, [tokens, this rank's heads * head size]. Writes keys and values to the cache.
 
-        norm: gains of the one before; places: of the step's tokens; layer: of the cache.
+        norm: gains of the norm before it; places: of the step's tokens; layer: of the cache.
         """
         return self.attend(stream.through(norm, self.inward), step, places, layer)
 
     def attend(
         self, joint: Tensor, step: Step, places: Places, layer: Tensor, asked: Choosing | ChoosingBlocks | None = None
     ) -> Tensor:
-        """The same, by the product of the stream with `inward`. asked: by which tokens choose what they attend to."""
+        """The same, given the product of the stream with `inward`. asked: the index queries by which tokens choose what they attend
+        to."""
         shape, epsilon = self.shape, self.shape.norm_epsilon
         joint, gates = joint[:, : joint.shape[1] - self.gates], joint[:, joint.shape[1] - self.gates :]
         if self.queries_norm is not None and self.keys_norm is not None:
@@ -108,14 +110,15 @@ class Heads:
         return found.mul_(opened.view(*found.shape[:2], 1 if shape.head_gates else self.value_size)).flatten(1)
 
     def _filled_up(self, joint: Tensor) -> Tensor:
-        """The same, of queries, keys and values, with zeros behind each value, which make it as long as a key."""
+        """Queries, keys and values, with each value padded with zeros to the size of a key."""
         first = joint.shape[1] - self.key_heads * self.value_size
         values = joint[:, first:].view(len(joint), self.key_heads, self.value_size)
         return torch.cat((joint[:, :first], functional.pad(values, (0, self.size - self.value_size)).flatten(1)), 1)
 
 
 class Queries:
-    """Queries alone, of a layer whose tokens see the keys of another (Brandon et al. 2024, arXiv:2405.12981)."""
+    """Attention of a layer without keys of its own: its queries attend to another layer's keys and values (cross-layer KV sharing:
+    Brandon et al. 2024, arXiv:2405.12981)."""
 
     def __init__(self, load: Loader, window: int) -> None:
         shape, size = load.shape, load.shape.keys(window).size
@@ -127,15 +130,15 @@ class Queries:
         )
         self.query_norm = load.gains(norm, size) if shape.qk_norm else None
         self.output = load.rows(output, shape.asking(window) * size, shape.output_bias)
-        self.scales: Tensor | None = None  # of those keys, and values
+        self.scales: Tensor | None = None  # the other layer's FP8 scales of keys and values
 
     @property
     def parts(self) -> tuple[object, ...]:
-        """As those of `Heads`."""
+        """See `Heads`."""
         return (self,)
 
     def __call__(self, stream: Stream, norm: Tensor | None, step: Step, places: Places, layer: Tensor) -> Tensor:
-        """As that of `Heads`; layer: the other one's, to which nothing is written."""
+        """See `Heads`; layer: of the cache, the other layer's, to which nothing is written."""
         shape = self.shape
         query = rotate(stream.through(norm, self.inward), places.rotary, self.query_norm, shape.norm_epsilon)
         scales = self.scales if layer.dtype != query.dtype else None
@@ -143,13 +146,13 @@ class Queries:
 
 
 def softplus(gates: Tensor) -> Tensor:
-    """Computed in float32."""
+    """Softplus in float32."""
     return by_lanes(functional.softplus, gates.float()).to(gates.dtype)
 
 
 def normalize_parts(joint: Tensor, gains: tuple[Tensor, Tensor], epsilon: float, ranks: Ranks) -> None:
-    """RMS norms of the first columns of `joint`, in place, each over as many as its gains are on all ranks together. Keys that
-    several ranks have are counted as often as they are added up."""
+    """RMS norms of the first columns of `joint`, in place: one over the queries and one over the keys of all ranks together, of
+    which this rank has as many columns as gains. Keys that several ranks hold are counted as often as they are summed."""
     queries, keys = map(len, gains)
     parts = joint[:, :queries], joint[:, queries : queries + keys]
     squares = ranks.add(torch.stack([part.float().square().sum(1, keepdim=True) for part in parts]))

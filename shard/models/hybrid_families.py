@@ -1,4 +1,5 @@
-"""Families some of whose layers have linear attention. A new one is a new entry in `HYBRID`."""
+"""Hybrid model families: linear attention, state spaces (Mamba-2) or short convolutions in some layers, attention in the others. A
+new family is a new entry in `HYBRID`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -67,13 +68,14 @@ LFM2_MOE: Config = {
     "num_dense_layers": 2,
 }
 OLMO_HYBRID: Config = {"max_position_embeddings": 65_536, "linear_conv_kernel_dim": 4}
-# transformers' names of norms, and those of the hub, by which transformers writes them, too, also those of layers that attend.
+# transformers' names of norms, and the hub's, which transformers also writes, even for layers with attention.
 OLMO_HYBRID_NAMES = (("input_layernorm", "attention_layer_norm"), ("post_attention_layernorm", "feedforward_layer_norm"))
-ALWAYS = {"attn_output_gate": True, "norm_topk_prob": True}  # what Qwen 3.5 may say of itself, and transformers doesn't read
+# Fields that Qwen 3.5's config.json may have and transformers does not read.
+ALWAYS = {"attn_output_gate": True, "norm_topk_prob": True}
 
 
 def _qwen3_next(config: Config) -> Shape:
-    """Experts in every layer, or in some, of which one is for all tokens."""
+    """Qwen3-Next: experts in every layer, or in some, with a shared expert."""
     given = QWEN3_NEXT | config
     base = replace(hybrid(given, 2), joined=("in_proj_qkvz", "in_proj_ba"))
     return mixed(base, given, one_for_all(given, given["norm_topk_prob"]))
@@ -85,7 +87,7 @@ def _qwen3_5(config: Config) -> Shape:
 
 
 def _qwen3_5_moe(config: Config) -> Shape:
-    """Experts in every layer."""
+    """Qwen 3.5 MoE: experts in every layer."""
     expect(config, **ALWAYS)
     given = QWEN3_5_MOE | config
     base = hybrid(given | {"intermediate_size": given["moe_intermediate_size"]}, 4)
@@ -93,8 +95,8 @@ def _qwen3_5_moe(config: Config) -> Shape:
 
 
 def hybrid(config: Config, joint: int, turned: float = 0.25) -> Shape:
-    """Qwen's: one layer of so many attends to all, through gates, and a part of its heads turns, so much if nothing is said; joint:
-    see `Linear`."""
+    """Qwen's hybrid: one layer of `full_attention_interval` has attention, with gated output and partial rotary embedding, `turned`
+    of each head by default; joint: see `Linear`."""
     base = biased(common(config), config)
     layers = linear_layers(kinds_of(config, base.layers, lambda layer: (layer + 1) % config["full_attention_interval"] > 0, LINEAR))
     return replace(
@@ -108,8 +110,8 @@ def hybrid(config: Config, joint: int, turned: float = 0.25) -> Shape:
 
 
 def _olmo_hybrid(config: Config) -> Shape:
-    """OLMo 3's attention in one layer of four, without windows, and linear attention between norms before it in the others. There
-    may be no rotary embedding: then its theta is null."""
+    """OLMo Hybrid: OLMo 3's attention in one layer of four, without sliding windows, and linear attention with pre-norm in the
+    others. Its theta may be null: then there is no rotary embedding."""
     given = OLMO_HYBRID | config
     values: Any = next((given[name] for name in ROPES if given.get(name)), {})
     still = isinstance(values, dict) and values.get("rope_theta", given.get("rope_theta", 0)) is None
@@ -132,7 +134,7 @@ def _olmo_hybrid(config: Config) -> Shape:
 
 
 def linear_layers(kinds: Sequence[Any], own: str = LINEAR) -> frozenset[int]:
-    """Those of the kind that attends to no keys. Raises Unsupported if all are."""
+    """The layers of this kind, which have no attention. Raises Unsupported if all are."""
     layers = layers_of(kinds, own)
     if len(layers) == len(kinds):
         named = own.replace("_", " ")
@@ -159,7 +161,7 @@ def _linear(config: Config, layers: frozenset[int], joint: int) -> Linear:
 
 
 def _granite_hybrid(config: Config) -> Shape:
-    """Granite 4: state spaces in most layers, or in none, and one expert for all tokens, with others beside it or alone."""
+    """Granite 4: state spaces in most layers, or in none; a shared expert, with routed experts or alone."""
     given, turning = GRANITE | config, config.get("position_embedding_type")
     if turning not in (None, "nope", "rope"):
         raise Unsupported(
@@ -175,8 +177,8 @@ def _granite_hybrid(config: Config) -> Shape:
 
 
 def _bamba(config: Config) -> Shape:
-    """State spaces, but in the layers that config.json counts, and MLPs. Half of each head turns: transformers reads of that what
-    stands in rope_parameters, and no other field."""
+    """Bamba: state spaces in all layers but those that config.json lists, and MLPs. Half of each head rotates: transformers reads
+    the fraction from rope_parameters and no other field."""
     given = BAMBA | config | {"partial_rotary_factor": 0.5}
     base = llama(given)
     attending = config.get("attn_layer_indices") or []
@@ -194,7 +196,7 @@ def _bamba(config: Config) -> Shape:
 
 
 def state_spaces(config: Config, layers: frozenset[int], features: int) -> Linear:
-    """Mamba-2's (Dao and Gu 2024, arXiv:2405.21060). features: of the values of all heads."""
+    """Mamba-2 (Dao and Gu 2024, arXiv:2405.21060). features: of the values of all heads."""
     heads, groups = config["mamba_n_heads"], config["mamba_n_groups"]
     size = config.get("mamba_d_head", "auto")
     if features % heads or size not in ("auto", features // heads):
@@ -219,7 +221,7 @@ def state_spaces(config: Config, layers: frozenset[int], features: int) -> Linea
 
 
 def limits(given: Any) -> tuple[float, float]:
-    """null: there are none. transformers 5 writes what is infinite as an object."""
+    """The limits of time steps; null: none. transformers 5 writes infinity as an object."""
     ends = [0.0, inf] if given is None else given
     if isinstance(ends, list) and len(ends) == 2:
         least, most = (end.get("__float__") if isinstance(end, dict) else end for end in ends)
@@ -235,7 +237,7 @@ def limits(given: Any) -> tuple[float, float]:
 
 
 def _lfm2(config: Config) -> Shape:
-    """Short convolutions in most layers. The MLP's size may stand for one that is to be a third smaller."""
+    """LFM2: short convolutions in most layers. The MLP's size may be a number of which two thirds are meant."""
     layers, attending = config["num_hidden_layers"], config.get("full_attn_idxs")
     if attending is not None and not (isinstance(attending, list) and all(type(layer) is int for layer in attending)):
         raise Unsupported(f"config.json says full_attn_idxs {shown(attending)}, a list of numbers is needed: {AGAIN}")
@@ -250,7 +252,8 @@ def _lfm2(config: Config) -> Shape:
 
 
 def _short(config: Config, kinds: list[Any]) -> Shape:
-    """Convolutions in the layers that are of this kind, and attention with norms of heads in the others."""
+    """What LFM2 and 3 have in common: short convolutions in the layers of this kind, and attention with norms of query and key
+    heads in the others."""
     given = LFM2 | config
     tied, epsilon = given.get("tie_embedding", given["tie_word_embeddings"]), number(given, "norm_eps", most=1.0)
     base = common(given | {"tie_word_embeddings": tied, "rms_norm_eps": epsilon, "hidden_act": "silu"})
@@ -269,7 +272,8 @@ def _short(config: Config, kinds: list[Any]) -> Shape:
 
 
 def _lfm3(config: Config) -> Shape:
-    """Attention in windows in one layer of four, and to all in another, behind gates of heads; norms around all."""
+    """LFM3: sliding-window attention in one layer of four, and full attention in another, with gated heads; norms before and after
+    all parts."""
     given = LFM3 | config
     layers = given["num_hidden_layers"]
     usual = [FULL if layer % 4 == 2 else SHORT if layer % 4 or not layer else SLIDING for layer in range(layers)]
@@ -293,7 +297,7 @@ def _lfm3(config: Config) -> Shape:
 
 
 def _lfm2_moe(config: Config) -> Shape:
-    """The same with experts behind the first layers, which are chosen by scores of their own."""
+    """LFM2 MoE: LFM2 with experts after the first layers, chosen by sigmoid scores with a correction bias."""
     given = LFM2_MOE | config
     kinds = given["layer_types"]
     if kinds is None:
@@ -316,7 +320,7 @@ def _lfm2_moe(config: Config) -> Shape:
 
 
 def _falcon_h1(config: Config) -> Shape:
-    """State spaces and attention side by side in every layer, and factors of all that is computed (Zuo et al. 2025,
+    """Falcon H1: state spaces and attention in parallel in every layer, and scaling factors of all projections (Zuo et al. 2025,
     arXiv:2507.22448)."""
     given = FALCON_H1 | config
     expect(given, attention_bias=False, mlp_bias=False, projectors_bias=False)

@@ -1,7 +1,8 @@
-"""The text of models with images; `vision` has what encodes these. A new one is a new entry in `IMAGES`.
+"""Multimodal families: the language models of architectures with images; `vision` has their image encoders. A new family is a new
+entry in `IMAGES`.
 
-Of text alone each token has one position. Where an image's tokens have three, sections of rotary embeddings (`mrope`) say which of
-them turns which pair of features.
+For text alone each token has one position. Where image tokens have three, the sections of the rotary embedding (`mrope`) say which
+position rotates which pair of features.
 """
 
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from .sliding_families import step_3
 from .sparse_families import SPARSE
 
 # transformers' defaults, which some checkpoints rely on.
-LLAMA: Config = {  # LLaVA's config.json leaves out what is so; perhaps Idefics', too
+LLAMA: Config = {  # LLaVA's config.json leaves out defaults; perhaps Idefics', too
     "vocab_size": 32_000,
     "hidden_size": 4096,
     "intermediate_size": 11_008,
@@ -44,8 +45,8 @@ GLM_4V: Config = {"max_position_embeddings": 32_768, "rms_norm_eps": 1e-5, "part
 GLM_4V_MOE: Config = {"max_position_embeddings": 65_536, "attention_bias": True}
 GLM_OCR: Config = {"num_key_value_heads": 8, "max_position_embeddings": 131_072}
 PADDLE: Config = {"num_key_value_heads": 2, "head_dim": 128, "rope_theta": 5e5, "max_position_embeddings": 131_072}
-BESIDE_TEXT = ("tie_word_embeddings", "quantization_config", "image_token_id")  # fields that stand beside the text's
-BESIDE_COUNTS = (  # whose text may say the first one wrong
+BESIDE_TEXT = ("tie_word_embeddings", "quantization_config", "image_token_id")  # fields beside text_config that concern the text
+BESIDE_COUNTS = (  # in which the first of these fields counts, not that of text_config
     *("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
     *("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"),
     *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration", "InternVLForConditionalGeneration"),
@@ -57,12 +58,13 @@ TIED = (
     "Lfm3VlForConditionalGeneration",
     "LightOnOcrForConditionalGeneration",
     "PaddleOCRVLForConditionalGeneration",
-)  # likewise, and true if nothing is said
-EITHER_COUNTS = (  # beside the text's, or the text's
+)  # the same, and true by default
+EITHER_COUNTS = (  # in which it counts in either place
     *("LlavaForConditionalGeneration", "LlavaOnevisionForConditionalGeneration", "GlmOcrForConditionalGeneration"),
 )
 
-NAMELESS = ("MiniMaxM3SparseForConditionalGeneration",)  # whose text is of one kind, whatever it says, also to transformers
+# The text is of one family, whatever model_type text_config names, as in transformers.
+NAMELESS = ("MiniMaxM3SparseForConditionalGeneration",)
 
 Family = Callable[[Config], Shape]
 
@@ -80,7 +82,7 @@ def _qwen2_vl(config: Config) -> Shape:
 
 
 def _qwen3_vl(config: Config) -> Shape:
-    """What images add to the first layers is nothing for text."""
+    """What images add to the first layers (DeepStack) doesn't concern text."""
     return DENSE["Qwen3ForCausalLM"](QWEN3_VL | config)
 
 
@@ -90,7 +92,7 @@ def _qwen3_vl_moe(config: Config) -> Shape:
 
 
 def _head(config: Config) -> Config:
-    """Its size, which may be null or left to follow from the others."""
+    """The head size, which may be null or follow from other fields."""
     return {"head_dim": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]}
 
 
@@ -103,7 +105,7 @@ def _glm_ocr(config: Config) -> Shape:
 
 
 def _paddle(config: Config) -> Shape:
-    """ERNIE 4.5's, but that the features that turn together are half a head apart."""
+    """ERNIE 4.5 without interleaving in the rotary embedding."""
     return replace(DENSE["Ernie4_5ForCausalLM"](PADDLE | config), rotary_neighbours=False)
 
 
@@ -113,7 +115,7 @@ def _glm_4v_moe(config: Config) -> Shape:
 
 KIMI = {"kimi_k2": LATENT["DeepseekV3ForCausalLM"], "deepseek_v3": LATENT["DeepseekV3ForCausalLM"]}
 LLAVA = {"llama": _llama, "mistral": _mistral, "qwen2": DENSE["Qwen2ForCausalLM"]}
-# Of each the families that its text may be, by model_type.
+# For each architecture, the families of its language model, by model_type.
 IMAGES: dict[str, dict[str, Family]] = {
     "DeepseekOcr2ForConditionalGeneration": {"deepseek_ocr2_text": deepseek_ocr},
     "Exaone4_5_ForConditionalGeneration": dict.fromkeys(("exaone4", "exaone4_5_text"), DENSE["Exaone4ForCausalLM"]),
@@ -163,7 +165,7 @@ IMAGES: dict[str, dict[str, Family]] = {
 }
 
 
-# Pairs of features that go by time, rows and columns where config.json doesn't say, and whether pairs take turns.
+# Default sections: pairs of features rotated by time, row and column positions, and whether the three interleave.
 SECTIONS: dict[str, tuple[list[int], bool]] = {
     **dict.fromkeys(("glm4v_text", "glm4v_moe_text", "glm_ocr_text"), ([8, 12, 12], False)),
     **dict.fromkeys(
@@ -176,7 +178,7 @@ SECTIONS: dict[str, tuple[list[int], bool]] = {
 
 
 def seeing(text: Config, kind: str, found: Shape) -> Shape:
-    """The same, with what is different for an image's tokens. text: what config.json says of it; kind: its model_type."""
+    """The shape with what is different for image tokens. text: the text's config; kind: its model_type."""
     if kind == "gemma3_text":
         return replace(found, whole_images=tuple(sorted(set(found.windows))))
     if kind in ("gemma4_text", "gemma4_unified_text") and text.get("use_bidirectional_attention") == "vision":
@@ -187,8 +189,7 @@ def seeing(text: Config, kind: str, found: Shape) -> Shape:
 
 
 def _turned(text: Config, kind: str, found: Shape) -> Shape:
-    """With what turns images' tokens, unless config.json says nonsense of it, which is of no matter to text: `vision` refuses
-    that."""
+    """The shape with mrope sections, unless config.json has invalid ones, which don't concern text: `vision` refuses them."""
     said = [values["mrope_section"] for name in ROPES if isinstance(values := text.get(name), dict) and "mrope_section" in values]
     default, by_turns = SECTIONS[kind]
     sections, pairs = (said or [default])[0], (found.rotary_size or found.turning_size(0)) // 2
@@ -206,7 +207,7 @@ def _turned(text: Config, kind: str, found: Shape) -> Shape:
 
 
 def text_of(config: Config, architecture: str) -> Config:
-    """What is about text, which stands by itself, but in old descriptions of Qwen 2 VL."""
+    """The text's config: text_config, or for old descriptions of Qwen 2 VL the whole."""
     own = config if "text_config" not in config and "hidden_size" in config else config["text_config"]
     if not isinstance(own, dict):
         raise Unsupported(f"config.json says text_config {shown(own)}, an object is needed: {AGAIN}")

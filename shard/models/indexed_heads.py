@@ -1,5 +1,5 @@
-"""Heads whose tokens attend to blocks of those before them that an index has chosen (MiniMax M3), or to pools (Qwen 4 Exp): see
-`kernels.indexed`."""
+"""Sparse attention for heads of keys and values: tokens attend to blocks (MiniMax M3) or pools (Qwen 4 Exp) of earlier tokens that
+an index chooses. See `kernels.indexed`."""
 
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ from .traits import BlockIndex, PoolIndex
 
 
 class BlockIndexer:
-    """A query for each of this rank's key heads, and one key for all, of the size of attention's and turned as these."""
+    """The index of block sparse attention: a query for each of this rank's key heads, and one key for all, of the size of
+    attention's keys and rotated like them."""
 
     def __init__(self, load: Loader, index: BlockIndex) -> None:
         self.index = index
@@ -36,9 +37,9 @@ class BlockIndexer:
         self.query_norm, self.key_norm = (load.ordered(load.gains(f"{one}_norm", index.size), features) for one in (query, key))
 
     def __call__(self, x: Tensor, stream: Stream, places: Places, step: Step, cache: Tensor) -> ChoosingBlocks | None:
-        """Of a step's tokens; None if there is nothing to choose. Writes their keys to the cache.
+        """The index queries of a step's tokens; None if everything is attended to. Writes index keys to the cache.
 
-        x: [tokens, hidden], of the stream; cache: a layer's keys of its index, [slots, 1, 1, size].
+        x: [tokens, hidden], of the stream; cache: a layer's index keys, [slots, 1, 1, size].
         """
         index = self.index
         queries = rotate_and_write(
@@ -50,7 +51,7 @@ class BlockIndexer:
 
 
 class IndexedHeads(Heads):
-    """In the place of `Heads`, in layers with an index."""
+    """Attention of a layer with such an index, in the place of `Heads`."""
 
     def __init__(self, load: Loader, index: BlockIndex | PoolIndex, window: int, turned: bool = True) -> None:
         super().__init__(load, window, turned)
@@ -58,11 +59,11 @@ class IndexedHeads(Heads):
 
     @property
     def parts(self) -> tuple[object, ...]:
-        """What has weights."""
+        """Objects that hold its weights."""
         return (self, self.indexer)
 
     def choose(self, stream: Stream, norm: Tensor | None, step: Step, places: Places, layer: Tensor, index_keys: Tensor) -> Tensor:
-        """As `__call__`. index_keys: of the cache."""
+        """As `__call__`. index_keys: the layer's, in the cache."""
         x = stream.normalized(norm)
         asked = self.indexer(x, stream, places, step, index_keys)
         return self.attend(stream.product(x, self.inward), step, places, layer, asked)

@@ -1,4 +1,5 @@
-"""What chooses the tokens that each one attends to (DeepSeek-AI 2025, DeepSeek-V3.2, arXiv:2512.02556): see `kernels.indexed`."""
+"""The indexer of DeepSeek sparse attention, which chooses the tokens that each token attends to (DeepSeek-AI 2025, DeepSeek-V3.2,
+arXiv:2512.02556): see `kernels.indexed`."""
 
 import torch
 from torch import Tensor
@@ -14,17 +15,18 @@ from .sharpening import Sharpening
 from .traits import Index, Latent
 
 NAME = "self_attn.indexer"
-EPSILON = 1e-6  # of the layer norm of what queries are made of, whatever other norms have
+EPSILON = 1e-6  # of the layer norm on the queries' input, whatever other norms have
 
 
 class Indexer:
-    """An index's queries are made of the latents of queries, or of the residual stream, of which its keys and weights are."""
+    """An indexer. Its queries are projected from query latents or from the residual stream; its keys and head weights from the
+    stream."""
 
     def __init__(self, load: Loader, latent: Latent, index: Index) -> None:
         self.index = index
         self._order = self._ordered(latent.turned)
         hidden = load.shape.hidden
-        self.inputs = hidden if index.streaming else latent.queries  # that queries are made of
+        self.inputs = hidden if index.streaming else latent.queries  # features that queries are projected from
         queries = load.matrix(f"{NAME}.wq_b", index.heads * index.size, self.inputs, whole=True)
         self.query = load.laid_out(self._by_order(queries), None)
         self.key = load.laid_out(self._by_order(load.matrix(f"{NAME}.wk", index.size, hidden, whole=True)), None)
@@ -35,14 +37,13 @@ class Indexer:
 
     @property
     def parts(self) -> tuple[object, ...]:
-        """What has weights."""
+        """Objects that hold its weights."""
         return (self,) if self.sharpening is None else (self, self.sharpening)
 
     def __call__(self, x: Tensor, made: Tensor, places: Places, step: Step, cache: Tensor) -> Choosing | None:
-        """Of a step's tokens; None if there is nothing to choose. Writes their keys to the cache.
+        """The index queries of a step's tokens; None if everything is attended to. Writes index keys to the cache.
 
-        x: [tokens, hidden]; made: that, or latents of their queries, [tokens, latent.queries]; cache: the part of a layer that is
-        for keys.
+        x: [tokens, hidden]; made: that, or query latents, [tokens, latent.queries]; cache: a layer's part for index keys.
         """
         index, asked = self.index, narrows(step.attention, self.index.most)
         queries = self._queries(made, places) if asked else x.new_empty(len(x), 0, index.size)
@@ -50,13 +51,14 @@ class Indexer:
         return Choosing(queries, self.weights(x.float()) * (index.heads * index.size) ** -0.5, index.most) if asked else None
 
     def _queries(self, made: Tensor, places: Places) -> Tensor:
-        """Before what turns them: [tokens, heads, size]."""
+        """Queries before the rotary embedding: [tokens, heads, size]."""
         made = made if self.query_norm is None else layer_norm(made, self.query_norm, EPSILON)
         queries = self.query(made).view(len(made), self.index.heads, self.index.size)
         return queries if self.sharpening is None else self.sharpening(queries, places)
 
     def _ordered(self, turned: int) -> list[int]:
-        """A head's features with those first that turn, of which two that turn together are half of these apart."""
+        """The order of a head's features with the rotary ones first, of which those that rotate together are half of these
+        apart."""
         size = self.index.size
         own, others = range(turned), range(turned, size)
         if self.index.turned_last:

@@ -1,4 +1,4 @@
-"""Kimi Linear: latents in some layers, and linear attention in the others (Kimi Team 2025, arXiv:2510.26692)."""
+"""Kimi Linear: MLA in some layers, and linear attention (Kimi Delta Attention) in the others (Kimi Team 2025, arXiv:2510.26692)."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,7 +33,7 @@ KIMI: Config = {
     "linear_num_heads": 32,
     "linear_conv_kernel_dim": 4,
 }
-# What its config.json calls what others call so.
+# Its names of fields, and the usual ones.
 NAMES = {
     "model_max_length": "max_position_embeddings",
     "num_experts": "n_routed_experts",
@@ -43,11 +43,11 @@ NAMES = {
     "moe_renormalize": "norm_topk_prob",
 }
 INNER = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads", "short_conv_kernel_size": "linear_conv_kernel_dim"}
-LAYERS = {"full_attn_layers": FULL, "kda_layers": LINEAR}  # which are counted from 1
+LAYERS = {"full_attn_layers": FULL, "kda_layers": LINEAR}  # lists of layers, counted from 1
 
 
 def _kimi_linear(config: Config) -> Shape:
-    """No layer has a rotary embedding; experts are chosen by corrected scores."""
+    """Kimi Linear: no layer has a rotary embedding; experts are chosen by sigmoid scores with a correction bias."""
     expect(config, moe_router_activation_func="sigmoid", mla_use_nope=True)
     inner = config.get("linear_attn_config") or {}
     if not isinstance(inner, dict):
@@ -80,7 +80,7 @@ def _named(config: Config, names: dict[str, str]) -> Config:
 
 
 def _counted(inner: Config, layers: int) -> list[str]:
-    """Kinds of layers, of which each is in one of two lists."""
+    """The kind of each layer, from two lists of layer numbers."""
     found = dict[int, str]()
     for name, kind in LAYERS.items():
         counted = inner[name]

@@ -1,4 +1,4 @@
-"""Families whose keys and values are made of a latent that all heads share. A new one is a new entry in `LATENT`."""
+"""Model families with multi-head latent attention (MLA), and DeepSeek-OCR 2's text. A new family is a new entry in `LATENT`."""
 
 import math
 from collections.abc import Callable
@@ -84,7 +84,7 @@ AX_K2: Config = DEEPSEEK_V32 | {
     "index_n_heads": 16,
     "gated_norm_rank": 16,
 }
-# transformers' names, and those of the hub, by which transformers writes it, too.
+# transformers' names, and the hub's, which transformers also writes.
 AX_K2_NAMES = ((".mlp.fc1.", ".W_down."), (".mlp.fc2.", ".W_up."), (".q_gate_proj.", ".q_b_proj."))
 MINICPM: Config = FEATURES | {
     "kv_lora_rank": 256,
@@ -120,7 +120,7 @@ DEEPSEEK_OCR: Config = {
     "max_position_embeddings": 2048,
 }
 HY_4_VL: Config = {"q_lora_rank": 2048, "moe_intermediate_size": 2048, "index_n_heads": 32}
-# Of several streams' mixing, and of gates and sinks: transformers' names, and those of checkpoints, of which none was at hand.
+# Hyper-connections, gates and sinks: transformers' names, and those of checkpoints, of which none was at hand.
 HY_4_NAMES = (
     *(("attn_hc.", f"{place}.hc_") for place in ("hc_attn_layer", "hc_pre.hc_attn_layer", "hc_attn_layer.hc_pre")),
     *(("ffn_hc.", f"{place}.hc_") for place in ("hc_mlp_layer", "hc_pre.hc_mlp_layer", "hc_mlp_layer.hc_pre")),
@@ -128,13 +128,13 @@ HY_4_NAMES = (
     ("gate_proj", "linear_gate"),
     ("sinks", "learnable_sink_param"),
 )
-OWN, OTHERS = "full", "shared"  # of `indexer_types`
+OWN, OTHERS = "full", "shared"  # values of `indexer_types`
 LETTERS = {"F": OWN, "S": OTHERS}
 YOUTU: Config = FEATURES | {"max_position_embeddings": 131_072, "tie_word_embeddings": True}
 
 
 def latent_shape(config: Config) -> Shape:
-    """What is the same for all. config: with all of `FEATURES`."""
+    """What all MLA families have in common. config: with all of `FEATURES`."""
     latent = Latent(
         size=config["kv_lora_rank"],
         turned=config["qk_rope_head_dim"],
@@ -156,30 +156,30 @@ def latent_shape(config: Config) -> Shape:
 
 
 def _deepseek_v3(config: Config) -> Shape:
-    """DeepSeek-AI 2024, arXiv:2412.19437, and Kimi K2. Experts are chosen by scores of their own."""
+    """DeepSeek V3 (DeepSeek-AI 2024, arXiv:2412.19437) and Kimi K2. Experts are chosen by sigmoid scores with a correction bias."""
     expect(said(config), scoring_func="sigmoid", topk_method="noaux_tc")
     return scored(latent_shape(DEEPSEEK_V3 | config), DEEPSEEK_V3 | config)
 
 
 def _glm_flash(config: Config) -> Shape:
-    """The same but for which layers have experts."""
+    """GLM 4.7 Flash: DeepSeek V3, but config.json may say which layers have experts."""
     given = GLM_FLASH | config
     return scored_by_kinds(latent_shape(given), given)
 
 
 def _deepseek_v32(config: Config) -> Shape:
-    """DeepSeek-AI 2025, arXiv:2512.02556: V3, but that each token attends to those that an index has chosen."""
+    """DeepSeek V3.2 (DeepSeek-AI 2025, arXiv:2512.02556): V3 with sparse attention to tokens that an index chooses."""
     return _indexed(DEEPSEEK_V32 | config, neighbours=False)
 
 
 def _glm_5(config: Config) -> Shape:
-    """The same, but for the order of the index's features; some layers may go by the index of another."""
+    """GLM 5: DeepSeek V3.2 with interleaved features in the index; some layers may reuse the index of another."""
     return _indexed(GLM_5 | config, neighbours=True, borrowing=borrowing_of(config))
 
 
 def borrowing_of(config: Config, attending: frozenset[int] | None = None) -> frozenset[int]:
-    """Layers without an index: as they are named, by letters, or by how many follow each other. attending: those that are asked
-    about, if not all."""
+    """Layers without an index of their own: given by name, by letters, or by an interval. attending: layers to consider, if not
+    all."""
     layers = config["num_hidden_layers"]
     attending = frozenset(range(layers)) if attending is None else attending
     every, first = config.get("index_topk_freq", 1), config.get("index_skip_topk_offset", 2)
@@ -190,7 +190,7 @@ def borrowing_of(config: Config, attending: frozenset[int] | None = None) -> fro
         kinds = [LETTERS.get(letter, letter) for letter in letters] if isinstance(letters, str) else letters
     if kinds is None:
         kinds = [OTHERS if max(layer - first + 1, 0) % max(every, 1) else OWN for layer in range(layers)]
-    kinds = kinds[:layers] if isinstance(kinds, list) else kinds  # there may be one for a layer that predicts more
+    kinds = kinds[:layers] if isinstance(kinds, list) else kinds  # there may be one for a multi-token prediction layer
     known = isinstance(kinds, list) and len(kinds) >= layers and {OWN, OTHERS}.issuperset(map(str, kinds))
     if not isinstance(kinds, list) or not known or kinds[min(attending)] != OWN:
         raise Unsupported(
@@ -221,7 +221,8 @@ def _indexed(given: Config, neighbours: bool, borrowing: frozenset[int] = frozen
 
 
 def _deepseek_v2(config: Config) -> Shape:
-    """DeepSeek-AI 2024, arXiv:2405.04434. Scores are a softmax's, and sets of experts are as good as their best one."""
+    """DeepSeek V2 (DeepSeek-AI 2024, arXiv:2405.04434). Router scores are a softmax, and a group of experts is rated by its best
+    one."""
     expect(said(config), scoring_func="softmax", norm_topk_prob=False, mlp_bias=False)
     given = (
         FEATURES
@@ -236,7 +237,7 @@ def _deepseek_v2(config: Config) -> Shape:
 
 
 def deepseek_ocr(config: Config) -> Shape:
-    """The text of DeepSeek-OCR 2 (2026): attention has keys and values of its own, experts are DeepSeek V2's."""
+    """The text model of DeepSeek-OCR 2 (2026): multi-head attention without latents, DeepSeek V2's experts."""
     expect(config, mlp_bias=False, topk_method="greedy")
     given = DEEPSEEK_OCR | config
     if given["num_experts_per_tok"] is None:
@@ -246,24 +247,24 @@ def deepseek_ocr(config: Config) -> Shape:
 
 
 def _mistral_4(config: Config) -> Shape:
-    """The same, by the best two of a set. Queries grow with their position."""
+    """Mistral Small 4: DeepSeek V2, where a group is rated by its best two experts. Queries are scaled by their position."""
     given = with_rope(MISTRAL_4 | config, MISTRAL_4_ROPE)
     return softened(scored(latent_shape(given), given))
 
 
 def _youtu(config: Config) -> Shape:
-    """Without experts."""
+    """Youtu, without experts."""
     return latent_shape(YOUTU | config)
 
 
 def _ax_k1(config: Config) -> Shape:
-    """SK Telecom's A.X K1: DeepSeek V3, with a norm behind experts. Most checkpoints have nothing that corrects scores."""
+    """SK Telecom's A.X K1: DeepSeek V3 with a norm after experts. Most checkpoints have no correction bias."""
     base = scored_by_kinds(latent_shape(AX_K1 | config), AX_K1 | config)
     return replace(with_experts(base, uncorrected=True), experts_norm="post_mlp_layernorm")
 
 
 def _ax_k2(config: Config) -> Shape:
-    """SK Telecom's A.X K2: DeepSeek V3.2, with gates of attention, and of the norms before it and before experts."""
+    """SK Telecom's A.X K2: DeepSeek V3.2 with gated attention, and gates on the norms before attention and experts."""
     expect(config, rope_interleave=True)
     base = _indexed(AX_K2 | config, neighbours=False)
     assert base.latent is not None
@@ -277,7 +278,7 @@ def _ax_k2(config: Config) -> Shape:
 
 
 def _minicpm_3(config: Config) -> Shape:
-    """Without experts, and scaled (Hu et al. 2024, arXiv:2404.06395)."""
+    """MiniCPM 3: no experts, and scaling factors (Hu et al. 2024, arXiv:2404.06395)."""
     given = MINICPM | with_original(config)
     values = given["v_head_dim"] or given["hidden_size"] // given["num_attention_heads"]
     base = latent_shape(given | {"v_head_dim": values, "rope_interleave": False})
@@ -294,14 +295,14 @@ def _minicpm_3(config: Config) -> Shape:
 
 
 def hy_4_vl(config: Config) -> Shape:
-    """Its text beside images, whose latents have norms like others, and of which neighbours turn."""
+    """Hy 4's language model with images: the latents' norms have the model's epsilon, and the rotary embedding is interleaved."""
     found = _hy_4(HY_4_VL | config, neighbours=True)
     assert found.latent is not None
     return replace(found, latent=replace(found.latent, epsilon=found.norm_epsilon))
 
 
 def _hy_4(config: Config, neighbours: bool = False) -> Shape:
-    """Tencent's Hy 4: GLM 5 with several residual streams, gates of attention, sinks, and experts whose gates have a limit."""
+    """Tencent's Hy 4: GLM 5 with hyper-connections, gated attention, attention sinks, and experts with clamped gates."""
     usual = [OWN if layer == 0 or (layer - 1) % 4 == 0 else OTHERS for layer in range(config["num_hidden_layers"])]
     given = HY_4 | {"routed_scaling_factor": 2.827, "indexer_types": usual} | config | {"rope_interleave": neighbours}
     base = _indexed(given, neighbours=neighbours, borrowing=borrowing_of(given), turned_last=True)
@@ -321,7 +322,7 @@ def _hy_4(config: Config, neighbours: bool = False) -> Shape:
 
 
 def softened(base: Shape, **more: Any) -> Shape:
-    """The same, but scores of experts are a softmax's, and are not corrected."""
+    """The same shape, but router scores are a softmax without correction bias."""
     return with_experts(base, sigmoid=False, correction="", **more)
 
 

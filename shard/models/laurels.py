@@ -1,5 +1,5 @@
-"""What is added beside attention: what it sees, and the norm of what two small matrices make of that (LAuReL: Menghani, Kumar and
-Kumar 2024, arXiv:2411.07501), as in Gemma 3n. Every rank has them whole."""
+"""LAuReL (Menghani, Kumar and Kumar 2024, arXiv:2411.07501), as in Gemma 3n: a low-rank branch beside attention adds its input, and
+the norm of a low-rank projection of that. Every rank has it whole."""
 
 from torch import Tensor
 
@@ -11,12 +11,12 @@ NAMES = ("laurel.linear_left", "laurel.linear_right")
 
 
 class LaurelBlock:
-    """Of a layer."""
+    """The LAuReL branch of a layer."""
 
-    factor = 2**-0.5  # of the stream, once attention has been added as well
+    factor = 2**-0.5  # multiplies the stream once attention's output is added as well
 
     def __init__(self, load: Loader, size: int) -> None:
-        """size: features between the two."""
+        """size: rank of the projection."""
         hidden, (left, right) = load.shape.hidden, NAMES
         self._epsilon = load.shape.norm_epsilon
         self.inward = load.laid_out(load.all_bits(left, size), None, load.changed([left], [size], wholes=(size,)))
@@ -26,7 +26,7 @@ class LaurelBlock:
         self.norm = load.gains("laurel.post_laurel_norm", hidden)
 
     def __call__(self, stream: Stream, before: Tensor | None) -> None:
-        """Adds it to the stream, to which nothing was added since attention has seen it. before: gains of attention's norm."""
+        """Adds the branch to the stream, to which nothing was added since attention read it. before: gains of attention's norm."""
         x = stream.normalized(before)
         made = stream.product(stream.product(x, self.inward), self.outward)
         stream.add_whole(x + rms_norm(made, self.norm, self._epsilon))

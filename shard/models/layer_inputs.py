@@ -1,8 +1,7 @@
-"""What each layer is told of a token apart, beside what the stream has of it (per-layer embeddings, as in Gemma 3n and 4).
+"""Per-layer embeddings (Gemma 3n and 4): an extra input of each token for each layer, beside the residual stream.
 
-What is told is the sum of a row of a table, by the token's number, and of what a matrix makes of its embedding. Behind its MLP a
-layer gates that by what the stream has come to, and adds what another matrix makes of it. Every rank has a part of the features of
-each layer.
+It is the sum of a row of a table, by the token's id, and a projection of its embedding. After its MLP a layer multiplies it by a
+gate, computed from the stream, and adds a projection of the product to the stream. Every rank has a part of each layer's features.
 """
 
 from functools import partial
@@ -19,10 +18,10 @@ from .traits import LayerInputs
 
 
 class LayerInputTable:
-    """Of all layers."""
+    """The table and projection of all layers' inputs."""
 
     def __init__(self, load: Loader, inputs: LayerInputs) -> None:
-        """load: of what is beside the layers."""
+        """load: for tensors beside the layers."""
         shape = load.shape
         self._size, self._own = inputs.size, slice(*load.own(inputs.size))
         self._padding, self._epsilon = inputs.padding, shape.norm_epsilon
@@ -31,12 +30,12 @@ class LayerInputTable:
         self.rows = load.features("embed_tokens_per_layer", inputs.vocabulary, shape.layers, inputs.size)
         self.matrix = load.whole("per_layer_model_projection", shape.layers * inputs.size)
         self.norm = load.gains("per_layer_projection_norm", inputs.size)
-        # In the type of the weights, as they were trained.
+        # Rounded to the weights' type, as in training.
         self._of_token = torch.tensor(inputs.size**0.5, dtype=self.rows.dtype).item()
 
     def __call__(self, tokens: Tensor, embedded: Tensor, shown: Tensor | None) -> Tensor:
-        """[layers, tokens, this rank's features]. tokens: [tokens]; embedded: [tokens, hidden], for images what stands for that;
-        shown: which of the tokens are images'."""
+        """[layers, tokens, this rank's features]. tokens: [tokens] ids; embedded: [tokens, hidden], with image features for image
+        tokens; shown: which tokens are image tokens."""
         if shown is not None:
             tokens = tokens.index_fill(0, shown, self._padding)
         if self._lacking:
@@ -48,7 +47,7 @@ class LayerInputTable:
 
 
 class LayerInput:
-    """A layer's part."""
+    """The gate and projection of one layer."""
 
     def __init__(self, load: Loader, inputs: LayerInputs) -> None:
         self.gate = load.columns("", ["per_layer_input_gate"], [inputs.size], False)
@@ -56,6 +55,6 @@ class LayerInput:
         self.norm = load.gains("post_per_layer_input_norm", load.shape.hidden)
 
     def __call__(self, stream: Stream, told: Tensor) -> None:
-        """Adds to the stream what it makes of it and of what is told, [tokens, this rank's features]."""
+        """Adds the projection of the gated input `told`, [tokens, this rank's features], to the stream."""
         gates = by_lanes(partial(functional.gelu, approximate="tanh"), stream.through(None, self.gate))
         stream.add(gates * told, self.output, self.norm)

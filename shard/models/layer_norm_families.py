@@ -1,4 +1,5 @@
-"""Families whose norms take the mean away. A new one is a new entry in `LAYER_NORM`."""
+"""Model families with layer norms, which subtract the mean, and relatives of theirs. A new family is a new entry in
+`LAYER_NORM`."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -39,18 +40,18 @@ BEFORE_BOTH = ("input_layernorm", "", "", "")
 
 
 def _common(config: Config, epsilon: str, activation: str = "silu") -> Shape:
-    """epsilon: the name of the norms'."""
+    """epsilon: the field that has the norms'."""
     base = common(config | {"rms_norm_eps": number(config, epsilon, 1e-5, 1.0)}, "hidden_act", (activation,))
     return replace(base, layer_norms=True)
 
 
 def _cohere(config: Config) -> Shape:
-    """Command R. Neighbours turn together."""
+    """Command R: interleaved rotary embedding."""
     expect(config, use_qk_norm=False)
     base = biased(_common(COHERE | config, "layer_norm_eps"), config)
     return replace(
         base,
-        # The first Command R says 8,192 where others say how far they go, and 131,072 here, for which it was trained.
+        # The first Command R says 8,192 where others say their context length, and 131,072 here, for which it was trained.
         max_positions=max(base.max_positions, int(number(config, "model_max_length", 1.0, 1 << 30))),
         norms=BEFORE_BOTH,
         parallel=True,
@@ -60,7 +61,7 @@ def _cohere(config: Config) -> Shape:
 
 
 def _cohere2(config: Config) -> Shape:
-    """Command R7B and A. One layer in four sees all, and has no rotary embedding."""
+    """Command R7B and A: full attention in one layer of four, without a rotary embedding."""
     base = _cohere({"rope_theta": 1e4} | config)
     kinds = kinds_of(config, base.layers, lambda layer: (layer + 1) % pattern_of(config, 4) > 0)
     still = layers_of(kinds, FULL)
@@ -68,13 +69,14 @@ def _cohere2(config: Config) -> Shape:
 
 
 def _olmo(config: Config) -> Shape:
-    """The first generation: Llama, but for its norms, of which config.json says nothing, and what it clips."""
+    """OLMo, the first generation: Llama, but for its norms, whose epsilon config.json does not give, and clipped queries, keys and
+    values."""
     base = biased(common(config | {"rms_norm_eps": 1e-5}), config)
     return replace(base, layer_norms=True, plain_norms=True, qkv_limit=cap(config, "clip_qkv", None))
 
 
 def _phi(config: Config) -> Shape:
-    """Phi 1 to 2: an MLP without gates beside attention, and biases everywhere. Half of each head turns."""
+    """Phi 1 to 2: parallel attention and ungated MLP, biases everywhere. Half of each head rotates."""
     expect(config, qk_layernorm=False)
     base = _common(config, "layer_norm_eps", "gelu_new")
     return replace(
@@ -95,8 +97,8 @@ def _phi(config: Config) -> Shape:
 
 
 def _phimoe(config: Config) -> Shape:
-    """Phi 3.5 MoE: two experts in every layer, by sparse mixers. Of longrope transformers 5.24 takes the short factors however long
-    a context is; the decoder takes the long ones as always, for which the model was trained."""
+    """Phi 3.5 MoE: two experts in every layer, by sparse mixers. With longrope transformers 5.24 uses the short factors whatever
+    the context length; the decoder uses the long ones as for other models, as the model was trained."""
     given = PHIMOE | with_amplitude(config)
     if given["num_experts_per_tok"] != 2:
         raise Unsupported(
@@ -124,7 +126,7 @@ def _phimoe(config: Config) -> Shape:
 
 
 def _stablelm(config: Config) -> Shape:
-    """A quarter of each head turns."""
+    """StableLM: a quarter of each head rotates."""
     expect(config, qk_layernorm=False)
     base = _common(STABLELM | config, "layer_norm_eps")
     parallel = config.get("use_parallel_residual", False)
@@ -139,7 +141,7 @@ def _stablelm(config: Config) -> Shape:
 
 
 def _starcoder2(config: Config) -> Shape:
-    """All layers slide, if any."""
+    """StarCoder 2: all layers have a sliding window, if any."""
     base, bias = _common(STARCODER2 | config, "norm_epsilon", "gelu_pytorch_tanh"), config.get("use_bias", True)
     return replace(
         base,
@@ -154,7 +156,7 @@ def _starcoder2(config: Config) -> Shape:
 
 
 def _cohere2_moe(config: Config) -> Shape:
-    """Command A+: experts beside attention, behind the first layers, which slide by a pattern of their own."""
+    """Command A+: parallel attention and experts, after dense first layers whose sliding windows follow a pattern of their own."""
     given = COHERE2_MOE | config
     if given.get("rope_scaling") and not given.get("rope_parameters"):
         raise Unsupported("rope_scaling alone is not supported: for this family transformers goes by rope_parameters")
@@ -177,7 +179,7 @@ def _cohere2_moe(config: Config) -> Shape:
 
 
 def _averaged(given: Config) -> Mixture:
-    """Command A+'s experts, whose sum with the one that is for all tokens may be halved."""
+    """Command A+'s experts, whose sum with the shared expert may be halved."""
     scores, how = given["expert_selection_fn"], given["shared_expert_combination_strategy"]
     if scores not in ("sigmoid", "softmax"):
         raise Unsupported(f"expert_selection_fn {shown(scores)} is not supported: the decoder has sigmoid and softmax")
@@ -200,7 +202,7 @@ def _averaged(given: Config) -> Mixture:
 
 
 def _nemotron(config: Config) -> Shape:
-    """Minitron and Nemotron Mini. Gains of norms are stored less 1, and half of each head turns."""
+    """Minitron and Nemotron Mini. Norm gains are stored minus 1, and half of each head rotates."""
     base = _squared(config | {"layer_norm_eps": number(config, "norm_eps", 1e-5, 1.0)}, 4096)
     return replace(base, centered_norms=True, rotary_size=rotary_size(config, base.head_size, 0.5))
 
@@ -210,7 +212,7 @@ def _jais2(config: Config) -> Shape:
 
 
 def _squared(config: Config, positions: int) -> Shape:
-    """Without gates, by squares; positions: how many there are where nothing is said."""
+    """Ungated MLP with squared ReLU; positions: the default context length."""
     base = biased(_common({"max_position_embeddings": positions} | config, "layer_norm_eps", "relu2"), config)
     return replace(base, norm_bias=True, ungated="relu2", mlp_bias=config.get("mlp_bias", False))
 

@@ -1,5 +1,5 @@
-"""Meta's Llama 4 (2025): of four layers three turn queries and keys, and see a chunk of positions; the fourth sees all and turns
-nothing. Experts in every layer, or in every other one."""
+"""Meta's Llama 4 (2025): three layers of four have a rotary embedding and chunked attention; the fourth has full attention and no
+rotary embedding. Experts in every layer, or in every other one."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,7 +27,8 @@ DEFAULTS: Config = {
 
 
 def _llama4(config: Config) -> Shape:
-    """Shares multiply what experts see. Queries and keys that turn have norms without gains, and queries that don't grow."""
+    """Llama 4: experts' weights multiply their input. In layers with rotary embedding queries and keys have norms without gains; in
+    the others queries are scaled by their position."""
     given = DEFAULTS | config
     base = biased(common(given), given)
     norms = given.get("use_qk_norm", True)
@@ -55,7 +56,7 @@ def _llama4(config: Config) -> Shape:
 
 
 def _mixtures(given: Config, base: Shape) -> tuple[Mixture | None, ...]:
-    """Of each layer, if it has experts."""
+    """The mixture of experts of each layer; None: it has an MLP."""
     layers, step = given.get("moe_layers"), given.get("interleave_moe_layer_step", 1)
     layers = list(range(step - 1, base.layers, step)) if layers is None else layers
     if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
@@ -77,7 +78,7 @@ def _mixtures(given: Config, base: Shape) -> tuple[Mixture | None, ...]:
 
 
 def _growth(given: Config) -> TemperatureTuning | None:
-    """Checkpoints have a number, or true."""
+    """Temperature tuning, which checkpoints give as a number, or as true."""
     if not given.get("attn_temperature_tuning", True):
         return None
     return TemperatureTuning(strength=number(given, "attn_scale", 0.1), positions=given.get("floor_scale", 8192))

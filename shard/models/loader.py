@@ -1,6 +1,6 @@
-"""Cuts a rank's weights out of a checkpoint. Weights are divided among ranks as in Megatron-LM (Shoeybi et al. 2019,
-arXiv:1909.08053): heads and intermediate features by columns, what follows them by rows, tables by vocabulary.
-"""
+"""Loads a rank's shard of the weights from a checkpoint. Tensor parallelism as in Megatron-LM (Shoeybi et al. 2019,
+arXiv:1909.08053): heads and intermediate features are column-parallel, the projections after them row-parallel, embedding table and
+LM head divided by vocabulary."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, repeat
@@ -19,19 +19,19 @@ from .codes import READERS, matrix
 from .renamed import of_pair
 from .shape import Shape
 
-# Numbers of a table that are read at once, before a rank's part is taken out of them.
+# Elements of a table that are read at once, before a rank's part is taken out of them.
 FEATURES = 1 << 28
 
-Cut = tuple[int, int, int] | None  # a dimension, and from where to where along it; None: all
+Cut = tuple[int, int, int] | None  # (dimension, start, stop) along it; None: all
 
 
 class Loader:
-    """Cuts this rank's part out of the named tensors of one layer (or of the model, with an empty prefix)."""
+    """Reads this rank's part of the named tensors of one layer (or of the model, with an empty prefix)."""
 
     def __init__(
         self, source: Source, shape: Shape, ranks: Ranks, prefix: str, exact: Invariance, changes: Changes | None = None
     ) -> None:
-        """changes: of adapters that may be asked for."""
+        """changes: LoRA adapters that requests may use."""
         self.source = source
         self.changes = changes
         self.exact = exact
@@ -40,8 +40,8 @@ class Loader:
         self.prefix = prefix
 
     def gains(self, name: str, size: int) -> Tensor:
-        """The gains of a norm, which every rank has whole, as `Stream` has them; where they are stored less 1, those of an RMS norm
-        in float32, not to lose what is left."""
+        """The gains of a norm, which every rank has whole, in the form of `Stream`. Where they are stored minus 1, those of an RMS
+        norm are in float32, so as not to lose precision."""
         source = self.source
         if self.shape.plain_norms:
             gains = torch.ones(size, dtype=source.dtype, device=source.device)
@@ -53,16 +53,16 @@ class Loader:
         return gains.float() + 1 if self.shape.centered_norms else gains
 
     def part_of_gains(self, name: str, size: int, whole: int) -> Tensor:
-        """This rank's part of the gains of a norm that goes over the heads of all ranks; whole: the size of one."""
+        """This rank's part of the gains of a norm over the heads of all ranks; whole: the size of a head."""
         return self.source.tensor(f"{self.prefix}{name}.weight", (size,), self._cut((size,), 0, 0, size, whole))
 
     def parts(self, name: str, sizes: Sequence[int], more: tuple[int, ...] = (), wholes: Iterable[int] = repeat(1)) -> list[Tensor]:
-        """Of a tensor [sum of sizes, *more] this rank's part of each; wholes: of each, see `_own`."""
+        """This rank's part of each of several parts of a tensor [sum of sizes, *more]; wholes: of each, see `_own`."""
         full = (sum(sizes), *more)
         return [self.source.tensor(self.prefix + name, full, cut) for cut in self._cuts(full, sizes, wholes)]
 
     def matrices(self, name: str, sizes: Sequence[int], wholes: Iterable[int]) -> list[Tensor | Codes]:
-        """The same of a matrix [sum of sizes, hidden], which may have few bits. Its last part has all that the checkpoint has, as
+        """The same of a matrix [sum of sizes, hidden], which may be quantized. Its last part is not quantized at load, as in
         `unrounded`."""
         full = sum(sizes), self.shape.hidden
         *cuts, last = self._cuts(full, sizes, wholes)
@@ -73,15 +73,15 @@ class Loader:
         return [self._cut(full, 0, *each) for each in zip(firsts, sizes, wholes, strict=False)]
 
     def each_head(self, name: str, heads: int, within: int = 0) -> Tensor:
-        """A number for each of this rank's part of so many heads: float32. within: the dimension that they may be in the
-        checkpoint, of several of 1."""
+        """This rank's part of a tensor with one number for each head: float32. within: the dimension of heads in the checkpoint's
+        tensor, whose other dimensions are 1."""
         full = (*[1] * within, heads, *[1] * (within > 0))
         full, along = (full, within) if self.source.has(self.prefix + name, full) else ((heads,), 0)
         return self.source.tensor(self.prefix + name, full, self._cut(full, along, 0, heads), torch.float32).flatten()
 
     def whole(self, name: str, outputs: int, bias: bool = False, wide: bool = False, change: Change | None = None) -> Weight:
-        """A matrix [outputs, hidden] that every rank has whole, with all bits that the checkpoint has; wide: in float32; change:
-        what adapters do to it, if it isn't."""
+        """A dense matrix [outputs, hidden] that every rank has whole, unpacked where the checkpoint has it quantized; wide: in
+        float32; change: its LoRA change, if it is not wide."""
         dtype, full = torch.float32 if wide else self.source.dtype, (outputs, self.shape.hidden)
         added = self.source.tensor(f"{self.prefix}{name}.bias", (outputs,), dtype=dtype) if bias else None
         if wide:
@@ -89,12 +89,12 @@ class Loader:
         return self.laid_out(self.dense(self._unrounded(name, full, None)), added, change)
 
     def there(self, name: str) -> bool:
-        """Whether the checkpoint has such a matrix, in whichever way it is stored."""
+        """Whether the checkpoint has this matrix, quantized or not."""
         marks = {"weight", *(mark for _, mark in READERS)}
         return any(self.source.has(f"{self.prefix}{name}.{mark}") for mark in marks)
 
     def each(self, name: str, count: int) -> Tensor:
-        """A number for each of `count` that every rank has all: [count] float32."""
+        """A tensor of `count` numbers that every rank has whole: [count] float32."""
         found = self.source.scale(self.prefix + name, count)
         return found if found is not None else self.source.tensor(self.prefix + name, (count,), dtype=torch.float32)
 
@@ -103,20 +103,20 @@ class Loader:
         return self.source.tensor(self.prefix + name, full, dtype=torch.float32)
 
     def number(self, name: str) -> float:
-        """One, which is the layer's."""
+        """A scalar of the layer."""
         return self.source.tensor(self.prefix + name, (1,)).item()
 
     def columns(self, joint: str, names: list[str], sizes: list[int], bias: bool) -> Weight:
-        """Matrices [size, hidden] side by side, of each this rank's part of the outputs. joint: what they are in checkpoints that
-        have them so."""
+        """Column-parallel matrices [size, hidden], concatenated: of each this rank's part of the outputs. joint: the fused tensor's
+        name, in checkpoints that have one."""
         added = self.biases(names, sizes, joint) if bias else None
         return self.laid_out(self.outwards(names, sizes, joint), added, self.changed(names, sizes, joint))
 
     def heads(
         self, joint: str, names: list[str], sizes: list[int], bias: bool, wholes: Sequence[int], features: Sequence[int]
     ) -> Weight:
-        """As `columns`, of queries, keys and values, of which the first two are `ordered`, and of gates, which come behind all,
-        wherever they are stored. wholes: the size of a head of each; features: see `Shape.order`."""
+        """As `columns`, for queries, keys and values, of which the first two are `ordered`, and for gates, which come last wherever
+        they are stored. wholes: the size of a head of each; features: see `Shape.order`."""
         beside = self.shape.attention_gates and not self.shape.gates_name
         if beside:
             sizes = [2 * sizes[0], *sizes[1:]]
@@ -125,7 +125,7 @@ class Loader:
         if bias:
             kept = len(names) - bool(self.shape.gates_name)
             added = self.biases(names[:kept], sizes[:kept], joint, wholes[:kept])
-            if self.shape.gates_name:  # gates of their own have none
+            if self.shape.gates_name:  # gates with a matrix of their own have no biases
                 added = functional.pad(added, (0, self._own(sizes[-1], wholes[-1])[1]))
         order = None
         if features or beside:
@@ -139,12 +139,12 @@ class Loader:
         return self.laid_out(found, added, self.changed(*where, order=order, inputs=self.shape.attention_inputs))
 
     def ordered(self, heads: Tensor, order: Sequence[int]) -> Tensor:
-        """Some heads one after the other, [n * head size, ...], with their features in our order: see `Shape.order`."""
+        """Concatenated heads, [n * head size, ...], with their features in our order: see `Shape.order`."""
         return heads.view(-1, len(order), *heads.shape[1:])[:, list(order)].flatten(0, 1) if order else heads
 
     def rows(self, name: str, size: int, bias: bool, whole: int = 1) -> Weight:
-        """A matrix [hidden, size], this rank's part of the inputs. Rank 0 adds the bias, so that the sum has it once. whole: see
-        `_own`."""
+        """A row-parallel matrix [hidden, size], of which this rank has a part of the inputs. Rank 0 adds the bias, so that the
+        all-reduced sum has it once. whole: see `_own`."""
         added = None
         if bias and self.ranks.rank == 0:
             added = self.source.tensor(f"{self.prefix}{name}.bias", (self.shape.hidden,)) * self.shape.weight_factor
@@ -153,18 +153,18 @@ class Loader:
     def outwards(
         self, names: Sequence[str], sizes: Sequence[int], joint: str = "", wholes: Iterable[int] = repeat(1), inputs: int = 0
     ) -> Tensor | Codes:
-        """What leads away from the residual stream: as `columns`; wholes: of each, see `_own`; inputs: if not the stream's."""
+        """The weight of `columns`, before it is laid out; wholes: of each, see `_own`; inputs: if not the stream's."""
         places, inputs = self._places(names, sizes, joint, wholes), inputs or self.shape.hidden
         return self.joined([self._matrix(name, (full, inputs), cut) for name, full, cut in places])
 
     def unrounded(self, names: Sequence[str], sizes: Sequence[int]) -> Tensor:
-        """As `outwards`, with all bits that the checkpoint has, of so few outputs that rounding them would save nothing."""
+        """As `outwards`, dense: never quantized at load, for so few outputs that quantization would save nothing."""
         fulls = [(size, self.shape.hidden) for size in sizes]
         parts = [self._unrounded(name, full, self._cut(full, 0, 0, full[0])) for name, full in zip(names, fulls, strict=True)]
         return torch.cat([self.dense(part) for part in parts])
 
     def all_bits(self, name: str, outputs: int, inputs: int = 0, cut: bool = False) -> Tensor:
-        """A matrix with all bits that the checkpoint has, or this rank's part of its outputs; inputs: if not the stream's."""
+        """A dense matrix, never quantized at load, or this rank's part of its outputs; inputs: if not the stream's."""
         full = outputs, inputs or self.shape.hidden
         return self.dense(self._unrounded(name, full, self._cut(full, 0, 0, outputs) if cut else None))
 
@@ -173,44 +173,44 @@ class Loader:
         return matrix(self.source, self.prefix + name, full, None if how and how.at_load else how, cut)
 
     def matrix(self, name: str, outputs: int, inputs: int, whole: bool = False) -> Tensor | Codes:
-        """All of a matrix, or this rank's part of its outputs."""
+        """The whole of a matrix, or this rank's part of its outputs."""
         full = outputs, inputs
         return self._matrix(name, full, None if whole else self._cut(full, 0, 0, outputs))
 
     def joined(self, parts: Sequence[Tensor | Codes]) -> Tensor | Codes:
-        """Matrices with the same inputs, side by side."""
+        """Matrices with the same inputs, concatenated along the outputs."""
         few = [part for part in parts if isinstance(part, Codes)]
         if len(few) == len(parts) and alike(few):
             return joined(few)
         return torch.cat([self.dense(part) for part in parts])
 
     def biases(self, names: Sequence[str], sizes: Sequence[int], joint: str, wholes: Iterable[int] = repeat(1)) -> Tensor:
-        """Of the same."""
+        """The biases of `outwards`."""
         places = self._places(names, sizes, joint, wholes)
         found = ((self.source.tensor(f"{self.prefix}{name}.bias", (full,), cut), self._factor(name)) for name, full, cut in places)
         return torch.cat([bias if factor == 1 else bias * factor for bias, factor in found])
 
     def inwards(self, name: str, size: int, outputs: int = 0, whole: int = 1) -> Tensor | Codes:
-        """What leads back to it: as `rows`; outputs: if they are not the stream's."""
+        """The weight of `rows`, before it is laid out; outputs: if not the stream's."""
         full = outputs or self.shape.hidden, size
         return self.residual(self._matrix(name, full, self._cut(full, 1, 0, size, whole)))
 
     def residual(self, weight: Tensor | Codes) -> Tensor | Codes:
-        """Times what is added to the stream is multiplied by."""
+        """The weight times the factor of additions to the stream."""
         return self.times(weight, self.shape.weight_factor)
 
     def times(self, weight: Tensor | Codes, factor: float) -> Tensor | Codes:
-        """The same, multiplied."""
+        """The weight times a factor."""
         if factor == 1:
             return weight
         return weight.scaled(factor) if isinstance(weight, Codes) else weight * factor
 
     def dense(self, weight: Tensor | Codes) -> Tensor:
-        """What is computed with a number at a time."""
+        """The dense form of a weight, unpacked if it is quantized."""
         return unpacked(weight, self.source.dtype) if isinstance(weight, Codes) else weight
 
     def laid_out(self, weight: Tensor | Codes, bias: Tensor | None, change: Change | None = None) -> Weight:
-        """Ready for products; change: what adapters do to it."""
+        """The weight laid out for matrix products; change: what LoRA adapters add to it."""
         found = quantized.lay_out(weight, bias, self.exact, self.source.dtype)
         if self.changes is not None and change is not None:
             like = torch.empty(0, dtype=self.source.dtype, device=self.source.device)
@@ -226,7 +226,7 @@ class Loader:
         order: Tensor | None = None,
         inputs: int = 0,
     ) -> Outwards | None:
-        """How adapters change `outwards`, the same being asked for; order: of their outputs."""
+        """The LoRA change of `outwards` with the same arguments; order: of its outputs in the weight."""
         if self.changes is None:
             return None
         parts = []
@@ -241,7 +241,7 @@ class Loader:
     def changed_parts(
         self, name: str, sizes: Sequence[int], wholes: Iterable[int], factors: Sequence[float]
     ) -> list[Outwards | None]:
-        """How they change each of `matrices`; factors: what the products of each are multiplied by."""
+        """The LoRA change of each of `matrices`; factors: of the products of each."""
         if self.changes is None:
             return [None] * len(sizes)
         full, names = sum(sizes), self._matrix_names(name)
@@ -250,14 +250,15 @@ class Loader:
         return [Outwards([part], self.shape.hidden) for part in parts]
 
     def _changed_inwards(self, name: str, size: int, whole: int = 1) -> Inwards | None:
-        """The same of `rows`."""
+        """The LoRA change of `rows`."""
         if self.changes is None:
             return None
         start, own = self._own(size, whole)
         return Inwards(self._matrix_names(name), self.shape.hidden, size, start, own, self.shape.weight_factor * self._factor(name))
 
     def _matrix_names(self, name: str) -> tuple[str, ...]:
-        """Within the model, whatever that is called: the checkpoint's, and transformers' for the module, if that is another."""
+        """A matrix's names within the model, without its prefix: the checkpoint's, and that of transformers' module, if it
+        differs."""
         own = self.prefix[self.prefix.index("layers.") :] + name
         own = of_pair(own, self.shape.paired) if self.shape.paired else own
         return own, *(own.replace(*pair) for pair in self.shape.modules if pair[0] in own)
@@ -265,7 +266,7 @@ class Loader:
     def _places(
         self, names: Sequence[str], sizes: Sequence[int], joint: str, wholes: Iterable[int]
     ) -> Iterator[tuple[str, int, Cut]]:
-        """Of each of several tensors side by side: a name, how long that tensor is, and this rank's part of this one there."""
+        """For each of several concatenated matrices: the tensor's name, its length, and this rank's part of the matrix in it."""
         if joint.rpartition(".")[2] in self.shape.joined or (joint and self.there(joint)):
             found = zip(repeat(joint), repeat(sum(sizes)), accumulate(sizes, initial=0), sizes, wholes, strict=False)
         else:
@@ -277,7 +278,7 @@ class Loader:
         return self._rows(name, self.shape.hidden, dtype=torch.float32 if precise else None)
 
     def table_bias(self, name: str) -> Tensor:
-        """Of the same."""
+        """This rank's part of a bias [vocabulary], with zeros beyond its end."""
         return self._rows(f"{name.removesuffix('weight')}bias")
 
     def _rows(self, name: str, *more: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -286,7 +287,7 @@ class Loader:
         return self.source.tensor(name, (self.shape.vocabulary, *more), (0, start, start + size), dtype)
 
     def positions(self) -> Tensor:
-        """The vectors of positions, which every rank has all: [positions, hidden]."""
+        """The learned position embeddings, which every rank has whole: [positions, hidden]."""
         first, count = self.shape.learned or 0, self.shape.max_positions
         full = first + count, self.shape.hidden
         return self.source.tensor(f"{self.prefix}embed_positions.weight", full, (0, first, first + count))
@@ -297,24 +298,24 @@ class Loader:
         full = rows, layers * size
         if own == size:
             return self.source.tensor(f"{self.prefix}{name}.weight", full)
-        # Whole rows, many at a time: they lie together in the file, and a layer's features don't.
+        # Whole rows are read, many at a time: they are contiguous in the file, and a layer's features are not.
         many = max(1, FEATURES // (layers * size))
         blocks = ((0, first, min(first + many, rows)) for first in range(0, rows, many))
         read = (self.source.tensor(f"{self.prefix}{name}.weight", full, block) for block in blocks)
         return torch.cat([block.view(-1, layers, size)[:, :, start : start + own].flatten(1) for block in read])
 
     def own(self, count: int, whole: int = 1) -> tuple[int, int]:
-        """Where this rank's part of `count` begins, and where it ends; whole: see `_own`."""
+        """Start and end of this rank's part of `count`; whole: see `_own`."""
         start, size = self._own(count, whole)
         return start, start + size
 
     def part_of_outputs(self, name: str, full: tuple[int, int], start: int, stop: int) -> Tensor:
-        """Those outputs of a matrix, with all bits that the checkpoint has."""
+        """These outputs of a matrix, dense: never quantized at load."""
         return self.dense(self._unrounded(name, full, (0, start, stop)))
 
     def cache_scales(self, count: int) -> Tensor | None:
-        """What cached keys and values of 8 bits, of so many heads, are to be multiplied by, as calibrated with the checkpoint:
-        [2, this rank's heads] float32; None: all are 1."""
+        """Scales of FP8 keys and values in the KV cache, as calibrated with the checkpoint, for so many heads: [2, this rank's
+        heads] float32; None: all are 1."""
         found = [self._cache_scale(name, count) for name in "kv"]
         if found[0] is None or found[1] is None:
             return None
@@ -322,7 +323,7 @@ class Loader:
         return torch.stack((found[0][start : start + size], found[1][start : start + size]))
 
     def _cache_scale(self, name: str, count: int) -> Tensor | None:
-        """By its usual name, or ModelOpt's."""
+        """The scale of keys ("k") or values ("v"), by its usual name or ModelOpt's."""
         heads = self.prefix + self.shape.attention_name
         found = self.source.scale(f"{heads}.{name}_scale", count)
         return found if found is not None else self.source.scale(f"{heads}.{name}_proj.{name}_scale", count)
@@ -334,12 +335,12 @@ class Loader:
         return dict(self.shape.factors).get(name, 1.0)
 
     def _cut(self, full: tuple[int, ...], dimension: int, first: int, count: int, whole: int = 1) -> Cut:
-        """This rank's part of `count` from `first` on."""
+        """The cut of this rank's part of `count` from `first` on."""
         start, size = self._own(count, whole)
         return None if size == full[dimension] else (dimension, first + start, first + start + size)
 
     def _own(self, count: int, whole: int = 1) -> tuple[int, int]:
-        """Where this rank's part of `count` begins, and its size. No less than `whole` is a part: of fewer of these than ranks,
-        several ranks in a row have the same one."""
+        """Start and size of this rank's part of `count`. No part is smaller than `whole`: of fewer wholes than ranks, several ranks
+        in a row have the same one."""
         size = max(count // self.ranks.size, whole)
         return self.ranks.rank * count // self.ranks.size // size * size, size

@@ -1,5 +1,5 @@
-"""LongCat Flash (Meituan 2025, arXiv:2509.01322): a layer of its checkpoint is two of ours, of latents and an MLP each. Experts see
-what the first one's MLP sees; some of them do nothing (Jin et al. 2024, arXiv:2410.07348)."""
+"""LongCat Flash (Meituan 2025, arXiv:2509.01322): a layer of its checkpoint is two of ours, each of MLA and an MLP. Shortcut
+experts read what the first one's MLP reads; some are identity experts (Jin et al. 2024, arXiv:2410.07348)."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +16,7 @@ LONGCAT: Config = FEATURES | {
     "rope_theta": 1e7,
     "n_routed_experts": 512,
 }
-# What its config.json calls what others call so, and how much it is where nothing is said.
+# Its names of fields, the usual ones, and defaults.
 FIELDS = {
     "ffn_hidden_size": ("intermediate_size", 12_288),
     "moe_topk": ("num_experts_per_tok", 12),
@@ -26,7 +26,7 @@ PAIRED = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlps")
 
 
 def _longcat(config: Config) -> Shape:
-    """Latents, of queries and of keys, are multiplied: here what leads away from them is."""
+    """LongCat Flash: query and key-value latents are scaled; here the projections from them are."""
     expect(
         said(config),
         attention_method="MLA",
@@ -53,7 +53,8 @@ def _longcat(config: Config) -> Shape:
 
 
 def _layers(config: Config) -> int:
-    """Ours. What config.json calls so may be these, or half of them, where it says how many there are of its own."""
+    """The number of our layers. num_hidden_layers may be that, or half of it, where num_layers gives the checkpoint's own
+    number."""
     name, most = "num_hidden_layers", SIZES["num_hidden_layers"]
     if "num_layers" not in config:
         return whole(name, config[name], 2, most) // 2 * 2
@@ -64,7 +65,7 @@ def _layers(config: Config) -> int:
 
 
 def _check_features(given: Config) -> None:
-    """Raises Unsupported for sizes that contradict each other, or for none of latents of queries."""
+    """Raises Unsupported for sizes that contradict each other, or without query latents."""
     turned = given["qk_rope_head_dim"]
     sizes = {"head_dim": turned, "qk_head_dim": given["qk_nope_head_dim"] + turned}
     for name, size in sizes.items():

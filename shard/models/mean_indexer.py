@@ -1,4 +1,4 @@
-"""What chooses pools of tokens for heads with keys of their own, all alike (Qwen 4 Exp): see `kernels.indexed` and
+"""The index that chooses pools of tokens for heads of keys and values, for all heads alike (Qwen 4 Exp): see `kernels.indexed` and
 `kernels.means`."""
 
 import torch
@@ -18,13 +18,13 @@ NAME = "self_attn.indexer"
 
 
 def _order(size: int, turned: int) -> list[int]:
-    """As `Shape.order`, of heads of another size."""
+    """As `Shape.order`, for heads of another size."""
     middle, apart = (size + turned) // 2, turned // 2
     return [*range(apart), *range(turned, middle), *range(apart, turned), *range(middle, size)]
 
 
 class MeanIndexer:
-    """Queries of heads of its own, and one key for all. As many features of each turn as of attention's."""
+    """An index with query heads of its own, and one key for all. As many features of each rotate as of attention's heads."""
 
     def __init__(self, load: Loader, index: PoolIndex) -> None:
         self.index = index
@@ -35,9 +35,10 @@ class MeanIndexer:
         self.query_norm, self.key_norm = (load.ordered(load.gains(f"{NAME}.{one}_layernorm", index.size), order) for one in "qk")
 
     def __call__(self, x: Tensor, stream: Stream, places: Places, step: Step, cache: Tensor) -> ChoosingPools | None:
-        """Of a step's tokens; None if there is nothing to choose. Writes their keys, and those of pools, to the cache.
+        """The index queries of a step's tokens; None if everything is attended to. Writes index keys of tokens and of pools to the
+        cache.
 
-        x: [tokens, hidden], of the stream; cache: a layer's keys of its index, [slots, 1, 1, size].
+        x: [tokens, hidden], of the stream; cache: a layer's index keys, [slots, 1, 1, size].
         """
         index, joint = self.index, stream.product(x, self.inward)
         assert places.pools is not None

@@ -1,5 +1,5 @@
-"""Mistral Large 4: latents, and an index whose queries are made of the stream; queries of both grow with their position, waves of
-rotary embeddings have learned factors, and one layer of four has none."""
+"""Mistral Large 4: MLA, with sparse attention by an index whose queries are projected from the stream; scalable softmax in both,
+rotary embedding with learned frequency factors, and none in one layer of four."""
 
 from dataclasses import replace
 
@@ -35,7 +35,7 @@ ROPE = {
     "beta_slow": 1.0,
     "attention_factor": 1.0,
 }
-# transformers' names, and Mistral's own, by which transformers writes it, too.
+# transformers' names, and Mistral's own, which transformers also writes.
 NAMES = (
     ("model.language_model.embed_tokens.", "tok_embeddings."),
     ("model.language_model.rotary_emb.", "lerope."),
@@ -49,7 +49,7 @@ NAMES = (
 
 
 def mistral_large_4(config: Config) -> Shape:
-    """The text. Every layer's latents are its own."""
+    """The language model. Every layer has latents of its own."""
     layers = config["num_hidden_layers"]
     expect(said(config), kv_source_layers=[*range(layers)], q_lora_rank=None, norm_topk_prob=True, rope_interleave=True)
     given = with_rope(MISTRAL_LARGE_4 | config | {"q_lora_rank": None}, ROPE)

@@ -1,4 +1,4 @@
-"""What each layer does to every token by itself: one MLP, or a few of many."""
+"""The MLP of a layer: dense variants, and mixtures of experts."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from .loader import Loader
 from .stream import Stream
 from .traits import Mixture
 
-# Of MLPs without gates. GELU: Hendrycks and Gimpel 2016, arXiv:1606.08415.
+# Activations of ungated MLPs. GELU: Hendrycks and Gimpel 2016, arXiv:1606.08415.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": partial(functional.gelu, approximate="tanh"),
     "exact_gelu": functional.gelu,
@@ -28,10 +28,10 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Mlp:
-    """One MLP for all tokens."""
+    """A gated MLP (SwiGLU or GeGLU)."""
 
     def __init__(self, load: Loader, size: int) -> None:
-        """size: of its features."""
+        """size: intermediate features."""
         bias, name, alias = load.shape.mlp_bias, load.shape.mlp_name, load.shape.mlp_alias
         if alias and load.there(f"{alias}.{load.shape.mlp_parts[3]}"):
             name = alias
@@ -40,48 +40,48 @@ class Mlp:
         self.down = load.rows(down, size, bias)
 
     def __call__(self, stream: Stream, before: Tensor | None, behind: Tensor | None) -> None:
-        """Adds to the stream what it makes of it. before, behind: gains of norms, where there are any."""
+        """Adds its output to the stream. before, behind: gains of the norms before and after it, if there are any."""
         stream.add(self.inner(stream, before), self.down, behind)
 
     def part(self, stream: Stream, before: Tensor | None) -> Tensor:
-        """This rank's part of that, which nobody else has."""
+        """This rank's part of its output, before the all-reduce."""
         return stream.product(self.inner(stream, before), self.down)
 
     def inner(self, stream: Stream, before: Tensor | None) -> Tensor:
-        """What `down` is to be multiplied with."""
+        """The input of the projection `down`."""
         return stream.through(before, self.gate_up, gates=True)
 
     def weights(self) -> Iterator[Weight | Tensor]:
-        """All of this rank's."""
+        """All weights of this rank."""
         yield from (self.gate_up, self.down)
 
 
 class ClampedMlp(Mlp):
-    """One whose gates, and what they let through, have a limit."""
+    """A gated MLP whose gate and up projections are clamped."""
 
     def __init__(self, load: Loader, size: int, limit: float) -> None:
         super().__init__(load, size)
         self.gates = Gates(load.shape.gelu, limit, load.shape.mlp_form)
 
     def inner(self, stream: Stream, before: Tensor | None) -> Tensor:
-        """As that of `Mlp`."""
+        """See `Mlp`."""
         return gated(stream.through(before, self.gate_up), self.gates)
 
 
 class SparseActivationMlp(Mlp):
-    """One most of whose gates are closed: all but what would be the highest part of them, were they a normal distribution of their
-    mean and deviation, and these by as much less as that begins at. Gemma 3n's."""
+    """A gated MLP with activation sparsity (Gemma 3n): a gate is cut at a quantile of the normal distribution with the mean and
+    deviation of the token's gates, so that only what exceeds it is left, and most gates are zero."""
 
     def __init__(self, load: Loader, size: int, closed: float) -> None:
-        """closed: the part of them that is, of 1."""
+        """closed: the quantile, the fraction of gates that are zero."""
         super().__init__(load, size)
         self.gates = Gates(load.shape.gelu)
         self._ranks = load.ranks
-        # Deviations beyond the mean, in the type of the weights, as they were trained.
+        # The quantile in standard deviations, rounded to the weights' type, as in training.
         self._beyond = torch.tensor(NormalDist().inv_cdf(closed), dtype=load.source.dtype).item()
 
     def inner(self, stream: Stream, before: Tensor | None) -> Tensor:
-        """As that of `Mlp`."""
+        """See `Mlp`."""
         joint = stream.through(before, self.gate_up)
         gates = joint[:, : joint.shape[1] // 2]
         mean, deviation = self._spread(gates.float())
@@ -89,7 +89,7 @@ class SparseActivationMlp(Mlp):
         return gated(joint, self.gates)
 
     def _spread(self, gates: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and deviation of those of all ranks, [tokens, 1] each."""
+        """Mean and standard deviation of the gates of all ranks, [tokens, 1] each."""
         mean = gates.mean(1, keepdim=True)
         # Not torch.var_mean: it takes nine times as long on a CPU (torch 2.13, 256 x 16384).
         deviation = torch.linalg.vector_norm(gates - mean, dim=1, keepdim=True) * gates.shape[1] ** -0.5
@@ -100,7 +100,7 @@ class SparseActivationMlp(Mlp):
 
 
 class UngatedMlp(Mlp):
-    """One whose features are let through by themselves."""
+    """An MLP without gates."""
 
     def __init__(self, load: Loader, size: int) -> None:
         bias = load.shape.mlp_bias
@@ -110,12 +110,12 @@ class UngatedMlp(Mlp):
         self.activation = ACTIVATIONS.get(load.shape.ungated) or _xielu(load)
 
     def inner(self, stream: Stream, before: Tensor | None) -> Tensor:
-        """As that of `Mlp`."""
+        """See `Mlp`."""
         return by_lanes(self.activation, stream.through(before, self.gate_up))
 
 
 def _xielu(load: Loader) -> Callable[[Tensor], Tensor]:
-    """With the layer's own numbers, of which two are above 0, and what they come from is stored."""
+    """xIELU with the layer's parameters: two of them are positive, and stored before softplus."""
     name = f"{load.shape.mlp_name}.act_fn"
     stored = [load.source.scale(f"{load.prefix}{name}.{part}", 1) for part in ("beta", "eps")]
     beta, epsilon = (usual if one is None else one.item() for one, usual in zip(stored, (0.5, -1e-6), strict=True))
@@ -124,7 +124,8 @@ def _xielu(load: Loader) -> Callable[[Tensor], Tensor]:
 
 
 class MixtureOfExperts:
-    """Of many MLPs those that a token's router chooses, and one for all where there is one. Every rank has a part of each."""
+    """A mixture of experts: the MLPs that a token's router chooses, and a shared expert if there is one. Every rank has a part of
+    each."""
 
     def __init__(self, load: Loader, mixture: Mixture) -> None:
         self.mixture = mixture = as_stored(load, mixture)
@@ -138,21 +139,21 @@ class MixtureOfExperts:
         self.shared = SharedExpert(load, mixture) if mixture.shared else None
 
     def __call__(self, stream: Stream, before: Tensor | None, behind: Tensor | None) -> None:
-        """As that of `Mlp`."""
+        """See `Mlp`."""
         stream.add_part(self.part(stream, before), behind)
 
     def part(self, stream: Stream, before: Tensor | None) -> Tensor:
-        """As that of `Mlp`."""
+        """See `Mlp`."""
         x = stream.normalized(before)
         made = self.made(x)
         return made if self.shared is None else made.add_(self.shared(x, stream), alpha=self.mixture.shared_factor)
 
     def made(self, x: Tensor) -> Tensor:
-        """This rank's part of what the chosen ones make of x."""
+        """This rank's part of the routed experts' output."""
         return self.experts(x, *self.route(x))
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Shares and numbers of the experts of each token."""
+        """Weights and numbers of each token's experts."""
         mixture = self.mixture
         return route(
             self.router(x.float() if mixture.wide else x),
@@ -170,7 +171,7 @@ class MixtureOfExperts:
         )
 
     def weights(self) -> Iterator[Weight | Tensor]:
-        """All of this rank's."""
+        """All weights of this rank."""
         yield from (self.router, *self.experts.weights)
         if self.correction is not None:
             yield self.correction
@@ -179,7 +180,7 @@ class MixtureOfExperts:
 
 
 class LatentExperts(MixtureOfExperts):
-    """Nemotron 3 Super's: what the chosen ones see is a latent of the stream, and so is what they make."""
+    """Nemotron 3 Super's experts, which read and write a low-dimensional latent of the stream."""
 
     def __init__(self, load: Loader, mixture: Mixture) -> None:
         super().__init__(load, mixture)
@@ -190,20 +191,20 @@ class LatentExperts(MixtureOfExperts):
         )
 
     def made(self, x: Tensor) -> Tensor:
-        """As that of `MixtureOfExperts`. What leads back is linear: parts of a sum may go through it."""
+        """See `MixtureOfExperts`. The projection back is linear, so ranks apply it to their parts of the sum."""
         return self.back(self.experts(self.into(x), *self.route(x)))
 
     def weights(self) -> Iterator[Weight | Tensor]:
-        """All of this rank's."""
+        """All weights of this rank."""
         yield from (*super().weights(), self.into, self.back)
 
 
 class InputScaledExperts(MixtureOfExperts):
-    """Llama 4's: what the chosen ones see is multiplied by their shares. By logits they are chosen, of which high ones differ where
-    their scores don't."""
+    """Llama 4's experts, whose input is multiplied by their weights. They are chosen by logits, since large logits differ where
+    their sigmoids don't."""
 
     def made(self, x: Tensor) -> Tensor:
-        """As that of `MixtureOfExperts`."""
+        """See `MixtureOfExperts`."""
         logits, count = self.router(x.float()), self.mixture.chosen
         _, chosen = route(logits, count, normalized=False)
         shares = by_lanes(torch.sigmoid, logits.gather(1, chosen)).to(x.dtype)
@@ -213,8 +214,8 @@ class InputScaledExperts(MixtureOfExperts):
 
 
 class ParallelExperts(MixtureOfExperts):
-    """Gemma 4's: what all tokens go through is an MLP with norms of its own, and so have those that a router chooses. It looks at
-    the stream itself, and each expert has a factor of its shares."""
+    """Gemma 4's experts, beside the MLP that all tokens go through (here the shared expert); both have norms of their own. The
+    router reads the stream itself, and each expert has a factor of its weights."""
 
     def __init__(self, load: Loader, mixture: Mixture) -> None:
         super().__init__(load, mixture)
@@ -225,7 +226,7 @@ class ParallelExperts(MixtureOfExperts):
         self.behind = load.gains("post_feedforward_layernorm_1", hidden), load.gains("post_feedforward_layernorm_2", hidden)
 
     def __call__(self, stream: Stream, before: Tensor | None, behind: Tensor | None) -> None:
-        """As that of `Mlp`."""
+        """See `Mlp`."""
         assert self.shared is not None
         dense = self.shared(stream.normalized(before), stream)
         shares, chosen = self.route(stream.normalized(self.routing))
@@ -233,12 +234,12 @@ class ParallelExperts(MixtureOfExperts):
         stream.add_each((dense, made), self.behind, behind)
 
     def weights(self) -> Iterator[Weight | Tensor]:
-        """All of this rank's."""
+        """All weights of this rank."""
         yield from (*super().weights(), self.routing, self.factors, self.before, *self.behind)
 
 
 class SharedExpert:
-    """The expert that all tokens go through."""
+    """The shared expert, for all tokens."""
 
     def __init__(self, load: Loader, mixture: Mixture) -> None:
         name, self.ungated = mixture.named(mixture.shared_name), bool(load.shape.ungated)
@@ -251,13 +252,13 @@ class SharedExpert:
         self.down = load.rows(down, mixture.shared, bias=False)
 
     def __call__(self, x: Tensor, stream: Stream) -> Tensor:
-        """This rank's part of what it makes of x, the stream's tokens, by its gate."""
+        """This rank's part of its output for x, the stream's tokens, with its gate applied."""
         inner = stream.product(x, self.gate_up)
         made = stream.product(squared(inner) if self.ungated else gated(inner, self.gates), self.down)
         return made if self.gate is None else made.mul_(by_lanes(torch.sigmoid, stream.product(x, self.gate)))
 
     def weights(self) -> Iterator[Weight]:
-        """All of this rank's."""
+        """All weights of this rank."""
         yield from (self.gate_up, self.down)
         if self.gate is not None:
             yield self.gate

@@ -1,5 +1,5 @@
-"""NVIDIA's Nemotron H (2025, arXiv:2504.03624) and Nemotron 3: each layer is one part of what others have, state spaces, attention,
-an MLP or experts."""
+"""NVIDIA's Nemotron H (2025, arXiv:2504.03624) and Nemotron 3: each layer is only one of state space (Mamba-2), attention, MLP and
+experts."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +13,7 @@ from .remembering import Linear
 from .shape import Shape, Unsupported
 from .sparse_families import scored, with_experts
 
-MLP, EXPERTS = "mlp", "moe"  # kinds of layers, beside others
+MLP, EXPERTS = "mlp", "moe"  # kinds of layers, besides the usual ones
 LETTERS = {"M": LINEAR, "*": FULL, "-": MLP, "E": EXPERTS}
 # transformers' defaults, which some checkpoints rely on.
 NEMOTRON: Config = {
@@ -32,7 +32,7 @@ NEMOTRON: Config = {
     "moe_shared_expert_intermediate_size": 7688,
     "norm_topk_prob": True,
 }
-FORMERLY = {  # fields that have two names, of which the second counts, and transformers' defaults
+FORMERLY = {  # fields with an older name, which takes precedence, and defaults
     "n_groups": ("mamba_n_groups", 8),
     "conv_kernel": ("mamba_d_conv", 4),
     "time_step_min": ("mamba_dt_min", 0.001),
@@ -49,7 +49,7 @@ ALWAYS: Config = {  # what the decoder has, or transformers, which doesn't read 
 
 
 def _nemotron_h(config: Config) -> Shape:
-    """Queries and keys don't turn."""
+    """Nemotron H: no layer has a rotary embedding."""
     given = NEMOTRON | config
     given |= {name: given.get(other, given.get(name, usual)) for name, (other, usual) in FORMERLY.items()}
     expect(given, **ALWAYS)
@@ -78,7 +78,7 @@ def _nemotron_h(config: Config) -> Shape:
 
 
 def _kinds(given: Config) -> list[str]:
-    """Of all layers, by names, or by letters as before transformers 5."""
+    """The kind of each layer, by names, or by letters as before transformers 5."""
     kinds: Any = given.get("layers_block_type", given.get("layer_types"))
     if kinds is None:
         pattern = given["hybrid_override_pattern"]
@@ -93,7 +93,7 @@ def _kinds(given: Config) -> list[str]:
 
 
 def _linear(given: Config, layers: frozenset[int]) -> Linear:
-    """transformers keeps steps above `time_step_min`, and doesn't read `time_step_limit`."""
+    """The state spaces. transformers keeps time steps above `time_step_min`, and doesn't read `time_step_limit`."""
     if limits(given["time_step_limit"]) != (0.0, inf):
         raise Unsupported(
             f"time_step_limit {shown(given['time_step_limit'])} is not supported: for this family the decoder has none but "
@@ -112,7 +112,7 @@ def _linear(given: Config, layers: frozenset[int]) -> Linear:
 
 
 def _with_experts(base: Shape, given: Config, kinds: list[str]) -> Shape:
-    """In the layers of that kind."""
+    """The shape with experts in the layers of that kind."""
     found = with_experts(
         scored(base, given | {"first_k_dense_replace": 0}),
         name="mixer",

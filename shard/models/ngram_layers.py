@@ -1,7 +1,8 @@
-"""What some layers are told of a token's n-grams, before all else that they do (Qwen 4 Exp): see `kernels.ngrams`, `ngrams`.
+"""N-gram embeddings (Qwen 4 Exp): some layers, before all else, add embeddings of each token's hashed n-grams to the streams. See
+`kernels.ngrams` and `ngrams`.
 
-Of the tables, which may be larger than all else of the model, every rank has some rows: what it lacks is 0, and ranks add up what
-they have found. All behind that every rank computes whole, as streams are whole on each.
+Their tables may be larger than the rest of the model, so each rank has some of the rows; a row that it lacks counts as 0, and
+lookups are all-reduced. What follows every rank computes whole, as the streams are whole on each.
 """
 
 import torch
@@ -18,12 +19,12 @@ from .ngrams import Ngrams
 from .shape import Unsupported
 
 EMBEDDING = "ple.ple_embedding"
-# What follows from config.json and is in checkpoints all the same.
+# Tensors that follow from config.json, which checkpoints have all the same.
 KNOWN = ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")
 
 
 class NgramRows:
-    """Rows of all layers' tables."""
+    """Computes the rows of all layers' tables that a step's tokens look up."""
 
     def __init__(self, grams: Ngrams, device: torch.device) -> None:
         multipliers, sizes, offsets = (
@@ -35,7 +36,7 @@ class NgramRows:
         self._layers = grams.layers
 
     def __call__(self, step: Step) -> dict[int, Tensor]:
-        """Of the layers that have some, [tokens, heads] each."""
+        """The rows by layer, [tokens, heads] each."""
         assert step.spans is not None
         assert step.before is not None
         found = rows_of(step.tokens, step.before, step.spans, self._hashes)
@@ -43,7 +44,7 @@ class NgramRows:
 
 
 class NgramLayer:
-    """Of a layer that is told."""
+    """The n-gram embedding of one layer."""
 
     def __init__(self, load: Loader, grams: Ngrams, layer: int) -> None:
         hidden, streams = load.shape.hidden, grams.streams
@@ -55,19 +56,20 @@ class NgramLayer:
         self.gains = torch.stack(norms)
         self.apart, channels = grams.most, grams.channels(hidden)
         taps = load.source.tensor(f"{load.prefix}ple.conv1d.weight", (channels, 1, grams.width)).squeeze(1)
-        zeros = self.apart - 1  # before each tap but the first
+        zeros = self.apart - 1  # between the taps
         self.taps = functional.pad(taps.unsqueeze(2), (zeros, 0)).flatten(1)[:, zeros:].contiguous()
         self._ranks, self._epsilon = load.ranks, load.shape.norm_epsilon
 
     def __call__(self, stream: GatedHyperStream, rows: Tensor, step: Step, states: States) -> None:
-        """Adds to the streams what they take of what is at these rows of the table, [tokens, heads]. Sequences' states go on."""
+        """Adds to the streams what they take of the embeddings at these rows of the table, [tokens, heads]. Updates the sequences'
+        states."""
         assert step.spans is not None
         streams = stream.settled()
         taken, normal = opened(self.inward(self._looked_up(rows)), streams, self.gains, self._epsilon)
         take(streams, taken, normal, self.taps, self.apart, step.spans, states)
 
     def _looked_up(self, rows: Tensor) -> Tensor:
-        """[tokens, features of all heads]."""
+        """The embeddings at these rows: [tokens, features of all heads]."""
         if self._ranks.size == 1:
             return functional.embedding(rows, self.table).flatten(1)
         own = rows - self._ranks.rank * len(self.table)
@@ -77,7 +79,7 @@ class NgramLayer:
 
 
 def _check(load: Loader, grams: Ngrams, layer: int) -> None:
-    """Raises Unsupported if a checkpoint's hashes are others than those that follow from config.json."""
+    """Raises Unsupported if a checkpoint's hash parameters differ from those that follow from config.json."""
     for part, values in zip(KNOWN, (grams.multipliers(layer), grams.sizes(layer), grams.offsets(layer)), strict=True):
         name = f"{load.prefix}{EMBEDDING}.{part}"
         if load.source.has(name) and load.source.stored(name, ("I64",)).flatten().tolist() != [*values]:

@@ -1,6 +1,5 @@
-"""Families of 2019 to 2024, whose config.json has other fields, and whose checkpoints other names. A new one is a new entry in
-`OLDER`.
-"""
+"""Model families of 2019 to 2024 (GPT-2, BLOOM, Falcon, OPT, ...), whose config.json has other field names, and whose checkpoints
+other tensor names. A new family is a new entry in `OLDER`."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +12,7 @@ from .ropes import rotary_size
 from .shape import PLAIN, Shape, Unsupported
 from .traits import Alibi, Layout, Mixture
 
-FIELDS = {  # as they are called today
+FIELDS = {  # older names of fields, and the present ones
     "n_embd": "hidden_size",
     "n_embed": "hidden_size",
     "d_model": "hidden_size",
@@ -39,8 +38,8 @@ FIELDS = {  # as they are called today
     "rotary_emb_base": "rope_theta",
     "rotary_pct": "partial_rotary_factor",
 }
-WITHIN = ("attn_config", "ffn_config")  # fields that have others
-ACTIVATIONS = {  # transformers' names
+WITHIN = ("attn_config", "ffn_config")  # fields with fields of their own
+ACTIVATIONS = {  # transformers' names, and ours
     "gelu_new": "gelu",
     "gelu_fast": "gelu",
     "gelu_pytorch_tanh": "gelu",
@@ -50,7 +49,8 @@ ACTIVATIONS = {  # transformers' names
 
 
 def _queries_keys_values(theirs: str) -> tuple[tuple[str, str], ...]:
-    """Our names and theirs; {}: which of them it is, where they are not all in one."""
+    """Our names of the query, key and value projections, and the checkpoint's; {} is replaced by the letter, where they are not
+    fused."""
     return tuple((f"self_attn.{part}_proj", theirs.format(part)) for part in "qkv")
 
 
@@ -77,7 +77,7 @@ GPTJ_NAMES = (
     ("mlp.down_proj", "mlp.fc_out"),
 )
 GPT_NEO_NAMES = (
-    *GPT2_NAMES,  # of which the next are others
+    *GPT2_NAMES,  # of which the following are replaced
     *_queries_keys_values("attn.attention.{}_proj"),
     ("self_attn.o_proj", "attn.attention.out_proj"),
 )
@@ -99,7 +99,7 @@ FALCON_NAMES = (
     ("mlp.down_proj", "mlp.dense_4h_to_h"),
 )
 BLOOM_NAMES = (*FALCON_NAMES, ("embed_norm", "word_embeddings_layernorm"))
-MPT = {  # what there is
+MPT = {  # values that are supported
     "attn_type": "multihead_attention",
     "norm_type": "low_precision_layernorm",
     "expansion_ratio": 4,
@@ -139,7 +139,7 @@ OPT_NAMES = (
 
 
 def today(config: Config) -> Config:
-    """The same, with fields as they are called today. Where MLPs have no size they are four times as wide as the stream."""
+    """The config with present field names. Where the MLP's size is missing, it is four times the hidden size."""
     inner = (config.get(name) for name in WITHIN)
     every = *(fields for fields in inner if isinstance(fields, dict)), config
     found = {FIELDS.get(name, name): value for fields in every for name, value in fields.items()}
@@ -149,7 +149,7 @@ def today(config: Config) -> Config:
 
 
 def _base(config: Config, activations: tuple[str, ...], layout: Layout) -> Shape:
-    """activations: of which the first is assumed where nothing is said."""
+    """activations: supported ones, of which the first is the default."""
     base = common(config | {"rms_norm_eps": number(config, "layer_norm_eps", 1e-5, 1.0)}, "hidden_act", activations)
     if base.quantization:
         raise Unsupported(
@@ -159,7 +159,7 @@ def _base(config: Config, activations: tuple[str, ...], layout: Layout) -> Shape
 
 
 def _common(config: Config, activation: str, layout: Layout, biases: bool) -> Shape:
-    """activation: where nothing is said."""
+    """activation: the default."""
     return replace(
         _base(config, (activation, *ACTIVATIONS), layout),
         norm_bias=True,
@@ -176,51 +176,52 @@ def _switch(config: Config, name: str, usual: bool) -> bool:
 
 
 def _learned(base: Shape, first: int = 0) -> Shape:
-    """With vectors of positions instead of a rotary embedding."""
+    """The shape with learned position embeddings instead of a rotary embedding."""
     return replace(base, learned=first, unturned=frozenset(range(base.layers)))
 
 
 def _leaning(base: Shape, steepest: float = 8.0, rounded: bool = False) -> Shape:
-    """With ALiBi instead of a rotary embedding. steepest: by how many halves the last head's slope is less than 1."""
+    """The shape with ALiBi instead of a rotary embedding. steepest: the last head's slope is 2 to the power of minus this."""
     if base.kv_heads != base.heads:
         raise Unsupported(
             f"alibi is not supported where {base.heads} heads share {base.kv_heads} keys: the decoder has one for each"
         )
     slopes = _slopes(base.heads, steepest)
-    # transformers rounds those which it scales with products, as Falcon was trained; others are added behind that.
+    # transformers scales Falcon's rounded biases together with the products, as Falcon was trained; others are added after scaling.
     alibi = Alibi(slopes=slopes if rounded else tuple(slope / base.attention_scale for slope in slopes), rounded=rounded)
     return replace(base, alibi=alibi, unturned=frozenset(range(base.layers)))
 
 
 def _slopes(heads: int, steepest: float) -> tuple[float, ...]:
-    """Powers of one number. If heads are no power of two, every other one of as many as there would be, and then some between."""
+    """ALiBi slopes: a geometric sequence. If the number of heads is no power of two, every other one of those for the next power of
+    two, then some between."""
     count = 1 << (heads - 1).bit_length()
     every = [2.0 ** (-steepest * place / count) for place in range(1, count + 1)]
     return tuple(every if count == heads else [*every[1::2], *every[::2]][:heads])
 
 
 def _blocks(config: Config, activation: str, layout: Layout) -> Shape:
-    """As GPT-2 has them."""
+    """GPT-2's layers."""
     expect(said(config), add_cross_attention=False)
     base = _common(GPT2 | config, activation, layout, biases=True)
     return _learned(base if _switch(config, "scale_attn_weights", True) else replace(base, attention_scale=1.0))
 
 
 def _gpt2(config: Config) -> Shape:
-    """Radford et al. 2019."""
+    """GPT-2 (Radford et al. 2019)."""
     expect(said(config), scale_attn_by_inverse_layer_idx=False)
     return _blocks(config, "gelu_new", replace(BLOCKS, turned=True))
 
 
 def _gpt_bigcode(config: Config) -> Shape:
-    """StarCoder and SantaCoder (Li et al. 2023, arXiv:2305.06161): all heads have one key, or each its own."""
+    """StarCoder and SantaCoder (Li et al. 2023, arXiv:2305.06161): multi-query attention, or multi-head."""
     shared = _switch(config, "multi_query", True)
     base = _blocks(config, "gelu_pytorch_tanh", replace(BLOCKS, grouped=True))
     return replace(base, kv_heads=1 if shared else base.heads)
 
 
 def _bloom(config: Config) -> Shape:
-    """BLOOM (Workshop 2022, arXiv:2211.05100). A norm is in front of all layers."""
+    """BLOOM (Workshop 2022, arXiv:2211.05100), with a norm before all layers."""
     expect(said(config), apply_residual_connection_post_layernorm=False)
     layout = Layout(roots=("transformer.", ""), layers="h", names=BLOOM_NAMES, joint=True, grouped=True)
     base = _common({"tie_word_embeddings": True} | config, "gelu_pytorch_tanh", layout, biases=True)
@@ -228,7 +229,7 @@ def _bloom(config: Config) -> Shape:
 
 
 def _mpt(config: Config) -> Shape:
-    """MPT (MosaicML 2023). Nothing has biases."""
+    """MPT (MosaicML 2023), without biases."""
     expect(said(config), prefix_lm=False, qk_ln=False, alibi=True, no_bias=True)
     expect(config, **MPT)
     layout = Layout(roots=("transformer.",), layers="blocks", names=MPT_NAMES, joint=True)
@@ -239,7 +240,7 @@ def _mpt(config: Config) -> Shape:
 
 
 def _gptj(config: Config) -> Shape:
-    """GPT-J (Wang and Komatsuzaki 2021). Neighbours turn together, and attention has no biases."""
+    """GPT-J (Wang and Komatsuzaki 2021): interleaved rotary embedding, no biases in attention."""
     layout = Layout(roots=("transformer.",), layers="h", names=GPTJ_NAMES)
     base = _common(config, "gelu_new", layout, biases=True)
     turned = config.get("rotary_dim", 64)
@@ -258,7 +259,7 @@ def _gptj(config: Config) -> Shape:
 
 
 def _gpt_neo(config: Config) -> Shape:
-    """GPT-Neo (Black et al. 2021). Products of queries and keys are taken as they are, and some layers slide."""
+    """GPT-Neo (Black et al. 2021): attention scores are not scaled, and some layers have a sliding window."""
     layout = Layout(roots=("transformer.", ""), layers="h", names=GPT_NEO_NAMES)
     given = {"tie_word_embeddings": True, "sliding_window": 256} | config
     base = _common(given, "gelu_new", layout, biases=True)
@@ -273,7 +274,7 @@ def _gpt_neo(config: Config) -> Shape:
 
 
 def _repeated(types: Any) -> list[str]:
-    """Kinds of layers: of lists of them, and how often each comes one after the other."""
+    """Kinds of layers from [kinds, repetitions] pairs."""
     try:
         return [str(kind) for kinds, count in types for _ in range(min(count, 1 << 12)) for kind in kinds]
     except (TypeError, ValueError):
@@ -281,8 +282,8 @@ def _repeated(types: Any) -> list[str]:
 
 
 def _gpt_neox(config: Config) -> Shape:
-    """GPT-NeoX and Pythia (Black et al. 2022, arXiv:2204.06745). A quarter of each head turns; the MLP beside attention has a norm
-    of its own."""
+    """GPT-NeoX and Pythia (Black et al. 2022, arXiv:2204.06745). A quarter of each head rotates; an MLP parallel to attention has a
+    norm of its own."""
     layout = Layout(roots=("gpt_neox.",), layers="layers", names=NEOX_NAMES, joint=True, grouped=True)
     base = _common(config, "gelu", layout, biases=True)
     bias = _switch(config, "attention_bias", True)
@@ -296,7 +297,7 @@ def _gpt_neox(config: Config) -> Shape:
 
 
 def _dbrx(config: Config) -> Shape:
-    """DBRX (Databricks 2024): experts of which all gates are one tensor, layer norms without biases."""
+    """DBRX (Databricks 2024): stacked experts, layer norms without biases."""
     within = config.get("ffn_config") or {}
     given = DBRX | config | {"intermediate_size": within.get("ffn_hidden_size", 3584)}
     activation, shares = within.get("ffn_act_fn") or {}, config.get("moe_normalize_expert_weights", 1)
@@ -324,7 +325,8 @@ def _dbrx(config: Config) -> Shape:
 
 
 def _falcon(config: Config) -> Shape:
-    """Falcon 1 and 2 (Almazrouei et al. 2023, arXiv:2311.16867), of which the larger ones have two norms beside each other."""
+    """Falcon 1 and 2 (Almazrouei et al. 2023, arXiv:2311.16867), of which the larger ones have separate norms for parallel
+    attention and MLP."""
     newer, shared = _switch(config, "new_decoder_architecture", False), _switch(config, "multi_query", True)
     parallel = newer or _switch(config, "parallel_attn", True)
     two = newer and (config.get("num_ln_in_parallel_attn") or 2) == 2
@@ -354,7 +356,7 @@ def _opt(config: Config) -> Shape:
     layout = Layout(roots=("model.decoder.", "decoder.", ""), layers="layers", names=OPT_NAMES)
     base = _common({"tie_word_embeddings": True} | config, "relu", layout, _switch(config, "enable_bias", True))
     affine = _switch(config, "layer_norm_elementwise_affine", True)
-    # Its table of positions begins with two rows that are for padding.
+    # Its table of positions begins with two rows for padding.
     return _learned(replace(base, plain_norms=not affine, norm_bias=affine), first=2)
 
 
@@ -367,7 +369,7 @@ OLDER: dict[str, Callable[[Config], Shape]] = {
     "GPTJForCausalLM": _gptj,
     "GPTNeoForCausalLM": _gpt_neo,
     "GPTNeoXForCausalLM": _gpt_neox,
-    "MPTForCausalLM": _mpt,  # as the models' own code has it
+    "MPTForCausalLM": _mpt,  # as the models' own code names it
     "MptForCausalLM": _mpt,
     "OPTForCausalLM": _opt,
 }

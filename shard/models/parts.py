@@ -1,4 +1,4 @@
-"""What families have in common: parts of a `Shape` by a Hugging Face config.json."""
+"""What the model families have in common: parts of a `Shape` from a Hugging Face config.json."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,7 +11,8 @@ from .shape import Shape, Unsupported
 
 
 def common(config: Config, activation: str = "hidden_act", activations: tuple[str, ...] = ("silu",)) -> Shape:
-    """What is the same for all. activation: the field that names it, one of `activations`, of which the first is assumed."""
+    """The shape of a plain decoder with these sizes. activation: the field with the activation, one of `activations`, of which the
+    first is the default."""
     named = config.get(activation) or activations[0]
     if named not in activations:
         raise Unsupported(f"{activation} {shown(named)} is not supported: for this family the decoder has {activations[0]}")
@@ -46,17 +47,18 @@ def biased(base: Shape, config: Config) -> Shape:
 
 
 def kinds_of(config: Config, layers: int, slides: Callable[[int], bool], kind: str = SLIDING) -> list[Any]:
-    """Of so many layers. slides: whether one does, or is of another `kind`, where config.json doesn't say."""
+    """The kind of each layer: sliding window, or another `kind`, or full attention. slides: the default for a layer, where
+    config.json doesn't say."""
     return config.get("layer_types") or [kind if slides(layer) else FULL for layer in range(layers)]
 
 
 def layers_of(kinds: Sequence[Any], *named: str) -> frozenset[int]:
-    """Those that are of one of the kinds so named."""
+    """The layers of these kinds."""
     return frozenset(layer for layer, kind in enumerate(kinds) if kind in named)
 
 
 def windows_of(config: Config, kinds: list[Any]) -> tuple[int, ...]:
-    """Of the layers of these kinds. Raises Unsupported if some slide, and how far is not said."""
+    """The sliding window of each layer, by its kind. Raises Unsupported if there is one, and its size is not given."""
     window = config.get("sliding_window", 4096) or 0
     if SLIDING in kinds and not window:
         raise Unsupported(
@@ -66,7 +68,7 @@ def windows_of(config: Config, kinds: list[Any]) -> tuple[int, ...]:
 
 
 def unturned_of(config: Config, layers: int, turning: Any) -> frozenset[int]:
-    """Those of so many layers that have no rotary embedding. turning: 1 for each that has one; None: the usual ones have."""
+    """The layers without a rotary embedding. turning: for each layer 1 if it has one; None: the default pattern."""
     if turning is None:
         interval = config.get("no_rope_layer_interval", 4)
         turning = [int((layer + 1) % interval > 0) for layer in range(layers)]
@@ -78,18 +80,18 @@ def unturned_of(config: Config, layers: int, turning: Any) -> frozenset[int]:
 
 
 def all_alike(config: Config, layers: int, usual: int | None = None) -> tuple[int, ...]:
-    """The windows of so many layers, of which all slide, if any does; usual: how far, where nothing is said."""
+    """The sliding windows of layers that all have the same one, if any; usual: the default size."""
     return (config.get("sliding_window", usual) or 0,) * layers
 
 
 def cap(config: Config, name: str, default: float | None) -> float:
-    """null: there is none."""
+    """A soft cap, or another limit; null: there is none."""
     value = config.get(name, default)
     return 0.0 if value is None else number({name: value}, name)
 
 
 def pattern_of(config: Config, usual: int) -> int:
-    """One layer of so many sees all."""
+    """The interval at which a layer has full attention."""
     pattern = config.get("sliding_window_pattern", usual)
     if type(pattern) is not int or pattern < 1:
         raise Unsupported(f"config.json says sliding_window_pattern {shown(pattern)}, an integer from 1 on is needed: {AGAIN}")

@@ -1,4 +1,4 @@
-"""What chooses pools of tokens instead of tokens (GLM 5 Next): see `kernels.pools` and `kernels.indexed`."""
+"""The indexer that chooses pools of tokens instead of single tokens (GLM 5 Next): see `kernels.pools` and `kernels.indexed`."""
 
 from torch import Tensor
 
@@ -14,7 +14,7 @@ from .traits import Index, Latent
 
 
 class PoolIndexer(Indexer):
-    """A `Indexer` whose tokens have gates beside keys. Nothing of either turns."""
+    """An `Indexer` whose tokens have gates beside keys, by which they are pooled. It has no rotary embedding."""
 
     def __init__(self, load: Loader, latent: Latent, index: Index) -> None:
         super().__init__(load, latent, index)
@@ -23,7 +23,7 @@ class PoolIndexer(Indexer):
         self.places = load.wide(f"{NAME}.index_kpool_compress_ape", index.pool, index.size)
 
     def __call__(self, x: Tensor, made: Tensor, places: Places, step: Step, cache: Tensor) -> ChoosingPools | None:
-        """As that of `Indexer`. Writes gates, and keys of pools, too."""
+        """See `Indexer`. Writes gates, and keys of pools, too."""
         index = self.index
         write_pools(layer_norm(self.key(x), self.norm, index.epsilon), self.gate(x), self.places, step.slots, cache)
         if not narrows(step.attention, index.most):

@@ -1,7 +1,7 @@
-"""How a config.json, or a file beside it, says that weights have few bits. Knows no tensor and imports no torch, so that the
+"""Reads from config.json, or a file beside it, how weights are quantized. Holds no tensor and imports no torch, so that the
 launcher can plan with it.
 
-Which matrices do, the checkpoint shows: those whose codes it has. So lists of exceptions are not read.
+Which matrices are quantized is seen in the checkpoint, by the tensors that it has: lists of exceptions are not read.
 """
 
 import json
@@ -15,22 +15,22 @@ from .traits import Quantization
 
 REMEDY = "use the model's unquantized weights, and --quantize if they are too large"
 KINDS = {4: "int4", 8: "int8"}
-# What --quantize calls methods, and what config.json does.
+# Names of methods: those of --quantize, and those in config.json.
 FP8 = ("fp8", "fbgemm_fp8")
 PACKED, PLAIN = ("pack-quantized",), ("float-quantized", "int-quantized", "naive-quantized")
 FP4 = {"nvfp4-pack-quantized": ("nvfp4", 16), "mxfp4-pack-quantized": ("fp4", 32)}  # kinds, and inputs that share a scale
 MODELOPT = ("modelopt", "modelopt_fp4")
-# Of those with NVFP4 what becomes of inputs is all that differs.
+# Those with NVFP4 differ only in the quantization of activations.
 ALGORITHMS = {"FP8": ("fp8", 0)} | dict.fromkeys(("NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8"), ("nvfp4", 16))
 MIXED = "MIXED_PRECISION"
-MANY = 1 << 14  # inputs
-# Files beside config.json that say it where that is silent, and whose method they mean.
+MANY = 1 << 14  # inputs of a matrix by which formats are compared
+# Files beside config.json that have the quantization where it has none, and the method that they imply.
 FILES = {"hf_quant_config.json": "modelopt", "quant_config.json": "awq"}
-OLD_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}  # AWQ's
+OLD_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}  # of AWQ's fields
 
 
 def beside(config: Config, folder: Path) -> Config:
-    """The same, with the quantization_config that a file of its own has. Raises Unsupported if that is broken."""
+    """The config with the quantization_config of a separate file. Raises Unsupported if that is broken."""
     if config.get("quantization_config"):
         return config
     for name, method in FILES.items():
@@ -50,7 +50,8 @@ def _object(path: Path) -> Config:
 
 
 def quantization(config: Config) -> Quantization | None:
-    """What `quantization_config` says; None: there is none. Raises Unsupported for what can't be computed with."""
+    """The quantization that `quantization_config` describes; None: there is none. Raises Unsupported for formats that are not
+    supported."""
     found = config.get("quantization_config")
     if not found:
         return None
@@ -72,16 +73,16 @@ def quantization(config: Config) -> Quantization | None:
 
 
 def _gptq(found: Config) -> Quantization:
-    """Frantar et al. 2022, arXiv:2210.17323."""
+    """GPTQ (Frantar et al. 2022, arXiv:2210.17323)."""
     form = found.get("checkpoint_format") or ("marlin" if found.get("is_marlin_format") else "gptq")
     if form not in ("gptq", "gptq_v2"):
         raise Unsupported(f"quantized checkpoints of checkpoint_format {shown(form)} are not supported: {REMEDY}")
-    # The first format has zeros less 1.
+    # The first format has zero points minus 1.
     return Quantization(method="gptq", kind=_kind(found), group=_group(found.get("group_size")), shifted=form == "gptq")
 
 
 def _awq(found: Config) -> Quantization:
-    """Lin et al. 2023, arXiv:2306.00978."""
+    """AWQ (Lin et al. 2023, arXiv:2306.00978)."""
     found = {new: found[old] for old, new in OLD_NAMES.items() if old in found} | found
     version = str(found.get("version") or "gemm").lower()
     if version != "gemm":
@@ -92,7 +93,7 @@ def _awq(found: Config) -> Quantization:
 
 
 def _compressed(found: Config) -> Quantization:
-    """compressed-tensors', whose groups of matrices may be stored in different ways."""
+    """compressed-tensors, whose groups of matrices may have different formats."""
     groups = found.get("config_groups")
     schemes = list(groups.values()) if isinstance(groups, dict) else []
     weights = [scheme.get("weights") if isinstance(scheme, dict) else None for scheme in schemes]
@@ -105,7 +106,7 @@ def _compressed(found: Config) -> Quantization:
 
 
 def _scheme(form: Any, weights: Config) -> Quantization:
-    """Of one of its groups."""
+    """The format of one of its groups."""
     numbers, bits = weights.get("type", "int"), weights.get("num_bits")
     if form in PACKED and numbers == "int":
         return Quantization(method="compressed-tensors", kind=_kind(weights, "num_bits"), group=_group(weights.get("group_size")))
@@ -121,13 +122,14 @@ def _scheme(form: Any, weights: Config) -> Quantization:
 
 
 def _several(found: list[Quantization]) -> Quantization:
-    """Ways of which each matrix has one: that with the most bits, so that nobody plans with too few, and the others."""
+    """Several formats, of which each matrix has one: the one with the most bits first, so that nobody plans with too few, then the
+    others."""
     first, *others = sorted(dict.fromkeys(found), key=lambda one: one.saved(2, "cuda", "bfloat16", MANY, MANY))
     return replace(first, others=tuple(others))
 
 
 def _modelopt(found: Config) -> Quantization | None:
-    """NVIDIA's, in a file of its own with everything one level down. Of keys and values alone it may be, too."""
+    """NVIDIA's ModelOpt; in its own file the fields are one level down. It may quantize keys and values alone."""
     inner = found.get("quantization", found)
     if not isinstance(inner, dict):
         raise Unsupported(f"ModelOpt's quantization is {shown(inner)}, an object is needed: {REMEDY}")
@@ -143,7 +145,7 @@ def _modelopt(found: Config) -> Quantization | None:
 
 
 def _algorithm(found: Config) -> Quantization:
-    """Of all its matrices, or of one."""
+    """The format of all matrices, or of one."""
     algorithm = found.get("quant_algo")
     if not isinstance(algorithm, str) or algorithm not in ALGORITHMS:
         raise Unsupported(
@@ -169,7 +171,7 @@ def _block(found: Config, name: str) -> tuple[int, int]:
 
 
 def _only(size: int, told: Any, form: str) -> int:
-    """Inputs that share a scale, which in some formats can be no others."""
+    """The group size, where the format allows only one."""
     if told not in (None, size) or isinstance(told, bool):
         raise Unsupported(f"{form} with group_size {shown(told)} is not supported, with {size} it is: {REMEDY}")
     return size

@@ -1,5 +1,5 @@
-"""Qwen 4 Exp: linear attention as Qwen 3.5's in three layers of four, in the others attention to pools of tokens that an index
-chooses; residual streams of which gates of few features mix what each part sees; and what some layers are told of n-grams."""
+"""Qwen 4 Exp: Qwen 3.5's linear attention in three layers of four, in the others sparse attention to pools of tokens that an index
+chooses; gated hyper-connections; and n-gram embeddings in some layers."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,13 +15,13 @@ from .sparse_families import one_for_all
 from .traits import GatedHyperConnections, PoolIndex
 
 INDEX = ("indexer_n_heads", "indexer_head_dim", "indexer_budget", "indexer_compress_ratio")
-MOST_HEADS = 1 << 12  # of n-grams, in all layers
+MOST_HEADS = 1 << 12  # of n-grams, in all layers together
 IMAGE = 248_056
 SILU, SIGMOID = "silu", "sigmoid"
 
 
 def qwen_4(config: Config) -> Shape:
-    """The text."""
+    """The language model."""
     expect(config, attn_output_gate=True)
     given = QWEN3_NEXT | config
     given |= {"intermediate_size": given["moe_intermediate_size"], "layer_types": _kinds(given)}
@@ -47,7 +47,7 @@ def qwen_4(config: Config) -> Shape:
 
 
 def _kinds(given: Config) -> list[Any]:
-    """Of the layers, as transformers calls them; the model's own config.json has another name for those that have an index."""
+    """The kind of each layer by transformers' names; the model's own config.json calls those with an index full attention."""
     interval, layers = given["full_attention_interval"], given["num_hidden_layers"]
     kinds = given.get("layer_types") or [LINEAR if (layer + 1) % interval else INDEXED for layer in range(layers)]
     return [INDEXED if kind == FULL else kind for kind in kinds]
@@ -77,7 +77,7 @@ def _index(given: Config, layers: frozenset[int], turned: int) -> PoolIndex:
 
 
 def _grams(given: Config, base: Shape, streams: int) -> Ngrams | None:
-    """What layers are told of n-grams, if any is."""
+    """The n-gram embeddings, if any layer has them."""
     named: Any = given.get("ple_layer_ids") or []
     if not isinstance(named, list) or not all(type(one) is int and 0 < one <= base.layers for one in named):
         raise Unsupported(
@@ -118,7 +118,7 @@ def _grams(given: Config, base: Shape, streams: int) -> Ngrams | None:
 
 
 def _end(given: Config, vocabulary: int) -> int:
-    """The token that ends a text; of several the first."""
+    """The token that ends a text; the first of several."""
     said: Any = given.get("eos_token_id")
     first = said[0] if isinstance(said, list) and said else said
     if type(first) is not int or not 0 <= first < vocabulary:
@@ -129,7 +129,7 @@ def _end(given: Config, vocabulary: int) -> int:
 
 
 def _image(given: Config, vocabulary: int) -> int:
-    """The token that stands where images are. One that is in no vocabulary stands nowhere."""
+    """The token id that stands for image tokens; 0 if it is outside the vocabulary."""
     said: Any = given.get("image_token_id", IMAGE)
     return said if type(said) is int and 0 <= said < vocabulary else 0
 

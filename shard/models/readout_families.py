@@ -1,9 +1,9 @@
-"""Heads that read what may come next off what their model makes of a token, without layers, keys or values of their own. Imports
+"""Shapes of draft heads that predict tokens from the target's last hidden state, without layers or a KV cache of their own. Imports
 no torch: the launcher plans with them.
 
-Medusa (Cai et al. 2024, arXiv:2401.10774) has a head for each place behind the model's own next token. The MLP speculator
-(Wertheimer et al. 2024, arXiv:2404.19124) goes on from head to head by the tokens in between. Both go by what the model's last norm
-gives.
+Medusa (Cai et al. 2024, arXiv:2401.10774) has a head for each position after the model's own next token. In the MLP speculator
+(Wertheimer et al. 2024, arXiv:2404.19124) each head continues from the previous head's state and the token in between. Both read
+the output of the target's last norm.
 """
 
 from abc import ABC, abstractmethod
@@ -16,22 +16,22 @@ from .shape import Unsupported
 
 SPECULATOR = "MLPSpeculatorPreTrainedModel"
 HEADS = "medusa_num_heads"
-OUTPUTS = "medusa_outputs"  # no field of any config.json: whether heads have output matrices; see `with_sizes`
-PREFIXES = ("", "medusa_head.", "medusa_heads.", "medusa.")  # of names of Medusa's tensors, which its makers have none of
-FIRST = "0.0.linear.weight"  # of these
-MOST_LEVELS = 127  # as many drafts as a step may have
+OUTPUTS = "medusa_outputs"  # not a field of config.json, but set by `with_sizes`: whether heads have LM heads of their own
+PREFIXES = ("", "medusa_head.", "medusa_heads.", "medusa.")  # prefixes of Medusa's tensor names; its authors use none
+FIRST = "0.0.linear.weight"  # the first of these tensors
+MOST_LEVELS = 127  # the most drafts of a step
 MOST_BLOCKS = 1 << 6
 MOST_SIZE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadoutShape(ABC):
-    """Of all heads together."""
+    """All draft heads together."""
 
     architecture: str
-    hidden: int  # of the model: what the first head goes by
-    vocabulary: int  # the model's
-    levels: int  # heads, each for one token more: so deep a tree may be
+    hidden: int  # of the target
+    vocabulary: int  # of the target
+    levels: int  # number of heads, one for each level of a tree, which is the greatest depth
 
     @abstractmethod
     def parameters(self) -> int:
@@ -58,10 +58,10 @@ class ReadoutShape(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MedusaShape(ReadoutShape):
-    """Blocks that add to what they see, and an output matrix behind them."""
+    """Medusa: residual blocks, and an LM head for each head."""
 
     blocks: int  # of each head
-    outputs: bool  # each head has such a matrix; else all take the model's
+    outputs: bool  # each head has an LM head; else all use the target's
 
     def parameters(self) -> int:
         """See ReadoutShape."""
@@ -71,11 +71,11 @@ class MedusaShape(ReadoutShape):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculatorShape(ReadoutShape):
-    """For each head an embedding table, a projection, a norm and an output matrix."""
+    """The MLP speculator: for each head an embedding table, a projection, a norm and an LM head."""
 
-    inner: int  # what heads make, and the width of tables
-    tied: bool  # all heads have the same ones; but the first projection is another
-    scaled: bool  # what the first head goes by is normalized
+    inner: int  # width of states and embedding tables
+    tied: bool  # all heads share them, except for the first projection
+    scaled: bool  # the first head's input is normalized
 
     def parameters(self) -> int:
         """See ReadoutShape."""
@@ -85,29 +85,29 @@ class SpeculatorShape(ReadoutShape):
 
 
 def is_readout(config: Config) -> bool:
-    """Whether a parsed config.json describes such heads. That of a whole model may, too, beside the model."""
+    """Whether a parsed config.json describes such heads. A whole model's may, too, if heads come with it."""
     return HEADS in config or _is_speculator(config)
 
 
 def stands_alone(config: Config) -> bool:
-    """Whether it describes them, and no model."""
+    """Whether it describes heads without a model."""
     return is_readout(config) and "num_attention_heads" not in config
 
 
 def levels_of(config: Config) -> int:
-    """How many heads it describes. Raises Unsupported."""
+    """The number of heads that it describes. Raises Unsupported."""
     name = "n_predict" if _is_speculator(config) else HEADS
     return whole(name, config.get(name), 1, MOST_LEVELS)
 
 
 def readout_shape(config: Config, hidden: int, vocabulary: int) -> ReadoutShape:
-    """Of such heads, for a model of that hidden size and vocabulary. Raises Unsupported."""
+    """The shape of such heads, for a target of that hidden size and vocabulary. Raises Unsupported."""
     return (_speculator if _is_speculator(config) else _medusa)(config, hidden, vocabulary)
 
 
 def with_sizes(config: Config, elements: Mapping[str, int]) -> Config:
-    """The same, and where it is Medusa's, which names no sizes, with those of its tensors. elements: how many each tensor has; {}:
-    they will be made up, for heads without output matrices. Raises Unsupported where there are others, and none of Medusa's."""
+    """The config with the sizes of Medusa's heads, which it doesn't name, from their tensors. elements: of each tensor; {}: weights
+    are random, for heads without LM heads. Raises Unsupported where there are tensors, but none of Medusa's."""
     if _is_speculator(config):
         return config
     if not elements:
@@ -124,7 +124,7 @@ def with_sizes(config: Config, elements: Mapping[str, int]) -> Config:
 
 
 def prefix_of(has: Callable[[str], bool]) -> str | None:
-    """What names of Medusa's tensors begin with. has: whether there is one of that name; None: there is none of Medusa's."""
+    """The prefix of Medusa's tensor names. has: whether there is a tensor of that name; None: there is none of Medusa's."""
     return next((prefix for prefix in PREFIXES if has(f"{prefix}{FIRST}")), None)
 
 

@@ -1,7 +1,8 @@
-"""The weights of heads that read what may come next off their model's features: see `readout_families`.
+"""Draft heads that predict tokens from the target's last hidden state (Medusa, MLP speculator), with their weights: see
+`readout_families`.
 
-What a head has come to after a token is its *state*, a row of numbers. The first head comes to it by the features of the token
-before the sequence's last one and by the last one itself, the next head by that and a guess, and so on. From a state follow logits.
+A head's *state* after a token is a row of numbers. The first head computes it from the target's features of the token before the
+sequence's last one, and from the last one itself; the next head from that state and a draft, and so on. Logits follow from states.
 """
 
 from abc import ABC, abstractmethod
@@ -16,24 +17,25 @@ from ..weights import Source
 from .decoder import OUTPUTS, Decoder, output_of
 from .readout_families import MedusaShape, ReadoutShape, SpeculatorShape, prefix_of
 
-EPSILON = 1e-6  # of the MLP speculator's norms
+EPSILON = 1e-6  # of the norms in the MLP speculator
 
 
 class ReadoutHead(ABC):
     """All heads, one for each level of a tree, of which 0 follows the sequence's last token."""
 
-    by_tokens: bool  # whether states depend on the tokens that led to them
+    by_tokens: bool  # whether states depend on the drafted tokens
 
     def __init__(self, shape: ReadoutShape) -> None:
         self.shape = shape
 
     @abstractmethod
     def after(self, level: int, states: Tensor, tokens: Tensor) -> Tensor:
-        """States of that level after `tokens` [rows]: [rows, ...]. states: before these; at level 0 features, [rows, hidden]."""
+        """States of that level after `tokens` [rows]: [rows, ...]. states: of the previous level; at level 0 features, [rows,
+        hidden]."""
 
     @abstractmethod
     def logits(self, level: int, states: Tensor) -> Tensor:
-        """What follows them: [rows, vocabulary] float32, of which nobody else has a view."""
+        """Logits after these states: [rows, vocabulary] float32, a tensor that the caller may overwrite."""
 
     @abstractmethod
     def weights(self) -> Iterator[Weight]:
@@ -41,13 +43,13 @@ class ReadoutHead(ABC):
 
 
 class Medusa(ReadoutHead):
-    """Each head guesses by the features alone, whatever was guessed before it: SiLU blocks, and an output matrix. Heads that lack
-    such matrices take the model's, as in text-generation-inference."""
+    """Medusa: each head predicts from the features alone, whatever was drafted before it, by residual SiLU blocks and an LM head.
+    Heads without LM heads use the target's, as in text-generation-inference."""
 
     by_tokens = False
 
     def __init__(self, shape: MedusaShape, source: Source, target: Decoder, whole: Source) -> None:
-        """whole: the target's weights, of whose output matrix several ranks have parts."""
+        """whole: the target's checkpoint, since with several ranks each has a part of the LM head."""
         super().__init__(shape)
         hidden, size = (shape.hidden, shape.hidden), (shape.vocabulary, shape.hidden)
         prefix = prefix_of(source.has) or ""
@@ -70,7 +72,7 @@ class Medusa(ReadoutHead):
             self._outputs = [_output(target, whole)] * shape.levels
 
     def after(self, level: int, states: Tensor, tokens: Tensor) -> Tensor:
-        """See ReadoutHead: they stay features."""
+        """See ReadoutHead: states stay the features."""
         return states
 
     def logits(self, level: int, states: Tensor) -> Tensor:
@@ -90,8 +92,8 @@ class Medusa(ReadoutHead):
 
 
 class Speculator(ReadoutHead):
-    """Each head sees what the one before it made, and the token between them: the sum of both, in shares such that in the end the
-    features count as much as all tokens, then a norm and GELU."""
+    """The MLP speculator: each head's state is a norm and GELU of a weighted sum of the previous state's projection and the token's
+    embedding, with weights such that in the end the features count as much as all tokens together."""
 
     by_tokens = True
 
@@ -135,7 +137,7 @@ class Speculator(ReadoutHead):
 
 
 def _output(target: Decoder, whole: Source) -> Weight:
-    """The target's output matrix, all of it."""
+    """The target's whole LM head."""
     if target.ranks.size == 1:
         return target.head
     shape = target.shape
@@ -144,7 +146,7 @@ def _output(target: Decoder, whole: Source) -> Weight:
 
 
 def readout_head(shape: ReadoutShape, source: Source, target: Decoder, whole: Source) -> ReadoutHead:
-    """Those of that shape. source: of their weights; whole: of the target's."""
+    """The heads of that shape. source: their checkpoint; whole: the target's."""
     if isinstance(shape, MedusaShape):
         return Medusa(shape, source, target, whole)
     assert isinstance(shape, SpeculatorShape)

@@ -1,4 +1,4 @@
-"""Checkpoints in which tensors are not named, or don't lie, as the decoder asks for them."""
+"""Adapts checkpoints whose tensors have other names, or another layout, than the decoder asks for."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ PARTS = ("q_proj", "k_proj", "v_proj")
 
 
 class Renamed(ABC):
-    """A checkpoint whose tensors have other names than a decoder's."""
+    """A checkpoint whose tensor names are mapped from ours."""
 
     def __init__(self, source: Source) -> None:
         self.dtype = source.dtype
@@ -43,14 +43,14 @@ class Renamed(ABC):
 
     @abstractmethod
     def name(self, name: str) -> str:
-        """What ours is called there."""
+        """The checkpoint's name for ours."""
 
 
 class Prefixed(Renamed):
-    """One whose names begin otherwise."""
+    """A checkpoint with other prefixes."""
 
     def __init__(self, source: Source, beginnings: Sequence[tuple[str, str]]) -> None:
-        """beginnings: ours, and theirs instead; the first that fits."""
+        """beginnings: our prefixes and the checkpoint's; the first that fits is used."""
         super().__init__(source)
         self._beginnings = beginnings
 
@@ -63,7 +63,7 @@ class Prefixed(Renamed):
 
 
 def of_pair(name: str, paired: Sequence[str]) -> str:
-    """What one of two layers calls a tensor, where they are one that has two of each of these modules."""
+    """The checkpoint's name of a tensor, where two of our layers are one that has two of each of the modules `paired`."""
     before, layers, rest = name.partition("layers.")
     if not layers:
         return name
@@ -73,7 +73,7 @@ def of_pair(name: str, paired: Sequence[str]) -> str:
 
 
 class Paired(Renamed):
-    """One whose layers are two of a decoder's each."""
+    """A checkpoint in which two of our layers are one."""
 
     def __init__(self, source: Source, paired: Sequence[str]) -> None:
         """paired: see `of_pair`."""
@@ -86,11 +86,11 @@ class Paired(Renamed):
 
 
 class Either(Renamed):
-    """One whose names may be ours, or others."""
+    """A checkpoint whose names may be ours, or others."""
 
     def __init__(self, source: Source, aliases: Sequence[tuple[str, str]]) -> None:
-        """aliases: what stands in ours, and may stand there instead; the first by which there is such a tensor, or all, one after
-        the other."""
+        """aliases: parts of our names, and what may stand there instead; the first by which there is such a tensor counts, or all,
+        one after the other."""
         super().__init__(source)
         self._aliases = aliases
 
@@ -104,7 +104,7 @@ class Either(Renamed):
 
 
 class Older(Renamed):
-    """An older family's: with names of its own, queries, keys and values in one tensor, or matrices the other way round."""
+    """A checkpoint of an older family: with names of its own, fused queries, keys and values, or transposed matrices."""
 
     def __init__(self, source: Source, shape: Shape, layout: Layout) -> None:
         super().__init__(source)
@@ -113,7 +113,7 @@ class Older(Renamed):
         self._theirs = dict(layout.names)
         table = f"{self._theirs[shape.table]}.weight"
         self._root = next((root for root in layout.roots if source.has(root + table)), layout.roots[0])
-        self._joint = "", torch.empty(0)  # the last that was read, and what it is named
+        self._joint = "", torch.empty(0)  # name and content of the last fused tensor that was read
 
     def tensor(
         self, name: str, shape: tuple[int, ...], cut: tuple[int, int, int] | None = None, dtype: torch.dtype | None = None
@@ -135,11 +135,11 @@ class Older(Renamed):
         return f"{root}{place}{self._theirs.get(module, module)}.{kind}"
 
     def _part(self, name: str, part: int, shape: tuple[int, ...], dtype: torch.dtype | None) -> Tensor:
-        """Queries, keys or values."""
+        """The queries', keys' or values' part of a fused tensor."""
         keys, heads, inputs = self._shape.keys(0), self._shape.heads, shape[1:]
         rows = [heads * keys.size, keys.heads * keys.size, keys.heads * keys.size]
         there = self.name(name)
-        if self._joint[0] != there:  # asked for three times, one after the other
+        if self._joint[0] != there:  # the three parts are asked for one after the other
             self._joint = there, self._turned(name, (sum(rows), *inputs), None, dtype)
         joint = self._joint[1]
         if not self._layout.grouped:

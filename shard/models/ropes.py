@@ -1,4 +1,4 @@
-"""What a config.json says of rotary position embeddings."""
+"""Reads the rotary position embedding, and its scaling, from config.json."""
 
 import math
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from .fields import AGAIN, FULL, SLIDING, Config, boolean, number, shown
 from .shape import Unsupported
 from .traits import Rope
 
-MISTRAL_YARN = {  # where nothing is said
+MISTRAL_YARN = {  # defaults
     "rope_type": "yarn",
     "beta_fast": 32.0,
     "beta_slow": 1.0,
@@ -19,12 +19,12 @@ MISTRAL_YARN = {  # where nothing is said
 }
 
 
-# Fields: transformers 5 writes the first; earlier versions `rope_theta` and, for scaled ones, the second.
+# The fields: transformers 5 writes the first; earlier versions `rope_theta` and, for scaled ones, the second.
 ROPES = ("rope_parameters", "rope_scaling")
 
 
 def rope(config: Config) -> Rope:
-    """Raises Unsupported if both fields are there and differ."""
+    """The rotary embedding that config.json describes. Raises Unsupported if both fields are there and differ."""
     found = [rope_of(config, name) for name in ROPES if config.get(name)]
     if len(found) == 2 and found[0] != found[1]:
         raise Unsupported(
@@ -35,7 +35,7 @@ def rope(config: Config) -> Rope:
 
 
 def with_rope(config: Config, usual: dict[str, Any]) -> Config:
-    """The same, with the usual scaling where none is said."""
+    """The config with default scaling where it has none."""
     return config if _said(config) else config | {"rope_parameters": usual}
 
 
@@ -48,7 +48,7 @@ def _kind(values: Mapping[str, Any]) -> str:
 
 
 def rope_of(config: Config, field: str) -> Rope:
-    """What one of the two fields says."""
+    """The rotary embedding that one of the two fields describes."""
     values = config.get(field) or {}
     if not isinstance(values, dict):
         raise Unsupported(f"config.json says {field} {shown(values)}, an object is needed: {AGAIN}")
@@ -57,7 +57,7 @@ def rope_of(config: Config, field: str) -> Rope:
         raise Unsupported(f"config.json says {field} for {nested!r} by itself: the decoder has one rotary embedding for all layers")
     kind = _kind(values)
     theta = number(values if values.get("rope_theta") is not None else config, "rope_theta", 10000.0)
-    # "dynamic" changes what lies beyond max_position_embeddings, where nothing is served, "mrope" images' tokens.
+    # "dynamic" changes positions beyond max_position_embeddings, which are not served; "mrope" concerns image tokens.
     if kind in ("default", "dynamic", "mrope"):
         return Rope(theta=theta)
     if kind == "linear":
@@ -80,7 +80,7 @@ def rope_of(config: Config, field: str) -> Rope:
 
 
 def stretched(config: Config, found: Rope, size: int) -> Rope:
-    """The same, with another theta where `dynamic` scaling has an `alpha`: HunYuan's, for heads of so many features."""
+    """The same with another theta where `dynamic` scaling has an `alpha` (HunYuan's NTK scaling). size: features of a head."""
     values = _said(config)
     if _kind(values) != "dynamic" or not values.get("alpha"):
         return found
@@ -90,7 +90,7 @@ def stretched(config: Config, found: Rope, size: int) -> Rope:
 
 
 def _yarn(config: Config, values: Mapping[str, Any], theta: float) -> Rope:
-    """Peng et al. 2023, arXiv:2309.00071, with transformers' names and defaults."""
+    """YaRN (Peng et al. 2023, arXiv:2309.00071), with transformers' names and defaults."""
     factor = number(values, "factor")
     first, second = (number(values, name) if values.get(name) else 0.0 for name in ("mscale", "mscale_all_dim"))
     amplitude = _logarithmic(factor, first) / _logarithmic(factor, second) if first and second else _logarithmic(factor, 1.0)
@@ -113,7 +113,8 @@ def _logarithmic(factor: float, scale: float) -> float:
 
 
 def sharpness(config: Config) -> float:
-    """What DeepSeek's queries, and its keys, are multiplied by beside all that: scaled embeddings are to blur nothing."""
+    """A further factor of DeepSeek's queries, and of its keys, so that a stretched embedding does not blur attention
+    (mscale_all_dim)."""
     values = _said(config)
     if _kind(values) == "default" or not values.get("mscale_all_dim"):
         return 1.0
@@ -121,7 +122,7 @@ def sharpness(config: Config) -> float:
 
 
 def _longrope(config: Config, values: Mapping[str, Any], theta: float) -> Rope:
-    """Phi's: its amplitude goes by the positions that it was stretched to, whichever factors are taken."""
+    """LongRoPE in Phi's form: the amplitude follows from the context length that it is stretched to, whichever factors are used."""
     original = number(config, "original_max_position_embeddings", most=1 << 30)
     factor = number(values, "factor", config["max_position_embeddings"] / original)
     amplitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
@@ -137,21 +138,21 @@ def _longrope(config: Config, values: Mapping[str, Any], theta: float) -> Rope:
 
 
 def check_factors(found: Rope, turned: int) -> None:
-    """Raises Unsupported unless each pair of so many features has a factor."""
+    """Raises Unsupported unless there is a factor for each pair of so many features."""
     for factors in (found.short, found.long):
         if len(factors) not in (0, turned // 2):
             raise Unsupported(f"config.json says {len(factors)} factors of longrope, {turned // 2} are needed: {AGAIN}")
 
 
 def with_original(config: Config) -> Config:
-    """The same, with longrope's original positions where Phi's config.json has them."""
+    """The config with longrope's original context length where Phi's config.json has it."""
     values, name = _said(config), "original_max_position_embeddings"
     stretched = isinstance(values, dict) and _kind(values) == "longrope" and name in values
     return config | {name: values[name]} if stretched else config
 
 
 def with_amplitude(config: Config) -> Config:
-    """The same, with longrope as Phi 3's config.json has it instead of Phi 3.5 MoE's. Raises Unsupported for other scaling, or two
+    """The config with longrope in Phi 3's form instead of Phi 3.5 MoE's. Raises Unsupported for other scaling, or two
     amplitudes."""
     values = _said(config)
     kind = _kind(values) if isinstance(values, dict) else "default"
@@ -174,7 +175,7 @@ def _factors(values: Mapping[str, Any], name: str) -> tuple[float, ...]:
 
 
 def rotary_size(config: Config, head_size: int, default: float = 1.0) -> int:
-    """How many features of a head turn. default: what part of them, if nothing is said."""
+    """How many features of a head rotate. default: the fraction, if config.json doesn't say."""
     name = "partial_rotary_factor"
     part = config.get(name, default)
     for values in map(config.get, ROPES):
@@ -186,7 +187,7 @@ def rotary_size(config: Config, head_size: int, default: float = 1.0) -> int:
 
 
 def ropes_by_kind(config: Config, theta: float, local_theta: float) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What is said of the rotary embedding of layers that see all, and of those that slide; their thetas if nothing is."""
+    """The rotary parameters of layers with full attention, and of those with a sliding window; thetas are defaults."""
     named, scaling = config.get("rope_parameters"), config.get("rope_scaling") or {}
     if not isinstance(scaling, dict):
         raise Unsupported(f"config.json says rope_scaling {shown(scaling)}, an object is needed: {AGAIN}")
@@ -209,7 +210,8 @@ def ropes_by_kind(config: Config, theta: float, local_theta: float) -> tuple[dic
 
 
 def rope_of_kind(values: dict[str, Any]) -> Rope:
-    """Of one kind of layers: as it is usual, or turning a part of all pairs of features, by waves as if it were all of them."""
+    """The rotary embedding of one kind of layers: the usual one, or "proportional", which rotates a part of the pairs of features
+    at the frequencies that they would have if all rotated."""
     kind, theta = values.get("rope_type") or "default", number(values, "rope_theta")
     if kind == "proportional":
         part = number(values, "partial_rotary_factor", 1.0, 1.0)

@@ -1,4 +1,5 @@
-"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864): how fast each pair of features turns, as a config.json says."""
+"""Rotary position embedding (RoPE: Su et al. 2021, arXiv:2104.09864): the frequency of each pair of features, as scaled by
+config.json, and tables of cosines and sines."""
 
 import math
 from dataclasses import dataclass, field
@@ -15,25 +16,25 @@ PART = 1 << 16  # positions whose cosines and sines are computed at once, in flo
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """Cosines and sines of what pools of tokens are chosen by, whose heads may have another size."""
+    """Cosines and sines for an index that chooses pools of tokens, whose heads may have another size than attention's."""
 
-    own: Tensor  # of the tokens themselves
-    first: Tensor  # of the first token of the pool that each one would be the last of
+    own: Tensor  # of the tokens' positions
+    first: Tensor  # of the first position of the pool that each token would complete
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """What the positions of a step's tokens mean to a layer."""
+    """What a layer needs of the positions of a step's tokens."""
 
     rotary: Tensor  # cosines and sines
-    growth: Tensor | None  # what queries are multiplied by
-    leaning: Tensor | None  # what keys have besides: see `alibi.table_of`
-    logarithms: Tensor | None  # of the positions themselves, where queries grow with them: see `sharpening`
-    # By which tokens choose what they attend to, as the last index has it; in a list that all layers have in common.
+    growth: Tensor | None  # what queries are multiplied by (temperature tuning)
+    leaning: Tensor | None  # ALiBi biases to append to keys: see `alibi.table_of`
+    logarithms: Tensor | None  # logarithms of the positions, for scalable softmax: see `sharpening`
+    # The last indexer's choice of tokens to attend to; a list that all layers share.
     choosing: list[Choosing | None] = field(default_factory=list)
-    pools: Pools | None = None  # None: no index of heads' own keys chooses any
-    rows: Tensor | None = None  # of what the layer is told of n-grams, [tokens, heads]: see `ngram_layers`
-    every: Tensor | None = None  # cosines and sines of all positions, where other ones than the tokens' own are wanted
+    pools: Pools | None = None  # None: no index of heads with keys of their own
+    rows: Tensor | None = None  # rows of the layer's n-gram tables, [tokens, heads]: see `ngram_layers`
+    every: Tensor | None = None  # cosines and sines of all positions, where others than the tokens' own are needed
 
 
 def table_of(
@@ -45,8 +46,8 @@ def table_of(
     turned: int = 0,
     factors: Tensor | None = None,
 ) -> Tensor:
-    """For the positions from 0 on: [positions, 2, 1, size], see `rotary_table`. turned: features of a head that turn; 0: all;
-    factors: of waves, [turned / 2] float32; None: none has one."""
+    """Cosines and sines of the positions from 0 on: [positions, 2, 1, size], see `rotary_table`. turned: features of a head that
+    rotate; 0: all; factors: of frequencies, [turned / 2] float32; None: there are none."""
     turning = frequencies(rope, turned or size, positions).to(device)
     turning = turning if factors is None else turning * factors
     parts = [torch.arange(first, min(first + PART, positions), device=device) for first in range(0, positions, PART)]
@@ -68,7 +69,7 @@ def unturned_growth_of(growth: TemperatureTuning | None, positions: int, dtype: 
 
 
 def logarithms_of(positions: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Of the positions from 1 on, [positions, 1]."""
+    """Logarithms of the positions counted from 1, [positions, 1]."""
     return torch.arange(1, positions + 1, device=device).float().log().to(dtype).unsqueeze(1)
 
 
@@ -77,7 +78,7 @@ def _grown(strength: float, times: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _widened(table: Tensor, size: int) -> Tensor:
-    """The table of larger heads, [..., size], where behind each half of it are features that don't turn."""
+    """A table for larger heads, [..., size], where unrotated features follow each half of the rotated ones."""
     positions, _, _, turned = table.shape
     if turned == size:
         return table
@@ -88,14 +89,14 @@ def _widened(table: Tensor, size: int) -> Tensor:
 
 
 def resized(table: Tensor, turned: int, size: int) -> Tensor:
-    """The same for heads of another size, of which as many features turn."""
+    """The table for heads of another size, of which as many features rotate."""
     if size == table.shape[-1]:
         return table
     return _widened(torch.cat([half[..., : turned // 2] for half in table.chunk(2, -1)], -1), size)
 
 
 def frequencies(rope: Rope, size: int, positions: int = 0) -> Tensor:
-    """Radians per position of every pair of features: [size / 2] float32. positions: how many there are."""
+    """Radians per position of every pair of features: [size / 2] float32. positions: number of positions served."""
     waves = rope.theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
     if rope.kind == "longrope":  # Ding et al. 2024, arXiv:2402.13753
         return 1.0 / (torch.tensor(rope.long if positions > rope.original_positions else rope.short) * waves)
@@ -111,13 +112,13 @@ def frequencies(rope: Rope, size: int, positions: int = 0) -> Tensor:
 
 
 def _llama3(rope: Rope, plain: Tensor) -> Tensor:
-    """How much of each wave stays as it is, in proportion to its turns: [size / 2] from 0 to 1."""
+    """How much of each frequency stays as it is, by its rotations over the original positions: [size / 2] from 0 to 1."""
     turns = rope.original_positions * plain / (2 * math.pi)
     return ((turns - rope.few_turns) / (rope.many_turns - rope.few_turns)).clamp(0, 1)
 
 
 def _yarn(rope: Rope, size: int) -> Tensor:
-    """The same, in proportion to the place of its pair of features (Peng et al. 2023, arXiv:2309.00071)."""
+    """The same, by the index of its pair of features (Peng et al. 2023, arXiv:2309.00071)."""
 
     def place(turns: float) -> float:
         return size * math.log(rope.original_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))

@@ -1,4 +1,5 @@
-"""Everything that the decoder needs to know about a model. Knows no tensor and imports no torch: the launcher plans with it."""
+"""The architecture of a model, as read from config.json: all that the decoder needs to know, with parameter counts and memory sizes
+derived from it. Holds no tensor and imports no torch: the launcher plans with it."""
 
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -31,14 +32,14 @@ class Unsupported(ValueError):
     """The model can't be served; the message names what is missing and the remedy, in one line."""
 
 
-KINDS = {"int4": 64, "int8": 0, "fp8": 0}  # of weights that are rounded when they are loaded: inputs that share a scale, 0: all
-KEPT = 4  # sequences that run at once for each state that is kept for others to go on from
-PLAIN = ("input_layernorm", "", "post_attention_layernorm", "")  # norms of most families
+KINDS = {"int4": 64, "int8": 0, "fp8": 0}  # formats to which weights are quantized at load: inputs that share a scale, 0: all
+KEPT = 4  # running sequences for each recurrent state that is kept for prefixes
+PLAIN = ("input_layernorm", "", "post_attention_layernorm", "")  # norms of most families: before attention and before the MLP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Everything that the decoder needs to know about a model. Sizes are numbers of elements."""
+    """A model's architecture. Sizes are numbers of elements."""
 
     architecture: str
     vocabulary: int
@@ -46,119 +47,129 @@ class Shape:
     layers: int
     heads: int
     kv_heads: int
-    head_size: int  # of keys; of latents as they are cached
-    value_size: int = 0  # of values, if they are smaller; 0: they are not
-    latent: Latent | None = None  # which keys and values are made of; the cache has one key head, of the latent and what turns
-    hyper: HyperConnections | None = None  # None: there is one residual stream
-    alternation: AltUpShape | None = None  # likewise
-    laurel: int = 0  # features between two matrices of what is added beside attention; 0: there are none
-    blocks: BlockIndex | PoolIndex | None = None  # None: all of what heads see is attended to
+    head_size: int  # of keys; with MLA of latents as they are cached
+    value_size: int = 0  # of values, if smaller than keys; 0: the same
+    # MLA: latents that keys and values are made of. The cache then has one key head, of the latent and the rotary key.
+    latent: Latent | None = None
+    hyper: HyperConnections | None = None  # hyper-connections: several residual streams; None: there is one
+    alternation: AltUpShape | None = None  # AltUp: several residual streams, of which layers compute one; None: there is one
+    laurel: int = 0  # LAuReL: rank of the low-rank branch that is added beside attention; 0: there is none
+    # An index that chooses blocks or pools of tokens for heads of keys; None: all visible tokens are attended to.
+    blocks: BlockIndex | PoolIndex | None = None
     intermediate: int
     norm_epsilon: float
     max_positions: int
-    tied: bool  # the output matrix is the embedding table
+    tied: bool  # the LM head is the embedding table
     rope: Rope
-    mixtures: tuple[Mixture | None, ...] = ()  # per layer: its experts instead of one MLP; (): there are none
-    windows: tuple[int, ...]  # per layer: positions that a token may look back, itself included; 0: all
+    mixtures: tuple[Mixture | None, ...] = ()  # per layer: its experts instead of one MLP, None: an MLP; (): no layer has experts
+    windows: tuple[int, ...]  # per layer: sliding window, in positions, the token itself included; 0: full attention
     chunked: bool = False  # windows don't slide: they begin at their multiples, so that a token sees its chunk of positions
-    local_rope: Rope | None = None  # of the layers with a window, where it is another
-    far: Keys | None = None  # of the layers without a window, where they are others
-    # Layers that remember what they saw, instead of attending to it: the cache has none of their keys.
+    local_rope: Rope | None = None  # of the layers with a window, if it differs
+    far: Keys | None = None  # key heads of the layers without a window, if they differ
+    # Layers with recurrent state (linear attention, state spaces, short convolutions) in place of attention, without a KV cache, or
+    # beside it.
     remembering: Remembering | None = None
-    attention_gates: bool = False  # of all that heads attend to, through a sigmoid
-    softplus_gates: bool = False  # or through softplus
-    head_gates: bool = False  # one of each head instead of one of each of its features
-    gates_name: str = ""  # of their own matrix, without biases; "": in the checkpoint they are beside each head's queries
-    unturned: frozenset[int] = frozenset()  # layers without a rotary embedding
-    unturned_growth: TemperatureTuning | None = None  # of their queries; None: none
-    # Queries of each head are multiplied by the logarithm of their position times a number of the head's, plus another.
+    attention_gates: bool = False  # the output of attention is gated, through a sigmoid
+    softplus_gates: bool = False  # gates go through softplus instead of a sigmoid
+    head_gates: bool = False  # one gate for each head instead of one for each of its features
+    gates_name: str = ""  # of the gates' matrix, without biases; "": in the checkpoint they are beside each head's queries
+    unturned: frozenset[int] = frozenset()  # layers without a rotary embedding (NoPE)
+    unturned_growth: TemperatureTuning | None = None  # scales queries by position in those layers; None: nothing does
+    # Scalable softmax: queries of each head are multiplied by the logarithm of their position times a scale of the head's, plus a
+    # bias.
     sharpened: bool = False
-    alibi: Alibi | None = None  # None: none
-    learned: int | None = None  # positions have vectors, behind so many rows of their table that are for none; None: they have none
-    inattentive: frozenset[int] = frozenset()  # layers that neither attend nor remember: an MLP alone, or experts
-    without_mlp: frozenset[int] = frozenset()  # layers that have nothing else
-    attention_scale: float  # of the products of queries and keys
-    softcap: float = 0.0  # which those come near to at most; 0: none
-    sinks: bool = False  # each head has a logit more, which no value belongs to
-    sinks_name: str = "sinks"
-    local_sinks: bool = False  # in layers with a window alone
-    final_softcap: float = 0.0  # of the model's logits
-    embedding_factor: float = 1.0  # what rows of the embedding table are multiplied by
-    layer_factors: bool = False  # behind each layer the stream is multiplied by a number of the layer's
-    # What products with some matrices that lead away from the stream, and their biases, are multiplied by, by their names in a
-    # layer; of those that lead back, products alone.
+    alibi: Alibi | None = None  # linear biases of attention; None: none
+    # Learned position embeddings: how many rows of their table come before position 0; None: there are none.
+    learned: int | None = None
+    inattentive: frozenset[int] = frozenset()  # layers without attention or recurrent state: an MLP alone, or experts
+    without_mlp: frozenset[int] = frozenset()  # layers without MLP or experts
+    attention_scale: float  # multiplies the products of queries and keys
+    softcap: float = 0.0  # soft cap of attention scores; 0: none
+    sinks: bool = False  # attention sinks: each head has one more logit, without a value
+    sinks_name: str = "sinks"  # the name of their tensor
+    local_sinks: bool = False  # only layers with a window have sinks
+    final_softcap: float = 0.0  # soft cap of the model's logits; 0: none
+    embedding_factor: float = 1.0  # multiplies token embeddings
+    layer_factors: bool = False  # after each layer the stream is multiplied by a scalar of the layer's
+    # Factors of some projections, by their names in a layer: of those that lead out of the residual stream they multiply product
+    # and bias, of those that lead back products alone.
     factors: tuple[tuple[str, float], ...] = ()
-    residual_factor: float = 1.0  # and what attention and MLP come to, before it is added
-    logit_divisor: float = 1.0  # what logits are divided by
-    logit_bias: bool = False  # the output matrix has one
-    precise_logits: bool = False  # an output matrix of its own is computed with in float32
+    residual_factor: float = 1.0  # multiplies what attention and MLP add to the stream
+    logit_divisor: float = 1.0  # logits are divided by it
+    logit_bias: bool = False  # the LM head has a bias
+    precise_logits: bool = False  # an untied LM head is computed in float32
     qkv_bias: bool = False
     output_bias: bool = False  # of attention's output projection
     mlp_bias: bool = False
-    qk_norm: bool = False  # RMS norm of every query and key head before rotary
-    qk_norm_behind: bool = False  # or behind it
-    turned_norm: bool = False  # or without gains, so that before and behind it are the same, in layers that have one
-    joint_qk_norm: bool = False  # or one of all queries of a token together, and one of all its keys
-    value_norm: bool = False  # of every value head, without gains
-    qkv_limit: float = 0.0  # beyond which queries, keys and values don't go, before rotary; 0: none
+    qk_norm: bool = False  # RMS norm of every query and key head, before the rotary embedding
+    qk_norm_behind: bool = False  # RMS norm of every query and key head, after the rotary embedding
+    turned_norm: bool = False  # such norms without gains, so that the order does not matter, in layers with a rotary embedding
+    joint_qk_norm: bool = False  # one RMS norm over all queries of a token, and one over all its keys
+    value_norm: bool = False  # RMS norm of every value head, without gains
+    qkv_limit: float = 0.0  # queries, keys and values are clipped to it, before the rotary embedding; 0: they are not
     attention_name: str = "self_attn"
-    # Norms of queries and keys, and the matrix behind all heads.
+    # Names of the query norm, the key norm and the output projection.
     attention_parts: tuple[str, str, str] = ("q_norm", "k_norm", "o_proj")
-    norms: tuple[str, str, str, str] = PLAIN  # names of those before and behind attention, before and behind the MLP; "": none
-    remembering_norms: tuple[str, str, str, str] | None = None  # the same of layers that remember; None: they have the same
-    norm_gates: int = 0  # features that gates of norms before attention, and before experts, are made by; 0: norms have none
-    experts_norm: str = ""  # behind experts, in those layers that have some, where there is none behind the MLP; "": none
-    last_norm: str = "norm"  # behind all layers; "": none
-    first_norm: str = ""  # and in front of them; "": none
-    centered_norms: bool = False  # norms' gains are stored less 1
-    layer_norms: bool = False  # norms take the mean away, instead of being RMS norms
+    norms: tuple[str, str, str, str] = PLAIN  # names of the norms before and after attention, before and after the MLP; "": none
+    remembering_norms: tuple[str, str, str, str] | None = None  # `norms` of layers with recurrent state; None: as in other layers
+    norm_gates: int = 0  # rank of the low-rank gates of norms before attention and before experts; 0: norms have none
+    experts_norm: str = ""  # norm after experts, in those layers that have some, where there is none after the MLP; "": none
+    last_norm: str = "norm"  # norm after all layers; "": none
+    first_norm: str = ""  # norm of embeddings, before all layers; "": none
+    centered_norms: bool = False  # gains of norms are stored minus 1
+    layer_norms: bool = False  # norms subtract the mean, instead of being RMS norms
     norm_bias: bool = False
     plain_norms: bool = False  # norms have neither gains nor biases
-    parallel: bool = False  # the MLP goes by what attention goes by, behind the same norm if it has none of its own
-    # Of MLPs and experts that have no gates, what features go through: "gelu", approximated by tanh, "exact_gelu", "relu", "relu2",
-    # "xielu"; "": gates.
+    # Parallel attention and MLP: both read the same input, after the same norm if the MLP has none of its own.
+    parallel: bool = False
+    # The activation of MLPs and experts without gates: "gelu" (tanh approximation), "exact_gelu", "relu", "relu2", "xielu"; "":
+    # they are gated.
     ungated: str = ""
-    layout: Layout | None = None  # of the checkpoint, if another than ours
+    layout: Layout | None = None  # names and layout of the checkpoint's tensors, if they differ from ours
     table: str = "embed_tokens"  # the embedding table's name
     mlp_name: str = "mlp"
-    mlp_alias: str = ""  # another name, which some checkpoints have; "": it has none
-    mlp_limits: tuple[float, ...] = ()  # of each layer's MLP, as `Mixture.limit`; (): none has one
+    mlp_alias: str = ""  # another name, in some checkpoints; "": none
+    mlp_limits: tuple[float, ...] = ()  # limit of each layer's MLP gates, as `Mixture.limit`; (): none has one
     mlp_form: str = "steep"  # as `Mixture.form`
-    mlp_closed: tuple[float, ...] = ()  # the part of each layer's gates that others close, of 1; (): of none
-    mlp_parts: tuple[str, str, str, str] = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")  # the first: of two joined ones
-    paired: tuple[str, ...] = ()  # what a checkpoint's layer has two of each, being two of ours; (): it is one
-    aliases: tuple[tuple[str, str], ...] = ()  # what may stand in names of its tensors instead, ours first
-    original: bool = False  # or they have all the names of DeepSeek V4's own code
-    modules: tuple[tuple[str, str], ...] = ()  # what is in names of its matrices, and in transformers' names of their modules
-    joined: tuple[str, ...] = ()  # names of tensors that are several in other checkpoints: "qkv_proj", "gate_up_proj"
-    rotary_size: int = 0  # features of a head that rotary embeddings turn, its first; 0: all
-    far_rotary_size: int = 0  # the same in layers without a window, if that is another number; 0: it is not
-    rotary_reversed: bool = False  # they turn the other way round
-    rotary_neighbours: bool = False  # of them the checkpoint has those side by side that turn together, not half of them apart
-    gelu: bool = False  # of the MLP's gates, approximated by tanh, instead of silu
+    mlp_closed: tuple[float, ...] = ()  # activation sparsity: the fraction of each layer's MLP gates that is zeroed; (): none
+    # Projections; the first name: gate and up fused.
+    mlp_parts: tuple[str, str, str, str] = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
+    paired: tuple[str, ...] = ()  # modules of which a layer of the checkpoint has two, being two of ours; (): it is one
+    aliases: tuple[tuple[str, str], ...] = ()  # parts of tensor names, and what may stand there instead, ours first
+    original: bool = False  # tensors may have all the names of DeepSeek V4's own code
+    modules: tuple[tuple[str, str], ...] = ()  # parts of its matrices' names, and of transformers' module names
+    joined: tuple[str, ...] = ()  # fused tensors, where other checkpoints have several: "qkv_proj", "gate_up_proj"
+    rotary_size: int = 0  # partial rotary embedding: the first features of a head that are rotated; 0: all
+    far_rotary_size: int = 0  # `rotary_size` of layers without a window, if it differs; 0: it does not
+    rotary_reversed: bool = False  # the rotation is in the opposite direction
+    # Interleaved rotary embedding: the checkpoint has features that rotate together next to each other, not half of them apart.
+    rotary_neighbours: bool = False
+    gelu: bool = False  # gates of the MLP go through GELU (tanh approximation) instead of SiLU
     quantization: Quantization | None = None
-    features: DraftFeatures | None = None  # of another model, for which this one guesses, and whose embedding table it takes
-    keyless: int = 0  # the last layers, so many, have no keys: they see those of the last one before them with the same window
-    wider: int = 1  # and their MLPs are so many times as wide
+    # Of a draft model: the target's features that it reads; it takes the target's embedding table, too.
+    features: DraftFeatures | None = None
+    keyless: int = 0  # the last layers, so many, share the keys and values of the last one before them with the same window
+    wider: int = 1  # the MLPs of those layers are so many times as wide
     widths: tuple[int, ...] = ()  # intermediate features of each layer's MLP, if they differ otherwise; (): they don't
-    inputs: LayerInputs | None = None  # of each layer apart
-    grams: Ngrams | None = None  # what some layers are told of n-grams
-    sight_factor: float = 1.0  # what features of images are multiplied by
-    whole_images: tuple[int, ...] = ()  # windows of layers in which each of an image's tokens sees all of the image
+    inputs: LayerInputs | None = None  # per-layer embeddings: inputs of each layer
+    grams: Ngrams | None = None  # n-gram embeddings, which some layers add
+    sight_factor: float = 1.0  # multiplies image features
+    whole_images: tuple[int, ...] = ()  # windows of layers in which an image's tokens attend to all of the image (bidirectionally)
 
     def check_ranks(self, ranks: int) -> None:
-        """Raises Unsupported unless the model can be divided into `ranks` equal slices."""
+        """Raises Unsupported unless the model can be sharded over `ranks` equal ranks."""
         if found := self._undivided(ranks):
             fitting = ", ".join(map(str, self.fitting))
             raise Unsupported(f"{found} can't be divided by {ranks} ranks: use --num-shard {fitting}")
 
     @property
     def fitting(self) -> list[int]:
-        """The numbers of ranks that the model can be divided into."""
+        """The numbers of ranks that the model can be sharded over."""
         return [ranks for ranks in range(1, self.heads + 1) if not self._undivided(ranks)]
 
     def check_cache(self, kind: str, offloads: bool = False) -> None:
-        """Raises Unsupported if keys can't be cached in that number format. offloads: to the host's memory, too."""
+        """Raises Unsupported if keys can't be cached in that number format. offloads: the KV cache is offloaded to host memory,
+        too."""
         if self.remembering is not None and offloads:
             raise Unsupported(
                 f"{self.remembering.name} remembers what is in no page, so pages are of no use alone: leave --kv-offload-gib out"
@@ -168,7 +179,7 @@ class Shape:
             raise Unsupported(f"{what} more bits than keys of {kind}: leave --kv-cache-dtype out")
 
     def check_pages(self, size: int) -> None:
-        """Raises Unsupported unless pages of so many tokens end where chunks of positions do."""
+        """Raises Unsupported unless pages of `size` tokens fit pools, chunks of positions and blocks."""
         pool = self.pool
         if pool and size % pool:
             raise Unsupported(
@@ -182,7 +193,7 @@ class Shape:
                 raise Unsupported(f"pages of {size} tokens don't divide the {whole} {what}: use --page-size {gcd(whole, 16)}")
 
     def _undivided(self, ranks: int) -> str:
-        """What so many ranks can't have equal parts of; "": they can."""
+        """What can't be divided equally among so many ranks; "": all can."""
         sizes, keys = (
             {"attention heads": self.heads, "attention heads of layers without a window": self.asking(0)},
             dict[str, int](),
@@ -206,7 +217,7 @@ class Shape:
         return found[0] if found else ""
 
     def within(self, longest: int) -> "Shape":
-        """The same, for contexts of up to so many tokens; 0: all that it can. Of most models that is nothing that they go by."""
+        """The shape for contexts of up to so many tokens; 0: the model's limit. For most models nothing changes."""
         most = min(longest or self.max_positions, self.max_positions)
         if self.chunk >= most:
             return replace(self, max_positions=most, windows=(0,) * self.layers, chunked=False)
@@ -215,8 +226,8 @@ class Shape:
         return replace(self, max_positions=min(self.max_positions, longest))
 
     def quantized(self, asked: str) -> "Shape":
-        """The same, as --quantize says: a method that its checkpoint must have, or a kind to which weights are rounded; "": as
-        the checkpoint has them. Raises Unsupported if that has another."""
+        """The shape with --quantize applied: a method that the checkpoint must have, or a format to which weights are quantized at
+        load; "": as the checkpoint has them. Raises Unsupported if the checkpoint has another."""
         own = self.quantization
         if not asked or (own is not None and asked in (own.method, own.kind)):
             return self
@@ -232,32 +243,32 @@ class Shape:
 
     @property
     def described(self) -> str:
-        """Its name and parameters, for people."""
+        """Architecture and parameter counts, for people."""
         each = f", {self.parameters(tokens=1) / 1e6:,.1f} M of them for a token" if any(self.mixtures) else ""
         return f"{self.architecture}, {self.parameters() / 1e6:,.1f} M parameters{each}"
 
     def vocabulary_slice(self, ranks: int) -> int:
-        """Rows of the embedding table and of the output matrix per rank; the last rank's may be partly padding."""
+        """Rows of the embedding table and of the LM head per rank; the last rank's may be partly padding."""
         return -(-self.vocabulary // ranks)
 
     def keys(self, window: int) -> Keys:
-        """Of the layers with this window."""
+        """The key heads of layers with this window."""
         return self.far if self.far and not window else Keys(heads=self.kv_heads, size=self.head_size, value_size=self.value_size)
 
     def asking(self, window: int) -> int:
-        """Query heads of the layers with this window."""
+        """Query heads of layers with this window."""
         return self.keys(window).queries or self.heads
 
     def cached_size(self, window: int) -> int:
-        """Features of a head of these layers, as it is cached."""
+        """Features of a key head of such layers as cached."""
         return self.keys(window).size + (self.alibi.features if self.alibi else 0)
 
     def key_heads(self, ranks: int, window: int) -> int:
-        """That layers with this window cache on one rank."""
+        """Key heads that layers with this window cache on one rank."""
         return self.keys(window).own(ranks) if self.latent is None else 1
 
     def slot(self, ranks: int, layer: int) -> tuple[int, int, int]:
-        """What a layer caches of a token on one rank: keys and values, or one for both; heads; features."""
+        """What a layer caches of a token on one rank: (2 for keys and values, or 1 for both; heads; features)."""
         window = self.windows[layer]
         if self.latent is None:
             return 2, self.key_heads(ranks, window), self.cached_size(window)
@@ -265,113 +276,116 @@ class Shape:
         return 1, 1, self.head_size + self.index_size(layer) + (latent.kept if latent else 0)
 
     def latent_of(self, layer: int) -> Latent | None:
-        """What this layer's keys and values are made of."""
+        """The layer's MLA latents; None: it has heads of keys and values."""
         return self.latent and self.latent.at(layer, layer not in self.unturned)
 
     @property
     def compressed(self) -> Compressed | None:
-        """The same of all, where they are DeepSeek V4's."""
+        """The latents of all layers, where they are DeepSeek V4's."""
         return self.latent if isinstance(self.latent, Compressed) else None
 
     @property
     def replayed(self) -> bool:
-        """Steps may be recorded as graphs: how many entries tokens see, and end, is different in each."""
+        """Whether steps may be captured as CUDA graphs. DeepSeek V4's may not: the numbers of entries that are seen, and that end,
+        differ in each."""
         return self.compressed is None
 
     @property
     def index(self) -> Index | None:
-        """What chooses the tokens that each one attends to; None: it attends to all."""
+        """The index that chooses the tokens to attend to (DeepSeek sparse attention); None: all are attended to."""
         return self.latent.index if self.latent else None
 
     @property
     def indexing(self) -> list[int]:
-        """The layers that have one."""
+        """Layers with an index of their own."""
         return [layer for layer in self.attending if self.index and layer not in self.index.borrowing]
 
     def chosen(self, layer: int) -> int:
-        """Tokens that a token attends to at most, by an index, in this layer; 0: all that it sees."""
+        """The most tokens that a token attends to by an index in this layer; 0: all that it sees."""
         if self.blocks:
             return self.blocks.most if layer in self.blocks.layers else 0
         return self.index.most if self.index else 0
 
     @property
     def pool(self) -> int:
-        """Tokens that are chosen together, by a key of their own; 0: none are."""
+        """Tokens that are chosen together, as a pool with a key of its own; 0: there are no pools."""
         found = self.index or self.blocks
         return found.pool if found else 0
 
     @property
     def placed(self) -> bool:
-        """What tokens choose are blocks, pools or entries, of which keys are found by their positions: they must stand there."""
+        """Whether blocks, pools or entries are chosen, whose keys are found by position: tokens must be in the slots of their
+        positions."""
         return self.blocks is not None or self.compressed is not None or (self.index is not None and self.index.pool > 0)
 
     @property
     def most(self) -> int:
-        """The same, of layers that have an index; 0: none has."""
+        """The most tokens that an index of any layer chooses; 0: there is none."""
         return max(map(self.chosen, range(self.layers)))
 
     @property
     def choosy(self) -> int:
-        """Tokens of a context in which some are attended to, or become entries, in each way there is; 0: all are, in one."""
+        """The context length beyond which all sparse attention paths are in use (tokens are chosen, entries are made); 0: there is
+        one path."""
         entries = self.compressed.kinds if self.compressed else ()
         return max([self.most, *(rate * max(1, chosen) for rate, chosen in entries)])
 
     def index_size(self, layer: int) -> int:
-        """Elements of a token's key of an index in this layer, as it is cached."""
+        """Elements of a token's index key in this layer, as cached."""
         if self.blocks:
             return self.blocks.size if layer in self.blocks.layers else 0
         return self.index.cached if self.index and layer in self.indexing else 0
 
     def kv_elements(self, ranks: int) -> int:
-        """Elements that one token takes in the cache of one rank, all layers."""
+        """Elements of the KV cache per token on one rank, all layers."""
         beside = len(self.blocks.layers) * self.blocks.size if self.blocks else 0
         return sum(prod(self.slot(ranks, layer)) for layer in self.keyed) + beside
 
     @property
     def feature_elements(self) -> int:
-        """Elements that are kept of a token beside that, of what another model made of it."""
+        """Elements of target features cached per token beside that, for a draft model."""
         return self.hidden if self.features else 0
 
     @property
     def attention_inputs(self) -> int:
-        """Features that queries, keys and values are made of."""
+        """Input features of the query, key and value projections."""
         return 2 * self.hidden if self.features and self.features.widened else self.hidden
 
     @property
     def attending(self) -> list[int]:
-        """Layers whose tokens see keys."""
+        """Layers with attention."""
         others = self.inattentive | (self.remembering.layers if self.remembering and not self.remembering.along else frozenset())
         return [layer for layer in range(self.layers) if layer not in others]
 
     @property
     def mlps(self) -> list[tuple[int, Mixture | None]]:
-        """The layers that have an MLP, or experts instead."""
+        """Layers with an MLP, or experts instead."""
         every = self.mixtures or (None,) * self.layers
         return [(layer, mixture) for layer, mixture in enumerate(every) if layer not in self.without_mlp]
 
     @property
     def sums(self) -> int:
-        """What is added to the stream of a token, one after the other."""
+        """Additions to a token's residual stream, one after the other; with several ranks each is an all-reduce."""
         told = self.layers if self.inputs else 0
         return (1 if self.parallel else 2) * self.layers - len(self.inattentive) - len(self.without_mlp) + told
 
     def norm_names(self, layer: int) -> tuple[str, str, str, str]:
-        """As `norms`, of this layer."""
+        """As `norms`, for this layer."""
         sparse = bool(self.mixtures and self.mixtures[layer])
         remembers = self.remembering_norms and self.remembering and layer in self.remembering.layers
         before, behind, mlp, last = (remembers and self.remembering_norms) or self.norms
-        if self.norm_gates:  # norms are within what has gates, too
+        if self.norm_gates:  # norms are submodules of what has gates, too
             before, mlp = f"{before}.norm", f"{mlp}.norm" if sparse else mlp
         return before, behind, mlp, last or (self.experts_norm if sparse else "")
 
     def gated_norms(self, layer: int) -> list[str]:
-        """What this layer's norms with gates are named, before attention and before the MLP; "": it has none there."""
+        """Names of this layer's gated norms, before attention and before the MLP; "": the norm there has no gate."""
         sparse = bool(self.mixtures and self.mixtures[layer])
         return [self.norms[0], self.norms[2] if sparse else ""] if self.norm_gates else []
 
     @property
     def norm_count(self) -> int:
-        """Norms of all layers, in front of them and behind."""
+        """The number of all norms, before, in and after the layers."""
         found = bool(self.last_norm) + bool(self.first_norm)
         for layer in range(self.layers):
             before, behind, mlp, last = map(bool, self.norm_names(layer))
@@ -380,34 +394,34 @@ class Shape:
 
     @property
     def weight_factor(self) -> float:
-        """What matrices that lead back to the stream are multiplied by: a norm behind them would undo it, and has it itself."""
+        """The factor of projections back to the stream; 1 where a norm follows, which would undo it and is scaled instead."""
         return 1.0 if self.norms[1] else self.residual_factor
 
     @property
     def with_keys(self) -> int:
-        """The first layers, so many, are not of those that have none."""
+        """The number of layers before those that share keys and values."""
         return self.layers - self.keyless
 
     @property
     def keyed(self) -> list[int]:
-        """Those of them that have keys of their own, which are cached."""
+        """Layers with keys of their own, which are cached."""
         return [layer for layer in self.attending if layer < self.with_keys]
 
     def source(self, layer: int) -> int:
-        """The layer whose keys it sees."""
+        """The layer whose keys and values this one attends to."""
         return max(other for other in self.keyed if other <= layer and self.windows[other] == self.windows[layer])
 
     def joins(self, layer: int) -> bool:
-        """What experts of the layer before it have made is added with what its MLP makes."""
+        """Whether the output of the previous layer's experts is added with this layer's MLP (shortcut experts)."""
         before = self.mixtures[layer - 1] if self.mixtures and layer else None
         return before is not None and before.later
 
     def width(self, layer: int) -> int:
-        """Intermediate features of its MLP."""
+        """Intermediate features of the layer's MLP."""
         return self.widths[layer] if self.widths else self.intermediate * (self.wider if layer >= self.with_keys else 1)
 
     def state_bytes(self, ranks: int, item: int) -> int:
-        """What layers remember of a sequence on one rank, however long that is; item: bytes of an element."""
+        """Bytes of a sequence's recurrent state on one rank, whatever its length; item: bytes of an element."""
         if self.remembering is None:
             return 0
         window = (self.remembering.width - 1) * self.remembering.channels(ranks) * item
@@ -415,15 +429,15 @@ class Shape:
         return found + (self.grams.remembered(self.hidden) * item if self.grams else 0)
 
     def kept_states(self, sequences: int, prefix_caching: bool) -> int:
-        """How many such states are kept for others, where so many sequences run at once."""
+        """Recurrent states kept for the prefix cache, where so many sequences run at once."""
         return -(-sequences // KEPT) if self.remembering and prefix_caching else 0
 
     def states_bytes(self, ranks: int, item: int, sequences: int, prefix_caching: bool) -> int:
-        """What that is of all of them, with what is kept, and with one for padding."""
+        """Bytes of all recurrent states: of running sequences, kept ones, and one for padding."""
         return (1 + sequences + self.kept_states(sequences, prefix_caching)) * self.state_bytes(ranks, item)
 
     def sequences(self, asked: int, room: int, ranks: int, item: int, prefix_caching: bool) -> int:
-        """How many may run at once of those that are asked for. What is remembered takes no more than half of so many bytes: the
+        """The number of sequences that may run at once, at most `asked`. Recurrent states take at most half of `room` bytes: the
         rest is for keys and values."""
         if not self.remembering:
             return asked
@@ -431,18 +445,18 @@ class Shape:
         return max(1, min(asked, fitting * KEPT // (KEPT + 1) - 1 if prefix_caching else fitting - 1))
 
     def turning_size(self, window: int) -> int:
-        """Features of what turns in layers with this window: of whole heads, of which a part may not, or of what heads have apart
-        for that."""
+        """Features of a head's rotary part in layers with this window: the whole head, of which only a part may rotate, or MLA's
+        separate rotary key."""
         return self.latent.turned if self.latent else self.cached_size(window)
 
     def turned(self, window: int) -> int:
-        """Features of a head that turn in layers with this window."""
+        """Features of a head that rotate in layers with this window."""
         own = self.far_rotary_size if not window else 0
         return own or self.rotary_size or self.turning_size(window)
 
     def order(self, window: int) -> tuple[int, ...]:
-        """Where a checkpoint's heads have the features of ours, in which those that turn together are half a head apart, the first
-        of them towards the second, and those that don't turn stand behind the others in each half; (): where ours have them."""
+        """For each feature of our heads, its index in the checkpoint's heads. In ours, features that rotate together are half a
+        head apart, the first rotating towards the second, and unrotated ones come last in each half; (): the order is the same."""
         size, turned = self.turning_size(window), self.turned(window)
         if turned == size and not self.rotary_neighbours and not self.rotary_reversed:
             return ()
@@ -456,31 +470,31 @@ class Shape:
 
     @property
     def turns(self) -> bool:
-        """Some layers have a rotary embedding."""
+        """Whether some layers have a rotary embedding."""
         return len(self.unturned) < self.layers
 
     @property
     def chunk(self) -> int:
-        """Positions of which some layers see no others; 0: there are none."""
+        """Size of chunks of positions, outside which some layers see nothing; 0: there are none."""
         return max(self.windows) if self.chunked else 0
 
     @property
     def turned_positions(self) -> int:
-        """How many there are to layers with a rotary embedding: where none looks beyond a chunk, positions begin anew with each."""
+        """Positions of the rotary table: where no rotary layer looks beyond a chunk, positions restart with each."""
         chunks = self.chunk and all(self.windows[layer] for layer in range(self.layers) if layer not in self.unturned)
         return min(self.max_positions, self.chunk) if chunks else self.max_positions
 
     @property
     def rotary_elements(self) -> int:
-        """Elements of the cosines and sines of all positions, which every rank has; one row is for layers that don't turn. And of
-        what queries grow by."""
+        """Elements of the rotary tables, which every rank has whole, with one row for layers without a rotary embedding; and of the
+        query scales."""
         size, local = self.turning_size(0), self.turning_size(max(self.windows)) if self.local_rope else 0
         growth = self.max_positions * ((self.rope.growth > 0) + (self.unturned_growth is not None) + self.sharpened)
         return 2 * (self.turned_positions * (size * self.turns + local) + size * bool(self.unturned)) + growth
 
     def parameters(self, ranks: int = 1, tables: int | None = None, tokens: int | None = None) -> int:
-        """Elements of all weights on one rank. `tables`: how often the vocabulary's table is held, if not as in the checkpoint;
-        `tokens`: of experts those alone that so many tokens can be expected to choose."""
+        """Parameters on one rank. `tables`: copies of the vocabulary's table, if not as in the checkpoint; `tokens`: counts only
+        the experts that so many tokens are expected to choose."""
         found = sum(count * self._attention(ranks, *kind) for kind, count in self._alike.items()) + self._waves
         found += sum(self._asking(ranks, window) for window in self._keyless)
         if self.latent and self.index:
@@ -516,44 +530,44 @@ class Shape:
 
     @property
     def _alike(self) -> Counter[tuple[int, Latent | None]]:
-        """How many of the layers that have keys have each window, and latents."""
+        """The number of layers of each kind (window, latents) among those with keys of their own."""
         return Counter((self.windows[layer], self.latent_of(layer)) for layer in self.keyed)
 
     @property
     def _laurels(self) -> Matrices:
-        """The matrices of what is added beside attention."""
+        """Matrices of the LAuReL branch."""
         return [(self.laurel, self.hidden, self.hidden), (self.hidden, self.laurel, self.laurel)]
 
     @property
     def _waves(self) -> int:
-        """How many have a factor in the checkpoint."""
+        """The number of learned frequency factors."""
         return self.turned(0) // 2 if self.rope.learned else 0
 
     @property
     def _keyless(self) -> list[int]:
-        """Windows of the layers that have none."""
+        """Windows of the layers that share keys and values."""
         keyed = {*self.keyed}
         return [self.windows[layer] for layer in self.attending if layer not in keyed]
 
     def _dense(self, ranks: int, width: int) -> int:
-        """Elements of an MLP of so many intermediate features."""
+        """Parameters of an MLP of so many intermediate features."""
         features, inner = width // ranks, (2 - bool(self.ungated)) * width // ranks
         return self.hidden * (inner + features) + self.mlp_bias * (inner + self.hidden) + 2 * (self.ungated == "xielu")
 
     def _asking(self, ranks: int, window: int) -> int:
-        """Elements of what a layer without keys attends by."""
+        """Parameters of attention in a layer without keys of its own."""
         size = self.keys(window).size
         matrices = elements(self._questions(ranks, window))
         own = self.asking(window) // ranks * size
         return matrices + self.qkv_bias * own + self.output_bias * self.hidden + self.qk_norm * size
 
     def _questions(self, ranks: int, window: int) -> Matrices:
-        """The matrices of such a layer."""
+        """Matrices of attention in such a layer."""
         asked = self.asking(window) * self.keys(window).size
         return [(asked // ranks, self.hidden, self.hidden), (self.hidden, asked, asked // ranks)]
 
     def _attention(self, ranks: int, window: int, latent: Latent | None) -> int:
-        """Elements of what a layer with this window, and these latents, attends by."""
+        """Parameters of attention in a layer with this window and these latents."""
         heads, keys = self.asking(window) // ranks, self.keys(window)
         matrices = elements(self._projections(ranks, window, latent))
         norms = (2 * (self.qk_norm and not self.plain_norms) + self.joint_qk_norm * (heads + keys.own(ranks))) * keys.size
@@ -561,11 +575,11 @@ class Shape:
         return matrices + self._beside(ranks, window, latent) + self.output_bias * self.hidden + norms + of_heads
 
     def sunk(self, window: int) -> bool:
-        """Heads of layers with this window have sinks."""
+        """Whether heads of layers with this window have attention sinks."""
         return self.sinks and (window > 0 or not self.local_sinks)
 
     def _projections(self, ranks: int, window: int, latent: Latent | None) -> Matrices:
-        """The matrices before and behind attention, of a layer with this window, and these latents."""
+        """Matrices before and after attention, in a layer with this window and these latents."""
         if latent is not None:
             return latent.matrices(self.heads, ranks, self.hidden, self._gates_columns(ranks, window))
         size, inputs = self.keys(window).own_values, self.attention_inputs
@@ -573,29 +587,29 @@ class Shape:
         return [(self._heads_columns(ranks, window), inputs, inputs), (self.hidden, asked, asked // ranks)]
 
     def _heads_columns(self, ranks: int, window: int) -> int:
-        """Features of queries, keys and values of their own, and gates, of a rank's heads."""
+        """Output columns of the query, key and value projections, and of gates, on one rank."""
         keys, gates = self.keys(window), self._gates_columns(ranks, window)
         asked, values = self.asking(window) // ranks * keys.size, keys.values * keys.own(ranks) * keys.own_values
         return asked + keys.own(ranks) * keys.size + values + gates
 
     def _gates_columns(self, ranks: int, window: int) -> int:
-        """Of that, gates."""
+        """Of these, the columns of gates."""
         each = 1 if self.head_gates else self.latent.values if self.latent else self.keys(window).own_values
         return self.asking(window) // ranks * each if self.attention_gates else 0
 
     def _unbiased(self, ranks: int, window: int) -> int:
-        """Of these, those that have no biases where the others have some: zeros stand for them."""
+        """Of these, columns without biases where others have some, for which zeros are held."""
         return self._gates_columns(ranks, window) if self.gates_name else 0
 
     def _beside(self, ranks: int, window: int, latent: Latent | None) -> int:
-        """Elements of what else such a layer has before attention: biases, and what leads from latents to heads."""
+        """Elements of what else such a layer has before attention: biases, and MLA's projections from latents to heads."""
         if latent is not None:
             return latent.beside(self.heads, ranks, self.hidden, self.qkv_bias)
         return self.qkv_bias * (self._heads_columns(ranks, window) - self._unbiased(ranks, window))
 
     def weight_bytes(self, ranks: int, item: int, device: str, dtype: str, packed: bool) -> int:
-        """What all weights take on one rank, with the rotary tables. packed: matrices are laid out anew, so that a table that is
-        also the output matrix is held in both forms."""
+        """Bytes of all weights on one rank, with the rotary tables. packed: matrices are repacked, so that a tied table is held in
+        both forms."""
         wide = sum(mixture.routing(self.hidden) for mixture in self.mixtures if mixture and mixture.wide)
         wide += sum(self.hidden + mixture.experts for mixture in self.mixtures if mixture and mixture.beside)
         wide += len(self.indexing) * self.index.wide(self.hidden) if self.index else 0
@@ -629,16 +643,16 @@ class Shape:
 
     @property
     def _made_norms(self) -> int:
-        """Elements of gains and biases of norms that no checkpoint has: those of plain norms, and layer norms' zeros."""
+        """Elements of norm gains and biases that no checkpoint has: of plain norms, and zeros of layer norms."""
         each = self.plain_norms + (self.layer_norms and not self.norm_bias)
         heads = 2 * self.head_size * len(self.keyed) if self.plain_norms and self.qk_norm else 0
         return each * self.hidden * self.norm_count + heads
 
     def saved(self, ranks: int, item: int, device: str, dtype: str, tokens: int | None = None) -> int:
-        """Bytes that the matrices of one rank take less for having few bits; tokens: as of `parameters`."""
+        """Bytes that quantization saves on one rank; tokens: as of `parameters`."""
 
         def less(how: Quantization | None, *matrices: tuple[int, int, int], whole: bool = False) -> float:
-            """Of `Matrices`; whole: if one of them is unpacked, all are."""
+            """For `Matrices`; whole: if one of them is unpacked, all are."""
             each = [how.saved(item, device, dtype, inputs, own) if how else 0.0 for _, inputs, own in matrices]
             if whole and not all(each):
                 return 0.0
@@ -669,7 +683,7 @@ class Shape:
         return int(found)
 
     def adapted(self, ranks: int) -> int:
-        """Elements on one rank of an adapter of rank 1 that changes all that adapters can."""
+        """Parameters on one rank of a LoRA adapter of rank 1 that changes all that adapters can."""
         found = 0
         for (window, latent), count in self._alike.items():
             # Queries, keys, values and gates side by side, or queries and latents.
@@ -696,12 +710,13 @@ class Shape:
         return found
 
     def _sparse(self, mixture: Mixture, ranks: int, tokens: int | None) -> int:
-        """Elements of a layer's experts, their router, and the shared one with its gate."""
+        """Parameters of a layer's experts, their router, and the shared expert with its gate."""
         size = mixture.part(ranks)
         matrices = 3 - bool(self.ungated)
         each = matrices * size * (mixture.latent or self.hidden) + mixture.biased * (2 * size + self.hidden)
         routed = mixture.routing(self.hidden) + round(mixture.read(tokens) * each)
         routed += elements(mixture.narrow(self.hidden))
         gate = mixture.shared > 0 and mixture.shared_gate != ""
-        routed += mixture.beside * (4 * self.hidden + mixture.experts)  # norms, the router's included, and factors of shares
+        # Norms, the router's included, and factors of the experts' weights.
+        routed += mixture.beside * (4 * self.hidden + mixture.experts)
         return routed + self.hidden * (matrices * mixture.shared // ranks + gate)

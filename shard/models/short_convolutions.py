@@ -1,5 +1,5 @@
-"""The same by short convolutions between two gates (Liquid AI 2025, arXiv:2511.23404): see `kernels.short_convolution`. Knows where
-checkpoints have its tensors."""
+"""Gated short convolutions in place of attention (LFM2: Liquid AI 2025, arXiv:2511.23404): see `kernels.short_convolution`. Loads
+them from checkpoints, and runs them."""
 
 from torch import Tensor
 
@@ -15,7 +15,7 @@ NAME = "conv"
 
 
 class ShortConvolutions(Remembered):
-    """Every rank has some of the channels."""
+    """The short convolution of a layer, of whose channels every rank has some."""
 
     def __init__(self, load: Loader, convolution: Convolution) -> None:
         size, biased = convolution.size, convolution.biased
@@ -25,7 +25,7 @@ class ShortConvolutions(Remembered):
         self.output = load.rows(f"{NAME}.out_proj", size, biased)
 
     def __call__(self, stream: Stream, norm: Tensor | None, step: Step, states: States) -> Tensor:
-        """As that of `Remembered`: [tokens, this rank's channels]."""
+        """See `Remembered`: [tokens, this rank's channels]."""
         assert step.spans is not None
         before, behind, features = stream.through(norm, self.inward).chunk(3, 1)
         return short_convolution(before * features, behind, self.taps, self.biases, step.spans, states)

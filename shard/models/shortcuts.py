@@ -1,5 +1,5 @@
-"""Experts beside two layers, as in LongCat Flash: they see what the first one's MLP sees, and what they make is added with what the
-second one's MLP makes (Cai et al. 2024, arXiv:2404.05019). One sum of all ranks is for both."""
+"""Shortcut experts, beside two layers, as in LongCat Flash: they read what the first layer's MLP reads, and their output is added
+together with that of the second layer's MLP (Cai et al. 2024, arXiv:2404.05019), in one all-reduce."""
 
 from torch import Tensor
 
@@ -10,35 +10,36 @@ from .traits import Mixture
 
 
 class ShortcutStream(Stream):
-    """As one, beside which something waits to be added."""
+    """A residual stream that holds the experts' output until it is added."""
 
-    _held: Tensor | None = None  # this rank's part of it, [tokens, hidden]
+    _held: Tensor | None = None  # this rank's part of the experts' output, [tokens, hidden]
 
     def hold(self, part: Tensor) -> None:
-        """Lets it wait."""
+        """Holds the experts' output."""
         self._held = part
 
     def held(self) -> Tensor:
-        """What waited."""
+        """Takes the held output."""
         found, self._held = self._held, None
         assert found is not None
         return found
 
     def select(self, rows: Tensor) -> None:
-        """As of `Stream`."""
+        """See `Stream`."""
         super().select(rows)
         self._held = self._held.index_select(0, rows) if self._held is not None else None
 
 
 class Shortcut(MixtureOfExperts):
-    """The first layer's, whose MLP is the one for all tokens. Experts behind the last one give back what they see."""
+    """The first layer's experts and MLP, which is the shared expert. Identity experts, numbered after the others, return their
+    input."""
 
     def __init__(self, load: Loader, mixture: Mixture) -> None:
         super().__init__(load, mixture)
-        self._gives = load.ranks.rank == 0  # the sum of all ranks has it once
+        self._gives = load.ranks.rank == 0  # the all-reduced sum must have it once
 
     def __call__(self, stream: Stream, before: Tensor | None, behind: Tensor | None) -> None:
-        """As that of `Mlp`."""
+        """See `Mlp`."""
         assert isinstance(stream, ShortcutStream)
         assert self.shared is not None
         x = stream.normalized(before)
@@ -46,7 +47,7 @@ class Shortcut(MixtureOfExperts):
         stream.add_part(self.shared(x, stream), behind)
 
     def made(self, x: Tensor) -> Tensor:
-        """As that of `MixtureOfExperts`."""
+        """See `MixtureOfExperts`."""
         shares, chosen = self.route(x)
         idle = chosen >= self.mixture.experts
         found = self.experts(x, shares, chosen, idle)
@@ -57,6 +58,6 @@ class Rejoined(Mlp):
     """The second layer's MLP."""
 
     def __call__(self, stream: Stream, before: Tensor | None, behind: Tensor | None) -> None:
-        """As that of `Mlp`, with what waited."""
+        """See `Mlp`; adds the held output, too."""
         assert isinstance(stream, ShortcutStream)
         stream.add_part(self.part(stream, before).add_(stream.held()), behind)

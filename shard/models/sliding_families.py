@@ -1,5 +1,5 @@
-"""Families with experts in which layers that slide differ from those that see all: one kind of both has no rotary embedding, or
-they have heads of their own. A new one is a new entry in `SLIDING_ONES`."""
+"""Mixture-of-experts families in which layers with a sliding window differ from those with full attention: one of the two kinds has
+no rotary embedding, or they have heads of their own. A new family is a new entry in `SLIDING_ONES`."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -51,7 +51,7 @@ LAGUNA_ROPES = {
     FULL: {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5},
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
 }
-GATINGS = {True: True, "per-head": True, "per-element": False}  # whether there is one of each head
+GATINGS = {True: True, "per-head": True, "per-element": False}  # whether there is one gate for each head
 MIMO: Config = {
     "num_key_value_heads": 4,
     "head_dim": 192,
@@ -77,7 +77,7 @@ STEP_3: Config = {
     "num_experts_per_tok": 8,
     "share_expert_dim": 1280,
 }
-STEP_3_FIELDS = {  # what its config.json calls what others call so
+STEP_3_FIELDS = {  # its names of fields, and the usual ones
     "num_attention_groups": "num_key_value_heads",
     "moe_num_experts": "n_routed_experts",
     "num_local_experts": "n_routed_experts",
@@ -97,8 +97,8 @@ MIMO_ROPES = {
 
 
 def _flint(config: Config) -> Shape:
-    """Qwen 3's attention with sinks, in windows but for some layers, which have no rotary embedding. Scores of experts are each by
-    itself, and one expert is for all tokens."""
+    """Flint: Qwen 3's attention with sinks, a sliding window in most layers, and full attention without a rotary embedding in the
+    others. Experts have sigmoid scores, and there is a shared expert."""
     given = FLINT | said(config)
     base = biased(common(given), given)
     kinds = kinds_of(given, base.layers, lambda layer: layer > 1 and layer % 4 != 1 and layer < base.layers - 1)
@@ -114,8 +114,8 @@ def _flint(config: Config) -> Shape:
 
 
 def _kolibri(config: Config) -> Shape:
-    """Norms around attention and experts, which are in every layer, one of them for all tokens. Layers that see all have no rotary
-    embedding."""
+    """Kolibri: norms before and after attention and experts, which are in every layer, with a shared expert. Layers with full
+    attention have no rotary embedding."""
     given = KOLIBRI | config
     given |= {"num_experts": given.get("num_local_experts") or given["num_experts"]}
     base = common(given | {"intermediate_size": given["moe_intermediate_size"]})
@@ -139,8 +139,9 @@ def _kolibri(config: Config) -> Shape:
 
 
 def _laguna(config: Config) -> Shape:
-    """Poolside's Laguna: layers with a window and those that see all may have other query heads, and other parts of each head turn;
-    gates of attention go through softplus. Experts are chosen by corrected scores, and one is for all tokens."""
+    """Poolside's Laguna: layers with a sliding window and those with full attention may differ in query heads and in the rotary
+    part of each head; attention is gated through softplus. Experts are chosen by sigmoid scores with a correction bias; there is a
+    shared expert."""
     expect(
         said(config),
         moe_apply_router_weight_on_input=False,
@@ -184,7 +185,7 @@ def _laguna(config: Config) -> Shape:
 
 
 def _ropes_apart(config: Config) -> Config:
-    """The same, where what config.json says of all kinds of layers at once is said of each."""
+    """The config with rotary parameters common to all kinds of layers repeated for each kind."""
     ropes = config.get("rope_parameters")
     if not isinstance(ropes, dict) or not any(isinstance(own, dict) for own in ropes.values()):
         return config
@@ -193,7 +194,7 @@ def _ropes_apart(config: Config) -> Config:
 
 
 def _heads_by_kind(given: Config, kinds: list[Any]) -> dict[Any, int]:
-    """Query heads of layers that see all, and of those that slide."""
+    """Query heads of layers with full attention, and of those with a sliding window."""
     name, every = "num_attention_heads_per_layer", int(given["num_attention_heads"])
     counts = given.get(name) or [every] * len(kinds)
     if not isinstance(counts, list) or len(counts) != len(kinds):
@@ -206,8 +207,8 @@ def _heads_by_kind(given: Config, kinds: list[Any]) -> dict[Any, int]:
 
 
 def _mimo(config: Config) -> Shape:
-    """Xiaomi's MiMo V2 Flash: layers that slide have twice as many key heads, and sinks; values are smaller than keys. A part of
-    each head turns."""
+    """Xiaomi's MiMo V2 Flash: layers with a sliding window have twice as many key heads, and sinks; values are smaller than keys.
+    Partial rotary embedding."""
     given = MIMO | _mimos_own(said(config))
     if (window := given.get("sliding_window_size")) is not None:  # which does not count the token itself
         given |= {"sliding_window": window + 1}
@@ -240,8 +241,7 @@ def _mimo(config: Config) -> Shape:
 
 
 def _mimos_own(config: Config) -> Config:
-    """The same, with what the hub's config.json says in its own words in transformers' words, where these aren't there.
-    transformers goes by none of it."""
+    """The config with transformers' fields filled in from those of the hub's config.json. transformers does not read the latter."""
     layers, heads = config["num_hidden_layers"], int(config.get("num_key_value_heads") or MIMO["num_key_value_heads"])
     expect(
         config,
@@ -274,8 +274,9 @@ def _mimos_own(config: Config) -> Config:
 
 
 def step_3(config: Config) -> Shape:
-    """StepFun's Step 3.7 Flash: layers with a window and those that see all have other query heads, and other parts of each head
-    turn; a gate of each head. Experts are chosen by corrected scores, one is for all tokens; limits of gates differ by layer."""
+    """StepFun's Step 3.7 Flash: layers with a sliding window and those with full attention differ in query heads and in the rotary
+    part of each head; attention has a gate for each head. Experts are chosen by sigmoid scores with a correction bias, there is a
+    shared expert; gates are clamped, with limits that differ by layer."""
     given = STEP_3 | _steps_own(said(config))
     full, local = ropes_by_kind(given, 1e4, 1e4)
     base = common(given | {"rope_parameters": full, "rope_scaling": None, "hidden_act": "silu"})
@@ -324,7 +325,7 @@ def step_3(config: Config) -> Shape:
 
 
 def _limits(given: Config, name: str, layers: int) -> tuple[float, ...]:
-    """Of each layer; 0: none."""
+    """The limit of each layer; 0: none."""
     found = given.get(name)
     found = [0.0] * layers if found is None else found
     if not isinstance(found, list) or len(found) != layers:
@@ -333,7 +334,7 @@ def _limits(given: Config, name: str, layers: int) -> tuple[float, ...]:
 
 
 def _steps_own(config: Config) -> Config:
-    """The same, with what the hub's config.json says in its own words in transformers' words."""
+    """The config with transformers' fields filled in from those of the hub's config.json."""
     expect(
         config,
         moe_router_activation="sigmoid",
@@ -365,7 +366,7 @@ def _steps_own(config: Config) -> Config:
 
 
 def _steps_ropes(config: Config) -> Config:
-    """A rotary embedding for each kind of layers, of lists for each layer."""
+    """Rotary parameters for each kind of layers, from lists with an entry for each layer."""
     kinds = config.get("layer_types") or [FULL] * config["num_hidden_layers"]
     ropes = config.get("rope_parameters")
     if isinstance(ropes, dict) and all(isinstance(ropes.get(kind), dict) for kind in kinds):

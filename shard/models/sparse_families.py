@@ -1,4 +1,4 @@
-"""Families with mixtures of experts. A new one is a new entry in `SPARSE`."""
+"""Model families with mixtures of experts. A new family is a new entry in `SPARSE`."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -42,14 +42,14 @@ MINIMAX_3: Config = MINIMAX | {
     "index_topk_blocks": 16,
     "index_local_blocks": 1,
 }
-SPARSE_ATTENTION = {  # names of the same in checkpoints
+SPARSE_ATTENTION = {  # its names of these fields in sparse_attention_config
     "index_n_heads": "sparse_num_index_heads",
     "index_head_dim": "sparse_index_dim",
     "index_block_size": "sparse_block_size",
     "index_topk_blocks": "sparse_topk_blocks",
     "index_local_blocks": "sparse_local_block",
 }
-MINIMAX_INDEX = "self_attn.index_", "self_attn.indexer."  # what its tensors' names begin with, and transformers' modules
+MINIMAX_INDEX = "self_attn.index_", "self_attn.indexer."  # the prefix of its tensor names, and that of transformers' modules
 GPT_OSS: Config = {
     "num_local_experts": 128,
     "num_experts_per_tok": 4,
@@ -98,13 +98,13 @@ MELLUM: Config = {
     "num_key_value_heads": 4,
 }
 GRANITE_MOE: Config = {"num_local_experts": 8, "num_experts_per_tok": 2}
-PLAIN_MLP, EXPERTS = "dense", "sparse"  # of `mlp_layer_types`
-MOE_LAYERS = {"start_index": 1, "end_index": -1, "interval": 1}  # ERNIE's
-STEEP = 1.702  # of gpt-oss's gates
+PLAIN_MLP, EXPERTS = "dense", "sparse"  # values of `mlp_layer_types`
+MOE_LAYERS = {"start_index": 1, "end_index": -1, "interval": 1}  # ERNIE's fields, moe_layer_*, and defaults
+STEEP = 1.702  # alpha of gpt-oss's gates
 
 
 def _mixtral(config: Config) -> Shape:
-    """Experts in every layer."""
+    """Mixtral: experts in every layer."""
     base = common(MISTRAL | {"rms_norm_eps": 1e-5, "rope_theta": 1e6} | config)
     mixture = Mixture(
         experts=config.get("num_local_experts", 8),
@@ -118,7 +118,7 @@ def _mixtral(config: Config) -> Shape:
 
 
 def _qwen3_moe(config: Config) -> Shape:
-    """Experts in every layer, or in some. All layers slide, if any."""
+    """Qwen 3 MoE: experts in every layer, or in some. All layers have a sliding window, if any."""
     base = qwen3({"num_key_value_heads": 4} | config | {"max_window_layers": 0})
     experts: int = config.get("num_experts") or config.get("num_local_experts", 128)
     mixture = Mixture(
@@ -131,14 +131,14 @@ def _qwen3_moe(config: Config) -> Shape:
 
 
 def _olmoe(config: Config) -> Shape:
-    """Experts in every layer, and norms of all queries, and all keys, of a token together (Muennighoff et al. 2024,
+    """OLMoE: experts in every layer, and one norm over all queries of a token, and over all its keys (Muennighoff et al. 2024,
     arXiv:2409.02060)."""
     base = _olmos_experts(OLMO | {"max_position_embeddings": 4096, "num_experts": 64, "num_experts_per_tok": 8} | config)
     return replace(base, qkv_limit=cap(config, "clip_qkv", None))
 
 
 def _flex_olmo(config: Config) -> Shape:
-    """OLMo 2, with experts in every layer (Shi et al. 2025, arXiv:2507.07024)."""
+    """FlexOlmo: OLMo 2 with experts in every layer (Shi et al. 2025, arXiv:2507.07024)."""
     return replace(_olmos_experts(FLEX_OLMO | config), norms=BEHIND)
 
 
@@ -154,7 +154,7 @@ def _olmos_experts(given: Config) -> Shape:
 
 
 def _glm4_moe(config: Config) -> Shape:
-    """GLM 4.5 and later. Half of each head turns."""
+    """GLM 4.5 and later. Half of each head rotates."""
     bias = config.get("attention_bias", False)
     base = common(GLM_MOE | config)
     turned, norms = rotary_size(config, base.head_size, 0.5), config.get("use_qk_norm", False)
@@ -163,7 +163,7 @@ def _glm4_moe(config: Config) -> Shape:
 
 
 def _dots1(config: Config) -> Shape:
-    """Qwen 3, but for its experts."""
+    """dots.llm1: Qwen 3 with DeepSeek V3's experts."""
     base = biased(common({"num_key_value_heads": 32} | config), config)
     last = config.get("max_window_layers", 62)
     slides = last is not None and config.get("sliding_window", 4096)
@@ -172,8 +172,8 @@ def _dots1(config: Config) -> Shape:
 
 
 def scored(base: Shape, config: Config) -> Shape:
-    """The same, with experts behind the first layers, which are chosen by scores of their own, and one for all (DeepSeek-AI 2024,
-    arXiv:2412.19437)."""
+    """The shape with DeepSeek V3's experts after the first layers: sigmoid scores with a correction bias, and a shared expert
+    (DeepSeek-AI 2024, arXiv:2412.19437)."""
     size, experts = config.get("moe_intermediate_size", 1408), config.get("n_routed_experts", 128)
     groups, groups_chosen = config.get("n_group") or 1, config.get("topk_group") or 1
     if experts % groups or not groups <= experts // 2 or groups_chosen > groups:
@@ -200,7 +200,7 @@ def scored(base: Shape, config: Config) -> Shape:
 
 
 def scored_by_kinds(base: Shape, given: Config) -> Shape:
-    """The same with experts, in which layers config.json may say for each."""
+    """The same, where config.json may say which layers have experts."""
     base, kinds = scored(base, given), given.get("mlp_layer_types")
     if kinds is None:
         return base
@@ -208,7 +208,7 @@ def scored_by_kinds(base: Shape, given: Config) -> Shape:
 
 
 def by_kinds(kinds: Any, mixture: Mixture | None, layers: int) -> tuple[Mixture | None, ...]:
-    """Of `mlp_layer_types`: that mixture in each layer that has experts."""
+    """The mixture for each layer that has experts by `mlp_layer_types`."""
     if not isinstance(kinds, list) or len(kinds) != layers or not {PLAIN_MLP, EXPERTS}.issuperset(map(str, kinds)):
         raise Unsupported(
             f"config.json says mlp_layer_types {shown(kinds)}, {PLAIN_MLP!r} or {EXPERTS!r} is needed for each of "
@@ -218,20 +218,20 @@ def by_kinds(kinds: Any, mixture: Mixture | None, layers: int) -> tuple[Mixture 
 
 
 def with_experts(base: Shape, **fields: Any) -> Shape:
-    """The same, with these fields of the experts of each layer that has some."""
+    """The shape with these fields of all its mixtures replaced."""
     return replace(base, mixtures=tuple(mixture and replace(mixture, **fields) for mixture in base.mixtures))
 
 
 def _exaone_moe(config: Config) -> Shape:
-    """K-EXAONE: EXAONE 4's attention behind norms, and experts behind the first layer."""
+    """K-EXAONE: EXAONE 4's attention with pre-norm, and experts after the first layer."""
     fields = {"n_routed_experts": config.get("num_experts", 64), "n_shared_experts": config.get("num_shared_experts", 1)}
     found = scored_by_kinds(replace(exaone4(config), norms=PLAIN), EXAONE_MOE | config | fields)
     return with_experts(found, correction="e_score_correction_bias")
 
 
 def _afmoe(config: Config) -> Shape:
-    """Arcee's Trinity: gates of attention, norms around it and the MLP, and experts behind the first layers. Layers that see all
-    have no rotary embedding."""
+    """Arcee's Trinity: gated attention, norms before and after attention and MLP, and experts after the first layers. Layers with
+    full attention have no rotary embedding."""
     expect(config, attention_bias=False, route_norm=True, score_func="sigmoid", n_group=1)
     given = AFMOE | config
     base, every = common(given), given["global_attn_every_n_layers"]
@@ -257,14 +257,14 @@ def _afmoe(config: Config) -> Shape:
 
 
 def _solar_open(config: Config) -> Shape:
-    """GLM 4.5's experts in every layer, and Llama's attention."""
+    """Solar Open: GLM 4.5's experts in every layer, and Llama's attention."""
     size = {"intermediate_size": config.get("moe_intermediate_size", SOLAR["moe_intermediate_size"])}
     given = SOLAR | config | size
     return replace(scored(common(given), given | {"first_k_dense_replace": 0}), qkv_bias=given.get("attention_bias", False))
 
 
 def _hy_v3(config: Config) -> Shape:
-    """Tencent's Hy 3: Qwen 3's attention, and experts behind the first layer."""
+    """Tencent's Hy 3: Qwen 3's attention, and experts after the first layer."""
     shared = config.get("num_shared_experts", 1)
     expect(config, mlp_bias=False)
     base = replace(biased(common(HY_3 | config), config), qk_norm=True)
@@ -276,7 +276,7 @@ def _hy_v3(config: Config) -> Shape:
 
 
 def _hunyuan_moe(config: Config) -> Shape:
-    """Hunyuan A13B: experts in every layer, of which one is for all tokens. Layers may choose other numbers of them."""
+    """Hunyuan A13B: experts in every layer, with a shared expert. Layers may differ in the number of experts per token."""
     base = hunyuan(config)
     counts = config.get("moe_topk", config.get("num_experts_per_tok", 1))
     counts = counts if isinstance(counts, list) else [counts] * base.layers
@@ -299,7 +299,7 @@ def _hunyuan_moe(config: Config) -> Shape:
 
 
 def _mellum(config: Config) -> Shape:
-    """Qwen 3's experts; layers that slide have another rotary embedding."""
+    """Mellum: Qwen 3's experts; layers with a sliding window have another rotary embedding."""
     full, local = ropes_by_kind(config, 5e5, 1e4)
     given = MELLUM | config | {"rope_parameters": full, "rope_scaling": None}
     base = _qwen3_moe({name: value for name, value in given.items() if name not in ("layer_types", "sliding_window")})
@@ -310,7 +310,7 @@ def _mellum(config: Config) -> Shape:
 
 
 def _minimax_m2(config: Config) -> Shape:
-    """Experts in every layer; norms of all queries, and all keys, of a token together. A part of each head turns."""
+    """MiniMax M2: experts in every layer; one norm over all queries of a token, and over all its keys. Partial rotary embedding."""
     base = common(MINIMAX | config)
     part = {"partial_rotary_factor": config["rotary_dim"] / base.head_size} if "rotary_dim" in config else {}
     mixture = Mixture(
@@ -328,8 +328,8 @@ def _minimax_m2(config: Config) -> Shape:
 
 
 def _minimax_m3(config: Config) -> Shape:
-    """Experts behind the first layers, one of them for all tokens, whose gates have a limit, as other layers' MLPs' have. In some
-    layers an index chooses blocks of tokens."""
+    """MiniMax M3: experts after the first layers, with a shared expert; gates of experts and MLPs are clamped. In some layers an
+    index chooses blocks of tokens."""
     sparse = config.get("sparse_attention_config") or {}
     if not isinstance(sparse, dict):
         raise Unsupported(f"config.json says sparse_attention_config {shown(sparse)}, an object is needed: {AGAIN}")
@@ -379,7 +379,7 @@ def _minimax_m3(config: Config) -> Shape:
 
 
 def _by_flags(config: Config, name: str, flags: Any, kinds: tuple[str, str], usual: str, layers: int) -> list[str]:
-    """Of each layer its kind, as a list of them says, or one of flags, which say whether it is the second."""
+    """The kind of each layer, from a list of kinds, or of flags, which select the second kind."""
     found = config.get(name)
     if found is None and isinstance(flags, list):
         found = [kinds[bool(flag)] for flag in flags]
@@ -407,7 +407,7 @@ def _blocks_of(given: Config, base: Shape, layers: frozenset[int]) -> BlockIndex
 
 
 def _ernie_moe(config: Config) -> Shape:
-    """ERNIE 4.5. Experts in some layers, of which one is for all tokens."""
+    """ERNIE 4.5: experts in some layers, with a shared expert."""
     base = ernie({"num_key_value_heads": 4, "head_dim": None} | config)
     size = config.get("moe_intermediate_size", 1536)
     mixture = Mixture(
@@ -436,7 +436,7 @@ QWEN2_EXPERTS: Config = {
 
 
 def _qwen2_moe(config: Config) -> Shape:
-    """One expert of each layer is for all tokens. Every other one of the first layers slides, if any."""
+    """Qwen 2 MoE: experts with a shared expert. Every other one of the first layers has a sliding window, if any."""
     base = common({"num_key_value_heads": 16, "max_position_embeddings": 32_768} | config)
     mixture = one_for_all(QWEN2_EXPERTS | config, config.get("norm_topk_prob", False))
     last = config.get("max_window_layers", 28)
@@ -449,7 +449,7 @@ def _qwen2_moe(config: Config) -> Shape:
 
 
 def one_for_all(config: Config, normalized: bool) -> Mixture:
-    """Qwen's experts, of which one is for all tokens, through a gate of its own."""
+    """Qwen's experts, with a gated shared expert."""
     return Mixture(
         experts=config["num_experts"],
         chosen=config["num_experts_per_tok"],
@@ -460,7 +460,7 @@ def one_for_all(config: Config, normalized: bool) -> Mixture:
 
 
 def mixed(base: Shape, config: Config, mixture: Mixture) -> Shape:
-    """The same, with experts in every layer, or in some."""
+    """The shape with experts in every layer, or in some."""
     dense, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
         raise Unsupported(f"config.json says mlp_only_layers {shown(dense)}, a list of numbers is needed: {AGAIN}")
@@ -469,25 +469,26 @@ def mixed(base: Shape, config: Config, mixture: Mixture) -> Shape:
 
 
 def _granite_moe(config: Config) -> Shape:
-    """Granite 3's small ones: experts in every layer."""
+    """Granite 3's small models: experts in every layer."""
     given = GRANITE_MOE | config
     return with_granites_experts(granite(given), given, shared=0)
 
 
 def _granite_moe_shared(config: Config) -> Shape:
-    """One expert of each layer is for all tokens, if any."""
+    """Granite MoE with a shared expert in each layer, if any."""
     given = GRANITE_MOE | config
     return with_granites_experts(granite(given), given, shared=given.get("shared_intermediate_size", 0))
 
 
 def _granite_moe_swa(config: Config) -> Shape:
-    """The same; one layer in four sees all, and heads have sinks."""
+    """The same with full attention in one layer of four, and attention sinks."""
     given = GRANITE_MOE | {"shared_intermediate_size": 0, "sliding_window": 128} | config
     return with_thetas(_granite_moe_shared(given), given)
 
 
 def with_granites_experts(base: Shape, given: Config, shared: int) -> Shape:
-    """The same, with experts in every layer, if there are any; shared: features of the one for all tokens, 0: there is none."""
+    """The shape with experts in every layer, if there are any; shared: intermediate features of the shared expert, 0: there is
+    none."""
     mixture = Mixture(
         experts=given["num_local_experts"],
         chosen=given["num_experts_per_tok"],
@@ -512,7 +513,8 @@ def with_granites_experts(base: Shape, given: Config, shared: int) -> Shape:
 
 
 def _gpt_oss(config: Config) -> Shape:
-    """OpenAI 2025, arXiv:2508.10925. Every other layer slides; heads have sinks, experts biases, limits, and 4 bits as stored."""
+    """gpt-oss (OpenAI 2025, arXiv:2508.10925): a sliding window in every other layer, attention sinks; experts with biases, clamped
+    gates, and MXFP4 weights."""
     given = with_rope(GPT_OSS | config, GPT_OSS_ROPE)
     stored, few = config.get("quantization_config"), None
     if isinstance(stored, dict) and stored.get("quant_method") == "mxfp4":

@@ -1,4 +1,4 @@
-"""The residual stream of a step's tokens."""
+"""The residual stream of a step's tokens, with its norms and additions fused."""
 
 from collections.abc import Sequence
 
@@ -13,17 +13,19 @@ from ..parallel import Ranks
 
 
 class Stream:
-    """The residual stream of some tokens: what was added up so far, and what is still to be added, in one go with the next norm.
+    """The residual stream of some tokens: the sums so far, and an addition still pending, which is done together with the next
+    norm.
 
-    Few rows on an accelerator go by fewer launches (`fused_skinny_gemm`): products take SwiGLU with them, of one row the norm, too,
-    and what they come to is added at once, or in parts by the next norm. With several ranks what they come to must be added up
-    first: sums and norms go together.
+    Few rows on an accelerator take fewer kernel launches (`fused_skinny_gemm`): a product includes SwiGLU, and for a single row the
+    norm before it, and its result is added at once, or as split-K parts by the next norm. With several ranks products must be
+    all-reduced first: the addition is then fused with the next norm.
     """
 
     def __init__(self, sums: Tensor, ranks: Ranks, epsilon: float, gelu: bool = False, chosen: RowAdapters | None = None) -> None:
-        """sums: [tokens, hidden], the caller's no more; gelu: of gates; chosen: of adapters, if any token goes by one.
+        """sums: [tokens, hidden], owned by the stream from now on; gelu: of gates; chosen: LoRA adapters by row, if any token uses
+        one.
 
-        Gains of norms are [hidden] where those are RMS norms, and [2, hidden] with their biases where they are layer norms.
+        Gains of norms are [hidden] for RMS norms, and [2, hidden] with their biases for layer norms.
         """
         self._sums = sums
         self._more: Tensor | None = None  # [tokens, hidden], or parts of that, [parts, tokens, hidden] float32
@@ -33,7 +35,7 @@ class Stream:
         self._chosen = chosen
 
     def normalized(self, gains: Tensor | None) -> Tensor:
-        """[tokens, hidden], not to be overwritten; without gains the sums themselves."""
+        """The norm of the sums, [tokens, hidden], not to be overwritten; without gains the sums themselves."""
         more, self._more = self._more, None
         if more is not None and gains is not None and gains.dim() == 1:
             return add_rms_norm(more, self._sums, gains, self._epsilon)
@@ -42,7 +44,7 @@ class Stream:
         return self._sums if gains is None else self._norm(self._sums, gains)
 
     def through(self, gains: Tensor | None, weight: Weight, gates: bool = False) -> Tensor:
-        """The product of what is `normalized` with `weight`, or what its gates let through."""
+        """The product of the `normalized` stream with `weight`; gates: followed by the gated activation."""
         few = weight.streams(self._sums, gates) and not self._adapted(weight)
         if few and self._more is None and (gains is None or gains.dim() == 1):
             return weight.streamed(self._sums, gains=gains, epsilon=self._epsilon, gated=gates, gelu=self._gates.gelu)
@@ -52,12 +54,12 @@ class Stream:
         return self.apart(x, weight, gates, streams=not gates)
 
     def apart(self, x: Tensor, weight: Weight, gates: bool, streams: bool = True) -> Tensor:
-        """The product of what is normalized already with `weight`, or what its gates let through; streams: as of `product`."""
+        """The same for x, which is normalized already; streams: as of `product`."""
         found = self.product(x, weight, streams)
         return gated(found, self._gates) if gates else found
 
     def add(self, x: Tensor, weight: Weight, gains: Tensor | None = None) -> None:
-        """Adds the product of x with `weight`, this rank's part of it, or the norm of that."""
+        """Adds the product of x with `weight`, all-reduced over the ranks' parts, or its norm."""
         if gains is None and self._ranks.size == 1 and weight.streams(x) and not self._adapted(weight):
             assert self._more is None
             self._more = weight.add(x, self._sums)
@@ -65,13 +67,13 @@ class Stream:
             self.add_part(self.product(x, weight), gains)
 
     def add_part(self, x: Tensor, gains: Tensor | None = None) -> None:
-        """Adds x, this rank's part of it, or the norm of that."""
+        """Adds x, all-reduced over the ranks' parts, or its norm."""
         assert self._more is None
         whole = self._ranks.add(x)
         self._more = whole if gains is None else self._norm(whole, gains)
 
     def add_each(self, parts: Sequence[Tensor], gains: Sequence[Tensor], last: Tensor | None) -> None:
-        """Adds the norm of the sum of the norms of these, of which all are this rank's parts."""
+        """Adds the sum of the norms of these, each all-reduced over the ranks' parts, or the norm `last` of that sum."""
         wholes = self._ranks.add(torch.stack([*parts]))
         found = sum(self._norm(whole, own) for whole, own in zip(wholes, gains, strict=True))
         assert isinstance(found, Tensor)
@@ -82,11 +84,11 @@ class Stream:
         self.normalized(None).add_(x)
 
     def scale(self, factor: float) -> None:
-        """Multiplies it."""
+        """Multiplies the stream."""
         self.normalized(None).mul_(factor)
 
     def replace(self, rows: Tensor, sums: Tensor) -> None:
-        """Other sums for these rows, to which nothing was added yet."""
+        """Replaces the sums of these rows, to which nothing was added yet."""
         self._sums.index_copy_(0, rows, sums)
 
     def put(self, rows: Tensor, x: Tensor) -> None:
@@ -94,12 +96,13 @@ class Stream:
         self.normalized(None).index_add_(0, rows, x)
 
     def select(self, rows: Tensor) -> None:
-        """Goes on with these rows alone."""
+        """Keeps these rows alone."""
         self._sums = self.normalized(None).index_select(0, rows)
         self._chosen = self._chosen.select(rows) if self._chosen is not None else None
 
     def product(self, x: Tensor, weight: Weight, streams: bool = True) -> Tensor:
-        """Of a row for each token of the stream with `weight`, and what adapters add to it; streams: it may, where rows are few."""
+        """The product of x, a row for each token of the stream, with `weight`, and what LoRA adapters add; streams: few rows may
+        use the skinny GEMM."""
         found = weight(x) if streams else weight.product(x)
         if self._chosen is not None and weight.additions is not None:
             weight.additions.add(x, found, self._chosen)

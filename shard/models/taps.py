@@ -1,4 +1,4 @@
-"""What a model makes of tokens, kept for a draft model that goes by it."""
+"""Captures a target model's hidden states as features for a draft model (EAGLE-3, MTP, Medusa, MLP speculator)."""
 
 from dataclasses import dataclass
 
@@ -11,18 +11,20 @@ from ..step import Step
 
 @dataclass(frozen=True, slots=True)
 class Taps:
-    """Where the model is listened to, on all ranks; only the one that guesses has a cache for it."""
+    """Where hidden states are captured, on all ranks; only the rank that drafts has a cache for them."""
 
-    layers: tuple[int, ...]  # what enters these, side by side; (): what the last norm gives
-    fuse: Weight | None = None  # [features, what that is together]; None: it is kept as it is, or another rank keeps it
+    layers: tuple[int, ...]  # layers whose inputs are captured, concatenated; (): the output of the last norm
+    # Projection [features, concatenated inputs]; None: features are stored as they are, or another rank stores them.
+    fuse: Weight | None = None
 
     @property
     def last(self) -> bool:
-        """Whether all tokens are to go through all layers."""
+        """Whether all tokens must go through all layers."""
         return not self.layers
 
     def keep(self, found: Tensor, step: Step, cache: Cache) -> None:
-        """found: of the step's tokens, [tokens, ...]. Written where their keys are; padding gives zeros to padding."""
+        """Stores features in the slots of the tokens' keys. found: hidden states of the step's tokens, [tokens, ...]; padding
+        writes zeros to the padding slot."""
         if cache.features is None:
             return
         features = self.fuse(found) if self.fuse is not None else found

@@ -1,6 +1,6 @@
-"""What encodes images: transformers' own modules of the model's family, with the checkpoint's weights. Every rank has all of it.
+"""The image encoder: transformers' own modules of the model's family, with the checkpoint's weights. Every rank has all of it.
 
-An image is encoded by itself, so that its features depend on nothing else.
+Each image is encoded by itself, so that its features depend on nothing else.
 """
 
 from array import array
@@ -28,10 +28,10 @@ REMEDY = "pip install -e '.[images]' in the checkout, or take --max-images 0, wh
 
 
 class Vision:
-    """From pixels to features."""
+    """Turns images' pixels into features, which replace token embeddings."""
 
     def __init__(self, config: Config, folder: Path, source: Source, pixels: int, form: Shape) -> None:
-        """pixels: the most of an image; form: the decoder's. Raises Unsupported."""
+        """pixels: the most of an image; form: the decoder's shape. Raises Unsupported."""
         found = form_of(config)
         assert found is not None
         self._form = found
@@ -70,11 +70,11 @@ class Vision:
 
     @torch.inference_mode()
     def _try(self, hidden: int) -> None:
-        """Encodes an image: what could be made may contradict itself all the same. Raises Unsupported."""
+        """Encodes a blank image: modules that could be built may still contradict each other. Raises Unsupported."""
         try:
             blank = self.blank(1)
             tokens, _, size = self.encode(blank).shape
-        except Exception as error:  # it has many
+        except Exception as error:  # of many types
             raise Unsupported(
                 f"what encodes images fails by config.json ({_said(error)}): {AGAIN}; --max-images 0 does without"
             ) from None
@@ -83,25 +83,26 @@ class Vision:
 
     @property
     def bytes(self) -> int:
-        """What its weights take in memory."""
+        """Bytes of its weights."""
         return sum(tensor.nbytes for tensor in (*self._model.parameters(), *self._model.buffers()))
 
     @property
     def largest(self) -> int:
-        """The most tokens of an image, without what ends rows."""
+        """The most tokens of an image, without those that end rows."""
         return self._encoder.largest
 
     @property
     def whole(self) -> int:
-        """The most tokens of an image that are computed at once, if they are."""
+        """The most tokens of an image where it must be computed in one step, because its tokens attend to each other; else 0."""
         return self.largest if self._whole else 0
 
     def blank(self, tokens: int) -> Picture:
-        """An image of about so many tokens, on which is nothing."""
+        """A blank image of about so many tokens."""
         return self._encoder.blank(tokens)
 
     def places(self, images: Listing[Picture]) -> list[int] | None:
-        """Of their tokens in the prompt, ascending; None: they overlap, or are not as `shape` says."""
+        """The positions of images' tokens in the prompt, ascending; None: images overlap, or their pixels don't fit their
+        tokens."""
         found, end = list[int](), 0
         for image in images:
             assert image.pixels is not None
@@ -117,7 +118,8 @@ class Vision:
         return found
 
     def pictures(self, images: Listing[Picture], prompt: "array[int]", cache_key: str) -> Pictures:
-        """Those of a prompt, whose ids say what they show. cache_key: only with the same one others find what is computed."""
+        """A prompt's images, keyed by the prompt's ids in their places. cache_key: computed features are shared among requests with
+        the same one."""
         own = [self._placed(image) for image in images]
         for image in own:
             image.key = cache_key, prompt[image.start : image.end].tobytes()
@@ -128,16 +130,16 @@ class Vision:
 
     @property
     def most(self) -> int:
-        """Tokens of images whose features are kept."""
+        """Tokens of images whose features are cached."""
         return max(MOST, self.largest)
 
     def look(self, picture: Picture) -> Tensor:
-        """Its features. They are kept for a while, since others may ask for them."""
+        """An image's features, from the cache if it was encoded lately."""
         return self._cache.of(picture, self.encode)
 
     def encode(self, picture: Picture) -> Tensor:
-        """[tokens, levels, hidden]: what stands for their embeddings, and what is added to the stream behind each of the first
-        layers, in families that do so (Qwen 3 VL's DeepStack: Meng et al. 2024, arXiv:2406.04334)."""
+        """Encodes an image to [tokens, levels, hidden]: what replaces its tokens' embeddings, and in some families what is added to
+        the stream after each of the first layers (Qwen 3 VL's DeepStack: Meng et al. 2024, arXiv:2406.04334)."""
         assert picture.pixels is not None
         kind = self._encoder.normalizing
         pixels = to_device(picture.pixels, self._mean.device).to(kind)
@@ -146,18 +148,18 @@ class Vision:
 
 
 def _modules(config: Config, folder: Path) -> Any:
-    """transformers' model without its text; its parameters have shapes, and no memory. Raises Unsupported."""
+    """transformers' model without its language model; parameters have shapes, but no memory. Raises Unsupported."""
     transformers = _library()
     if config["model_type"] not in transformers.CONFIG_MAPPING:
         known = f"transformers {transformers.__version__} knows no model_type {config['model_type']}"
         raise Unsupported(f"{folder}: {known}, whose images are to be seen: {REMEDY}")
-    # Unlike the device "meta" this leaves buffers as they are, of which no checkpoint has a copy.
+    # Unlike the device "meta" this keeps buffers, of which no checkpoint has a copy.
     hook = register_module_parameter_registration_hook(_empty)  # type: ignore[arg-type]
     try:
         known = transformers.AutoConfig.for_model(**config)
         text = known.text_config
         text.num_hidden_layers, text.layer_types, text.pad_token_id = 0, [], 0
-        for name in ("num_kv_shared_layers", "hidden_size_per_layer_input"):  # of its layers, too
+        for name in ("num_kv_shared_layers", "hidden_size_per_layer_input"):  # of the language model's layers, too
             if hasattr(text, name):
                 setattr(text, name, 0)
         known.quantization_config = None
@@ -166,7 +168,7 @@ def _modules(config: Config, folder: Path) -> Any:
         found = transformers.AutoModel.from_config(known, dtype=torch.float32).eval()
     except ImportError as error:
         raise Unsupported(f"{folder}: transformers can't make what encodes images ({_said(error)}): {REMEDY}") from None
-    except Exception as error:  # it has many, for a config.json that is none of its own
+    except Exception as error:  # of many types, for an inconsistent config.json
         raise Unsupported(
             f"{folder}: transformers can't make what encodes images ({_said(error)}): {AGAIN}; --max-images 0 does without"
         ) from None
@@ -181,8 +183,7 @@ def _empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.P
 
 
 def _rescaling(folder: Path) -> tuple[float, list[float], list[float]]:
-    """What pixels are multiplied by, and the colours' means and deviations: as what makes pixels of pictures has them. Raises
-    Unsupported."""
+    """The factor of pixels, and the colours' means and deviations, as the image processor has them. Raises Unsupported."""
     library = _library()
     try:
         found = image_processor(library, folder)
@@ -198,12 +199,12 @@ def _rescaling(folder: Path) -> tuple[float, list[float], list[float]]:
 
 
 def _said(error: Exception) -> str:
-    """The first lines, of a library's many."""
+    """The first lines of a library's message."""
     return " ".join(line.strip() for line in str(error).strip().splitlines()[:2])
 
 
 def _library() -> Any:
-    """transformers. Takes seconds, and is for images alone. Raises Unsupported."""
+    """Imports transformers, which takes seconds, and is needed for images alone. Raises Unsupported."""
     try:
         import transformers
     except ImportError as error:

@@ -1,4 +1,5 @@
-"""What checkpoints call the tensors of what encodes images: as transformers 5 saves them, or by other names, and in other parts."""
+"""Finds image encoders' tensors in checkpoints: by the names by which transformers 5 saves them, or by those of the hub, some of
+them in fused tensors."""
 
 import re
 from dataclasses import dataclass
@@ -7,15 +8,15 @@ from torch import Tensor
 
 from ..weights import Source
 
-ROOTS = ("model.", "")  # what names begin with: as transformers 5 saves them, and as most checkpoints have them
-# What they begin with, and on the hub: Gemma 3's, PaddleOCR's, Gemma 4 12B's, MiniMax M3's.
+ROOTS = ("model.", "")  # prefixes: as transformers 5 saves them, and as most checkpoints have them
+# transformers' prefixes and the hub's: Gemma 3's, PaddleOCR's, Gemma 4 12B's, MiniMax M3's.
 HUBS = (
     *(("vision_tower.", "vision_tower.vision_model."), ("projector.", "mlp_AR.")),
     *(("embed_vision.multimodal_embedder.", "embed_vision."), ("embed_vision.p", "vision_embedder.p")),
     ("vision_tower.embeddings.proj.", "vision_tower.vision_model.embeddings.patch_embedding."),
     *(("vision_tower.layers.", "vision_tower.vision_model.encoder.layers."), ("multi_modal_projector.merge_", "patch_merge_mlp.")),
 )
-# Parts of names, and on the hub: Step 3.7's.
+# Parts of transformers' names and the hub's: Step 3.7's.
 STEP = (
     ("multi_modal_projector.", "vit_large_projector."),
     ("vision_model.embeddings.patch_embedding.", "vision_model.conv1."),
@@ -25,7 +26,7 @@ STEP = (
     *((".lambda_1", ".ls_1.gamma"), (".lambda_2", ".ls_2.gamma"), (".mlp.fc1.", ".mlp.c_fc."), (".mlp.fc2.", ".mlp.c_proj.")),
     *((".self_attn.", ".attn."), (".layernorm_before.", ".ln_1."), (".layernorm_after.", ".ln_2.")),
 )
-# Likewise, Hy 4's, DeepSeek-OCR 2's, LFM 3's and Mistral Large 4's.
+# The same of Hy 4, DeepSeek-OCR 2, LFM 3 and Mistral Large 4.
 HY_4 = (
     *(("vision_tower.", "vit."), (".mlp.fc1.", ".mlp.dense_h_to_4h."), (".mlp.fc2.", ".mlp.dense_4h_to_h.")),
     *((".layer_norm1.", ".input_layernorm."), (".layer_norm2.", ".post_attention_layernorm.")),
@@ -50,22 +51,22 @@ MISTRAL_LARGE_4 = (
     *(("vision_tower.", "vision_encoder."), (".gate_proj.", ".w1."), (".down_proj.", ".w2."), (".up_proj.", ".w3.")),
     *((f".{part}_proj.", f".w{part}.") for part in "qkvo"),
 )
-TURNED = (".wq.", ".wk.")  # in them features that turn together are neighbours, here they are half a head apart
+TURNED = (".wq.", ".wk.")  # tensors whose rotary features are interleaved, where transformers has them half a head apart
 # By the model_type of config.json.
 PARTS = {"deepseek_ocr2": OCR_2, "hy_v4_vl": HY_4, "lfm3_vl": LFM_3, "mistral_large4": MISTRAL_LARGE_4, "step3p7": STEP}
-JOINT = re.compile(r"(.*)\.attn\.([qkv])_proj\.(weight|bias)")  # of the same, which are one there
+JOINT = re.compile(r"(.*)\.attn\.([qkv])_proj\.(weight|bias)")  # of Step 3.7, fused on the hub
 
 
 @dataclass(frozen=True, slots=True)
 class VisionNames:
-    """Of one family's."""
+    """The image encoder's tensors of one family's checkpoint."""
 
     source: Source
     parts: tuple[tuple[str, str], ...] = ()  # see STEP
     heads: int = 0  # of its attention
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """By transformers' name. Raises Unsupported."""
+        """The tensor of that name in transformers. Raises Unsupported."""
         names = [name, *(name.replace(*pair, 1) for pair in HUBS if name.startswith(pair[0])), self._renamed(name)]
         stored = next((root + each for root in ROOTS for each in names if self.source.has(root + each)), "")
         joint = JOINT.fullmatch(names[-1])
@@ -80,7 +81,7 @@ class VisionNames:
         return name
 
     def _part(self, before: str, part: str, kind: str, shape: tuple[int, ...]) -> Tensor:
-        """Of a matrix of queries, keys and values, of which the first two are as `TURNED`."""
+        """A part of fused queries, keys and values, of which the first two have interleaved rotary features as in `TURNED`."""
         name, start = f"{before}.attn.in_proj_{kind}", "qkv".index(part) * shape[0]
         root = next((root for root in ROOTS if self.source.has(root + name)), ROOTS[0])
         found = self.source.tensor(root + name, (3 * shape[0], *shape[1:]), (0, start, start + shape[0]))
