@@ -23,20 +23,27 @@ class Background:
         self._lock = threading.Lock()
 
     def submit(self, function: Callable[[], Result]) -> "Future[Result]":
-        """Queues a job and returns at once; the future gets what the function returns or raises."""
+        """Queues a job and returns at once; the future gets what the function returns or raises, or why no thread could start."""
         future: Future[Result] = Future()
         with self._lock:
-            self._jobs.append((future, function))
-            if self._threads < self._most:
-                self._threads += 1
-                self._start()
+            problem = self._start() if self._threads < self._most else None
+            if problem is not None and not self._threads:
+                future.set_exception(problem)
+            else:
+                self._jobs.append((future, function))
         return future
 
-    def _start(self) -> None:
+    def _start(self) -> RuntimeError | None:
         with SIZING:
             usual = threading.stack_size(STACK)
-            threading.Thread(target=self._work, name="background", daemon=True).start()
-            threading.stack_size(usual)
+            try:
+                threading.Thread(target=self._work, name="background", daemon=True).start()
+            except RuntimeError as error:  # the process has as many threads as it may
+                return error
+            finally:
+                threading.stack_size(usual)
+        self._threads += 1
+        return None
 
     def _work(self) -> None:
         while True:
@@ -45,6 +52,8 @@ class Background:
                     self._threads -= 1
                     return
                 future, function = self._jobs.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
             try:
                 future.set_result(function())
             except BaseException as error:  # a panic in a Rust library is not an Exception

@@ -80,7 +80,9 @@ def check_guesses(target: Shape, speculation: Speculation) -> None:
     blocks."""
     if speculation.chain or (target.remembering is None and not target.placed):
         return
-    reason = "where an index chooses blocks of tokens," if target.remembering is None else f"with {target.remembering.name}"
+    reason = (
+        "where blocks, pools or entries of tokens are chosen," if target.remembering is None else f"with {target.remembering.name}"
+    )
     raise Unsupported(
         f"--speculate {written(speculation)}: {reason} guesses must follow each other: take a draft model's tokens=K, or ngram=K, "
         "and not both"

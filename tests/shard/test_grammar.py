@@ -2,6 +2,7 @@
 
 import json
 import random
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -446,6 +447,25 @@ def test_tokens_that_were_added_and_are_not_special_are_text(tmp_path: Path) -> 
     assert grammars.bytes_of([2, 3, 4]) == b"<|user|>"
     assert Stops(grammars).completed_by([9, 9], 2, 3, ["<|user|>"])
     assert not Stops(grammars).completed_by([9, 9], 2, 2, ["<|end|>"])
+
+
+def test_background_without_a_thread_says_so_and_works_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    background, usual = Background(1), threading.stack_size()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda thread: (_ for _ in ()).throw(RuntimeError("can't start new thread")))
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            background.submit(lambda: 3).result(10)
+    assert threading.stack_size() == usual
+    assert background.submit(lambda: 3).result(10) == 3
+
+
+def test_a_cancelled_job_is_left_out() -> None:
+    background, go = Background(1), Event()
+    background.submit(go.wait)
+    cancelled, following = background.submit(lambda: 3), background.submit(lambda: 4)
+    assert cancelled.cancel()
+    go.set()
+    assert following.result(10) == 4
 
 
 def test_a_panic_in_the_background_is_raised_to_who_waits() -> None:

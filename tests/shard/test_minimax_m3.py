@@ -177,7 +177,9 @@ def test_guesses_follow_each_other(asked: str, served: bool) -> None:
     if served:
         check_guesses(text(), parse(asked))
     else:
-        with pytest.raises(Unsupported, match="where an index chooses blocks of tokens, guesses must follow each other"):
+        with pytest.raises(
+            Unsupported, match="where blocks, pools or entries of tokens are chosen, guesses must follow each other"
+        ):
             check_guesses(text(), parse(asked))
 
 
