@@ -217,7 +217,7 @@ class Adapters:
 
     async def _retire(self, adapter: Later) -> None:
         for replica in self._replicas():
-            with suppress(Broken):  # shards that come anew don't have it
+            with suppress(Broken):  # new shards don't have it
                 await replica.retire(adapter.key)
         await self._drop_unused()
 

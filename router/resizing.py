@@ -349,8 +349,8 @@ def fitted(size: tuple[int, int], room: tuple[Any, Any]) -> tuple[int, int]:
 
 
 class Views(Resizing):
-    """DeepSeek-OCR 2's: tiles in proportions near to the image's own, if it is larger than one, and the whole image on a grey
-    square."""
+    """DeepSeek-OCR 2's: tiles in proportions near to the image's own, if it is larger than one, and the whole image, padded with
+    grey."""
 
     UNIT = 16 * 4  # pixels per token side
 
