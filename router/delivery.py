@@ -22,7 +22,7 @@ Prompts = Mapping[int, tuple[Any, Any]]  # log-probabilities and alternatives of
 
 @dataclass(slots=True)
 class Delivered:
-    """What a reply changed."""
+    """The streams that a step's reply has changed."""
 
     touched: list[Stream] = field(default_factory=list)  # streams with new items; repeated for several tokens
     stopped: list[tuple[Stream, Choice]] = field(default_factory=list)  # ended by a stop string, which the shards don't know

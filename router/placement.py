@@ -37,7 +37,7 @@ _burden = attrgetter("load", "given", "bit")  # of a place: unique
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Where a request went, and why."""
+    """The replica chosen for a request, and why."""
 
     name: str
     reason: str  # "session", "prefix" or "load"

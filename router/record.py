@@ -36,7 +36,7 @@ class Run:
 
 @dataclass(slots=True)
 class Record:
-    """An HTTP request, with its runs."""
+    """What is recorded of an HTTP request, with its runs on the shards."""
 
     id: str  # request id for clients, proxies and logs
     trace: str = ""  # W3C traceparent of its span; "": it is not traced

@@ -1,6 +1,6 @@
 """Answers health probes while the router's own modules and the tokenizer are still being imported, which takes a second or two.
 
-Standard library only, so that it is imported at once. It has three answers: not ready, alive, and none after it was relieved.
+Standard library only, so that it is imported at once. It has three answers: unhealthy, not ready, and alive.
 """
 
 import json

@@ -50,7 +50,7 @@ class Missing(Exception):
 
 
 class Tracing(Protocol):
-    """The interface to the API."""
+    """What the API needs of tracing."""
 
     def begin(self, headers: Mapping[str, str], record: Record, /) -> Any:
         """A span for a request, below the client's own if `headers` name one. Sets `record.trace`."""

@@ -28,7 +28,7 @@ class ShardConfig:
     overlap: str = "auto"  # "on": steps are begun before the tokens of the last one are known; "auto": on CUDA; "off"
     batch_invariant: bool = False  # results for a token are bit-identical whatever else is in the batch
     page_size: int = 16
-    longest: int = 0  # prompt and answer together, of models that depend on it (RoPE scaling); 0: the model's maximum
+    longest: int = 0  # prompt and answer together, of models that depend on it (longrope, chunked attention); 0: their maximum
     kv_pages: int = 0  # size of the pool in pages; 0: from the memory that is left after warm-up
     kv_offload_gib: float = 0.0  # host memory for copies of evicted KV pages, for all ranks on a machine together
     prefix_caching: bool = True  # prefix caching: computed prefixes stay cached while nobody needs their pages

@@ -43,7 +43,7 @@ class GraphExtent:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """A recorded forward."""
+    """A recorded CUDA graph of a forward, with its size and input buffers."""
 
     room: Room
     input: Step

@@ -34,7 +34,7 @@ ELSEWHERE = "rank 0 says why"
 
 @dataclass(slots=True)  # many per step: frozen ones take three times as long to make
 class Wanted:
-    """The rows that a run wants sampled."""
+    """A run's rows to be sampled, or expanded as beams."""
 
     run: Run
     rows: list[Row]

@@ -26,7 +26,7 @@ BEFORE = ROOT - 1  # pseudo-node: the sequence without its last token
 
 
 class Readout(Rounds):
-    """See `guesses.DraftModel`."""
+    """Draft heads without a KV cache, on the rank that samples; see `guesses.DraftModel`."""
 
     recorded = False
 

@@ -60,7 +60,7 @@ class Underway:
 
 
 class Replay:
-    """One run: `run` returns its measures."""
+    """Replay of one trace: `run` returns its measures."""
 
     def __init__(self, setting: Setting, requests: Sequence[Request]) -> None:
         self.scheduler = Scheduler(setting.bounds, setting.policy) if setting.policy else Scheduler(setting.bounds)

@@ -21,7 +21,7 @@ Continuations = tuple[tuple[int, int], ...]  # (choice, generated tokens)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A group as it joins."""
+    """A request that joins, as the simulated shard needs it."""
 
     uid: int
     prompt: int  # tokens
@@ -76,7 +76,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """What a Filter did."""
+    """Reply to a Filter: free pages, and what resumes preempted groups."""
 
     free: int
     cached: int
