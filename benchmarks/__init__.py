@@ -1,6 +1,7 @@
-"""What is measured. Scripts; some share what they need."""
+"""Benchmarks: scripts that measure speed and cost, and modules that they share."""
 
 import os
 
-# Before numpy comes: models within a benchmark compute by one thread, as the launcher tells shards with one. Others would spin.
+# Before numpy is imported: models within a benchmark compute with one thread, as shards do by the launcher's settings with one.
+# Other threads would spin.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

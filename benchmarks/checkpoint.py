@@ -1,4 +1,4 @@
-"""Writes a random-weight Llama checkpoint with a tokenizer, for speed only: every engine can load it, none can say anything."""
+"""Writes a random-weight Llama checkpoint with a tokenizer, for speed only: every engine can load it, its output is meaningless."""
 
 import json
 from pathlib import Path

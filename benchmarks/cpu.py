@@ -38,7 +38,7 @@ from penstock.benchmarks.streams import client
 from penstock.launcher import machine
 
 HERE = Path(__file__).parent
-PROMPT = 16  # tokens: short, so that what is subtracted adds no noise
+PROMPT = 16  # tokens: short, so that the subtraction adds no noise
 MODULES = {
     "transformers": "transformers",
     "transformers-continuous": "transformers",
@@ -55,14 +55,14 @@ GOALS = {  # ratios to these peers, float32 checkpoint
     ("transformers-continuous", "decode 8"): 2.0,
     ("transformers-continuous", "decode 32"): 2.9,
 }
-BFLOAT16_GOALS = {("transformers", "decode 8"): 2.8}  # bfloat16 checkpoint on a processor without bfloat16 units
+BFLOAT16_GOALS = {("transformers", "decode 8"): 2.8}  # bfloat16 checkpoint on a CPU without bfloat16 units
 START_GOALS = {"the router answers": 1.0, "ready": 5.0}  # seconds after `penstock serve` starts, demo model
 Prompts = list[list[int]]
 
 
 @dataclass
 class Engine:
-    """Something that answers workloads: `run(prompts, new)` returns CPU seconds of its process tree."""
+    """An engine under test: `run(prompts, new)` returns CPU seconds of its process tree."""
 
     name: str
     run: Callable[[Prompts, int], float]
@@ -70,7 +70,7 @@ class Engine:
 
 
 def start_times(rounds: int) -> dict[str, float]:
-    """Medians, with the embedded demo model."""
+    """Median start times, with the embedded demo model."""
     found = []
     for _ in range(rounds):
         with serving() as server:
@@ -79,7 +79,7 @@ def start_times(rounds: int) -> dict[str, float]:
 
 
 def penstock(folder: Path, stack: ExitStack) -> Engine:
-    """Our own server, asked over HTTP with a stream per prompt."""
+    """Our own server, over HTTP with a stream per prompt."""
     server = stack.enter_context(serving(str(folder), "--threads", "1", "--max-total-tokens", "1024", "--prefix-caching", "off"))
 
     async def ask(prompts: Prompts, new: int) -> int:
@@ -215,7 +215,7 @@ def compare(
             measure(engine, options.new, batches, options.prefill)
             last = {work: round(speeds[-1], 1) for work, speeds in engine.speeds.items()}
             print(f"round {turn + 1}: {engine.name} {last}", flush=True)
-    # penstock keeps weights in float32 where the processor has no bfloat16 units, so a step reads 4 bytes each.
+    # penstock keeps weights in float32 where the CPU has no bfloat16 units, so a step reads 4 bytes each.
     element = 2 if options.dtype == "bfloat16" and machine.inspect().fast_bfloat16 else 4
     return report(engines, checkpoint.parameters_read(), element, GOALS if options.dtype == "float32" else BFLOAT16_GOALS)
 

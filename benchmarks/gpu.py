@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 BEGAN = time.perf_counter()  # before torch is imported, which may take a quarter of a minute
 MINUTES = 9.5  # of all sections together
-# Of a whole run, roughly. Most of correctness is compiling.
+# Shares of a whole run, roughly. Most of correctness is compiling.
 SHARES = {
     "ceilings": 0.05,
     "correctness": 0.22,
@@ -72,10 +72,10 @@ SOURCES = {  # modules and functions
     "profile": ("gpu_profile", "measure"),
 }
 UNASKED = [name for name in SHARES if name not in ("tuning", "profile")]  # sections that run unless others are asked for
-GRACE = 60.0  # seconds that a section may take beyond its time before it is ended: it looks at the clock between measurements
+GRACE = 60.0  # seconds that a section may exceed its time before it is killed: it checks the clock between measurements
 PATIENCE = {"server": 400.0}  # it has time limits of its own, and ends what it has started
-SLACK = 15.0  # seconds that the last sections may take beyond the time of all
-LEAST = 20.0  # seconds that are worth beginning a section for: starting Python, torch and CUDA takes ten
+SLACK = 15.0  # seconds that the last sections may exceed the time of all
+LEAST = 20.0  # least seconds for which a section is started: starting Python, torch and CUDA takes ten
 Rates = tuple[float, float, float]  # of copies and reads (bytes a second) and of products (FLOP a second)
 
 
@@ -91,7 +91,7 @@ def main() -> int:
     while left:
         seconds, patience = times(left, BEGAN + 60 * options.minutes - time.perf_counter())
         name = left.pop(0)
-        if patience < LEAST:  # whoever ends the run from outside would have no table at all
+        if patience < LEAST:  # a run that is killed from outside would have no table at all
             lines.append(report.failed(name, "the section", "no time was left for it", 1.0, check=name in CHECKS))
             continue
         print(f"{name} (about {seconds:.0f} s)", flush=True)
@@ -102,13 +102,13 @@ def main() -> int:
                 facts |= value
             else:
                 rates = value
-        _save(options, lines, facts)  # a run that is ended from outside leaves what it has measured
+        _save(options, lines, facts)  # a run that is killed from outside keeps what it has measured
     print(f"{report.table(lines)}\n\n{report.digest(lines, facts)}")
     return report.sum_up(lines)
 
 
 def times(left: Sequence[str], remaining: float) -> tuple[float, float]:
-    """Seconds that the first of the sections `left` should take, and after which it is ended. remaining: of all sections' time."""
+    """Seconds that the first of the sections `left` should take, and after which it is killed. remaining: of all sections' time."""
     seconds = max(0.0, remaining) * SHARES[left[0]] / sum(SHARES[name] for name in left)
     return seconds, min(PATIENCE.get(left[0], seconds + GRACE), remaining + SLACK)
 
@@ -126,8 +126,8 @@ def _save(options: argparse.Namespace, lines: "Sequence[report.Line]", facts: di
 def _isolated(
     name: str, options: argparse.Namespace, rates: Rates | None, seconds: float, patience: float
 ) -> list[tuple[str, Any]]:
-    """What a section tells, from a process of its own: a kernel that goes astray ends all that its process has on the device.
-    patience: seconds after which it is ended."""
+    """A section's results, from a process of its own: an illegal memory access ends all work of its process on the device.
+    patience: seconds after which it is killed."""
     from penstock.benchmarks.gpu_report import failed
 
     began = time.perf_counter()
@@ -156,13 +156,13 @@ def _isolated(
     return told
 
 
-CHECKS = ("correctness", "tokens")  # sections of which nothing may go amiss
+CHECKS = ("correctness", "tokens")  # sections whose results must be right
 
 
 def _child(name: str, options: argparse.Namespace, rates: Rates | None, seconds: float, sender: Connection) -> None:
-    os.setsid()  # so that what it starts can be ended with it
+    os.setsid()  # so that what it starts can be killed with it
     if options.device == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"  # it is looked at when kernels are defined: before any of the imports below
+        os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined: before any of the imports below
     import torch
 
     from penstock.benchmarks import gpu_ceilings, gpu_measure, gpu_report
@@ -178,7 +178,7 @@ def _child(name: str, options: argparse.Namespace, rates: Rates | None, seconds:
     try:
         with torch.inference_mode():
             section(name, options.seed)(bench)
-    except Exception as problem:  # with its place in the code, which only this process knows
+    except Exception as problem:  # with its traceback, which only this process has
         traceback.print_exc()
         bench.add(gpu_report.failed(name, "the section", problem, 1.0, check=name in CHECKS))
     if bench.late():
@@ -189,7 +189,7 @@ def _child(name: str, options: argparse.Namespace, rates: Rates | None, seconds:
 
 
 def section(name: str, seed: int) -> Callable[[Any], None]:
-    """Imported where it runs: one that lacks a package takes no other with it."""
+    """Imported where it runs: one that lacks a package does not affect the others."""
     module, function = SOURCES[name]
     found = getattr(importlib.import_module(f"penstock.benchmarks.{module}"), function)
     return partial(found, seed=seed) if name == "correctness" else found

@@ -1,4 +1,4 @@
-"""Attention over pages against the memory, the matrix units, itself in other company, and other implementations."""
+"""Paged attention against memory bandwidth, matrix throughput, variants of itself, and other implementations."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,22 +13,22 @@ from penstock.kernels.attention import Row
 
 SECTION = "attention"
 STREAMING = 0.92  # of the copy bandwidth, 64 rows of 4,096 tokens
-SMALL = {"FlashInfer": 1.0, "vLLM's Triton": 1.5, "SGLang's Triton": 2.0}  # how many times as fast, at little work
+SMALL = {"FlashInfer": 1.0, "vLLM's Triton": 1.5, "SGLang's Triton": 2.0}  # how many times as fast, with little work
 TORCH = ("SDPA flash", "SDPA cuDNN")
-SKEWED = 1.10  # times what the same bytes take evenly spread
-VERIFYING = {16: 1.05, 64: 1.4}  # nodes: times what one token takes
-PREFILL = 0.75  # of the rate of products
-DIFFERENCE = 0.02  # that a peer's answers may have: two roundings of bfloat16 around 1
+SKEWED = 1.10  # times the time of the same bytes evenly spread
+VERIFYING = {16: 1.05, 64: 1.4}  # nodes: times the time of one token
+PREFILL = 0.75  # of the throughput of matrix products
+DIFFERENCE = 0.02  # tolerated between a peer's outputs and ours: two roundings of bfloat16 around 1
 
 
 def measure(bench: Bench) -> None:
-    """All of it; other implementations last: after one that reaches for memory that isn't its own, nothing can be measured."""
+    """Measures everything; other implementations last: after an illegal memory access of one of them, nothing can be measured."""
     bench.each(SECTION, (decode, prefill, skewed, verification, small, shared, compiled))
     bench.each(SECTION, bench.later)
 
 
 def world_of(bench: Bench, rows: Sequence[Row], shape: Shape | None = None, shared: int = 0, share: bool = True) -> World:
-    """So often that none of it is in the cache when its turn comes."""
+    """A world with so many copies that none is in the cache when its turn comes."""
     shape = shape or _shape(bench)
     tokens = shared + sum(row.context + row.queries - shared for row in rows)
     return World(shape, rows, bench.copies(tokens * shape.key_bytes), bench.device, shared, share=share)
@@ -52,7 +52,7 @@ def _timed(bench: Bench, world: World) -> Timing:
 
 
 def _peers(bench: Bench, what: str, world: World, own: Timing, goals: dict[str, float], names: Sequence[str]) -> None:
-    """How many times as long they take, when all else is measured."""
+    """Times other implementations, after everything else."""
     bench.later.append(lambda bench: _compared(bench, what, world, own, goals, names))
 
 
@@ -70,7 +70,7 @@ def _compared(bench: Bench, what: str, world: World, own: Timing, goals: dict[st
             took = bench.time(answers)
         except Missing as missing:
             bench.add(failed(SECTION, line, str(missing), goal))
-        except Exception as problem:  # whatever is wrong with a peer is no fault of ours
+        except Exception as problem:  # a peer's fault is not ours
             bench.add(failed(SECTION, line, problem, goal))
         else:
             note = "" if apart <= DIFFERENCE else f"answers differ by {apart:.2g}"
@@ -79,7 +79,7 @@ def _compared(bench: Bench, what: str, world: World, own: Timing, goals: dict[st
 
 
 def decode(bench: Bench) -> None:
-    """64 rows of 4,096 tokens: a stream of keys and values."""
+    """Decode, 64 rows of 4,096 tokens: bound by reading keys and values."""
     for page_size in (16, 64):
         world = world_of(bench, even_rows(bench, 64, 4096), _shape(bench, page_size))
         own = _streamed(bench, f"64 x 4k, pages of {page_size}", world, STREAMING)
@@ -108,7 +108,7 @@ def _streamed(bench: Bench, what: str, world: World, goal: float | None) -> Timi
 
 
 def small(bench: Bench) -> None:
-    """Few rows of few keys, where splitting well and starting quickly is all."""
+    """Few rows of few keys, where good splitting and a quick start matter."""
     for count in (1, 4, 16):
         for tokens in (512, 2048):
             if bench.late():
@@ -131,8 +131,8 @@ def skewed(bench: Bench) -> None:
 
 
 def verification(bench: Bench) -> None:
-    """Trees on 4,096 tokens, against one token each; few nodes by the tile of many rows, too. A note says what operations alone
-    take, at the product's rate."""
+    """Verification of draft trees on 4,096 tokens, against one token each; few nodes with the tile for many rows, too. A note gives
+    the time of the arithmetic alone, at the throughput of matrix products."""
     for count in (1, 8, 64):
         plain = _timed(bench, world_of(bench, even_rows(bench, count, 4096)))
         for nodes, goal in VERIFYING.items():
@@ -172,7 +172,7 @@ def prefill(bench: Bench) -> None:
 
 
 def shared(bench: Bench) -> None:
-    """64 rows that have 4,096 tokens in common, and 64 each of their own: read together and apart."""
+    """64 rows that share a prefix of 4,096 tokens, and have 64 each of their own: read together and separately."""
     common = _length(bench, 4096) // 16 * 16
     count = len(even_rows(bench, 64, 64))
     rows = [Row(1, common + _length(bench, 64) - 1, ())] * count
@@ -187,7 +187,7 @@ def shared(bench: Bench) -> None:
 
 
 def compiled(bench: Bench) -> None:
-    """FlexAttention, which takes long to compile: a stream of keys over pages of 128, which is its block, and a prompt."""
+    """FlexAttention, which takes long to compile: decode over pages of 128, which is its block, and a prompt."""
     cases = [("64 x 4k, pages of 128", even_rows(bench, 64, 4096)), ("causal prefill of 8k", [Row(_length(bench, 8192), 0, ())])]
     for what, rows in cases:
         if bench.late():

@@ -1,10 +1,9 @@
-"""When a shard's device works: moments before the first launch of a step's model and after its last one, before the first launch
-that makes logits of its states and after the last one of its sampling.
+"""Measures a shard's device utilization: timestamps before the first launch of a step's model and after its last one, before the
+first launch that makes logits and after the last one of its sampling.
 
-They are CUDA events, so they stand between kernels on the device's own line of time. What is copied to the device before a step,
-what brings its tokens to the host, and a host that is late with sampling count as idle: the share of idle time that is told is
-rather too large than too small. What the host was late with is told, too, by its own clock: a moment of the device's line of time
-that both know connects the two.
+They are CUDA events, on the device's own timeline between kernels. Copies to the device before a step, copies of its tokens to the
+host, and a host that is late with sampling count as idle: the reported idle share is rather too large than too small. What the host
+was late with is reported, too, by its own clock: a common reference point connects the two clocks.
 """
 
 import functools
@@ -22,33 +21,33 @@ from penstock.shard.models.decoder import Decoder
 
 
 class Moment(Protocol):
-    """On a device's line of time."""
+    """A timestamp on a device's timeline."""
 
     def until(self, other: Any) -> float:
-        """Seconds."""
+        """Seconds until another timestamp."""
 
     def wait(self) -> None:
-        """Until it is over."""
+        """Waits until it has passed."""
 
 
 class Event:
-    """Of a CUDA device: now, in the order of its work."""
+    """A timestamp of a CUDA device: now, in the order of its work."""
 
     def __init__(self) -> None:
         self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self._event.record()
 
     def until(self, other: "Event") -> float:
-        """Seconds. Both must be over."""
+        """Seconds. Both must have passed."""
         return float(self._event.elapsed_time(other._event)) / 1e3
 
     def wait(self) -> None:
-        """Until it is over."""
+        """Waits until it has passed."""
         self._event.synchronize()
 
 
 class Instant:
-    """Of a CPU."""
+    """A timestamp of a CPU."""
 
     def __init__(self) -> None:
         self._seconds = time.perf_counter()
@@ -58,30 +57,30 @@ class Instant:
         return other._seconds - self._seconds
 
     def wait(self) -> None:
-        """It is."""
+        """It has passed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Moments of the device, and of the host, by perf_counter."""
+    """Timestamps of a step on the device, and on the host, by perf_counter."""
 
-    moments: list[Moment]  # the model's begin and end, its sampling's begin and end
+    moments: list[Moment]  # begin and end of the model, begin and end of sampling
     asked: float  # when the engine was asked for it
-    launched: list[float]  # as moments: when the host came there
+    launched: list[float]  # per timestamp: when the host got there
 
 
-# What the host may be late with: the device waits for a command, for a step to be planned and launched, or for its sampling.
+# Reasons for idle time: the device waits for a command, for a step to be planned and launched, or for its sampling.
 LATE = ("a command", "a plan", "sampling")
-LOOKS = 10  # at both clocks
+LOOKS = 10  # readings to synchronize the clocks
 
 
 class Busy:
-    """The steps since the last reset."""
+    """Records the steps since the last reset."""
 
     def __init__(self, moment: Callable[[], Moment]) -> None:
         self._moment = moment
         self._asked = 0.0
-        self._step = Step([], 0.0, [])  # that is under way
+        self._step = Step([], 0.0, [])  # in flight
         self._steps: list[Step] = []
         self.reset()
 
@@ -95,7 +94,7 @@ class Busy:
         self.go_on(0)
 
     def go_on(self, place: int) -> None:
-        """The next of a step's moments, if it is its turn."""
+        """Records the next of a step's timestamps, if it is its turn."""
         step = self._step
         if len(step.moments) == place:
             step.launched.append(time.perf_counter())
@@ -104,8 +103,8 @@ class Busy:
                 self._steps.append(step)
 
     def reset(self) -> None:
-        """Forgets all steps, and looks at both clocks. The device may be at work meanwhile, for another thread; and whoever waits
-        for a moment hears of it late, but never early."""
+        """Forgets all steps, and synchronizes the clocks. The device may be busy meanwhile, for another thread; waiting for a
+        timestamp returns late, but never early."""
         self._steps, self._origin = [], self._moment()
         self._zero = min(self._look() for _ in range(LOOKS))
 
@@ -143,7 +142,7 @@ MODEL_ENDED, SAMPLING_BEGINS, SAMPLING_ENDED = 1, 2, 3
 
 
 def watch(cuda: bool) -> Busy:
-    """From now on, in this process. Graphs that were recorded before are not seen."""
+    """Instruments the engine in this process. Graphs that were recorded before are not seen."""
     busy = Busy(Event if cuda else Instant)
     _before_replays(busy)
     forward = Decoder.__call__

@@ -1,4 +1,4 @@
-"""What this machine is, and what it can do: copy and read bandwidth, products of matrices, launches."""
+"""The GPU's measured ceilings (roofline): copy and read bandwidth, matrix products, launch overhead."""
 
 import shutil
 import subprocess
@@ -17,12 +17,12 @@ from penstock.benchmarks.gpu_report import Line, timing
 SECTION = "ceilings"
 # Of an 8 B model, [out, in]: queries, keys and values; attention's output; gate and up; down; the vocabulary.
 PRODUCTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))
-READ_BLOCK, READ_ROUNDS = 2048, 16  # numbers that a program adds up at once, and how often
+READ_BLOCK, READ_ROUNDS = 2048, 16  # numbers that a program adds at once, and how often
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def read_kernel(data, sums, block: tl.constexpr, rounds: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One program adds up `rounds` times `block` numbers that lie side by side."""
+    """One program sums `rounds` times `block` contiguous numbers."""
     place = tl.program_id(0).to(tl.int64) * block * rounds + tl.arange(0, block)
     total = tl.zeros([block], tl.float32)
     for i in range(rounds):
@@ -36,7 +36,7 @@ def read(data: Tensor, sums: Tensor) -> None:
 
 
 def facts(bench: Bench) -> dict[str, str]:
-    """Of device and software."""
+    """Facts about device and software."""
     found = {"torch": torch.__version__, "triton": triton.__version__, "cuda": str(torch.version.cuda), "device": "cpu"}
     if bench.device.type == "cuda":
         properties = torch.cuda.get_device_properties(bench.device)
@@ -48,7 +48,7 @@ def facts(bench: Bench) -> dict[str, str]:
 
 
 def clocks() -> dict[str, str]:
-    """As nvidia-smi tells, where it is."""
+    """Clocks, power and temperature by nvidia-smi, if available."""
     tool = shutil.which("nvidia-smi")
     names = ["driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "power.limit", "temperature.gpu"]
     if tool is None:
@@ -61,7 +61,7 @@ def clocks() -> dict[str, str]:
 
 
 def measure(bench: Bench) -> None:
-    """What this machine can do, measured now: everything after this is compared with it."""
+    """Measures the ceilings that everything after is compared with."""
     bench.each(SECTION, (_copies, _reads, _squares, _products, _launches), whole=True)
 
 
@@ -81,7 +81,7 @@ def _products(bench: Bench) -> None:
 
 def _copies(bench: Bench) -> None:
     size = 1 << 16 if bench.tiny else 1 << 31
-    # Bits that change: zeros take less power, and a GPU that is short of it runs slower with what models read.
+    # Random bits: zeros take less power, and a power-limited GPU runs slower with real data.
     source, target = torch.randint(256, (2, size), dtype=torch.uint8, device=bench.device).unbind()
     # The better of two: a graph may copy in another way than a stream, and a ceiling that is too low flatters everything.
     took = min((bench.time([lambda: target.copy_(source)], graph) for graph in (True, False)), key=lambda one: one.seconds)
@@ -104,7 +104,7 @@ def _square(bench: Bench, side: int) -> Tensor:
 
 
 def _product(bench: Bench, rows: int, outputs: int, inputs: int) -> None:
-    """Of a decode step: few rows, a weight that is read once."""
+    """The product of a decode step: few rows, a weight that is read once."""
     weights = [torch.randn(outputs, inputs, device=bench.device).bfloat16() for _ in range(bench.copies(2 * outputs * inputs))]
     x = torch.randn(rows, inputs, device=bench.device).bfloat16()
     took = bench.time([partial(functional.linear, x, weight) for weight in weights])
@@ -114,7 +114,7 @@ def _product(bench: Bench, rows: int, outputs: int, inputs: int) -> None:
 
 
 def _launches(bench: Bench) -> None:
-    """What a launch costs: in a graph on the device, and one by one on the processor."""
+    """The cost of a launch: in a graph on the device, and one by one on the CPU."""
     data, sums = torch.zeros(READ_BLOCK * READ_ROUNDS, device=bench.device), torch.empty(1, device=bench.device)
     took = bench.time([lambda: read(data, sums)] * (2 if bench.tiny else 100))
     bench.add(Line(section=SECTION, what="a tiny kernel inside a graph", timing=took))

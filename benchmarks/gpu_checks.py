@@ -1,7 +1,7 @@
-"""Every kernel against what it means, computed in float64 or by the plain branch on the CPU, before anything is timed.
+"""Correctness checks of every kernel against float64, or against the plain torch branch on the CPU, before anything is timed.
 
-Shapes are drawn anew in each run, from a seed that is printed. What a kernel has to write holds no numbers before. An error is
-given as a share of its tolerance: |found - expected| / (tolerance + tolerance * |expected|), the largest anywhere.
+Shapes are drawn anew in each run, from a seed that is printed. Output buffers are filled with NaN before. An error is given as a
+share of its tolerance: |found - expected| / (tolerance + tolerance * |expected|), the largest anywhere.
 """
 
 import itertools
@@ -65,15 +65,15 @@ from penstock.kernels.sampling import Draws, Penalties
 from penstock.shard.host_pages import HostPages
 
 SECTION = "correctness"
-# Of attention: of answers that are means of numbers around 1.
+# Tolerances of attention: outputs are means of numbers around 1.
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-# Of elementwise operations, whose steps are rounded to the type one after the other.
+# Tolerances of elementwise operations, whose steps are rounded to the type one after the other.
 ROUNDINGS = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 SHAPES = 4  # of steps of attention, in one part
-SUMS = 2e-4  # tolerance of sums in float32: matrix units cut off what they do not hold of each 16 inputs
+SUMS = 2e-4  # tolerance of sums in float32: tensor cores truncate part of each 16 inputs
 FEW = (2, 16, 17, 32, 33, 64)  # rows of products: as many as tiles have, and one more
-MIXTURES = ((8, 2), (128, 8))  # experts, and how many of them a token goes through
-# Rules of what sequences remember, with heads of keys, heads of values for each, features of keys and of values, and taps.
+MIXTURES = ((8, 2), (128, 8))  # experts, and how many of them a token uses
+# Recurrent layers, with heads of keys, heads of values for each, features of keys and of values, and taps.
 REMEMBERED = {
     "the gated delta rule": (16, 2, 128, 128, 4),
     "the gated delta rule by features": (32, 1, 128, 128, 4),
@@ -82,16 +82,17 @@ REMEMBERED = {
 }
 WORKERS = 8
 THREADS = 2  # of each, for what is computed on the host
-PATIENCE = 30.0  # seconds that checks may take beyond the section's time
-LONGEST = 90.0  # seconds until the next is done, or a process has been killed
+PATIENCE = 30.0  # seconds that checks may exceed the section's time
+LONGEST = 90.0  # seconds until the next result, or a process counts as killed
 E4M3 = 0.07  # of a value's size: half a unit of three bits of mantissa is 1/16
-DIFFERENT = 1e-3  # rows of which a different token may be drawn: sums of masses are rounded otherwise on another device
+DIFFERENT = 1e-3  # share of rows for which a different token may be sampled: sums are rounded differently on another device
 
 Check = Callable[[Bench, random.Random], float]
 
 
 def measure(bench: Bench, seed: int) -> None:
-    """A line each; errors beyond the tolerance are WRONG. On a GPU in several processes: most of the time goes into compiling."""
+    """A line per check; errors beyond the tolerance are WRONG. On a GPU in several processes: most of the time goes into
+    compiling."""
     print(f"    seed {seed}", flush=True)
     names = [*checks(bench)]
     if bench.device.type != "cuda":
@@ -105,9 +106,9 @@ def measure(bench: Bench, seed: int) -> None:
 
 
 def gather(bench: Bench, found: Any, names: Sequence[str]) -> None:
-    """Tells lines as they come. found: an iterator of a pool, which waits for ever for a process that was killed.
+    """Reports lines as they come. found: an iterator of a pool, which waits for ever for a process that was killed.
 
-    A check that hangs must hide no others: what is missing in the end is told by name.
+    A check that hangs must hide no others: those missing in the end are reported by name.
     """
     missing = dict.fromkeys(names)
     while missing:
@@ -122,7 +123,7 @@ def gather(bench: Bench, found: Any, names: Sequence[str]) -> None:
 
 
 def _worked(what: tuple[float, int, str]) -> Line:
-    """In a process of a pool, whose clock is that of all others."""
+    """Runs in a process of a pool; the clock is common to all processes."""
     stop, seed, name = what
     torch.set_num_threads(THREADS)
     with torch.inference_mode():
@@ -130,20 +131,20 @@ def _worked(what: tuple[float, int, str]) -> Line:
 
 
 def checked(bench: Bench, seed: int, name: str) -> Line:
-    """One check. What it does depends on the seed and its name alone."""
+    """Runs one check. What it does depends on the seed and its name alone."""
     chance = random.Random(f"{seed} {name}")
     torch.manual_seed(chance.randrange(1 << 32))
     try:
         with dispatch.forced("triton"):
             found = checks(bench)[name](bench, chance)
-    except Exception as problem:  # the others are still looked at
+    except Exception as problem:  # the others still run
         traceback.print_exc()
         return failed(SECTION, name, problem, 1.0, check=True)
     return Line(section=SECTION, what=name, ratio=found, against="of the tolerance", goal=1.0, most=True, check=True)
 
 
 def checks(bench: Bench) -> dict[str, Check]:
-    """All of them, by name."""
+    """All checks, by name."""
     found: dict[str, Check] = {}
     types = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
     for name, dtype in types.items():
@@ -187,7 +188,7 @@ def checks(bench: Bench) -> dict[str, Check]:
 
 
 def error(found: Tensor, expected: Tensor, tolerance: float) -> float:
-    """The largest, as a share of the tolerance; infinite where there is no number."""
+    """The largest error, as a share of the tolerance; infinite where there is NaN."""
     if found.shape != expected.shape:
         raise ValueError(f"{tuple(found.shape)} where {tuple(expected.shape)} is expected")
     if not found.numel():
@@ -198,14 +199,14 @@ def error(found: Tensor, expected: Tensor, tolerance: float) -> float:
 
 
 def relative_error(found: Tensor, expected: Tensor, dtype: torch.dtype) -> float:
-    """Of sums of many products, whose errors are in proportion to the largest."""
+    """For sums of many products, whose errors are in proportion to the largest."""
     largest = expected.abs().max()
     return error(found / largest, expected / largest, ROUNDINGS[dtype])
 
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """What is allocated without being filled holds no numbers."""
+    """Fills uninitialized allocations with NaN."""
     honest = torch.empty
 
     def empty(*arguments: Any, **options: Any) -> Tensor:
@@ -220,7 +221,7 @@ def poisoned() -> Iterator[None]:
 
 
 def attention(bench: Bench, chance: random.Random, dtype: torch.dtype, eight_bits: bool) -> float:
-    """Rows of all kinds, at every size of heads and pages."""
+    """Attention for rows of all kinds, at every size of heads and pages."""
     sizes, pages = ([64, 80], [4, 16]) if bench.tiny else ([64, 80, 96, 128, 256], [1, 3, 16, 64, 128, 256])
     worst = 0.0
     turns, first = 2 if bench.tiny else SHAPES, chance.randrange(30)
@@ -239,9 +240,10 @@ def attention(bench: Bench, chance: random.Random, dtype: torch.dtype, eight_bit
 
 
 def many_rows(bench: Bench, chance: random.Random, page_size: int, dtype: torch.dtype) -> float:
-    """Prompts, and trees beside them, by the kernel that is made for Hopper: items as long as the device wants, uncut, all cut.
+    """Prompts, and trees beside them, by the warp-specialized kernel for Hopper: work items of the device's default length,
+    unsplit, all split.
 
-    The cache is some of its slots' heads; what lies beside them, and behind the last key, holds no numbers.
+    The cache is a part of its slots' heads; the heads beside them, and what follows the last key, are NaN.
     """
     kv_heads, ratio = chance.choice([(1, 8), (2, 4), (2, 7), (4, 5), (8, 4)])  # 17 queries fill more than the smaller tiles
     shape = Shape(kv_heads=kv_heads, ratio=ratio, page_size=page_size, dtype=dtype)
@@ -266,8 +268,8 @@ def many_rows(bench: Bench, chance: random.Random, page_size: int, dtype: torch.
 def _rows(
     chance: random.Random, page_size: int, longest: int, count: int, trees: float = 0.3, queries: Sequence[int] = ()
 ) -> list[Row]:
-    """Single queries, chunks, trees and images, some of which begin like others, on shuffled pages. trees: how many of the short
-    rows are; queries: of each row, if it is said."""
+    """Single queries, chunks, trees and images, some of which share prefixes, on shuffled pages. trees: share of the short rows
+    that are trees; queries: of each row, if given."""
     drawn = [chance.choice([1, 1, 1, chance.randint(2, 16), chance.randint(1, longest // 4)]) for _ in range(count)]
     queries = queries or drawn
     shapes = [(some, chance.choice([0, chance.randint(0, longest)])) for some in queries]
@@ -299,7 +301,7 @@ def _attended(bench: Bench, shape: Shape, rows: Sequence[Row], window: int, soft
 
 
 def _contents(bench: Bench, shape: Shape, rows: Sequence[Row]) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Cache, scales and queries. Slots of no row hold no numbers."""
+    """Cache, scales and queries. Slots of no row are NaN."""
     used = sorted({slot for row in rows for slot in _slots(row, shape.page_size)})
     slots = (max(page for row in rows for page in row.pages) + 1) * shape.page_size
     cache = torch.full((slots, 2, shape.kv_heads, shape.size), torch.nan)
@@ -335,7 +337,7 @@ def _exact(
 
 
 def _taken(cache: Tensor, row: Row, page_size: int) -> Tensor:
-    """A row's keys and values. torch selects no floats of 8 bits, but bytes."""
+    """A row's keys and values. torch can't index 8-bit floats, but bytes."""
     slots = torch.tensor(_slots(row, page_size), device=cache.device)
     return cache[slots] if cache.element_size() > 1 else cache.view(torch.uint8)[slots].view(cache.dtype)
 
@@ -359,7 +361,7 @@ def _softmax(query: Tensor, cached: Tensor, sinks: Tensor | None, row: Row, wind
 
 
 def replayed(bench: Bench, chance: random.Random, trees: bool = True) -> float:
-    """A captured attention goes on with the plans of other steps."""
+    """A captured attention is replayed with the plans of other steps."""
     shape = Shape(kv_heads=2, ratio=4)
     steps = [_rows(chance, shape.page_size, 300 if trees else 1500, 4, trees=0.3 if trees else 0.0) for _ in range(3)]
     tokens = max(sum(row.queries for row in rows) for rows in steps)
@@ -398,7 +400,7 @@ def _norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def elementwise(bench: Bench, chance: random.Random, dtype: torch.dtype) -> float:
-    """Norms, with and without the residual, SwiGLU and GeGLU, gates with a limit, and mixtures of streams."""
+    """Norms, with and without the residual, SwiGLU and GeGLU, gates with a limit, and hyper-connections."""
     worst, tolerance = 0.0, ROUNDINGS[dtype]
     for size in (7, chance.randint(30, 80)) if bench.tiny else (7, chance.randint(30, 1100), 4096, 8192):
         rows = chance.randint(1, 3 if bench.tiny else 300)
@@ -417,7 +419,7 @@ def elementwise(bench: Bench, chance: random.Random, dtype: torch.dtype) -> floa
 
 
 def _mixed(bench: Bench, rows: int, size: int, dtype: torch.dtype) -> float:
-    """Of four streams, to which something is added first."""
+    """Hyper-connections of four streams, to which a layer's output is added first."""
     streams, more = (_wide(*shape, dtype=dtype, device=bench.device).contiguous() for shape in ((rows, 4, size), (rows, size)))
     given, matrix, both = (torch.randn(*shape, device=bench.device) for shape in ((rows, 4), (8, 4 * size), (2, 8)))
     shares = Shares(matrix * size**-0.5, both[0], both[1], magnitude=2.0, epsilon=1e-6)
@@ -433,7 +435,7 @@ def _mixed(bench: Bench, rows: int, size: int, dtype: torch.dtype) -> float:
 
 
 def _crossed(bench: Bench, rows: int, size: int, dtype: torch.dtype) -> float:
-    """Of four streams that become mixtures of each other, against a CPU's."""
+    """Hyper-connections whose four streams become mixtures of each other, against the CPU."""
     streams, more = (_wide(*shape, dtype=dtype, device=bench.device).contiguous() for shape in ((rows, 4, size), (rows, size)))
     matrix, both, given = (torch.randn(*shape, device=bench.device) for shape in ((24, 4 * size), (2, 24), (rows, 20)))
     shares = Shares(matrix * size**-0.5, both[0], both[1], magnitude=2.0, epsilon=1e-6, rounds=20)
@@ -451,7 +453,7 @@ def _crossed(bench: Bench, rows: int, size: int, dtype: torch.dtype) -> float:
 
 
 def _pooled(bench: Bench, rows: int, dtype: torch.dtype) -> float:
-    """Keys of an index's pools that some tokens end, against a CPU's."""
+    """Keys of an index's pools, against the CPU."""
     keys, gates = (torch.randn(rows, 128).to(dtype) for _ in range(2))
     places, cache, slots = torch.randn(16, 128), torch.randn(512, 1, 1, 256).to(dtype), torch.arange(13, 13 + rows)
     own = cache.to(bench.device, copy=True)
@@ -464,7 +466,7 @@ def _pooled(bench: Bench, rows: int, dtype: torch.dtype) -> float:
 
 
 def told(bench: Bench, chance: random.Random, dtype: torch.dtype) -> float:
-    """See `gpu_told`, against a CPU's."""
+    """See `gpu_told`, against the CPU."""
     worst = 0.0
     for run in gpu_told.runs(chance, dtype, bench.tiny):
         with poisoned():
@@ -476,13 +478,13 @@ def told(bench: Bench, chance: random.Random, dtype: torch.dtype) -> float:
 
 
 def entered(bench: Bench, chance: random.Random, dtype: torch.dtype) -> float:
-    """A window and entries, of which an index chooses some, or all are seen, against a CPU's."""
+    """Compressed attention: a sliding window, and compressed entries, chosen by an index or all, against the CPU."""
     kinds = (4, 20, 16), (128, 0, chance.choice([1, 16, 64]))
     return max(_entered(bench, chance, dtype, *kind) for kind in kinds)
 
 
 def _entered(bench: Bench, chance: random.Random, dtype: torch.dtype, rate: int, most: int, page_size: int) -> float:
-    """Queries that turn, what stands in slots, entries, and what is found among them, turned back."""
+    """Rotated queries, cache contents, compressed entries, and the attention output, rotated back."""
     size, turned, index, heads, longest = (32, 8, 16, 4, 200) if bench.tiny else (512, 64, 128, 32, 1500)
     rows = [replace(row, whole=False) for row in _rows(chance, page_size, longest, 5, trees=0.0)]
     rows = [rows[i] for i in in_order(rows)]
@@ -522,7 +524,7 @@ def _sizes(bench: Bench, chance: random.Random) -> list[tuple[int, int]]:
 
 
 def products(bench: Bench, chance: random.Random) -> float:
-    """With and without what stands before and after them."""
+    """Skinny GEMMs with and without fused prologues and epilogues."""
     worst, dtype = 0.0, torch.bfloat16
     kinds = ((False, False, False), (True, False, False), (True, True, False), (False, False, True))
     for inputs, outputs in _sizes(bench, chance):
@@ -547,7 +549,7 @@ def products(bench: Bench, chance: random.Random) -> float:
 
 
 def parts(bench: Bench, chance: random.Random) -> float:
-    """What they come to, what the stream comes to by them, and the norm of that."""
+    """Split-K products: the sum of the parts, the residual stream with it added, and the norm of that."""
     worst, dtype = 0.0, torch.bfloat16
     for (inputs, outputs), rows in itertools.product(_sizes(bench, chance), FEW):
         x, residual = (_wide(rows, size, dtype=dtype, device=bench.device) for size in (inputs, outputs))
@@ -566,7 +568,7 @@ def parts(bench: Bench, chance: random.Random) -> float:
 
 
 def invariant_products(bench: Bench, chance: random.Random, dtype: torch.dtype) -> float:
-    """Against float64, and some of the rows by themselves to the last bit."""
+    """Batch-invariant products against float64, and bit-identical for some of the rows by themselves."""
     worst = 0.0
     for inputs, outputs in [(40, 33)] if bench.tiny else [(4096, 6144), (14336, 4096), (chance.randint(30, 1100), 999)]:
         rows = 5 if bench.tiny else 600
@@ -582,7 +584,7 @@ def invariant_products(bench: Bench, chance: random.Random, dtype: torch.dtype) 
 
 
 def adapted(bench: Bench, chance: random.Random) -> float:
-    """What adapters of different ranks add, to rows that go by one of them or by none."""
+    """LoRA adapters of different ranks, for rows that use one of them or none."""
     worst, dtype, device = 0.0, torch.bfloat16, bench.device
     inputs, outputs = (24, 17) if bench.tiny else (chance.randint(100, 5000), chance.randint(100, 5000))
     ranks = (3, 16) if bench.tiny else (8, 64, 16, 100)
@@ -603,7 +605,7 @@ def adapted(bench: Bench, chance: random.Random) -> float:
 
 
 def few_bits(bench: Bench, chance: random.Random, kind: str) -> float:
-    """Of few rows, of many, and of so many that the weight is unpacked first."""
+    """Quantized products of few rows, of many, and of so many that the weight is dequantized first."""
     worst = 0.0
     for dtype, rows in itertools.product((torch.bfloat16, torch.float16), (1, 40, fused_quantized.MOST + 1)):
         inputs, outputs = (64, 17) if bench.tiny else (chance.choice([2048, 4096, 14336]), chance.randint(1, 6144))
@@ -619,7 +621,7 @@ def few_bits(bench: Bench, chance: random.Random, kind: str) -> float:
 
 
 def routes(bench: Bench, chance: random.Random) -> float:
-    """Shares of experts, against a CPU's, and pairs sorted by expert."""
+    """Router weights of experts, against the CPU, and pairs sorted by expert."""
     worst = 0.0
     for number, count, sets in ((8, 2, (1, 1, 2)), (128, 8, (1, 1, 2)), (160, 6, (8, 3, 1)), (256, 8, (8, 4, 2))):
         logits, correction = torch.randn(chance.randint(1, 99), number), torch.rand(number)
@@ -638,7 +640,7 @@ def routes(bench: Bench, chance: random.Random) -> float:
 
 
 def mixtures(bench: Bench, chance: random.Random, kind: str = "") -> float:
-    """Experts that many tokens choose, few, and none; with biases and limits, too, where they have few bits."""
+    """Experts that many tokens choose, few, and none; if quantized, with biases and limits, too."""
     worst, dtype, device = 0.0, torch.bfloat16, bench.device
     hidden, size = (24, 17) if bench.tiny else (chance.randint(100, 3000), chance.randint(100, 1000))
     if kind:
@@ -673,8 +675,8 @@ def mixtures(bench: Bench, chance: random.Random, kind: str = "") -> float:
 
 
 def remembered(bench: Bench, chance: random.Random, rule: str) -> float:
-    """What tokens of sequences find that begin or go on, with guesses, and with padding behind them, and what these remember then,
-    against a CPU's."""
+    """Recurrent layers for sequences that begin or go on, with drafts, and with padding after them: outputs and new states, against
+    the CPU."""
     key_heads, ratio, key_size, value_size, taps = REMEMBERED[rule]
     if bench.tiny:
         key_heads, ratio, key_size, value_size = min(1, key_heads), min(2, ratio), min(12, key_size), 20
@@ -721,7 +723,7 @@ def remembered(bench: Bench, chance: random.Random, rule: str) -> float:
 
 
 def gated_norms(bench: Bench, chance: random.Random) -> float:
-    """Of heads and of groups, whose gates go behind the norm or before it."""
+    """Gated norms of heads and of groups, with the gate after the norm or before it."""
     worst, dtype = 0.0, torch.bfloat16
     for heads, size in ((3, 20),) if bench.tiny else ((32, 128), (1, 3072), (8, 1024)):
         tokens = chance.randint(1, 4 if bench.tiny else 300)
@@ -737,7 +739,7 @@ def gated_norms(bench: Bench, chance: random.Random) -> float:
 
 
 def rotary(bench: Bench, chance: random.Random, dtype: torch.dtype, eight_bits: bool) -> float:
-    """With norms of heads and without; some tokens are padding. Queries by themselves, too."""
+    """Rotary embedding, with norms of heads and without; some tokens are padding. Queries by themselves, too."""
     worst, device = 0.0, bench.device
     for size in (16, 80) if bench.tiny else (64, 80, 96, 128, 256):
         heads, kv_heads = chance.choice([(2, 1), (4, 4), (3, 1)])
@@ -752,8 +754,8 @@ def rotary(bench: Bench, chance: random.Random, dtype: torch.dtype, eight_bits: 
         scales = torch.rand(2, kv_heads, device=device) + 0.5 if eight_bits else None
         cache = torch.zeros(2 * tokens, 2, kv_heads, size, dtype=torch.float8_e4m3fn if eight_bits else dtype, device=device)
         queries, stored = _turned(joint, table, heads, kv_heads, weights[0])
-        # Between its steps it rounds as torch does, and a difference may be much smaller than what it is made of: plain torch is up
-        # to 2.2 roundings from this, one time in six above one.
+        # Between its steps it rounds as torch does, and a difference may be much smaller than its operands: plain torch is up to
+        # 2.2 roundings from this, one time in six above one.
         tolerance = 4 * ROUNDINGS[dtype]
         alone = operations.rotate(joint[:, : heads * size].clone(), table, weights[0], 1e-5)
         worst = max(worst, error(alone, queries, tolerance))
@@ -780,7 +782,7 @@ def _turned(joint: Tensor, table: Tensor, heads: int, kv_heads: int, weight: Ten
 
 
 def copies(bench: Bench, chance: random.Random) -> float:
-    """Exactly what the plain branch does on a CPU."""
+    """Page copies and slot moves: exactly what the plain branch does on a CPU."""
     wrong = 0.0
     for dtype in (torch.bfloat16, torch.float32, torch.uint8):
         layers, count, page_size, width = (
@@ -802,7 +804,7 @@ def copies(bench: Bench, chance: random.Random) -> float:
 
 
 def _differ(bench: Bench, before: Tensor, columns: Tensor, starts: Tensor) -> float:
-    """Elements that the device changes otherwise than a CPU. columns: sources, targets, and of pages what is filled."""
+    """Elements that differ between device and CPU. columns: sources, targets, and for pages the filled tokens."""
     own, plain = before.to(bench.device, copy=True), before.clone()
     _change(own, columns.to(bench.device), starts.to(bench.device))
     with dispatch.forced("reference"):
@@ -818,7 +820,7 @@ def _change(x: Tensor, columns: Tensor, starts: Tensor) -> None:
 
 
 def offloaded(bench: Bench, chance: random.Random) -> float:
-    """Numbers that are others when they come back, while the device goes on writing to their pages."""
+    """KV offload: numbers that differ when they come back, while the device goes on writing to their pages."""
     parts = [torch.randn(layers, 40, 16, width, device=bench.device).bfloat16() for layers, width in ((4, 2048), (3, 576), (1, 7))]
     host, wrong = HostPages(parts, 32), 0.0
     for _ in range(4):
@@ -833,7 +835,7 @@ def offloaded(bench: Bench, chance: random.Random) -> float:
 
 
 def noises(bench: Bench, chance: random.Random) -> float:
-    """Numbers that differ in any bit, of all tokens and of each by its id."""
+    """Gumbel noise: numbers that differ in any bit, of all tokens and of each by its id."""
     rows, vocabulary = (2, 100) if bench.tiny else (16, 128256)
     keys = torch.stack([torch.randint(-(1 << 63), (1 << 63) - 1, (rows,)), torch.arange(rows) % 5, torch.arange(rows) * 77])
     seeds, choices, positions = keys.to(bench.device)
@@ -846,7 +848,7 @@ def noises(bench: Bench, chance: random.Random) -> float:
 
 
 def tokens(bench: Bench, chance: random.Random) -> float:
-    """Rows of which another token is drawn than on a CPU, as a share of those that may be; infinite for a wrong probability."""
+    """Rows for which another token is sampled than on a CPU, as a share of the tolerance; infinite for a wrong probability."""
     rows, vocabulary = (6, 300) if bench.tiny else (384, 32000)
     logits = torch.randn(rows, vocabulary) * 3
     draws, penalties, mask = _asked(rows, vocabulary, chance)
@@ -896,12 +898,12 @@ def _asked(rows: int, vocabulary: int, chance: random.Random) -> tuple[Draws, Pe
         bias_values=torch.randn(len(bias_rows)) * 5,
     )
     mask = torch.randint(-(1 << 31), 1 << 31, (rows, -(-vocabulary // 32))).int()
-    mask[:, 0] |= 1  # of every row something is allowed
+    mask[:, 0] |= 1  # every row allows at least one token
     return draws, penalties, mask
 
 
 def _drawn(logits: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-    """Tokens, and log-probabilities in the distribution that was drawn from, by plain torch."""
+    """Tokens, and log-probabilities in the distribution that was sampled from, by plain torch."""
     chosen, final = logits.argmax(-1), torch.zeros(len(logits))
     rows = (draws.temperature > 0).nonzero().squeeze(1)
     own = draws.take(rows)
@@ -913,7 +915,7 @@ def _drawn(logits: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
 
 
 def best(bench: Bench, chance: random.Random) -> float:
-    """Sums, rows and tokens of the best continuations; without ties they have one order."""
+    """Scores, rows and tokens of the best continuations; without ties they have one order."""
     count, vocabulary = (5, 200) if bench.tiny else (40, 128256)
     logits, scores = torch.randn(count, vocabulary) * 2, torch.randn(count)
     starts = [0, *sorted(chance.sample(range(1, count), 3)), count]
@@ -925,4 +927,4 @@ def best(bench: Bench, chance: random.Random) -> float:
     ids = sum(
         int((mine.cpu() != theirs).sum()) for mine, theirs in [(own[1], expected[1]), (own[2], expected[2]), (top[1], plain[1])]
     )
-    return worst if ids <= 2 else float("inf")  # two sums may round to one number, and then change places
+    return worst if ids <= 2 else float("inf")  # two sums may round to one number, and then swap places

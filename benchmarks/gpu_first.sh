@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The first minutes on a machine with a GPU, which may have no network, and nothing but torch, Triton, pytest, its xdist and timeout: what
-# is right, by our checks and the tests of kernels, then how fast it is. Results are files of the folder OUT, which is made.
+# The first minutes on a machine with a GPU, which may have no network, and nothing but torch, Triton, pytest, its xdist and timeout:
+# correctness, by our checks and the tests of kernels, then speed. Results are files in the folder OUT, which is created.
 #
 #   OUT=folder bash benchmarks/gpu_first.sh [SECONDS]             checks, tests, then speed: 555 seconds
 #   OUT=folder bash benchmarks/gpu_first.sh SECONDS server,tuning then these sections of gpu.py, server first

@@ -1,9 +1,9 @@
-"""How `gpu.py` measures: repetitions by CUDA events, from graphs, over more memory than the cache holds.
+"""Timing harness of `gpu.py`: repetitions timed by CUDA events, from CUDA graphs, over more memory than the cache holds.
 
-A thing to be measured is a list of calls that do the same work on different memory. All of them, again and again until it takes
-some milliseconds, are captured in one graph: so neither the processor's launches nor what an earlier call left in the cache make a
-call faster or slower than it is in a step. Where a call can't be captured, calls are timed one by one, the cache flushed before.
-On a CPU, where only the interpreter runs, everything is called once, to see that it can be.
+What is measured is a list of calls that do the same work on different memory. All of them, repeated until they take some
+milliseconds, are captured in one graph: so neither the CPU's launches nor what an earlier call left in the cache make a call faster
+or slower than it is in a step. Where a call can't be captured, calls are timed one by one, with the cache flushed before. On a CPU,
+where only Triton's interpreter runs, everything is called once, to see that it runs.
 """
 
 import math
@@ -24,18 +24,17 @@ GRAPH = 3e-3  # seconds that one replay should take
 MOST_CALLS = 400  # in one graph
 SECONDS = 0.3  # of repetitions
 MOST, LEAST = 50, 5  # repetitions
-COPIES = 64  # of a thing's memory, at most
-LAUNCHING = 1_000_000  # cycles, half a millisecond: longer than a processor takes to launch a graph
+COPIES = 64  # most copies of a call's memory
+LAUNCHING = 1_000_000  # cycles, half a millisecond: longer than a CPU takes to launch a graph
 
 
 class Bench:
-    """A device and its ceilings."""
+    """A device, its measured ceilings, and the time that is left."""
 
     def __init__(
         self, device: torch.device, tiny: bool, tell: Callable[[Line], object], seconds: float = math.inf, effort: float = 1.0
     ) -> None:
-        """tell: is given every line; seconds: after which a section should come to its end; effort: what the time for repetitions
-        is multiplied by."""
+        """tell: called with every line; seconds: after which a section should end; effort: factor for the time of repetitions."""
         self.device = device
         self.tiny = tiny
         self.effort = effort
@@ -43,14 +42,14 @@ class Bench:
         self._tell = tell
         self.copy_rate = self.read_rate = math.nan  # bytes a second
         self.product_rate = math.nan  # FLOP a second
-        self.later: list[Callable[[Bench], object]] = []  # parts of a section that run when all others have
+        self.later: list[Callable[[Bench], object]] = []  # parts of a section that run after all others
         self._stop = time.perf_counter() + seconds
         cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 1 << 10
         self._scratch = torch.empty(2 * cache if device.type == "cuda" else 1, dtype=torch.uint8, device=device)
         self._rotated = 4 * cache
 
     def add(self, line: Line) -> None:
-        """Tells a line, and shows that there is progress."""
+        """Reports a line, and prints it to show progress."""
         if self.tiny and not line.check:
             line = replace(line, goal=None)  # speeds of an interpreter mean nothing
         if self.note and not line.check:
@@ -61,7 +60,7 @@ class Bench:
         print(f"    {line.what}: {' '.join(filter(None, [took, ratio, line.verdict, line.note]))}", flush=True)
 
     def each(self, section: str, parts: Sequence[Callable[["Bench"], object]], whole: bool = False) -> None:
-        """Runs parts of a section, until its time is over unless it is needed whole. One that fails says so, and the others run."""
+        """Runs parts of a section, until its time is over unless `whole`. A failure of one is reported, and the others run."""
         for part in parts:
             if not whole and self.late():
                 return
@@ -72,15 +71,15 @@ class Bench:
                 self.add(failed(section, getattr(part, "__name__", "a part"), problem, 1.0))
 
     def late(self) -> bool:
-        """The section's time is over: what is left of it is left out."""
+        """Whether the section's time is over: what is left of it is left out."""
         return self.seconds_left() <= 0
 
     def seconds_left(self) -> float:
-        """Until the section should come to its end."""
+        """Seconds until the section should end."""
         return self._stop - time.perf_counter()
 
     def copies(self, size: int) -> int:
-        """How many times memory of `size` bytes has to be there, for none of it to be in the cache when its turn comes again."""
+        """How many copies of `size` bytes are needed, for none of them to be in the cache when its turn comes again."""
         return 2 if self.tiny else max(1, min(COPIES, -(-self._rotated // max(size, 1))))
 
     def synchronize(self) -> None:
@@ -89,7 +88,7 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
     def time(self, calls: Sequence[Call], graph: bool = True) -> Timing:
-        """Of one call. All of them are made at least once before."""
+        """Time of one call. All calls are made at least once before."""
         for call in calls:
             call()
         self.synchronize()
@@ -104,11 +103,11 @@ class Bench:
         return self._one_by_one(calls, rough)
 
     def flush(self) -> None:
-        """Nothing that a call needs is in the cache afterwards."""
+        """Evicts everything that a call needs from the cache."""
         self._scratch.zero_()
 
     def occupy(self) -> None:
-        """`flush`; and the device has something to do until the host has launched a graph, so that its clock starts with it."""
+        """`flush`, and keeps the device busy until the host has launched a graph, so that the graph starts without a gap."""
         self.flush()
         if self.device.type == "cuda":
             torch.cuda._sleep(LAUNCHING)  # type: ignore[no-untyped-call]
@@ -141,7 +140,7 @@ class Bench:
 
 @contextmanager
 def replaced(module: Any, name: str, value: object) -> Iterator[None]:
-    """What a module calls `name` is something else for a while."""
+    """Replaces a module's attribute for a while."""
     honest = getattr(module, name)
     setattr(module, name, value)
     try:
@@ -151,7 +150,7 @@ def replaced(module: Any, name: str, value: object) -> Iterator[None]:
 
 
 def clocked(call: Call) -> float:
-    """Seconds of a call, as a clock on the wall sees it."""
+    """Wall-clock seconds of a call."""
     began = time.perf_counter()
     call()
     return time.perf_counter() - began
@@ -171,11 +170,11 @@ def _captured(calls: Sequence[Call], rounds: int) -> torch.cuda.CUDAGraph:
     return graph
 
 
-_broken: list[torch.cuda.CUDAGraph] = []  # kept: torch's allocator goes on asking them
+_broken: list[torch.cuda.CUDAGraph] = []  # kept: torch's allocator still refers to them
 
 
 def _recover(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
-    """After a capture that failed torch is still on its stream, and refuses to make random numbers outside of it."""
+    """Recovers from a failed capture: torch is still on its stream, and refuses to draw random numbers outside of it."""
     _broken.append(graph)
     torch.cuda.set_stream(stream)
     generator = torch.cuda.default_generators[stream.device_index]

@@ -1,12 +1,13 @@
-"""A whole decode step of an 8 B model with made-up weights, by the shard's own engine, against the bytes and operations it takes.
+"""Whole decode steps of an 8 B model with random weights, by the shard's own engine, against the bytes and operations they take.
 
     floor    max(weights / copy bandwidth, their operations / rate of products) + keys and values / copy bandwidth
 
-`step` is what comes after what in an engine that is asked for the next step as soon as it takes one: planning on the host, the
-model, sampling, tokens back on the host, as far as they don't overlap. `device` is what the device works, on its own clock.
+`step` is the time between steps of an engine that is asked for the next step as soon as it takes one: planning on the host, the
+model, sampling, tokens back on the host, as far as they don't overlap. `device` is the time that the device works, by its own
+clock.
 
-And the same greedy tokens by Triton as by plain torch, on the trained model that ships: where they part, the two most probable
-tokens must have been as good as equal.
+Also checks that Triton gives the same greedy tokens as plain torch, on the trained model that ships: where they differ, the two
+most probable tokens must have been nearly tied.
 """
 
 import json
@@ -62,7 +63,7 @@ CASES = (*GOALS, (1, 8192), (32, 8192), (256, 8192))
 SOONEST = 4e-3  # seconds of a step of one row at 1,024 tokens, at most
 PAGE = 16
 STEPS, WARM = 40, 5
-# Differences of log-probabilities below which two tokens pass for equal: some units in the last place of logits around 10.
+# Differences of log-probabilities below which two tokens count as tied: some units in the last place of logits around 10.
 NEAR = {"float32": 1e-3, "bfloat16": 0.15}
 
 
@@ -85,7 +86,7 @@ def steps(bench: Bench) -> None:
                 return
             try:
                 _case(bench, engine, busy, rows, context, waits)
-            except Exception as problem:  # the compiler's have no base of their own
+            except Exception as problem:  # the compiler's errors have no common base class
                 traceback.print_exc()
                 goal = GOALS.get((rows, context)) if not waits else None
                 bench.add(failed(SECTION, f"{rows} x {context}{', no kernel begins early' * waits}", problem, goal))
@@ -95,7 +96,7 @@ def steps(bench: Bench) -> None:
 
 
 def made_up(bench: Bench, folder: Path) -> Engine:
-    """An engine with weights that are random."""
+    """An engine with random weights."""
     began = time.perf_counter()
     dtype = "float32" if bench.tiny else "bfloat16"
     model = write(folder, bench.tiny)
@@ -108,12 +109,12 @@ def made_up(bench: Bench, folder: Path) -> Engine:
 
 
 def extent_of(rows: int, total: int) -> GraphExtent:
-    """Of decode steps of so many sequences, which come to `total` tokens each."""
+    """Extent of decode steps of so many sequences, which grow to `total` tokens each."""
     return GraphExtent(rows, rows, total, rows * -(-total // PAGE), (rows,))
 
 
 def _case(bench: Bench, engine: Engine, busy: Busy, rows: int, context: int, waits: bool) -> None:
-    """waits: no kernel begins early, and nothing else is measured."""
+    """waits: disable early starts of kernels (programmatic dependent launch), and measure nothing else."""
     cuda = bench.device.type == "cuda"
     extent = extent_of(rows, context + 6 * (STEPS + WARM))
     need = extent.pages * PAGE * engine.token_bytes
@@ -144,7 +145,7 @@ def _case(bench: Bench, engine: Engine, busy: Busy, rows: int, context: int, wai
 
 
 def _other_ways(rows: int) -> Iterator[tuple[str, Any, str, int]]:
-    """Of products of few rows, and what to set for them."""
+    """Alternatives for products of few rows, and what to set for them."""
     if rows <= linear.FEW:
         yield "products and norms begin early", dependent_launch, "products", True
         yield "products by torch", linear, "FEW", 0  # norms, products and sums one after the other
@@ -153,7 +154,7 @@ def _other_ways(rows: int) -> Iterator[tuple[str, Any, str, int]]:
 
 
 def begin(engine: Engine, rows: int, context: int) -> None:
-    """So many groups whose prompts pass for computed: keys and values are random numbers."""
+    """Adds groups whose prompts count as computed: keys and values are random numbers."""
     dice = random.Random(rows + context)
     vocabulary = engine.decoder.shape.vocabulary
     groups = []
@@ -166,7 +167,7 @@ def begin(engine: Engine, rows: int, context: int) -> None:
         [sequence] = group.sequences
         engine.pool.extend(sequence.pages, context)
         sequence.computed, group.decodes = context, True
-    engine.decode([0])  # clears the pages that were taken
+    engine.decode([0])  # clears newly allocated pages
     with torch.inference_mode():
         for layer in engine.cache.layers.values():
             layer.normal_()
@@ -197,7 +198,7 @@ def _measured(bench: Bench, engine: Engine, busy: Busy, rows: int, context: int,
         section=SECTION, what=f"{what}: step", timing=own, value=rate, unit="tokens/s", ratio=ratio, against=against, goal=goal
     )
     bench.add(step_line)
-    if goal is not None and rows == 1 and floor < SOONEST:  # set for an H200: what reads more slowly can't
+    if goal is not None and rows == 1 and floor < SOONEST:  # set for an H200: slower memory can't reach it
         what_soon, ratio = f"{what}: step in units of {SOONEST * 1e3:g} ms", own.seconds / SOONEST
         bench.add(Line(section=SECTION, what=what_soon, ratio=ratio, against="", goal=1.0, most=True))
     worked = timing(busy.read()["busy"], "wall" if way == "eager" else "graph")
@@ -206,9 +207,10 @@ def _measured(bench: Bench, engine: Engine, busy: Busy, rows: int, context: int,
 
 
 def _floor(bench: Bench, engine: Engine, rows: int, keys: float) -> float:
-    """Seconds that a step takes at least. keys: that all rows together read in a layer."""
+    """Least seconds of a step. keys: that all rows together read in a layer."""
     shape = engine.decoder.shape
-    read = shape.parameters(1) - (0 if shape.tied else shape.vocabulary * shape.hidden)  # of the table only some rows are read
+    # only some rows of the embedding table are read
+    read = shape.parameters(1) - (0 if shape.tied else shape.vocabulary * shape.hidden)
     size = engine.decoder.embedding.dtype.itemsize
     products = max(read * size / bench.copy_rate, 2 * read * rows / bench.product_rate)
     return products + keys * engine.token_bytes / bench.copy_rate
@@ -230,8 +232,8 @@ def tokens(bench: Bench) -> None:
 
 
 def compare(found: Sequence[Sequence[Pick]], expected: Sequence[Sequence[Pick]], near: float) -> tuple[int, int, int]:
-    """Prompts whose tokens part where one was clearly better, those where two were as good as equal, and tokens that were compared:
-    what comes after two part is another text."""
+    """(prompts whose tokens differ where one was clearly better, prompts that differ at a near tie, compared tokens): what follows
+    a difference is another text, and is not compared."""
     apart = ties = compared = 0
     for ours, theirs in zip(found, expected, strict=True):
         for own, other in zip(ours, theirs, strict=True):
@@ -268,7 +270,7 @@ def _answers(engine: Engine, prompts: Sequence[Sequence[int]], new: int) -> list
     answers: list[list[Pick]] = [[] for _ in prompts]
     step = engine.begin_prefill(0, groups, chunks, sum(map(len, prompts)), [])
     while engine.books.groups:
-        following = engine.begin_decode([0])  # on top of the last one, where the device can
+        following = engine.begin_decode([0])  # on top of the last one, where the device allows
         _take(step.result(), answers)
         step = following
     engine.land()

@@ -1,4 +1,4 @@
-"""The fused operations against the bytes that they have to move, and sampling against one read of the logits."""
+"""Fused operations against the bytes that they have to move, and sampling against one read of the logits."""
 
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +22,7 @@ SAMPLING = 3.0  # times one read of 256 x 128k logits, with top-k, top-p and pen
 
 
 def measure(bench: Bench) -> None:
-    """All of it; experts last, since most of their time goes into compiling twenty kernels."""
+    """Measures everything; experts last, since most of their time goes into compiling twenty kernels."""
     with dispatch.forced("triton"):
         sizes = (4,) if bench.tiny else (1, 256, 8192)
         parts = [partial(part, tokens=tokens) for part in (elementwise, few_bits, invariant, mixture) for tokens in sizes]
@@ -52,7 +52,7 @@ def _against_bytes(bench: Bench, what: str, calls: list[Call], size: int) -> Non
 
 
 def elementwise(bench: Bench, tokens: int) -> None:
-    """What stands between the products of a layer."""
+    """Elementwise operations between a layer's matrix products."""
     hidden, intermediate = (64, 96) if bench.tiny else (HIDDEN, INTERMEDIATE)
     weight = _bfloat16(bench, hidden)
     size = tokens * hidden * 2
@@ -87,10 +87,10 @@ def _rotary(bench: Bench, tokens: int) -> None:
 
 
 def mixture(bench: Bench, tokens: int) -> None:
-    """A layer of Qwen3-30B-A3B, against the weights of those experts that are chosen; as it is, and of few bits."""
+    """A mixture-of-experts layer of Qwen3-30B-A3B, against the weights of the chosen experts; in bfloat16 and quantized."""
     number, count, hidden, size = (4, 2, 64, 32) if bench.tiny else (128, 8, 2048, 768)
     for kind in ("", *codes.BITS):
-        gate_ups = [_stored(bench, kind, 2 * size, hidden)] * number  # alike: laid out each has memory of its own
+        gate_ups = [_stored(bench, kind, 2 * size, hidden)] * number  # equal ones: laid out, each has memory of its own
         downs = [_stored(bench, kind, hidden, size)] * number
         _experts(bench, experts.lay_out(gate_ups, downs, torch.bfloat16), kind, tokens, (number, count, hidden))
 
@@ -112,7 +112,7 @@ def _experts(bench: Bench, laid_out: experts.Experts, kind: str, tokens: int, si
 
 
 def few_bits(bench: Bench, tokens: int) -> None:
-    """The queries, keys and values of an 8 B model, against the codes' bytes or the time of as many operations."""
+    """The quantized QKV projection of an 8 B model, against the codes' bytes or the time of the arithmetic."""
     outputs, inputs = (64, 96) if bench.tiny else (6144, HIDDEN)
     x = _bfloat16(bench, tokens, inputs)
     for kind in codes.BITS:
@@ -126,7 +126,7 @@ def few_bits(bench: Bench, tokens: int) -> None:
 
 
 def invariant(bench: Bench, tokens: int) -> None:
-    """The product that no row depends on, of queries, keys and values of an 8 B model, against torch's."""
+    """The batch-invariant product, for the QKV projection of an 8 B model, against torch's."""
     outputs, inputs = (64, 96) if bench.tiny else (6144, HIDDEN)
     x, size = _bfloat16(bench, tokens, inputs), 2 * outputs * inputs
     weights = [_bfloat16(bench, outputs, inputs) for _ in range(bench.copies(size))]
@@ -137,7 +137,7 @@ def invariant(bench: Bench, tokens: int) -> None:
 
 
 def moves(bench: Bench) -> None:
-    """Forks and tree commits, of all layers at once."""
+    """Beam forks (page copies) and commits of draft trees (slot moves), of all layers at once."""
     layers, page_size, width, count = (2, 4, 32, 4) if bench.tiny else (32, 16, 2 * KV_HEADS * SIZE, 64)
     pages = torch.zeros(layers, 4 * count, page_size, width, dtype=torch.bfloat16, device=bench.device)
     order = torch.randperm(4 * count, device=bench.device)
@@ -147,7 +147,7 @@ def moves(bench: Bench) -> None:
     size = 2 * layers * count * page_size * width * 2
     _against_bytes(bench, f"{count} pages copied in {layers} layers", calls, size)
     slots = pages.view(layers, -1, width)
-    orders = torch.randperm(slots.shape[1], device=bench.device).view(-1, 2, 4 * count)  # each is of other slots
+    orders = torch.randperm(slots.shape[1], device=bench.device).view(-1, 2, 4 * count)  # each has other slots
     starts = torch.arange(0, 4 * count + 1, 4, device=bench.device)
     moved = 2 * layers * 4 * count * width * 2
     what = f"4 slots moved in each of {count} rows in {layers} layers"
@@ -155,8 +155,8 @@ def moves(bench: Bench) -> None:
 
 
 def offloading(bench: Bench) -> None:
-    """Pages to the host's memory and back, of all layers, beside one copy of as many bytes. Going there they hold up steps only
-    while they are gathered."""
+    """KV offload: pages to host memory and back, of all layers, beside one copy of as many bytes. Saving delays steps only while
+    the pages are gathered."""
     layers, page_size, width, count = (2, 4, 32, 4) if bench.tiny else (32, 16, 2 * KV_HEADS * SIZE, 64)
     pages = torch.zeros(layers, 4 * count, page_size, width, dtype=torch.bfloat16, device=bench.device)
     host, places, size = HostPages([pages], count), range(1, count + 1), count * page_bytes([pages])
@@ -175,7 +175,7 @@ def offloading(bench: Bench) -> None:
 
 
 def sample_logits(bench: Bench) -> None:
-    """256 rows, as a large batch has them; beside it what plain torch takes, and FlashInfer."""
+    """256 rows, as in a large batch; for comparison plain torch, and FlashInfer."""
     rows, vocabulary = (3, 300) if bench.tiny else (256, VOCABULARY)
     logits = [_peaked(bench, rows, vocabulary) for _ in range(bench.copies(4 * rows * vocabulary))]
     once = logits[0].nbytes / bench.read_rate
@@ -220,12 +220,12 @@ def _sampling_peers(bench: Bench, what: str, logits: list[Tensor], draws: Draws,
         k, p = draws.top_k.int(), draws.top_p
         found = bench.time([lambda one=one: function(one / heat, k, p, filter_apply_order="top_k_first") for one in logits])  # type: ignore[misc]
         bench.add(Line(section=SECTION, what=line, timing=found, ratio=found.seconds / own, against="of ours", goal=1.0))
-    except Exception as problem:  # whatever is wrong with a peer is no fault of ours
+    except Exception as problem:  # a peer's fault is not ours
         bench.add(failed(SECTION, line, problem, 1.0))
 
 
 def _peaked(bench: Bench, rows: int, vocabulary: int) -> Tensor:
-    """Logits as models have them: a few tokens stand out."""
+    """Logits like those of models: a few tokens stand out."""
     logits = torch.randn(rows, vocabulary, device=bench.device) * 2
     some = torch.randint(0, vocabulary, (rows, 30), device=bench.device)
     return logits.scatter_add_(1, some, torch.rand(rows, 30, device=bench.device) * 12)
@@ -265,12 +265,12 @@ def _penalties(bench: Bench, rows: int, vocabulary: int) -> Penalties:
 
 
 def beams(bench: Bench) -> None:
-    """The best continuations of 64 sets of four rows, and the five most probable tokens of 256."""
+    """Beam search: the best continuations of 64 sets of four rows, and the five most probable tokens of 256."""
     rows, vocabulary = (4, 300) if bench.tiny else (256, VOCABULARY)
     logits = [_peaked(bench, rows, vocabulary) for _ in range(bench.copies(4 * rows * vocabulary))]
     once, scores = logits[0].nbytes / bench.read_rate, torch.randn(rows, device=bench.device)
     starts = list(range(0, rows + 1, 4))
-    # Which rows are of a set comes from the host: that can't be captured.
+    # The sets' rows come from the host: that can't be captured.
     cases: list[tuple[str, list[Call], bool]] = [
         ("best 8 continuations of 4 beams each", [partial(beam.candidates, one, scores, starts, 8) for one in logits], False),
         ("the 5 most probable", [partial(beam.most_probable, one, 5) for one in logits], True),

@@ -1,13 +1,13 @@
-"""Other implementations of attention, for `gpu.py` to compare with. Each is optional: what isn't installed says so.
+"""Other implementations of attention, for `gpu.py` to compare with. Each is optional: a missing one is reported.
 
-A peer gets keys and values in the layout that it likes best, beside ours. Its answers are compared with ours before it is timed.
+A peer gets keys and values in the layout that it prefers, beside ours. Its outputs are compared with ours before it is timed.
 Kernels of vLLM and SGLang are single files; to have them without the engines, unpack these files of their wheels into one folder,
 at the paths that they have there, and name it by --peers:
 
     vllm/v1/attention/ops/triton_unified_attention.py (and the modules of helpers beside it that newer ones import)
     sglang/srt/layers/attention/triton_ops/decode_attention.py
 
-Whatever they import beside torch and Triton is then replaced by stand-ins that know nothing but "this is CUDA".
+Whatever they import beside torch and Triton is then replaced by stubs that only say "this is CUDA".
 """
 
 import enum
@@ -35,11 +35,11 @@ Peer = Callable[[World], list[Answer]]  # one for each of the world's copies
 
 
 class Missing(Exception):
-    """It isn't installed, or can't do what is asked."""
+    """The peer isn't installed, or does not support the case."""
 
 
 def _import(name: str, stand_ins: Callable[[Path], None] | None = None) -> Any:
-    """A module; of an engine that isn't installed as a whole, with stand-ins for the rest."""
+    """A module; of an engine that isn't installed as a whole, with stubs for the rest."""
     root = name.partition(".")[0]
     found = importlib.util.find_spec(root)
     if found is None or found.submodule_search_locations is None:
@@ -50,7 +50,7 @@ def _import(name: str, stand_ins: Callable[[Path], None] | None = None) -> Any:
 
 
 def _invented(name: str, **members: Any) -> None:
-    """A module with these members, unless it is there."""
+    """Adds a stub module with these members, unless the module exists."""
     module = ModuleType(name)
     vars(module).update(members)
     sys.modules.setdefault(name, module)
@@ -83,7 +83,7 @@ def _no_trees(world: World) -> None:
 
 
 def sdpa(backend: SDPBackend) -> Peer:
-    """torch's attention over keys and values that lie side by side: rows of equal length only, no pages."""
+    """torch's SDPA over contiguous keys and values: rows of equal length only, no pages."""
 
     def prepare(world: World) -> list[Answer]:
         _no_trees(world)
@@ -109,7 +109,7 @@ def sdpa(backend: SDPBackend) -> Peer:
 
 
 def _gathered(world: World, rows: Sequence[Row], length: int) -> tuple[Tensor, Tensor]:
-    """Of rows of one length: each [rows, kv_heads, length, size], a token's heads side by side."""
+    """Keys and values of rows of one length: each [rows, kv_heads, length, size], a token's heads side by side."""
     pages = torch.tensor([list(row.pages) for row in rows], device=world.device)
     slots = (pages[:, :, None] * world.shape.page_size + torch.arange(world.shape.page_size, device=world.device)).flatten(1)
     part = world.cache[slots[:, :length].flatten()].view(len(rows), length, 2, world.shape.kv_heads, world.shape.size)
@@ -145,7 +145,7 @@ def flex(world: World) -> list[Answer]:
             wanted = torch.tensor(row.pages, device=world.device)
             table.page_table[i, : len(wanted)] = wanted
             table.physical_to_logical[i, wanted] = torch.arange(len(wanted), device=world.device)
-            if hasattr(table, "seq_lens"):  # by which some versions of torch hide what is behind
+            if hasattr(table, "seq_lens"):  # by which some versions of torch mask what is beyond
                 table.seq_lens[i] = row.context + row.queries
         ends = torch.tensor(_lengths(some), device=world.device)
         mask = module.create_block_mask(
@@ -218,12 +218,12 @@ def _vllm_stand_ins(root: Path) -> None:
     _invented("vllm.triton_utils", triton=triton, tl=triton.language, HAS_TRITON=True)
     _invented("vllm.v1.kv_cache_interface", KVQuantMode=Mode)
     _invented("vllm.model_executor.layers.batch_invariant", vllm_is_batch_invariant=lambda: False)
-    # Importing a module by `from vllm import envs` looks for an attribute of the package.
+    # `from vllm import envs` looks for an attribute of the package.
     package = importlib.import_module("vllm")
     vars(package).setdefault("envs", sys.modules["vllm.envs"])
 
 
-SEGMENTS, LEAST_GRID = 16, 128  # as vLLM's TritonAttentionMetadataBuilder has them
+SEGMENTS, LEAST_GRID = 16, 128  # as in vLLM's TritonAttentionMetadataBuilder
 
 
 def vllm(world: World) -> list[Answer]:
@@ -283,7 +283,7 @@ SPLITS = 8  # SGLang's --triton-attention-num-kv-splits
 
 
 def sglang(world: World) -> list[Answer]:
-    """SGLang's Triton decode kernel, with as many splits as its own heuristic may take at most."""
+    """SGLang's Triton decode kernel, with the most splits that its own heuristic takes."""
     _no_trees(world)
     if any(row.queries > 1 for row in world.rows[0]):
         raise Missing("its decode kernel has one query a row")

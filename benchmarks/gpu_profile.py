@@ -1,6 +1,6 @@
-"""Where the time of a decode step goes: the kernels of steps of an 8 B model with made-up weights, as the device's driver notes.
+"""Profile of decode steps: the kernels of steps of an 8 B model with random weights, and their times, by torch's profiler.
 
-Steps run from a graph, as they do in a server. What is told is a kernel's share of all kernels' time; what lies between them is in
+Steps run from a graph, as they do in a server. Reported is a kernel's share of all kernels' time; the gaps between them are in
 `gpu.py`'s section `model`.
 """
 
@@ -18,7 +18,7 @@ from penstock.shard.graphs import Recorder
 
 SECTION = "kernels of a decode step, 8 B"
 STEPS, WARM = 10, 3
-MOST = 16  # kernels that are told of
+MOST = 16  # kernels that are listed
 NAME = 70  # characters of a name
 
 

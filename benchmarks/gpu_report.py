@@ -1,4 +1,4 @@
-"""What `gpu.py` has measured: lines with a ratio, a goal and a verdict; as a table, as JSON, as Markdown. Knows no device."""
+"""Results of `gpu.py`: lines with a ratio, a goal and a verdict; as a table, as JSON, as Markdown. Knows no device."""
 
 import json
 import math
@@ -14,17 +14,17 @@ MET, MISSED, WRONG, UNMEASURED = "met", "missed", "WRONG", "not measured"
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of one call, of several repetitions."""
+    """Seconds of one call, over several repetitions."""
 
     seconds: float  # the median
-    low: float  # what a tenth of them stay below
-    high: float  # what nine tenths stay below
+    low: float  # 10th percentile
+    high: float  # 90th percentile
     count: int
-    way: str  # "graph": launched from a CUDA graph; "eager": one by one, launches included; "wall": as a clock on the wall sees it
+    way: str  # "graph": launched from a CUDA graph; "eager": one by one, launches included; "wall": by the wall clock
 
 
 def timing(samples: Sequence[float], way: str) -> Timing:
-    """Of all repetitions, at least one."""
+    """Summary of all repetitions, at least one."""
     ordered = sorted(samples)
     last = len(ordered) - 1
     return Timing(statistics.median(ordered), ordered[round(0.1 * last)], ordered[round(0.9 * last)], len(ordered), way)
@@ -32,7 +32,7 @@ def timing(samples: Sequence[float], way: str) -> Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One measurement. Without a ratio: something for orientation, or something that could not be measured, as the note says."""
+    """One measurement. Without a ratio: for orientation only, or not measured, as the note says."""
 
     section: str
     what: str
@@ -40,10 +40,10 @@ class Line:
     value: float = math.nan  # in `unit`
     unit: str = ""
     ratio: float | None = None
-    against: str = ""  # what the ratio is to
+    against: str = ""  # what the ratio is relative to
     goal: float | None = None
-    most: bool = False  # the ratio shall be at most the goal; else at least
-    check: bool = False  # of a result, not of a speed: where it misses its goal something is wrong
+    most: bool = False  # the ratio should be at most the goal; else at least
+    check: bool = False  # of a result's correctness, not of speed: if it misses its goal something is wrong
     note: str = ""
 
     @property
@@ -53,12 +53,12 @@ class Line:
             return ""
         if self.ratio is None:
             return UNMEASURED
-        reached = self.ratio <= self.goal if self.most else self.ratio >= self.goal  # a ratio that is no number reaches nothing
+        reached = self.ratio <= self.goal if self.most else self.ratio >= self.goal  # NaN meets no goal
         return MET if reached else WRONG if self.check else MISSED
 
 
 def failed(section: str, what: str, why: BaseException | str, goal: float | None = None, check: bool = False) -> Line:
-    """What could not be measured."""
+    """A line for what could not be measured."""
     text = why if isinstance(why, str) else f"{type(why).__name__}: {why}".strip()
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
     told = f"{lines[0]} ... {lines[-1]}" if lines[0].endswith(":") else lines[0]  # Triton's begin with a place in the code
@@ -66,12 +66,12 @@ def failed(section: str, what: str, why: BaseException | str, goal: float | None
 
 
 def wrong(lines: Iterable[Line]) -> list[Line]:
-    """Results that were not right, or could not be looked at."""
+    """Results that were wrong, or could not be checked."""
     return [line for line in lines if line.check and line.verdict != MET]
 
 
 def sum_up(lines: Sequence[Line]) -> int:
-    """Prints how many goals are met, and all that is wrong. The exit code."""
+    """Prints how many goals are met, and all that is wrong. Returns the exit code."""
     verdicts = [line.verdict for line in lines]
     print("\ngoals: " + ", ".join(f"{verdicts.count(word)} {word}" for word in (MET, MISSED, UNMEASURED, WRONG)))
     found = wrong(lines)
@@ -107,7 +107,7 @@ HEADS = ["what", "median (10 %..90 %, repetitions)", "value", "ratio", "to", "go
 
 
 def table(lines: Sequence[Line]) -> str:
-    """For people, section by section."""
+    """As text, section by section."""
     rows = [_cells(line) for line in lines]
     widths = [max(len(HEADS[i]), *(len(row[i]) for row in rows)) if rows else len(HEADS[i]) for i in range(len(HEADS) - 1)]
     parts, section = [], ""
@@ -123,12 +123,12 @@ def _padded(row: Sequence[str], widths: Sequence[int]) -> str:
     return ("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)) + "  " + row[-1]).rstrip()
 
 
-ROOM = 10_000  # characters: of what a machine far away prints often the last 12,000 are all that is seen
+ROOM = 10_000  # characters: of a remote machine's output often only the last 12,000 are visible
 
 
 def digest(lines: Sequence[Line], facts: Mapping[str, str], room: int = ROOM) -> str:
-    """What the table says, in few characters: what misses its goal first, what has none last, as far as there is room. Of results
-    that are looked at `sum_up` tells which are wrong."""
+    """The table in few characters: missed goals first, lines without a goal last, as far as there is room. Checks of results are
+    left to `sum_up`."""
     parts, measured = [], [line for line in lines if not line.check]
     for verdict in (MISSED, UNMEASURED, MET, ""):
         section = ""
@@ -138,7 +138,7 @@ def digest(lines: Sequence[Line], facts: Mapping[str, str], room: int = ROOM) ->
                 parts.append(f"{verdict or 'no goal'}, {section}:")
             parts.append(f"  {_short(line)}")
     head = ", ".join(f"{name} {value}" for name, value in facts.items())
-    room -= len(head) + 40  # for what is said of those that are left out
+    room -= len(head) + 40  # for the line about those left out
     kept = sum(end <= room for end in accumulate(len(part) + 1 for part in parts))
     left = [f"  and {len(parts) - kept} lines more, in the table"] if kept < len(parts) else []
     return "\n".join([head, *parts[:kept], *left])
@@ -163,7 +163,7 @@ def markdown(lines: Sequence[Line], title: str) -> str:
 
 
 def save(path: Path, lines: Sequence[Line], facts: dict[str, Any]) -> None:
-    """Everything, as JSON; what is no number becomes null."""
+    """Everything, as JSON; NaN and infinity become null."""
     found = [{**asdict(line), "verdict": line.verdict} for line in lines]
     path.write_text(json.dumps(_finite({"facts": facts, "lines": found}), indent=1, allow_nan=False) + "\n")
 

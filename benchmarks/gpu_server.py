@@ -1,7 +1,7 @@
-"""The server in front of an 8 B model with made-up weights: how long the device waits between steps while 256 answers are streamed.
+"""Device idle time with the whole server in front: an 8 B model with random weights, while 256 answers are streamed over HTTP.
 
-The shard is the real one, with events around the work of each step (`gpu_busy.py`); requests come over HTTP, are sampled, turned
-into text and streamed. All streams have begun when the measurement begins, and none ends before it does.
+The shard is the real one, with events around the work of each step (`gpu_busy.py`); requests come over HTTP, are sampled,
+detokenized and streamed. All streams have begun when the measurement begins, and none ends before it does.
 """
 
 import asyncio
@@ -29,24 +29,24 @@ IDLE = 0.02  # of the time between the first launch of a step and that of the ne
 STREAMS, SECONDS = 256, 8.0
 PROMPT, NEW = 64, 1900  # tokens
 START = 240.0  # seconds until it must be ready
-LONGEST = 8  # waits that are told one by one
+LONGEST = 8  # longest waits, which are listed
 
 
 def measure(bench: Bench) -> None:
-    """Starts it, asks it, ends it."""
+    """Starts the server, sends requests, and ends it."""
     with tempfile.TemporaryDirectory(prefix="penstock-gpu-") as folder:
         model = write(Path(folder) / "model", bench.tiny)
         _tokenizer(model)
         log = Path(folder) / "log"
         try:
             _serve(bench, model, log, Path(folder) / "busy")
-        except Exception as problem:  # what the server said goes with it
+        except Exception as problem:  # printed with the server's last log lines
             print("\n".join(f"    | {line}" for line in log.read_text().splitlines()[-12:]), flush=True)
             bench.add(failed(SECTION, "idle between steps", problem, IDLE))
 
 
 def _tokenizer(folder: Path) -> None:
-    """As many tokens as the model has, each a word: text is made of all that is drawn."""
+    """A tokenizer with as many tokens as the model has, each a word, so that all sampled tokens become text."""
     import tokenizers
 
     vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
@@ -59,7 +59,7 @@ def _tokenizer(folder: Path) -> None:
 
 
 def _serve(bench: Bench, model: Path, log: Path, told: Path) -> None:
-    """told: where the shard says how long its device worked."""
+    """told: the file to which the shard writes how long its device worked."""
     streams, seconds = (3, 1.0) if bench.tiny else (STREAMS, SECONDS)
     flags = {
         "--load-format": "dummy",
@@ -70,7 +70,7 @@ def _serve(bench: Bench, model: Path, log: Path, told: Path) -> None:
         "--cuda-graphs": streams,  # the only size that is needed while all streams run
     }
     arguments = [str(model), *(str(part) for pair in flags.items() for part in pair)]
-    # Numbers and the server are made in one process each: an interpreter's variable must not make its kernels slow.
+    # Numbers and the server are each made in one process: an interpreter's variable must not make its kernels slow.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {BUSY: str(told)}
     with Local(arguments, log, module="penstock.benchmarks.gpu_shard", environment=environment, start=START) as server:
         print(f"    ready after {server.ready:.0f} s", flush=True)
@@ -82,7 +82,7 @@ def _serve(bench: Bench, model: Path, log: Path, told: Path) -> None:
 
 
 async def _ask(port: int, shard: int, streams: int, seconds: float) -> int:
-    """Lets the shard note when it works while all streams run; how many tokens came in that time."""
+    """Has the shard measure while all streams run; returns how many tokens came in that time."""
     from penstock.benchmarks.streams import Answer, client, prompt
 
     dice = random.Random(0)
@@ -150,10 +150,10 @@ def _report(bench: Bench, found: dict[str, list[float]], streams: int, rate: flo
     note = f"{len(busy)} steps, {statistics.median(busy) * 1e3:.2f} ms of work in the median"
     gap = timing(gaps, "wall")
     bench.add(Line(section=SECTION, what=what, timing=gap, ratio=share, against="of the time", goal=IDLE, most=True, note=note))
-    for name in LATE:  # where in a page the longest are may tell why
+    for name in LATE:  # the positions of the longest may hint at the cause
         ratio = sum(found[name]) / (sum(gaps) + sum(busy[: len(gaps)]))
         longest = sorted(range(len(gaps)), key=found[name].__getitem__)[: -LONGEST - 1 : -1]
         note = ", ".join(f"step {place}: {found[name][place] * 1e3:.1f} ms" for place in longest)
         bench.add(Line(section=SECTION, what=f"of it waiting for {name}", ratio=ratio, against="of the time", note=note))
-    # Chunks that came: a chunk may hold several tokens where the client is slower than the server.
+    # A chunk may hold several tokens where the client is slower than the server.
     bench.add(Line(section=SECTION, what=f"{streams} streams", value=rate, unit="chunks/s"))

@@ -1,9 +1,9 @@
-"""`penstock serve` as it is, but for a shard that notes when its device works. For `gpu.py`.
+"""`penstock serve` with a shard that records when its device works. For `gpu.py`.
 
     python -m penstock.benchmarks.gpu_shard serve ...
 
-The file that BUSY names in the environment gets the shard's process id when it starts. SIGUSR1 begins the measurement, SIGUSR2 ends
-it: the numbers come into the same file, written whole.
+The file named by the environment variable BUSY gets the shard's process id when it starts. SIGUSR1 begins the measurement, SIGUSR2
+ends it: the numbers are written to the same file, atomically.
 """
 
 import json

@@ -1,5 +1,6 @@
-"""What `gpu_checks` compares of streams with gates, of what layers are told of n-grams, and of keys of pools that are means: each
-as something that can be done on any device."""
+"""Checks of `gpu_checks` for gated hyper-connections, n-gram embeddings, and index keys that are means of pools: each as a function
+that can run on any device.
+"""
 
 import itertools
 import random
@@ -12,13 +13,14 @@ from penstock.kernels import gated_hyper_connections, means, ngrams, reference
 from penstock.kernels.gated_delta import Spans, States
 from penstock.kernels.ngram_hashes import Hashes
 
-COUNT, APART, TAPS, POOL = 4, 3, 4, 16  # streams; places between taps, and taps; tokens of a pool: Qwen 4 Exp's, as far as is known
+# streams; dilation and number of convolution taps; tokens of a pool: Qwen 4 Exp's, as far as is known
+COUNT, APART, TAPS, POOL = 4, 3, 4, 16
 
 Run = Callable[[torch.device], list[Tensor]]
 
 
 def runs(chance: random.Random, dtype: torch.dtype, tiny: bool) -> Iterator[Run]:
-    """What they give, where they give it; the same numbers go into them everywhere."""
+    """Functions of a device that return their results on it; the inputs are the same on every device."""
     rows, size = (3, 20) if tiny else (chance.randint(1, 200), chance.choice([2048, 4096, chance.randint(1, 999)]))
     yield _mixed(rows, size, dtype)
     yield _told(chance, size, dtype)
@@ -26,7 +28,7 @@ def runs(chance: random.Random, dtype: torch.dtype, tiny: bool) -> Iterator[Run]
 
 
 def _mixed(rows: int, size: int, dtype: torch.dtype) -> Run:
-    """Streams to which something is added first."""
+    """Gated hyper-connections, with a layer's output added to the streams first."""
     streams, more = (torch.randn(rows, *shape).to(dtype) for shape in ((COUNT, size), (size,)))
     gates, giving = (torch.randn(rows, width).to(dtype) for width in (COUNT * size, COUNT))
     given, gains = torch.rand(rows, COUNT), torch.rand(COUNT, size)
@@ -42,7 +44,7 @@ def _mixed(rows: int, size: int, dtype: torch.dtype) -> Run:
 
 
 def _told(chance: random.Random, size: int, dtype: torch.dtype) -> Run:
-    """Of sequences that begin or go on, with guesses."""
+    """N-gram embeddings, for sequences that begin or go on, with drafts."""
     lengths = [1, 1, chance.randint(2, 9), chance.randint(2, 20), 1]
     tokens, channels, reach = sum(lengths), COUNT * size, (TAPS - 1) * APART
     joint, streams = torch.randn(tokens, channels + size).to(dtype), torch.randn(tokens, COUNT, size).to(dtype)

@@ -1,6 +1,6 @@
-"""What the kernels leave to be chosen, tried: shapes of tiles, how finely rows are cut, which products go by a kernel of ours.
+"""Autotuning experiments for the GPU kernels: tile shapes, how finely rows are split, and which GEMMs use our own kernels.
 
-Each line says how long something takes in units of what is in use now; below 1 is better. What to change stands in `found in`.
+Each line gives a time relative to the setting in use now; below 1 is better. What to change is named in `found in`.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,9 +38,9 @@ ITEMS = (1, 3, 4, 6, 8)
 # Outputs and inputs of a program's tile, stages, warps; rows.
 PRODUCTS = [(64, 128, 4, 4), (64, 128, 6, 4), (64, 64, 8, 4), (64, 256, 3, 4), (128, 64, 4, 4), (128, 128, 3, 8)]
 ROWS = (16, 32, 64)
-# The same of one row's, with warps before stages.
+# The same for one row (GEMV), with warps before stages.
 VECTORS = [(16, 512, 4, 4), (8, 1024, 4, 4), (4, 1024, 4, 1), (8, 1024, 4, 1), (4, 2048, 8, 1), (2, 2048, 4, 1), (4, 512, 2, 1)]
-# Of an 8 B model: outputs, inputs, behind a norm, with SwiGLU, added to the stream.
+# Of an 8 B model: outputs, inputs, preceded by a norm, with SwiGLU, added to the residual stream.
 SHAPES = {
     "queries, keys, values": (6144, 4096, True, False, False),
     "attention's output": (4096, 4096, False, False, True),
@@ -51,7 +51,7 @@ SHAPES = {
 
 
 def measure(bench: Bench) -> None:
-    """The most telling first: the section ends when its time is over."""
+    """The most telling measurements first: the section ends when its time is over."""
     with dispatch.forced("triton"):
         cases = {
             "64 x 4k": (0, ONE, even_rows(bench, 64, 4096)),
@@ -139,7 +139,7 @@ def _shapes_of_one(bench: Bench, what: str, usual: float, ours: Sequence[Call]) 
 
 
 def _shapes(bench: Bench, what: str, usual: float, ours: Sequence[Call], add: bool) -> None:
-    """add: inputs may be cut."""
+    """add: the product may be split along its inputs (split-K)."""
     for parts in fused_skinny_gemm.PARTS if add else (1,):
         with replaced(fused_skinny_gemm, "PARTS", (parts,)):
             if add:
@@ -153,7 +153,7 @@ def _shapes(bench: Bench, what: str, usual: float, ours: Sequence[Call], add: bo
 
 
 def _few_bits(bench: Bench, kind: str) -> None:
-    """From how many rows on a weight is better unpacked first."""
+    """From how many rows on dequantizing a weight first is faster."""
     outputs, inputs = (48, 64) if bench.tiny else SHAPES["queries, keys, values"][:2]
     rounded = codes.quantize(_made(bench, outputs, inputs), kind)
     size = outputs * inputs * codes.BITS[kind] // 8
@@ -174,11 +174,11 @@ def _made(bench: Bench, *shape: int) -> torch.Tensor:
     return scaled.bfloat16()
 
 
-Added = tuple[torch.Tensor, torch.Tensor]  # what a product is added to, and gains of the norm behind
+Added = tuple[torch.Tensor, torch.Tensor]  # the residual that a product is added to, and gains of the norm after it
 
 
 def _together(weight: Weight, x: torch.Tensor, gains: torch.Tensor | None, gated: bool, added: Added | None) -> torch.Tensor:
-    """As `Stream` does with few rows."""
+    """Fused, as `Stream` does with few rows."""
     if added is None:
         return weight.streamed(x, gains=gains, epsilon=1e-5, gated=gated)
     parts, (sums, behind) = weight.add(x, added[0]), added
@@ -188,7 +188,7 @@ def _together(weight: Weight, x: torch.Tensor, gains: torch.Tensor | None, gated
 
 
 def _apart(weight: Weight, x: torch.Tensor, gains: torch.Tensor | None, gated: bool, added: Added | None) -> torch.Tensor:
-    """What is done one after the other; of one row the sum by the norm that follows, which is not counted."""
+    """Unfused, one operation after the other; with one row the residual sum belongs to the following norm, which is not counted."""
     if gains is not None:
         x = operations.rms_norm(x, gains, 1e-5)
     found = weight.product(x)

@@ -1,4 +1,4 @@
-"""Rows over paged keys and values, as `gpu.py` measures and checks them: tables of shuffled pages, plans, bytes and operations."""
+"""Synthetic rows over a paged KV cache, as `gpu.py` measures and checks them: shuffled page tables, plans, bytes and operations."""
 
 import random
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from penstock.kernels.paged_attention import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Of a model's attention. The default is Llama 3's with 8 B parameters."""
+    """Shape of a model's attention. The default is Llama 3's with 8 B parameters."""
 
     kv_heads: int = 8
     ratio: int = 4
@@ -26,16 +26,16 @@ class Shape:
 
     @property
     def heads(self) -> int:
-        """Of queries."""
+        """Query heads."""
         return self.kv_heads * self.ratio
 
     def kind(self, window: int = 0) -> Kind:
-        """Of its layers with that window."""
+        """The kind of its layers with that window."""
         return Kind(window, self.kv_heads, self.ratio, self.size)
 
     @property
     def key_bytes(self) -> int:
-        """Of a token's keys and values in one layer."""
+        """Bytes of a token's keys and values in one layer."""
         return 2 * self.kv_heads * self.size * (1 if self.eight_bits else self.dtype.itemsize)
 
 
@@ -52,7 +52,7 @@ class World:
         seed: int = 0,
         share: bool = True,
     ) -> None:
-        """rows: without pages; shared: leading tokens, whole pages of them, that all rows have in common."""
+        """rows: without pages; shared: leading tokens, in whole pages, that all rows share."""
         self.shape, self.device, self.copies = shape, device, copies
         size = shape.page_size
         widths = [-(-(row.context + row.queries) // size) for row in rows]
@@ -90,7 +90,7 @@ class World:
 
     @property
     def bytes(self) -> int:
-        """That have to be read and written: each page once, however many rows hold it, queries and answers."""
+        """Bytes to be read and written: each page once, however many rows hold it, queries and outputs."""
         rows = self.rows[0]
         size = self.shape.page_size
         keys = len({page for row in rows for page in row.pages}) * size
@@ -99,20 +99,20 @@ class World:
 
     @property
     def operations(self) -> int:
-        """FLOP, of what is seen and no more."""
+        """FLOP for the keys that are attended to, and no more."""
         seen = sum(row.queries * row.context + _seen(row) for row in self.rows[0])
         return 4 * self.shape.heads * self.shape.size * seen
 
 
 def _seen(row: Row) -> int:
-    """Of each other, by the new tokens of a row."""
+    """Attended pairs among the new tokens of a row."""
     if row.parents is None:
         return row.queries * (row.queries + 1) // 2
     return sum(depth + 1 for depth in ancestry(row.parents)[1])
 
 
 def _random(size: tuple[int, ...], shape: Shape, device: torch.device) -> Tensor:
-    """Normal numbers, a part at a time: they are made as float32."""
+    """Normal numbers, generated in parts, since they are made as float32."""
     dtype = torch.float8_e4m3fn if shape.eight_bits else shape.dtype
     result = torch.empty(size, dtype=dtype, device=device)
     step = max(1, (1 << 26) // (size[1] * size[2] * size[3]))

@@ -54,12 +54,12 @@ GRAMMARS = {
 
 @dataclass(frozen=True)
 class Result:
-    """Seconds."""
+    """Measured times, in seconds."""
 
     compiled: float
     masks: Sequence[float]
     batch: float  # median, for each of 64 sequences
-    guesses: float  # median, for each row of 16 sequences with 8 guesses
+    guesses: float  # median, for each row of 16 sequences with 8 drafts
 
 
 def main() -> None:
@@ -98,7 +98,7 @@ def main() -> None:
 
 
 def measure(grammars: Grammars, grammar: str, seconds: float) -> Result:
-    """Random texts, for so long in all."""
+    """Measures a grammar on random texts; `seconds` are divided among the loops."""
     began = time.perf_counter()
     beginning = grammars.compile(grammar).result()
     compiled = time.perf_counter() - began
@@ -119,7 +119,7 @@ def measure(grammars: Grammars, grammar: str, seconds: float) -> Result:
 
 
 def guessed(grammars: Grammars, guides: list[Guide], chance: random.Random, longest: int = 20) -> Iterator[float]:
-    """Seconds per row of steps in which each has a chain of guesses, of which some are right."""
+    """Seconds per row of steps in which each sequence has a chain of drafts, of which some are accepted."""
     texts: list[list[int]] = [[] for _ in guides]
     for _ in range(longest):
         trees = [guesses(grammars, guide, text, chance) for guide, text in zip(guides, texts, strict=True)]
@@ -134,7 +134,7 @@ def guessed(grammars: Grammars, guides: list[Guide], chance: random.Random, long
 
 
 def guesses(grammars: Grammars, guide: Guide, text: list[int], chance: random.Random) -> Tree:
-    """Eight tokens that keep the grammar, if so many come."""
+    """Eight draft tokens that the grammar allows, if so many are possible."""
     ahead, path = guide.copy(), list[int]()
     while len(path) < 8:
         ahead.follow([*text, *path])
@@ -146,7 +146,7 @@ def guesses(grammars: Grammars, guide: Guide, text: list[int], chance: random.Ra
 
 
 def walk(grammars: Grammars, guides: list[Guide], chance: random.Random, longest: int = 200) -> Iterator[float]:
-    """Seconds per mask, what the last token led to included, as a shard takes them; until the texts end or are long."""
+    """Seconds per mask, the advance by the last token included, as in a shard; until the texts end or are long."""
     texts: list[list[int]] = [[] for _ in guides]
     for _ in range(longest):
         began = time.process_time()
@@ -162,18 +162,19 @@ def walk(grammars: Grammars, guides: list[Guide], chance: random.Random, longest
 
 
 def one_of(row: NDArray[numpy.int32], chance: random.Random) -> int:
-    """Any of a row's tokens; -1 if there is none."""
+    """A random allowed token; -1 if there is none."""
     allowed = numpy.unpackbits(row.view(numpy.uint8), bitorder="little").nonzero()[0]
     return int(allowed[chance.randrange(len(allowed))]) if len(allowed) else -1
 
 
 def quantile(values: Sequence[float], part: float) -> float:
-    """By rank; 0 of none."""
+    """Quantile by rank; 0 without values."""
     return sorted(values)[int(part * (len(values) - 1))] if values else 0.0
 
 
 def make_tokenizer(path: Path, size: int) -> None:
-    """All bytes, and words of syllables with and without a space before them, as byte-level BPE has them: shorter ones first."""
+    """A tokenizer with all bytes, and words of syllables with and without a space before them, as in byte-level BPE: shorter ones
+    first."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     pieces = dict.fromkeys(alphabet)
     merges: list[tuple[str, str]] = []

@@ -39,7 +39,7 @@ CHANCE = random.Random(0)
 
 
 class Still(Decoder):
-    """Computes nothing."""
+    """A decoder that computes nothing."""
 
     def __call__(self, step: Step, *rest: Any) -> Tensor:
         return self.embedding.new_zeros(len(step.rows), 8)
@@ -49,13 +49,13 @@ class Still(Decoder):
 
 
 def begin(found: Tensor, rows: Sequence[Row], mask: Tensor | None = None) -> Picking[list[Pick | None]]:
-    """Stands for the sampler, whose parameters are made."""
+    """Stub of the sampler; only its parameters are made."""
     draws_of(rows, found.device)
     return known([Pick(CHANCE.randrange(64), -1.0) for _ in rows], found.device)
 
 
 def expand(found: Tensor, sets: Sequence[Beams], mask: Tensor | None = None) -> Expansion:
-    """Stands for what finds the continuations of beams: of parents at random."""
+    """Stub of beam expansion: continuations of random parents."""
     first, best = 0, []
     for beams in sets:
         rows = range(first, first := first + len(beams.rows))
@@ -64,7 +64,7 @@ def expand(found: Tensor, sets: Sequence[Beams], mask: Tensor | None = None) -> 
 
 
 def engine_of(rows: int, context: int, steps: int, folder: Path) -> Engine:
-    """One that plans as for a GPU."""
+    """An engine that plans as for a GPU."""
     config = ShardConfig(folder=str(write(folder, tiny=True)), model="still", load_format="dummy", overlap="on")
     engine = load(config, lambda stage: None)
     engine.decoder.__class__ = Still
@@ -77,7 +77,7 @@ def engine_of(rows: int, context: int, steps: int, folder: Path) -> Engine:
 
 
 def groups_of(rows: int, context: int, width: int, new: int) -> list[Group]:
-    """So many sequences, or groups of so many beams, for `new` tokens at most."""
+    """`rows` sequences, or groups of `width` beams, for `new` tokens at most."""
     groups = []
     for uid in range(rows // max(1, width)):
         begun, waiting = sequences([CHANCE.randrange(64) for _ in range(context)], 1)
@@ -90,9 +90,9 @@ def groups_of(rows: int, context: int, width: int, new: int) -> list[Group]:
 
 
 def measure(rows: int, context: int, steps: int, width: int = 0) -> float:
-    """Seconds of a step, in the median."""
+    """Median seconds of a step."""
     with (
-        dispatch.forced(""),  # so that what is forced below is no longer so afterwards
+        dispatch.forced(""),  # restores the setting that is forced below
         replaced(logits, "begin", begin),
         replaced(logits, "expand", expand),
         tempfile.TemporaryDirectory() as scratch,

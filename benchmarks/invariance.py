@@ -24,7 +24,7 @@ WORDS = "once upon a time there was little fox who liked rain and green hills su
 
 
 def asked(number: int) -> dict[str, Any]:
-    """A request: greedy, seeded or of three beams."""
+    """A request: greedy, seeded or with three beams."""
     dice = random.Random(number)
     kinds: list[dict[str, Any]] = [{}, {"do_sample": True, "temperature": 1.2, "top_p": 0.9, "seed": number}, {"num_beams": 3}]
     text = " ".join(dice.choice(WORDS) for _ in range(dice.randint(3, 60)))
@@ -32,19 +32,19 @@ def asked(number: int) -> dict[str, Any]:
 
 
 class Clients:
-    """Of one server."""
+    """Clients of one server."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
 
     async def ask(self, body: dict[str, Any]) -> tuple[list[int], list[float]]:
-        """Tokens, and what is said of them."""
+        """Tokens, and their log-probabilities and score."""
         details = (await self._client.post("/generate", body))["details"]
         tokens = details["tokens"]
         return [token["id"] for token in tokens], [token["logprob"] for token in tokens] + [details.get("score", 0.0)]
 
     async def compare(self, requests: int) -> tuple[int, int]:
-        """How many answers are others in a crowd than alone: by tokens, and by any number."""
+        """How many answers differ between alone and in a batch: by tokens, and by any number."""
         bodies = [asked(number) for number in range(requests)]
         alone = [await self.ask(body) for body in bodies]
         crowd = await asyncio.gather(*map(self.ask, bodies))
@@ -52,7 +52,7 @@ class Clients:
         return sum(one[0] != other[0] for one, other in pairs), sum(one != other for one, other in pairs)
 
     async def stream(self, streams: int, dice: random.Random) -> int:
-        """Tokens of as many greedy answers at once."""
+        """Tokens of `streams` greedy answers at once."""
         parameters = {"max_new_tokens": NEW, "details": True}
         bodies = [{"inputs": " ".join(dice.choices(WORDS, k=60)), "parameters": parameters} for _ in range(streams)]
         return sum(len(tokens) for tokens, _ in await asyncio.gather(*map(self.ask, bodies)))

@@ -25,7 +25,7 @@ SHORT = 16  # tokens of the streams' own prompts
 
 
 class Gaps:
-    """Of all streams, in one stretch of time."""
+    """Statistics of the gaps of all streams, in one time span."""
 
     def __init__(self, answers: list[Answer], first: float, last: float) -> None:
         found = sorted(gap * 1e3 for answer in answers for gap in answer.gaps(first, last))
@@ -36,7 +36,7 @@ class Gaps:
         self.p50, self.p99, self.p999, self.most = ranks[499], ranks[989], ranks[998], found[-1]
 
     def row(self, name: str) -> str:
-        """Of the table."""
+        """A row of the table."""
         return f"{name:28}{self.count:8}{self.p50:9.1f}{self.p99:9.1f}{self.p999:9.1f}{self.most:9.1f}"
 
 
@@ -76,7 +76,7 @@ def main() -> int:
     options = parser.parse_args()
     flags = ["--itl-target", f"{options.target:g}"] if options.policy == "mixed" else ["--prefill-policy", "pause"]
     with serving("--threads", "1", *flags) as server:
-        asyncio.run(measure(server.port, options.streams, 1.0, 0))  # what a step costs is learnt from the first ones
+        asyncio.run(measure(server.port, options.streams, 1.0, 0))  # the cost model learns from the first steps
         alone, crowded, ttfts = asyncio.run(measure(server.port, options.streams, options.seconds, 1))
     print(f"{'milliseconds between tokens':28}{'gaps':>8}{'p50':>9}{'p99':>9}{'p99.9':>9}{'most':>9}")
     print(alone.row(f"{options.streams} streams"))

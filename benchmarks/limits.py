@@ -1,4 +1,4 @@
-"""What this machine can do with one thread: read bandwidth and multiply-add peak, measured now."""
+"""Roofline of this CPU with one thread: read bandwidth and multiply-add peak, measured now."""
 
 import ctypes
 import shutil

@@ -29,7 +29,7 @@ LOAD, GOAL = 0.8, 0.95
 
 @dataclass(frozen=True)
 class Shape:
-    """Of every request."""
+    """The shape of every request, in tokens."""
 
     prompt: int
     new: int
@@ -37,7 +37,7 @@ class Shape:
 
 @dataclass
 class Open:
-    """What the open loop got."""
+    """Results of the open loop."""
 
     tokens: float  # a second
     cheap: float  # tokens per CPU second of the server
@@ -50,7 +50,7 @@ async def saturation(asked: Client, shape: Shape, clients: int, seconds: float, 
     """Tokens a second."""
     answers: list[Answer] = []
     async with running(forever(asked, dice, shape.prompt, shape.new, VOCABULARY, answers) for _ in range(clients)):
-        await asyncio.sleep(seconds / 4)  # until all that can run do, and not in step
+        await asyncio.sleep(seconds / 4)  # until the batch is full, and its requests are out of phase
         began = time.perf_counter()
         await asyncio.sleep(seconds)
         ended = time.perf_counter()
@@ -58,7 +58,7 @@ async def saturation(asked: Client, shape: Shape, clients: int, seconds: float, 
 
 
 async def open_loop(asked: Client, shape: Shape, rate: float, seconds: float, dice: random.Random, pid: int) -> Open:
-    """`rate` requests a second. Begins to count when it is under way, and ends before it runs dry."""
+    """`rate` requests a second. Counting begins when it is running steadily, and ends before it runs dry."""
     tasks: list[asyncio.Task[Answer]] = []
     start = time.perf_counter()
     arrival, began, before, used = start, 0.0, (0.0, 0.0), 0.0
@@ -84,7 +84,7 @@ async def _steps(asked: Client) -> tuple[float, float]:
 
 
 async def static(asked: Client, shape: Shape, rows: float, seconds: float, dice: random.Random, pid: int) -> tuple[float, float]:
-    """Tokens a second, and per CPU second, of batches of so many; between two whole numbers, of both in proportion."""
+    """Tokens a second, and per CPU second, of static batches of `rows` requests; interpolated between whole numbers."""
     less = math.floor(rows)
     speeds, cheap = [], []
     for size in (less, less + 1):
@@ -106,7 +106,7 @@ def _tokens(answers: list[Answer], began: float, ended: float) -> int:
 
 
 def row(name: str, most: float, loop: Open, batch: float, cheap: float) -> str:
-    """Of the table; waits in milliseconds."""
+    """A row of the table; waits in milliseconds."""
     ttft, gaps = statistics.quantiles(loop.ttft, n=100), statistics.quantiles(loop.gaps, n=100)
     cells = [f"{value:.0f}" for value in (most, loop.tokens, batch)]
     cells += [f"{loop.tokens / batch:.3f}", f"{loop.cheap / cheap:.3f}", f"{loop.rows:.2f}"]

@@ -26,22 +26,22 @@ MIB = 2**20
 
 @dataclass
 class Crowd:
-    """What became of them."""
+    """Results of all connections."""
 
     answers: Counter[str] = field(default_factory=Counter)  # by status, or by what went wrong
-    endless: int = 0  # 429 without Retry-After: when to come again is not told
+    endless: int = 0  # 429 without Retry-After
     unfinished: int = 0  # 200, and then cut
-    seconds: float = 0.0  # from the moment when all ask until all have their answers
+    seconds: float = 0.0  # from the common start of all requests until all have their answers
     memory: dict[str, int] = field(default_factory=dict)  # of the router, by when
 
     @property
     def growth(self) -> int:
-        """Bytes that the router had at most more than at first."""
+        """The most bytes that the router's memory grew by."""
         return self.memory["peak"] - self.memory["before"]
 
 
 async def gather(server: Local, connections: int, tokens: int) -> Crowd:
-    """That many, each of which wants a stream."""
+    """Makes that many connections, each of which requests a stream."""
     crowd, gate, connecting = Crowd(), asyncio.Event(), asyncio.Semaphore(CONNECTING)
     arrived = asyncio.Semaphore(0)
     crowd.memory["before"] = server.held()["router"].memory
@@ -94,7 +94,7 @@ async def _receive(reader: asyncio.StreamReader, crowd: Crowd) -> None:
 
 
 def raised(wanted: int) -> int:
-    """How many connections a process here may have, at most as many as are wanted, once its limit is raised as far as it goes."""
+    """How many connections a process here may have, at most `wanted`, once its limit is raised as far as possible."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return wanted if hard == resource.RLIM_INFINITY else min(wanted, hard - SPARE)

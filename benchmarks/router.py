@@ -56,21 +56,21 @@ GOALS = {"chat": 60_000.0, "slow": 120_000.0}  # tokens per CPU-second, on a mac
 SEND = 9.5e-6  # ... needs so many seconds for a bare send
 MANY_GOAL = 0.7  # of the same at 64 streams
 READ = 65536  # bytes
-EVENT = b"ee\r\ndata: {" + b"-" * 228 + b"}\n\n\r\n"  # as long as one of a chat, with what HTTP puts around a chunk
+EVENT = b"ee\r\ndata: {" + b"-" * 228 + b"}\n\n\r\n"  # as long as an event of a chat, with HTTP's chunk framing
 SLOW_BUFFER, SLOW_READ, SLOW_PAUSE = 4096, 4096, 0.08  # bytes, bytes and seconds: 220 events a second for each stream
 
 
 @dataclass(frozen=True)
 class Case:
-    """Streams that run at once."""
+    """A workload: streams that run at once."""
 
     path: str
     streams: int
     slow: bool = False
-    tokens: int = 0  # of each answer, whatever is asked for
+    tokens: int = 0  # of each answer, overrides --new
 
     def body(self, new: int) -> bytes:
-        """Of a request for so many tokens."""
+        """Body of a request for `new` tokens."""
         if self.path == "/generate_stream":
             return json.dumps({"inputs": TEXT, "parameters": {"max_new_tokens": new}}).encode()
         asked: dict[str, Any] = {"prompt": TEXT}
@@ -93,11 +93,11 @@ CASES = {
 
 
 class NullShard:
-    """The Shard service: every group that has come gets a token in every step. Pages are many, and only counted."""
+    """A stub of the Shard service: every group gets a token in every step. Pages are plentiful, and only counted."""
 
     def __init__(self, tokens: list[int]) -> None:
         self._tokens = tokens
-        self._left: dict[int, int] = {}  # tokens of each group that runs
+        self._left: dict[int, int] = {}  # tokens left of each running group
         self._lengths: dict[int, int] = {}
 
     def Info(self, request: wire.InfoRequest, context: grpc.ServicerContext) -> wire.InfoReply:  # noqa: N802
@@ -131,7 +131,7 @@ class NullShard:
                 yield wire.Reply(clear_cache=wire.ClearCacheReply(step=request.step, free=1 << 20))
 
     def __getattr__(self, name: str) -> Any:
-        """Single calls, which the router does not make."""
+        """Unary calls, which the router does not make."""
         return lambda request, context: context.abort(grpc.StatusCode.UNIMPLEMENTED, name)
 
     def _step(self, step: int, groups: Iterable[wire.Group], decode: bool) -> wire.Reply:
@@ -168,7 +168,7 @@ class NullShard:
 
 
 def shard(path: str) -> None:
-    """This process is the shard, behind that socket."""
+    """Runs this process as the shard, on that socket."""
     die_with_parent()
     tokens = tokenizers.Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json")).encode(TEXT, add_special_tokens=False).ids
     server = grpc.server(ThreadPoolExecutor(2), handlers=[rpc.handler(NullShard(tokens))], options=rpc.OPTIONS)
@@ -236,7 +236,7 @@ class Stream:
         self.head = b""
 
     def read(self, most: int) -> None:
-        """Whatever is there."""
+        """Reads whatever is there."""
         try:
             data = self.socket.recv(most)
         except BlockingIOError:
@@ -245,14 +245,14 @@ class Stream:
             self.head = data[:512]
         whole = self._tail + data
         self.events += whole.count(b"data: {")
-        self._tail = whole[-6:]  # no whole mark is in it
+        self._tail = whole[-6:]  # shorter than a whole mark
         if not data or whole.endswith(b"\r\n0\r\n\r\n"):
             self.ended = True
             self.socket.close()
 
 
 def drain(streams: list[Stream], slow: bool) -> None:
-    """Reads them all to their ends."""
+    """Reads all streams to their ends."""
     if slow:
         while left := [stream for stream in streams if not stream.ended]:
             for stream in left:
@@ -282,19 +282,19 @@ def measure(case: Case, pid: int, port: int, new: int) -> float:
     drain(streams, case.slow)
     used = cpu_of(pid) - used
     for stream in streams:
-        if not new <= stream.events <= new + 2:  # the role, and the reason to end, may have events of their own
+        if not new <= stream.events <= new + 2:  # the role, and the finish reason, may have events of their own
             raise SystemExit(f"{stream.events} events for {new} tokens came: {stream.head.decode(errors='replace')}")
     return case.streams * new / used
 
 
 def send(streams: int, new: int) -> None:
-    """This process only sends: an event to each of so many sockets in turns. Prints its port, then the CPU seconds of it."""
+    """Runs this process as a bare sender: an event to each of `streams` sockets in turns. Prints its port, then its CPU seconds."""
     with socket.create_server(("127.0.0.1", 0), backlog=streams) as listening:
         print(listening.getsockname()[1], flush=True)
         sockets = [listening.accept()[0] for _ in range(streams)]
     for each in sockets:
         each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        each.recv(1)  # what is not read would reset the connection at its end
+        each.recv(1)  # unread data would reset the connection at its end
     began = time.thread_time()
     for _ in range(new):
         for each in sockets:
@@ -316,7 +316,7 @@ def bare(streams: int, new: int) -> float:
 
 
 def report(speeds: dict[str, list[float]]) -> bool:
-    """Prints a table. Whether the goals are met."""
+    """Prints a table. Returns whether the goals are met."""
     found = {name: statistics.median(values) for name, values in speeds.items()}
     floor = found.pop("bare")
     print(f"{'':13}{'streams':>8}{'tokens / CPU s':>16}{'us / token':>12}{'in bare sends':>15}")
@@ -340,7 +340,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=400, help="tokens of each answer (default 400)")
     parser.add_argument("--rounds", type=int, default=3, help="medians count (default 3)")
     parser.add_argument("--json", type=Path, help="write the numbers there, too")
-    parser.add_argument("--shard", help=argparse.SUPPRESS)  # this process is the shard, behind that socket
+    parser.add_argument("--shard", help=argparse.SUPPRESS)  # this process is the shard, on that socket
     parser.add_argument("--send", help=argparse.SUPPRESS)  # this process only sends: streams, events
     asked = parser.parse_args()
     if asked.shard:
@@ -352,7 +352,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # the router inherits it
     speeds: dict[str, list[float]] = {name: [] for name in ("bare", *asked.cases.split(","))}
     with tempfile.TemporaryDirectory() as folder, running(Path(folder)) as (router, port):
-        measure(CASES["chat"], router.pid, port, asked.new)  # what is done once is done
+        measure(CASES["chat"], router.pid, port, asked.new)  # warm-up
         for _ in range(asked.rounds):
             for name, values in speeds.items():
                 one = (

@@ -36,10 +36,10 @@ LONG = 10_000  # generated tokens of a job that does not end here
 
 
 class World:
-    """A scheduler with so many jobs that run, and what its calls have taken."""
+    """A scheduler with so many running jobs, and the times of its calls."""
 
     def __init__(self, running: int, waiting: int, output: int) -> None:
-        self.bounds = Bounds(pages=running * 1000, page_size=PAGE, step_tokens=512, sequences=running)  # nobody is paused
+        self.bounds = Bounds(pages=running * 1000, page_size=PAGE, step_tokens=512, sequences=running)  # nothing is preempted
         self.scheduler = Scheduler(self.bounds, Mixed(512, Cost(512, 0.05), 0.1))
         self.shard = IntegerShard(self.bounds.pages, PAGE, prefix_caching=False)
         self.seconds: list[float] = []
@@ -53,7 +53,7 @@ class World:
         self.scheduler.arrive(Job(self._uids, 300 + self._uids * 7 % PAGE, self._output, rank=self._uids))
 
     def run(self, steps: int) -> None:
-        """So many steps, timed; before that, as many as it takes until all that can run do."""
+        """Times `steps` steps, after as many as it takes to fill the batch."""
         told = self._execute(self._next())
         for _ in range(4 * self.bounds.sequences if self._output == LONG else 1000):
             told = self._turn(told)
@@ -63,7 +63,7 @@ class World:
         assert self._output < LONG or told.decode_tokens == self.bounds.sequences
 
     def _turn(self, told: Report) -> Report:
-        """Asks for a step while another is under way, and reports that one."""
+        """Requests a step while another is in flight, and reports that one."""
         began = time.thread_time()
         action = self.scheduler.next()
         asked = time.thread_time() - began
@@ -82,7 +82,7 @@ class World:
         return action
 
     def _execute(self, action: Action) -> Report:
-        """Seconds as a GPU would take, so that the policy has something to think about."""
+        """Executes an action, with a GPU's step times, so that the policy has realistic input."""
         if isinstance(action, Prefill):
             new = [Asked(uid=uid, prompt=300 + uid * 7 % PAGE, most=self._output) for uid in action.new]
             done = self.shard.prefill(new, action.chunks, action.tokens, action.decode)
@@ -99,9 +99,9 @@ def ours(running: int, waiting: int, output: int, steps: int) -> list[float]:
 
 
 def vllm(running: int, steps: int) -> list[float]:
-    """The same for vLLM: `schedule` and `update_from_output`, in microseconds. Follows vLLM's own tests; arguments that
-    a version does not have are left out. Theirs also looks for the end of each sequence and makes its output, which our shards and
-    streams do."""
+    """The same for vLLM: `schedule` and `update_from_output`, in microseconds. Follows vLLM's own tests; arguments that a version
+    does not have are left out. vLLM's also checks for the end of each sequence and makes its output, which our shards and streams
+    do."""
     import torch
     from vllm import config  # type: ignore[import-not-found]
     from vllm.sampling_params import SamplingParams  # type: ignore[import-not-found]
@@ -166,7 +166,7 @@ def vllm(running: int, steps: int) -> list[float]:
 
 
 def _call(make: Callable[..., Any], **arguments: object) -> Any:
-    """With those arguments that this version knows."""
+    """Calls with those arguments that this version knows."""
     known = inspect.signature(make).parameters
     return make(**{name: value for name, value in arguments.items() if name in known})
 

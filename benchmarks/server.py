@@ -1,4 +1,4 @@
-"""A server that a benchmark asks, and the CPU time that it takes: neighbours on a shared machine disturb that least. Linux only."""
+"""Server process for benchmarks, and its CPU time, which neighbours on a shared machine disturb least. Linux only."""
 
 import os
 import tempfile
@@ -11,7 +11,7 @@ from penstock.bench.local import Local, status
 
 @contextmanager
 def serving(*flags: str) -> Iterator[Local]:
-    """`penstock serve` with these flags, ready; it ends afterwards."""
+    """A ready `penstock serve` with these flags; it ends afterwards."""
     with tempfile.TemporaryDirectory(prefix="penstock-benchmark-") as folder, Local(flags, Path(folder) / "log") as server:
         yield server
         server.stop()

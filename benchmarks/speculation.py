@@ -32,7 +32,7 @@ COUNTERS = ("penstock_generated_tokens_total", "penstock_drafted_tokens_total", 
 async def run(
     server: Local, asked: Sequence[Question], clients: int, most: int, speculate: int | None
 ) -> tuple[float, list[float]]:
-    """CPU seconds, and what the counters went up by. most: tokens of an answer."""
+    """CPU seconds, and the increase of the counters. most: tokens of an answer."""
     async with client(server.port) as session:
 
         async def user(own: Sequence[Question]) -> None:

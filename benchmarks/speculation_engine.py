@@ -1,7 +1,7 @@
-"""Speculation inside one shard, against what it could bring at best: see `speculation`.
+"""Speculative decoding inside one shard, against its theoretical best: see `speculation`.
 
-An oracle that is right with a known probability costs nothing, so what a step with its drafts takes more than one without is the
-price of verification, which one that is always right shows; the rest of what is lost is the budget's doubts, and the shard's own
+The drafts of an oracle, right with a known probability, cost nothing, so the additional time of a step with them is the price of
+verification, which an oracle that is always right shows; the rest of the loss is due to the budget's estimates, and the shard's own
 work. Times are CPU seconds of one thread.
 """
 
@@ -29,16 +29,16 @@ from penstock.shard.loading import load
 from penstock.shard.sequence import Group, Sampling, sequences
 
 ACCEPTED, DRAFTS = 0.8, 4
-DRAWS = 4  # of what an oracle gets right, for one answer: luck moves the tokens of a single step by 7 % in 160 of them
+DRAWS = 4  # random draws of the oracle's errors per answer: luck moves the tokens of a single step by 7 % in 160 of them
 ORACLE_GOAL, REPEATED_GOAL = 0.90, 2.5
-FREE = Allowance(LinearCost(1.0, 0.0, 0.0), 1 << 20)  # drafts cost nothing: as many as can be
+FREE = Allowance(LinearCost(1.0, 0.0, 0.0), 1 << 20)  # drafts cost nothing: as many as possible
 STORY = "<|user|>Tell me a story about a cat called {name}.<|assistant|>"
 NAMES = ("Tom", "Mia", "Ben", "Lily", "Max", "Anna", "Sam", "Eva")
-PERIOD, MOST = 40, 1200  # tokens: what a model with random weights says ends in loops, mostly short ones, and rather soon
+PERIOD, MOST = 40, 1200  # tokens: a model with random weights ends in loops, mostly short ones, and rather soon
 
 
 class Oracle:
-    """Knows what will be said; each of its drafts is right with a probability, if those before it are."""
+    """A proposer that knows the answer; each of its drafts is right with a given probability, if those before it are."""
 
     def __init__(self, said: dict[int, list[int]], right: float, seed: int = 0) -> None:
         self._said = said
@@ -57,12 +57,12 @@ class Oracle:
 
 @dataclass
 class Told:
-    """What decoding took."""
+    """Result of decoding: tokens and times."""
 
     tokens: list[list[int]]
     seconds: float  # of a step
     steps: int
-    forwards: int  # of each answer, in all
+    forwards: int  # of each answer, summed
 
     @property
     def speed(self) -> float:
@@ -71,7 +71,7 @@ class Told:
 
 
 def decode(engine: Engine, prompts: Sequence[Sequence[int]], new: int, drafts: int, sampling: Sampling = Sampling()) -> Told:  # noqa: B008
-    """So many tokens for each prompt, which are computed before; the steps of decoding are measured."""
+    """Decodes `new` tokens for each prompt; only the decode steps are measured, not the prefill."""
     engine.clear()
     groups = []
     for uid, prompt in enumerate(prompts):
@@ -93,13 +93,13 @@ def decode(engine: Engine, prompts: Sequence[Sequence[int]], new: int, drafts: i
 
 
 def by(engine: Engine, proposer: Proposer) -> None:
-    """From now on, with nothing learned of others."""
+    """Switches the engine to a proposer, without learned acceptance."""
     engine.guesses = Guesses(engine.decoder.ranks, engine.device)
     engine.guesses.proposer = proposer
 
 
 def prompts(count: int, length: int, vocabulary: int, seed: int) -> list[list[int]]:
-    """Random ones."""
+    """Random prompts."""
     chance = random.Random(seed)
     return [[chance.randrange(3, vocabulary) for _ in range(length)] for _ in range(count)]
 
@@ -133,7 +133,7 @@ def oracle(engine: Engine, new: int, rounds: int) -> None:
 
 
 def near(one: list[list[int]], other: list[list[int]]) -> bool:
-    """Several tokens in a forward round otherwise than one: nearly equal logits may fall either way."""
+    """Several tokens in a forward round differently than one: nearly equal logits may fall either way."""
     same = sum(a == b for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True))
     print(f"({same} of {sum(map(len, other))} tokens are the same: near ties fell otherwise)")
     return True
@@ -146,11 +146,11 @@ def loops(text: list[int]) -> bool:
 
 
 def repeated(engine: Engine, new: int, rounds: int) -> None:
-    """Look-up on repetitive text, batch 1: what a model with random weights says ends in a loop, where the measurement begins."""
+    """N-gram lookup on repetitive text, batch 1: a model with random weights ends in a loop, where the measurement begins."""
     ratios, steps = [], []
     for turn in range(rounds):
         [prompt] = prompts(1, 64, checkpoint.SHAPE["vocab_size"], 100 + turn)
-        while len(prompt) <= MOST and not loops(prompt):  # one that does not by then probably never will
+        while len(prompt) <= MOST and not loops(prompt):  # a text that does not loop by then probably never will
             by(engine, Lookup())
             prompt += decode(engine, [prompt], 4 * PERIOD, 8).tokens[0]
         asked = [prompt]
@@ -186,7 +186,7 @@ def shapes(new: int, rounds: int) -> None:
 
 
 def main(new: int, rounds: int) -> None:
-    """Prints all."""
+    """Runs and prints everything."""
     torch.set_num_threads(1)
     folder = checkpoint.write(Path("build/benchmark").absolute() / "random-200m-float32", torch.float32)
     engine = load(ShardConfig(folder=str(folder), model="200m", kv_pages=256), lambda stage: None)

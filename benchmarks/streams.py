@@ -1,4 +1,6 @@
-"""Streams of completions over HTTP, with the moment at which each token came. Prompts are token ids; answers go on to their end."""
+"""HTTP client of the benchmarks: streamed completions, with the time of each token. Prompts are token ids; answers have a fixed
+length.
+"""
 
 import asyncio
 import json
@@ -17,7 +19,7 @@ VOCABULARY = 2048  # of the demo model
 
 @dataclass
 class Answer:
-    """One request. Seconds of time.perf_counter."""
+    """The timing of one request. Seconds of time.perf_counter."""
 
     began: float
     moments: list[float] = field(default_factory=list)  # of each token
@@ -30,24 +32,24 @@ class Answer:
 
     @property
     def seconds(self) -> float:
-        """Until the last."""
+        """Seconds until the last token."""
         return self.moments[-1] - self.began
 
     def gaps(self, first: float = 0.0, last: float = float("inf")) -> list[float]:
-        """Seconds between tokens, of those that came between two moments."""
+        """Seconds between tokens, of those that came between two times."""
         pairs = pairwise(self.moments)
         return [after - before for before, after in pairs if first <= before and after <= last]
 
 
 class Client:
-    """A server on this machine."""
+    """A client of a server on this machine."""
 
     def __init__(self, session: aiohttp.ClientSession, port: int) -> None:
         self._session = session
         self._url = f"http://127.0.0.1:{port}"
 
     async def ask(self, prompt: list[int], new: int, answer: Answer | None = None, **fields: Any) -> Answer:
-        """Streams `new` tokens of each choice, into `answer` if there is one. Greedy unless `fields` say otherwise."""
+        """Streams `new` tokens of each choice, into `answer` if given. Greedy unless `fields` say otherwise."""
         body = {"model": "", "prompt": prompt, "max_tokens": new, "temperature": 0, "ignore_eos": True, "stream": True, **fields}
         body["stream_options"] = {"include_usage": True}
         answer = answer or Answer(time.perf_counter())
@@ -71,7 +73,7 @@ class Client:
             return await reply.json()
 
     async def metrics(self) -> dict[str, float]:
-        """What /metrics says, by name with labels."""
+        """Values of /metrics, by name with labels."""
         async with self._session.get(self._url + "/metrics") as reply:
             lines = (await reply.text()).splitlines()
         return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if not line.startswith("#"))}
@@ -79,7 +81,7 @@ class Client:
 
 @asynccontextmanager
 async def client(port: int) -> AsyncIterator[Client]:
-    """As many connections as are needed."""
+    """A client with as many connections as are needed."""
     timeout = aiohttp.ClientTimeout(total=3600)
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
         yield Client(session, port)
@@ -87,7 +89,7 @@ async def client(port: int) -> AsyncIterator[Client]:
 
 @asynccontextmanager
 async def running(coroutines: Iterable[Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
-    """Within, they run beside what is done here."""
+    """Runs coroutines in the background of the block."""
     tasks = [asyncio.create_task(each) for each in coroutines]
     yield
     for task in tasks:
@@ -97,7 +99,7 @@ async def running(coroutines: Iterable[Coroutine[Any, Any, None]]) -> AsyncItera
 
 
 def prompt(dice: random.Random, tokens: int, vocabulary: int) -> list[int]:
-    """One that nobody has asked before."""
+    """A random prompt, which is in no cache."""
     return [dice.randrange(3, vocabulary) for _ in range(tokens)]
 
 

@@ -45,7 +45,8 @@ WARMUP = wire.WarmupRequest(max_step_tokens=SEQUENCES, max_step_rows=SEQUENCES)
 
 
 class NullEngine:
-    """Answers every decode of 256 sequences with the same tokens, after as many microseconds as the batch's name says."""
+    """A stub engine: answers every decode of 256 sequences with the same tokens, after as many microseconds as the batch's name
+    says."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -69,7 +70,7 @@ class NullEngine:
         """It has no device."""
 
     def begin_decode(self, batches: Iterable[int], allowance: object) -> "Future[Outcome]":
-        """A step, which is over; nothing is guessed."""
+        """A step, which is over at once; there are no drafts."""
         self._begun.append(time.perf_counter_ns())
         [microseconds] = batches
         if microseconds:
@@ -80,7 +81,7 @@ class NullEngine:
         return landed
 
     def clear(self) -> None:
-        """Writes down what was measured since the last time."""
+        """Writes what was measured since the last time."""
         self._measured += 1
         gaps = [(begun - ended) / 1e3 for begun, ended in zip(self._begun[1:], self._ended, strict=False)]
         result = {"gaps": gaps, "cpu": time.process_time() - self._used}
@@ -91,21 +92,21 @@ class NullEngine:
 
 
 class NullService(Service):
-    """There is no memory to measure."""
+    """A service without memory to measure."""
 
     def _measure(self, request: wire.WarmupRequest) -> wire.WarmupReply:
         return wire.WarmupReply(pages=1, page_size=16)
 
 
 def load(config: ShardConfig, tell: Callable[[str], None]) -> Any:
-    """In place of a model."""
+    """Stands in for loading a model."""
     while config.rank and not Path(config.relay).exists():  # ranks that load a model meet here, after rank 0 has begun to listen
         time.sleep(0.01)
     return NullEngine(Path(config.folder))
 
 
 class Ranks:
-    """Shard processes, and what they measured."""
+    """Shard processes, and their measurements."""
 
     def __init__(self, count: int, folder: Path) -> None:
         self.folders = [folder / f"rank-{rank}" for rank in range(count)]
@@ -121,7 +122,7 @@ class Ranks:
             self._processes.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
 
     async def measured(self) -> list[dict[str, Any]]:
-        """By rank: what happened between the last two ClearCache."""
+        """By rank: what was measured between the last two ClearCache."""
         self._cleared += 1
         paths = [folder / str(self._cleared) for folder in self.folders]
         while True:
@@ -143,7 +144,7 @@ def decode(microseconds: int, step: int = 0) -> wire.Command:
 
 
 async def on_the_stream(shards: GrpcShards, ranks: Ranks, steps: int, microseconds: int, ahead: int) -> dict[str, Any]:
-    """Steps with so many under way beside the oldest."""
+    """Runs steps on the stream, with `ahead` of them in flight beside the oldest."""
     await shards.execute(wire.Command(clear_cache=wire.ClearCacheRequest()))
     await ranks.measured()
     used, trips = time.process_time(), []
@@ -184,7 +185,7 @@ async def by_calls(ranks: Ranks, steps: int) -> dict[str, Any]:
 
 
 async def measure(count: int, steps: int) -> dict[str, Any]:
-    """All of it, for so many ranks."""
+    """All measurements, for so many ranks."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = Ranks(count, Path(folder))
         shards = GrpcShards(ranks.sockets)
@@ -192,7 +193,7 @@ async def measure(count: int, steps: int) -> dict[str, Any]:
             await shards.connect()
             await shards.warm_up(WARMUP)
             await ranks.measured()
-            await on_the_stream(shards, ranks, 50, 0, 0)  # what is done once, by libraries, is done
+            await on_the_stream(shards, ranks, 50, 0, 0)  # warm-up of libraries
             ahead = await on_the_stream(shards, ranks, steps, STEP, 1)
             alone = await on_the_stream(shards, ranks, steps, 0, 0)
             await shards.close()
@@ -209,7 +210,7 @@ def quantiles(values: list[float]) -> str:
 
 
 def report(count: int, found: dict[str, Any]) -> bool:
-    """Prints a table. Whether the goal is met."""
+    """Prints a table. Returns whether the goal is met."""
     gaps: list[list[float]] = found["ahead"]["gaps"]
     widest = max(statistics.median(rank) for rank in gaps)
     print(f"{count} rank{'s' if count > 1 else ''}, {SEQUENCES} sequences, medians")
@@ -230,7 +231,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="1,2,4", help="of the rank groups, comma-separated")
     parser.add_argument("--steps", type=int, default=1000, help="of each kind")
-    parser.add_argument("--shard", help=argparse.SUPPRESS)  # this process is one: its settings
+    parser.add_argument("--shard", help=argparse.SUPPRESS)  # this process is a shard: its settings
     asked = parser.parse_args()
     if asked.shard:
         serve(settings.load(ShardConfig, asked.shard), NullService, load)

@@ -1,7 +1,7 @@
-"""mTLS between processes of several machines: each proves by a certificate of one authority that it belongs to them.
+"""Mutual TLS (mTLS) between processes of several machines: each proves its membership by a certificate of a common authority.
 
-All certificates bear one name, not the names of machines: whoever has one is trusted as much as any other, and machines that are
-made by an orchestrator have no names that anybody knows beforehand.
+All certificates have the same name, not the names of machines: all are trusted equally, and machines that are created by an
+orchestrator have no names known beforehand.
 """
 
 import ssl
@@ -32,14 +32,15 @@ class Certificates:
     authority: str
 
     def server(self) -> ssl.SSLContext:
-        """For who accepts connections. Raises OSError (ssl.SSLError is one) if a file can't be read or the key fits another."""
+        """Context for accepting connections. Raises OSError (ssl.SSLError is one) if a file can't be read or the key does not
+        match."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.verify_mode = ssl.CERT_REQUIRED
         return self._load(context)
 
     def client(self) -> ssl.SSLContext:
-        """For who connects. Raises as `server` does."""
-        return self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))  # which asks for a certificate, and for its name
+        """Context for connecting. Raises as `server` does."""
+        return self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))  # which requires a certificate, and checks its name
 
     def _load(self, context: ssl.SSLContext) -> ssl.SSLContext:
         context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -48,12 +49,12 @@ class Certificates:
         return context
 
     def read(self) -> tuple[bytes, bytes, bytes]:
-        """What is in the files: certificate, key, authority."""
+        """Contents of the files: certificate, key, authority."""
         certificate, key, authority = (Path(path).read_bytes() for path in (self.certificate, self.key, self.authority))
         return certificate, key, authority
 
     def check(self) -> None:
-        """Raises OSError, with the reason, unless somebody with these files would trust somebody else with them."""
+        """Raises OSError, with the reason, unless two peers with these files would trust each other."""
         to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
         client = self.client().wrap_bio(to_client, to_server, server_side=False, server_hostname=NAME)
         server = self.server().wrap_bio(to_server, to_client, server_side=True)
@@ -67,7 +68,7 @@ class Certificates:
 
 
 def of(settings: Named) -> Certificates | None:
-    """What the settings name, if anything."""
+    """The certificates that the settings name, if any."""
     if not settings.tls_cert:
         return None
     return Certificates(settings.tls_cert, settings.tls_key, settings.tls_ca)

@@ -1,4 +1,4 @@
-"""How much a grammar may cost, in llguidance's terms: the router refuses what goes beyond, so that the shards never meet it."""
+"""Cost limits of grammars, in llguidance's terms: the router refuses larger ones, so that the shards never get them."""
 
 import llguidance
 
@@ -10,7 +10,7 @@ ROW_ITEMS = 10_000  # four for each property of an object that may or may not be
 
 
 def limits() -> llguidance.LLParserLimits:
-    """For every matcher on either side."""
+    """The limits for every matcher on either side."""
     return llguidance.LLParserLimits(
         step_lexer_fuel=STEP_LEXER_FUEL,
         step_max_items=STEP_ITEMS,

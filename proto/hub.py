@@ -1,18 +1,18 @@
-"""Files of the Hugging Face hub, as they are in its cache: what lacks there is downloaded. Knows nothing of what is in them."""
+"""Downloads files from the Hugging Face hub into its cache, where they are missing there. Knows nothing of their content."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 
 class Unavailable(Exception):
-    """They can't be had. One line that says why, and what would do."""
+    """The files are not available. One line that says why, and what would help."""
 
 
 def download(
     model: str, revision: str, cache: str, patterns: Sequence[str], ignored: Sequence[str] = (), progress: bool = False
 ) -> Path:
-    """The folder with those of a model's files that match. cache: another one than the hub's own; progress: it is shown. Raises
-    Unavailable."""
+    """The folder with those of a model's files that match. cache: another folder than the hub's own; progress: show progress bars.
+    Raises Unavailable."""
     # Lazy: takes half a second that the demo model and a local folder need not wait for.
     import huggingface_hub
     from huggingface_hub import errors

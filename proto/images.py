@@ -1,9 +1,9 @@
-"""How prompts hold images, for each family that sees: read by launcher, router and shards. Standard library only.
+"""Format of images in prompts, for each vision-language family: read by launcher, router and shards. Standard library only.
 
-An image is a grid of tokens, row by row; some families have it cut into tiles, each of which is an image by itself. Where the
-prompt's text has the family's placeholder, the router puts ids that are in no vocabulary, `vocabulary` and above: they follow
-from what the image shows, so that whoever compares tokens (cached prefixes, replicas that are chosen by them) tells images
-apart and knows the same one again. What the model computes there are the image's features, which the shards make of its pixels.
+An image is a grid of tokens, row by row; some families cut it into tiles, each of which is an image by itself. In place of the
+family's placeholder in the prompt, the router puts ids outside the vocabulary, `vocabulary` and above, derived from the image's
+content, so that comparing tokens (prefix cache, prefix-aware placement of replicas) tells images apart and recognizes equal ones.
+The model's input there are the image's features, which the shards compute from its pixels.
 """
 
 from collections.abc import Mapping
@@ -13,27 +13,27 @@ from typing import Any
 COLOURS = 3  # of a pixel, a byte each
 # Bytes of a request's pixels, and of all that begin in one step if they are several: half of what a message holds (`proto.rpc`).
 MOST = 128 << 20
-# Files of a model's folder, of which one says how pictures are prepared.
+# Files of a model's folder, one of which configures the image processor.
 DESCRIPTIONS = ("preprocessor_config.json", "processor_config.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiles:
-    """What is written of an image that may be cut into several, row by row, with the whole of it behind them."""
+    """The text around the tiles of an image, row by row, with the whole image after them."""
 
     start: str = ""
-    one: str = ""  # before each, with its row and column, from 1 on
-    shut: str = ""  # behind each
-    between: str = ""  # those of a row
+    one: str = ""  # before each tile, with its row and column, from 1 on
+    shut: str = ""  # after each
+    between: str = ""  # between those of a row
     end: str = ""  # of a row
     line: str = ""  # between rows
-    behind: str = ""  # the last row
-    whole: str  # before the whole
+    behind: str = ""  # after the last row
+    whole: str  # before the whole image
     stop: str
-    once: bool = False  # where images follow each other, what is before the first tile stands there once
+    once: bool = False  # where images follow each other, the text before the first tile is not repeated
 
     def written(self, word: str, rows: int, columns: int) -> str:
-        """With a word for each. rows, columns: of tiles; 0: the whole is all there is."""
+        """The text with `word` for each tile and for the whole image. rows, columns: of tiles; 0: only the whole image."""
         lines = [
             self.between.join(self.one.format(row=row + 1, column=column + 1) + word + self.shut for column in range(columns))
             + self.end
@@ -44,15 +44,15 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """Of one family."""
+    """The image format of one family."""
 
-    word: str  # of the vocabulary: an image's tokens take its place
-    around: tuple[str, str] = ("", "")  # words that stand before and behind it, if the vocabulary has them
-    margin: str = ""  # what stands around all that
+    word: str  # placeholder token of the vocabulary: an image's tokens take its place
+    around: tuple[str, str] = ("", "")  # tokens before and after it, if the vocabulary has them
+    margin: str = ""  # text around all that
     written: str = ""  # what is written in a prompt for all that; "": all that
-    fixed: bool = False  # every image has the size that config.json says (vision_config.image_size)
-    breaks: tuple[str, str] | None = None  # words behind each row of an image, and behind its last; None: there are none
-    tiles: Tiles | None = None  # None: an image is one
+    fixed: bool = False  # every image has the size given by config.json (vision_config.image_size)
+    breaks: tuple[str, str] | None = None  # tokens that end each row of an image, and its last; None: there are none
+    tiles: Tiles | None = None  # None: images are not cut
 
     def length(self, rows: int, columns: int) -> int:
         """Tokens of an image."""
@@ -113,7 +113,7 @@ FORMS = {
 
 
 def form_of(config: Mapping[str, Any]) -> Form | None:
-    """That of the model with this config.json; None: it sees nothing that is known here."""
+    """The format for the model with this config.json; None: no known vision-language family."""
     kind, vision = config.get("model_type"), config.get("vision_config")
     if kind == "llava" and isinstance(vision, Mapping) and vision.get("model_type") == "pixtral":
         return MISTRAL

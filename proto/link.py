@@ -1,7 +1,7 @@
-"""Messages between two processes, of one machine or of two: whole, in order, over TLS if there are certificates.
+"""Message link between two processes, of one machine or of two: whole messages, in order, over TLS if there are certificates.
 
-Knows sockets; not what the messages say. A peer that is gone is noticed also while nothing is sent: within `silence` seconds, if
-its machine is off or the network is cut, else at once.
+Knows sockets; not what the messages say. A lost peer is noticed also while nothing is sent: within `silence` seconds, if its
+machine is off or the network is cut, else at once.
 """
 
 import errno
@@ -16,25 +16,25 @@ from time import monotonic
 
 from .certificates import NAME, Certificates
 
-SILENCE = 20.0  # seconds, unless somebody knows better
-HANDSHAKE = 5.0  # seconds until a connection that was accepted is one of ours
-PROBES = 3  # that are not answered until a silent peer counts as lost
-SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)  # how the kernel says that
-LENGTH = 4  # bytes before each message
-TLS = (b"\x16\x03", b"\x15\x03")  # how a TLS handshake begins, and how one is turned down: as lengths they are beyond any message
+SILENCE = 20.0  # default seconds without an answer after which a peer is lost
+HANDSHAKE = 5.0  # seconds for a new connection to authenticate
+PROBES = 3  # keepalive probes without an answer after which a silent peer is lost
+SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)  # errors by which the kernel reports that
+LENGTH = 4  # bytes of the length before each message
+TLS = (b"\x16\x03", b"\x15\x03")  # first bytes of a TLS handshake, and of an alert: read as lengths they are beyond any message
 LARGEST = 256 << 20  # bytes of a message, as in rpc.py
 
 
 class Mute(TimeoutError):
-    """Somebody is there, and says nothing."""
+    """The peer is connected, and sends nothing."""
 
 
 class Foreign(ConnectionError):
-    """Somebody is there, and what is said is no message."""
+    """The peer is connected, and what it sends is no message."""
 
 
 class Encrypted(Foreign):
-    """The peer speaks TLS, we don't."""
+    """The peer speaks TLS, this side does not."""
 
 
 class Link:
@@ -43,12 +43,12 @@ class Link:
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self._connection = connection
-        self._turn = threading.Lock()  # one sends
-        self._use = threading.Lock()  # TLS is one machine for both directions, and OpenSSL doesn't guard it
+        self._turn = threading.Lock()  # serializes senders
+        self._use = threading.Lock()  # guards the TLS state, which both directions share and OpenSSL doesn't protect
 
     @property
     def address(self) -> str:
-        """Our own, as the peer sees it."""
+        """This side's address, as the peer sees it."""
         return str(self._connection.getsockname()[0])
 
     def send(self, message: bytes) -> None:
@@ -93,50 +93,50 @@ class Link:
         return bytes(found)
 
     def close(self) -> None:
-        """The peer learns it, and so does a thread of ours that waits for a message."""
+        """Closes the connection: the peer notices, and so does a thread here that waits for a message."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
 
 def _wait(connection: socket.socket, event: int, seconds: float | None = None) -> None:
-    """Returns when that may be possible now, or the time is up. Raises EOFError when another thread has closed it, OSError when it
-    is lost."""
+    """Returns when the event may be possible, or the time is up. Raises EOFError when another thread has closed the connection,
+    OSError when it is lost."""
     poll = select.poll()
     try:
         poll.register(connection, event)
     except ValueError:  # no descriptor any more
         raise EOFError from None
     for _, found in poll.poll(None if seconds is None else seconds * 1000):
-        # Asked here: what TLS reads then says the end, and not why (Python before 3.11.9).
+        # Checked here: TLS would report the end without its reason (Python before 3.11.9).
         code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) if found & select.POLLERR else 0
         if code:
             raise OSError(code, os.strerror(code))
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """At this address only; port 0: a free one. Raises OSError."""
+    """Listens at this address only; port 0: a free one. Raises OSError."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, port), family=family)
 
 
 def hush(listening: socket.socket) -> None:
-    """Listens no more. A thread that waits in `accept` gets an OSError."""
+    """Stops listening. A thread that waits in `accept` gets an OSError."""
     with suppress(OSError):
         listening.shutdown(socket.SHUT_RDWR)
     listening.close()
 
 
 def accept(listening: socket.socket, certificates: Certificates | None, silence: float = SILENCE) -> tuple[Link, str]:
-    """The next one who connects, and its address. Raises Stranger for who can't prove that it is one of us."""
+    """The next connection, and its address. Raises Stranger for a peer that can't prove its membership."""
     connection, address = listening.accept()
-    if not isinstance(address, tuple):  # a unix socket, which has no others than ours
+    if not isinstance(address, tuple):  # a unix socket, to which only our own processes have access
         return Link(connection), "this machine"
     return secure(connection, str(address[0]), certificates, silence), str(address[0])
 
 
 def secure(connection: socket.socket, address: str, certificates: Certificates | None, silence: float) -> Link:
-    """What was accepted, as a link. Raises Stranger."""
+    """An accepted connection as a link. Raises Stranger."""
     try:
         watch(connection, silence)
         if certificates is not None:
@@ -151,7 +151,7 @@ def secure(connection: socket.socket, address: str, certificates: Certificates |
 def connect(
     address: str, port: int, certificates: Certificates | None, silence: float = SILENCE, within: float = HANDSHAKE
 ) -> Link:
-    """A link to who listens there. Raises OSError; Mute if who accepts it doesn't answer as one with certificates."""
+    """Connects to a listener. Raises OSError; Mute if the peer doesn't answer the TLS handshake."""
     connection = socket.create_connection((address, port), timeout=within)
     try:
         watch(connection, silence)
@@ -167,11 +167,11 @@ def connect(
 
 
 class Stranger(Exception):
-    """Somebody connected who is none of us."""
+    """A peer that can't prove its membership has connected."""
 
 
 def watch(connection: socket.socket, silence: float) -> None:
-    """From now on the kernel asks a silent peer, and gives it up after `silence` seconds without an answer."""
+    """Enables keepalive: from now on the kernel probes a silent peer, and gives it up after `silence` seconds without an answer."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     settings = {  # absent outside Linux
@@ -196,7 +196,7 @@ def reason(error: OSError) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether nobody outside this machine reaches it."""
+    """Whether the address is reachable only from this machine."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:

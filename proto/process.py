@@ -1,4 +1,4 @@
-"""What each of our processes needs of the system: die with its parent, write a log, know the memory it may take.
+"""Process setup common to all of ours: death with the parent, logging, available memory.
 
 Does not know what the process is for.
 """
@@ -21,8 +21,8 @@ SYSTEM = Path("/sys")
 def die_with_parent() -> None:
     """From now on the kernel kills this process when its parent ends, however it ends. Does nothing outside Linux.
 
-    To be called first of all: a parent that has died before is not noticed. The kernel takes the *thread* that started this
-    process for its parent, so the parent has to start it from a thread that stays.
+    To be called first of all: a parent that has died before is not noticed. The kernel regards the *thread* that started this
+    process as its parent, so the parent has to start it from a thread that stays.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -36,7 +36,7 @@ def die_with_parent() -> None:
 
 
 def configure_logging(name: str, json_output: bool, level: str = "info", context: Callable[[], Mapping[str, str]] = dict) -> None:
-    """All of stdlib logging goes to stdout, from `level` on: `2026-11-21T02:30:00.123Z INFO router: message`.
+    """Sends all of stdlib logging to stdout, from `level` on: `2026-11-21T02:30:00.123Z INFO router: message`.
 
     JSON lines also have what `context` returns while they are written, and what is passed as `extra={"values": {...}}`.
     """
@@ -48,7 +48,7 @@ def configure_logging(name: str, json_output: bool, level: str = "info", context
 
 
 def moment(seconds: float) -> str:
-    """Of the epoch, as log lines have it."""
+    """A Unix time as in log lines."""
     return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{int(seconds % 1 * 1000):03d}Z"
 
 
@@ -101,14 +101,14 @@ def _cgroup_headroom() -> list[int]:
             text = "".join(lines_of(folder / limit)).strip()
             if text.isdigit():
                 used = int("".join(lines_of(folder / use)) or 0)
-                # Cached files count as used, but make way for us.
+                # Cached files count as used, but are reclaimable.
                 used -= sum(int(line.split()[1]) for line in lines_of(folder / "memory.stat") if line.split()[0] == cache)
                 room.append(max(0, int(text) - used))
     return room
 
 
 def control_groups(controller: str) -> list[Path]:
-    """Our control group and those above it, as far as this container sees them."""
+    """Our control group and those above it, as far as visible in this container."""
     root = SYSTEM / "fs/cgroup"
     folders = []
     for line in lines_of(PROC / "self/cgroup"):

@@ -1,6 +1,6 @@
-"""What prepares pictures for a model, for router and shards alike: transformers' own image processors that need no torch.
+"""Image processors of transformers that need no torch, for router and shards alike.
 
-transformers is the caller's, who knows when it is time to import that.
+transformers is passed in by the caller, who knows when to import it.
 """
 
 import json
@@ -18,9 +18,9 @@ STEP: dict[str, Any] = {
     **{"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]},
 }
 LLAMA4: dict[str, Any] = {"size": {"height": 336, "width": 336}, "max_patches": 16, "resize_to_max_canvas": False}
-# Of families whose own processor needs torch, by the model_type of config.json: one that does the same, and what differs; Llama 4's
-# and Step 3.7's resize as ViT's does. What the hub says of MiniMax M3's size is not what it was trained with; transformers knows
-# that.
+# Families whose own processor needs torch, by the model_type of config.json: an equivalent one, and the differing settings; Llama
+# 4's and Step 3.7's resize as ViT's does. The hub's size for MiniMax M3 is not what it was trained with; transformers has the right
+# one.
 SAME: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4_unified": ("Gemma4ImageProcessorPil", GEMMA4),
     "llama4": ("ViTImageProcessorPil", LLAMA4),
@@ -31,7 +31,7 @@ WRONG = {"minimax_m3_vl": {"size": [672, 672]}}
 
 
 def image_processor(library: Any, folder: Path) -> Any:
-    """That of the model in the folder, which has a config.json. library: transformers. Raises what that does."""
+    """The image processor of the model in the folder, which has a config.json. library: transformers. Raises what that does."""
     kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
     if kind not in SAME:
         return library.AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True, trust_remote_code=False)

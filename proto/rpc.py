@@ -1,6 +1,7 @@
-"""Binds the service of `shard.proto` to an object, or to a stub. Knows names and message types, nothing of their meaning.
+"""gRPC bindings: binds the service of `shard.proto` to an object, or to a stub. Knows names and message types, nothing of their
+meaning.
 
-It replaces grpc's generated `_pb2_grpc` module: everything that is needed stands in the service's descriptor.
+Replaces grpc's generated `_pb2_grpc` module: everything that is needed is in the service's descriptor.
 """
 
 from collections.abc import Callable
@@ -16,15 +17,15 @@ SERVICE = shard_pb2.DESCRIPTOR.services_by_name["Shard"]
 
 # Prompts of a full prefill step are the largest messages; grpc's default of 4 MiB would refuse some.
 OPTIONS = [("grpc.max_receive_message_length", 256 << 20), ("grpc.max_send_message_length", 256 << 20)]
-# Between machines: a peer that is silent is asked, and given up when it doesn't answer.
+# Between machines: keepalive, so that a silent peer is given up when it doesn't answer.
 FAR_OPTIONS = [
     *OPTIONS,
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),  # of a server: how often it may be asked
-    ("grpc.so_reuseport", 0),  # of a server: nobody else listens at its port
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),  # of a server: how often it may be pinged
+    ("grpc.so_reuseport", 0),  # of a server: nobody else listens on its port
 ]
 FAR_CHANNEL_OPTIONS = [*FAR_OPTIONS, ("grpc.ssl_target_name_override", NAME)]
 
@@ -46,13 +47,13 @@ def handler(servicer: object) -> "grpc.GenericRpcHandler[Any, Any]":
 
 
 def server_credentials(certificates: Certificates) -> grpc.ServerCredentials:
-    """Clients have to show a certificate of the same authority."""
+    """Clients have to present a certificate of the same authority."""
     certificate, key, authority = certificates.read()
     return grpc.ssl_server_credentials([(key, certificate)], authority, require_client_auth=True)
 
 
 def channel_credentials(certificates: Certificates) -> grpc.ChannelCredentials:
-    """The server has to show one, with the name that all of them bear."""
+    """The server has to present one, with the name that all of them share."""
     certificate, key, authority = certificates.read()
     return grpc.ssl_channel_credentials(authority, key, certificate)
 

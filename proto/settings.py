@@ -1,4 +1,4 @@
-"""Frozen dataclasses as JSON in a process's arguments. The launcher writes them, the router and the shards read them.
+"""Serializes frozen dataclasses as JSON in a process's arguments. The launcher writes them, the router and the shards read them.
 
 An argument `@PATH` names a file that holds the JSON, for settings with a secret in them: arguments are public (`ps`).
 """
@@ -32,5 +32,5 @@ def load(kind: type[Settings], text: str) -> Settings:
 
 
 def _frozen(value: Any) -> Any:
-    """Lists as tuples, within each other, too."""
+    """Lists as tuples, nested ones too."""
     return tuple(_frozen(each) for each in value) if isinstance(value, list) else value

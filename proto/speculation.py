@@ -1,11 +1,12 @@
-"""How a server speculates, as `--speculate` says it: read by the launcher, and again by the shards. Standard library only.
+"""Settings of speculative decoding, the value of `--speculate`: parsed by the launcher, and again by the shards. Standard library
+only.
 
-    3                                       look-up, 3 drafts: as TGI's integer
+    3                                       n-gram lookup, 3 drafts: as TGI's integer
     ngram=8                                 the same, 8 drafts
-    draft=PATH,tokens=4                     a draft model, or heads; a chain of 4
-    draft=mtp,tokens=2                      the model's own layer for predicting several tokens
+    draft=PATH,tokens=4                     a draft model, or draft heads; a chain of 4
+    draft=mtp,tokens=2                      the model's own layer for multi-token prediction (MTP)
     draft=PATH,tree=4x2x2x1                 a tree: 4 children of the last token, 2 of each of these, ...
-    draft=PATH,nodes=16,ngram=8             the 16 most probable nodes, one tree with what was looked up
+    draft=PATH,nodes=16,ngram=8             the 16 most probable nodes, merged into one tree with n-gram drafts
     draft=PATH,tokens=4,verify=rejection    by another rule than `gumbel`
 
 A path has no commas.
@@ -14,22 +15,22 @@ A path has no commas.
 from dataclasses import dataclass
 from itertools import accumulate
 
-MOST_DRAFTS = 127  # of a sequence in a step: with its last token they are the 128 nodes that attention has bits for
-OWN = "mtp"  # in the place of a draft model: the model's own layer for predicting several tokens
+MOST_DRAFTS = 127  # of a sequence in a step: with its last token they are the 128 nodes that attention has mask bits for
+OWN = "mtp"  # in place of a draft model: the model's own layer for multi-token prediction
 RULES = ("gumbel", "rejection", "typical")
-LOSSY = ("typical",)  # those of them that change what is said
+LOSSY = ("typical",)  # rules that change the output distribution
 SHAPES = ("tokens", "tree", "nodes")
-DRAFT_TOKENS = 4  # of a draft model's chain, where no shape is said
+DRAFT_TOKENS = 4  # default length of a draft model's chain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
-    """What is drafted for each sequence in a step, at most, and the rule that accepts it."""
+    """How many tokens are drafted for each sequence in a step, at most, by what, and the rule that verifies them."""
 
-    draft: str = ""  # of a draft model: the launcher gets a name or a path, the shards a folder, or both `OWN`; "": there is none
-    widths: tuple[int, ...] = ()  # of the draft model's tree, layer by layer; a chain of k is k times 1
-    nodes: int = 0  # of its tree, if the most probable ones grow first
-    ngram: int = 0  # drafts that are looked up
+    draft: str = ""  # draft model: the launcher gets a name or a path, the shards a folder, or both `OWN`; "": none
+    widths: tuple[int, ...] = ()  # widths of the draft model's tree, layer by layer; a chain of k is k times 1
+    nodes: int = 0  # size of its tree, if that grows the most probable nodes first
+    ngram: int = 0  # drafts by n-gram lookup
     verify: str = RULES[0]
 
     @property
@@ -39,7 +40,7 @@ class Speculation:
 
     @property
     def chain(self) -> bool:
-        """Whether drafts follow each other, and none is beside another."""
+        """Whether drafts always form a chain, and never a tree."""
         return self.nodes <= 1 and max(self.widths, default=1) == 1 and not (self.draft and self.ngram)
 
     @property
@@ -70,7 +71,7 @@ def parse(text: str) -> Speculation:
 
 
 def says_shape(text: str) -> bool:
-    """Whether one is said of the draft model's drafts. text: as of `parse`."""
+    """Whether the text gives the shape of the draft model's drafts. text: as of `parse`."""
     return any(part.strip().partition("=")[0] in SHAPES for part in text.split(","))
 
 
@@ -107,7 +108,7 @@ def _number(key: str, text: str, least: int) -> int:
 
 
 def written(speculation: Speculation) -> str:
-    """In the words of `--speculate`; "" if nothing is drafted."""
+    """As a value of `--speculate`; "" if nothing is drafted."""
     parts = []
     if speculation.draft:
         parts.append(f"draft={speculation.draft}")

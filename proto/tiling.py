@@ -1,46 +1,47 @@
-"""How LLaVA-NeXT and LLaVA-OneVision see a picture: the whole of it, made as large as a tile, and besides in the resolution that
-suits it best, in tiles. There it stands in the middle, with black on two sides; rows or columns of tokens that show black alone are
-left out again, and a token ends each row. Standard library only.
+"""Image tiling of LLaVA-NeXT and LLaVA-OneVision ("anyres"): the whole image, resized to one tile, and besides in the best-matching
+resolution, in tiles. There it is centered, with black padding on two sides; rows or columns of tokens that show only padding are
+dropped again, and a token ends each row. Standard library only.
 
-The picture's own size says what is left, so it comes with its pixels. Sizes are height and width, as resolutions in config.json.
+What is dropped depends on the image's own size, so that comes with its pixels. Sizes are height and width, as resolutions in
+config.json.
 """
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-ENOUGH = 1.1  # as long as a picture's sides have so many times the tokens that they should have, nothing is done about it
+ENOUGH = 1.1  # factor by which an image's sides may exceed their target in tokens before they are scaled down
 Size = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiling:
-    """Of one model."""
+    """The tiling of one model."""
 
     resolutions: tuple[Size, ...]
     side: int  # pixels of a tile, along each side
     tokens: int  # of a tile, along each side
-    most: int = 0  # tiles with as many tokens as a larger picture keeps, beside those of the whole; 0: all
+    most: int = 0  # limit on an image's tokens beside those of the whole, in tiles; 0: none
 
     @property
     def least(self) -> int:
-        """Pixels of a picture in the smallest resolution, with the whole."""
+        """Pixels of an image in the smallest resolution, the whole included."""
         return min(map(self._pixels, self.resolutions))
 
     @property
     def longest(self) -> int:
-        """Tokens that no picture has more of."""
+        """The most tokens that an image can have."""
         tiles = [self._tiles(resolution) for resolution in self.resolutions]
         kept = math.ceil(ENOUGH**2 * self.most) or math.inf
         return self.tokens**2 + max(int(min(high * wide, kept)) * self.tokens**2 + high * self.tokens for high, wide in tiles)
 
     def within(self, pixels: int) -> "Tiling":
-        """With those resolutions alone that have no more pixels; the smallest is left."""
+        """The tiling restricted to resolutions with at most so many pixels; the smallest always stays."""
         most = max(pixels, self.least)
         return replace(self, resolutions=tuple(one for one in self.resolutions if self._pixels(one) <= most))
 
     def best(self, size: Size) -> Size:
-        """The resolution that leaves a picture of this size most of its pixels, and of several the one with the least beside it: as
+        """The resolution that keeps most of the pixels of an image of this size, and of several the one with the least padding: as
         transformers chooses it."""
 
         def kept(resolution: Size) -> int:
@@ -50,11 +51,11 @@ class Tiling:
         return max(self.resolutions, key=lambda one: (kept(one), kept(one) - math.prod(one)))
 
     def tiles(self, resolution: Size) -> int:
-        """With the whole."""
+        """Tiles of a resolution, the whole included."""
         return 1 + math.prod(self._tiles(resolution))
 
     def length(self, size: Size) -> int:
-        """Tokens of a picture of this size."""
+        """Tokens of an image of this size."""
         rows, columns = (count * self.tokens for count in self._tiles(self.best(size)))
         rows, columns = shown(size, rows, columns)
         ratio = math.sqrt(rows * columns / (self.most * self.tokens**2)) if self.most else 0.0
@@ -70,7 +71,7 @@ class Tiling:
 
 
 def tiling(resolutions: Iterable[Sequence[int]], side: int, patch: int, said: str = "") -> Tiling:
-    """By config.json. patch: pixels of a token; said: of tokens that are kept, as in "anyres_max_9". Raises ValueError."""
+    """The tiling by config.json. patch: pixels of a token; said: the limit on tokens, as in "anyres_max_9". Raises ValueError."""
     found = tuple((int(height), int(width)) for height, width in resolutions)
     if not found or not 0 < patch <= side or not all(edge > 0 and edge % side == 0 for size in found for edge in size):
         raise ValueError(
@@ -80,7 +81,7 @@ def tiling(resolutions: Iterable[Sequence[int]], side: int, patch: int, said: st
 
 
 def shown(size: Size, rows: int, columns: int) -> Size:
-    """Of so many rows and columns those that show something of a picture in the middle, which has this size in pixels: as
+    """Of so many rows and columns of tokens, those that are not padding, for a centered image of this size in pixels: as
     transformers computes it."""
     height, width = size
     if width / height > columns / rows:

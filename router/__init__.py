@@ -1,1 +1,1 @@
-"""The router: it decides what flows, when, and what waits. It imports no torch."""
+"""The router: serves HTTP, tokenizes, queues and schedules requests. It imports no torch."""

@@ -1,6 +1,6 @@
-"""The router process: `python -m penstock.router '<RouterConfig as JSON>'`. Knows the process, not what it serves.
+"""Entry point of the router process: `python -m penstock.router '<RouterConfig as JSON>'`. Knows the process, not what it serves.
 
-It listens and answers probes before the router's own modules are read, so that whoever asks learns how far the start is.
+It listens and answers health probes before the router's own modules are imported, so that probes see the progress of the start.
 Exit status: 0 after SIGTERM or SIGINT, 1 after a fault, 2 when a setting is wrong.
 """
 
@@ -18,10 +18,10 @@ from .config import BACKLOG, Misconfigured, RouterConfig
 from .record import request_id
 from .startup_probes import StartupProbes
 
-# Bytes that the kernel takes for a client beyond those on their way. Else it takes megabytes, and who reads slowly gets an event
-# for each token all the same, late.
+# Bytes of unsent data that the kernel buffers per client beyond those in flight. By default it buffers megabytes, and a slow reader
+# would get an event for each token all the same, late.
 UNSENT = 16384
-OWN_FILES = 100  # that are open beside connections: shards, processes that render chats, logs, and probes that come
+OWN_FILES = 100  # files open beside connections: shards, processes that render chats, logs, and probes
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def main() -> int:
     try:
         with listen(config) as listening:
             doorman = StartupProbes(listening)
-            from .process import run  # and with it aiohttp, grpc, the tokenizer...
+            from .process import run  # which imports aiohttp, grpc, the tokenizer...
 
             return run(config, listening, doorman)
     except Misconfigured as error:
@@ -53,8 +53,8 @@ def main() -> int:
 
 
 def raise_limit(requests: int) -> None:
-    """As many connections as the operator allows (ulimit -Hn): what shells and systemd give by default is 1024 files. Says so if
-    these are too few for so many requests in flight."""
+    """Raises the limit of open files to what the operator allows (ulimit -Hn): the default of shells and systemd is 1024. Logs a
+    warning if that is too low for so many requests in flight."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if hard != resource.RLIM_INFINITY and hard < requests + OWN_FILES:
@@ -67,10 +67,10 @@ def raise_limit(requests: int) -> None:
 
 
 def listen(config: RouterConfig) -> socket.socket:
-    """The socket for HTTP. Raises Misconfigured, with a remedy."""
+    """The listening socket for HTTP. Raises Misconfigured, with a remedy."""
     family = socket.AF_INET6 if ":" in config.hostname else socket.AF_INET
     try:
-        both = config.hostname == "::" and socket.has_dualstack_ipv6()  # else IPv4's probes would find nobody
+        both = config.hostname == "::" and socket.has_dualstack_ipv6()  # else probes over IPv4 would fail
         listening = socket.create_server((config.hostname, config.port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
     except OSError as error:
         place = f"port {config.port} of {config.hostname}"
@@ -78,7 +78,7 @@ def listen(config: RouterConfig) -> socket.socket:
             raise Misconfigured(f"{place} is in use: stop who uses it, or choose another with --port") from None
         why = error.strerror or str(error)
         raise Misconfigured(f"cannot listen on {place}: {why}; choose another with --port or --hostname") from None
-    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT)  # the accepted ones inherit it
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT)  # accepted sockets inherit it
     return listening
 
 

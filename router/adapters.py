@@ -1,8 +1,8 @@
-"""The adapters by which requests may go: those that the shards had from the start, and others that come and go while they serve.
+"""Registry of LoRA adapters: those that the shards had from the start, and others that are loaded and unloaded while they serve.
 
-What clients name is to shards a *key*. A name may mean another adapter later; a request goes on by the one that it began with, and
-finds nothing in the cache that another has left. So an adapter that clients can't name any more stays until the last of its
-requests has ended. Knows replicas by what is asked of them here, and no HTTP.
+Clients use a name, shards a *key*. A name may come to mean another adapter; a request continues with the one that it began with,
+and never finds another's cached pages. So an adapter that was unloaded stays on the shards until the last of its requests has
+ended. Knows replicas by the interface defined here, and no HTTP.
 """
 
 import asyncio
@@ -17,8 +17,8 @@ from typing import Protocol
 from ..proto import shard_pb2
 from .request import Broken, NoModel, NotReady, Refused
 
-NAME = re.compile(r"[!-+\--~]{1,200}")  # without commas, which stand between names in the label of a metric that gateways read
-PLACEHOLDER = "tgi"  # what clients of TGI call whatever is served
+NAME = re.compile(r"[!-+\--~]{1,200}")  # without commas, which separate names in the label of a metric that gateways read
+PLACEHOLDER = "tgi"  # the model name that TGI's clients send whatever is served
 
 logger = logging.getLogger(__name__)
 
@@ -29,45 +29,45 @@ class Full(Exception):
 
 @dataclass(slots=True, eq=False)
 class Later:
-    """An adapter that came while the shards served."""
+    """An adapter that was loaded while the shards served."""
 
     key: str
     name: str
     folder: str
     digest: str = ""  # of its files; known when one replica has read them
-    ready: bool = False  # all replicas that there are have it
+    ready: bool = False  # all current replicas have it
     retired: bool = False  # clients can't name it any more
-    users: int = 0  # requests that go by it
+    users: int = 0  # requests that use it
 
     @property
     def told(self) -> shard_pb2.LoadedAdapter:
-        """As shards are told of it."""
+        """Its message for the shards."""
         return shard_pb2.LoadedAdapter(key=self.key, name=self.name, folder=self.folder, digest=self.digest)
 
 
 class Replica(Protocol):
-    """What is asked of each of them; see `batcher.Batcher`."""
+    """The interface to a replica; see `batcher.Batcher`."""
 
     @property
     def adapters(self) -> Collection[str]:
-        """Keys of those that it has."""
+        """Keys of the adapters that it has."""
         ...
 
     async def load(self, adapter: Later, /) -> None:
-        """Raises Refused, or Broken if its shards are lost."""
+        """Loads an adapter. Raises Refused, or Broken if its shards are lost."""
         ...
 
     async def retire(self, key: str, /) -> None:
-        """Its shards know that clients can't name it any more. Raises Broken."""
+        """Tells its shards that clients can't name the adapter any more. Raises Broken."""
         ...
 
     async def drop(self, key: str, /) -> None:
-        """Its shards forget it. Raises Broken."""
+        """Unloads the adapter from its shards. Raises Broken."""
         ...
 
 
 class Adapters:
-    """All of them, by what clients call them."""
+    """All adapters, by their names for clients."""
 
     def __init__(
         self,
@@ -76,41 +76,41 @@ class Adapters:
         room: int = 0,
         replicas: Callable[[], Iterable[Replica]] = lambda: (),
     ) -> None:
-        """model: what the one that they change is called; first: those that were there from the start; room: for how many there is
-        at once; replicas: those that have shards now."""
+        """model: name of the base model; first: adapters that were there from the start; room: the most adapters at once; replicas:
+        those that have shards now."""
         self._model = model
         self._first = tuple(first)
         self._room = room
         self._replicas = replicas
         self._later: dict[str, Later] = {}  # by key, in the order in which they came
-        self._begun = False  # whether anybody may have named one
-        self._order = asyncio.Lock()  # they come and go one at a time
+        self._begun = False  # a client may have named one already
+        self._order = asyncio.Lock()  # loads and unloads run one at a time
         self._sweeps: set[asyncio.Task[None]] = set()
 
     @property
     def names(self) -> tuple[str, ...]:
-        """That clients may name."""
+        """Names that clients may use."""
         return *self._first, *(adapter.name for adapter in self._later.values() if adapter.ready and not adapter.retired)
 
     def folder(self, name: str) -> str:
-        """Where one is that came later; "": nobody has said."""
+        """The folder of an adapter loaded later; "": unknown."""
         found = self._named(name)
         return found.folder if found else ""
 
     def key(self, name: str) -> str | None:
-        """Of the one that clients call so; None: there is none."""
+        """The key of the adapter with this name; None: there is none."""
         if name in self._first:
             return name
         found = self._named(name)
         return found.key if found else None
 
     def name(self, key: str) -> str:
-        """What clients call one, or called it."""
+        """The name of an adapter for clients, now or before it was unloaded."""
         return self._later[key].name if key in self._later else key
 
     def key_of_model(self, name: str) -> str:
-        """The same where clients name a model; "": the one that is served. That is meant by any name, as with TGI, unless adapters
-        come and go: one that is gone shall not be mistaken for it. Raises NoModel then."""
+        """The key, where clients name a model; "": the base model. Any unknown name means that, as with TGI, unless adapters can be
+        loaded and unloaded: an unloaded one must not be mistaken for it. Raises NoModel then."""
         key = self.key(name)
         if key is None and self._room and name not in ("", self._model, PLACEHOLDER):
             known = ", ".join(f"`{each}`" for each in (self._model, *self.names))
@@ -124,16 +124,16 @@ class Adapters:
     # Requests
 
     def knows(self, key: str) -> bool:
-        """Whether one is there; "": none is needed. Since a request was found valid it may have gone."""
+        """Whether an adapter exists; "": none is needed. It may have been unloaded since a request was validated."""
         return not key or key in self._first or key in self._later
 
     def enter(self, key: str) -> None:
-        """A request goes by it."""
+        """A request uses it."""
         if key in self._later:
             self._later[key].users += 1
 
     def leave(self, key: str) -> None:
-        """And does no more."""
+        """The request has ended."""
         adapter = self._later.get(key)
         if adapter is not None:
             adapter.users -= 1
@@ -142,11 +142,11 @@ class Adapters:
                 self._sweeps.add(sweep)
                 sweep.add_done_callback(self._sweeps.discard)
 
-    # What operators ask for
+    # Requests of operators
 
     async def load(self, name: str, folder: str, replace: bool = False) -> None:
-        """Clients may name it from now on; replace: and mean another one by a name that one has. Whoever asks may leave meanwhile.
-        Raises Refused, Full, NotReady or Broken."""
+        """Loads an adapter: clients may name it from now on; replace: it takes over a name in use. Goes on if the caller
+        disconnects. Raises Refused, Full, NotReady or Broken."""
         await asyncio.shield(asyncio.ensure_future(self._load(name, folder, replace)))
 
     async def unload(self, name: str) -> None:
@@ -195,7 +195,7 @@ class Adapters:
             )
 
     async def _complete(self, adapter: Later) -> None:
-        """Replicas whose shards came while others loaded it have it, too."""
+        """Loads it on replicas whose shards came up while others loaded it."""
         tried: list[Replica] = []
         while lacking := [one for one in self._replicas() if adapter.key not in one.adapters and one not in tried]:
             tried.append(lacking[0])
@@ -217,7 +217,7 @@ class Adapters:
 
     async def _retire(self, adapter: Later) -> None:
         for replica in self._replicas():
-            with suppress(Broken):  # shards that come anew don't have it
+            with suppress(Broken):  # new shards don't have it
                 await replica.retire(adapter.key)
         await self._drop_unused()
 
@@ -227,7 +227,7 @@ class Adapters:
 
     async def _drop_unused(self) -> None:
         for adapter in [adapter for adapter in self._later.values() if adapter.retired and not adapter.users]:
-            del self._later[adapter.key]  # from now on nobody can begin by it
+            del self._later[adapter.key]  # from now on no request can use it
             await self._drop(adapter.key)
 
     async def _drop(self, key: str) -> None:
@@ -235,16 +235,16 @@ class Adapters:
             with suppress(Broken):
                 await replica.drop(key)
 
-    # Replicas that come
+    # Replicas that come up
 
     def adopt(self, told: shard_pb2.LoadedAdapter) -> bool:
-        """Shards have one, perhaps from a router before this one. Whether it is one of those here."""
+        """Registers an adapter that shards have, perhaps from an earlier router. Returns whether it is one of ours."""
         if self._begun:
             return told.key in self._later
         if told.retired:  # another replica's shards may not have heard that
             self._later.pop(told.key, None)
         before = self._named(told.name)
-        if before is not None and before.key != told.key:  # it was to be replaced: those that came later are told later
+        if before is not None and before.key != told.key:  # it was to be replaced: shards report later adapters later
             del self._later[before.key]
         if told.key in self._later:
             return True
@@ -254,13 +254,13 @@ class Adapters:
         return True
 
     def begin(self) -> None:
-        """A replica takes requests: what is not known by now is nobody's."""
+        """A replica takes requests: adapters not known by now are not adopted any more."""
         self._begun = True
 
     def lacking(self, known: Collection[str]) -> list[Later]:
-        """Those that shards which have `known` lack, and may be asked for."""
+        """Adapters that shards which have `known` lack."""
         return [adapter for adapter in self._later.values() if adapter.key not in known]
 
     def retired(self, known: Collection[str]) -> list[str]:
-        """Keys of those of `known` that clients can't name any more."""
+        """Keys among `known` that clients can't name any more."""
         return [key for key in known if key in self._later and self._later[key].retired]

@@ -1,12 +1,13 @@
-"""Whether one more request may be in flight: pure counting, for one replica or for all of them.
+"""Admission control: whether one more request may be in flight. Pure counting, for one replica or for all of them.
 
-A server takes so many requests at once, and who has that many shuts nobody else out: tenants (see `Request.tenant`) that have
-less than an equal share are let in beyond it, an eighth more in all. What becomes free then is theirs, until shares are equal.
+A server takes `most` requests at once, but a tenant that has that many shuts nobody else out: tenants (see `Request.tenant`) that
+have less than an equal share are admitted beyond it, an eighth more in all. What becomes free then is theirs, until shares are
+equal.
 """
 
 from collections.abc import Mapping
 
-SPARE = 8  # of the places that there are, one in so many is added for tenants below their share
+SPARE = 8  # one place in so many is added for tenants below their share
 
 
 def places(most: int) -> int:
@@ -15,8 +16,7 @@ def places(most: int) -> int:
 
 
 def admits(in_flight: Mapping[str, int], most: int, tenant: str) -> bool:
-    """Whether a request of the tenant is taken beside those that others, and it, have in flight. in_flight: by tenant, those who
-    have none left out."""
+    """Whether a request of the tenant is admitted beside those in flight. in_flight: by tenant, without those who have none."""
     total = sum(in_flight.values())
     if total < most:
         return True

@@ -1,17 +1,17 @@
-"""The one loop where clock, scheduler and shards meet. `submit(request)` is the only door to it.
+"""Main serving loop of one replica: connects clock, scheduler and shards. `submit(request)` is the only entry point.
 
 It knows requests and streams, and what becomes of them when shards are lost; not HTTP, not what a step costs, not how shards are
-asked and reached (`steps`, `shards`). One turn of the loop:
+called and reached (`steps`, `shards`). One iteration of the loop:
 
-    shortly before the step under way ends, ask the scheduler for the next and send it
-    wait for the reply -> report it to the scheduler -> turn its tokens into text, for the streams
+    shortly before the step in flight ends, ask the scheduler for the next and send it
+    wait for the reply -> report it to the scheduler -> detokenize, and push to the streams
 
 So the shards go from step to step without waiting for the router, and compute while tokens become text and leave as HTTP. A stop
-string found in that text, a client that has left, a new request: they act one step late, or two where steps overlap. What was
-computed by then of a choice that nobody wants any more is thrown away.
+string found in that text, a client that has left, a new request: they take effect one step late, or two where steps overlap. What
+was computed by then for a choice that nobody wants any more is thrown away.
 
-When the shards are lost no stream is. Streams go on elsewhere, if there are others that compute the same (see `Others`), or wait in
-the queue of a scheduler of their own, new ones too, for shards that somebody starts. They go on from the tokens that were received:
+When the shards are lost no stream is. Streams move to other replicas that compute the same, if there are any (see `Others`), or
+wait in the queue of a new scheduler, as new ones do, until shards are restarted. They resume from the tokens that were received:
 those that follow are the same on any shard.
 """
 
@@ -40,34 +40,35 @@ from .shards import Shards
 from .steps import Steps
 from .streams import Choice, Readers, Stream, Tokenizer, read
 
-RETRY = 0.2  # seconds until new shards that were lost at once are looked for again
-SOON = 0.02  # seconds in which shards hear of a request that has ended
+RETRY = 0.2  # seconds between attempts to reach new shards that were lost at once
+SOON = 0.02  # seconds within which shards learn that a request has ended
 GONE = "the adapter was unloaded"
-READY = "ready"  # the stage of who takes requests, be it a server or its shards
-STRIDES = 16  # beginnings of prompts that may be shared are looked at in strides of this part of their length
+READY = "ready"  # the `stage` of a server, or of shards, that take requests
+STRIDES = 16  # prompt prefixes that may be shared get a key every 1/16 of their length
 
 logger = logging.getLogger(__name__)
 
 
 class Others:
-    """Those that compute the same on other shards, as one of them sees them. Here there are none; see `fleet.Fleet`."""
+    """Interface to the other replicas, as one batcher sees them. This default has none; see `fleet.Fleet`."""
 
     def lost(self, batcher: "Batcher", /) -> None:
-        """Its shards are gone."""
+        """The batcher's shards are lost."""
 
     def found(self, batcher: "Batcher", /) -> None:
-        """It has shards, its first ones or others, and computes at once. Raises Misconfigured if that may not be."""
+        """The batcher has shards, its first ones or new ones, and starts computing. Raises Misconfigured if they don't match the
+        others."""
 
     def ended(self, batcher: "Batcher", stream: Stream, /) -> None:
-        """A stream of it needs nothing more."""
+        """One of the batcher's streams needs nothing more of the shards."""
 
     def refuge(self, stream: Stream, /) -> "Batcher | None":
-        """Who takes a stream that can't stay where it is; None: nobody."""
+        """A batcher that takes over a stream that can't stay where it is; None: there is none."""
         return None
 
 
 class Batcher:
-    """Runs requests on the shards, many at once. `start` it, then `submit`; `wait` tells when it ends."""
+    """Runs requests on one replica's shards by continuous batching. `start` it, then `submit`; `wait` returns when it ends."""
 
     def __init__(
         self,
@@ -81,8 +82,8 @@ class Batcher:
         others: Others | None = None,
         adapters: Adapters | None = None,
     ) -> None:
-        """name: of the replica, in metrics; uids: where those of streams come from, adapters: that there are, the same for all that
-        streams may move to."""
+        """name: of the replica, in metrics; uids: source of streams' uids, and adapters: those known, both shared by all replicas
+        between which streams may move."""
         self.name = name
         self._config = config
         self._tokenizer = tokenizer
@@ -92,28 +93,28 @@ class Batcher:
         self._uids = uids or itertools.count(1)
         self._others = others or Others()
         self._adapters = adapters or Adapters(config.model, config.adapters)
-        # Known since it has started, and told anew by new shards
+        # Known once it has started, and refreshed by new shards
         self.limits: Limits | None = None
-        self.info: shard_pb2.InfoReply | None = None  # dtype, device, ...
+        self.info: shard_pb2.InfoReply | None = None  # what the shards report of themselves: dtype, device, ...
         self.together = 0  # requests of full length that fit at once
         self._bounds: Bounds | None = None
         self._warm = shard_pb2.WarmupReply()
-        self.adapters: set[str] = set()  # keys of those that the shards have ...
-        self._failed: set[str] = set()  # ... and of those that they can't have
+        self.adapters: set[str] = set()  # keys of the LoRA adapters that the shards have loaded ...
+        self._failed: set[str] = set()  # ... and of those that could not be loaded
         self._scheduler: Scheduler | None = None
-        # Who is here
-        self._streams: dict[int, Stream] = {}  # that need something of the shards yet, by uid
+        # Streams
+        self._streams: dict[int, Stream] = {}  # that still need something of the shards, by uid
         self._inquest = Inquest()
-        self._beginnings: PrefixKeys | None = None  # of prompts, where the shards cache them
-        self._held: set[int] = set()  # streams that the inquest lets wait: the scheduler does not know them
+        self._beginnings: PrefixKeys | None = None  # keys of prompt prefixes, where the shards cache prefixes
+        self._held: set[int] = set()  # uids of streams that the inquest holds back: the scheduler does not know them
         self._readers = Readers()
-        # How things stand
+        # State of the loop
         self._loop: asyncio.Task[None] | None = None
-        self._wake = asyncio.Event()  # the scheduler may have something to do
-        self._answered: shard_pb2.StepReply | None = None  # reported, and not delivered yet
-        self._last_call = math.inf  # requests that come from then on are refused
-        self._recovering = ""  # why, while there are no shards
-        self._broken = ""  # why, when it has ended by a fault
+        self._wake = asyncio.Event()  # set when the scheduler may have something to do
+        self._answered: shard_pb2.StepReply | None = None  # a reply that was reported to the scheduler and not delivered yet
+        self._last_call = math.inf  # monotonic time from which on new requests are refused
+        self._recovering = ""  # the reason, while there are no shards
+        self._broken = ""  # the reason, after it has ended by a fault
 
     @property
     def ready(self) -> bool:
@@ -126,26 +127,26 @@ class Batcher:
 
     @property
     def trying(self) -> bool:
-        """Whether most requests wait until it is known which of some others has killed the shards."""
+        """Whether most requests are held back until it is known which of the suspects has killed the shards."""
         return self._inquest.open
 
     @property
     def streams(self) -> Collection[Stream]:
-        """That need something of the shards yet."""
+        """Streams that still need something of the shards."""
         return self._streams.values()
 
     @property
     def readers(self) -> Mapping[str, int]:
-        """Of streams, also of those that have ended, by tenant."""
+        """Number of streams being read, finished ones included, by tenant."""
         return self._readers.counts
 
     def seconds_to_room(self, now: float) -> float:
-        """Until a request ends, probably."""
+        """Estimated seconds until a request ends and leaves room for another."""
         return self._readers.pace.seconds(now)
 
     @property
     def stage(self) -> str:
-        """What is the case, for people."""
+        """Human-readable state, as in `/health`."""
         if self._broken:
             return self._broken
         if self._draining:
@@ -155,22 +156,22 @@ class Batcher:
         if self._loop is not None:
             return READY
         found = self._shards.stage
-        return found if found != READY else "taking over shards that are ready"  # which a router before this one has left
+        return found if found != READY else "taking over shards that are ready"  # left ready by an earlier router
 
-    # The life of the server
+    # Life cycle
 
     async def start(self) -> None:
-        """Connects and warms the shards up; then requests are taken. Raises Broken or Misconfigured."""
+        """Connects to the shards and warms them up; then requests are taken. Raises Broken or Misconfigured."""
         await self._equip()
         self._show()
         self._loop = asyncio.create_task(self._serve())
 
     async def forget(self) -> None:
-        """After `start` has raised Broken: it may be called again."""
+        """Drops the connection after `start` has raised Broken, so that `start` may be called again."""
         await self._shards.forget()
 
     async def _equip(self) -> None:
-        """Waits for shards. When they are there, all streams that there are wait for them in the queue. Raises Broken or
+        """Waits for shards. Once they are warmed up, all existing streams join the queue of a new scheduler. Raises Broken or
         Misconfigured."""
         config = self._config
         await self._shards.connect()
@@ -196,14 +197,14 @@ class Batcher:
         self._others.found(self)
 
     async def _adapt(self, info: shard_pb2.InfoReply) -> None:
-        """The shards have all adapters that may be asked for, and no others but those of their own start. What a router before this
-        one has left may be asked for, too. Raises Broken."""
+        """Makes the shards' LoRA adapters match the registry: loads missing ones, drops unknown ones other than those they started
+        with. Adapters that an earlier router left are adopted. Raises Broken."""
         first, later = set(info.adapters), [*info.later]
         for told in later:
             self._adapters.adopt(told)
         self.adapters, self._failed = first | {told.key for told in later}, set()
         retired = {told.key for told in later if told.retired}
-        while True:  # others come and go meanwhile; behind the last look nothing is waited for
+        while True:  # adapters come and go meanwhile; after the last check nothing is awaited
             if gone := next((key for key in self.adapters - first if not self._adapters.knows(key)), ""):
                 await self.drop(gone)
             elif untold := next((key for key in self._adapters.retired(self.adapters) if key not in retired), ""):
@@ -218,7 +219,7 @@ class Batcher:
                 break
 
     async def load(self, adapter: Later) -> None:
-        """Requests may go by it from now on. Raises Refused, or Broken."""
+        """Loads a LoRA adapter, which requests may use from now on. Raises Refused, or Broken."""
         self._check_shards()
         try:
             found = await self._shards.load_adapter(shard_pb2.LoadAdapterRequest(adapter=adapter.told))
@@ -226,35 +227,36 @@ class Batcher:
                 raise Refused(problem)
         except Refused:
             self._failed.add(adapter.key)
-            await self.drop(adapter.key)  # ranks may have read it
+            await self.drop(adapter.key)  # some ranks may have read it
             raise
         adapter.folder, adapter.digest = found.folder, found.digest
         self.adapters.add(adapter.key)
 
     def _check_shards(self) -> None:
-        """Raises Broken where others may be met, which know nothing yet."""
+        """Raises Broken if the shards are lost: their successors know no adapters yet."""
         if self._shards.lost.done():
             raise Broken("the shards are lost")
 
     async def retire(self, key: str) -> None:
-        """The shards know that no new request goes by it. Raises Broken."""
+        """Tells the shards that no new request uses the adapter. Raises Broken."""
         await self._change(shard_pb2.AdaptRequest(retire=key))
 
     async def drop(self, key: str) -> None:
-        """The shards forget it: no request goes by it any more, of which they may not have heard yet. Raises Broken."""
+        """Unloads an adapter from the shards: no request uses it any more, although they may still hold one that has ended. Raises
+        Broken."""
         self.adapters.discard(key)
         while problem := await self._change(shard_pb2.AdaptRequest(drop=key)):
             logger.debug("%s yet", problem)
             await asyncio.sleep(SOON)
 
     async def _change(self, request: shard_pb2.AdaptRequest) -> str:
-        """Returns why nothing was done; "": it was."""
+        """Returns why nothing was changed; "" on success."""
         self._check_shards()
         reply = await self._shards.execute(shard_pb2.Command(adapt=request))
         return reply.adapt.problem
 
     def _queue_all(self) -> None:
-        """Everybody arrives at a new scheduler."""
+        """Queues all streams with a new scheduler."""
         assert self._bounds is not None
         policy = policy_of(self._config, self._bounds, self._warm)
         self._scheduler = Scheduler(self._bounds, policy, drafting_of(self._config, self._bounds, policy))
@@ -263,7 +265,7 @@ class Batcher:
             self._arrive(stream)
 
     def _show(self) -> None:
-        """The standing is in the metrics from now on."""
+        """Registers the gauges of the scheduler's state."""
 
         def now() -> Scheduler:
             assert self._scheduler is not None
@@ -288,16 +290,16 @@ class Batcher:
         watch("penstock_prompt_budget", lambda: now().room)
 
     async def wait(self) -> None:
-        """Returns after `close`; raises what has ended the loop, after every stream has been told."""
+        """Returns after `close`; raises the error that has ended the loop, after every stream has received it."""
         assert self._loop is not None
         await asyncio.wait([self._loop])
         if not self._loop.cancelled():
             self._loop.result()
 
     async def drain(self, seconds: float, answered: asyncio.Event | None = None) -> None:
-        """Takes no more requests, but for those that came before: answered is set when none of these will be submitted any more.
-        Returns then, when all streams have been read to their end; those that last longer are cut, and all when the shards are
-        lost: whoever starts shards does not while the server shuts down."""
+        """Graceful shutdown: refuses new requests, except those that arrived before the call; `answered` is set when none of these
+        will be submitted any more. Returns when all streams have been read to their end; those that last longer than `seconds` are
+        cut. When the shards are lost all are cut: nobody restarts shards while the server shuts down."""
         self._last_call = monotonic()
         if self._recovering:
             self._give_up(self._recovering)
@@ -319,10 +321,11 @@ class Batcher:
         self._cut(NotReady("the server shut down before the answer was complete"))
         await self._shards.close()
 
-    # Requests come
+    # Requests arrive
 
     def submit(self, request: Request, sink: Sink | None = None) -> AsyncGenerator[list[Item], None]:
-        """A stream: Prompt, then of each choice its Tokens (an end token included) and its Finish. Closing it cancels the request.
+        """A stream of items: Prompt, then of each choice its Tokens (an end token included) and its Finish. Closing it cancels the
+        request.
 
         They come in lists: all that has come since the last one. A Finish is in the same list as the Token before it. The sink is
         offered items before they come here, and what it takes does not come; to keep them in order it has to refuse while its
@@ -340,7 +343,7 @@ class Batcher:
         return self.open(request, sink)
 
     def _admissible(self, request: Request) -> None:
-        """Raises if it can't be taken now."""
+        """Raises if the request can't be taken now."""
         if not self._adapters.knows(request.adapter):
             raise self._metrics.ended(NoModel(GONE), "validation")
         if self._broken and not self._draining:
@@ -353,8 +356,8 @@ class Batcher:
             raise self._metrics.ended(Overloaded(message, self.seconds_to_room(monotonic())), "overloaded")
 
     def fits(self, request: Request) -> bool:
-        """Whether a request can run here now: there are shards, as far as is known, it is not too large for them, and what it shows
-        they see."""
+        """Whether a request can run here now: there are shards, as far as is known, it is not too large for them, they see images
+        if it has any, and they have its adapter."""
         scheduler, limits = self._scheduler, self.limits
         if scheduler is None or limits is None or self._shards.lost.done() or (request.images and not limits.images):
             return False
@@ -363,11 +366,11 @@ class Batcher:
         return scheduler.admissible(len(request.prompt), request.max_new_tokens, request.sequences)
 
     def refuses(self, request: Request) -> bool:
-        """Whether it can't be answered here, by these shards: waiting is of no use."""
+        """Whether these shards can't serve the request, even later: its adapter failed to load."""
         return request.adapter in self._failed
 
     def open(self, request: Request, sink: Sink | None) -> Stream:
-        """A request begins, whether or not it is admissible."""
+        """Opens a stream for a request, whether or not it is admissible."""
         now = monotonic()
         make = self._tokenizer.stream
         texts = (
@@ -394,7 +397,7 @@ class Batcher:
         self._wake.set()
 
     def _arrive(self, stream: Stream) -> None:
-        """It joins the queue, to begin or to go on where it was, unless the inquest wants it to wait."""
+        """The stream joins the scheduler's queue, to begin or to resume, unless the inquest holds it back."""
         assert self._scheduler is not None
         request = stream.request
         job = Job(
@@ -420,15 +423,15 @@ class Batcher:
             self._wake.set()
 
     def _beginnings_of(self, request: Request) -> Sequence[tuple[int, int]]:
-        """By what the scheduler knows which pages it need not take, where any are shared."""
-        if self._beginnings is None or request.prompt_logprobs:  # for these, all of the prompt is computed
+        """Keys of the prompt's prefixes, by which the scheduler finds pages that running requests share."""
+        if self._beginnings is None or request.prompt_logprobs:  # all of the prompt is computed for these
             return ()
         return self._beginnings.of(request.prompt, request.cache_key)
 
-    # ... and go
+    # Requests end
 
     def close_stream(self, stream: Stream) -> None:
-        """Nobody reads it any more."""
+        """The reader has closed the stream."""
         self._readers.pace.ended(monotonic())
         self._readers.remove(stream.request.tenant)
         if stream.alarm is not None:
@@ -440,18 +443,18 @@ class Batcher:
             stream.run.fail("dropped", stream.generated)
 
     def expire(self, stream: Stream) -> None:
-        """Its own deadline is over."""
+        """The request's own timeout is over."""
         self._fail(stream.uid, Expired.after(stream.request.timeout, stream.generated), "timeout")
 
     def _leave(self, stream: Stream, now: float) -> None:
-        """All its choices are done."""
+        """All choices of the stream are done."""
         self._forget(stream)
         stream.run.ended, stream.run.generated = now, stream.generated
         assert stream.finish is not None
         self._metrics.done(stream.request, stream.finish, stream.run.generated, stream.run.first - stream.started)
 
     def _fail(self, uid: int, failure: Exception, kind: str) -> None:
-        """Ends one stream."""
+        """Ends one stream with an error."""
         stream = self._streams.get(uid)
         if stream is not None:
             self._forget(stream)
@@ -464,12 +467,13 @@ class Batcher:
             stream.wake()
 
     def _cut(self, failure: Failure) -> None:
-        """Ends all streams."""
+        """Ends all streams with an error."""
         for uid in tuple(self._streams):
             self._fail(uid, failure, "unavailable" if isinstance(failure, NotReady) else "generation")
 
     def _give_up(self, lost: str) -> None:
-        """The shards are lost while it drains, and come no more: like what lasts too long, somebody else has to answer it."""
+        """The shards are lost during shutdown and don't come back: all streams are cut, as at the timeout; another server has to
+        answer them."""
         self._cut(NotReady(f"the server shuts down, and {lost}"))
 
     def _forget(self, stream: Stream) -> None:
@@ -478,7 +482,7 @@ class Batcher:
         self._others.ended(self, stream)
 
     def _cancel(self, uid: int) -> None:
-        """Of no effect if the scheduler knows already that it has ended."""
+        """Cancels a job; no effect if the scheduler knows already that it has ended."""
         assert self._scheduler is not None
         self._scheduler.cancel(uid)
         self._wake.set()
@@ -486,7 +490,7 @@ class Batcher:
     # The loop
 
     async def _serve(self) -> None:
-        """The loop, on one rank group after the other. It ends by being cancelled, or by an error, of which every stream is told
+        """The loop, on one rank group after the other. It ends by being cancelled, or by an error, which every stream receives
         first."""
         try:
             while True:
@@ -499,13 +503,14 @@ class Batcher:
                         raise
                     await self._recover(lost)
         except Exception as error:
-            ours = not isinstance(error, Failure | Misconfigured)  # its words may name paths, which are no client's affair
+            # an internal error's text may name paths, which are not for clients
+            ours = not isinstance(error, Failure | Misconfigured)
             self._broken = f"the server failed ({type(error).__name__}): its log says why" if ours else str(error)
             self._cut(Broken(self._broken))
             raise
 
     async def _run(self, steps: Steps) -> None:
-        """Until the shards are lost."""
+        """Serves until the shards are lost."""
         while True:
             self._wake.clear()
             if self._inquest.hear(self._place):
@@ -528,13 +533,13 @@ class Batcher:
             self._shards.lost.result()
 
     def _catch_up(self) -> None:
-        """Delivers what the scheduler knows already: until then streams are not where it takes them to be."""
+        """Delivers what the scheduler has been told already: until then streams lag behind its view of them."""
         answered, self._answered = self._answered, None
         if answered is not None:
             self._deliver(answered)
 
     def _deliver(self, reply: shard_pb2.StepReply) -> None:
-        """A reply's tokens go to their streams; those that have all they asked for leave."""
+        """Delivers a reply's tokens to their streams; complete ones leave."""
         now = monotonic()
         delivered = self._delivery.deliver(reply, self._streams, now)
         for stream, choice in delivered.stopped:
@@ -544,23 +549,23 @@ class Batcher:
         for stream in delivered.touched:
             try:
                 stream.push()
-            except Exception as error:  # a sink is somebody else's: its fault is no other stream's
+            except Exception as error:  # a sink is external code: its fault must not affect other streams
                 self._fail(stream.uid, error, "generation")
         for uid, message in zip(reply.failed_uids, reply.failed_messages, strict=True):
             self._fail(uid, Broken(message), "generation")
 
     def _stop(self, stream: Stream, choice: Choice) -> None:
-        """A stop string has ended it, of which the shards know nothing."""
+        """Ends a choice at a stop string, which the shards don't know."""
         assert self._scheduler is not None
         if stream.request.beams is None:
             self._scheduler.end(stream.uid, choice.index)
         elif not stream.left:  # beams end together
             self._scheduler.cancel(stream.uid)
 
-    # When shards are lost: streams stay or move
+    # Lost shards: streams stay or move
 
     async def _recover(self, lost: Broken) -> None:
-        """Waits for new shards, to which all streams go that have found no other place. Raises Misconfigured."""
+        """Waits for new shards, for all streams that have found no other replica. Raises Misconfigured."""
         began = monotonic()
         self._recovering = str(lost)
         self._accuse()
@@ -584,7 +589,7 @@ class Batcher:
         logger.info("recovered after %.1f s: requests that go on: %d", monotonic() - began, len(self._streams))
 
     def _accuse(self) -> None:
-        """Ends the one request, if there is one, that has killed the shards again and again."""
+        """Fails the one request, if there is one, that has killed the shards repeatedly."""
         assert self._scheduler is not None
         places = {uid: self._place(uid) for uid in self._scheduler.in_hand}
         guilty = self._inquest.died({uid: place for uid, place in places.items() if place is not None})
@@ -593,22 +598,22 @@ class Batcher:
             self._fail(guilty, Broken("the shards died again and again while they computed this request"), "generation")
 
     def _place(self, uid: int) -> int | None:
-        """How far a request has come, in steps; None if it is here no more."""
+        """How far a request has come, in steps; None if it is not here any more."""
         assert self._scheduler is not None
         assert self._bounds is not None
         stream = self._streams.get(uid)
         return None if stream is None else stream.place(self._scheduler.lacking(uid), self._bounds.step_tokens)
 
     def _admit_held(self) -> None:
-        """Those whom the inquest let wait so far join the queue."""
+        """Queues the streams that the inquest no longer holds back."""
         held, self._held = sorted(self._held), set()
         for uid in held:
             if uid in self._streams:
                 self._arrive(self._streams[uid])
 
     def evacuate(self, suspects: bool = False) -> int:
-        """Streams go on elsewhere, all for which there is a place; suspects, who may have killed the shards, only if that is said.
-        How many have gone."""
+        """Moves all streams for which another replica has room; suspects of having killed the shards only if `suspects`. Returns
+        how many moved."""
         gone = 0
         self._catch_up()
         for stream in tuple(self._streams.values()):
@@ -623,13 +628,13 @@ class Batcher:
         return gone
 
     def _let_go(self, stream: Stream) -> None:
-        """It is another's from now on. What is computed of it here is thrown away."""
+        """Removes a stream that another replica takes over. What was computed for it here is thrown away."""
         self._forget(stream)
         self._cancel(stream.uid)
         self._readers.remove(stream.request.tenant)
 
     def _adopt(self, stream: Stream, known: tuple[float, int] | None) -> None:
-        """It goes on here. known: what an inquest knows of it."""
+        """Takes over a stream. known: what the inquest of its last replica knows of it."""
         self._inquest.adopt(stream.uid, known)
         stream.home = self
         stream.restart()

@@ -1,4 +1,4 @@
-"""What a request may ask, what may run at once, and who decides on steps: from settings, model and memory. Pure."""
+"""Derives limits of requests, bounds of the scheduler, and the policies, from settings, model and memory. Pure."""
 
 from ..proto import images, shard_pb2
 from .config import Misconfigured, RouterConfig
@@ -8,11 +8,11 @@ from .policies import Mixed, Pause, Policy
 from .request import Limits
 from .scheduler import Bounds
 
-STEP_TOKENS, CPU_STEP_TOKENS = 4096, 512  # of a step, unless the operator says: see `step_tokens`
+STEP_TOKENS, CPU_STEP_TOKENS = 4096, 512  # default tokens of a step: see `step_tokens`
 
 
 def bounds_of(config: RouterConfig, info: shard_pb2.InfoReply, warm: shard_pb2.WarmupReply) -> tuple[Limits, Bounds]:
-    """What a request may ask and what may run at once, from settings, model and memory. Raises Misconfigured."""
+    """Limits of a request and bounds on what runs at once, from settings, model and memory. Raises Misconfigured."""
     lacking = ", ".join(name for name in config.adapters if name not in info.adapters)
     if lacking:
         raise Misconfigured(f"the shards have no adapter {lacking}: give them and the router the same --lora-adapters")
@@ -62,7 +62,7 @@ def bounds_of(config: RouterConfig, info: shard_pb2.InfoReply, warm: shard_pb2.W
 
 
 def policy_of(config: RouterConfig, bounds: Bounds, warm: shard_pb2.WarmupReply) -> Policy:
-    """What the operator chose."""
+    """The prefill policy that the operator chose."""
     cost = Cost(warm.sample_tokens, warm.sample_seconds)
     if config.prefill_policy == "pause":
         known = cost if config.speculate else None
@@ -71,7 +71,7 @@ def policy_of(config: RouterConfig, bounds: Bounds, warm: shard_pb2.WarmupReply)
 
 
 def drafting_of(config: RouterConfig, bounds: Bounds, policy: Policy) -> Drafting | None:
-    """None: the server does not speculate."""
+    """The budget of drafts; None: no speculative decoding."""
     if not config.speculate or policy.cost is None:
         return None
     return Drafting(policy.cost, bounds.step_tokens, config.speculate, config.itl_target)

@@ -1,4 +1,4 @@
-"""What the shards are asked, in the words of the wire (see proto/shard.proto); `replies` is the other way."""
+"""Builds the commands for the shards as protobuf messages (see proto/shard.proto); `replies` is the other way."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -9,7 +9,7 @@ from .request import Beams, Priority, Request, Stopping, Thinking
 from .scheduler import Action, Decode, Filter, Prefill
 from .streams import Stream
 
-BATCH = 1  # the one batch on the shards
+BATCH = 1  # uid of the one batch on the shards
 STOPPING = {
     Stopping.WORSE: shard_pb2.Beams.WORSE,
     Stopping.FULL: shard_pb2.Beams.FULL,
@@ -20,7 +20,7 @@ STOPPING = {
 def command(
     action: Action, groups: Sequence[shard_pb2.Group] = (), allowance: shard_pb2.Allowance | None = None
 ) -> shard_pb2.Command:
-    """What the scheduler wants. groups: of those that join with a Prefill; allowance: of a step's drafts."""
+    """The message for a scheduler's action. groups: those that join with a Prefill; allowance: budget of a step's drafts."""
     match action:
         case Decode():
             return shard_pb2.Command(decode=shard_pb2.DecodeRequest(batches=[BATCH], allowance=allowance))
@@ -42,7 +42,7 @@ def command(
 
 
 def allowance_of(allowance: Allowance, streams: Mapping[int, Stream], now: float, ahead: int) -> shard_pb2.Allowance:
-    """What drafts may cost, and what those who are in a hurry need. ahead: steps that are under way."""
+    """The budget of drafts, with the drafts that interactive streams need to meet the target. ahead: steps in flight."""
     wanted: dict[int, float] = {}
     for uid, stream in streams.items() if allowance.most else ():
         if stream.request.priority is Priority.INTERACTIVE and stream.request.drafts and stream.run.first:
@@ -61,7 +61,7 @@ def allowance_of(allowance: Allowance, streams: Mapping[int, Stream], now: float
 
 
 def group_of(stream: Stream) -> shard_pb2.Group:
-    """A stream's request, which begins, or goes on where it was paused. Raises ValueError or TypeError for what has no words."""
+    """The message for a stream that begins or resumes. Raises ValueError or TypeError for values that can't be encoded."""
     wanted = stream.continuations
     if stream.request.beams is None:
         wanted = [one for one in wanted if stream.choices[one.choice].running]
@@ -71,8 +71,8 @@ def group_of(stream: Stream) -> shard_pb2.Group:
 def group(
     uid: int, request: Request, continuations: Iterable[shard_pb2.Continuation] = (), trace: str = "", told: int = 0
 ) -> shard_pb2.Group:
-    """A request. Neutral values stay absent. `continuations`: where it goes on after a pause.
-    `trace`: how others know it. `told`: tokens of its first choice that are there."""
+    """The message for a request. Neutral values stay absent. `continuations`: where it resumes after preemption. `trace`: its name
+    in logs and traces. `told`: tokens of its first choice that were received."""
     resumes = tuple(continuations)
     sampling = request.sampling
     return shard_pb2.Group(

@@ -1,29 +1,29 @@
-"""How long a step takes: a linear model, fitted to measured steps while they come. Pure arithmetic on a few floats.
+"""Cost model of a step: a linear model of its duration, fitted online to measured steps. Pure arithmetic on a few floats.
 
     seconds = a + b tokens + c seen + d read + e rows + f, if it computes prompts                   a, b, c, d, e, f >= 0
 
 Least squares of relative errors, so that steps of 3 ms count as much as steps of 3 s, with exponential forgetting. Steps with
-prompts and steps without are remembered apart, each kind fading only when one of its own comes: hours of plain decoding do not
-wash out what is known of prompts.
+prompts and steps without are accumulated separately, each kind fading only when one of its own comes: hours of plain decoding do
+not wash out what is known of prompts.
 """
 
 import math
 from dataclasses import dataclass, field
 
-FORGET = 0.96  # what an observation weighs after the next of its kind: some 25 of each kind count
+FORGET = 0.96  # weight of an observation after the next of its kind: some 25 of each kind count
 SIZE = 6
 # Typical sizes of the features, which bring them to one scale.
 SCALE = (1.0, 100.0, 10_000.0, 1_000.0, 10.0, 1.0)
 MANY = 1_000_000_000
-# How many times faster than expected a step may be and be believed. The end of one that was overtaken may be noticed late, as
-# after its process was suspended. The next one then seems to have taken next to no time, and its relative error would outweigh
-# hundreds of steps. A machine that really is faster is believed after a few.
+# How many times faster than predicted a step may be and be believed. The end of an overlapped step may be noticed late, as after
+# its process was suspended. The next one then seems to have taken next to no time, and its relative error would outweigh hundreds
+# of steps. A machine that really is faster is believed after a few.
 FASTER = 3.0
-FITTED = 16  # steps after which what is expected is fitted anew, if nobody has asked: that takes as long as to observe many
-TRUST = 1e-3  # of the first idea of what a token costs, against measured steps of weight 1
-# Of what a token would cost if all that was measured were for tokens: where other features explain that, a step would else be for
-# nothing, and others divide by it. Not of the first idea, which may be off by any factor: the step that was measured may have
-# compiled, or its process was suspended.
+FITTED = 16  # steps after which the model is refitted, unless a prediction needs it: a fit takes as long as many observations
+TRUST = 1e-3  # weight of the initial estimate of a token's cost, against measured steps of weight 1
+# Lower bound for the cost of a token, as a share of its cost if all measured time were for tokens: where other features explain
+# that, a token would be free, and others divide by it. Not of the initial estimate, which may be off by any factor: the sampled
+# step may have compiled, or its process was suspended.
 LEAST = 0.01
 
 Row = list[float]
@@ -31,10 +31,10 @@ Row = list[float]
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a step is made of."""
+    """The features of a step that its cost depends on."""
 
     tokens: float = 0.0  # query tokens, of prompts and decodes
-    seen: float = 0.0  # keys that each token of a prompt sees, summed: arithmetic
+    seen: float = 0.0  # keys that each token of a prompt attends to, summed: arithmetic
     read: float = 0.0  # keys that are read for a row, however many tokens it has, summed: memory
     rows: float = 0.0  # that are sampled
     prompts: bool = False  # some of the tokens are of prompts
@@ -56,16 +56,17 @@ class Memory:
 
 
 class Cost:
-    """The model. It starts from one measured step, taken as if its time was all for tokens: too slow rather than too fast."""
+    """The fitted model. It starts from one measured step, all of whose time is attributed to tokens: too slow rather than too
+    fast."""
 
     def __init__(self, sample_tokens: int = 0, sample_seconds: float = 0.0) -> None:
         self._kinds = {True: Memory(), False: Memory()}
         self._prior = sample_seconds / sample_tokens if sample_tokens and sample_seconds > 0 else 1e-3
         self._fitted = [0.0] * SIZE  # by unit of the features
-        self._since = FITTED  # steps that were observed since
+        self._since = FITTED  # steps observed since the fit
 
     def observe(self, work: Work, seconds: float, prompts: bool) -> None:
-        """A step took so long. `prompts`: it computed some."""
+        """Adds a step of so many seconds. `prompts`: it computed some."""
         if work.tokens > 0 and seconds > 0:
             features = _features(work, prompts)
             if self._since >= FITTED or seconds < _product(features, self._fitted) / FASTER:
@@ -75,17 +76,17 @@ class Cost:
             self._since += 1
 
     def predict(self, work: Work) -> float:
-        """Seconds of a step."""
+        """Predicted seconds of a step."""
         return _product(_features(work, work.prompts), self._coefficients())
 
     @property
     def slopes(self) -> tuple[float, float, float]:
-        """Seconds of a token that is sampled, of a key that it sees as a prompt's tokens do, and of one that is read for it."""
+        """Seconds per sampled token, per key that a prompt token attends to, and per key that is read for a row."""
         _, b, c, d, e, _ = self._coefficients()
         return b + e, c, d
 
     def beside(self, position: int) -> float:
-        """Seconds that any number of tokens of a prompt take, of which `position` are computed: another way of the step, and the
+        """Fixed seconds of adding tokens of a prompt, of which `position` are computed: the different path of the step, and the
         keys that are read for them."""
         *_, d, _, f = self._coefficients()
         return f + d * position
@@ -94,7 +95,7 @@ class Cost:
         """How many tokens of a prompt, of which `position` tokens are computed, can be added to a step for so much time."""
         _, b, c, d, _, _ = self._coefficients()
         seconds -= self.beside(position)
-        linear, square = b + c * position + d, c / 2  # token i of them sees position + i keys
+        linear, square = b + c * position + d, c / 2  # token i of them attends to position + i keys
         if seconds <= 0:
             return 0
         if square * seconds <= 1e-9 * linear * linear:  # keys cost next to nothing: the root below would cancel
@@ -129,7 +130,7 @@ def _product(features: tuple[float, ...], coefficients: Row) -> float:
 
 
 def nonnegative(squares: list[Row], sums: Row) -> Row:
-    """The x >= 0 that solves squares x = sums as well as can be: what is most negative is left out, and the rest solved again."""
+    """The x >= 0 that solves squares x = sums approximately: the most negative feature is dropped, and the rest solved again."""
     used = list(range(len(sums)))
     while used:
         values = solve([[squares[i][j] for j in used] for i in used], [sums[i] for i in used])

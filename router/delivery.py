@@ -1,6 +1,6 @@
-"""Turns what shards answer into items of streams: tokens and their texts, log-probabilities, beams, ends.
+"""Turns the shards' replies into items of streams: tokens and their texts, log-probabilities, beams, finishes.
 
-Knows requests and texts; no scheduler, and not how shards are reached. What follows from an end, the caller does.
+Knows requests and texts; no scheduler, and not how shards are reached. What follows from a finish, the caller does.
 """
 
 from collections import Counter
@@ -22,24 +22,24 @@ Prompts = Mapping[int, tuple[Any, Any]]  # log-probabilities and alternatives of
 
 @dataclass(slots=True)
 class Delivered:
-    """What became of a reply."""
+    """The streams that a step's reply has changed."""
 
-    touched: list[Stream] = field(default_factory=list)  # have new items; several times those with several tokens
-    stopped: list[tuple[Stream, Choice]] = field(default_factory=list)  # ended by a stop string, of which the shards know nothing
-    complete: list[Stream] = field(default_factory=list)  # all their choices are done
+    touched: list[Stream] = field(default_factory=list)  # streams with new items; repeated for several tokens
+    stopped: list[tuple[Stream, Choice]] = field(default_factory=list)  # ended by a stop string, which the shards don't know
+    complete: list[Stream] = field(default_factory=list)  # streams whose choices are all done
 
 
 class Delivery:
-    """One instance for one batcher."""
+    """Delivers replies to the streams of one batcher."""
 
     def __init__(self, tokenizer: Tokenizer, metrics: Metrics) -> None:
         self._tokenizer = tokenizer
         self._metrics = metrics
 
     def deliver(self, reply: shard_pb2.StepReply, streams: Streams, now: float) -> Delivered:
-        """Adds what the rows of a reply say to the items of their streams, by uid. Those that are missing have ended meanwhile."""
+        """Appends what a reply says to the items of its streams, by uid. Missing streams have ended meanwhile."""
         found = Delivered()
-        before: list[float] = []  # when the token before each came, if it is of another step
+        before: list[float] = []  # when the previous token of each row came, if in another step
         prompts = prompt_logprobs(reply) if reply.prompt_uids else {}
         scores = scores_of(reply) if reply.scored_uids else {}
         _count(reply, streams)
@@ -73,7 +73,7 @@ class Delivery:
     def _add(
         self, stream: Stream, choice: Choice, token: int, logprob: float, finish: int, top: Sequence[tuple[int, float]]
     ) -> str:
-        """A token and what it adds to the text. The stop string that ends that, if one does."""
+        """Appends a token and detokenizes it. Returns the stop string that ends the text, if one does."""
         text = self._tokenizer.token_text
         hidden = finish and _hides(stream.request, token)
         piece: Piece = Unseen(text(token)) if hidden else choice.text.push(token)
@@ -83,7 +83,7 @@ class Delivery:
         return piece.stop
 
     def _deliver_beams(self, reply: shard_pb2.StepReply, streams: Streams, prompts: Prompts, found: Delivered) -> None:
-        """What comes of beams before their tokens do, and which answers won't come since a search has found too few."""
+        """Delivers the growth of beams, and ends choices for which a beam search has found no answers."""
         for uid in prompts:
             stream = streams.get(uid)
             if stream is not None and stream.request.beams is not None:
@@ -94,7 +94,7 @@ class Delivery:
                 streams[uid].searched = tokens
         for grown in reply.grown:
             stream = streams.get(grown.uid)
-            if stream is not None and grown.length > stream.grown:  # else it began anew, on other shards
+            if stream is not None and grown.length > stream.grown:  # else it was restarted on other shards
                 _open(stream, prompts)
                 stream.grown = grown.length
                 stream.items.append(self._grown(grown))
@@ -105,7 +105,7 @@ class Delivery:
                 for choice in stream.choices[count:]:
                     choice.done = True
                     stream.left -= 1
-                if not stream.left:  # stop strings, which the shards have not seen, had ended the others before
+                if not stream.left:  # stop strings, which the shards don't know, had ended the others before
                     found.complete.append(stream)
                     found.touched.append(stream)
 
@@ -120,7 +120,7 @@ class Delivery:
 
 
 def _count(reply: shard_pb2.StepReply, streams: Streams) -> None:
-    """What was cached of prompts, and what drafts were worth, on their streams' accounts."""
+    """Counts cached prompt tokens and drafts in the records of their streams."""
     for uid, found in zip(reply.found_uids, reply.found_tokens, strict=True):
         if uid in streams:
             streams[uid].cached += found
@@ -131,7 +131,7 @@ def _count(reply: shard_pb2.StepReply, streams: Streams) -> None:
 
 
 def _open(stream: Stream, prompts: Prompts) -> None:
-    """The first item, if it isn't there yet."""
+    """Appends the Prompt item, if it isn't there yet."""
     if not stream.opened:
         stream.opened = True
         stream.items.append(Prompt(*prompts.get(stream.uid, ((), ())), stream.cached))
@@ -156,5 +156,5 @@ def _finish(stream: Stream, choice: Choice, reason: str, stop: str, now: float, 
 
 
 def _hides(request: Request, token: int) -> bool:
-    """Whether a token that ends an answer is no part of its text, as a stop string is not. What completes a grammar always is."""
+    """Whether an end token is left out of the text, as a stop string is. A token that completes a grammar never is."""
     return not request.include_stop and token in request.end_ids and token not in request.shown

@@ -1,23 +1,23 @@
-"""What drafts cost in a step, and how many the next one may have. Pure arithmetic on a few floats; the shards decide which
-sequences get them, by what is accepted of each (docs/speculation.md).
+"""Cost and budget of speculative decoding: what drafts cost in a step, and how many the next one may have. Pure arithmetic on a few
+floats; the shards decide which sequences get them, by their acceptance (docs/speculation.md).
 
     seconds = plain(sequences, keys) + first + draft * drafts + round * runs of the draft model
 
-The draft model's first run has to catch up with what was accepted, and to fetch its weights anew: what it takes beyond the others
-is a part of `first`.
+The draft model's first run has to catch up with what was accepted, and to load its weights anew: what it takes beyond the others is
+a part of `first`.
 
-What `cost.Cost` says of a token is what many cost together; that a few more beside a few are nearly free on a device that waits for
-its memory, and dear on one that computes, is in no straight line. So all four are learned for each load by itself, that is for each
-power of two of sequences that decode, from steps that do nothing else. What was learned of a load is kept while others are seen:
-drafts come back when the load falls. Until something was measured, a draft costs what one more sequence does; more than that it
-hardly ever does, so what a step takes beyond is first of all for the way that steps with drafts take.
+`cost.Cost` gives the average cost of a token among many; that a few more beside a few are nearly free on a memory-bound device, and
+expensive on a compute-bound one, is not linear. So all four are learned for each load separately, that is for each power of two of
+decoding sequences, from steps that do nothing else. What was learned of a load is kept while others are seen: drafts come back when
+the load falls. Until something was measured, a draft costs what one more sequence does; it hardly ever costs more, so excess time
+is first of all attributed to `first`, the fixed cost of steps with drafts.
 
 Steps with drafts can't say what they would have taken without, and steps without not what drafts would cost. So there is
   a step without   now and then where those with drafts are usual
-  a trial          now and then where they are not: some steps in a row, since a draft model that was not asked for long has to
+  a trial          now and then where they are not: some steps in a row, since a draft model that was idle for long has to
                    catch up first. What the last one has cost bounds how often
-  another number   of drafts now and then where it is always the same: costs are told that explain what was measured as well
-Whatever is believed of costs, steps with drafts that were slower than those without end them, up to the next trial.
+  another number   of drafts now and then where it is always the same: the reported costs are varied within what fits the data
+Whatever the cost estimates, if steps with drafts were slower than those without, drafting stops until the next trial.
 """
 
 from collections.abc import Callable
@@ -28,49 +28,49 @@ from .loads import Load, Mean
 from .policies import PROMPT_SHARE, Measured, target_of
 
 LOADS = 16  # powers of two
-KNOWN = 6.0  # steps without drafts that have to be there before any are allowed: the first ones after prompts are no usual ones
+KNOWN = 6.0  # steps without drafts needed before any are allowed: the first ones after prompts are not typical
 PLAIN = 64  # steps with drafts after which there is one without
 TRIAL = 6  # steps of a trial; ...
 LEAST_TRIAL = 3  # ... of many sequences, which learn as much in fewer
-HOPELESS = 3  # trials that count as made where they have cost more than they brought with fewer sequences
-IDLE = 2  # steps without drafts that are none where they are usual
+HOPELESS = 3  # trials counted as made where drafts have lost with fewer sequences
+IDLE = 2  # consecutive steps without drafts that do not count as an interruption of drafting yet
 CALM = 8  # steps after the last prompt before a trial: how answers begin says little of how they go on; ...
 BUSY = 64  # ... and steps without drafts after which it is made all the same
-TRYING = 0.005  # of the time without drafts may be lost by trials ...
-LEARNING = 0.01  # ... and by the first ones: so much by the second, half of it by the next, ...
-SLOPES = 16  # steps after which the model of cost is asked again: to fit it takes longer than all that is done here
-MARGIN = 1.03  # what a gain has to exceed, as costs are wrong by that much
+TRYING = 0.005  # share of the time without drafts that trials may lose ...
+LEARNING = 0.01  # ... and the first ones: so much for the second, half of it for the next, ...
+SLOPES = 16  # steps after which the cost model is read again: fitting it takes longer than all that is done here
+MARGIN = 1.03  # factor that a gain has to exceed, as costs are wrong by that much
 
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """What the drafts of a step probably take, and how many there may be. Seconds."""
+    """Budget of drafts: what those of a step probably cost, in seconds, and how many there may be."""
 
     step: float  # without drafts
-    first: float  # that there are any
-    draft: float  # each
-    round: float  # each run of the draft model
+    first: float  # fixed cost of having any
+    draft: float  # per draft
+    round: float  # per run of the draft model
     most: int
     target: float  # between two tokens of a stream that has a latency target
 
 
 class Drafting:
-    """One instance for one scheduler."""
+    """Learns the cost of drafts for one scheduler, and decides their number."""
 
     def __init__(self, cost: Cost, step_tokens: int, drafts: int, target: float = 0.0) -> None:
-        """cost: as it is whenever this is asked; drafts: the most of a sequence; target: seconds that a step may take, as the
-        operator says; 0: by what it takes without prompts and drafts."""
+        """cost: the cost model, read as it evolves; drafts: most per sequence; target: seconds that a step may take, by the
+        operator's setting; 0: relative to a step without prompts and drafts."""
         self._cost = cost
         self._step_tokens = step_tokens
         self._drafts = drafts
         self._target = target
         self._loads = [Load() for _ in range(LOADS)]
         self._slopes = cost.slopes
-        self._age = 0  # steps since they were asked for
+        self._age = 0  # steps since these were read
         self._calm = 0  # steps since a prompt
 
     def learn(self, step: Measured) -> None:
-        """A step was answered. Those with prompts say little of what drafts take."""
+        """Learns from a measured step. Those with prompts say little of what drafts cost."""
         self._calm = 0 if step.prompt_tokens else self._calm + 1
         if step.prompt_tokens or step.decodes <= 0 or step.net <= 0:
             return
@@ -98,7 +98,7 @@ class Drafting:
         load.trial = max(load.trial - 1, 0)
 
     def allow(self, decodes: int, keys: float, prompts: Work) -> Allowance:
-        """Of the next step. keys: that the sequences which decode will see; prompts: what it computes beside them."""
+        """Budget of the next step. keys: that decoding sequences attend to; prompts: what it computes beside them."""
         load = self._load(decodes)
         if not load.trials:
             self._expect(decodes)
@@ -121,7 +121,7 @@ class Drafting:
         return self._decided(load, Allowance(step, first, draft, run, room, target), decodes, not prompts.tokens)
 
     def _decided(self, load: Load, found: Allowance, decodes: int, alone: bool) -> Allowance:
-        """What is told. alone: no prompts are in the step."""
+        """The budget after deciding whether to draft at all. alone: no prompts are in the step."""
         none = replace(found, most=0)
         if load.plain.count < KNOWN:
             return none
@@ -134,13 +134,13 @@ class Drafting:
         return found if load.since < PLAIN and not load.loses and self._may_pay(found, decodes) else none
 
     def _may_pay(self, found: Allowance, decodes: int) -> bool:
-        """Whether drafts are worth it if all are accepted. Else the shards need not even think of them."""
+        """Whether drafts would pay if all were accepted. Else the shards need not consider them."""
         drafts = min(found.most, decodes * self._drafts)
         seconds = found.step + found.first + found.draft * drafts + found.round
         return (decodes + drafts) / seconds > MARGIN * decodes / found.step
 
     def _expect(self, decodes: int) -> None:
-        """Drafts gain less the more sequences there are: where fewer have lost by them, the first trial has to be saved for."""
+        """Drafts gain less the more sequences there are: where they have lost with fewer, the first trial has to be saved for."""
         for fewer in reversed(self._loads[: _place(decodes)]):
             if fewer.trials:
                 load = self._load(decodes)
@@ -148,7 +148,7 @@ class Drafting:
                 return
 
     def _plain(self, load: Load, decodes: float, keys: float) -> float:
-        """Seconds of a step without drafts: as others at this load, with the difference that `Cost` says."""
+        """Seconds of a step without drafts: as others at this load, corrected by the difference that `Cost` predicts."""
         mean = load.plain
         if not mean.count:
             return self._cost.predict(Work(decodes, 0.0, keys, decodes))
@@ -156,7 +156,8 @@ class Drafting:
         return max(mean.seconds + token * (decodes - mean.sequences) + key * (keys - mean.keys), mean.seconds / 2)
 
     def _run(self, decodes: int, kind: Callable[[Load], Mean]) -> float:
-        """Seconds of a run of the draft model: at the nearest load at which there was one. None yet: they are found out by one."""
+        """Seconds of a run of the draft model, at the nearest load at which one was measured. None measured: 0, so that one is
+        made."""
         place = _place(decodes)
         known = [(abs(i - place), i) for i, load in enumerate(self._loads) if kind(load).count]
         return kind(self._loads[min(known)[1]]).seconds if known else 0.0
@@ -170,9 +171,9 @@ def _place(decodes: int) -> int:
 
 
 def needed(elapsed: float, tokens: int, target: float, ahead: float, steps: int) -> float:
-    """Tokens that the next step has to bring a stream so that it has one per `target` seconds when that is over.
+    """Tokens that the next step has to give a stream so that it has one per `target` seconds when that is over.
 
-    elapsed: seconds since its first token, after which so many came; ahead: seconds until the next step is over; steps: how many
-    are under way before it, of which each brings one.
+    elapsed: seconds since its first token, after which `tokens` came; ahead: seconds until the next step is over; steps: how many
+    are in flight before it, each of which gives one.
     """
     return max(0.0, (elapsed + ahead) / target - tokens - steps)

@@ -1,7 +1,8 @@
-"""Grammars as llama.cpp (GBNF), vLLM and SGLang (EBNF) have them, `root ::= ...`, made into llguidance's Lark. Pure.
+"""Converts EBNF grammars of llama.cpp (GBNF), vLLM and SGLang, `root ::= ...`, to llguidance's Lark. Pure.
 
-llguidance wants patterns: what it reads by characters alone takes it milliseconds a token. But a pattern takes as much as fits, and
-leaves nothing to what comes after it. So what never leads to itself becomes a pattern, unless that would take what is another's.
+llguidance wants terminals (regular expressions): what it parses by characters alone takes it milliseconds a token. But a terminal
+matches greedily, and leaves nothing to what comes after it. So non-recursive rules become terminals, unless they would then consume
+text that belongs to what follows.
 """
 
 import itertools
@@ -11,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-BEGIN = re.compile(r"^[ \t]*[\w-]+\s*::=", re.MULTILINE)  # which is nowhere in Lark
+BEGIN = re.compile(r"^[ \t]*[\w-]+\s*::=", re.MULTILINE)  # which never occurs in Lark
 TOKEN = re.compile(
     r"""(?P<space>\s+|\#[^\n]*)
     |(?P<name>[\w-]+)
@@ -27,9 +28,9 @@ CHARACTER = re.compile(
 )
 CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "0": "\0"}
 SURROGATES, LAST = range(0xD800, 0xE000), 0x10FFFF
-SHOWN = 20  # characters of what is not understood
+SHOWN = 20  # characters quoted in error messages
 MOST_DEPTH = 100  # of brackets
-OTHERS = 128  # stands for all characters that are no ASCII, in sets of characters by their bits
+OTHERS = 128  # bit for all non-ASCII characters, in character sets as bit masks
 ALL = (1 << (OTHERS + 1)) - 1
 
 
@@ -42,12 +43,13 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Of a rule. `kind`: "text", "set", "name", "all" and "any" of its parts, "times": its part so many times."""
+    """A part of a rule. `kind`: "text", "set", "name", "all" (sequence) and "any" (alternatives) of its parts, "times": repetition
+    of its part."""
 
     kind: str
-    lark: str = ""  # of a text or a set; how often; a name
+    lark: str = ""  # a text or set in Lark; the repetition; or a name
     parts: tuple["Part", ...] = ()
-    first: int = 0  # characters with which a text or a set begins
+    first: int = 0  # bit mask of the characters with which a text or a set begins
     line: int = 0
 
     def names(self) -> Iterator["Part"]:
@@ -62,7 +64,7 @@ class Part:
 
     @property
     def repeated(self) -> bool:
-        """Whether it may be followed by itself where it may end."""
+        """Whether another repetition may follow where it may end."""
         least, comma, most = self.lark.strip("{}").partition(",")
         return self.lark in ("*", "+") or bool(comma and (not most or int(most) > max(1, int(least))))
 
@@ -98,7 +100,7 @@ def _tokens(text: str) -> Iterator[Token]:
 
 
 def _read(tokens: Sequence[Token]) -> dict[str, Part]:
-    """The rules. One ends where the next begins, whatever lines it has."""
+    """Parses the rules. One ends where the next begins, whatever lines it has."""
     pairs = enumerate(itertools.pairwise(tokens))
     begins = [place for place, (name, after) in pairs if (name.kind, after.kind) == ("name", "define")]
     if tokens and begins[:1] != [0]:
@@ -121,7 +123,7 @@ def _read(tokens: Sequence[Token]) -> dict[str, Part]:
 
 
 def _body(tokens: Sequence[Token]) -> Part:
-    """Alternatives, each of parts in their order; of every bracket that is open."""
+    """Parses alternatives, each a sequence of parts, with a stack of open brackets."""
     opened: list[tuple[int, list[list[Part]]]] = [(0, [[]])]
     before = ""
     for token in tokens:
@@ -166,13 +168,13 @@ def _times(text: str, part: Part, line: int) -> Part:
     if most and int(most) < int(least):
         raise ValueError(f"line {line}: {text} ends before it begins")
     if text not in "*+?" and int(most or least) == 0 and (most or not comma):
-        return NOTHING  # which llguidance does not take
+        return NOTHING  # which llguidance does not accept
     return Part("times", text if text in "*+?" else f"{{{least}{comma}{most}}}", (part,))
 
 
 def _text(body: str, line: int) -> Part:
     text = "".join(character for character, _ in _characters(body, line))
-    # Else llguidance's name for a schema in a text could be taken for one.
+    # Else text could be taken for llguidance's schema directive.
     return Part("text", json.dumps(text).replace("%", "\\u0025"), first=_bit(text[0]) if text else 0)
 
 
@@ -207,7 +209,7 @@ def _exactly(character: str) -> str:
 
 
 def _characters(text: str, line: int) -> Iterator[tuple[str, bool]]:
-    """Each, and whether it is written by an escape."""
+    """Each character, and whether it is written by an escape."""
     place = 0
     while place < len(text):
         found = CHARACTER.match(text, place)
@@ -239,15 +241,15 @@ def _bracketed(part: Part, new: dict[str, str], kinds: Sequence[str]) -> str:
 
 
 class _Rules:
-    """Which are patterns. Characters: sets of them, by their bits."""
+    """The rules, and which of them become terminals ("patterns"). Character sets are bit masks."""
 
     def __init__(self, bodies: dict[str, Part]) -> None:
         self.bodies = {name: _looped(name, body) for name, body in bodies.items()}
         self.patterns = self._regular()
-        self._empty = dict.fromkeys(self.bodies, False)  # whether a rule may be nothing
-        self._first = dict.fromkeys(self.bodies, 0)  # with what its texts begin
-        self._tail = dict.fromkeys(self.bodies, 0)  # what may go on with a text of it that might be whole
-        if "root" not in self.patterns:  # which has nothing behind it
+        self._empty = dict.fromkeys(self.bodies, False)  # whether a rule may be empty
+        self._first = dict.fromkeys(self.bodies, 0)  # with what its texts begin (FIRST set)
+        self._tail = dict.fromkeys(self.bodies, 0)  # what may extend a text of it that might be complete
+        if "root" not in self.patterns:  # which nothing follows
             for name in [name for name in self.bodies if name not in self.patterns]:
                 self._take_apart(name)
             self._settle()
@@ -262,7 +264,7 @@ class _Rules:
                 self._settle()
 
     def reached(self) -> list[str]:
-        """Names of root and all that it leads to."""
+        """Names of root and all rules reachable from it."""
         found = {"root": None}
         todo = ["root"]
         while todo:
@@ -273,14 +275,14 @@ class _Rules:
         return list(found)
 
     def _regular(self) -> set[str]:
-        """Names of the rules that never lead to themselves, nor to one that does."""
+        """Names of the rules that are not recursive, and use no recursive ones."""
         users, waiting = defaultdict(list), Counter[str]()
         for user, body in self.bodies.items():
             for used in {name.lark for name in body.names()}:
                 users[used].append(user)
                 waiting[user] += 1
         found = [name for name in self.bodies if not waiting[name]]
-        for name in found:  # which grows meanwhile
+        for name in found:  # it grows while iterating
             for user in users[name]:
                 waiting[user] -= 1
                 if not waiting[user]:
@@ -288,7 +290,7 @@ class _Rules:
         return set(found)
 
     def _take_apart(self, name: str) -> None:
-        """What in a rule that is no pattern could be one becomes a rule of its own."""
+        """Moves parts of a non-terminal rule that can be terminals into rules of their own."""
 
         def within(part: Part) -> Part:
             if part.kind in ("any", "all", "times"):
@@ -310,7 +312,7 @@ class _Rules:
         return all(name.lark in self.patterns for name in part.names())
 
     def _settle(self) -> None:
-        """What is known of rules, by what is known of those that they use, until no more is found."""
+        """Computes the sets of rules from those of the rules that they use, up to a fixed point."""
         changed, upwards = True, self.reached()[::-1]  # most are known before those that use them
         while changed:
             changed = False
@@ -322,7 +324,7 @@ class _Rules:
                     changed = True
 
     def _known(self, part: Part) -> tuple[bool, int, int]:
-        """Whether it may be nothing, with what it begins, and what may go on with a text of it that might be whole."""
+        """Whether a part may be empty, its FIRST set, and what may extend a text of it that might be complete."""
         match part.kind:
             case "name":
                 return self._empty[part.lark], self._first[part.lark], self._tail[part.lark]
@@ -346,7 +348,7 @@ class _Rules:
         return part.lark == NOTHING.lark, part.first, 0
 
     def _follows(self) -> dict[str, int]:
-        """What may come right after each that stands in a rule which is no pattern."""
+        """FOLLOW sets: what may come right after each name in the rules that are not terminals."""
         follows = dict.fromkeys(self.bodies, 0)
         plain = [name for name in self.reached() if name not in self.patterns]
         while True:
@@ -374,7 +376,7 @@ class _Rules:
 
 
 def _looped(name: str, body: Part) -> Part:
-    """A rule that leads to itself at its end alone, as a loop: `x ::= a x | b` is `a* b`."""
+    """A rule that is recursive only at its end, as a loop: `x ::= a x | b` is `a* b`."""
     if body.kind == "times" and body.lark == "?":
         alternatives: tuple[Part, ...] = (*(body.parts[0].parts if body.parts[0].kind == "any" else body.parts), NOTHING)
     else:

@@ -1,13 +1,15 @@
-"""The replicas: rank groups of one model, each with a batcher of its own, behind one door. Knows batchers and names.
+"""Data parallelism: the replicas, rank groups of one model, each with a batcher of its own, behind one entry point. Knows batchers
+and names.
 
     submit           to the replica that `placement` chooses; where there is only one, straight to it
-    lost, found      a replica's shards are gone: its streams go on on the others at once. It has others: it takes part again, and
-                     takes the streams of those that are still without
-    join, retire,    what an operator asks for while the server runs (see `api/admin.py`)
+    lost, found      a replica's shards are lost: its streams go on on the others at once. It has shards again: it takes part again,
+                     and takes the streams of those that still have none
+    join, retire,    what an operator requests while the server runs (see `api/admin.py`)
     remove
 
-A stream goes on with the tokens that it would have had, since they depend on nothing but the request: that is why all replicas have
-to serve the same model in the same number format. Streams that may have killed the shards (see `recovery`) stay where they are.
+A stream that moves gets the tokens that it would have had, since they depend on nothing but the request: that is why all replicas
+have to serve the same model in the same number format. Streams that may have killed the shards (see `recovery`) stay where they
+are.
 """
 
 import asyncio
@@ -33,7 +35,7 @@ from .shards import Shards
 from .streams import Stream, Tokenizer, read
 
 RETRY = 0.5  # seconds until a replica that failed to start is tried again
-# What tokens follow from besides the request, of what shards tell of themselves.
+# Fields of InfoReply that tokens depend on, besides the request.
 ALIKE = ("model", "dtype", "quantize", "kv_cache_dtype", "batch_invariant", "vocabulary", "max_positions")
 
 logger = logging.getLogger(__name__)
@@ -41,24 +43,24 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """A replica."""
+    """A replica and its state in the fleet."""
 
     addresses: tuple[str, ...]
     batcher: Batcher
     up: bool = False  # it has shards
-    leaving: bool = False  # it gets no more requests
+    leaving: bool = False  # it drains: it gets no more requests
     trouble: str = ""  # why it has no shards
     failed: bool = False  # it is not tried again
     life: "asyncio.Task[None] | None" = None
 
     @property
     def takes(self) -> bool:
-        """Requests."""
+        """Whether it takes requests."""
         return self.up and not self.leaving
 
     @property
     def state(self) -> str:
-        """In a word."""
+        """Its state in one word."""
         if self.failed:
             return "failed"
         if self.leaving:
@@ -67,12 +69,12 @@ class Member:
 
 
 def work_of(request: Request) -> int:
-    """Tokens that a request counts for in its replica's load."""
+    """Tokens that a request counts in its replica's load."""
     return load_of(len(request.prompt), request.max_new_tokens, request.sequences)
 
 
 class Fleet(Others):
-    """All replicas. `start` it, then `submit`; `wait` tells when it ends."""
+    """All replicas. `start` it, then `submit`; `wait` returns when it ends."""
 
     def __init__(
         self,
@@ -81,23 +83,23 @@ class Fleet(Others):
         connect: Callable[[str, Sequence[str]], Shards],
         metrics: Metrics,
     ) -> None:
-        """connect: makes the port to the rank group of a replica, by its name and the addresses of its ranks."""
-        self.limits: Limits | None = None  # that hold on every replica; until one has started
+        """connect: creates the client of a replica's rank group, by its name and the addresses of its ranks."""
+        self.limits: Limits | None = None  # limits that hold on every replica; None until one has started
         self._config = config
         self._tokenizer = tokenizer
         self._connect = connect
         self._metrics = metrics
         self.adapters = Adapters(config.model, config.adapters, config.max_loras, self._equipped)
         self._uids = itertools.count(1)
-        self._numbers = itertools.count()  # names of replicas
+        self._numbers = itertools.count()  # generates names of replicas
         self._members: dict[str, Member] = {}
-        self._only: Batcher | None = None  # if there is one
-        self._placement: Placement | None = None  # while there are several
+        self._only: Batcher | None = None  # its batcher, if there is one replica
+        self._placement: Placement | None = None  # while there are several replicas
         self._most = 0  # requests that may be in flight
-        self._last_call = math.inf  # requests that come from then on are refused
-        self._served = False  # a replica was ready
-        self._endings: set[asyncio.Task[None]] = set()  # of members that have left
-        self._settled = asyncio.Event()  # one is, or none will be
+        self._last_call = math.inf  # monotonic time from which on new requests are refused
+        self._served = False  # a replica was ready at some time
+        self._endings: set[asyncio.Task[None]] = set()  # tasks that close removed members
+        self._settled = asyncio.Event()  # set when one replica is ready, or none will be
         self._over: asyncio.Future[None] | None = None
         if most := max(config.max_loras, len(config.adapters)):
             metrics.watch_adapters(most, self._asked_for)
@@ -115,7 +117,7 @@ class Fleet(Others):
 
     @property
     def stage(self) -> str:
-        """What is the case, for people."""
+        """Human-readable state."""
         if self._draining:
             return "shutting down"
         if self.ready:
@@ -130,7 +132,7 @@ class Fleet(Others):
 
     @property
     def replicas(self) -> list[Replica]:
-        """All of them, as operators see them."""
+        """All replicas, as operators see them."""
         return [self._described(name) for name in self._members]
 
     def serves(self, name: str) -> bool:
@@ -138,11 +140,11 @@ class Fleet(Others):
         member = self._member(name)
         return not self._draining and member.takes and member.batcher.ready
 
-    # The life of the server
+    # Life cycle
 
     async def start(self) -> None:
-        """Connects to all replicas and warms them up. Returns when the first is there; the others join as they come. Raises Broken
-        or Misconfigured."""
+        """Connects to all replicas and warms them up. Returns when the first is ready; the others join as they become ready. Raises
+        Broken or Misconfigured."""
         self._over = asyncio.get_running_loop().create_future()
         for member in self._members.values():
             member.life = member.life or asyncio.create_task(self._live(member))
@@ -152,7 +154,8 @@ class Fleet(Others):
             self._over.result()
 
     async def wait(self) -> None:
-        """Returns after `close`; raises what has ended the last replica, or a fault of ours, after its streams have been told."""
+        """Returns after `close`; raises what has ended the last replica, or an internal error, after its streams have received
+        it."""
         assert self._over is not None
         await asyncio.wait([self._over])
         self._over.result()
@@ -185,7 +188,7 @@ class Fleet(Others):
         return (self._place(request, self._metrics.placed) or self._waiting_room(request)).open(request, sink)
 
     def _admissible(self, request: Request) -> None:
-        """Raises if it can't be taken now."""
+        """Raises if the request can't be taken now."""
         if not self.adapters.knows(request.adapter):
             raise self._metrics.ended(NoModel(GONE), "validation")
         if self.limits is None or (request.arrived or monotonic()) >= self._last_call:
@@ -200,7 +203,7 @@ class Fleet(Others):
             raise self._metrics.ended(Overloaded(message, room), "overloaded")
 
     def _place(self, request: Request, tell: Callable[[str, str, int], None] | None = None) -> Batcher | None:
-        """Who takes a request. None: nobody can."""
+        """The batcher that takes a request. None: nobody can."""
         if self._placement is None:
             return None
 
@@ -219,9 +222,9 @@ class Fleet(Others):
         return self._members[placed.name].batcher
 
     def _waiting_room(self, request: Request) -> Batcher:
-        """Where requests wait while no replica has shards. Raises NotReady if none ever had, or will have."""
+        """A batcher in whose queue a request waits while no replica has shards. Raises NotReady if none ever had, or will have."""
         known = [member for member in self._members.values() if member.batcher.limits is not None and not member.failed]
-        if not known or self._draining:  # those that were have left, and others will not come
+        if not known or self._draining:  # those that were ready have left, and no others will come
             raise self._metrics.ended(NotReady(f"not ready: {self.stage}"), "unavailable")
 
         def cost(member: Member) -> tuple[bool, bool, int]:
@@ -229,10 +232,10 @@ class Fleet(Others):
 
         return min(known, key=cost).batcher
 
-    # What batchers tell: see `batcher.Others`
+    # Called by batchers: see `batcher.Others`
 
     def lost(self, batcher: Batcher) -> None:
-        """Its shards are gone, and what they had cached."""
+        """The batcher's shards are lost, with what they had cached."""
         member = self._known(batcher)
         if member is None:
             return
@@ -241,7 +244,7 @@ class Fleet(Others):
             self._placement.leave(batcher.name)
 
     def found(self, batcher: Batcher) -> None:
-        """It has shards, and takes requests from now on. Raises Misconfigured if they are not as the others'."""
+        """The batcher has shards, and takes requests from now on. Raises Misconfigured if they differ from the others'."""
         member = self._known(batcher)
         if member is None:
             return
@@ -257,7 +260,7 @@ class Fleet(Others):
         self._settled.set()
 
     def ended(self, batcher: Batcher, stream: Stream) -> None:
-        """It has less to do."""
+        """The load of the stream's replica falls."""
         if self._placement is not None and self._known(batcher) is not None:
             self._placement.lift(batcher.name, work_of(stream.request))
 
@@ -265,10 +268,10 @@ class Fleet(Others):
         """Another replica; none while the server shuts down."""
         return None if self._draining else self._place(stream.request)
 
-    # What operators ask for
+    # Requests of operators
 
     def join(self, addresses: Sequence[str], name: str = "") -> Replica:
-        """A replica that somebody else has started takes part as soon as it is there. Raises Conflict."""
+        """A replica that somebody else has started takes part as soon as it is ready. Raises Conflict."""
         if name in self._members:
             raise Conflict(f"there is a replica {name} already: choose another name")
         for other, member in self._members.items():
@@ -281,7 +284,8 @@ class Fleet(Others):
         return self._described(member.batcher.name)
 
     def retire(self, name: str, move: bool = False) -> Replica:
-        """A replica gets no more requests; those that it has end there, or go on on others. Raises Unknown or Conflict."""
+        """Drains a replica: it gets no more requests; those it has end there, or with `move` go on on others. Raises Unknown or
+        Conflict."""
         member = self._member(name)
         self._spare(member)
         member.leaving = True
@@ -291,7 +295,7 @@ class Fleet(Others):
         return self._described(name)
 
     async def remove(self, name: str) -> None:
-        """A replica leaves at once: its requests go on on others. Raises Unknown or Conflict."""
+        """Removes a replica at once: its requests go on on others. Raises Unknown or Conflict."""
         member = self._member(name)
         self._spare(member)
         member.leaving = True
@@ -300,16 +304,16 @@ class Fleet(Others):
         logger.info("replica %s leaves: requests that go on on others: %d", name, moved)
         del self._members[name]
         if member.life is not None:
-            member.life.cancel()  # now: its shards may have come this very moment, and nothing is to be told of it any more
+            member.life.cancel()  # now: its shards may have become ready this very moment, and must not join any more
         self._metrics.left(name)
         self._arrange()
         ending = asyncio.create_task(self._end(member))
         self._endings.add(ending)
         ending.add_done_callback(self._endings.discard)
-        await asyncio.shield(ending)  # who asked for it may leave
+        await asyncio.shield(ending)  # the caller may disconnect
 
     def _spare(self, member: Member) -> None:
-        """Raises Conflict unless the server can do without it."""
+        """Raises Conflict unless the server can do without the replica."""
         others = [other for other in self._members.values() if other is not member]
         needed = member.takes or member.batcher.streams
         if not others or (needed and not any(other.takes for other in others)):
@@ -329,18 +333,18 @@ class Fleet(Others):
         return member
 
     def _asked_for(self) -> tuple[list[str], list[str]]:
-        """Names of adapters by which requests go that have begun, and that have not."""
+        """Names of the LoRA adapters of running requests, and of waiting ones."""
         streams = [stream for member in self._members.values() for stream in member.batcher.streams if stream.request.adapter]
         running, waiting = ([one for one in streams if bool(one.started) is begun] for begun in (True, False))
         name = self.adapters.name
         return [name(one.request.adapter) for one in running], [name(one.request.adapter) for one in waiting]
 
     def _equipped(self) -> list[Batcher]:
-        """Those that have shards."""
+        """Batchers that have shards."""
         return [member.batcher for member in self._members.values() if member.up]
 
     def _known(self, batcher: Batcher) -> Member | None:
-        """Whose it is; None: it has left, and another may have its name."""
+        """The batcher's member; None: it was removed, and another may have its name."""
         member = self._members.get(batcher.name)
         return member if member is not None and member.batcher is batcher else None
 
@@ -363,7 +367,7 @@ class Fleet(Others):
         )
 
     async def _live(self, member: Member) -> None:
-        """From its start to its end. One that can't serve is left out, unless it is the last."""
+        """Runs a member from start to end. One that can't serve is left out, unless it is the last."""
         try:
             await self._start(member)
             await member.batcher.wait()
@@ -378,7 +382,7 @@ class Fleet(Others):
             self._fail(error)
 
     async def _start(self, member: Member) -> None:
-        """Again and again, once the server serves: whoever starts the shards does so, too."""
+        """Starts a member, retrying once the server serves: whoever starts the shards retries, too."""
         while True:
             try:
                 await member.batcher.start()
@@ -393,11 +397,11 @@ class Fleet(Others):
                 await asyncio.sleep(RETRY)
 
     def _needed(self, member: Member) -> bool:
-        """Whether the server ends if it can't start: as one of those that it began with, before any is there."""
+        """Whether the server ends if the member can't start: an initial one, before any was ready."""
         return not self._served and member.addresses in self._config.groups
 
     def _fail(self, error: Exception) -> None:
-        """The server ends."""
+        """Ends the server with an error."""
         assert self._over is not None
         if not self._over.done():
             self._over.set_exception(error)
@@ -422,7 +426,7 @@ class Fleet(Others):
                         )
 
     def _arrange(self) -> None:
-        """After somebody has come, or has gone: who gets requests, and which."""
+        """Updates limits and placement after a member has come or gone."""
         members = self._members
         self._only = next(iter(members.values())).batcher if len(members) == 1 else None
         counted = [member for member in members.values() if not member.failed and not member.leaving]
@@ -444,7 +448,7 @@ class Fleet(Others):
 
 
 def _least(told: Sequence[Limits]) -> Limits:
-    """What may be asked wherever a request goes."""
+    """The limits that hold wherever a request goes."""
     return replace(
         min(told, key=lambda limits: limits.pages * limits.page_size),
         sequences=min(limits.sequences for limits in told),

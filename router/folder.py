@@ -1,4 +1,4 @@
-"""What the files of a model's folder say of how it reads and writes: its tokenizer, special tokens, ends and chat templates.
+"""Reads a model folder's tokenizer, special tokens, end tokens and chat templates.
 
 Where files contradict each other, they are read as transformers reads them. Whether a text gets a first and a last token is up to
 tokenizer.json, also where the settings say `add_bos_token` or `add_eos_token`.
@@ -22,21 +22,21 @@ AGAIN = "transformers.AutoTokenizer.from_pretrained(model).save_pretrained(folde
 
 
 class Unusable(Exception):
-    """The folder has no tokenizer that can be used; the message says what would do."""
+    """The folder has no usable tokenizer; the message says what would help."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Words:
-    """A model's tokenizer, and what belongs to it."""
+    """A model's tokenizer, with special tokens, end tokens and chat templates."""
 
     tokenizer: tokenizers.Tokenizer
-    names: dict[str, str]  # special tokens by what they are for: bos_token, eos_token...
-    eos_ids: tuple[int, ...]  # end a sequence
+    names: dict[str, str]  # special tokens by their role: bos_token, eos_token...
+    eos_ids: tuple[int, ...]  # tokens that end a sequence
     templates: dict[str, str]  # sources of chat templates by name
 
 
 def read(folder: Path, chat_template: str = "") -> Words:
-    """`chat_template`: a file with the operator's, instead of the model's. Raises Unusable."""
+    """`chat_template`: a file with the operator's template, instead of the model's. Raises Unusable."""
     settings, mapped = _read(folder / SETTINGS), _read(folder / MAP)
     names = _named(settings, mapped)
     tokenizer = _tokenizer(folder / "tokenizer.json")
@@ -50,7 +50,7 @@ def read(folder: Path, chat_template: str = "") -> Words:
 
 
 def model_config(folder: Path) -> dict[str, Any]:
-    """What config.json says of the model; {} if there is none. Raises Unusable."""
+    """config.json of the model; {} if there is none. Raises Unusable."""
     return _read(folder / "config.json")
 
 
@@ -69,7 +69,8 @@ def _tokenizer(path: Path) -> tokenizers.Tokenizer:
 
 
 def _add_tokens(tokenizer: tokenizers.Tokenizer, folder: Path, settings: Mapping[str, Any], names: Mapping[str, str]) -> None:
-    """Those that tokenizer.json lacks, or has as any others of its vocabulary, and special ones that are no others yet."""
+    """Adds tokens that tokenizer.json lacks, or has as ordinary ones of its vocabulary, and marks special ones that are not added
+    tokens yet."""
     there = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     for id, token in _listed(folder, settings, names):
         if token.content in there:
@@ -88,7 +89,7 @@ def _add_tokens(tokenizer: tokenizers.Tokenizer, folder: Path, settings: Mapping
 
 
 def _listed(folder: Path, settings: Mapping[str, Any], names: Mapping[str, str]) -> Iterator[tuple[int, tokenizers.AddedToken]]:
-    """The added tokens by id: of the settings, or of older checkpoints' own file."""
+    """The added tokens by id: from the settings, or from older checkpoints' own file."""
     if ADDED in settings:
         file, listed = SETTINGS, settings[ADDED]
     else:
@@ -105,7 +106,7 @@ def _listed(folder: Path, settings: Mapping[str, Any], names: Mapping[str, str])
 
 
 def _unnamed(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Special tokens that are for nothing in particular."""
+    """Special tokens without a particular role."""
     for field in ("additional_special_tokens", "extra_special_tokens"):
         for token in settings[field] if isinstance(settings.get(field), list) else ():
             text = token.get("content") if isinstance(token, dict) else token
@@ -114,7 +115,7 @@ def _unnamed(settings: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _eos_ids(folder: Path, tokenizer: tokenizers.Tokenizer, named: str | None) -> tuple[int, ...]:
-    """All that generation_config.json names (config.json where that is silent), and the tokenizer's own."""
+    """All that generation_config.json names (config.json where that has none), and the tokenizer's own."""
     for name in ("generation_config.json", "config.json"):
         found = _read(folder / name).get("eos_token_id")
         if found is not None:
@@ -136,15 +137,15 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _named(settings: dict[str, Any], mapped: dict[str, Any]) -> dict[str, str]:
-    """Special tokens by what they are for. As in transformers the map counts more in older checkpoints, whose settings do not list
-    the added tokens."""
+    """Special tokens by role. As in transformers, the map takes precedence in older checkpoints, whose settings do not list the
+    added tokens."""
     both = [_special_tokens(mapped), _special_tokens(settings)]
     first, last = both if ADDED in settings else both[::-1]
     return {**first, **last}
 
 
 def _templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """A model's templates by name. Files of their own count more than what the tokenizer's settings hold."""
+    """A model's templates by name. Files of their own take precedence over the tokenizer's settings."""
     found: dict[str, str] = {}
     source = settings.get("chat_template") or _read(folder / "chat_template.json").get("chat_template")
     if isinstance(source, list):

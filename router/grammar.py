@@ -1,7 +1,7 @@
-"""Grammars that answers have to keep: made from what a client sent, found to be possible, written down for the shards.
+"""Structured output: builds grammars from client requests, checks that they are satisfiable, and encodes them for the shards.
 
-The shards do the same with the model's tokens as is done here with single bytes: what compiles here within `proto.grammar`'s limits
-compiles there. In a process of its own, because llguidance crashes for some. Knows no HTTP and no tokens.
+The check compiles a grammar over single bytes; the shards do the same with the model's tokens: what compiles here within
+`proto.grammar`'s limits compiles there. In a separate process, because llguidance crashes for some. Knows no HTTP and no tokens.
 """
 
 import asyncio
@@ -26,13 +26,13 @@ from .worker_processes import Busy, Died, TimedOut, WorkerProcesses, serve
 
 KINDS = ("json_schema", "regex", "lark", "choice")
 MOST_CHARACTERS = 65_536  # of a grammar's source
-MOST_WORK = 0.5  # seconds of one core that compiling it may take
+MOST_WORK = 0.5  # CPU seconds that compiling may take
 MOST_SECONDS = 1.0  # that a client waits for that
 MOST_VISITS = 100_000  # of parts of a schema, in search of an end to its references
-KEPT_GRAMMARS, KEPT_CHARACTERS = 256, 4_000_000  # of those checked before
-LONGEST = 5.0  # that the process which compiles it may take before it is ended: it stands still, or the machine is very busy
-DOUBT = 60.0  # for which it is believed that a grammar ends processes
-LOOK = 0.02  # between two looks at how much work it was
+KEPT_GRAMMARS, KEPT_CHARACTERS = 256, 4_000_000  # limits of the cache of checked grammars
+LONGEST = 5.0  # seconds after which the compiling process is killed: it hangs, or the machine is very busy
+DOUBT = 60.0  # seconds for which a grammar that killed its process is remembered
+LOOK = 0.02  # seconds between checks of the CPU time
 PROCESSES = 2
 # Bytes of the stack on which it is compiled. The shards have more, so what is too deeply nested for them ends a process here.
 STACK = 1 << 21
@@ -45,20 +45,20 @@ SLOW = f"it takes more than {MOST_WORK:g} s to compile; make it simpler"
 HALF = "it has half of a surrogate pair, which is no character"
 BYTES = 256
 LEAST, MOST = {"minimum", "exclusiveMinimum"}, {"maximum", "exclusiveMaximum"}
-LOWEST = -(2**63) + 1024  # least bound of an integer that llguidance takes; generators write -(2**63)
-HIGHEST = 2**63 - 1  # what it takes every integer beyond for
-FARTHEST = 1e17  # bound of a number that may be none; generators write the largest of 32 or 64 bits
-NEAR, NEAREST = 1e-12, 1e-30  # how near a number comes to what it must not be: of that, and to 0
+LOWEST = -(2**63) + 1024  # lowest bound of an integer that llguidance accepts; generators write -(2**63)
+HIGHEST = 2**63 - 1  # it treats every integer beyond as this one
+FARTHEST = 1e17  # bound of a number; generators write the largest of 32 or 64 bits
+NEAR, NEAREST = 1e-12, 1e-30  # how near a number comes to an excluded one: relative, and to 0
 EXACT = 2**53  # integers beyond lose digits in llguidance
 SCHEMAS = {"items", "additionalProperties"}  # keywords of JSON Schema: of a schema,
 LISTS_OF_SCHEMAS = {"allOf", "anyOf", "oneOf", "prefixItems"}
 NAMED_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions"}
 ANY_NAME: tuple[Any, ...] = ({}, True, {"type": "string"})  # of a property
-DIGITS = 10  # fewer has the index of a list that fits into a body
+DIGITS = 10  # an index of a list that fits into a body has fewer
 SCALARS = ("string", "number", "integer", "boolean", "null")
 
 Known = dict[int, dict[str, float]]  # bounds of schemas, by id
-Verdict = tuple[str, Grammar]  # what is wrong with a grammar, if anything is, and what the shards are told instead of it
+Verdict = tuple[str, Grammar]  # the problem with a grammar, if any, and the grammar that the shards get instead of it
 
 
 def json_schema(schema: Mapping[str, Any] | bool) -> Grammar:
@@ -71,15 +71,14 @@ def json_schema(schema: Mapping[str, Any] | bool) -> Grammar:
 
 
 def objects(schema: Any) -> Any:
-    """The schema, with bounds that can be kept, and of objects wherever it speaks of properties. JSON Schema would let any number
-    through there, if no type is named; nobody who asks for an answer means that, and text-generation-inference's clients leave the
-    type out. That names of properties are strings, as zod writes, says nothing, and llguidance knows no `propertyNames`.
-    """
+    """The schema, with bounds that llguidance can enforce, and with type "object" wherever it has properties. JSON Schema would
+    accept any number there, if no type is given; nobody who asks for an answer means that, and text-generation-inference's clients
+    leave the type out. zod's `propertyNames` of type string says nothing, and llguidance doesn't know the keyword."""
     return _changed(schema, partial(_meant, {}))
 
 
 def _meant(known: Known, schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema as `objects` says, but for those in it."""
+    """The transformation of `objects`, for one schema without its subschemas."""
     meant = _bounded(schema, known)
     if meant.get("propertyNames") in ANY_NAME:
         del meant["propertyNames"]
@@ -87,7 +86,7 @@ def _meant(known: Known, schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _changed(schema: Any, change: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Any:
-    """The schema, changed, and then all schemas in it."""
+    """The schema, changed, and then all its subschemas."""
     if not isinstance(schema, Mapping):
         return schema
     meant = change(schema)
@@ -102,7 +101,7 @@ def _changed(schema: Any, change: Callable[[Mapping[str, Any]], dict[str, Any]])
 
 
 def _all(schema: Any) -> list[Mapping[str, Any]]:
-    """The schema and those in it."""
+    """The schema and all its subschemas."""
     found: list[Mapping[str, Any]] = []
 
     def seen(one: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,7 +113,7 @@ def _all(schema: Any) -> list[Mapping[str, Any]]:
 
 
 def _bounded(schema: Mapping[str, Any], known: Known) -> dict[str, Any]:
-    """The schema, with bounds of its own that llguidance keeps: where it had others they are a little narrower."""
+    """The schema, with its own numeric bounds as llguidance can enforce them: where it had others they become a little narrower."""
     bounds = {name: _inward(name, bound) for name, bound in _bounds(schema).items()}
     types = schema.get("type", "number")
     whole = "number" not in (types if isinstance(types, list) else [types])
@@ -131,8 +130,8 @@ def _bounded(schema: Mapping[str, Any], known: Known) -> dict[str, Any]:
 
 
 def _apart(bounds: dict[str, float], every: Mapping[str, float]) -> dict[str, float]:
-    """A schema's own bounds, away from those that llguidance lets through: above 2 and up to 2.5 it has 2, too; above 2 alone, or
-    with integers, it has not. every: those of all that holds together."""
+    """A schema's own bounds, moved away from exclusive ones that llguidance lets through: above 2 and up to 2.5, it allows 2, too;
+    not above 2 alone, or with integers. every: the bounds of everything that applies together."""
     low, high = every.get("exclusiveMinimum", -1), every.get("exclusiveMaximum", 1)
     least = max((every[name] for name in LEAST & every.keys()), default=-math.inf)
     most = min((every[name] for name in MOST & every.keys()), default=math.inf)
@@ -146,13 +145,13 @@ def _apart(bounds: dict[str, float], every: Mapping[str, float]) -> dict[str, fl
 
 
 def _bounds(schema: Any) -> dict[str, float]:
-    """Of numbers, its own."""
+    """A schema's own numeric bounds."""
     names = (LEAST | MOST) & schema.keys() if isinstance(schema, Mapping) else ()
     return {name: bound for name in names if _is_number(bound := schema[name])}
 
 
 def _bounds_of_all(schema: Any, known: Known) -> dict[str, float]:
-    """And those of all that it asks for beside them. known: of schemas that were asked for before."""
+    """The numeric bounds of a schema and its `allOf` parts. known: results so far."""
     if id(schema) not in known:
         parts = _parts(schema, "allOf") if isinstance(schema, Mapping) else ()
         found = _narrowest([_bounds(schema), *(_bounds_of_all(part, known) for part in parts)])
@@ -161,25 +160,26 @@ def _bounds_of_all(schema: Any, known: Known) -> dict[str, float]:
 
 
 def _narrowest(some: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of each of the bounds."""
+    """The narrowest of each bound."""
     names = {name for bounds in some for name in bounds}
     each = {name: [bounds[name] for bounds in some if name in bounds] for name in names}
     return {name: max(found) if name in LEAST else min(found) for name, found in each.items()}
 
 
 def _inward(name: str, bound: float) -> float:
-    """A number that llguidance has as it is, within this bound and as near as can be. It has all of them as floats of 64 bits,
-    takes long exclusive ones for inclusive ones, and is out by a bit for long ones that are written with a point."""
+    """A number that llguidance represents exactly, within this bound and as near as possible. It holds all of them as floats of 64
+    bits, treats long exclusive bounds as inclusive, and is off by one bit for long ones written with a point."""
     if not EXACT <= abs(bound) < HIGHEST + (name == "exclusiveMaximum"):
         return bound
-    bound, out = int(bound), name.startswith("exclusive")  # so long that there is nothing behind the point
+    bound, out = int(bound), name.startswith("exclusive")  # so long that it has no fraction
     near, far = float(bound), math.inf if name in LEAST else -math.inf
     within = near >= bound + out if name in LEAST else near <= bound - out
     return int(near if within else math.nextafter(near, far))
 
 
 def _is_number(value: object) -> bool:
-    """Booleans are none, though Python counts with them; drafts of JSON Schema before the sixth have them for exclusive bounds."""
+    """Whether it is a number. Booleans are not, though Python counts with them; JSON Schema before draft 6 has boolean exclusive
+    bounds."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -194,20 +194,20 @@ def regex(pattern: str) -> Grammar:
 
 
 def within(grammar: Grammar) -> str:
-    """A grammar of a JSON schema as a part of one in Lark."""
+    """A JSON schema grammar as a part of one in Lark."""
     schema = json.loads(grammar.source)
-    if isinstance(schema, dict):  # as `written` has it
+    if isinstance(schema, dict):  # as in `written`
         schema = {"x-guidance": {"whitespace_pattern": WHITESPACE}} | schema
     return f"%json {json.dumps(schema, ensure_ascii=False, separators=(',', ':'))}"
 
 
 def lark(text: str) -> Grammar:
-    """A text that follows from the rule `start`, in llguidance's dialect of Lark (EBNF)."""
+    """A text derived from the rule `start`, in llguidance's dialect of Lark (EBNF)."""
     return Grammar("lark", text)
 
 
 def rules(text: str) -> Grammar:
-    """A text that follows from these: in Lark, or in EBNF, which says `root ::= ...`."""
+    """A text derived from rules: in Lark, or in EBNF, recognized by `root ::= ...`."""
     return Grammar("ebnf", text) if ebnf.is_ebnf(text) else lark(text)
 
 
@@ -217,7 +217,7 @@ def choice(options: Sequence[str]) -> Grammar:
 
 
 def written(grammar: Grammar) -> str:
-    """The grammar for the shards, in llguidance's own form. Raises ValueError if its source is no JSON where it has to be."""
+    """The grammar for the shards, in llguidance's own form. Raises ValueError if its source is not JSON where it has to be."""
     match grammar.kind:
         case "json_schema":
             options: Any = {"whitespace_pattern": WHITESPACE} if grammar.source.lstrip().startswith("{") else None
@@ -232,20 +232,20 @@ def written(grammar: Grammar) -> str:
 
 
 class Grammars:
-    """Looks into grammars elsewhere, into each once as long as it is remembered."""
+    """Checks grammars in worker processes, each once as long as the result is cached."""
 
     def __init__(self, added_id: Callable[[str], int | None]) -> None:
-        """added_id: of the token that is written so beside the vocabulary, special or not, if there is one."""
-        self.found = 0  # asked for and remembered
+        """added_id: the id of an added token with this text, special or not, if there is one."""
+        self.found = 0  # cache hits
         self.compiled = 0
         self._added_id = added_id
         self._apart = WorkerProcesses("penstock.router.grammar", PROCESSES)
-        self._kept: OrderedDict[Grammar, asyncio.Task[Verdict]] = OrderedDict()  # on each; the latest come last
-        self._size = 0  # of their sources
+        self._kept: OrderedDict[Grammar, asyncio.Task[Verdict]] = OrderedDict()  # checks by grammar, the most recent last
+        self._size = 0  # characters of their sources
 
     async def check(self, grammar: Grammar) -> Grammar:
-        """The same, of a kind that is `written`. Raises Refused if no answer could keep it, or not at a bearable price; Overloaded
-        if that could not be looked into."""
+        """The grammar, of a kind that `written` takes. Raises Refused if no answer could satisfy it, or only at too high a cost;
+        Overloaded if it could not be checked."""
         if len(grammar.source) > MOST_CHARACTERS:
             raise Refused(f"`grammar` must have at most {MOST_CHARACTERS} characters. Given: {len(grammar.source)}", "grammar")
         try:
@@ -254,7 +254,7 @@ class Grammars:
                 problem, meant = await asyncio.shield(self._ask(grammar))
         except Busy:
             raise Overloaded("too many grammars are being compiled") from None
-        except TimeoutError:  # on a busy machine it may be none of its own work: who asks again gets what was found meanwhile
+        except TimeoutError:  # perhaps only the machine is busy: a retry gets the result found meanwhile
             problem, meant = SLOW, grammar
         if problem:
             raise Refused(f"`grammar` is not possible: {problem}", "grammar")
@@ -279,8 +279,7 @@ class Grammars:
             self._size -= len(grammar.source)
 
     async def _verdict(self, grammar: Grammar) -> Verdict:
-        """Goes on when who asked has been told to come again: the next one is told what was
-        found. Raises Busy."""
+        """Runs the check; it goes on when the client was told to retry, who then gets its result. Raises Busy."""
         names = SPECIAL.findall(grammar.source) if grammar.kind == "lark" else ()
         specials = [name for name in names if self._added_id(name) is not None]
         job = json.dumps([grammar.kind, grammar.source, specials]).encode()
@@ -289,14 +288,14 @@ class Grammars:
         except (Busy, TimedOut):
             self._forget(grammar)
             raise Busy from None
-        except Died:  # or somebody kills whatever is started
+        except Died:  # or something kills every process that is started
             asyncio.get_running_loop().call_later(DOUBT, self._forget, grammar)
             return "the library that compiles grammars fails for it; make it simpler", grammar
         return problem or (SLOW if spent > MOST_WORK else ""), Grammar(kind, source)
 
 
 def verdict(grammar: Grammar, specials: Sequence[str] = ()) -> Verdict:
-    """See `problem`."""
+    """Checks a grammar, converting EBNF to Lark first; see `problem`."""
     if grammar.kind != "ebnf":
         return problem(grammar, specials), grammar
     try:
@@ -312,8 +311,8 @@ def verdict(grammar: Grammar, specials: Sequence[str] = ()) -> Verdict:
 
 
 def problem(grammar: Grammar, specials: Sequence[str] = ()) -> str:
-    """What is wrong with it, if anything is. specials: special tokens that it may name. Here and now: the library may take a long
-    time, or the process with it."""
+    """What is wrong with the grammar; "": nothing. specials: special tokens that it may name. Runs here and now: the library may
+    take a long time, or crash the process."""
     try:
         grammar.source.encode()
         source = written(grammar)
@@ -342,7 +341,7 @@ def problem(grammar: Grammar, specials: Sequence[str] = ()) -> str:
 
 
 class _Bytes:
-    """A tokenizer whose tokens are the bytes, an end and special tokens, as llguidance wants it."""
+    """A tokenizer whose tokens are the bytes, an end and special tokens, as llguidance takes it."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -375,24 +374,24 @@ def _options(source: str) -> list[str]:
 
 
 def _literally(text: str) -> str:
-    """A pattern that matches this text alone."""
-    text.encode()  # llguidance would take half of a surrogate pair for something else
+    """A pattern that matches only this text."""
+    text.encode()  # llguidance would misread half of a surrogate pair
     return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
 
 
 def _schemas(grammar: Grammar) -> Iterator[Any]:
-    """The schemas that it is, or has as parts. Raises ValueError if its source is no JSON where it has to be."""
+    """The JSON schemas in a grammar. Raises ValueError if its source is not JSON where it has to be."""
     if grammar.kind == "json_schema":
         yield json.loads(grammar.source)
     for part in PART.finditer(grammar.source) if grammar.kind == "lark" else ():
         if "//" in grammar.source[grammar.source.rfind("\n", 0, part.start()) + 1 : part.start()]:
             continue  # a comment, or what llguidance has to find out
-        with suppress(ValueError):  # within quotes, perhaps; llguidance will say
+        with suppress(ValueError):  # within quotes, perhaps; llguidance reports it
             yield json.JSONDecoder().raw_decode(grammar.source, part.end())[0]
 
 
 def _lost(schema: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with a schema's own integers, for which llguidance would allow others."""
+    """Problems with a schema's own integers, for which llguidance would allow others."""
     for number in _integers([schema.get("const"), schema.get("enum")]):
         if abs(number) > EXACT:
             yield f"{number} can't be kept to its last digit: write it as a string"
@@ -402,7 +401,7 @@ def _lost(schema: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _integers(value: Any) -> Iterator[int]:
-    """In a JSON value."""
+    """All integers in a JSON value."""
     if isinstance(value, int):
         yield value
     elif isinstance(value, list | dict):
@@ -411,19 +410,19 @@ def _integers(value: Any) -> Iterator[int]:
 
 
 class _Schema:
-    """Whether there is an end to what a schema asks for: a required property of the schema's own kind never comes to one.
+    """Checks that a schema has finite instances: a required property of the schema's own kind never ends.
 
-    Everything else that makes a schema impossible llguidance finds. What can't be followed here counts as possible.
+    Everything else that makes a schema unsatisfiable llguidance finds. What can't be followed here counts as possible.
     """
 
     def __init__(self, root: Any) -> None:
         self._root = root
-        self._ending: set[str] = set()  # references that are known to come to an end
+        self._ending: set[str] = set()  # references known to have finite instances
         self._visits = itertools.count()
 
     @property
     def ends(self) -> bool:
-        """Each round may find references that end because others do."""
+        """Whether the schema has finite instances. Each round may find references that are finite because others are."""
         while True:
             known = len(self._ending)
             if self._ends(self._root, frozenset()):
@@ -458,7 +457,7 @@ class _Schema:
 
 
 def target(root: Any, reference: str) -> Any:
-    """What a schema's reference `#/$defs/x` leads to; None: nothing that can be followed here."""
+    """What a schema's reference `#/$defs/x` leads to; None: it can't be followed here."""
     if reference != "#" and not reference.startswith("#/"):
         return None
     place = root
@@ -496,7 +495,8 @@ def _needed(schema: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _work(job: bytes) -> bytes:
-    """What the process does for one grammar, on a thread with a stack of a known size. If that works too much it is left behind."""
+    """The worker's job for one grammar, on a thread with a stack of a known size. If it takes too much CPU time the thread is
+    abandoned."""
     kind, source, specials = json.loads(job)
     found = [("", Grammar(kind, source))]
     thread = threading.Thread(target=lambda: found.append(verdict(found[0][1], specials)), daemon=True)

@@ -1,30 +1,32 @@
-"""What steps with and without drafts take at one load: about as many sequences that decode. Sums that fade."""
+"""Measured cost and gain of steps with and without drafts at one load, that is a similar number of decoding sequences, as
+exponentially fading sums.
+"""
 
 from dataclasses import dataclass, field
 
 from .cost import FASTER, nonnegative
 
-FORGET = 0.98  # what a step with drafts weighs after the next one: some 50 count
-FORGET_MEAN = 0.9  # the same of what has one number only: some 10 count
+FORGET = 0.98  # weight of a step with drafts after the next one: some 50 count
+FORGET_MEAN = 0.9  # the same of means: some 10 count
 FORGET_GAIN = 0.95
-TRUST = 4.0  # in what a draft costs as far as others know, against a measured step with one
-DOUBT = 0.1  # the same in that there is no `first`
-TILT = 16  # steps with drafts after which there is one of which more are asked, or fewer, in turns
-FEW = 8.0  # sequences, of all steps with drafts together, that say little of what these gain
+TRUST = 4.0  # weight of the prior cost of a draft, against a measured step with one
+DOUBT = 0.1  # the same of the prior that `first` is 0
+TILT = 16  # steps with drafts after which one has more drafts, or fewer, in turns
+FEW = 8.0  # sequences, summed over steps with drafts, that say little of the gain
 
 
 @dataclass(slots=True)
 class Mean:
-    """Of some numbers, lately. Errors are relative, so that a single slow step doesn't count for many fast ones."""
+    """Fading mean of measured steps. Errors are relative, so that a single slow step doesn't outweigh many fast ones."""
 
-    weight: float = 0.0  # of ...
-    count: float = 0.0  # ... so many
+    weight: float = 0.0  # sum of the weights of ...
+    count: float = 0.0  # ... so many steps
     seconds: float = 0.0
     sequences: float = 0.0
     keys: float = 0.0
 
     def add(self, seconds: float, sequences: float = 0.0, keys: float = 0.0) -> None:
-        """One more."""
+        """Adds a step."""
         seconds = max(seconds, self.seconds / FASTER)
         weight = seconds**-2
         self.weight = self.weight * FORGET_MEAN + weight
@@ -37,26 +39,26 @@ class Mean:
 
 @dataclass(slots=True)
 class Load:
-    """Steps that do nothing but decode."""
+    """Statistics of pure decode steps at one load."""
 
-    plain: Mean = field(default_factory=Mean)  # those without drafts
+    plain: Mean = field(default_factory=Mean)  # steps without drafts
     openings: Mean = field(default_factory=Mean)  # first runs of the draft model, with all that is done before the second ...
-    rounds: Mean = field(default_factory=Mean)  # ... and each of the others
+    rounds: Mean = field(default_factory=Mean)  # ... and each later run
     since: int = 0  # steps with drafts since one without ...
     idle: int = 0  # ... and steps without since one with
-    saved: float = 0.0  # seconds that may be spent on a trial; negative: that the last one has cost, and that are not saved yet
-    turns: int = 0  # how often there was one without after steps with
-    trial: int = 0  # steps with drafts that are still to come of it
-    trials: int = 0  # so far
-    cost: float = 0.0  # seconds that were lost by the last one
+    saved: float = 0.0  # seconds that a trial may lose; negative: lost by the last one, and not recovered yet
+    turns: int = 0  # how often there was a step without after steps with
+    trial: int = 0  # steps that remain of a trial
+    trials: int = 0  # trials so far
+    cost: float = 0.0  # seconds lost by the last trial
     _squares: tuple[float, float, float] = (0.0, 0.0, 0.0)  # weighted sums of 1, drafts, drafts squared ...
-    _sums: tuple[float, float] = (0.0, 0.0)  # ... and of what these took
-    _count: float = 0.0  # sequences in steps with drafts, lately
-    _tokens: float = 0.0  # that they brought ...
-    _alike: float = 0.0  # ... and that would have been brought without in their time
+    _sums: tuple[float, float] = (0.0, 0.0)  # ... and of their extra seconds, and these times drafts
+    _count: float = 0.0  # sequences in steps with drafts, fading
+    _tokens: float = 0.0  # tokens that these generated ...
+    _alike: float = 0.0  # ... and those that steps without drafts would have in their time
 
     def add(self, drafts: int, extra: float, seconds: float) -> None:
-        """A step with drafts took so long, `extra` of it for them."""
+        """Adds a step with drafts that took so long, `extra` seconds of it for them."""
         weight = seconds**-2
         one, linear, square = (old * FORGET for old in self._squares)
         first, second = (old * FORGET for old in self._sums)
@@ -64,23 +66,24 @@ class Load:
         self._sums = first + weight * extra, second + weight * extra * drafts
 
     def gain(self, sequences: int, tokens: int, alike: float) -> None:
-        """It brought so many tokens, and without drafts there would have been `alike` in its time, the draft model's included."""
+        """Adds its gain: it generated `tokens`, and steps without drafts would have generated `alike` in its time, drafting
+        included."""
         self._count = self._count * FORGET_GAIN + sequences
         self._tokens = self._tokens * FORGET_GAIN + tokens
         self._alike = self._alike * FORGET_GAIN + alike
 
     @property
     def loses(self) -> bool:
-        """Steps with drafts were slower than those without, whatever was expected of them."""
+        """Whether steps with drafts were slower than those without, whatever was predicted."""
         return self._count >= FEW and self.lost
 
     @property
     def lost(self) -> bool:
-        """So it seems, after a few of them already."""
+        """The same, after even a few of them."""
         return self._tokens < self._alike
 
     def fit(self, draft: float, step: float) -> tuple[float, float]:
-        """Seconds that any draft at all takes, and each. draft: what each takes as far as others know; step: without any."""
+        """Seconds of having any drafts, and per draft. draft: prior estimate per draft; step: seconds without any."""
         one, linear, square = self._squares
         weight = 1 / step**2  # of a measured step
         first, second = self._sums
@@ -90,12 +93,12 @@ class Load:
 
     @property
     def often(self) -> float:
-        """One divided by the drafts of a step that has any."""
+        """The reciprocal of the mean number of drafts in steps that have any."""
         one, linear, _ = self._squares
         return one / linear if one else 1.0
 
     def tilted(self, first: float, draft: float) -> tuple[float, float]:
-        """Costs under which the usual number of drafts takes the same, but others are asked for, in some steps."""
+        """In some steps, costs under which the usual number of drafts costs the same, but other numbers get chosen."""
         if not self.since or self.since % TILT:
             return first, draft
         if (self.since // TILT + self.turns) % 2:

@@ -1,6 +1,6 @@
-"""Keeps out of the log what others write into it: what clients have sent, and the same line again and again.
+"""Log filters for libraries' loggers: drop what clients have sent, and rate-limit repeated lines.
 
-Filters of loggers that are libraries'. Knows neither a request nor a trace.
+Knows neither a request nor a trace.
 """
 
 import logging
@@ -12,22 +12,22 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web import RequestPayloadError
 
 SELDOM = 60.0  # seconds between two lines of a kind
-NO_HTTP = (HttpProcessingError, RequestPayloadError, ClientPayloadError)  # their words quote what was sent, a key perhaps
+NO_HTTP = (HttpProcessingError, RequestPayloadError, ClientPayloadError)  # their messages quote what was sent, perhaps a key
 
 
 def calm(package: str) -> None:
-    """The loggers of a package that has been imported complain seldom."""
+    """Rate-limits the loggers of an imported package."""
     seldom = RateLimited()
-    for name in sorted(logging.root.manager.loggerDict):  # each of them: a filter doesn't count for those below
+    for name in sorted(logging.root.manager.loggerDict):  # each of them: a filter does not apply to child loggers
         if name == package or name.startswith(f"{package}."):
             logging.getLogger(name).addFilter(seldom)
 
 
 class BadHttp(logging.Filter):
-    """For aiohttp's server: who speaks no HTTP, or a bad one, gets one line, which holds nothing of what was said."""
+    """For aiohttp's server: invalid HTTP gets one line, which quotes nothing of it."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Everything else passes as it is."""
+        """Rewrites records of invalid HTTP; all others pass as they are."""
         error = record.exc_info[1] if record.exc_info else None
         if not isinstance(error, NO_HTTP):
             return True
@@ -39,16 +39,16 @@ class BadHttp(logging.Filter):
 
 
 class RateLimited(logging.Filter):
-    """For who complains without an end: of each kind, a logger's lines of a level, one passes in a while, and counts the others."""
+    """Rate limit: of each kind, a logger's lines of a level, one passes per interval, and reports how many were dropped."""
 
     def __init__(self, seconds: float = SELDOM, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._seconds = seconds
         self._clock = clock
-        self._kinds: dict[tuple[str, int], tuple[float, int]] = {}  # when one passed, and how many did not since
+        self._kinds: dict[tuple[str, int], tuple[float, int]] = {}  # when one passed, and how many were dropped since
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether it passes."""
+        """Whether the record passes."""
         kind, now = (record.name, record.levelno), self._clock()
         last, withheld = self._kinds.get(kind, (now - self._seconds, 0))
         if now < last + self._seconds:

@@ -1,11 +1,11 @@
-"""Every number the router counts, in one table, and the only place that counts. Knows no request's content.
+"""Prometheus metrics: every number the router counts, in one table, and the only place that counts. Knows no request's content.
 
 Names with `tgi_` are text-generation-inference's, with its meaning, so that its dashboards work. Who counts what:
-  batcher   each submitted request (`arrived`, then `done` or `failed`), each step, the standing (`watch`)
+  batcher   each submitted request (`arrived`, then `done` or `failed`), each step, the gauges of its state (`watch`)
   api       requests it refuses before they reach the batcher: `failed("validation")`
 
-Names with `vllm:` are vLLM's, which gateways, autoscalers and dashboards read. Nothing is counted for them: they are made of ours
-when somebody looks.
+Names with `vllm:` are vLLM's, which gateways, autoscalers and dashboards read. Nothing is counted for them: they are derived from
+ours when they are scraped.
 """
 
 import itertools
@@ -94,7 +94,7 @@ GAUGES = {
     "penstock_prompt_budget_used": "Tokens of prompts that the last step with prompts computed",
     "penstock_replicas_ready": "Replicas that take requests",
 }
-# Of each replica, by its name: what the gauge on the right shows of all together.
+# Gauges per replica, with the gauge that shows the sum of all.
 REPLICA_GAUGES = {
     "penstock_replica_up": ("penstock_replicas_ready", "Whether the replica takes requests"),
     "penstock_replica_running": ("penstock_running", "Requests that run on the replica"),
@@ -126,16 +126,16 @@ HISTOGRAMS = {
     "penstock_decode_seconds": ("Seconds from the first token of a request to its end", (), SECONDS),
     "penstock_request_choices": ("Answers that a request asked for", (), TOKENS[:8]),
 }
-POSITIONS = 8  # behind the last token, of which guesses are counted apart; the last counts for all beyond
+POSITIONS = 8  # draft positions counted separately; the last one stands for all beyond
 # TGI's names carry no unit, prometheus_client insists on one.
 UNIT = re.compile(rb"^((?:# (?:HELP|TYPE) )?tgi_\w+)_total\b", re.MULTILINE)
 
 
 class Metrics:
-    """The registry of one router."""
+    """The metrics registry of one router."""
 
     def __init__(self, model: str = "") -> None:
-        """model: as clients know it."""
+        """model: its name for clients."""
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = registry = prometheus_client.CollectorRegistry()
         self._counters = {
@@ -146,7 +146,7 @@ class Metrics:
         for histogram in histograms.values():
             registry.register(histogram)
         self._rows = {name: histograms[name].labels() for name, (_, labels, _) in HISTOGRAMS.items() if not labels}
-        self._watched: dict[str, dict[str, Callable[[], float]]] = {}  # who tells a gauge's value: of each replica
+        self._watched: dict[str, dict[str, Callable[[], float]]] = {}  # readers of a gauge's value, by replica
         registry.register(Shares(self._watched))
         self._gauges["penstock_kv_cache_usage_ratio"].set_function(self._usage)
         self._as_vllm = AsVllm(registry, model)
@@ -160,17 +160,17 @@ class Metrics:
         self._generated_tokens = self._counters["penstock_generated_tokens"]
 
     def watch(self, name: str, read: Callable[[], float], replica: str = "") -> None:
-        """The gauge shows what `read` returns when somebody looks; the sum, where there are several replicas."""
+        """The gauge shows what `read` returns at each scrape; the sum, where there are several replicas."""
         reads = self._watched.setdefault(name, {})
         reads[replica] = read
         self._gauges[name].set_function(lambda: sum(each() for each in reads.values()))
 
     def watch_adapters(self, most: int, read: Callable[[], tuple[Iterable[str], Iterable[str]]]) -> None:
-        """`read` returns the names of adapters that running and that waiting requests go by; most: of them at once."""
+        """`read` returns the names of LoRA adapters of running and of waiting requests; most: the most adapters at once."""
         self._as_vllm.adapters = most, read
 
     def left(self, replica: str) -> None:
-        """It is in no gauge any more, and among no counter's labels: there would be more and more of them."""
+        """Removes a replica from all gauges and from the counters' labels, which would accumulate otherwise."""
         for reads in self._watched.values():
             reads.pop(replica, None)
         for name, (_, labels) in COUNTERS.items():
@@ -180,12 +180,12 @@ class Metrics:
                     self._counters[name].remove(*values)
 
     def placed(self, replica: str, reason: str, hit: int) -> None:
-        """A request was given to a replica, where so many tokens of its prompt are probably cached."""
+        """A request was placed on a replica, where `hit` tokens of its prompt are probably cached."""
         self._counters["penstock_placements"].labels(replica=replica, reason=reason).inc()
         self._counters["penstock_placement_hit_tokens"].labels(replica=replica).inc(hit)
 
     def moved(self, count: int) -> None:
-        """So many requests went on on other replicas."""
+        """`count` requests moved to other replicas."""
         self._counters["penstock_moved_requests"].inc(count)
 
     def arrived(self) -> None:
@@ -199,7 +199,7 @@ class Metrics:
             self._counters["penstock_client_disconnects"].inc()
 
     def ended(self, failure: Ended, kind: str) -> Ended:
-        """The same failure, of a request that has arrived."""
+        """Counts the failure of a request that has arrived, and returns it."""
         self.failed(kind)
         failure.counted = True
         return failure
@@ -210,11 +210,11 @@ class Metrics:
         self.failed(kind)
 
     def validated(self, seconds: float) -> None:
-        """A request was found to be valid, in this time."""
+        """A request was validated in so many seconds."""
         self._rows["tgi_request_validation_duration"].observe(seconds)
 
     def step(self, action: Action, seconds: float, reply: shard_pb2.StepReply | None) -> None:
-        """The shards have answered; `reply` is None for a filter."""
+        """The shards have answered a command; `reply` is None for a filter."""
         if reply is None or isinstance(action, Filter):
             self._filter.observe(seconds)
             return
@@ -264,29 +264,28 @@ class Metrics:
                 counters[f"penstock_{name}_positions"].labels(position=min(depth + 1, POSITIONS)).inc(count)
 
     def paused(self, count: int) -> None:
-        """So many requests gave their pages back."""
+        """`count` requests were preempted."""
         self._counters["penstock_pauses"].inc(count)
 
     def recovered(self, seconds: float, replayed: int) -> None:
-        """New shards are there after so long, and so many requests that had begun on others go on."""
+        """New shards are ready after so many seconds, and `replayed` requests that had begun on the lost ones resume."""
         self._counters["penstock_restarts"].inc()
         self._counters["penstock_replayed_requests"].inc(replayed)
         self._rows["penstock_recovery_seconds"].observe(seconds)
 
     def tokens(self, count: int, intervals: Mapping[float, int]) -> None:
-        """So many tokens were generated; between them and those before (the first of a request has none) lay such intervals, each
-        so many times: tokens of one step mostly follow those of another.
-        """
+        """`count` tokens were generated; intervals: time since the previous token of the same request (its first token has none),
+        with how often each occurred: tokens of one step mostly follow those of another."""
         self._generated_tokens.inc(count)
         self._rows["penstock_inter_token_latency_seconds"].observe_all(intervals)
 
     def first_token(self, seconds: float) -> None:
-        """Of a request, after its arrival."""
+        """A request's first token, so many seconds after its arrival."""
         self._rows["penstock_time_to_first_token_seconds"].observe(seconds)
 
     def done(self, request: Request, finish: Finish, generated: int, prefill: float) -> None:
-        """A request was answered to its end: `finish` is its last choice's, `generated` are the tokens of all, `prefill` seconds
-        of its inference went by before its first token."""
+        """A request was answered to its end: `finish` is its last choice's, `generated` are the tokens of all, `prefill` are the
+        seconds of its inference before its first token."""
         self._counters["tgi_request_success"].inc()
         self._counters["penstock_finished_requests"].labels(reason=finish.reason).inc()
         observe = {
@@ -305,7 +304,7 @@ class Metrics:
             self._rows[name].observe(value)
 
     def render(self) -> bytes:
-        """Everything in Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         own = UNIT.sub(rb"\1", prometheus_client.generate_latest(self._registry))
         return own + prometheus_client.generate_latest(self._as_vllm)
 
@@ -314,7 +313,7 @@ class Metrics:
         return found["penstock_pages_held"] / (found["penstock_pages_total"] or 1)
 
     def samples(self, names: Sequence[str]) -> dict[str, float]:
-        """What these show now, by their names in Prometheus' format; the sum over the values of their labels."""
+        """Current values by name in Prometheus' format; sums over the values of their labels."""
         found: dict[str, float] = {}
         for family in self._registry.restricted_registry(names).collect():
             for sample in family.samples:
@@ -330,8 +329,8 @@ def _skipped(reply: shard_pb2.StepReply) -> Mapping[float, int]:
 
 
 class Row:
-    """The values of a histogram that have one label in common, or none. 0.3 us each; 2.3 us with prometheus_client's, which locks
-    and looks at one bound after the other (x86, 2 cores). All of them come from the event loop's thread."""
+    """One row of a histogram: the values with one label value, or all. 0.3 us each; 2.3 us with prometheus_client's, which locks
+    and compares one bound after the other (x86, 2 cores). All of them come from the event loop's thread."""
 
     __slots__ = ("bounds", "counts", "sum")
 
@@ -341,23 +340,23 @@ class Row:
         self.sum = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
-        """It came so often."""
+        """Adds a value `count` times."""
         self.counts[bisect_left(self.bounds, value)] += count
         self.sum += value * count
 
     def observe_all(self, values: Mapping[float, int]) -> None:
-        """Each value came as often as it says."""
+        """Adds each value as often as it says."""
         for value, count in values.items():
             self.observe(value, count)
 
     @property
     def buckets(self) -> list[tuple[str, float]]:
-        """In Prometheus' words: how many values are no more than each bound."""
+        """In Prometheus' form: how many values are no more than each bound."""
         return [*zip((*map(floatToGoString, self.bounds), "+Inf"), itertools.accumulate(self.counts), strict=True)]
 
 
 class Histogram(Collector):
-    """Rows, by the value of its label, if it has one."""
+    """A histogram with one row per value of its label, if it has one."""
 
     def __init__(self, name: str, text: str, bounds: Sequence[float], labels: Sequence[str] = ()) -> None:
         self._family = partial(HistogramMetricFamily, name, text, labels=labels)
@@ -365,7 +364,7 @@ class Histogram(Collector):
         self._rows: dict[tuple[str, ...], Row] = {} if labels else {(): Row(self._bounds)}
 
     def labels(self, *values: str) -> Row:
-        """The row of this value; of all, where there is no label."""
+        """The row of this value; the only row, where there is no label."""
         return self._rows.setdefault(values, Row(self._bounds))
 
     def collect(self) -> Iterator[Metric]:
@@ -379,7 +378,7 @@ class Histogram(Collector):
 
 
 class Shares(Collector):
-    """What of some gauges is each replica's."""
+    """Gauges per replica."""
 
     def __init__(self, watched: Mapping[str, Mapping[str, Callable[[], float]]]) -> None:
         self._watched = watched
@@ -394,7 +393,7 @@ class Shares(Collector):
 
 
 class _Method:
-    """The metrics of a kind of step."""
+    """The metrics of one kind of step."""
 
     def __init__(
         self,
@@ -434,11 +433,11 @@ VLLM = {
     "vllm:request_params_n": "penstock_request_choices",
 }
 REASONS = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
-UNBEGUN = ("validation", "overloaded")  # failures before vLLM counts a request: a client's mistake is no error of the server's
+UNBEGUN = ("validation", "overloaded")  # failures before vLLM counts a request: a client's mistake is not the server's error
 
 
 class AsVllm:
-    """What a registry holds, by vLLM's names and with its label. Reads when somebody looks, and keeps nothing."""
+    """A registry's metrics under vLLM's names and with its labels. Derived at each scrape; keeps nothing."""
 
     def __init__(self, registry: prometheus_client.CollectorRegistry, model: str) -> None:
         self._registry = registry
@@ -470,7 +469,7 @@ class AsVllm:
             most, read = self.adapters
             running, waiting = (",".join(sorted({*names})) for names in read())
             asked = {"max_lora": str(most), "running_lora_adapters": running, "waiting_lora_adapters": waiting}
-            row = [(asked, time.time())]  # of rows with other labels the newest counts
+            row = [(asked, time.time())]  # of rows with different labels the newest counts
             yield self._family("vllm:lora_requests_info", "Adapters that requests go by, and when that was so", "gauge", row)
 
     def _renamed(self, family: Metric, name: str) -> Metric:

@@ -1,6 +1,6 @@
-"""Images in prompts: each stands where the family's placeholder was, as the tokens that it has for the model.
+"""Images in prompts: replaces each placeholder of the model's family with the image's own tokens.
 
-Their ids are in no vocabulary, see `proto.images`. What an image looks like is the affair of `pixels`. Knows no HTTP.
+Their ids are outside the vocabulary, see `proto.images`. Preprocessing is done by `pixels`. Knows no HTTP.
 """
 
 import hashlib
@@ -18,11 +18,11 @@ from .request import Image, Overloaded, Refused
 NO_IMAGES = "only text is supported: the model sees no images, or the server was started without (--max-images)"
 MARK = "![]("  # up to the next ")"
 IDS = 1 << 32  # ids are numbers of 32 bits
-TIMES = 4  # the bytes of all bodies that pixels of all requests may have: what is sent is compressed
+TIMES = 4  # pixels of all requests may have so many times the bytes of all bodies: what is sent is compressed
 
 
 class Pictures:
-    """For one model that sees."""
+    """Puts images into prompts, for one vision-language model."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Pictures:
         encode: Callable[[str], list[int]],
     ) -> None:
         """token_text, added_id, encode: the tokenizer's, the last without special tokens around. Raises Misconfigured if the model
-        sees no images, or its tokenizer has no word for them; Unusable."""
+        does not support images, or its tokenizer has no token for them; Unusable."""
         model = model_config(Path(config.folder))
         form = form_of(model)
         if form is None:
@@ -52,19 +52,19 @@ class Pictures:
         self._breaks = tuple(id for id in ids if id is not None)
         self._preparer = Preparer(config.folder, config.max_image_pixels)
         self._most_together = TIMES * config.payload_limit_total
-        self._held = 0  # bytes of pixels, of all requests that have not been answered
+        self._held = 0  # bytes of pixels of all unanswered requests
         around = [name if added_id(name) is not None else "" for name in form.around]
         self._own = token_text(place)
         self._words = " or ".join(dict.fromkeys([form.written or self._own, self._own]))
         self._whole = self._own.join(around).join([form.margin] * 2)
-        self.text = form.written or self._whole  # what an image is in the text of a prompt
+        self.text = form.written or self._whole  # the placeholder of an image in a prompt's text
 
     async def start(self) -> None:
-        """Returns when images can be prepared: the first shall not wait for that."""
+        """Returns when images can be prepared, so that the first one need not wait for that."""
         await self._preparer.start()
 
     def worded(self, prompt: str) -> str:
-        """The text of a prompt with all that is around an image's tokens, also where less may be written for it."""
+        """The prompt's text with each placeholder written out, with all that surrounds an image's tokens."""
         return prompt.replace(self.text, self._whole) if self.text != self._whole else prompt
 
     async def put(self, ids: Sequence[int], images: Sequence[bytes], vocabulary: int) -> tuple[list[int], tuple[Image, ...]]:
@@ -83,7 +83,7 @@ class Pictures:
                 length = sum(len(part.pixels) for part in found[-1].parts)
                 own += length
                 self._hold(length)
-                if own < self._held > self._most_together:  # one alone may have more: it would be told to come again for ever
+                if own < self._held > self._most_together:  # a single one may have more: else it would be told to retry for ever
                     raise Overloaded(f"the images of all requests have more than {self._most_together} bytes together")
         except BaseException:  # the client may have left, too
             self._held -= own
@@ -92,12 +92,12 @@ class Pictures:
             ids = self._with_tiles(ids, [one.grid for one in found], self._tiles)
         parts = [part for one in found for part in one.parts]
         prompt, shown = expanded(ids, self._place, parts, self._breaks, vocabulary)
-        for one in shown:  # as long as anybody has them: until the answer is there, or a rule is found that the request breaks
+        for one in shown:  # held as long as the Image exists: until the answer is complete, or the request is refused
             weakref.finalize(one, self._hold, -len(one.pixels)).atexit = False
         return prompt, shown
 
     def _with_tiles(self, ids: Sequence[int], grids: Sequence[tuple[int, int]], tiles: Tiles) -> list[int]:
-        """With a place for each of the tiles where one for all was."""
+        """The ids with one place per tile, where there was one per image."""
         rest, found = iter(grids), list[int]()
         for id in ids:
             own = self._encode(tiles.written(self._own, *next(rest))) if id == self._place else [id]
@@ -106,12 +106,12 @@ class Pictures:
         return found
 
     def _hold(self, length: int) -> None:
-        """So many bytes more."""
+        """Counts `length` more bytes of pixels."""
         self._held += length
 
 
 def marked(text: str, word: str) -> tuple[str, list[str]]:
-    """Of a text with images in Markdown, `![](URL)` as in text-generation-inference, one with the word instead of each; and the
+    """For a text with images in Markdown, `![](URL)` as in text-generation-inference: the text with `word` instead of each, and the
     URLs."""
     parts, urls, at = [], [], 0
     while (start := text.find(MARK, at)) >= 0 and (end := text.find(")", start)) >= 0:
@@ -124,8 +124,8 @@ def marked(text: str, word: str) -> tuple[str, list[str]]:
 def expanded(
     ids: Sequence[int], place: int, images: Sequence[Pixels], breaks: Sequence[int], vocabulary: int
 ) -> tuple[list[int], tuple[Image, ...]]:
-    """The prompt's tokens with each image's own instead of the place for it. breaks: of the vocabulary, behind each row and behind
-    the last."""
+    """The prompt's tokens with each image's own instead of its place. breaks: tokens of the vocabulary that end each row, and the
+    last."""
     prompt: list[int] = []
     shown = []
     rest = iter(images)
@@ -152,6 +152,6 @@ def _tokens(image: Pixels, breaks: Sequence[int], vocabulary: int) -> Iterator[i
 
 
 def own_ids(digest: bytes, count: int, vocabulary: int) -> list[int]:
-    """So many ids in no vocabulary, which follow from the digest alone."""
+    """`count` ids outside the vocabulary, derived from the digest alone."""
     drawn = struct.unpack(f"<{count}I", hashlib.shake_256(digest).digest(4 * count))
     return [vocabulary + number % (IDS - vocabulary) for number in drawn]

@@ -1,8 +1,8 @@
-"""Makes pixels, as a model's image processor leaves them, of encoded images: PNG, JPEG, WebP, GIF (its first picture), BMP.
+"""Image decoding and preprocessing: turns encoded images (PNG, JPEG, WebP, GIF (its first frame), BMP) into pixels as the model's
+image processor leaves them.
 
-In processes of its own, because what decodes them is written in C, and what it reads comes from anybody. There transformers' own
-processor does the work (`resizing`), by Pillow and numpy; without torch, which would take 4 s and 400 MB to be there. Knows no
-tokens and no HTTP.
+In worker processes, because the decoders are written in C, and their input is untrusted. There transformers' own processor does the
+work (`resizing`), by Pillow and numpy; without torch, which would take 4 s and 400 MB to import. Knows no tokens and no HTTP.
 """
 
 import hashlib
@@ -25,9 +25,9 @@ from .resizing import Resizing, UnusableImage, resizing_of, words
 from .worker_processes import Busy, Died, TimedOut, WorkerProcesses, serve
 
 SECONDS = 10.0  # for one image: a photograph of 12 million pixels takes 0.3 s (x86, one core)
-PATIENCE = 30.0  # seconds that one waits for a process
+PATIENCE = 30.0  # seconds to wait for a free process
 PROCESSES = 2
-MOST_PIXELS = 1 << 26  # that are decoded: a few copies of such a picture fit into the memory that a process may take
+MOST_PIXELS = 1 << 26  # largest image decoded: a few copies of it fit into the memory that a process may take
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 
 logger = logging.getLogger(__name__)
@@ -35,13 +35,13 @@ logger = logging.getLogger(__name__)
 
 class Job(msgspec.Struct):
     folder: str  # of the model
-    most: int  # pixels that are left of a larger image
-    data: bytes | None  # None: a blank picture, of which nothing is wanted
-    alone: bool = True  # the prompt has no other picture
+    most: int  # pixel limit: larger images are scaled down
+    data: bytes | None  # None: a blank image, as a test
+    alone: bool = True  # the prompt has no other image
 
 
 class Pixels(msgspec.Struct, frozen=True):
-    """Of one image: see Image in shard.proto."""
+    """The pixels of one image: see Image in shard.proto."""
 
     rows: int
     columns: int
@@ -52,16 +52,16 @@ class Pixels(msgspec.Struct, frozen=True):
 
 
 class Prepared(msgspec.Struct, frozen=True):
-    """What is made of a picture: one image, or tiles."""
+    """A preprocessed image: whole, or as tiles."""
 
     parts: list[Pixels]
-    grid: tuple[int, int] = (0, 0)  # rows and columns of tiles, behind which the whole is; 0: that alone
+    grid: tuple[int, int] = (0, 0)  # rows and columns of tiles, with the whole image after them; 0: only that
 
 
 class Answer(msgspec.Struct):
     found: Prepared | None = None
     refused: str = ""  # what is wrong with the image, or ...
-    unable: str = ""  # ... why none can be prepared
+    unable: str = ""  # ... why no image can be prepared
 
 
 _answers = msgspec.msgpack.Decoder(Answer)
@@ -69,17 +69,17 @@ _jobs = msgspec.msgpack.Decoder(Job)
 
 
 class Preparer:
-    """Prepares images elsewhere, within limits."""
+    """Prepares images in worker processes, within limits."""
 
     def __init__(self, folder: str, most: int, seconds: float = SECONDS) -> None:
-        """most: pixels that are left of a larger image."""
+        """most: pixel limit: larger images are scaled down."""
         self._folder = folder
         self._most = most
         self._seconds = seconds
         self._apart = WorkerProcesses("penstock.router.pixels", PROCESSES, finishes=True)  # they have to import transformers
 
     async def start(self) -> None:
-        """Returns when a process is there, and says in the log if it won't be of use."""
+        """Returns when a worker is ready, and logs an error if it can't prepare images."""
         try:
             await self._apart.start()
             answer = await self._ask(None)
@@ -90,7 +90,7 @@ class Preparer:
             _tell(unable)
 
     async def prepare(self, data: bytes, name: str, alone: bool = True) -> Prepared:
-        """name: of the image, for refusals; alone: its prompt has no other. Raises Refused, or Overloaded."""
+        """name: of the image, for error messages; alone: its prompt has no other. Raises Refused, or Overloaded."""
         try:
             await self._apart.start()
             answer = await self._ask(data, alone)
@@ -117,7 +117,7 @@ def _tell(unable: str) -> None:
 
 
 def _work(job: bytes) -> bytes:
-    """What the process does for one image."""
+    """The worker's job for one image."""
     return msgspec.msgpack.encode(_answer(_jobs.decode(job)))
 
 
@@ -135,13 +135,13 @@ def _answer(job: Job) -> Answer:
         return Answer(refused=str(wrong))
     except MemoryError:
         return Answer(refused="can't be read: it needs too much memory")
-    except Exception as error:  # a processor of another kind than is known here
+    except Exception as error:  # an unknown kind of processor
         return Answer(unable=words(error))
 
 
 @lru_cache(maxsize=1)
 def _resizing(folder: str) -> Resizing:
-    """As the folder's own image processor does it."""
+    """The folder's own image processor."""
     if not any((Path(folder) / name).is_file() for name in DESCRIPTIONS):
         raise OSError(f"{folder} has neither {' nor '.join(DESCRIPTIONS)}: download it again")
     import transformers
@@ -157,14 +157,14 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _blank() -> Any:
-    """A picture with which it shows whether any can be prepared."""
+    """A blank image, to test whether any can be prepared."""
     from PIL import Image
 
     return Image.new("RGB", (600, 400))
 
 
 def _opened(data: bytes) -> Any:
-    """As transformers' load_image reads it: the way up that it says, in RGB."""
+    """As transformers' load_image reads it: with its EXIF orientation, in RGB."""
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
@@ -200,11 +200,11 @@ def _pixels(values: Any, tokens: tuple[int, int], size: tuple[int, ...]) -> Pixe
 
 
 def _prepare_process() -> None:
-    """What takes time and memory is there before jobs are, and limits."""
+    """Imports what takes time and memory before jobs, and memory limits, begin."""
     sys.modules["torch"] = None  # type: ignore[assignment]  # transformers asks whether it is installed
-    logging.disable(logging.WARNING)  # of what it says then
+    logging.disable(logging.WARNING)  # of its messages then
     warnings.simplefilter("ignore")
-    with suppress(ImportError):  # the first job tells
+    with suppress(ImportError):  # the first job reports it
         from transformers import AutoImageProcessor  # noqa: F401
 
 

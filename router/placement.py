@@ -1,21 +1,21 @@
-"""Which replica takes a request. Pure: knows token ids, names and integers; no clock, no IO, and nothing of what a replica is.
-
-    join, leave      replicas come and go: who has left, or died, has no cache any more
+"""Cache-aware load balancing: which replica takes a request. Pure: knows token ids, names and integers; no clock, no IO, and
+nothing of what a replica is.
+    join, leave      replicas come and go: one that has left, or died, has an empty cache
     place -> Placed  a request goes to one of them; its prompt counts as cached there from now on
-    lift             it has ended, or was moved away
+    lift             it has ended, or moved away
 
-What each replica has cached is guessed from what it was sent: an index of the prompts' beginnings; shards are asked for nothing.
+What each replica has cached is estimated from what it was sent, in an index of prompt prefixes; the shards are not asked.
 
     load      A replica may take a request while that leaves it at most TOLERANCE above the mean, in tokens of outstanding requests.
               There is always one: the least loaded. So no prefix, however popular, makes one replica a bottleneck; it spreads.
     session   Among those, the one where the session's last request went: its conversation is there, answers included. Sessions may
               go a little further above the mean (LOYALTY): to leave costs them the whole conversation.
-    prefix    Else the one that holds most of the prompt; of several the least loaded. What it need not compute does not count.
+    prefix    Else the one that has most of the prompt cached; of several the least loaded. Cached tokens don't count as load.
     otherwise The least loaded; where loads are equal, the one that was given least so far.
 
-The index maps the hash of a prompt's beginning (`prefix_keys`) to the replicas that have seen it, as bits. Two generations bound
-the memory: what is used moves to the young one, and when that is full the old one is dropped. A hash that two beginnings share,
-which differ only where it does not look, costs a cache hit, never an answer.
+The index maps the hash of a prompt's prefix (`prefix_keys`) to the replicas that have seen it, as bits. Two generations bound the
+memory: what is used moves to the young one, and when that is full the old one is dropped. A hash collision between prefixes that
+differ only in tokens that are not sampled costs a cache hit, never an answer.
 """
 
 from bisect import bisect_left, insort
@@ -26,18 +26,18 @@ from operator import attrgetter
 from .prefix_keys import PrefixKeys
 
 TOLERANCE = 1.1  # times the mean load that a replica may have
-LOYALTY = 1.5  # the same for a session that was there
-UNIT = 16  # tokens: beginnings are cut at no finer places, however small pages are
+LOYALTY = 1.5  # the same for a session's previous replica
+UNIT = 16  # tokens: prefixes end at no finer places, however small pages are
 GROWTH = 4  # a stride is a quarter of the length so far
-BEGINNINGS = 1 << 17  # of prompts that a generation remembers: some 15 MB
-SESSIONS = 1 << 16  # the same of sessions
+BEGINNINGS = 1 << 17  # prefixes per generation: some 15 MB
+SESSIONS = 1 << 16  # sessions per generation
 
-_burden = attrgetter("load", "given", "bit")  # of a place: no two have the same
+_burden = attrgetter("load", "given", "bit")  # of a place: unique
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Where a request went, and why."""
+    """The replica chosen for a request, and why."""
 
     name: str
     reason: str  # "session", "prefix" or "load"
@@ -46,7 +46,7 @@ class Placed:
 
 @dataclass(slots=True)
 class _Place:
-    """A replica that takes requests."""
+    """A replica that takes requests, with its load."""
 
     name: str
     bit: int
@@ -55,7 +55,7 @@ class _Place:
 
 
 class Generations:
-    """Bits by key. Each bit is kept for at least `size` keys after it was last added, and for twice as many at most."""
+    """Bit masks by key. Each bit is kept for at least `size` keys after it was last added, and for twice as many at most."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -66,23 +66,23 @@ class Generations:
         return len(self._young) + len(self._old)
 
     def get(self, key: int) -> int:
-        """Its bits."""
+        """The bits of a key."""
         return self._young.get(key, 0) | self._old.get(key, 0)
 
     def add(self, key: int, bit: int) -> None:
-        """One more bit."""
+        """Adds a bit to a key."""
         self._young[key] = self._young.get(key, 0) | bit
         if len(self._young) >= self._size:
             self._young, self._old = {}, self._young
 
     def put(self, key: int, bit: int) -> None:
-        """This bit, and no other."""
+        """Sets a key to this bit alone."""
         self._old.pop(key, None)
         self._young[key] = 0
         self.add(key, bit)
 
     def clear(self, bit: int) -> None:
-        """Nobody has this one any more."""
+        """Removes a bit from all keys."""
         for generation in (self._young, self._old):
             for key in [key for key, bits in generation.items() if bits & bit]:
                 generation[key] &= ~bit
@@ -97,14 +97,14 @@ class Placement:
         self._beginnings = PrefixKeys(page_size * -(-UNIT // page_size), GROWTH, sampled=True)
         self._places: dict[str, _Place] = {}
         self._by_bit: dict[int, _Place] = {}
-        self._order: list[_Place] = []  # by burden, the least loaded first: most choices are made near its beginning
+        self._order: list[_Place] = []  # by load, the least first: most choices are made near its beginning
         self._total = 0  # load of all
         self._index = Generations(beginnings)
         self._sessions = Generations(sessions)
 
     @property
     def names(self) -> list[str]:
-        """Of the replicas that take requests."""
+        """Names of the replicas that take requests."""
         return [*self._places]
 
     def __contains__(self, name: str) -> bool:
@@ -112,7 +112,7 @@ class Placement:
 
     @property
     def remembered(self) -> int:
-        """Beginnings and sessions: what takes memory."""
+        """Size of the index: prefixes and sessions."""
         return len(self._index) + len(self._sessions)
 
     def load(self, name: str) -> int:
@@ -120,16 +120,16 @@ class Placement:
         return self._places[name].load
 
     def join(self, name: str, load: int = 0) -> None:
-        """It takes requests from now on, and has nothing cached. load: of requests that it has nevertheless."""
+        """A replica takes requests from now on, with an empty cache. load: of requests that it has nevertheless."""
         bit = next(1 << number for number in range(len(self._by_bit) + 1) if 1 << number not in self._by_bit)
-        # Without what others were given it would be behind for ever, and get all requests that have no other preference.
+        # Starting at 0 it would be behind for ever, and get all requests that have no other preference.
         given = min((place.given for place in self._order), default=0)
         place = self._places[name] = self._by_bit[bit] = _Place(name, bit, load, given)
         self._total += load
         insort(self._order, place, key=_burden)
 
     def leave(self, name: str) -> None:
-        """It takes no more, and what it had cached is gone. Nothing happens if it isn't here."""
+        """It takes no more requests, and its cache is gone. Nothing happens if it isn't here."""
         place = self._places.pop(name, None)
         if place is None:
             return
@@ -147,8 +147,8 @@ class Placement:
         session: str = "",
         fits: Callable[[str], bool] = lambda name: True,
     ) -> Placed | None:
-        """Chooses for a request. work: tokens that it counts for; key: who shares cached prefixes with it; fits: whether the one
-        that was chosen can take it, else it is another one. None: nobody can take it."""
+        """Chooses a replica for a request. work: tokens that it counts for; key: requests with equal keys share cached prefixes;
+        fits: whether a chosen replica can take it, else another is chosen. None: no replica can take it."""
         keys = self._beginnings.of(prompt, key)
         sticky = hash((key, session)) if session else None
         refused = 0
@@ -184,7 +184,7 @@ class Placement:
             self._sessions.put(sticky, chosen.bit)
 
     def _choose(self, refused: int, keys: list[tuple[int, int]], work: int, sticky: int | None) -> tuple[_Place, str, int]:
-        """refused: those that can't be, as bits; at least one can."""
+        """refused: replicas that can't take it, as bits; at least one can."""
         least = next(place for place in self._order if not place.bit & refused)
         mean = (self._total + work) / len(self._order)
         held = self._held(keys)
@@ -201,8 +201,8 @@ class Placement:
         return least, "load", 0
 
     def _least(self, bits: int, most: float) -> _Place | None:
-        """Of these the least loaded, if that is no more than `most`."""
-        if bits in self._by_bit:  # one alone
+        """Of these the least loaded, if its load is no more than `most`."""
+        if bits in self._by_bit:  # a single one
             return self._by_bit[bits] if self._by_bit[bits].load <= most else None
         if bits:
             for place in self._order:
@@ -213,7 +213,8 @@ class Placement:
         return None
 
     def _held(self, keys: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Who holds how many tokens of the prompt's beginning, as bits: the longest first, each replica in all that it holds."""
+        """Which replicas hold how many tokens of the prompt's prefix, as bits: the longest first, each replica in all that it
+        holds."""
         held: list[tuple[int, int]] = []
         bits = -1
         for length, key in keys:

@@ -1,21 +1,21 @@
-"""By what prompts are found to begin alike, without comparing them: keys of their beginnings. Pure; knows token ids.
+"""Hash keys of prompt prefixes, by which prompts with common beginnings are found without comparing them. Pure; knows token ids.
 
-Beginnings end at page boundaries, at each one at first, then in strides that grow with the length, so that a prompt of n tokens has
+Prefixes end at page boundaries, at each one at first, then in strides that grow with the length, so that a prompt of n tokens has
 O(log n) of them. Each key includes the one before: who has one has all shorter ones.
 """
 
 from array import array
 
-FINE = 8  # beginnings until strides grow
-LONGEST = 1 << 24  # tokens: longer prompts are looked at up to there
+FINE = 8  # prefixes until strides grow
+LONGEST = 1 << 24  # tokens: longer prompts are hashed up to here
 
 
 class PrefixKeys:
-    """Of prompts, as keys; equal ones only mean something where `unit`, `growth` and `sampled` are the same."""
+    """Computes prefix keys of prompts; keys are comparable only where `unit`, `growth` and `sampled` are equal."""
 
     def __init__(self, unit: int, growth: int, sampled: bool = False) -> None:
-        """unit: tokens of a page; a stride is the `growth`th part of the length so far. sampled: of a long stride a few tokens are
-        looked at instead of all."""
+        """unit: tokens per page; growth: a stride is the `growth`th part of the length so far; sampled: hash only some tokens of a
+        long stride."""
         self._sampled = sampled
         self._cuts: list[tuple[int, slice]] = []
         place = 0
@@ -26,7 +26,7 @@ class PrefixKeys:
             place = end
 
     def of(self, prompt: tuple[int, ...], key: str) -> list[tuple[int, int]]:
-        """(length, key) of each, the shortest first. The last token is never one's end: it is computed in any case. key: prompts
+        """(length, key) of each prefix, the shortest first. The last token never ends one: it is computed in any case. key: prompts
         with different ones share nothing."""
         length, chain = len(prompt), hash(key)
         tokens = prompt if self._sampled else array("I", prompt)
@@ -35,7 +35,7 @@ class PrefixKeys:
             if end >= length:
                 break
             looked_at = tokens[part]
-            # Of bytes nobody outside knows the hash, which has a secret; of numbers anybody could make two that are alike.
+            # The hash of bytes is salted with a secret; with numbers, anybody could construct collisions.
             chain = hash((chain, looked_at.tobytes() if isinstance(looked_at, array) else looked_at))
             found.append((end, chain))
         return found

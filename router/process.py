@@ -27,7 +27,7 @@ from .text import Tokenizer
 from .tracing import Missing, Tracer
 
 LAST_WORDS = 5.0  # seconds that handlers get to send what they have when everything ends
-YIELD = 1.0  # seconds in which a shard that has failed ends before the router does, so that its reason is the one that is told
+YIELD = 1.0  # seconds for a failed shard to end before the router does, so that its reason is reported
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ async def serve(config: RouterConfig, listening: socket.socket, doorman: Startup
     stop = _stop_signal()
     metrics = Metrics(config.model)
     tracer = Tracer(config.otlp_endpoint, config.otlp_service_name, config.model) if config.otlp_endpoint else None
-    calm("opentelemetry")  # else a collector that is down is told each second
+    calm("opentelemetry")  # else a collector that is down is logged each second
     tokenizer = Tokenizer(
         Path(config.folder),
         config.chat_template,
@@ -67,10 +67,10 @@ async def serve(config: RouterConfig, listening: socket.socket, doorman: Startup
         access_log=None,
         auto_decompress=False,
         shutdown_timeout=LAST_WORDS,
-        keepalive_timeout=config.idle_timeout,  # and for a first request, and for the rest of a head that has begun
+        keepalive_timeout=config.idle_timeout,  # also for a first request, and for the rest of a partial head
     )
     await runner.setup()
-    gc.freeze()  # what is there by now stays: to look through it takes 15 ms, in which every stream would stand still
+    gc.freeze()  # long-lived objects are excluded from garbage collection, which would take 15 ms, and delay every stream
     doorman.relieve()
     await web.SockSite(runner, listening, backlog=BACKLOG).start()
     host, port = listening.getsockname()[:2]
@@ -114,13 +114,13 @@ async def _batch(fleet: Fleet, tokenizer: Tokenizer) -> None:
 
 
 def _connect(config: RouterConfig, name: str, addresses: Sequence[str]) -> Shards:
-    """The port to a replica's rank group. Nobody listens to complaints about those that the launcher has not started."""
+    """The client of a replica's rank group. Only for groups that the launcher has started there is a pipe for complaints."""
     complaints = config.complaints if tuple(addresses) in config.groups else ""
     return GrpcShards(addresses, config.step_timeout, complaints, certificates.of(config), name)
 
 
 def _stop_signal() -> asyncio.Event:
-    """Set by SIGTERM or SIGINT. The next one ends the process at once, as if nobody had asked to handle it."""
+    """Set by SIGTERM or SIGINT. The next one ends the process at once, by the default handler."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 

@@ -1,7 +1,7 @@
-"""What is known of an HTTP request while it is served and when it has ended: for the log, for traces. Numbers, never its text.
+"""Record of an HTTP request while it is served and when it has ended, for logs and traces. Numbers, never its text.
 
-The API opens a record (`current`), the batcher adds a run for each request that it takes from there, and fills it as it goes: a few
-assignments a request, none a token. Whoever logs within a request finds its id here.
+The API opens a record (`current`), the batcher adds a run for each request within it, and fills it as it goes: a few assignments
+per request, none per token. Log lines within a request get its id from here.
 """
 
 from contextvars import ContextVar
@@ -13,41 +13,41 @@ from .request import Request
 
 @dataclass(slots=True)
 class Run:
-    """A request on the shards. Moments are of the monotonic clock; 0 is not yet."""
+    """A request on the shards. Times are of the monotonic clock; 0 is not yet."""
 
     request: Request
     arrived: float
     name: str = ""  # see `Record.name`
-    started: float = 0.0  # first step that was to compute something of it
-    first: float = 0.0  # token
+    started: float = 0.0  # when the first step that computes something of it was sent
+    first: float = 0.0  # when its first token came
     ended: float = 0.0
-    cached_tokens: int = 0  # of the prompt
+    cached_tokens: int = 0  # of the prompt, found in the prefix cache
     generated: int = 0  # tokens of all choices
-    drafted: int = 0  # tokens that were guessed for it
-    accepted: int = 0  # those of them that were right
-    steps: int = 0  # that gave it tokens
-    reasons: list[str] = field(default_factory=list)  # why its choices ended, in the order in which they did
-    failure: str = ""  # what kind, if it was not answered to its end
+    drafted: int = 0  # draft tokens
+    accepted: int = 0  # of these, accepted
+    steps: int = 0  # steps that gave it tokens
+    reasons: list[str] = field(default_factory=list)  # why its choices ended, in order
+    failure: str = ""  # the kind, if it was not answered to its end
 
     def fail(self, kind: str, generated: int) -> None:
-        """It ends here."""
+        """The run ends with a failure."""
         self.failure, self.generated, self.ended = kind, generated, monotonic()
 
 
 @dataclass(slots=True)
 class Record:
-    """An HTTP request."""
+    """What is recorded of an HTTP request, with its runs on the shards."""
 
-    id: str  # as clients, proxies and logs know it
-    trace: str = ""  # W3C's traceparent of the span that stands for it; "": it is not traced
+    id: str  # request id for clients, proxies and logs
+    trace: str = ""  # W3C traceparent of its span; "": it is not traced
     arrived: float = field(default_factory=monotonic)
     runs: list[Run] = field(default_factory=list)
-    begun: bool = False  # its response
-    error: str = ""  # what kind of problem it was answered with
+    begun: bool = False  # whether its response has begun
+    error: str = ""  # kind of error it was answered with
 
     @property
     def name(self) -> str:
-        """What others are told, so that their words can be tied to it."""
+        """Its name for other processes, so that their logs can be related to it."""
         return self.trace or self.id
 
 
@@ -55,7 +55,7 @@ current: ContextVar[Record | None] = ContextVar("record", default=None)
 
 
 def begin(request: Request, now: float) -> Run:
-    """The run of a request that was taken, in the record of the HTTP request that it came with, if it came with one."""
+    """The run of a new request, added to the record of its HTTP request, if there is one."""
     record = current.get()
     if record is None:
         return Run(request, now)
@@ -65,12 +65,12 @@ def begin(request: Request, now: float) -> Run:
 
 
 def arrival() -> float:
-    """When the HTTP request came within which this is called."""
+    """Arrival time of the current HTTP request."""
     record = current.get()
     return monotonic() if record is None else record.arrived
 
 
 def request_id() -> dict[str, str]:
-    """Of the HTTP request within which this is called, as a value for a log line."""
+    """Id of the current HTTP request, as a value for a log line."""
     record = current.get()
     return {} if record is None else {"request_id": record.id}

@@ -1,39 +1,39 @@
-"""Who is to blame when the shards die: mostly nobody, and sometimes a request. Pure: knows uids, and how far each has come.
+"""Finds requests that kill the shards ("poison" requests) when shards die repeatedly. Pure: knows uids, and how far each has come.
 
 A request whose computation kills the shards would kill them again whenever it is replayed. A step computes many requests, and it
 can't be seen which of them it was; but the guilty one is in every step that kills, and gets no further from one death to the next.
 
-    suspects   were computed when the shards died, for the second time in a row, and got no further in between. Where one had been
-               before, and the shards had lived, a death counts half: who begins anew, as beams do, or computes a long prompt
-               again, takes long to get further, and guilty ones mostly kill in the same place
+    suspects   were computed when the shards died, for the second time in a row, and got no further between. A death at an earlier
+               point of a request than the last one counts half: requests that start anew, like beams, or recompute a long prompt,
+               take long to get further, and guilty ones mostly kill in the same place
     trial      the older half of them runs, and everybody else waits. When they have got further, half of the others runs as well,
                and so on, until there is no suspect left. When the shards die before, only those who ran stay under suspicion
-    guilty     who was computed alone when the shards died, a suspect already
+    guilty     a suspect that was computed alone when the shards died
 
 So most of the time the innocent are acquitted by running, which costs a few steps, and not by another death. Shards that die of
-something else, however often, accuse nobody who makes progress.
+something else, however often, make nobody guilty who makes progress.
 
-Where there are other shards, whoever is no suspect goes on there, and what is known of it goes along (`release`, `adopt`). Suspects
-stay with those that died: so a guilty one kills the shards of one inquest once, those of another, and then none but these.
+Where there are other replicas, all but suspects move there, with what is known of them (`release`, `adopt`). Suspects stay with
+those that died: so a guilty one kills the shards of one inquest once, those of another, and then only these.
 """
 
 from collections.abc import Callable, Mapping
 
-FURTHER = 4  # steps beyond where the shards died: more than are under way at once
+FURTHER = 4  # steps beyond where the shards died: more than are in flight at once
 
 
 class Inquest:
-    """What the deaths so far have shown. Who is as far as `place` says has come that many steps; the unit is the caller's."""
+    """State of the investigation. A request's progress is measured in steps, as `place` says; the unit is the caller's."""
 
     def __init__(self) -> None:
-        self._deaths: dict[int, tuple[float, int]] = {}  # in the last one: how many in a row, and how far it had come
+        self._deaths: dict[int, tuple[float, int]] = {}  # of the last one: deaths in a row, and how far it had come
         self._trial: set[int] = set()
         self._suspects: list[int] = []  # whose trial is still to come, oldest first
         self._passed: set[int] = set()
 
     @property
     def open(self) -> bool:
-        """A trial is under way: others wait for its end."""
+        """A trial is in progress: others wait for its end."""
         return bool(self._trial)
 
     def admits(self, uid: int) -> bool:
@@ -45,7 +45,7 @@ class Inquest:
         return uid in self._trial or uid in self._suspects
 
     def release(self, uid: int) -> tuple[float, int] | None:
-        """A request leaves. What is known of it, for the inquest that it goes to."""
+        """A request leaves. Returns what is known of it, for another inquest."""
         known = self._deaths.pop(uid, None)
         if uid in self._suspects:
             self._suspects.remove(uid)
@@ -61,8 +61,8 @@ class Inquest:
             self._deaths[uid] = known
 
     def died(self, places: Mapping[int, int]) -> int | None:
-        """The shards have died while these were computed; what was found out before still counts if it was none. Returns who is
-        guilty, if that is clear. Who is admitted then may be replayed."""
+        """The shards have died while these were computed; with none, earlier findings stay. Returns the guilty one, if that is
+        clear. Requests that `admits` accepts may be replayed then."""
         if not places:
             return None
         self._deaths = {uid: (self._count(uid, place), place) for uid, place in places.items()}
@@ -76,7 +76,7 @@ class Inquest:
         return None
 
     def hear(self, place: Callable[[int], int | None]) -> bool:
-        """How far those on trial are now; None: it has ended, or nobody wants it any more. True: others are admitted now."""
+        """place: progress of requests on trial; None: it has ended, or was cancelled. Returns whether others are admitted now."""
         if not self._trial or not all(self._further(uid, place(uid)) for uid in self._trial):
             return False
         self._passed |= self._trial

@@ -1,4 +1,4 @@
-"""Renders chats within limits, in processes of their own: a template is a program.
+"""Renders chat templates in worker processes, within limits of time and memory: a template is a program.
 
 Counting loops, or forbidding functions, would not do: a template can fill the memory or the time with one `replace`, one `join`,
 one product.
@@ -16,7 +16,7 @@ from .template import Chat, ChatTemplate
 from .worker_processes import Busy, Died, TimedOut, WorkerProcesses, serve
 
 SECONDS = 5.0  # for one chat. All of it costs the router 0.04 ms of CPU for a short one and 4 ms for 1 MB (x86, 2 cores)
-PROCESSES = 2  # so that a slow chat holds nobody up
+PROCESSES = 2  # so that a slow chat does not block others
 FIELDS = tuple(field.name for field in dataclasses.fields(Chat))
 
 
@@ -30,7 +30,7 @@ class Result:
 
 
 class Renderer:
-    """Renders chats elsewhere, within limits."""
+    """Renders chats in worker processes, within limits."""
 
     def __init__(self, seconds: float = SECONDS) -> None:
         self._seconds = seconds
@@ -58,7 +58,7 @@ def _compiled(source: str, special_tokens: tuple[tuple[str, str], ...]) -> ChatT
 
 
 def _result(source: str, special_tokens: dict[str, str], chat: dict[str, Any]) -> Result:
-    """What the process does for one chat."""
+    """The worker's job for one chat."""
     try:
         template, asked = _compiled(source, tuple(special_tokens.items())), Chat(**chat)
         text = template.render(asked)

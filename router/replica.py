@@ -1,22 +1,22 @@
-"""The words in which operators and the router speak of replicas. They belong to no HTTP API, and know no batcher."""
+"""Types in which operators and the router describe replicas. They belong to no HTTP API, and know no batcher."""
 
 import msgspec
 
 
 class Replica(msgspec.Struct, frozen=True, kw_only=True):
-    """One, as it is now."""
+    """The current state of one replica."""
 
     name: str
     addresses: tuple[str, ...]  # of its ranks
     state: str  # "starting", "ready", "recovering", "draining", "drained", "failed"
-    stage: str  # the same for people
+    stage: str  # human-readable state
     requests: int  # that wait or run there
-    load: int  # tokens of these: what placement goes by
-    pages: int  # in its pool; 0: not known yet
+    load: int  # tokens of these: what placement balances
+    pages: int  # in its KV pool; 0: not known yet
 
 
 class Conflict(Exception):
-    """What an operator asks for can't be done now. One line that says what would do."""
+    """An operator's request that can't be fulfilled now. One line that says what would help."""
 
 
 class Unknown(Exception):

@@ -1,4 +1,4 @@
-"""What a step's reply says, put together again: the wire has flat lists, which cost the least (see proto/shard.proto)."""
+"""Decodes a step's reply from the flat columns of the protocol, which are cheapest to transfer (see proto/shard.proto)."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -10,7 +10,7 @@ Pair = tuple[int, float]  # a token and its log-probability
 
 
 def report_of(step: shard_pb2.StepReply, finished: Sequence[int]) -> Report:
-    """What the scheduler has to know. finished: the uid of each choice that has ended."""
+    """What the scheduler needs to know. finished: the uid of each choice that has ended."""
     return Report(
         free=step.free,
         cached=step.cached,
@@ -55,7 +55,7 @@ def tops(step: shard_pb2.StepReply) -> Iterable[Sequence[Pair]]:
 
 
 def scores_of(step: shard_pb2.StepReply) -> dict[tuple[int, int], float]:
-    """Of the answers, by uid and choice, of the searches that have ended."""
+    """Scores of the answers, by uid and choice, of beam searches that have ended."""
     scores = iter(step.scores)
     counts = zip(step.scored_uids, step.scored_counts, strict=True)
     return {(uid, choice): next(scores) for uid, count in counts for choice in range(count)}

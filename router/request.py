@@ -1,4 +1,4 @@
-"""The router's own words: what a request asks and what its stream yields. They belong to no HTTP API and know no protobuf."""
+"""The router's internal request and stream types, independent of any HTTP API and of protobuf."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import msgspec
 
 
 class Priority(StrEnum):
-    """How soon a request wants to be begun."""
+    """Scheduling priority of a request."""
 
     INTERACTIVE = "interactive"
     NORMAL = "normal"
@@ -17,7 +17,7 @@ class Priority(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen. Defaults are neutral: greedy decoding."""
+    """Sampling parameters: how the next token is chosen. Defaults are neutral: greedy decoding."""
 
     temperature: float = 0.0  # 0: greedy
     top_k: int = 0  # 0: off
@@ -34,9 +34,9 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What every answer's text has to be: source text of one of these kinds."""
+    """A grammar that every answer's text must match: source text of one of these kinds."""
 
-    kind: str  # "json_schema", "regex", "lark", "ebnf" until it was looked into, "choice" (a JSON list of strings)
+    kind: str  # "json_schema", "regex", "lark", "ebnf" until it was converted, "choice" (a JSON list of strings)
     source: str
 
 
@@ -59,7 +59,7 @@ class Beams:
 
 
 class Image(msgspec.Struct, frozen=True, kw_only=True, weakref=True):
-    """A picture that a prompt shows: see `proto.images`, and Image in shard.proto."""
+    """An image in a prompt: see `proto.images`, and Image in shard.proto."""
 
     start: int
     rows: int
@@ -70,18 +70,18 @@ class Image(msgspec.Struct, frozen=True, kw_only=True, weakref=True):
 
 
 class Thinking(msgspec.Struct, frozen=True):
-    """How long an answer's reasoning may be."""
+    """Budget for reasoning at the beginning of an answer."""
 
-    most: int  # tokens
+    most: int  # most tokens of reasoning
     end: int  # token that ends it
-    begin: int | None = None  # token that begins it; None: it is begun in the prompt
+    begin: int | None = None  # token that begins it; None: the prompt has begun it
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """A validated request. Its prompt fits, its numbers are in range."""
 
     prompt: tuple[int, ...]
-    images: tuple[Image, ...] = ()  # that it shows, in its order
+    images: tuple[Image, ...] = ()  # of the prompt, in its order
     max_new_tokens: int
     sampling: Sampling = Sampling()
     stop: tuple[str, ...] = ()  # strings that end the text; the stop string itself is part of the stream's tokens
@@ -90,42 +90,42 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     top_n: int = 0  # alternatives per token
     prompt_logprobs: bool = False
     prompt_top_n: int = 0  # alternatives per token of the prompt, if its log-probabilities are asked for
-    min_new_tokens: int = 0  # before so many, no token of end_ids is drawn
-    thinking: Thinking | None = None  # that it may do before it answers; None: as long as it likes
+    min_new_tokens: int = 0  # tokens of end_ids can't be sampled earlier
+    thinking: Thinking | None = None  # budget for reasoning; None: unlimited
     skip_special_tokens: bool = True  # in the text
-    shown: tuple[int, ...] = ()  # special tokens that are in the text all the same: whoever parses it has to see them
-    choices: int = 1  # answers, drawn independently, the prompt is computed once; or the best that beam search finds, in order
+    shown: tuple[int, ...] = ()  # special tokens that are kept in the text, for parsers
+    choices: int = 1  # answers: sampled independently, with the prompt computed once; or the best of beam search, in order
     beams: Beams | None = None
-    drafts: int = 0  # the most guesses of what follows that a step checks for each answer: they change no token
+    drafts: int = 0  # most draft tokens per choice in a step (speculative decoding): they change no token
     priority: Priority = Priority.NORMAL
-    grammar: Grammar | None = None  # compiled and found to be possible
-    timeout: float = 0.0  # seconds after arrival by which the whole answer must be there; 0: whenever
-    arrived: float = 0.0  # by the monotonic clock: when the first of it came; 0: when it is submitted
-    tenant: str = ""  # on whose account; tenants share the server fairly. Never shown or logged
-    session: str = ""  # what it belongs to, such as a conversation: where there are replicas, it goes where the rest of that went
-    adapter: str = ""  # that the shards have, by which it goes; "": the model as it is
-    cache_key: str = ""  # who may find the keys and values that it leaves: those with the same one
+    grammar: Grammar | None = None  # compiled and found to be satisfiable
+    timeout: float = 0.0  # seconds after arrival by which the whole answer must be there; 0: none
+    arrived: float = 0.0  # by the monotonic clock: when its first byte arrived; 0: when it is submitted
+    tenant: str = ""  # account; tenants share the server fairly. Never shown or logged
+    session: str = ""  # e.g. a conversation: with several replicas, requests of a session go to the same one
+    adapter: str = ""  # LoRA adapter on the shards; "": the base model
+    cache_key: str = ""  # prefix caching: only requests with equal keys share cached pages
 
     @property
     def sequences(self) -> int:
-        """That are computed side by side."""
+        """Number of sequences computed side by side."""
         return self.beams.width if self.beams else self.choices
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How long a request may be. Known after warm-up."""
+    """Limits on the size of a request. Known after warm-up."""
 
     max_input_tokens: int  # prompt
     max_total_tokens: int  # prompt and max_new_tokens
-    vocabulary: int  # ids that the model knows: 0 to this, exclusive
-    pages: int = 1 << 30  # in the pool: what one request, with all its choices, may take at most
-    page_size: int = 1  # tokens
+    vocabulary: int  # valid ids are below it
+    pages: int = 1 << 30  # in the KV pool: the most that one request, with all its choices, may take
+    page_size: int = 1  # tokens per page
     sequences: int = 1 << 30  # that run at once
-    images: bool = False  # the shards see them
+    images: bool = False  # the shards support images
 
 
-# Of what follows there is one for each token: a frozen dataclass takes ten times as long to make (1.5 us, x86, one core).
+# The following exist once per token: a frozen dataclass takes ten times as long to make (1.5 us, x86, one core).
 class Alternative(msgspec.Struct, frozen=True, gc=False):
     """One of the most probable tokens at a position."""
 
@@ -140,7 +140,7 @@ class Prompt(msgspec.Struct, frozen=True, gc=False):
 
     logprobs: tuple[float | None, ...]  # None for the first token; () unless they were asked for
     top: tuple[tuple[int, float], ...] = ()  # (token id, log-probability), best first: prompt_top_n for each token but the first
-    cached_tokens: int = 0  # of the prompt, that were found instead of computed
+    cached_tokens: int = 0  # of the prompt, found in the prefix cache
 
 
 class Token(msgspec.Struct, frozen=True, gc=False):
@@ -156,11 +156,11 @@ class Token(msgspec.Struct, frozen=True, gc=False):
 
 
 class Speculation(msgspec.Struct, frozen=True, gc=False):
-    """What guesses were worth to a request, all its answers together, so far."""
+    """Statistics of speculative decoding for a request, all its choices together, so far."""
 
-    drafted: int  # tokens that were guessed
-    accepted: int  # those of them that were right
-    steps: int  # that gave it tokens
+    drafted: int  # draft tokens
+    accepted: int  # of these, accepted
+    steps: int  # steps that gave it tokens
 
 
 class Finish(msgspec.Struct, frozen=True, gc=False):
@@ -174,21 +174,21 @@ class Finish(msgspec.Struct, frozen=True, gc=False):
     inference_seconds: float  # from that step to the end
     choice: int = 0
     score: float | None = None  # of an answer that beam search found
-    guessed: Speculation | None = None  # of a request that may have guesses
-    stop: str = ""  # the string that ended it
+    guessed: Speculation | None = None  # of a request that may have drafts
+    stop: str = ""  # the stop string that ended it
 
 
 class Beam(msgspec.Struct, frozen=True, gc=False):
-    """A beam as a step left it."""
+    """A beam after a step."""
 
-    parent: int  # which of the live beams before the step it continues; 0 in the first step: the prompt
+    parent: int  # index of the live beam before the step that it continues; 0 in the first step: the prompt
     id: int  # its new token
     text: str  # the token's own
     score: float  # sum of log-probabilities; of a complete one divided by length to the power of length_penalty
 
 
 class Grown(msgspec.Struct, frozen=True, gc=False):
-    """What a step made of the beams of a request that is watched."""
+    """What a step made of the beams of a request that watches its search (`Beams.watched`)."""
 
     live: tuple[Beam, ...]  # best first
     complete: tuple[Beam, ...]  # completed by this step and, so far, among the best
@@ -200,17 +200,17 @@ Sink = Callable[[list[Item]], bool]
 
 
 class Failure(Exception):
-    """What a client is told when its request can't be answered. Turned into a status in `api/app.py` only.
+    """Why a request can't be answered, as sent to the client. Turned into an HTTP status in `api/app.py` only.
 
     Failure
-      Refused      its own fault: the request is invalid
+      Refused      the client's fault: the request is invalid
       Overloaded   no room now: try again later
       Expired      it was not complete by its own deadline
       NotReady     the model is still loading, or the server is draining
       Broken       the shards failed while they computed it
     """
 
-    counted = False  # in the metrics, by whoever ended the request; else it never came that far
+    counted = False  # whether the metrics have it already; else the request never got that far
 
 
 class Refused(Failure):
@@ -222,14 +222,14 @@ class Refused(Failure):
 
 
 class NoModel(Refused):
-    """Nothing that is served bears the name."""
+    """No served model has this name."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, "model")
 
 
 class TooLong(Refused):
-    """The prompt has more tokens than there may be. `found`: how many these are."""
+    """The prompt has too many tokens. `found`: how many it has."""
 
     def __init__(self, message: str, found: str, most: int) -> None:
         super().__init__(message, "inputs")
@@ -238,7 +238,7 @@ class TooLong(Refused):
 
 
 class Overloaded(Failure):
-    """There is no room for the request, or nobody free to look into it. `retry_after`: seconds until there probably is."""
+    """There is no room for the request, or no thread free to validate it. `retry_after`: estimated seconds until there is."""
 
     def __init__(self, message: str, retry_after: float = 1.0) -> None:
         super().__init__(message)
@@ -250,7 +250,7 @@ class Expired(Failure):
 
     @classmethod
     def after(cls, timeout: float, generated: int = 0) -> "Expired":
-        """So many seconds, when so many tokens of the answer were there."""
+        """For a timeout of so many seconds, when so many tokens of the answer were there."""
         return cls(f"the answer was not complete {timeout:g} s after the request came: {generated} tokens were there")
 
 

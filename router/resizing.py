@@ -1,7 +1,8 @@
-"""What a picture is resized to, and the pixels that are left of it: as each family's image processor does it, transformers' own. A
-new family is a new class. Only rescaling and normalizing is left to the shards, so that pixels are a byte each.
+"""Image preprocessing per model family: resizes and cuts an image into patches or tiles as the family's image processor in
+transformers does. A new family is a new class. Only rescaling and normalizing is left to the shards, so that pixels are a byte
+each.
 
-Knows no files: it runs where `pixels` opens them.
+Opens no files: it runs where `pixels` opens them.
 """
 
 import math
@@ -13,21 +14,21 @@ from typing import Any
 from ..proto.images import COLOURS
 from ..proto.tiling import tiling
 
-MOST_SAID = 200  # characters of a library's own words
+MOST_SAID = 200  # most characters of a library's message
 
 
 class UnusableImage(Exception):
-    """With an image; the message goes on where its name ends."""
+    """An image can't be used; the message continues a sentence that begins with its name."""
 
 
 def words(error: Exception) -> str:
-    """A library's."""
+    """A library's error message."""
     return " ".join(str(error).split())[:MOST_SAID] or type(error).__name__
 
 
 class Resized:
-    """A picture as the model gets it: values [1, colours, height, width], or [patches, colours, side, side]. Or those of images
-    that it is cut into, in `grid` rows and columns, and of the whole behind them, each of `rows` and `columns`."""
+    """A preprocessed image: values [1, colours, height, width], or [patches, colours, side, side]. Or those of its tiles, in `grid`
+    rows and columns, with the whole image last; each has `rows` and `columns` tokens."""
 
     def __init__(
         self,
@@ -38,50 +39,50 @@ class Resized:
         size: tuple[int, ...] = (),
         whole: tuple[int, int] | None = None,
     ) -> None:
-        """size: see Image in shard.proto; whole: rows and columns of the last part, if they are others."""
+        """size: see Image in shard.proto; whole: rows and columns of the last part, if they differ."""
         self.parts, self.grid, self.size = parts, grid, size
-        # Of each: rows and columns.
+        # Per part: rows and columns.
         self.tokens = [*[(rows, columns)] * (len(parts) - 1), whole or (rows, columns)]
 
 
 class Resizing(ABC):
-    """By one image processor."""
+    """Resizing by one image processor of transformers."""
 
-    fixed = False  # all pictures get the same size, whatever the operator says of pixels
+    fixed = False  # all images get the same size, whatever the operator's pixel limit
 
     def __init__(self, processor: Any) -> None:
         self._processor = processor
 
     @abstractmethod
     def __call__(self, image: Any, most: int) -> Resized:
-        """image: Pillow's; most: pixels that may be left of it. Raises UnusableImage, or ValueError where these are too few for
-        any."""
+        """image: Pillow's; most: pixel limit after resizing. Raises UnusableImage, or ValueError where the limit is too small for
+        any image."""
 
     def among(self, image: Any, most: int) -> Resized:
-        """Likewise, where the prompt has others."""
+        """The same, where the prompt has several images."""
         return self(image, most)
 
     def _run(self, images: Any, **how: Any) -> Any:
-        """What the processor makes of one, or of several."""
+        """The processor's output for one image, or several."""
         try:
             return self._processor(images, do_rescale=False, do_normalize=False, return_tensors="np", **how)
-        except ValueError as error:  # of those that are much longer than wide
+        except ValueError as error:  # for images that are much longer than wide
             raise UnusableImage(f"can't be prepared: {words(error)}") from None
 
     def _sized(self, image: Any, height: int, width: int) -> Any:
-        """Pixels of one that is resized to just that, [1, colours, height, width]."""
+        """Pixels of an image resized to exactly that size, [1, colours, height, width]."""
         return self._run(image, size={"height": height, "width": width})["pixel_values"]
 
 
 def too_few(needed: int) -> ValueError:
-    """There are less pixels than every picture has that is prepared for the model."""
+    """The error for a pixel limit below what every image of this model has."""
     return ValueError(f"--max-image-pixels must be at least {needed} for this model")
 
 
 class Patches(Resizing):
-    """Qwen's and GLM's: sizes are bounded by pixels, and pictures cut."""
+    """Qwen's and GLM's: sizes are bounded by pixels, and images cut into patches."""
 
-    behind = 0  # tokens with which each row ends
+    behind = 0  # tokens that end each row
 
     def __init__(self, processor: Any) -> None:
         super().__init__(processor)
@@ -91,11 +92,11 @@ class Patches(Resizing):
         found = self._run(image, **self._bounds(most))
         _, high, wide = (int(number) for number in found["image_grid_thw"][0])
         patches = found["pixel_values"].reshape(high * wide, -1, self._frames, self._patch, self._patch)
-        # A picture stands still.
+        # A still image: all frames are equal.
         return Resized([patches[:, :, 0]], high // self._merged, wide // self._merged + self.behind)
 
     def _bounds(self, most: int) -> dict[str, Any]:
-        """GLM counts pixels of all frames that a patch has, and a picture is so many alike."""
+        """GLM counts pixels of all frames of a patch, and a still image is so many equal frames."""
         size = self._processor.size
         most *= self._frames if type(self._processor).__name__.startswith("Glm") else 1
         longest = min(size.longest_edge, most)
@@ -103,7 +104,7 @@ class Patches(Resizing):
 
 
 class PatchesOfTokens(Patches):
-    """GLM 5 Next's: sizes are bounded by tokens. What a picture lacks of whole ones is black."""
+    """GLM 5 Next's: sizes are bounded by tokens. Missing parts of whole tokens are black."""
 
     def _bounds(self, most: int) -> dict[str, Any]:
         unit = (self._merged * self._patch) ** 2
@@ -114,7 +115,7 @@ class PatchesOfTokens(Patches):
 
 
 class EndedPatches(Patches):
-    """Hy 4's."""
+    """Hy 4's: patches with a token that ends each row."""
 
     behind = 1
 
@@ -123,9 +124,9 @@ class Sides(Resizing):
     """Mistral's: sizes are bounded by the longer side, and then rounded up."""
 
     def __init__(self, processor: Any, files: Mapping[str, Any], model: Mapping[str, Any]) -> None:
-        """files: what the folder says of its processor, who may know how many pixels a token is of; else the model does. To LLaVA a
-        token is a patch. LightOnOCR's sides are rounded up to what the image processor takes for a patch, and of what is more
-        than whole tokens there are none."""
+        """files: the folder's processor config, which may have the pixels of a token; else the model's config has. In LLaVA a
+        token is a patch. LightOnOCR's sides are rounded up to the image processor's patch size, and what exceeds whole tokens
+        has none."""
         super().__init__(processor)
         patch = files.get("patch_size") or model["vision_config"]["patch_size"]
         merged = 1 if model.get("model_type") == "llava" else files.get("spatial_merge_size") or model["spatial_merge_size"]
@@ -143,12 +144,12 @@ class Sides(Resizing):
 
 
 def _side(patch: Any) -> int:
-    """In pixels."""
+    """Patch size in pixels."""
     return int(patch["height"] if isinstance(patch, Mapping) else getattr(patch, "height", patch))
 
 
 def longest_side(longest: int, unit: int, size: tuple[int, int], most: int) -> int:
-    """The largest bound of a picture's sides, up to `longest`, with which no more than `most` pixels are left of it."""
+    """The largest bound of an image's sides, up to `longest`, that leaves no more than `most` pixels."""
     larger = max(size)
     longest = min(longest, larger)
     if rounded(longest, unit, size) > most:
@@ -159,13 +160,13 @@ def longest_side(longest: int, unit: int, size: tuple[int, int], most: int) -> i
 
 
 def rounded(longest: int, unit: int, size: tuple[int, int]) -> int:
-    """Pixels that are left of a picture, as transformers' Pixtral computes it."""
+    """Pixels of an image after resizing, as transformers' Pixtral computes it."""
     ratio = max(1, max(size) / longest)
     return math.prod(((math.floor(length / ratio) - 1) // unit + 1) * unit for length in size)
 
 
 class Square(Resizing):
-    """Gemma 3's and LLaVA's: each has the same size."""
+    """Gemma 3's and LLaVA's: all images have the same size."""
 
     fixed = True
 
@@ -181,7 +182,7 @@ class Square(Resizing):
 
 
 class Tiles(Resizing):
-    """InternVL's: tiles of one size, as many as the picture has room for in proportions near to its own, and the whole of it."""
+    """InternVL's: tiles of one size, as many as the image has room for in proportions near to its own, and the whole image."""
 
     def __init__(self, processor: Any, model: Mapping[str, Any]) -> None:
         super().__init__(processor)
@@ -198,7 +199,7 @@ class Tiles(Resizing):
 
 
 class Tiled(Resizing):
-    """LLaVA-NeXT's: the whole, and tiles of the resolution that suits the picture best, see `proto.tiling`."""
+    """LLaVA-NeXT's: the whole image, and tiles of the best-matching resolution, see `proto.tiling`."""
 
     def __init__(self, processor: Any, model: Mapping[str, Any]) -> None:
         super().__init__(processor)
@@ -214,8 +215,7 @@ class Tiled(Resizing):
 
 
 class TiledAlone(Tiled):
-    """LLaVA-OneVision's: where a prompt has several pictures, each is one tile with a token behind it, as transformers has it of
-    chats."""
+    """LLaVA-OneVision's: where a prompt has several images, each is one tile with a token after it, as in transformers' chats."""
 
     def among(self, image: Any, most: int) -> Resized:
         if most < self._tiling.least:
@@ -225,7 +225,7 @@ class TiledAlone(Tiled):
 
 
 class Cuts(Resizing):
-    """Idefics 3's and SmolVLM's: as many tiles as the picture's longer side has room for, and the whole of it."""
+    """Idefics 3's and SmolVLM's: as many tiles as the image's longer side has room for, and the whole image."""
 
     def __init__(self, processor: Any, model: Mapping[str, Any]) -> None:
         super().__init__(processor)
@@ -246,7 +246,8 @@ class Cuts(Resizing):
 
 
 class Quarters(Resizing):
-    """Idefics 2's: of many sizes, and if pictures are split, four quarters of each like pictures of their own before the whole."""
+    """Idefics 2's: variable sizes; with image splitting, four quarters of each image come like images of their own before the
+    whole."""
 
     PARTS = 5
 
@@ -256,7 +257,7 @@ class Quarters(Resizing):
         self._tokens = model.get("perceiver_config", {}).get("resampler_n_latents", 64)
 
     def __call__(self, image: Any, most: int) -> Resized:
-        """The longest side is as long as can be: all sides as short as they may be, a part has the least pixels."""
+        """The longest side is as long as possible: with all sides at their minimum, a part has the least pixels."""
         least = self._shortest**2
         if most < least:
             raise too_few(least)
@@ -272,12 +273,12 @@ class Quarters(Resizing):
 
 
 def quarters(width: int, height: int) -> list[tuple[int, int]]:
-    """Their sizes."""
+    """Sizes of an image's quarters."""
     return [(wide, high) for high in (height // 2, height - height // 2) for wide in (width // 2, width - width // 2)]
 
 
 def bounded(size: tuple[int, int], shortest: int, longest: int) -> int:
-    """Pixels that are left of a picture, as transformers' Idefics 2 computes it: the bound of the shorter side goes first."""
+    """Pixels of an image after resizing, as transformers' Idefics 2 computes it: the bound of the shorter side takes precedence."""
     width, height = size
     ratio = width / height
     if max(width, height) > longest:
@@ -289,8 +290,8 @@ LLAMA4 = {"image_size": 336, "patch_size": 14, "pixel_shuffle_ratio": 0.5}  # tr
 
 
 class Canvas(Resizing):
-    """Llama 4's: tiles of the canvas that suits the picture best, black where it doesn't reach, and the whole of it, if that is
-    more than one. What becomes of its sizes is as transformers computes it: in float32 what follows from the canvas."""
+    """Llama 4's: tiles of the best-matching canvas, black where the image doesn't reach, and the whole image, if there is more than
+    one tile. Sizes are computed as in transformers: in float32 what follows from the canvas."""
 
     def __init__(self, processor: Any, model: Mapping[str, Any]) -> None:
         super().__init__(processor)
@@ -323,11 +324,11 @@ class Canvas(Resizing):
 
 
 def canvas(size: tuple[int, int], tile: int, most: int, largest: bool) -> tuple[int, int]:
-    """Rows and columns of up to so many tiles that suit a picture of that height and width: on which it is enlarged least; or most,
-    if that is wanted, or if it fits on none."""
+    """Rows and columns of the canvas, of up to `most` tiles, that suits an image of that height and width: on which it is enlarged
+    least; or most, if `largest`, or if it fits on none."""
     import numpy
 
-    found: dict[float, list[tuple[int, int]]] = {}  # by their proportions, of which the first come first
+    found: dict[float, list[tuple[int, int]]] = {}  # by their proportions, in order of discovery
     for count in range(most, 0, -1):
         for rows in (one for one in range(1, count + 1) if count % one == 0):
             found.setdefault(rows / (count // rows), []).append((rows, count // rows))
@@ -340,7 +341,7 @@ def canvas(size: tuple[int, int], tile: int, most: int, largest: bool) -> tuple[
 
 
 def fitted(size: tuple[int, int], room: tuple[Any, Any]) -> tuple[int, int]:
-    """The largest height and width in the picture's proportions that there is room for."""
+    """The largest height and width in the image's proportions that fit the room."""
     (high, wide), (height, width) = room, size
     if wide / width < high / height:
         return max(1, min(math.floor(height * (wide / width)), int(high))), int(wide)
@@ -348,9 +349,10 @@ def fitted(size: tuple[int, int], room: tuple[Any, Any]) -> tuple[int, int]:
 
 
 class Views(Resizing):
-    """DeepSeek-OCR 2's: tiles in proportions near to the picture's own, if it is larger than one, and the whole, grey beside it."""
+    """DeepSeek-OCR 2's: tiles in proportions near to the image's own, if it is larger than one, and the whole image, padded with
+    grey."""
 
-    UNIT = 16 * 4  # pixels of what is seen of a picture
+    UNIT = 16 * 4  # pixels per token side
 
     def __init__(self, processor: Any, model: Mapping[str, Any]) -> None:
         super().__init__(processor)
@@ -374,12 +376,12 @@ class Views(Resizing):
 
 
 class Windows(Resizing):
-    """Step 3.7's: the whole, and tiles over which a window passes that depends on the picture's proportions."""
+    """Step 3.7's: the whole image, and tiles from a sliding window whose size depends on the image's proportions."""
 
     SIDE = 14 * 4  # of a token, in pixels
-    THIN, SHORT = 4, 32  # what is thinner, and has a shorter side, is filled up to a square
-    FILLED = 8192  # pixels of the longer side of what is filled up: what it takes is in memory a few times
-    STEP = 8  # pixels: where there are too many tiles, the longer side is bounded by so many less
+    THIN, SHORT = 4, 32  # thinner images with a shorter side than this are padded to a square
+    FILLED = 8192  # most pixels of the longer side when padding: the result is in memory a few times
+    STEP = 8  # pixels: with too many tiles, the bound of the longer side is lowered in such steps
 
     def __init__(self, processor: Any, model: Mapping[str, Any]) -> None:
         super().__init__(processor)
@@ -390,7 +392,7 @@ class Windows(Resizing):
             raise ValueError(f"size and patch_size must be multiples of {self.SIDE}, the pixels of a token")
 
     def __call__(self, image: Any, most: int) -> Resized:
-        """If nothing helps against too many tiles, the whole is all there is."""
+        """If even the lowest bound leaves too many tiles, only the whole image is used."""
         if most < self._whole**2:
             raise too_few(self._whole**2)
         image, room = self._filled(image), (most - self._whole**2) // self._tile**2
@@ -425,8 +427,8 @@ class Windows(Resizing):
 
 
 def windows(size: tuple[int, int], longest: int, whole: int, tile: int) -> tuple[tuple[int, int], tuple[int, int], int]:
-    """What a picture of that width and height is resized to for its whole and for tiles, and the window of these; 0: there are
-    none. As transformers computes it."""
+    """Sizes that an image of that width and height is resized to, for the whole and for tiles, and the window of the tiles; 0:
+    there are none. As transformers computes it."""
     if max(size) > longest:
         scale = longest / max(size)
         size = int(size[0] * scale), int(size[1] * scale)
@@ -441,7 +443,7 @@ def windows(size: tuple[int, int], longest: int, whole: int, tile: int) -> tuple
 
 
 class Budget(Resizing):
-    """Gemma 4's: each has about as many tokens, in its own proportions."""
+    """Gemma 4's: each image has about the same number of tokens, in its own proportions."""
 
     BUDGETS = (1120, 560, 280, 140, 70)  # tokens
 
@@ -471,8 +473,8 @@ BY_TYPE: dict[str, Callable[[Any, Mapping[str, Any]], Resizing]] = {
 
 
 def resizing_of(processor: Any, files: Mapping[str, Any], model: Mapping[str, Any]) -> Resizing:
-    """By an image processor. files: what the folder says of its processor; model: its config.json. Raises ValueError, or KeyError,
-    for one of no known kind, or none that works."""
+    """The resizing for an image processor. files: the folder's processor config; model: its config.json. Raises ValueError, or
+    KeyError, for an unknown kind, or settings that are not supported."""
     if getattr(processor, "do_resize", True) is not True:
         raise ValueError(f"do_resize {processor.do_resize!r} is not supported: each picture is resized")
     if model.get("model_type") in BY_TYPE:

@@ -1,27 +1,28 @@
-"""Decides what the shards compute next. Pure: it knows integers; no token, clock or IO, and of our modules only those that know
-what a step costs (`policies`, `drafting`) and what prompts share (`prefix_sharing`).
+"""Continuous-batching scheduler: decides which prompt chunks and decodes the shards compute in the next step. Pure: it works on
+integers, without tokens, clock or IO. Of our modules it imports only those that model a step's cost (`policies`, `drafting`) and
+prefixes shared between prompts (`prefix_sharing`).
 
     arrive, cancel, end   what clients do
-    next() -> action      what the shards shall do now; None: nothing. Its effect is assumed at once, so that the next call may
+    next() -> action      the next command for the shards, or None. Its effect is assumed at once, so that the next call may
                           come before the reply: one step of lookahead
-    report, paused        what replies have said
+    report, paused        what replies have reported
 
-The shards measure, the scheduler decides: they say of each group how many pages it may still take (`grow`) and how many tokens it
-lacks until it decodes; nothing here knows what a page holds or what a choice costs.
+The shards measure, the scheduler decides: they report for each group how many pages it may still take (`grow`) and how many tokens
+it lacks until it decodes. Nothing here knows what a page holds or what a choice costs.
 
-Rules, each held by tests/router/simulation.py
-  memory      What all admitted groups may still take is never more than what is free before a step is asked for. Where it would
-              be, whole groups are paused, those of the highest rank first (the youngest, unless priorities differ), never the last.
-              A job is admitted when that leaves `headroom` for those that run, so that it does not pause them a moment later.
-              Pages of its prompt that a running job holds it need not take (`prefix_sharing`).
-  budget      Prompts get the tokens that the policy gives. Half of them belong to the oldest prompt, the rest to the shortest
-              first: a short prompt passes a long one, which takes at most twice as long for it.
-  order       Jobs come by rank (arrival and priority), paused ones among those that wait; of several tenants the one that has
-              least running comes first. Where one does not fit, later ones may overtake it, each job at most `overtakes` times,
-              a paused one never, and any number while those before it alone leave it no room. Then all wait.
-  drafts      Where the server speculates, a step says what a draft may cost and how many there may be (`drafting`). Prompts come
+Rules, each checked by tests/router/simulation.py
+  memory      The sum of `grow` over all admitted groups never exceeds the free pages when a step is requested. Where it would,
+              whole groups are preempted (paused), those of the highest rank first (the youngest, unless priorities differ), never
+              the last one. A job is admitted only if `headroom` remains for the running ones, so that it does not preempt them a
+              moment later. Pages of its prompt that a running job holds already are not counted again (`prefix_sharing`).
+  budget      Chunked prefill: prompts get the tokens that the policy grants. Half of them belong to the oldest prompt, the rest to
+              the shortest first: a short prompt passes a long one, which takes at most twice as long for it.
+  order       Jobs come by rank (arrival and priority), preempted ones among the waiting; of several tenants the one with the least
+              load running comes first. Where a job does not fit, later ones may overtake it, each job at most `overtakes` times,
+              a preempted one never, and any number while those before it alone leave it no room. Then all wait.
+  drafts      With speculative decoding, a step carries what a draft may cost and how many there may be (`drafting`). Prompts come
               first: drafts get the tokens that these leave of the step.
-  cancelling  The groups of cancelled jobs, and ended choices, are dropped by a Filter before anything else is asked.
+  cancelling  The groups of cancelled jobs, and ended choices, are dropped by a Filter before anything else is requested.
 """
 
 import sys
@@ -34,83 +35,84 @@ from .drafting import Allowance, Drafting
 from .policies import Measured, Mixed, Policy, Standing
 from .prefix_sharing import PrefixSharing
 
-# Seconds that a request of some priority counts as arrived later than it did. An interactive one passes a batch one that came up to
-# a minute before it, and nobody waits for ever.
+# Seconds by which a request's priority delays its arrival time. An interactive request passes a batch one that came up to a minute
+# before it, and nobody waits for ever.
 DELAYS = {"interactive": 0.0, "normal": 5.0, "batch": 60.0}
-CHARGED = 256  # generated tokens that a choice counts for in a load, at most: few answers are as long as they may be
+CHARGED = 256  # generated tokens of a choice that count in a load, at most: few answers use all of max_new_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What may run at once. Every number is positive."""
+    """Limits on what may run at once. Every number is positive."""
 
-    pages: int  # in the shards' pool
-    page_size: int  # tokens
+    pages: int  # in the shards' KV pool
+    page_size: int  # tokens per page
     step_tokens: int  # query tokens of a step (max_batch_prefill_tokens)
-    sequences: int  # of admitted jobs (max_batch_size)
+    sequences: int  # of all admitted jobs (max_batch_size)
     overtakes: int = 16  # how often a job that does not fit may be overtaken
-    headroom: int = 32  # tokens that each running sequence shall be able to grow by when another job is admitted
-    attached: int = sys.maxsize  # bytes that jobs which are admitted together bring beside tokens; one alone may bring more
+    headroom: int = 32  # tokens that each running sequence must still be able to grow by when another job is admitted
+    attached: int = sys.maxsize  # bytes of images that jobs admitted together may bring; one alone may bring more
 
     def together(self, tokens: int) -> int:
-        """How many sequences of so many tokens fit at once."""
+        """How many sequences of `tokens` tokens fit at once."""
         return min(self.pages // -(-tokens // self.page_size), self.sequences)
 
 
 @dataclass(slots=True)
 class Job:
-    """A request as the scheduler sees it, and its standing."""
+    """A request as the scheduler sees it: its size, and its current standing."""
 
     uid: int
     prompt_tokens: int
     max_new_tokens: int  # of each choice
     choices: int = 1
-    rank: float = 0.0  # when it arrived, as it were: its priority sets it back. Smaller goes first
+    rank: float = 0.0  # effective arrival time: arrival plus the delay of its priority. Smaller goes first
     tenant: str = ""
-    drafts: int = 0  # tokens that a step may guess for each choice
-    attached: int = 0  # bytes that it brings beside tokens: its images
-    beginnings: Sequence[tuple[int, int]] = ()  # (tokens, key) of the prompt's, where shards cache them: see `prefix_keys`
+    drafts: int = 0  # most draft tokens per choice in a step
+    attached: int = 0  # bytes of images that it brings
+    # (tokens, key) of the prompt's prefixes, where shards cache prefixes: see `prefix_keys`
+    beginnings: Sequence[tuple[int, int]] = ()
     running: int = 0  # choices that have not ended
     overtaken: int = 0  # later jobs that were admitted before it
     lacking: int = 0  # tokens to be computed before it decodes, by the last report
     held: int = 0  # pages, by the last report
     grow: int = 0  # pages that it may still take, by the last report
-    shared: int = 0  # pages that `grow` leaves out, since others held them, until the shards say themselves what it may take
-    fresh: bool = True  # `lacking` knows nothing of caches yet
-    paused: bool = False  # it waits for the second time
+    shared: int = 0  # pages left out of `grow` because other jobs held them, until the shards report its own `grow`
+    fresh: bool = True  # `lacking` is the full length: the prefix cache was not looked up yet
+    paused: bool = False  # it was preempted and waits to be resumed
 
     @property
     def order(self) -> tuple[float, int]:
-        """Whose turn it is: no two jobs have the same."""
+        """Sort key of the queue; unique."""
         return self.rank, self.uid
 
     @property
     def load(self) -> int:
-        """What it counts for in its tenant's share."""
+        """Tokens that it counts in its tenant's load."""
         return load_of(self.prompt_tokens, self.max_new_tokens, self.choices)
 
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Compute chunks of prompts, in this order; with `decode`, a step of the batch's decodable groups rides along."""
+    """Compute chunks of prompts, in this order; with `decode`, the decodable groups of the batch decode in the same step."""
 
     new: tuple[int, ...]  # uids that join the batch
     chunks: tuple[tuple[int, int], ...]  # (uid, most tokens of it), of new and earlier groups
-    tokens: int  # most of all chunks; what the bounds leave goes round once more
+    tokens: int  # budget of all chunks together; what the bounds per chunk leave is dealt out in a second pass
     decode: bool
-    allowance: Allowance | None = None  # of drafts for these; None: there are none
+    allowance: Allowance | None = None  # budget of drafts for the decoding groups; None: no drafts
 
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """One step of every decodable group of the batch."""
+    """One decode step of every decodable group of the batch."""
 
-    allowance: Allowance | None = None  # of drafts; None: there are none
+    allowance: Allowance | None = None  # budget of drafts; None: no drafts
 
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Forget groups, end single choices, take pages back."""
+    """Drop groups, end single choices, preempt groups and take their pages back."""
 
     drop: tuple[int, ...] = ()
     pause: tuple[int, ...] = ()
@@ -122,22 +124,22 @@ Action = Prefill | Decode | Filter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report(Measured):
-    """What the reply to a Prefill or Decode says of the step, and of those who run."""
+    """What the reply to a Prefill or Decode reports of the step and of the running groups."""
 
-    free: int  # pages that can be taken, cached ones included
-    cached: int = 0  # those of them that hold prefixes
-    uids: Sequence[int] = ()  # groups that live on and whose standing has changed ...
+    free: int  # pages that can be taken, cached prefixes included
+    cached: int = 0  # of these, pages that hold cached prefixes
+    uids: Sequence[int] = ()  # groups that go on and whose standing has changed ...
     held: Sequence[int] = ()
     grow: Sequence[int] = ()
     lacking: Sequence[int] = ()
-    finished: Iterable[int] = ()  # the uid of each choice that has ended by itself
+    finished: Iterable[int] = ()  # the uid of each choice that has ended on the shards
     failed: Iterable[int] = ()
-    cached_tokens: int = 0  # of prompts, that were not computed
-    ahead: bool = False  # what is said of standings and of free pages includes what the next step takes and computes
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    ahead: bool = False  # steps overlap: standings and free pages include what the next step takes and computes
 
 
 def load_of(prompt_tokens: int, max_new_tokens: int, choices: int) -> int:
-    """Tokens that a request counts for, among those of its tenant or of its replica."""
+    """Tokens that a request counts in the load of its tenant or of its replica."""
     return prompt_tokens + choices * min(max_new_tokens, CHARGED)
 
 
@@ -148,7 +150,7 @@ def most_pages(prompt_tokens: int, max_new_tokens: int, choices: int, page_size:
 
 
 def fill(lacking: Sequence[int], most: Sequence[int], tokens: int) -> list[int]:
-    """How the shards divide the tokens of a Prefill: in order, up to `most` of each; what is left goes round again."""
+    """How the shards divide the token budget of a Prefill: in order, up to `most` for each; a second pass deals out the rest."""
     taken = []
     for wanted, bound in zip(lacking, most, strict=True):
         taken.append(min(wanted, bound, tokens))
@@ -161,36 +163,36 @@ def fill(lacking: Sequence[int], most: Sequence[int], tokens: int) -> list[int]:
 
 
 class Scheduler:
-    """One running batch, filled from one queue."""
+    """Schedules one running batch, filled from one queue."""
 
     def __init__(self, bounds: Bounds, policy: Policy | None = None, drafting: Drafting | None = None) -> None:
-        """drafting: where the shards speculate."""
+        """drafting: the budget of drafts, where the shards speculate."""
         self._bounds = bounds
         self._policy = policy or Mixed(bounds.step_tokens)
         self._drafting = drafting
-        self._waiting: dict[int, Job] = {}  # paused ones included
-        self._lines: dict[str, list[Job]] = {}  # the same by tenant, in order
-        self._running: dict[int, Job] = {}  # admitted
-        self._prompts: dict[int, Job] = {}  # those of them that do not decode yet
-        self._sharers: dict[int, Job] = {}  # those of them that have `shared`
-        self._pausing: dict[int, Job] = {}  # a Filter that pauses them is under way
-        self._paused = 0  # of those that wait
+        self._waiting: dict[int, Job] = {}  # by uid, preempted ones included
+        self._lines: dict[str, list[Job]] = {}  # the same jobs by tenant, each list in order
+        self._running: dict[int, Job] = {}  # admitted jobs
+        self._prompts: dict[int, Job] = {}  # admitted jobs that do not decode yet
+        self._sharers: dict[int, Job] = {}  # admitted jobs whose `shared` is not 0
+        self._pausing: dict[int, Job] = {}  # a Filter that preempts them is in flight
+        self._paused = 0  # preempted jobs among the waiting
         self._dropped: list[int] = []
         self._ended: list[tuple[int, int]] = []
-        self._underway: deque[dict[int, int]] = deque()  # per step that was not reported yet: tokens of prompts asked, by uid
-        self._filters = 0  # under way
-        self._loads: dict[str, int] = {}  # of tenants that have something running
+        self._underway: deque[dict[int, int]] = deque()  # per step that was not reported yet: prompt tokens requested, by uid
+        self._filters = 0  # Filters in flight
+        self._loads: dict[str, int] = {}  # by tenant that has something running
         self._grow = 0  # pages that admitted jobs may still take
         self._sequences = 0  # of admitted jobs
-        self._decodes = 0  # those of them that decode
+        self._decodes = 0  # sequences that decode
         self._drafters = 0  # admitted jobs that may have drafts
-        self._keys = 0.0  # that a decode's token saw in the last step, on average
-        self._steps = 0  # since one computed a prompt
-        self._uncached = 1.0  # share of prompts' tokens that had to be computed, of late
+        self._keys = 0.0  # that a decoded token attended to in the last step, on average
+        self._steps = 0  # since the last one that computed a prompt
+        self._uncached = 1.0  # moving average: share of prompt tokens not found in the prefix cache
         self._sharing = PrefixSharing(bounds.page_size)
         self.free = bounds.pages  # pages that can be taken, by the last report
-        self.cached = 0  # those of them that hold prefixes
-        self.room = 0  # tokens that the last step with prompts had for them
+        self.cached = 0  # of these, pages that hold cached prefixes
+        self.room = 0  # token budget for prompts in the last step that had any
 
     @property
     def waiting(self) -> int:
@@ -204,7 +206,7 @@ class Scheduler:
 
     @property
     def paused_jobs(self) -> int:
-        """Jobs whose pages were taken back for a while."""
+        """Preempted jobs: their pages were taken back until they are resumed."""
         return self._paused + len(self._pausing)
 
     def admissible(self, prompt_tokens: int, max_new_tokens: int, choices: int = 1) -> bool:
@@ -215,35 +217,35 @@ class Scheduler:
 
     @property
     def in_hand(self) -> tuple[int, ...]:
-        """Uids of all that the steps under way may compute."""
+        """Uids of all jobs that the steps in flight may compute."""
         return (*self._running, *self._pausing) if self._underway else ()
 
     def lacking(self, uid: int) -> int:
-        """Tokens that a job has to be computed before it decodes, as far as is known."""
+        """Tokens of a job to be computed before it decodes, as far as is known."""
         job = self._running.get(uid) or self._pausing.get(uid) or self._waiting.get(uid)
         return job.lacking if job is not None else 0
 
     def arrive(self, job: Job, generated: Sequence[int] = ()) -> None:
-        """The job joins the queue. generated: tokens of each of its choices that has not ended, if it has begun on other shards: it
-        goes on there, like one that was paused."""
+        """The job joins the queue. generated: tokens generated by each of its choices that has not ended, if it has begun on other
+        shards: it goes on there, like a preempted one."""
         assert job.prompt_tokens > 0
         assert job.max_new_tokens > 0
         assert self.admissible(job.prompt_tokens, job.max_new_tokens, job.choices), job
         assert job.uid not in self._waiting
         begun = generated or [1] * job.choices
         shared = job.prompt_tokens // self._bounds.page_size
-        # Until it decodes, and in two steps after that: what the shards will say themselves as soon as they know it.
+        # Until it decodes, and in two steps after that: the shards report the same as soon as they know it.
         size, steps = self._bounds.page_size, 2 * (1 + job.drafts)
         most = (most_pages(job.prompt_tokens, min(job.max_new_tokens, count + steps), 1, size) for count in begun)
         job.grow = shared + sum(pages - shared for pages in most)
         job.running, job.lacking = len(begun), job.prompt_tokens
         if generated:
-            job.lacking += sum(generated) - len(generated)  # the last token of each is for its first step
+            job.lacking += sum(generated) - len(generated)  # the last token of each is the input of its first step
             job.fresh, job.paused = False, True
         self._queue(job)
 
     def cancel(self, uid: int) -> None:
-        """Nobody wants it any more. Nothing happens if it has ended already."""
+        """Cancels a job. Nothing happens if it has ended already."""
         job = self._waiting.get(uid)
         if job is not None:
             self._leave_queue(job)
@@ -252,7 +254,7 @@ class Scheduler:
             self._ended = [end for end in self._ended if end[0] != uid]
 
     def end(self, uid: int, choice: int) -> None:
-        """Nobody wants more of one choice, which has not ended yet; others of the job go on."""
+        """Ends one choice early, which has not ended yet; the job's other choices go on."""
         job = self._running.get(uid) or self._pausing.get(uid) or self._waiting.get(uid)
         if job is None:
             return
@@ -264,16 +266,16 @@ class Scheduler:
         self._finish(uid)
 
     def report(self, told: Report) -> None:
-        """The reply to the oldest Prefill or Decode that is under way. Jobs that are not here any more are ignored."""
+        """The reply to the oldest Prefill or Decode in flight. Jobs that are not here any more are ignored."""
         self._underway.popleft()
-        if told.ahead:  # what they lack already leaves out what the next step computes
+        if told.ahead:  # `lacking` already excludes what the next step computes
             self._underway[0] = {}
         self.free, self.cached = told.free, told.cached
         for uid in told.finished:
             self._finish(uid)
         for uid in told.failed:
             self.forget(uid)
-        if told.failed:  # nobody finds what they had, nor what others have computed, or still compute, on top of it
+        if told.failed:  # the prefix cache loses what they computed, and what others computed, or still compute, on top of it
             self._sharing.clear()
             for one in self._running.values():
                 one.beginnings = ()
@@ -285,13 +287,13 @@ class Scheduler:
                 job.held, job.grow, job.fresh = held, grow, False
                 if lacking != job.lacking:
                     self._progress(job, lacking)
-        for job in self._sharers.values():  # what none of the others holds any more is among the free pages
+        for job in self._sharers.values():  # pages that no other job holds any more went back to the free ones
             more = max(0, job.shared - self._sharing.pages(job.beginnings))
             job.shared, job.grow, self._grow = job.shared - more, job.grow + more, self._grow + more
         self._learn(told)
 
     def paused(self, free: int, cached: int, groups: Iterable[tuple[int, int, int]]) -> None:
-        """The reply to a Filter. groups: (uid, grow, lacking) of those that were paused."""
+        """The reply to a Filter. groups: (uid, grow, lacking) of the preempted ones."""
         self._filters -= 1
         self.free, self.cached = free, cached
         for uid, grow, lacking in groups:
@@ -301,14 +303,14 @@ class Scheduler:
                 self._queue(job)
 
     def next(self) -> Action | None:
-        """What the shards shall do now. It counts as done, so that the next call may come before the reply."""
+        """The next command for the shards. It counts as done, so that the next call may come before the reply."""
         if self._dropped or self._ended:
             dropped, self._dropped = tuple(self._dropped), []
             ended, self._ended = tuple(self._ended), []
             self._filters += 1
             return Filter(dropped, (), ended)
         if self._grow > self.free:
-            # What a Filter under way frees is not known yet, and may be enough.
+            # What a Filter in flight frees is not known yet, and may be enough.
             return None if self._filters else self._pause()
         decodes = self._expected_decodes()
         chunks, new = self._plan(decodes)
@@ -324,8 +326,8 @@ class Scheduler:
         return Decode(self._allowance(decodes))
 
     def _allowance(self, decodes: int) -> Allowance | None:
-        """Of the step that was just added to those under way, with prompts as they will be measured: that is what `cost` is fitted
-        to."""
+        """Budget of drafts for the step just added to those in flight. Its prompts are counted the way steps are measured, since
+        that is what `cost` is fitted to."""
         if self._drafting is None or not self._drafters:
             return None
         asked = self._underway[-1]
@@ -339,7 +341,7 @@ class Scheduler:
     # Prompts
 
     def _plan(self, decodes: int) -> tuple[tuple[tuple[int, int], ...], list[Job]]:
-        """Chunks of prompts for the next step, and the jobs that it admits. Counts them as under way."""
+        """Chunks of prompts for the next step, and the jobs that it admits. Counts them as in flight."""
         prompts = sorted((job for job in self._prompts.values() if self._expected(job) > 0), key=_order)
         if not prompts and not self._waiting:
             return (), []
@@ -356,15 +358,15 @@ class Scheduler:
         most = [max(1, room // 2) if others else room, *lacking[1:]]
         taken = fill(lacking, most, room)
         self._underway.append({job.uid: count for job, count in zip(ordered, taken, strict=True) if count})
-        # Those that get nothing are named all the same: where prefixes are cached, there will be more room than it seems.
+        # Chunks that get no tokens are listed all the same: where prefixes are cached, there will be more room than it seems.
         return tuple((job.uid, bound) for job, bound in zip(ordered, most, strict=True)), new
 
     def _expected(self, job: Job) -> int:
-        """Tokens that it will lack after the steps that are under way."""
+        """Tokens that it will lack after the steps in flight."""
         return job.lacking - sum(asked.get(job.uid, 0) for asked in self._underway)
 
     def _expected_decodes(self) -> int:
-        """Sequences that will decode after the steps that are under way."""
+        """Sequences that will decode after the steps in flight."""
         return self._decodes + sum(job.running for job in self._prompts.values() if self._expected(job) <= 0)
 
     def _standing(self, prompts: Sequence[Job], decodes: int) -> Standing:
@@ -385,12 +387,12 @@ class Scheduler:
         admitted: list[Job] = []
         if self._sequences >= self._bounds.sequences:
             return admitted
-        half = max(1, room // 2)  # is for the oldest, if it wants so much
+        half = max(1, room // 2)  # the share of the oldest, if it wants so much
         used = sum(min(self._expected(job), half if job is prompts[0] else room) for job in prompts)
         attached = 0
         overtaken: list[Job] = []
         refused = 0
-        patience = self._bounds.overtakes  # how many more may pass those in `overtaken`
+        patience = self._bounds.overtakes  # how many more jobs may pass those in `overtaken`
         for job in self._candidates():
             if used >= room or (attached and attached + job.attached > self._bounds.attached):
                 break
@@ -415,7 +417,7 @@ class Scheduler:
         return admitted
 
     def _candidates(self) -> Iterator[Job]:
-        """Those that wait, as they should be admitted. Lazy: what one tenant has got by then counts for its next."""
+        """Waiting jobs in the order of admission. Lazy: what one tenant got so far counts when the next is chosen."""
         places = dict.fromkeys(self._lines, 0)
         while places:
             tenant = min(places, key=lambda name: (self._loads.get(name, 0), self._lines[name][places[name]].order))
@@ -430,8 +432,8 @@ class Scheduler:
         return 0 if job.paused else self._bounds.overtakes - job.overtaken
 
     def _waits_for_older(self, job: Job) -> bool:
-        """Whether those that run and come before it leave it no room even if they were alone: then who comes after it doesn't delay
-        it, however many they are. When the older ones have made room nobody passes it any more."""
+        """Whether the running jobs before it would leave it no room even if they were alone: then admitting later jobs does not
+        delay it, however many they are. Once the older ones have made room nobody passes it any more."""
         if self._filters or self._dropped or self._pausing:
             return False  # what they free is not known yet
         younger = [one for one in self._running.values() if one.order > job.order]
@@ -448,17 +450,17 @@ class Scheduler:
         return self._grow + self._taken(job) + self._headroom(self._sequences) <= self.free
 
     def _taken(self, job: Job) -> int:
-        """Pages that a job which waits may take, as it were admitted now."""
+        """Pages that a waiting job may take, if it were admitted now."""
         return job.grow - self._sharing.pages(job.beginnings)
 
     def _uncomputed(self, job: Job) -> int:
-        """Tokens that a job which was just admitted probably has to be computed before it decodes."""
+        """Tokens that a just admitted job probably has to be computed before it decodes."""
         if not job.fresh:
             return job.lacking
         return max(1, min(round(job.lacking * self._uncached), job.lacking - job.shared * self._bounds.page_size))
 
     def _headroom(self, sequences: int) -> int:
-        """Pages that shall stay free for so many that run when another is admitted."""
+        """Pages that must stay free for `sequences` running ones when another job is admitted."""
         bounds = self._bounds
         return min(sequences * -(-bounds.headroom // bounds.page_size), bounds.pages // 8)
 
@@ -490,12 +492,12 @@ class Scheduler:
     # Leaving
 
     def _pause(self) -> Filter:
-        """Takes the pages of as many groups back as others need, from the back of the order. The first is never among them."""
+        """Preempts as many groups as needed, from the back of the order. The first is never among them."""
         missing = self._grow - self.free
         victims: list[Job] = []
         for job in sorted(self._running.values(), key=_order, reverse=True)[:-1]:
             if missing > 0:
-                missing -= job.held - self._sharing.pages(job.beginnings, 2) + job.grow  # without what others hold, too
+                missing -= job.held - self._sharing.pages(job.beginnings, 2) + job.grow  # without pages that others hold, too
                 victims.append(job)
         assert victims, "one group alone may not take more than there is"
         return self._take_back(victims)
@@ -525,7 +527,7 @@ class Scheduler:
                 self.forget(uid)
 
     def forget(self, uid: int) -> None:
-        """It is not on the shards: it has ended there, or they could not be asked for it."""
+        """Removes a job that is not on the shards: it has failed there, or could not be sent to them."""
         if self._pausing.pop(uid, None) is None:
             self._release(uid)
 

@@ -1,9 +1,9 @@
-"""The port to the shards: commands go in, replies come out, in order. Hides how many ranks there are and how to reach them.
+"""Client of the shards: sends commands and receives replies, in order. Hides how many ranks there are and how to reach them.
 
 It numbers the commands and knows nothing of what they mean. `Shards` is all that the batcher sees.
 
-A rank group that is lost, because a process has ended or because nothing is answered any more, is not mended here: whoever has
-started it does that. When it does not see by itself that there is something to mend, since no process has ended, it is told.
+A rank group that is lost, because a process has ended or nothing is answered any more, is not restarted here: whoever has started
+it does that. Where no process has ended, the launcher is notified that there is something to restart.
 """
 
 import asyncio
@@ -25,17 +25,17 @@ from ..proto.certificates import Certificates
 from ..proto.rpc import FAR_CHANNEL_OPTIONS, OPTIONS, Stub, channel_credentials
 from .request import Broken, Refused
 
-POLL = 0.02  # seconds between looks for a rank that does not answer yet; part of the time from start to ready
-STAGE_POLL = 0.1  # seconds between looks at what a loading rank does; nobody waits for it
+POLL = 0.02  # seconds between attempts to reach a rank that does not answer yet; part of the time from start to ready
+STAGE_POLL = 0.1  # seconds between polls of a loading rank's stage; nobody waits for it
 INFO_TIMEOUT = 5.0  # seconds; a rank that listens answers at once, even while it loads
-READING = 600.0  # seconds in which an adapter is read, or downloaded
-LOADING = 30.0  # seconds, at least, that a rank which loads may be too busy for that
-UNREACHED = 15.0  # seconds after which it is told that a rank of another machine can't be reached, since nobody else may
-SOON = 0.5  # seconds within which a socket at which nobody listens says so
-LOOKS = 10  # at a command that is not answered, before the ranks count as lost
-PATIENCE = 10  # times the longest step so far that a command may always take
+READING = 600.0  # timeout in seconds for reading, or downloading, an adapter
+LOADING = 30.0  # seconds, at least, that a loading rank may be too busy to answer
+UNREACHED = 15.0  # seconds after which an unreachable rank of another machine is logged, since nobody else may notice
+SOON = 0.5  # seconds within which a connection to a socket without a listener fails
+LOOKS = 10  # checks that find a command unanswered, before the ranks count as lost
+PATIENCE = 10  # a command may always take this many times the longest step so far
 
-GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)  # what a rank that ends says, or nobody any more
+GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)  # what a call to a rank that ends, or has ended, returns
 CHANNEL_OPTIONS = [
     ("grpc.enable_http_proxy", 0),
     ("grpc.initial_reconnect_backoff_ms", 50),
@@ -48,16 +48,16 @@ logger = logging.getLogger(__name__)
 
 
 class Shards(Protocol):
-    """A rank group."""
+    """Interface to a rank group."""
 
     @property
     def stage(self) -> str:
-        """What the first rank does now, for people."""
+        """What the first rank is doing now, for display."""
         ...
 
     @property
     def info(self) -> shard_pb2.InfoReply:
-        """What the first rank is. Valid after `warm_up`."""
+        """InfoReply of the first rank. Valid after `warm_up`."""
         ...
 
     async def connect(self) -> None:
@@ -65,29 +65,29 @@ class Shards(Protocol):
         ...
 
     async def warm_up(self, request: shard_pb2.WarmupRequest) -> shard_pb2.WarmupReply:
-        """Returns when every rank has loaded, warmed up and forgotten what an earlier router may have asked. Raises Broken."""
+        """Returns when every rank has loaded, warmed up and dropped an earlier router's groups. Raises Broken."""
         ...
 
     async def load_adapter(self, request: shard_pb2.LoadAdapterRequest) -> shard_pb2.LoadAdapterReply:
-        """Every rank has read it, beside what it computes. Raises Refused if one can't, and Broken."""
+        """Every rank reads the LoRA adapter, beside its steps. Raises Refused if one can't, and Broken."""
         ...
 
     @property
     def lost(self) -> "asyncio.Future[None]":
-        """Raises Broken as soon as the ranks are lost, also while nothing is asked of them. Valid after `warm_up`."""
+        """Raises Broken as soon as the ranks are lost, also while no command is in flight. Valid after `warm_up`."""
         ...
 
     def execute(self, command: shard_pb2.Command) -> "asyncio.Future[shard_pb2.Reply]":
-        """Sends a command, whose `step` is set here. Commands are executed in the order of the calls; several may be under
-        way. The future raises Broken when the ranks are lost, and so do all later ones."""
+        """Sends a command, whose `step` is set here. Commands are executed in the order of the calls; several may be in flight. The
+        future raises Broken when the ranks are lost, and so do all later ones."""
         ...
 
     async def forget(self) -> None:
-        """After Broken: the group is lost. `connect` and `warm_up` may be called again, for the one that takes its place."""
+        """Resets after Broken: `connect` and `warm_up` may be called again, for the group that takes the lost one's place."""
         ...
 
     async def close(self) -> None:
-        """Ends the connection, not the ranks."""
+        """Closes the connection; the ranks go on."""
         ...
 
 
@@ -102,32 +102,32 @@ class GrpcShards:
         certificates: Certificates | None = None,
         name: str = "0",
     ) -> None:
-        """addresses: of each rank the path of its unix socket, address:port, or file:PATH, where PATH is a file in which
-        address:port stands as long as there is somebody; certificates: for those of other machines; name: the replica's. See
-        `RouterConfig` for what else there is."""
+        """addresses: of each rank the path of its unix socket, address:port, or file:PATH, where PATH is a file that contains
+        address:port while the rank is there; certificates: for ranks of other machines; name: the replica's. See `RouterConfig` for
+        the other settings."""
         self._name = name
         self._addresses = tuple(addresses)
         self._certificates = certificates
         self._step_timeout = step_timeout
         self._load_timeout = max(step_timeout, LOADING)
         self._complaints = complaints
-        self._targets: dict[int, str] = {}  # of each rank: where it was found
+        self._targets: dict[int, str] = {}  # by rank: where it was found
         self._channels: dict[int, grpc.aio.Channel] = {}
         self._stubs: dict[int, Stub] = {}
         self._stage = "waiting for the shards to start"
         self._info: shard_pb2.InfoReply | None = None
-        self._own = ""  # by which shards know who has asked them for something
+        self._own = ""  # identifies this router to the shards
         self._call: Any = None
         self._reader: asyncio.Task[None] | None = None
         self._outgoing: asyncio.Queue[shard_pb2.Command | None] = asyncio.Queue()  # None: no more
-        self._expected: deque[tuple[int, asyncio.Future[shard_pb2.Reply]]] = deque()  # step and who waits for it
+        self._expected: deque[tuple[int, asyncio.Future[shard_pb2.Reply]]] = deque()  # step number and its future
         self._step = 0
         self._broken: Broken | None = None
         self._lost: asyncio.Future[None] | None = None
-        self._met = 0.0  # when this group was first asked something that it has answered, or should have
+        self._met = 0.0  # when this group was first called and answered, or should have answered
         self._guard: asyncio.Task[None] | None = None
-        self._longest = 0.0  # seconds of a step, so far
-        self._looks = 0  # at the oldest command, since something was answered
+        self._longest = 0.0  # seconds of the longest step so far
+        self._looks = 0  # checks of the oldest command, since the last reply
 
     @property
     def stage(self) -> str:
@@ -171,7 +171,7 @@ class GrpcShards:
     async def load_adapter(self, request: shard_pb2.LoadAdapterRequest) -> shard_pb2.LoadAdapterReply:
         request.router = self._own
         calls = [self._stubs[rank].LoadAdapter(request, timeout=READING) for rank in range(len(self._addresses))]
-        # All of them end: one that was given up would still come to have it, when nobody asks for it any more.
+        # Wait for all: a call given up would still load the adapter later, when it is not wanted any more.
         answers: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
         for rank, answer in enumerate(answers):
             if isinstance(answer, grpc.aio.AioRpcError) and answer.code() not in GONE:
@@ -210,10 +210,10 @@ class GrpcShards:
         await asyncio.gather(*(channel.close(None) for channel in self._channels.values()))
 
     async def _first_answer(self, rank: int) -> shard_pb2.InfoReply:
-        silent = 0.0  # seconds that it has listened and not answered
+        silent = 0.0  # seconds that it has listened without answering
         began, told = 0.0, None
         while silent < self._load_timeout:
-            # Looked for first: a refused connection is tried again only after gRPC's back-off, a missing file at once.
+            # Check the address first: a refused connection is retried only after gRPC's back-off, a missing file at once.
             if target := _target(self._addresses[rank]):
                 asked = monotonic()
                 began = began or asked
@@ -236,7 +236,7 @@ class GrpcShards:
         raise self._hung(rank, silent)
 
     async def _reach(self, rank: int, target: str) -> Stub:
-        """The stub of a rank, which is found there now."""
+        """The stub of a rank, for its current address."""
         if self._targets.get(rank) != target:
             if rank in self._channels:
                 await self._channels[rank].close(None)
@@ -261,7 +261,7 @@ class GrpcShards:
             raise _broken(rank, error) from None
 
     async def _watch(self, rank: int) -> None:
-        """Sees to it that a rank lives, and that `stage` is up to date, until it is cancelled. Raises Broken."""
+        """Polls a rank, to notice its loss and to update `stage`, until it is cancelled. Raises Broken."""
         while True:
             info = await self._ask(rank, "Info", shard_pb2.InfoRequest(), self._load_timeout)
             if rank == 0:
@@ -269,8 +269,8 @@ class GrpcShards:
             await asyncio.sleep(STAGE_POLL)
 
     async def _watch_steps(self) -> None:
-        """Gives the ranks up when a command is not answered for too long. A router that was itself stopped for a while accuses
-        nobody, since looks are counted, not seconds."""
+        """Declares the ranks lost when a command is not answered for too long. Checks are counted, not seconds, so that a router
+        that was itself suspended for a while does not blame the ranks."""
         while self._looks < LOOKS:
             patience = max(self._step_timeout, PATIENCE * self._longest)
             await asyncio.sleep(patience / LOOKS)
@@ -278,7 +278,7 @@ class GrpcShards:
         self._fail(self._hung(0, patience))
 
     def _hung(self, rank: int, seconds: float) -> Broken:
-        """The ranks don't answer, though none has ended. Whoever has started them is told, to start them again."""
+        """The error for ranks that don't answer, though none has ended. Also notifies the launcher, so that it restarts them."""
         error = Broken(f"shard rank {rank} has not answered for {seconds:g} s")
         if self._complaints:
             try:
@@ -299,7 +299,7 @@ class GrpcShards:
             yield command
 
     async def _read(self) -> None:
-        """Gives each reply to the one who waits for it, until the stream ends; then tells everybody."""
+        """Resolves the future of each reply, until the stream ends; then fails all others."""
         try:
             async for reply in self._call:
                 answered = getattr(reply, reply.WhichOneof("kind") or "").step
@@ -314,13 +314,13 @@ class GrpcShards:
             self._fail(Broken("shard rank 0 has ended its stream"))
         except grpc.aio.AioRpcError as error:
             self._fail(_broken(0, error))
-        except Exception as error:  # not to be read, or of no kind: nobody looks after this task, and all would wait for the guard
+        except Exception as error:  # undecodable, or of no kind: nobody watches this task, and all would wait for `_watch_steps`
             logger.exception("shard rank 0 has answered what cannot be read")
             self._fail(Broken(f"shard rank 0 has answered what cannot be read: {error!r}"))
 
     def _fail(self, error: Broken) -> None:
         self._broken = self._broken or error
-        self._outgoing.put_nowait(None)  # gRPC's task that waits for the next one would never end
+        self._outgoing.put_nowait(None)  # gRPC's task that waits for the next command would never end
         if self._lost is not None:
             _refuse(self._lost, error)
         while self._expected:
@@ -329,7 +329,8 @@ class GrpcShards:
 
 
 async def _together(wanted: Iterable[Coroutine[Any, Any, Any]], endless: Iterable[Coroutine[Any, Any, None]] = ()) -> list[Any]:
-    """What `wanted` return. What one of them raises, or one that never ends by itself, is raised at once. None is left running."""
+    """The results of `wanted`. What one of them raises, or one of `endless`, which never end by themselves, is raised at once. None
+    is left running."""
     tasks = [asyncio.create_task(one) for one in wanted]
     others = [asyncio.create_task(one) for one in endless]
     pending = {*tasks, *others}
@@ -348,11 +349,11 @@ async def _together(wanted: Iterable[Coroutine[Any, Any, Any]], endless: Iterabl
 def _refuse(future: "asyncio.Future[Any]", error: Broken) -> None:
     if not future.done():
         future.set_exception(error)
-        future.exception()  # asyncio shall not complain about those that nobody comes back for
+        future.exception()  # keeps asyncio from logging exceptions that are never retrieved
 
 
 def _target(address: str) -> str:
-    """In gRPC's words; "" while there is nobody."""
+    """The address in gRPC's syntax; "" while there is nobody."""
     kind, colon, path = address.partition(":")
     if kind == "file":
         try:

@@ -1,6 +1,6 @@
-"""Answers probes while the router's own modules and the tokenizer are still being read, which takes a second or two.
+"""Answers health probes while the router's own modules and the tokenizer are still being imported, which takes a second or two.
 
-Standard library only: whoever imports this answers at once. It knows three things to say: not yet, alive, and good-bye.
+Standard library only, so that it is imported at once. It has three answers: unhealthy, not ready, and alive.
 """
 
 import json
@@ -12,7 +12,7 @@ from time import monotonic
 
 LONGEST_HEAD = 8192  # bytes of a request that are read
 PATIENCE = 0.2  # seconds that one client may take: the next one waits as long
-SHORTEST = 0.001  # seconds that a socket waits for something: 0 would mean that it doesn't
+SHORTEST = 0.001  # least timeout of a socket: 0 would mean non-blocking
 STAGE = {"stage": "starting the router", "progress": None}
 NOT_YET = {"error": "unhealthy", "error_type": "healthcheck", **STAGE}
 NOT_READY = {"ready": False, **STAGE}
@@ -20,7 +20,7 @@ ALIVE = {"live": True}
 
 
 class StartupProbes:
-    """Stands at a listening socket, on a thread of its own, until it is relieved."""
+    """Answers on a listening socket, on a thread of its own, until `relieve` is called."""
 
     def __init__(self, listening: socket.socket) -> None:
         self._listening = listening
@@ -29,7 +29,7 @@ class StartupProbes:
         self._thread.start()
 
     def relieve(self) -> None:
-        """Nobody who comes from now on is answered here. May be called again."""
+        """Stops: later connections are not answered here. May be called again."""
         self._relief.close()
         self._thread.join()
 
@@ -38,7 +38,7 @@ class StartupProbes:
             for source in (self._listening, self._bell):
                 selector.register(source, selectors.EVENT_READ)
             while not any(key.fileobj is self._bell for key, _ in selector.select()):
-                with suppress(OSError):  # it left again
+                with suppress(OSError):  # the client left again
                     visitor, _ = self._listening.accept()
                     with visitor:
                         _answer(visitor)
@@ -48,7 +48,7 @@ def _answer(visitor: socket.socket) -> None:
     end = monotonic() + PATIENCE
     head = b""
     while b"\r\n\r\n" not in head and len(head) < LONGEST_HEAD:
-        if head and monotonic() >= end:  # who has sent all of it at once may have waited for this thread
+        if head and monotonic() >= end:  # a client that has sent all of it at once may have waited for this thread
             return
         received = _receive(visitor, end)
         if not received:
@@ -61,12 +61,12 @@ def _answer(visitor: socket.socket) -> None:
     length = b"Content-Length: %d\r\nContent-Type: application/json; charset=utf-8" % len(content)
     visitor.sendall(b"HTTP/1.1 %b\r\n%b\r\nConnection: close\r\n\r\n%b" % (status, length, b"" if method == b"HEAD" else content))
     visitor.shutdown(socket.SHUT_WR)
-    # What is unread when a socket closes resets the connection, and the answer is lost.
+    # Unread data when a socket closes resets the connection, and the answer is lost.
     while monotonic() < end and _receive(visitor, end):
         pass
 
 
 def _receive(visitor: socket.socket, end: float) -> bytes:
-    """What there is next. Raises TimeoutError if nothing is by the end of its time."""
+    """The next data. Raises TimeoutError if none comes by `end`."""
     visitor.settimeout(max(end - monotonic(), SHORTEST))
     return visitor.recv(LONGEST_HEAD)

@@ -1,4 +1,4 @@
-"""A request in flight, between the loop that runs it and the one who reads its answer. Knows items and texts; no HTTP."""
+"""A request in flight, as the link between the loop that runs it and the reader of its answer. Knows items and texts; no HTTP."""
 
 import asyncio
 from array import array
@@ -12,7 +12,7 @@ from ..proto import shard_pb2
 from .record import Run
 from .request import Finish, Item, Request, Sink
 
-MOST_ITEMS = 256  # that are taken at once, so that what is made of them is bounded, too
+MOST_ITEMS = 256  # most items taken at once, so that the chunk made of them is bounded, too
 
 
 class Piece(Protocol):
@@ -36,7 +36,7 @@ class Unseen:
 
 
 class Text(Protocol):
-    """The text of one stream; see `text.TextStream`."""
+    """The incremental detokenizer of one choice; see `text.TextStream`."""
 
     @property
     def text(self) -> str: ...
@@ -68,19 +68,19 @@ class Choice:
     text: Text
     ids: "array[int]" = field(default_factory=lambda: array("I"))  # its tokens, as far as they were received
     generated: int = 0
-    last: float = 0.0  # its last token
+    last: float = 0.0  # when its last token came
     running: bool = True  # on the shards, as far as is known
     done: bool = False  # its Finish is among the items
 
 
 class Home(Protocol):
-    """Who runs a stream."""
+    """The batcher that runs a stream."""
 
     def close_stream(self, stream: "Stream", /) -> None:
         """Its reader is gone."""
 
     def expire(self, stream: "Stream", /) -> None:
-        """Its own deadline is over."""
+        """The request's own timeout is over."""
 
 
 @dataclass(slots=True, eq=False)
@@ -92,22 +92,22 @@ class Stream:
     choices: list[Choice]
     arrived: float
     left: int  # choices that are not done
-    run: Run  # what is told of it when it has ended
-    home: Home  # who runs it
+    run: Run  # its record, for logs and traces
+    home: Home  # the batcher that runs it
     sink: Sink | None = None
     rank: float = 0.0  # see Job
-    started: float = 0.0  # first step that was to compute something of it; 0: none yet
-    continuations: Sequence[shard_pb2.Continuation] = ()  # where it goes on when it is restored
-    cached: int = 0  # tokens of the prompt that were found
+    started: float = 0.0  # when the first step that computes something of it was sent; 0: not yet
+    continuations: Sequence[shard_pb2.Continuation] = ()  # the state from which it resumes on the shards
+    cached: int = 0  # prompt tokens found in the prefix cache
     finish: Finish | None = None  # of the choice that was done last
-    grown: int = 0  # steps of its beams that were told
-    searched: int = 0  # tokens of its beams, told or not, since their search began, on these shards
-    stepped: float = 0.0  # when a step gave it tokens, lately
+    grown: int = 0  # steps of its beams that were sent to the reader
+    searched: int = 0  # tokens of each beam since its search began on these shards, sent or not
+    stepped: float = 0.0  # when a step last gave it tokens
     opened: bool = False  # its Prompt is among the items, or was taken
     items: list[Item] = field(default_factory=list)  # not taken yet
-    failure: Exception | None = None  # comes after the items
-    waiter: "asyncio.Future[None] | None" = None  # the reader, when there was nothing to take
-    alarm: asyncio.TimerHandle | None = None  # its own deadline
+    failure: Exception | None = None  # raised after the items
+    waiter: "asyncio.Future[None] | None" = None  # the reader, while there is nothing to take
+    alarm: asyncio.TimerHandle | None = None  # timer of the request's timeout
 
     @property
     def generated(self) -> int:
@@ -115,16 +115,16 @@ class Stream:
         return sum(choice.generated for choice in self.choices)
 
     def restart(self) -> None:
-        """The shards that computed it are lost. It goes on elsewhere from the tokens that were received; a beam search starts anew,
-        and is told how much of it is known already."""
+        """Prepares it to resume after its shards are lost: from the tokens that were received; a beam search starts anew, and the
+        shards are told how much of it is known already."""
         begun = [choice for choice in self.choices if choice.running and choice.ids] if self.request.beams is None else ()
         self.continuations = tuple(shard_pb2.Continuation(choice=choice.index, tokens=choice.ids) for choice in begun)
         self.cached, self.searched = 0, 0
 
     def place(self, lacking: int, step_tokens: int) -> int:
-        """How far it has come, in steps. lacking: tokens to be computed before it decodes; step_tokens: most of a step."""
+        """How far it has come, in steps. lacking: tokens to be computed before it decodes; step_tokens: the most of a step."""
         computed = max(0, len(self.request.prompt) - lacking)
-        if self.request.beams is not None:  # their search begins anew, and tells nothing before something is certain
+        if self.request.beams is not None:  # the search begins anew, and yields nothing before something is certain
             steps = self.searched
         elif self.request.drafts:  # else a step gives a choice one token
             steps = self.run.steps
@@ -133,7 +133,7 @@ class Stream:
         return steps + computed // step_tokens
 
     def wake(self) -> None:
-        """There is something to take. The reader runs when the loop lets go, and takes all that has come till then."""
+        """Wakes the reader. It runs when the loop yields, and takes all that has come till then."""
         if self.waiter is not None and not self.waiter.done():
             self.waiter.set_result(None)
 
@@ -161,9 +161,9 @@ class Stream:
 
 
 async def read(open: Callable[[], Stream]) -> AsyncGenerator[list[Item], None]:
-    """What its reader gets of a stream, wherever it runs. It is opened with the first item, and closed with the last."""
+    """The reader's generator of a stream, wherever that runs. It is opened with the first item, and closed with the last."""
     stream = open()
-    loop = asyncio.get_running_loop()  # asked for once: that is a system call
+    loop = asyncio.get_running_loop()  # once: it is a system call
     try:
         while True:
             if stream.items:
@@ -177,11 +177,11 @@ async def read(open: Callable[[], Stream]) -> AsyncGenerator[list[Item], None]:
                 await stream.waiter
     finally:
         stream.home.close_stream(stream)
-        stream.failure = None  # its traceback leads here: else stream, request and images would stay until rubbish is collected
+        stream.failure = None  # its traceback refers to this frame: stream, request and images would stay until garbage collection
 
 
 class Pace:
-    """How fast requests end: when there will be room for another."""
+    """Estimates how fast requests end, and so when there is room for another."""
 
     def __init__(self) -> None:
         self._ends: deque[float] = deque(maxlen=32)
@@ -191,35 +191,35 @@ class Pace:
         self._ends.append(now)
 
     def idled(self, seconds: float) -> None:
-        """Nobody was there to be answered for so long, which says nothing of the pace."""
+        """Excludes an idle period of so many seconds, which says nothing of the pace."""
         self._ends = deque((end + seconds for end in self._ends), self._ends.maxlen)
 
     def seconds(self, now: float) -> float:
-        """Until the next one ends, probably."""
+        """Estimated seconds until the next one ends."""
         if not self._ends:
             return 1.0
         return min(max((now - self._ends[0]) / len(self._ends), 1.0), 60.0)
 
 
 class Readers:
-    """Of one batcher's streams, those that have ended included."""
+    """Counts the readers of one batcher's streams, those of finished streams included."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()  # by tenant; none has zero
-        self.none = asyncio.Event()  # is set while there is none
+        self.none = asyncio.Event()  # set while there is none
         self.none.set()
         self.pace = Pace()
-        self._left = 0.0  # when the last one had left
+        self._left = 0.0  # when the last one left
 
     def add(self, tenant: str) -> None:
-        """One more."""
+        """A reader comes."""
         if not self.counts:
             self.pace.idled(monotonic() - self._left)
         self.counts[tenant] += 1
         self.none.clear()
 
     def remove(self, tenant: str) -> None:
-        """One less."""
+        """A reader leaves."""
         self.counts -= Counter((tenant,))  # drops zeros
         if not self.counts:
             self.none.set()

@@ -1,6 +1,6 @@
-"""Chat templates: messages in, the prompt's text out. Knows Jinja and the dialect of Hugging Face; knows no tokens.
+"""Chat templates: renders messages as the prompt's text. Knows Jinja and Hugging Face's dialect of it; knows no tokens.
 
-What is rendered here is rendered in this process, for as long as it takes: `rendering.py` sets limits.
+Rendering runs in this process, for as long as it takes: `rendering.py` sets limits.
 """
 
 import json
@@ -25,7 +25,7 @@ MAX_OUTPUT = 16_000_000  # characters: more than any model reads
 MAX_SOURCE = 500_000
 DEFAULT = "default"
 MARK = "penstock0mark0of0a0try"
-ROLES = ("system", "user", "assistant")  # that are what templates are about; what one makes of others, and whether, is its affair
+ROLES = ("system", "user", "assistant")  # known to every template; how others are treated depends on the template
 MOST_SAID = 64  # characters of an unknown role
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # of a message; templates read one or another
 
@@ -34,7 +34,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
-    """What a template is given, beside the model's own special tokens. JSON values, all of it."""
+    """Input of a template, beside the model's special tokens. All of it JSON values."""
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] | None = None
@@ -42,14 +42,14 @@ class Chat:
     variables: Mapping[str, Any] = field(default_factory=dict)  # `chat_template_kwargs`: enable_thinking...
     add_generation_prompt: bool = True
     continue_final_message: bool = False  # the prompt ends where the last message's own text ends
-    folds_system: bool = False  # a later system message joins the one before it, where the template has no place for it
+    folds_system: bool = False  # a later system message is merged into the one before it, where the template does not support it
 
 
 class ChatTemplate:
-    """A program of somebody else's, run in a sandbox: it came with a download."""
+    """A compiled chat template: untrusted code that came with a download, run in a sandbox."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """`special_tokens` are variables of the template: bos_token, eos_token... Raises Refused if it is no template."""
+        """`special_tokens` are variables of the template: bos_token, eos_token... Raises Refused if it does not compile."""
         if len(source) > MAX_SOURCE:
             raise Refused(f"the chat template has {len(source)} characters, more than {MAX_SOURCE}", "chat_template")
         environment = _environment()
@@ -59,7 +59,7 @@ class ChatTemplate:
         except (jinja2.TemplateError, RecursionError) as error:
             raise Refused(f"the chat template is no template: {error}", "chat_template") from error
         self._special_tokens = special_tokens
-        self._loops = any(_is_content(loop.iter) for loop in tree.find_all(nodes.For))  # over what is in a message's content
+        self._loops = any(_is_content(loop.iter) for loop in tree.find_all(nodes.For))  # over a message's content
         tests = list(tree.find_all(nodes.Test))
         self._asks = any(test.name in ("string", "iterable", "sequence") for test in tests)
         self._asks_for_none = any(test.name == "none" and _is_content(test.node) for test in tests)
@@ -84,8 +84,8 @@ class ChatTemplate:
         return _cut(self._run(chat, [*messages[:-1], _marked(messages[-1], f"{mark} ")], False), content, mark)
 
     def check_roles(self, chat: Chat) -> None:
-        """Raises Refused if it leaves messages out in silence, which many templates do with roles that they don't know. A try
-        tells: some know roles that no other does."""
+        """Raises Refused if the template silently drops messages, as many do with roles that they don't know. Found out by a trial
+        rendering: some know roles that no other does."""
         unsure = {index for index, message in enumerate(chat.messages) if message.get("role") not in ROLES}
         if not unsure:
             return
@@ -96,7 +96,7 @@ class ChatTemplate:
         ]
         try:
             text = self._run(chat, messages, chat.add_generation_prompt)
-        except Refused:  # it would take the messages as they are: nobody knows
+        except Refused:  # it would accept the real messages, perhaps: unknown
             return
         found = {int(index) for index in re.findall(mark + "-([0-9]+)-", text)}
         for index in sorted(unsure - found):
@@ -109,13 +109,13 @@ class ChatTemplate:
 
     @cached_property
     def takes_parts(self) -> bool:
-        """Whether it reads a message's content in parts."""
+        """Whether it accepts a message's content as a list of parts."""
         return self._loops or bool(self._writes({"role": "user", "content": [{"type": "text", "text": MARK}]}))
 
     @cached_property
     def _writes_strings(self) -> bool:
-        """Whether it writes a message's content that is a string. Of a template that loops over contents a try tells: it may loop
-        over some and write others. One that refuses to be tried is believed by what it asks."""
+        """Whether it writes a message's content that is a string. For a template that loops over contents a trial decides: it may
+        loop over some and write others. One that refuses the trial is judged by the tests in its source."""
         if not self.takes_parts:
             return True
         found = self._writes({"role": "user", "content": MARK})
@@ -123,7 +123,8 @@ class ChatTemplate:
 
     @cached_property
     def _takes_later_system(self) -> bool:
-        """Whether it writes system messages where they are. Many refuse those behind others, leave them out, or put them first."""
+        """Whether it writes system messages where they are. Many refuse those after other messages, drop them, or put them
+        first."""
         said = [(role, f"{MARK}{place}") for place, role in enumerate(("system", "user", "assistant", "user", "system"))]
         try:
             text = self._run(Chat(messages=()), [self._message({"role": role, "content": word}) for role, word in said], True)
@@ -134,7 +135,7 @@ class ChatTemplate:
 
     @cached_property
     def _text_arguments(self) -> bool:
-        """Whether it puts a call's arguments between other texts as they come, rather than as JSON or in its own form."""
+        """Whether it inserts a tool call's arguments as text, rather than as JSON or in its own form."""
 
         def writes(arguments: object) -> bool:
             function = {"name": "f", "arguments": arguments}
@@ -145,7 +146,7 @@ class ChatTemplate:
         return not writes({MARK: 1}) and writes(json.dumps({MARK: 1}))
 
     def _writes(self, *messages: Message) -> bool | None:
-        """Whether MARK comes out of these, and not within Python's or JSON's words for what it is in. None: they are refused."""
+        """Whether MARK appears in the output, and not within Python's or JSON's notation of its container. None: refused."""
         try:
             text = self._run(Chat(messages=()), messages, False)
         except Refused:
@@ -153,12 +154,12 @@ class ChatTemplate:
         return MARK in text and not any(word in text for word in (f"'{MARK}'", f'"text": "{MARK}"', f'"text":"{MARK}"'))
 
     def _message(self, message: Message) -> dict[str, Any]:
-        """Its text as a string or in parts, whichever the template reads, and its reasoning under all names there are."""
+        """A message as the template reads it: its text as a string or in parts, and its reasoning under all field names."""
         found = dict(message)
         content = found.get("content")
         calls = found.get("tool_calls")
         if content is None and not (calls and self._asks_for_none):
-            content = found["content"] = ""  # templates put it together with other texts
+            content = found["content"] = ""  # templates concatenate it with other texts
         if isinstance(content, list) and not self.takes_parts:
             found["content"] = "".join(map(_part_text, content))
         elif isinstance(content, str) and not self._writes_strings:
@@ -185,7 +186,7 @@ class ChatTemplate:
                 size += len(piece)
                 if size > MAX_OUTPUT:
                     raise Refused(f"the chat template writes more than {MAX_OUTPUT} characters", "messages")
-        # A template is a program of somebody else's, run on a client's data: it may fail in any of these ways.
+        # A template is untrusted code, run on a client's data: it may fail in any of these ways.
         except (
             jinja2.TemplateError,
             TypeError,
@@ -201,7 +202,7 @@ class ChatTemplate:
 
 
 def choose(templates: Mapping[str, str], chat: Chat) -> str | None:
-    """The source for this chat among a model's named ones; None if there is none for it."""
+    """The source for this chat among a model's named templates; None if there is none for it."""
     if chat.tools and "tool_use" in templates:
         return templates["tool_use"]
     if chat.documents and not chat.tools and "rag" in templates:
@@ -210,7 +211,7 @@ def choose(templates: Mapping[str, str], chat: Chat) -> str | None:
 
 
 class Generation(Extension):
-    """`{% generation %}` marks what the model writes, for those who train. Here it only is a scope of its own, as there."""
+    """`{% generation %}` marks what the model writes, for training. Here it only opens a scope, as there."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 
@@ -220,7 +221,7 @@ class Generation(Extension):
 
 
 class _Namespace(utils.Namespace):
-    """Without names that lead into the interpreter."""
+    """Jinja's namespace, without names that lead into the interpreter."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, given = args[0], dict(*args[1:], **kwargs)
@@ -239,7 +240,7 @@ def _check_name(name: object) -> None:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """As transformers makes it. Constants are not computed beforehand: that would happen outside of all limits."""
+    """Jinja environment like transformers'. Constants are not folded at compile time: that would happen outside of all limits."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=[loopcontrols, Generation]
     )
@@ -272,8 +273,8 @@ def _with_text_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _folded(messages: Sequence[Message]) -> list[Message]:
-    """Without system messages behind others. Claude Code tells models that know none the same in such a reminder; a message of its
-    own would end a turn, and templates leave out what was thought in turns before the last."""
+    """Merges later system messages into the messages before them. Claude Code sends models without such messages the same kind of
+    reminder; a message of its own would end a turn, and templates drop reasoning of turns before the last."""
     found = [messages[0]]
     for message in messages[1:]:
         last = found[-1]
@@ -294,7 +295,7 @@ def _folded(messages: Sequence[Message]) -> list[Message]:
 
 
 def _last_text(message: Message) -> str | None:
-    """What is to be continued: the content, or its last part that is a text."""
+    """The text to be continued: the content, or its last text part."""
     content = message.get("content")
     if isinstance(content, list):
         texts = [part["text"] for part in content if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
@@ -303,7 +304,7 @@ def _last_text(message: Message) -> str | None:
 
 
 def _marked(message: Message, mark: str) -> Message:
-    """The message with something behind its last text."""
+    """The message with `mark` appended to its last text."""
     content = message["content"]
     if isinstance(content, str):
         return {**message, "content": content + mark}
@@ -313,13 +314,13 @@ def _marked(message: Message, mark: str) -> Message:
 
 
 def _signed(message: Message, mark: str) -> Message:
-    """The message with something more to say, whatever it says."""
+    """The message with `mark` appended, whatever its content."""
     content = message.get("content")
     return _marked(message, mark) if content and _last_text(message) is not None else {**message, "content": mark}
 
 
 def _cut(text: str, content: str, mark: str) -> str:
-    """The text up to the `mark`, which stands behind the last message's content with a space after it, as transformers cuts."""
+    """The text up to the `mark`, which follows the last message's content with a space after it, as transformers cuts."""
     head, found, tail = text.rpartition(mark)
     if not found or not head.rstrip().endswith(content.strip()):
         raise Refused("the chat template changes the last message, so it can't be continued", "messages")
@@ -342,5 +343,5 @@ def _json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter would escape for HTML."""
+    """Replaces Jinja's own filter, which escapes for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

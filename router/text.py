@@ -1,11 +1,10 @@
-"""Text and tokens: the tokenizer, how a stream of tokens becomes text, where a stop string ends it.
+"""Tokenization and incremental detokenization: the tokenizer, streams of tokens to text, and stop strings.
 
 Knows the text of one sequence. Knows no request, no API and no torch.
 
-A token stands for some bytes, wherever it occurs; so the text of a sequence is its bytes, decoded as they come. That is
-exact for byte-level BPE and for SentencePiece with byte fallback, takes about 1 us per token, and can't drift as decoding a
-sliding window can. What a tokenizer's `decode` does at the very start of a text (it strips one space) matters only if
-nothing visible precedes.
+A token stands for fixed bytes, wherever it occurs; so the text of a sequence is its bytes, decoded as they come. That is exact for
+byte-level BPE and for SentencePiece with byte fallback, takes about 1 us per token, and can't drift as decoding a sliding window
+can. What a tokenizer's `decode` does at the very start of a text (it strips one space) matters only if nothing visible precedes.
 """
 
 import codecs
@@ -27,20 +26,19 @@ from .template import Chat, ChatTemplate, choose
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 PROBE = "Hello, world! It's 12:30 -- naïve\n\n  你好 👩‍👧"
-# Characters. Shorter texts are tokenized where they come; that takes 4 ms at most, and 1 us per character (x86, one core).
+# Characters. Shorter texts are tokenized on the event loop; that takes 4 ms at most, and 1 us per character (x86, one core).
 LONG_TEXT = 4096
 CONTEXT = 4  # tokens of the prompt that may hold the beginning of the first generated character: UTF-8 has at most 4 bytes
 
 
 class Tokenizer:
-    """The tokenizer of a model's folder, with its chat templates and the tokens that end a sequence."""
+    """The tokenizer of a model's folder, with its chat templates and end tokens."""
 
     def __init__(
         self, folder: Path, chat_template: str = "", *, trust_templates: bool = False, parsers: tuple[str, str] = (AUTO, AUTO)
     ) -> None:
-        """`chat_template`: a file with the operator's, instead of the model's. `trust_templates`: clients may send their own.
-        `parsers`: the operator's choice for tools and reasoning.
-        """
+        """`chat_template`: a file with the operator's template, instead of the model's. `trust_templates`: clients may send their
+        own. `parsers`: the operator's choice for tool calls and reasoning."""
         words = read(folder, chat_template)
         self._tokenizer, self._names, self._templates, self.eos_ids = words.tokenizer, words.names, words.templates, words.eos_ids
         added = self._tokenizer.get_added_tokens_decoder()
@@ -50,7 +48,7 @@ class Tokenizer:
             _compile(name, source, self._names)
         self._trust_templates = trust_templates
         self._renderer = Renderer()
-        # (tools, reasoning): how the model writes them; None: it doesn't
+        # (tools, reasoning): parsers of the model's formats; None: it has none
         self.parsers = chosen(parsers, detect("\n".join(self._templates.values())))
         decoders = _kinds(_written(self._tokenizer.decoder), "decoders")
         self._byte_level = _byte_level_alphabet() if "ByteLevel" in decoders else None
@@ -59,13 +57,13 @@ class Tokenizer:
         self.errors = EACH_BYTE if self._byte_fallback else "replace"
         self._anchor = self._tokenizer.encode("a", add_special_tokens=False).ids
         self._pieces: dict[int, str | bytes] = {}
-        self.whole: dict[int, Piece] = {}  # of tokens seen so far that are characters by themselves and not special
-        _ = self.longest  # now: the first long text would hold up the event loop for it
+        self.whole: dict[int, Piece] = {}  # cached Pieces of tokens that are whole characters and not special
+        _ = self.longest  # now: computed later, it would block the event loop
         self._check()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The text's tokens. Other threads run meanwhile if it is longer than LONG_TEXT."""
-        if len(text) > LONG_TEXT:  # a batch of one: only batches let go of the interpreter's lock
+        """The text's tokens. Releases the GIL if it is longer than LONG_TEXT."""
+        if len(text) > LONG_TEXT:  # a batch of one: only batches release the GIL
             (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         else:
             encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -84,8 +82,8 @@ class Tokenizer:
 
     @cached_property
     def longest(self) -> int:
-        """The most characters that a token stands for; 0: nobody knows, since some of a text may be left out before it is cut. It
-        takes 0.1 s for 150,000 tokens."""
+        """The most characters that a token stands for; 0: unknown, since parts of a text may be removed before it is split. Takes
+        0.1 s for 150,000 tokens."""
         normalizer, splitter = _written(self._tokenizer.normalizer), _written(self._tokenizer.pre_tokenizer)
         known = _kinds(normalizer, "normalizers") <= {"Sequence", "Prepend", "Replace"}
         known &= _kinds(splitter, "pretokenizers") <= {"Sequence", "ByteLevel", "Split", "Digits", "Metaspace"}
@@ -97,29 +95,29 @@ class Tokenizer:
 
     @property
     def size(self) -> int:
-        """How many tokens it has; their ids are usually those below."""
+        """Size of the vocabulary; ids are usually smaller."""
         count: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         return count
 
     def is_special(self, id: int) -> bool:
-        """It is no part of a text for a reader."""
+        """Whether a token is no part of a text for a reader."""
         return id in self._special
 
     def added_id(self, text: str) -> int | None:
-        """The token that is written so and stands for these characters wherever they come, special or not."""
+        """The added token with this text, which stands for these characters wherever they come, special or not."""
         return self._added.get(text)
 
     def special_id(self, text: str) -> int | None:
-        """The special token that is written so, if there is one."""
+        """The special token with this text, if there is one."""
         id = self._tokenizer.token_to_id(text)
         return id if id is not None and self.is_special(id) else None
 
     def piece(self, id: int) -> str | bytes:
-        """What the token adds to a text; bytes if they are no characters by themselves. "" for an id without a token."""
+        """What the token adds to a text; bytes if they are not whole characters. "" for an id without a token."""
         piece = self._pieces.get(id)
         if piece is None:
             token = self._tokenizer.id_to_token(id)
-            if token is None:  # of an image, mostly: there are billions of these ids, and none is worth being remembered
+            if token is None:  # mostly of an image: there are billions of these ids, not worth caching
                 return ""
             piece = self._pieces[id] = self._find_piece(id, token)
             if isinstance(piece, str) and not self.is_special(id):
@@ -136,8 +134,8 @@ class Tokenizer:
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     async def chat_prompt(self, chat: Chat, template: str | None = None) -> str:
-        """The prompt's text, special tokens included: encode it without adding more. Found without holding up the event loop,
-        within limits of time and memory.
+        """Renders a chat as the prompt's text, special tokens included: encode it without adding more. Does not block the event
+        loop, and is limited in time and memory.
 
         `template`: what the client wants instead of the model's usual one: the name of another of the model's, or a source.
         """
@@ -165,11 +163,11 @@ class Tokenizer:
         skip_special_tokens: bool = True,
         shown: Collection[int] = (),
     ) -> "TextStream":
-        """The text that follows the prompt. `shown`: special tokens that are text all the same, for who parses it."""
+        """The detokenizer for text after the prompt. `shown`: special tokens that are kept in the text, for parsers."""
         return TextStream(self, prompt, stop, include_stop, skip_special_tokens, shown)
 
     def starts_text(self, id: int) -> str | bytes:
-        """The piece of a token that nothing visible precedes: SentencePiece's first space is missing."""
+        """The piece of a token at the start of visible text: SentencePiece's first space is missing."""
         piece = self.piece(id)
         return self.decode([id], skip_special_tokens=False) if isinstance(piece, str) and piece.startswith(" ") else piece
 
@@ -186,11 +184,11 @@ class Tokenizer:
             return data
 
     def _all_bytes(self, token: str) -> bool:
-        """Whether byte-level decoding takes the token's characters for bytes. If one is none, it takes the token as it is."""
+        """Whether byte-level decoding maps all of the token's characters to bytes; otherwise it leaves the token as it is."""
         return self._byte_level is not None and all(character in self._byte_level for character in token)
 
     def _check(self) -> None:
-        """A decoder whose tokens are no fixed bytes would give wrong text without anybody noticing."""
+        """Raises Unusable for a decoder whose tokens are not fixed bytes: it would give wrong text unnoticed."""
         ids = self.encode(PROBE, add_special_tokens=False)
         stream = self.stream(ids[:1], skip_special_tokens=False)
         found = "".join(stream.push(id).delta for id in ids[1:]) + stream.end()
@@ -206,13 +204,13 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
 
     text: str  # the token's own text; "" while a character is incomplete, then the whole character
     delta: str  # what it adds for a reader
-    stop: str  # the string that has ended the text: push no more; "": none has
+    stop: str  # the stop string that has ended the text: push no more; "": none
 
 
 class TextStream:
-    """The text of one sequence as its tokens come. All deltas and `end()` together are the text, cut at the stop string.
+    """Incremental detokenizer of one sequence. All deltas and `end()` together are the text, cut at the stop string.
 
-    Several stop strings: the one that ends first counts, of those the longest. A character never comes in parts. Where
+    With several stop strings, the one that ends first counts, of those the longest. A character never comes in parts. Where
     `decode` turns a whole run of byte tokens into U+FFFD because its end is broken, the good characters before stay.
     """
 
@@ -233,8 +231,8 @@ class TextStream:
         self._include_stop = include_stop
         self._errors = tokenizer.errors
         self._finders = [Finder(string) for string in stop]
-        self._pending = b""  # the beginning of a character
-        self._held = ""  # the text's end, which may be the beginning of a stop string; "" if that will be kept anyway
+        self._pending = b""  # the beginning of an incomplete character
+        self._held = ""  # text held back, which may be the beginning of a stop string; "" if stop strings are included
         self._parts: list[str] = []
         self._fresh = skip_special_tokens and all(tokenizer.is_special(id) for id in prompt)  # no visible text precedes
         for id in prompt[-CONTEXT:]:
@@ -246,9 +244,9 @@ class TextStream:
         return "".join(self._parts)
 
     def push(self, id: int) -> Piece:
-        """The next token. After one with a `stop`, only `end` may follow."""
+        """Adds the next token. After one with a `stop`, only `end` may follow."""
         piece = self._tokenizer.whole.get(id)
-        if piece is not None and not (self._finders or self._pending or self._fresh):  # most often: nothing before it matters
+        if piece is not None and not (self._finders or self._pending or self._fresh):  # the common case: nothing before it matters
             self._parts.append(piece.text)
             return piece
         if self._skip and self._tokenizer.is_special(id) and id not in self._shown:
@@ -262,7 +260,7 @@ class TextStream:
         return Piece(text, delta, stop)
 
     def end(self) -> str:
-        """No more tokens: what was held back, and U+FFFD for an incomplete character. The stream is then used up."""
+        """Ends the stream: returns what was held back, and U+FFFD for an incomplete character."""
         rest = self._held + codecs.utf_8_decode(self._pending, self._errors, True)[0]
         self._held, self._pending = "", b""
         self._parts.append(rest)
@@ -283,7 +281,7 @@ class TextStream:
         return text
 
     def _until_stop(self, text: str) -> tuple[str, str]:
-        """What of the held and the new text may go out now, and the stop string that ends it, if one does."""
+        """How much of the held and the new text may be sent now, and the stop string that ends it, if one does."""
         ends = [(end, -len(finder.string), finder.string) for finder in self._finders if (end := finder.find(text)) > 0]
         whole = self._held + text
         if ends:
@@ -310,7 +308,7 @@ class Finder:
         assert string
         self.string = string
         self.matched = 0
-        # _back[n]: the longest beginning of the string, shorter than n, that also ends its first n characters
+        # _back[n]: the longest prefix of the string, shorter than n, that is also a suffix of its first n characters
         self._back = back = [0, 0]
         for character in string[1:]:
             length = back[-1]
@@ -343,14 +341,14 @@ codecs.register_error(EACH_BYTE, _replace_each_byte)
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's printable character for each byte, the other way round."""
+    """GPT-2's byte-to-printable-character map, inverted."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
 def _written(part: Any) -> dict[str, Any] | None:
-    """A part of a tokenizer as tokenizer.json has it: to write the whole and to read it takes 0.3 s, for its vocabulary."""
+    """A part of a tokenizer as in tokenizer.json. Serializing the whole would take 0.3 s, because of its vocabulary."""
     if part is None:
         return None
     found: dict[str, Any] = json.loads(part.__getstate__())
@@ -358,14 +356,14 @@ def _written(part: Any) -> dict[str, Any] | None:
 
 
 def _kinds(part: dict[str, Any] | None, parts: str) -> set[str]:
-    """Of a tokenizer.json's decoder or normalizer, and of its parts."""
+    """Types of a tokenizer.json's decoder or normalizer, and of its parts."""
     if part is None:
         return set()
     return {part["type"]}.union(*(_kinds(one, parts) for one in part.get(parts, ())))
 
 
 def _compile(name: str, source: str, special_tokens: Mapping[str, str]) -> None:
-    """Raises Unusable if that is not possible."""
+    """Raises Unusable if the chat template does not compile."""
     try:
         ChatTemplate(source, special_tokens)
     except Refused as refused:

@@ -1,8 +1,8 @@
-"""Traces of requests in OpenTelemetry's words, sent over OTLP/HTTP. Imported packages only when an operator asks for traces.
+"""OpenTelemetry traces of requests, sent over OTLP/HTTP. Its packages are imported only when an operator asks for traces.
 
-A request is a span of kind SERVER, named and described by the conventions for generative AI, with a child for each of its phases:
-queue, prefill, decode. The children are made when the request has ended, from moments that the batcher took anyway, so that nothing
-is done per token. No text of a request is in them.
+A request is a span of kind SERVER, named and described by the semantic conventions for generative AI, with a child for each of its
+phases: queue, prefill, decode. The children are made when the request has ended, from timestamps that the batcher takes anyway, so
+that nothing is done per token. They contain no text of a request.
 """
 
 import logging
@@ -17,11 +17,11 @@ from .record import Record, Run
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
-PATH = "/v1/traces"  # of OTLP/HTTP, where the operator names only a host
-OPERATIONS = {"/v1/chat/completions": "chat", "/v1/responses": "chat", "/v1/messages": "chat"}  # the rest completes text
+PATH = "/v1/traces"  # of OTLP/HTTP, where the operator gives only a host
+OPERATIONS = {"/v1/chat/completions": "chat", "/v1/responses": "chat", "/v1/messages": "chat"}  # all others are text completions
 
 LAST_SPANS = 2.0  # seconds that a collector gets for them at the end
-DROPPED = "dropped"  # how a run has failed whose client has left
+DROPPED = "dropped"  # failure kind of a run whose client has left
 
 # Names of the conventions, whose status is still "development": here and nowhere else.
 OPERATION = "gen_ai.operation.name"
@@ -46,11 +46,11 @@ logger = logging.getLogger(__name__)
 
 
 class Missing(Exception):
-    """Traces are wanted, and the packages for them are not installed. One line that says what would do."""
+    """Traces are wanted, and the packages for them are not installed. One line that says what would help."""
 
 
 class Tracing(Protocol):
-    """What the API asks of it."""
+    """What the API needs of tracing."""
 
     def begin(self, headers: Mapping[str, str], record: Record, /) -> Any:
         """A span for a request, below the client's own if `headers` name one. Sets `record.trace`."""
@@ -66,7 +66,7 @@ class Tracer:
 
     def __init__(self, endpoint: str, service: str, model: str, exporter: "SpanExporter | None" = None) -> None:
         """endpoint: a URL, with a path or without. exporter: for tests, instead of one that sends. Raises Missing."""
-        try:  # only now: who wants no traces needs no packages, and waits for none
+        try:  # lazy: the packages are needed, and slow to import, only with traces
             from opentelemetry import trace
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource
@@ -85,9 +85,9 @@ class Tracer:
         self._tracer = self._provider.get_tracer("penstock")
 
     def begin(self, headers: Mapping[str, str], record: Record) -> Any:
-        # The propagator looks names up as they are written; HTTP's are of any case.
+        # The propagator looks names up as they are written; HTTP's are case-insensitive.
         parents, states = (_all(headers, name) for name in ("traceparent", "tracestate"))
-        given = {"traceparent": parents[0], "tracestate": ",".join(states)} if len(parents) == 1 else {}  # as W3C has it
+        given = {"traceparent": parents[0], "tracestate": ",".join(states)} if len(parents) == 1 else {}  # as W3C specifies
         context = self._propagator.extract(given)
         span = self._tracer.start_span("request", context, kind=self._trace.SpanKind.SERVER, start_time=time.time_ns())
         carrier: dict[str, str] = {}
@@ -119,7 +119,7 @@ class Tracer:
 
     def close(self) -> None:
         """Sends what is left, if the collector takes it in time."""
-        # On a thread that nobody waits for in the end: the SDK would wait for a collector for half a minute.
+        # On a daemon thread with a bounded wait: the SDK would wait for a collector for half a minute.
         sending = threading.Thread(target=self._provider.shutdown, daemon=True)
         sending.start()
         sending.join(LAST_SPANS)
@@ -162,7 +162,7 @@ def _attributes(record: Record, model: str) -> dict[str, Any]:
 
 
 def _phases(run: Run, now: float) -> list[tuple[str, float, float]]:
-    """Name, beginning and end of each phase that it came to."""
+    """Name, beginning and end of each phase that the run reached."""
     moments = [("queue", run.arrived), ("prefill", run.started), ("decode", run.first)]
     reached = [(name, moment) for name, moment in moments if moment]
     ends = [*(moment for _, moment in reached[1:]), run.ended or now]

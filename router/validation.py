@@ -1,6 +1,7 @@
-"""Raw parameters in, a `Request` out: every rule about what a client may ask, in text-generation-inference's words.
+"""Request validation: raw parameters in, a `Request` out. Every rule about what a client may ask, in text-generation-inference's
+words.
 
-Knows the limits and the tokenizer. Knows no HTTP and no JSON; both APIs use it. A value is refused, never bent.
+Knows the limits and the tokenizer. Knows no HTTP and no JSON; both APIs use it. An invalid value is refused, never adjusted.
 """
 
 import asyncio
@@ -41,27 +42,27 @@ from .text import LONG_TEXT, Tokenizer
 MAX_STOP_CHARACTERS = 1024
 LARGEST_FLOAT = 3.4e38  # the shards compute in 32 bit
 SMALLEST_FLOAT = 1.2e-38
-COLDEST = 1e-5  # temperature below which nothing is drawn, as in vLLM: what is divided by less may be too large for 32 bits
-CANDIDATES = 4096  # that a step weighs for one request's beams at most: each costs 20 us of all requests' time
-UNLIKELY = 1000.0  # what the logarithm of a token's probability, penalties and bias included, is hardly ever below the negative of
+COLDEST = 1e-5  # temperature below which decoding is greedy, as in vLLM: logits divided by less may overflow 32 bits
+CANDIDATES = 4096  # most candidates that a step weighs for one request's beams: each costs 20 us of all requests' time
+UNLIKELY = 1000.0  # negative log-probability of a token, penalties and bias included, that is hardly ever exceeded
 THREADS = 2
-MOST_LONG = 64  # long texts that are tokenized, or wait for it
+MOST_LONG = 64  # long texts that are tokenized, or queued for it
 Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
 
 
 class Parameters(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client said, before anybody has looked at it. None: nothing. Names are TGI's, where TGI has one."""
+    """Unchecked parameters of a client. None: not given. Names are TGI's, where TGI has one."""
 
-    images: Sequence[bytes] = ()  # encoded, as the prompt shows them
-    choices: int | None = None  # answers that are drawn: TGI's best_of, OpenAI's n
+    images: Sequence[bytes] = ()  # encoded files, in the order of the prompt
+    choices: int | None = None  # sampled answers: TGI's best_of, OpenAI's n
     num_beams: int | None = None
-    num_return_sequences: int | None = None  # answers that are found: the best beams
+    num_return_sequences: int | None = None  # answers of beam search: the best beams
     length_penalty: float | None = None
     early_stopping: bool | str | None = None
-    stream_beams: bool = False  # every step's beams are told
-    speculate: int | None = None  # guesses in a step, at most as many as the operator allows
+    stream_beams: bool = False  # every step's beams are sent
+    speculate: int | None = None  # drafts in a step, at most as many as the operator allows
     temperature: float | None = None
     repetition_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -74,16 +75,16 @@ class Parameters(msgspec.Struct, frozen=True, kw_only=True):
     do_sample: bool = False
     seed: int | None = None
     max_new_tokens: int | None = None
-    fitting: bool = False  # so many are the most that is wanted: all that fit, if these are fewer
+    fitting: bool = False  # max_new_tokens is an upper bound: fewer if only fewer fit
     truncate: int | None = None
     stop: Sequence[str] = ()
     include_stop: bool = True
-    end_ids: Sequence[int] = ()  # beside the model's own
+    end_ids: Sequence[int] = ()  # stop tokens, beside the model's own
     ignore_eos: bool = False
     top_n_tokens: int | None = None
     prompt_logprobs: bool = False
     prompt_top_n: int = 0  # alternatives for each token of the prompt
-    most_top_n: int = 0  # alternatives that may be asked for, if that is more than the operator's setting
+    most_top_n: int = 0  # most alternatives that may be asked for, if more than the operator's setting
     min_new_tokens: int = 0
     thinking: Thinking | None = None
     final_logprobs: bool = False
@@ -92,16 +93,16 @@ class Parameters(msgspec.Struct, frozen=True, kw_only=True):
     grammar: Grammar | None = None
     priority: object = None
     timeout: float | None = None
-    arrived: float = 0.0  # when the first of it came, by the monotonic clock; 0: now
+    arrived: float = 0.0  # when its first byte arrived, by the monotonic clock; 0: now
     tenant: str = ""
-    adapter: str = ""  # that is asked for
-    model: str = ""  # that is asked for: any name, of which an adapter's is meant
-    salt: str = ""  # only requests with the same find each other's keys and values
+    adapter: str = ""  # requested LoRA adapter
+    model: str = ""  # requested model: any name; an adapter's selects that adapter
+    salt: str = ""  # cache salt: only requests with the same share cached prefixes
     session: str = ""
 
     @property
     def sampled(self) -> bool:
-        """Whether tokens are drawn, as TGI infers it."""
+        """Whether tokens are sampled, as TGI infers it."""
         return self.do_sample or any(
             value is not None for value in (self.temperature, self.top_k, self.top_p, self.typical_p, self.min_p)
         )
@@ -117,8 +118,8 @@ class Validator:
         observe: Callable[[float], None] = lambda seconds: None,
         adapters: Adapters | None = None,
     ) -> None:
-        """observe: gets the seconds that finding a request valid took; adapters: that there are, if more than from the start.
-        Raises Misconfigured if the operator asks for images, which the model does not see."""
+        """observe: called with the seconds that validating a request took; adapters: the registry, if adapters may be loaded at run
+        time. Raises Misconfigured if the operator requires images, which the model does not support."""
         self._config = config
         self._adapters = adapters or Adapters(config.model, config.adapters)
         self._tokenizer = tokenizer
@@ -126,12 +127,12 @@ class Validator:
         self.grammars = Grammars(tokenizer.added_id)
         self.pictures = _pictures(config, tokenizer) if config.max_images else None
         self._threads = ThreadPoolExecutor(THREADS, "tokenizer")
-        self._long = 0  # texts that threads tokenize, or will
+        self._long = 0  # texts being tokenized by threads, or queued
 
     async def request(
         self, prompt: str | Sequence[int], parameters: Parameters, limits: Limits, *, add_special_tokens: bool = True
     ) -> Request:
-        """The request that these parameters ask for. Raises Refused, Overloaded, or Expired if its time is over before."""
+        """The validated request. Raises Refused, Overloaded, or Expired if its timeout is over before."""
         began = monotonic()
         async with in_time(parameters):
             request = await self._request(prompt, parameters, limits, add_special_tokens)
@@ -153,14 +154,14 @@ class Validator:
         ids = await self._prompt(prompt, parameters.truncate, limits, add_special_tokens)
         images: tuple[Image, ...] = ()
         if pictures is not None:
-            _check_prompt(len(ids), limits)  # before its images are looked at, each of which has a token at least
+            _check_prompt(len(ids), limits)  # before its images are decoded, each of which has at least one token
             ids, images = await pictures.put(ids, parameters.images, limits.vocabulary)
         try:
             stop, end_ids, choices, longest = self._ways(parameters, beams, len(ids), limits)
         except Refused:
             if beams is None or parameters.num_beams is not None or _about_beams(parameters):
                 raise
-            beams = None  # which the operator wants wherever they can be, and nobody has asked for
+            beams = None  # the operator's default for all requests that allow beams, which this one doesn't
             stop, end_ids, choices, longest = self._ways(parameters, None, len(ids), limits)
         request = Request(
             prompt=tuple(ids),
@@ -194,7 +195,7 @@ class Validator:
         return request
 
     def check_images(self, count: int, limits: Limits) -> None:
-        """Raises Refused if a request has more than there may be."""
+        """Raises Refused if a request has more images than allowed."""
         most = self._config.max_images if self.pictures is not None and limits.images else 0
         if count > most:
             if not most:
@@ -214,7 +215,7 @@ class Validator:
     async def _prompt(
         self, prompt: str | Sequence[int], truncate: int | None, limits: Limits, add_special_tokens: bool
     ) -> Sequence[int]:
-        """Its tokens, the last ones if it is to be truncated."""
+        """The prompt's tokens; the last ones if it is to be truncated."""
         if not prompt:
             raise Refused("`inputs` cannot be empty", "inputs")
         most = limits.max_input_tokens
@@ -232,7 +233,7 @@ class Validator:
         return ids[-truncate:] if truncate else ids
 
     def _check_length(self, text: str, most: int) -> None:
-        """Of a long text, before it is tokenized, which is dear."""
+        """Checks the length of a long text before it is tokenized, which is expensive."""
         room = most * self._tokenizer.longest
         if len(text) > max(room, LONG_TEXT) and room:
             raise TooLong(
@@ -242,7 +243,7 @@ class Validator:
             )
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The text's tokens, without holding up the event loop."""
+        """The text's tokens, without blocking the event loop."""
         if len(text) <= LONG_TEXT:
             return self._tokenizer.encode(text, add_special_tokens)
         return await self._beside(lambda: self._tokenizer.encode(text, add_special_tokens))
@@ -254,7 +255,8 @@ class Validator:
         return await self._beside(lambda: self._tokenizer.offsets(text, add_special_tokens))
 
     async def _beside(self, work: Callable[[], Result]) -> Result:
-        """On one of few threads, beside the event loop: each holds hundreds of times its text in memory. Raises Overloaded."""
+        """Runs `work` on one of few threads, beside the event loop: each holds hundreds of times its text in memory. Raises
+        Overloaded."""
         if self._long >= MOST_LONG:
             raise Overloaded(f"{self._long} long texts are being tokenized")
         self._long += 1
@@ -268,7 +270,8 @@ class Validator:
     def _ways(
         self, given: Parameters, beams: Beams | None, length: int, limits: Limits
     ) -> tuple[tuple[str, ...], tuple[int, ...], int, int]:
-        """What ends an answer to a prompt of this length (strings, tokens), how many there are, and how long each may be."""
+        """What ends an answer to a prompt of this length (strings, tokens), how many answers there are, and how long each may
+        be."""
         stop, end_ids = self._ends(given, beams, limits)
         choices = (given.choices if beams is None else given.num_return_sequences) or 1
         longest = _max_new_tokens(length, None if given.fitting else given.max_new_tokens, choices, beams, limits)
@@ -284,10 +287,10 @@ class Validator:
         return stop, end_ids, choices, longest
 
     def _ends(self, given: Parameters, beams: Beams | None, limits: Limits) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """Strings and token ids that end the answer. `ignore_eos` is about the model's own ends, not about what is asked for.
+        """Strings and token ids that end the answer. `ignore_eos` applies to the model's own end tokens, not to requested ones.
 
-        A stop string that is a special token has no text where these are skipped: it can only be seen as a token. Beams are
-        ended by the shards, which never see it as text.
+        A stop string that is a special token has no text where special tokens are skipped: it can only be matched as a token. Beams
+        are ended by the shards, which never see it as text.
         """
         skipped = given.skip_special_tokens
         found = {string: self._tokenizer.special_id(string) for string in given.stop} if skipped or beams else {}
@@ -297,7 +300,7 @@ class Validator:
         return tuple(strings), tuple(id for id in ids if id < limits.vocabulary)  # a tokenizer may have more tokens than the model
 
     def _adapter(self, given: Parameters) -> str:
-        """The key of the one by which the request goes; "": by none."""
+        """The key of the request's LoRA adapter; "": none."""
         if not given.adapter:
             return self._adapters.key_of_model(given.model)
         if not (known := self._adapters.names):
@@ -308,7 +311,7 @@ class Validator:
         return found
 
     def _drafts(self, given: Parameters, beams: Beams | None) -> int:
-        """Guesses in a step. There are none for beams, and where a prompt shows what who guesses can't see."""
+        """Most drafts in a step. None for beams, and for prompts with images, which draft models don't support."""
         most = self._config.speculate
         if given.speculate is not None and not 0 <= given.speculate <= most:
             raise Refused(f"`speculate` must be >= 0 and <= {most} (--speculate). Given: {given.speculate}", "speculate")
@@ -317,7 +320,7 @@ class Validator:
         return most if given.speculate is None else given.speculate
 
     def _beams(self, given: Parameters) -> Beams | None:
-        """Whether and how beams are searched. The operator's width is for those who ask for nothing, and draw nothing."""
+        """Beam search settings, if any. The operator's default width applies to requests that neither sample nor say otherwise."""
         drawn = (given.choices or 1) > 1
         default = 1 if given.sampled or drawn or given.thinking else self._config.num_beams
         width = default if given.num_beams is None else given.num_beams
@@ -349,7 +352,7 @@ class Validator:
         return Beams(width=width, length_penalty=penalty, stopping=stopping, watched=given.stream_beams)
 
     def _check_numbers(self, given: Parameters) -> None:
-        """In TGI's order."""
+        """Checks ranges, in TGI's order."""
         most = self._config.most_choices
         if given.choices is not None and not 0 < given.choices <= most:
             if most == 1:
@@ -387,7 +390,7 @@ class Validator:
 
 @asynccontextmanager
 async def in_time(given: Parameters) -> AsyncIterator[None]:
-    """What is done within ends with Expired when the request's own time is over."""
+    """Raises Expired when the request's own timeout is over before the block ends."""
     if given.timeout is None or not SMALLEST_FLOAT <= given.timeout <= LARGEST_FLOAT:  # none, or one that will be refused
         yield
         return
@@ -400,7 +403,7 @@ async def in_time(given: Parameters) -> AsyncIterator[None]:
 
 
 def _pictures(config: RouterConfig, tokenizer: Tokenizer) -> Pictures | None:
-    """What puts images into prompts, if that can be. Raises Misconfigured if it can't, and the operator asks for it."""
+    """What puts images into prompts, if supported. Raises Misconfigured if it isn't, and the operator requires it."""
     try:
         return Pictures(config, tokenizer.token_text, tokenizer.added_id, partial(tokenizer.encode, add_special_tokens=False))
     except Misconfigured as error:
@@ -458,7 +461,7 @@ def _stopping(given: bool | str | None) -> Stopping:
 
 
 def _about_beams(given: Parameters) -> str:
-    """The first field that says something about beams, and not how many; "" if none does."""
+    """The first beam parameter given besides the width; "" if there is none."""
     for name, told, neutral in (
         ("num_return_sequences", given.num_return_sequences, 1),
         ("length_penalty", given.length_penalty, 1.0),
@@ -471,7 +474,7 @@ def _about_beams(given: Parameters) -> str:
 
 
 def _check_beams(beams: Beams, longest: int, end_ids: int, limits: Limits) -> None:
-    """What only the length, the end tokens and the model tell."""
+    """Checks that depend on the length, the end tokens and the model."""
     candidates = max(2, 1 + end_ids)  # of which at most all but one end, for each beam
     if beams.width * candidates > limits.vocabulary:
         raise Refused(
@@ -530,7 +533,7 @@ def _check_prompt(length: int, limits: Limits) -> None:
 
 
 def _sampling(given: Parameters, limits: Limits) -> Sampling:
-    """Checked parameters, with what their absence means."""
+    """Checked parameters, with defaults for absent ones."""
 
     def or_neutral(value: float | None, neutral: float) -> float:
         return neutral if value is None else value
@@ -538,7 +541,7 @@ def _sampling(given: Parameters, limits: Limits) -> Sampling:
     temperature = or_neutral(given.temperature, 1.0) if given.sampled else 0.0
     return Sampling(
         temperature=temperature if temperature >= COLDEST else 0.0,
-        top_k=min(given.top_k or 0, limits.vocabulary),  # more than all is all; the wire's integers are small
+        top_k=min(given.top_k or 0, limits.vocabulary),  # more than all is all; the protocol's integers are small
         top_p=or_neutral(given.top_p, 1.0),
         min_p=or_neutral(given.min_p, 0.0),
         typical_p=or_neutral(given.typical_p, 1.0),
@@ -558,5 +561,5 @@ def _seed(given: Parameters) -> int:
 
 
 def _together(tenant: str, salt: str, adapter: str) -> str:
-    """What others must have in common; no two of these mean the same."""
+    """The cache key: what requests must have in common to share cached prefixes. Unambiguous."""
     return f"{len(tenant)} {tenant} {len(adapter)} {adapter} {salt}" if salt or adapter else tenant

@@ -1,9 +1,9 @@
-"""Work in processes of its own: only a process can be stopped whatever it does, and dies alone.
+"""Pool of worker processes for untrusted work: only a process can be killed whatever it does, and crashes alone.
 
-Some libraries that work on what clients send loop, take all memory or crash for the right input, and an exception can't be had for
-that. Here each job gets some seconds and some memory, and the event loop waits for a socket meanwhile. A job that is stopped, or
-crashes, costs its process, and the next one starts another. So does one whose client leaves, unless jobs are to be finished: where
-to start a process costs more.
+Some libraries that work on what clients send loop, take all memory or crash for certain inputs, which no exception handler catches.
+Here each job gets limited time and memory, and the event loop waits for a socket meanwhile. A job that is stopped, or crashes,
+costs its process, and the next one starts another. So does one whose client leaves, unless jobs are to be finished (`finishes`):
+where starting a process costs more.
 """
 
 import asyncio
@@ -19,14 +19,14 @@ from collections.abc import Callable
 
 from ..proto.process import die_with_parent
 
-START = 30.0  # seconds for a process to be there; usual are 0.2 s, and 0.7 s on a crowded machine
-MEMORY = 1 << 30  # bytes of addresses that work may add to what the process has when it starts
+START = 30.0  # seconds for a process to start; usual are 0.2 s, and 0.7 s on a crowded machine
+MEMORY = 1 << 30  # bytes of address space that work may add to what the process has when it starts
 HEAD = struct.Struct("<I")
-READ = 65536  # bytes
+READ = 65536  # bytes per read
 
 
 class Died(Exception):
-    """Of the job: it ended two processes."""
+    """The job crashed two processes."""
 
 
 class TimedOut(Exception):
@@ -34,35 +34,35 @@ class TimedOut(Exception):
 
 
 class Busy(Exception):
-    """No process was free in time, or none could be started: another time there may be one."""
+    """No process was free in time, or none could be started: a retry may succeed."""
 
 
 class WorkerProcesses:
-    """Processes that run a module, which calls `serve`. They start when they are needed, stay, and end with this object or with the
-    process that has it."""
+    """A pool of processes that run a module, which calls `serve`. They start on demand, stay, and end with this object or with the
+    process that owns it."""
 
     def __init__(self, module: str, processes: int, finishes: bool = False) -> None:
-        """finishes: jobs that have begun, also when nobody waits for them."""
+        """finishes: finish jobs that have begun, also when nobody waits for them."""
         self._module = module
         self._finishes = finishes
-        self._jobs = set[asyncio.Task[bytes]]()  # under way
+        self._jobs = set[asyncio.Task[bytes]]()  # running
         self._idle: list[_Process] = []
         self._free = asyncio.Semaphore(processes)
         self._starting = asyncio.Lock()
         self._started = False
 
     async def start(self) -> None:
-        """Returns when a process was there once: the first job shall not lose its time by waiting for it. Raises Busy."""
+        """Returns when a process was ready once, so that the first job's time limit does not include its start. Raises Busy."""
         async with self._starting:
             if not self._started:
                 self._idle.append(await self._new())
                 self._started = True
 
     async def ask(self, job: bytes, seconds: float, patience: float | None = None) -> bytes:
-        """What `serve` makes of the job. Raises TimedOut if that takes longer than `seconds`, Busy if no process is free within
+        """The result of `serve` for the job. Raises TimedOut if that takes longer than `seconds`, Busy if no process is free within
         `patience`, and Died."""
         try:
-            async with asyncio.timeout(patience):  # not wait_for: before Python 3.12 that may not see that its caller is cancelled
+            async with asyncio.timeout(patience):  # not wait_for: before Python 3.12 that may miss that its caller is cancelled
                 await self._free.acquire()
         except TimeoutError:
             raise Busy from None
@@ -75,10 +75,10 @@ class WorkerProcesses:
         self._free.release()
         self._jobs.discard(task)
         if not task.cancelled():
-            task.exception()  # who has left does not ask for it
+            task.exception()  # retrieved, since a caller that left does not
 
     async def _ask(self, job: bytes, seconds: float) -> bytes:
-        """A process may have been killed for no fault of the job, so there is a second one."""
+        """Tries twice: a process may have been killed for no fault of the job."""
         for _ in range(2):
             while self._idle and not self._idle[-1].alive:
                 self._idle.pop()
@@ -108,7 +108,7 @@ class WorkerProcesses:
             async with asyncio.timeout(seconds):
                 answer = await process.ask(job)
         except BaseException as error:  # the client may have left, too
-            # Not here: to take back the memory of a process that had much of it takes the kernel a while.
+            # In a thread: the kernel takes a while to reclaim the memory of a large process.
             asyncio.get_running_loop().run_in_executor(None, process.close)
             if isinstance(error, TimeoutError):
                 raise TimedOut from None
@@ -118,7 +118,7 @@ class WorkerProcesses:
 
 
 class _Process:
-    """The other process, seen from here. It dies with the thread that has started it: the event loop's, which stays."""
+    """A worker process, seen from the router. It dies with the thread that has started it: the event loop's, which stays."""
 
     def __init__(self, module: str) -> None:
         self._socket, theirs = socket.socketpair()
@@ -131,10 +131,10 @@ class _Process:
             raise
         finally:
             theirs.close()
-        self._end = weakref.finalize(self, _ended, self._process, self._socket)  # also when nobody says so
+        self._end = weakref.finalize(self, _ended, self._process, self._socket)  # also when `close` is never called
 
     async def ready(self) -> None:
-        """Waits until it is. Raises OSError or EOFError if it has ended, or never will be."""
+        """Waits until it is ready. Raises OSError or EOFError if it has ended, or never will be."""
         try:
             async with asyncio.timeout(START):
                 await self._answer()
@@ -142,7 +142,7 @@ class _Process:
             raise EOFError from None
 
     async def ask(self, job: bytes) -> bytes:
-        """Raises OSError or EOFError if the process has ended."""
+        """Sends a job and returns the answer. Raises OSError or EOFError if the process has ended."""
         await asyncio.get_running_loop().sock_sendall(self._socket, HEAD.pack(len(job)) + job)
         return await self._answer()
 
@@ -154,7 +154,7 @@ class _Process:
         self._end()
 
     async def _answer(self) -> bytes:
-        """The next one."""
+        """The next answer."""
         loop, found = asyncio.get_running_loop(), bytearray()
         while len(found) < HEAD.size or len(found) < HEAD.size + HEAD.unpack_from(found)[0]:
             data = await loop.sock_recv(self._socket, READ)
@@ -171,7 +171,7 @@ def _ended(process: "subprocess.Popen[bytes]", connection: socket.socket) -> Non
 
 
 def serve(work: Callable[[bytes], bytes]) -> None:
-    """What a process does: one job after the other, until the other side closes the pipe, or `work` leaves a thread behind."""
+    """The worker's loop: one job after the other, until the other side closes the pipe, or `work` leaves a thread behind."""
     die_with_parent()
     if sys.platform.startswith("linux"):
         _limit_memory()
@@ -182,12 +182,12 @@ def serve(work: Callable[[bytes], bytes]) -> None:
         answer = work(incoming.read(*HEAD.unpack(head)))
         outgoing.write(HEAD.pack(len(answer)) + answer)
         outgoing.flush()
-        if threading.active_count() > 1:  # which would take the next job's time, and no thread can be ended
+        if threading.active_count() > 1:  # which would take the next job's time, and no thread can be killed
             os._exit(0)
 
 
 def _limit_memory() -> None:
-    """What runs out of its own memory must not take the router's, or the shards'."""
+    """Limits its address space, so that it runs out of its own memory, and not of the router's, or the shards'."""
     with open("/proc/self/statm", encoding="ascii") as file:
         size = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))

@@ -1,1 +1,1 @@
-"""The shard: one accelerator's half of the work. It only computes."""
+"""The shard: worker process of one rank, which runs the model on one accelerator. It only computes."""

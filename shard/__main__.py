@@ -1,4 +1,4 @@
-"""Builds one rank and serves it: `python -m penstock.shard '<ShardConfig as JSON>'`."""
+"""Entry point of a shard process: builds one rank and serves it. `python -m penstock.shard '<ShardConfig as JSON>'`."""
 
 import gc
 import logging
@@ -30,15 +30,15 @@ from .service import Service
 
 log = logging.getLogger(__name__)
 
-# Steps has a thread for as long as its stream lives; the others are for Info, Health and a router that comes anew.
+# Steps has a thread for as long as its stream lives; the others are for Info, Health and a new router.
 SERVICE_THREADS = 4
-LAST_WORDS = 0.2  # seconds in which callers may still be told why this process ends
+LAST_WORDS = 0.2  # seconds in which callers may still receive the reason why this process ends
 
-Load = Callable[[ShardConfig, Callable[[str], None]], Engine]  # is given who wants to know the stage
+Load = Callable[[ShardConfig, Callable[[str], None]], Engine]  # the second argument is called with the loading stage
 
 
 def main() -> None:
-    """Serves the model that the arguments name."""
+    """Serves the model given by the configuration in the arguments."""
     die_with_parent()
     config = settings.load(ShardConfig, sys.argv[1])
     configure_logging(config.name or f"shard {config.rank}", config.json_output)
@@ -50,7 +50,7 @@ def serve(config: ShardConfig, kind: type[Service], load: Load) -> NoReturn:
     ends: queue.SimpleQueue[int] = queue.SimpleQueue()
     _hear_sigterm(partial(ends.put, 0))
     service = kind(config, ends.put)
-    os.umask(0o077)  # what is made here, the sockets before all, is this user's alone, wherever it lies
+    os.umask(0o077)  # files made here, above all the sockets, are for this user alone, wherever they are
     try:
         server = _server(config, service)
     except (RuntimeError, OSError) as error:
@@ -66,14 +66,14 @@ def serve(config: ShardConfig, kind: type[Service], load: Load) -> NoReturn:
         if path:
             Path(path).unlink(missing_ok=True)
     logging.shutdown()
-    os._exit(code)  # a thread that waits for a peer that is gone would keep the interpreter from ending
+    os._exit(code)  # a thread that waits for a lost peer would keep the interpreter from ending
 
 
 def _hear_sigterm(end: Callable[[], None]) -> None:
-    """Calls it when the signal comes, whatever other threads do, which may wait for a peer inside torch.
+    """Calls `end` when the signal comes, even while other threads wait for a peer inside torch.
 
-    A handler in Python would not do: the main thread runs it only when its own wait is over, where the signal came in the moment
-    before that, or another thread took it, as it may in a process that was stopped and goes on.
+    A Python handler would not do: the main thread runs it only when its own wait is over, if the signal came in the moment before
+    that, or if another thread took it, as it may in a process that was stopped and goes on.
     """
     inbox, outbox = os.pipe()
     os.set_blocking(outbox, False)
@@ -89,7 +89,7 @@ def _hear_sigterm(end: Callable[[], None]) -> None:
 
 
 def _server(config: ShardConfig, service: Service) -> grpc.Server:
-    """Listens, and does not answer yet. Raises RuntimeError or OSError."""
+    """Creates the server, which listens but does not answer yet. Raises RuntimeError or OSError."""
     options = rpc.FAR_OPTIONS if config.listen else rpc.OPTIONS
     server = grpc.server(ThreadPoolExecutor(SERVICE_THREADS), handlers=[rpc.handler(service)], options=options)
     certified = certificates.of(config)
@@ -104,7 +104,7 @@ def _server(config: ShardConfig, service: Service) -> grpc.Server:
 
 
 def _work(config: ShardConfig, service: Service, load: Load, end: Callable[[int], None]) -> None:
-    """Loads the model; after that rank 0 is moved by its service, the others here, by what rank 0 passes on."""
+    """Loads the model; then rank 0 is driven by its service, the others here, by the commands that rank 0 relays."""
     try:
         torch.set_num_threads(config.threads)
         force(config.kernels)
@@ -113,12 +113,12 @@ def _work(config: ShardConfig, service: Service, load: Load, end: Callable[[int]
         engine = load(config, lambda stage: setattr(service, "stage", stage))
         receiver = Receiver(config) if config.rank else None
         relay.connect()
-        # All have their weights. Before that none may begin: what it asks of the others inside torch is given up after two minutes,
-        # and weights may take one rank so much longer, from a slower disk, or with a draft model.
+        # All ranks have loaded. None may begin earlier: torch's collectives give up after two minutes, and loading may take one
+        # rank longer than that, from a slower disk, or with a draft model.
         relay.send(READY)
         if receiver is not None:
             receiver.receive()
-        gc.freeze()  # what is there by now stays: looking through it would hold steps up
+        gc.freeze()  # long-lived objects are excluded from garbage collection, which would delay steps
         service.start(engine, relay)
         log.info(f"loaded {config.model} in {time.perf_counter() - began:.1f} s")
         while receiver is not None:
@@ -128,11 +128,11 @@ def _work(config: ShardConfig, service: Service, load: Load, end: Callable[[int]
         end(2)
     except RendezvousFailed as error:
         log.error(str(error))
-        end(1)  # whoever has taken the port since the launcher looked may be gone when it tries again
+        end(1)  # what has taken the port since the launcher looked may be gone when it tries again
     except EOFError as error:
         log.error(f"rank 0 is gone{f': {error}' if str(error) else ''}")
         end(1)
-    except BaseException:  # a panic of a library in Rust is no Exception
+    except BaseException:  # a panic in a Rust library is not an Exception
         log.exception("the shard failed")
         end(1)
 

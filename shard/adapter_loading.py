@@ -1,5 +1,5 @@
-"""Adapters that come while the shard serves, and go. What takes time is done beside the steps, by the thread that is asked for it;
-rows go by one as soon as it is put into place, which is a command as others are, so that all ranks do it between the same steps.
+"""Loads and unloads LoRA adapters while the shard serves. Slow work is done beside the steps, on the caller's thread; rows can use
+an adapter as soon as it is put into place, by a command like any other, so that all ranks do it between the same steps.
 """
 
 import threading
@@ -13,24 +13,27 @@ from .adapters import Adapter, digest_of, pinned, place_of
 from .engine import Engine
 from .models.shape import Unsupported
 
-WAIT = 20.0  # seconds for another one to be read, perhaps for a router that has gone
+WAIT = 20.0  # seconds to wait for another load, perhaps for a router that has gone
 
 
 class AdapterLoader:
-    """Of one rank."""
+    """Loads the LoRA adapters of one rank at run time."""
 
     def __init__(self, engine: Engine, cache: str) -> None:
         """cache: of downloads, see `proto.hub`."""
         self._engine = engine
         self._cache = cache
-        self._reading = threading.Semaphore(1)  # one at a time: threads that wait for a disk are few
+        self._reading = threading.Semaphore(1)  # one at a time: few threads may wait for a disk
         self._lock = threading.Lock()
-        self._router = ""  # who came last
-        self._read: dict[str, tuple[str, wire.LoadedAdapter, list[Any]]] = {}  # what has no place yet, by key, and who asked for it
-        self.there: dict[str, wire.LoadedAdapter] = {}  # what has; another one after each change, for who looks meanwhile
+        self._router = ""  # the latest one to connect
+        # read but not in place, by key, with the router that asked
+        self._read: dict[str, tuple[str, wire.LoadedAdapter, list[Any]]] = {}
+        # in place, by key; replaced by a copy at each change, for concurrent readers
+        self.there: dict[str, wire.LoadedAdapter] = {}
 
     def read(self, asked: wire.LoadedAdapter, router: str, wanted: Callable[[], bool]) -> wire.LoadAdapterReply:
-        """On any thread. wanted: whether somebody waits for it yet. Raises Unsupported, or whatever files may cause."""
+        """Reads an adapter's files, on any thread. wanted: whether the caller still waits. Raises Unsupported, or whatever files
+        may cause."""
         before = self._router
         if not self._reading.acquire(timeout=WAIT):
             raise Unsupported(f"adapter {asked.name}: another one is being read yet: come again later")
@@ -53,7 +56,7 @@ class AdapterLoader:
             self._reading.release()
 
     def adapt(self, request: wire.AdaptRequest) -> str:
-        """Between two steps. Returns why nothing was done; "": it was."""
+        """Executes an Adapt command, between two steps. Returns why nothing was done; "": success."""
         add, drop = request.add, request.drop
         with self._lock:
             found = self._read.pop(add, None)
@@ -75,7 +78,7 @@ class AdapterLoader:
         return ""
 
     def welcome(self, router: str) -> None:
-        """One has come: what others have had read is not wanted, nor what is being read for them."""
+        """A router has connected: what was read for others, or is being read, is dropped."""
         if router:
             with self._lock:
                 self._router = router

@@ -1,4 +1,4 @@
-"""Adapters of low rank as peft saves them, in a folder. Knows names of matrices, and no model."""
+"""Reads LoRA adapters in peft's format from a folder or the hub. Knows names of matrices, and no model."""
 
 import hashlib
 import json
@@ -17,13 +17,13 @@ from .models.shape import Unsupported
 from .weights import opened
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# A matrix as peft knows it, within the model of text, and which of its two factors. Towers for images have layers of their own.
+# A matrix as peft names it, within the language model, and which of its two factors. Vision towers have layers of their own.
 NAME = re.compile(
     r"(?:base_model\.model\.)?((?:(?:model|language_model|backbone)\.)*(layers\.\d+\..+))\.lora_([AB])(?:\.default)?\.weight"
 )
 ON_HUB = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(.+))?")
-CHANGED = ("pissa", "olora", "corda", "loftq", "lora_ga")  # ways to begin that leave the model with other weights
-# What else an adapter may be than products of low rank, beside the matrices that it names.
+CHANGED = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initializations that change the base model's weights
+# Features of adapters beyond plain low-rank products for the listed matrices.
 OTHERWISE = (
     "use_dora",
     "use_qalora",
@@ -34,17 +34,18 @@ OTHERWISE = (
     "lora_bias",
     "layer_replication",
 )
-NEVER_MERGED = ("alora_invocation_tokens", "arrow_config")  # such that are in no weights for all tokens
-# Of a pattern that anybody may have written: characters, of which few are repeated, so that no text takes long.
+# features that can't be merged into weights, since they don't apply to all tokens
+NEVER_MERGED = ("alora_invocation_tokens", "arrow_config")
+# A safe pattern from an untrusted adapter: characters, of which few are repeated, so that matching never takes long.
 TAME = re.compile(r"\^?(?:(?:[\w-]|\\?\.|\\d|\[[\w-]+\])[*+]?)*\$?")
-REPEATS, PATTERNS, LONGEST_NAME = 2, 1000, 128  # each name is compared with each pattern, which takes its length to the third
+REPEATS, PATTERNS, LONGEST_NAME = 2, 1000, 128  # each name is matched with each pattern, in time cubic in its length
 LONGEST_CONFIG = 1 << 20  # bytes
 REMEDY = "merge it into the weights (peft's merge_and_unload)"
 
 
 def place_of(name: str, source: str, cache: str = "") -> Path:
-    """The folder that an adapter is in, be it one of this machine, or of the hub, as OWNER/MODEL or OWNER/MODEL@REVISION, which may
-    take a while. cache: see `proto.hub`. Raises Unsupported."""
+    """The folder of an adapter, given as a local folder, or on the hub as OWNER/MODEL or OWNER/MODEL@REVISION, which may take a
+    while to download. cache: see `proto.hub`. Raises Unsupported."""
     found = ON_HUB.fullmatch(source)
     try:
         if not found or Path(source).is_dir():
@@ -55,13 +56,13 @@ def place_of(name: str, source: str, cache: str = "") -> Path:
 
 
 def pinned(source: str, place: Path) -> str:
-    """What names the same files later: of the hub with the revision that was found, which is what its folder is called."""
+    """A source that names the same files later: on the hub with the revision that was found, which is the name of its folder."""
     found = ON_HUB.fullmatch(source)
     return f"{found[1]}@{place.name}" if found and place != Path(source) else source
 
 
 def digest_of(place: Path) -> str:
-    """By which files are known again."""
+    """SHA-256 of its files, by which they are recognized later."""
     found = hashlib.sha256()
     for name in (CONFIG, WEIGHTS):
         with (place / name).open("rb") as file:
@@ -70,11 +71,11 @@ def digest_of(place: Path) -> str:
 
 
 class Adapter:
-    """One of them. Its tensors are read as they are asked for."""
+    """One LoRA adapter. Its tensors are read as they are asked for."""
 
     def __init__(self, name: str, folder: Path, dtype: torch.dtype, device: torch.device, tame: bool = False) -> None:
-        """name: by which requests ask for it; tame: with no patterns but such as are quickly compared. Raises Unsupported, in one
-        line with the remedy."""
+        """name: by which requests choose it; tame: allow only patterns that are quick to match. Raises Unsupported, in one line
+        with the remedy."""
         self.name = name
         self._dtype, self._device = dtype, device
         self._config = _config(name, folder / CONFIG)
@@ -85,7 +86,7 @@ class Adapter:
             raise Unsupported(f"adapter {name}: {folder} has no {WEIGHTS}: save it with peft as safetensors")
         self._file = opened(folder / WEIGHTS)
         self._places: dict[tuple[str, str], str] = {}  # by matrix, and A or B
-        self._called: dict[str, str] = {}  # what peft calls a matrix
+        self._called: dict[str, str] = {}  # peft's name of each matrix
         for key in list(self._file.keys()):
             found = NAME.fullmatch(key)
             if found is None:
@@ -102,8 +103,8 @@ class Adapter:
         self._unread = set(self._places)
 
     def pair(self, names: Sequence[str], outputs: int, inputs: int) -> tuple[Tensor, Tensor] | None:
-        """What it adds to a matrix of that shape: [rank, inputs], and [outputs, rank] times its factor; None: nothing. names: that
-        it may have, such as "layers.0.self_attn.q_proj". Raises Unsupported."""
+        """The LoRA factors of a matrix of that shape: [rank, inputs], and [outputs, rank] times its scaling; None: it has none.
+        names: possible names of the matrix, such as "layers.0.self_attn.q_proj". Raises Unsupported."""
         matrix = self._known(names)
         if matrix is None:
             return None
@@ -120,7 +121,7 @@ class Adapter:
         return down.to(self._device, self._dtype, copy=True), up.to(self._device, self._dtype)
 
     def has(self, names: Sequence[str]) -> bool:
-        """Whether it changes a matrix that may have these names."""
+        """Whether it changes a matrix with one of these names."""
         return self._known(names) is not None
 
     def _known(self, names: Sequence[str]) -> str | None:
@@ -128,12 +129,12 @@ class Adapter:
 
     @property
     def rank(self) -> int:
-        """The highest that it has for a matrix."""
+        """The highest rank of its matrices."""
         shapes = [self._file.get_slice(key).get_shape() for (_, factor), key in self._places.items() if factor == "A"]
         return max((int(shape[0]) for shape in shapes if shape), default=0)
 
     def check(self) -> None:
-        """After all matrices were asked for. Raises Unsupported if it has more than these."""
+        """Called after all matrices were asked for. Raises Unsupported if it has more than these."""
         if self._unread:
             matrix = min(matrix for matrix, _ in self._unread)
             raise Unsupported(f"adapter {self.name} changes {matrix}, which is not supported, or not in this model: {REMEDY}")
@@ -149,7 +150,7 @@ class Adapter:
         return found
 
     def _factor(self, matrix: str, rank: int) -> float:
-        """What products are multiplied by."""
+        """The LoRA scaling, alpha / rank or alpha / sqrt(rank)."""
         alpha = _number(self.name, "lora_alpha", self._config.get("lora_alpha", 8))
         for pattern, own in (self._config.get("alpha_pattern") or {}).items():
             if re.fullmatch(_within(pattern), self._called[matrix]):
@@ -192,7 +193,7 @@ def _config(name: str, path: Path) -> dict[str, Any]:
 
 
 def _check_tame(name: str, patterns: dict[str, Any]) -> None:
-    """Raises Unsupported."""
+    """Raises Unsupported if patterns are not safe to match."""
     if len(patterns) > PATTERNS:
         raise Unsupported(f"adapter {name}: {CONFIG} has {len(patterns)} patterns in alpha_pattern, up to {PATTERNS} are supported")
     for pattern in patterns:
@@ -205,7 +206,7 @@ def _check_tame(name: str, patterns: dict[str, Any]) -> None:
 
 
 def _within(pattern: str) -> str:
-    """As peft matches the end of a matrix's name."""
+    """The pattern as peft applies it, to the end of a matrix's name."""
     return rf"(?:.*\.)?(?:{pattern})"
 
 

@@ -1,5 +1,5 @@
-"""Which groups there are, in which batches, which pages they hold, and what the router was told of that. All ranks keep the same
-books: on the same commands and tokens they come to the same. Knows no model and no logits.
+"""Bookkeeping of a rank: which groups there are, in which batches, which KV pages they hold, and what was reported to the router.
+All ranks keep the same books: the same commands and tokens lead to the same state. Knows no model and no logits.
 """
 
 from collections.abc import Iterable
@@ -18,33 +18,34 @@ from .step import Span
 
 
 class Books:
-    """Of the groups on one pool."""
+    """The groups, batches and KV pages of one pool."""
 
     def __init__(
         self, pool: PagePool, cache: Cache, prefix_caching: bool, states: int | None = None, host: HostPages | None = None
     ) -> None:
-        """states: see `Prefixes`; host: where there are copies of pages that others have taken."""
+        """states: slots of recurrent states for the prefix cache, see `Prefixes`; host: host memory for pages evicted from the
+        pool, if any."""
         self.prefixes = Prefixes(pool, states, host.places if host else 0, self.renew) if prefix_caching else None
         self.prompts = Prompts(pool, cache, self.prefixes, self.renew)
         self.forks = Forks(pool, cache, self.renew)
         self.batches: dict[int, Batch] = {}
         self.groups: dict[int, Group] = {}  # of all batches, by uid
         self.changed: dict[int, Group] = {}  # groups whose standing may have changed, by uid
-        self.moved = (0, 0)  # pages that were copied to the host's memory, and from there, since a step has told of them
+        self.moved = (0, 0)  # pages copied to host memory, and from there, since the last report
         self._pool = pool
         self._cache = cache
         self._host = host
 
     def members(self, batches: Iterable[int]) -> list[Group]:
-        """The groups of these batches, as far as they are known."""
+        """The groups of these batches; unknown batches are skipped."""
         return [group for uid in dict.fromkeys(batches) if uid in self.batches for group in self.batches[uid].groups.values()]
 
     def has(self, group: Group) -> bool:
-        """Whether it is still there; another one may have its uid."""
+        """Whether this very group is still there: another one may have its uid."""
         return self.groups.get(group.uid) is group
 
     def join(self, batch: int, group: Group) -> None:
-        """A new group."""
+        """Adds a new group to a batch."""
         self.groups[group.uid] = self.changed[group.uid] = group
         self._place(batch, group)
 
@@ -60,7 +61,7 @@ class Books:
         self.batches.setdefault(batch, Batch(batch)).groups[group.uid] = group
 
     def extend(self, group: Group, spans: Listing[Span]) -> None:
-        """Pages for spans, which count as computed from here on. Raises OutOfPages."""
+        """Allocates pages for spans, which count as computed from here on. Raises OutOfPages."""
         size = self._pool.page_size
         for span in spans:
             sequence, end = span.sequence, span.start + len(span.tokens)
@@ -71,8 +72,8 @@ class Books:
             span.sequence.computed = span.start + len(span.tokens)
 
     def renew(self) -> None:
-        """Gets pages ready that were taken: to be called before anything is written to them, or read. What others have left there
-        is copied to the host, if it may be found again, and zeroed; what was found on the host comes back."""
+        """Prepares newly allocated pages; must be called before anything is written to or read from them. Old contents are copied
+        to host memory, if the prefix cache may find them again, and zeroed; pages found on the host are copied back."""
         pages = self._pool.taken()
         if not pages:
             return
@@ -86,7 +87,7 @@ class Books:
         self.moved = (self.moved[0] + len(saves), self.moved[1] + len(loads))
 
     def publish(self, group: Group, sequences: Iterable[Sequence]) -> None:
-        """Makes the pages of these known that are full and computed."""
+        """Adds the full, computed pages of these sequences to the prefix cache."""
         if self.prefixes is None:
             return
         for sequence in sequences:
@@ -95,13 +96,13 @@ class Books:
                 group.counted = -1
 
     def withdraw(self, group: Group) -> None:
-        """Nobody finds what the group has computed."""
+        """Removes the group's pages from the prefix cache."""
         if self.prefixes is not None:
             for sequence in group.sequences:
                 self.prefixes.withdraw(sequence)
 
     def end(self, group: Group, ended: Listing[Sequence]) -> None:
-        """Sequences of the group go, and with the last one the group."""
+        """Ends sequences of the group; with the last one, the group is dropped."""
         if len(ended) == len(group.sequences):
             self.drop(group)
         else:
@@ -109,26 +110,26 @@ class Books:
                 self.prompts.end(group, sequence)
 
     def end_choice(self, group: Group, choice: int) -> None:
-        """One of its choices goes, if it has that, and with the last one the group."""
+        """Ends one of the group's choices, if it has that; with the last one, the group is dropped."""
         if choice in group.waiting:
             group.waiting.remove(choice)
             if not group.waiting:
                 self.drop(group)
-        elif not group.waiting and group.search is None:  # beams are no choices until they are complete
+        elif not group.waiting and group.search is None:  # beams become choices only when they are complete
             self.end(group, [sequence for sequence in group.sequences if sequence.choice == choice])
             if self.has(group):
                 self.prompts.settle(group)
         self.changed[group.uid] = group
 
     def fail(self, group: Group, why: str, outcome: Outcome) -> None:
-        """The group goes. What it has computed others find, unless that is why."""
+        """Fails the group. What it computed stays in the prefix cache, unless non-finite logits are the reason."""
         outcome.fail(group, why)
         if why == NOT_FINITE:
             self.withdraw(group)
         self.drop(group)
 
     def drop(self, group: Group) -> Group:
-        """The group is gone; its tokens stay in it."""
+        """Removes the group and releases its pages; its tokens stay in it."""
         home = self.batches[group.batch]
         del self.groups[group.uid], home.groups[group.uid]
         if not home.groups:

@@ -1,7 +1,7 @@
-"""What was chosen in a step, as numbers: so rank 0, which alone sees logits, tells the other ranks.
+"""Wire format of rank 0's broadcast: the tokens chosen in a step, as integers. Only rank 0 sees logits.
 
 A pick is its token, and whether it completes its row. A beam's candidate is that, the row that it continues, and its score, bit for
-bit: all ranks keep the same books. Of a group that can't go on for a reason that only rank 0 knows there is neither.
+bit: all ranks keep the same books. A group that can't go on for a reason known to rank 0 alone has a mark instead.
 """
 
 import struct
@@ -11,21 +11,21 @@ from collections.abc import Sequence as Listing
 from .decoding.expansion import Candidate
 from .decoding.sampler import Pick
 
-Found = list[Pick | None]  # of a group: a pick of each row, or its candidates; None for what can't be chosen
+Found = list[Pick | None]  # of a group: a pick of each row, or its candidates; None where none could be chosen
 
-NONE, BROKEN, REFUSED = -1, -2, -3  # no candidate; None; the whole group can't go on, though its logits are numbers
+NONE, BROKEN, REFUSED = -1, -2, -3  # no candidate; a pick of None; the whole group can't go on, though its logits are finite
 
-# What is known of each group: its rows, and the most candidates that it may have; 0: it has no beams.
+# What all ranks know of each group: its rows, and the most candidates that it may have; 0: it has no beams.
 Counts = Listing[tuple[int, int]]
 
 
 def length_of(counts: Counts) -> int:
-    """How many numbers there are."""
+    """Length of the broadcast."""
     return sum(2 * candidates or rows for rows, candidates in counts)
 
 
 def codes_of(found: Listing[Found | None], counts: Counts) -> list[int]:
-    """The numbers. found: None of a group that can't go on."""
+    """Encodes. found: None for a group that can't go on."""
     result: list[int] = []
     for own, (rows, candidates) in zip(found, counts, strict=True):
         if own is None:
@@ -37,7 +37,7 @@ def codes_of(found: Listing[Found | None], counts: Counts) -> list[int]:
 
 
 def found_from(codes: Listing[int], counts: Counts) -> list[Found | None]:
-    """What they say."""
+    """Decodes."""
     found: list[Found | None] = []
     first = 0
     for rows, candidates in counts:

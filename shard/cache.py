@@ -1,4 +1,4 @@
-"""The key/value tensors, and what some layers remember of sequences instead. Nothing else."""
+"""KV cache tensors in pages, and the recurrent states of layers that have them (linear attention, short convolutions)."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -18,11 +18,11 @@ from .pages import PADDING
 
 
 class Cache:
-    """Keys and values of every layer in pages. Page 0 is padding and stays zero. What a layer remembers that attends to no
-    keys, or besides (`Remembering`), is in slots of its own, one for each sequence.
+    """Keys and values of every layer in pages. Page 0 is padding and stays zero. Layers with recurrent state (`Remembering`),
+    instead of or beside attention, have it in slots of their own, one per sequence.
 
-    A layer of keys is a tensor [slots, 2, kv_heads, size], keys first, or [slots, 1, 1, size], where values are a part of what keys
-    are; slot = page * page_size + place in the page. Layers whose slots are alike lie in one tensor.
+    A layer's KV cache is a tensor [slots, 2, kv_heads, size], keys first, or [slots, 1, 1, size], where values are a part of the
+    keys (MLA latents); slot = page * page_size + place in the page. Layers with equal slot shapes share one tensor.
     """
 
     def __init__(
@@ -37,13 +37,13 @@ class Cache:
         computed: torch.dtype | None = None,
         features: int = 0,
     ) -> None:
-        """dtype: of keys and values; slots: for what is remembered; computed: type of what convolutions see and of features, if
-        another; features: that are kept of each token, for a draft model."""
+        """dtype: of keys and values; slots: for recurrent states; computed: dtype of convolution windows and of features, if
+        different; features: per token, kept for a draft model."""
         attending = shape.keyed
         each = [shape.slot(ranks, layer) for layer in attending]
         wholes = {slot: _zeros((count, (pages + 1) * page_size, *slot), dtype, device) for slot, count in Counter(each).items()}
         self.page_size = page_size
-        self.cleared: Callable[[Listing[int]], object] = lambda pages: None  # is told of pages that others get
+        self.cleared: Callable[[Listing[int]], object] = lambda pages: None  # called with pages that get new owners
         following = {slot: iter(whole.unbind(0)) for slot, whole in wholes.items()}
         self.layers: dict[int, Tensor] = {layer: next(following[slot]) for layer, slot in zip(attending, each, strict=True)}
         self.layers |= {layer: self.layers[shape.source(layer)] for layer in shape.attending if layer not in self.layers}
@@ -51,16 +51,16 @@ class Cache:
         remembering = sorted(shape.remembering.layers) if shape.remembering else []
         self.states = {layer: States(*(whole[i] for whole in self._remembered)) for i, layer in enumerate(remembering)}
         self.slots = slots
-        # Of layers that are told of n-grams, what last came into their convolutions.
+        # Of layers with n-gram embeddings, the last inputs of their convolutions.
         self.grams: dict[int, States] = {}
         if shape.grams:
             self.grams = _convolutions(shape.grams, shape.hidden, slots, computed or dtype, device)
             self._remembered += tuple(own.windows.unsqueeze(0) for own in self.grams.values())
-        # Copied and zeroed as bytes where torch's operations don't know the type.
+        # Copied and zeroed as bytes where torch's operations don't support the type.
         flat = [whole.view(torch.uint8) if dtype.itemsize == 1 else whole for whole in wholes.values()]
-        # [slots, features], of each token, as copied and moved as its keys; a draft model's cache has those of its model.
+        # [slots, features], of each token, copied and moved with its keys; a draft model's cache refers to those of its target.
         self.features: Tensor | None = None
-        # Of each layer with an index that chooses blocks, its keys, [slots, 1, 1, size], as copied and moved as those of attention.
+        # Keys of each layer's block-choosing index, [slots, 1, 1, size], copied and moved like those of attention.
         self.index_keys: dict[int, Tensor] = {}
         if shape.blocks:
             whole = _zeros((len(shape.blocks.layers), (pages + 1) * page_size, 1, 1, shape.blocks.size), dtype, device)
@@ -74,35 +74,36 @@ class Cache:
         self._bytes = [part.view(torch.uint8).numpy() for part in self.pages] if device.type == "cpu" else []
 
     def clear(self, pages: Listing[int]) -> None:
-        """Zeroes `pages`: what is masked must still be finite, so numbers that are not must not outlive their request."""
+        """Zeroes `pages`: masked values must still be finite, so NaN and infinity must not outlive their request."""
         self.cleared(pages)
         for part in self._bytes:  # numpy takes a quarter of torch's time
             part[:, pages] = 0
-        # By few launches: `index_fill_` counts bytes in 32 bits, so that of a large pool each layer takes one of its own.
+        # In few launches: `index_fill_` counts bytes in 32 bits, so that a large pool takes a launch per layer.
         if pages and not self._bytes:
             self.copy([(PADDING, page, self.page_size) for page in pages])
 
     def copy(self, copies: Listing[tuple[int, int, int]]) -> None:
-        """(source, target, rows): the first `rows` tokens of page `source` to `target`. Targets are distinct and no sources."""
+        """Copies (source, target, rows): the first `rows` tokens of page `source` to `target`. Targets are distinct and no
+        sources."""
         for part in self._bytes:
             copy_each(part, copies)
         if not self._bytes:
             self.copy_rows(*lists_to_device(self._device, *zip(*copies, strict=True)))
 
     def copy_rows(self, sources: Tensor, targets: Tensor, rows: Tensor) -> None:
-        """The same, of what may be known on the device only: [copies] int64 each."""
+        """The same, of arguments that may be known on the device only: [copies] int64 each."""
         for part in self.pages:
             copy_pages(part, sources, targets, rows)
 
     def copy_states(self, copies: Listing[tuple[int, int]]) -> None:
-        """(source, target) slots. Targets are distinct and no sources. One after the other, so that none lies anywhere in between:
+        """Copies (source, target) slots. Targets are distinct and no sources. One after the other, without an intermediate tensor:
         they are large."""
         for source, target in copies:
             for whole in self._remembered:
                 whole[:, target].copy_(whole[:, source])
 
     def move(self, rows: Listing[Listing[tuple[int, int]]]) -> None:
-        """(source, target) slots, of each row one after the other; no two rows have a slot in common."""
+        """Moves (source, target) slots, of each row one after the other; no two rows have a slot in common."""
         moves = torch.tensor([pair for row in rows for pair in row], dtype=torch.int64).t().contiguous()
         moves = to_device(moves, self._device)
         starts = list_to_device(self._device, [0, *accumulate(map(len, rows))])
@@ -111,8 +112,8 @@ class Cache:
 
 
 def _remembered(shape: Shape, ranks: int, slots: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-    """What layers remember, their windows and memories, [layers, 1 + slots, ...] each; (): there are none.
-    Slot 0 is for padding."""
+    """Convolution windows and recurrent states of all layers, [layers, 1 + slots, ...] each; (): there are none. Slot 0 is for
+    padding."""
     remembering = shape.remembering
     if remembering is None:
         return ()
@@ -122,7 +123,7 @@ def _remembered(shape: Shape, ranks: int, slots: int, dtype: torch.dtype, device
 
 
 def _convolutions(grams: Ngrams, hidden: int, slots: int, dtype: torch.dtype, device: torch.device) -> dict[int, States]:
-    """Windows alone: memories have no numbers."""
+    """States of n-gram convolutions: windows alone, `memories` are empty."""
     none = torch.zeros(1 + slots, 0, 0, 0, device=device)
     size = (1 + slots, grams.reach, grams.channels(hidden))
     return {layer: States(_zeros(size, dtype, device), none) for layer in grams.layers}

@@ -1,7 +1,7 @@
-"""Commands that no shard can execute, whatever its model: numbers out of range, columns of different lengths.
+"""Validation of commands that no shard can execute, whatever its model: numbers out of range, columns of different lengths.
 
-They are refused as a whole, before any rank has heard them. What only the model tells, or the groups that run, is the engine's
-business: there a group fails alone.
+They are refused as a whole, before any rank has received them. What depends on the model, or on the running groups, is checked by
+the engine, where a group fails alone.
 """
 
 import math
@@ -12,20 +12,20 @@ from ..proto import shard_pb2 as wire
 from .commands import Refused
 from .decoding.tree import MOST_NODES
 
-LAST = (1 << 64) - 1  # step, which no command could follow
+LAST = (1 << 64) - 1  # a step number that no command could follow
 MOST_CHOICES = 1 << 16  # of a group: more rows than any step samples
 LARGEST_FLOAT = 3.4028e38  # of 32 bits
 
 
 def checked(command: wire.Command) -> wire.Command:
-    """The same command. Raises Refused."""
+    """Returns the command. Raises Refused."""
     for problem in _problems(command):
         raise Refused(problem)
     return command
 
 
 def check_warmup(request: wire.WarmupRequest) -> None:
-    """Raises Refused."""
+    """Checks a Warmup request. Raises Refused."""
     for name in ("max_step_tokens", "max_step_rows"):
         if not getattr(request, name):
             raise Refused(f"{name} is 0: the largest step would be none")
@@ -34,7 +34,7 @@ def check_warmup(request: wire.WarmupRequest) -> None:
 def _problems(command: wire.Command) -> Iterator[str]:
     kind = command.WhichOneof("kind")
     if kind is None:
-        return  # which is refused where commands are counted
+        return  # `commands` refuses it
     request: Any = getattr(command, kind)
     if request.step == LAST:
         yield f"step {request.step} leaves none for the next command"
@@ -107,13 +107,13 @@ def _of_allowance(allowed: wire.Allowance) -> Iterator[str]:
 
 
 def _uneven(message: Any, one: str, other: str) -> Iterator[str]:
-    """Two columns of one table."""
+    """Reports two columns of one table that differ in length."""
     if len(getattr(message, one)) != len(getattr(message, other)):
         yield f"{one} has {len(getattr(message, one))} values and {other} has {len(getattr(message, other))}"
 
 
 def _infinite(message: Any) -> Iterator[str]:
-    """Fields with numbers that are none."""
+    """Reports fields with values that are not finite."""
     for field, value in message.ListFields():
         if field.cpp_type in (field.CPPTYPE_FLOAT, field.CPPTYPE_DOUBLE):
             listed = value if field.is_repeated else [value]

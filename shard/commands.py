@@ -1,11 +1,11 @@
-"""In what order commands are executed: one at a time, each once, on one thread, whoever sends them. Knows no engine.
+"""Command executor of a shard: runs commands one at a time, each once, on one thread, whoever sends them. Knows no engine.
 
-A router sends the next command before the last one is answered. While a command is executed, the one after it is received,
-checked and passed on to the other ranks, and the reply before it leaves, each on a thread of its own: between two steps there is
-only a queue. Beside that order it keeps what makes repetition and loss harmless: the last reply, and who reigns.
+A router sends the next command before the last one is answered. While a command is executed, the one after it is received, checked
+and relayed to the other ranks, and the reply before it is sent, each on a thread of its own: between two steps there is only a
+queue. The executor also makes repetition and loss harmless: it keeps the last reply, and which router is in charge (a reign).
 
-A step may be left under way, for the next one to be begun on top of it while the device works. If there is no next one by the time
-that the device is done, it lands. Which of the two it was is told to the other ranks, whose books must not differ.
+A step may be left in flight, for the next one to be begun on top of it while the device computes. If there is no next one by the
+time that the device is done, it lands. Which of the two happened is relayed to the other ranks, whose books must not differ.
 """
 
 import logging
@@ -22,82 +22,84 @@ from ..proto import shard_pb2 as wire
 
 log = logging.getLogger(__name__)
 
-# Commands of a stream that were received and whose replies have not left. A router has two steps under way and a few commands
-# between them; one that doesn't read its replies is not heard any further.
+# Backpressure: commands of a stream that were received and whose replies have not been sent. A router has two steps in flight and a
+# few commands between them; one that doesn't read its replies gets no further command received.
 AHEAD = 8
 
 Result = TypeVar("Result")
-# Builds a reply, when the command after it may be under way already. May be called again, and by any thread.
+# Builds a reply, possibly when the next command is in flight already. May be called again, and by any thread.
 Answer = Callable[[], wire.Reply]
-# What the other ranks are told, instead of a command, when a step has landed before the next command was there.
+# Relayed to the other ranks, in place of a command, when a step has landed before the next command was there.
 LAND = b""
 
 
 class Refused(Exception):
-    """A command that contradicts those before it. It changed nothing."""
+    """A command that contradicts earlier ones. It changed nothing."""
 
 
 class Failed(Exception):
-    """A fault that is no group's own: what is left of the shard's state can't be trusted."""
+    """A fault that is not confined to one group: the shard's state can't be trusted any more."""
 
 
 class Machine(Protocol):
     """What executes commands, on one thread."""
 
     def enter(self) -> None:
-        """The first call on that thread, and on one that waits for what is under way."""
+        """Called first on that thread, and on the one that waits for the device."""
 
     def execute(self, command: wire.Command, reply: Callable[[Answer], None], /) -> None:
-        """Calls `reply`, unless it leaves a step under way: then the next call does before its own, or `land`."""
+        """Calls `reply`, unless it leaves a step in flight: then the next call, or `land`, does so before its own."""
 
     @property
     def underway(self) -> Callable[[], None] | None:
-        """Waits, on any thread, until `land` has nothing to wait for; None: nothing is under way."""
+        """Waits, on any thread, until `land` would not have to wait; None: nothing is in flight."""
 
     def land(self) -> None:
-        """Ends what is under way, if anything is."""
+        """Completes the step in flight, if there is one."""
 
 
 class Caller:
-    """Who sends commands: a stream, or one unary call."""
+    """A sender of commands: a stream, or one unary call."""
 
     def __init__(self) -> None:
-        self.reign = 0  # in which it spoke; 0: not yet
-        self.replies: queue.SimpleQueue[Future[Answer] | Exception | None] = queue.SimpleQueue()  # in order; None: no more
-        self.room = threading.Semaphore(AHEAD - 1)  # for further commands; the one that is received now has its own
-        self.gone = False  # nobody takes replies any more
+        self.reign = 0  # the one in which it sent its first command; 0: none yet
+        # in order; None: end of the stream
+        self.replies: queue.SimpleQueue[Future[Answer] | Exception | None] = queue.SimpleQueue()
+        self.room = threading.Semaphore(AHEAD - 1)  # for further commands; the one being received has its own
+        self.gone = False  # the stream was closed: nobody reads replies
 
 
 class Executor:
-    """The machine gets one command at a time; `relay` passes one on to the other ranks, if there are any; `end` is told the exit
-    code with which this process should end after a fault."""
+    """Executes commands on `machine`, one at a time; `relay` sends one to the other ranks, if there are any; after a fault, `end`
+    is called with the exit code for this process."""
 
     def __init__(self, machine: Machine, relay: Callable[[bytes], None] | None, end: Callable[[int], None]) -> None:
         self._machine = machine
         self._relay = relay
         self._end = end
         self._thread = ThreadPoolExecutor(1, "steps")
-        # A thread that waits for an event of CUDA's without having chosen a device takes half a GB of the first one.
+        # A thread that waits for a CUDA event without having selected a device takes half a GB of the first one.
         self._watcher = ThreadPoolExecutor(1, "device", machine.enter)
-        self._order = threading.Lock()  # commands are relayed and queued in one order
-        self._count = 0  # of those that were queued
-        self._open: list[Future[Answer]] = []  # replies of what is executed, and of what is under way
-        self._last: tuple[int, Future[Answer]] = (0, Future())  # queued, executed or not
-        self._reign = 1  # ClearCache begins another
+        self._order = threading.Lock()  # commands are relayed and queued in the same order
+        self._count = 0  # commands queued so far
+        self._open: list[Future[Answer]] = []  # replies of the command being executed, and of the step in flight
+        # the last queued command, executed or not: its step number and reply
+        self._last: tuple[int, Future[Answer]] = (0, Future())
+        self._reign = 1  # number of the current reign: ClearCache begins another
         self._failed = False
         self._thread.submit(self._guard, machine.enter)
 
     def call(self, function: Callable[[], Result]) -> Result:
-        """Calls a function on the thread that executes commands, after all of them."""
+        """Calls a function on the executor's thread, after all queued commands."""
         return self._thread.submit(function).result()
 
     def once(self, command: wire.Command) -> wire.Reply:
-        """The reply to a command that comes alone. Raises Refused or Failed."""
+        """The reply to a single command. Raises Refused or Failed."""
         return self._queue(command, Caller()).result()()
 
     def stream(self, commands: Iterator[wire.Command]) -> Iterator[wire.Reply]:
-        """The replies to commands, which are received while others are executed. Raises Refused or Failed, after the replies to
-        the commands before. When the stream ends, all that was begun in its reign is dropped."""
+        """The replies to a stream of commands, which are received while others are executed. Raises Refused or Failed, after the
+        replies to the commands before. When the stream ends, all groups begun in its reign are dropped."""
         caller = Caller()
         threading.Thread(target=self._receive, args=(commands, caller), name="receive", daemon=True).start()
         try:
@@ -150,13 +152,14 @@ class Executor:
     def _abandon(self, caller: Caller) -> None:
         with self._order:
             if caller.reign != self._reign:
-                return  # it began nothing, or another router came before this stream's end was noticed: all is its own
+                # it began nothing, or a new router called ClearCache before this stream's end was noticed: all belongs to that one
+                return
             self._reign += 1
             step = self._last[0] + 1
             self._pass(step, wire.Command(clear_cache=wire.ClearCacheRequest(step=step)))
 
     def _pass(self, step: int, command: wire.Command) -> Future[Answer]:
-        """To the other ranks, which shall not begin later than this one, and to the thread."""
+        """Relays a command to the other ranks, which should not begin later than this one, and queues it."""
         if self._relay is not None:
             self._tell(command.SerializeToString())
         self._count += 1
@@ -180,12 +183,12 @@ class Executor:
             self._watcher.submit(self._watch, wait, count)
 
     def _watch(self, wait: Callable[[], None], count: int) -> None:
-        with suppress(Exception):  # what is wrong with the device is found again by who lands
+        with suppress(Exception):  # a device error is found again by `land`
             wait()
         self._thread.submit(self._land, count)
 
     def _land(self, count: int) -> None:
-        """Ends the step of a command, unless there is another one: the step lands when that is executed."""
+        """Lands the step of command number `count`, unless another command is queued: then that one lands it."""
         with self._order:
             if self._count > count:
                 return
@@ -196,7 +199,7 @@ class Executor:
         if not self._failed:
             try:
                 work()
-            except BaseException:  # a panic of a library in Rust is no Exception
+            except BaseException:  # a panic in a Rust library is not an Exception
                 self._fail("the shard failed")
         if self._failed:
             for reply in self._open:

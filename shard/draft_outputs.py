@@ -1,4 +1,4 @@
-"""What a draft model made of the drafts of a step, for drafts on top of those: see `drafter`."""
+"""Features that a draft model computed for the drafts of a step, as input for drafts on top of those: see `drafter`."""
 
 from collections.abc import Sequence as Listing
 
@@ -12,18 +12,18 @@ from .step import Span
 
 
 class DraftOutputs:
-    """Of all nodes of a step, and of the tokens that they are on top of."""
+    """Output features of all draft nodes of a step, and of the last tokens they are on top of."""
 
     def __init__(self, features: Tensor, page_size: int) -> None:
-        """features: [slots, features], the target's, where a token's are those of the one before it."""
+        """features: [slots, features], the target's cache, where a token reads those of the one before it."""
         self._features = features
         self._page_size = page_size
         self._found: Tensor | None = None  # [nodes so far, features]
-        self._rows: dict[tuple[int, int], int] = {}  # of these, by sequence and node
+        self._rows: dict[tuple[int, int], int] = {}  # rows of `_found`, by sequence and node
 
     def put(self, wanted: Listing[Frontier], spans: Listing[Span], nodes: Listing[Listing[int]]) -> None:
-        """Gives the nodes that are computed next, of each span, the features of their parents."""
-        if wanted[0].nodes[0] == ROOT:  # then it is of all
+        """Writes the features of their parents for the nodes that are computed next, of each span."""
+        if wanted[0].nodes[0] == ROOT:  # the first round, which covers all sequences
             return
         size, pairs = self._page_size, list[tuple[int, int]]()
         for one, span, own in zip(wanted, spans, nodes, strict=True):
@@ -36,7 +36,7 @@ class DraftOutputs:
         self._features.index_copy_(0, slots, self._found.index_select(0, rows))
 
     def keep(self, wanted: Listing[Frontier], hidden: Tensor) -> None:
-        """hidden: of the wanted nodes, [nodes, features], good until the next call of the model."""
+        """hidden: of the wanted nodes, [nodes, features], valid until the next call of the model."""
         if wanted[0].nodes[0] == ROOT:
             self._found, self._rows = None, {}
         first = len(self._rows)

@@ -1,4 +1,4 @@
-"""How far a draft model is with a sequence, which may have found, restored or shared its pages without it. Plain ints."""
+"""How far a draft model has computed a sequence, whose pages may have been found, resumed or shared without it. Plain ints."""
 
 from collections.abc import Sequence as Listing
 from collections.abc import Set
@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class DraftProgress:
-    """Of one sequence. What it says may be too little, never too much."""
+    """A draft model's progress in one sequence. It may understate it, never overstate."""
 
     computed: int = 0  # leading tokens whose keys and values the draft model has
-    ahead: list[int] = field(default_factory=list)  # drafts that it has computed behind all of them, each on top of the one before
+    ahead: list[int] = field(default_factory=list)  # drafts that it has computed after all tokens, each on top of the one before
     behind: list[int] = field(default_factory=list)  # pages in which they are, from that of token `computed` on
-    settled: int = 0  # leading pages that are not looked at again
+    settled: int = 0  # leading pages that are not checked again
 
     def accept(self, tokens: Listing[int], size: int) -> list[int]:
-        """Drafts that have become tokens stay computed, but for the last one. Returns the pages that they have filled."""
+        """Accepted drafts stay computed, but for the last one. Returns the pages that they have filled."""
         first, end = self.computed, len(tokens) - 1
         while self.ahead and self.computed < end and self.ahead[0] == tokens[self.computed]:
             self.computed += 1
@@ -25,7 +25,7 @@ class DraftProgress:
         return filled
 
     def look(self, end: int, pages: Listing[int], size: int, full: Set[int], final: int) -> None:
-        """Finds out what is computed in the pages of so many tokens. full: those that are computed whole, whoever has done it;
+        """Determines what is computed in the pages of the first `end` tokens. full: pages computed as a whole, by any sequence;
         final: leading pages that can't be swapped for others of the same content any more."""
         for i in range(self.settled, self.computed // size):
             if pages[i] not in full:

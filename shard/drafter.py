@@ -1,15 +1,16 @@
-"""A draft model at work: its logits after sequences, and after drafts on top of them. Only the rank that samples has one.
+"""Runs a draft model for speculative decoding: its logits after sequences, and after drafts on top of them. Only the rank that
+samples has one.
 
-It has keys and values of its own, in a second cache with the same page numbers: where a sequence's keys and values are in the
-target's cache, there the draft model's are in its own. What is in its pages is not always there, since prompts are computed, found
-and restored without it: every sequence knows how far the draft model has come, and a round begins with what it lacks.
-Nothing here can change a token, only how good guesses are.
+It has a KV cache of its own with the same page numbers as the target's: where a sequence's keys and values are in the target's
+cache, the draft model's are in its own. They are not always there, since prompts are computed, found in the prefix cache and
+resumed without it: every sequence knows how far the draft model has come, and a round begins with the tokens it lacks. Nothing here
+can change an output token, only how good drafts are.
 
-A draft model that was made for its target goes by tokens and by what the target made of the one before each (`DraftFeatures`). What
-it computes of a token is where the target's features of the one before are: all that is here is one place further to the front, and
-the first token has none. It reads features there, where the target has written them; below drafts, which the target has not
-computed, what it made of their parents itself is put there until the target computes them. Of what is computed for a page's last
-place the token behind it is part, which others that share the page may not have: they take what is there.
+A draft model trained for its target (EAGLE, MTP) takes tokens together with the target's features of the token before each
+(`DraftFeatures`). What it computes of a token is stored where the target's features of the one before are: everything is one place
+further to the front, and the first token has none. It reads features there, where the target has written them; below drafts, which
+the target has not computed, its own outputs for their parents are put there until the target computes them. What is computed for a
+page's last place depends on the token after it, which others that share the page may not have: they use what is there.
 """
 
 from collections.abc import Callable
@@ -30,23 +31,25 @@ from .rounds import Rounds
 from .sequence import Sequence
 from .step import Span
 
-SHORT = 64  # tokens that a sequence may lack when drafts are wanted: they are computed on the way to these
+SHORT = 64  # tokens that a sequence may lack when drafts are wanted: they are computed in the same pass
 CATCH_UP = 512  # tokens beyond that which are computed in a step; sequences that lack more have to wait for their drafts
 
 
 class Drafter(Rounds):
-    """See `guesses.DraftModel`."""
+    """A draft model with a KV cache of its own, on the rank that samples; see `guesses.DraftModel`."""
 
     recorded = True
 
     def __init__(self, decoder: Decoder, vocabulary: int, device: torch.device, reach: int) -> None:
-        """vocabulary: the target's; reach: how deep a tree may be, so that its nodes have positions that the draft model knows."""
+        """vocabulary: the target's; reach: depth of the deepest tree, whose nodes must have positions that the draft model
+        supports."""
         super().__init__()
         self.decoder = decoder
         self.device = device
         self._vocabulary = vocabulary
-        self._longest = decoder.shape.max_positions - reach + 1  # sequence with drafts; the last of these it does not compute
-        self._skipped = int(decoder.shape.features is not None)  # tokens of each sequence that it knows nothing of
+        # longest sequence with drafts; the last of these tokens is not computed
+        self._longest = decoder.shape.max_positions - reach + 1
+        self._skipped = int(decoder.shape.features is not None)  # tokens at the beginning of each sequence that it doesn't compute
         self.resize(0, 1)
 
     def resize(self, pages: int, page_size: int, features: Tensor | None = None) -> None:
@@ -55,7 +58,7 @@ class Drafter(Rounds):
         self.cache.features = features
         self._made = DraftOutputs(features, page_size) if features is not None else None
         self.forward = Forward(self.decoder, self.cache)
-        self._full: set[int] = set()  # pages in which all keys and values are there
+        self._full: set[int] = set()  # pages in which it has computed all keys and values
         self._before = 0  # spans of the last round
 
     @property
@@ -100,7 +103,7 @@ class Drafter(Rounds):
         return len(self._own(sequence)) - sequence.draft_progress.computed <= SHORT and len(sequence.tokens) <= self._longest
 
     def _own(self, sequence: Sequence) -> memoryview:
-        """Its tokens, as far as there is something to be computed of them."""
+        """A sequence's tokens that the draft model computes."""
         return memoryview(sequence.tokens)[self._skipped :]
 
     def _follow(self, sequence: Sequence) -> DraftProgress:
@@ -108,14 +111,14 @@ class Drafter(Rounds):
         size, final = self.cache.page_size, sequence.node.depth if sequence.node else 0
         tokens = self._own(sequence)
         if self._made:
-            draft_progress.ahead = []  # computed by what it made of drafts; now there is what the target made of them
+            draft_progress.ahead = []  # computed from its own outputs; now the target's features are there
         filled = draft_progress.accept(tokens, size)
-        self._full.update(page for page in filled if page in sequence.pages)  # else another's took its place meanwhile
+        self._full.update(page for page in filled if page in sequence.pages)  # else another page took its place meanwhile
         draft_progress.look(len(tokens) - 1, sequence.pages, size, self._full, final)
         return draft_progress
 
     def logits(self, wanted: Listing[Frontier]) -> Tensor:
-        """See `growth.Model`. Pages for all nodes are there."""
+        """See `growth.Model`. Pages for all nodes are allocated."""
         spans: list[Span] = []
         nodes: list[Listing[int]] = []  # of each span's wanted rows
         rows: list[int] = []
@@ -139,15 +142,15 @@ class Drafter(Rounds):
         return functional.pad(found, (0, lacking), value=-torch.inf) if lacking > 0 else found[:, : self._vocabulary]
 
     def _go_on(self, wanted: Listing[Frontier], spans: list[Span]) -> bool:
-        """Whether all are one token more of the chains of the last round."""
-        before, self._before = self._before, len(spans)  # of the last round's sequences some may be missing, and none is new
+        """Whether all spans are one more token of the chains of the last round."""
+        before, self._before = self._before, len(spans)  # some of the last round's sequences may be missing, and none is new
         return len(spans) == before and all(
             one.nodes[0] != ROOT and own.parents is None for one, own in zip(wanted, spans, strict=True)
         )
 
     def _span(self, one: Frontier) -> tuple[Span, Listing[int]]:
-        """What has to be computed, and the nodes of its wanted rows, ascending. A chain goes on from what is computed; of a tree
-        all that leads to the nodes is computed anew, so that each sees its ancestors alone."""
+        """The span to be computed, and the nodes of its wanted rows, ascending. A chain continues what is computed; in a tree the
+        whole path to the nodes is computed anew, so that each attends to its ancestors alone."""
         sequence, end = one.sequence, len(self._own(one.sequence))
         draft_progress, [last, *others] = sequence.draft_progress, one.nodes
         assert draft_progress is not None
@@ -166,14 +169,14 @@ class Drafter(Rounds):
         return Span(sequence, end, tokens, parents, len(needed)), needed
 
     def _advance(self, sequence: Sequence, draft_progress: DraftProgress, count: int, wanted: int) -> Span:
-        """The next so many of the sequence's own tokens."""
+        """A span of the next `count` tokens of the sequence."""
         start, size = draft_progress.computed, self.cache.page_size
         draft_progress.computed += count
         self._full.update(sequence.pages[start // size : draft_progress.computed // size])
         return Span(sequence, start, self._known(self._own(sequence)[start : draft_progress.computed]), wanted=wanted)
 
     def _known(self, tokens: Listing[int]) -> list[int]:
-        """A table that the draft model's maker did not pad as the target's is too short for ids that no text has."""
+        """Token ids within the draft model's embedding: if it is not padded like the target's, it lacks ids that no text has."""
         most = len(self.decoder.embedding) - 1
         return [min(token, most) for token in tokens]
 

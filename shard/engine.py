@@ -1,8 +1,9 @@
-"""Executes commands over named batches. A step is planned here, by what the groups are to compute next, and begun; what its tokens
-lead to, when it lands, is the business of `landing`. Both work on `books`, and on nothing else of each other's.
+"""Execution engine of one rank: runs prefill and decode steps over named batches with continuous batching. A step is planned and
+begun here, by what the groups are to compute next; what its tokens lead to, when it lands, is in `landing`. The two share `books`
+only.
 
-All ranks run the same engine on the same commands. Only rank 0 sees logits; the others are told the tokens, so that their
-bookkeeping can't diverge. Knows groups, pages and strategies; no protobuf and no text.
+All ranks run the same engine on the same commands. Only rank 0 sees logits; it broadcasts the tokens, so that the ranks'
+bookkeeping can't diverge. Knows groups, pages and decoding strategies; no protobuf and no text.
 """
 
 import time
@@ -47,7 +48,7 @@ Arguments = ParamSpec("Arguments")
 def _whole(
     begin: "Callable[Concatenate[Engine, Arguments], Future[Outcome]]",
 ) -> "Callable[Concatenate[Engine, Arguments], Outcome]":
-    """The same step, which is over when it returns."""
+    """The synchronous form of `begin`: the step is over when it returns."""
 
     def whole(engine: "Engine", /, *arguments: Arguments.args, **named: Arguments.kwargs) -> Outcome:
         landed = begin(engine, *arguments, **named)
@@ -58,10 +59,10 @@ def _whole(
 
 
 class Engine:
-    """One rank's batches, and the model that moves them on.
+    """One rank's batches, KV pages and model.
 
-    `prefill` and `decode` are whole steps. `begin_prefill` and `begin_decode` may return while the device works on theirs: then it
-    is over with the next step, which is begun on top of it, with `land`, or with any other command.
+    `prefill` and `decode` are whole steps. `begin_prefill` and `begin_decode` may return while the device still computes: that step
+    then lands with the next one, which is begun on top of it, with `land`, or with any other command.
     """
 
     def __init__(
@@ -76,8 +77,8 @@ class Engine:
         guesses: Guesses | None = None,
         ahead: bool = False,
     ) -> None:
-        """cache_dtype: of keys and values; without it, the weights' own. masks, stops: what grammars and beams' stop strings need,
-        on rank 0. guesses: without them, what is guessed is looked up. ahead: whether steps are begun before the tokens of the
+        """cache_dtype: of the KV cache; by default, the weights' own. masks, stops: for grammars and for beams' stop strings, on
+        rank 0. guesses: the source of drafts; by default, n-gram lookup. ahead: whether a step is begun before the tokens of the
         last one are known."""
         self.decoder = decoder
         self.device = device
@@ -88,13 +89,13 @@ class Engine:
         self._stops = stops
         self.guesses = guesses or Guesses(decoder.ranks, device)
         self.overlaps = ahead
-        self._flight: Flight | None = None  # the step that is under way
-        self._free = 0.0  # since when the device has nothing of the last one to do
+        self._flight: Flight | None = None  # the step in flight
+        self._free = 0.0  # when the device had finished the last step
         self.resize(0, sequences=0)
 
     def resize(self, pages: int, sequences: int = 64, keeps: bool = True, copies: int = 0) -> None:
-        """Starts anew with an empty pool of that size. sequences: that run at once, of models that remember something of each;
-        keeps: and keep some of it for others; copies: of pages, in the host's memory."""
+        """Starts anew with an empty pool of `pages` pages. sequences: the most that run at once, for models with recurrent states;
+        keeps: whether further state slots are kept for the prefix cache; copies: pages in host memory (KV offload)."""
         shape, ranks, dtype = self.decoder.shape, self.decoder.ranks.size, self.decoder.embedding.dtype
         kept = shape.kept_states(sequences, self._prefix_caching) if keeps else 0
         drafter = self.guesses.drafter
@@ -111,32 +112,32 @@ class Engine:
 
     @property
     def token_bytes(self) -> int:
-        """What keys and values of a token take on this rank, and what a draft model has of it."""
+        """Bytes of KV cache per token on this rank, a draft model's included."""
         drafts = self.guesses.drafter.token_bytes if self.guesses.drafter else 0
         return self.decoder.shape.kv_elements(self.decoder.ranks.size) * self._cache_dtype.itemsize + drafts
 
     @property
     def layer_bytes(self) -> int:
-        """The most that a layer has of them, the model's."""
+        """The most KV bytes per token in any layer of the model."""
         return max(prod(layer.shape[1:]) for layer in self.cache.layers.values()) * self._cache_dtype.itemsize
 
     def sequences(self, asked: int, room: int) -> tuple[int, int]:
-        """How many may run at once, and what they then remember on this rank; room: for that, and for keys and values.
-        Bytes."""
+        """How many sequences may run at once, and the bytes of their recurrent states on this rank. room: bytes for these and for
+        the KV cache."""
         shape, caching = self.decoder.shape, self._prefix_caching
         where = self.decoder.ranks.size, self.decoder.embedding.dtype.itemsize
         count = shape.sequences(asked, room, *where, caching)
         return count, shape.states_bytes(*where, count, caching)
 
     def enter(self) -> None:
-        """The calling thread is going to use the engine. Which device a thread launches kernels on, and waits for, is its own
-        setting."""
+        """Selects the device for the calling thread: which one a thread launches kernels on, and waits for, is a setting per
+        thread."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
     @torch.inference_mode()
     def compile(self, rows: int) -> None:
-        """Makes steps of up to so many tokens ready to run."""
+        """Compiles what steps of up to `rows` tokens need."""
         self.decoder.compile(rows)
         if triton_on(self.device) and self.decoder.ranks.rank == 0:
             compile_kernels(self.decoder.shape.vocabulary, self.device)
@@ -145,13 +146,13 @@ class Engine:
 
     @torch.inference_mode()
     def record(self, record: Record, extent: GraphExtent, progress: Callable[[str], None]) -> None:
-        """Makes graphs of steps over the pool as it is now; see `forward`."""
+        """Records CUDA graphs of steps over the pool as it is now; see `forward`."""
         self.forward.record(record, extent, progress)
         if self.guesses.drafter:
             self.guesses.drafter.record(record, extent, lambda stage: progress(f"the draft model: {stage}"))
 
     def clear(self) -> None:
-        """Drops every batch and forgets every prefix."""
+        """Drops every batch and empties the prefix cache."""
         self.filter(list(self.books.groups))
         if self.books.prefixes is not None:
             self.books.prefixes.clear()
@@ -165,12 +166,12 @@ class Engine:
         decode: Listing[int],
         allowance: Allowance | None = None,
     ) -> "Future[Outcome]":
-        """Adds `groups` to `batch`, then computes chunks, as (uid, most tokens), of what groups lack, `prompt_tokens` in all,
-        together with a decode step of the batches `decode`. Unknown groups are ignored: they may just have ended. The result is
-        there when the step is over."""
+        """Adds `groups` to `batch`, then computes prompt chunks, as (uid, most tokens), of what groups lack, `prompt_tokens` in
+        all, together with a decode step of the batches `decode`. Unknown uids are ignored: these groups may just have ended. The
+        result is there when the step is over."""
         outcome, books = Outcome(), self.books
         if self._flight is not None and books.prompts.halted(books.groups[uid] for uid, _ in chunks if uid in books.groups):
-            self.land()  # what was remembered there is told of by then
+            self.land()  # landing publishes the recurrent states kept there
         for group in groups:
             problem = self._problem(group)
             if problem:
@@ -186,7 +187,7 @@ class Engine:
         return self._step(prompts, decodes, outcome)
 
     def begin_decode(self, batches: Listing[int], allowance: Allowance | None = None) -> "Future[Outcome]":
-        """One step for every group in `batches` whose prompt is computed. The result is there when the step is over."""
+        """One decode step for every group in `batches` whose prompt is computed. The result is there when the step is over."""
         outcome = Outcome()
         return self._step([], self._decodes(batches, allowance, outcome), outcome)
 
@@ -194,11 +195,11 @@ class Engine:
 
     @property
     def underway(self) -> Callable[[], None] | None:
-        """Waits for the device to be done with the step that is under way, by any thread; None: there is none."""
+        """Waits, on any thread, until the device is done with the step in flight; None: there is none."""
         return self._flight.wait if self._flight is not None else None
 
     def filter(self, drop: Iterable[int]) -> list[Group]:
-        """Forgets groups, wherever they are, and frees their pages. Returns those that were known."""
+        """Drops groups and frees their pages. Returns those that were known."""
         self.land()
         return [self.books.drop(self.books.groups[uid]) for uid in drop if uid in self.books.groups]
 
@@ -209,7 +210,7 @@ class Engine:
             if uid in self.books.groups:
                 self.books.end_choice(self.books.groups[uid], choice)
 
-    pause = filter  # the tokens of what it returns are all that resumes them
+    pause = filter  # preemption: the tokens of the groups it returns are all that is needed to resume them
 
     def concat(self, into: int, batches: Listing[int]) -> None:
         """Moves the groups of `batches` to the end of `into`."""
@@ -218,8 +219,8 @@ class Engine:
 
     @torch.inference_mode()
     def adapt(self, add: str = "", prepared: Listing[object] = (), drop: str = "") -> str:
-        """Groups may go by an adapter from now on, of which this was prepared, and by another one no more. Returns why nothing was
-        done; "": it was."""
+        """Loads the LoRA adapter `add`, whose weights are `prepared`, and unloads `drop`. Returns why nothing was done; "":
+        success."""
         self.land()
         if drop and any(group.adapter == drop for group in self.books.groups.values()):
             return f"there are groups that go by adapter {drop}: it can't be dropped"
@@ -252,7 +253,7 @@ class Engine:
         return "" if len(set(choices)) == len(choices) else f"a choice comes twice among {choices}"
 
     def _unknown(self, group: Group) -> str:
-        """What is wrong with its tokens; "": nothing."""
+        """What is wrong with a group's tokens and images; "": nothing."""
         vocabulary, shown = self.decoder.shape.vocabulary, list[int]()
         if group.images:
             vision = self.decoder.vision
@@ -288,11 +289,11 @@ class Engine:
         self.books.join(batch, group)
 
     def _decodes(self, batches: Iterable[int], allowance: Allowance | None, outcome: Outcome) -> list[Run]:
-        """The runs of all groups that decode, with pages for them."""
+        """The decode runs of all groups that decode, with pages for them."""
         groups = self.books.members(batches)
         guesses = self.guesses.allowed(allowance) and any(group.drafts for group in groups)
         if self._flight is not None and (guesses or not all(group.roomy(self.page_size) for group in groups)):
-            self.land()  # guesses follow from tokens, and beams without heirs take fewer pages
+            self.land()  # drafts continue the tokens, and beams without heirs take fewer pages
             groups = self.books.members(batches)
         guessed = [group for group in groups if group.decodes and group.drafts] if guesses else []
         if guessed:
@@ -310,7 +311,7 @@ class Engine:
         return runs
 
     def _spans(self, group: Group) -> list[step.Span]:
-        """Those of its next decode step. None: it doesn't decode, or ends with the step that is under way."""
+        """The spans of a group's next decode step. Empty: it doesn't decode yet, or ends with the step in flight."""
         following = self._flight.follow(group, self.page_size) if self._flight is not None else None
         if following is None:
             return strategy_of(group).draft(group) if group.decodes else []
@@ -330,14 +331,14 @@ class Engine:
         outcome.draft_seconds = time.perf_counter() - began
 
     def _ready(self, chunks: list[tuple[Group, int]], alone: bool) -> list[tuple[Group, int]]:
-        """Without those whose grammars are still being compiled: nobody waits for them, unless there is nothing else to be done.
-        What is ready is a matter of time, so rank 0 tells the others."""
+        """The chunks without groups whose grammars are still being compiled: nobody waits for these, unless there is nothing else
+        to do. Compilation depends on timing, so rank 0 broadcasts what is ready."""
         asked = [group for group, _ in chunks if group.grammar and not group.compiled]
         if not asked:
             return chunks
         alone = alone and len(asked) == len(chunks)
         if alone:
-            self.land()  # rather than wait with it
+            self.land()  # rather than make it wait
         ready = self._masks.ready(asked, alone) if self._masks else [False] * len(asked)
         if self.decoder.ranks.size > 1:
             ready = self.decoder.ranks.tell(torch.tensor(ready, dtype=torch.int64, device=self.device)).tolist()
@@ -347,7 +348,7 @@ class Engine:
 
     @torch.inference_mode()
     def _step(self, prompts: list[Run], decodes: list[Run], outcome: Outcome) -> "Future[Outcome]":
-        """Begins a step, after which the one before it has landed. It lands itself unless the next one can be begun on top."""
+        """Begins a step, then lands the one before it. Lands the new one at once, too, unless the next can overlap it."""
         began, before = time.perf_counter(), self._flight
         runs = prompts + decodes
         for run in prompts:
@@ -376,7 +377,7 @@ class Engine:
         return landed
 
     def _forward(self, runs: Listing[Run], spans: Listing[step.Span]) -> Tensor | None:
-        """The states of the rows that are wanted, run by run."""
+        """Hidden states of the rows whose logits are wanted, run by run."""
         self.books.renew()
         spans = step.parted(spans)
         compute: Callable[[Listing[step.Span]], Tensor] = self.forward
@@ -394,7 +395,7 @@ class Engine:
         return hidden
 
     def _remaining(self, runs: Listing[Run], hidden: Tensor | None) -> tuple[list[Run], Tensor | None]:
-        """Without what has ended since the forward was begun."""
+        """The runs, and rows, without what has ended since the forward was begun."""
         remaining, rows = [run for run in runs if self.books.has(run.group)], list[int]()
         living = {id(sequence) for run in remaining for sequence in run.group.sequences}
         for run in remaining:
@@ -410,7 +411,7 @@ class Engine:
 
     @torch.inference_mode()
     def land(self) -> None:
-        """Waits for the step that is under way, if there is one, and does what it leads to."""
+        """Waits for the step in flight, if there is one, and applies its result."""
         flight, self._flight = self._flight, None
         if flight is None:
             return
@@ -419,27 +420,28 @@ class Engine:
             outcome.mask_seconds, outcome.mask_wait_seconds = flight.masks.seconds, flight.masks.waited
         landing.conclude(flight.runs, picks, self.books, self.cache, outcome)
         outcome.exhausted = self.memory_fallback.take()
-        # Overlapped steps take what the device needs for them, which begins with one when it is done with the one before.
+        # The device starts an overlapped step when it is done with the one before: only from then on its time is counted.
         over = flight.done if outcome.ahead and flight.done else time.perf_counter()
         outcome.seconds, self._free = over - max(flight.began, self._free) + outcome.draft_seconds, over
         flight.landed.set_result(outcome)
 
     def _lose(self, runs: Listing[Run], pages: set[int]) -> None:
-        """Groups that hold one of these can't go on. Nobody shall find the pages, nor take them for those that it has computed."""
-        before = self._flight.runs if self._flight is not None else []  # which would make its pages known again when it lands
+        """Fails the groups that hold any of these pages, and withdraws their pages from the prefix cache, so that nobody finds or
+        reuses them."""
+        before = self._flight.runs if self._flight is not None else []  # which would publish its pages again when it lands
         for run in [*before, *runs]:
             if any(not pages.isdisjoint(sequence.pages) for sequence in (*run.group.sequences, *run.group.heirs)):
                 run.problem = ALONE
                 self.books.withdraw(run.group)
 
     def _remember(self, runs: Listing[Run], outcome: Outcome) -> list[Run]:
-        """Each sequence gets what it remembers for itself. Returns the runs of groups for which there is room: of all, if the
-        router keeps to what it has asked for."""
+        """Gives each sequence a recurrent state of its own, copying shared ones. Returns the runs of groups for which there is
+        room: all, if the router keeps to the number of sequences it has asked for."""
         kept = self.books.prefixes.states if self.books.prefixes is not None else ()
         copies, failed = settle(self.books.groups.values(), self.cache.slots, kept)
         if copies:
             self.cache.copy_states(copies)
         for group in failed:
-            self.books.withdraw(group)  # of what is known of it some would have been computed now
+            self.books.withdraw(group)  # some of its published pages would have been computed now
             self.books.fail(group, f"what {self.cache.slots} sequences remember has room, and there are more", outcome)
         return [run for run in runs if self.books.has(run.group)]

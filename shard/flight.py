@@ -1,12 +1,13 @@
-"""A step that the device works on, while the host plans the next one on top of it.
+"""A step in flight: the device computes it while the host plans the next one on top of it (asynchronous scheduling).
 
-The device shall not wait for the host, so the next step's forward is begun before this one's tokens are known: they are filled in
-on the device. What an end token would have ended is computed for one step more, and that is thrown away. Then this step lands:
-its tokens come to the host, and sequences take them; only after that is sampled from the next step's logits, so penalties, grammars
-and ends are what they always are.
+The device must not wait for the host, so the next step's forward is begun before this one's tokens are known: they are filled in on
+the device. What an end token would have ended is computed for one step more, and that is thrown away. Then this step lands: its
+tokens come to the host, and sequences take them. Only after that the next step's logits are sampled, so penalties, grammars and
+ends work as without overlap.
 
-Beams part, and who of the next ones continues whom is known on the device alone. So each is planned with a page of its own for what
-is in its parent's last, partial one; the device copies that, and looks at its parent's full pages, by what it has picked.
+Beams fork, and which beam each next one continues is known on the device alone. So each of these (an heir) is planned with a page
+of its own for what is in its parent's last, partial one; the device copies that, and reads its parent's full pages, by what it
+sampled.
 """
 
 import time
@@ -24,31 +25,33 @@ from .step import Run, Span
 
 @dataclass(slots=True)
 class Flight:
-    """One step."""
+    """A step in flight."""
 
     runs: list[Run]
     picking: StepPicking
     masks: Pending | None
     outcome: Outcome
     began: float  # by perf_counter
-    done: float = 0.0  # when the device was, as far as `wait` has seen
+    done: float = 0.0  # when the device was done, as observed by `wait`
     landed: "Future[Outcome]" = field(default_factory=Future)
-    _first: dict[int, int] = field(default_factory=dict)  # by id of a group that is sampled: its first row; made when asked for
+    _first: dict[int, int] = field(default_factory=dict)  # by id of a sampled group: its first row; filled on first use
 
     def wait(self) -> None:
-        """Until the device has done it, on any thread."""
+        """Waits, on any thread, until the device is done with it."""
         self.picking.wait()
         self.done = time.perf_counter()
 
     def simple(self, alone: bool) -> bool:
-        """Whether all that it leads to is known but what it picks: then `follow` says how it goes on. alone: on a single rank,
-        since only rank 0 knows what becomes of a grammar."""
+        """Whether its effect is known except for the tokens it samples: then `follow` can plan the next step. alone: on a single
+        rank, since only rank 0 knows grammars."""
         return self.picking.picked is not None and all(_simple(run) and (alone or not run.group.grammar) for run in self.runs)
 
     def follow(self, group: Group, page_size: int) -> list[Span] | None:
-        """What comes after its tokens, of sequences that they can't make too long; None: nothing of the group is sampled."""
+        """Spans that follow its tokens, of sequences that will not have reached their maximum length; None: nothing of the group is
+        sampled."""
         if not self._first:
-            sampled = sorted((run.group for run in self.runs if run.sampled), key=lambda one: one.search is None)  # as it is picked
+            # in the order of sampling
+            sampled = sorted((run.group for run in self.runs if run.sampled), key=lambda one: one.search is None)
             counts = (one.search.width if one.search else len(one.waiting) or len(one.sequences) for one in sampled)
             self._first = dict(zip(map(id, sampled), accumulate(counts, initial=0), strict=False))
         first = self._first.get(id(group))
@@ -66,7 +69,7 @@ class Flight:
 
 
 def _simple(run: Run) -> bool:
-    """Each sequence gets one token; of all, only beams that are there already part."""
+    """Whether each sequence gets one token, and none fork but the beams that exist already."""
     group = run.group
     drafts = group.drafts > 0 and any(span.drafts for span in run.spans)
     parts = not group.decodes if group.search else len(group.waiting) > 1

@@ -1,7 +1,8 @@
-"""Beams part: who lives on keeps or shares pages, who doesn't gives them back. Knows pages and sequences, no logits.
+"""Beam search's page bookkeeping: surviving beams keep or share KV pages (copy on write), the others release them. Knows pages and
+sequences, no logits.
 
-While a step is under way only the device knows who lives on. Then there are *heirs*: sequences as many as will live on, each with a
-page of its own for what comes next. When the step lands they take the places of the group's sequences.
+While a step is in flight only the device knows which beams survive. Then there are *heirs*: as many sequences as will survive, each
+with a page of its own for what comes next. When the step lands they take the places of the group's sequences.
 """
 
 from array import array
@@ -19,8 +20,8 @@ from .step import BeamFront, Picked, Span
 
 
 def heirs(group: Group, width: int, page_size: int, source: int) -> list[Span]:
-    """Those of a group whose step is under way, and their next tokens, which it picks as its rows from `source` on. Until it is
-    known whom they continue, they have no full pages but those that all beams begin with, and hold none of these."""
+    """The heirs of a group whose step is in flight, and their next tokens, sampled as its rows from `source` on. Until it is known
+    which beams they continue, they have no full pages but those that all beams share, and no references to these."""
     beams, first = group.sequences, group.sequences[0]
     full = first.computed // page_size
     front = BeamFront(beams, common_pages([beam.pages[:full] for beam in beams]))
@@ -33,11 +34,11 @@ def heirs(group: Group, width: int, page_size: int, source: int) -> list[Span]:
 
 
 class Forks:
-    """Of the groups on one pool. What a step has to copy is copied at once."""
+    """Forks beams of the groups on one pool. Page copies of a step are made together."""
 
     def __init__(self, pool: PagePool, cache: Cache, renew: Callable[[], object]) -> None:
-        """renew: gets pages ready that were taken."""
-        self.copied = 0  # rows, in all
+        """renew: prepares newly allocated pages."""
+        self.copied = 0  # rows copied in all
         self._pool = pool
         self._cache = cache
         self._renew = renew
@@ -80,7 +81,7 @@ class Forks:
         parents = {id(child.parent) for child in children}
         for sequence in group.sequences:
             self._pool.release(sequence.pages[full if id(sequence) in parents else 0 :])
-        # A parent holds its full pages once: its first heir takes that hold, the others add one each.
+        # A parent has one reference to its full pages: its first heir takes that over, the others add one each.
         living, given = group.heirs[: len(children)], set[int]()
         for heir, child in zip(living, children, strict=True):
             parent = child.parent
@@ -97,7 +98,7 @@ class Forks:
         return living
 
     def disown(self, group: Group) -> None:
-        """The heirs' own pages are free, and nobody inherits anything."""
+        """Releases the heirs' own pages and drops them."""
         self._disown(group.heirs, group.sequences[0].computed // self._pool.page_size)
         group.heirs = []
 
@@ -106,9 +107,9 @@ class Forks:
             self._pool.release(heir.pages[full:])
 
     def bequeath(self, spans: Listing[Span], picked: Picked) -> None:
-        """Has the device copy what partial pages hold to the heirs among `spans`, by what it has picked."""
+        """Has the device copy partial pages to the heirs among `spans`, by the parents it has chosen."""
         size, tails = self._pool.page_size, list[int]()
-        copies: list[tuple[int, int, int, int]] = []  # place of a front's tails, source, target, rows
+        copies: list[tuple[int, int, int, int]] = []  # index into tails, source, target, rows
         begins: dict[BeamFront, int] = {}
         for span in spans:
             full, rows = divmod(span.start, size)
@@ -125,7 +126,7 @@ class Forks:
             self.copied += sum(rows for *_, rows in copies)
 
     def copy(self) -> None:
-        """To be called when all groups of a step have parted."""
+        """Makes the collected copies, once all groups of a step have forked."""
         if self._copies:
             self._renew()
             self._cache.copy(self._copies)

@@ -1,7 +1,7 @@
-"""Runs steps of the model: as they are, or padded and replayed from a graph that was recorded for steps of that size.
+"""Model runner: runs steps of the model, eagerly or padded to the size of a recorded CUDA graph that is replayed.
 
-A step of few tokens is hundreds of small launches, which take a processor longer than the accelerator needs for the work; a graph
-is one. Graphs are recorded after warm-up, since they hold the addresses of the cache.
+A step of few tokens is hundreds of small kernel launches, which take the CPU longer than the accelerator needs for the work; a
+graph is one launch. Graphs are recorded after warm-up, since they hold the addresses of the cache.
 """
 
 import logging
@@ -24,30 +24,30 @@ from .step import NgramContext, Picked, Room, Span, Step
 log = logging.getLogger(__name__)
 
 Compute = Callable[[], Tensor]
-# Records what a function does on the device; the result does it again, with the same tensors, and returns the same output tensor.
+# Records what a function does on the device; the result replays it, with the same tensors, and returns the same output tensor.
 Record = Callable[[Compute], Compute]
 
 
 @dataclass(frozen=True, slots=True)
 class GraphExtent:
-    """What steps may come to, and for which sizes there shall be graphs (`graph_sizes.parse`)."""
+    """The largest step, and the sizes for which graphs are recorded (`graph_sizes.parse`)."""
 
     tokens: int
     rows: int
-    total: int  # tokens of a sequence
+    total: int  # most tokens of a sequence
     pages: int  # in the pool
     chosen: tuple[int, ...] | None = None
     drafts: bool = False  # sequences come with drafts ...
-    trees: bool = False  # ... that are no chains
+    trees: bool = False  # ... that form trees, not only chains
 
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """A recorded forward."""
+    """A recorded CUDA graph of a forward, with its size and input buffers."""
 
     room: Room
     input: Step
-    replay: Compute  # [rows of the room, hidden]
+    replay: Compute  # returns [rows of the room, hidden]
 
 
 class Forward:
@@ -63,15 +63,15 @@ class Forward:
         self._remembers = decoder.shape.remembering is not None
         self._before = _before_of(decoder.shape)
         self.narrows = decoder.shape.keyless > 0
-        self._decodes: list[Graph] = []  # of spans of one token; by size
-        self._mixed: list[Graph] = []  # of any spans; by size
-        self._last: Step | None = None  # that ran without a graph, if the last one did
+        self._decodes: list[Graph] = []  # for spans of one token (pure decode); by size
+        self._mixed: list[Graph] = []  # for any spans; by size
+        self._last: Step | None = None  # the last step, if it ran without a graph
 
     def __call__(self, spans: Listing[Span], picked: Picked | None = None) -> Tensor:
-        """Computes spans, writes their keys and values, and returns the wanted rows' states: [rows, hidden], good until the next
-        call. picked: see `step.plan`."""
+        """Computes spans, writes their keys and values, and returns the hidden states of the wanted rows: [rows, hidden], valid
+        until the next call. picked: see `step.plan`."""
         tokens = sum(len(span.tokens) for span in spans)
-        # Also where a pool that ends here may begin within an image: graphs are not told what turns that.
+        # Also where a pool of positions that ends here may begin within an image: graphs do not take the image's rotary positions.
         back = max(0, self._layout.members - 1)
         shows = any(span.sequence.shows(span.start - back) for span in spans)
         graph = None if shows else _fitting(self._decodes if tokens == len(spans) else self._mixed, tokens)
@@ -84,8 +84,8 @@ class Forward:
         return graph.replay()[: sum(span.wanted for span in spans)]
 
     def follow(self, spans: Listing[Span]) -> Tensor:
-        """The same for spans of one token each, which follow those of the last call in their order; these wanted one row each. What
-        was planned for those is used for these, where nothing is recorded that would be quicker."""
+        """The same for spans of one token each, which continue those of the last call in their order; these wanted one row each.
+        The last call's plan is reused, unless a recorded graph would be quicker."""
         own = step.follow(self._last, spans, self._layout) if self._last is not None else None
         return self._compute(own) if own is not None else self(spans)
 
@@ -95,7 +95,7 @@ class Forward:
         return self._decoder(own, self._cache)
 
     def record(self, record: Record, extent: GraphExtent, progress: Callable[[str], None]) -> None:
-        """Makes the graphs, the largest first: the others find room in the memory that it takes."""
+        """Records the graphs, the largest first: the others find room in the memory that it takes."""
         if not self._decoder.shape.replayed:
             return
         began = time.perf_counter()
@@ -134,7 +134,7 @@ def _before_of(shape: Shape) -> NgramContext | None:
 
 
 def _layout_of(decoder: Decoder, cache: Cache) -> Layout:
-    """Of what the decoder's attention reads."""
+    """Describes to the kernels what the decoder's attention reads."""
     shape, ranks, latent = decoder.shape, decoder.ranks.size, decoder.shape.latent is not None
     return Layout(
         page_size=cache.page_size,

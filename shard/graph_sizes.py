@@ -1,16 +1,16 @@
-"""For which sizes of steps graphs are recorded. Pure; imports no torch, so that the launcher can plan with it.
+"""Step sizes for which CUDA graphs are recorded. Pure; imports no torch, so that the launcher can plan with it.
 
-A step is padded to the next size. Steps of decodes alone have as many rows as tokens; mixed ones carry chunks of prompts, too.
+A step is padded to the next size. Pure decode steps have as many rows as tokens; mixed ones carry prompt chunks, too.
 """
 
 from collections.abc import Sequence
 
-# Tokens. The steps between two sizes are at most a fourth of the larger one: so much of a step may be padding.
+# Tokens. The gap between two sizes is at most a fourth of the larger one: so much of a step may be padding.
 DECODES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 MIXED = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-VERIFIED = (8, 16)  # of mixed steps, too, where a few sequences are computed with their drafts
-MIXED_ROWS = 256  # of a mixed step, whose logits are wanted
-# What a graph takes besides the tensors that all graphs share: its nodes, on the device. A guess until it is measured.
+VERIFIED = (8, 16)  # also of mixed steps, for few sequences with their drafts
+MIXED_ROWS = 256  # rows of a mixed step whose logits are wanted
+# What a graph takes besides the tensors that all graphs share: its nodes, on the device. An estimate until it is measured.
 GRAPH_BYTES = 8 << 20
 
 
@@ -39,8 +39,8 @@ def decodes(chosen: tuple[int, ...] | None, rows: int) -> list[int]:
 
 
 def mixed(chosen: tuple[int, ...] | None, tokens: int, drafts: bool = False, remembers: bool = False) -> list[int]:
-    """Sizes of mixed steps, ascending. tokens: the most that a step has; drafts: whether there are any; remembers: some layers
-    do, whose launches go by how many spans there are."""
+    """Sizes of mixed steps, ascending. tokens: the most that a step has; drafts: whether there are any; remembers: some layers have
+    recurrent state, whose launches depend on the number of spans."""
     return [] if chosen is not None or remembers else [size for size in (*(VERIFIED if drafts else ()), *MIXED) if size <= tokens]
 
 

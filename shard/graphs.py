@@ -1,4 +1,4 @@
-"""CUDA graphs: records a function's launches on the device, to be launched again as one."""
+"""CUDA graphs: records a function's kernel launches, to be replayed as one."""
 
 from collections.abc import Callable
 
@@ -7,14 +7,14 @@ from torch import Tensor
 
 
 class Recorder:
-    """Graphs that never run at once, and so share memory."""
+    """Records CUDA graphs that never run at once, and so share memory."""
 
     def __init__(self) -> None:
         self._memory = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """See `forward.Record`."""
-        # Once before: kernels are compiled, libraries make their workspaces, and neither can be recorded.
+        # Run once before: kernels are compiled, libraries allocate their workspaces, and neither can be recorded.
         run()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()

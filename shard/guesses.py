@@ -1,6 +1,7 @@
-"""What is guessed of each sequence for a step: how much, by the budget, and what, by the proposers. Alike on all ranks.
+"""Speculative decoding: how many draft tokens each sequence gets in a step, by the budget, and which, by the proposers. The same on
+all ranks.
 
-Where there is a draft model only rank 0 asks it, and tells the others. Pages for what it computes are taken by all.
+A draft model runs on rank 0 only, which broadcasts the drafts. Pages for what it computes are allocated on all ranks.
 """
 
 from collections.abc import Callable
@@ -27,36 +28,37 @@ ROUNDS = 8
 
 
 class DraftModel(Model, Protocol):
-    """A draft model as an engine has it, on the rank that samples. `rounds` counts its runs; `later` are the seconds of those that
-    were not a step's first."""
+    """A draft model as the engine uses it, on the rank that samples. `rounds` counts its forward passes; `later` are the seconds of
+    those that were not a step's first."""
 
     rounds: int
     later: float
-    recorded: bool  # whether its steps are worth graphs of their own
+    recorded: bool  # whether its steps are worth CUDA graphs of their own
 
     @property
     def features(self) -> int:
-        """How many the target has to keep of each token; 0: it goes by none."""
+        """Hidden features of each token that the target has to keep for it (EAGLE-style drafts); 0: it uses none."""
 
     @property
     def token_bytes(self) -> int:
-        """What a token takes for it: keys and values of its own, and features."""
+        """Bytes per token for it: its own keys and values, and features."""
 
     def resize(self, pages: int, page_size: int, features: Tensor | None = None) -> None:
-        """Starts anew with an empty cache of that size. features: where the target's are, [slots, features], if it goes by them."""
+        """Starts anew with an empty cache of that size. features: where the target's are, [slots, features], if it uses them."""
 
     def forget(self, pages: Listing[int]) -> None:
-        """What is in these pages is nobody's any more."""
+        """The contents of these pages are no longer valid."""
 
     def compile(self, rows: int) -> None:
-        """Makes steps of up to so many tokens ready to run."""
+        """Compiles what steps of up to `rows` tokens need."""
 
     def record(self, record: Record, extent: GraphExtent, progress: Callable[[str], None]) -> None:
-        """Makes graphs of its steps, if that is worth it; see `forward`."""
+        """Records CUDA graphs of its steps, if that is worth it; see `forward`."""
 
 
 class Guesses:
-    """`rule` verifies what `proposer` proposes; `probabilities` are those of the last step's drafts, for the rule `rejection`."""
+    """Drafting and verification settings of one engine: `rule` verifies what `proposer` proposes; `probabilities` are the draft
+    distributions of the last step, for rejection sampling."""
 
     def __init__(
         self,
@@ -67,8 +69,8 @@ class Guesses:
         masks: Masks | None = None,
         levels: int = 0,
     ) -> None:
-        """drafter: on rank 0, if there is a draft model; masks: what its guesses keep grammars by; levels: how deep its trees may
-        be, known to all ranks; 0: as deep as they grow."""
+        """drafter: on rank 0, if there is a draft model; masks: grammar masks for its drafts; levels: the deepest tree that it can
+        draft, known to all ranks; 0: no limit of its own."""
         self._speculation = speculation or Speculation()
         self._ranks = ranks
         self._device = device
@@ -76,28 +78,28 @@ class Guesses:
         self._probes = Probes()
         self.drafter = drafter
         self.rule = VerificationRule(self._speculation.verify)
-        self._deepest = min(levels or ROUNDS, ROUNDS)  # of a tree that grows best first
+        self._deepest = min(levels or ROUNDS, ROUNDS)  # depth of a tree that grows best first
         self.proposer = _proposer(self._speculation, masks.kept_by(drafter) if masks and drafter else drafter, self._deepest)
         self.probabilities: Tensor | None = None
 
     @property
     def most(self) -> int:
-        """Drafts of a sequence."""
+        """Most drafts of a sequence in a step."""
         return self._speculation.most
 
     @property
     def trees(self) -> bool:
-        """Whether they may be other than chains."""
+        """Whether drafts may be trees, not only chains."""
         return not self._speculation.chain
 
     @staticmethod
     def allowed(allowance: Allowance | None) -> bool:
-        """Whether there may be any in a step."""
+        """Whether there may be drafts in a step."""
         return allowance is None or allowance.most > 0
 
     def ask(self, groups: Listing[Group], allowance: Allowance | None, pool: PagePool, chunk: int = 0) -> list[Asked]:
-        """How much is guessed in the next step: as much as a group may have, its sequences may still take, and is worth it. chunk:
-        of positions of which some layers see no others; 0: there are none."""
+        """How many drafts each sequence gets in the next step: limited by its group, by its pages, and by what they are worth.
+        chunk: length of attention chunks in positions, for layers with chunked attention; 0: none."""
         asked = self._asked(groups, allowance, pool.page_size, chunk)
         return [one for one in asked if _extend(one, pool)] if self._speculation.draft else asked
 
@@ -111,7 +113,7 @@ class Guesses:
         return (self.drafter.rounds - rounds, self.drafter.later - later) if self.drafter else (0, 0.0)
 
     def forget(self, asked: Listing[Asked]) -> None:
-        """Proposing broke off, so that nothing is guessed: the draft model begins anew with these sequences."""
+        """Drafting failed, so that there are no drafts: the draft model computes these sequences anew."""
         for one in asked:
             one.sequence.draft_progress = None
             if self.drafter:
@@ -143,7 +145,7 @@ class Guesses:
         ]
 
     def _worth(self, acceptance: Acceptance, nodes: int, depth: int) -> DraftValue:
-        """Of what is proposed for a sequence."""
+        """What drafts are worth for a sequence, by the shape of their tree."""
         asked = self._speculation
         if not asked.nodes and max(asked.widths, default=1) == 1:
             return acceptance.chain(min(nodes, depth, max(len(asked.widths), asked.ngram) or nodes))
@@ -151,7 +153,7 @@ class Guesses:
         return acceptance.tree(nodes, min(depth, layers), max(asked.widths, default=nodes))
 
     def _told(self, asked: Listing[Asked]) -> Proposed:
-        """What rank 0 proposes."""
+        """The drafts that rank 0 proposes, broadcast to all ranks."""
         if self._ranks.size == 1:
             return self.proposer.propose(asked)
         proposed = self.proposer.propose(asked) if self.drafter else Proposed([Draft() for _ in asked])
@@ -174,17 +176,17 @@ def _proposer(asked: Speculation, model: Model | None, deepest: int) -> Proposer
 
 
 def _left(group: Group, sequence: Sequence, page_size: int) -> int:
-    """Nodes that a tree may have in the pages that the sequence may come to hold: `Group.grow` covers no others."""
+    """Nodes that a draft tree may have in the pages that the sequence may come to hold: `Group.grow` covers no others."""
     return -(-group.last // page_size) * page_size - len(sequence.tokens)
 
 
 def _before_border(sequence: Sequence, chunk: int) -> int:
-    """How deep a tree may be where a chunk of positions ends: it can't be cut there."""
+    """How deep a draft tree may be before the end of an attention chunk: it can't be cut there."""
     return chunk - 1 - (len(sequence.tokens) - 1) % chunk
 
 
 def _extend(one: Asked, pool: PagePool) -> bool:
-    """Pages for all nodes; False, and none, if there are too few."""
+    """Allocates pages for all nodes; returns False, and takes none, if there are too few."""
     try:
         before = len(one.sequence.pages)
         pool.extend(one.sequence.pages, len(one.sequence.tokens) + one.nodes)
@@ -196,6 +198,6 @@ def _extend(one: Asked, pool: PagePool) -> bool:
 
 
 def _read(count: int, codes: Listing[int]) -> Tree:
-    """A tree as rank 0 told it; how probable its nodes are doesn't matter any more."""
+    """A tree decoded from rank 0's broadcast; the probabilities of its nodes are not needed any more."""
     half = len(codes) // 2
     return Tree(tuple(codes[:count]), tuple(codes[half : half + count]), (0.0,) * count)

@@ -1,4 +1,4 @@
-"""Copies of pages in the host's memory. What is copied, and where to, `offload` decides."""
+"""KV offload: copies of pages in host memory. What is copied, and where to, `offload` decides."""
 
 from collections.abc import Sequence as Listing
 
@@ -7,16 +7,16 @@ from torch import Tensor
 
 from ..kernels.transfer import list_to_device
 
-# Bytes of a piece of memory: torch rounds what a device shall reach without the processor up to a power of two.
+# Bytes of one allocation: torch rounds pinned memory up to a power of two.
 PIECE = 1 << 30
-GATHERED = 1 << 26  # bytes that are gathered at once, unless a page has more
+GATHERED = 1 << 26  # bytes gathered at once, unless a single page has more
 
 
 class HostPages:
-    """Places 1 to `places`, each with all that layers have of a page, side by side.
+    """Places 1 to `places` in host memory, each with all layers' contents of a page, side by side.
 
-    What goes to the host is gathered first, and copied while the device goes on with its step; what comes from it is there before
-    the step begins.
+    Pages to be saved are gathered first, and copied while the device goes on with its step; pages to be loaded are there before the
+    step begins.
     """
 
     def __init__(self, parts: Listing[Tensor], places: int) -> None:
@@ -37,7 +37,7 @@ class HostPages:
 
     @torch.inference_mode()
     def save(self, moves: Listing[tuple[int, int]]) -> None:
-        """(page, place), in order."""
+        """Copies (page, place) to the host, in order."""
         for first in range(0, len(moves), self._together):
             some = moves[first : first + self._together]
             pages = list_to_device(self._device, [page for page, _ in some])
@@ -46,7 +46,7 @@ class HostPages:
 
     @torch.inference_mode()
     def load(self, moves: Listing[tuple[int, int]]) -> None:
-        """(place, page). Pages are distinct."""
+        """Copies (place, page) to the device. Pages are distinct."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         for first in range(0, len(moves), self._together):
@@ -78,16 +78,16 @@ class HostPages:
 
 
 def _words(part: Tensor) -> Tensor:
-    """[layers, pages, words]: as few as its bytes make."""
+    """[layers, pages, words]: in the widest words that fit."""
     flat = part.view(torch.uint8).flatten(2)
     return flat.view(torch.int64) if flat.shape[2] % 8 == 0 else flat
 
 
 def device_bytes(size: int) -> int:
-    """That the device needs to copy pages of so many bytes: what is gathered, and what that is put together from."""
+    """Device memory needed to copy pages of `size` bytes: the gathered buffer, and its parts."""
     return 2 * max(GATHERED, size)
 
 
 def page_bytes(parts: Listing[Tensor]) -> int:
-    """That a page takes in all of `parts`."""
+    """Bytes of a page in all of `parts`."""
     return sum(part[:, 0].nbytes for part in parts)

@@ -1,4 +1,4 @@
-"""Features of images, by what these show: whoever asks about an image that others have asked about lately finds them.
+"""Cache of image features, keyed by image content: requests about a recently encoded image reuse them.
 
 They are needed again where a prompt's chunk ends within an image, or with another question about one: of a cached prompt only full
 pages are shared, so the end of an image that lies in the next page is computed anew.
@@ -15,16 +15,16 @@ MOST = 8192  # tokens: eight images of a million pixels to Qwen 3 VL, 270 MB to 
 
 
 class ImageCache:
-    """The latest ones."""
+    """LRU cache of image features, limited by tokens."""
 
     def __init__(self, most: int = MOST) -> None:
-        """most: tokens of all that are kept; of one larger image, that one."""
+        """most: tokens of all that are kept; a single larger image is kept alone."""
         self._most = most
         self._tokens = 0
         self._kept: OrderedDict[Hashable, Tensor] = OrderedDict()
 
     def of(self, picture: Picture, encode: Callable[[Picture], Tensor]) -> Tensor:
-        """[tokens of the picture, levels, hidden]: those that are kept, or what `encode` makes of it."""
+        """[tokens of the image, levels, hidden]: cached, or computed by `encode`."""
         if picture.key is None:
             return encode(picture)
         if picture.key in self._kept:

@@ -1,5 +1,5 @@
-"""Whether what is computed for a token depends on what else is in the batch, by a single bit: looked at before the first request,
-on this machine, with these weights. What a library adds up in which order is its own affair, and may differ on the next processor.
+"""Batch-invariance check: whether a token's results depend on the rest of the batch, by a single bit. Run before the first request,
+on this machine, with these weights: the order of a library's sums is its own affair, and may differ on the next processor.
 """
 
 import torch
@@ -17,7 +17,7 @@ PARTS = (1, 2, 13)  # and the rest
 
 @torch.inference_mode()
 def check(engine: Engine) -> None:
-    """Raises Unsupported if it does. Leaves the engine with a pool of its own."""
+    """Raises Unsupported if results depend on the batch. Leaves the engine with a pool of its own."""
     shape = engine.decoder.shape
     count = min(MANY if engine.device.type == "cuda" else TOKENS, shape.max_positions)
     engine.resize(4 * -(-count // engine.page_size))
@@ -48,7 +48,7 @@ def _sequence(engine: Engine, tokens: list[int]) -> Sequence:
 
 
 def _logits(engine: Engine, spans: list[Span]) -> torch.Tensor:
-    """Those of the rows that are wanted; on ranks but the first, what they follow from."""
+    """Logits of the wanted rows; on ranks other than 0, the hidden states they follow from."""
     hidden = engine.forward(spans).clone()
     logits = engine.decoder.logits(hidden)
     return hidden if logits is None else logits.clone()

@@ -1,5 +1,5 @@
-"""What the tokens of a step lead to: sequences take them, part and end, groups fail, what was computed can be found by others. It
-is the second half of a step, as it is over; `engine` plans and begins it. Knows groups and strategies; no model and no logits.
+"""Applies the result of a step: sequences take their tokens, fork and end, groups fail, computed pages are published to the prefix
+cache. It is the second half of a step; `engine` plans and begins it. Knows groups and strategies; no model and no logits.
 """
 
 from array import array
@@ -18,10 +18,10 @@ from .step import Run
 
 
 def conclude(runs: Listing[Run], picks: dict[int, Found], books: Books, cache: Cache, outcome: Outcome) -> None:
-    """A step is over that has computed `runs`. picks: of the groups that are sampled, by uid."""
+    """Concludes a step that has computed `runs`. picks: sampled tokens of the groups, by uid."""
     for run in runs:
         if books.has(run.group) and not run.problem:
-            books.publish(run.group, [span.sequence for span in run.spans if not span.drafts])  # guesses may be wrong
+            books.publish(run.group, [span.sequence for span in run.spans if not span.drafts])  # drafts may be rejected
     for run in runs:
         if books.has(run.group):
             _judge(run, picks, books, cache, outcome)
@@ -64,7 +64,7 @@ def _judge(run: Run, picks: dict[int, Found], books: Books, cache: Cache, outcom
 
 
 def _begin(group: Group, outcome: Outcome) -> None:
-    """The choices that waited for the prompt have begun."""
+    """Begins the choices that waited for the prompt."""
     if group.prompt_logprobs:
         outcome.prompts.append((group.uid, group.prompt_scores))
         outcome.tops.append(group.prompt_tops)
@@ -80,7 +80,7 @@ def _begin(group: Group, outcome: Outcome) -> None:
 
 
 def _move(moves: Listing[tuple[Sequence, int, int]], cache: Cache) -> None:
-    """Keys and values of accepted guesses to where they belong."""
+    """Moves keys and values of accepted drafts to their final slots."""
     size, rows = cache.page_size, []
     for _, own in groupby(moves, key=lambda one: id(one[0])):
         [sequence, *_], *_ = listed = list(own)

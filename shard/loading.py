@@ -1,4 +1,4 @@
-"""From a folder to an engine: device, ranks, weights, with progress for people."""
+"""Model loading: from a checkpoint folder to an engine, with device, ranks, weights and progress messages."""
 
 import json
 import logging
@@ -41,12 +41,13 @@ log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SECONDS_BETWEEN_LINES = 2.0
-# Parameters of draft models that a CPU's cache holds as floats: of so few, calls take longer than arithmetic, the most with halves.
+# Parameters of draft models small enough to be held as float32 on a CPU: there the overhead per call exceeds the arithmetic, most
+# of all with 16-bit types.
 SMALL_DRAFT = 4_000_000
 
 
 class Progress:
-    """Turns elements that were read into a stage for people, and now and then into a log line."""
+    """Reports the share of loaded parameters as the stage, and now and then as a log line."""
 
     def __init__(self, total: int, stage: Callable[[str], None]) -> None:
         self._total = total
@@ -55,7 +56,7 @@ class Progress:
         self._logged = time.monotonic()
 
     def __call__(self, read: int) -> None:
-        """`read` more elements are there."""
+        """`read` more elements are loaded."""
         self._read += read
         line = f"loading weights {min(self._read / self._total, 1):.0%} of {self._total / 1e6:.0f} M parameters"
         self._stage(line)
@@ -65,7 +66,7 @@ class Progress:
 
 
 def load(config: ShardConfig, stage: Callable[[str], None]) -> Engine:
-    """The engine of this rank, its pool still empty. `stage` is told what is going on. Raises Unsupported."""
+    """Loads this rank's engine, its pool still empty. `stage` is called with progress messages. Raises Unsupported."""
     folder = Path(config.folder)
     said = _config(folder)
     model = shape(said).within(config.longest).quantized(config.quantize)
@@ -108,7 +109,7 @@ def load(config: ShardConfig, stage: Callable[[str], None]) -> Engine:
 
 
 def _vision(config: ShardConfig, said: Config, source: Source, model: Shape) -> Vision | None:
-    """What encodes images. Unless the operator has asked for images, text is served without it. Raises Unsupported."""
+    """The vision encoder. If the operator didn't ask for images explicitly, a failure means text only. Raises Unsupported."""
     try:
         return Vision(said, Path(config.folder), source, config.image_pixels, model)
     except Unsupported as error:
@@ -119,7 +120,7 @@ def _vision(config: ShardConfig, said: Config, source: Source, model: Shape) -> 
 
 
 def _check_able(device: torch.device, cache: str) -> None:
-    """Raises Unsupported where the kernels that will be wanted can't be compiled."""
+    """Raises Unsupported where the kernels that will be needed can't be compiled."""
     if device.type != "cuda":
         return
     if torch.version.hip is not None:
@@ -154,8 +155,8 @@ def _check_nvidia(device: torch.device, cache: str) -> None:
 
 
 def _check_launcher() -> None:
-    """Raises Unsupported where Triton can't build what launches its kernels: now, and not when all weights have been read."""
-    from triton.runtime import driver  # CPUs do without Triton
+    """Raises Unsupported where Triton can't build its launcher: now, not when all weights have been read."""
+    from triton.runtime import driver  # not needed on CPUs
 
     try:
         driver.active.get_current_target()
@@ -168,7 +169,7 @@ def _check_launcher() -> None:
 
 
 def _check_invariant(model: Shape, device: torch.device) -> None:
-    """Raises Unsupported for what is known to depend on what else is in the batch."""
+    """Raises Unsupported for features whose results are known to depend on the rest of the batch."""
     by_triton = triton_on(device)
     if device.type != "cpu" and not by_triton:
         raise Unsupported("--batch-invariant is there on an accelerator by our own kernels alone: leave PENSTOCK_KERNELS out")
@@ -188,7 +189,7 @@ def _check_invariant(model: Shape, device: torch.device) -> None:
 
 
 def _config(folder: Path) -> Config:
-    """Of the model in a folder. Raises Unsupported."""
+    """config.json of the model in a folder. Raises Unsupported."""
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -206,7 +207,7 @@ def _config(folder: Path) -> Config:
 
 
 def _draft_shape(config: ShardConfig, speculation: Speculation, target: Shape) -> DraftShape:
-    """Of the draft model. Raises Unsupported."""
+    """Shape of the draft model. Raises Unsupported."""
     own = speculation.draft == OWN
     found = draft_shape(_config(Path(config.folder if own else speculation.draft)), target, own)
     shaped(found, speculation)
@@ -221,8 +222,8 @@ def _drafter(
     whole: Source,
     stage: Callable[[str], None],
 ) -> DraftModel | None:
-    """The draft model, whole, on rank 0: it is small, and other ranks would have to wait for each other in each of its rounds. They
-    only learn what it goes by. whole: all of the target's weights."""
+    """Loads the draft model, unsharded, on rank 0: it is small, and with tensor parallelism the ranks would have to wait for each
+    other in each of its rounds. The other ranks only learn which target features it uses. whole: all of the target's weights."""
     own, device, taps = speculation.draft == OWN, whole.device, heard(model)
     if taps is not None:
         target.kept = Taps(taps)
@@ -245,7 +246,7 @@ def _drafter(
         head = NextTokens(model, target, source, made_up) if own else Eagle3(model, source, target, whole)
         target.kept = head.taps
         return Drafter(head, target.shape.vocabulary, device, speculation.most)
-    # Guesses may round as they like.
+    # Drafts need not be bit-exact.
     decoder = Decoder(model, source, Ranks(0, 1, device), device, exact=Invariance.GUESS)
     return Drafter(decoder, target.shape.vocabulary, device, speculation.most)
 

@@ -1,6 +1,6 @@
-"""From hidden states to tokens: the logits of the rows that a step wants, and what is made of them.
+"""Sampling stage of a step: computes logits from the hidden states of the wanted rows, and samples tokens or expands beams.
 
-All ranks walk through it, since logits are joined; only rank 0 sees them, and tells the others the tokens.
+All ranks take part, since their slices of the logits are gathered; only rank 0 sees these, and broadcasts the tokens to the others.
 """
 
 from collections.abc import Callable
@@ -32,32 +32,32 @@ from .step import Picked, Run
 ELSEWHERE = "rank 0 says why"
 
 
-@dataclass(slots=True)  # many a step: frozen ones take three times as long to make
+@dataclass(slots=True)  # many per step: frozen ones take three times as long to make
 class Wanted:
-    """What a run wants to be chosen."""
+    """A run's rows to be sampled, or expanded as beams."""
 
     run: Run
     rows: list[Row]
-    candidates: int = 0  # of beams, whose rows are chosen from together
+    candidates: int = 0  # of beam search, whose rows are expanded together; 0: no beams
 
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What a step's tokens are chosen with."""
+    """What a step's tokens are sampled from and with."""
 
     decoder: Decoder
-    hidden: Tensor  # states of the rows that it wants
+    hidden: Tensor  # hidden states of the wanted rows
     guesses: Guesses
     memory_fallback: MemoryFallback
     masks: Pending | None
 
 
-Tell = Callable[[Tensor], Tensor]  # on rank 0: tells the other ranks; on these: waits for what is to be written over the tensor
-StepPicking = Picking[dict[int, Found]]  # of a step: by uid of each group that is sampled, row by row of its runs
+Tell = Callable[[Tensor], Tensor]  # broadcast: on rank 0 sends to the other ranks; on these waits and overwrites the tensor
+StepPicking = Picking[dict[int, Found]]  # of a step: by uid of each sampled group, row by row of its runs
 
 
 def nothing(device: torch.device) -> StepPicking:
-    """Of a step that wants no tokens. It is over when the device has done what it was given so far."""
+    """The picking of a step that samples nothing. It is over when the device has finished its work so far."""
     none = Picked(torch.empty(0, dtype=torch.int64, device=device))
     arrival = HostCopy(none.tokens)
 
@@ -77,7 +77,7 @@ def choose(
     masks: Pending | None = None,
     stops: Stops | None = None,
 ) -> StepPicking:
-    """Of all groups that are sampled. The same tokens on every rank."""
+    """Samples all groups that want tokens. The same tokens on every rank."""
     wanted = []
     for run in runs:
         if run.sampled:
@@ -102,7 +102,7 @@ def choose(
 
 
 def _begin(means: Means, wanted: Listing[Wanted]) -> Picking[list[Found]] | None:
-    """Picks that the host need not wait for; None if they are of another kind, or memory is short."""
+    """Sampling that the host need not wait for; None if the kind of sampling does not allow that, or memory is short."""
     ranks = means.decoder.ranks
     if means.guesses.rule is not VerificationRule.GUMBEL or any(_on_host(one, ranks.size > 1) for one in wanted):
         return None
@@ -116,13 +116,13 @@ def _begin(means: Means, wanted: Listing[Wanted]) -> Picking[list[Found]] | None
 
 
 def _on_host(one: Wanted, several: bool) -> bool:
-    """Whether where its rows end is known on rank 0's host only. several: ranks."""
+    """Whether only rank 0's host knows where a row's text ends. several: there are several ranks."""
     group = one.run.group
     return bool((several or one.candidates) and group.grammar) or bool(one.candidates and group.stops)
 
 
 def _told(tokens: Tensor) -> Picking[Found]:
-    """What rank 0 has picked."""
+    """Tokens that rank 0 has sampled."""
     arrival = HostCopy(tokens)
 
     def take() -> Found:
@@ -133,7 +133,7 @@ def _told(tokens: Tensor) -> Picking[Found]:
 
 
 def _found_now(means: Means, wanted: Listing[Wanted], stops: Stops | None) -> list[Found]:
-    """Of each run, on every rank."""
+    """Tokens of each run, on every rank, waiting for the device."""
     found, ranks = _in_parts(means, wanted), means.decoder.ranks
     if means.masks is not None:
         found = means.masks.settle(found)
@@ -151,7 +151,7 @@ def _found_now(means: Means, wanted: Listing[Wanted], stops: Stops | None) -> li
 
 
 def _taken(one: Wanted, found: Found | None) -> Found:
-    """What rank 0 has told of a group."""
+    """What rank 0 has broadcast for a group."""
     if found is None:
         one.run.problem = ELSEWHERE
         return [None] * len(one.rows)
@@ -159,7 +159,7 @@ def _taken(one: Wanted, found: Found | None) -> Found:
 
 
 def _in_parts(means: Means, wanted: Listing[Wanted]) -> list[Found]:
-    """Of each run, all at once if there is memory for it. One that is too large even alone has a problem."""
+    """Tokens of each run, all sampled at once if there is memory for it. One that is too large even alone gets a problem."""
     sizes, device = [len(one.rows) for one in wanted], means.hidden.device
     starts = [0, *accumulate(sizes)]
 
@@ -178,9 +178,9 @@ def _in_parts(means: Means, wanted: Listing[Wanted]) -> list[Found]:
 
 
 def _logits(means: Means, wanted: Listing[Wanted]) -> Tensor | None:
-    """Of all rows, in order. All choices of a prompt draw from the same logits, computed once."""
-    places: list[int] = []  # of the rows wanted, each once
-    copies: list[int] = []  # of each of them
+    """Logits of all rows, in order. All choices of a prompt sample from the same logits, computed once."""
+    places: list[int] = []  # hidden rows, each once
+    copies: list[int] = []  # how often each of them is used
     for one in wanted:
         run = one.run
         wanted_rows = run.wanted
@@ -198,8 +198,8 @@ def _logits(means: Means, wanted: Listing[Wanted]) -> Tensor | None:
 def _picking(
     means: Means, logits: Tensor | None, wanted: Listing[Wanted], mask: Tensor | None, tell: Tell | None = None
 ) -> Picking[list[Found]]:
-    """Of each run. Beams are expanded together, and all others picked together; what is picked of these comes behind. tell: other
-    ranks, which have no logits and wait for it."""
+    """Picks of each run. Beams are expanded together, and all other rows sampled together; the latter come behind the former in
+    what is picked. tell: broadcasts to other ranks, which have no logits."""
     beams, others = [i for i, one in enumerate(wanted) if one.candidates], [i for i, one in enumerate(wanted) if not one.candidates]
     rest = [wanted[i] for i in others]
     if not beams:
@@ -233,7 +233,7 @@ def _expansion(
 
 
 def _joined(*some: Picking[Any]) -> Picked:
-    """What is picked, one after the other."""
+    """Several pickings' results on the device, concatenated."""
     picked = [one.picked() for one in some if one.picked]
     parents = [one.parents if one.parents is not None else torch.zeros_like(one.tokens) for one in picked]
     return Picked(torch.cat([one.tokens for one in picked]), torch.cat(parents))
@@ -266,7 +266,7 @@ def _picks(means: Means, logits: Tensor | None, wanted: Listing[Wanted], mask: T
 
 
 def _drafts(one: Wanted) -> list[Draft]:
-    """Of each of its sequences, or of each choice that begins."""
+    """Drafts of each of its sequences, or none for each choice that begins."""
     group = one.run.group
     return [Draft()] * len(one.rows) if group.waiting else [Draft(own.draft, own.tried) for own in group.sequences]
 
@@ -274,7 +274,7 @@ def _drafts(one: Wanted) -> list[Draft]:
 def _part(
     logits: Tensor | None, mask: Tensor | None, wanted: Listing[Wanted], chosen: Listing[int]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The rows of some runs. Those that no grammar of theirs binds have no mask."""
+    """The rows of some runs. The mask is None if none of these has a grammar."""
     if logits is None or len(chosen) == len(wanted):
         return logits, mask
     starts = [0, *accumulate(len(one.rows) for one in wanted)]
@@ -296,7 +296,7 @@ def _sum(sequence: Sequence) -> float:
 
 
 def _stopped(one: Wanted, found: Found, stops: Stops) -> Found:
-    """Candidates of beams, those marked that complete a text."""
+    """Candidates of beams; those that complete a stop string are marked."""
     group = one.run.group
     if not one.candidates or not group.stops or one.run.problem:
         return found

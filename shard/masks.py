@@ -1,7 +1,7 @@
-"""What grammars allow the rows of a step, found while the forward runs: the next mask depends only on tokens that are known. And
-what they allow a draft model to guess.
+"""Grammar masks (structured output): which tokens a grammar allows in each row of a step, computed on the CPU while the forward
+runs, since the next mask depends only on tokens that are known. Also masks for a draft model's drafts.
 
-Only rank 0 has it, as only rank 0 samples. Knows groups and rows. A group whose grammar can't go on fails alone.
+On rank 0 only, which samples. Knows groups and rows. A group whose grammar can't go on fails alone.
 """
 
 import time
@@ -28,16 +28,16 @@ from .step import Run
 
 @dataclass(slots=True)
 class StepMasks:
-    """The masks of a step."""
+    """The token masks of a step."""
 
-    mask: Tensor  # [rows of the step, words]; all bits of rows that are free
-    closed: list[bool]  # of each row, whether it is a draft's, and nothing can follow
-    problems: dict[int, str]  # uid of a group that can't go on > why
+    mask: Tensor  # [rows of the step, words]; all bits are set in unconstrained rows
+    closed: list[bool]  # of each row, whether it is a draft's after which no token is allowed
+    problems: dict[int, str]  # by uid: why a group can't go on
     seconds: float
 
 
 class Masks:
-    """Of one engine."""
+    """Computes the grammar masks of one engine, on a thread of its own."""
 
     def __init__(self, grammars: Grammars, vocabulary: int) -> None:
         self._grammars = grammars
@@ -45,21 +45,21 @@ class Masks:
         self._thread = futures.ThreadPoolExecutor(1, "masks")
 
     def ready(self, groups: Listing[Group], wait: bool) -> list[bool]:
-        """Whose grammars are compiled. wait: until one is."""
+        """Which groups' grammars are compiled. wait: until at least one is."""
         beginnings = [self._beginning(group) for group in groups]
         if wait:
             futures.wait(beginnings, return_when=futures.FIRST_COMPLETED)
         return [beginning.done() for beginning in beginnings]
 
     def begin(self, runs: Listing[Run]) -> "Pending | None":
-        """Starts on the masks of those runs that are sampled; None if no grammar binds any of them."""
+        """Starts computing the masks of the sampled runs; None if none of them has a grammar."""
         sampled = [run for run in runs if run.sampled]
         if not any(run.group.grammar for run in sampled):
             return None
         return Pending(sampled, self._thread.submit(self._find, sampled).result)
 
     def kept_by(self, model: Model) -> "MaskedDraftModel":
-        """A draft model that guesses what grammars allow."""
+        """The draft model, restricted to tokens that grammars allow."""
         return MaskedDraftModel(model, self._grammars)
 
     def _find(self, sampled: Listing[Run]) -> StepMasks:
@@ -91,8 +91,8 @@ class Masks:
     def _allowed(
         self, bound: Listing[tuple[Group, Sequence, Guide]], problems: dict[int, str]
     ) -> tuple[NDArray[numpy.int32], list[bool]]:
-        """[rows, words] of each sequence's last token, then of its drafts; and which of them are closed. What is, and what has a
-        problem, has all bits: something has to be picked."""
+        """Masks [rows, words] after each sequence's last token, then after each of its drafts; and which of them are closed. Closed
+        rows, and those with a problem, have all bits set: something has to be sampled."""
         trees = [sequence.draft for _, sequence, _ in bound]
         mask, complete = self._grammars.masks_along([guide for _, _, guide in bound], trees)
         closed = [False] * len(mask)
@@ -100,7 +100,7 @@ class Masks:
         for (group, sequence, guide), tree in zip(bound, trees, strict=True):
             for depth in (0, *(1 + depth for depth in tree.depths)):
                 _allow_ends(mask[row], group, sequence.generated + depth, complete[row])
-                if not mask[row].any() and group.search is None:  # beams have others
+                if not mask[row].any() and group.search is None:  # beams have other candidates
                     mask[row] = -1
                     if depth:
                         closed[row] = True
@@ -110,7 +110,8 @@ class Masks:
         return mask, closed
 
     def _guides(self, group: Group, problems: dict[int, str]) -> list[Guide]:
-        """Of its sequences, each where its sequence is. They are made here, be it that the group begins or is restored."""
+        """Grammar states of its sequences, each advanced to its sequence's end. They are created here, for new and resumed
+        groups."""
         guides: list[Guide] = []
         if not group.grammar:
             return guides
@@ -125,13 +126,13 @@ class Masks:
         return guides
 
     def _beginning(self, group: Group) -> "futures.Future[Guide]":
-        """The group holds it: there may be more groups that wait than grammars that are kept."""
+        """The compiled grammar. The group keeps it: more groups may wait than compiled grammars are cached."""
         group.beginning = group.beginning or self._grammars.compile(group.grammar)
         return group.beginning
 
 
 class MaskedDraftModel:
-    """A draft model, without what grammars exclude after the nodes that it is asked for. See `growth.Model`."""
+    """A draft model whose logits exclude tokens that grammars don't allow. See `growth.Model`."""
 
     def __init__(self, model: Model, grammars: Grammars) -> None:
         self._model = model
@@ -142,7 +143,7 @@ class MaskedDraftModel:
         return self._model.ready(sequences)
 
     def logits(self, wanted: Listing[Frontier]) -> Tensor:
-        """See `growth.Model`. Where no token but an end may come, nothing is excluded: such a guess is lost anyway."""
+        """See `growth.Model`. Where no token but an end may come, nothing is excluded: such a draft is rejected anyway."""
         logits = self._model.logits(wanted)
         places = [(one, node) for one in wanted for node in one.nodes]
         guides = {row: guide for row, place in enumerate(places) if (guide := _after(*place))}
@@ -155,7 +156,7 @@ class MaskedDraftModel:
 
 
 def _after(wanted: Frontier, node: int) -> Guide | None:
-    """Where its grammar stands after a node; None: nowhere, or it has none."""
+    """Grammar state after a node; None: the path breaks the grammar, or there is none."""
     sequence, path = wanted.sequence, list[int]()
     if sequence.guide is None:
         return None
@@ -176,19 +177,19 @@ class Pending:
 
     @property
     def seconds(self) -> float:
-        """What they took."""
+        """How long they took."""
         return self._result().seconds
 
     def join(self, device: torch.device) -> Tensor:
-        """[rows, words], for the rows of all runs that are sampled, in order."""
+        """[rows, words], for the rows of all sampled runs, in order."""
         began = time.perf_counter()
         mask = self._result().mask
         self.waited += time.perf_counter() - began
         return to_device(mask, device)
 
     def settle(self, picks: Listing[list[Pick | None]]) -> list[list[Pick | None]]:
-        """The picks of these runs, without those of groups that can't go on, whose runs are told why, and of drafts that nothing
-        can follow. Where no token ends a group, a pick that completes its grammar does."""
+        """The picks of these runs, without those of failed groups, whose runs get the reason, and of drafts after which no token is
+        allowed. In groups without end tokens, a pick that completes the grammar ends its sequence."""
         found = self._result()
         settled, first = [], 0
         for run, own in zip(self._sampled, picks, strict=True):
@@ -196,7 +197,7 @@ class Pending:
             closed = found.closed[first : first + (len(group.waiting) or run.wanted)]
             first += len(closed)
             if group.uid in found.problems:
-                if None not in own:  # else its logits are the worse problem: nobody shall find what they come from
+                if None not in own:  # else its logits are the worse problem: then nothing it computed may be cached
                     run.problem = found.problems[group.uid]
                 own = [None] * len(own)
             elif group.grammar and group.search is None:
@@ -208,7 +209,7 @@ class Pending:
 
 
 def _expanded(group: Group, candidates: Listing[Pick | None]) -> list[Pick | None]:
-    """A group's candidates; those are marked that complete its grammar."""
+    """A group's candidates; those that complete its grammar are marked."""
     return [
         replace(one, complete=True) if isinstance(one, Candidate) and _completing(group.sequences[one.row], [one]) else one
         for one in candidates
@@ -216,7 +217,7 @@ def _expanded(group: Group, candidates: Listing[Pick | None]) -> list[Pick | Non
 
 
 def _completed(group: Group, picks: Listing[Pick | None]) -> list[Pick | None]:
-    """A group's picks; on the path along those of a sequence, the one is marked that completes its grammar."""
+    """A group's picks; on the path along those of a sequence, the one that completes its grammar is marked."""
     settled, first = list(picks), 0
     for sequence, tree in [(group.sequences[0], Tree())] * len(group.waiting) or [(one, one.draft) for one in group.sequences]:
         own = picks[first : first + 1 + len(tree)]
@@ -235,7 +236,7 @@ def _completing(sequence: Sequence, picks: Listing[Pick]) -> int:
 
 
 def _allow_ends(row: NDArray[numpy.int32], group: Group, generated: int, complete: bool) -> None:
-    """Ends are allowed where the text may end, but not too early, unless nothing else can come."""
+    """Allows end tokens where the text may end, but not before min_new_tokens, unless no other token is allowed."""
     early = generated < group.min_new_tokens
     if early:
         others = row.copy()

@@ -1,4 +1,4 @@
-"""How many pages fit: measures what the largest step takes and gives the rest of the memory to keys and values."""
+"""Sizes the KV pool at warm-up: measures the peak memory of the largest step and gives the rest to KV pages."""
 
 import logging
 import math
@@ -24,25 +24,25 @@ from .sequence import Group, Sampling, sequences
 
 log = logging.getLogger(__name__)
 
-# On a CPU activations grow in proportion to the tokens of a step, so a small step is measured and multiplied: a full one of a
-# large model would take minutes.
+# On a CPU activations grow in proportion to the tokens of a step, so a small step is measured and multiplied: a full one of a large
+# model would take minutes.
 SAMPLE_TOKENS = 64
-UNIT = 1 if sys.platform == "darwin" else 1024  # bytes: what the system counts a process's memory in
+UNIT = 1 if sys.platform == "darwin" else 1024  # bytes per unit of the system's peak resident size
 REMEDY = "should memory run out, give a smaller --kv-pages"
-# Every feature of the sampler that takes memory.
+# Sampling parameters that use every feature of the sampler that takes memory.
 GREEDIEST = Sampling(temperature=1.0, top_p=0.999999, typical_p=0.99, repetition_penalty=1.1, bias=((0, 1.0),), final_logprobs=True)
-# Without those that only the plain sampler has: what Triton's needs for penalties is kept from then on.
+# The same without features that only the plain sampler has: what the Triton sampler allocates for penalties is kept from then on.
 KEEPING = replace(GREEDIEST, typical_p=1.0, final_logprobs=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A step that was measured."""
+    """Tokens, memory and time of a step that was measured."""
 
     tokens: int
-    bytes: int  # that it took beside weights and pages
+    bytes: int  # taken beside weights and pages
     seconds: float
-    image_seconds: float = 0.0  # that the largest image takes in another step, about
+    image_seconds: float = 0.0  # estimated seconds to encode the largest image
 
 
 def size_pool(
@@ -56,8 +56,8 @@ def size_pool(
     graphs: Listing[int] = (),
     reserved: int = 0,
 ) -> tuple[int, int, Measured]:
-    """The number of pages that this rank's pool should have, how many sequences may run at once, and the step that both were
-    derived from.
+    """The number of pages for this rank's pool, how many sequences may run at once, and the measured step that both were derived
+    from.
 
     pages: what the operator asked for, 0 to decide here; fraction: of the memory that may be used; tokens, rows: of the largest
     step; sequences: that run at once; total: tokens of the longest; graphs: tokens of the steps that will be recorded; reserved:
@@ -70,14 +70,14 @@ def size_pool(
     context += _compressed(engine, tokens, total) if engine.decoder.shape.compressed else 0
     sample = _sample(engine, tokens, min(rows, tokens), _together(engine, sequences, fraction))
     seeing, seconds = _seeing(engine, tokens) if engine.decoder.vision else (0, 0.0)
-    # Graphs keep what their steps take, in memory that all of them share.
+    # Graphs keep the memory of their steps, from a pool that all of them share.
     recorded = len(graphs) * GRAPH_BYTES + sample.bytes * max(graphs, default=0) // sample.tokens
     needed = sample.bytes * -(-tokens // sample.tokens) + context + recorded + seeing + engine.decoder.changes.later + reserved
     available = _usable(engine, fraction)
     sequences, states = engine.sequences(sequences, available - needed)
     needed += states
     room = (available - needed) // page_bytes
-    useful = sequences * -(-total // page_size)  # each as long as can be: more pages would only keep prefixes
+    useful = sequences * -(-total // page_size)  # each at full length: more pages would only hold cached prefixes
     if pages > room or room < 1:
         raise Unsupported(
             f"{available / 1e9:.2f} GB of memory can be used and a step needs {needed / 1e9:.2f} GB: room for {max(0, room)} pages "
@@ -97,8 +97,8 @@ def size_pool(
 
 
 def size_copies(engine: Engine, gib: float) -> tuple[int, int]:
-    """Of how many pages this rank keeps copies in so much of the host's memory, which the ranks of a machine share; and what that
-    takes of the device's, in bytes. Raises Unsupported."""
+    """How many pages this rank can copy to `gib` of host memory, which the ranks of a machine share; and the device memory that the
+    copying takes, in bytes. Raises Unsupported."""
     if not gib:
         return 0, 0
     sharing, size = engine.decoder.ranks.neighbours, page_bytes(engine.cache.pages)
@@ -113,14 +113,14 @@ def size_copies(engine: Engine, gib: float) -> tuple[int, int]:
 
 
 def _chosen(engine: Engine, tokens: int, total: int) -> int:
-    """Bytes that choosing what tokens attend to takes in a step of so many, each of which sees up to `total`."""
+    """Bytes that sparse attention's choice of keys takes in a step of `tokens` tokens, each with a context of up to `total`."""
     shape, item, ranks = engine.decoder.shape, engine.decoder.embedding.dtype.itemsize, engine.decoder.ranks.size
     blocks = shape.blocks
     if not triton_on(engine.device) and blocks and blocks.block:  # scores of each key head, and a mask of each query head
         each = indexed.PRODUCT_BYTES * blocks.own(ranks) + item * shape.heads // ranks
         return each * min(tokens, TILE) * total
     chosen, index = tokens * min(shape.most, total), shape.index  # kept for layers without an index
-    # Queries, while layers that have no index go by them.
+    # Index queries, while layers without an index reuse them.
     queries = tokens * index.heads * index.size * item if index and index.borrowing else 0
     if not triton_on(engine.device):
         return indexed.SCORE_BYTES * min(tokens, TILE) * total + indexed.CHOSEN_BYTES * chosen + queries
@@ -131,8 +131,8 @@ def _chosen(engine: Engine, tokens: int, total: int) -> int:
 
 
 def _compressed(engine: Engine, tokens: int, total: int) -> int:
-    """The same of attention to entries: scores, and logits of a CPU, or tables of what each token sees, which are kept for layers
-    that are alike."""
+    """The same for compressed attention: scores, and a CPU's logits, or tables of the entries that each token attends to, which are
+    kept for layers alike."""
     latent = engine.decoder.shape.compressed
     assert latent is not None
     most = max((total // rate for rate, chosen in latent.kinds if chosen), default=0)
@@ -143,13 +143,14 @@ def _compressed(engine: Engine, tokens: int, total: int) -> int:
 
     scores = indexed_attention.SCORE_BYTES * min(tokens * most, indexed_attention.SCORES)
     seen = latent.window + max((min(total // rate, chosen or total) for rate, chosen in latent.kinds), default=0)
-    return scores + 3 * 8 * tokens * seen  # as places, as slots, and as tables of one kind of layers and the other
+    return scores + 3 * 8 * tokens * seen  # as places, as slots, and as tables of either kind of layers
 
 
 @torch.inference_mode()
 def _seeing(engine: Engine, tokens: int) -> tuple[int, float]:
-    """Bytes that encoding the largest image takes, features that are kept, and those of a step of so many tokens; and the seconds
-    that it takes. On a CPU a small image is measured and multiplied, as steps are: it grows in proportion to the image's tokens."""
+    """Bytes that encoding the largest image takes, features that are kept and those of a step of `tokens` tokens included; and the
+    seconds it takes. On a CPU a small image is measured and multiplied, as steps are: memory grows in proportion to the image's
+    tokens."""
     vision = engine.decoder.vision
     assert vision is not None
     largest = vision.largest
@@ -167,20 +168,20 @@ def _part(count: int, what: str) -> str:
 
 
 def _together(engine: Engine, sequences: int, fraction: float) -> int:
-    """How many of these a step can have at most, the same on all ranks: what linear attention remembers of more has no room, not
-    even while a step is measured."""
+    """The most of these sequences that a step can have, the same on all ranks: recurrent states of more don't fit, not even while a
+    step is measured."""
     if not engine.decoder.shape.remembering:
         return sys.maxsize
     return engine.decoder.ranks.least(engine.sequences(sequences, _usable(engine, fraction))[0])
 
 
 def _sample(engine: Engine, tokens: int, rows: int, most: int) -> Measured:
-    """A step like the largest one, of `most` prompts at most. A tiny one goes before it: whatever is made on first use takes much
-    longer than the step. On an accelerator there go several, since other kernels are compiled for other sizes, and at last the step
-    itself, by either sampler."""
+    """Measures a step like the largest one, of at most `most` prompts. A tiny one runs before it: first-use initialization takes
+    much longer than the step. On an accelerator several sizes run before, since kernels are compiled per size, and at last the step
+    itself, with either sampler."""
     sample = tokens if engine.device.type == "cuda" else min(tokens, SAMPLE_TOKENS)
     longest = engine.decoder.shape.max_positions
-    rows = -(-rows * sample // tokens)  # as many a token as the largest step has, and one at least
+    rows = -(-rows * sample // tokens)  # as many per token as the largest step has, and at least one
     prompts = max(-(-sample // longest), min(rows, most))
     choices = -(-rows // prompts)
     lengths = [sample // prompts + (i < sample % prompts) for i in range(prompts)]
@@ -202,19 +203,20 @@ def _sample(engine: Engine, tokens: int, rows: int, most: int) -> Measured:
 
 @torch.inference_mode()
 def _make_room(engine: Engine, lengths: list[int], choices: int) -> None:
-    """A pool that prompts of these lengths fill, and what parts from them then, in which nothing makes a step end early. What they
-    remember takes its memory now, on a CPU too: it doesn't grow with a step's tokens, and is counted by itself."""
-    engine.resize(0, sequences=0)  # there are never two at once
+    """Makes a pool that prompts of these lengths, and the choices forked from them, fill exactly, and in which no step ends early.
+    Recurrent states are touched here, so that they take memory on a CPU, too: they don't grow with a step's tokens and are counted
+    separately."""
+    engine.resize(0, sequences=0)  # there are never two pools at once
     pages = sum(-(-length // engine.page_size) + choices - 1 for length in lengths)
     engine.resize(pages, len(lengths), keeps=False)
-    engine.forward.narrows = False  # as in a step of which all is wanted
+    engine.forward.narrows = False  # as in a step whose rows are all wanted
     for state in (*engine.cache.states.values(), *engine.cache.grams.values()):
         state.windows.zero_()
         state.memories.zero_()
 
 
 def _choose(engine: Engine) -> None:
-    """Steps of one token and of more, which are far enough behind the first to choose what they attend to, if any token does."""
+    """Runs steps of one token and of more, far enough into a context that sparse attention has to choose, if it ever has to."""
     longest, most = engine.decoder.shape.max_positions, engine.decoder.shape.choosy
     lengths = [most, *(1 << power for power in range(8))]
     if not 0 < most < longest:
@@ -228,10 +230,11 @@ def _choose(engine: Engine) -> None:
 
 
 def _run(engine: Engine, lengths: list[int], choices: int, sampling: Sampling) -> Outcome:
-    """The step of prompts of these lengths, of each of which so many tokens are drawn."""
+    """Runs the step of prompts of these lengths, each with `choices` sampled tokens."""
     groups = []
     for uid, length in enumerate(lengths):
-        begun, waiting = sequences([0] * length, choices, cache_key=str(uid))  # none finds what another has computed
+        # separate cache keys: no prompt finds another's pages
+        begun, waiting = sequences([0] * length, choices, cache_key=str(uid))
         groups.append(Group(uid, begun, waiting, sampling, 2, frozenset(), top_n=5))
     return engine.prefill(0, groups, list(enumerate(lengths)), sum(lengths), [])
 
@@ -250,18 +253,18 @@ def _peak(device: torch.device, reset: bool = False) -> int:
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
         return int(lines["VmHWM"].split()[0]) * 1024
-    except (OSError, KeyError):  # not on Linux, or in a sandbox that is none quite
+    except (OSError, KeyError):  # not on Linux, or in an incomplete sandbox
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * UNIT
 
 
 def _usable(engine: Engine, fraction: float) -> int:
-    """Bytes that this rank may still take."""
+    """Bytes that this rank may still allocate."""
     sharing = engine.decoder.ranks.neighbours if engine.device.type == "cpu" else 1
     return int(_available(engine.device) * fraction) // sharing
 
 
 def _available(device: torch.device) -> int:
-    """Bytes that can still be taken."""
+    """Bytes that can still be allocated."""
     if device.type != "cuda":
         return available_memory()
     torch.cuda.empty_cache()  # what the measured step has left for the next one

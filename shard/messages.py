@@ -1,4 +1,4 @@
-"""Protobuf to the engine's words and back."""
+"""Converts between protobuf messages and the engine's types."""
 
 from array import array
 from collections.abc import Sequence as Listing
@@ -17,7 +17,7 @@ from .sequence import Group, Sampling, Thinking, sequences
 
 
 def step_reply(step: int, outcome: Outcome) -> wire.Reply:
-    """The columns of a step. The next one may have begun: nothing that it changes is looked at here."""
+    """The columns of a step's reply. The next step may have begun: nothing that it changes is read here."""
     emitted = outcome.emitted
     tops = [pair for _, row in emitted for pair in row.pick.top]
     reply = wire.StepReply(
@@ -80,7 +80,7 @@ def step_reply(step: int, outcome: Outcome) -> wire.Reply:
 
 
 def allowance_from(request: wire.PrefillRequest | wire.DecodeRequest) -> Allowance | None:
-    """What the step's drafts may cost, if the router says."""
+    """The budget of the step's drafts, if the router sets one."""
     if not request.HasField("allowance"):
         return None
     told = request.allowance
@@ -89,7 +89,7 @@ def allowance_from(request: wire.PrefillRequest | wire.DecodeRequest) -> Allowan
 
 
 def group_from(message: wire.Group) -> Group:
-    """A group as it arrives: fresh, or with what it generated before."""
+    """A group as it arrives: new, or resumed with what it generated before."""
     asked: Any = message.sampling
     sampling = Sampling(
         temperature=asked.temperature,
@@ -134,18 +134,18 @@ def group_from(message: wire.Group) -> Group:
 
 
 def thinking_from(message: wire.Thinking) -> Thinking:
-    """How long it may be."""
+    """Budget for reasoning."""
     return Thinking(message.most, message.end, message.begin if message.HasField("begin") else -1)
 
 
 def picture_from(message: wire.Image) -> Picture:
-    """An image as it arrives; how wide its rows are in the prompt, its family tells."""
+    """An image as it arrives; the width of its rows in the prompt depends on the model family."""
     pixels = torch.frombuffer(bytearray(message.pixels), dtype=torch.uint8).view(*message.shape)
     return Picture(message.start, message.rows, message.columns, message.columns, pixels, size=tuple(message.size))
 
 
 def search_from(message: wire.Group) -> Search:
-    """Beam search as it arrives, with what it had kept before it was paused."""
+    """Beam search as it arrives, with the hypotheses it had kept before it was preempted."""
     asked = message.beams
     kept = [Hypothesis(array("I", part.tokens), path_from(part), part.score) for part in message.continuations if part.complete]
     wanted = message.choices or 1
@@ -153,13 +153,13 @@ def search_from(message: wire.Group) -> Search:
 
 
 def path_from(part: wire.Continuation) -> Path:
-    """How a beam came about."""
+    """A beam's history."""
     pairs = zip(part.top_ids, part.top_logprobs, strict=True)
     return Path(part.score, array("f", part.logprobs), [tuple(islice(pairs, count)) for count in part.top_counts])
 
 
 def paused_to(group: Group, page_size: int) -> wire.Paused:
-    """What resumes a group that has given its pages back."""
+    """What resumes a group that was preempted."""
     begun = [] if group.waiting else group.sequences
     continuations = [continuation_to(s.choice, s.tokens[s.prompt_length :], s.path) for s in begun]
     if group.search is not None:
@@ -186,7 +186,7 @@ def continuation_to(choice: int, tokens: Listing[int], path: Path | None) -> wir
 
 
 def grown_to(uid: int, grown: Grown) -> wire.Grown:
-    """For who watches."""
+    """Growth of the beams, for requests that watch the search."""
     return wire.Grown(
         uid=uid,
         parents=[parent for parent, _, _ in grown.live],

@@ -1,8 +1,9 @@
-"""What a step does when memory runs out: the same work in smaller parts, of which the same tokens come. Knows spans, no group.
+"""Out-of-memory fallback: computes a step in smaller parts, with the same resulting tokens, when memory runs out. Knows spans, no
+group.
 
 Nothing has to be undone: keys and values that a part has written are written again by the next attempt, with the same contents.
-Only with one rank: of several, the others wait for the one that failed in an operation that it never comes to. And only where
-nothing is remembered: what failed may have changed what sequences remember, which no attempt finds as it was.
+Only with one rank: with several, the others would wait for the failed one in a collective operation that it never reaches. And only
+without recurrent states: a failed attempt may have changed them in place.
 """
 
 import logging
@@ -18,9 +19,9 @@ from .step import Span
 
 log = logging.getLogger(__name__)
 
-# Divided steps that go well before twice as much is tried at once.
+# Divided steps that succeed before twice as much is tried at once.
 PATIENCE = 64
-# In messages of errors that have no type of their own.
+# Found in messages of errors that have no type of their own.
 SIGNS = ("can't allocate memory", "CUDA error: out of memory", "[CUDA]: out of memory", "ALLOC_FAILED")
 REMEDY = "A lower --cuda-memory-fraction, --kv-pages or --max-batch-prefill-tokens leaves steps more"
 ALONE = "memory ran out even when nothing else was computed with it; a shorter prompt takes less, and so does a smaller n"
@@ -31,17 +32,17 @@ Item = TypeVar("Item")
 
 @dataclass(slots=True)
 class Limit:
-    """The most that is tried at once; 0: everything."""
+    """A limit on what is tried at once; 0: everything."""
 
     most: int = 0
     _well: int = 0
 
     def fail(self, size: int) -> None:
-        """So much was too much."""
+        """`size` was too much."""
         self.most, self._well = max(1, size // 2), 0
 
     def succeed(self, size: int) -> None:
-        """So much was done, in parts if it was more than the limit."""
+        """`size` was done, in parts if it was more than the limit."""
         if 0 < self.most < size:
             self._well += 1
             if self._well == PATIENCE:
@@ -53,16 +54,16 @@ class Piece:
     """A span, or a part of one."""
 
     span: Span
-    row: int  # of its first wanted token among those of the step
+    row: int  # index of its first wanted token among those of the step
 
     @property
     def tokens(self) -> int:
-        """Of the span."""
+        """Tokens of the span."""
         return len(self.span.tokens)
 
     @property
     def whole(self) -> bool:
-        """Whether it can't be cut: nodes of a tree see each other, and so do tokens of an image."""
+        """Whether it can't be cut: nodes of a tree attend to each other, and so do tokens of an image."""
         return self.tokens == 1 or self.span.parents is not None or self.span.whole
 
     def cut(self, count: int) -> tuple["Piece", "Piece"]:
@@ -76,7 +77,7 @@ class Piece:
 
 
 def pieces_of(spans: Listing[Span]) -> list[Piece]:
-    """In an order in which they can be computed apart: what a span builds on begins before it."""
+    """Pieces in an order in which they can be computed separately: what a span builds on begins before it."""
     pieces, row = [], 0
     for span in spans:
         pieces.append(Piece(span, row))
@@ -85,7 +86,7 @@ def pieces_of(spans: Listing[Span]) -> list[Piece]:
 
 
 def divide(pieces: Listing[Piece], most: int) -> tuple[list[Piece], list[Piece]]:
-    """The first of them, of at most `most` tokens, or one that is larger and can't be cut; and the rest."""
+    """The first pieces, of at most `most` tokens, or one that is larger and can't be cut; and the rest."""
     part: list[Piece] = []
     left = list(pieces)
     while left and most:
@@ -103,12 +104,12 @@ def divide(pieces: Listing[Piece], most: int) -> tuple[list[Piece], list[Piece]]
 
 
 class MemoryFallback:
-    """Of one engine."""
+    """Retries the work of one engine in smaller parts when memory runs out."""
 
     def __init__(self, able: bool) -> None:
-        """able: whether it may be tried again; without that, errors are raised as they come."""
+        """able: whether to retry; otherwise errors are raised as they come."""
         self._count = 0  # times that memory ran out ...
-        self._told = 0  # ... and that were told
+        self._told = 0  # ... and of these, already reported by `take`
         self._able = able
         self._tokens = Limit()  # of a forward
         self._rows = Limit()  # that are sampled
@@ -119,7 +120,7 @@ class MemoryFallback:
         return new
 
     def attempt(self, work: Callable[[], Result]) -> Result | None:
-        """What `work` returns; None if memory ran out: what it had made is free then."""
+        """The result of `work`; None if memory ran out: its tensors are freed then."""
         try:
             return work()
         except (MemoryError, RuntimeError) as error:
@@ -129,7 +130,7 @@ class MemoryFallback:
                 log.error("memory ran out. %s", REMEDY)
                 raise
             reason = str(error).split("\n", 1)[0]
-        # Only here have the frames gone that held tensors.
+        # Only here the frames that held tensors are gone.
         self._count += 1
         if not self._count & (self._count - 1):  # powers of two: the log stays readable
             log.warning("memory ran out (%d so far); steps go on in smaller parts. %s: %s", self._count, REMEDY, reason)
@@ -140,8 +141,8 @@ class MemoryFallback:
     def forward(
         self, compute: Callable[[Listing[Span]], Tensor], spans: Listing[Span], page_size: int
     ) -> tuple[Tensor | None, set[int]]:
-        """The wanted rows' states, as `compute` returns them, None if there are none; and the pages that were to be written and
-        are not, since not even a part of their span could be computed alone: whoever holds one of them can't go on."""
+        """Hidden states of the wanted rows, as `compute` returns them, None if there are none; and the pages that could not be
+        written, since not even a part of their span fits alone: whoever holds one of them can't go on."""
         total = sum(len(span.tokens) for span in spans)
         if not 0 < self._tokens.most < total:
             hidden = self.attempt(lambda: compute(spans))
@@ -167,7 +168,7 @@ class MemoryFallback:
                 self._tokens.fail(sum(piece.tokens for piece in part))
 
     def whole(self, work: Callable[[], Result], rows: int) -> Result | None:
-        """What `work` makes of so many rows at once; None if memory ran out, or would have, as it did lately."""
+        """The result of `work`, which handles `rows` rows at once; None if memory ran out, or would have, as it did lately."""
         if 0 < self._rows.most < rows:
             return None
         found = self.attempt(work)
@@ -178,7 +179,7 @@ class MemoryFallback:
     def rows(
         self, work: Callable[[Listing[Item]], Listing[Result]], items: Listing[Item], sizes: Listing[int]
     ) -> list[Result | None]:
-        """What `work` makes of each item, which come to so many rows; None for one that is too large even alone."""
+        """The results of `work` for the items, which have `sizes` rows each; None for one that is too large even alone."""
         found: list[Result | None] = []
         total, first = sum(sizes), 0
         while first < len(items):
@@ -196,37 +197,37 @@ class MemoryFallback:
 
 
 class Parts:
-    """What of a step is left, and what has come of the rest."""
+    """The pieces of a step that are left, and the results of the others."""
 
     def __init__(self, pieces: list[Piece], page_size: int) -> None:
         self.lost: set[int] = set()  # pages
         self._left = pieces
         self._page_size = page_size
         self._found: list[Tensor] = []
-        self._rows: list[int] = []  # of the step, for each row of these
+        self._rows: list[int] = []  # rows of the step, for each row of these
 
     def next(self, most: int) -> list[Piece]:
-        """What is to be tried now, of at most so many tokens if it can be cut; none: all is done."""
+        """The pieces to try now, of at most `most` tokens if they can be cut; none: all is done."""
         if self.lost:
             self._left = [piece for piece in self._left if self.lost.isdisjoint(piece.span.sequence.pages)]
         part, self._left = divide(self._left, most)
         return part
 
     def put_back(self, part: list[Piece]) -> None:
-        """It was too much at once."""
+        """The part was too much at once."""
         self._left = part + self._left
 
     def take(self, part: Listing[Piece], hidden: Tensor) -> None:
-        """It is computed."""
+        """The part is computed."""
         self._found.append(hidden)
         self._rows += [row for piece in part for row in range(piece.row, piece.row + piece.span.wanted)]
 
     def give_up(self, piece: Piece) -> None:
-        """It can't be computed, nor what follows it."""
+        """The piece can't be computed, nor what follows it."""
         self.lost.update(piece.span.sequence.pages[piece.span.start // self._page_size :])
 
     def joined(self, rows: int) -> Tensor | None:
-        """The states of all rows, zeros where they are lost; None if there are none at all."""
+        """The hidden states of all rows, zeros where they are lost; None if there are none at all."""
         if not self._rows:
             return None
         hidden = self._found[0].new_zeros(rows, self._found[0].shape[1])
@@ -235,5 +236,5 @@ class Parts:
 
 
 def ran_out(error: Exception) -> bool:
-    """Whether it says that there was too little memory."""
+    """Whether an error says that memory ran out."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(sign in str(error) for sign in SIGNS)

@@ -1,4 +1,4 @@
-"""What a step did, in the words of the engine."""
+"""Result of a step as the engine reports it: tokens, finishes, standings, counts and times."""
 
 import logging
 from collections.abc import Sequence as Listing
@@ -13,43 +13,45 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Outcome:
-    """What a step did, per group and in all. Tokens are query tokens; keys are what these see, each itself and all before it."""
+    """What a step did, per group and in all. Tokens are query tokens; keys are those they attend to, each itself and all before
+    it."""
 
     emitted: list[tuple[int, Emitted]] = field(default_factory=list)  # (uid, token)
     prompts: list[tuple[int, list[float]]] = field(default_factory=list)  # (uid, logprobs) of prompts now complete
-    tops: list[list[tuple[int, float]]] = field(default_factory=list)  # of each of these: Group.prompt_tops
-    found: list[tuple[int, int]] = field(default_factory=list)  # (uid, tokens of its prompt that were cached), fresh groups only
+    tops: list[list[tuple[int, float]]] = field(default_factory=list)  # for each of these: Group.prompt_tops
+    found: list[tuple[int, int]] = field(default_factory=list)  # (uid, prompt tokens found in the prefix cache), fresh groups only
     standing: list[tuple[int, int, int, int]] = field(default_factory=list)  # (uid, *Group.standing), only where it changed
-    scored: list[tuple[int, list[float]]] = field(default_factory=list)  # (uid, scores of the answers) of searches that have ended
-    grown: list[tuple[int, Grown]] = field(default_factory=list)  # of those that are watched
+    # (uid, scores of the answers) of beam searches that have ended
+    scored: list[tuple[int, list[float]]] = field(default_factory=list)
+    grown: list[tuple[int, Grown]] = field(default_factory=list)  # (uid, growth of the beams), of searches that are watched
     searched: list[tuple[int, int]] = field(default_factory=list)  # (uid, tokens of each beam) of searches that go on
-    failed: list[tuple[int, str]] = field(default_factory=list)  # (uid, why); they are gone
+    failed: list[tuple[int, str]] = field(default_factory=list)  # (uid, reason); these groups are dropped
     seconds: float = 0.0
-    mask_seconds: float = 0.0  # what grammars' masks took, beside the forward
-    mask_wait_seconds: float = 0.0  # what of it the forward did not hide
+    mask_seconds: float = 0.0  # time for the grammars' masks, beside the forward
+    mask_wait_seconds: float = 0.0  # of it, what the forward did not hide
     prompt_tokens: int = 0
-    restored_tokens: int = 0  # those of them that restore groups
-    cached_tokens: int = 0  # that were found instead
+    restored_tokens: int = 0  # of these, tokens that resume preempted groups
+    cached_tokens: int = 0  # tokens found in the prefix cache instead
     decode_tokens: int = 0
-    drafted: int = 0  # those of them that were guesses ...
-    accepted: int = 0  # ... and that stay
-    guessed: list[tuple[int, int, int]] = field(default_factory=list)  # (uid, drafted, accepted) of groups that had guesses
-    tried: list[int] = field(default_factory=list)  # by depth: sequences that had a guess there ...
-    kept: list[int] = field(default_factory=list)  # ... and those of them of which one was right
-    draft_seconds: float = 0.0  # what finding guesses took ...
+    drafted: int = 0  # of these, drafts ...
+    accepted: int = 0  # ... and those accepted
+    guessed: list[tuple[int, int, int]] = field(default_factory=list)  # (uid, drafted, accepted) of groups that had drafts
+    tried: list[int] = field(default_factory=list)  # by depth: sequences that had a draft there ...
+    kept: list[int] = field(default_factory=list)  # ... and how many of them had one accepted
+    draft_seconds: float = 0.0  # time for drafting ...
     later_seconds: float = 0.0  # ... and, of that, runs of the draft model after the first one
     rounds: int = 0  # runs of the draft model
     exhausted: int = 0  # times that memory ran out, so that the step was computed in parts
     prompt_keys: int = 0
     decode_keys: int = 0
-    free: int = 0  # pages, when it was over
+    free: int = 0  # free pages at the end of the step
     cached: int = 0
-    saved: int = 0  # pages that were copied to the host's memory, since the step before was over ...
-    loaded: int = 0  # ... and that came back from there
-    ahead: bool = False  # the next step was planned before: what is said of pages and of what groups lack includes it
+    saved: int = 0  # pages copied to host memory since the last step ended ...
+    loaded: int = 0  # ... and copied back
+    ahead: bool = False  # the next step was planned before: free pages and what groups lack include it
 
     def count_prompt(self, run: Run) -> None:
-        """What of a prompt is computed."""
+        """Counts the computed part of a prompt."""
         self.prompt_tokens += run.tokens
         self.prompt_keys += run.keys
         self.cached_tokens += run.found
@@ -59,12 +61,13 @@ class Outcome:
             self.found.append((run.group.uid, run.found))
 
     def count_decodes(self, runs: Listing[Run]) -> None:
-        """Without what is computed once more, which is a part of what guesses cost: the router takes all others for sequences."""
+        """Counts decoded tokens, without those computed a second time, which are part of the cost of drafts: the router takes all
+        others for sequences."""
         spans = [span for run in runs for span in run.spans]
         self.decode_tokens, self.decode_keys = sum([span.wanted for span in spans]), sum([span.wanted_keys for span in spans])
 
     def tell(self, group: Group, verdict: Verdict) -> None:
-        """What a group's clients are told."""
+        """Collects what goes to a group's clients."""
         self.emitted += [(group.uid, emitted) for emitted in verdict.emitted]
         if verdict.scores is not None:
             self.scored.append((group.uid, verdict.scores))
@@ -74,7 +77,7 @@ class Outcome:
             self.grown.append((group.uid, verdict.grown))
 
     def count_guesses(self, group: Group, verdict: Verdict) -> None:
-        """What became of a group's guesses."""
+        """Counts a group's drafts and which were accepted."""
         self.drafted += verdict.drafted
         self.accepted += verdict.accepted
         self.guessed.append((group.uid, verdict.drafted, verdict.accepted))
@@ -86,6 +89,6 @@ class Outcome:
                 self.kept[depth] += depth < kept
 
     def fail(self, group: Group, why: str) -> None:
-        """The group is not computed any further. Said here too, by the name under which logs and traces of others know it."""
+        """Records that the group failed. Logged here too, under the name that other processes' logs and traces use."""
         log.warning("request %s failed: %s", group.trace or group.uid, why)
         self.failed.append((group.uid, why))

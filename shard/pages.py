@@ -1,19 +1,20 @@
-"""Who holds which page of the key/value cache. Pure Python ints: all ranks run it on the same commands and agree.
+"""Page allocator of the KV cache (vLLM: block manager), with reference counts. Pure Python ints: all ranks run it on the same
+commands and agree.
 
-A page is held by any number of sequences, which is its reference count. A shared page is read-only; writes go only to slots at
-or beyond `computed` of a page that one sequence holds alone. A page that nobody holds is free; if it is kept, what is in it may
-be wanted again, and it is taken only when there is no other, the least recently held first.
+A page is held by any number of sequences, which is its reference count. A shared page is read-only; writes go only to slots at or
+beyond `computed` of a page that one sequence holds alone. A page that nobody holds is free; if it is kept, its content is cached
+and it is evicted only when there is no other, the least recently held first.
 """
 
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
 
-# Page 0 is never given away: padding points there, and it stays zero.
+# Page 0 is never allocated: padding points there, and it stays zero.
 PADDING = 0
 
 
 class OutOfPages(Exception):
-    """More pages are wanted than are free. Whoever asked gets none of them."""
+    """More pages are wanted than are free. The caller gets none of them."""
 
 
 class PagePool:
@@ -22,11 +23,11 @@ class PagePool:
     def __init__(self, pages: int, page_size: int) -> None:
         self.pages = pages
         self.page_size = page_size
-        self.evicted: Callable[[int], object] = lambda page: None  # is told of a kept page that is taken
-        self._unused = list(range(pages, 0, -1))  # the last is taken first, so that low ids, and memory, are reused
+        self.evicted: Callable[[int], object] = lambda page: None  # called with a cached page that is evicted
+        self._unused = list(range(pages, 0, -1))  # a stack: low ids, and their memory, are reused first
         self._references = [0] * (pages + 1)
         self._kept = bytearray(pages + 1)
-        self._cached: dict[int, None] = {}  # kept and held by nobody, in the order in which they were let go
+        self._cached: dict[int, None] = {}  # kept and held by nobody, in the order in which they were released
         self._taken: list[int] = []
 
     @property
@@ -36,11 +37,11 @@ class PagePool:
 
     @property
     def cached(self) -> int:
-        """Free pages that are kept."""
+        """Free pages whose content is cached."""
         return len(self._cached)
 
     def take(self, count: int) -> list[int]:
-        """`count` pages, each held once. Raises OutOfPages, and takes none, if there are fewer."""
+        """Allocates `count` pages, each held once. Raises OutOfPages, and takes none, if there are fewer."""
         if count > self.free:
             raise OutOfPages(f"{count} pages are needed, {self.free} of {self.pages} are free")
         taken = [self._unused.pop() if self._unused else self._evict() for _ in range(count)]
@@ -50,12 +51,12 @@ class PagePool:
         return taken
 
     def taken(self) -> list[int]:
-        """Pages that were taken since the last call: what former holders left there is still in them."""
+        """Pages allocated since the last call, still with what former holders left there."""
         taken, self._taken = self._taken, []
         return taken
 
     def share(self, pages: Listing[int]) -> None:
-        """One more holder for each of `pages`, which are held or cached."""
+        """Adds a reference to each of `pages`, which are held or cached."""
         for page in pages:
             if not self._references[page]:
                 assert page in self._cached, f"page {page} is free and can't be shared"
@@ -63,8 +64,8 @@ class PagePool:
             self._references[page] += 1
 
     def release(self, pages: Listing[int]) -> None:
-        """One holder less for each of `pages`, which follow each other in a sequence. The last goes first: so a cached page is
-        never taken before those that follow it."""
+        """Drops a reference to each of `pages`, which follow each other in a sequence. The last goes first: so a cached page is
+        never evicted before those that follow it."""
         for page in reversed(pages):
             assert self._references[page] > 0, f"page {page} is released twice"
             self._references[page] -= 1
@@ -75,16 +76,17 @@ class PagePool:
                     self._unused.append(page)
 
     def extend(self, pages: list[int], tokens: int) -> None:
-        """Appends to `pages`, a sequence's own, what `tokens` tokens need. Raises OutOfPages, and changes nothing, if it can't."""
+        """Appends to `pages`, a sequence's own, the pages that `tokens` tokens need. Raises OutOfPages, and changes nothing, if it
+        can't."""
         pages += self.take(max(0, -(-tokens // self.page_size) - len(pages)))
 
     def keep(self, page: int) -> None:
-        """A page that is held is cached when nobody holds it any more."""
+        """Marks a held page: it stays cached when nobody holds it any more."""
         assert self._references[page] > 0, f"page {page} is free and can't be kept"
         self._kept[page] = True
 
     def forget(self, page: int) -> None:
-        """A page is not kept any more."""
+        """Unmarks a page: its content is not cached any more."""
         self._kept[page] = False
         if page in self._cached:
             del self._cached[page]

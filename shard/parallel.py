@@ -1,4 +1,4 @@
-"""The ranks of a group: what each adds up, gathers and is told. Knows torch.distributed, no model.
+"""Tensor-parallel process group: all-reduce, gather and broadcast among the ranks. Knows torch.distributed, no model.
 
 With one rank everything here does nothing, and torch.distributed is not started.
 """
@@ -14,14 +14,15 @@ import torch.distributed as distributed
 from torch import Tensor
 
 RENDEZVOUS_SECONDS = 120
-# That NCCL waits for a rank, which may be compiling what others don't need. Who hangs in a step is ended by the router long before.
+# How long NCCL waits for a rank, which may be compiling what others don't need. A hang in a step is ended by the router long
+# before.
 ANSWER_SECONDS = 900
 
-Meeting = Path | tuple[str, int]  # a file, which is not there yet, of ranks of one machine; an address and a port else
+Meeting = Path | tuple[str, int]  # a file that does not exist yet, for ranks of one machine; else an address and a port
 
 
 class RendezvousFailed(Exception):
-    """The ranks can't meet where they should. What it says is for the operator."""
+    """The ranks can't meet where they should. Its text is for the operator."""
 
 
 class Ranks:
@@ -30,24 +31,24 @@ class Ranks:
     def __init__(
         self, rank: int, size: int, device: torch.device, meeting: Meeting = Path(), neighbours: int = 0, invariant: bool = False
     ) -> None:
-        """meeting: where, of more than one; neighbours: ranks on this machine, this one included; 0: all; invariant: sums are made
-        in one order, whatever is added up with them."""
+        """meeting: rendezvous of several ranks; neighbours: ranks on this machine, this one included; 0: all; invariant: sums are
+        made in a fixed order, whatever else is in the batch."""
         self.rank = rank
         self.size = size
         self.neighbours = neighbours or size
-        self._invariant = invariant and size > 2  # of two there is one order
+        self._invariant = invariant and size > 2  # two have only one order
         if size > 1:
             timeout = timedelta(seconds=RENDEZVOUS_SECONDS)
             backend = "nccl" if device.type == "cuda" else "gloo"
             store = _store(rank, size, meeting, timeout)
-            answer = timedelta(seconds=ANSWER_SECONDS) if backend == "nccl" else timeout  # Gloo meets by it, too
+            answer = timedelta(seconds=ANSWER_SECONDS) if backend == "nccl" else timeout  # Gloo's rendezvous uses it, too
             distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=answer)
-            # Gloo meets here, NCCL only when the first thing is asked of it, after weights were loaded.
+            # Gloo connects here, NCCL only at its first collective, after weights were loaded.
             store.set(f"here {rank}", "")
             store.wait([f"here {other}" for other in range(size)], timeout)
 
     def add(self, x: Tensor) -> Tensor:
-        """x, overwritten by the sum of all ranks' x."""
+        """All-reduce: x, overwritten by the sum of all ranks' x."""
         if self._invariant:
             parts = [torch.empty_like(x) for _ in range(self.size)]
             distributed.all_gather(parts, x.contiguous())
@@ -59,7 +60,7 @@ class Ranks:
         return x
 
     def join(self, x: Tensor) -> Tensor | None:
-        """On rank 0: all ranks' x [rows, n] side by side, [rows, size * n]. Elsewhere: None."""
+        """Gather. On rank 0: all ranks' x [rows, n] side by side, [rows, size * n]. Elsewhere: None."""
         if self.size == 1:
             return x
         parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else None
@@ -67,7 +68,7 @@ class Ranks:
         return torch.cat(parts, dim=-1) if parts else None
 
     def tell(self, x: Tensor) -> Tensor:
-        """Rank 0's x, written over the other ranks' x of the same shape."""
+        """Broadcast: rank 0's x, written over the other ranks' x of the same shape."""
         if self.size > 1:
             distributed.broadcast(x, src=0)
         return x
@@ -83,10 +84,10 @@ class Ranks:
 
 
 def _store(rank: int, size: int, meeting: Meeting, timeout: timedelta) -> Any:
-    """Where the ranks meet. Rank 0 listens at that address only: left to itself torch would listen at all that the machine has."""
+    """The rendezvous store. Rank 0 listens at that address only: by default torch would listen on all addresses of the machine."""
     if isinstance(meeting, Path):
         store = distributed.FileStore(str(meeting), size)  # type: ignore[attr-defined]
-        store.set_timeout(timeout)  # torch sets it only for stores that it makes itself; else ranks wait for five minutes
+        store.set_timeout(timeout)  # torch sets it only for stores that it creates itself; else ranks wait for five minutes
         return store
     address, port = meeting
     settings: dict[str, Any] = {"is_master": not rank, "timeout": timeout}

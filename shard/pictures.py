@@ -1,7 +1,7 @@
-"""The images of a prompt: the places of their tokens, and where these turn to. Plain ints, but for pixels.
+"""Images of a prompt: which token places they take, and their positions for the rotary embedding. Plain ints, but for pixels.
 
-An image is a grid of tokens. In most families each has three positions for its rotary embedding, one for time, one for its row and
-one for its column, and what follows goes on behind the larger side of the grid (multimodal rotary embedding: Wang et al. 2024,
+An image is a grid of tokens. In most families each has three rotary positions, one for time, one for its row and one for its
+column, and text after it continues behind the larger side of the grid (multimodal rotary embedding, M-RoPE: Wang et al. 2024,
 arXiv:2409.12191), so that positions fall behind places:
 
     tokens      w  w  [ 2 rows of 3 ]   w  w
@@ -23,28 +23,28 @@ AXES = 3  # time, row, column
 
 @dataclass(slots=True, eq=False)
 class Picture:
-    """One image."""
+    """One image of a prompt: its grid of tokens and its pixels."""
 
-    start: int  # place in the prompt
+    start: int  # index of its first token in the prompt
     rows: int
     columns: int
-    width: int  # tokens of a row, with one that ends it in some families
-    pixels: Tensor | None  # uint8, see Image in shard.proto; None: the prompt is computed, so nobody needs them
-    key: Hashable = None  # two that show the same have the same; None: nobody knows what it shows
-    size: tuple[int, ...] = ()  # of the picture that pixels were made of, see there
+    width: int  # tokens per row, in some families with one that ends the row
+    pixels: Tensor | None  # uint8, see Image in shard.proto; None: the prompt is computed, and pixels are not needed any more
+    key: Hashable = None  # equal for equal images; None: unknown
+    size: tuple[int, ...] = ()  # of the original image, see Image in shard.proto
 
     @property
     def end(self) -> int:
-        """The place behind it."""
+        """Index of the token after it."""
         return self.start + self.rows * self.width
 
     @property
     def tokens(self) -> int:
-        """Without what ends rows."""
+        """Number of its tokens with features, without those that end rows."""
         return self.rows * self.columns
 
     def between(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """(place, number of its feature) of its tokens among these places, without what ends rows."""
+        """(place, index of its feature) of its tokens between these places, without those that end rows."""
         for place in range(max(start, self.start), min(stop, self.end)):
             row, column = divmod(place - self.start, self.width)
             if column < self.columns:
@@ -52,22 +52,23 @@ class Picture:
 
 
 class Pictures:
-    """Those of a prompt, in its order."""
+    """All images of a prompt, in order."""
 
     def __init__(self, pictures: Listing[Picture], turned: bool, whole: bool = False) -> None:
-        """turned: their tokens have positions of their own; whole: each sees all of its image, which is computed at once."""
+        """turned: their tokens have rotary positions of their own; whole: attention within an image is bidirectional, so it is
+        computed at once."""
         self._all = pictures
         self._whole = whole
-        self.end = pictures[-1].end  # the place behind them all
-        self._axes = tuple(array("I") for _ in range(AXES)) if turned else ()  # positions of all places before that
+        self.end = pictures[-1].end  # the place after all of them
+        self._axes = tuple(array("I") for _ in range(AXES)) if turned else ()  # positions of all places before `end`, by axis
         following = place = 0
         for picture in pictures if turned else ():
             following = self._turn(picture, following + picture.start - place)
             place = picture.end
-        self._shift = following - place  # of positions behind them, from places
+        self._shift = following - place  # of positions after all images, relative to places
 
     def _turn(self, picture: Picture, first: int) -> int:
-        """Positions of the text before it, and its own, from `first` on. Returns the next one."""
+        """Appends positions of the text before an image, and its own, from `first` on. Returns the next one."""
         time, rows, columns = self._axes
         for axis in self._axes:
             axis.extend(range(first - (picture.start - len(axis)), first))
@@ -85,17 +86,17 @@ class Pictures:
         return bool(self._axes)
 
     def position(self, place: int) -> int:
-        """Of a token behind them."""
+        """Position of a token after all images."""
         return place + self._shift
 
     def positions(self, axis: int, start: int, stop: int) -> list[int]:
-        """Of the tokens at these places: time, rows or columns."""
+        """Positions of the tokens at these places along one axis: time, rows or columns."""
         first = max(start, self.end)
         within = self._axes[axis][start:stop] if self._axes else range(start, min(stop, self.end))
         return [*within, *range(first + self._shift, stop + self._shift)]
 
     def between(self, start: int, stop: int) -> Iterator[tuple[Picture, list[int], list[int]]]:
-        """Those with tokens among these places, with the places and the numbers of their features."""
+        """Images with tokens between these places, with their places and the indexes of their features."""
         for picture in self._all:
             found = [*picture.between(start, stop)]
             if found:
@@ -103,7 +104,7 @@ class Pictures:
                 yield picture, [*places], [*numbers]
 
     def parts(self, start: int, stop: int) -> Iterator[tuple[int, bool]]:
-        """Where what is computed at once ends among these places, and whether each of its tokens sees all of it."""
+        """Ends of the parts that are computed separately between these places, and whether attention in each is bidirectional."""
         for picture in self._all if self._whole else ():
             if start < picture.start < stop:
                 yield picture.start, False
@@ -114,14 +115,14 @@ class Pictures:
             yield stop, False
 
     def reach(self, start: int, stop: int) -> tuple[int, int]:
-        """Where a step from `start` may end that is to end at `stop`, within no image that is computed at once: the last place up
-        to there, and the first from there on."""
+        """Where a step from `start` that should end at `stop` may end without cutting an image that is computed at once: the last
+        such place up to `stop`, and the first from there on."""
         for picture in self._all if self._whole else ():
             if picture.start < stop < picture.end:
                 return max(start, picture.start), picture.end
         return stop, stop
 
     def forget(self) -> None:
-        """The prompt is computed: nobody needs pixels again."""
+        """Drops the pixels: the prompt is computed."""
         for picture in self._all:
             picture.pixels = None

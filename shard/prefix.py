@@ -1,17 +1,18 @@
-"""Which pages hold which tokens: a trie whose edges are the tokens of one full page. Knows pages, no sequence and no tensor.
+"""Prefix cache: a trie (radix tree) of KV pages whose edges are the tokens of one full page. Knows pages, no sequence and no
+tensor.
 
-A page's keys and values follow from its tokens and from all before them, so a path from the root names the content of its last
-page exactly; nothing is hashed down. Paths with different cache keys have different roots and never meet.
+A page's keys and values follow from its tokens and from all before them, so a path from the root identifies the content of its last
+page exactly; nothing is hashed. Paths with different cache keys have different roots and never meet.
 
 Whoever holds a page of the trie holds those on the way to it: what a sequence computes is put below the node of its page before,
-and where the trie has a page of the same content already the sequence takes that one for its own. So a page that nobody holds
-has nothing below it that anybody holds, and pages, which are let go last first, are taken leaf first.
+and where the trie has a page of the same content already the sequence uses that one instead. So a page that nobody holds has
+nothing below it that anybody holds, and pages, which are released last first, are evicted leaf first.
 
-Of models that remember a page is of no use without what was remembered behind it. A few nodes have a state (`states`), and
-only these are found.
+With recurrent layers a page is of no use without the state after it. A few nodes have a state (`states`), and only prefixes that
+end at these are found.
 
-Where the host has memory for copies (`offload`), a page that others take stays in the trie, and comes back when it is found. Below
-it there are none but such.
+With KV offload to host memory (`offload`), an evicted page stays in the trie, and is copied back when it is found. All nodes below
+it are evicted ones, too.
 """
 
 from array import array
@@ -23,7 +24,7 @@ from .pages import PagePool
 
 
 class Node:
-    """A full page, named by its tokens and its parent; a root is named by its cache key and has no page."""
+    """A full page, identified by its tokens and its parent; a root is identified by its cache key and has no page."""
 
     __slots__ = ("attached", "children", "copy", "depth", "key", "page", "parent", "state")
 
@@ -31,34 +32,34 @@ class Node:
         self.key = key
         self.page = page  # 0: it has none, or none on the device any more
         self.parent = parent
-        self.depth: int = parent.depth + 1 if parent else 0  # pages on the way here, this one included
+        self.depth: int = parent.depth + 1 if parent else 0  # pages from the root to here, this one included
         self.children: dict[bytes, Node] = {}
         self.attached = True  # can be found
-        self.state = 0  # slot of what is remembered behind its page; 0: nothing
-        self.copy = 0  # place of what is in its page in the host's memory; 0: nowhere
+        self.state = 0  # slot of the recurrent state after its page; 0: none
+        self.copy = 0  # place of its copy in host memory; 0: none
 
 
 class Holder(Protocol):
-    """Who has tokens and pages for them: a sequence."""
+    """What has tokens and pages for them: a sequence."""
 
     tokens: "array[int]"
     cache_key: str
     computed: int  # tokens whose keys and values are in `pages`, or will be when this step is over
     pages: list[int]
     state: int
-    node: Node | None  # of its last full page; None: it has none that the trie knows
+    node: Node | None  # of its last full page; None: it has none in the trie
 
 
 class Prefixes:
-    """The full pages of one pool that can be found again."""
+    """The prefix cache of one pool."""
 
     def __init__(
         self, pool: PagePool, states: int | None = None, copies: int = 0, renew: Callable[[], object] = lambda: None
     ) -> None:
-        """states: that are kept at most, of models of which a page is of no use without one; copies: of pages, that the host's
-        memory has room for, of other models; renew: moves what is to be copied."""
+        """states: the most recurrent states to be kept, of models whose pages are of no use without one; copies: pages that fit in
+        host memory, of other models; renew: performs pending copies."""
         assert states is None or not copies
-        self.states: dict[int, Node] = {}  # by slot, the one that was found least recently first
+        self.states: dict[int, Node] = {}  # by slot, least recently found first
         self.most = states
         self.offload: Offload[Node] = Offload(copies, self._lost)
         self._pool = pool
@@ -68,7 +69,7 @@ class Prefixes:
         pool.evicted = self._remove
 
     def adopt(self, holder: Holder, limit: int) -> int:
-        """Gives `holder` the pages that are known of its next tokens, up to `limit` tokens, if they reach further than what it has
+        """Gives `holder` the cached pages of its next tokens, up to `limit` tokens, if they reach further than what it has
         computed. Returns how many tokens further."""
         node = holder.node or self._roots.get(holder.cache_key.encode())
         if node is None or not node.attached:
@@ -94,28 +95,29 @@ class Prefixes:
         return gained
 
     def _hold(self, path: list[Node]) -> tuple[list[Node], list[int]]:
-        """As much of it as there are pages for, and these, each held once more. What others have taken comes back."""
+        """As much of the path as there are pages for, and these pages, each with one more reference. Evicted ones are loaded from
+        the host."""
         here = [node.page for node in path if node.page]
         self._pool.share(here)
         path = path[: len(here) + self._pool.free]
         back = path[len(here) :]
         if back:
             here += self.offload.load(back, self._pool.take)
-            self._renew()  # lest others get these pages, or places, before
+            self._renew()  # before others get these pages, or places
         for node in back:
             self._nodes[node.page] = node
             self._pool.keep(node.page)
         return path, here
 
     def known(self, holder: Holder, limit: int) -> int:
-        """How many of its first `limit` tokens are in pages that are known, whatever is remembered behind them."""
+        """How many of its first `limit` tokens are in cached pages, with or without a recurrent state after them."""
         root, size = self._roots.get(holder.cache_key.encode()), self._pool.page_size
         tokens = holder.tokens[: limit // size * size].tobytes()
         return size * len(self._walk(root, tokens, size * holder.tokens.itemsize)) if root is not None else 0
 
     def remember(self, holder: Holder) -> None:
-        """All of its tokens so far, which are full pages, can be found, with what it remembers now. It gets a copy of that for
-        itself before it goes on."""
+        """Keeps the recurrent state after all of its tokens so far, which are full pages, so that they can be found. The sequence
+        gets a copy of the state before it goes on."""
         node = holder.node
         if node is None or not node.attached or node.state or node.depth * self._pool.page_size != holder.computed:
             return
@@ -129,16 +131,16 @@ class Prefixes:
             node.state = 0
 
     def publish(self, holder: Holder) -> None:
-        """Makes all full pages of `holder` known; of those that others have made known it takes theirs for its own."""
+        """Adds all full pages of `holder` to the trie; where the trie has equal ones already, it uses these instead of its own."""
         self._publish(holder, swap=True)
 
     def announce(self, holder: Holder) -> None:
-        """Like `publish`, before the pages are computed by the step that is planned; a page that it would have to change for
-        another is left for later, since the step writes to it."""
+        """Like `publish`, before the pages are computed by the step that is planned; a page that would have to be swapped for an
+        equal one is left for later, since the step writes to it."""
         self._publish(holder, swap=False)
 
     def withdraw(self, holder: Holder) -> None:
-        """Nobody finds the pages of `holder` any more, nor what was computed on top of them."""
+        """Removes the pages of `holder` from the trie, and what was computed on top of them."""
         top = holder.node
         if top is None or not top.attached:
             return
@@ -147,7 +149,7 @@ class Prefixes:
         self._forget(top)
 
     def clear(self) -> None:
-        """Nothing is known any more."""
+        """Empties the trie."""
         for top in [top for root in self._roots.values() for top in root.children.values()]:
             self._forget(top)
 
@@ -177,7 +179,7 @@ class Prefixes:
 
     def _publish(self, holder: Holder, swap: bool) -> None:
         size = self._pool.page_size
-        known = min(holder.computed, len(holder.tokens))  # the next step may be under way, without a token that nobody knows yet
+        known = min(holder.computed, len(holder.tokens))  # the next step may be in flight, without a token that is not known yet
         if known < size:
             return
         node = holder.node or self._root(holder.cache_key.encode())
@@ -214,7 +216,7 @@ class Prefixes:
             del self._roots[parent.key]
 
     def _remove(self, page: int) -> None:
-        """The pool takes the page."""
+        """Called when the pool evicts the page."""
         node = self._nodes.pop(page)
         assert not any(child.page for child in node.children.values()), f"page {page} is taken before those that follow it"
         saved = self.offload.save(node)
@@ -223,7 +225,7 @@ class Prefixes:
             self._forget(node)
 
     def _lost(self, node: Node) -> None:
-        """Its copy was given up."""
+        """Called when a node's copy was dropped."""
         if not node.page:
             assert not node.children, "a copy is given up before those that follow it"
             self._forget(node)

@@ -1,5 +1,6 @@
-"""What has to be computed before a group decodes: its prompt and, if it is restored, what it generated. Divides a step's tokens
-among the groups, finds what is cached, and lets choices part where the prompt ends. Knows no model and no logits.
+"""Chunked prefill: plans what has to be computed before a group decodes, its prompt and, if it is resumed after preemption, what it
+generated. Divides a step's token budget among the groups, looks up the prefix cache, and forks choices where the prompt ends. Knows
+no model and no logits.
 """
 
 from collections.abc import Callable, Hashable, Iterable
@@ -13,13 +14,13 @@ from .prefix import Node, Prefixes
 from .sequence import Group, Sequence
 from .step import Run, Span
 
-# Tokens that are worth a step's end, so that others need not compute them again: of models that remember.
+# With recurrent states: tokens saved for later requests that are worth ending a step early, so that the state there can be kept.
 WORTH = 128
 
 
 class ImageBudget:
-    """The images that a step is to know the features of: any one, and others as long as all together have no more tokens than the
-    step may compute. Somebody may ask about many large images of whose tokens all but a few are cached."""
+    """Limit on images encoded in one step: any one, and more as long as all together have no more tokens than the step may compute.
+    A request may have many large images of whose tokens all but a few are cached."""
 
     def __init__(self, tokens: int) -> None:
         self._left = tokens
@@ -27,8 +28,8 @@ class ImageBudget:
         self._planned = False
 
     def reach(self, sequence: Sequence, count: int) -> int:
-        """How many of the next `count` tokens can be computed: they are counted as planned. If nothing else is, there may be more,
-        up to the end of an image that is computed at once."""
+        """How many of the next `count` tokens can be computed; they count as planned. If nothing else is planned, there may be
+        more, up to the end of an image that is computed at once."""
         start = sequence.computed
         if count and sequence.shows(start):
             assert sequence.pictures is not None
@@ -38,7 +39,7 @@ class ImageBudget:
         return count
 
     def _seen(self, pictures: Pictures, start: int, count: int) -> int:
-        """So many of them, or fewer, with what is known of all images so far."""
+        """`count`, or fewer, so that images remain within the limit."""
         for picture in pictures:
             if not start < picture.end or not picture.start < start + count or picture.key in self._keys:
                 continue
@@ -50,10 +51,10 @@ class ImageBudget:
 
 
 class Prompts:
-    """Of the groups on one pool."""
+    """Plans the prefill of the groups on one pool."""
 
     def __init__(self, pool: PagePool, cache: Cache, prefixes: Prefixes | None, renew: Callable[[], object]) -> None:
-        """renew: gets pages ready that were taken."""
+        """renew: prepares newly allocated pages."""
         self._pool = pool
         self._cache = cache
         self._prefixes = prefixes
@@ -61,8 +62,8 @@ class Prompts:
         self._looks = ImageBudget(0)  # of the step that is planned
 
     def fill(self, chunks: Listing[tuple[Group, int]], tokens: int) -> list[Run]:
-        """One run per group, for a step with so many tokens for prompts: in order, at most what a chunk allows, and then, in the
-        same order, as long as tokens last. A run has no spans if there is nothing left to compute, or for."""
+        """One run per group, for a step with a budget of `tokens` for prompts: in order, at most what a chunk allows, and then, in
+        the same order, as long as tokens last. A run has no spans if there is nothing left to compute, or no budget."""
         runs = [Run(group, [], sampled=False) for group, _ in chunks]
         self._looks = ImageBudget(tokens)
         for run, (_, most) in zip(runs, chunks, strict=True):
@@ -74,8 +75,9 @@ class Prompts:
         return runs
 
     def claim(self, group: Group) -> None:
-        """Gives a new group what is cached of it. The router counts on that, and the group may have to wait for its grammar; so one
-        token stays: of who lacks none nobody asks for a chunk again, and it would never decode."""
+        """Gives a new group its cached prefix. The router counts on that, and the group may have to wait for its grammar; so one
+        token is always left to be computed: nobody would request a chunk again for a group that lacks none, and it would never
+        decode."""
         first = group.sequences[0]
         self._find(group, first, (), spare=True)
         if self._prefixes is not None and self._prefixes.most and not group.prompt_logprobs:
@@ -84,11 +86,11 @@ class Prompts:
 
     @staticmethod
     def halted(groups: Iterable[Group]) -> bool:
-        """Whether any of these goes on where others are to find what it remembers."""
+        """Whether any of these goes on at a point where its recurrent state is to be kept for the prefix cache."""
         return any(group.sequences[0].computed in group.sequences[0].halts for group in groups)
 
     def settle(self, group: Group) -> None:
-        """To be called when the planned step is over: choices part if the prompt is computed, and the group decodes if all is.
+        """Called when the planned step is over: forks the choices if the prompt is computed, and lets the group decode if all is.
         Raises OutOfPages."""
         if group.waiting:
             return
@@ -111,8 +113,8 @@ class Prompts:
         group.sequences.remove(sequence)
 
     def _bequeath(self, sequence: Sequence, heir: Sequence) -> None:
-        """Gives another one what is computed of the prompt; only full pages of it, if what was cached reaches into the answer of
-        `sequence`, which is not the heir's."""
+        """Gives another sequence what is computed of the prompt; only full pages of it, if cached pages reach into the answer of
+        `sequence`, which differs from the heir's."""
         size, length = self._pool.page_size, sequence.prompt_length
         full = length // size if sequence.computed > length else len(sequence.pages)
         heir.pages, heir.node, heir.state = sequence.pages[:full], _ancestor(sequence.node, full), sequence.state
@@ -120,8 +122,8 @@ class Prompts:
         self._pool.release(sequence.pages[full:])
 
     def _advance(self, run: Run, most: int, whole: bool) -> int:
-        """Plans at most so many tokens more of a group and says how many they are. whole: only full pages, if it comes to any, so
-        that another group with the same tokens can go on from there."""
+        """Plans at most `most` more tokens of a group and returns how many. whole: end at a full page, if possible, so that another
+        group with the same tokens can go on from there."""
         group, used = run.group, 0
         for sequence in group.sequences:
             if group.decodes or run.problem or (sequence is not group.sequences[0] and not sequence.computed):
@@ -138,8 +140,8 @@ class Prompts:
         return used
 
     def _goal(self, group: Group, sequence: Sequence) -> int:
-        """How far the sequence is computed before the group decodes, or before others part from it: what is remembered is in no
-        page, so they begin with what that is then."""
+        """How far the sequence is computed before the group decodes, or before others fork from it: a recurrent state is in no
+        page, so they begin with what it is then."""
         goal, [first, *others] = group.goal(sequence), group.sequences
         parting = self._cache.states and sequence is first and not all(other.computed for other in others)
         return min(goal, sequence.prompt_length) if parting else goal
@@ -150,13 +152,14 @@ class Prompts:
         return min([self._goal(run.group, sequence), *(halt for halt in sequence.halts if halt > begun)])
 
     def _find(self, group: Group, sequence: Sequence, spans: Listing[Span], spare: bool = False) -> None:
-        """Takes what is cached. Of a fresh prompt one token stays to be computed: its logits are wanted; or all: all are.
-        spans: what is computed of the group in this step; spare: one token stays of any."""
+        """Adopts cached pages. Of a fresh prompt one token is left to be computed, since its logits are wanted; with prompt
+        log-probabilities, all tokens are. spans: what is computed of the group in this step; spare: leave one token of any
+        group."""
         if self._prefixes is None or group.prompt_logprobs:
             return
         writing = sequence.computed % self._pool.page_size > 0 or bool(self._cache.states)
         if writing and any(span.sequence is sequence for span in spans):
-            return  # this step writes to the page that would be given up, or to what is remembered
+            return  # this step writes to the page that would be released, or to the recurrent state
         goal = self._goal(group, sequence)
         group.found += self._prefixes.adopt(sequence, goal - 1 if group.waiting or spare else goal)
 
@@ -189,7 +192,7 @@ class Prompts:
             run.sampled = True
 
     def _part(self, first: Sequence, others: Listing[Sequence]) -> None:
-        """Gives `others` the prompt of `first`: they share its full pages and copy what is in the next one."""
+        """Forks `others` from the prompt of `first`: they share its full pages and copy what is in the next one."""
         rows = first.prompt_length % self._pool.page_size
         full = first.prompt_length // self._pool.page_size
         copies = []
@@ -209,8 +212,8 @@ class Prompts:
 
 
 def halts(computed: int, *places: int) -> tuple[int, ...]:
-    """Of these numbers of tokens, ascending: those that save others enough, of which so many have no need. The first is where a
-    sequence parts from what others have begun with, the last where its own full pages end."""
+    """Of these token counts, ascending: those that save others enough work, when `computed` tokens need none. The first is where a
+    sequence diverges from cached prefixes, the last where its own full pages end."""
     found = []
     for place in places:
         if place - computed >= WORTH:
@@ -220,7 +223,7 @@ def halts(computed: int, *places: int) -> tuple[int, ...]:
 
 
 def _ancestor(node: Node | None, depth: int) -> Node | None:
-    """The node of the page number `depth` on the way to `node`, or `node` if it is nearer to the root."""
+    """The node of page number `depth` on the way to `node`, or `node` if it is nearer to the root."""
     while node and node.depth > depth:
         node = node.parent
     return node if node and node.depth else None

@@ -1,8 +1,8 @@
-"""Heads that go by their model's features alone at work: their logits after sequences, and after drafts on top of them. Only the
-rank that samples has them.
+"""Runs draft heads that use the target's features alone (Medusa, MLP speculators): their logits after sequences, and after drafts
+on top of them. Only the rank that samples has them.
 
 They have no keys and values and so nothing to catch up with: of a sequence they read the features of its last computed token, where
-the model's forward has written them (`Taps`), whoever has computed that page, and when.
+the target's forward has written them (`Taps`), whoever has computed that page, and when.
 """
 
 from collections.abc import Callable
@@ -22,11 +22,11 @@ from .models.readout_heads import ReadoutHead
 from .rounds import Rounds
 from .sequence import Sequence
 
-BEFORE = ROOT - 1  # where a sequence is without its last token
+BEFORE = ROOT - 1  # pseudo-node: the sequence without its last token
 
 
 class Readout(Rounds):
-    """See `guesses.DraftModel`."""
+    """Draft heads without a KV cache, on the rank that samples; see `guesses.DraftModel`."""
 
     recorded = False
 
@@ -38,7 +38,7 @@ class Readout(Rounds):
         self.token_bytes = self.features * dtype.itemsize
         self._device = device
         self._states = torch.empty(0, device=device)  # of all nodes of a step so far, [states, ...]
-        self._nodes: dict[tuple[int, int], tuple[int, int]] = {}  # by sequence and node: its level, and the number of its state
+        self._nodes: dict[tuple[int, int], tuple[int, int]] = {}  # by sequence and node: its level, and the index of its state
 
     def resize(self, pages: int, page_size: int, features: Tensor | None = None) -> None:
         """See DraftModel."""
@@ -52,7 +52,7 @@ class Readout(Rounds):
     def compile(self, rows: int) -> None:
         """See DraftModel."""
         compile_products(self.head.weights(), rows)
-        for count in SAMPLES:  # few rows go by kernels of their own
+        for count in SAMPLES:  # few rows use kernels of their own
             states = self._features.new_zeros(count, self.features)
             token = torch.zeros(count, dtype=torch.int64, device=self._device)
             for level in range(self.head.shape.levels):
@@ -60,15 +60,15 @@ class Readout(Rounds):
                 self.head.logits(level, states)
 
     def record(self, record: Record, extent: GraphExtent, progress: Callable[[str], None]) -> None:
-        """See DraftModel: there is nothing to be recorded."""
+        """See DraftModel: there is nothing to record."""
 
     def ready(self, sequences: Listing[Sequence]) -> list[bool]:
         """See `growth.Model`."""
         return [True] * len(sequences)
 
     def logits(self, wanted: Listing[Frontier]) -> Tensor:
-        """See `growth.Model`. Nodes that come to the same state are computed once."""
-        first = wanted[0].nodes[0] == ROOT  # then it is of all
+        """See `growth.Model`. Nodes with equal states are computed once."""
+        first = wanted[0].nodes[0] == ROOT  # the first round, which covers all sequences
         if first:
             self._begin([one.sequence for one in wanted])
         nodes = [(one, node) for one in wanted for node in one.nodes]
@@ -86,7 +86,7 @@ class Readout(Rounds):
         return logits
 
     def _begin(self, sequences: Listing[Sequence]) -> None:
-        """The states before the last token are features."""
+        """The states before the last token are the target's features."""
         size = self._page_size
         places = [(sequence.pages, len(sequence.tokens) - 2) for sequence in sequences]
         [slots] = lists_to_device(self._device, [pages[place // size] * size + place % size for pages, place in places])
@@ -94,13 +94,13 @@ class Readout(Rounds):
         self._nodes = {(id(sequence), BEFORE): (-1, row) for row, sequence in enumerate(sequences)}
 
     def _step(self, one: Frontier, node: int) -> tuple[int, int, int]:
-        """How a node's state is come to: its level, the state before it, and the token between them, if it matters."""
+        """How a node's state is computed: its level, the state before it, and the token between them, if the head uses it."""
         parent, token = (one.parents[node], one.tokens[node]) if node != ROOT else (BEFORE, one.sequence.tokens[-1])
         level, row = self._nodes[id(one.sequence), parent]
         return level + 1, row, token if self.head.by_tokens else 0
 
     def _computed(self, steps: Listing[tuple[int, int, int]]) -> tuple[Tensor, Tensor]:
-        """The states that they lead to, and logits. Levels come one after the other."""
+        """The states of these steps, and logits. Levels come one after the other."""
         states, logits = list[Tensor](), list[Tensor]()
         for level, own in groupby(steps, key=itemgetter(0)):
             _, rows, tokens = zip(*own, strict=True)

@@ -1,7 +1,7 @@
-"""Passes commands from rank 0 to the other ranks as bytes, in order. A rank whose peer is gone learns it at once.
+"""Relays commands from rank 0 to the other ranks as bytes, in order. A rank whose peer is gone learns it at once.
 
-Ranks of this machine come by a unix socket, those of others by TCP; each names its rank and the group's token, since a port hears
-whoever comes: ranks of an earlier group, and strangers.
+Ranks of this machine connect by a unix socket, those of others by TCP; each sends its rank and the group's token, since anybody can
+connect to a port: ranks of an earlier group, and strangers.
 """
 
 import hmac
@@ -24,28 +24,29 @@ READY = b"ready"  # the first message: every rank is loaded
 
 
 class Sender:
-    """Rank 0's end. Constructing it listens, and takes in who comes; `connect` waits for the others. Elsewhere it does nothing."""
+    """Rank 0's end. Constructing it listens and accepts connections; `connect` waits for all ranks. On other ranks it does
+    nothing."""
 
     def __init__(self, config: ShardConfig) -> None:
         self._config = config
-        self._expected: list[tuple[socket.socket, range]] = []  # where they come, and which
+        self._expected: list[tuple[socket.socket, range]] = []  # listening sockets, and the ranks expected at each
         self._peers: list[Link] = []
-        self._arrivals: list[Future[None]] = []  # of all that come to one place
+        self._arrivals: list[Future[None]] = []  # one per socket: done when all its ranks have connected
         if config.rank:
             return
         if config.neighbours > 1:
             self._expected.append((_listen(config.relay), range(1, config.neighbours)))
         if config.ranks > config.neighbours:
             self._expected.append((link.listen(*link.split(config.relay_address)), range(config.neighbours, config.ranks)))
-        # Each on a thread of its own, and from now on: who has its weights before this rank, or before others, and speaks TLS,
-        # gives up a handshake that is not answered.
+        # Each on a thread of its own, from now on: a rank that loads faster than this one, or than others, and speaks TLS, gives up
+        # a handshake that is not answered.
         for listening, ranks in self._expected:
             self._arrivals.append(Future())
             arguments = (listening, set(ranks), self._arrivals[-1])
             threading.Thread(target=self._take_in, args=arguments, name="arrivals", daemon=True).start()
 
     def connect(self) -> None:
-        """Returns when every other rank is there."""
+        """Returns when every other rank is connected."""
         for arrival in self._arrivals:
             arrival.result()
 
@@ -60,19 +61,20 @@ class Sender:
             arrival.set_result(None)
 
     def send(self, message: bytes) -> None:
-        """Raises OSError if a rank is gone."""
+        """Sends to all ranks. Raises OSError if a rank is gone."""
         for peer in self._peers:
             peer.send(message)
 
     def close(self) -> None:
-        """The other ranks end."""
+        """Closes all connections: the other ranks end."""
         for peer in self._peers:
             peer.close()
         for listening, _ in self._expected:
             link.hush(listening)
 
     def _arrival(self, listening: socket.socket, lacking: set[int]) -> Link:
-        """The next one who knows the token and is one of `lacking`, which it leaves. Others, and who comes twice, are refused."""
+        """Accepts the next peer that knows the token and is one of `lacking`, and removes it from that. Others, and duplicates, are
+        refused."""
         local = listening.family == socket.AF_UNIX
         certified = None if local else certificates.of(self._config)
         while True:
@@ -111,13 +113,13 @@ class Receiver:
             return self._link.receive()
 
     def close(self) -> None:
-        """Rank 0 learns it with the next command."""
+        """Closes the connection: rank 0 notices with the next command."""
         self._link.close()
 
 
 @contextmanager
 def _lost() -> Iterator[None]:
-    """However it is noticed that rank 0 is gone, it is an EOFError."""
+    """Turns every error that means that rank 0 is gone into EOFError."""
     try:
         yield
     except OSError as error:

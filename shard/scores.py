@@ -1,4 +1,4 @@
-"""How probable the model finds the tokens of a prompt, for groups that want to know."""
+"""Prompt log-probabilities, for groups that want them."""
 
 from collections.abc import Sequence as Listing
 from functools import partial

@@ -1,12 +1,13 @@
-"""What a shard knows of a request: plain Python ints. Tensors are derived from them for one step and thrown away.
+"""Request state on a shard: groups, their sequences, and sampling parameters, as plain Python ints. Tensors are derived from them
+for one step and thrown away.
 
-A group is a request: the sequences that answer it. A sequence knows its tokens and pages and how far it is computed:
+A group is a request: the sequences that answer it. A sequence knows its tokens, its pages and how many tokens are computed:
 
     tokens    |<------- prompt_length ------->|<-- generated -->|
     computed  |<---------- keys and values in pages -------->|      one behind when a token was just sampled
 
-A group's first sequence computes the prompt. The others begin where it ends: a fresh prompt has one sequence until the choices
-draw their first tokens, one that is restored has all of them, but those after the first are empty until then.
+A group's first sequence computes the prompt. The others begin where it ends: a fresh prompt has one sequence until the choices draw
+their first tokens; a resumed group has all of them, but those after the first are empty until then.
 """
 
 from array import array
@@ -24,14 +25,14 @@ from .draft_progress import DraftProgress
 from .pictures import Picture, Pictures
 from .prefix import Node
 
-# Decode steps that `Group.grow` covers: the router decides on the next one while another is under way.
+# Decode steps that `Group.grow` covers: the router decides on the next one while another is in flight.
 AHEAD = 2
-LEAD = 4  # tokens of an answer, white space perhaps, among which its thoughts begin if it has any
+LEAD = 4  # first tokens of an answer, perhaps white space, among which reasoning begins if there is any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen. Neutral values do nothing; temperature 0 is greedy."""
+    """Sampling parameters: how the next token is chosen. Neutral values do nothing; temperature 0 is greedy."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -43,24 +44,25 @@ class Sampling:
     presence_penalty: float = 0.0
     bias: tuple[tuple[int, float], ...] = ()
     seed: int = 0  # unsigned 64 bit
-    final_logprobs: bool = False  # of the distribution sampled from, not of the model's own
+    final_logprobs: bool = False  # report log-probabilities of the distribution sampled from, not of the model's own
 
     @property
     def penalized(self) -> bool:
-        """Whether the logits are changed before anything else is done with them."""
+        """Whether penalties or biases change the logits first."""
         return bool(self.repetition_penalty != 1 or self.frequency_penalty or self.presence_penalty or self.bias)
 
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """How long an answer's beginning may be that is no answer yet."""
+    """Budget for reasoning at the beginning of an answer."""
 
-    most: int  # tokens
+    most: int  # most tokens of reasoning
     end: int  # token that ends it
-    begin: int = -1  # token that begins it; -1: it is begun in the prompt
+    begin: int = -1  # token that begins it; -1: the prompt has begun it
 
     def overdue(self, tokens: Listing[int], prompt_length: int) -> bool:
-        """Whether behind prompt and answer, `tokens`, the end has to come. Who doesn't begin with thoughts has none."""
+        """Whether the reasoning in `tokens` (prompt and answer) must end now. An answer that doesn't begin with reasoning has
+        none."""
         start = prompt_length
         if self.begin >= 0:
             first = tokens[prompt_length : prompt_length + LEAD]
@@ -76,22 +78,24 @@ class Sequence:
 
     tokens: "array[int]"
     prompt_length: int
-    choice: int = 0  # which of the group's sequences: part of the key of its noise
-    cache_key: str = ""  # what else its keys and values depend on
-    adapter: int = -1  # of the decoder's, by which its tokens go; -1: none
-    pictures: Pictures | None = None  # that its prompt shows
+    choice: int = 0  # index of the choice: part of the key of its random numbers
+    cache_key: str = ""  # what else its keys and values depend on, for the prefix cache
+    adapter: int = -1  # index of its LoRA adapter in the decoder; -1: none
+    pictures: Pictures | None = None  # images in its prompt
     computed: int = 0  # tokens whose keys and values are in `pages`; while a step is planned, those of that step included
     pages: list[int] = field(default_factory=list)
-    state: int = 0  # slot of what it remembers, of models that do; it may be a parent's until the next step: see `states`
-    halts: tuple[int, ...] = ()  # tokens behind which a step ends, so that others can find what is remembered there; ascending
-    node: Node | None = None  # of its last full page that others can find; None: there is none
-    guide: Guide | None = None  # its place in the group's grammar, once it was asked for; on rank 0 only
+    state: int = 0  # slot of its recurrent state, of models that have one; it may be a parent's until the next step: see `states`
+    # token counts at which a step ends, so that the state there can be kept for the prefix cache; ascending
+    halts: tuple[int, ...] = ()
+    node: Node | None = None  # the prefix cache's node of its last published full page; None: there is none
+    guide: Guide | None = None  # its state in the group's grammar, once requested; on rank 0 only
     path: Path | None = None  # of a beam
-    draft: Tree = field(default_factory=Tree)  # guesses of what follows, for the step that is planned
-    tried: tuple[tuple[Drawn, ...], ...] = ()  # how they were drawn, for the rule `rejection`: see `verify.Draft`; on rank 0 only
-    acceptance: Acceptance | None = None  # of such guesses, as it was
-    repeats: NgramIndex | None = None  # in its tokens, once guesses were looked up
-    draft_progress: DraftProgress | None = None  # of it, by a draft model
+    draft: Tree = field(default_factory=Tree)  # draft tokens for the step that is planned
+    # how drafts were drawn, for rejection sampling (rule `rejection`): see `verify.Draft`; on rank 0 only
+    tried: tuple[tuple[Drawn, ...], ...] = ()
+    acceptance: Acceptance | None = None  # its past acceptance of drafts
+    repeats: NgramIndex | None = None  # n-grams of its tokens, once drafts were looked up
+    draft_progress: DraftProgress | None = None  # how far a draft model has computed it
 
     @property
     def generated(self) -> int:
@@ -100,19 +104,19 @@ class Sequence:
 
     @property
     def reached(self) -> int:
-        """Tokens whose pages it has, of one that decodes: of what remembers, right guesses are computed once more."""
+        """Tokens that have pages, of one that decodes: with recurrent states, accepted drafts are computed a second time."""
         return max(self.computed, len(self.tokens) - 1)
 
     def position(self, place: int) -> int:
-        """Of the token there, behind all that its prompt shows, for the rotary embedding."""
+        """Position of token number `place` for the rotary embedding, which images in the prompt shift."""
         return self.pictures.position(place) if self.pictures else place
 
     def shows(self, start: int) -> bool:
-        """Whether what its prompt shows ends behind so many tokens."""
+        """Whether the prompt has images that end after token `start`."""
         return self.pictures is not None and start < self.pictures.end
 
     def twin(self, pages: int) -> "Sequence":
-        """One that goes on by itself, with the same first pages, which are full; they are to be shared."""
+        """A fork that goes on by itself, with the same first `pages` pages, which are full; they are to be shared."""
         guide = self.guide.copy() if self.guide else None
         path = self.path.copy() if self.path else None
         return Sequence(
@@ -132,43 +136,44 @@ class Sequence:
         )
 
     def clear(self) -> None:
-        """Nothing is computed; its pages are somebody else's."""
+        """Resets it: nothing is computed, and its pages are released."""
         self.pages, self.state, self.computed, self.node, self.draft_progress = [], 0, 0, None, None
 
 
 @dataclass(slots=True)
 class Group:
-    """A request, in the words of the shard."""
+    """A request on the shard: its sequences, sampling parameters and standing."""
 
     uid: int
     sequences: list[Sequence]  # those that have not ended, never none
-    waiting: list[int]  # choices that begin when the prompt is computed; none: they have begun, or the group is restored
+    waiting: list[int]  # choices that begin when the prompt is computed; empty: they have begun, or the group is resumed
     sampling: Sampling
     max_new_tokens: int
     end_ids: frozenset[int]
     top_n: int = 0
-    prompt_logprobs: bool = False  # they are wanted, and were not reported yet
-    prompt_scores: list[float] = field(default_factory=list)  # of prompt tokens 1, 2, ... as far as computed, if asked for
+    prompt_logprobs: bool = False  # log-probabilities of the prompt are wanted, and were not reported yet
+    # log-probabilities of prompt tokens 1, 2, ... as far as computed, if wanted
+    prompt_scores: list[float] = field(default_factory=list)
     prompt_top_n: int = 0
-    prompt_tops: list[tuple[int, float]] = field(default_factory=list)  # so many for each of these scores: (token, logprob)
-    min_new_tokens: int = 0  # before so many, end_ids can't be drawn
-    thinking: Thinking | None = None  # that it may do before it answers
-    grammar: str = ""  # that its sequences keep, as `decoding.grammar` wants it; "": none
-    compiled: bool = False  # the grammar is, as rank 0 has told
-    found: int = 0  # tokens that were cached, until a step tells
-    beginning: "Future[Guide] | None" = None  # of the grammar, once somebody has asked for it; on rank 0 only
-    search: Search | None = None  # its sequences are beams, best first; it has one until its prompt is computed
-    heirs: list[Sequence] = field(default_factory=list)  # what takes their place when the step that is under way lands
-    most: int = 0  # pages that it may hold, heirs' included; 0: it never has any
-    drafts: int = 0  # the most guesses for each of its sequences in a step
-    stops: tuple[str, ...] = ()  # texts that complete a beam
-    adapter: str = ""  # by which its tokens go; "": none
-    images: tuple[Picture, ...] = ()  # that its prompt shows, as they arrived, until its sequences have them
-    trace: str = ""  # by which logs of others know it
+    prompt_tops: list[tuple[int, float]] = field(default_factory=list)  # prompt_top_n for each of these: (token, logprob)
+    min_new_tokens: int = 0  # end_ids can't be drawn earlier
+    thinking: Thinking | None = None  # budget for reasoning
+    grammar: str = ""  # that constrains its sequences, as `decoding.grammar` takes it; "": none
+    compiled: bool = False  # the grammar is compiled, by rank 0's broadcast
+    found: int = 0  # tokens found in the prefix cache, until a step reports them
+    beginning: "Future[Guide] | None" = None  # the compiled grammar, once requested; on rank 0 only
+    search: Search | None = None  # beam search: its sequences are beams, best first; it has one until its prompt is computed
+    heirs: list[Sequence] = field(default_factory=list)  # beams that take the place of `sequences` when the step in flight lands
+    most: int = 0  # pages that it may hold, heirs' included; 0: it never has heirs
+    drafts: int = 0  # the most drafts per sequence in a step
+    stops: tuple[str, ...] = ()  # strings that complete a beam
+    adapter: str = ""  # LoRA adapter; "": none
+    images: tuple[Picture, ...] = ()  # of its prompt, as received, until its sequences have them
+    trace: str = ""  # its name in other processes' logs and traces
     batch: int = 0
     decodes: bool = False  # all is computed but the last tokens
     told: tuple[int, int, int] = (-1, -1, -1)  # the standing that was last reported
-    counted: int = -1  # pages that it holds, of several choices that decode; -1: to be counted anew
+    counted: int = -1  # pages held, cached for several choices that decode; -1: to be counted anew
 
     @property
     def prompt_length(self) -> int:
@@ -186,7 +191,7 @@ class Group:
 
     @property
     def last(self) -> int:
-        """Tokens of a sequence that are computed at most: the last one never is."""
+        """Most tokens of a sequence that are ever computed: the last one never is."""
         return self.prompt_length + self.max_new_tokens - 1
 
     @property
@@ -229,8 +234,8 @@ class Group:
         return self.counted, grow, 0
 
     def _beams_grow(self, page_size: int, last: int, width: int) -> int:
-        """The most pages that beams take in the steps that `grow` covers: each goes on, then parents give way to other parents'
-        children, which share their full pages and copy what is in the next one."""
+        """The most pages that beams take in the steps that `grow` covers: each goes on, then parents are replaced by children of
+        other parents, which share the full pages and copy the partial one."""
         computed, live, taken = self.sequences[0].computed, len(self.sequences), 0
         partial = live if computed % page_size else 0
         for _ in range(min(AHEAD, last - computed)):
@@ -243,8 +248,8 @@ class Group:
         return taken
 
     def _heirs_grow(self, page_size: int, width: int) -> int:
-        """The same where every step is planned on top of another: its heirs take a page each before their parents, whose last pages
-        they copy, give theirs back."""
+        """The same where every step is planned on top of another: heirs take a page each before their parents, whose last pages
+        they copy, release theirs."""
         computed, live, taken, most = self.sequences[0].computed, len(self.sequences), 0, 0
         for _ in range(min(AHEAD, self.last - computed)):
             taken += width
@@ -254,19 +259,19 @@ class Group:
         return most
 
     def may_inherit(self, pages: int, page_size: int) -> None:
-        """From now on its beams may have heirs, in a pool of so many pages: with these it holds no more than as many sequences that
-        share nothing but the prompt, and a page more for each."""
+        """Lets its beams have heirs from now on, in a pool of `pages` pages: with these it holds no more than as many sequences
+        that share only the prompt, and a page more for each."""
         assert self.search is not None
         self.most = min(pages, -(-self.prompt_length // page_size) + self.search.width * (1 + -(-self.max_new_tokens // page_size)))
 
     def roomy(self, page_size: int) -> bool:
-        """Whether there is room in that for heirs of its beams, if there are to be any."""
+        """Whether that bound leaves room for heirs of its beams, if there are to be any."""
         if self.search is None or not self.decodes or self.sequences[0].generated + 1 >= self.max_new_tokens:
             return True
         return self._count(page_size) + self.search.width <= self.most
 
     def _count(self, page_size: int) -> int:
-        """Pages; one that several of its sequences hold counts once. They all hold the prompt's full pages."""
+        """Pages held; one shared by several of its sequences counts once. They all hold the prompt's full pages."""
         first, *others = self.sequences
         if not others:
             return len(first.pages)
@@ -277,7 +282,7 @@ class Group:
 def sequences(
     prompt: Listing[int], choices: int, continuations: Iterable[tuple[int, Listing[int]]] = (), cache_key: str = ""
 ) -> tuple[list[Sequence], list[int]]:
-    """`Group.sequences` and `Group.waiting` of a request for so many choices, or of one that goes on with `continuations`, as
+    """`Group.sequences` and `Group.waiting` of a new request with `choices` choices, or of one resumed with `continuations`, as
     (choice, generated tokens)."""
     begun = [Sequence(array("I", [*prompt, *tokens]), len(prompt), choice, cache_key) for choice, tokens in continuations]
     if begun:

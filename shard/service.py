@@ -1,7 +1,7 @@
-"""The Shard service: has the engine do what commands say, and answers with what came of it.
+"""gRPC service of a shard: executes the router's commands on the engine and replies with the outcome.
 
-When a command is executed, and on which thread, is the business of `commands`. A fault that is no group's own ends the process:
-what is left of the shard's state can't be trusted then, and the launcher knows what to do.
+When a command is executed, and on which thread, is decided by `commands`. A fault that is not confined to one group ends the
+process: the rest of the shard's state can't be trusted then, and the launcher restarts it.
 """
 
 import logging
@@ -32,19 +32,19 @@ from .relay import Sender
 
 log = logging.getLogger(__name__)
 
-LOOK = 1.0  # seconds between two looks whether somebody waits yet
-COMPILED = 64  # tokens of the largest step that is made ready before the first request; larger ones take long by themselves
-MOST_SAID = 1000  # characters of a refusal, which may repeat what files say: gRPC carries few thousand
+LOOK = 1.0  # seconds between checks whether the caller still waits
+COMPILED = 64  # tokens of the largest step that is compiled before the first request; larger ones take long anyway
+MOST_SAID = 1000  # characters of an error message, which may quote files: gRPC carries few thousand
 COLD = "call Warmup first: the pool has no size yet"
 FAILED = "the shard failed and ends; its log says why"
 
 
 class Service:
-    """The Shard service of one rank. It answers Info and Health before the engine is there."""
+    """The gRPC Shard service of one rank. It answers Info and Health before the engine is loaded."""
 
     def __init__(self, config: ShardConfig, end: Callable[[int], None]) -> None:
         self._config = config
-        self._end = end  # tells the main thread to end the process with an exit code
+        self._end = end  # has the main thread end the process with an exit code
         self._lock = threading.Lock()
         self._loaded = threading.Event()
         self._engine: Engine | None = None
@@ -55,18 +55,18 @@ class Service:
 
     @property
     def engine(self) -> Engine:
-        """There once `start` was called."""
+        """The engine; set by `start`."""
         assert self._engine is not None
         return self._engine
 
     @property
     def arrivals(self) -> AdapterLoader:
-        """There once `start` was called."""
+        """The loader of LoRA adapters; set by `start`."""
         assert self._arrivals is not None
         return self._arrivals
 
     def start(self, engine: Engine, relay: Sender) -> None:
-        """The model is loaded: commands can come. `relay` leads to the other ranks, if this is rank 0."""
+        """The model is loaded: commands can come. `relay` sends them to the other ranks, if this is rank 0."""
         self._engine = engine
         self._arrivals = AdapterLoader(engine, self._config.hub_cache)
         self._executor = Executor(self, relay.send if self._config.ranks > 1 else None, self._end)
@@ -86,7 +86,7 @@ class Service:
         if self._engine is not None:
             shape = self._engine.decoder.shape
             reply.overlaps = self._engine.overlaps
-            reply.prefix_caching = config.prefix_caching and shape.remembering is None  # else only some beginnings are found
+            reply.prefix_caching = config.prefix_caching and shape.remembering is None  # else the cache finds only some prefixes
             reply.vocabulary, reply.max_positions, reply.device = shape.vocabulary, shape.max_positions, str(self._engine.device)
         return reply
 
@@ -95,13 +95,13 @@ class Service:
         return wire.HealthReply()
 
     def Warmup(self, request: wire.WarmupRequest, context: grpc.ServicerContext) -> wire.WarmupReply:  # noqa: N802
-        """See shard.proto. A repeated call answers what the first one found."""
+        """See shard.proto. A repeated call gets the first one's reply."""
         try:
             check_warmup(request)
         except Refused as refused:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(refused))
         while not self._loaded.wait(LOOK) and context.is_active():
-            pass  # nobody waits for an answer that nobody wants: Info and Health need the threads
+            pass  # frees the thread if the caller is gone: Info and Health need the threads
         if self._executor is None:
             context.abort(grpc.StatusCode.CANCELLED, "the router has gone")
         assert self._executor is not None
@@ -126,7 +126,8 @@ class Service:
         total = min(request.max_total_tokens or shape.max_positions, shape.max_positions)
         tokens, rows = request.max_step_tokens, request.max_step_rows
         sequences = request.max_sequences or rows
-        graphs = engine.device.type == "cuda" and triton_on(engine.device)  # the plain operations wait for the device on the way
+        # without Triton, the operations synchronize with the device
+        graphs = engine.device.type == "cuda" and triton_on(engine.device)
         chosen = parse(config.cuda_graphs) if graphs and shape.replayed else ()
         drafts = engine.guesses.most > 0
         remembers = [shape.remembering is not None]
@@ -137,10 +138,11 @@ class Service:
         if config.batch_invariant:
             self.stage = "checking that answers don't depend on batches"
             invariance.check(engine)
-        if not ranks.least(engine.decoder.vision is not None):  # on all ranks or on none
+        if not ranks.least(engine.decoder.vision is not None):  # all ranks have a vision encoder, or none
             engine.decoder.vision = None
         self.stage = "measuring memory"
-        # What remembers computes right guesses once more, which nobody counts who fills a step.
+        # With recurrent states, accepted drafts are computed a second time; the router does not count these tokens in a step's
+        # budget.
         most = tokens + (sequences * engine.guesses.most if shape.remembering is not None else 0)
         most += engine.decoder.vision.whole if engine.decoder.vision is not None else 0
         copies, reserved = size_copies(engine, config.kv_offload_gib)
@@ -167,7 +169,7 @@ class Service:
     def LoadAdapter(  # noqa: N802
         self, request: wire.LoadAdapterRequest, context: grpc.ServicerContext
     ) -> wire.LoadAdapterReply:
-        """See shard.proto. Rows are computed meanwhile: what is read comes to lie beside the processor."""
+        """See shard.proto. Steps go on meanwhile: the files are read to host memory."""
         if self._warmup is None:
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, COLD)
         if not self._config.max_loras:
@@ -177,7 +179,7 @@ class Service:
             reply = self.arrivals.read(asked, request.router, context.is_active)
         except Unsupported as error:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)[:MOST_SAID])
-        except Exception as error:  # whatever may be wrong with somebody's files: it is no fault of the shard's
+        except Exception as error:  # whatever may be wrong with the adapter's files: the shard is not at fault
             log.exception(f"adapter {asked.name} can't be loaded")
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"adapter {asked.name} can't be loaded: {error!r:.200}")
         return reply
@@ -209,12 +211,12 @@ class Service:
         return self._once(wire.Command(clear_cache=request), context).clear_cache
 
     def Steps(self, commands: Iterator[wire.Command], context: grpc.ServicerContext) -> Iterator[wire.Reply]:  # noqa: N802
-        """See shard.proto. When the stream ends the router is gone, and what it ran is dropped."""
+        """See shard.proto. When the stream ends the router is gone, and its groups are dropped."""
         with self._told(context) as executor:
             yield from executor.stream(map(checked, commands))
 
     def follow(self, message: bytes) -> None:
-        """Executes a command that rank 0 passed on, or ends a step as rank 0 did."""
+        """Executes a command that rank 0 relayed, or lands the step in flight when rank 0 did."""
         with self._lock:
             if message == LAND:
                 self.land()
@@ -227,7 +229,7 @@ class Service:
 
     @contextmanager
     def _told(self, context: grpc.ServicerContext) -> Iterator[Executor]:
-        """What takes commands, if they can be taken; whoever calls is told of what is wrong with them."""
+        """The executor, if commands can be taken; errors become gRPC statuses for the caller."""
         if self._config.rank:
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, "send commands to rank 0, which passes them on to the others")
         if self._warmup is None:

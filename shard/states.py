@@ -1,8 +1,8 @@
-"""Which slot has what a sequence remembers, of models with layers that do (`gated_delta.States`). All ranks come to the same.
+"""Slots of recurrent states: assigns one to each sequence, of models with recurrent layers (`gated_delta.States`). All ranks agree.
 
-What a sequence remembers follows from all of its computed tokens, and each step changes it in place. So each has a slot of its own,
-`Sequence.state`, 0 for none. Who parts from another takes that one's number along, and gets a copy before the next step. Nothing is
-given back: what no sequence has is free.
+A recurrent state follows from all computed tokens of a sequence, and each step changes it in place. So each sequence has a slot of
+its own, `Sequence.state`, 0 for none. A fork takes its parent's number along, and gets a copy before the next step. Nothing is
+released explicitly: what no sequence has is free.
 """
 
 from collections.abc import Iterable
@@ -11,11 +11,11 @@ from .sequence import Group, Sequence
 
 
 def settle(groups: Iterable[Group], slots: int, kept: Iterable[int] = ()) -> tuple[list[tuple[int, int]], list[Group]]:
-    """Gives each sequence that has begun a slot of its own, from 1 to `slots`. groups: all that there are; kept: slots that stay as
-    they are.
+    """Gives each sequence that has begun a slot of its own, from 1 to `slots`. groups: all that there are; kept: slots of the
+    prefix cache, which stay as they are.
 
-    Returns what is to be copied for that, as (source, target), of which no target is a source; and the groups for which there are
-    too few: these can only be dropped.
+    Returns the copies to make for that, as (source, target), of which no target is a source; and the groups for which there are too
+    few slots: these can only be dropped.
     """
     taken, lacking = set(kept), list[tuple[Group, Sequence]]()
     for group in groups:

@@ -1,4 +1,4 @@
-"""From spans of ints to the tensors of one step. The only place where lists become tensors for the forward."""
+"""Input preparation: turns spans of token ids into the tensors of one forward. The only place where lists become tensors for it."""
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Listing
@@ -20,44 +20,45 @@ if TYPE_CHECKING:
     from ..kernels import paged_attention  # which imports Triton
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # each is one of its own
+@dataclass(frozen=True, slots=True, eq=False)  # compared by identity
 class BeamFront:
     """A group's beams, while only the device knows which of them the next ones continue."""
 
     beams: Listing[Sequence]
-    settled: int  # full pages that all of them begin with
+    settled: int  # full pages that all of them share from the start
 
     def pages_of(self, heir: Sequence, parent: int) -> list[int]:
-        """Of one that continues beam number `parent`: its full pages, and a page of its own."""
+        """Pages of an heir that continues beam number `parent`: the parent's full pages, and a page of its own."""
         return self.beams[parent].pages[: len(heir.pages) - 1] + heir.pages[-1:]
 
 
 @dataclass(frozen=True, slots=True)
 class Picked:
-    """What a step has picked, on the device, where the host doesn't know it yet."""
+    """Tokens sampled by the step before, on the device, where the host doesn't know them yet."""
 
-    tokens: Tensor  # [rows] int64; -1: none can be picked
-    parents: Tensor | None = None  # [rows] int64: of beams, which of their group's sequences each continues; None: there are none
+    tokens: Tensor  # [rows] int64; -1: none could be sampled
+    parents: Tensor | None = None  # beam search, [rows] int64: index of the beam of the group that each continues; None: no beams
 
 
-@dataclass(slots=True)  # many a step: frozen ones take three times as long to make
+@dataclass(slots=True)  # many per step: frozen ones take three times as long to make
 class Span:
-    """Some tokens of a sequence, to be computed on top of those before: a prompt's chunk, the last sampled token, a token with its
-    drafts. Pages for all of them are there. What is before them is computed, or is in another span of the same step."""
+    """Consecutive tokens of a sequence to be computed in one step: a chunk of a prompt, the last sampled token, or a token with its
+    drafts. Their pages are allocated. The tokens before them are computed, or are in another span of the same step."""
 
     sequence: Sequence
     start: int  # tokens before them
     tokens: Listing[int]
-    parents: Listing[int] | None = None  # per token: index of its parent in `tokens`, -1: the token before; None: a chain
-    wanted: int = 1  # of how many of the last tokens the logits are wanted
-    drafts: int = 0  # how many of the last tokens are guesses
-    source: int = -1  # if its one token isn't known to the host: its row in what the step before has picked
-    front: BeamFront | None = None  # it continues one of these: that one's full pages take the place of its sequence's
-    whole: bool = False  # it is an image, or the rest of one, of which some layers see all: see `parted`
+    # of a draft tree, per token: index of its parent in `tokens`, -1: the token before; None: a chain
+    parents: Listing[int] | None = None
+    wanted: int = 1  # for how many of the last tokens logits are wanted
+    drafts: int = 0  # how many of the last tokens are drafts
+    source: int = -1  # if its one token isn't known to the host: its row among what the step before has sampled
+    front: BeamFront | None = None  # it continues one of these beams: that one's full pages take the place of its sequence's
+    whole: bool = False  # it is an image, or the rest of one, with bidirectional attention in some layers: see `parted`
 
     @property
     def wanted_keys(self) -> int:
-        """Keys that those tokens see, each itself and all before it, without windows."""
+        """Keys that the wanted tokens attend to, each itself and all before it, without sliding windows."""
         return self.wanted * (2 * (self.start + len(self.tokens)) - self.wanted + 1) // 2
 
 
@@ -67,10 +68,10 @@ class Run:
 
     group: Group
     spans: list[Span]
-    sampled: bool  # its last wanted rows become tokens
-    found: int = 0  # tokens that were cached and are not in `spans`
-    problem: str = ""  # why the group can't go on; what is in `spans` is computed all the same, since others may rely on it
-    first: int = 0  # of its wanted rows among those of the step
+    sampled: bool  # its last wanted rows are sampled
+    found: int = 0  # tokens found in the prefix cache, which are not in `spans`
+    problem: str = ""  # why the group can't go on; its `spans` are computed all the same, since others may rely on them
+    first: int = 0  # index of its first wanted row in the step
 
     @property
     def tokens(self) -> int:
@@ -79,7 +80,7 @@ class Run:
 
     @property
     def keys(self) -> int:
-        """Keys that they see, without windows: each itself and all before it."""
+        """Keys that they attend to, without sliding windows: each itself and all before it."""
         return sum(len(span.tokens) * (2 * span.start + len(span.tokens) + 1) // 2 for span in self.spans)
 
     @property
@@ -90,7 +91,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a step is padded to, so that a graph can take it."""
+    """The size that a step is padded to, to fit a recorded graph."""
 
     tokens: int
     rows: int
@@ -99,43 +100,44 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class ImageTokens:
-    """Tokens of a step that are an image's."""
+    """The tokens of a step that belong to one image."""
 
     picture: Picture
-    tokens: Tensor  # which
-    features: Tensor  # and which of its features each has
+    tokens: Tensor  # their indexes in the step
+    features: Tensor  # the index of each one's feature vector
 
 
 @dataclass(frozen=True, slots=True)
 class LastTokens:
-    """Those of a step's tokens whose logits are wanted, by themselves: for layers that have no keys, and need no others."""
+    """The tokens of a step whose logits are wanted, as a step of their own: for last layers without keys of their own, which need
+    no others."""
 
-    tokens: Tensor  # which they are, as `attention` has them
-    rows: Tensor  # where each is among these, in the order of the spans
+    tokens: Tensor  # their indexes in the step, in the order of `attention`
+    rows: Tensor  # the index of each among these, in the order of the spans
     attention: ragged.Plan
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A forward's input: all spans' tokens one after the other, then padding, which has no slot."""
+    """Input of a forward: all spans' tokens one after the other, then padding, which has no slot."""
 
-    buffer: Tensor  # int64: all of the following
+    buffer: Tensor  # int64: holds all of the following
     tokens: Tensor  # [tokens]
-    positions: Tensor  # [tokens], for rotary: where images have three, the first
-    slots: Tensor  # [tokens]: where each token's key and value go; -1: nowhere
-    rows: Tensor  # [rows]: the tokens whose logits are wanted, in the order of the spans
+    positions: Tensor  # [tokens], for the rotary embedding: of multi-axis positions (images), the first axis
+    slots: Tensor  # [tokens]: slot in the KV cache for each token's key and value; -1: none
+    rows: Tensor  # [rows]: indexes of the tokens whose logits are wanted, in the order of the spans
     attention: ragged.Plan
-    adapters: Tensor | None = None  # [tokens], for `adapters.choose`; None: no token goes by one
-    spans: Spans | None = None  # for layers that remember; None: there are none
-    before: Tensor | None = None  # [spans, so many]: tokens before each of them; None: nobody asks for them
-    turned: Tensor | None = None  # [2, tokens]: the other two positions; None: there are none, or they are the same
-    # [3, tokens]: positions of the first token of the pool that each one would be the last of; None: they follow from its own.
+    adapters: Tensor | None = None  # [tokens], for `adapters.choose`; None: no token uses an adapter
+    spans: Spans | None = None  # for layers with recurrent state; None: there are none
+    before: Tensor | None = None  # [spans, count]: tokens before each span, for n-gram embeddings; None: not needed
+    turned: Tensor | None = None  # [2, tokens]: the other two axes of positions; None: there are none, or they equal the first
+    # [3, tokens]: position of the first token of the pool that would end with each token; None: follows from its own position.
     firsts: Tensor | None = None
     shown: Listing[ImageTokens] = ()
-    last: LastTokens | None = None  # None: all are wanted, or too many, or no layer asks for it
+    last: LastTokens | None = None  # None: all are wanted, or too many, or no layer uses it
 
     def narrowed(self) -> "Step":
-        """Of its last tokens alone."""
+        """The step of its last tokens alone."""
         assert self.last is not None
         positions = self.positions.index_select(0, self.last.tokens)
         return replace(self, positions=positions, rows=self.last.rows, attention=self.last.attention, last=None)
@@ -150,15 +152,15 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class NgramContext:
-    """What layers that go by n-grams want to know."""
+    """What n-gram embeddings need to know of the tokens before a span."""
 
-    count: int  # of tokens before each one
-    end: int  # a token that stands for those before a text's beginning
-    image: int  # and one for those of images
-    vocabulary: int  # numbers behind it are those of images
+    count: int  # tokens of context before each one
+    end: int  # token that stands for those before the beginning of the text
+    image: int  # token that stands for those of images
+    vocabulary: int  # token ids from here on are placeholders of images
 
     def of(self, span: Span) -> list[int]:
-        """A span's."""
+        """The context tokens of a span."""
         first = max(0, span.start - self.count)
         found = (token if token < self.vocabulary else self.image for token in span.sequence.tokens[first : span.start])
         return [*[self.end] * (self.count - span.start + first), *found]
@@ -166,17 +168,17 @@ class NgramContext:
 
 @dataclass(slots=True)
 class _Lists:
-    """What a step's tensors are made of; see `Step`."""
+    """The lists that a step's tensors are made of; see `Step`."""
 
     tokens: list[int]
     positions: list[int]
     slots: list[int]
-    numbers: list[int]  # of adapters; []: no token goes by one
+    numbers: list[int]  # LoRA adapter of each token; []: none uses one
     wanted: list[int]
     before: list[int] = field(default_factory=list)
 
     def pad(self, room: Room, adapted: bool) -> None:
-        """Raises ragged.CapacityExceeded if there is no room. adapted: see `plan`."""
+        """Pads to the room. Raises ragged.CapacityExceeded if it is too small. adapted: see `plan`."""
         lacking, unused = room.tokens - len(self.tokens), room.rows - len(self.wanted)
         if lacking < 0 or unused < 0:
             found = f"{len(self.tokens)} tokens and {len(self.wanted)} rows"
@@ -198,12 +200,12 @@ def plan(
     narrows: bool = False,
     before: NgramContext | None = None,
 ) -> Step:
-    """The step that computes `spans`. picked: by the step before; adapted: the decoder has adapters; remembers: and layers that
-    do, so a room is for spans of one token; narrows: and last layers without keys; before: and layers that go by n-grams. Raises
-    ragged.CapacityExceeded if there is no room."""
+    """The step that computes `spans`. picked: what the step before has sampled, if the host doesn't know it; adapted: the decoder
+    has LoRA adapters; remembers: it has layers with recurrent state, so a room is for spans of one token; narrows: its last layers
+    have no keys of their own; before: it has n-gram embeddings. Raises ragged.CapacityExceeded if there is no room."""
     spans = [part for span in spans for part in _within(span, layout.chunk)] if layout.chunk else spans
     fronts = picked is not None and any(span.front for span in spans)
-    later = fronts and ragged.by_triton(layout)  # only the device knows who continues whom
+    later = fronts and ragged.by_triton(layout)  # only the device knows which beam each heir continues
     tables = _tables(spans, picked if fronts and not later else None)
     rows = [_row(span, pages, later) for span, pages in zip(spans, tables, strict=True)]
     order, attended = ragged.plan(rows, layout, room.attention if room else None)
@@ -216,7 +218,7 @@ def plan(
     showing = [(starts[i], spans[i]) for i in order if spans[i].sequence.shows(spans[i].start)]
     marks = [mark for first, span in showing for mark in _marks(first, span)]
     for token in chain.from_iterable(tokens for _, tokens, _ in marks):
-        lists.tokens[token] = before.image if before else 0  # which every vocabulary has: features will take its place
+        lists.tokens[token] = before.image if before else 0  # an id in every vocabulary: image features replace its embedding
     lists.before = _before(spans, order, len(lengths), before) if before else []
     step = _step(lists, attended, layout, lengths, states)
     if showing:
@@ -235,13 +237,13 @@ def plan(
 
 
 def _row(span: Span, pages: Listing[int], later: bool) -> attention.Row:
-    """later: whose pages it goes on with is told to the device alone."""
+    """later: only the device learns which pages it continues."""
     settled = span.front.settled if later and span.front else None
     return attention.Row(len(span.tokens), span.start, pages, span.parents, settled, span.whole)
 
 
 def _listed(spans: Listing[Span], order: Listing[int], size: int, adapted: bool) -> tuple[_Lists, list[int]]:
-    """And each span's first token in the step. size: of a page."""
+    """The lists of a step, and the index of each span's first token. size: of a page."""
     tokens, positions, slots, numbers = list[int](), list[int](), list[int](), list[int]()
     starts = [0] * len(spans)
     for i in order:
@@ -260,7 +262,7 @@ def _shown(picture: Picture, tokens: list[int], numbers: list[int], layout: Layo
 
 
 def parted(spans: Listing[Span]) -> list[Span]:
-    """The same, in which images are by themselves, where some layers see the whole of them at once."""
+    """The spans, cut so that images are spans of their own, where some layers attend bidirectionally within an image."""
     return [part for span in spans for part in (_parts(span) if span.sequence.shows(span.start) else (span,))]
 
 
@@ -273,8 +275,8 @@ def _parts(span: Span) -> Iterator[Span]:
 
 
 def _within(span: Span, chunk: int) -> Iterator[Span]:
-    """The same, cut where chunks of positions end, of which some layers see no others. Trees stay whole: they end there, or are a
-    draft model's, which may see some keys more."""
+    """The span, cut at the boundaries of chunks for layers with chunked attention. Trees stay whole: they end at a boundary, or are
+    a draft model's, which may see some keys more."""
     start, stop = span.start, span.start + len(span.tokens)
     if span.parents is not None or start // chunk == (stop - 1) // chunk:
         yield span
@@ -284,14 +286,15 @@ def _within(span: Span, chunk: int) -> Iterator[Span]:
 
 
 def _cut(span: Span, start: int, end: int) -> Span:
-    """What of a chain is there."""
+    """The part of a chain from `start` to `end`."""
     left = span.start + len(span.tokens) - end
     own = span.tokens[start - span.start : end - span.start]
     return replace(span, start=start, tokens=own, wanted=min(end - start, max(0, span.wanted - left)))
 
 
 def _positions(span: Span) -> list[int]:
-    """Of its tokens, where these are not their places: of a tree, or behind images. Where images have three, the first."""
+    """Positions of a span's tokens where they differ from their indexes: in a tree, or after images. Of multi-axis positions, the
+    first."""
     sequence, start = span.sequence, span.start
     if span.parents is not None:
         return [sequence.position(start + depth) for depth in attention.depths(span.parents)]
@@ -300,7 +303,7 @@ def _positions(span: Span) -> list[int]:
 
 
 def _turned(positions: Listing[int], showing: Listing[tuple[int, Span]], layout: Layout) -> Tensor | None:
-    """See `Step.turned`. showing: spans with images, and their first tokens in the step."""
+    """See `Step.turned`. showing: spans with images, and the index of their first tokens in the step."""
     axes = []
     for axis in range(1, AXES):
         axes.append([*positions])
@@ -314,7 +317,8 @@ def _turned(positions: Listing[int], showing: Listing[tuple[int, Span]], layout:
 
 
 def _firsts(positions: Listing[int], early: Listing[tuple[int, Span]], layout: Layout) -> Tensor | None:
-    """See `Step.firsts`. early: spans whose first pool begins with an image or before it, and their first tokens in the step."""
+    """See `Step.firsts`. early: spans whose first pool begins within an image or before it, and the index of their first tokens in
+    the step."""
     back, axes = layout.members - 1, []
     for axis in range(AXES):
         axes.append([max(0, position - back) for position in positions])
@@ -329,14 +333,14 @@ def _firsts(positions: Listing[int], early: Listing[tuple[int, Span]], layout: L
 
 
 def _marks(first: int, span: Span) -> Iterator[tuple[Picture, list[int], list[int]]]:
-    """Images that some of a span's tokens are of: which of the step's tokens, and the numbers of their features."""
+    """Images that some of a span's tokens belong to: the tokens' indexes in the step, and those of their features."""
     assert span.sequence.pictures is not None
     for picture, places, numbers in span.sequence.pictures.between(span.start, span.start + len(span.tokens)):
         yield picture, [first + place - span.start for place in places], numbers
 
 
 def _last(spans: Listing[Span], starts: Listing[int], layout: Layout) -> LastTokens | None:
-    """See `Step.last`. None: of a tree some nodes are wanted."""
+    """See `Step.last`. None: only some nodes of a tree are wanted."""
     asked = [(span, start + len(span.tokens)) for span, start in zip(spans, starts, strict=True) if span.wanted]
     if any(span.parents is not None and span.wanted < len(span.tokens) for span, _ in asked):
         return None
@@ -356,7 +360,7 @@ def _last(spans: Listing[Span], starts: Listing[int], layout: Layout) -> LastTok
 
 
 def _fill_in(step: Step, spans: Listing[Span], starts: Listing[int], picked: Picked) -> None:
-    """Tokens that only the device knows. Where none could be picked, what is computed is thrown away."""
+    """Fills in tokens that only the device knows. Where none could be sampled, the result is thrown away."""
     pairs = [(start, span.source) for span, start in zip(spans, starts, strict=True) if span.source >= 0]
     if pairs:
         places, sources = lists_to_device(picked.tokens.device, *zip(*pairs, strict=True))
@@ -364,7 +368,7 @@ def _fill_in(step: Step, spans: Listing[Span], starts: Listing[int], picked: Pic
 
 
 def _tables(spans: Listing[Span], picked: Picked | None) -> list[list[int]]:
-    """The pages that each span sees. picked: who continues whom, if the host may wait for that."""
+    """The page table of each span. picked: which beam each heir continues, if the host may wait for that."""
     if picked is None:
         return [span.sequence.pages for span in spans]
     assert picked.parents is not None
@@ -373,13 +377,15 @@ def _tables(spans: Listing[Span], picked: Picked | None) -> list[list[int]]:
 
 
 def _inherit(step: Step, rows: Listing[attention.Row], spans: Listing[Span], size: int, picked: Picked) -> None:
-    """Those pages of a front that not all of its beams have, on the device, where it is known who continues whom."""
+    """Fills in, on the device, where it is known which beam each heir continues, the pages of a front that its beams don't all
+    share."""
     assert not isinstance(step.attention, shared_prefixes.Plan | batch_invariant.Plan)
     assert picked.parents is not None
     offsets = [0, *accumulate(work_list.width(row, size) for row in rows)]
     tables: list[int] = []  # of every front's beams
-    wanted: list[tuple[int, int, int, int]] = []  # per page: its place; its span's source; of the first beam; how far to the next's
-    begins: dict[BeamFront, int] = {}  # where a front's tables do
+    # per page: its place; its span's source; index of the first beam's page; stride to the next beam's
+    wanted: list[tuple[int, int, int, int]] = []
+    begins: dict[BeamFront, int] = {}  # where a front's tables begin
     for offset, span in zip(offsets, spans, strict=False):
         if span.front is None:
             continue
@@ -396,8 +402,8 @@ def _inherit(step: Step, rows: Listing[attention.Row], spans: Listing[Span], siz
 
 
 def follow(before: Step, spans: Listing[Span], layout: Layout) -> Step | None:
-    """The step of one token more for each span of `before`, which wanted one row each, and in their order; much sooner made than by
-    `plan`. None if it can't be. For a few tokens: see `shared_prefixes.follow`."""
+    """The step of one more token for each span of `before`, which wanted one row each, in their order; much cheaper than `plan`.
+    None if that is not possible. For a few tokens: see `shared_prefixes.follow`."""
     if type(before.attention) is not shared_prefixes.Plan or before.adapters is not None:
         return None
     rows = before.rows.tolist()
@@ -413,7 +419,7 @@ def follow(before: Step, spans: Listing[Span], layout: Layout) -> Step | None:
 
 
 def _step(lists: _Lists, attended: ragged.Plan, layout: Layout, lengths: tuple[int, ...] = (), states: Listing[int] = ()) -> Step:
-    """lengths: of spans, with `states`: see `_states`; (): nobody asks for them."""
+    """lengths, states: of recurrent layers, see `_states`; (): there are none."""
     parts = (lists.tokens, lists.positions, lists.slots, lists.wanted, lists.numbers, states, lists.before)
     buffer = list_to_device(layout.device, [*chain(*parts)])
     tokens, positions, slots, rows, adapters, own, before = torch.split(buffer, [*map(len, parts)])
@@ -423,8 +429,8 @@ def _step(lists: _Lists, attended: ragged.Plan, layout: Layout, lengths: tuple[i
 
 
 def _states(spans: Listing[Span], order: Listing[int], room: Room | None) -> tuple[tuple[int, ...], list[int]]:
-    """What `gated_delta.Spans` has: lengths of spans, in that order; where they begin, their slots, whether they are fresh, and how
-    many tokens of each are no guesses."""
+    """The fields of `gated_delta.Spans`: lengths of spans, in that order; then their starts, their state slots, whether they are
+    fresh, and how many tokens of each are not drafts."""
     own = [spans[i] for i in order]
     unused = room.tokens - len(own) if room is not None else 0
     lengths = (*(len(span.tokens) for span in own), *[1] * unused)
@@ -435,7 +441,7 @@ def _states(spans: Listing[Span], order: Listing[int], room: Room | None) -> tup
 
 
 def _before(spans: Listing[Span], order: Listing[int], count: int, before: NgramContext) -> list[int]:
-    """See `Step.before`. count: of spans, with those of padding."""
+    """See `Step.before`. count: number of spans, padding included."""
     found = [token for i in order for token in before.of(spans[i])]
     return found + [before.end] * (count * before.count - len(found))
 

@@ -1,6 +1,6 @@
-"""Reads this rank's slices of a checkpoint. Knows safetensors and names, no model.
+"""Checkpoint reader: reads this rank's slices of the weights from safetensors files. Knows names, no model.
 
-`Weights` reads a folder in Hugging Face's layout; `DummyWeights` has the same method and makes numbers up from the names.
+`Weights` reads a folder in Hugging Face's layout; `DummyWeights` has the same methods and makes random numbers from the names.
 """
 
 import json
@@ -18,11 +18,11 @@ from .models.shape import Unsupported
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-Progress = Callable[[int], None]  # is told how many elements were read since the last call
+Progress = Callable[[int], None]  # called with the number of elements read since the last call
 
 
 class Source(Protocol):
-    """Where weights come from."""
+    """A source of weights."""
 
     dtype: torch.dtype
     device: torch.device
@@ -31,21 +31,21 @@ class Source(Protocol):
     def tensor(
         self, name: str, shape: tuple[int, ...], cut: tuple[int, int, int] | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """The tensor `name`, whose full shape must be `shape`, on the device and in `dtype`, if not that of the source.
+        """The tensor `name`, whose full shape must be `shape`, on the device and in `dtype`, by default the source's.
 
-        cut: (dimension, start, stop) reads only that slice; what lies beyond the tensor's end is zero.
-        Raises Unsupported, in one line with the remedy, if it isn't there or has another shape.
+        cut: (dimension, start, stop) reads only that slice; beyond the tensor's end it is zero. Raises Unsupported, in one line
+        with the remedy, if it isn't there or has another shape.
         """
 
     def stored(self, name: str, kinds: tuple[str, ...]) -> Tensor:
-        """The tensor `name` as it is stored, which must be as one of safetensors' kinds of numbers, on the device of the source.
-        That it was read, `progress` is to be told by who knows how many weights it holds."""
+        """The tensor `name` as stored, in one of safetensors' dtypes `kinds`, on the device of the source. The caller, who knows
+        how many weights it holds, reports to `progress`."""
 
     def has(self, name: str, shape: tuple[int, ...] | None = None) -> bool:
-        """Whether there is such a tensor, or one of that shape, where nobody could know without looking."""
+        """Whether there is such a tensor, or one of that shape, where that is not known without looking."""
 
     def scale(self, name: str, size: int) -> Tensor | None:
-        """A number for each of `size`, [size] float32, where the checkpoint has it: as many, or one for all. Else None."""
+        """A scale for each of `size`, [size] float32, if the checkpoint has it: as many, or one for all. Else None."""
 
 
 class Weights:
@@ -65,7 +65,7 @@ class Weights:
         """See Source."""
         stored = self._stored(self._place(name), name, "get_slice")
         found, kind = tuple(stored.get_shape()), stored.get_dtype()
-        if kind not in ("F64", "F32", "F16", "BF16"):  # two numbers in a byte have another shape besides
+        if kind not in ("F64", "F32", "F16", "BF16"):  # two numbers in a byte also have another shape
             what = "by config.json it is not quantized, or no matrix of a layer, of which alone few bits are read"
             raise Unsupported(f"tensor {name} is stored as {kind}, and {what}: {AGAIN}")
         if found != shape:
@@ -150,7 +150,7 @@ class DummyWeights:
         raise Unsupported(f"there is no {name} among random weights")
 
     def has(self, name: str, shape: tuple[int, ...] | None = None) -> bool:
-        """See Source. Only what is asked for."""
+        """See Source. There are only tensors that are asked for."""
         return False
 
     def scale(self, name: str, size: int) -> Tensor | None:
@@ -159,7 +159,7 @@ class DummyWeights:
 
 
 def _places(folder: Path) -> dict[str, Path]:
-    """Which file each tensor is in. As in transformers, a single file counts more than an index."""
+    """Which file each tensor is in. As in transformers, a single file takes precedence over an index."""
     single, index = folder / SINGLE, folder / INDEX
     if single.is_file():
         return dict.fromkeys(_names(single), single)
@@ -194,14 +194,14 @@ def _names(path: Path) -> list[str]:
 
 
 def sliced(stored: Any, cut: tuple[int, int, int] | None) -> Tensor:
-    """What `Source.tensor` cuts out; stored: a tensor, or one of safetensors' slices."""
+    """The slice `cut` of `Source.tensor`; stored: a tensor, or one of safetensors' slices."""
     if cut is None:
         return stored[:]  # type: ignore[no-any-return]
     dimension, start, stop = cut
     part: Tensor = stored[(*[slice(None)] * dimension, slice(start, stop))]
     lacking = stop - start - part.shape[dimension]
     if not lacking:
-        # A slice of columns is a view of a larger tensor: the copy lets that go.
+        # A slice of columns is a view of a larger tensor: the copy frees that.
         return part.contiguous()
     padding = list(part.shape)
     padding[dimension] = lacking

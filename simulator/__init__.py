@@ -1,1 +1,3 @@
-"""Replays traces of requests against the router's own scheduler, with shards that only count: `python -m penstock.simulator`."""
+"""Simulator: replays traces of requests against the router's own scheduler, with shards that only count: `python -m
+penstock.simulator`.
+"""

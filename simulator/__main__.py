@@ -1,4 +1,6 @@
-"""`python -m penstock.simulator`: what a policy does to a trace, without a model and in a fraction of its time."""
+"""Command line of the simulator, `python -m penstock.simulator`: what a policy does to a trace, without a model and in a fraction
+of its time.
+"""
 
 import argparse
 import dataclasses
@@ -30,10 +32,10 @@ every time. What a trace file looks like: the beginning of simulator/trace.py.""
 
 
 class Parser(argparse.ArgumentParser):
-    """Mistakes are one line."""
+    """An argument parser that reports mistakes in one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Exit code 2."""
+        """Exits with code 2."""
         self.exit(2, f"penstock simulate: error: {message}\n")
 
 
@@ -70,7 +72,7 @@ def _show(text: str) -> None:
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        # `penstock simulate | head`. Python would complain once more when it flushes at its end.
+        # `penstock simulate | head`. Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -78,7 +80,7 @@ def _show(text: str) -> None:
 
 
 def asked(options: argparse.Namespace) -> list[Request]:
-    """Those that are read or generated. Raises ValueError if there is none, or if one never comes."""
+    """The requests that are read or generated. Raises ValueError if there is none, or if one never comes."""
     if options.trace:
         requests = trace.read(options.trace)[: options.requests]
         if not requests:
@@ -95,13 +97,13 @@ def asked(options: argparse.Namespace) -> list[Request]:
 
 
 def workload(options: argparse.Namespace) -> Workload:
-    """What is to be generated."""
+    """The workload to generate."""
     given = {field.name: getattr(options, field.name) for field in dataclasses.fields(Workload)}
     return Workload(**given | {"requests": options.requests or 1000})
 
 
 def setting(options: argparse.Namespace) -> Setting:
-    """The server that is simulated."""
+    """The simulated server."""
     machine = MACHINES[options.machine]
     speed = options.cost or machine.speed
     bounds = Bounds(
@@ -123,7 +125,7 @@ def setting(options: argparse.Namespace) -> Setting:
 
 
 def policy(options: argparse.Namespace, speed: Speed, bounds: Bounds) -> Policy:
-    """What --policy says. Its model of cost begins with one measured step, as the router's does."""
+    """The policy given by --policy. Its cost model starts from one measured step, as the router's does."""
     if options.policy == "pause":
         return Pause(bounds.step_tokens, options.waiting_served_ratio, options.max_waiting_tokens)
     cost = Cost(bounds.step_tokens, speed.sample(bounds.step_tokens))
@@ -145,7 +147,7 @@ def limit(text: str) -> int:
 
 
 def between(least: float, most: float, above: bool = False) -> Callable[[str], float]:
-    """A number from `least`, or above it, up to `most`."""
+    """A parser for numbers from `least`, or above it, up to `most`."""
 
     def number(text: str) -> float:
         try:
@@ -161,7 +163,7 @@ def between(least: float, most: float, above: bool = False) -> Callable[[str], f
 
 
 def speed(text: str) -> Speed:
-    """Five numbers."""
+    """Parses the five numbers of --cost."""
     try:
         step, token, prompt_key, decode_key, row = (float(part) for part in text.split(","))
     except ValueError:

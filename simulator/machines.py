@@ -1,4 +1,4 @@
-"""How fast a model on a device is: numbers to simulate with. Knows no scheduler."""
+"""Cost models of a model on a device: numbers to simulate with. Knows no scheduler."""
 
 from dataclasses import dataclass
 
@@ -9,16 +9,16 @@ PAGE = 16  # tokens
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """How long a step takes, in seconds."""
+    """A linear cost model of a step, in seconds."""
 
-    step: float  # every one
-    token: float  # for each query token
-    prompt_key: float  # for each key that a prompt's token sees
-    decode_key: float  # for each key that a decode's token sees: these are read for one token only
-    row: float  # for each token that is sampled
+    step: float  # per step
+    token: float  # per query token
+    prompt_key: float  # per key that a prompt's token attends to
+    decode_key: float  # per key that a decode's token attends to: these are read for one token only
+    row: float  # per sampled token
 
     def seconds(self, done: Outcome) -> float:
-        """Of a step."""
+        """Seconds of a step."""
         tokens = done.prompt_tokens + done.decode_tokens
         if not tokens:
             return 0.0
@@ -26,7 +26,7 @@ class Speed:
         return self.step + self.token * tokens + keys + self.row * done.rows
 
     def sample(self, tokens: int) -> float:
-        """Seconds of one prompt of so many tokens: what the router measures before it begins."""
+        """Seconds of one prompt of `tokens` tokens: what the router measures at warm-up."""
         return self.seconds(Outcome(prompt_tokens=tokens, prompt_keys=tokens * (tokens + 1) // 2, rows=1))
 
 
@@ -41,7 +41,7 @@ class Machine:
 
     @property
     def tokens(self) -> int:
-        """That its memory holds, in pages of any size."""
+        """Tokens that its memory holds, in pages of any size."""
         return self.pages * PAGE
 
 

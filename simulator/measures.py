@@ -1,4 +1,4 @@
-"""What a replay measures. Knows seconds and counts; no scheduler."""
+"""Metrics of a replay: latencies, throughput, pool use. Knows seconds and counts; no scheduler."""
 
 import bisect
 import itertools
@@ -12,31 +12,31 @@ ALL = "all"
 
 
 class Values:
-    """Numbers, each with a weight, and their percentiles, exactly."""
+    """Weighted numbers, and their exact percentiles."""
 
     def __init__(self) -> None:
         self._values = array("d")
         self._weights = array("q")
 
     def add(self, value: float, weight: int = 1) -> None:
-        """So many times this value."""
+        """Adds a value with a weight."""
         if weight > 0:
             self._values.append(value)
             self._weights.append(weight)
 
     @property
     def count(self) -> int:
-        """Weights, summed."""
+        """Sum of the weights."""
         return sum(self._weights)
 
     @property
     def mean(self) -> float:
-        """0 if there is none."""
+        """Weighted mean; 0 if there are no values."""
         total = sum(value * weight for value, weight in zip(self._values, self._weights, strict=True))
         return total / self.count if self.count else 0.0
 
     def percentiles(self, shares: tuple[float, ...] = PERCENTILES) -> list[float]:
-        """For each share the smallest value that at least this share does not exceed. Zeros if there is none."""
+        """For each share, the smallest value that at least this share does not exceed. Zeros if there are no values."""
         if not self._values:
             return [0.0] * len(shares)
         order = sorted(range(len(self._values)), key=self._values.__getitem__)
@@ -46,11 +46,11 @@ class Values:
 
 @dataclass(slots=True)
 class Service:
-    """What the requests of one priority got."""
+    """Quality of service of the requests of one priority."""
 
     ttft: Values = field(default_factory=Values)  # seconds from arrival to the first token
-    itl: Values = field(default_factory=Values)  # seconds between tokens of a choice, each gap for itself
-    pace: Values = field(default_factory=Values)  # seconds per token after the first, a request's mean
+    itl: Values = field(default_factory=Values)  # seconds between tokens of a choice, one value per gap
+    pace: Values = field(default_factory=Values)  # seconds per token after the first, the mean of a request
     queue: Values = field(default_factory=Values)  # seconds from arrival to the first step that computed something of it
     whole: Values = field(default_factory=Values)  # seconds from arrival to the end
     finished: int = 0
@@ -59,7 +59,7 @@ class Service:
 
 @dataclass(slots=True)
 class Sample:
-    """The state at a moment, for plots."""
+    """Time series of the server's state, for plots."""
 
     seconds: "array[float]" = field(default_factory=lambda: array("d"))
     held: "array[float]" = field(default_factory=lambda: array("d"))  # share of the pages
@@ -69,7 +69,7 @@ class Sample:
 
 
 class Measures:
-    """Everything about one run. Goals in seconds: a request is good if its first token and its pace keep them."""
+    """All metrics of one run. Goals in seconds: a request is good if its first token and its pace meet them."""
 
     def __init__(self, pages: int, ttft_goal: float = 2.0, itl_goal: float = 0.1) -> None:
         self.services: dict[str, Service] = {ALL: Service()}
@@ -79,7 +79,7 @@ class Measures:
         self.steps = self.prompt_tokens = self.restored_tokens = self.cached_tokens = self.output_tokens = 0
         self.pauses = 0
         self.impossible = 0  # requests that could never fit
-        self.refused = 0  # as too many were in flight
+        self.refused = 0  # because too many were in flight
         self.busy = 0.0  # seconds in which the shards computed
         self._pages = pages
         self._goals = ttft_goal, itl_goal
@@ -107,7 +107,7 @@ class Measures:
             service.ttft.add(ttft)
 
     def gap(self, priority: str, seconds: float, count: int) -> None:
-        """So many choices waited so long for their next token."""
+        """`count` choices waited so long for their next token."""
         for service in self.of(priority):
             service.itl.add(seconds, count)
 
@@ -121,7 +121,7 @@ class Measures:
         self.output_tokens += done.rows
 
     def finish(self, priority: str, ttft: float, whole: float, tokens: int) -> None:
-        """A request is answered: so many tokens of its longest choice."""
+        """A request is answered, with `tokens` tokens in its longest choice."""
         pace = (whole - ttft) / (tokens - 1) if tokens > 1 else 0.0
         good = ttft <= self._goals[0] and pace <= self._goals[1]
         for service in self.of(priority):
@@ -132,7 +132,7 @@ class Measures:
                 service.pace.add(pace)
 
     def sample(self, now: float, free: int, cached: int, running: int, waiting: int) -> None:
-        """After a step, and when an idle server wakes: what is said of the moments since the sample before."""
+        """Records the state after a step, and when an idle server wakes: it holds for the time since the sample before."""
         samples = self.samples
         samples.seconds.append(now)
         samples.held.append(1 - free / self._pages)
@@ -141,7 +141,7 @@ class Measures:
         samples.waiting.append(waiting)
 
     def mean(self, values: "array[float]") -> float:
-        """Of a sampled value, over time."""
+        """Mean of a sampled value, over time."""
         seconds = self.samples.seconds
         if len(seconds) < 2:
             return values[-1] if values else 0.0

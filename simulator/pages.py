@@ -1,10 +1,11 @@
-"""Pages as counts: a pool with a prefix trie in which nothing is per page. Knows paths and numbers; no group, no token.
+"""Simulated KV page pool with a prefix cache, as counts: a trie without objects per page. Knows paths and numbers; no group, no
+token.
 
 Content that may be shared is a path of named segments. A segment is a `Chain` of pages, of which the first so many exist, and the
 first so many of those are held. Whoever holds a page holds all pages before it, so that a few integers per chain say everything.
 
-Unused chains are evicted least recently used first, each from its end. A chain's unused end counts as used whenever somebody lets
-go of its beginning: the one difference to a trie that knows single pages.
+Unused chains are evicted least recently used first, each from its end. A chain's unused end counts as used whenever somebody
+releases its beginning: the one difference to a trie that knows single pages.
 """
 
 from collections.abc import Hashable, Iterable, Iterator
@@ -24,23 +25,23 @@ class Chain:
     start: int
     end: int  # pages from start to here exist
     pinned: int  # those from start to here are held
-    holds: dict[int, int] = field(default_factory=dict)  # how many hold up to this position
+    holds: dict[int, int] = field(default_factory=dict)  # by position: number of holds up to there
     children: "dict[tuple[int, Hashable], Chain]" = field(default_factory=dict)
     users: int = 0  # holds that have it in their path
 
 
 @dataclass(slots=True, eq=False)
 class Hold:
-    """What one sequence, or the common part of several, has: full pages of a path, and perhaps a page that is not full yet."""
+    """What one sequence, or the common part of several, holds: full pages of a path, and perhaps a page that is not full yet."""
 
-    path: list[tuple[Chain, int]]  # and the position up to which it is followed
-    start: int  # pages before this are another hold's concern
+    path: list[tuple[Chain, int]]  # each with the position up to which it is followed
+    start: int  # pages before this belong to another hold
     pages: int  # position: full pages from start to here are held
-    own: int = 0  # pages that nobody else can see: 0 or 1
+    own: int = 0  # private pages: 0 or 1
 
     @property
     def held(self) -> int:
-        """Pages."""
+        """Pages held."""
         return self.pages - self.start + self.own
 
 
@@ -54,7 +55,8 @@ class Pages:
         self.evicted = 0  # so far
         self.caching = caching
         self._root = Chain(None, (0, None), 0, 0, 0)
-        self._stale: dict[Chain, None] = {}  # have pages that nobody holds. The least recently used first, children before parents
+        # chains with pages that nobody holds. The least recently used first, children before parents
+        self._stale: dict[Chain, None] = {}
 
     @property
     def free(self) -> int:
@@ -62,7 +64,7 @@ class Pages:
         return self.unused + self.cached
 
     def hold(self, names: Names, below: Hold | None = None, start: int = 0) -> Hold:
-        """A hold of nothing yet. `below`: what it continues, from page `start` on, where that one's path ends."""
+        """A hold of nothing yet. `below`: the hold that it continues, from page `start` on, where that one's path ends."""
         hold = Hold([], start, start)
         if self.caching:
             chain, position = below.path[-1] if below and below.path else (self._root, 0)
@@ -85,13 +87,13 @@ class Pages:
         return min(position, limit)
 
     def adopt(self, hold: Hold, position: int) -> None:
-        """Holds pages that are `known`. What it had begun to compute itself is given back."""
+        """Holds cached pages, up to `position`. A page that it had begun to compute itself is released."""
         self.unused += hold.own
         hold.own = 0
         self._follow(hold, position)
 
     def compute(self, hold: Hold, position: int, own: int) -> None:
-        """Takes what is missing of full pages up to `position`, which get known, and `own` pages beyond."""
+        """Allocates missing full pages up to `position`, which enter the cache, and `own` private pages beyond."""
         needed = position - hold.pages - hold.own + own
         assert needed <= self.free, f"pages overcommitted: {needed} are needed, {self.free} are free"
         self.unused += hold.own
@@ -100,7 +102,7 @@ class Pages:
         hold.own = own
 
     def release(self, hold: Hold) -> None:
-        """Nothing of it is held any more, and it is of no use."""
+        """Releases all of a hold, which is not used again."""
         self.unused += hold.own
         if not self.caching:
             self.unused += hold.pages - hold.start
@@ -112,14 +114,14 @@ class Pages:
         hold.path, hold.own, hold.pages = [], 0, hold.start
 
     def withdraw(self, hold: Hold, name: Hashable) -> None:
-        """Releases it, and nobody will find its last segment again, if that has this name: one that nobody shares."""
+        """Releases it, and drops its last segment from the cache, if that has this name: one that nobody shares."""
         chain = hold.path[-1][0] if hold.path else self._root
         self.release(hold)
         if chain.key[1] == name:
             self._wither(chain)
 
     def audit(self) -> None:
-        """Counts everything anew. AssertionError: the books are wrong."""
+        """Recounts everything. AssertionError: the books are wrong."""
         held = sum(chain.pinned - chain.start for chain in self.chains())
         cached = sum(chain.end - chain.pinned for chain in self.chains())
         assert cached == self.cached, "cached pages"
@@ -133,7 +135,7 @@ class Pages:
             assert chain.users or chain.children or chain.end > chain.start, "nobody needs it"
 
     def chains(self, below: Chain | None = None) -> Iterator[Chain]:
-        """All of them."""
+        """All chains."""
         for child in (below or self._root).children.values():
             yield child
             yield from self.chains(child)
@@ -146,7 +148,7 @@ class Pages:
         return child
 
     def _follow(self, hold: Hold, position: int) -> None:
-        """Holds all pages up to `position`, and makes those that do not exist."""
+        """Holds all pages up to `position`, and allocates those that do not exist."""
         if position <= hold.pages:
             return
         if not self.caching:
@@ -203,7 +205,7 @@ class Pages:
             self._drop(chain, chain.end - chain.pinned)
 
     def _drop(self, chain: Chain, count: int) -> None:
-        """The last pages of a chain become unused."""
+        """Frees the last pages of a chain."""
         chain.end -= count
         self.cached -= count
         self.unused += count
@@ -212,7 +214,7 @@ class Pages:
             self._forget(chain)
 
     def _forget(self, chain: Chain) -> None:
-        """Chains that are empty and that nobody follows are no more."""
+        """Removes chains that are empty and in no path."""
         while chain.parent is not None and not (chain.users or chain.children or chain.end > chain.start):
             chain.parent.children.pop(chain.key, None)
             chain = chain.parent

@@ -1,7 +1,7 @@
-"""Plays a trace against the router's scheduler, as the router's loop would, with shards that only count and a clock of its own.
+"""Replays a trace against the router's scheduler, like the router's loop, with simulated shards and a simulated clock.
 
-A step takes what `Speed` says. The next is asked for shortly before the one under way ends, so that the shards never wait, and
-whatever the scheduler decides acts one step late: as in router/steps.py.
+The duration of a step follows from `Speed`. The next is requested shortly before the one in flight ends, so that the shards never
+wait, and whatever the scheduler decides takes effect one step late: as in router/steps.py.
 """
 
 import time
@@ -17,19 +17,19 @@ from .measures import Measures
 from .shard import Asked, Continuations, IntegerShard, Outcome, Released, beginnings
 from .trace import Request
 
-LEAD = 0.01  # seconds before the end of a step when the next is asked for
+LEAD = 0.01  # seconds before the end of a step when the next is requested
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """The server that is simulated."""
+    """The simulated server."""
 
     speed: Speed
     bounds: Bounds
-    policy: Policy | None = None  # the scheduler's own, if there is none
+    policy: Policy | None = None  # by default, the scheduler's own
     prefix_caching: bool = True
-    concurrent: int = 0  # requests in flight from which on others are refused, but for tenants that have few; 0: no bound
-    lookahead: bool = True  # a step is asked for before the one under way has answered
+    concurrent: int = 0  # requests in flight from which on others are refused, but for tenants that have few; 0: no limit
+    lookahead: bool = True  # a step is requested before the one in flight is answered
     lead: float = LEAD
     ttft_goal: float = 2.0  # seconds; a request is good if it keeps both ...
     itl_goal: float = 0.1  # ... this one on average
@@ -44,14 +44,14 @@ class Live:
     asked: Asked
     left: int  # choices that have not ended
     started: float = -1.0  # when the first step began that computed something of it
-    first: float = -1.0  # its first token
-    last: float = -1.0  # its last token before it was paused
+    first: float = -1.0  # time of its first token
+    last: float = -1.0  # time of its last token before it was preempted
     continuations: Continuations = ()
 
 
 @dataclass(slots=True)
 class Underway:
-    """A command that was not answered."""
+    """A command in flight."""
 
     action: Action
     done: Outcome | Released
@@ -60,7 +60,7 @@ class Underway:
 
 
 class Replay:
-    """One run: `run` returns what was measured."""
+    """Replay of one trace: `run` returns its measures."""
 
     def __init__(self, setting: Setting, requests: Sequence[Request]) -> None:
         self.scheduler = Scheduler(setting.bounds, setting.policy) if setting.policy else Scheduler(setting.bounds)
@@ -73,21 +73,21 @@ class Replay:
         self._in_flight: Counter[str] = Counter()  # of these, by tenant; none has zero
         self._underway: deque[Underway] = deque()
         self._decoding: dict[str, int] = {}  # sequences that were in the last decode step and go on, by priority
-        self._steady: set[int] = set()  # their requests
-        self._joined: dict[int, Live] = {}  # requests that will be in the next one, but were not in the last
+        self._steady: set[int] = set()  # uids of their requests
+        self._joined: dict[int, Live] = {}  # requests that will be in the next decode step, but were not in the last
         self._ticked = 0.0  # when that ended
         self._now = 0.0
-        self._free = 0.0  # when the shards will have nothing to do
+        self._free = 0.0  # when the shards will be idle
 
     def run(self) -> Measures:
-        """Plays all of it."""
+        """Plays the whole trace."""
         began = time.perf_counter()
         while self._arrived < len(self._requests) or self._live:
             self._send(1)
             if not self._underway:
                 assert self._arrived < len(self._requests), "the scheduler sleeps while requests wait"
                 self._now = max(self._now, self._requests[self._arrived].arrival)
-                self._sample(self.shard.free, self.shard.pool.cached)  # until now nothing ran
+                self._sample(self.shard.free, self.shard.pool.cached)  # nothing ran until now
                 self._arrive()
                 continue
             oldest = self._underway[0]
@@ -142,7 +142,7 @@ class Replay:
     # Commands
 
     def _send(self, steps: int) -> None:
-        """Asks for what is next, until so many steps are under way."""
+        """Requests what is next, until `steps` steps are in flight."""
         while sum(not isinstance(one.action, Filter) for one in self._underway) < steps:
             action = self.scheduler.next()
             if action is None:
@@ -182,7 +182,7 @@ class Replay:
         self.measures.sample(self._now, free, cached, self.scheduler.running, self.scheduler.waiting)
 
     def _tokens(self, began: float, done: Outcome) -> None:
-        """Who got a token, and how long after the one before."""
+        """Records who got a token, and how long after the one before."""
         measures, now = self.measures, self._now
         measures.step(done, now - began)
         if done.decode_tokens:
@@ -247,7 +247,7 @@ class Replay:
 
 
 def report(done: Outcome, seconds: float) -> Report:
-    """A step in the scheduler's words."""
+    """A step as a report to the scheduler."""
     return Report(
         free=done.free,
         cached=done.cached,

@@ -1,4 +1,4 @@
-"""Measures as a table and as a picture. The picture needs matplotlib, which nothing else does."""
+"""Shows measures as a table and as a plot. The plot needs matplotlib, which nothing else does."""
 
 import importlib
 import re
@@ -8,7 +8,7 @@ from typing import Any
 
 from .measures import ALL, PERCENTILES, Measures, Service, Values
 
-POINTS = 130  # of a line in a picture
+POINTS = 130  # of a line in a plot
 
 
 class Missing(Exception):
@@ -16,7 +16,7 @@ class Missing(Exception):
 
 
 def table(measures: Measures) -> str:
-    """For people."""
+    """The measures as human-readable text."""
     samples, seconds = measures.samples, measures.seconds or 1.0
     left_out = [
         f"{count} {why}"
@@ -47,7 +47,7 @@ def table(measures: Measures) -> str:
 
 
 def names() -> list[str]:
-    """Of the percentiles."""
+    """Names of the percentiles."""
     return [f"p{share * 100:g}" if share < 1 else "most" for share in PERCENTILES]
 
 
@@ -76,13 +76,13 @@ def plotter() -> Any:
     except ImportError:
         raise Missing("--plot needs matplotlib, which is not installed: pip install -e '.[bench]' in the checkout") from None
     matplotlib.use("svg")
-    # Text as text, and nothing of this moment in the file: small, and the same for the same numbers.
+    # Text as text, and no timestamps in the file: small, and identical for the same numbers.
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "penstock", "path.simplify_threshold": 1.0})
     return importlib.import_module("matplotlib.pyplot")
 
 
 def plot(runs: Mapping[str, Measures], path: Path, title: str = "") -> None:
-    """Four pictures, one line in each for every run: how long clients wait, and what the server is doing meanwhile."""
+    """Four plots, each with one line per run: how long clients wait, and the state of the server meanwhile."""
     pyplot = plotter()
     figure, ((first, between), (held, waiting)) = pyplot.subplots(2, 2, figsize=(10, 6.5), layout="constrained")
     for name, measures in runs.items():

@@ -1,11 +1,12 @@
-"""A shard that only counts: it executes what the scheduler asks and answers what shards would. Strict: what a shard could not do,
-or a router should not ask, is an AssertionError.
+"""Simulated shard: executes the scheduler's commands by counting tokens and pages, and replies as shards do. Strict: what a shard
+could not do, or a router should not request, is an AssertionError.
 
     shard = IntegerShard(pages, page_size)
     prefill(new, chunks, tokens, decode), decode() -> Outcome        filter(drop, pause, end) -> Released
 
-A step costs what changes in it, not what runs. Sequences that decode advance together, so one counter of decode steps says how far
-each of them is, and a calendar by that counter says when one needs a page, may soon need another, or ends.
+The cost of simulating a step depends on what changes in it, not on what runs. Decoding sequences advance together, so one counter
+of decode steps gives the progress of each, and a calendar by that counter holds when one needs a page, may soon need another, or
+ends.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
@@ -20,17 +21,17 @@ Continuations = tuple[tuple[int, int], ...]  # (choice, generated tokens)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A group as it joins."""
+    """A request that joins, as the simulated shard needs it."""
 
     uid: int
     prompt: int  # tokens
     most: int  # generated tokens of each choice
     choices: int = 1
-    ends_at: Sequence[int] = ()  # of each choice: the generated tokens after which it ends by itself; 0, or none here: never
-    # What others may share of it, in order: (name of the content, tokens up to which). With one choice it may reach beyond the
-    # prompt: into the answer, of which a later prompt is the continuation.
+    ends_at: Sequence[int] = ()  # of each choice: the generated tokens after which it ends by itself; 0, or missing: never
+    # Shareable content, in order: (name of the content, tokens up to which). With one choice it may reach beyond the prompt: into
+    # the answer, of which a later prompt is the continuation.
     prefix: Sequence[tuple[Hashable, int]] = ()
-    continuations: Sequence[tuple[int, int]] = ()  # of a group that was paused: `Released.continuations`
+    continuations: Sequence[tuple[int, int]] = ()  # of a preempted group: `Released.continuations`
 
     def limit(self, choice: int) -> int:
         """Generated tokens with which a choice ends."""
@@ -39,7 +40,7 @@ class Asked:
 
 
 def beginnings(asked: Asked, page_size: int) -> list[tuple[int, int]]:
-    """Those of its prompt, as router/prefix_keys.py has them: (tokens, key) for each page that others may share."""
+    """Keys of its prompt's prefixes, like router/prefix_keys.py: (tokens, key) for each page that others may share."""
     found, chain, pages = list[tuple[int, int]](), 0, 0
     for name, tokens in asked.prefix:
         begin, end = pages, min(tokens, asked.prompt - 1) // page_size
@@ -51,35 +52,35 @@ def beginnings(asked: Asked, page_size: int) -> list[tuple[int, int]]:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a step did: the numbers of a reply, and what only a simulation can know."""
+    """What a step did: the numbers of a reply, and some that only a simulation knows."""
 
     free: int = 0
     cached: int = 0
-    uids: list[int] = field(default_factory=list)  # groups that live on and whose standing has changed ...
+    uids: list[int] = field(default_factory=list)  # groups that go on and whose standing has changed ...
     held: list[int] = field(default_factory=list)
     grow: list[int] = field(default_factory=list)
     lacking: list[int] = field(default_factory=list)
     finished: list[tuple[int, int]] = field(default_factory=list)  # (uid, choice) that ended by themselves
     failed: list[int] = field(default_factory=list)
     prompt_tokens: int = 0
-    restored_tokens: int = 0  # those of them that restore paused groups
-    cached_tokens: int = 0  # of prompts, that were found instead
+    restored_tokens: int = 0  # of these, tokens that resume preempted groups
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
     decode_tokens: int = 0
     prompt_keys: int = 0
     decode_keys: int = 0
     rows: int = 0  # new tokens
     computed: dict[int, int] = field(default_factory=dict)  # tokens of prompts, by uid
     first: list[int] = field(default_factory=list)  # groups whose choices all got their first token
-    restored: list[int] = field(default_factory=list)  # groups that go on decoding with the next step
+    restored: list[int] = field(default_factory=list)  # resumed groups that decode from the next step on
 
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """What a Filter did."""
+    """Reply to a Filter: free pages, and what resumes preempted groups."""
 
     free: int
     cached: int
-    paused: list[tuple[int, int, int]]  # (uid, grow, lacking) of those that were known
+    paused: list[tuple[int, int, int]]  # (uid, grow, lacking) of known ones
     continuations: dict[int, Continuations]  # of these
 
 
@@ -91,7 +92,7 @@ class Tail:
     choice: int
     hold: Hold
     computed: int  # tokens, prompt included, at decode step `since`
-    target: int  # of them before it decodes
+    target: int  # computed tokens before it decodes
     stop: int  # ... with which it ends
     last: int  # ... that it can have at most
     since: int = 0
@@ -104,8 +105,8 @@ class Group:
     """A request on the shard."""
 
     asked: Asked
-    base: Hold  # the prompt's full pages and, until the choices part, the one after; of a single choice everything
-    goal: int  # tokens to be computed in `base` before it decodes or the choices part
+    base: Hold  # the prompt's full pages and, until the choices fork, the one after; of a single choice everything
+    goal: int  # tokens to be computed in `base` before it decodes or the choices fork
     worst: int  # pages until it decodes and for two steps after
     computed: int = 0
     decodes: bool = False
@@ -115,7 +116,7 @@ class Group:
 
     @property
     def held(self) -> int:
-        """Pages."""
+        """Pages held."""
         if self.asked.choices == 1:
             return self.base.held
         return self.base.held + sum(tail.hold.held for tail in self.tails.values())
@@ -134,7 +135,7 @@ class Group:
 
 
 class IntegerShard:
-    """Any number of groups over a pool of pages."""
+    """A simulated shard: any number of groups over a pool of pages."""
 
     def __init__(self, pages: int, page_size: int, prefix_caching: bool = True) -> None:
         self.page_size = page_size
@@ -146,7 +147,7 @@ class IntegerShard:
         self.failing: set[int] = set()  # groups that will fail in the next step that they are part of
         self._resumes: dict[int, Continuations | None] = {}  # all groups that ever were here; None: it is here or has ended
         self._tick = 0  # decode steps
-        self._keys = 0  # computed tokens of all that decode
+        self._keys = 0  # computed tokens of all decoding sequences
         self._calendar: dict[int, list[Tail]] = {}
         self._changed: dict[Group, None] = {}
 
@@ -156,12 +157,12 @@ class IntegerShard:
         return self.pool.free
 
     def expect(self, uid: int, continuations: Continuations) -> None:
-        """A group that is not known here will join with these: it was computed on another shard, which is lost."""
+        """Announces a group that will join with these continuations: it was computed on another shard, which is lost."""
         self._resumes.setdefault(uid, continuations)
 
     def prefill(self, new: Iterable[Asked], chunks: Sequence[tuple[int, int]], tokens: int, decode: bool) -> Outcome:
         """`new` groups join. `chunks` (uid, most tokens of it) are computed in this order as long as `tokens` last, then once more
-        without their bounds. With `decode`, all groups that decoded before ride along."""
+        without their bounds. With `decode`, all groups that decoded before decode in the same step."""
         assert chunks, "a Prefill without prompts"
         assert tokens > 0, "a Prefill without tokens"
         assert all(most > 0 for _, most in chunks), "a chunk of nothing"
@@ -175,7 +176,7 @@ class IntegerShard:
         return self._step((), 0, True)
 
     def filter(self, drop: Iterable[int] = (), pause: Iterable[int] = (), end: Iterable[tuple[int, int]] = ()) -> Released:
-        """Forgets groups, ends single choices, takes pages back: in this order. Unknown ones are ignored."""
+        """Drops groups, ends single choices, preempts groups: in this order. Unknown ones are ignored."""
         for uid in drop:
             self._leave(uid)
         for uid, choice in end:
@@ -192,7 +193,7 @@ class IntegerShard:
         return Released(self.pool.free, self.pool.cached, paused, continuations)
 
     def audit(self) -> None:
-        """Counts everything anew, slowly. AssertionError: the books are wrong."""
+        """Recounts everything, slowly. AssertionError: the books are wrong."""
         self.pool.audit()
         holds = [group.base for group in self.groups.values()]
         holds += [tail.hold for group in self.groups.values() if group.asked.choices > 1 for tail in group.tails.values()]
@@ -257,7 +258,7 @@ class IntegerShard:
         return self._pages(tokens) - asked.prompt // self.page_size
 
     def _generated(self, group: Group) -> Continuations:
-        """What a group that is paused resumes with."""
+        """What resumes a group that is preempted."""
         if not group.decodes:
             return tuple(group.asked.continuations) and tuple(
                 (choice, count) for choice, count in group.asked.continuations if choice not in group.ended
@@ -271,7 +272,7 @@ class IntegerShard:
         if group is not None:
             self._release(group)
         elif self._resumes[uid] is not None:
-            self._resumes[uid] = None  # it was paused, and is not wanted any more
+            self._resumes[uid] = None  # it was preempted, and is cancelled
         return group
 
     def _release(self, group: Group) -> None:
@@ -281,7 +282,7 @@ class IntegerShard:
         self._changed.pop(group, None)
 
     def _stop(self, tail: Tail) -> None:
-        """A choice goes. Its full pages are known to the trie."""
+        """Ends a choice. Its full pages stay in the trie."""
         if tail.due >= 0:
             self._publish(tail.hold, self._reached(tail))
             self._halt(tail)
@@ -289,7 +290,7 @@ class IntegerShard:
             self.pool.release(tail.hold)
 
     def _halt(self, tail: Tail) -> None:
-        """It decodes no more."""
+        """Stops it from decoding."""
         if tail.due >= 0:
             tail.computed = self._reached(tail)
             tail.due = -1
@@ -311,7 +312,7 @@ class IntegerShard:
             self._changed[group] = None
 
     def _fail(self, group: Group, outcome: Outcome) -> None:
-        """Nobody shall find what it has computed."""
+        """Fails a group: what it has computed leaves the cache."""
         outcome.failed.append(group.asked.uid)
         del self.groups[group.asked.uid]
         for tail in group.tails.values():
@@ -351,7 +352,7 @@ class IntegerShard:
         return found
 
     def _count(self, outcome: Outcome) -> None:
-        """Fills in what is left of the answer."""
+        """Completes the outcome."""
         used = outcome.prompt_tokens + outcome.decode_tokens
         self.steps += used > 0
         self.largest = max(self.largest, used)
@@ -369,7 +370,7 @@ class IntegerShard:
     # Prompts
 
     def _compute(self, group: Group, tokens: int, outcome: Outcome) -> int:
-        """Finds what is cached, computes at most so many tokens more, and says how many."""
+        """Finds what is cached, computes at most `tokens` more tokens, and returns how many."""
         if group.decodes:
             return 0
         self._changed[group] = None
@@ -420,7 +421,7 @@ class IntegerShard:
                 group.computed = group.goal
 
     def _part(self, group: Group) -> None:
-        """At the prompt's end the restored choices part: the first takes the page that is not full, the others copy it."""
+        """At the prompt's end resumed choices fork: the first takes the page that is not full, the others copy it."""
         if group.computed < group.goal:
             return
         for tail in group.tails.values():
@@ -436,7 +437,8 @@ class IntegerShard:
                 self.pool.compute(tail.hold, tail.hold.pages, 1)
 
     def _begin(self, group: Group, outcome: Outcome) -> None:
-        """All is computed: a fresh prompt gets its first tokens; whatever does not end with them decodes from the next step on."""
+        """All is computed: a fresh prompt gets its first tokens; choices that do not end with these decode from the next step
+        on."""
         asked, uid = group.asked, group.asked.uid
         group.decodes = True
         if asked.continuations:
@@ -460,14 +462,14 @@ class IntegerShard:
     # Decoding
 
     def _decode(self, tail: Tail) -> None:
-        """It advances with all others from now on."""
+        """It decodes from now on."""
         tail.since = self._tick
         self.decoding += 1
         self._keys += tail.computed
         self._enter(tail)
 
     def _enter(self, tail: Tail) -> None:
-        """Into the calendar: the next step at which its pages or its `grow` change, or at which it ends."""
+        """Enters it into the calendar: at the next step at which its pages or its `grow` change, or at which it ends."""
         size, computed = self.page_size, tail.computed
         held, soon = self._pages(computed), self._pages(min(computed + AHEAD, tail.last))
         tail.grow = soon - held
@@ -478,7 +480,7 @@ class IntegerShard:
         self._calendar.setdefault(tail.due, []).append(tail)
 
     def _advance(self, outcome: Outcome) -> list[Tail]:
-        """One token for every sequence that decodes. Returns those that end with it."""
+        """One token for every decoding sequence. Returns those that end with it."""
         outcome.decode_tokens = self.decoding
         outcome.rows += self.decoding
         self._tick += 1
@@ -505,7 +507,7 @@ class IntegerShard:
         return tail.computed + (self._tick - tail.since if tail.due >= 0 else 0)
 
     def _publish(self, hold: Hold, computed: int) -> None:
-        """The hold shall have the pages of so many tokens. Full ones are known to the trie from now on."""
+        """Makes the hold cover the pages of so many tokens. Full ones are in the trie from now on."""
         full = computed // self.page_size
         own = 1 if computed % self.page_size else 0
         if (full, own) != (hold.pages, hold.own):
@@ -516,5 +518,5 @@ class IntegerShard:
 
 
 def _keys(position: int, tokens: int) -> int:
-    """Keys that so many tokens see which follow the first `position`: each sees itself, too."""
+    """Keys that `tokens` tokens attend to which follow the first `position`: each attends to itself, too."""
     return tokens * position + tokens * (tokens + 1) // 2

@@ -1,4 +1,4 @@
-"""Traces: which requests came when. Read from files, or generated from a seed. Knows no scheduler.
+"""Request traces: which requests come when. Read from files, or generated from a seed. Knows no scheduler.
 
 A trace is a file of JSON lines, one for each request:
 
@@ -6,8 +6,8 @@ A trace is a file of JSON lines, one for each request:
      "prefix": [["system", 300], ["chat 7", 908]]}
 
 arrival in seconds; prompt, output in tokens, `output` a list where the choices' lengths differ. All but the first three may be
-missing. `prefix` names content that requests have in common and the token up to which, from the beginning of the prompt; with one
-choice it may reach into the answer, which the prompt of a chat's next turn begins with.
+missing. `prefix` names content that requests share, each with the token where it ends, from the beginning of the prompt; with one
+choice it may reach into the answer, with which the prompt of a chat's next turn begins.
 
 Two public formats are read as well: Azure's LLM inference traces (CSV with TIMESTAMP, ContextTokens, GeneratedTokens) and
 Mooncake's (JSON lines with timestamp, input_length, output_length, hash_ids of blocks of 512 tokens).
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 PRIORITIES = ("interactive", "normal", "batch")
-BLOCK = 512  # tokens of one of Mooncake's hashes
+BLOCK = 512  # tokens per hash in Mooncake's traces
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +48,11 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What to generate."""
+    """Parameters of a generated trace."""
 
     requests: int = 1000
     rate: float = 4.0  # requests a second, on average
-    burstiness: float = 1.0  # of the gaps between arrivals, their coefficient of variation: 1 is Poisson, more comes in bursts
+    burstiness: float = 1.0  # coefficient of variation of the gaps between arrivals: 1 is Poisson, more comes in bursts
     wave: float = 0.0  # seconds of a period of which the first half has all the arrivals; 0: none
     prompt: int = 256  # tokens, median
     prompt_spread: float = 1.0  # sigma of the logarithm: 1 makes the 99th percentile ten times the median
@@ -60,7 +60,7 @@ class Workload:
     output_spread: float = 0.8
     longest_prompt: int = 4096
     longest_output: int = 1024
-    system_prompts: int = 0  # different ones; each request begins with one of them
+    system_prompts: int = 0  # number of different ones; each request begins with one of them
     system_tokens: int = 512  # length of each
     chat: float = 0.0  # share of requests that are the next turn of an earlier one
     think: float = 10.0  # seconds from a request to its next turn, at least
@@ -76,7 +76,7 @@ def generate(workload: Workload, seed: int = 0) -> list[Request]:
 
 
 def _requests(workload: Workload, dice: random.Random) -> Iterator[Request]:
-    chats: list[tuple[float, Request]] = []  # earlier requests that may go on, and since when
+    chats: list[tuple[float, Request]] = []  # earlier requests that may be continued, and since when
     names = 0
     for arrival in _arrivals(workload, dice):
         chat = None
@@ -148,7 +148,7 @@ def faster(requests: list[Request], factor: float) -> list[Request]:
 
 
 def write(requests: Iterable[Request], path: Path) -> None:
-    """As JSON lines."""
+    """Writes a trace as JSON lines."""
     with path.open("w", encoding="utf-8") as file:
         for each in requests:
             line: dict[str, Any] = {
@@ -185,7 +185,7 @@ def read(path: Path) -> list[Request]:
 
 
 def _timely(request: Request) -> Request:
-    if not math.isfinite(request.arrival):  # JSON as Python reads it has NaN and Infinity, which nothing comes before or after
+    if not math.isfinite(request.arrival):  # JSON as Python reads it has NaN and Infinity, which can't be ordered or waited for
         raise ValueError(f"it arrives at {request.arrival}")
     return request
 
@@ -194,7 +194,7 @@ def _request(row: dict[str, Any]) -> Request:
     if "TIMESTAMP" in row:
         output = max(1, int(row["GeneratedTokens"]))
         moment = datetime.fromisoformat(row["TIMESTAMP"])
-        if moment.tzinfo is None:  # or it would be the time of wherever this runs, with its summer
+        if moment.tzinfo is None:  # else it would be taken as local time
             moment = moment.replace(tzinfo=UTC)
         return Request(moment.timestamp(), max(1, int(row["ContextTokens"])), (output,), output)
     if "input_length" in row:
