@@ -29,7 +29,7 @@ from penstock.kernels.linear import Invariance, Weight
 from penstock.kernels.work_list import Tile
 
 SECTION = "tuning"
-TILES, CUTS, PRODUCT, VECTOR = "paged_attention", "work.ITEMS_PER_PROCESSOR", "fused_product._shape", "fused_vector._shape"
+TILES, CUTS, PRODUCT, VECTOR = "paged_attention", "work_list.ITEMS_PER_PROCESSOR", "fused_skinny_gemm._shape", "fused_gemv._shape"
 # Rows, keys, warps, stages.
 ONE = [(64, 64, 4, 5), (16, 64, 4, 5), (16, 64, 4, 7), (16, 128, 4, 3), (16, 128, 4, 4), (16, 64, 2, 5), (16, 64, 8, 5)]
 FEW = [(64, 64, 4, 4), (64, 32, 4, 5), (64, 64, 8, 5), (64, 128, 8, 4)]
@@ -143,7 +143,7 @@ def _shapes(bench: Bench, what: str, usual: float, ours: Sequence[Call], add: bo
     for parts in fused_skinny_gemm.PARTS if add else (1,):
         with replaced(fused_skinny_gemm, "PARTS", (parts,)):
             if add:
-                _compare(bench, f"{what}: in {parts} parts", "fused_product._parts", usual, lambda: ours)
+                _compare(bench, f"{what}: in {parts} parts", "fused_skinny_gemm._parts", usual, lambda: ours)
             for *one, warps in PRODUCTS[:1] if bench.tiny else PRODUCTS:
                 with (
                     replaced(fused_skinny_gemm, "_shape", lambda *given, one=one: fused_skinny_gemm.Shape(*one)),

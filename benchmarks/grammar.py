@@ -104,15 +104,15 @@ def measure(grammars: Grammars, grammar: str, seconds: float) -> Result:
     compiled = time.perf_counter() - began
     chance = random.Random(1)
     masks: list[float] = []
-    end = time.perf_counter() + seconds / 2
+    end = time.perf_counter() + seconds / 3
     while time.perf_counter() < end:
         masks += walk(grammars, [beginning.copy()], chance)
     batches: list[float] = []
-    end = time.perf_counter() + seconds / 2
+    end = time.perf_counter() + seconds / 3
     while time.perf_counter() < end:
         batches += walk(grammars, [beginning.copy() for _ in range(64)], chance)
     chains: list[float] = []
-    end = time.perf_counter() + seconds / 2
+    end = time.perf_counter() + seconds / 3
     while time.perf_counter() < end:
         chains += guessed(grammars, [beginning.copy() for _ in range(16)], chance)
     return Result(compiled, masks, quantile(batches, 0.5), quantile(chains, 0.5))

@@ -44,7 +44,7 @@ from penstock.tests.shard.test_weights import Alone
 
 triton = pytest.importorskip("triton")
 fused_penalties = pytest.importorskip("penstock.kernels.fused_penalties")
-fused_product = pytest.importorskip("penstock.kernels.fused_skinny_gemm")
+skinny_gemm = pytest.importorskip("penstock.kernels.fused_skinny_gemm")
 
 FOLDER = Path(__file__).parents[2] / "demo"
 PROMPT = list(range(5, 65))  # so many that answers take pages
@@ -98,7 +98,7 @@ DRAFTED = ("greedy", "sampled", "penalties", "grammar")  # what drafts make anot
 @pytest.fixture
 def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
     """Inputs of products are cut, as those of larger models are."""
-    monkeypatch.setattr(fused_product, "SHORTEST", 16)
+    monkeypatch.setattr(skinny_gemm, "SHORTEST", 16)
     with fake_cuda.device(monkeypatch) as found:
         yield found
 
