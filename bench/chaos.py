@@ -22,7 +22,7 @@ from rich.console import Console
 
 from .chaos_report import Found, Plan, grown, report, told
 from .chaos_requests import Json, Stream, requests, unguessed
-from .local import Held, Local
+from .local import HeldResources, Local
 
 STEP_TIMEOUT = 2.0  # seconds after which a stopped shard is noticed, unless the operator's flags say otherwise
 RECOVERY = 300.0  # seconds that a recovery may take
@@ -168,7 +168,7 @@ class Chaos:
                 return left
             await asyncio.sleep(0.1)
 
-    def _leaks(self, left: dict[str, float], before: dict[str, Held], after: dict[str, Held]) -> None:
+    def _leaks(self, left: dict[str, float], before: dict[str, HeldResources], after: dict[str, HeldResources]) -> None:
         self.found.leaks += [f"{name}: {count:g} when nobody asked any more" for name, count in left.items()]
         if after.keys() != before.keys():
             self.found.leaks.append(f"processes: {', '.join(sorted(before))} before, {', '.join(sorted(after))} afterwards")

@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 
 from .prompts import Prompt
-from .protocols import Api, Lines, Told
+from .protocols import AnswerState, Api, SseParser
 from .record import Record
 
 NOT_AWAITED, REFUSED = "not awaited", "connect"  # kinds of errors
@@ -87,7 +87,7 @@ class Client:
                 self.errors[record.error] += 1
 
     async def _stream(self, reply: aiohttp.ClientResponse, record: Record) -> None:
-        lines, told, last = Lines(), Told(), 0.0
+        lines, told, last = SseParser(), AnswerState(), 0.0
         feed, read, readany = lines.feed, self._api.read, reply.content.readany
         moments, counts = record.moments, record.counts
         while data := await readany():

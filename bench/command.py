@@ -22,7 +22,7 @@ from .figures import Figures, figures
 from .flags import Parser, api_of, asked_of, extent_of, fields_of, make_parser, source_of, stages_of, without_effect
 from .load import Load
 from .local import Failed
-from .prompts import Prompt, Recorded, Scale, Synthetic
+from .prompts import Prompt, Recorded, Synthetic, TokenScale
 from .record import Record
 
 INTERRUPTED = 130  # exit code, as in shells
@@ -137,7 +137,7 @@ async def _measure(options: argparse.Namespace, source: Synthetic | Recorded, co
     return {"asked": {**told, **asked_of(options)}, "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "stages": found}
 
 
-async def _scale(client: Client, seed: int) -> Scale:
+async def _scale(client: Client, seed: int) -> TokenScale:
     """Measures the Scale by two requests, which also show that the server answers. Raises Unreachable."""
     measured = []
     dice = random.Random(seed)
@@ -148,8 +148,8 @@ async def _scale(client: Client, seed: int) -> Scale:
             raise Unreachable(f"the first request failed: {record.error}: {record.detail}")
         measured.append((count, record.prompt_tokens))
     if not measured[0][1] or measured[1][1] <= measured[0][1]:
-        return Scale()  # the server does not count prompt tokens
-    return Scale.of((measured[0], measured[1]))
+        return TokenScale()  # the server does not count prompt tokens
+    return TokenScale.of((measured[0], measured[1]))
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -30,7 +30,7 @@ class Failed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldResources:
     """The resources that a process holds."""
 
     pid: int
@@ -122,7 +122,7 @@ class Local:
                     found[_role((path / "cmdline").read_bytes().decode(errors="replace"))] = int(path.name)
         return found
 
-    def held(self) -> dict[str, Held]:
+    def held(self) -> dict[str, HeldResources]:
         """The resources that each process holds."""
         found = {}
         for name, pid in self.processes().items():
@@ -131,7 +131,7 @@ class Local:
         return found
 
 
-def held(pid: int) -> Held:
+def held(pid: int) -> HeldResources:
     """The resources of a process. Raises OSError if there is no such process."""
     status = dict(line.split(":", 1) for line in (PROC / str(pid) / "status").read_text().splitlines())
     kilobytes = [int(status.get(name, "0 kB").split()[0]) for name in ("VmRSS", "VmHWM")]
@@ -140,7 +140,7 @@ def held(pid: int) -> Held:
         with suppress(OSError):  # the descriptor of the folder itself
             sockets += os.readlink(path).startswith("socket:")
             files += 1
-    return Held(pid, kilobytes[0] * 1024, kilobytes[1] * 1024, files, sockets)
+    return HeldResources(pid, kilobytes[0] * 1024, kilobytes[1] * 1024, files, sockets)
 
 
 def _role(line: str) -> str:

@@ -1,6 +1,6 @@
 """Prompts: random words of a wanted length, with or without a shared prefix, or the prompts of a dataset file.
 
-How many tokens a word has is measured at the server beforehand, as a `Scale`. Knows no network.
+How many tokens a word has is measured at the server beforehand, as a `TokenScale`. Knows no network.
 """
 
 import itertools
@@ -25,14 +25,14 @@ force education
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class TokenScale:
     """Tokens of a prompt as a linear function of its words: a fixed number (a chat's template), and a number for each word."""
 
     fixed: float = 0.0
     word: float = 1.0
 
     @classmethod
-    def of(cls, measured: tuple[tuple[int, int], tuple[int, int]]) -> "Scale":
+    def of(cls, measured: tuple[tuple[int, int], tuple[int, int]]) -> "TokenScale":
         """From two prompts of different lengths: (words, tokens)."""
         (few, less), (many, more) = measured
         word = max((more - less) / (many - few), 0.1)
@@ -65,7 +65,7 @@ class Synthetic:
     shared: int = 0
     prefixes: int = 1
 
-    def prompts(self, seed: int, scale: Scale) -> Iterator[Prompt]:
+    def prompts(self, seed: int, scale: TokenScale) -> Iterator[Prompt]:
         """Prompts without end."""
         dice = random.Random(seed)
         begin = [" ".join(words(dice, max(1, round(self.shared / scale.word)))) for _ in range(self.prefixes if self.shared else 0)]
@@ -82,7 +82,7 @@ class Recorded:
     rows: tuple[tuple[Prompt, str], ...]  # with the recorded answer, if the file has it and no number of tokens
     output: Lengths | None
 
-    def prompts(self, seed: int, scale: Scale) -> Iterator[Prompt]:
+    def prompts(self, seed: int, scale: TokenScale) -> Iterator[Prompt]:
         """Prompts without end."""
         dice = random.Random(seed)
         rows = list(self.rows)

@@ -15,7 +15,7 @@ DONE = b"[DONE]"
 
 
 @dataclass(slots=True)
-class Told:
+class AnswerState:
     """What an answer's events have said so far."""
 
     prompt_tokens: int = 0
@@ -34,7 +34,7 @@ class Api(Protocol):
         """The body of a streaming request."""
         ...
 
-    def read(self, payload: bytes, told: Told, begun: bool) -> int:
+    def read(self, payload: bytes, told: AnswerState, begun: bool) -> int:
         """The number of tokens that an event brings, -1 if only the end will show it: it may be the last token. `begun`: some have
         come.
 
@@ -84,7 +84,7 @@ class OpenAI:
         asked: dict[str, Any] = {"messages": prompt.chat()} if self._chat else {"prompt": prompt.text}
         return {"stream": True, "stream_options": self._options, "max_tokens": prompt.output, **asked, **self._fields, **fields}
 
-    def read(self, payload: bytes, told: Told, begun: bool) -> int:
+    def read(self, payload: bytes, told: AnswerState, begun: bool) -> int:
         """See Api."""
         if payload == DONE:
             told.finished = True
@@ -135,7 +135,7 @@ class Tgi:
         """See Api."""
         return {"inputs": prompt.text, "parameters": {"max_new_tokens": prompt.output, "details": True, **fields}}
 
-    def read(self, payload: bytes, told: Told, begun: bool) -> int:
+    def read(self, payload: bytes, told: AnswerState, begun: bool) -> int:
         """See Api."""
         event = self._decode(payload)
         if event.error is not None:
@@ -153,7 +153,7 @@ def _message(error: Any) -> str:
 
 
 @dataclass(slots=True)
-class Lines:
+class SseParser:
     """A parser of server-sent events from bytes as they come."""
 
     rest: bytes = b""

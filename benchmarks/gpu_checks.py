@@ -60,7 +60,7 @@ from penstock.kernels.layout import Layout
 from penstock.kernels.layout import kind as like
 from penstock.kernels.linear import Invariance
 from penstock.kernels.paged_attention import Capacity
-from penstock.kernels.reference import Gates, Shares
+from penstock.kernels.reference import Activation, HyperConnectionWeights
 from penstock.kernels.sampling import Draws, Penalties
 from penstock.shard.host_pages import HostPages
 
@@ -365,7 +365,7 @@ def replayed(bench: Bench, chance: random.Random, trees: bool = True) -> float:
     shape = Shape(kv_heads=2, ratio=4)
     steps = [_rows(chance, shape.page_size, 300 if trees else 1500, 4, trees=0.3 if trees else 0.0) for _ in range(3)]
     tokens = max(sum(row.queries for row in rows) for rows in steps)
-    tiles = paged_attention.tiles_of(shape.kind(), shape.dtype, paged_attention.generation_of(bench.device))
+    tiles = paged_attention.tiles_of(shape.kind(), shape.dtype, paged_attention.device_class(bench.device))
     room = Capacity(tokens, 3 * tokens, 1000, {0: tiles}, {0: (400,) * len(tiles)}, tokens, 4000 + 16 * tokens, trees)
     sizes = (shape.page_size, [replace(shape.kind(), joined=True)], bench.device)
     options: dict[str, Any] = {"dtype": shape.dtype, "capacity": room}
@@ -412,7 +412,11 @@ def elementwise(bench: Bench, chance: random.Random, dtype: torch.dtype) -> floa
             found = operations.add_rms_norm(x, residual, weight, epsilon)
             worst = max(worst, error(found, _norm(sums, weight, epsilon), tolerance), error(residual, sums, tolerance))
             both = _wide(rows, 2 * size, dtype=dtype, device=bench.device)
-            for how in (reference.PLAIN, Gates(True), *(Gates(limit=0.7, form=form) for form in ("steep", "before", "behind"))):
+            for how in (
+                reference.PLAIN,
+                Activation(True),
+                *(Activation(limit=0.7, form=form) for form in ("steep", "before", "behind")),
+            ):
                 worst = max(worst, error(operations.gated(both, how), reference.gated(both.double(), how), tolerance))
         worst = max(worst, _mixed(bench, rows, size, dtype), _crossed(bench, rows, size, dtype), _pooled(bench, rows, dtype))
     return worst
@@ -422,7 +426,7 @@ def _mixed(bench: Bench, rows: int, size: int, dtype: torch.dtype) -> float:
     """Hyper-connections of four streams, to which a layer's output is added first."""
     streams, more = (_wide(*shape, dtype=dtype, device=bench.device).contiguous() for shape in ((rows, 4, size), (rows, size)))
     given, matrix, both = (torch.randn(*shape, device=bench.device) for shape in ((rows, 4), (8, 4 * size), (2, 8)))
-    shares = Shares(matrix * size**-0.5, both[0], both[1], magnitude=2.0, epsilon=1e-6)
+    shares = HyperConnectionWeights(matrix * size**-0.5, both[0], both[1], magnitude=2.0, epsilon=1e-6)
     wide = streams.double() + given.double().unsqueeze(2) * more.double().unsqueeze(1)
     with poisoned():
         mixed, found = hyper_connections.mix(streams, more, given, shares, 1e-5)
@@ -438,7 +442,7 @@ def _crossed(bench: Bench, rows: int, size: int, dtype: torch.dtype) -> float:
     """Hyper-connections whose four streams become mixtures of each other, against the CPU."""
     streams, more = (_wide(*shape, dtype=dtype, device=bench.device).contiguous() for shape in ((rows, 4, size), (rows, size)))
     matrix, both, given = (torch.randn(*shape, device=bench.device) for shape in ((24, 4 * size), (2, 24), (rows, 20)))
-    shares = Shares(matrix * size**-0.5, both[0], both[1], magnitude=2.0, epsilon=1e-6, rounds=20)
+    shares = HyperConnectionWeights(matrix * size**-0.5, both[0], both[1], magnitude=2.0, epsilon=1e-6, rounds=20)
     own, far = streams.to("cpu", copy=True), replace(shares, matrix=shares.matrix.cpu(), scale=both[0].cpu(), base=both[1].cpu())
     with poisoned():
         mixed, found = hyper_connections.mix(streams, more, given, shares, 1e-5)
@@ -502,12 +506,12 @@ def _entered(bench: Bench, chance: random.Random, dtype: torch.dtype, rate: int,
         _, plan = ragged.plan(rows, layout)
         partial_rotary.turn(query, table[:tokens], 1e-6)
         entries.write_series(own.to(device), made, cache[..., size:])
-        making = entries.Making(size, places.to(device), gains, 1e-6)
-        ends = ragged.entries_ended(plan, rate, series > 1)
+        making = entries.EntryParameters(size, places.to(device), gains, 1e-6)
+        ends = ragged.completed_entries(plan, rate, series > 1)
         entries.write_entries(cache, ends, making, table.index_select(0, ends.firsts))
-        asked = compressed.ChoosingEntries(queries, weights.to(device), most, members=rate, first=size) if most else None
+        asked = compressed.EntrySelection(queries, weights.to(device), most, members=rate, first=size) if most else None
         how = How(0, size**-0.5, sinks=sinks.to(device), latent=size)
-        answer = ragged.attention_to_entries(query, cache, plan, how, rate, asked)
+        answer = ragged.attention_with_entries(query, cache, plan, how, rate, asked)
         partial_rotary.turn(answer, table[:tokens], back=True)
         return cache.cpu(), answer.cpu()
 
@@ -614,7 +618,7 @@ def few_bits(bench: Bench, chance: random.Random, kind: str) -> float:
             rounded = rounded.refined(rounded.block // chance.choice([1, 2]))
         bias = _wide(outputs, dtype=dtype, device=bench.device) if chance.random() < 0.5 else None
         x = _wide(rows, inputs, dtype=dtype, device=bench.device)
-        expected = x.double() @ codes.unpacked(rounded, torch.float64).T + (bias.double() if bias is not None else 0)
+        expected = x.double() @ codes.dequantized(rounded, torch.float64).T + (bias.double() if bias is not None else 0)
         found = quantized.lay_out(rounded, bias, Invariance.USUAL, dtype)(x)
         worst = max(worst, relative_error(found, expected, dtype))
     return worst
@@ -652,8 +656,8 @@ def mixtures(bench: Bench, chance: random.Random, kind: str = "") -> float:
         biases = [_wide(number, width, dtype=dtype, device=device) for width in (2 * size, hidden)]
         if kind:
             few = [[codes.quantize(weight, kind) for weight in weights] for weights in (gate_ups, downs)]
-            gate_ups, downs = ([codes.unpacked(weight, torch.float64) for weight in weights] for weights in few)
-            laid_out = experts.lay_out(few[0], few[1], dtype, (biases[0], biases[1]), Gates(limit=limit))
+            gate_ups, downs = ([codes.dequantized(weight, torch.float64) for weight in weights] for weights in few)
+            laid_out = experts.lay_out(few[0], few[1], dtype, (biases[0], biases[1]), Activation(limit=limit))
         else:
             laid_out = experts.lay_out(gate_ups, downs, dtype)
             biases = [torch.zeros_like(bias) for bias in biases]
@@ -666,7 +670,7 @@ def mixtures(bench: Bench, chance: random.Random, kind: str = "") -> float:
             for expert, (gate_up, down) in enumerate(zip(gate_ups, downs, strict=True)):
                 rows, places = (chosen == expert).nonzero(as_tuple=True)
                 inner = x[rows].double() @ gate_up.double().T + biases[0][expert].double()
-                made = reference.gated(inner, Gates(limit=limit)) @ down.double().T + biases[1][expert].double()
+                made = reference.gated(inner, Activation(limit=limit)) @ down.double().T + biases[1][expert].double()
                 expected.index_add_(0, rows, made * shares[rows, places, None].double())
             with poisoned():
                 found = laid_out(x, shares, chosen)

@@ -95,7 +95,7 @@ def mixture(bench: Bench, tokens: int) -> None:
         _experts(bench, experts.lay_out(gate_ups, downs, torch.bfloat16), kind, tokens, (number, count, hidden))
 
 
-def _stored(bench: Bench, kind: str, outputs: int, inputs: int) -> Tensor | codes.Codes:
+def _stored(bench: Bench, kind: str, outputs: int, inputs: int) -> Tensor | codes.QuantizedWeight:
     weight = _bfloat16(bench, outputs, inputs)
     return codes.quantize(weight, kind) if kind else weight
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.kernels import gated_hyper_connections, means, ngrams, reference
 from penstock.kernels.gated_delta import Spans, States
-from penstock.kernels.ngram_hashes import Hashes
+from penstock.kernels.ngram_hashes import NgramHashes
 
 # streams; dilation and number of convolution taps; tokens of a pool: Qwen 4 Exp's, as far as is known
 COUNT, APART, TAPS, POOL = 4, 3, 4, 16
@@ -67,7 +67,7 @@ def _told(chance: random.Random, size: int, dtype: torch.dtype) -> Run:
         taken, normal = ngrams.opened(joint.to(device), own, gains.to(device), 1e-5)
         ngrams.take(own, taken, normal, taps.to(device), APART, spans, states)
         multipliers, heads, first = (x.to(device) for x in hashes)
-        rows = ngrams.rows_of(ids.to(device), before.to(device), spans, Hashes(multipliers, heads, first, 3))
+        rows = ngrams.rows_of(ids.to(device), before.to(device), spans, NgramHashes(multipliers, heads, first, 3))
         return [taken, own, states.windows, rows]
 
     return run

@@ -22,7 +22,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from penstock.launcher.hub import DEMO_FOLDER
 from penstock.router import grammar as sources
-from penstock.shard.decoding.grammar import Grammars, Guide
+from penstock.shard.decoding.grammar import Grammars, GrammarState
 from penstock.shard.decoding.tree import Tree, chain
 
 MILLION = 1e6
@@ -118,7 +118,7 @@ def measure(grammars: Grammars, grammar: str, seconds: float) -> Result:
     return Result(compiled, masks, quantile(batches, 0.5), quantile(chains, 0.5))
 
 
-def guessed(grammars: Grammars, guides: list[Guide], chance: random.Random, longest: int = 20) -> Iterator[float]:
+def guessed(grammars: Grammars, guides: list[GrammarState], chance: random.Random, longest: int = 20) -> Iterator[float]:
     """Seconds per row of steps in which each sequence has a chain of drafts, of which some are accepted."""
     texts: list[list[int]] = [[] for _ in guides]
     for _ in range(longest):
@@ -133,7 +133,7 @@ def guessed(grammars: Grammars, guides: list[Guide], chance: random.Random, long
             return
 
 
-def guesses(grammars: Grammars, guide: Guide, text: list[int], chance: random.Random) -> Tree:
+def guesses(grammars: Grammars, guide: GrammarState, text: list[int], chance: random.Random) -> Tree:
     """Eight draft tokens that the grammar allows, if so many are possible."""
     ahead, path = guide.copy(), list[int]()
     while len(path) < 8:
@@ -145,7 +145,7 @@ def guesses(grammars: Grammars, guide: Guide, text: list[int], chance: random.Ra
     return chain(path)
 
 
-def walk(grammars: Grammars, guides: list[Guide], chance: random.Random, longest: int = 200) -> Iterator[float]:
+def walk(grammars: Grammars, guides: list[GrammarState], chance: random.Random, longest: int = 200) -> Iterator[float]:
     """Seconds per mask, the advance by the last token included, as in a shard; until the texts end or are long."""
     texts: list[list[int]] = [[] for _ in guides]
     for _ in range(longest):

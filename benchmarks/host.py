@@ -26,7 +26,7 @@ from penstock.shard.config import ShardConfig
 from penstock.shard.decoding.expansion import Beams, Expansion
 from penstock.shard.decoding.hypotheses import Path as BeamPath
 from penstock.shard.decoding.hypotheses import Search
-from penstock.shard.decoding.sampler import Pick, Picking, Row, draws_of, known
+from penstock.shard.decoding.sampler import PendingPicks, Pick, Row, draws_of, known
 from penstock.shard.engine import Engine
 from penstock.shard.forward import GraphExtent
 from penstock.shard.loading import load
@@ -48,7 +48,7 @@ class Still(Decoder):
         return hidden
 
 
-def begin(found: Tensor, rows: Sequence[Row], mask: Tensor | None = None) -> Picking[list[Pick | None]]:
+def begin(found: Tensor, rows: Sequence[Row], mask: Tensor | None = None) -> PendingPicks[list[Pick | None]]:
     """Stub of the sampler; only its parameters are made."""
     draws_of(rows, found.device)
     return known([Pick(CHANCE.randrange(64), -1.0) for _ in rows], found.device)

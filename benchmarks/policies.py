@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.router.cost import Cost
-from penstock.router.policies import Mixed, Pause, Policy
+from penstock.router.policies import ChunkedPrefill, Policy, WholePrefill
 from penstock.router.scheduler import Bounds
 from penstock.simulator import report, trace
 from penstock.simulator.machines import MACHINES
@@ -70,7 +70,7 @@ class Choice:
 
 def mixed(milliseconds: float) -> Callable[[int], Policy]:
     """The mixed policy with this target."""
-    return lambda tokens: Mixed(tokens, Cost(tokens, MACHINE.speed.sample(tokens)), milliseconds / 1e3)
+    return lambda tokens: ChunkedPrefill(tokens, Cost(tokens, MACHINE.speed.sample(tokens)), milliseconds / 1e3)
 
 
 CHOICES = {
@@ -78,7 +78,7 @@ CHOICES = {
     "mixed, 15 ms": Choice(mixed(15)),
     "mixed, 25 ms": Choice(mixed(25)),
     "mixed, 100 ms": Choice(mixed(100)),
-    "pause": Choice(Pause),
+    "pause": Choice(WholePrefill),
     "mixed, no cache": Choice(mixed(0), caching=False),
 }
 SCARCE_CHOICES = {
@@ -87,7 +87,7 @@ SCARCE_CHOICES = {
     "headroom 8": Choice(mixed(0), headroom=8),
     "headroom 128": Choice(mixed(0), headroom=128),
     "headroom 512": Choice(mixed(0), headroom=512),
-    "pause": Choice(Pause),
+    "pause": Choice(WholePrefill),
 }
 
 

@@ -25,7 +25,7 @@ from penstock.benchmarks import checkpoint
 from penstock.benchmarks.server import serving, tree_cpu
 from penstock.benchmarks.streams import Client, client, prompt
 from penstock.shard.pages import PagePool
-from penstock.shard.prefix import Node, Prefixes
+from penstock.shard.prefix import Node, PrefixCache
 
 PAGE = 16
 LOOK_UP_GOAL = 200.0  # microseconds
@@ -53,7 +53,7 @@ def look_up(tokens: int, rounds: int) -> list[float]:
     dice = random.Random(0)
     pages = tokens // PAGE
     pool = PagePool(pages * 60, PAGE)
-    prefixes = Prefixes(pool)
+    prefixes = PrefixCache(pool)
     asked = array("I", prompt(dice, tokens, VOCABULARY))
     for turn in range(51):
         other = asked[: tokens - turn * 5 * PAGE] + array("I", prompt(dice, turn * 5 * PAGE, VOCABULARY))

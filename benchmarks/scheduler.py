@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.router.cost import Cost
-from penstock.router.policies import Mixed
+from penstock.router.policies import ChunkedPrefill
 from penstock.router.scheduler import Action, Bounds, Job, Prefill, Report, Scheduler
 from penstock.simulator.replay import report
 from penstock.simulator.shard import Asked, IntegerShard
@@ -40,7 +40,7 @@ class World:
 
     def __init__(self, running: int, waiting: int, output: int) -> None:
         self.bounds = Bounds(pages=running * 1000, page_size=PAGE, step_tokens=512, sequences=running)  # nothing is preempted
-        self.scheduler = Scheduler(self.bounds, Mixed(512, Cost(512, 0.05), 0.1))
+        self.scheduler = Scheduler(self.bounds, ChunkedPrefill(512, Cost(512, 0.05), 0.1))
         self.shard = IntegerShard(self.bounds.pages, PAGE, prefix_caching=False)
         self.seconds: list[float] = []
         self._output = output

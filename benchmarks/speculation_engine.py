@@ -20,9 +20,9 @@ from penstock.launcher.hub import DEMO_FOLDER, DRAFT_FOLDER
 from penstock.proto.speculation import parse
 from penstock.shard.config import ShardConfig
 from penstock.shard.decoding.budget import Allowance, LinearCost
-from penstock.shard.decoding.proposers import Asked, Lookup, Proposed, Proposer
+from penstock.shard.decoding.proposers import DraftRequest, NgramProposer, Proposal, Proposer
 from penstock.shard.decoding.tree import chain
-from penstock.shard.decoding.verify import certain
+from penstock.shard.decoding.verify import deterministic_draft
 from penstock.shard.engine import Engine
 from penstock.shard.guesses import Guesses
 from penstock.shard.loading import load
@@ -45,14 +45,16 @@ class Oracle:
         self._right = right
         self._chance = random.Random(seed)
 
-    def propose(self, asked: Sequence[Asked]) -> Proposed:
+    def propose(self, asked: Sequence[DraftRequest]) -> Proposal:
         """See Proposer."""
         drafts = []
         for one in asked:
             first = one.sequence.generated
             true = self._said[one.group.uid][first : first + min(one.nodes, one.depth)]
-            drafts.append(certain(chain([token if self._chance.random() < self._right else token ^ 1 for token in true])))
-        return Proposed(drafts)
+            drafts.append(
+                deterministic_draft(chain([token if self._chance.random() < self._right else token ^ 1 for token in true]))
+            )
+        return Proposal(drafts)
 
 
 @dataclass
@@ -151,11 +153,11 @@ def repeated(engine: Engine, new: int, rounds: int) -> None:
     for turn in range(rounds):
         [prompt] = prompts(1, 64, checkpoint.SHAPE["vocab_size"], 100 + turn)
         while len(prompt) <= MOST and not loops(prompt):  # a text that does not loop by then probably never will
-            by(engine, Lookup())
+            by(engine, NgramProposer())
             prompt += decode(engine, [prompt], 4 * PERIOD, 8).tokens[0]
         asked = [prompt]
         plain = decode(engine, asked, new, 0)
-        by(engine, Lookup())
+        by(engine, NgramProposer())
         guessed = decode(engine, asked, new, 8)
         ratios.append(guessed.speed / plain.speed)
         steps.append(new / guessed.steps)

@@ -33,7 +33,7 @@ def choose(numbers: Tensor, count: int) -> RowAdapters:
     return RowAdapters(numbers, order, torch.searchsorted(ordered, torch.arange(count + 1, device=numbers.device)))
 
 
-class Additions(ABC):
+class LoraMatrices(ABC):
     """The LoRA matrices of all adapters for one weight. Each adapter has a number; that of an unloaded one may be reused."""
 
     later: int  # most bytes that an adapter takes which is loaded later

@@ -222,7 +222,7 @@ def attention(query: Tensor, cache: Tensor, plan: Sequence[Block], how: How) -> 
     """
     attended: Callable[..., Tensor] = functional.scaled_dot_product_attention if not query.is_cuda else _attend_aligned
     if how.softcap > 0 or how.sinks is not None:
-        attended = partial(specially, softcap=how.softcap)
+        attended = partial(attention_with_sinks, softcap=how.softcap)
     outputs = [_attend(partial(attended, scale=how.scale), query, cache, block, how) for block in plan]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -277,10 +277,10 @@ def _attend(attended: Callable[..., Tensor], query: Tensor, cache: Tensor, block
     if queries == 1 or queries * ratio <= TILE:
         if queries > 1 and mask is not None:
             mask = mask.repeat_interleave(ratio, 2)
-        tile = folded(own, count, kv_heads)
+        tile = packed_heads(own, count, kv_heads)
         if sinks is not None:
             attended = partial(attended, sinks=sinks.view(kv_heads, ratio).repeat(1, queries).unsqueeze(2))
-        return unfolded(attended(tile, keys, values, mask), queries)
+        return unpacked_heads(attended(tile, keys, values, mask), queries)
     if sinks is not None:
         attended = partial(attended, sinks=sinks.view(heads, 1, 1))
     spread = own.reshape(count, queries, heads, size).transpose(1, 2)
@@ -301,7 +301,7 @@ def _all(start: int, queries: int, hidden: Tensor | None) -> Tensor | None:
     return hidden
 
 
-def folded(query: Tensor, rows: int, kv_heads: int) -> Tensor:
+def packed_heads(query: Tensor, rows: int, kv_heads: int) -> Tensor:
     """Packs all queries and query heads of a key head into one tile (as grouped-query attention kernels do), so that keys and
     values are read once: [rows, kv_heads, queries * heads / kv_heads, size]. query: [rows * queries, heads, size].
 
@@ -312,8 +312,8 @@ def folded(query: Tensor, rows: int, kv_heads: int) -> Tensor:
     return query.view(rows, -1, kv_heads, heads // kv_heads, size).transpose(1, 2).reshape(rows, kv_heads, -1, size)
 
 
-def unfolded(answer: Tensor, queries: int) -> Tensor:
-    """Undoes `folded` for the attention's output: [rows * queries, heads, size]."""
+def unpacked_heads(answer: Tensor, queries: int) -> Tensor:
+    """Undoes `packed_heads` for the attention's output: [rows * queries, heads, size]."""
     rows, kv_heads, _, size = answer.shape
     return answer.view(rows, kv_heads, queries, -1, size).transpose(1, 2).reshape(rows * queries, -1, size)
 
@@ -326,7 +326,7 @@ def _attend_aligned(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | 
     return functional.scaled_dot_product_attention(query, keys, values, mask, **how)
 
 
-def specially(
+def attention_with_sinks(
     query: Tensor,
     keys: Tensor,
     values: Tensor,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .attention import BLOCK_ELEMENTS, TILE, How, Row, folded, gather, slots_of, unfolded
+from .attention import BLOCK_ELEMENTS, TILE, How, Row, gather, packed_heads, slots_of, unpacked_heads
 from .layout import Kind, Layout
 
 # Block of keys of torch's CPU attention: it goes through so many at once, if there are as many.
@@ -144,7 +144,7 @@ def _tiles(
     mask = torch.zeros(visible.shape, dtype=asking.dtype, device=keys.device).masked_fill_(~visible, -torch.inf)
     mask = mask.repeat_interleave(heads // kv_heads, 1).unsqueeze(1)  # [tiles, 1, queries * ratio, keys]
     spread = [x.expand(count, -1, -1, -1) for x in (keys, values)]
-    found = unfolded(attended(folded(asking, count, kv_heads), *spread, mask), tile)
+    found = unpacked_heads(attended(packed_heads(asking, count, kv_heads), *spread, mask), tile)
     return found.view(rows, -1, heads, size)[:, :queries]
 
 

@@ -1,6 +1,6 @@
 """Quantized weights: 4 or 8 bits for each number, and a scale for each block of inputs of an output. Knows tensors only.
 
-Their meaning is `unpacked`; `quantized` says how products with them are computed.
+Their meaning is `dequantized`; `quantized` says how products with them are computed.
 
 Scales of 4-bit floats are themselves low-bit, so that a byte holds each: they are powers of 2 ("fp4", which is MXFP4), or
 float8_e4m3fn ("nvfp4"). The factor of those is kept apart, 32 bits for each output: products of both would be rounded, and take
@@ -29,7 +29,7 @@ BLOCK = 64  # inputs per scale where weights are quantized to 4 bits here; with 
 
 
 @dataclass(frozen=True, slots=True)
-class Codes:
+class QuantizedWeight:
     """A quantized weight [out, in]: codes, scales, and what else its format has."""
 
     kind: str  # a key of BITS
@@ -49,24 +49,24 @@ class Codes:
         """Number of inputs that share a scale."""
         return self.codes.shape[1] // self.scales.shape[1]
 
-    def __getitem__(self, outputs: Tensor) -> "Codes":
+    def __getitem__(self, outputs: Tensor) -> "QuantizedWeight":
         """The rows of some outputs."""
         zeros, factors = (held[outputs] if held is not None else None for held in (self.zeros, self.factors))
-        return Codes(self.kind, self.codes[outputs], self.scales[outputs], zeros, factors, self.order)
+        return QuantizedWeight(self.kind, self.codes[outputs], self.scales[outputs], zeros, factors, self.order)
 
-    def scaled(self, factor: float) -> "Codes":
+    def scaled(self, factor: float) -> "QuantizedWeight":
         """The weight times a number."""
         if self.kind in FP4_BLOCKS:
             return replace(self, factors=factors_of(self) * factor)
         return replace(self, scales=self.scales * factor)
 
-    def refined(self, block: int) -> "Codes":
+    def refined(self, block: int) -> "QuantizedWeight":
         """The same weight with scales for blocks of `block` inputs, which divides the present block."""
         times = self.block // block
         zeros = self.zeros.repeat_interleave(times, 1) if self.zeros is not None else None
         return replace(self, scales=self.scales.repeat_interleave(times, 1), zeros=zeros) if times > 1 else self
 
-    def part(self, dimension: int, start: int, stop: int) -> "Codes":
+    def part(self, dimension: int, start: int, stop: int) -> "QuantizedWeight":
         """A slice of outputs (dimension 0) or inputs (1), with zeros beyond the end."""
         if dimension and self.order is not None:
             return self._among(start, stop)
@@ -81,9 +81,9 @@ class Codes:
         zeros, factors = cut(found.zeros, *places) if found.zeros is not None else None, found.factors
         if factors is not None and not dimension:
             factors = pad(factors[start:stop], (0, max(0, stop - len(factors))))
-        return Codes(found.kind, cut(found.codes, start, stop), cut(found.scales, *places), zeros, factors, found.order)
+        return QuantizedWeight(found.kind, cut(found.codes, start, stop), cut(found.scales, *places), zeros, factors, found.order)
 
-    def _among(self, start: int, stop: int) -> "Codes":
+    def _among(self, start: int, stop: int) -> "QuantizedWeight":
         """A slice of inputs, where these are reordered. It takes some columns of each block, padded with columns of no input, so
         that there are whole, smaller blocks."""
         assert self.order is not None
@@ -96,10 +96,10 @@ class Codes:
         order = torch.where(columns < 0, -1, self.order[columns] - start).int()
         blocks = torch.arange(len(pieces), device=pieces.device).repeat_interleave(pieces)
         zeros = self.zeros[:, blocks] if self.zeros is not None else None
-        return Codes(self.kind, self.codes[:, columns], self.scales[:, blocks], zeros, self.factors, order)
+        return QuantizedWeight(self.kind, self.codes[:, columns], self.scales[:, blocks], zeros, self.factors, order)
 
 
-def alike(parts: Sequence[Codes]) -> bool:
+def alike(parts: Sequence[QuantizedWeight]) -> bool:
     """Whether weights can be joined: they are of one kind, and their inputs are in one order."""
     first, *others = (part.order for part in parts)
     return len({part.kind for part in parts}) == 1 and all(
@@ -107,7 +107,7 @@ def alike(parts: Sequence[Codes]) -> bool:
     )
 
 
-def joined(parts: Sequence[Codes]) -> Codes:
+def joined(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     """Weights with the same inputs in the same order, concatenated along outputs."""
     block = gcd(*(part.block for part in parts))
     same = [part.refined(block) for part in parts]
@@ -117,21 +117,21 @@ def joined(parts: Sequence[Codes]) -> Codes:
     if any(part.factors is not None for part in same):
         factors = torch.cat([factors_of(part) for part in same])
     codes, scales = (torch.cat(each) for each in ([part.codes for part in same], [part.scales for part in same]))
-    return Codes(same[0].kind, codes, scales, zeros, factors, same[0].order)
+    return QuantizedWeight(same[0].kind, codes, scales, zeros, factors, same[0].order)
 
 
-def zeros_of(codes: Codes) -> Tensor:
+def zeros_of(codes: QuantizedWeight) -> Tensor:
     """Zero points: [out, blocks] uint8."""
     given = codes.zeros
     return given if given is not None else torch.full_like(codes.scales, MIDDLES[codes.kind], dtype=torch.uint8)
 
 
-def factors_of(codes: Codes) -> Tensor:
+def factors_of(codes: QuantizedWeight) -> Tensor:
     """Factors of scales: [out] float32."""
     return codes.factors if codes.factors is not None else torch.ones_like(codes.scales[:, 0])
 
 
-def unpacked(codes: Codes, dtype: torch.dtype) -> Tensor:
+def dequantized(codes: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     """The dequantized weight: [out, in]."""
     if codes.kind == "fp8":
         values = _in_blocks(codes.codes.view(torch.float8_e4m3fn).float(), codes.block)
@@ -151,7 +151,7 @@ def unpacked(codes: Codes, dtype: torch.dtype) -> Tensor:
     return inputs
 
 
-def quantize(weight: Tensor, kind: str) -> Codes:
+def quantize(weight: Tensor, kind: str) -> QuantizedWeight:
     """Quantizes a weight [out, in] by rounding to nearest. 4-bit integers span each block's minimum to its maximum (asymmetric),
     other kinds are symmetric about 0."""
     block = gcd({"int4": BLOCK, **FP4_BLOCKS}.get(kind, 0), weight.shape[1])
@@ -161,20 +161,20 @@ def quantize(weight: Tensor, kind: str) -> Codes:
         scales = _steps((greatest - least) / 15)
         zeros = (-least / scales).round()
         codes = (values / scales.unsqueeze(2)).round() + zeros.unsqueeze(2)
-        return Codes(kind, codes.clamp(0, 15).flatten(1).byte(), scales, zeros.byte())
+        return QuantizedWeight(kind, codes.clamp(0, 15).flatten(1).byte(), scales, zeros.byte())
     largest = values.abs().amax(2)
     if kind == "fp4":
         scales = _steps(torch.exp2((largest / FP4[7]).log2().ceil()))
-        return Codes(kind, _nearest_fp4(values / scales.unsqueeze(2)), scales)
+        return QuantizedWeight(kind, _nearest_fp4(values / scales.unsqueeze(2)), scales)
     if kind == "nvfp4":  # one factor for the whole matrix, with which its largest number has the largest scale
         factors = _steps(largest.amax() / (FP4[7] * LARGEST_FP8)).expand(len(weight)).contiguous()
         scales = _steps((largest / FP4[7] / factors[:, None]).to(torch.float8_e4m3fn).float())
-        return Codes(kind, _nearest_fp4(values / (scales * factors[:, None]).unsqueeze(2)), scales, None, factors)
+        return QuantizedWeight(kind, _nearest_fp4(values / (scales * factors[:, None]).unsqueeze(2)), scales, None, factors)
     if kind == "int8":
         scales = _steps(largest / 127)
-        return Codes(kind, (values / scales.unsqueeze(2)).round().add(128).flatten(1).byte(), scales)
+        return QuantizedWeight(kind, (values / scales.unsqueeze(2)).round().add(128).flatten(1).byte(), scales)
     scales = _steps(largest / LARGEST_FP8)
-    return Codes(kind, (values / scales.unsqueeze(2)).flatten(1).to(torch.float8_e4m3fn).view(torch.uint8), scales)
+    return QuantizedWeight(kind, (values / scales.unsqueeze(2)).flatten(1).to(torch.float8_e4m3fn).view(torch.uint8), scales)
 
 
 def _nearest_fp4(values: Tensor) -> Tensor:

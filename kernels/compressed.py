@@ -21,7 +21,7 @@ from torch import Tensor
 from . import attention as plain
 from . import shared_prefixes, work_list
 from .attention import How, Row
-from .entries import Ends
+from .entries import CompletedEntries
 from .indexed import Choosing, scores
 from .layout import Layout
 from .transfer import to_device
@@ -32,7 +32,7 @@ LOGIT_BYTES = 16  # bytes per logit, with its mask and what is derived from both
 
 
 @dataclass(frozen=True, slots=True)
-class ChoosingEntries(Choosing):
+class EntrySelection(Choosing):
     """An indexer's queries and head weights for choosing compressed entries; `most` counts entries."""
 
     members: int = 1  # tokens that an entry stands for
@@ -51,14 +51,14 @@ class Places:
     own: Tensor  # [tokens] int64: their positions
     closing: dict[int, Tensor]  # for each compression rate (tokens per entry): indices of the tokens that complete an entry
     page_size: int
-    found: dict[tuple[int, bool], Ends] = field(default_factory=dict)  # cache of `ends`
+    found: dict[tuple[int, bool], CompletedEntries] = field(default_factory=dict)  # cache of `ends`
 
     def slots(self, pages: Tensor, tables: Tensor, places: Tensor) -> Tensor:
         """Slots of positions `places` by page tables that begin at `tables`. pages: all of the step's, one table after the
         other."""
         return pages[tables + places // self.page_size].long() * self.page_size + places % self.page_size
 
-    def ends(self, pages: Tensor, rate: int, before: bool) -> Ends:
+    def ends(self, pages: Tensor, rate: int, before: bool) -> CompletedEntries:
         """The entries that the step's tokens complete. before: an entry is also made of the `rate` tokens before its own."""
         if (rate, before) not in self.found:
             tokens = self.closing[rate]
@@ -66,11 +66,11 @@ class Places:
             count = 2 * rate if before else rate
             places = firsts.unsqueeze(1) + torch.arange(rate - count, rate, device=firsts.device)
             slots = self.slots(pages, self.tables[tokens, None], places.clamp(min=0))
-            self.found[rate, before] = Ends(slots.masked_fill_(places < 0, -1), firsts)
+            self.found[rate, before] = CompletedEntries(slots.masked_fill_(places < 0, -1), firsts)
         return self.found[rate, before]
 
 
-def places_of(rows: Sequence[Row], layout: Layout) -> Places:
+def token_places(rows: Sequence[Row], layout: Layout) -> Places:
     """The positions of a step's tokens. rows: in the order in which they stand in the step."""
     own = work_list.positions_of(rows)
     widths = numpy.array([work_list.width(row, layout.page_size) for row in rows], numpy.int64)
@@ -125,7 +125,7 @@ def plan(rows: Sequence[Row], layout: Layout) -> tuple[list[int], Plan]:
     tables = (row.pages[: work_list.width(row, layout.page_size)] for row in ordered)
     pages = torch.tensor([*chain.from_iterable(tables)], dtype=torch.int64, device=layout.device)
     tiles = [*_tiles(ordered, layout, most)]
-    return order, Plan([], blocks, [], tiles, places_of(ordered, layout), pages, layout.near, longest, {})
+    return order, Plan([], blocks, [], tiles, token_places(ordered, layout), pages, layout.near, longest, {})
 
 
 def _tiles(rows: Sequence[Row], layout: Layout, most: int) -> Iterator[Tile]:
@@ -142,7 +142,7 @@ def _tiles(rows: Sequence[Row], layout: Layout, most: int) -> Iterator[Tile]:
         start += len(part) * queries
 
 
-def attention(query: Tensor, cache: Tensor, plan: Plan, how: How, rate: int, asked: ChoosingEntries | None) -> Tensor:
+def attention(query: Tensor, cache: Tensor, plan: Plan, how: How, rate: int, asked: EntrySelection | None) -> Tensor:
     """Attention over window and entries: [tokens, heads, size]. query: of the same shape; cache: a layer, [slots, 1, 1, width];
     rate: tokens per entry; asked: the indexer's queries; None: all entries are seen."""
     heads, size = query.shape[1:]
@@ -157,8 +157,10 @@ def attention(query: Tensor, cache: Tensor, plan: Plan, how: How, rate: int, ask
         hidden = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -torch.inf)
         sinks = how.sinks.repeat(tile.queries).view(1, -1, 1) if how.sinks is not None else None
         mask = hidden.repeat_interleave(heads, 1).unsqueeze(1)
-        found = plain.specially(plain.folded(own, tile.rows, 1), keys, keys, mask, scale=how.scale, softcap=0.0, sinks=sinks)
-        answers.append(plain.unfolded(found, tile.queries))
+        found = plain.attention_with_sinks(
+            plain.packed_heads(own, tile.rows, 1), keys, keys, mask, scale=how.scale, softcap=0.0, sinks=sinks
+        )
+        answers.append(plain.unpacked_heads(found, tile.queries))
     return answers[0] if len(answers) == 1 else torch.cat(answers)
 
 
@@ -187,7 +189,7 @@ def _made(plan: Plan, tile: Tile, rate: int) -> View:
     )
 
 
-def _chosen(plan: Plan, tile: Tile, view: View, cache: Tensor, asked: ChoosingEntries | None) -> Tensor:
+def _chosen(plan: Plan, tile: Tile, view: View, cache: Tensor, asked: EntrySelection | None) -> Tensor:
     """Which entries each query sees: [rows, queries, entries]. All complete ones, or the indexer's top ones among them."""
     count = view.entries.shape[1]
     seen = torch.arange(count, device=view.whole.device) < view.whole

@@ -16,7 +16,7 @@ from torch import Tensor
 from . import paged_attention as paged
 from . import work_list
 from .attention import How, Row
-from .compressed import ChoosingEntries, Places, places_of
+from .compressed import EntrySelection, Places, token_places
 from .fused_index import scores
 from .indexed_attention import SCORES, TOKENS
 from .layout import Layout
@@ -55,7 +55,7 @@ class Plan(paged.Plan):
 
 def plan(whole: paged.Plan, rows: Sequence[Row], layout: Layout) -> Plan:
     """The step's plan. whole: its plan for layers with a window and, for the indexer's scores, without."""
-    places = places_of(rows, layout)
+    places = token_places(rows, layout)
     own = work_list.positions_of(rows)
     lengths = numpy.repeat([row.context + row.queries for row in rows], [row.queries for row in rows])
     parts = {kind: _parts(whole, own, lengths, places, kind, layout) for kind in layout.entries}
@@ -82,13 +82,13 @@ def _parts(
     for first in range(0, len(own), count):
         tokens = slice(first, first + count)
         apart = int(seen[tokens].max())
-        planned = paged.plan_singles(seen[tokens], apart, whole.launches[0].kind, device, layout.dtype)
+        planned = paged.plan_single_tokens(seen[tokens], apart, whole.launches[0].kind, device, layout.dtype)
         each = places.tables[tokens, None], places.own[tokens, None], counts[tokens]
         found.append(Part(first, planned, apart, *each, int(lengths[tokens].max())))
     return found
 
 
-def attention(query: Tensor, cache: Tensor, plan: Plan, how: How, rate: int, asked: ChoosingEntries | None) -> Tensor:
+def attention(query: Tensor, cache: Tensor, plan: Plan, how: How, rate: int, asked: EntrySelection | None) -> Tensor:
     """As `compressed.attention`."""
     size, most = query.shape[2], asked.most if asked is not None else 0
     rows, own = cache.view(-1, 1, 1, size), replace(how, window=0, latent=size)
@@ -104,7 +104,7 @@ def attention(query: Tensor, cache: Tensor, plan: Plan, how: How, rate: int, ask
     return found
 
 
-def _tables(plan: Plan, part: Part, cache: Tensor, each: int, rate: int, asked: ChoosingEntries | None) -> Tensor:
+def _tables(plan: Plan, part: Part, cache: Tensor, each: int, rate: int, asked: EntrySelection | None) -> Tensor:
     """Tables of the rows that the part's tokens see, int32, `apart` for each. each: rows per slot."""
     choosing = asked is not None and part.longest // rate > asked.most
     if part.found and not choosing:

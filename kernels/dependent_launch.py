@@ -9,7 +9,7 @@ On CUDA devices from Hopper on; `enabled` turns it off. Attention takes part, it
 2026-11-26, steps of an 8 B model with 32 and 256 rows of 1,024 tokens took 5.79 and 15.5 ms, 5.95 and 15.5 without, at 0.880 and
 0.858 of the rate that their bytes and operations allow. When our products of few rows took part, one row took 4.42 ms, and 4.17
 without: they only waited, as did kernels behind them, in places of those before. With `products` they and norms begin early, too:
-products `ask` for weights meanwhile, and kernels behind them begin only once these have waited themselves. That is not measured
+products `prefetch` weights meanwhile, and kernels behind them begin only once these have waited themselves. That is not measured
 yet.
 """
 
@@ -33,7 +33,7 @@ def wait(EARLY: tl.constexpr) -> None:
 
 
 @triton.jit
-def ask(rows: tl.tensor, INPUTS: tl.constexpr, EARLY: tl.constexpr) -> None:
+def prefetch(rows: tl.tensor, INPUTS: tl.constexpr, EARLY: tl.constexpr) -> None:
     """Prefetches the beginning of some rows of a 16-bit weight, which nobody writes, into L2. rows: pointers to them, [rows]."""
     if EARLY:
         place = tl.arange(0, ASKED // 64)[None, :] * 64  # a cache line has 128 bytes
@@ -43,7 +43,7 @@ def ask(rows: tl.tensor, INPUTS: tl.constexpr, EARLY: tl.constexpr) -> None:
 
 
 @triton.jit
-def wait_alone(EARLY: tl.constexpr) -> None:
+def wait_then_launch(EARLY: tl.constexpr) -> None:
     """As `wait`, but the next kernel may begin only after the wait."""
     if EARLY:
         tl.extra.cuda.gdc_wait()

@@ -20,7 +20,7 @@ from .reference import rms_norm
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
+class CompletedEntries:
     """The compressed entries that a step's tokens complete."""
 
     # [ends, rate or 2 * rate] int64: slots of the tokens of each entry, with those before its own or without; -1: there is none
@@ -29,7 +29,7 @@ class Ends:
 
 
 @dataclass(frozen=True, slots=True)
-class Making:
+class EntryParameters:
     """The parameters by which entries of one size are made from their tokens."""
 
     first: int  # offset of the first series within a slot: values, then gates, then the other series alike
@@ -53,7 +53,7 @@ def write_series(slots: Tensor, rows: Tensor, cache: Tensor) -> None:
         write(slots, rows, cache)
 
 
-def write_entries(cache: Tensor, ends: Ends, making: Making, table: Tensor) -> None:
+def write_entries(cache: Tensor, ends: CompletedEntries, making: EntryParameters, table: Tensor) -> None:
     """Writes the entries that a step completes, from series that are in the cache already. cache: a layer, [slots, 1, 1, width];
     table: of `reference.rotary_table`, for each entry's position."""
     if not len(ends.members):
@@ -74,7 +74,7 @@ def write_entries(cache: Tensor, ends: Ends, making: Making, table: Tensor) -> N
     return None
 
 
-def _read(cache: Tensor, members: Tensor, making: Making, series: int) -> tuple[Tensor, Tensor]:
+def _read(cache: Tensor, members: Tensor, making: EntryParameters, series: int) -> tuple[Tensor, Tensor]:
     """Values and gates of one series of each entry, two tensors [ends, rate, size] float32; gates of missing tokens are -inf."""
     first = making.first + 2 * making.size * series
     rows = cache.flatten(1)[:, first : first + 2 * making.size][members.clamp(min=0)].float()

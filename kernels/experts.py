@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from . import quantized
-from .codes import Codes, unpacked
+from .codes import QuantizedWeight, dequantized
 from .dispatch import triton_for
 from .linear import Invariance, Weight
-from .reference import PLAIN, Gates, by_lanes
+from .reference import PLAIN, Activation, lane_invariant
 
 if TYPE_CHECKING:
     from .packed_experts import Packed
@@ -69,7 +69,7 @@ def route(
     return shares * factor if factor != 1 else shares, chosen
 
 
-def shared_out(logits: Tensor, chosen: Tensor, factor: float, least: float, rooted: bool) -> Tensor:
+def weights_of_chosen(logits: Tensor, chosen: Tensor, factor: float, least: float, rooted: bool) -> Tensor:
     """Normalized weights of experts that were chosen otherwise (hash routing), from independent scores: [tokens, count]
     float32, as from `route`. By torch."""
     shares = apart(logits, rooted).gather(1, chosen)
@@ -78,7 +78,7 @@ def shared_out(logits: Tensor, chosen: Tensor, factor: float, least: float, root
 
 def apart(logits: Tensor, rooted: bool) -> Tensor:
     """Independent scores of experts, each from its own logit, in float32."""
-    return by_lanes((lambda x: functional.softplus(x).sqrt_()) if rooted else torch.sigmoid, logits.float())
+    return lane_invariant((lambda x: functional.softplus(x).sqrt_()) if rooted else torch.sigmoid, logits.float())
 
 
 def _mixed(logits: Tensor, count: int, near: float) -> tuple[Tensor, Tensor]:
@@ -106,13 +106,13 @@ def _within(judged: Tensor, sets: int, chosen: int, best: int, others_count: flo
 
 
 Biases: TypeAlias = tuple[Tensor, Tensor] | None
-Weights: TypeAlias = Sequence[Tensor | Codes]
+Weights: TypeAlias = Sequence[Tensor | QuantizedWeight]
 
 
 class Experts(ABC):
     """All experts of one layer on this rank; `weights` is what holds their parameters."""
 
-    def __init__(self, weights: Sequence[Weight | Tensor], number: int, device: torch.device, gates: Gates) -> None:
+    def __init__(self, weights: Sequence[Weight | Tensor], number: int, device: torch.device, gates: Activation) -> None:
         self.weights = weights
         self._edges = torch.arange(number + 1, device=device)
         self._gates = gates
@@ -156,7 +156,7 @@ class LoopedExperts(Experts):
     """Experts on a CPU, one after the other, with products as `quantized` lays them out."""
 
     def __init__(
-        self, gate_ups: Weights, downs: Weights, biases: Biases, gates: Gates, dtype: torch.dtype, exact: Invariance
+        self, gate_ups: Weights, downs: Weights, biases: Biases, gates: Activation, dtype: torch.dtype, exact: Invariance
     ) -> None:
         first, second = biases or (repeat(None), repeat(None))
         self._gate_ups, self._downs = (
@@ -179,11 +179,11 @@ class FusedExperts(Experts):
     """Experts in Triton, with unquantized weights (`fused_experts`)."""
 
     def __init__(
-        self, gate_ups: Weights, downs: Weights, biases: Biases, gates: Gates, dtype: torch.dtype, exact: Invariance
+        self, gate_ups: Weights, downs: Weights, biases: Biases, gates: Activation, dtype: torch.dtype, exact: Invariance
     ) -> None:
         self._invariant = exact is Invariance.INVARIANT
         self._gate_up, self._down = (
-            torch.stack([unpacked(weight, dtype) if isinstance(weight, Codes) else weight for weight in weights])
+            torch.stack([dequantized(weight, dtype) if isinstance(weight, QuantizedWeight) else weight for weight in weights])
             for weights in (gate_ups, downs)
         )
         self._biases = biases
@@ -198,7 +198,7 @@ class FusedExperts(Experts):
 class FusedQuantizedExperts(Experts):
     """Experts in Triton, with quantized weights (`packed_experts`)."""
 
-    def __init__(self, gate_up: "Packed", down: "Packed", biases: Biases, gates: Gates, exact: Invariance) -> None:
+    def __init__(self, gate_up: "Packed", down: "Packed", biases: Biases, gates: Activation, exact: Invariance) -> None:
         self._invariant = exact is Invariance.INVARIANT
         self._gate_up, self._down, self._biases = gate_up, down, biases
         super().__init__([*gate_up.tensors, *down.tensors, *(biases or ())], len(down.codes), down.codes.device, gates)
@@ -214,7 +214,7 @@ def lay_out(
     downs: Weights,
     dtype: torch.dtype,
     biases: Biases = None,
-    gates: Gates = PLAIN,
+    gates: Activation = PLAIN,
     exact: Invariance = Invariance.USUAL,
 ) -> Experts:
     """The experts of a layer, laid out for this machine. gate_ups: of each expert [2 * size, hidden], gates first, or [size,
@@ -222,7 +222,7 @@ def lay_out(
     exact: see `linear`."""
     if not triton_for(_first(downs)):
         return LoopedExperts(gate_ups, downs, biases, gates, dtype, exact)
-    few = [[weight for weight in weights if isinstance(weight, Codes)] for weights in (gate_ups, downs)]
+    few = [[weight for weight in weights if isinstance(weight, QuantizedWeight)] for weights in (gate_ups, downs)]
     if len(few[0]) == len(few[1]) == len(downs):
         from .packed_experts import pack
 
@@ -233,4 +233,4 @@ def lay_out(
 
 
 def _first(weights: Weights) -> Tensor:
-    return weights[0].codes if isinstance(weights[0], Codes) else weights[0]
+    return weights[0].codes if isinstance(weights[0], QuantizedWeight) else weights[0]

@@ -6,14 +6,14 @@ import triton.language as tl
 from torch import Tensor
 
 from .compilation import Compilation
-from .reference import PLAIN, Gates
+from .reference import PLAIN, Activation
 
 BLOCK_SIZE = 1024
 WARPS = 4
 
 
 @triton.jit
-def activated(gate: tl.tensor, GELU: tl.constexpr) -> tl.tensor:
+def silu_or_gelu(gate: tl.tensor, GELU: tl.constexpr) -> tl.tensor:
     """silu, or gelu by its tanh approximation. gate: float32. Gelu's (1 + tanh(x)) / 2 is 1 / (1 + exp(-2 x))."""
     inner = gate
     if GELU:
@@ -36,7 +36,7 @@ def limited(gate: tl.tensor, up: tl.tensor, LIMIT: tl.constexpr, STEEP: tl.const
 
 
 @triton.jit
-def behind_product(
+def product_epilogue(
     result: tl.tensor,  # float32: a product's outputs; with GATED, those of the gates
     other: tl.tensor,  # likewise, of what the gates multiply; unused without GATED
     bias: tl.tensor,  # [OUTPUTS], twice as long with GATED; unused without BIASED
@@ -53,7 +53,7 @@ def behind_product(
         if GATED:
             other += tl.load(bias + OUTPUTS + output, mask=wanted, other=0.0).to(tl.float32)
     if GATED:
-        result = activated(result, GELU) * other
+        result = silu_or_gelu(result, GELU) * other
     return result
 
 
@@ -79,11 +79,11 @@ def gated_kernel(
     if LIMIT > 0:
         found = limited(gate, up, LIMIT, STEEP, BEHIND)
     else:
-        found = activated(gate, GELU).to(gate_up.dtype.element_ty).to(tl.float32) * up
+        found = silu_or_gelu(gate, GELU).to(gate_up.dtype.element_ty).to(tl.float32) * up
     tl.store(out + token * out_stride + column, found.to(out.dtype.element_ty), mask=inside)
 
 
-def gated(gate_up: Tensor, out: Tensor, how: Gates = PLAIN) -> Tensor:
+def gated(gate_up: Tensor, out: Tensor, how: Activation = PLAIN) -> Tensor:
     """`reference.gated` into `out`. gate_up: [tokens, 2 * size], out: [tokens, size], views whose last dimension is dense."""
     tokens, size = out.shape
     assert gate_up.shape == (tokens, 2 * size)
@@ -113,5 +113,5 @@ def compilations() -> list[Compilation]:
             hot=True,
         )
         for dtype in ("bf16", "fp16", "fp32")
-        for how in (PLAIN, Gates(gelu=True), Gates(limit=7.0))
+        for how in (PLAIN, Activation(gelu=True), Activation(limit=7.0))
     ]

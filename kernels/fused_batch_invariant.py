@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .compilation import GENERATIONS, Compilation
 from .fused_skinny_gemm import INTERPRET, dot
-from .paged_attention import TARGETS, generation_of
+from .paged_attention import TARGETS, device_class
 
 # Row tiles that share a pass over the weight, so that it is read from memory once for all of them. What the programs that run at
 # once, some 300, read of rows and weight is least where their part of the result is about square.
@@ -40,7 +40,7 @@ class Tile:
 
 
 def tile_of(dtype: torch.dtype, generation: int, inputs: int) -> Tile:
-    """The tile for these products. generation: of `paged_attention.generation_of`. Nothing here may depend on the rows: their
+    """The tile for these products. generation: of `paged_attention.device_class`. Nothing here may depend on the rows: their
     results would.
 
     Not measured yet. 64 rows are the least that four warps of Hopper multiply at once; with more, steps of few rows would wait for
@@ -122,7 +122,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tens
     assert weight.is_contiguous()
     assert x.stride(1) == out.stride(1) == 1
     if out.numel():
-        tile = tile_of(x.dtype, generation_of(x.device), inputs)
+        tile = tile_of(x.dtype, device_class(x.device), inputs)
         invariant_kernel[(triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.columns),)](
             out,
             x,

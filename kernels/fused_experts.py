@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .compilation import Compilation
-from .fused_activation import activated, limited
+from .fused_activation import limited, silu_or_gelu
 from .fused_skinny_gemm import INTERPRET, dot
-from .reference import PLAIN, Gates
+from .reference import PLAIN, Activation
 
 WARPS = 4
 
@@ -91,7 +91,7 @@ def experts_kernel(
             if GATED:
                 other += tl.load(from_bias + OUTPUTS, mask=wanted, other=0.0).to(tl.float32)[None, :]
         if GATED:
-            result = limited(result, other, LIMIT, STEEP, BEHIND) if LIMIT > 0 else activated(result, GELU) * other
+            result = limited(result, other, LIMIT, STEEP, BEHIND) if LIMIT > 0 else silu_or_gelu(result, GELU) * other
         elif SQUARED:
             result = tl.maximum(result, 0.0) * tl.maximum(result, 0.0)
         elif ADD:
@@ -109,7 +109,7 @@ def experts(
     gate_up: Tensor,
     down: Tensor,
     biases: tuple[Tensor, Tensor] | None,
-    gates: Gates = PLAIN,
+    gates: Activation = PLAIN,
     invariant: bool = False,
 ) -> Tensor:
     """Output of every expert for its tokens, times its router weight: [pairs, hidden].
@@ -156,13 +156,13 @@ def _product(
     bias: Tensor | None = None,
     together: int = 1,
     gated: bool = False,
-    gates: Gates = PLAIN,
+    gates: Activation = PLAIN,
     add: bool = False,
     invariant: bool = False,
 ) -> None:
     pairs, outputs = out.shape
     number, inputs = len(weight), weight.shape[2]
-    few, amd = few_of(pairs, number, invariant), torch.version.hip is not None
+    few, amd = few_pairs(pairs, number, invariant), torch.version.hip is not None
     constants = _constants(few, number, together, inputs, outputs, gated, x.element_size(), amd) | gates.constants
     constants |= {"ADD": add, "BIASED": bias is not None}
     rows = constants["ROWS"]
@@ -183,7 +183,7 @@ def _product(
     )
 
 
-def few_of(pairs: int, number: int, invariant: bool) -> bool:
+def few_pairs(pairs: int, number: int, invariant: bool) -> bool:
     """Whether tiles have few rows: with few pairs per expert the cost is that of reading its weight. invariant: one tile shape for
     all."""
     return pairs <= 16 * number and not invariant
@@ -230,7 +230,7 @@ def compilations() -> list[Compilation]:
         biased, squared = "biased" in model, inward and "squared" in model
         gated = inward and not squared
         constants = _constants(few, number, together, inputs, outputs, gated, item, kind == "amd")
-        constants |= {"ADD": False, "BIASED": biased, **Gates(limit=7.0 * biased, squared=squared).constants}
+        constants |= {"ADD": False, "BIASED": biased, **Activation(limit=7.0 * biased, squared=squared).constants}
         name = f"experts {model} {'gated' if gated else 'up' if inward else 'down'} {height} {kind}".rstrip()
         found.append(_compilation(name, constants, dtype, "fp32", kinds[kind]))
     sizes = (4096, 16), (16, 6144), (64, 28672)

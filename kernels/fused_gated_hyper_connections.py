@@ -47,7 +47,7 @@ def normalized(values, gain, SIZE: tl.constexpr, epsilon):  # type: ignore[no-un
 
 
 @triton.jit
-def gathering_kernel(
+def gated_mean_kernel(
     normal: tl.tensor,  # [tokens, COUNT, SIZE], dense
     gates: tl.tensor,  # as `normal`
     giving: tl.tensor,  # [tokens, COUNT]; unused without GIVES
@@ -118,7 +118,7 @@ def gathered(normal: Tensor, gates: Tensor, giving: Tensor | None, count: int) -
     seen = torch.empty(tokens, size, dtype=normal.dtype, device=normal.device)
     gives = torch.empty(tokens, count, dtype=torch.float32, device=normal.device) if giving is not None else None
     if tokens:
-        gathering_kernel[(tokens, triton.cdiv(size, BLOCK))](
+        gated_mean_kernel[(tokens, triton.cdiv(size, BLOCK))](
             normal,
             gates,
             giving if giving is not None else gates,
@@ -162,7 +162,7 @@ def compilations() -> list[Compilation]:
             types |= {"gives": "*fp32"} if gives else {}
             found.append(
                 Compilation(
-                    kernel=gathering_kernel,
+                    kernel=gated_mean_kernel,
                     name=f"gathering {dtype}{'' if gives else ' last'}",
                     signature=types | {"giving_stride": "i32"},
                     constants=_constants(4, 2048, gives),

@@ -23,8 +23,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .compilation import AMD, EARLY_TARGETS, NVIDIA, Compilation
-from .dependent_launch import ask, on, options, wait_alone
-from .fused_activation import behind_product
+from .dependent_launch import on, options, prefetch, wait_then_launch
+from .fused_activation import product_epilogue
 
 
 class Shape(NamedTuple):
@@ -75,10 +75,10 @@ def vector_kernel(
     wanted = output < OUTPUTS
     from_weight = weight + output.to(tl.int64)[:, None] * INPUTS
     first_rows = weight + tl.minimum(output, OUTPUTS - 1).to(tl.int64) * INPUTS
-    ask(first_rows, INPUTS, EARLY)
+    prefetch(first_rows, INPUTS, EARLY)
     if GATED:
-        ask(first_rows + OUTPUTS * INPUTS, INPUTS, EARLY)
-    wait_alone(EARLY)
+        prefetch(first_rows + OUTPUTS * INPUTS, INPUTS, EARLY)
+    wait_then_launch(EARLY)
     before = tl.zeros([COLUMNS], tl.float32)
     if ADD:  # loaded by all threads that hold an output, before one of them writes it
         before = tl.load(out + output, mask=wanted, other=0.0).to(tl.float32)
@@ -107,7 +107,7 @@ def vector_kernel(
         scale = tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / INPUTS + epsilon)
         result *= scale
         other *= scale
-    result = behind_product(result, other, bias, output, wanted, OUTPUTS, GATED, GELU, BIASED)
+    result = product_epilogue(result, other, bias, output, wanted, OUTPUTS, GATED, GELU, BIASED)
     tl.store(out + output, (result + before).to(out.dtype.element_ty), mask=wanted)
 
 

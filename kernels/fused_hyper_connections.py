@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .compilation import WARP, Compilation
-from .reference import Shares
+from .reference import HyperConnectionWeights
 
 BLOCK = 512  # features at once: with so many the matrix has a tile of 16 rows, 16 numbers a thread
 WARPS = 4
@@ -76,7 +76,9 @@ def mixing_kernel(
         tl.store(mixed + token * SIZE + column, sums.to(mixed.dtype.element_ty), mask=inside)
 
 
-def mix(streams: Tensor, more: Tensor | None, given: Tensor | None, shares: Shares, epsilon: float) -> tuple[Tensor, Tensor | None]:
+def mix(
+    streams: Tensor, more: Tensor | None, given: Tensor | None, shares: HyperConnectionWeights, epsilon: float
+) -> tuple[Tensor, Tensor | None]:
     """As `hyper_connections.mix`, without mixing of streams."""
     tokens, count, size = streams.shape
     both = more is not None and given is not None

@@ -11,11 +11,11 @@ from torch import Tensor
 from .compilation import EARLY_TARGETS, EIGHT_BIT_TARGETS, GENERATIONS, Compilation
 from .dependent_launch import on, options, wait
 from .fused_latents import WARPS, angles, constants_of, keep, turn
-from .fused_rotary import rotated, storable
+from .fused_rotary import clamped_for_cache, rotated
 from .indexed import Choosing
 from .layout import Kind
 from .paged_attention import INTERPRET, TARGETS, Plan, tiles_of
-from .paged_kernels import Visibility, dot, slots_of, visible_of, words_of
+from .paged_kernels import Visibility, ancestor_masks, dot, slots_of, visible_keys
 
 STAGES = 3  # two tiles of keys are in flight while a third is computed on; AMD gets 2, having little shared memory
 
@@ -64,7 +64,7 @@ def index_kernel(
             high = _normal(own, norm, half + TURNED // 2, within, mean, scale, SIZE)
             low, high = rotated(low, high, cosine, sine)
             kept = cache + slot * cache_stride
-            tl.store(kept + feature, storable(still, MOST).to(cache.dtype.element_ty), mask=held & (feature >= TURNED))
+            tl.store(kept + feature, clamped_for_cache(still, MOST).to(cache.dtype.element_ty), mask=held & (feature >= TURNED))
             keep(kept, half, within, low, high, TURNED, MOST)
 
 
@@ -150,7 +150,7 @@ def scores_kernel(
     one = tl.arange(0, 1)
     position = tl.load(positions + token + one)
     visibility = Visibility(position, position, token + one, positions, masks, context, tree, 0, end * MEMBERS)
-    words = words_of(visibility, TREES)
+    words = ancestor_masks(visibility, TREES)
     head = tl.arange(0, HEADS_PADDED)
     feature = tl.arange(0, PADDED)
     asked = query + (token * HEADS + head)[:, None] * SIZE + feature[None, :]
@@ -178,7 +178,7 @@ def scores_kernel(
         if not TREES and not PLAIN:
             weight = tl.load(weights + token * HEADS + head, mask=head < HEADS, other=0.0)
         score = tl.sum(found * weight[:, None], 0)
-        visible = visible_of(place, visibility, words, False, TREES)
+        visible = visible_keys(place, visibility, words, False, TREES)
         hidden = tl.max(visible.to(tl.int32), 0) == 0
         tl.store(target + key_at, tl.where(hidden, float("-inf"), score), mask=key_at < end)
 

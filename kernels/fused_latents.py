@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .compilation import EARLY_TARGETS, EIGHT_BIT_TARGETS, WARP, Compilation
 from .dependent_launch import on, options, wait
-from .fused_rotary import rotated, storable
+from .fused_rotary import clamped_for_cache, rotated
 
 # Of one program; more, where theirs are fewer numbers than threads: queries are changed in place (see `fused_hyper_connections`).
 HEADS = 16
@@ -43,8 +43,8 @@ def turn(place, inside, cosine, sine, TURNED: tl.constexpr):  # type: ignore[no-
 @triton.jit
 def keep(kept, half, within, low, high, TURNED: tl.constexpr, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
     """Writes both halves of what was rotated to the cache."""
-    tl.store(kept + half, storable(low, MOST).to(kept.dtype.element_ty), mask=within)
-    tl.store(kept + TURNED // 2 + half, storable(high, MOST).to(kept.dtype.element_ty), mask=within)
+    tl.store(kept + half, clamped_for_cache(low, MOST).to(kept.dtype.element_ty), mask=within)
+    tl.store(kept + TURNED // 2 + half, clamped_for_cache(high, MOST).to(kept.dtype.element_ty), mask=within)
 
 
 @triton.jit
@@ -92,7 +92,7 @@ def latents_kernel(
             high = tl.load(own + SIZE + TURNED // 2 + half, mask=within, other=0.0)
             low, high = rotated(low, high, cosine, sine)
             kept = cache + slot * cache_stride
-            tl.store(kept + feature, storable(row, MOST).to(cache.dtype.element_ty), mask=held)
+            tl.store(kept + feature, clamped_for_cache(row, MOST).to(cache.dtype.element_ty), mask=held)
             keep(kept + SIZE, half, within, low, high, TURNED, MOST)
 
 

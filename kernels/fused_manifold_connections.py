@@ -8,13 +8,13 @@ from torch import Tensor
 
 from .compilation import Compilation
 from .fused_hyper_connections import FEWEST, WARPS, compilation
-from .reference import Shares
+from .reference import HyperConnectionWeights
 
 BLOCK = 128  # features at once: with so many the matrix of four streams has a tile of 32 rows, 32 numbers a thread
 
 
 @triton.jit
-def crossing_kernel(
+def manifold_kernel(
     streams: tl.tensor,  # [tokens, COUNT, SIZE], dense
     more: tl.tensor,  # [tokens, SIZE], dense; unused without ADD
     given: tl.tensor,  # [tokens, COUNT + COUNT**2] float32, dense; unused without ADD
@@ -94,7 +94,7 @@ def crossing_kernel(
 
 @triton.jit
 def _balanced(logits, both, epsilon, ROUNDS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`hyper_connections.balanced` of one matrix, padded with 0."""
+    """`hyper_connections.sinkhorn` of one matrix, padded with 0."""
     most = tl.max(logits, 1)[:, None]
     found = tl.where(both, tl.exp(logits - tl.where(most == float("-inf"), 0.0, most)), 0.0)
     found = found / tl.maximum(tl.sum(found, 1), 1e-30)[:, None] + tl.where(both, epsilon, 0.0)
@@ -106,7 +106,7 @@ def _balanced(logits, both, epsilon, ROUNDS: tl.constexpr):  # type: ignore[no-u
 
 
 def mix(
-    streams: Tensor, more: Tensor | None, given: Tensor | None, shares: Shares | None, epsilon: float
+    streams: Tensor, more: Tensor | None, given: Tensor | None, shares: HyperConnectionWeights | None, epsilon: float
 ) -> tuple[Tensor, Tensor | None]:
     """As `hyper_connections.mix`, with mixing of streams."""
     tokens, count, size = streams.shape
@@ -116,7 +116,7 @@ def mix(
     rounds = shares.rounds if shares else 0
     gives = torch.empty(tokens, count + count**2, dtype=torch.float32, device=streams.device) if rounds else None
     if tokens:
-        crossing_kernel[(tokens,)](
+        manifold_kernel[(tokens,)](
             streams,
             more if both else streams,
             given if both else mixed,
@@ -159,7 +159,7 @@ def compilations() -> list[Compilation]:
     )
     return [
         compilation(
-            crossing_kernel,
+            manifold_kernel,
             f"crossing {dtype}{' mean' * (not shared)}{' last' * (shared and not rounds)}{' add' * add}",
             dtype,
             _constants(4, 4096, rounds, add, shared),

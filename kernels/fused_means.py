@@ -8,7 +8,7 @@ from torch import Tensor
 from .compilation import EIGHT_BIT_TARGETS, Compilation
 from .fused_latents import angles
 from .fused_pools import read
-from .fused_rotary import rotated, storable
+from .fused_rotary import clamped_for_cache, rotated
 
 WARPS = 4
 
@@ -58,8 +58,8 @@ def means_kernel(
             wide_high = ((high_part * scale).to(kind).to(tl.float32) * high_gain).to(kind)
             _, _, cosine, sine = angles(table, token, SIZE, HALF)
             low, high = rotated(wide_low, wide_high, cosine, sine)
-        tl.store(kept, storable(low, MOST).to(cache.dtype.element_ty), mask=held)
-        tl.store(kept + SIZE // 2, storable(high, MOST).to(cache.dtype.element_ty), mask=held)
+        tl.store(kept, clamped_for_cache(low, MOST).to(cache.dtype.element_ty), mask=held)
+        tl.store(kept + SIZE // 2, clamped_for_cache(high, MOST).to(cache.dtype.element_ty), mask=held)
 
 
 def write_means(keys: Tensor, gains: Tensor, table: Tensor, slots: Tensor, cache: Tensor, members: int, epsilon: float) -> None:

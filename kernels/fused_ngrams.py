@@ -10,7 +10,7 @@ from .compilation import Compilation
 from .fused_gated_delta import move
 from .fused_gated_hyper_connections import normalized, tile
 from .gated_delta import Spans
-from .ngram_hashes import Hashes
+from .ngram_hashes import NgramHashes
 
 TOKENS, CHANNELS = 16, 128  # tile of a program, as in `fused_short_convolution`
 
@@ -55,7 +55,7 @@ def rows_kernel(
 
 
 @triton.jit
-def opening_kernel(
+def gate_kernel(
     joint: tl.tensor,  # [tokens, (COUNT + 1) * SIZE], dense
     streams: tl.tensor,  # [tokens, COUNT, SIZE], dense
     gains: tl.tensor,  # [3, COUNT, SIZE] float32, dense
@@ -89,7 +89,7 @@ def opening_kernel(
 
 
 @triton.jit(do_not_specialize_on_alignment=["starts", "slots", "fresh"])
-def taking_kernel(
+def ngram_convolution_kernel(
     streams: tl.tensor,  # [tokens, channels], dense
     taken: tl.tensor,  # as `streams`
     normal: tl.tensor,  # as `streams`
@@ -128,7 +128,7 @@ def taking_kernel(
     tl.store(streams + row, sums.to(kind), mask=inside)
 
 
-def rows_of(tokens: Tensor, before: Tensor, spans: Spans, hashes: Hashes) -> Tensor:
+def rows_of(tokens: Tensor, before: Tensor, spans: Spans, hashes: NgramHashes) -> Tensor:
     """As `ngrams.rows_of`. At least one span."""
     assert all(x.is_contiguous() for x in (tokens, before, hashes.multipliers, hashes.sizes, hashes.offsets))
     layers, count, heads = hashes.sizes.shape
@@ -161,7 +161,7 @@ def opened(joint: Tensor, streams: Tensor, gains: Tensor, epsilon: float, least:
     taken, normal = (torch.empty(tokens, count * size, dtype=joint.dtype, device=joint.device) for _ in range(2))
     if tokens:
         block, warps = tile(size)
-        opening_kernel[(tokens, count)](
+        gate_kernel[(tokens, count)](
             joint,
             streams,
             gains,
@@ -197,7 +197,7 @@ def take(
     assert all(x.is_contiguous() for x in (streams, taken, normal, taps))
     assert windows.stride()[1:] == (channels, 1)
     assert streams.dtype == taken.dtype == normal.dtype == windows.dtype
-    taking_kernel[(len(slots), triton.cdiv(channels, CHANNELS), triton.cdiv(longest, TOKENS))](
+    ngram_convolution_kernel[(len(slots), triton.cdiv(channels, CHANNELS), triton.cdiv(longest, TOKENS))](
         streams,
         taken,
         normal,
@@ -235,7 +235,7 @@ def compilations() -> list[Compilation]:
         pointers = dict.fromkeys(("joint", "streams", "gains", "taken", "normal"), f"*{dtype}") | {"gains": "*fp32"}
         found.append(
             Compilation(
-                kernel=opening_kernel,
+                kernel=gate_kernel,
                 name=f"opening {dtype}",
                 signature=pointers | dict.fromkeys(("epsilon", "least", "root"), "fp32"),
                 constants={"COUNT": 4, "SIZE": 2048, "BLOCK": block},
@@ -247,7 +247,7 @@ def compilations() -> list[Compilation]:
         types |= dict.fromkeys(("starts", "slots", "fresh"), "*i64") | {"windows": f"*{dtype}"}
         found.append(
             Compilation(
-                kernel=taking_kernel,
+                kernel=ngram_convolution_kernel,
                 name=f"taking {dtype}",
                 signature=types | dict.fromkeys(("channels", "windows_stride"), "i32:16"),
                 constants={"REACH": 9, "APART": 3, "TOKENS": TOKENS, "BLOCK": CHANNELS},

@@ -16,7 +16,7 @@ WARPS = 4
 
 
 @triton.jit
-def turning_kernel(
+def partial_rotary_kernel(
     x: tl.tensor,  # [tokens, heads, SIZE], dense within a token
     target: tl.tensor,  # the same, or a cache, [slots, SIZE]
     gains: tl.tensor,  # [SIZE]; unused without GAINED
@@ -87,7 +87,7 @@ def turn(x: Tensor, table: Tensor, epsilon: float, back: bool) -> None:
     tokens, heads, size = x.shape
     constants = _constants(size, table.shape[-1], heads, normal=epsilon > 0, back=back)
     if tokens:
-        turning_kernel[(tokens, triton.cdiv(heads, constants["HEADS"]))](
+        partial_rotary_kernel[(tokens, triton.cdiv(heads, constants["HEADS"]))](
             x, x, x, table, x, heads, heads * size, heads * size, epsilon, **constants, num_warps=WARPS, enable_fp_fusion=False
         )
 
@@ -99,7 +99,7 @@ def write_keys(keys: Tensor, gains: Tensor, table: Tensor, slots: Tensor, cache:
     assert table.is_contiguous()
     if len(keys):
         constants = _constants(keys.shape[1], table.shape[-1], 1, normal=True, gained=True)
-        turning_kernel[(len(keys), 1)](
+        partial_rotary_kernel[(len(keys), 1)](
             keys,
             cache,
             gains,
@@ -151,7 +151,7 @@ def compilations() -> list[Compilation]:
         own = dict(constants, heads=heads) if heads == 1 else dict(constants)
         found.append(
             Compilation(
-                kernel=turning_kernel,
+                kernel=partial_rotary_kernel,
                 name=f"turning {name}",
                 signature=types | ({key: kind for key, kind in numbers.items() if key not in own}),
                 constants=own,

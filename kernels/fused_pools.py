@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .compilation import EIGHT_BIT_TARGETS, Compilation
-from .fused_rotary import storable
+from .fused_rotary import clamped_for_cache
 
 WARPS = 4
 
@@ -35,7 +35,7 @@ def pools_kernel(
         kept = cache + slot * cache_stride + feature
         key = tl.load(keys + token * SIZE + feature, mask=held, other=0.0)
         gate = tl.load(gates + token * SIZE + feature, mask=held, other=0.0)
-        tl.store(kept + SIZE, storable(gate, MOST).to(cache.dtype.element_ty), mask=held)
+        tl.store(kept + SIZE, clamped_for_cache(gate, MOST).to(cache.dtype.element_ty), mask=held)
         if slot % MEMBERS == MEMBERS - 1:
             behind = MEMBERS - 1 - member  # how many tokens before this one
             known = (member < MEMBERS)[:, None] & held[None, :]
@@ -49,13 +49,13 @@ def pools_kernel(
             opening = tl.where(known, opening, float("-inf"))
             weights = tl.where(known, tl.exp(opening - tl.max(tl.where(held[None, :], opening, 0.0), 0)[None, :]), 0.0)
             key = (tl.sum(weights * own, 0) / tl.where(held, tl.sum(weights, 0), 1.0)).to(key.dtype)
-        tl.store(kept, storable(key, MOST).to(cache.dtype.element_ty), mask=held)
+        tl.store(kept, clamped_for_cache(key, MOST).to(cache.dtype.element_ty), mask=held)
 
 
 @triton.jit
 def read(step, cache, here, there, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
     """A number as it is, or will be, in the cache, from the step's inputs where it isn't certain to be there yet."""
-    own = storable(tl.load(step, mask=here, other=0.0), MOST).to(cache.dtype.element_ty).to(tl.float32)
+    own = clamped_for_cache(tl.load(step, mask=here, other=0.0), MOST).to(cache.dtype.element_ty).to(tl.float32)
     return tl.where(here, own, tl.load(cache, mask=there, other=0.0).to(tl.float32))
 
 

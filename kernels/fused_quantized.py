@@ -19,12 +19,12 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from .codes import BITS, FP4_BLOCKS, MIDDLES, Codes, factors_of
+from .codes import BITS, FP4_BLOCKS, MIDDLES, QuantizedWeight, factors_of
 from .compilation import AMD, NVIDIA, Compilation
 from .dispatch import on_nvidia
 from .fused_skinny_gemm import INTERPRET, dot
 from .linear import Product
-from .small_floats import FP8_FACTOR, in_blocks, scale_at, smaller, tiny, tiny_pair, words
+from .small_floats import FP8_FACTOR, fp4_pair, fp4_to_float16, fp8_to_float16, scale_at, scaled_nvfp4, words
 
 MOST = 256  # rows
 TYPES = {torch.bfloat16, torch.float16}  # dtypes of rows that tensor cores support
@@ -78,7 +78,7 @@ def quantized_kernel(
         if WIDTH < RUN:
             second = tl.load(from_x + run * RUN + WIDTH, mask=asked[:, None], other=0.0)
         if KIND == "nvfp4":
-            low, high = in_blocks(held, scales + block, wanted, OUTPUTS, first.dtype, CUDA)
+            low, high = scaled_nvfp4(held, scales + block, wanted, OUTPUTS, first.dtype, CUDA)
             result = dot(second, high, dot(first, low, result, WIDEN), WIDEN)
         else:
             zero = zeros_at(zeros + block, wanted, ZEROS, MIDDLE)
@@ -87,7 +87,7 @@ def quantized_kernel(
                 low, high = pair(held, zero, first.dtype, KIND, CUDA)
                 part = dot(second, high, dot(first, low, part, WIDEN), WIDEN)
             else:
-                part = dot(first, meant(held, zero, KIND).to(first.dtype), part, WIDEN)
+                part = dot(first, code_values(held, zero, KIND).to(first.dtype), part, WIDEN)
             result += part * scale_at(scales + block, wanted, KIND, CUDA)[None, :]
     if FACTORS:
         result *= tl.load(factors + output, mask=wanted, other=0.0)[None, :]
@@ -105,20 +105,20 @@ def zeros_at(place: tl.tensor, wanted: tl.tensor, ZEROS: tl.constexpr, MIDDLE: t
 
 @triton.jit
 def pair(codes: tl.tensor, zero: tl.tensor, dtype: tl.constexpr, KIND: tl.constexpr, CUDA: tl.constexpr) -> tl.tensor:
-    """The numbers of bytes' low halves, and of their high halves (see `meant`)."""
+    """The numbers of bytes' low halves, and of their high halves (see `code_values`)."""
     if not CUDA:
-        low, high = meant(codes & 15, zero, KIND).to(dtype), meant(codes >> 4, zero, KIND).to(dtype)
+        low, high = code_values(codes & 15, zero, KIND).to(dtype), code_values(codes >> 4, zero, KIND).to(dtype)
     elif KIND == "fp4":
-        low, high = tiny_pair(codes, dtype)
+        low, high = fp4_pair(codes, dtype)
     else:
-        low, high = less_pair(codes, zero, dtype)
+        low, high = minus_zero_pair(codes, zero, dtype)
     return low, high
 
 
 @triton.jit
-def meant(codes: tl.tensor, zero: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+def code_values(codes: tl.tensor, zero: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
     """Codes as numbers, not scaled yet."""
-    return tiny(codes) if KIND == "fp4" else smaller(codes) if KIND == "fp8" else less(codes, zero)
+    return fp4_to_float16(codes) if KIND == "fp4" else fp8_to_float16(codes) if KIND == "fp8" else less(codes, zero)
 
 
 @triton.jit
@@ -157,7 +157,7 @@ IN_FLOAT16 = tl.constexpr(_in_pairs(0x64006400, 0x3C003C00, "f16x2"))  # added t
 
 
 @triton.jit
-def less_pair(codes: tl.tensor, zero: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+def minus_zero_pair(codes: tl.tensor, zero: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
     """Numbers of bytes' low halves and of their high halves, minus the zero point, [outputs, 1]. For NVIDIA."""
     BASE: tl.constexpr = 128 if dtype == tl.bfloat16 else 1024
     ASM: tl.constexpr = IN_BFLOAT16 if dtype == tl.bfloat16 else IN_FLOAT16
@@ -194,12 +194,12 @@ def unpack_kernel(
     held = tl.load(codes + line * (INPUTS // RUN * WIDTH) + run * WIDTH + place[None, :], mask=wanted[:, None], other=0)
     block = run * RUN // BLOCK * outputs + output
     if KIND == "nvfp4":
-        first, second = in_blocks(held, scales + block, wanted, outputs, tl.float32, False)
+        first, second = scaled_nvfp4(held, scales + block, wanted, outputs, tl.float32, False)
     else:
         zero = zeros_at(zeros + block, wanted, ZEROS, MIDDLE)
         scale = scale_at(scales + block, wanted, KIND, False)[:, None]
-        first = meant(held & 15 if WIDTH < RUN else held, zero, KIND).to(tl.float32) * scale
-        second = meant(held >> 4, zero, KIND).to(tl.float32) * scale if WIDTH < RUN else first
+        first = code_values(held & 15 if WIDTH < RUN else held, zero, KIND).to(tl.float32) * scale
+        second = code_values(held >> 4, zero, KIND).to(tl.float32) * scale if WIDTH < RUN else first
     if FACTORS:
         factor = tl.load(factors + output, mask=wanted, other=0.0)[:, None]
         first, second = first * factor, second * factor
@@ -210,7 +210,7 @@ def unpack_kernel(
 
 
 def by_triton(
-    codes: Codes, bias: Tensor | None, dtype: torch.dtype, invariant: bool = False
+    codes: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype, invariant: bool = False
 ) -> tuple[Product, Sequence[Tensor | None]] | None:
     """The product with rows of `dtype`, and the tensors it reads. None if blocks are too short, or if tensor cores don't support
     `dtype`. invariant: one tile shape for all numbers of rows, so that none depends on others (batch invariance)."""
@@ -221,7 +221,7 @@ def by_triton(
     held = paired(codes.codes, run) if BITS[codes.kind] == 4 else codes.codes.contiguous()
     scales, factors = read_scales(codes, run), read_factors(codes)
     zeros = codes.zeros.t().contiguous() if codes.zeros is not None else None
-    constants = meaning(codes.kind, inputs, codes.block, run, zeros is not None, factors is not None)
+    constants = format_constants(codes.kind, inputs, codes.block, run, zeros is not None, factors is not None)
 
     def unpacked() -> Tensor:
         weight = torch.empty(outputs, inputs, dtype=dtype, device=held.device)
@@ -277,7 +277,7 @@ def whole(inputs: int, block: int) -> int:
     return min(RUN, inputs & -inputs) if block % FP4_BLOCKS["nvfp4"] == 0 else 0
 
 
-def read_scales(codes: Codes, run: int) -> Tensor:
+def read_scales(codes: QuantizedWeight, run: int) -> Tensor:
     """Scales in the form that kernels read."""
     if codes.kind == "nvfp4":
         return words(codes.refined(FP4_BLOCKS["nvfp4"]).scales, run)
@@ -289,7 +289,7 @@ def read_scales(codes: Codes, run: int) -> Tensor:
     return scales.contiguous()
 
 
-def read_factors(codes: Codes) -> Tensor | None:
+def read_factors(codes: QuantizedWeight) -> Tensor | None:
     """Factors in the form that kernels read, where those of NVFP4 undo that its scaled codes are 2**8 times too small."""
     return factors_of(codes) * FP8_FACTOR if codes.kind == "nvfp4" else codes.factors
 
@@ -300,7 +300,7 @@ def paired(codes: Tensor, run: int) -> Tensor:
     return (low | (high << 4)).flatten(1)
 
 
-def meaning(kind: str, inputs: int, block: int, run: int, zeros: bool, factors: bool) -> dict[str, Any]:
+def format_constants(kind: str, inputs: int, block: int, run: int, zeros: bool, factors: bool) -> dict[str, Any]:
     """The compile-time constants that describe a weight's format."""
     return {
         "INPUTS": inputs,
@@ -345,7 +345,7 @@ def compilations() -> list[Compilation]:
     found = []
     for (name, (kind, block, zeros, inputs, outputs, dtype)), (kindred, targets) in itertools.product(cases.items(), kinds.items()):
         run = _run(kind, inputs, block)
-        meant_by = meaning(kind, inputs, block, run, zeros, kind == "nvfp4")
+        meant_by = format_constants(kind, inputs, block, run, zeros, kind == "nvfp4")
         pointers = {"out": f"*{dtype}", "codes": "*u8", "scales": scale_type(kind, run), "zeros": "*u8", "factors": "*fp32"}
         unpacking = {**meant_by, "COLUMNS": UNPACKED}
         found.append(

@@ -51,7 +51,7 @@ def rotated(low, high, cosine, sine):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def storable(x, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
+def clamped_for_cache(x, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
     """For an 8-bit cache: clamps to MOST, since larger numbers would become NaN. MOST = 0: unchanged."""
     if MOST > 0:
         x = tl.clamp(x.to(tl.float32), -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
@@ -123,8 +123,8 @@ def rotary_kernel(
                     scale = tl.load(scales + head - heads, mask=(head >= heads) & (head < heads + 2 * kv_heads), other=1.0)
                     wide_low = tl.div_rn(wide_low, scale + tl.zeros_like(wide_low))
                     wide_high = tl.div_rn(wide_high, scale + tl.zeros_like(wide_high))
-                tl.store(kept, storable(wide_low, MOST).to(cache.dtype.element_ty), mask=written)
-                tl.store(kept + SIZE // 2, storable(wide_high, MOST).to(cache.dtype.element_ty), mask=written)
+                tl.store(kept, clamped_for_cache(wide_low, MOST).to(cache.dtype.element_ty), mask=written)
+                tl.store(kept + SIZE // 2, clamped_for_cache(wide_high, MOST).to(cache.dtype.element_ty), mask=written)
             else:
                 tl.store(kept, low.to(cache.dtype.element_ty), mask=written)
                 tl.store(kept + SIZE // 2, high.to(cache.dtype.element_ty), mask=written)

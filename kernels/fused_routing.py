@@ -20,7 +20,7 @@ WARPS = 8
 
 
 @triton.jit
-def open_sets(
+def limited_to_groups(
     judged: tl.tensor,
     slot: tl.tensor,
     SLOTS: tl.constexpr,
@@ -85,7 +85,7 @@ def route_kernel(
         judged += tl.load(correction + slot, mask=there, other=0.0)
     judged = tl.where(there & (judged == judged), judged, float("-inf"))  # of NaNs the first experts are taken
     if OPEN < SETS:
-        judged = open_sets(judged, slot, SLOTS, EXPERTS // SETS, triton.next_power_of_2(SETS), OPEN, BEST, ZEROED)
+        judged = limited_to_groups(judged, slot, SLOTS, EXPERTS // SETS, triton.next_power_of_2(SETS), OPEN, BEST, ZEROED)
         judged = tl.where(there, judged, float("-inf"))
     held = tl.zeros([PLACES], tl.float32)
     for i in tl.static_range(COUNT):

@@ -36,10 +36,10 @@ from triton import knobs
 
 from . import fused_gemv
 from .compilation import EARLY_TARGETS, GENERATIONS, Compilation
-from .dependent_launch import ask, on, options, wait_alone
-from .fused_activation import behind_product
+from .dependent_launch import on, options, prefetch, wait_then_launch
+from .fused_activation import product_epilogue
 from .fused_norm import rms_norm
-from .paged_attention import TARGETS, generation_of, processors_of
+from .paged_attention import TARGETS, device_class, processors_of
 
 # In Triton's interpreter a dot of bfloat16 gives wrong results, so operands are widened to float32 there.
 INTERPRET = bool(knobs.runtime.interpret)
@@ -92,10 +92,10 @@ def product_kernel(
     from_x = x + row[:, None] * x_stride + deep[None, :]
     from_weight = weight + output.to(tl.int64)[:, None] * INPUTS + deep[None, :]
     first_rows = weight + tl.minimum(output, OUTPUTS - 1).to(tl.int64) * INPUTS
-    ask(first_rows + part * LENGTH, LENGTH, EARLY)
+    prefetch(first_rows + part * LENGTH, LENGTH, EARLY)
     if GATED:
-        ask(first_rows + OUTPUTS * INPUTS, LENGTH, EARLY)
-    wait_alone(EARLY)
+        prefetch(first_rows + OUTPUTS * INPUTS, LENGTH, EARLY)
+    wait_then_launch(EARLY)
     result = tl.zeros([COLUMNS, ROWS], tl.float32)
     other = tl.zeros([COLUMNS, ROWS], tl.float32)
     for first in tl.range(0, LENGTH, DEPTH, num_stages=STAGES):
@@ -108,7 +108,7 @@ def product_kernel(
         if GATED:
             other = dot(_piece(from_weight + first + OUTPUTS * INPUTS, wanted, within, EVEN), values, other, WIDEN)
     first_part = output + part * OUTPUTS < OUTPUTS  # the first part adds the bias
-    result = behind_product(result, other, bias, output[:, None], first_part[:, None], OUTPUTS, GATED, GELU, BIASED)
+    result = product_epilogue(result, other, bias, output[:, None], first_part[:, None], OUTPUTS, GATED, GELU, BIASED)
     place = out + part * part_stride + row[None, :] * out_stride + output[:, None]
     held = asked[None, :] & wanted[:, None]
     if ADD:
@@ -196,9 +196,9 @@ def parts_of(x: Tensor, weight: Tensor) -> int:
 
 @cache
 def _machine(device: torch.device) -> tuple[int, int]:
-    """The device's class (`paged_attention.generation_of`) and its processors (SMs): cached, since a step needs them hundreds of
+    """The device's class (`paged_attention.device_class`) and its processors (SMs): cached, since a step needs them hundreds of
     times."""
-    return generation_of(device), processors_of(device)
+    return device_class(device), processors_of(device)
 
 
 def _parts(rows: int, inputs: int, outputs: int, processors: int) -> int:

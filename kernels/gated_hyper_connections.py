@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import reference
 from .dispatch import triton_for
-from .reference import by_lanes
+from .reference import lane_invariant
 
 
 def spread(streams: Tensor, more: Tensor | None, given: Tensor | None, gains: Tensor, epsilon: float) -> Tensor:
@@ -40,5 +40,5 @@ def gathered(normal: Tensor, gates: Tensor, giving: Tensor | None, count: int) -
         from .fused_gated_hyper_connections import gathered as fused
 
         return fused(normal, gates, giving, count)
-    seen = (by_lanes(torch.sigmoid, gates.float()) * normal).view(len(normal), count, -1).mean(1).to(normal.dtype)
+    seen = (lane_invariant(torch.sigmoid, gates.float()) * normal).view(len(normal), count, -1).mean(1).to(normal.dtype)
     return seen, None if giving is None else torch.sigmoid(giving.float()).mul_(2)

@@ -270,7 +270,7 @@ def _seen(begin: gl.tensor, rows: Rows, item: Item, masks: gl.tensor) -> gl.tens
 
 @gluon.jit
 def _visible(begin: gl.tensor, rows: Rows, item: Item, masks: gl.tensor, SHAPE: gl.constexpr, MMA: gl.constexpr) -> gl.tensor:
-    """As `paged_kernels.visible_of`: the mask of a tile, [rows, keys]."""
+    """As `paged_kernels.visible_keys`: the mask of a tile, [rows, keys]."""
     column = gl.expand_dims(gl.arange(0, SHAPE.keys, gl.SliceLayout(0, MMA)), 0)
     if SHAPE.trees:
         gl.static_assert(SHAPE.keys == 128)

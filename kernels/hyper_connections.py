@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from .dispatch import triton_for
-from .reference import Shares
+from .reference import HyperConnectionWeights
 
 
 def mix(
-    streams: Tensor, more: Tensor | None, given: Tensor | None, shares: Shares | None, epsilon: float
+    streams: Tensor, more: Tensor | None, given: Tensor | None, shares: HyperConnectionWeights | None, epsilon: float
 ) -> tuple[Tensor, Tensor | None]:
     """The input of the next part of a layer, [tokens, hidden], and the shares with which its output is to be written, [tokens,
     count] float32, if there are any.
@@ -50,7 +50,7 @@ def mix(
     seen, gives = found[:, :count] + shares.epsilon, found[:, count:] * shares.magnitude
     mixed = (seen.unsqueeze(2) * wide).sum(1).to(streams.dtype)
     if shares.rounds:
-        return mixed, torch.cat((gives, balanced(logits[:, 2 * count :], shares)), 1)
+        return mixed, torch.cat((gives, sinkhorn(logits[:, 2 * count :], shares)), 1)
     return mixed, gives + shares.epsilon if gives.shape[1] else None
 
 
@@ -63,7 +63,7 @@ def _crossed(wide: Tensor, given: Tensor) -> Tensor:
     return found
 
 
-def balanced(logits: Tensor, shares: Shares) -> Tensor:
+def sinkhorn(logits: Tensor, shares: HyperConnectionWeights) -> Tensor:
     """Sinkhorn normalization of the mixing logits [tokens, count**2]: what each stream gives sums to nearly 1, what each gets to
     1."""
     count = math.isqrt(logits.shape[1])

@@ -75,7 +75,9 @@ def plan(whole: paged.Plan, rows: Sequence[Row], layout: Layout) -> Plan:
         own = slice(first, first + count)
         shown = seen[own].tobytes()
         if shown not in alike:
-            alike[shown] = paged.plan_singles(seen[own], most // size + (layout.members > 0), kind, device, layout.dtype, size)
+            alike[shown] = paged.plan_single_tokens(
+                seen[own], most // size + (layout.members > 0), kind, device, layout.dtype, size
+            )
         tables = to_device(torch.from_numpy(offsets[own]), device).unsqueeze(1)
         longest = max(most, int(lengths[own].max()))
         parts.append(Part(first, -(-longest // block) * block, tables, alike[shown]))

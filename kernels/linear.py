@@ -45,7 +45,7 @@ from torch.nn import functional
 from .dispatch import on_hopper, triton_for
 
 if TYPE_CHECKING:
-    from .adapters import Additions  # circular at run time: LoRA products are weights
+    from .adapters import LoraMatrices  # circular at run time: LoRA products are weights
 
 # oneDNN chooses its blocked weight layout by the number of rows it is told to expect. With 1 it is slow for batches (42 GFLOP/s at
 # 32); with 4 to 512 one layout is good for all of them.
@@ -86,7 +86,7 @@ class Weight:
     memory."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, exact: Invariance = Invariance.USUAL) -> None:
-        self.additions: Additions | None = None  # LoRA adapters; the caller adds their products
+        self.additions: LoraMatrices | None = None  # LoRA adapters; the caller adds their products
         self.bytes = weight.nbytes + (bias.nbytes if bias is not None else 0)
         self.shape = weight.shape
         streams = exact is not Invariance.INVARIANT and weight.dtype in STREAMED and triton_for(weight)
@@ -99,7 +99,7 @@ class Weight:
         self.product = route(weight, bias)
         if exact is Invariance.GUESS and weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() <= SHORT:
             self.bytes += weight.nbytes
-            self.product = shortened(weight, bias, self.product)
+            self.product = with_short_route(weight, bias, self.product)
 
     def __call__(self, x: Tensor) -> Tensor:
         """The product with x [rows, in]: [rows, out]."""
@@ -201,7 +201,7 @@ def transposed(weight: Tensor, bias: Tensor | None) -> Product:
     return lambda x: torch.from_numpy(x.numpy() @ columns).add_(bias)
 
 
-def in_columns(weight: Tensor, bias: Tensor | None) -> Product:
+def by_mkl_columns(weight: Tensor, bias: Tensor | None) -> Product:
     """torch's own, with the outputs contiguous in memory. With MKL a row's result does not depend on the rows beside it, to the
     last bit, if there are two outputs or more: a single row, which it computes differently, is made two."""
     first, *others = torch.split(weight.t().contiguous(), PIECE)
@@ -218,7 +218,7 @@ def in_columns(weight: Tensor, bias: Tensor | None) -> Product:
     return product
 
 
-def shortened(weight: Tensor, bias: Tensor | None, product: Product) -> Product:
+def with_short_route(weight: Tensor, bias: Tensor | None, product: Product) -> Product:
     """`product`, but torch's own where a call has so little to do that its overhead exceeds its arithmetic."""
     columns, most = weight.t().contiguous(), SHORT // weight.numel()
 
@@ -244,7 +244,7 @@ def _route(weight: Tensor, exact: Invariance) -> Callable[[Tensor, Tensor | None
     if torch.backends.cpu.get_cpu_capability() == "AVX2":
         return transposed
     # With one output, such as the gate of a shared expert, MKL's order of summation depends on the number of rows.
-    return in_columns if len(weight) > 1 and weight.numel() <= SMALL and by_mkl() else packed
+    return by_mkl_columns if len(weight) > 1 and weight.numel() <= SMALL and by_mkl() else packed
 
 
 def by_onednn(dtype: torch.dtype) -> bool:

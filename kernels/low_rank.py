@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .adapters import Additions, Pair, RowAdapters
+from .adapters import LoraMatrices, Pair, RowAdapters
 from .dispatch import triton_for
 from .linear import Invariance, Weight, compile_products
 
@@ -19,7 +19,7 @@ Products = tuple[Weight, Weight]
 COMPILED = 32  # most rows of one adapter in a step for which oneDNN's products are compiled ahead
 
 
-class LoopedLowRank(Additions):
+class LoopedLowRank(LoraMatrices):
     """LoRA on a CPU, one adapter after the other, with products as `linear` lays them out."""
 
     def __init__(self, pairs: Sequence[Pair | None], largest: Pair, exact: Invariance) -> None:
@@ -51,7 +51,7 @@ class LoopedLowRank(Additions):
         self._products[number] = prepared
 
 
-class FusedLowRank(Additions):
+class FusedLowRank(LoraMatrices):
     """LoRA in Triton: all adapters' matrices stacked, padded with zeros to the largest rank."""
 
     later = 0  # its place is allocated already
@@ -88,7 +88,7 @@ class FusedLowRank(Additions):
         self._downs[number], self._ups[number] = prepared or (0, 0)
 
 
-def lay_out(pairs: Sequence[Pair | None], exact: Invariance = Invariance.USUAL, largest: Pair | None = None) -> Additions | None:
+def lay_out(pairs: Sequence[Pair | None], exact: Invariance = Invariance.USUAL, largest: Pair | None = None) -> LoraMatrices | None:
     """The LoRA matrices of one weight. pairs: of each adapter; None: an adapter that doesn't change this weight, or isn't loaded;
     exact: see `linear`; largest: the largest shapes that may be loaded later. None if nothing can ever be added."""
     there = [pair for pair in (*pairs, largest) if pair]

@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Hashes:
+class NgramHashes:
     """The hash parameters of all layers with n-gram embeddings. All int64."""
 
     multipliers: Tensor  # [layers, most]: factor of a token, of the one before it and so on

@@ -11,13 +11,13 @@ from torch.nn import functional
 from . import reference
 from .dispatch import triton_for
 from .gated_delta import Spans, States, convolved
-from .ngram_hashes import Hashes
-from .reference import by_lanes
+from .ngram_hashes import NgramHashes
+from .reference import lane_invariant
 
 LEAST = 1e-6  # lower bound of a gate's logit before its square root is taken
 
 
-def rows_of(tokens: Tensor, before: Tensor, spans: Spans, hashes: Hashes) -> Tensor:
+def rows_of(tokens: Tensor, before: Tensor, spans: Spans, hashes: NgramHashes) -> Tensor:
     """Rows of the layers' embedding tables, by hashes of n-grams: [layers, tokens, heads of all n-gram lengths].
 
     tokens: [tokens]; before: [spans, most - 1], the tokens before each span, `hashes.end` where there are none. For padding behind
@@ -78,5 +78,5 @@ def take(streams: Tensor, taken: Tensor, normal: Tensor, taps: Tensor, apart: in
     whole = streams.view(len(streams), -1)
     for piece, found in convolved(normal, taps, None, spans, states):
         sums = piece.rows(whole)
-        sums += (by_lanes(functional.silu, found) + piece.rows(taken)).to(sums.dtype)
+        sums += (lane_invariant(functional.silu, found) + piece.rows(taken)).to(sums.dtype)
     return None

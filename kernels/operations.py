@@ -12,7 +12,7 @@ from torch.nn import functional
 from . import reference
 from .dispatch import triton_for
 from .indexed import EPSILON
-from .reference import PLAIN, Gates
+from .reference import PLAIN, Activation
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -42,7 +42,7 @@ def layer_norm(x: Tensor, weights: Tensor, epsilon: float) -> Tensor:
     return functional.layer_norm(x, weights.shape[1:], weights[0], weights[1], epsilon)
 
 
-def gated(gate_up: Tensor, how: Gates = PLAIN) -> Tensor:
+def gated(gate_up: Tensor, how: Activation = PLAIN) -> Tensor:
     """`reference.gated`; a new tensor."""
     if triton_for(gate_up):
         from .fused_activation import gated as fused

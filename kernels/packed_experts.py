@@ -14,17 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .codes import BITS, Codes, zeros_of
+from .codes import BITS, QuantizedWeight, zeros_of
 from .compilation import AMD, NVIDIA, Compilation
 from .dispatch import on_nvidia
-from .fused_activation import activated, limited
-from .fused_experts import few_of, find
+from .fused_activation import limited, silu_or_gelu
+from .fused_experts import few_pairs, find
 from .fused_quantized import (
     LEAST_RUN,
     RUN,
     TYPES,
-    meaning,
-    meant,
+    code_values,
+    format_constants,
     paired,
     read_factors,
     read_scales,
@@ -33,8 +33,8 @@ from .fused_quantized import (
     zeros_at,
 )
 from .fused_skinny_gemm import INTERPRET, dot
-from .reference import PLAIN, Gates
-from .small_floats import in_blocks, scale_at, tiny_pair
+from .reference import PLAIN, Activation
+from .small_floats import fp4_pair, scale_at, scaled_nvfp4
 
 WARPS = 4
 
@@ -65,7 +65,7 @@ def add_run(
     held = tl.load(codes + run * WIDTH, mask=wanted[:, None], other=0)
     begin = run * RUN // BLOCK * OUTPUTS
     if KIND == "nvfp4":
-        low, high = in_blocks(held, scales + begin, wanted, OUTPUTS, first.dtype, CUDA)
+        low, high = scaled_nvfp4(held, scales + begin, wanted, OUTPUTS, first.dtype, CUDA)
         result = dot(second, high, dot(first, low, result, WIDEN), WIDEN)
     else:
         result = add_scaled(
@@ -98,12 +98,12 @@ def add_scaled(
     zero = zeros_at(zeros, wanted, ZEROS, MIDDLE)
     part = tl.zeros(result.shape, tl.float32)
     if WIDTH == RUN:
-        part = dot(first, meant(held, zero, KIND).to(first.dtype), part, WIDEN)
+        part = dot(first, code_values(held, zero, KIND).to(first.dtype), part, WIDEN)
     else:
         if KIND == "fp4" and CUDA:
-            low, high = tiny_pair(held, first.dtype)
+            low, high = fp4_pair(held, first.dtype)
         else:
-            low, high = meant(held & 15, zero, KIND).to(first.dtype), held
+            low, high = code_values(held & 15, zero, KIND).to(first.dtype), held
         part = dot(first, low, part, WIDEN)
         if RUN > BLOCK:  # halves have scales of their own
             result += part * scale_at(scales, wanted, KIND, CUDA)[None, :]
@@ -111,7 +111,7 @@ def add_scaled(
             zero = zeros_at(zeros + OUTPUTS, wanted, ZEROS, MIDDLE)
             part = tl.zeros(result.shape, tl.float32)
         if KIND != "fp4" or not CUDA:
-            high = meant(held >> 4, zero, KIND).to(first.dtype)
+            high = code_values(held >> 4, zero, KIND).to(first.dtype)
         part = dot(second, high, part, WIDEN)
     return result + part * scale_at(scales, wanted, KIND, CUDA)[None, :]
 
@@ -196,7 +196,7 @@ def packed_kernel(
             if GATED:
                 other += tl.load(from_bias + OUTPUTS, mask=wanted, other=0.0).to(tl.float32)[None, :]
         if GATED:
-            result = limited(result, other, LIMIT, STEEP, BEHIND) if LIMIT > 0 else activated(result, GELU) * other
+            result = limited(result, other, LIMIT, STEEP, BEHIND) if LIMIT > 0 else silu_or_gelu(result, GELU) * other
         elif SQUARED:
             result = tl.maximum(result, 0.0) * tl.maximum(result, 0.0)
         else:
@@ -227,7 +227,7 @@ class Packed:
         return [tensor for tensor in (self.codes, self.scales, self.zeros, self.factors) if tensor is not None]
 
 
-def pack(weights: Sequence[Codes], dtype: torch.dtype) -> Packed | None:
+def pack(weights: Sequence[QuantizedWeight], dtype: torch.dtype) -> Packed | None:
     """Packs the matrices of all experts for products with rows of `dtype`. None if blocks are too short or differ, if inputs are
     reordered, or if tensor cores don't support `dtype`."""
     first = weights[0]
@@ -269,7 +269,7 @@ def experts(
     gate_up: Packed,
     down: Packed,
     biases: tuple[Tensor, Tensor] | None,
-    gates: Gates = PLAIN,
+    gates: Activation = PLAIN,
     invariant: bool = False,
 ) -> Tensor:
     """As `fused_experts.experts`."""
@@ -300,8 +300,8 @@ def _product(
     pairs, outputs = out.shape
     number = len(weight.codes)
     run = _run(weight.kind, weight.inputs, weight.block)
-    meant_by = meaning(weight.kind, weight.inputs, weight.block, run, weight.zeros is not None, weight.factors is not None)
-    tile = _tile(few_of(pairs, number, invariant), how["GATED"], torch.version.hip is not None)
+    meant_by = format_constants(weight.kind, weight.inputs, weight.block, run, weight.zeros is not None, weight.factors is not None)
+    tile = _tile(few_pairs(pairs, number, invariant), how["GATED"], torch.version.hip is not None)
     grid = triton.cdiv(outputs, tile["COLUMNS"]), min(number, pairs) + pairs // tile["ROWS"]
     packed_kernel[grid](
         out,
@@ -364,10 +364,10 @@ def compilations() -> list[Compilation]:
             "OUTPUTS": outputs,
             "BIASED": biased,
             "GATED": gated,
-            **Gates(limit=7.0 if biased and gated else 0.0, squared=squared).constants,
+            **Activation(limit=7.0 if biased and gated else 0.0, squared=squared).constants,
             "WIDEN": False,
             "CUDA": kindred != "amd",
-            **meaning(kind, inputs, block, run, zeros, kind == "nvfp4"),
+            **format_constants(kind, inputs, block, run, zeros, kind == "nvfp4"),
             **tile,
         }
         pointers = dict.fromkeys(("out", "x", "bias"), "*bf16") | dict.fromkeys(("order", "starts"), "*i64")

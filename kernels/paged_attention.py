@@ -99,7 +99,7 @@ class Plan:
 
 
 def tiles_of(kind: Kind, dtype: torch.dtype, generation: int = 9, invariant: bool = False) -> tuple[Tile, ...]:
-    """Tiles for one query, for a few (a chain or tree of drafts to be verified), for many. generation: from `generation_of`;
+    """Tiles for one query, for a few (a chain or tree of drafts to be verified), for many. generation: from `device_class`;
     invariant: the tile for a few alone, so that a token's output doesn't depend on how many are computed with it.
 
     Chosen so that nothing spills, and that two tiles of keys are in flight while a third is computed on. Since the page number is
@@ -130,7 +130,7 @@ def tiles_of(kind: Kind, dtype: torch.dtype, generation: int = 9, invariant: boo
     return Tile(least, 128, 4, 4), Tile(few, 64, 4, 5), Tile(many, 64, 8, 5) if size <= 64 else Tile(many, 128, 8, 4)
 
 
-def for_singles(
+def decode_tiles(
     kind: Kind, dtype: torch.dtype, generation: int, tokens: int, processors: int, eight_bits: bool = False
 ) -> tuple[Tile, ...]:
     """Tiles of decode-only steps, in which every row has one query. Rows that share a prefix are packed into one tile: the more it
@@ -181,7 +181,7 @@ def narrowed(tile: Tile, size: int, needed: bool) -> Tile:
     return replace(tile, keys=most, warps=warps, stages=5) if needed and tile.keys > most else tile
 
 
-def generation_of(device: torch.device) -> int:
+def device_class(device: torch.device) -> int:
     """Device class that tiles are tuned for: 8 for about 99 KiB of shared memory (Ampere, Ada, and workstation Blackwell), 9 for
     Hopper and data-centre Blackwell, 0 for AMD. A CPU, where only the interpreter runs, counts as 9."""
     if torch.version.hip is not None:
@@ -212,12 +212,12 @@ def plan(
     """
     if fixed % cutting.ALIGNMENT:
         raise ValueError(f"items of {fixed} keys: not a multiple of {cutting.ALIGNMENT}")
-    generation = generation_of(device)
+    generation = device_class(device)
     processors = processors if processors is not None else processors_of(device)
     if capacity is not None:
         tiles = {kind: capacity.tiles[kind.window] for kind in kinds}
     elif not fixed and all(row.queries == 1 for row in rows):
-        tiles = {kind: for_singles(kind, dtype, generation, len(rows), processors, eight_bits) for kind in kinds}
+        tiles = {kind: decode_tiles(kind, dtype, generation, len(rows), processors, eight_bits) for kind in kinds}
     else:
         tiles = {kind: tiles_of(kind, dtype, generation, fixed > 0) for kind in kinds}
     most = min((own[-1].rows - 1) // kind.ratio for kind, own in tiles.items())
@@ -225,13 +225,13 @@ def plan(
     return _plan(table, tiles, device, processors, fixed, capacity)
 
 
-def plan_singles(
+def plan_single_tokens(
     seen: "numpy.ndarray[Any, Any]", apart: int, kind: Kind, device: torch.device, dtype: torch.dtype, page_size: int = 1
 ) -> Plan:
     """The plan of rows of one token each, which see so many keys. Page tables, of `apart` entries each, are given later
     (`Plan.chosen`)."""
-    tiles = {kind: tiles_of(kind, dtype, generation_of(device))[:1]}
-    return _plan(cutting.singles(seen, apart, page_size), tiles, device, processors_of(device))
+    tiles = {kind: tiles_of(kind, dtype, device_class(device))[:1]}
+    return _plan(cutting.single_token_table(seen, apart, page_size), tiles, device, processors_of(device))
 
 
 def _plan(
@@ -337,7 +337,7 @@ def _pages(rows: Sequence[Row], page_size: int) -> "numpy.ndarray[Any, Any]":
 
 def _masks(table: cutting.Table, trees: bool) -> "numpy.ndarray[Any, Any]":
     words = numpy.zeros((len(table.positions) if trees else 0, WORDS // 2), numpy.uint64)
-    for row, start in zip(table.rows, table.starts, strict=False):  # tables of `work_list.singles` have no rows
+    for row, start in zip(table.rows, table.starts, strict=False):  # tables of `work_list.single_token_table` have no rows
         if row.parents is not None:
             words[start : start + row.queries] = cutting.masks(row)
     return words.view(numpy.int32)

@@ -102,7 +102,7 @@ def _rows(places: tl.tensor, shown: tl.tensor, within: tl.tensor, MASKED: tl.con
 
 
 @triton.jit
-def visible_of(key: tl.tensor, visibility: Visibility, words: tl.tuple, WINDOWED: tl.constexpr, TREES: tl.constexpr) -> tl.tensor:
+def visible_keys(key: tl.tensor, visibility: Visibility, words: tl.tuple, WINDOWED: tl.constexpr, TREES: tl.constexpr) -> tl.tensor:
     """The attention mask of a tile, [ROWS, KEYS]. key: [KEYS]; words: four of [ROWS], the rows' ancestor masks."""
     inside = key < visibility.end
     visible = (key[None, :] <= visibility.limit[:, None]) & inside[None, :]
@@ -122,8 +122,8 @@ def visible_of(key: tl.tensor, visibility: Visibility, words: tl.tuple, WINDOWED
 
 
 @triton.jit
-def words_of(visibility: Visibility, LOADED: tl.constexpr) -> tl.tuple:
-    """The ancestor masks that `visible_of` takes, four words of [ROWS]. Not LOADED: placeholders that are never read."""
+def ancestor_masks(visibility: Visibility, LOADED: tl.constexpr) -> tl.tuple:
+    """The ancestor masks that `visible_keys` takes, four words of [ROWS]. Not LOADED: placeholders that are never read."""
     words = visibility.token, visibility.token, visibility.token, visibility.token
     if LOADED:
         at, there = visibility.masks + visibility.token * 4, visibility.token >= 0
@@ -180,7 +180,7 @@ def _through(
     feature = tl.arange(0, LAYER.padded)
     within = feature < LAYER.size
     turned = tl.arange(0, LAYER.turned_padded)
-    words = words_of(visibility, MASKED and LAYER.trees)
+    words = ancestor_masks(visibility, MASKED and LAYER.trees)
     unit = softcap * 1.4426950408889634 if LAYER.capped else factor
     for begin in tl.range(first, last, KEYS, num_stages=STAGES):
         slots = slots_of(pages, begin, visibility.end, LAYER.page, KEYS, MASKED)
@@ -194,7 +194,7 @@ def _through(
             turned_key = _rows(turned_place, shown, turned < LAYER.turned, MASKED, LAYER.turned_padded == LAYER.turned)
         logits = _logits(asked, key, turned_key, factor, LAYER)
         if MASKED:
-            visible = visible_of(key_at, visibility, words, LAYER.windowed, LAYER.trees)
+            visible = visible_keys(key_at, visibility, words, LAYER.windowed, LAYER.trees)
             logits = tl.where(visible, logits, float("-inf"))
         higher = tl.maximum(best, tl.max(logits, 1) * unit)
         base = higher

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .dispatch import triton_for
 from .operations import write
-from .reference import by_lanes
+from .reference import lane_invariant
 
 
 def write_pools(keys: Tensor, gates: Tensor, places: Tensor, slots: Tensor, cache: Tensor) -> None:
@@ -32,7 +32,7 @@ def write_pools(keys: Tensor, gates: Tensor, places: Tensor, slots: Tensor, cach
         return None
     own, opening = members_of(cache, ends, pool).view(len(ends), pool, 2, size).unbind(2)
     opening = opening + places
-    weights = by_lanes(torch.exp, opening - opening.amax(1, keepdim=True))
+    weights = lane_invariant(torch.exp, opening - opening.amax(1, keepdim=True))
     found = (weights * own).sum(1) / weights.sum(1)
     write(ends, found.to(keys.dtype), cache[..., :size])
     return None

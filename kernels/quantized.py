@@ -1,6 +1,6 @@
 """Matrix products with quantized weights (`codes`). Knows tensors only.
 
-Their reference is the product with the `unpacked` (dequantized) weight. Quantization saves memory, and, with few rows, the time to
+Their reference is the product with the `dequantized` weight. Quantization saves memory, and, with few rows, the time to
 read the weights; activations are never quantized, whatever a checkpoint says of them. On an accelerator `fused_quantized`
 multiplies with the codes themselves. On a CPU torch does so for 4 bits with bfloat16 rows. Measured 2026-11-23 on a Xeon with
 AVX-512 and bfloat16 units, one thread, 1024 x 5632 in blocks of 64, us for 1 / 4 / 16 / 64 rows:
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .codes import MIDDLES, Codes, unpacked, zeros_of
+from .codes import MIDDLES, QuantizedWeight, dequantized, zeros_of
 from .dispatch import triton_for
 from .linear import Invariance, Product, Weight
 
@@ -40,7 +40,7 @@ class Quantized(Weight):
         self.additions = None
 
 
-def lay_out(weight: Tensor | Codes, bias: Tensor | None, exact: Invariance, dtype: torch.dtype) -> Weight:
+def lay_out(weight: Tensor | QuantizedWeight, bias: Tensor | None, exact: Invariance, dtype: torch.dtype) -> Weight:
     """A weight, quantized or not, ready for products with rows of `dtype`; exact: see `Weight`."""
     if isinstance(weight, Tensor):
         return Weight(weight, bias, exact)
@@ -52,13 +52,13 @@ def lay_out(weight: Tensor | Codes, bias: Tensor | None, exact: Invariance, dtyp
     else:
         found = _by_torch(even, bias, dtype)
     if found is None:
-        return Weight(unpacked(weight, dtype), bias, exact)
+        return Weight(dequantized(weight, dtype), bias, exact)
     if weight.order is not None:
         found = _in_order(weight, *found)
     return Quantized(torch.Size((len(weight.codes), weight.inputs)), *found)
 
 
-def _in_order(codes: Codes, product: Product, kept: Sequence[Tensor | None]) -> Found:
+def _in_order(codes: QuantizedWeight, product: Product, kept: Sequence[Tensor | None]) -> Found:
     """The product with rows whose inputs are in their original order, made of the one with rows in the order of the codes (GPTQ's
     act-order)."""
     assert codes.order is not None
@@ -67,7 +67,7 @@ def _in_order(codes: Codes, product: Product, kept: Sequence[Tensor | None]) -> 
     return lambda x: product((functional.pad(x, (0, 1)) if lacking else x).index_select(1, places)), [*kept, places]
 
 
-def _by_torch(codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> Found | None:
+def _by_torch(codes: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> Found | None:
     """torch's product on a CPU, where it is fast; else None. A row's result does not depend on the rows beside it, to the last
     bit."""
     if codes.codes.device.type != "cpu":

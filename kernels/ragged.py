@@ -13,7 +13,7 @@ from torch import Tensor
 from . import batch_invariant, compressed, shared_prefixes
 from .attention import CapacityExceeded, How, Row
 from .dispatch import triton_on
-from .entries import Ends
+from .entries import CompletedEntries
 from .layout import Kind, Layout
 from .work_list import ITEMS_PER_PROCESSOR, Tile, tile_of
 
@@ -23,9 +23,9 @@ __all__ = [
     "Plan",
     "Row",
     "attention",
-    "attention_to_entries",
+    "attention_with_entries",
     "capacity",
-    "entries_ended",
+    "completed_entries",
     "narrows",
     "plan",
 ]
@@ -106,7 +106,7 @@ def _room(
     """For layers of one kind: the tiles, the number of items of each, and the number of partials to make room for. count: rows."""
     from . import paged_attention as paged
 
-    generation, processors = paged.generation_of(layout.device), paged.processors_of(layout.device)
+    generation, processors = paged.device_class(layout.device), paged.processors_of(layout.device)
     # For all processors to have work, rows are cut into at most this many additional items in all (`work_list.longest`); a shared
     # prefix has two rows or more.
     cuts = -(-processors * ITEMS_PER_PROCESSOR // kind.kv_heads) + 1
@@ -120,7 +120,7 @@ def _room(
         tiles = paged.tiles_of(kind, layout.dtype, generation)
         tiles = tiles[: tile_of(tiles, tokens * kind.ratio) + 1]
     else:
-        tiles = paged.for_singles(kind, layout.dtype, generation, tokens, processors, layout.eight_bits)
+        tiles = paged.decode_tiles(kind, layout.dtype, generation, tokens, processors, layout.eight_bits)
     largest = max(tile.rows for tile in tiles)
     parts = -(-tokens * kind.ratio // largest)
     runs = [count // 2, *[count // 8] * (len(tiles) - 1)]  # runs of two rows are in the smallest tile
@@ -160,7 +160,7 @@ def attention(query: Tensor, cache: Tensor, plan: Plan, how: How) -> Tensor:
     return paged.attention(query, cache, plan, how)
 
 
-def entries_ended(plan: Plan, rate: int, before: bool) -> Ends:
+def completed_entries(plan: Plan, rate: int, before: bool) -> CompletedEntries:
     """The compressed KV entries (DeepSeek V4) that a step's tokens complete. rate: tokens per entry; before: an entry is also made
     of the `rate` tokens before its own."""
     if isinstance(plan, compressed.Plan):
@@ -171,8 +171,8 @@ def entries_ended(plan: Plan, rate: int, before: bool) -> Ends:
     return plan.places.ends(plan.pages, rate, before)
 
 
-def attention_to_entries(
-    query: Tensor, cache: Tensor, plan: Plan, how: How, rate: int, asked: "compressed.ChoosingEntries | None"
+def attention_with_entries(
+    query: Tensor, cache: Tensor, plan: Plan, how: How, rate: int, asked: "compressed.EntrySelection | None"
 ) -> Tensor:
     """As `attention`, for DeepSeek V4: over a sliding window of keys and over compressed entries of `rate` tokens each. See
     `compressed`."""

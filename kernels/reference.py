@@ -55,7 +55,7 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
 LANES = 64  # most numbers that torch processes in one vectorized iteration on a CPU
 
 
-def by_lanes(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def lane_invariant(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """An elementwise function of x [..., size], to the same last bits wherever a number stands: torch computes a tensor's tail, too
     short for a vector, one number at a time by other code, so it is padded."""
     lacking = -x.shape[-1] % LANES if x.device.type == "cpu" else 0
@@ -67,14 +67,14 @@ def squared(x: Tensor) -> Tensor:
     return x.relu_().square_()
 
 
-STEEPNESS = 1.702  # x * sigmoid(1.702 x) approximates gelu
+GELU_SIGMOID_FACTOR = 1.702  # x * sigmoid(1.702 x) approximates gelu
 
 
-STEEP, BEFORE, BEHIND = "steep", "before", "behind"  # what the clamp of gates means: see `Gates`
+STEEP, BEFORE, BEHIND = "steep", "before", "behind"  # what the clamp of gates means: see `Activation`
 
 
 @dataclass(frozen=True, slots=True)
-class Gates:
+class Activation:
     """The activation of an MLP or expert between its two products: `gated` (SwiGLU, GeGLU and variants), or `squared` ReLU
     instead."""
 
@@ -100,11 +100,11 @@ class Gates:
         return {"GELU": self.gelu, "LIMIT": self.limit, "STEEP": self.form == STEEP, "BEHIND": self.form == BEHIND}
 
 
-PLAIN = Gates()
+PLAIN = Activation()
 
 
-def gated(gate_up: Tensor, how: Gates = PLAIN) -> Tensor:
-    """silu(gate) * up, SwiGLU (Shazeer 2020, arXiv:2002.05202), or with gelu, approximated by tanh, GeGLU. See `Gates` for
+def gated(gate_up: Tensor, how: Activation = PLAIN) -> Tensor:
+    """silu(gate) * up, SwiGLU (Shazeer 2020, arXiv:2002.05202), or with gelu, approximated by tanh, GeGLU. See `Activation` for
     clamps."""
     gate, up = gate_up.chunk(2, -1)
     if not how.limit:
@@ -114,8 +114,8 @@ def gated(gate_up: Tensor, how: Gates = PLAIN) -> Tensor:
         return functional.silu(gate).clamp_(max=how.limit).mul_(up)
     gate = gate.clamp(max=how.limit)
     if how.form == BEFORE:
-        return up.mul_(by_lanes(functional.silu, gate))
-    return gate * by_lanes(torch.sigmoid, gate * STEEPNESS) * (up + 1)
+        return up.mul_(lane_invariant(functional.silu, gate))
+    return gate * lane_invariant(torch.sigmoid, gate * GELU_SIGMOID_FACTOR) * (up + 1)
 
 
 def xielu(x: Tensor, positive: float, negative: float, beta: float, epsilon: float) -> Tensor:
@@ -129,7 +129,7 @@ def xielu(x: Tensor, positive: float, negative: float, beta: float, epsilon: flo
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class HyperConnectionWeights:
     """Weights of one hyper-connection (`hyper_connections`), around one part of a layer: from them a token's read, write and mixing
     shares are computed, as products of all its residual streams, divided by their root mean square, through a sigmoid. All
     float32."""

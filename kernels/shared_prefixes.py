@@ -18,7 +18,7 @@ from torch.nn import functional
 from . import attention as plain
 from .attention import Block, How, Row, View
 from .layout import Layout
-from .work_list import Run, runs_of, width
+from .work_list import Run, shared_runs, width
 
 # Limits of a bundle: rows attended together over all of their keys. Measured 2026-11-24 on a Xeon, one thread, 8/4 heads of 32:
 # four rows with 256 keys in common and 48 more each take 0.29 ms as a bundle and 0.53 by runs; eight such groups 1.23 and 1.27, and
@@ -51,7 +51,7 @@ def plan(rows: Sequence[Row], layout: Layout) -> tuple[list[int], Plan]:
     able = layout.device.type == "cpu" and not (layout.special or layout.windowed)
     bundles, levels = list[Run](), list[list[Run]]()
     depths, own = [0] * len(rows), dict(enumerate(rows))
-    for run in runs_of(rows, layout.page_size, 1) if able else ():
+    for run in shared_runs(rows, layout.page_size, 1) if able else ():
         if run.members[0] not in own:
             continue  # its members are in a bundle
         if len(run.members) * layout.ratio <= TOGETHER and _short(run, rows, layout):
@@ -183,14 +183,14 @@ def _attend(query: Tensor, cache: Tensor, block: Block, scale: float, scales: Te
     keys, values = plain.gather(cache, view.slots, block.rows, query.dtype, scales)
     kv_heads = keys.shape[1]
     own = query[block.start : block.start + block.rows * block.queries]
-    tile, mask = plain.folded(own, block.rows, kv_heads), view.mask
+    tile, mask = plain.packed_heads(own, block.rows, kv_heads), view.mask
     if mask is not None:
         mask = mask.to(query.dtype)
         mask = mask.repeat_interleave(heads // kv_heads, 2) if mask.shape[2] > 1 else mask
     # What `scaled_dot_product_attention` calls on a CPU; called directly for the log-sum-exps, which that doesn't pass on.
     answer, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(tile, keys, values, attn_mask=mask, scale=scale)
     weight = weight.view(block.rows, kv_heads, block.queries, -1).transpose(1, 2).reshape(-1, heads)
-    return plain.unfolded(answer, block.queries), weight.float()
+    return plain.unpacked_heads(answer, block.queries), weight.float()
 
 
 def _merge(answer: Tensor, weight: Tensor, tokens: Tensor, other: Tensor, other_weight: Tensor) -> None:

@@ -58,7 +58,7 @@ IN_FLOAT16 = tl.constexpr(_looked_up((0x3E3C3800, 0x46444240), (0, 0)))
 
 
 @triton.jit
-def tiny_pair(codes: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+def fp4_pair(codes: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
     """4-bit floats: those of bytes' low halves, and of their high ones. For NVIDIA."""
     ASM: tl.constexpr = IN_BFLOAT16 if dtype == tl.bfloat16 else IN_FLOAT16
     low, high = tl.inline_asm_elementwise(ASM, "=&r,=&r,=&r,=&r,r", [codes], (tl.int16, tl.int16), is_pure=True, pack=4)
@@ -66,7 +66,7 @@ def tiny_pair(codes: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def tiny(bits: tl.tensor) -> tl.tensor:
+def fp4_to_float16(bits: tl.tensor) -> tl.tensor:
     """4-bit floats as float16, 2**14 times smaller: their bits become its sign, the exponent's last bits and the mantissa's
     first."""
     wide = bits.to(tl.uint16)
@@ -74,7 +74,7 @@ def tiny(bits: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def smaller(bits: tl.tensor) -> tl.tensor:
+def fp8_to_float16(bits: tl.tensor) -> tl.tensor:
     """float8_e4m3fn as float16, 2**8 times smaller: both have a sign, then the exponent, and float16's range contains the
     other's."""
     wide = bits.to(tl.uint16)
@@ -83,7 +83,7 @@ def smaller(bits: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def scale_at(place: tl.tensor, wanted: tl.tensor, KIND: tl.constexpr, CUDA: tl.constexpr) -> tl.tensor:
-    """Scales of some outputs, [outputs]. Those of MXFP4 are exponents, and undo the factor of `tiny`."""
+    """Scales of some outputs, [outputs]. Those of MXFP4 are exponents, and undo the factor of `fp4_to_float16`."""
     held = tl.load(place, mask=wanted, other=0)
     if KIND == "fp4":
         held = (held.to(tl.int32) << 23).to(tl.float32, bitcast=True)
@@ -93,24 +93,24 @@ def scale_at(place: tl.tensor, wanted: tl.tensor, KIND: tl.constexpr, CUDA: tl.c
 
 
 @triton.jit
-def in_blocks(
+def scaled_nvfp4(
     codes: tl.tensor, scales: tl.tensor, wanted: tl.tensor, OUTPUTS: tl.constexpr, dtype: tl.constexpr, CUDA: tl.constexpr
 ) -> tl.tensor:
     """NVFP4 codes times the scales of their blocks of 16, 2**8 times smaller: those of bytes' low halves, and of their high ones.
     scales: pointers to the `words` of some outputs for the first half of a run; those of the second are OUTPUTS further."""
     bit = (tl.arange(0, codes.shape[1]) // 16 * 8)[None, :]
-    first = smaller(tl.load(scales, mask=wanted, other=0).to(tl.int32)[:, None] >> bit & 255)
-    second = smaller(tl.load(scales + OUTPUTS, mask=wanted, other=0).to(tl.int32)[:, None] >> bit & 255)
+    first = fp8_to_float16(tl.load(scales, mask=wanted, other=0).to(tl.int32)[:, None] >> bit & 255)
+    second = fp8_to_float16(tl.load(scales + OUTPUTS, mask=wanted, other=0).to(tl.int32)[:, None] >> bit & 255)
     if CUDA:
-        low, high = scaled_pair(codes, first, second, dtype)
-    else:  # `tiny` numbers are 2**14 times smaller
-        low = (tiny(codes & 15) * (first * 16384.0)).to(dtype)
-        high = (tiny(codes >> 4) * (second * 16384.0)).to(dtype)
+        low, high = scaled_fp4_pair(codes, first, second, dtype)
+    else:  # `fp4_to_float16` numbers are 2**14 times smaller
+        low = (fp4_to_float16(codes & 15) * (first * 16384.0)).to(dtype)
+        high = (fp4_to_float16(codes >> 4) * (second * 16384.0)).to(dtype)
     return low, high
 
 
 @triton.jit
-def scaled_pair(codes: tl.tensor, first: tl.tensor, second: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """`tiny_pair`, times a factor for each number."""
-    low, high = tiny_pair(codes, dtype)
+def scaled_fp4_pair(codes: tl.tensor, first: tl.tensor, second: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """`fp4_pair`, times a factor for each number."""
+    low, high = fp4_pair(codes, dtype)
     return low * first.to(dtype), high * second.to(dtype)

@@ -21,7 +21,7 @@ from .layout import Kind
 
 # Values of a segment's `tree` where it isn't the first token of a tree: causal, and bidirectional. `paged_kernels` knows them as
 # well.
-ORDERED, WHOLE = -1, -2
+CAUSAL, WHOLE = -1, -2
 # Most nodes of a draft tree: two 64-bit words hold a node's mask of ancestors.
 NODES = 128
 # Items begin at multiples of this many keys, so that, wherever pages are at least as long, no tile of keys spans two pages.
@@ -128,7 +128,7 @@ def table(rows: Sequence[Row], page_size: int, most: int) -> Table:
     positions = _positions(rows, starts, contexts, queries)
     own = numpy.zeros_like(queries)
     tokens, runs, count = [numpy.arange(len(positions))], [], len(positions)
-    for run in runs_of(rows, page_size, most):
+    for run in shared_runs(rows, page_size, most):
         runs.append((run, count))
         tokens.append(_ranges(starts[run.members], queries[run.members]))
         count += len(tokens[-1])
@@ -136,7 +136,7 @@ def table(rows: Sequence[Row], page_size: int, most: int) -> Table:
     return Table(rows, page_size, queries, contexts, starts, _before(widths), positions, numpy.concatenate(tokens), runs, own)
 
 
-def singles(seen: Array, apart: int, page_size: int) -> Table:
+def single_token_table(seen: Array, apart: int, page_size: int) -> Table:
     """The table of rows of one token each. seen: keys that each one sees; apart: entries of a page table, the same for each."""
     count = numpy.arange(len(seen))
     return Table((), page_size, numpy.ones_like(seen), seen - 1, count, count * apart, seen - 1, count, [], numpy.zeros_like(seen))
@@ -186,7 +186,7 @@ def masks(row: Row) -> list[tuple[int, int]]:
     return [(bits & (1 << 64) - 1, bits >> 64) for bits in sees]
 
 
-def runs_of(rows: Sequence[Row], page_size: int, most: int) -> Iterator[Run]:
+def shared_runs(rows: Sequence[Row], page_size: int, most: int) -> Iterator[Run]:
     """Runs of pages that rows of at most `most` query tokens have in common: a walk down the radix tree of their page tables. A run
     comes after the one that it continues."""
     able = [i for i, row in enumerate(rows) if row.queries <= most]
@@ -244,7 +244,7 @@ def _common_segments(table: Table, kind: Kind, tiles: Sequence[Tile]) -> Iterato
             most = tiles[tile].rows // kind.ratio
             for at in range(0, count if begin < end else 0, most):
                 pages = int(table.offsets[members[0]])
-                yield Segment(first + at, min(most, count - at), pages, begin, end, end, ORDERED, tile, True)
+                yield Segment(first + at, min(most, count - at), pages, begin, end, end, CAUSAL, tile, True)
             first += count
 
 
@@ -257,7 +257,7 @@ def _own_segments(table: Table, kind: Kind, tiles: Sequence[Tile]) -> Array:
     at = _ranges(numpy.zeros_like(parts), parts) * most[row]
     first = table.starts[row] + at
     count = numpy.minimum(most[row], table.queries[row] - at)
-    tree = numpy.full(len(row), ORDERED)
+    tree = numpy.full(len(row), CAUSAL)
     lowest = table.positions[first]
     for i in [i for i, one in enumerate(table.rows) if one.parents is not None]:
         for k in numpy.flatnonzero(row == i):

@@ -51,7 +51,7 @@ class Failed(Exception):
 
 
 @dataclass(slots=True)
-class Piece:
+class StreamDelta:
     """The content of one stream event."""
 
     text: str = ""
@@ -61,7 +61,7 @@ class Piece:
 
 
 @dataclass(slots=True)
-class Pace:
+class AnswerSpeed:
     """The speed of an answer: when its first and last pieces came, and how many tokens."""
 
     asked: float = field(default_factory=time.perf_counter)
@@ -70,7 +70,7 @@ class Pace:
     events: int = 0
     tokens: int = 0  # as counted by the server
 
-    def came(self, piece: Piece) -> None:
+    def came(self, piece: StreamDelta) -> None:
         """Records a piece that has just come."""
         self.tokens = piece.tokens or self.tokens
         if piece.text or piece.thought:
@@ -87,7 +87,7 @@ class Pace:
 
 
 @dataclass(slots=True)
-class Talk:
+class Conversation:
     """The conversation so far, and the fields that go with every request."""
 
     system: str = ""
@@ -141,7 +141,7 @@ class Server:
                 return str(json.loads(reply.read())["data"][0]["id"]) if reply.status == 200 else ""
         return ""
 
-    def stream(self, body: dict[str, Any]) -> Iterator[Piece]:
+    def stream(self, body: dict[str, Any]) -> Iterator[StreamDelta]:
         """Streams an answer. Closing the iterator cancels it on the server, too. Raises Failed."""
         connection, reply = self._ask("POST", "/v1/chat/completions", body)
         with connection:
@@ -189,7 +189,7 @@ class _Connection:
         self._connection.close()
 
 
-def _piece(event: dict[str, Any]) -> Piece:
+def _piece(event: dict[str, Any]) -> StreamDelta:
     """A Piece from an event. Raises Failed for an error in the middle of a stream."""
     if event.get("error"):
         error = event["error"]
@@ -197,10 +197,10 @@ def _piece(event: dict[str, Any]) -> Piece:
     tokens = int((event.get("usage") or {}).get("completion_tokens") or 0)
     choice = next((one for one in event.get("choices") or () if not one.get("index")), None)  # of several choices the first
     if choice is None:
-        return Piece(tokens=tokens)
+        return StreamDelta(tokens=tokens)
     delta = choice.get("delta") or {}
     thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
-    return Piece(delta.get("content") or "", thought, tokens, choice.get("finish_reason") or "")
+    return StreamDelta(delta.get("content") or "", thought, tokens, choice.get("finish_reason") or "")
 
 
 def _message(reply: http.client.HTTPResponse) -> str:
@@ -218,7 +218,7 @@ def _message(reply: http.client.HTTPResponse) -> str:
 class Terminal:
     """A conversation with somebody at a terminal."""
 
-    def __init__(self, server: Server, talk: Talk, console: Console, read: Callable[[str], str] = input) -> None:
+    def __init__(self, server: Server, talk: Conversation, console: Console, read: Callable[[str], str] = input) -> None:
         self._server = server
         self._talk = talk
         self._console = console
@@ -326,7 +326,7 @@ class Terminal:
     def _answer(self) -> None:
         """Requests the next answer and shows it as it comes. The conversation keeps what has come; if nothing has, it drops the
         question, too."""
-        text, pace, end = "", Pace(), ""
+        text, pace, end = "", AnswerSpeed(), ""
         pressed: list[int] = []  # checked as well: where Ctrl-C comes while an object is finalized, Python drops the exception
 
         def press(number: int, frame: object) -> None:
@@ -378,7 +378,7 @@ def parsed(value: str) -> Any:
         return value
 
 
-def pipe(server: Server, talk: Talk, question: str) -> int:
+def pipe(server: Server, talk: Conversation, question: str) -> int:
     """Asks one question, and streams its answer to stdout. Returns the exit code."""
     talk.messages.append({"role": "user", "content": question})
     seen = sys.stdout.isatty()  # a terminal obeys control characters
@@ -418,7 +418,7 @@ def main(arguments: Sequence[str], key: Callable[[str], str] = str) -> int:
     """Runs the command. key: the API key to send, given the value of `--api-key`. Returns the exit code."""
     options = make_parser().parse_args(arguments)
     server = Server(options.url, key(options.api_key))
-    talk = Talk(options.system)
+    talk = Conversation(options.system)
     for pair in options.set:
         name, sign, value = pair.partition("=")
         if not name or not sign:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..shard.models.families import beside
-from .hub import Remote
+from .hub import HubWeights
 from .mistake import Mistake
 
 INDEX = "model.safetensors.index.json"
@@ -47,7 +47,7 @@ class Checkpoint:
     encoder: Mapping[str, int] = field(default_factory=dict)  # the image encoder's bytes by safetensors dtype
 
 
-def read(folder: Path, load_format: str, ask: Callable[[], Remote] | None = None, text: bool = True) -> Checkpoint:
+def read(folder: Path, load_format: str, ask: Callable[[], HubWeights] | None = None, text: bool = True) -> Checkpoint:
     """The checkpoint in `folder`. Raises Mistake.
 
     The weights may be missing with `load_format` "dummy", or if `ask` can say how large they are. text: a tokenizer must be there.
@@ -108,7 +108,7 @@ def _has_weights(folder: Path) -> bool:
     return all((folder / name).is_file() for name in _index(folder)[1].values())
 
 
-def _absent(folder: Path, config: dict[str, Any], ask: Callable[[], Remote]) -> Checkpoint:
+def _absent(folder: Path, config: dict[str, Any], ask: Callable[[], HubWeights]) -> Checkpoint:
     """The checkpoint of a model whose weights are not here. The index says how large they are; a single file has none, so `ask` is
     asked."""
     dtype = _named_dtype(config)

@@ -94,7 +94,7 @@ def command(module: str, configuration: str) -> list[str]:
     return [sys.executable, "-P", "-m", module, configuration]
 
 
-def downloading(asked: Options, given: Mapping[str, str]) -> dict[str, str]:
+def hub_tokens(asked: Options, given: Mapping[str, str]) -> dict[str, str]:
     """Hub tokens for shards that may download private adapters."""
     names = [name for name in SECRETS if name.startswith(("HF_", "HUGGING_FACE_"))] if asked.max_loras else []
     return {name: given[name] for name in names if name in given}

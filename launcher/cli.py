@@ -84,10 +84,10 @@ def _run(arguments: list[str], environment: Mapping[str, str]) -> int:
 def _no_command(name: str) -> str:
     """An error message about what stands where a command is needed: a flag, what looks like a model, or a word."""
     if name.startswith("-"):
-        return f"no flag {name}{command_line.meant(name, ['--version', '--help'], 'penstock')}"
+        return f"no flag {name}{command_line.did_you_mean(name, ['--version', '--help'], 'penstock')}"
     if "/" in name or "." in name or Path(name).is_dir():
         return f"{name} is no command: did you mean penstock serve {name}?"
-    return f"{name} is no command{command_line.meant(name, COMMANDS, 'penstock')}"
+    return f"{name} is no command{command_line.did_you_mean(name, COMMANDS, 'penstock')}"
 
 
 def _client(name: str, arguments: list[str], environment: Mapping[str, str]) -> int:
@@ -156,7 +156,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
 
 def _plan(asked: Options, environment: Mapping[str, str]) -> int:
     name, folder = hub.locate(asked.model_id, asked.revision, asked.huggingface_hub_cache, not asked.json_output, weights=False)
-    asked, folder = drafts.based(asked, folder, weights=False)
+    asked, folder = drafts.with_base_model(asked, folder, weights=False)
     ask = functools.partial(hub.remote, asked.model_id, asked.revision) if hub.on_hub(asked.model_id) else None
     model = checkpoint.read(folder, asked.load_format, ask)
     _, draft = drafts.resolve(asked, model, weights=False)

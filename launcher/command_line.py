@@ -125,10 +125,10 @@ def _unknown(program: str, arguments: Sequence[str]) -> str:
     if name in map(flag, (*IGNORED, *REFUSED)):  # someone migrating from TGI is not pointed to a flag that only looks alike
         return f"{name} is text-generation-inference's, penstock has no such flag ({program} --help lists what there is)"
     spellings = [flag(spelling) for field in FIELDS.values() for spelling in _spellings(field)]
-    return f"no flag {name}{meant(name, [*spellings, '--version'], program)}"
+    return f"no flag {name}{did_you_mean(name, [*spellings, '--version'], program)}"
 
 
-def meant(name: str, known: Iterable[str], program: str) -> str:
+def did_you_mean(name: str, known: Iterable[str], program: str) -> str:
     """The end of an error message about an unknown name: a similar known one, or how to list them."""
     close = difflib.get_close_matches(name.lower(), known, n=1)
     return f": did you mean {close[0]}?" if close else f" ({program} --help lists what there is)"

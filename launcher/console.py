@@ -29,7 +29,7 @@ class Console:
         self._out = out or sys.stdout
         self._error = error or sys.stderr
         self._lock = threading.Lock()
-        self._backlogs: dict[TextIO, Backlog] = {}  # by stream, once detached
+        self._backlogs: dict[TextIO, LineBuffer] = {}  # by stream, once detached
 
     def detach(self) -> None:
         """From now on lines are written by threads, and nobody waits for them: a pipe that nobody reads, or a terminal halted with
@@ -37,9 +37,9 @@ class Console:
         with self._lock:
             if self._backlogs:
                 return
-            out = Backlog(self._out, self._lost)
+            out = LineBuffer(self._out, self._lost)
             # One thread where both go to the same place (`2>&1`): it keeps the order.
-            error = out if _same(self._out, self._error) else Backlog(self._error, self._lost)
+            error = out if _same(self._out, self._error) else LineBuffer(self._error, self._lost)
             self._backlogs = {self._out: out, self._error: error}
         atexit.register(self._finish)
 
@@ -85,7 +85,7 @@ class Console:
                 stream.flush()
 
 
-class Backlog:
+class LineBuffer:
     """A bounded buffer of lines that a thread writes. Lines that find no room are dropped, and so are all until the buffered ones
     are written: one gap, which is reported, instead of many."""
 

@@ -10,7 +10,7 @@ from typing import Any
 from ..proto.speculation import OWN, Speculation, says_shape
 from ..shard.models.draft_families import check_guesses, draft_shape, is_head, shaped
 from ..shard.models.families import shape
-from ..shard.models.readout_families import is_readout, levels_of, stands_alone, with_sizes
+from ..shard.models.readout_families import head_count, is_readout, stands_alone, with_sizes
 from ..shard.models.shape import Shape
 from . import checkpoint, hub, kinds, options
 from .checkpoint import Checkpoint
@@ -21,7 +21,7 @@ TOKENIZER = "tokenizer.json"
 REMEDY = "take a draft model of the same family, made with the same tokenizer"
 
 
-def based(asked: Options, folder: Path, weights: bool = True) -> tuple[Options, Path]:
+def with_base_model(asked: Options, folder: Path, weights: bool = True) -> tuple[Options, Path]:
     """The options unchanged, unless MODEL, which is in that folder, is only draft heads (as text-generation-inference takes them):
     then options that name both heads and base model, and the base model's folder. Raises Mistake.
 
@@ -42,7 +42,7 @@ def based(asked: Options, folder: Path, weights: bool = True) -> tuple[Options, 
         what = "--revision is said" if asked.revision else "its name has a comma" if "," in name else "--speculate names others"
         raise Mistake(f"{named}, and {what}: name that model, and with --speculate draft= the folder of what guesses for it")
     try:
-        speculate = kinds.speculation(_with_heads(name, levels_of(config), asked.speculate))
+        speculate = kinds.speculation(_with_heads(name, head_count(config), asked.speculate))
         meant = options.check(dataclasses.replace(asked, model_id=base, speculate=speculate))
         _, there = hub.locate(base, "", asked.huggingface_hub_cache, not asked.json_output, weights)
     except (Mistake, ValueError) as error:

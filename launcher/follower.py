@@ -283,7 +283,7 @@ def _unreached(error: Exception, certificates: bool) -> Unreached:
             return Unreached(f"it has closed the connection: {asked} (--tls-cert)?", somebody=True)
         case ssl.SSLError() if error.reason not in NO_TLS:  # which may be a ValueError as well
             return Unreached(link.reason(error), somebody=True)
-        case ssl.SSLError() | link.Mute() | link.Foreign() | ValueError():
+        case ssl.SSLError() | link.PeerSilent() | link.NotAMessage() | ValueError():
             return Unreached(NO_LAUNCHER, somebody=True)
     return Unreached(_reason(error), somebody=False)
 

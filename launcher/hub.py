@@ -29,7 +29,7 @@ IGNORED = ["consolidated*", "*/*.safetensors", "*/*.json", "*/tokenizer*"]
 
 
 @dataclass(frozen=True, slots=True)
-class Remote:
+class HubWeights:
     """What the hub says of a model's weights: bytes by safetensors dtype, and the number of files. Empty where the hub cannot
     say."""
 
@@ -70,19 +70,19 @@ def on_hub(model: str) -> bool:
     return model not in ("", *DRAFTS) and not expanded(model).is_dir()
 
 
-def remote(model: str, revision: str) -> Remote:
+def remote(model: str, revision: str) -> HubWeights:
     """The hub's data about a model's weights, without a download: it reads the headers of the files. Raises Mistake."""
     try:
         found = _headers(model, revision)
     except Mistake:
         raise
     except Exception:  # offline, an odd header, no real hub: then a plan uses an estimate
-        return Remote(Counter(), 0)
+        return HubWeights(Counter(), 0)
     sizes: Counter[str] = Counter()
     for file in found.values():
         for tensor in file.tensors.values():
             sizes[tensor.dtype] += tensor.data_offsets[1] - tensor.data_offsets[0]
-    return Remote(sizes, len(found))
+    return HubWeights(sizes, len(found))
 
 
 def _headers(model: str, revision: str) -> dict[str, Any]:

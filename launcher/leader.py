@@ -13,11 +13,11 @@ from pathlib import Path
 
 from ..proto import link
 from ..proto.certificates import Certificates
-from ..proto.link import Link, Stranger
+from ..proto.link import Link, Unauthenticated
 from . import node_messages
 from .console import Console
 from .node_messages import Gone, Hello, Message, Orders, Said, listen, tell
-from .parts import GRACE, Again, Command, Elsewhere, Event, Failed, Leave, Outcome, Part
+from .parts import GRACE, Command, Event, Failed, Outcome, Part, RemoteEvent, StartNow, StopRequested
 from .roll_call import RollCall, named
 
 GREETING = 1 << 16  # most bytes of a hello message
@@ -108,7 +108,7 @@ class Leader(Part):
 
     def close(self, exit_code: int) -> None:
         """Returns when the other nodes have ended as well, or do not respond."""
-        link.hush(self._meeting.listening)
+        link.stop_listening(self._meeting.listening)
         text = f"node 0 ends with exit code {exit_code}: its log says why" if exit_code else "node 0 has stopped as it was asked to"
         for node in self._links:
             self._tell(node, {"kind": "end", "code": exit_code, "text": text})
@@ -161,7 +161,7 @@ class Leader(Part):
                 self._roll.halted(node)
                 return self._again()
             case {"kind": "leave", "text": text}:
-                return Leave(f"{name}: {text}")
+                return StopRequested(f"{name}: {text}")
         return None
 
     def _gone(self, node: int, why: str) -> Outcome:
@@ -175,7 +175,7 @@ class Leader(Part):
         return None
 
     def _again(self) -> Outcome:
-        return Again() if self._waiting and self._roll.complete else None
+        return StartNow() if self._waiting and self._roll.complete else None
 
     def _node(self, peer: Link) -> int | None:
         """The node at the other end of a link, unless it has another link by now."""
@@ -205,7 +205,7 @@ class Leader(Part):
         timer.start()
 
     def _put_here(self, what: object) -> None:
-        self._put(Elsewhere(self, what))
+        self._put(RemoteEvent(self, what))
 
     def _receive(self) -> None:
         """Accepts connections until the socket is closed."""
@@ -224,7 +224,7 @@ class Leader(Part):
         try:
             peer = link.secure(connection, address, self._meeting.certificates, self._meeting.silence)
             hello = node_messages.hello(node_messages.read(peer.receive(link.HANDSHAKE, GREETING)))
-        except Stranger as stranger:
+        except Unauthenticated as stranger:
             self._meeting.console.complain(str(stranger))
             return
         except link.Encrypted as stranger:

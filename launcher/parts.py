@@ -51,7 +51,7 @@ class Hung:
 
 
 @dataclass(frozen=True, slots=True)
-class Elsewhere:
+class RemoteEvent:
     """A message of another machine that concerns a part. The part decides what follows from it."""
 
     part: "Part"
@@ -68,19 +68,19 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
+class StartNow:
     """The part can be started now."""
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
+class StopRequested:
     """Another machine is asked to stop, so this one stops too."""
 
     text: str
 
 
-Event = Signal | Stage | Ready | Hung | Child | Elsewhere  # a Child: it has ended
-Outcome = Failed | Again | Leave | None
+Event = Signal | Stage | Ready | Hung | Child | RemoteEvent  # a Child: it has ended
+Outcome = Failed | StartNow | StopRequested | None
 
 
 class Part:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..shard import graph_sizes
-from ..shard.models.draft_families import DraftShape, borrowed, draft_shape
+from ..shard.models.draft_families import DraftShape, borrowed_elements, draft_shape
 from ..shard.models.families import shape
 from ..shard.models.shape import Shape
 from . import machine, replicas, vision
@@ -98,7 +98,7 @@ def divide(
     adapted = max(len(changes), options.max_loras) * max(largest, later) * item
     token = form.kv_elements(ranks) * (item if options.kv_cache_dtype == "auto" else 1)
     small = draft_shape(draft.config, form, own=draft is model) if draft else None
-    draft_bytes = small.weight_bytes(1, item, device, dtype, packed) + borrowed(small, form, ranks) * item if small else 0
+    draft_bytes = small.weight_bytes(1, item, device, dtype, packed) + borrowed_elements(small, form, ranks) * item if small else 0
     draft_token = (small.kv_elements(1) + small.feature_elements) * item if small else 0
     total = min(machine.gpu_memory[:local]) if device == "cuda" else machine.memory // local
     usable = int(total * options.cuda_memory_fraction)

@@ -53,7 +53,7 @@ def run(asked: Options, environment: Mapping[str, str]) -> int:
         machine.check_port(asked.hostname, asked.port)
     weights = asked.local_replicas > 0 and asked.load_format != "dummy"
     name, folder = hub.locate(asked.model_id, asked.revision, asked.huggingface_hub_cache, not asked.json_output, weights)
-    meant, folder = drafts.based(asked, folder, weights)
+    meant, folder = drafts.with_base_model(asked, folder, weights)
     if meant is not asked:
         console.say(f"{name} only guesses for {meant.model_id}, which is served with --speculate {meant.speculate}")
     asked = meant
@@ -74,7 +74,7 @@ def run(asked: Options, environment: Mapping[str, str]) -> int:
         local = asked.nnodes == 1 and sys.platform.startswith("linux")
         shown = places[0].environment if places[0].alone else {}
         given = children.environment({**environment, **shown}, planned.threads, interpret=interpreted, local=local)
-        beside = children.downloading(asked, environment)
+        beside = children.hub_tokens(asked, environment)
         if asked.nnodes > 1:
             digest = checkpoint.digest(model) + (checkpoint.digest(draft) if draft else "")
             digest += "".join(lora.digest for lora in loras)

@@ -17,7 +17,7 @@ from pathlib import Path
 from . import processes
 from .console import Console
 from .mistake import Mistake
-from .parts import GRACE, Again, Command, Elsewhere, Event, Failed, Hung, Leave, Outcome, Part, Ready, Signal, Stage
+from .parts import GRACE, Command, Event, Failed, Hung, Outcome, Part, Ready, RemoteEvent, Signal, Stage, StartNow, StopRequested
 from .processes import Child
 from .restarts import WINDOW
 from .watching import ECHO, HEALTH, READY, signals, watch_complaints, watch_health, watch_signals
@@ -99,7 +99,7 @@ class Supervisor:
                     if group is not None and group.children and since >= group.started:
                         self._console.complain(f"the router has lost {group.name}: {text}")
                         code = self._died(group, 1)
-                case Elsewhere(part, what):
+                case RemoteEvent(part, what):
                     code = self._heed(part, part.hear(what))
                 case Child() as child:
                     self._gone.add(child)
@@ -144,9 +144,9 @@ class Supervisor:
                     return self._died(part, exit_code)
                 self._stop(0)
                 return exit_code
-            case Again() if not part.children and part.due is None:
+            case StartNow() if not part.children and part.due is None:
                 self._restart(part)
-            case Leave(text):
+            case StopRequested(text):
                 self._asked = time.monotonic()
                 self._console.say(f"{text}: {self._promise}; a signal here stops at once")
                 return self._stop(self._grace)
@@ -271,7 +271,7 @@ class Supervisor:
                 self._gone.add(event)
                 if event not in children:
                     self._lost_meanwhile(event)
-            if isinstance(event, Elsewhere) and isinstance(lost := event.part.hear(event.what), Failed):
+            if isinstance(event, RemoteEvent) and isinstance(lost := event.part.hear(event.what), Failed):
                 self._console.complain(lost.text)
                 event.part.kill()  # then the router ends its streams with an error
         return True

@@ -48,13 +48,13 @@ Buckets = dict[float, float]  # upper bound -> observations up to it
 
 
 @dataclass(slots=True)
-class Sums:
+class MetricSums:
     """Metrics of a server, a replica or several of them, by names without penstock's prefix."""
 
     values: dict[str, float] = field(default_factory=dict)
     buckets: dict[str, Buckets] = field(default_factory=dict)
 
-    def add(self, other: "Sums") -> None:
+    def add(self, other: "MetricSums") -> None:
         """Adds the other's metrics."""
         for name, value in other.values.items():
             self.values[name] = self.values.get(name, 0.0) + value
@@ -65,13 +65,13 @@ class Sums:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class Scrape:
     """One scrape of a server."""
 
     moment: float
     state: str  # "ready", or what is the case instead
     model: str = ""
-    parts: dict[str, Sums] = field(default_factory=dict)  # of the whole server under ""; of its replicas under their names
+    parts: dict[str, MetricSums] = field(default_factory=dict)  # of the whole server under ""; of its replicas under their names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,17 +101,17 @@ class Row:
     url: str
     state: str
     model: str
-    parts: dict[str, Sums]  # as in a Look, but counters are per second, over the window
+    parts: dict[str, MetricSums]  # as in a Look, but counters are per second, over the window
 
 
-def parse(text: str) -> dict[str, Sums]:
+def parse(text: str) -> dict[str, MetricSums]:
     """The wanted metrics of a Prometheus text. Raises ValueError if Prometheus could not read it."""
     lines = "\n".join(line for line in text.splitlines() if line.startswith(WANTED))
-    parts: dict[str, Sums] = {}
+    parts: dict[str, MetricSums] = {}
     for family in text_string_to_metric_families(lines + "\n"):
         for sample in family.samples:
             name = sample.name.removeprefix(PREFIX).removeprefix(OF_REPLICA)
-            sums = parts.setdefault(sample.labels.get(REPLICA, ""), Sums())
+            sums = parts.setdefault(sample.labels.get(REPLICA, ""), MetricSums())
             base = name.removesuffix("_bucket")
             if base in HISTOGRAMS and "le" in sample.labels:
                 buckets, bound = sums.buckets.setdefault(base, {}), float(sample.labels["le"])
@@ -121,10 +121,10 @@ def parse(text: str) -> dict[str, Sums]:
     return whole(parts)
 
 
-def whole(parts: dict[str, Sums]) -> dict[str, Sums]:
+def whole(parts: dict[str, MetricSums]) -> dict[str, MetricSums]:
     """Completes the whole server's metrics: what only the replicas have is their sum."""
-    total = parts.setdefault("", Sums())
-    together = Sums()
+    total = parts.setdefault("", MetricSums())
+    together = MetricSums()
     for name, sums in parts.items():
         if name:
             together.add(sums)
@@ -133,11 +133,11 @@ def whole(parts: dict[str, Sums]) -> dict[str, Sums]:
     return parts
 
 
-def since(before: Sums | None, after: Sums, seconds: float) -> Sums:
+def since(before: MetricSums | None, after: MetricSums, seconds: float) -> MetricSums:
     """The metrics between two scrapes: gauges as they are, counters per second, buckets by growth. What shrank was reset, and
     counts from 0."""
     if before is None:
-        return Sums({name: value for name, value in after.values.items() if name not in COUNTERS})
+        return MetricSums({name: value for name, value in after.values.items() if name not in COUNTERS})
     values = {
         name: _growth(before.values.get(name, 0.0), value) / seconds if name in COUNTERS else value
         for name, value in after.values.items()
@@ -147,7 +147,7 @@ def since(before: Sums | None, after: Sums, seconds: float) -> Sums:
         old = before.buckets.get(name, {})
         anew = any(count < old.get(bound, 0.0) for bound, count in found.items())
         buckets[name] = {bound: count - (0.0 if anew else old.get(bound, 0.0)) for bound, count in found.items()}
-    return Sums(values, buckets)
+    return MetricSums(values, buckets)
 
 
 def _growth(before: float, after: float) -> float:
@@ -171,7 +171,7 @@ def quantile(share: float, buckets: Buckets) -> float | None:
     return lower
 
 
-def figures(sums: Sums) -> Figures:
+def figures(sums: MetricSums) -> Figures:
     """The figures of metrics that are as in a Row."""
 
     def value(name: str) -> int | None:
@@ -215,7 +215,7 @@ class Server:
         self.url = _base(url)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._window = window
-        self._looks: deque[Look] = deque()
+        self._looks: deque[Scrape] = deque()
         self._model = ""
 
     def look(self) -> None:
@@ -234,23 +234,23 @@ class Server:
             self.url, last.state, last.model, {name: since(before.get(name), sums, seconds) for name, sums in last.parts.items()}
         )
 
-    def _look(self) -> Look:
+    def _look(self) -> Scrape:
         moment = time.monotonic()
         try:
             state = self._state()
             status, text = self._get("/metrics")
             if status != 200:
-                return Look(moment, "wants a key" if status in (401, 403) else f"/metrics: {status}")
+                return Scrape(moment, "wants a key" if status in (401, 403) else f"/metrics: {status}")
             if not self._model:
                 status, answer = self._get("/info")
                 self._model = str(_object(answer).get("model_id", "")) if status == 200 else ""
             parts = parse(text)
             if state == "ready" and not parts[""].values:  # some servers answer 200 to anything
-                return Look(moment, "no penstock: its metrics are not there")
-            return Look(moment, state, self._model, parts)
+                return Scrape(moment, "no penstock: its metrics are not there")
+            return Scrape(moment, state, self._model, parts)
         except (OSError, http.client.HTTPException, ValueError) as error:
             self._model = ""
-            return Look(moment, f"no answer: {getattr(error, 'strerror', None) or error or type(error).__name__}")
+            return Scrape(moment, f"no answer: {getattr(error, 'strerror', None) or error or type(error).__name__}")
 
     def _state(self) -> str:
         status, text = self._get("/health/ready")
@@ -285,9 +285,9 @@ def _object(text: str) -> dict[str, Any]:
 
 def together(rows: Iterable[Row]) -> Figures:
     """The figures of all servers together. In latencies, all observations count alike."""
-    total = Sums()
+    total = MetricSums()
     for row in rows:
-        total.add(row.parts.get("", Sums()))
+        total.add(row.parts.get("", MetricSums()))
     return figures(total)
 
 
@@ -296,7 +296,7 @@ def as_json(rows: Sequence[Row]) -> dict[str, Any]:
     servers = [
         {
             **{"url": row.url, "state": row.state, "model": row.model},
-            "figures": asdict(figures(row.parts.get("", Sums()))),
+            "figures": asdict(figures(row.parts.get("", MetricSums()))),
             "replicas": {name: {"ready": _up(sums), **asdict(figures(sums))} for name, sums in _replicas(row)},
         }
         for row in rows
@@ -304,11 +304,11 @@ def as_json(rows: Sequence[Row]) -> dict[str, Any]:
     return {"servers": servers, "all": asdict(together(rows))}
 
 
-def _replicas(row: Row) -> list[tuple[str, Sums]]:
+def _replicas(row: Row) -> list[tuple[str, MetricSums]]:
     return sorted(((name, sums) for name, sums in row.parts.items() if name), key=lambda item: (len(item[0]), item[0]))
 
 
-def _up(replica: Sums) -> bool:
+def _up(replica: MetricSums) -> bool:
     return replica.values.get(UP) != 0.0
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from ..proto.images import COLOURS, DESCRIPTIONS, FORMS, MOST, form_of
+from ..proto.images import COLOURS, DESCRIPTIONS, FORMS, MOST, image_format_of
 from . import checkpoint
 from .checkpoint import FLOATS, Checkpoint
 from .mistake import Mistake
@@ -36,7 +36,7 @@ def resolve(asked: Options, model: Checkpoint) -> Vision:
         return Vision(why=problem if "vision_config" in model.config else "")
     images = USUAL if asked.max_images is None else asked.max_images
     pixels, said, lower = asked.max_image_pixels, f"--max-image-pixels {asked.max_image_pixels}", "one of them"
-    form = form_of(model.config)
+    form = image_format_of(model.config)
     if form and form.fixed:
         pixels = model.config["vision_config"]["image_size"] ** 2
         said, lower = f"the model's {pixels} pixels of each", "the first"
@@ -61,7 +61,7 @@ def digest(folder: Path) -> str:
 
 def _problem(model: Checkpoint) -> str:
     """Why no images can be taken; "": they can."""
-    form = form_of(model.config)
+    form = image_format_of(model.config)
     if not isinstance(model.config.get("vision_config"), dict) or form is None:
         return f"images are seen by models of type {', '.join(sorted(FORMS))}, and this one is {model.config.get('model_type')!r}"
     side = model.config["vision_config"].get("image_size")

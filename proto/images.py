@@ -112,7 +112,7 @@ FORMS = {
 }
 
 
-def form_of(config: Mapping[str, Any]) -> Form | None:
+def image_format_of(config: Mapping[str, Any]) -> Form | None:
     """The format for the model with this config.json; None: no known vision-language family."""
     kind, vision = config.get("model_type"), config.get("vision_config")
     if kind == "llava" and isinstance(vision, Mapping) and vision.get("model_type") == "pixtral":

@@ -25,15 +25,15 @@ TLS = (b"\x16\x03", b"\x15\x03")  # first bytes of a TLS handshake, and of an al
 LARGEST = 256 << 20  # bytes of a message, as in rpc.py
 
 
-class Mute(TimeoutError):
+class PeerSilent(TimeoutError):
     """The peer is connected, and sends nothing."""
 
 
-class Foreign(ConnectionError):
+class NotAMessage(ConnectionError):
     """The peer is connected, and what it sends is no message."""
 
 
-class Encrypted(Foreign):
+class Encrypted(NotAMessage):
     """The peer speaks TLS, this side does not."""
 
 
@@ -71,7 +71,7 @@ class Link:
         head = self._read(LENGTH, until)
         length = int.from_bytes(head, "big")
         if length > largest:
-            raise Encrypted("it speaks TLS") if head[:2] in TLS else Foreign(f"a message of {length} bytes")
+            raise Encrypted("it speaks TLS") if head[:2] in TLS else NotAMessage(f"a message of {length} bytes")
         return self._read(length, until)
 
     def _read(self, count: int, until: float | None) -> bytes:
@@ -86,7 +86,7 @@ class Link:
             except (BlockingIOError, ssl.SSLWantReadError):
                 left = None if until is None else until - monotonic()
                 if left is not None and left <= 0:
-                    raise Mute("no message came") from None
+                    raise PeerSilent("no message came") from None
                 _wait(self._connection, select.POLLIN, left)
             except ssl.SSLEOFError:
                 raise EOFError from None
@@ -120,7 +120,7 @@ def listen(address: str, port: int) -> socket.socket:
     return socket.create_server((address, port), family=family)
 
 
-def hush(listening: socket.socket) -> None:
+def stop_listening(listening: socket.socket) -> None:
     """Stops listening. A thread that waits in `accept` gets an OSError."""
     with suppress(OSError):
         listening.shutdown(socket.SHUT_RDWR)
@@ -144,7 +144,7 @@ def secure(connection: socket.socket, address: str, certificates: Certificates |
             connection = certificates.server().wrap_socket(connection, server_side=True)
     except OSError as error:
         connection.close()
-        raise Stranger(f"{address} was refused: {reason(error)}") from None
+        raise Unauthenticated(f"{address} was refused: {reason(error)}") from None
     return Link(connection)
 
 
@@ -159,14 +159,14 @@ def connect(
             connection = certificates.client().wrap_socket(connection, server_hostname=NAME)
     except TimeoutError:
         connection.close()
-        raise Mute("no TLS came") from None
+        raise PeerSilent("no TLS came") from None
     except OSError:
         connection.close()
         raise
     return Link(connection)
 
 
-class Stranger(Exception):
+class Unauthenticated(Exception):
     """A peer that can't prove its membership has connected."""
 
 

@@ -28,7 +28,7 @@ class Full(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class Later:
+class RuntimeAdapter:
     """An adapter that was loaded while the shards served."""
 
     key: str
@@ -53,7 +53,7 @@ class Replica(Protocol):
         """Keys of the adapters that it has."""
         ...
 
-    async def load(self, adapter: Later, /) -> None:
+    async def load(self, adapter: RuntimeAdapter, /) -> None:
         """Loads an adapter. Raises Refused, or Broken if its shards are lost."""
         ...
 
@@ -82,7 +82,7 @@ class Adapters:
         self._first = tuple(first)
         self._room = room
         self._replicas = replicas
-        self._later: dict[str, Later] = {}  # by key, in the order in which they came
+        self._later: dict[str, RuntimeAdapter] = {}  # by key, in the order in which they came
         self._begun = False  # a client may have named one already
         self._order = asyncio.Lock()  # loads and unloads run one at a time
         self._sweeps: set[asyncio.Task[None]] = set()
@@ -117,7 +117,7 @@ class Adapters:
             raise NoModel(f"the model `{name}` does not exist: this server has {known}")
         return key or ""
 
-    def _named(self, name: str) -> Later | None:
+    def _named(self, name: str) -> RuntimeAdapter | None:
         found = (adapter for adapter in self._later.values() if adapter.name == name)
         return next((adapter for adapter in found if adapter.ready and not adapter.retired), None)
 
@@ -157,7 +157,7 @@ class Adapters:
         async with self._order:
             before = self._named(name)
             self._check_new(name, before if replace else None)
-            adapter = Later(f"{name}#{secrets.token_hex(8)}", name, folder)
+            adapter = RuntimeAdapter(f"{name}#{secrets.token_hex(8)}", name, folder)
             self._begun, replicas = True, list(self._replicas())
             if not replicas:
                 raise NotReady("not ready: no replica has shards")
@@ -177,7 +177,7 @@ class Adapters:
             if before is not None:
                 await self._retire(before)
 
-    def _check_new(self, name: str, replaced: Later | None) -> None:
+    def _check_new(self, name: str, replaced: RuntimeAdapter | None) -> None:
         if not NAME.fullmatch(name):
             raise Refused("`lora_name` must have from 1 to 200 characters of ASCII, and no spaces or commas", "lora_name")
         if name in (self._model, PLACEHOLDER):
@@ -194,7 +194,7 @@ class Adapters:
                 "server with more (--max-loras)"
             )
 
-    async def _complete(self, adapter: Later) -> None:
+    async def _complete(self, adapter: RuntimeAdapter) -> None:
         """Loads it on replicas whose shards came up while others loaded it."""
         tried: list[Replica] = []
         while lacking := [one for one in self._replicas() if adapter.key not in one.adapters and one not in tried]:
@@ -215,7 +215,7 @@ class Adapters:
             logger.info("adapter %s is unloaded; requests that go by it yet: %d", name, adapter.users)
             await self._retire(adapter)
 
-    async def _retire(self, adapter: Later) -> None:
+    async def _retire(self, adapter: RuntimeAdapter) -> None:
         for replica in self._replicas():
             with suppress(Broken):  # new shards don't have it
                 await replica.retire(adapter.key)
@@ -250,14 +250,14 @@ class Adapters:
             return True
         if told.retired or told.name in self._first or len(self._first) + len(self._later) >= self._room:
             return False
-        self._later[told.key] = Later(told.key, told.name, told.folder, told.digest, ready=True)
+        self._later[told.key] = RuntimeAdapter(told.key, told.name, told.folder, told.digest, ready=True)
         return True
 
     def begin(self) -> None:
         """A replica takes requests: adapters not known by now are not adopted any more."""
         self._begun = True
 
-    def lacking(self, known: Collection[str]) -> list[Later]:
+    def lacking(self, known: Collection[str]) -> list[RuntimeAdapter]:
         """Adapters that shards which have `known` lack."""
         return [adapter for adapter in self._later.values() if adapter.key not in known]
 

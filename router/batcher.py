@@ -10,8 +10,8 @@ So the shards go from step to step without waiting for the router, and compute w
 string found in that text, a client that has left, a new request: they take effect one step late, or two where steps overlap. What
 was computed by then for a choice that nobody wants any more is thrown away.
 
-When the shards are lost no stream is. Streams move to other replicas that compute the same, if there are any (see `Others`), or
-wait in the queue of a new scheduler, as new ones do, until shards are restarted. They resume from the tokens that were received:
+When the shards are lost no stream is. Streams move to other replicas that compute the same, if there are any (see `PeerReplicas`),
+or wait in the queue of a new scheduler, as new ones do, until shards are restarted. They resume from the tokens that were received:
 those that follow are the same on any shard.
 """
 
@@ -24,7 +24,7 @@ from functools import partial
 from time import monotonic
 
 from ..proto import shard_pb2
-from .adapters import Adapters, Later
+from .adapters import Adapters, RuntimeAdapter
 from .admission import admits
 from .bounds import bounds_of, drafting_of, policy_of, step_tokens
 from .config import Misconfigured, RouterConfig
@@ -49,7 +49,7 @@ STRIDES = 16  # prompt prefixes that may be shared get a key every 1/16 of their
 logger = logging.getLogger(__name__)
 
 
-class Others:
+class PeerReplicas:
     """Interface to the other replicas, as one batcher sees them. This default has none; see `fleet.Fleet`."""
 
     def lost(self, batcher: "Batcher", /) -> None:
@@ -79,7 +79,7 @@ class Batcher:
         *,
         name: str = "0",
         uids: Iterator[int] | None = None,
-        others: Others | None = None,
+        others: PeerReplicas | None = None,
         adapters: Adapters | None = None,
     ) -> None:
         """name: of the replica, in metrics; uids: source of streams' uids, and adapters: those known, both shared by all replicas
@@ -91,7 +91,7 @@ class Batcher:
         self._shards = shards
         self._metrics = metrics
         self._uids = uids or itertools.count(1)
-        self._others = others or Others()
+        self._others = others or PeerReplicas()
         self._adapters = adapters or Adapters(config.model, config.adapters)
         # Known once it has started, and refreshed by new shards
         self.limits: Limits | None = None
@@ -218,7 +218,7 @@ class Batcher:
             else:
                 break
 
-    async def load(self, adapter: Later) -> None:
+    async def load(self, adapter: RuntimeAdapter) -> None:
         """Loads a LoRA adapter, which requests may use from now on. Raises Refused, or Broken."""
         self._check_shards()
         try:

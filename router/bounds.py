@@ -3,8 +3,8 @@
 from ..proto import images, shard_pb2
 from .config import Misconfigured, RouterConfig
 from .cost import Cost
-from .drafting import Drafting
-from .policies import Mixed, Pause, Policy
+from .drafting import DraftBudget
+from .policies import ChunkedPrefill, Policy, WholePrefill
 from .request import Limits
 from .scheduler import Bounds
 
@@ -66,15 +66,15 @@ def policy_of(config: RouterConfig, bounds: Bounds, warm: shard_pb2.WarmupReply)
     cost = Cost(warm.sample_tokens, warm.sample_seconds)
     if config.prefill_policy == "pause":
         known = cost if config.speculate else None
-        return Pause(bounds.step_tokens, config.waiting_served_ratio, config.max_waiting_tokens, known)
-    return Mixed(bounds.step_tokens, cost, config.itl_target)
+        return WholePrefill(bounds.step_tokens, config.waiting_served_ratio, config.max_waiting_tokens, known)
+    return ChunkedPrefill(bounds.step_tokens, cost, config.itl_target)
 
 
-def drafting_of(config: RouterConfig, bounds: Bounds, policy: Policy) -> Drafting | None:
+def drafting_of(config: RouterConfig, bounds: Bounds, policy: Policy) -> DraftBudget | None:
     """The budget of drafts; None: no speculative decoding."""
     if not config.speculate or policy.cost is None:
         return None
-    return Drafting(policy.cost, bounds.step_tokens, config.speculate, config.itl_target)
+    return DraftBudget(policy.cost, bounds.step_tokens, config.speculate, config.itl_target)
 
 
 def step_tokens(config: RouterConfig, info: shard_pb2.InfoReply) -> int:

@@ -12,7 +12,7 @@ from ..proto import shard_pb2
 from .metrics import Metrics
 from .replies import prompt_logprobs, scores_of, tops
 from .request import Alternative, Beam, Finish, Grown, Prompt, Request, Speculation, Token
-from .streams import Choice, Piece, Stream, Tokenizer, Unseen
+from .streams import Choice, HiddenPiece, Piece, Stream, Tokenizer
 
 REASONS = {1: "eos_token", 2: "length"}  # by StepReply.finishes
 
@@ -76,7 +76,7 @@ class Delivery:
         """Appends a token and detokenizes it. Returns the stop string that ends the text, if one does."""
         text = self._tokenizer.token_text
         hidden = finish and _hides(stream.request, token)
-        piece: Piece = Unseen(text(token)) if hidden else choice.text.push(token)
+        piece: Piece = HiddenPiece(text(token)) if hidden else choice.text.push(token)
         special = self._tokenizer.is_special
         alternatives = tuple(Alternative(id, text(id), logprob, special(id)) for id, logprob in top) if top else ()
         stream.items.append(Token(token, piece.text, piece.delta, logprob, special(token), alternatives, choice.index))

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from .cost import Cost, Work
-from .loads import Load, Mean
+from .loads import FadingMean, LoadStatistics
 from .policies import PROMPT_SHARE, Measured, target_of
 
 LOADS = 16  # powers of two
@@ -54,7 +54,7 @@ class Allowance:
     target: float  # between two tokens of a stream that has a latency target
 
 
-class Drafting:
+class DraftBudget:
     """Learns the cost of drafts for one scheduler, and decides their number."""
 
     def __init__(self, cost: Cost, step_tokens: int, drafts: int, target: float = 0.0) -> None:
@@ -64,7 +64,7 @@ class Drafting:
         self._step_tokens = step_tokens
         self._drafts = drafts
         self._target = target
-        self._loads = [Load() for _ in range(LOADS)]
+        self._loads = [LoadStatistics() for _ in range(LOADS)]
         self._slopes = cost.slopes
         self._age = 0  # steps since these were read
         self._calm = 0  # steps since a prompt
@@ -120,7 +120,7 @@ class Drafting:
         first += max(0.0, self._run(decodes, lambda load: load.openings) - run)
         return self._decided(load, Allowance(step, first, draft, run, room, target), decodes, not prompts.tokens)
 
-    def _decided(self, load: Load, found: Allowance, decodes: int, alone: bool) -> Allowance:
+    def _decided(self, load: LoadStatistics, found: Allowance, decodes: int, alone: bool) -> Allowance:
         """The budget after deciding whether to draft at all. alone: no prompts are in the step."""
         none = replace(found, most=0)
         if load.plain.count < KNOWN:
@@ -147,7 +147,7 @@ class Drafting:
                 load.saved, load.trials = (-fewer.cost, HOPELESS) if fewer.lost else (load.saved, load.trials)
                 return
 
-    def _plain(self, load: Load, decodes: float, keys: float) -> float:
+    def _plain(self, load: LoadStatistics, decodes: float, keys: float) -> float:
         """Seconds of a step without drafts: as others at this load, corrected by the difference that `Cost` predicts."""
         mean = load.plain
         if not mean.count:
@@ -155,14 +155,14 @@ class Drafting:
         token, _, key = self._slopes
         return max(mean.seconds + token * (decodes - mean.sequences) + key * (keys - mean.keys), mean.seconds / 2)
 
-    def _run(self, decodes: int, kind: Callable[[Load], Mean]) -> float:
+    def _run(self, decodes: int, kind: Callable[[LoadStatistics], FadingMean]) -> float:
         """Seconds of a run of the draft model, at the nearest load at which one was measured. None measured: 0, so that one is
         made."""
         place = _place(decodes)
         known = [(abs(i - place), i) for i, load in enumerate(self._loads) if kind(load).count]
         return kind(self._loads[min(known)[1]]).seconds if known else 0.0
 
-    def _load(self, decodes: int) -> Load:
+    def _load(self, decodes: int) -> LoadStatistics:
         return self._loads[_place(decodes)]
 
 

@@ -24,7 +24,7 @@ from time import monotonic
 
 from .adapters import Adapters
 from .admission import admits
-from .batcher import GONE, Batcher, Others
+from .batcher import GONE, Batcher, PeerReplicas
 from .config import Misconfigured, RouterConfig
 from .metrics import Metrics
 from .placement import Placement
@@ -73,7 +73,7 @@ def work_of(request: Request) -> int:
     return load_of(len(request.prompt), request.max_new_tokens, request.sequences)
 
 
-class Fleet(Others):
+class Fleet(PeerReplicas):
     """All replicas. `start` it, then `submit`; `wait` returns when it ends."""
 
     def __init__(
@@ -232,7 +232,7 @@ class Fleet(Others):
 
         return min(known, key=cost).batcher
 
-    # Called by batchers: see `batcher.Others`
+    # Called by batchers: see `batcher.PeerReplicas`
 
     def lost(self, batcher: Batcher) -> None:
         """The batcher's shards are lost, with what they had cached."""

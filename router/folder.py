@@ -26,7 +26,7 @@ class Unusable(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Words:
+class TokenizerFiles:
     """A model's tokenizer, with special tokens, end tokens and chat templates."""
 
     tokenizer: tokenizers.Tokenizer
@@ -35,13 +35,13 @@ class Words:
     templates: dict[str, str]  # sources of chat templates by name
 
 
-def read(folder: Path, chat_template: str = "") -> Words:
+def read(folder: Path, chat_template: str = "") -> TokenizerFiles:
     """`chat_template`: a file with the operator's template, instead of the model's. Raises Unusable."""
     settings, mapped = _read(folder / SETTINGS), _read(folder / MAP)
     names = _named(settings, mapped)
     tokenizer = _tokenizer(folder / "tokenizer.json")
     _add_tokens(tokenizer, folder, settings, names)
-    return Words(
+    return TokenizerFiles(
         tokenizer=tokenizer,
         names=names,
         eos_ids=_eos_ids(folder, tokenizer, names.get("eos_token")),

@@ -16,7 +16,7 @@ FEW = 8.0  # sequences, summed over steps with drafts, that say little of the ga
 
 
 @dataclass(slots=True)
-class Mean:
+class FadingMean:
     """Fading mean of measured steps. Errors are relative, so that a single slow step doesn't outweigh many fast ones."""
 
     weight: float = 0.0  # sum of the weights of ...
@@ -38,12 +38,13 @@ class Mean:
 
 
 @dataclass(slots=True)
-class Load:
+class LoadStatistics:
     """Statistics of pure decode steps at one load."""
 
-    plain: Mean = field(default_factory=Mean)  # steps without drafts
-    openings: Mean = field(default_factory=Mean)  # first runs of the draft model, with all that is done before the second ...
-    rounds: Mean = field(default_factory=Mean)  # ... and each later run
+    plain: FadingMean = field(default_factory=FadingMean)  # steps without drafts
+    # first runs of the draft model, with all that is done before the second ...
+    openings: FadingMean = field(default_factory=FadingMean)
+    rounds: FadingMean = field(default_factory=FadingMean)  # ... and each later run
     since: int = 0  # steps with drafts since one without ...
     idle: int = 0  # ... and steps without since one with
     saved: float = 0.0  # seconds that a trial may lose; negative: lost by the last one, and not recovered yet

@@ -23,7 +23,7 @@ def calm(package: str) -> None:
             logging.getLogger(name).addFilter(seldom)
 
 
-class BadHttp(logging.Filter):
+class HttpErrorFilter(logging.Filter):
     """For aiohttp's server: invalid HTTP gets one line, which quotes nothing of it."""
 
     def filter(self, record: logging.LogRecord) -> bool:

@@ -149,7 +149,7 @@ class Metrics:
         self._watched: dict[str, dict[str, Callable[[], float]]] = {}  # readers of a gauge's value, by replica
         registry.register(Shares(self._watched))
         self._gauges["penstock_kv_cache_usage_ratio"].set_function(self._usage)
-        self._as_vllm = AsVllm(registry, model)
+        self._as_vllm = VllmMetrics(registry, model)
         # Looked up once: these are needed in every step.
         self._methods = {method: _Method(self._counters, histograms, method) for method in ("prefill", "decode")}
         self._kinds = {kind: histograms["penstock_step_seconds"].labels(kind) for kind in ("prefill", "decode", "mixed")}
@@ -436,7 +436,7 @@ REASONS = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
 UNBEGUN = ("validation", "overloaded")  # failures before vLLM counts a request: a client's mistake is not the server's error
 
 
-class AsVllm:
+class VllmMetrics:
     """A registry's metrics under vLLM's names and with its labels. Derived at each scrape; keeps nothing."""
 
     def __init__(self, registry: prometheus_client.CollectorRegistry, model: str) -> None:

@@ -9,10 +9,10 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from ..proto.images import Tiles, form_of
+from ..proto.images import Tiles, image_format_of
 from .config import Misconfigured, RouterConfig
 from .folder import model_config
-from .pixels import Pixels, Prepared, Preparer
+from .pixels import ImagePreparer, Pixels, PreparedImage
 from .request import Image, Overloaded, Refused
 
 NO_IMAGES = "only text is supported: the model sees no images, or the server was started without (--max-images)"
@@ -21,7 +21,7 @@ IDS = 1 << 32  # ids are numbers of 32 bits
 TIMES = 4  # pixels of all requests may have so many times the bytes of all bodies: what is sent is compressed
 
 
-class Pictures:
+class ImagePlacer:
     """Puts images into prompts, for one vision-language model."""
 
     def __init__(
@@ -34,7 +34,7 @@ class Pictures:
         """token_text, added_id, encode: the tokenizer's, the last without special tokens around. Raises Misconfigured if the model
         does not support images, or its tokenizer has no token for them; Unusable."""
         model = model_config(Path(config.folder))
-        form = form_of(model)
+        form = image_format_of(model)
         if form is None:
             kind = model.get("model_type")
             raise Misconfigured(f"--max-images {config.max_images}: models of type {kind!r} see no images here; leave it out")
@@ -50,7 +50,7 @@ class Pictures:
         self._tiles = form.tiles
         self._encode = encode
         self._breaks = tuple(id for id in ids if id is not None)
-        self._preparer = Preparer(config.folder, config.max_image_pixels)
+        self._preparer = ImagePreparer(config.folder, config.max_image_pixels)
         self._most_together = TIMES * config.payload_limit_total
         self._held = 0  # bytes of pixels of all unanswered requests
         around = [name if added_id(name) is not None else "" for name in form.around]
@@ -76,7 +76,7 @@ class Pictures:
                 f"{self._words} itself, and a chat template must write it for each",
                 "inputs",
             )
-        found, own = list[Prepared](), 0
+        found, own = list[PreparedImage](), 0
         try:
             for number, image in enumerate(images, 1):
                 found.append(await self._preparer.prepare(image, f"image {number}", len(images) == 1))

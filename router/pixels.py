@@ -21,7 +21,7 @@ import msgspec
 from ..proto.images import COLOURS, DESCRIPTIONS
 from ..proto.processors import image_processor
 from .request import Overloaded, Refused
-from .resizing import Resizing, UnusableImage, resizing_of, words
+from .resizing import ImageResizer, UnusableImage, resizing_of, words
 from .worker_processes import Busy, Died, TimedOut, WorkerProcesses, serve
 
 SECONDS = 10.0  # for one image: a photograph of 12 million pixels takes 0.3 s (x86, one core)
@@ -51,7 +51,7 @@ class Pixels(msgspec.Struct, frozen=True):
     size: tuple[int, ...] = ()
 
 
-class Prepared(msgspec.Struct, frozen=True):
+class PreparedImage(msgspec.Struct, frozen=True):
     """A preprocessed image: whole, or as tiles."""
 
     parts: list[Pixels]
@@ -59,7 +59,7 @@ class Prepared(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct):
-    found: Prepared | None = None
+    found: PreparedImage | None = None
     refused: str = ""  # what is wrong with the image, or ...
     unable: str = ""  # ... why no image can be prepared
 
@@ -68,7 +68,7 @@ _answers = msgspec.msgpack.Decoder(Answer)
 _jobs = msgspec.msgpack.Decoder(Job)
 
 
-class Preparer:
+class ImagePreparer:
     """Prepares images in worker processes, within limits."""
 
     def __init__(self, folder: str, most: int, seconds: float = SECONDS) -> None:
@@ -89,7 +89,7 @@ class Preparer:
         if unable:
             _tell(unable)
 
-    async def prepare(self, data: bytes, name: str, alone: bool = True) -> Prepared:
+    async def prepare(self, data: bytes, name: str, alone: bool = True) -> PreparedImage:
         """name: of the image, for error messages; alone: its prompt has no other. Raises Refused, or Overloaded."""
         try:
             await self._apart.start()
@@ -140,7 +140,7 @@ def _answer(job: Job) -> Answer:
 
 
 @lru_cache(maxsize=1)
-def _resizing(folder: str) -> Resizing:
+def _resizing(folder: str) -> ImageResizer:
     """The folder's own image processor."""
     if not any((Path(folder) / name).is_file() for name in DESCRIPTIONS):
         raise OSError(f"{folder} has neither {' nor '.join(DESCRIPTIONS)}: download it again")
@@ -184,11 +184,11 @@ def _opened(data: bytes) -> Any:
         raise UnusableImage(f"can't be read: {words(error)}") from None
 
 
-def _prepared(resizing: Resizing, image: Any, most: int, alone: bool = True) -> Prepared:
+def _prepared(resizing: ImageResizer, image: Any, most: int, alone: bool = True) -> PreparedImage:
     found = (resizing if alone else resizing.among)(image, most)
     if not 0 < sum(values.size for values in found.parts) // COLOURS <= most and not resizing.fixed:
         raise UnusableImage(f"is too thin: there is no size of at most {most} pixels in which it is wide enough")
-    return Prepared([_pixels(*each, found.size) for each in zip(found.parts, found.tokens, strict=True)], found.grid)
+    return PreparedImage([_pixels(*each, found.size) for each in zip(found.parts, found.tokens, strict=True)], found.grid)
 
 
 def _pixels(values: Any, tokens: tuple[int, int], size: tuple[int, ...]) -> Pixels:

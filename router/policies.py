@@ -21,7 +21,7 @@ PROMPT_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class SchedulerState:
     """The scheduler's state as a policy sees it: integers."""
 
     decodes: int  # sequences that decode in the next step
@@ -84,10 +84,10 @@ class Policy(Protocol):
     mixes: bool  # decodes share the steps that compute prompts
     cost: Cost | None  # the learned cost of steps; None: not needed
 
-    def room(self, now: Standing) -> int:
+    def room(self, now: SchedulerState) -> int:
         """Most prompt tokens in the next step, at least 1."""
 
-    def admits(self, now: Standing) -> bool:
+    def admits(self, now: SchedulerState) -> bool:
         """Whether waiting jobs may join the next step, if there is room and memory."""
 
     def learn(self, step: Measured) -> None:
@@ -109,7 +109,7 @@ def largest_step(step_tokens: int, sequences: int) -> int:
     return max(step_tokens, sequences + prompt_share(step_tokens))
 
 
-class Mixed:
+class ChunkedPrefill:
     """Chunked prefill, see the module. `target`: seconds that a step with decodes may take; 0: relative to the decodes alone."""
 
     mixes = True
@@ -119,7 +119,7 @@ class Mixed:
         self._target = target
         self.cost = cost  # None: only tokens are limited, not time
 
-    def room(self, now: Standing) -> int:
+    def room(self, now: SchedulerState) -> int:
         """What the step's token budget and, while anything decodes, its time limit leave."""
         room = max(self._step_tokens - now.sequences, prompt_share(self._step_tokens))
         if self.cost is None or not now.decodes:
@@ -128,7 +128,7 @@ class Mixed:
         seconds = max(target_of(self._target, alone) - alone, PROMPT_SHARE * alone + self.cost.beside(now.position))
         return max(1, min(room, self.cost.tokens_within(seconds, now.position)))
 
-    def admits(self, now: Standing) -> bool:
+    def admits(self, now: SchedulerState) -> bool:
         """Always."""
         return True
 
@@ -138,7 +138,7 @@ class Mixed:
             fit(self.cost, step)
 
 
-class Pause:
+class WholePrefill:
     """Unchunked prefill, see the module. The two bounds are TGI's: --waiting-served-ratio and --max-waiting-tokens."""
 
     mixes = False
@@ -151,11 +151,11 @@ class Pause:
         self._ratio = waiting_served_ratio
         self._waiting_tokens = waiting_tokens
 
-    def room(self, now: Standing) -> int:
+    def room(self, now: SchedulerState) -> int:
         """The whole token budget: no decodes share the step."""
         return self._step_tokens
 
-    def admits(self, now: Standing) -> bool:
+    def admits(self, now: SchedulerState) -> bool:
         """When nothing decodes; else when enough jobs wait, or have waited long enough, and the prompts before them are computed.
         As in TGI, decoding sequences get a token before the next prompts begin, however many wait."""
         if now.prompts or (now.decodes and not now.steps):

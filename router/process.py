@@ -18,7 +18,7 @@ from .api.unanswered import UNANSWERED
 from .config import BACKLOG, RouterConfig
 from .fleet import Fleet
 from .folder import Unusable
-from .log_filters import BadHttp, calm
+from .log_filters import HttpErrorFilter, calm
 from .metrics import Metrics
 from .request import Broken
 from .shards import GrpcShards, Shards
@@ -60,7 +60,7 @@ async def serve(config: RouterConfig, listening: socket.socket, doorman: Startup
     )
     fleet = Fleet(config, tokenizer, partial(_connect, config), metrics)
     app = make_app(config, tokenizer, fleet, metrics, tracer, fleet, fleet.adapters)
-    logging.getLogger("aiohttp.server").addFilter(BadHttp())
+    logging.getLogger("aiohttp.server").addFilter(HttpErrorFilter())
     runner = web.AppRunner(
         app,
         handler_cancellation=True,

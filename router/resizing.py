@@ -26,7 +26,7 @@ def words(error: Exception) -> str:
     return " ".join(str(error).split())[:MOST_SAID] or type(error).__name__
 
 
-class Resized:
+class PreprocessedImage:
     """A preprocessed image: values [1, colours, height, width], or [patches, colours, side, side]. Or those of its tiles, in `grid`
     rows and columns, with the whole image last; each has `rows` and `columns` tokens."""
 
@@ -45,7 +45,7 @@ class Resized:
         self.tokens = [*[(rows, columns)] * (len(parts) - 1), whole or (rows, columns)]
 
 
-class Resizing(ABC):
+class ImageResizer(ABC):
     """Resizing by one image processor of transformers."""
 
     fixed = False  # all images get the same size, whatever the operator's pixel limit
@@ -54,11 +54,11 @@ class Resizing(ABC):
         self._processor = processor
 
     @abstractmethod
-    def __call__(self, image: Any, most: int) -> Resized:
+    def __call__(self, image: Any, most: int) -> PreprocessedImage:
         """image: Pillow's; most: pixel limit after resizing. Raises UnusableImage, or ValueError where the limit is too small for
         any image."""
 
-    def among(self, image: Any, most: int) -> Resized:
+    def among(self, image: Any, most: int) -> PreprocessedImage:
         """The same, where the prompt has several images."""
         return self(image, most)
 
@@ -79,7 +79,7 @@ def too_few(needed: int) -> ValueError:
     return ValueError(f"--max-image-pixels must be at least {needed} for this model")
 
 
-class Patches(Resizing):
+class QwenPatches(ImageResizer):
     """Qwen's and GLM's: sizes are bounded by pixels, and images cut into patches."""
 
     behind = 0  # tokens that end each row
@@ -88,12 +88,12 @@ class Patches(Resizing):
         super().__init__(processor)
         self._merged, self._patch, self._frames = processor.merge_size, processor.patch_size, processor.temporal_patch_size
 
-    def __call__(self, image: Any, most: int) -> Resized:
+    def __call__(self, image: Any, most: int) -> PreprocessedImage:
         found = self._run(image, **self._bounds(most))
         _, high, wide = (int(number) for number in found["image_grid_thw"][0])
         patches = found["pixel_values"].reshape(high * wide, -1, self._frames, self._patch, self._patch)
         # A still image: all frames are equal.
-        return Resized([patches[:, :, 0]], high // self._merged, wide // self._merged + self.behind)
+        return PreprocessedImage([patches[:, :, 0]], high // self._merged, wide // self._merged + self.behind)
 
     def _bounds(self, most: int) -> dict[str, Any]:
         """GLM counts pixels of all frames of a patch, and a still image is so many equal frames."""
@@ -103,7 +103,7 @@ class Patches(Resizing):
         return {"size": {"shortest_edge": min(size.shortest_edge, longest), "longest_edge": longest}}
 
 
-class PatchesOfTokens(Patches):
+class TokenBoundPatches(QwenPatches):
     """GLM 5 Next's: sizes are bounded by tokens. Missing parts of whole tokens are black."""
 
     def _bounds(self, most: int) -> dict[str, Any]:
@@ -114,13 +114,13 @@ class PatchesOfTokens(Patches):
         return {"min_image_tokens": min(self._processor.min_image_tokens, longest), "max_image_tokens": longest}
 
 
-class EndedPatches(Patches):
+class EndedPatches(QwenPatches):
     """Hy 4's: patches with a token that ends each row."""
 
     behind = 1
 
 
-class Sides(Resizing):
+class LongestSide(ImageResizer):
     """Mistral's: sizes are bounded by the longer side, and then rounded up."""
 
     def __init__(self, processor: Any, files: Mapping[str, Any], model: Mapping[str, Any]) -> None:
@@ -133,14 +133,14 @@ class Sides(Resizing):
         self._token = _side(patch) * int(merged)
         self._unit = _side(processor.patch_size) if model.get("model_type") == "lighton_ocr" else self._token
 
-    def __call__(self, image: Any, most: int) -> Resized:
+    def __call__(self, image: Any, most: int) -> PreprocessedImage:
         longest = longest_side(self._processor.size.longest_edge, self._unit, image.size, most)
         values = self._run(image, size={"longest_edge": longest}, patch_size=self._unit)["pixel_values"]
         rows, columns = (length // self._token for length in values.shape[-2:])
         if not rows or not columns:
             what = "thin" if max(image.size) >= self._token else "small"
             raise UnusableImage(f"is too {what}: a token is of {self._token} x {self._token} pixels")
-        return Resized([values], rows, columns)
+        return PreprocessedImage([values], rows, columns)
 
 
 def _side(patch: Any) -> int:
@@ -165,7 +165,7 @@ def rounded(longest: int, unit: int, size: tuple[int, int]) -> int:
     return math.prod(((math.floor(length / ratio) - 1) // unit + 1) * unit for length in size)
 
 
-class Square(Resizing):
+class Square(ImageResizer):
     """Gemma 3's and LLaVA's: all images have the same size."""
 
     fixed = True
@@ -177,11 +177,11 @@ class Square(Resizing):
             raise ValueError("do_pan_and_scan is not supported: each image is shown once")
         self._side = side
 
-    def __call__(self, image: Any, most: int) -> Resized:
-        return Resized([self._run(image)["pixel_values"]], self._side, self._side)
+    def __call__(self, image: Any, most: int) -> PreprocessedImage:
+        return PreprocessedImage([self._run(image)["pixel_values"]], self._side, self._side)
 
 
-class Tiles(Resizing):
+class InternVlTiles(ImageResizer):
     """InternVL's: tiles of one size, as many as the image has room for in proportions near to its own, and the whole image."""
 
     def __init__(self, processor: Any, model: Mapping[str, Any]) -> None:
@@ -189,16 +189,16 @@ class Tiles(Resizing):
         self._tokens = math.isqrt(model.get("image_seq_length", 256))  # along each side of a tile
         self._pixels = processor.size.height * processor.size.width
 
-    def __call__(self, image: Any, most: int) -> Resized:
+    def __call__(self, image: Any, most: int) -> PreprocessedImage:
         if most < self._pixels:
             raise too_few(self._pixels)
         tiles = min(self._processor.max_patches, max(1, most // self._pixels - 1))
         found = self._run(image, crop_to_patches=True, min_patches=min(self._processor.min_patches, tiles), max_patches=tiles)
         values = found["pixel_values"]
-        return Resized([values], len(values) * self._tokens, self._tokens)
+        return PreprocessedImage([values], len(values) * self._tokens, self._tokens)
 
 
-class Tiled(Resizing):
+class LlavaNextTiles(ImageResizer):
     """LLaVA-NeXT's: the whole image, and tiles of the best-matching resolution, see `proto.tiling`."""
 
     def __init__(self, processor: Any, model: Mapping[str, Any]) -> None:
@@ -206,25 +206,25 @@ class Tiled(Resizing):
         vision, said = model["vision_config"], model.get("image_grid_pinpoints") or processor.image_grid_pinpoints
         self._tiling = tiling(said, vision["image_size"], vision["patch_size"], model.get("vision_aspect_ratio", ""))
 
-    def __call__(self, image: Any, most: int) -> Resized:
+    def __call__(self, image: Any, most: int) -> PreprocessedImage:
         if most < self._tiling.least:
             raise too_few(self._tiling.least)
         within, size = self._tiling.within(most), (image.height, image.width)
         found = self._run(image, image_grid_pinpoints=[[*one] for one in within.resolutions])
-        return Resized([found["pixel_values"][0]], 1, within.length(size), size=size)
+        return PreprocessedImage([found["pixel_values"][0]], 1, within.length(size), size=size)
 
 
-class TiledAlone(Tiled):
+class OneVisionTiles(LlavaNextTiles):
     """LLaVA-OneVision's: where a prompt has several images, each is one tile with a token after it, as in transformers' chats."""
 
-    def among(self, image: Any, most: int) -> Resized:
+    def among(self, image: Any, most: int) -> PreprocessedImage:
         if most < self._tiling.least:
             raise too_few(self._tiling.least)
         values = self._run([[image, image]])["pixel_values"][0]
-        return Resized([values], 1, self._tiling.tokens**2 + 1, size=(image.height, image.width))
+        return PreprocessedImage([values], 1, self._tiling.tokens**2 + 1, size=(image.height, image.width))
 
 
-class Cuts(Resizing):
+class IdeficsTiles(ImageResizer):
     """Idefics 3's and SmolVLM's: as many tiles as the image's longer side has room for, and the whole image."""
 
     def __init__(self, processor: Any, model: Mapping[str, Any]) -> None:
@@ -232,7 +232,7 @@ class Cuts(Resizing):
         self._tile, self._longest = (size["longest_edge"] for size in (processor.max_image_size, processor.size))
         self._side = self._tile // model["vision_config"]["patch_size"] // model["scale_factor"]  # tokens
 
-    def __call__(self, image: Any, most: int) -> Resized:
+    def __call__(self, image: Any, most: int) -> PreprocessedImage:
         if most < self._tile**2:
             raise too_few(self._tile**2)
         width, height = image.size
@@ -242,10 +242,10 @@ class Cuts(Resizing):
             if max(1, tiles) * self._tile**2 <= most:
                 break
         found = self._run(image, size=size, return_row_col_info=True)
-        return Resized(found["pixel_values"][0][:, None], self._side, self._side, (rows, columns))
+        return PreprocessedImage(found["pixel_values"][0][:, None], self._side, self._side, (rows, columns))
 
 
-class Quarters(Resizing):
+class IdeficsQuarters(ImageResizer):
     """Idefics 2's: variable sizes; with image splitting, four quarters of each image come like images of their own before the
     whole."""
 
@@ -256,7 +256,7 @@ class Quarters(Resizing):
         self._shortest, self._longest = processor.size.shortest_edge, processor.size.longest_edge
         self._tokens = model.get("perceiver_config", {}).get("resampler_n_latents", 64)
 
-    def __call__(self, image: Any, most: int) -> Resized:
+    def __call__(self, image: Any, most: int) -> PreprocessedImage:
         """The longest side is as long as possible: with all sides at their minimum, a part has the least pixels."""
         least = self._shortest**2
         if most < least:
@@ -269,7 +269,7 @@ class Quarters(Resizing):
         found = self._run(image, size=size, do_image_splitting=splits, do_pad=True)
         each = zip(found["pixel_values"][0], found["pixel_attention_mask"][0], strict=True)
         values = [padded[None, :, : mask[:, 0].sum(), : mask[0].sum()] for padded, mask in each]
-        return Resized(values, 1, self._tokens, (2, 2) if splits else (0, 0))
+        return PreprocessedImage(values, 1, self._tokens, (2, 2) if splits else (0, 0))
 
 
 def quarters(width: int, height: int) -> list[tuple[int, int]]:
@@ -289,7 +289,7 @@ def bounded(size: tuple[int, int], shortest: int, longest: int) -> int:
 LLAMA4 = {"image_size": 336, "patch_size": 14, "pixel_shuffle_ratio": 0.5}  # transformers' defaults
 
 
-class Canvas(Resizing):
+class Llama4Tiles(ImageResizer):
     """Llama 4's: tiles of the best-matching canvas, black where the image doesn't reach, and the whole image, if there is more than
     one tile. Sizes are computed as in transformers: in float32 what follows from the canvas."""
 
@@ -303,7 +303,7 @@ class Canvas(Resizing):
             raise ValueError("max_patches must be an integer, 1 at least, and resize_to_max_canvas true or false")
         self._side = int(self._tile // vision["patch_size"] * float(vision["pixel_shuffle_ratio"]))  # tokens
 
-    def __call__(self, image: Any, most: int) -> Resized:
+    def __call__(self, image: Any, most: int) -> PreprocessedImage:
         import numpy
 
         if most < self._tile**2:
@@ -317,10 +317,10 @@ class Canvas(Resizing):
         values = numpy.zeros((1, COLOURS, rows * self._tile, columns * self._tile), numpy.uint8)
         values[:, :, :height, :width] = self._sized(image, height, width)
         if (rows, columns) == (1, 1):
-            return Resized([values], self._side, self._side)
+            return PreprocessedImage([values], self._side, self._side)
         cut = values.reshape(COLOURS, rows, self._tile, columns, self._tile).transpose(1, 3, 0, 2, 4)
         parts = [*cut.reshape(-1, 1, COLOURS, self._tile, self._tile), self._sized(image, self._tile, self._tile)]
-        return Resized(parts, self._side, self._side, (rows, columns))
+        return PreprocessedImage(parts, self._side, self._side, (rows, columns))
 
 
 def canvas(size: tuple[int, int], tile: int, most: int, largest: bool) -> tuple[int, int]:
@@ -348,7 +348,7 @@ def fitted(size: tuple[int, int], room: tuple[Any, Any]) -> tuple[int, int]:
     return int(high), max(1, min(math.floor(width * (high / height)), int(wide)))
 
 
-class Views(Resizing):
+class DeepseekViews(ImageResizer):
     """DeepSeek-OCR 2's: tiles in proportions near to the image's own, if it is larger than one, and the whole image, padded with
     grey."""
 
@@ -362,7 +362,7 @@ class Views(Resizing):
         if (side := model["vision_config"].get("sam_config", {}).get("image_size", self._whole)) != self._whole:
             raise ValueError(f"image_size {side!r} of sam_config is not supported: 1024 is")
 
-    def __call__(self, image: Any, most: int) -> Resized:
+    def __call__(self, image: Any, most: int) -> PreprocessedImage:
         if most < self._whole**2:
             raise too_few(self._whole**2)
         if round(min(image.size) * self._whole / max(image.size)) == 0:
@@ -372,10 +372,10 @@ class Views(Resizing):
         found = self._run(image, **how)
         parts = [values[None] for values in found.get("pixel_values_local", ())]
         grid, whole = (min(1, len(parts)), len(parts)), (1, (self._whole // self.UNIT) ** 2 + 1)
-        return Resized([*parts, found["pixel_values"]], 1, (self._tile // self.UNIT) ** 2, grid, whole=whole)
+        return PreprocessedImage([*parts, found["pixel_values"]], 1, (self._tile // self.UNIT) ** 2, grid, whole=whole)
 
 
-class Windows(Resizing):
+class StepWindows(ImageResizer):
     """Step 3.7's: the whole image, and tiles from a sliding window whose size depends on the image's proportions."""
 
     SIDE = 14 * 4  # of a token, in pixels
@@ -391,7 +391,7 @@ class Windows(Resizing):
         if self._tile % self.SIDE or self._whole % self.SIDE:
             raise ValueError(f"size and patch_size must be multiples of {self.SIDE}, the pixels of a token")
 
-    def __call__(self, image: Any, most: int) -> Resized:
+    def __call__(self, image: Any, most: int) -> PreprocessedImage:
         """If even the lowest bound leaves too many tiles, only the whole image is used."""
         if most < self._whole**2:
             raise too_few(self._whole**2)
@@ -412,7 +412,7 @@ class Windows(Resizing):
         sides = [self._tile] * (len(views) - 1) + [self._whole]
         values = [self._sized(view, side, side) for view, side in zip(views, sides, strict=True)]
         tile, whole = self._tile // self.SIDE, self._whole // self.SIDE
-        return Resized(values, tile, tile, (rows, columns), whole=(whole, whole))
+        return PreprocessedImage(values, tile, tile, (rows, columns), whole=(whole, whole))
 
     def _filled(self, image: Any) -> Any:
         from PIL import Image
@@ -442,7 +442,7 @@ def windows(size: tuple[int, int], longest: int, whole: int, tile: int) -> tuple
     return (max(1, size[0]), max(1, size[1])), (wide, high), window
 
 
-class Budget(Resizing):
+class PatchBudget(ImageResizer):
     """Gemma 4's: each image has about the same number of tokens, in its own proportions."""
 
     BUDGETS = (1120, 560, 280, 140, 70)  # tokens
@@ -452,7 +452,7 @@ class Budget(Resizing):
         self._patch, self._pooled = processor.patch_size, processor.pooling_kernel_size
         self._unit = self._patch * self._pooled
 
-    def __call__(self, image: Any, most: int) -> Resized:
+    def __call__(self, image: Any, most: int) -> PreprocessedImage:
         tokens = min(self._processor.max_soft_tokens, most // self._unit**2)
         budget = next((budget for budget in self.BUDGETS if budget <= tokens), None)
         if budget is None:
@@ -462,17 +462,17 @@ class Budget(Resizing):
         wide, high = (int(number) + 1 for number in places.max(0))
         patches = found["pixel_values"][0][: high * wide].reshape(1, high, wide, self._patch, self._patch, -1)
         values = patches.transpose(0, 5, 1, 3, 2, 4).reshape(1, -1, high * self._patch, wide * self._patch)
-        return Resized([values], high // self._pooled, wide // self._pooled)
+        return PreprocessedImage([values], high // self._pooled, wide // self._pooled)
 
 
-BY_TYPE: dict[str, Callable[[Any, Mapping[str, Any]], Resizing]] = {
-    "deepseek_ocr2": Views,
-    "llama4": Canvas,
-    "step3p7": Windows,
+BY_TYPE: dict[str, Callable[[Any, Mapping[str, Any]], ImageResizer]] = {
+    "deepseek_ocr2": DeepseekViews,
+    "llama4": Llama4Tiles,
+    "step3p7": StepWindows,
 }  # see proto.processors
 
 
-def resizing_of(processor: Any, files: Mapping[str, Any], model: Mapping[str, Any]) -> Resizing:
+def resizing_of(processor: Any, files: Mapping[str, Any], model: Mapping[str, Any]) -> ImageResizer:
     """The resizing for an image processor. files: the folder's processor config; model: its config.json. Raises ValueError, or
     KeyError, for an unknown kind, or settings that are not supported."""
     if getattr(processor, "do_resize", True) is not True:
@@ -480,21 +480,21 @@ def resizing_of(processor: Any, files: Mapping[str, Any], model: Mapping[str, An
     if model.get("model_type") in BY_TYPE:
         return BY_TYPE[model["model_type"]](processor, model)
     if hasattr(processor, "max_image_tokens"):
-        return PatchesOfTokens(processor)
+        return TokenBoundPatches(processor)
     if hasattr(processor, "merge_size"):
-        return (EndedPatches if type(processor).__name__.startswith("HYV4VL") else Patches)(processor)
+        return (EndedPatches if type(processor).__name__.startswith("HYV4VL") else QwenPatches)(processor)
     if hasattr(processor, "max_soft_tokens"):
-        return Budget(processor)
+        return PatchBudget(processor)
     if hasattr(processor, "max_image_size"):
-        return Cuts(processor, model)
+        return IdeficsTiles(processor, model)
     if hasattr(processor, "do_image_splitting"):
-        return Quarters(processor, model)
+        return IdeficsQuarters(processor, model)
     if hasattr(processor, "image_grid_pinpoints"):
-        return (TiledAlone if hasattr(processor, "pad_to_square") else Tiled)(processor, model)
+        return (OneVisionTiles if hasattr(processor, "pad_to_square") else LlavaNextTiles)(processor, model)
     if hasattr(processor, "crop_to_patches"):
-        return Tiles(processor, model)
+        return InternVlTiles(processor, model)
     if hasattr(processor, "do_pan_and_scan"):
         return Square(processor, math.isqrt(model.get("mm_tokens_per_image", 256)))
     if model.get("model_type") == "llava" and model["vision_config"].get("model_type") != "pixtral":
         return Square(processor, model["vision_config"]["image_size"] // model["vision_config"]["patch_size"])
-    return Sides(processor, files, model)
+    return LongestSide(processor, files, model)

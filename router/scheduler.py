@@ -31,8 +31,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from .drafting import Allowance, Drafting
-from .policies import Measured, Mixed, Policy, Standing
+from .drafting import Allowance, DraftBudget
+from .policies import ChunkedPrefill, Measured, Policy, SchedulerState
 from .prefix_sharing import PrefixSharing
 
 # Seconds by which a request's priority delays its arrival time. An interactive request passes a batch one that came up to a minute
@@ -165,10 +165,10 @@ def fill(lacking: Sequence[int], most: Sequence[int], tokens: int) -> list[int]:
 class Scheduler:
     """Schedules one running batch, filled from one queue."""
 
-    def __init__(self, bounds: Bounds, policy: Policy | None = None, drafting: Drafting | None = None) -> None:
+    def __init__(self, bounds: Bounds, policy: Policy | None = None, drafting: DraftBudget | None = None) -> None:
         """drafting: the budget of drafts, where the shards speculate."""
         self._bounds = bounds
-        self._policy = policy or Mixed(bounds.step_tokens)
+        self._policy = policy or ChunkedPrefill(bounds.step_tokens)
         self._drafting = drafting
         self._waiting: dict[int, Job] = {}  # by uid, preempted ones included
         self._lines: dict[str, list[Job]] = {}  # the same jobs by tenant, each list in order
@@ -369,8 +369,8 @@ class Scheduler:
         """Sequences that will decode after the steps in flight."""
         return self._decodes + sum(job.running for job in self._prompts.values() if self._expected(job) <= 0)
 
-    def _standing(self, prompts: Sequence[Job], decodes: int) -> Standing:
-        return Standing(
+    def _standing(self, prompts: Sequence[Job], decodes: int) -> SchedulerState:
+        return SchedulerState(
             decodes=decodes,
             keys=round(decodes * (self._keys + 1)),
             sequences=self._sequences,

@@ -27,7 +27,7 @@ class Piece(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Unseen:
+class HiddenPiece:
     """The Piece of a token that is no part of the text."""
 
     text: str
@@ -73,7 +73,7 @@ class Choice:
     done: bool = False  # its Finish is among the items
 
 
-class Home(Protocol):
+class StreamOwner(Protocol):
     """The batcher that runs a stream."""
 
     def close_stream(self, stream: "Stream", /) -> None:
@@ -93,7 +93,7 @@ class Stream:
     arrived: float
     left: int  # choices that are not done
     run: Run  # its record, for logs and traces
-    home: Home  # the batcher that runs it
+    home: StreamOwner  # the batcher that runs it
     sink: Sink | None = None
     rank: float = 0.0  # see Job
     started: float = 0.0  # when the first step that computes something of it was sent; 0: not yet
@@ -180,7 +180,7 @@ async def read(open: Callable[[], Stream]) -> AsyncGenerator[list[Item], None]:
         stream.failure = None  # its traceback refers to this frame: stream, request and images would stay until garbage collection
 
 
-class Pace:
+class CompletionRate:
     """Estimates how fast requests end, and so when there is room for another."""
 
     def __init__(self) -> None:
@@ -208,7 +208,7 @@ class Readers:
         self.counts: Counter[str] = Counter()  # by tenant; none has zero
         self.none = asyncio.Event()  # set while there is none
         self.none.set()
-        self.pace = Pace()
+        self.pace = CompletionRate()
         self._left = 0.0  # when the last one left
 
     def add(self, tenant: str) -> None:

@@ -20,7 +20,7 @@ import msgspec
 from .adapters import Adapters
 from .config import Misconfigured, RouterConfig
 from .grammar import Grammars
-from .pictures import NO_IMAGES, Pictures
+from .pictures import NO_IMAGES, ImagePlacer
 from .request import (
     Beams,
     Expired,
@@ -202,7 +202,7 @@ class Validator:
                 raise Refused(f"`inputs` has an image, and {NO_IMAGES}", "inputs")
             raise Refused(f"`inputs` must have at most {most} images (--max-images). Given: {count}", "inputs")
 
-    def _pictures(self, given: Parameters, limits: Limits) -> Pictures | None:
+    def _pictures(self, given: Parameters, limits: Limits) -> ImagePlacer | None:
         """What puts the request's images into its prompt; None if it has none."""
         self.check_images(len(given.images), limits)
         if not given.images:
@@ -402,10 +402,10 @@ async def in_time(given: Parameters) -> AsyncIterator[None]:
         raise Expired.after(given.timeout) from None
 
 
-def _pictures(config: RouterConfig, tokenizer: Tokenizer) -> Pictures | None:
+def _pictures(config: RouterConfig, tokenizer: Tokenizer) -> ImagePlacer | None:
     """What puts images into prompts, if supported. Raises Misconfigured if it isn't, and the operator requires it."""
     try:
-        return Pictures(config, tokenizer.token_text, tokenizer.added_id, partial(tokenizer.encode, add_special_tokens=False))
+        return ImagePlacer(config, tokenizer.token_text, tokenizer.added_id, partial(tokenizer.encode, add_special_tokens=False))
     except Misconfigured as error:
         if config.images_asked:
             raise

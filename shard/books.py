@@ -7,11 +7,11 @@ from collections.abc import Sequence as Listing
 
 from .cache import Cache
 from .decoding.strategy import NOT_FINITE
-from .forks import Forks
+from .forks import BeamForks
 from .host_pages import HostPages
 from .outcome import Outcome
 from .pages import PagePool
-from .prefix import Prefixes
+from .prefix import PrefixCache
 from .prompts import Prompts
 from .sequence import Batch, Group, Sequence
 from .step import Span
@@ -23,11 +23,11 @@ class Books:
     def __init__(
         self, pool: PagePool, cache: Cache, prefix_caching: bool, states: int | None = None, host: HostPages | None = None
     ) -> None:
-        """states: slots of recurrent states for the prefix cache, see `Prefixes`; host: host memory for pages evicted from the
+        """states: slots of recurrent states for the prefix cache, see `PrefixCache`; host: host memory for pages evicted from the
         pool, if any."""
-        self.prefixes = Prefixes(pool, states, host.places if host else 0, self.renew) if prefix_caching else None
+        self.prefixes = PrefixCache(pool, states, host.places if host else 0, self.renew) if prefix_caching else None
         self.prompts = Prompts(pool, cache, self.prefixes, self.renew)
-        self.forks = Forks(pool, cache, self.renew)
+        self.forks = BeamForks(pool, cache, self.renew)
         self.batches: dict[int, Batch] = {}
         self.groups: dict[int, Group] = {}  # of all batches, by uid
         self.changed: dict[int, Group] = {}  # groups whose standing may have changed, by uid

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..kernels.gated_delta import States
 from ..kernels.paging import copy_each, copy_pages, move_slots
 from ..kernels.transfer import list_to_device, lists_to_device, to_device
-from .models.ngrams import Ngrams
+from .models.ngrams import NgramShape
 from .models.shape import Shape
 from .pages import PADDING
 
@@ -122,7 +122,7 @@ def _remembered(shape: Shape, ranks: int, slots: int, dtype: torch.dtype, device
     return windows, _zeros((count, 1 + slots, *remembering.memory(ranks)), torch.float32, device)
 
 
-def _convolutions(grams: Ngrams, hidden: int, slots: int, dtype: torch.dtype, device: torch.device) -> dict[int, States]:
+def _convolutions(grams: NgramShape, hidden: int, slots: int, dtype: torch.dtype, device: torch.device) -> dict[int, States]:
     """States of n-gram convolutions: windows alone, `memories` are empty."""
     none = torch.zeros(1 + slots, 0, 0, 0, device=device)
     size = (1 + slots, grams.reach, grams.channels(hidden))

@@ -41,7 +41,7 @@ class Failed(Exception):
     """A fault that is not confined to one group: the shard's state can't be trusted any more."""
 
 
-class Machine(Protocol):
+class CommandHandler(Protocol):
     """What executes commands, on one thread."""
 
     def enter(self) -> None:
@@ -58,7 +58,7 @@ class Machine(Protocol):
         """Completes the step in flight, if there is one."""
 
 
-class Caller:
+class CommandSource:
     """A sender of commands: a stream, or one unary call."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Executor:
     """Executes commands on `machine`, one at a time; `relay` sends one to the other ranks, if there are any; after a fault, `end`
     is called with the exit code for this process."""
 
-    def __init__(self, machine: Machine, relay: Callable[[bytes], None] | None, end: Callable[[int], None]) -> None:
+    def __init__(self, machine: CommandHandler, relay: Callable[[bytes], None] | None, end: Callable[[int], None]) -> None:
         self._machine = machine
         self._relay = relay
         self._end = end
@@ -95,12 +95,12 @@ class Executor:
 
     def once(self, command: wire.Command) -> wire.Reply:
         """The reply to a single command. Raises Refused or Failed."""
-        return self._queue(command, Caller()).result()()
+        return self._queue(command, CommandSource()).result()()
 
     def stream(self, commands: Iterator[wire.Command]) -> Iterator[wire.Reply]:
         """The replies to a stream of commands, which are received while others are executed. Raises Refused or Failed, after the
         replies to the commands before. When the stream ends, all groups begun in its reign are dropped."""
-        caller = Caller()
+        caller = CommandSource()
         threading.Thread(target=self._receive, args=(commands, caller), name="receive", daemon=True).start()
         try:
             while (reply := caller.replies.get()) is not None:
@@ -112,7 +112,7 @@ class Executor:
             caller.gone = True
             caller.room.release()
 
-    def _receive(self, commands: Iterator[wire.Command], caller: Caller) -> None:
+    def _receive(self, commands: Iterator[wire.Command], caller: CommandSource) -> None:
         end: Exception | None = None
         try:
             for command in commands:
@@ -128,7 +128,7 @@ class Executor:
             self._abandon(caller)
             caller.replies.put(end)
 
-    def _queue(self, command: wire.Command, caller: Caller) -> Future[Answer]:
+    def _queue(self, command: wire.Command, caller: CommandSource) -> Future[Answer]:
         kind = command.WhichOneof("kind")
         if kind is None:
             raise Refused("an empty command")
@@ -149,7 +149,7 @@ class Executor:
             caller.reign = self._reign
             return self._pass(step, command)
 
-    def _abandon(self, caller: Caller) -> None:
+    def _abandon(self, caller: CommandSource) -> None:
         with self._order:
             if caller.reign != self._reign:
                 # it began nothing, or a new router called ClearCache before this stream's end was noticed: all belongs to that one

@@ -26,8 +26,8 @@ from .decoding.budget import Allowance
 from .decoding.hypotheses import candidates_of
 from .decoding.methods import strategy_of
 from .decoding.sampler import compile_kernels
-from .decoding.stops import Stops
-from .flight import Flight
+from .decoding.stops import StopStrings
+from .flight import StepInFlight
 from .forward import Forward, GraphExtent, Record
 from .guesses import Guesses
 from .host_pages import HostPages
@@ -73,7 +73,7 @@ class Engine:
         prefix_caching: bool = True,
         cache_dtype: torch.dtype | None = None,
         masks: Masks | None = None,
-        stops: Stops | None = None,
+        stops: StopStrings | None = None,
         guesses: Guesses | None = None,
         ahead: bool = False,
     ) -> None:
@@ -89,7 +89,7 @@ class Engine:
         self._stops = stops
         self.guesses = guesses or Guesses(decoder.ranks, device)
         self.overlaps = ahead
-        self._flight: Flight | None = None  # the step in flight
+        self._flight: StepInFlight | None = None  # the step in flight
         self._free = 0.0  # when the device had finished the last step
         self.resize(0, sequences=0)
 
@@ -370,7 +370,7 @@ class Engine:
             picking = choose(self.decoder, runs, hidden, self.guesses, self.memory_fallback, masks, self._stops)
         else:
             picking = nothing(self.device)
-        self._flight = Flight(runs, picking, masks, outcome, began)
+        self._flight = StepInFlight(runs, picking, masks, outcome, began)
         landed = self._flight.landed
         if not (self.overlaps and spans and self._flight.simple(self.decoder.ranks.size == 1)):
             self.land()

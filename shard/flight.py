@@ -17,19 +17,19 @@ from itertools import accumulate
 
 from .forks import heirs
 from .logits import StepPicking
-from .masks import Pending
+from .masks import PendingMasks
 from .outcome import Outcome
 from .sequence import Group
 from .step import Run, Span
 
 
 @dataclass(slots=True)
-class Flight:
+class StepInFlight:
     """A step in flight."""
 
     runs: list[Run]
     picking: StepPicking
-    masks: Pending | None
+    masks: PendingMasks | None
     outcome: Outcome
     began: float  # by perf_counter
     done: float = 0.0  # when the device was done, as observed by `wait`

@@ -16,7 +16,7 @@ from .cache import Cache
 from .decoding.strategy import Child
 from .pages import PADDING, PagePool
 from .sequence import Group, Sequence
-from .step import BeamFront, Picked, Span
+from .step import BeamFront, DeviceSamples, Span
 
 
 def heirs(group: Group, width: int, page_size: int, source: int) -> list[Span]:
@@ -33,7 +33,7 @@ def heirs(group: Group, width: int, page_size: int, source: int) -> list[Span]:
     return [Span(heir, first.computed, (0,), source=source + rank, front=front) for rank, heir in enumerate(group.heirs)]
 
 
-class Forks:
+class BeamForks:
     """Forks beams of the groups on one pool. Page copies of a step are made together."""
 
     def __init__(self, pool: PagePool, cache: Cache, renew: Callable[[], object]) -> None:
@@ -106,7 +106,7 @@ class Forks:
         for heir in heirs:
             self._pool.release(heir.pages[full:])
 
-    def bequeath(self, spans: Listing[Span], picked: Picked) -> None:
+    def bequeath(self, spans: Listing[Span], picked: DeviceSamples) -> None:
         """Has the device copy partial pages to the heirs among `spans`, by the parents it has chosen."""
         size, tails = self._pool.page_size, list[int]()
         copies: list[tuple[int, int, int, int]] = []  # index into tails, source, target, rows

@@ -19,7 +19,7 @@ from . import graph_sizes, step
 from .cache import Cache
 from .models.decoder import Decoder
 from .models.shape import Shape
-from .step import NgramContext, Picked, Room, Span, Step
+from .step import DeviceSamples, NgramContext, Room, Span, Step
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Forward:
         self._mixed: list[Graph] = []  # for any spans; by size
         self._last: Step | None = None  # the last step, if it ran without a graph
 
-    def __call__(self, spans: Listing[Span], picked: Picked | None = None) -> Tensor:
+    def __call__(self, spans: Listing[Span], picked: DeviceSamples | None = None) -> Tensor:
         """Computes spans, writes their keys and values, and returns the hidden states of the wanted rows: [rows, hidden], valid
         until the next call. picked: see `step.plan`."""
         tokens = sum(len(span.tokens) for span in spans)
@@ -112,11 +112,11 @@ class Forward:
             (self._mixed if mixed else self._decodes).insert(0, Graph(room, own, replay))
         log.info(f"recorded {len(sizes)} graphs in {time.perf_counter() - began:.1f} s")
 
-    def _plan(self, spans: Listing[Span], room: Room | None = None, picked: Picked | None = None) -> Step:
+    def _plan(self, spans: Listing[Span], room: Room | None = None, picked: DeviceSamples | None = None) -> Step:
         narrows = self.narrows and self._decoder.kept is None
         return step.plan(spans, self._layout, room, picked, self._adapted, self._remembers, narrows, self._before)
 
-    def _padded(self, spans: Listing[Span], room: Room, picked: Picked | None) -> Step | None:
+    def _padded(self, spans: Listing[Span], room: Room, picked: DeviceSamples | None) -> Step | None:
         try:
             return self._plan(spans, room=room, picked=picked)
         except ragged.CapacityExceeded:  # it shares more prefixes, or wants more rows, than steps usually do

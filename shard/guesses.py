@@ -14,7 +14,7 @@ from torch import Tensor
 from ..proto.speculation import Speculation
 from .decoding.budget import Acceptance, Allowance, DraftDemand, DraftValue, Probes, divide, worthwhile
 from .decoding.growth import BestFirstTree, Drafting, LayeredTree, Model, TreeShape
-from .decoding.proposers import Asked, Lookup, Merged, Proposed, Proposer
+from .decoding.proposers import DraftRequest, MergedProposer, NgramProposer, Proposal, Proposer
 from .decoding.tree import Tree
 from .decoding.verify import Draft, VerificationRule, room
 from .forward import GraphExtent, Record
@@ -97,13 +97,13 @@ class Guesses:
         """Whether there may be drafts in a step."""
         return allowance is None or allowance.most > 0
 
-    def ask(self, groups: Listing[Group], allowance: Allowance | None, pool: PagePool, chunk: int = 0) -> list[Asked]:
+    def ask(self, groups: Listing[Group], allowance: Allowance | None, pool: PagePool, chunk: int = 0) -> list[DraftRequest]:
         """How many drafts each sequence gets in the next step: limited by its group, by its pages, and by what they are worth.
         chunk: length of attention chunks in positions, for layers with chunked attention; 0: none."""
         asked = self._asked(groups, allowance, pool.page_size, chunk)
         return [one for one in asked if _extend(one, pool)] if self._speculation.draft else asked
 
-    def propose(self, asked: Listing[Asked]) -> tuple[int, float]:
+    def propose(self, asked: Listing[DraftRequest]) -> tuple[int, float]:
         """Gives the sequences their drafts. Returns how often the draft model ran, and the seconds of its runs after the first."""
         rounds, later = (self.drafter.rounds, self.drafter.later) if self.drafter else (0, 0.0)
         proposed = self._told(asked) if self._speculation.draft else self.proposer.propose(asked)
@@ -112,14 +112,14 @@ class Guesses:
             one.sequence.draft, one.sequence.tried = draft.tree, draft.drawn
         return (self.drafter.rounds - rounds, self.drafter.later - later) if self.drafter else (0, 0.0)
 
-    def forget(self, asked: Listing[Asked]) -> None:
+    def forget(self, asked: Listing[DraftRequest]) -> None:
         """Drafting failed, so that there are no drafts: the draft model computes these sequences anew."""
         for one in asked:
             one.sequence.draft_progress = None
             if self.drafter:
                 self.drafter.forget(one.sequence.pages)
 
-    def _asked(self, groups: Listing[Group], allowance: Allowance | None, page_size: int, chunk: int) -> list[Asked]:
+    def _asked(self, groups: Listing[Group], allowance: Allowance | None, page_size: int, chunk: int) -> list[DraftRequest]:
         able = []
         for group in groups:
             for sequence in group.sequences:
@@ -139,7 +139,7 @@ class Guesses:
             acceptances = [acceptance for _, _, acceptance, _, _ in able]
             counts, rounds = self._probes.add(acceptances, *divide(wishes, allowance.cost, allowance.most), allowance.cost)
         return [
-            Asked(group, sequence, count, min(depth, rounds))
+            DraftRequest(group, sequence, count, min(depth, rounds))
             for (group, sequence, _, _, depth), count in zip(able, counts, strict=True)
             if count
         ]
@@ -152,11 +152,11 @@ class Guesses:
         layers = max(self._deepest if asked.nodes else len(asked.widths), asked.ngram)
         return acceptance.tree(nodes, min(depth, layers), max(asked.widths, default=nodes))
 
-    def _told(self, asked: Listing[Asked]) -> Proposed:
+    def _told(self, asked: Listing[DraftRequest]) -> Proposal:
         """The drafts that rank 0 proposes, broadcast to all ranks."""
         if self._ranks.size == 1:
             return self.proposer.propose(asked)
-        proposed = self.proposer.propose(asked) if self.drafter else Proposed([Draft() for _ in asked])
+        proposed = self.proposer.propose(asked) if self.drafter else Proposal([Draft() for _ in asked])
         codes: list[int] = []
         for one, draft in zip(asked, proposed.drafts, strict=True):
             padding = [0] * (one.nodes - len(draft.tree))
@@ -164,15 +164,15 @@ class Guesses:
         told = iter(self._ranks.tell(torch.tensor(codes, device=self._device)).tolist())
         if self.drafter:
             return proposed
-        return Proposed([Draft(_read(next(told), [next(told) for _ in range(2 * one.nodes)])) for one in asked])
+        return Proposal([Draft(_read(next(told), [next(told) for _ in range(2 * one.nodes)])) for one in asked])
 
 
 def _proposer(asked: Speculation, model: Model | None, deepest: int) -> Proposer:
     if model is None:
-        return Lookup()
+        return NgramProposer()
     growth: TreeShape = BestFirstTree(ROUNDS, deepest) if asked.nodes else LayeredTree(asked.widths)
     drafting = Drafting(model, growth, VerificationRule(asked.verify))
-    return Merged([drafting, Lookup()]) if asked.ngram else drafting
+    return MergedProposer([drafting, NgramProposer()]) if asked.ngram else drafting
 
 
 def _left(group: Group, sequence: Sequence, page_size: int) -> int:
@@ -185,7 +185,7 @@ def _before_border(sequence: Sequence, chunk: int) -> int:
     return chunk - 1 - (len(sequence.tokens) - 1) % chunk
 
 
-def _extend(one: Asked, pool: PagePool) -> bool:
+def _extend(one: DraftRequest, pool: PagePool) -> bool:
     """Allocates pages for all nodes; returns False, and takes none, if there are too few."""
     try:
         before = len(one.sequence.pages)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable
 
 from torch import Tensor
 
-from .pictures import Picture
+from .pictures import PromptImage
 
 MOST = 8192  # tokens: eight images of a million pixels to Qwen 3 VL, 270 MB to that of 8 billion parameters
 
@@ -23,7 +23,7 @@ class ImageCache:
         self._tokens = 0
         self._kept: OrderedDict[Hashable, Tensor] = OrderedDict()
 
-    def of(self, picture: Picture, encode: Callable[[Picture], Tensor]) -> Tensor:
+    def of(self, picture: PromptImage, encode: Callable[[PromptImage], Tensor]) -> Tensor:
         """[tokens of the image, levels, hidden]: cached, or computed by `encode`."""
         if picture.key is None:
             return encode(picture)

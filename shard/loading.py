@@ -16,20 +16,20 @@ from ..proto.speculation import OWN, Speculation, parse
 from .adapters import Adapter
 from .config import ShardConfig
 from .decoding.grammar import Grammars
-from .decoding.stops import Stops
+from .decoding.stops import StopStrings
 from .drafter import Drafter
 from .engine import Engine
 from .guesses import DraftModel, Guesses
 from .masks import Masks
-from .models.changes import Changes
+from .models.changes import LoraAdapters
 from .models.decoder import Decoder
 from .models.draft_families import DraftShape, check_guesses, draft_shape, heard, levels, shaped
-from .models.draft_head import Eagle3, NextTokens
+from .models.draft_head import Eagle3, MtpHead
 from .models.families import beside, shape
 from .models.fields import Config
 from .models.readout_families import ReadoutShape
 from .models.readout_heads import readout_head
-from .models.renamed import Older
+from .models.renamed import LegacySource
 from .models.shape import Shape, Unsupported
 from .models.taps import Taps
 from .models.vision import Vision
@@ -95,12 +95,12 @@ def load(config: ShardConfig, stage: Callable[[str], None]) -> Engine:
     cache_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8_e4m3fn" else None
     source = _source(config.load_format, folder, DTYPES[config.dtype], device, progress)
     first = [Adapter(name, Path(place), source.dtype, device) for name, place in config.adapters]
-    changes = Changes(first, config.max_loras, config.max_lora_rank)
+    changes = LoraAdapters(first, config.max_loras, config.max_lora_rank)
     decoder = Decoder(model, source, ranks, device, exact, changes)
     if config.image_pixels:
         stage("loading what encodes images")
         decoder.vision = _vision(config, said, source, model)
-    stops = Stops(grammars) if grammars else None
+    stops = StopStrings(grammars) if grammars else None
     small = _draft_shape(config, speculation, model) if speculation.draft else None
     drafter = _drafter(config, speculation, small, decoder, source, stage) if small else None
     guesses = Guesses(ranks, device, speculation, drafter, masks, levels(small) if small else 0)
@@ -230,7 +230,7 @@ def _drafter(
     if config.rank:
         return None
     stage("loading the draft model")
-    whole = Older(whole, target.shape, target.shape.layout) if target.shape.layout else whole
+    whole = LegacySource(whole, target.shape, target.shape.layout) if target.shape.layout else whole
     few = taps is None and device.type == "cpu" and model.parameters() <= SMALL_DRAFT
     dtype = torch.float32 if few else whole.dtype
     folder = Path(config.folder if own else speculation.draft)
@@ -243,7 +243,7 @@ def _drafter(
         )
     if taps is not None:
         made_up = config.load_format == "dummy"
-        head = NextTokens(model, target, source, made_up) if own else Eagle3(model, source, target, whole)
+        head = MtpHead(model, target, source, made_up) if own else Eagle3(model, source, target, whole)
         target.kept = head.taps
         return Drafter(head, target.shape.vocabulary, device, speculation.most)
     # Drafts need not be bit-exact.

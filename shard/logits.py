@@ -19,21 +19,21 @@ from .decoding.expansion import Beams, Candidate, Expansion, elsewhere, expand
 from .decoding.grammar import Unusable
 from .decoding.hypotheses import candidates_of
 from .decoding.methods import strategy_of
-from .decoding.sampler import Pick, Picking, Row, begin, known
-from .decoding.stops import Stops
+from .decoding.sampler import PendingPicks, Pick, Row, begin, known
+from .decoding.stops import StopStrings
 from .decoding.verify import Draft, VerificationRule
 from .guesses import Guesses
-from .masks import Pending
+from .masks import PendingMasks
 from .models.decoder import Decoder
 from .out_of_memory import ALONE, MemoryFallback
 from .sequence import Sequence
-from .step import Picked, Run
+from .step import DeviceSamples, Run
 
 ELSEWHERE = "rank 0 says why"
 
 
 @dataclass(slots=True)  # many per step: frozen ones take three times as long to make
-class Wanted:
+class WantedRows:
     """A run's rows to be sampled, or expanded as beams."""
 
     run: Run
@@ -42,30 +42,30 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
+class SamplingContext:
     """What a step's tokens are sampled from and with."""
 
     decoder: Decoder
     hidden: Tensor  # hidden states of the wanted rows
     guesses: Guesses
     memory_fallback: MemoryFallback
-    masks: Pending | None
+    masks: PendingMasks | None
 
 
 Tell = Callable[[Tensor], Tensor]  # broadcast: on rank 0 sends to the other ranks; on these waits and overwrites the tensor
-StepPicking = Picking[dict[int, Found]]  # of a step: by uid of each sampled group, row by row of its runs
+StepPicking = PendingPicks[dict[int, Found]]  # of a step: by uid of each sampled group, row by row of its runs
 
 
 def nothing(device: torch.device) -> StepPicking:
     """The picking of a step that samples nothing. It is over when the device has finished its work so far."""
-    none = Picked(torch.empty(0, dtype=torch.int64, device=device))
+    none = DeviceSamples(torch.empty(0, dtype=torch.int64, device=device))
     arrival = HostCopy(none.tokens)
 
     def take() -> dict[int, Found]:
         arrival.wait()
         return {}
 
-    return Picking(lambda: none, arrival.wait, take)
+    return PendingPicks(lambda: none, arrival.wait, take)
 
 
 def choose(
@@ -74,8 +74,8 @@ def choose(
     hidden: Tensor,
     guesses: Guesses,
     memory_fallback: MemoryFallback,
-    masks: Pending | None = None,
-    stops: Stops | None = None,
+    masks: PendingMasks | None = None,
+    stops: StopStrings | None = None,
 ) -> StepPicking:
     """Samples all groups that want tokens. The same tokens on every rank."""
     wanted = []
@@ -83,31 +83,31 @@ def choose(
         if run.sampled:
             search, group = run.group.search, run.group
             count = candidates_of(search.width, len(group.end_ids)) if search else 0
-            wanted.append(Wanted(run, strategy_of(group).rows(group), count))
+            wanted.append(WantedRows(run, strategy_of(group).rows(group), count))
     if not wanted:
         return nothing(hidden.device)
     uids = [one.run.group.uid for one in wanted]
-    means = Means(decoder, hidden, guesses, memory_fallback, masks)
+    means = SamplingContext(decoder, hidden, guesses, memory_fallback, masks)
     picking = _begin(means, wanted)
     if picking is None:
         found = _found_now(means, wanted, stops)
         picked = None if any(one.candidates for one in wanted) else known(list(chain.from_iterable(found)), hidden.device).picked
-        return Picking(picked, lambda: None, lambda: dict(zip(uids, found, strict=True)))
+        return PendingPicks(picked, lambda: None, lambda: dict(zip(uids, found, strict=True)))
 
     def take() -> dict[int, Found]:
         found = picking.take()
         return dict(zip(uids, masks.settle(found) if masks is not None else found, strict=True))
 
-    return Picking(picking.picked, picking.wait, take)
+    return PendingPicks(picking.picked, picking.wait, take)
 
 
-def _begin(means: Means, wanted: Listing[Wanted]) -> Picking[list[Found]] | None:
+def _begin(means: SamplingContext, wanted: Listing[WantedRows]) -> PendingPicks[list[Found]] | None:
     """Sampling that the host need not wait for; None if the kind of sampling does not allow that, or memory is short."""
     ranks = means.decoder.ranks
     if means.guesses.rule is not VerificationRule.GUMBEL or any(_on_host(one, ranks.size > 1) for one in wanted):
         return None
 
-    def work() -> Picking[list[Found]]:
+    def work() -> PendingPicks[list[Found]]:
         logits = _logits(means, wanted)
         mask = means.masks.join(means.hidden.device) if means.masks is not None else None
         return _picking(means, logits, wanted, mask, ranks.tell if ranks.size > 1 else None)
@@ -115,13 +115,13 @@ def _begin(means: Means, wanted: Listing[Wanted]) -> Picking[list[Found]] | None
     return means.memory_fallback.whole(work, sum(len(one.rows) for one in wanted))
 
 
-def _on_host(one: Wanted, several: bool) -> bool:
+def _on_host(one: WantedRows, several: bool) -> bool:
     """Whether only rank 0's host knows where a row's text ends. several: there are several ranks."""
     group = one.run.group
     return bool((several or one.candidates) and group.grammar) or bool(one.candidates and group.stops)
 
 
-def _told(tokens: Tensor) -> Picking[Found]:
+def _told(tokens: Tensor) -> PendingPicks[Found]:
     """Tokens that rank 0 has sampled."""
     arrival = HostCopy(tokens)
 
@@ -129,10 +129,10 @@ def _told(tokens: Tensor) -> Picking[Found]:
         [told] = arrival.lists()
         return [Pick(token, 0.0) if token >= 0 else None for token in told]
 
-    return Picking(lambda: Picked(tokens), arrival.wait, take)
+    return PendingPicks(lambda: DeviceSamples(tokens), arrival.wait, take)
 
 
-def _found_now(means: Means, wanted: Listing[Wanted], stops: Stops | None) -> list[Found]:
+def _found_now(means: SamplingContext, wanted: Listing[WantedRows], stops: StopStrings | None) -> list[Found]:
     """Tokens of each run, on every rank, waiting for the device."""
     found, ranks = _in_parts(means, wanted), means.decoder.ranks
     if means.masks is not None:
@@ -150,7 +150,7 @@ def _found_now(means: Means, wanted: Listing[Wanted], stops: Stops | None) -> li
     return found
 
 
-def _taken(one: Wanted, found: Found | None) -> Found:
+def _taken(one: WantedRows, found: Found | None) -> Found:
     """What rank 0 has broadcast for a group."""
     if found is None:
         one.run.problem = ELSEWHERE
@@ -158,7 +158,7 @@ def _taken(one: Wanted, found: Found | None) -> Found:
     return found
 
 
-def _in_parts(means: Means, wanted: Listing[Wanted]) -> list[Found]:
+def _in_parts(means: SamplingContext, wanted: Listing[WantedRows]) -> list[Found]:
     """Tokens of each run, all sampled at once if there is memory for it. One that is too large even alone gets a problem."""
     sizes, device = [len(one.rows) for one in wanted], means.hidden.device
     starts = [0, *accumulate(sizes)]
@@ -177,7 +177,7 @@ def _in_parts(means: Means, wanted: Listing[Wanted]) -> list[Found]:
     return found
 
 
-def _logits(means: Means, wanted: Listing[Wanted]) -> Tensor | None:
+def _logits(means: SamplingContext, wanted: Listing[WantedRows]) -> Tensor | None:
     """Logits of all rows, in order. All choices of a prompt sample from the same logits, computed once."""
     places: list[int] = []  # hidden rows, each once
     copies: list[int] = []  # how often each of them is used
@@ -196,8 +196,8 @@ def _logits(means: Means, wanted: Listing[Wanted]) -> Tensor | None:
 
 
 def _picking(
-    means: Means, logits: Tensor | None, wanted: Listing[Wanted], mask: Tensor | None, tell: Tell | None = None
-) -> Picking[list[Found]]:
+    means: SamplingContext, logits: Tensor | None, wanted: Listing[WantedRows], mask: Tensor | None, tell: Tell | None = None
+) -> PendingPicks[list[Found]]:
     """Picks of each run. Beams are expanded together, and all other rows sampled together; the latter come behind the former in
     what is picked. tell: broadcasts to other ranks, which have no logits."""
     beams, others = [i for i, one in enumerate(wanted) if one.candidates], [i for i, one in enumerate(wanted) if not one.candidates]
@@ -207,7 +207,7 @@ def _picking(
     own, own_mask = _part(logits, mask, wanted, beams)
     expansion = _expansion(own, [_set_of(wanted[i]) for i in beams], own_mask, means.hidden.device, tell).picking()
     if not others:
-        return Picking(expansion.picked, expansion.wait, lambda: [list(one) for one in expansion.take()])
+        return PendingPicks(expansion.picked, expansion.wait, lambda: [list(one) for one in expansion.take()])
     own, own_mask = _part(logits, mask, wanted, others)
     picks = _by_run(_picks(means, own, rest, own_mask, tell), rest)
 
@@ -220,7 +220,7 @@ def _picking(
         found.update(zip(beams, map(list, expansion.take()), strict=True))
         return [found[i] for i in range(len(wanted))]
 
-    return Picking(lambda: _joined(expansion, picks), wait, take)
+    return PendingPicks(lambda: _joined(expansion, picks), wait, take)
 
 
 def _expansion(
@@ -232,24 +232,26 @@ def _expansion(
     return expansion
 
 
-def _joined(*some: Picking[Any]) -> Picked:
+def _joined(*some: PendingPicks[Any]) -> DeviceSamples:
     """Several pickings' results on the device, concatenated."""
     picked = [one.picked() for one in some if one.picked]
     parents = [one.parents if one.parents is not None else torch.zeros_like(one.tokens) for one in picked]
-    return Picked(torch.cat([one.tokens for one in picked]), torch.cat(parents))
+    return DeviceSamples(torch.cat([one.tokens for one in picked]), torch.cat(parents))
 
 
-def _by_run(picking: Picking[Found], wanted: Listing[Wanted]) -> Picking[list[Found]]:
-    return Picking(picking.picked, picking.wait, lambda: _split(picking.take(), wanted))
+def _by_run(picking: PendingPicks[Found], wanted: Listing[WantedRows]) -> PendingPicks[list[Found]]:
+    return PendingPicks(picking.picked, picking.wait, lambda: _split(picking.take(), wanted))
 
 
-def _set_of(one: Wanted) -> Beams:
+def _set_of(one: WantedRows) -> Beams:
     group = one.run.group
     assert group.search is not None
     return Beams(one.rows, [_sum(s) for s in group.sequences], one.candidates, group.search.width, group.end_ids)
 
 
-def _picks(means: Means, logits: Tensor | None, wanted: Listing[Wanted], mask: Tensor | None, tell: Tell | None) -> Picking[Found]:
+def _picks(
+    means: SamplingContext, logits: Tensor | None, wanted: Listing[WantedRows], mask: Tensor | None, tell: Tell | None
+) -> PendingPicks[Found]:
     guesses, device = means.guesses, means.hidden.device
     rows = [row for one in wanted for row in one.rows]
     if logits is None:
@@ -265,14 +267,14 @@ def _picks(means: Means, logits: Tensor | None, wanted: Listing[Wanted], mask: T
     return picking
 
 
-def _drafts(one: Wanted) -> list[Draft]:
+def _drafts(one: WantedRows) -> list[Draft]:
     """Drafts of each of its sequences, or none for each choice that begins."""
     group = one.run.group
     return [Draft()] * len(one.rows) if group.waiting else [Draft(own.draft, own.tried) for own in group.sequences]
 
 
 def _part(
-    logits: Tensor | None, mask: Tensor | None, wanted: Listing[Wanted], chosen: Listing[int]
+    logits: Tensor | None, mask: Tensor | None, wanted: Listing[WantedRows], chosen: Listing[int]
 ) -> tuple[Tensor | None, Tensor | None]:
     """The rows of some runs. The mask is None if none of these has a grammar."""
     if logits is None or len(chosen) == len(wanted):
@@ -283,7 +285,7 @@ def _part(
     return logits[places], mask[places] if mask is not None and bound else None
 
 
-def _split(picks: Found, wanted: Listing[Wanted]) -> list[Found]:
+def _split(picks: Found, wanted: Listing[WantedRows]) -> list[Found]:
     result, start = [], 0
     for one in wanted:
         result.append(picks[start : start + len(one.rows)])
@@ -295,7 +297,7 @@ def _sum(sequence: Sequence) -> float:
     return sequence.path.score if sequence.path else 0.0
 
 
-def _stopped(one: Wanted, found: Found, stops: Stops) -> Found:
+def _stopped(one: WantedRows, found: Found, stops: StopStrings) -> Found:
     """Candidates of beams; those that complete a stop string are marked."""
     group = one.run.group
     if not one.candidates or not group.stops or one.run.problem:
@@ -307,7 +309,7 @@ def _stopped(one: Wanted, found: Found, stops: Stops) -> Found:
         return [None]
 
 
-def _marked(one: Wanted, candidate: Pick | None, stops: Stops) -> Pick | None:
+def _marked(one: WantedRows, candidate: Pick | None, stops: StopStrings) -> Pick | None:
     if not isinstance(candidate, Candidate):
         return candidate
     row = one.rows[candidate.row]

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..kernels.sampling import allow
 from ..kernels.transfer import to_device
 from .decoding.expansion import Candidate
-from .decoding.grammar import NOWHERE, Grammars, Guide, Unusable, bit
+from .decoding.grammar import NOWHERE, Grammars, GrammarState, Unusable, bit
 from .decoding.growth import Frontier, Model
 from .decoding.sampler import Pick
 from .decoding.tree import ROOT, Tree
@@ -51,12 +51,12 @@ class Masks:
             futures.wait(beginnings, return_when=futures.FIRST_COMPLETED)
         return [beginning.done() for beginning in beginnings]
 
-    def begin(self, runs: Listing[Run]) -> "Pending | None":
+    def begin(self, runs: Listing[Run]) -> "PendingMasks | None":
         """Starts computing the masks of the sampled runs; None if none of them has a grammar."""
         sampled = [run for run in runs if run.sampled]
         if not any(run.group.grammar for run in sampled):
             return None
-        return Pending(sampled, self._thread.submit(self._find, sampled).result)
+        return PendingMasks(sampled, self._thread.submit(self._find, sampled).result)
 
     def kept_by(self, model: Model) -> "MaskedDraftModel":
         """The draft model, restricted to tokens that grammars allow."""
@@ -65,7 +65,7 @@ class Masks:
     def _find(self, sampled: Listing[Run]) -> StepMasks:
         began = time.perf_counter()
         problems: dict[int, str] = {}
-        bound: list[tuple[Group, Sequence, Guide]] = []
+        bound: list[tuple[Group, Sequence, GrammarState]] = []
         places: list[int] = []  # of each row of the step: its row among those of `bound`, or -1
         first = 0
         for run in sampled:
@@ -89,7 +89,7 @@ class Masks:
         return StepMasks(torch.from_numpy(mask), closed, problems, time.perf_counter() - began)
 
     def _allowed(
-        self, bound: Listing[tuple[Group, Sequence, Guide]], problems: dict[int, str]
+        self, bound: Listing[tuple[Group, Sequence, GrammarState]], problems: dict[int, str]
     ) -> tuple[NDArray[numpy.int32], list[bool]]:
         """Masks [rows, words] after each sequence's last token, then after each of its drafts; and which of them are closed. Closed
         rows, and those with a problem, have all bits set: something has to be sampled."""
@@ -109,10 +109,10 @@ class Masks:
                 row += 1
         return mask, closed
 
-    def _guides(self, group: Group, problems: dict[int, str]) -> list[Guide]:
+    def _guides(self, group: Group, problems: dict[int, str]) -> list[GrammarState]:
         """Grammar states of its sequences, each advanced to its sequence's end. They are created here, for new and resumed
         groups."""
-        guides: list[Guide] = []
+        guides: list[GrammarState] = []
         if not group.grammar:
             return guides
         try:
@@ -125,7 +125,7 @@ class Masks:
             return []
         return guides
 
-    def _beginning(self, group: Group) -> "futures.Future[Guide]":
+    def _beginning(self, group: Group) -> "futures.Future[GrammarState]":
         """The compiled grammar. The group keeps it: more groups may wait than compiled grammars are cached."""
         group.beginning = group.beginning or self._grammars.compile(group.grammar)
         return group.beginning
@@ -155,7 +155,7 @@ class MaskedDraftModel:
         return logits
 
 
-def _after(wanted: Frontier, node: int) -> Guide | None:
+def _after(wanted: Frontier, node: int) -> GrammarState | None:
     """Grammar state after a node; None: the path breaks the grammar, or there is none."""
     sequence, path = wanted.sequence, list[int]()
     if sequence.guide is None:
@@ -167,7 +167,7 @@ def _after(wanted: Frontier, node: int) -> Guide | None:
     return sequence.guide.after(path[::-1]) if path else sequence.guide
 
 
-class Pending:
+class PendingMasks:
     """Masks that are being computed."""
 
     def __init__(self, sampled: Listing[Run], result: Callable[[], StepMasks]) -> None:

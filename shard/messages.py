@@ -12,7 +12,7 @@ from .decoding.budget import Allowance, LinearCost
 from .decoding.hypotheses import Hypothesis, Path, Search, Stop
 from .decoding.strategy import Grown
 from .outcome import Outcome
-from .pictures import Picture
+from .pictures import PromptImage
 from .sequence import Group, Sampling, Thinking, sequences
 
 
@@ -138,10 +138,10 @@ def thinking_from(message: wire.Thinking) -> Thinking:
     return Thinking(message.most, message.end, message.begin if message.HasField("begin") else -1)
 
 
-def picture_from(message: wire.Image) -> Picture:
+def picture_from(message: wire.Image) -> PromptImage:
     """An image as it arrives; the width of its rows in the prompt depends on the model family."""
     pixels = torch.frombuffer(bytearray(message.pixels), dtype=torch.uint8).view(*message.shape)
-    return Picture(message.start, message.rows, message.columns, message.columns, pixels, size=tuple(message.size))
+    return PromptImage(message.start, message.rows, message.columns, message.columns, pixels, size=tuple(message.size))
 
 
 def search_from(message: wire.Group) -> Search:

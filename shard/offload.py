@@ -11,14 +11,14 @@ from collections.abc import Sequence as Listing
 from typing import Generic, Protocol, TypeVar
 
 
-class Copied(Protocol):
+class OffloadablePage(Protocol):
     """A cached page: a node of the trie."""
 
     page: int  # on the device; 0: it was evicted, and only the copy is left
     copy: int  # the place of its copy; 0: there is none
 
 
-Node = TypeVar("Node", bound=Copied)
+Node = TypeVar("Node", bound=OffloadablePage)
 
 
 class Offload(Generic[Node]):

@@ -22,7 +22,7 @@ AXES = 3  # time, row, column
 
 
 @dataclass(slots=True, eq=False)
-class Picture:
+class PromptImage:
     """One image of a prompt: its grid of tokens and its pixels."""
 
     start: int  # index of its first token in the prompt
@@ -51,10 +51,10 @@ class Picture:
                 yield place, row * self.columns + column
 
 
-class Pictures:
+class PromptImages:
     """All images of a prompt, in order."""
 
-    def __init__(self, pictures: Listing[Picture], turned: bool, whole: bool = False) -> None:
+    def __init__(self, pictures: Listing[PromptImage], turned: bool, whole: bool = False) -> None:
         """turned: their tokens have rotary positions of their own; whole: attention within an image is bidirectional, so it is
         computed at once."""
         self._all = pictures
@@ -67,7 +67,7 @@ class Pictures:
             place = picture.end
         self._shift = following - place  # of positions after all images, relative to places
 
-    def _turn(self, picture: Picture, first: int) -> int:
+    def _turn(self, picture: PromptImage, first: int) -> int:
         """Appends positions of the text before an image, and its own, from `first` on. Returns the next one."""
         time, rows, columns = self._axes
         for axis in self._axes:
@@ -78,7 +78,7 @@ class Pictures:
         columns.extend(first + number % picture.columns for number in grid)
         return first + max(picture.rows, picture.columns)
 
-    def __iter__(self) -> Iterator[Picture]:
+    def __iter__(self) -> Iterator[PromptImage]:
         return iter(self._all)
 
     @property
@@ -95,7 +95,7 @@ class Pictures:
         within = self._axes[axis][start:stop] if self._axes else range(start, min(stop, self.end))
         return [*within, *range(first + self._shift, stop + self._shift)]
 
-    def between(self, start: int, stop: int) -> Iterator[tuple[Picture, list[int], list[int]]]:
+    def between(self, start: int, stop: int) -> Iterator[tuple[PromptImage, list[int], list[int]]]:
         """Images with tokens between these places, with their places and the indexes of their features."""
         for picture in self._all:
             found = [*picture.between(start, stop)]

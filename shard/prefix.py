@@ -50,7 +50,7 @@ class Holder(Protocol):
     node: Node | None  # of its last full page; None: it has none in the trie
 
 
-class Prefixes:
+class PrefixCache:
     """The prefix cache of one pool."""
 
     def __init__(

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from .cache import Cache
 from .pages import OutOfPages, PagePool
-from .pictures import Pictures
-from .prefix import Node, Prefixes
+from .pictures import PromptImages
+from .prefix import Node, PrefixCache
 from .sequence import Group, Sequence
 from .step import Run, Span
 
@@ -38,7 +38,7 @@ class ImageBudget:
         self._planned = self._planned or count > 0
         return count
 
-    def _seen(self, pictures: Pictures, start: int, count: int) -> int:
+    def _seen(self, pictures: PromptImages, start: int, count: int) -> int:
         """`count`, or fewer, so that images remain within the limit."""
         for picture in pictures:
             if not start < picture.end or not picture.start < start + count or picture.key in self._keys:
@@ -53,7 +53,7 @@ class ImageBudget:
 class Prompts:
     """Plans the prefill of the groups on one pool."""
 
-    def __init__(self, pool: PagePool, cache: Cache, prefixes: Prefixes | None, renew: Callable[[], object]) -> None:
+    def __init__(self, pool: PagePool, cache: Cache, prefixes: PrefixCache | None, renew: Callable[[], object]) -> None:
         """renew: prepares newly allocated pages."""
         self._pool = pool
         self._cache = cache

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 
 from ..proto import certificates, link
-from ..proto.link import Link, Stranger
+from ..proto.link import Link, Unauthenticated
 from .config import ShardConfig
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class Sender:
         for peer in self._peers:
             peer.close()
         for listening, _ in self._expected:
-            link.hush(listening)
+            link.stop_listening(listening)
 
     def _arrival(self, listening: socket.socket, lacking: set[int]) -> Link:
         """Accepts the next peer that knows the token and is one of `lacking`, and removes it from that. Others, and duplicates, are
@@ -81,7 +81,7 @@ class Sender:
             try:
                 peer, address = link.accept(listening, certified, self._config.link_timeout)
                 rank = _greeted(peer, self._config.token)
-            except Stranger as stranger:
+            except Unauthenticated as stranger:
                 log.warning(str(stranger))
                 continue
             if rank in lacking:

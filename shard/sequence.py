@@ -17,12 +17,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from .decoding.budget import Acceptance
-from .decoding.grammar import Guide
+from .decoding.grammar import GrammarState
 from .decoding.hypotheses import Path, Search
 from .decoding.lookup import NgramIndex
-from .decoding.tree import Drawn, Tree
+from .decoding.tree import DraftToken, Tree
 from .draft_progress import DraftProgress
-from .pictures import Picture, Pictures
+from .pictures import PromptImage, PromptImages
 from .prefix import Node
 
 # Decode steps that `Group.grow` covers: the router decides on the next one while another is in flight.
@@ -81,18 +81,18 @@ class Sequence:
     choice: int = 0  # index of the choice: part of the key of its random numbers
     cache_key: str = ""  # what else its keys and values depend on, for the prefix cache
     adapter: int = -1  # index of its LoRA adapter in the decoder; -1: none
-    pictures: Pictures | None = None  # images in its prompt
+    pictures: PromptImages | None = None  # images in its prompt
     computed: int = 0  # tokens whose keys and values are in `pages`; while a step is planned, those of that step included
     pages: list[int] = field(default_factory=list)
     state: int = 0  # slot of its recurrent state, of models that have one; it may be a parent's until the next step: see `states`
     # token counts at which a step ends, so that the state there can be kept for the prefix cache; ascending
     halts: tuple[int, ...] = ()
     node: Node | None = None  # the prefix cache's node of its last published full page; None: there is none
-    guide: Guide | None = None  # its state in the group's grammar, once requested; on rank 0 only
+    guide: GrammarState | None = None  # its state in the group's grammar, once requested; on rank 0 only
     path: Path | None = None  # of a beam
     draft: Tree = field(default_factory=Tree)  # draft tokens for the step that is planned
     # how drafts were drawn, for rejection sampling (rule `rejection`): see `verify.Draft`; on rank 0 only
-    tried: tuple[tuple[Drawn, ...], ...] = ()
+    tried: tuple[tuple[DraftToken, ...], ...] = ()
     acceptance: Acceptance | None = None  # its past acceptance of drafts
     repeats: NgramIndex | None = None  # n-grams of its tokens, once drafts were looked up
     draft_progress: DraftProgress | None = None  # how far a draft model has computed it
@@ -161,14 +161,14 @@ class Group:
     grammar: str = ""  # that constrains its sequences, as `decoding.grammar` takes it; "": none
     compiled: bool = False  # the grammar is compiled, by rank 0's broadcast
     found: int = 0  # tokens found in the prefix cache, until a step reports them
-    beginning: "Future[Guide] | None" = None  # the compiled grammar, once requested; on rank 0 only
+    beginning: "Future[GrammarState] | None" = None  # the compiled grammar, once requested; on rank 0 only
     search: Search | None = None  # beam search: its sequences are beams, best first; it has one until its prompt is computed
     heirs: list[Sequence] = field(default_factory=list)  # beams that take the place of `sequences` when the step in flight lands
     most: int = 0  # pages that it may hold, heirs' included; 0: it never has heirs
     drafts: int = 0  # the most drafts per sequence in a step
     stops: tuple[str, ...] = ()  # strings that complete a beam
     adapter: str = ""  # LoRA adapter; "": none
-    images: tuple[Picture, ...] = ()  # of its prompt, as received, until its sequences have them
+    images: tuple[PromptImage, ...] = ()  # of its prompt, as received, until its sequences have them
     trace: str = ""  # its name in other processes' logs and traces
     batch: int = 0
     decodes: bool = False  # all is computed but the last tokens

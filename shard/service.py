@@ -243,21 +243,21 @@ class Service:
             context.abort(grpc.StatusCode.INTERNAL, FAILED)
 
     def enter(self) -> None:
-        """See `commands.Machine`."""
+        """See `commands.CommandHandler`."""
         self.engine.enter()
 
     def execute(self, command: wire.Command, reply: Callable[[Answer], None]) -> None:
-        """See `commands.Machine`."""
+        """See `commands.CommandHandler`."""
         kind = command.WhichOneof("kind")
         getattr(self, f"_{kind}")(getattr(command, kind), reply)
 
     @property
     def underway(self) -> Callable[[], None] | None:
-        """See `commands.Machine`."""
+        """See `commands.CommandHandler`."""
         return self.engine.underway
 
     def land(self) -> None:
-        """See `commands.Machine`."""
+        """See `commands.CommandHandler`."""
         self.engine.land()
 
     def _prefill(self, request: wire.PrefillRequest, reply: Callable[[Answer], None]) -> None:

@@ -13,7 +13,7 @@ from ..kernels import attention, batch_invariant, ragged, shared_prefixes, work_
 from ..kernels.gated_delta import Spans
 from ..kernels.layout import Layout
 from ..kernels.transfer import list_to_device, lists_to_device, to_device
-from .pictures import AXES, Picture
+from .pictures import AXES, PromptImage
 from .sequence import Group, Sequence
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class BeamFront:
 
 
 @dataclass(frozen=True, slots=True)
-class Picked:
+class DeviceSamples:
     """Tokens sampled by the step before, on the device, where the host doesn't know them yet."""
 
     tokens: Tensor  # [rows] int64; -1: none could be sampled
@@ -102,7 +102,7 @@ class Room:
 class ImageTokens:
     """The tokens of a step that belong to one image."""
 
-    picture: Picture
+    picture: PromptImage
     tokens: Tensor  # their indexes in the step
     features: Tensor  # the index of each one's feature vector
 
@@ -194,7 +194,7 @@ def plan(
     spans: Listing[Span],
     layout: Layout,
     room: Room | None = None,
-    picked: Picked | None = None,
+    picked: DeviceSamples | None = None,
     adapted: bool = False,
     remembers: bool = False,
     narrows: bool = False,
@@ -257,7 +257,7 @@ def _listed(spans: Listing[Span], order: Listing[int], size: int, adapted: bool)
     return _Lists(tokens, positions, slots, numbers, _wanted(spans, starts)), starts
 
 
-def _shown(picture: Picture, tokens: list[int], numbers: list[int], layout: Layout) -> ImageTokens:
+def _shown(picture: PromptImage, tokens: list[int], numbers: list[int], layout: Layout) -> ImageTokens:
     return ImageTokens(picture, *lists_to_device(layout.device, tokens, numbers))
 
 
@@ -332,7 +332,7 @@ def _firsts(positions: Listing[int], early: Listing[tuple[int, Span]], layout: L
     return to_device(torch.tensor(axes), layout.device)
 
 
-def _marks(first: int, span: Span) -> Iterator[tuple[Picture, list[int], list[int]]]:
+def _marks(first: int, span: Span) -> Iterator[tuple[PromptImage, list[int], list[int]]]:
     """Images that some of a span's tokens belong to: the tokens' indexes in the step, and those of their features."""
     assert span.sequence.pictures is not None
     for picture, places, numbers in span.sequence.pictures.between(span.start, span.start + len(span.tokens)):
@@ -359,7 +359,7 @@ def _last(spans: Listing[Span], starts: Listing[int], layout: Layout) -> LastTok
     return LastTokens(which, where, attended)
 
 
-def _fill_in(step: Step, spans: Listing[Span], starts: Listing[int], picked: Picked) -> None:
+def _fill_in(step: Step, spans: Listing[Span], starts: Listing[int], picked: DeviceSamples) -> None:
     """Fills in tokens that only the device knows. Where none could be sampled, the result is thrown away."""
     pairs = [(start, span.source) for span, start in zip(spans, starts, strict=True) if span.source >= 0]
     if pairs:
@@ -367,7 +367,7 @@ def _fill_in(step: Step, spans: Listing[Span], starts: Listing[int], picked: Pic
         step.tokens.index_copy_(0, places, picked.tokens.index_select(0, sources).clamp_(min=0))
 
 
-def _tables(spans: Listing[Span], picked: Picked | None) -> list[list[int]]:
+def _tables(spans: Listing[Span], picked: DeviceSamples | None) -> list[list[int]]:
     """The page table of each span. picked: which beam each heir continues, if the host may wait for that."""
     if picked is None:
         return [span.sequence.pages for span in spans]
@@ -376,7 +376,7 @@ def _tables(spans: Listing[Span], picked: Picked | None) -> list[list[int]]:
     return [span.front.pages_of(span.sequence, parents[span.source]) if span.front else span.sequence.pages for span in spans]
 
 
-def _inherit(step: Step, rows: Listing[attention.Row], spans: Listing[Span], size: int, picked: Picked) -> None:
+def _inherit(step: Step, rows: Listing[attention.Row], spans: Listing[Span], size: int, picked: DeviceSamples) -> None:
     """Fills in, on the device, where it is known which beam each heir continues, the pages of a front that its beams don't all
     share."""
     assert not isinstance(step.attention, shared_prefixes.Plan | batch_invariant.Plan)

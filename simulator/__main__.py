@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ..router.cost import Cost
-from ..router.policies import Mixed, Pause, Policy
+from ..router.policies import ChunkedPrefill, Policy, WholePrefill
 from ..router.scheduler import Bounds
 from . import report, trace
 from .machines import MACHINES, Speed
@@ -127,9 +127,9 @@ def setting(options: argparse.Namespace) -> Setting:
 def policy(options: argparse.Namespace, speed: Speed, bounds: Bounds) -> Policy:
     """The policy given by --policy. Its cost model starts from one measured step, as the router's does."""
     if options.policy == "pause":
-        return Pause(bounds.step_tokens, options.waiting_served_ratio, options.max_waiting_tokens)
+        return WholePrefill(bounds.step_tokens, options.waiting_served_ratio, options.max_waiting_tokens)
     cost = Cost(bounds.step_tokens, speed.sample(bounds.step_tokens))
-    return Mixed(bounds.step_tokens, cost, options.itl_target / 1e3)
+    return ChunkedPrefill(bounds.step_tokens, cost, options.itl_target / 1e3)
 
 
 def count(text: str) -> int:

@@ -17,7 +17,7 @@ from penstock.proto import shard_pb2
 from penstock.router import batcher as batcher_module
 from penstock.router.batcher import Batcher
 from penstock.router.config import RouterConfig
-from penstock.router.drafting import Drafting
+from penstock.router.drafting import DraftBudget
 from penstock.router.metrics import Metrics
 from penstock.router.policies import Policy
 from penstock.router.request import Request, Token
@@ -98,7 +98,7 @@ class Restless(Scheduler):
 
     times = 2
 
-    def __init__(self, bounds: Bounds, policy: Policy, drafting: Drafting | None = None) -> None:
+    def __init__(self, bounds: Bounds, policy: Policy, drafting: DraftBudget | None = None) -> None:
         super().__init__(bounds, policy, drafting)
         self.pauses: Counter[int] = Counter()
         self._chance = random.Random(1)

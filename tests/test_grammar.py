@@ -16,7 +16,7 @@ from penstock.router.batcher import Batcher
 from penstock.router.grammar import choice, json_object, json_schema, lark, regex, rules, verdict
 from penstock.router.request import Broken, Grammar, Request, Sampling
 from penstock.router.text import Tokenizer
-from penstock.shard.masks import Pending, StepMasks
+from penstock.shard.masks import PendingMasks, StepMasks
 from penstock.tests import inprocess
 from penstock.tests.inprocess import LIGHT, Restless, together, tokens, value
 
@@ -260,7 +260,7 @@ def test_waiting_for_masks_is_what_is_left_when_they_are_wanted(late: bool) -> N
             time.sleep(0.05)
         return StepMasks(torch.zeros(1, 1, dtype=torch.int32), [False], {}, seconds=100.0)
 
-    pending = Pending([], result)
+    pending = PendingMasks([], result)
     pending.join(torch.device("cpu"))
     assert pending.seconds == 100.0
     assert (0.05 if late else 0.0) <= pending.waited < 100.0

@@ -8,7 +8,7 @@ import pytest
 from penstock.proto.speculation import parse
 from penstock.router.batcher import Batcher
 from penstock.router.cost import Work
-from penstock.router.drafting import Allowance, Drafting
+from penstock.router.drafting import Allowance, DraftBudget
 from penstock.router.request import Finish, Request, Sampling, Speculation, Token
 from penstock.router.text import Tokenizer
 from penstock.tests.inprocess import DEMO, run, value
@@ -17,7 +17,7 @@ STORY = "Once upon a time there was a little dog. The little dog had a red ball.
 SPEAKS = {"ngram=4": "ngram=4", "draft": f"draft={DEMO.with_name('draft')},tree=2x2x1,ngram=2"}
 
 
-class Free(Drafting):
+class Free(DraftBudget):
     """Drafts cost nothing: how many there are must not depend on how busy the machine is."""
 
     def allow(self, decodes: int, keys: float, prompts: Work) -> Allowance:
@@ -37,7 +37,7 @@ async def answered(batcher: Batcher, request: Request) -> tuple[int, Speculation
 
 @pytest.mark.parametrize("speaks", list(SPEAKS.values()), ids=list(SPEAKS))
 def test_all_counts_agree(speaks: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.router.bounds.Drafting", Free)
+    monkeypatch.setattr("penstock.router.bounds.DraftBudget", Free)
     most = parse(speaks).most
     prompt = tuple(Tokenizer(DEMO).encode(STORY * 3))
     drawn = Sampling(temperature=0.8, seed=7)

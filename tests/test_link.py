@@ -12,7 +12,7 @@ import pytest
 
 from penstock.proto import certificates, link
 from penstock.proto.certificates import Certificates
-from penstock.proto.link import Link, Stranger
+from penstock.proto.link import Link, Unauthenticated
 from penstock.shard.config import ShardConfig
 from penstock.shard.relay import Receiver, Sender
 from penstock.tests.certificates import Authority, authorities, make
@@ -124,7 +124,7 @@ def test_a_server_that_has_no_certificate_of_ours_is_not_talked_to(known: tuple[
         accepted = threads.submit(link.accept, listening, Certificates(*others.files))
         with pytest.raises(OSError, match="certificate verify failed"):
             link.connect("127.0.0.1", listening.getsockname()[1], Certificates(*ours.files))
-        with pytest.raises(Stranger, match=r"127.0.0.1 was refused: no certificate of ours \(.*unknown ca\)"):
+        with pytest.raises(Unauthenticated, match=r"127.0.0.1 was refused: no certificate of ours \(.*unknown ca\)"):
             accepted.result(10)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.proto import shard_pb2 as wire
-from penstock.router.policies import Mixed
+from penstock.router.policies import ChunkedPrefill
 from penstock.router.prefix_keys import PrefixKeys
 from penstock.router.scheduler import Action, Bounds, Filter, Job, Prefill, Report, Scheduler, most_pages
 from penstock.shard.decoding.hypotheses import Search
@@ -35,7 +35,7 @@ class World:
         budget, sequences = chance.choice((1, 2, 7, 16, 64)), chance.choice((1, 2, 5, 64))
         bounds = Bounds(pages=pages, page_size=self.size, step_tokens=budget, sequences=sequences, headroom=chance.choice((1, 8)))
         self.beginnings = PrefixKeys(self.size, 16)
-        self.bounds, self.scheduler = bounds, Scheduler(bounds, Mixed(budget))
+        self.bounds, self.scheduler = bounds, Scheduler(bounds, ChunkedPrefill(budget))
         self.engine = kind(pages, self.size, chance.random() < 0.7, ahead=True)
         self.left = chance.randint(1, 20)  # that are still to come
         self.asked: dict[int, wire.Group] = {}

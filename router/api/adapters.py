@@ -13,7 +13,7 @@ from ..adapters import Adapters, Full
 from ..config import RouterConfig
 from ..request import Broken, NoModel, NotReady
 from .body import Body, read
-from .errors import Problem, Rejected, unauthorized
+from .errors import HttpError, Problem, unauthorized
 from .tenant import bears, digest
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -60,13 +60,13 @@ class AdapterRoutes:
         try:
             await self._adapters.unload(body.lora_name)
         except NoModel as unknown:
-            raise Rejected(Problem(404, "not_found", str(unknown), "lora_name")) from None
+            raise HttpError(Problem(404, "not_found", str(unknown), "lora_name")) from None
         return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
 
     async def _read(self, http: web.Request, decoder: msgspec.json.Decoder[Body]) -> Body:
         body = await read(http, decoder, self._limit)
         if not self._able:
-            raise Rejected(Problem(404, "not_found", NO_ROOM))
+            raise HttpError(Problem(404, "not_found", NO_ROOM))
         return body
 
     def _guarded(self, handler: Callable[[web.Request], Awaitable[str]]) -> Callable[[web.Request], Awaitable[web.Response]]:
@@ -76,7 +76,7 @@ class AdapterRoutes:
             try:
                 return web.Response(text=await handler(http))
             except Full as full:
-                raise Rejected(Problem(409, "conflict", str(full))) from None
+                raise HttpError(Problem(409, "conflict", str(full))) from None
             except Broken as lost:
                 raise NotReady(f"the shards were lost meanwhile ({lost}): nothing has changed, try again") from None
 

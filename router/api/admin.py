@@ -14,7 +14,7 @@ from ..config import RouterConfig, addresses_of
 from ..replica import Conflict, Replica, Unknown
 from ..request import Refused
 from .body import json_response, read
-from .errors import Problem, Rejected, unauthorized
+from .errors import HttpError, Problem, unauthorized
 from .ports import Replicas
 from .tenant import bears, digest
 
@@ -87,16 +87,16 @@ class Admin:
             try:
                 return await handler(http)
             except Unknown as unknown:
-                raise Rejected(Problem(404, "not_found", str(unknown))) from None
+                raise HttpError(Problem(404, "not_found", str(unknown))) from None
             except Conflict as conflict:
-                raise Rejected(Problem(409, "conflict", str(conflict))) from None
+                raise HttpError(Problem(409, "conflict", str(conflict))) from None
 
         return guarded
 
     def _check(self, http: web.Request) -> None:
         """Raises Rejected without the admin key."""
         if not self._key:
-            raise Rejected(
+            raise HttpError(
                 Problem(404, "not_found", "these routes are there with --admin-key (ADMIN_KEY), which this server lacks")
             )
         if not bears(http, [self._key]):

@@ -18,11 +18,11 @@ from .anthropic_shapes import Blocks, Message, end_of, usage_json
 from .body import json_response, read, read_named
 from .errors import Problem, anthropic_error
 from .openai_bodies import ChatBody, Common, effort_of, ignored, naming, parameters, placing, refuse_unsupported, truncation
-from .openai_chats import MOST_THOUGHTS, Chats, speaker_of
+from .openai_chats import MOST_THOUGHTS, Chats, message_parser_of
 from .openai_logprobs import LogprobWriter, encode
 from .openai_shapes import Json, Usage
 from .ports import Batcher, limits_of
-from .stream import Clock, fold, headers_of, named_frame, send, stream_headers_of
+from .stream import Clock, fold, headers_of, send, sse_frame_with_event, stream_headers_of
 
 TIERS = {"standard_only": "default"}
 THINKING = {"enabled": True, "disabled": False, "adaptive": None}
@@ -99,7 +99,7 @@ class Anthropic:
             asked = _parameters(http, body, truncation(body, limits.max_input_tokens))
             request, make = await self._chats.request(chat, chat.messages, asked, limits)
         clock.valid()
-        blocks = Blocks(speaker_of(make))
+        blocks = Blocks(message_parser_of(make))
         message, usage = Message(body.model or self._config.model), Usage(len(request.prompt))
         full = body.max_tokens is None or body.max_tokens > request.max_new_tokens
         if body.stream:
@@ -135,7 +135,7 @@ class Events:
 
     def of(self, stream: int, items: Sequence[Item]) -> bytes:
         """See `stream.Events`."""
-        return b"".join(named_frame(encode(event)) for item in items for event in self._events(item))
+        return b"".join(sse_frame_with_event(encode(event)) for item in items for event in self._events(item))
 
     def end(self) -> bytes:
         """Nothing: Finish has ended the stream already."""
@@ -143,7 +143,7 @@ class Events:
 
     def failed(self, problem: Problem) -> bytes:
         """The error event that ends a stream that failed."""
-        return named_frame(encode(anthropic_error(problem)))
+        return sse_frame_with_event(encode(anthropic_error(problem)))
 
     def _events(self, item: Item) -> Iterator[Json]:
         usage = self._usage

@@ -8,7 +8,7 @@ import msgspec
 
 from ..parsing import Call, Part, Reasoning, Text
 from ..request import Finish, Token
-from .openai_shapes import CALLED, Json, Speaker, Usage
+from .openai_shapes import CALLED, Json, MessageParser, Usage
 
 # Of thinking blocks. Nobody checks it, but clients (OpenCode, Vercel's AI SDK) that get none treat thinking as text, or leave it
 # out, when they send the conversation again.
@@ -52,7 +52,7 @@ def usage_json(usage: Usage) -> Json:
     }
 
 
-def end_of(finish: Finish, speaker: Speaker, full: bool) -> Json:
+def end_of(finish: Finish, speaker: MessageParser, full: bool) -> Json:
     """The stop reason and stop sequence. full: `max_tokens` was more than there was room for."""
     if speaker.reason(finish) == CALLED:
         return {"stop_reason": "tool_use", "stop_sequence": None}
@@ -64,7 +64,7 @@ def end_of(finish: Finish, speaker: Speaker, full: bool) -> Json:
 class Blocks:
     """The content blocks of an answer as they stream. Every method yields its changes as events."""
 
-    def __init__(self, speaker: Speaker) -> None:
+    def __init__(self, speaker: MessageParser) -> None:
         self.blocks: list[Json] = []
         self.speaker = speaker
         self._open = ""  # type of the last block, until it is complete

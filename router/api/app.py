@@ -12,7 +12,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from ..adapters import Adapters
 from ..config import Misconfigured, RouterConfig
-from ..pictures import Pictures
+from ..pictures import ImagePlacer
 from ..record import current
 from ..request import Failure
 from ..text import Tokenizer
@@ -26,15 +26,15 @@ from .body import BODY
 from .cors import cors
 from .docs import Docs
 from .either import Either
-from .errors import RETRY, Problem, Rejected, problem_of, told, unauthorized
-from .links import Links
+from .errors import RETRY, HttpError, Problem, error_response, problem_of, unauthorized
+from .links import ImageLoader
 from .openai import OpenAI
 from .openai_chats import Chats
 from .page import FILES, Page
 from .ports import Batcher, Metrics, Replicas
 from .probes import HEALTH, LIVE, READY, Probes
 from .responses import Responses
-from .stream import OUTBOX, PATIENT, Outbox, Patience
+from .stream import OUTBOX, PATIENT, Outbox, SlowClientTimeout
 from .tenant import bears, digest
 from .tgi import Tgi
 from .unanswered import PATIENCE, UNANSWERED, Unanswered
@@ -70,7 +70,7 @@ def make_app(
     validator = Validator(config, tokenizer, metrics.validated, adapters)
     metrics.watch("penstock_grammars_compiled", lambda: validator.grammars.compiled)
     metrics.watch("penstock_grammars_found", lambda: validator.grammars.found)
-    links = Links(config)
+    links = ImageLoader(config)
     chats = Chats(tokenizer, validator, links)
     tgi = Tgi(config, tokenizer, validator, links, batcher)
     openai = OpenAI(config, tokenizer, validator, chats, batcher, adapters)
@@ -126,7 +126,7 @@ def make_app(
     return app
 
 
-async def _seeing(pictures: Pictures, links: Links, app: web.Application) -> AsyncIterator[None]:
+async def _seeing(pictures: ImagePlacer, links: ImageLoader, app: web.Application) -> AsyncIterator[None]:
     """Keeps image preprocessing and image downloads running as long as the application does. The start does not wait for them."""
     starting = asyncio.create_task(pictures.start())
     yield
@@ -137,7 +137,7 @@ async def _seeing(pictures: Pictures, links: Links, app: web.Application) -> Asy
 def _application(config: RouterConfig, metrics: Metrics, tracing: Tracing | None, open_paths: Set[str]) -> web.Application:
     """The application without routes: middlewares and shared state. open_paths: paths that need no API key."""
     preflight, grant = cors(config.cors_allow_origin)
-    patience = Patience(config.slow_client_timeout)
+    patience = SlowClientTimeout(config.slow_client_timeout)
     metrics.watch("penstock_slow_clients", lambda: patience.dropped)
     unanswered = Unanswered()
     app = web.Application(
@@ -180,7 +180,7 @@ def _problems(metrics: Metrics) -> Middleware:
             return await handler(request)
         except Failure as failure:
             problem, counted = problem_of(failure), failure.counted
-        except Rejected as rejected:
+        except HttpError as rejected:
             problem = rejected.problem
         except web.HTTPException as error:
             problem = _problem_of_http(error)
@@ -194,7 +194,7 @@ def _problems(metrics: Metrics) -> Middleware:
             metrics.turned_away(problem.kind)
         if (record := current.get()) is not None:
             record.error = problem.kind
-        problem, body = told(request.path, problem)
+        problem, body = error_response(request.path, problem)
         return web.Response(status=problem.status, body=body, content_type="application/json", headers=problem.headers)
 
     return respond
@@ -224,7 +224,7 @@ def _authorization(keys: tuple[str, ...], open_paths: Set[str], others: tuple[st
     return check
 
 
-def _deliver(patience: Patience) -> Middleware:
+def _deliver(patience: SlowClientTimeout) -> Middleware:
     """Middleware that sends long non-streamed answers, and gives slow clients no more time than streaming ones get."""
 
     @web.middleware
@@ -248,7 +248,7 @@ def _read(limit: int, together: int, unanswered: Unanswered) -> Middleware:
             raise web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=length)
         if held > together:
             message = f"the requests that are read or answered have bodies of more than {together} bytes together"
-            raise Rejected(Problem(429, "overloaded", message, headers=RETRY | CLOSE))
+            raise HttpError(Problem(429, "overloaded", message, headers=RETRY | CLOSE))
 
     async def receive(request: web.Request) -> bytes:
         nonlocal held
@@ -262,9 +262,9 @@ def _read(limit: int, together: int, unanswered: Unanswered) -> Middleware:
         except TimeoutError:
             held -= len(body)
             if unanswered.closed:
-                raise Rejected(Problem(503, "unavailable", "the server is shutting down", headers=RETRY | CLOSE)) from None
+                raise HttpError(Problem(503, "unavailable", "the server is shutting down", headers=RETRY | CLOSE)) from None
             message = f"the body was not complete {PATIENCE:g} s after its headers"
-            raise Rejected(Problem(408, "timeout", message, headers=CLOSE)) from None
+            raise HttpError(Problem(408, "timeout", message, headers=CLOSE)) from None
         except BaseException:  # the client may have disconnected, too
             held -= len(body)
             raise

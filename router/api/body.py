@@ -11,7 +11,7 @@ import msgspec
 from aiohttp import web
 
 from ..request import Refused
-from .errors import Problem, Rejected
+from .errors import HttpError, Problem
 
 BODY = web.RequestKey("body", bytes)  # the bytes of a request's body, once read: see `app`
 NAMES = web.RequestKey("names", Collection[str])  # names of the body's fields, kept because it may be decoded twice: see `either`
@@ -36,9 +36,9 @@ async def read(http: web.Request, decoder: msgspec.json.Decoder[Body], limit: in
 async def read_named(http: web.Request, decoder: msgspec.json.Decoder[Body], limit: int) -> tuple[Body, Collection[str]]:
     """The body, decoded as by `read`, and the names of all its fields, known or not."""
     if http.headers.get("Content-Encoding", "identity").lower() != "identity":
-        raise Rejected(Problem(415, "unsupported_encoding", "compressed bodies are not supported: send plain JSON"))
+        raise HttpError(Problem(415, "unsupported_encoding", "compressed bodies are not supported: send plain JSON"))
     if (http.content_length or 0) > limit:  # refused before it is read
-        raise Rejected(Problem(413, "payload_too_large", f"the body may have {limit} bytes", headers={"Connection": "close"}))
+        raise HttpError(Problem(413, "payload_too_large", f"the body may have {limit} bytes", headers={"Connection": "close"}))
     data = http.get(BODY, b"")
     _check_marks(data)
     try:
@@ -64,7 +64,7 @@ def _check_marks(data: bytes) -> None:
     """Raises Rejected if a large body consists of too many small values."""
     if len(data) > LARGE and (count := sum(map(data.count, (b":", b"{", b"[")))) > MARKS_OF_LARGE:
         message = f"a body of more than {LARGE} bytes may have {MARKS_OF_LARGE} colons and opening brackets. Given: {count}"
-        raise Rejected(Problem(413, "payload_too_large", message))
+        raise HttpError(Problem(413, "payload_too_large", message))
 
 
 def json_response(content: object, headers: dict[str, str] | None = None, status: int = 200) -> web.Response:
@@ -87,9 +87,9 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _no_json(why: str, field: str | None) -> Rejected:
+def _no_json(why: str, field: str | None) -> HttpError:
     near = f" (at or behind `{field}`)" if field else ""
-    return Rejected(Problem(400, "validation", f"the body is no JSON{near}: {why}", field))
+    return HttpError(Problem(400, "validation", f"the body is no JSON{near}: {why}", field))
 
 
 def _field(message: str) -> str | None:

@@ -10,7 +10,7 @@ from ..config import RouterConfig
 from ..request import Refused, Request
 from .body import json_response, read
 from .openai import OpenAI
-from .openai_bodies import UNSUPPORTED_IN_CHATS, ChatBody, naming, parameters, refuse_unsupported, truncation, width_of
+from .openai_bodies import UNSUPPORTED_IN_CHATS, ChatBody, beam_width_of, naming, parameters, refuse_unsupported, truncation
 from .openai_chats import Chats
 from .ports import Batcher, limits_of
 from .stream import Clock, fold, headers_of
@@ -113,7 +113,7 @@ class Either:
     async def _chat_instance(self, http: web.Request, body: ChatBody) -> Request:
         refuse_unsupported(body, UNSUPPORTED_IN_CHATS)
         _refuse_more_than_text(body)
-        width, limits = width_of(body), limits_of(self._batcher)
+        width, limits = beam_width_of(body), limits_of(self._batcher)
         truncate = truncation(body, limits.max_input_tokens)
         asked = parameters(http, body, width=width, max_new_tokens=body.most, truncate=truncate)
         limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"

@@ -42,7 +42,7 @@ class Problem:
     headers: dict[str, str] = field(default_factory=dict)
 
 
-class Rejected(Exception):
+class HttpError(Exception):
     """An error in HTTP itself: a body that does not parse, a missing API key..."""
 
     def __init__(self, problem: Problem) -> None:
@@ -50,9 +50,9 @@ class Rejected(Exception):
         self.problem = problem
 
 
-def unauthorized(needed: str) -> Rejected:
+def unauthorized(needed: str) -> HttpError:
     """The 401 for a client that lacks the needed key."""
-    return Rejected(
+    return HttpError(
         Problem(401, "unauthorized", f"{needed} is needed: Authorization: Bearer KEY", headers={"WWW-Authenticate": "Bearer"})
     )
 
@@ -109,7 +109,7 @@ def _error(problem: Problem, types: Mapping[int, str], ours: str) -> dict[str, s
     return {"message": problem.message, "type": kind, "param": problem.parameter, "code": problem.kind}
 
 
-def told(path: str, problem: Problem) -> tuple[Problem, bytes]:
+def error_response(path: str, problem: Problem) -> tuple[Problem, bytes]:
     """The problem as clients of this path know it, and the error body for them."""
     if not path.startswith(OPENAI_PATH):
         return problem, tgi_body(problem)

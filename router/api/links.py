@@ -32,7 +32,7 @@ Hold = Callable[[int], None]  # accounts for so many more bytes; raises Overload
 HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "penstock"}
 
 
-class Links:
+class ImageLoader:
     """The loader of images."""
 
     def __init__(self, config: RouterConfig) -> None:

@@ -17,31 +17,31 @@ from ..request import Finish, Grown, Item, Prompt, Refused, Request, Token
 from ..text import Tokenizer
 from ..validation import Validator
 from .body import json_response, read_named
-from .errors import Problem, Rejected, openai_body
+from .errors import HttpError, Problem, openai_body
 from .openai_bodies import (
     COMPLETION_TOKENS,
     UNSUPPORTED,
     UNSUPPORTED_IN_CHATS,
+    BeamWidth,
     Body,
     ChatBody,
     CompletionBody,
     StreamOptions,
-    Width,
+    beam_width_of,
     ignored,
     naming,
     parameters,
     prompt_alternatives,
     refuse_unsupported,
     truncation,
-    width_of,
 )
 from .openai_chats import Chats
 from .openai_formats import format_name, grammar_of
-from .openai_ids import Numbered
+from .openai_ids import WithTokenIds
 from .openai_logprobs import Echo, LogprobWriter, encode
 from .openai_shapes import Chat, Completions, Envelope, Json, Shapes, Usage
 from .ports import Batcher, limits_of
-from .stream import Answer, Clock, escaped, fold, guesses, headers_of, plain_frame, send, stream_headers_of
+from .stream import Answer, Clock, escaped, fold, guesses, headers_of, send, sse_frame, stream_headers_of
 
 DONE = b"data: [DONE]\n\n"
 MOST_SCORES = 1 << 20  # log-probabilities of prompts that an answer with several choices may hold: some 70 bytes each
@@ -100,7 +100,7 @@ class OpenAI:
             raise Refused("`best_of` is not supported for chats: ask for `n` answers", "best_of")
         if body.top_logprobs and not body.logprobs:
             raise Refused("`top_logprobs` needs `logprobs`: true", "top_logprobs")
-        width = width_of(body)
+        width = beam_width_of(body)
         shown, _ = self._drawn(body, width)
         alternatives = prompt_alternatives(body)
         limits = limits_of(self._batcher)
@@ -132,7 +132,7 @@ class OpenAI:
         most = self._config.most_prompts
         if len(prompts) > most:
             raise Refused(f"Number of prompts exceeds the maximum allowed batch size of {most}", "prompt")
-        width = width_of(body)
+        width = beam_width_of(body)
         shown, drawn = self._drawn(body, width)
         scored = bool(body.echo) and body.logprobs is not None
         alternatives = prompt_alternatives(body)
@@ -141,7 +141,7 @@ class OpenAI:
         silent = body.max_tokens == 0 and (bool(body.echo) or alternatives is not None)
         asked_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         if silent and width.beams is None:
-            width = Width(1)  # nothing is generated, so there is nothing to search, whatever the operator's default is
+            width = BeamWidth(1)  # nothing is generated, so there is nothing to search, whatever the operator's default is
         limits = limits_of(self._batcher)
         asked = parameters(
             http,
@@ -174,7 +174,7 @@ class OpenAI:
         id = http.match_info["id"]
         if id not in self._ids:
             known = ", ".join(f"`{each}`" for each in self._ids)
-            raise Rejected(Problem(404, "model_not_found", f"the model `{id}` does not exist: this server has {known}"))
+            raise HttpError(Problem(404, "model_not_found", f"the model `{id}` does not exist: this server has {known}"))
         return json_response(self._model(id))
 
     @property
@@ -191,7 +191,7 @@ class OpenAI:
                 model["root"] = folder
         return model if limits is None else model | {"max_model_len": limits.max_total_tokens}
 
-    def _drawn(self, body: Body, width: Width) -> tuple[int, int]:
+    def _drawn(self, body: Body, width: BeamWidth) -> tuple[int, int]:
         """How many answers to a prompt are shown, and how many are sampled. A beam search returns just as many as are shown."""
         shown = self._choices("n", body.n)
         if width.searched and body.best_of not in (None, shown) and width.field != "best_of":
@@ -223,7 +223,7 @@ class OpenAI:
             if chat:
                 beside = {"prompt_token_ids": requests[0].prompt}
             prompts = () if chat else [request.prompt for request in requests]
-            shapes = Numbered(shapes, prompts, shown, silent)
+            shapes = WithTokenIds(shapes, prompts, shown, silent)
         envelope = Envelope(shapes, body.model or self._config.model, self._fingerprint, body.service_tier)
         options, entries = body.stream_options or StreamOptions(), body.prompt_logprobs is not None
         return Asked(requests, envelope, shown, bool(body.stream), options, headers, chat, entries, silent, beside)
@@ -329,11 +329,11 @@ class Events:
         for finish in self._finishes.values():
             self._usage.guess(finish.guessed)
         usage, timing = encode(self._usage.json()), encode(self._timing.json(self._usage.completion_tokens))
-        return plain_frame(b'%b%b,"usage":%b,"metrics":%b}' % (self._head, self._tail, usage, timing)) + DONE
+        return sse_frame(b'%b%b,"usage":%b,"metrics":%b}' % (self._head, self._tail, usage, timing)) + DONE
 
     def failed(self, problem: Problem) -> bytes:
         """The error event that ends an answer that failed, and [DONE]."""
-        return plain_frame(openai_body(problem)) + DONE
+        return sse_frame(openai_body(problem)) + DONE
 
     def _find_around(self, place: int) -> tuple[bytes, bytes] | None:
         around = self._shapes.around(place)
@@ -346,7 +346,7 @@ class Events:
         if choice is None:
             return b""
         rest = self._rest or b'%b,"usage":%b}' % (self._tail, encode(self._usage.json()))
-        return plain_frame(self._head + choice + (rest[:-1] + b"," + beside + b"}" if beside else rest))
+        return sse_frame(self._head + choice + (rest[:-1] + b"," + beside + b"}" if beside else rest))
 
 
 class Timing:

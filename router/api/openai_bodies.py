@@ -214,7 +214,7 @@ def ignored(config: RouterConfig, body: msgspec.Struct, names: Collection[str]) 
 
 
 @dataclass(frozen=True, slots=True)
-class Width:
+class BeamWidth:
     """How many beams a body asks for, and by which of its fields."""
 
     beams: int | None = None  # None: the body does not say
@@ -232,18 +232,18 @@ class Width:
         return self.beams is not None and self.beams > 1
 
 
-def width_of(body: Body) -> Width:
+def beam_width_of(body: Body) -> BeamWidth:
     """The beams that a body asks for, by transformers' name or SGLang's; with vLLM's `use_beam_search`, by the number of answers.
     Raises Refused for contradictions."""
     names = ("num_beams", "beam_width", *(("best_of", "n") if body.use_beam_search else ()))
     greedy = bool(body.use_beam_search)
-    said = [Width(getattr(body, name), name, greedy) for name in names if getattr(body, name) is not None]
+    said = [BeamWidth(getattr(body, name), name, greedy) for name in names if getattr(body, name) is not None]
     if len(said) > 1 and said[1].field == "beam_width" and said[0].beams != said[1].beams:
         raise Refused("`num_beams` and `beam_width` say the same: send one of them", "beam_width")
     if not greedy:
         if said and said[0].searched and body.use_beam_search is False:
             raise Refused(f"`use_beam_search`: false contradicts `{said[0].field}`: leave one of them out", "use_beam_search")
-        return said[0] if said else Width()
+        return said[0] if said else BeamWidth()
     if not said:
         raise Refused("`use_beam_search` needs to know how many beams: send `n`, or `num_beams`", "use_beam_search")
     for name, neutral in NOT_DRAWN.items():
@@ -257,11 +257,11 @@ def width_of(body: Body) -> Width:
 
 
 def parameters(
-    http: web.Request, body: Common, *, choices: int | None = None, width: Width | None = None, **more: Any
+    http: web.Request, body: Common, *, choices: int | None = None, width: BeamWidth | None = None, **more: Any
 ) -> Parameters:
     """A body's fields as `Parameters`. OpenAI's and vLLM's neutral values become None, as TGI has it. choices: answers to each
     prompt; width: the beams."""
-    width = width or Width(body.num_beams)
+    width = width or BeamWidth(body.num_beams)
     greedy = width.greedy or body.temperature == 0.0
     return Parameters(
         choices=None if width.searched else choices,

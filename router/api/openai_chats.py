@@ -6,16 +6,16 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ..parsing import constraint, formatted, markers, marks_of, reader
+from ..parsing import constraint, format_grammar, markers, reader, reasoning_markers
 from ..request import Grammar, Limits, Refused, Request, Thinking
 from ..template import Chat
 from ..text import Tokenizer
 from ..validation import Parameters, Validator, in_time
-from .links import Links
+from .links import ImageLoader
 from .openai_bodies import ChatBody, naming
 from .openai_formats import format_name, grammar_of
 from .openai_messages import images_of, messages_of
-from .openai_shapes import Speaker
+from .openai_shapes import MessageParser
 from .openai_tools import Tools, tools_of
 
 BUDGET = "thinking_token_budget"
@@ -26,7 +26,7 @@ PLAIN_FORM = "json"  # the form of forced tool calls where nothing tells which o
 class Chats:
     """Makes requests of chats, for one model."""
 
-    def __init__(self, tokenizer: Tokenizer, validator: Validator, links: Links) -> None:
+    def __init__(self, tokenizer: Tokenizer, validator: Validator, links: ImageLoader) -> None:
         self._tokenizer = tokenizer
         self._validator = validator
         self._links = links
@@ -34,7 +34,7 @@ class Chats:
 
     async def request(
         self, body: ChatBody, messages: Sequence[Mapping[str, Any]], asked: Parameters, limits: Limits
-    ) -> tuple[Request, Callable[[], Speaker] | None]:
+    ) -> tuple[Request, Callable[[], MessageParser] | None]:
         """The request, and a factory of output parsers, one for each answer; None: answers are plain text."""
         tools = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls)
         images = images_of(messages)
@@ -62,9 +62,9 @@ class Chats:
         if parser is None and reasoning is None:
             return request, None
 
-        def make() -> Speaker:
+        def make() -> MessageParser:
             own = reader(reasoning, parser, prompt=prompt, continued=continued, schemas=tools.schemas)
-            return Speaker(own, not tools.parallel, body.include_reasoning is False, tools.forced)
+            return MessageParser(own, not tools.parallel, body.include_reasoning is False, tools.forced)
 
         return request, make
 
@@ -102,7 +102,7 @@ class Chats:
             return None
         if not 0 <= most <= MOST_THOUGHTS:
             raise Refused(f"`{BUDGET}` must be from 0 to {MOST_THOUGHTS}. Given: {most}", BUDGET)
-        marks = None if self._reasoning is None else marks_of(self._reasoning, prompt, continued)
+        marks = None if self._reasoning is None else reasoning_markers(self._reasoning, prompt, continued)
         begin, end = (self._tokenizer.added_id(mark) if mark else None for mark in marks or ("", ""))
         if marks is not None and end is not None and (begin is not None or not marks[0]):
             return Thinking(most, end, begin)
@@ -111,7 +111,7 @@ class Chats:
         raise Refused(f"`{BUDGET}` is not supported: no token ends this model's reasoning (--reasoning-parser)", BUDGET)
 
     def _formatted(self, format: Grammar, reasoning: str, prompt: str, continued: str) -> Grammar | None:
-        return formatted(format, reasoning, prompt=prompt, continued=continued, special=self._tokenizer.added_id)
+        return format_grammar(format, reasoning, prompt=prompt, continued=continued, special=self._tokenizer.added_id)
 
     def _calls(self, tools: Tools, parser: str, format: Grammar | None, prompt: str, continued: str) -> Grammar:
         return constraint(
@@ -127,9 +127,9 @@ class Chats:
         )
 
 
-def speaker_of(make: Callable[[], Speaker] | None) -> Speaker:
+def message_parser_of(make: Callable[[], MessageParser] | None) -> MessageParser:
     """A new output parser from the factory of `Chats.request`; for plain text one that finds neither reasoning nor calls."""
-    return make() if make else Speaker(reader(None, None))
+    return make() if make else MessageParser(reader(None, None))
 
 
 def _continues(body: ChatBody, last: Mapping[str, Any]) -> bool:

@@ -9,7 +9,7 @@ from .openai_shapes import Json, Shapes
 from .stream import Answer
 
 
-class Numbered:
+class WithTokenIds:
     """A `Shapes` that adds `token_ids`, and `prompt_token_ids`, to the choices of another one."""
 
     def __init__(self, shapes: Shapes, prompts: Sequence[Sequence[int]], shown: int, silent: bool) -> None:

@@ -126,7 +126,7 @@ class Envelope:
         return head if self.service_tier is None else head | {"service_tier": self.service_tier}
 
 
-class Speaker:
+class MessageParser:
     """The output parser of one chat answer: splits its text into reasoning, tool calls and content as it arrives."""
 
     __slots__ = ("_arguments", "_forced", "_hidden", "_reader", "_single", "called", "reasoning_tokens", "thinking")
@@ -215,12 +215,12 @@ class Chat:
     whole = "chat.completion"
     part = "chat.completion.chunk"
 
-    def __init__(self, scribe: LogprobWriter, logprobs: bool, make: Callable[[], Speaker] | None) -> None:
+    def __init__(self, scribe: LogprobWriter, logprobs: bool, make: Callable[[], MessageParser] | None) -> None:
         """`make` gives an output parser for each choice; None: an answer is its plain text."""
         self._scribe = scribe
         self._logprobs = logprobs
         self._make = make
-        self._speakers: dict[int, Speaker] = {}
+        self._speakers: dict[int, MessageParser] = {}
 
     async def open(self, place: int, prompt: Prompt) -> None:
         """Nothing: a chat's answer never begins with its prompt."""
@@ -275,7 +275,7 @@ class Chat:
             return None
         return sum(speaker.reasoning_tokens for speaker in self._speakers.values())
 
-    def _speaker(self, index: int) -> Speaker | None:
+    def _speaker(self, index: int) -> MessageParser | None:
         speaker = self._speakers.get(index)
         if speaker is None and self._make is not None:
             speaker = self._speakers[index] = self._make()

@@ -19,7 +19,7 @@ from .anthropic import MessagesBody
 from .either import TokenizeChatBody
 from .errors import ANTHROPIC_PATH, OPENAI_PATH
 from .openai_bodies import ChatBody, CompletionBody, unsupported
-from .openapi_descriptions import WORDS
+from .openapi_descriptions import FIELD_DESCRIPTIONS
 from .page import Stats
 from .responses import ResponsesBody
 from .tgi_shapes import BeamsEvent, DetokenizeBody, Event, GenerateAnswer, GenerateBody, GenerateParameters, SpanJson, TokenizeBody
@@ -275,7 +275,7 @@ class Schemas:
         self._known = {repr(each): schema for each, schema in zip(types, found, strict=True)}
         for body, refused in REFUSED.items():
             for name, field in self.components[body.__name__]["properties"].items():
-                if words := unsupported(name) if name in refused else WORDS.get(name):
+                if words := unsupported(name) if name in refused else FIELD_DESCRIPTIONS.get(name):
                     field["description"] = words
 
     def of(self, wanted: Any) -> Json:

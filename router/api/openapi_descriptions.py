@@ -1,7 +1,7 @@
 """Descriptions of request fields that TGI's and OpenAI's documents do not have: penstock's, vLLM's, transformers'. For
 /openapi.json."""
 
-WORDS = {
+FIELD_DESCRIPTIONS = {
     "adapter_id": "Name of the LoRA adapter to use; without it, the base model answers.",
     "add_generation_prompt": "Whether the chat template appends the beginning of an assistant turn.",
     "add_special_tokens": "Whether the tokenizer adds its special tokens, such as one for the beginning of text.",

@@ -19,7 +19,7 @@ from aiohttp.typedefs import Handler
 
 from ..config import RouterConfig
 from .ports import Batcher, Metrics
-from .stream import EventStream, plain_frame
+from .stream import EventStream, sse_frame
 
 FOLDER = Path(__file__).parent / "page"
 KINDS = {
@@ -169,7 +169,7 @@ class Page:
     async def _watched(self, http: web.Request) -> web.StreamResponse:
         async with EventStream(http, {}) as out:
             while not self._closing.is_set():
-                await out.write(plain_frame(self._snapshot()))
+                await out.write(sse_frame(self._snapshot()))
                 with suppress(TimeoutError):
                     async with asyncio.timeout(1.0 + PHASE - monotonic() % 1.0):
                         await self._closing.wait()

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from ..replica import Unknown
 from .body import json_response
-from .errors import Problem, Rejected
+from .errors import HttpError, Problem
 from .ports import Batcher, Replicas
 
 HEALTH, READY, LIVE = "/health", "/health/ready", "/health/live"
@@ -48,7 +48,7 @@ class Probes:
         try:
             return replicas.serves(name)
         except Unknown as unknown:
-            raise Rejected(Problem(404, "not_found", str(unknown))) from None
+            raise HttpError(Problem(404, "not_found", str(unknown))) from None
 
     def _refusal(self, content: dict[str, object]) -> web.Response:
         """The 503 response, with the stage, and its progress from 0 to 1 if that is known."""

@@ -28,12 +28,12 @@ from .openai_bodies import (
     refuse_unsupported,
     truncation,
 )
-from .openai_chats import Chats, speaker_of
+from .openai_chats import Chats, message_parser_of
 from .openai_logprobs import LogprobWriter, encode
 from .openai_shapes import Json, Usage
 from .ports import Batcher, limits_of
 from .responses_shapes import Output, Response
-from .stream import Clock, fold, headers_of, named_frame, send, stream_headers_of
+from .stream import Clock, fold, headers_of, send, sse_frame_with_event, stream_headers_of
 
 LOGPROBS = "message.output_text.logprobs"
 FUNCTION = re.compile(r"tools\[(\d+)\]\.function")  # the place of a tool's fields in chats; in this API they stand beside the type
@@ -118,7 +118,7 @@ class Responses:
         with _flat(body.tools), named, placing(places):
             request, make = await self._chats.request(chat, chat.messages, asked, limits)
         clock.valid()
-        output = Output(speaker_of(make), self._scribe.logprob if logprobs else None)
+        output = Output(message_parser_of(make), self._scribe.logprob if logprobs else None)
         told = Asked(request, output, Response(body.model or self._config.model, _echoed(body)))
         if body.stream:
             return await send(http, self._batcher, [request], Events(told), stream_headers_of(clock, [request]) | headers)
@@ -176,7 +176,7 @@ class Events:
     def _framed(self, event: Json) -> bytes:
         event["sequence_number"] = self._number
         self._number += 1
-        return named_frame(encode(event))
+        return sse_frame_with_event(encode(event))
 
 
 def _status(finish: Finish) -> str:

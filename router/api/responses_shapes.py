@@ -8,7 +8,7 @@ from typing import Any
 
 from ..parsing import Call, Part, Reasoning, Text
 from ..request import Finish, Token
-from .openai_shapes import Json, Speaker, Usage
+from .openai_shapes import Json, MessageParser, Usage
 
 INCOMPLETE = "max_output_tokens"  # the reason, if an answer reached its length
 
@@ -57,7 +57,7 @@ class Output:
     """The output items of a response as they stream. Every method yields its changes as events, which only lack their sequence
     numbers."""
 
-    def __init__(self, speaker: Speaker, logprob: Callable[[Token], Json] | None) -> None:
+    def __init__(self, speaker: MessageParser, logprob: Callable[[Token], Json] | None) -> None:
         """logprob: makes a token's log-probability entry; None: they are not asked for."""
         self.items: list[Json] = []
         self._speaker = speaker

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Patience:
+class SlowClientTimeout:
     """The timeout for clients that do not read their answers, whose items fill the batcher while others wait for a place."""
 
     seconds: float
@@ -47,7 +47,7 @@ class Patience:
 
     async def until(self, written: Awaitable[None], http: web.Request) -> None:
         """Waits until an answer is written, as long as the client keeps reading some of it; else closes the connection."""
-        writing, silence = asyncio.ensure_future(written), Silence(self.seconds / 8)
+        writing, silence = asyncio.ensure_future(written), StallTimer(self.seconds / 8)
         left = -1
         try:
             while not writing.done():
@@ -63,7 +63,7 @@ class Patience:
             writing.cancel()
 
 
-class Silence:
+class StallTimer:
     """Measures how long a client has read nothing. Time in which this process itself was blocked does not count: the client may
     have read."""
 
@@ -79,7 +79,7 @@ class Silence:
         return now - self._since
 
 
-PATIENT = web.AppKey("patience", Patience)
+PATIENT = web.AppKey("patience", SlowClientTimeout)
 
 
 class Outbox:
@@ -199,15 +199,15 @@ def escaped(data: bytes) -> bytes:
     return data
 
 
-def plain_frame(data: bytes) -> bytes:
+def sse_frame(data: bytes) -> bytes:
     """An SSE frame: one space after the colon, since some clients insist, and nothing inside that could end a line."""
     return b"data: " + escaped(data) + b"\n\n"
 
 
-def named_frame(data: bytes) -> bytes:
+def sse_frame_with_event(data: bytes) -> bytes:
     """An SSE frame with an event name, which is the first field of the data: {"type":"name",...}."""
     start = len(b'{"type":"')
-    return b"event: %b\n%b" % (data[start : data.index(b'"', start)], plain_frame(data))
+    return b"event: %b\n%b" % (data[start : data.index(b'"', start)], sse_frame(data))
 
 
 class Events(Protocol):
@@ -295,7 +295,7 @@ class EventStream:
         self._blank: asyncio.Task[None] | None = None  # the task that writes, or wrote, a blank line
         self._next_look: asyncio.TimerHandle | None = None
         self._left = (0.0, 0)  # At the last look: when something was written last, and how much of it the socket had not taken ...
-        self._silence = Silence(self._patience.seconds / 8)  # ... and since when that has been so
+        self._silence = StallTimer(self._patience.seconds / 8)  # ... and since when that has been so
 
     def push(self, frames: bytes) -> None:
         """Sends whole frames soon, as one HTTP chunk. If the client has disconnected, the handler is told elsewhere."""

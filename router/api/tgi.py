@@ -20,9 +20,9 @@ from ..text import Tokenizer
 from ..validation import Parameters, Validator, in_time
 from .body import json_response, read
 from .errors import Problem, tgi_body
-from .links import Links
+from .links import ImageLoader
 from .ports import Batcher, limits_of
-from .stream import Answer, Clock, fold, guesses, headers_of, plain_frame, send, stream_headers_of
+from .stream import Answer, Clock, fold, guesses, headers_of, send, sse_frame, stream_headers_of
 from .tenant import session_of, tenant_of
 from .tgi_shapes import (
     UNSUPPORTED,
@@ -69,7 +69,9 @@ class Asked:
 class Tgi:
     """The handlers of TGI's routes, and of vLLM's /detokenize."""
 
-    def __init__(self, config: RouterConfig, tokenizer: Tokenizer, validator: Validator, links: Links, batcher: Batcher) -> None:
+    def __init__(
+        self, config: RouterConfig, tokenizer: Tokenizer, validator: Validator, links: ImageLoader, batcher: Batcher
+    ) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._validator = validator
@@ -286,7 +288,7 @@ class Events:
 
     def failed(self, problem: Problem) -> bytes:
         """The error event that ends a stream that failed."""
-        return plain_frame(tgi_body(problem))
+        return sse_frame(tgi_body(problem))
 
     def _frame(self, token: Token, finish: Finish | None, others: Sequence[BestOf] = ()) -> bytes:
         self._index += 1
@@ -296,7 +298,7 @@ class Events:
         if finish is not None:
             event.generated_text = self._asked.prefix + finish.text
             event.details = _stream_details(self._asked, finish, others)
-        return plain_frame(encode(event))
+        return sse_frame(encode(event))
 
 
 class BeamEvents(Events):
@@ -348,7 +350,7 @@ class BeamEvents(Events):
     def _grown(self, grown: Grown) -> bytes:
         self._step += 1
         event = BeamsEvent(self._step, [_beam(beam) for beam in grown.live], [_beam(beam) for beam in grown.complete])
-        return b"event: beams\n" + plain_frame(encode(event))
+        return b"event: beams\n" + sse_frame(encode(event))
 
 
 def _stream_details(asked: Asked, finish: Finish, others: Sequence[BestOf]) -> StreamDetails | None:

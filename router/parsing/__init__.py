@@ -1,9 +1,9 @@
 """Output parsers: split generated text into reasoning, tool calls and content, incrementally. One module for each form that models
 use."""
 
-from .constraint import constraint, formatted
+from .constraint import constraint, format_grammar
 from .parts import Arguments, Call, Part, Reader, Reasoning, Text
-from .readers import chosen, detect, markers, marks_of, reader
+from .readers import chosen, detect, markers, reader, reasoning_markers
 
 __all__ = [
     "Arguments",
@@ -15,8 +15,8 @@ __all__ = [
     "chosen",
     "constraint",
     "detect",
-    "formatted",
+    "format_grammar",
     "markers",
-    "marks_of",
     "reader",
+    "reasoning_markers",
 ]

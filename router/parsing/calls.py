@@ -9,7 +9,7 @@ from typing import Any
 from .parameters import Parameters, Types
 from .parts import Arguments, Call
 from .source import Pieces, Source, Steps, after_space, expect, space
-from .values import encodable, follow, string, whole
+from .values import encodable, follow_json, string, whole
 
 Schemas = Mapping[str, Mapping[str, Any]]  # the JSON schema of each tool's parameters, by the tool's name
 MAX_NAME = 256  # characters; nothing longer is a name
@@ -104,10 +104,10 @@ def json_call(source: Source, calls: Calls, strict: bool) -> Steps[bool]:
         elif key in ARGUMENTS_KEYS and name and not told and first == "{":
             yield calls.begin(name)
             told = True
-            if not (yield from stream(follow(source), calls)):
+            if not (yield from stream(follow_json(source), calls)):
                 return True
         else:
-            value = yield from whole(follow(source))
+            value = yield from whole(follow_json(source))
             if not value:
                 return told
             held = value if key in ARGUMENTS_KEYS else held

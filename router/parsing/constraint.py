@@ -17,7 +17,7 @@ from .lark import MOST_KEYWORDS, Lark, Special, quoted
 from .marked import MarkedForm
 from .parameters import TYPES, Parameters
 from .pythonic import KEY, PythonicForm
-from .readers import FORMS, HARMONY, MISTRAL_ARGS, THOUGHTS
+from .readers import FORMS, HARMONY, MISTRAL_ARGS, REASONING_FORMS
 from .tagged import TaggedForm
 from .values import dump, typed
 
@@ -67,7 +67,7 @@ def constraint(
     return Grammar("lark", lark.source)
 
 
-def formatted(format: Grammar, reasoning: str, *, prompt: str = "", continued: str = "", special: Special) -> Grammar | None:
+def format_grammar(format: Grammar, reasoning: str, *, prompt: str = "", continued: str = "", special: Special) -> Grammar | None:
     """The grammar for an answer in a format, behind the reasoning; None for formats that are grammars themselves. Parameters as in
     `constraint`."""
     lark = Lark(special, "grammar")
@@ -286,7 +286,7 @@ def _thinking(lark: Lark, parser: str, reasoning: str | None, prompt: str, conti
         return thinking if begun else f"({lark.text(harmony.CHANNEL, 'analysis', harmony.MESSAGE)} {thinking})?"
     if reasoning is None:
         return ""
-    thoughts = THOUGHTS[reasoning]
+    thoughts = REASONING_FORMS[reasoning]
     begun = thoughts.begun(prompt, continued)
     if continued.strip() and not begun:
         return ""  # an answer that has begun is not followed by reasoning

@@ -5,7 +5,7 @@ import re
 from .calls import Calls, stream, usable
 from .parts import Reasoning, Text
 from .source import Markers, Source, Steps, before, expect, space, up_to
-from .values import follow
+from .values import follow_json
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 CONSTRAIN, END, RETURN, CALL = "<|constrain|>", "<|end|>", "<|return|>", "<|call|>"
@@ -63,7 +63,7 @@ def _body(source: Source, calls: Calls, header: str) -> Steps[None]:
             make = Reasoning
         elif (yield from space(source)) in ("{", "<", ""):
             yield calls.begin(name)
-            if (yield from stream(follow(source), calls)):
+            if (yield from stream(follow_json(source), calls)):
                 yield from space(source)
     end = yield from before(source, BODY_END, make, spaces="")
     source.at += len(end) if end in (END, RETURN, CALL) else 0

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from .calls import MAX_NAME, Calls, json_call, stream, usable
 from .source import Source, Steps, after_space, expect, space, up_to
-from .values import follow
+from .values import follow_json
 
 MISTRAL = "[TOOL_CALLS]"
 TOKEN = re.compile(r"<\|.*?\|>|.+")  # some models begin a call with two special tokens
@@ -58,7 +58,7 @@ class MistralForm:
             return False
         source.at -= 1
         yield calls.begin(name.strip(), id if MISTRAL_ID.fullmatch(id) else "")
-        yield from stream(follow(source), calls)
+        yield from stream(follow_json(source), calls)
         return True
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from .calls import MAX_NAME, Calls, stream, usable
 from .source import Source, Steps, after_space, space, up_to
-from .values import follow
+from .values import follow_json
 
 KIMI = re.compile(r"functions\.(\S+):[0-9]+")
 
@@ -60,7 +60,7 @@ class MarkedForm:
         if not usable(name) or (yield from space(source)) != "{":
             return False
         yield calls.begin(name, id)
-        if (yield from stream(follow(source), calls)):
+        if (yield from stream(follow_json(source), calls)):
             if fenced:
                 yield from after_space(source, "```")
             yield from after_space(source, self.end)

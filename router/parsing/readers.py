@@ -15,9 +15,9 @@ from .json_forms import JsonForm, MistralForm
 from .marked import MarkedForm
 from .parts import Part, Reader, Text
 from .pythonic import PythonicForm
-from .source import Markers, Source, Steady, Steps, before, space
+from .source import IncrementalReader, Markers, Source, Steps, before, space
 from .tagged import TaggedForm
-from .thoughts import Thoughts
+from .thoughts import ReasoningMarkers
 
 
 class Form(Protocol):
@@ -42,21 +42,21 @@ class Form(Protocol):
         ...
 
 
-THINK = Thoughts(("<think>",), ("</think>",))
-THOUGHTS = {
+THINK = ReasoningMarkers(("<think>",), ("</think>",))
+REASONING_FORMS = {
     "deepseek_r1": THINK,
     "qwen3": THINK,
     "glm45": THINK,
     "kimi_k2": THINK,
-    "mistral": Thoughts(("[THINK]",), ("[/THINK]",)),
-    "granite": Thoughts(
+    "mistral": ReasoningMarkers(("[THINK]",), ("[/THINK]",)),
+    "granite": ReasoningMarkers(
         ("Here is my thought process:", "Here's my thought process:"), ("Here is my response:", "Here's my response:")
     ),
-    "seed_oss": Thoughts(("<seed:think>",), ("</seed:think>",)),
-    "cohere": Thoughts(("<|START_THINKING|>",), ("<|END_THINKING|>",)),
-    "gemma4": Thoughts(("<|channel>",), ("<channel|>",), name="thought"),
-    "hunyuan_a13b": Thoughts(("<think>",), ("</think>",), answer=("<answer>", "</answer>")),
-    "ernie45": Thoughts(("<think>",), ("</think>",), answer=("<response>", "</response>")),
+    "seed_oss": ReasoningMarkers(("<seed:think>",), ("</seed:think>",)),
+    "cohere": ReasoningMarkers(("<|START_THINKING|>",), ("<|END_THINKING|>",)),
+    "gemma4": ReasoningMarkers(("<|channel>",), ("<channel|>",), name="thought"),
+    "hunyuan_a13b": ReasoningMarkers(("<think>",), ("</think>",), answer=("<answer>", "</answer>")),
+    "ernie45": ReasoningMarkers(("<think>",), ("</think>",), answer=("<response>", "</response>")),
 }
 DEEPSEEK = MarkedForm(
     "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
@@ -111,7 +111,7 @@ FORMS: dict[str, Form] = {
     "glm45": TaggedForm("", "", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</tool_call>", lines=False),
 }
 HARMONY = "harmony"  # parses both, since channels are not divided into reasoning and calls
-REASONING_PARSERS = (*THOUGHTS, HARMONY)
+REASONING_PARSERS = (*REASONING_FORMS, HARMONY)
 TOOL_PARSERS = (*FORMS, HARMONY)
 
 # Strings that a chat template must contain, all of them; the first line that matches counts.
@@ -179,12 +179,12 @@ def reader(
     """
     calls = Calls(schemas, mistral_id if tools in ("mistral", MISTRAL_ARGS) else openai_id)
     if HARMONY in (reasoning, tools):
-        return Steady(lambda source: harmony.read(source, calls, harmony.begun(prompt)))
+        return IncrementalReader(lambda source: harmony.read(source, calls, harmony.begun(prompt)))
     if reasoning is None and tools is None:
         return Plain()
-    thoughts = None if reasoning is None else THOUGHTS[reasoning]
+    thoughts = None if reasoning is None else REASONING_FORMS[reasoning]
     form = None if tools is None else FORMS[tools]
-    return Steady(_answer(thoughts, form, calls, prompt, continued))
+    return IncrementalReader(_answer(thoughts, form, calls, prompt, continued))
 
 
 def detect(template: str) -> tuple[str | None, str | None]:
@@ -204,21 +204,21 @@ def markers(reasoning: str | None, tools: str | None) -> tuple[str, ...]:
     """Strings that the parser must see. Special tokens among them must not be left out of the text."""
     if HARMONY in (reasoning, tools):
         return harmony.MARKERS
-    found = [*(THOUGHTS[reasoning].markers if reasoning else ()), *(FORMS[tools].markers if tools else ())]
+    found = [*(REASONING_FORMS[reasoning].markers if reasoning else ()), *(FORMS[tools].markers if tools else ())]
     return tuple(dict.fromkeys(found))
 
 
-def marks_of(reasoning: str, prompt: str, continued: str) -> tuple[str, str] | None:
+def reasoning_markers(reasoning: str, prompt: str, continued: str) -> tuple[str, str] | None:
     """The texts that open and close an answer's reasoning; the first is "" if the `prompt`, or the `continued` message, has opened
     it. None: the format has channels instead."""
-    thoughts = THOUGHTS.get(reasoning)
+    thoughts = REASONING_FORMS.get(reasoning)
     if thoughts is None:
         return None
     return "" if thoughts.begun(prompt, continued) else thoughts.opens[0], thoughts.closes[0]
 
 
 def _answer(
-    thoughts: Thoughts | None, form: Form | None, calls: Calls, prompt: str, continued: str
+    thoughts: ReasoningMarkers | None, form: Form | None, calls: Calls, prompt: str, continued: str
 ) -> Callable[[Source], Steps[None]]:
     def read(source: Source) -> Steps[None]:
         end = ""

@@ -62,7 +62,7 @@ class Markers:
         return first
 
 
-class Steady:
+class IncrementalReader:
     """A Reader that runs one such generator."""
 
     def __init__(self, steps: Callable[[Source], Steps[None]]) -> None:

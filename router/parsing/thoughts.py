@@ -7,7 +7,7 @@ from .source import Markers, Source, Steps, after_space, before, expect, space
 
 
 @dataclass(frozen=True, slots=True)
-class Thoughts:
+class ReasoningMarkers:
     """How a family of models marks its reasoning."""
 
     opens: tuple[str, ...]

@@ -19,7 +19,7 @@ BEGINNINGS = {"n": "null", "[": "array", "{": "object"}
 CLOSING = {"{": "}", "[": "]"}
 
 
-def follow(source: Source) -> Pieces[bool]:
+def follow_json(source: Source) -> Pieces[bool]:
     """Emits one JSON value as it was written, piece by piece. Returns False where it is broken or the text ends in it.
 
     Only one fault is mended: a raw control character in a string, which models write for a line end, comes out escaped.

@@ -18,9 +18,9 @@ from ...kernels import noise
 from ...kernels.beam import best, candidates, normalizers
 from ...kernels.sampling import Draws, allow, filtered
 from ...kernels.transfer import HostCopy, list_to_device, lists_to_device, to_device
-from ..step import Picked
+from ..step import DeviceSamples
 from .hypotheses import Top
-from .sampler import Pick, Picking, Row, Tops, draws_of, penalized
+from .sampler import PendingPicks, Pick, Row, Tops, draws_of, penalized
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class Expansion:
     found: Tensor
     tops: Tops | None = None
 
-    def picking(self) -> Picking[list[list[Candidate | None]]]:
+    def picking(self) -> PendingPicks[list[list[Candidate | None]]]:
         """The candidates of each set, best first, or in the order in which they were drawn; fewer if there are no more, [None] if
         logits are not finite. On the device: the best that don't end, `width` of each set."""
         arrival = HostCopy(self.found, *(self.tops.tensors if self.tops else ()))
@@ -64,9 +64,9 @@ class Expansion:
             parts = zip(self.sets, _starts(self.sets), *found, strict=False)
             return [_candidates(beams, start, own, tops) for beams, start, *own in parts]
 
-        return Picking(self._heirs, arrival.wait, take)
+        return PendingPicks(self._heirs, arrival.wait, take)
 
-    def _heirs(self) -> Picked:
+    def _heirs(self) -> DeviceSamples:
         """The beams that `beam.BeamSearch` will keep alive, in its order. Where there are fewer, the surplus entries are not
         used."""
         sums, (places, ids), device = self.found[0], self.found[1:3].long(), self.found.device
@@ -81,7 +81,7 @@ class Expansion:
         own, ranks, first, last = lists_to_device(device, *zip(*wanted, strict=True))
         over = (torch.arange(sums.shape[1], device=device) >= counts) | (ids.unsqueeze(2) == ending.unsqueeze(1)).any(2)
         order = sums.masked_fill(over, -torch.inf).sort(descending=True, stable=True).indices[own, ranks]
-        return Picked(ids[own, order], torch.minimum(places[own, order], last) - first)
+        return DeviceSamples(ids[own, order], torch.minimum(places[own, order], last) - first)
 
 
 def expand(logits: Tensor, sets: Listing[Beams], mask: Tensor | None = None) -> Expansion:

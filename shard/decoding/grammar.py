@@ -35,16 +35,16 @@ class Unusable(Exception):
     """The model's tokenizer is missing, or of a kind that grammars can't be applied to."""
 
 
-class Guide:
+class GrammarState:
     """One sequence's grammar state. It advances for good by generated tokens, and temporarily along drafts."""
 
     def __init__(self, matcher: llguidance.LLMatcher) -> None:
         self.matcher = matcher
         self._followed = 0
 
-    def copy(self) -> "Guide":
+    def copy(self) -> "GrammarState":
         """An independent copy."""
-        twin = Guide(self.matcher.deep_copy())
+        twin = GrammarState(self.matcher.deep_copy())
         twin._followed = self._followed
         return twin
 
@@ -67,7 +67,7 @@ class Guide:
             self.matcher.consume_tokens(list(tokens[self._followed :]))
             self._followed = len(tokens)
 
-    def after(self, path: Listing[int]) -> "Guide | None":
+    def after(self, path: Listing[int]) -> "GrammarState | None":
         """A copy advanced by these next tokens; None if they are not allowed."""
         twin = self.copy()
         return twin if twin.matcher.try_consume_tokens(list(path)) == len(path) else None
@@ -132,10 +132,10 @@ class Grammars:
         self._background = Background(COMPILING)
         self._written = frozenset[int]()  # added tokens that are text, not special; known once the tokenizer is read
         self._tokenizer = self._background.submit(lambda: self._read(folder))
-        self._compiled: OrderedDict[str, Future[Guide]] = OrderedDict()
+        self._compiled: OrderedDict[str, Future[GrammarState]] = OrderedDict()
         self._size = 0  # characters of all cached grammars
 
-    def compile(self, grammar: str) -> "Future[Guide]":
+    def compile(self, grammar: str) -> "Future[GrammarState]":
         """A guide at the grammar's start, to be copied; its future raises Unusable. Whoever waits for it has to hold it: the cache
         may evict it."""
         compiled = self._compiled.get(grammar)
@@ -147,7 +147,7 @@ class Grammars:
         self._compiled.move_to_end(grammar)
         return compiled
 
-    def masks(self, guides: Listing[Guide]) -> NDArray[numpy.int32]:
+    def masks(self, guides: Listing[GrammarState]) -> NDArray[numpy.int32]:
         """Token masks for the next step: [guides, words] int32, bit i of word w allows token 32 w + i. Zero where a guide has ended
         or failed."""
         mask = self._rows(len(guides), 0)
@@ -159,7 +159,7 @@ class Grammars:
             self._executor.unsafe_compute_mask_ptr(jobs, place, size, len(guides))
         return self._fitted(mask)
 
-    def masks_along(self, guides: Listing[Guide], trees: Listing[Tree]) -> tuple[NDArray[numpy.int32], list[bool]]:
+    def masks_along(self, guides: Listing[GrammarState], trees: Listing[Tree]) -> tuple[NDArray[numpy.int32], list[bool]]:
         """Masks for the present state and after every node of each guide's tree, one after the other; and whether the output may
         end there. Rows after rejected nodes don't matter: they have all bits."""
         if not any(map(len, trees)):
@@ -173,7 +173,7 @@ class Grammars:
             complete = list(self._walkers.map(self._along, guides, trees, parts))
         return self._fitted(mask), list(chain.from_iterable(complete))
 
-    def _along(self, guide: Guide, tree: Tree, rows: NDArray[numpy.int32]) -> list[bool]:
+    def _along(self, guide: GrammarState, tree: Tree, rows: NDArray[numpy.int32]) -> list[bool]:
         """Fills the mask rows of one tree; returns where the output may end."""
         complete = [False] * len(rows)
         place, size = rows.ctypes.data, rows.strides[0]
@@ -207,13 +207,13 @@ class Grammars:
         tokenizer, self._written = _tokenizer(folder, self._vocabulary)
         return tokenizer
 
-    def _guide(self, grammar: str) -> Guide:
+    def _guide(self, grammar: str) -> GrammarState:
         """A guide at the start, with the first mask computed: copies inherit that work, which takes up to a thousand times as long
         as a later mask."""
         matcher = llguidance.LLMatcher(self._tokenizer.result(), grammar, log_level=0, limits=limits())
         if not matcher.is_error():
             matcher.compute_bitmask()
-        return Guide(matcher)
+        return GrammarState(matcher)
 
 
 def bit(token: int) -> int:

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ...kernels.sampling import filtered, first_largest, perturbed
 from ..sequence import Sequence
-from .proposers import Asked, Proposed
+from .proposers import DraftRequest, Proposal
 from .sampler import Row, draws_of, penalized
-from .tree import ROOT, Drawn, lay
+from .tree import ROOT, DraftToken, lay
 from .verify import Draft, VerificationRule, distributions, propose, row
 
 
@@ -49,14 +49,14 @@ class Model(Protocol):
 class GrowingTree:
     """A draft tree under construction: nodes in the order in which they were added."""
 
-    asked: Asked
+    asked: DraftRequest
     fixed: bool = False  # its shape may not depend on what is drawn
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # of the whole path to each node
     depths: list[int] = field(default_factory=list)  # 0 directly after the sequence's last token
     place: dict[tuple[int, int], int] = field(default_factory=dict)  # (parent, token) > node
-    drawn: dict[int, list[Drawn]] = field(default_factory=dict)  # draws, by parent
+    drawn: dict[int, list[DraftToken]] = field(default_factory=dict)  # draws, by parent
     layer: list[int] = field(default_factory=lambda: [ROOT])  # nodes added last
     open: list[int] = field(default_factory=lambda: [ROOT])  # nodes that have no children yet and may get some
 
@@ -174,7 +174,7 @@ class Drafting:
         self._growth = growth
         self._rule = rule
 
-    def propose(self, asked: Listing[Asked]) -> Proposed:
+    def propose(self, asked: Listing[DraftRequest]) -> Proposal:
         """See Proposer."""
         growing = [GrowingTree(one, self._rule is VerificationRule.REJECTION) for one in asked]
         ready = self._model.ready([one.sequence for one in asked])
@@ -187,7 +187,7 @@ class Drafting:
                 break
             self._round(chosen, probabilities)
         drafts = [_draft(one) for one in growing]
-        return Proposed(drafts, torch.cat(probabilities) if probabilities else None)
+        return Proposal(drafts, torch.cat(probabilities) if probabilities else None)
 
     def _round(self, chosen: Listing[tuple[GrowingTree, list[tuple[int, int]]]], probabilities: list[Tensor]) -> None:
         """Expands nodes, given as (node, number of children). probabilities: the distributions drawn from so far; extended here."""
@@ -223,7 +223,7 @@ def _add_drawn(places: Listing[Place], logits: Tensor, rows: Listing[Row], first
     tokens = propose(probabilities, draws_of(rows, logits.device), max(place.width for place in places))
     logprobs = probabilities.gather(1, tokens).log()
     for source, (place, own, values) in enumerate(zip(places, tokens.tolist(), logprobs.tolist(), strict=True), first):
-        place.growing.drawn[place.node] = [Drawn(token, source) for token in own[: place.width]]
+        place.growing.drawn[place.node] = [DraftToken(token, source) for token in own[: place.width]]
         for token, logprob in zip(own[: place.width], values[: place.width], strict=True):
             place.growing.add(place.node, token, logprob)
     return probabilities

@@ -14,11 +14,11 @@ from torch import Tensor
 from ..sequence import Group, Sequence
 from .lookup import NgramIndex, look_up
 from .tree import Tree, merge
-from .verify import Draft, certain
+from .verify import Draft, deterministic_draft
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class DraftRequest:
     """A request for drafts for one sequence."""
 
     group: Group
@@ -28,7 +28,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Proposed:
+class Proposal:
     """The drafts proposed in a step."""
 
     drafts: list[Draft]  # one for each request
@@ -38,34 +38,34 @@ class Proposed:
 class Proposer(Protocol):
     """A source of draft tokens."""
 
-    def propose(self, asked: Listing[Asked]) -> Proposed:
+    def propose(self, asked: Listing[DraftRequest]) -> Proposal:
         """A draft for each request, at most as large as asked for."""
 
 
-class Merged:
+class MergedProposer:
     """Several proposers whose paths are merged into one tree for each sequence; the most probable nodes are kept. Not for
     `rejection`: what is cut off depends on what was drawn."""
 
     def __init__(self, proposers: Listing[Proposer]) -> None:
         self._proposers = proposers
 
-    def propose(self, asked: Listing[Asked]) -> Proposed:
+    def propose(self, asked: Listing[DraftRequest]) -> Proposal:
         """See Proposer."""
         trees: list[list[Tree]] = [[] for _ in asked]
         for proposer in self._proposers:
             for own, draft in zip(trees, proposer.propose(asked).drafts, strict=True):
                 own.append(draft.tree)
-        return Proposed([Draft(merge(own).cut(one.nodes)) for own, one in zip(trees, asked, strict=True)])
+        return Proposal([Draft(merge(own).cut(one.nodes)) for own, one in zip(trees, asked, strict=True)])
 
 
-class Lookup:
+class NgramProposer:
     """N-gram lookup in the sequence's own tokens (see `lookup`)."""
 
-    def propose(self, asked: Listing[Asked]) -> Proposed:
+    def propose(self, asked: Listing[DraftRequest]) -> Proposal:
         """See Proposer."""
         drafts = []
         for one in asked:
             repeats = one.sequence.repeats = one.sequence.repeats or NgramIndex()
             repeats.follow(one.sequence.tokens)
-            drafts.append(certain(look_up(repeats, one.nodes, one.depth)))
-        return Proposed(drafts)
+            drafts.append(deterministic_draft(look_up(repeats, one.nodes, one.depth)))
+        return Proposal(drafts)

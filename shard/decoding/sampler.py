@@ -20,7 +20,7 @@ from ...kernels.dispatch import triton_for
 from ...kernels.sampling import Draws, Filtered, Penalties, allow, draw, filtered, first_largest, penalize
 from ...kernels.transfer import HostCopy, list_to_device, lists_to_device, to_device
 from ..sequence import Sampling
-from ..step import Picked
+from ..step import DeviceSamples
 from .hypotheses import Top
 
 
@@ -62,10 +62,10 @@ Taken = TypeVar("Taken")
 
 
 @dataclass(frozen=True, slots=True)
-class Picking(Generic[Taken]):
+class PendingPicks(Generic[Taken]):
     """A batch of sampling decisions under way: available on the device at once, and on the host after waiting."""
 
-    picked: Callable[[], Picked] | None  # the tokens as tensors on the device; None: only the host knows them
+    picked: Callable[[], DeviceSamples] | None  # the tokens as tensors on the device; None: only the host knows them
     wait: Callable[[], None]  # blocks until `take` need not wait; may run on any thread
     take: Callable[[], Taken]
 
@@ -79,7 +79,7 @@ def pick(logits: Tensor, rows: Listing[Row], mask: Tensor | None = None) -> list
     return begin(logits, rows, mask).take()
 
 
-def begin(logits: Tensor, rows: Listing[Row], mask: Tensor | None = None) -> Picking[list[Pick | None]]:
+def begin(logits: Tensor, rows: Listing[Row], mask: Tensor | None = None) -> PendingPicks[list[Pick | None]]:
     """`pick` without waiting: the device samples while the host goes on, unless a row needs the plain sampler."""
     if not triton_for(logits):
         return known(_pick_plainly(logits, rows, mask), logits.device)
@@ -109,16 +109,16 @@ def compile_kernels(vocabulary: int, device: torch.device) -> None:
     noise.gumbel(*key, key[0].unsqueeze(1))
 
 
-def known(picks: list[Pick | None], device: torch.device) -> Picking[list[Pick | None]]:
-    """A `Picking` whose tokens the host already has."""
+def known(picks: list[Pick | None], device: torch.device) -> PendingPicks[list[Pick | None]]:
+    """A `PendingPicks` whose tokens the host already has."""
 
-    def picked() -> Picked:
-        return Picked(list_to_device(device, [one.token if one else -1 for one in picks]))
+    def picked() -> DeviceSamples:
+        return DeviceSamples(list_to_device(device, [one.token if one else -1 for one in picks]))
 
-    return Picking(picked, lambda: None, lambda: picks)
+    return PendingPicks(picked, lambda: None, lambda: picks)
 
 
-def _begin_fused(logits: Tensor, rows: Listing[Row], mask: Tensor | None) -> Picking[list[Pick | None]]:
+def _begin_fused(logits: Tensor, rows: Listing[Row], mask: Tensor | None) -> PendingPicks[list[Pick | None]]:
     """Samples with the fused Triton kernels, in few passes over the logits."""
     from ...kernels.fused_sampling import sample
 
@@ -143,7 +143,7 @@ def _begin_fused(logits: Tensor, rows: Listing[Row], mask: Tensor | None) -> Pic
             for i, (token, logprob) in enumerate(zip(tokens, told, strict=True))
         ]
 
-    return Picking(lambda: Picked(found.tokens), arrival.wait, take)
+    return PendingPicks(lambda: DeviceSamples(found.tokens), arrival.wait, take)
 
 
 def _report_bound(logits: Tensor, mask: Tensor, tokens: Tensor, final: Tensor, rows: Tensor) -> None:

@@ -9,13 +9,13 @@ from typing import Protocol
 
 
 class Bytes(Protocol):
-    """What `Stops` needs of `grammar.Grammars`."""
+    """What `StopStrings` needs of `grammar.Grammars`."""
 
     def bytes_of(self, tokens: Listing[int]) -> bytes:
         """The UTF-8 bytes of these tokens."""
 
 
-class Stops:
+class StopStrings:
     """Stop string detection with one model's tokenizer."""
 
     def __init__(self, tokenizer: Bytes) -> None:

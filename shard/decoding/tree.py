@@ -20,7 +20,7 @@ ROOT = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class DraftToken:
     """A draft token together with the distribution that it was drawn from."""
 
     token: int

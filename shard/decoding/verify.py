@@ -30,7 +30,7 @@ from . import sampler
 from .sample import sampling_of
 from .sampler import Pick, Row, draws_of, penalized
 from .strategy import Finish, finish_of
-from .tree import Drawn, Tree
+from .tree import DraftToken, Tree
 
 # The last word of the noise's counter gives each use of the seed its own stream; `noise.STREAM`, 0, is for sampling tokens.
 PROPOSED = 1  # tokens that a draft model draws
@@ -56,15 +56,15 @@ class Draft:
     tree: Tree = Tree()  # noqa: RUF009 - it is frozen
     # For `rejection`: the children of the sequence's last token, then of every node, as they were drawn, independently of each
     # other and of the order in which they are tried. A token that was drawn twice is here twice, and once in the tree.
-    drawn: tuple[tuple[Drawn, ...], ...] = ()
+    drawn: tuple[tuple[DraftToken, ...], ...] = ()
 
 
-def certain(tree: Tree) -> Draft:
+def deterministic_draft(tree: Tree) -> Draft:
     """A draft that depends deterministically on its sequence's tokens, such as one from n-gram lookup."""
-    return Draft(tree, tuple(tuple(Drawn(tree.tokens[node], -1) for node in family) for family in tree.children))
+    return Draft(tree, tuple(tuple(DraftToken(tree.tokens[node], -1) for node in family) for family in tree.children))
 
 
-class Extended(Listing[int]):
+class TokensView(Listing[int]):
     """A sequence's tokens followed by some more, as a view without a copy."""
 
     __slots__ = ("_length", "_more", "_tokens")
@@ -92,7 +92,7 @@ class Extended(Listing[int]):
 
 def row(group: Group, sequence: Sequence, path: Listing[int]) -> Row:
     """The sampling row after this path of drafts, sampled as if they were the sequence's own tokens."""
-    tokens = Extended(sequence.tokens, path) if path else sequence.tokens
+    tokens = TokensView(sequence.tokens, path) if path else sequence.tokens
     return Row(sampling_of(group, tokens), tokens, sequence.prompt_length, sequence.choice, group.top_n, bool(group.grammar))
 
 
@@ -154,9 +154,9 @@ def pick(
     if rule is VerificationRule.GUMBEL:
         return picks
     assert len(rows) == sum(1 + len(draft.tree) for draft in drafts)
-    tried: list[Listing[Drawn]] = []
+    tried: list[Listing[DraftToken]] = []
     for draft in drafts:
-        drawn = draft.drawn if rule is VerificationRule.REJECTION else certain(draft.tree).drawn
+        drawn = draft.drawn if rule is VerificationRule.REJECTION else deterministic_draft(draft.tree).drawn
         tried += [*drawn, *[()] * (1 + len(draft.tree) - len(drawn))]
     asked = [i for i, one in enumerate(rows) if tried[i] and one.sampling.temperature > 0 and picks[i]]
     if not asked:
@@ -201,7 +201,7 @@ def _uniform(draws: Draws, count: int, stream: int) -> Tensor:
     return (words[0].double() + 0.5) * 2.0**-32
 
 
-def _by_rejection(target: Tensor, draws: Draws, tried: Listing[Listing[Drawn]], probabilities: Tensor | None) -> Tensor:
+def _by_rejection(target: Tensor, draws: Draws, tried: Listing[Listing[DraftToken]], probabilities: Tensor | None) -> Tensor:
     """The first try that is accepted, or a draw from the residual distribution: [rows] int64."""
     device = target.device
     most = max(map(len, tried))
@@ -217,7 +217,7 @@ def refuse(target: Tensor, tokens: Tensor, sources: Tensor, probabilities: Tenso
     one leaves, for the next try and at last for the token drawn without a draft, the residual of the target distribution that q did
     not cover.
 
-    target: [rows, vocabulary] probabilities; tokens, sources: [rows, tries] as in `Drawn`, tokens -1 where there are no more;
+    target: [rows, vocabulary] probabilities; tokens, sources: [rows, tries] as in `DraftToken`, tokens -1 where there are no more;
     probabilities: [sources, vocabulary]; uniform: [rows, tries]. Returns [rows] the accepted token, or -1; [rows, vocabulary] the
     residual to draw from.
     """

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...kernels.adapters import RowAdapters
 from ...kernels.linear import Weight
 from ...kernels.operations import rms_norm
-from ...kernels.reference import by_lanes
+from ...kernels.reference import lane_invariant
 from ..parallel import Ranks
 from .loader import Loader
 from .stream import Stream
@@ -48,7 +48,7 @@ class AltUp:
 
     def _routed(self, x: Tensor) -> Tensor:
         """The router's output, from which coefficients are computed: [tokens, count] float32."""
-        return by_lanes(torch.tanh, self.router(rms_norm(x.contiguous(), self.norm, self._epsilon).float()))
+        return lane_invariant(torch.tanh, self.router(rms_norm(x.contiguous(), self.norm, self._epsilon).float()))
 
 
 class Ends:

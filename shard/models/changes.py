@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...kernels import low_rank
-from ...kernels.adapters import Additions, Pair
+from ...kernels.adapters import LoraMatrices, Pair
 from ...kernels.linear import Invariance
 from ..adapters import Adapter
 from .shape import Unsupported
@@ -56,7 +56,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Outwards:
+class ColumnLora:
     """The change of a column-parallel weight: matrices side by side, or parts of one, each changed on its own outputs."""
 
     parts: Sequence[Part]
@@ -87,7 +87,7 @@ class Outwards:
         return down, up if self.order is None else up[self.order.to(up.device)]
 
 
-def side_by_side(*changes: Outwards | None) -> Outwards | None:
+def side_by_side(*changes: ColumnLora | None) -> ColumnLora | None:
     """The change of weights that are concatenated along their outputs; None: there are no adapters."""
     parts, orders, before, inputs = list[Part](), list[Tensor](), 0, 0
     for change in changes:
@@ -97,11 +97,11 @@ def side_by_side(*changes: Outwards | None) -> Outwards | None:
         orders.append(before + (torch.arange(own) if change.order is None else change.order.cpu()))
         parts += change.parts
         before += own
-    return Outwards(parts, inputs, torch.cat(orders))
+    return ColumnLora(parts, inputs, torch.cat(orders))
 
 
 @dataclass(frozen=True, slots=True)
-class Inwards:
+class RowLora:
     """The change of a row-parallel weight: a matrix of which this rank has some of the inputs."""
 
     names: tuple[str, ...]
@@ -118,7 +118,7 @@ class Inwards:
         return found and (found[0].narrow(1, self.start, self.own).contiguous(), found[1] * self.factor)
 
 
-class Changes:
+class LoraAdapters:
     """The LoRA adapters of one model, and the weights that they change."""
 
     def __init__(self, first: Sequence[Adapter] = (), room: int = 0, rank: int = 0) -> None:
@@ -127,9 +127,9 @@ class Changes:
         self.first = first
         self.names = [adapter.name for adapter in first] + [""] * (room - len(first))  # or keys, by number; "": a free slot
         self._rank = rank if room > len(first) else 0
-        self._changed: list[tuple[Additions, Change]] = []
+        self._changed: list[tuple[LoraMatrices, Change]] = []
 
-    def additions(self, change: Change, weight: Sequence[int], exact: Invariance, like: Tensor) -> Additions | None:
+    def additions(self, change: Change, weight: Sequence[int], exact: Invariance, like: Tensor) -> LoraMatrices | None:
         """What loaded adapters add to a weight [outputs, inputs], with room for later ones; like: a tensor of the type and device
         of computation."""
         pairs = [change.pair(adapter) for adapter in self.first]

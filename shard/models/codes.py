@@ -7,7 +7,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from ...kernels.codes import BITS, FP4_BLOCKS, MIDDLES, Codes, quantize
+from ...kernels.codes import BITS, FP4_BLOCKS, MIDDLES, QuantizedWeight, quantize
 from ..weights import Source
 from .fields import AGAIN
 from .quantization import REMEDY
@@ -20,13 +20,13 @@ USUAL_BLOCK = 128  # DeepSeek's and Qwen's
 ONES = {4: 0x11111111, 8: 0x01010101}  # a 1 in each of the codes packed in a word
 FLOATS = ("F32", "F16", "BF16")
 EXPONENTS = ("U8", "F8_E8M0")  # of scales that are powers of two
-Read = Callable[[Source, str, tuple[int, int], Quantization], Codes]
+Read = Callable[[Source, str, tuple[int, int], Quantization], QuantizedWeight]
 FP4_MIDDLE = 127  # bias of the exponents
 
 
 def matrix(
     source: Source, name: str, shape: tuple[int, int], how: Quantization | None, cut: tuple[int, int, int] | None
-) -> Tensor | Codes:
+) -> Tensor | QuantizedWeight:
     """Reads the matrix `name`, [outputs, inputs], or its part along a dimension: cut is (dimension, start, stop)."""
     read = next(
         (read for (method, mark), read in READERS.items() if how and method == how.method and source.has(f"{name}.{mark}")), None
@@ -41,7 +41,7 @@ def matrix(
     return own
 
 
-def _stored_as(read: Read, source: Source, name: str, shape: tuple[int, int], ways: tuple[Quantization, ...]) -> Codes:
+def _stored_as(read: Read, source: Source, name: str, shape: tuple[int, int], ways: tuple[Quantization, ...]) -> QuantizedWeight:
     """A matrix stored in one of these formats: in the others its type or shape would differ."""
     problem: Unsupported | None = None
     for how in ways:
@@ -59,7 +59,7 @@ def _stored_as(read: Read, source: Source, name: str, shape: tuple[int, int], wa
     raise problem
 
 
-def _gptq(source: Source, name: str, shape: tuple[int, int], how: Quantization) -> Codes:
+def _gptq(source: Source, name: str, shape: tuple[int, int], how: Quantization) -> QuantizedWeight:
     """GPTQ: codes packed along the inputs in words of 32 bits, [inputs / 8, outputs]; zero points along the outputs."""
     bits, inputs = BITS[how.kind], shape[1]
     codes = _words(_stored(source, f"{name}.qweight", 2, ("I32",)), bits, 0).t()
@@ -71,7 +71,7 @@ def _gptq(source: Source, name: str, shape: tuple[int, int], how: Quantization) 
     return _codes(how.kind, codes, *_even(scales, _words(words, bits, 1).t(), inputs, how.group), order)
 
 
-def _awq(source: Source, name: str, shape: tuple[int, int], how: Quantization) -> Codes:
+def _awq(source: Source, name: str, shape: tuple[int, int], how: Quantization) -> QuantizedWeight:
     """AWQ: everything packed along the outputs, in an order of its own."""
 
     def ordered(part: str) -> Tensor:
@@ -83,7 +83,7 @@ def _awq(source: Source, name: str, shape: tuple[int, int], how: Quantization) -
     return _codes(how.kind, ordered("qweight"), *_even(scales, zeros, shape[1], how.group))
 
 
-def _packed(source: Source, name: str, shape: tuple[int, int], how: Quantization) -> Codes:
+def _packed(source: Source, name: str, shape: tuple[int, int], how: Quantization) -> QuantizedWeight:
     """compressed-tensors: codes packed along the inputs, [outputs, inputs / 8], zero points along the outputs."""
     if how.kind in FP4_BLOCKS:
         return _fp4(source, name, shape, how)
@@ -113,7 +113,7 @@ def _packed(source: Source, name: str, shape: tuple[int, int], how: Quantization
     return _codes(how.kind, codes, *_even(scales, zeros, shape[1], how.group), order)
 
 
-def _plain(source: Source, name: str, shape: tuple[int, int], how: Quantization) -> Codes:
+def _plain(source: Source, name: str, shape: tuple[int, int], how: Quantization) -> QuantizedWeight:
     """One code per byte. Scales of the tensor, of each output, of groups of its inputs, or of blocks of both."""
     if how.kind in FP4_BLOCKS:
         return _fp4(source, name, shape, how)
@@ -133,7 +133,7 @@ def _scale(source: Source, name: str) -> str:
     return f"{name}.{'weight_scale_inv' if source.has(f'{name}.weight_scale_inv') else 'weight_scale'}"
 
 
-def _fp4(source: Source, name: str, shape: tuple[int, int], how: Quantization) -> Codes:
+def _fp4(source: Source, name: str, shape: tuple[int, int], how: Quantization) -> QuantizedWeight:
     """FP4 codes, [outputs, inputs / 2]. Scales of groups are exponents (MXFP4), or FP8 (NVFP4): then there is one more factor for
     the whole tensor, by which ModelOpt multiplies and compressed-tensors divides."""
     divided, signed = how.method == "compressed-tensors", how.method == "fp8"  # the last: DeepSeek V4's
@@ -149,7 +149,7 @@ def _fp4(source: Source, name: str, shape: tuple[int, int], how: Quantization) -
             f"{name} has codes {list(codes.shape)}, scales {list(scales.shape)}, by config.json {how.group} inputs share one: they "
             "belong to different models"
         )
-    return Codes(how.kind, codes, scales, None, factors.contiguous() if factors is not None else None)
+    return QuantizedWeight(how.kind, codes, scales, None, factors.contiguous() if factors is not None else None)
 
 
 def _factor(source: Source, name: str, divisor: bool) -> Tensor:
@@ -171,7 +171,9 @@ def powers(exponents: Tensor) -> Tensor:
     return torch.exp2(exponents.float() - FP4_MIDDLE)
 
 
-def stack(source: Source, name: str, shape: tuple[int, int, int], how: Quantization, inputs_first: bool = False) -> Iterator[Codes]:
+def stack(
+    source: Source, name: str, shape: tuple[int, int, int], how: Quantization, inputs_first: bool = False
+) -> Iterator[QuantizedWeight]:
     """Several FP8 matrices stacked in the tensor `name`, each as `_plain`. inputs_first: each is [inputs, outputs], with a scale
     for each output."""
     size = shape[1:]
@@ -212,7 +214,7 @@ def _stored(source: Source, name: str, dimensions: int, kinds: tuple[str, ...]) 
     return found
 
 
-def _check(codes: Codes, name: str, shape: tuple[int, int]) -> None:
+def _check(codes: QuantizedWeight, name: str, shape: tuple[int, int]) -> None:
     """Raises Unsupported unless codes, scales and zero points have matching shapes."""
     scales, zeros = codes.scales.shape, codes.zeros.shape if codes.zeros is not None else codes.scales.shape
     if codes.codes.shape != shape or scales[0] != shape[0] or shape[1] % scales[1] or zeros != scales:
@@ -221,14 +223,14 @@ def _check(codes: Codes, name: str, shape: tuple[int, int]) -> None:
         raise Unsupported(f"{name} has {has}, config.json says {list(shape)}: they belong to different models")
 
 
-def _codes(kind: str, codes: Tensor, scales: Tensor, zeros: Tensor | None, order: Tensor | None = None) -> Codes:
+def _codes(kind: str, codes: Tensor, scales: Tensor, zeros: Tensor | None, order: Tensor | None = None) -> QuantizedWeight:
     """Drops zero points that are all in the middle, as they change nothing, unless their shape is wrong, which is refused later.
     order: of inputs by groups, if the checkpoint has them in another order."""
     codes = codes if order is None or codes.shape[1] != len(order) else codes[:, order]
     if zeros is not None and zeros.shape == scales.shape and bool((zeros == MIDDLES.get(kind, 0)).all()):
         zeros = None
     held = zeros.byte().contiguous() if zeros is not None else None
-    return Codes(kind, codes.contiguous(), scales.contiguous(), held, order=order.int() if order is not None else None)
+    return QuantizedWeight(kind, codes.contiguous(), scales.contiguous(), held, order=order.int() if order is not None else None)
 
 
 def _size(scales: Tensor, inputs: int, group: int) -> int:

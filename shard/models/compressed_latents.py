@@ -4,10 +4,10 @@ many earlier tokens. See `kernels.compressed` and `kernels.entries`."""
 import torch
 from torch import Tensor
 
-from ...kernels.compressed import ChoosingEntries
-from ...kernels.entries import Making, write_entries, write_series
+from ...kernels.compressed import EntrySelection
+from ...kernels.entries import EntryParameters, write_entries, write_series
 from ...kernels.partial_rotary import turn, write_keys
-from ...kernels.ragged import How, attention, attention_to_entries, entries_ended
+from ...kernels.ragged import How, attention, attention_with_entries, completed_entries
 from ..step import Step
 from .changes import side_by_side
 from .compression import Compressed
@@ -28,7 +28,7 @@ class Compressor:
         """order, index_order: the checkpoint's features of a key, and of an index key, in our order."""
         self.latent = latent
         series = 1 + latent.indexed
-        parts, self.makings = [], list[Making]()
+        parts, self.makings = [], list[EntryParameters]()
         for name, own, first in ((COMPRESSOR, order, latent.size), (INDEXER, index_order, latent.size * (1 + 2 * series))):
             if name == COMPRESSOR or latent.indexed:
                 parts += _matrices(load, name, own, series)
@@ -42,9 +42,7 @@ class Compressor:
             self.query = load.laid_out(load.matrix(name, size, latent.queries, whole=True)[places], None)
             self.weights = load.whole(f"{INDEXER}.scorer.weights_proj", latent.index_heads, wide=True)
 
-    def __call__(
-        self, x: Tensor, made: Tensor, stream: Stream, places: Places, step: Step, layer: Tensor
-    ) -> ChoosingEntries | None:
+    def __call__(self, x: Tensor, made: Tensor, stream: Stream, places: Places, step: Step, layer: Tensor) -> EntrySelection | None:
         """Writes a step's series to the cache, and the entries that its tokens complete; returns the index queries that select
         among entries, or None: all are attended to.
 
@@ -52,7 +50,7 @@ class Compressor:
         """
         latent = self.latent
         write_series(step.slots, stream.product(x, self.inward), layer[..., latent.size : latent.size + latent.series])
-        ends = entries_ended(step.attention, latent.rate, latent.indexed)
+        ends = completed_entries(step.attention, latent.rate, latent.indexed)
         assert places.every is not None
         table = places.every.index_select(0, ends.firsts)
         for making in self.makings:
@@ -62,7 +60,7 @@ class Compressor:
         queries = self.query(made).view(len(made), latent.index_heads, latent.index_size)
         turn(queries, places.rotary)
         weights = self.weights(x.float()) * (latent.index_heads * latent.index_size) ** -0.5
-        return ChoosingEntries(queries, weights, latent.index_most, members=latent.rate, first=self.makings[1].first)
+        return EntrySelection(queries, weights, latent.index_most, members=latent.rate, first=self.makings[1].first)
 
 
 def _matrices(load: Loader, name: str, order: Tensor, series: int) -> list[Tensor]:
@@ -73,11 +71,11 @@ def _matrices(load: Loader, name: str, order: Tensor, series: int) -> list[Tenso
     return [part[number][order] for number in range(series) for part in both]
 
 
-def _making(load: Loader, name: str, order: Tensor, first: int, series: int, latent: Compressed) -> Making:
+def _making(load: Loader, name: str, order: Tensor, first: int, series: int, latent: Compressed) -> EntryParameters:
     """How entries are computed. first: offset of their series in a slot."""
     places = load.wide(f"{name}.position_bias", latent.rate, series * len(order)).view(latent.rate, series, -1)
     ordered = places[..., order].transpose(0, 1).flip(0).contiguous()
-    return Making(first, ordered, load.gains(f"{name}.kv_norm", len(order))[order], latent.epsilon)
+    return EntryParameters(first, ordered, load.gains(f"{name}.kv_norm", len(order))[order], latent.epsilon)
 
 
 class CompressedLatents(Latents):
@@ -142,7 +140,7 @@ class CompressedLatents(Latents):
         how = How(self.window, self.shape.attention_scale, sinks=self.sinks, latent=size)
         if self.compressor is not None and x is not None:
             asked = self.compressor(x, made, stream, places, step, layer)
-            found = attention_to_entries(query, layer, step.attention, how, self.compressor.latent.rate, asked)
+            found = attention_with_entries(query, layer, step.attention, how, self.compressor.latent.rate, asked)
         else:
             found = attention(query, layer, step.attention, how)
         found = found.contiguous()

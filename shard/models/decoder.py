@@ -21,11 +21,11 @@ from ..step import ImageTokens, Step
 from ..weights import Source
 from .alibi import table_of as leanings_of
 from .altup import AltUp, AltUpStream, Ends
-from .changes import Changes
+from .changes import LoraAdapters
 from .compressed_latents import CompressedLatents
 from .compression import Compressed
-from .deepseek_v4_names import Original
-from .gated_hyper_stream import GatedHyperStream, mixing_of
+from .deepseek_v4_names import DeepseekV4Names
+from .gated_hyper_stream import GatedHyperStream, stream_mixer
 from .gated_latents import GatedLatents
 from .gated_norms import GatedStream, NormGate
 from .hash_routing import HashRoutedExperts
@@ -35,7 +35,7 @@ from .indexed_heads import IndexedHeads
 from .kimi_linear_attention import FineDelta
 from .latents import Latents
 from .laurels import LaurelBlock
-from .layer_inputs import LayerInput, LayerInputTable
+from .layer_inputs import PerLayerEmbedding, PerLayerInput
 from .linear_attention import DeltaRule, Remembered
 from .loader import Loader
 from .mlp import (
@@ -48,15 +48,15 @@ from .mlp import (
     SparseActivationMlp,
     UngatedMlp,
 )
-from .ngram_layers import NgramLayer, NgramRows
+from .ngram_layers import NgramHasher, NgramLayer
 from .olmo_linear_attention import ApartDelta
 from .remembering import Convolution, FineLinear, Linear, Remembering
-from .renamed import Either, Older, Paired
-from .rotary import Places, Pools, growth_of, logarithms_of, resized, unturned_growth_of
+from .renamed import EitherSource, LegacySource, PairedSource
+from .rotary import Places, PoolRotary, log_positions, nope_query_scales, query_scales, resized
 from .rotary import table_of as angles_of
 from .shape import Shape, Unsupported
 from .short_convolutions import ShortConvolutions
-from .shortcuts import Rejoined, Shortcut, ShortcutStream
+from .shortcuts import ShortcutExperts, ShortcutMlp, ShortcutStream
 from .state_spaces import StateSpaces
 from .stream import Stream
 from .taps import Taps
@@ -86,7 +86,7 @@ class Layer:
                 gains * shape.residual_factor if gains is not None else None for gains in (self.attention_norm, self.last_norm)
             )
         # Hyper-connections: how attention, and the MLP, see the several residual streams.
-        self.mixings = [mixing_of(load, part, shape.hyper) for part in ("attn", "ffn")] if shape.hyper else []
+        self.mixings = [stream_mixer(load, part, shape.hyper) for part in ("attn", "ffn")] if shape.hyper else []
         self.norm_gates = [NormGate(load, name, shape.norm_gates) if name else None for name in shape.gated_norms(index)]
         self.alternation = AltUp(load, shape.alternation) if shape.alternation else None
         self.laurel = LaurelBlock(load, shape.laurel) if shape.laurel else None
@@ -96,7 +96,7 @@ class Layer:
         # Linear attention or state spaces beside attention, after the same norm.
         self.memory = _remembered(load, kept) if kept and along else None
         self.factor = load.number("layer_scalar") if shape.layer_factors else 1.0
-        self.told = LayerInput(load, shape.inputs) if shape.inputs else None
+        self.told = PerLayerInput(load, shape.inputs) if shape.inputs else None
         self.grams = NgramLayer(load, shape.grams, index) if shape.grams and index in shape.grams.layers else None
         self.mlp = self._mlp(load) if thinks else None
 
@@ -124,13 +124,13 @@ class Layer:
                     (mixture.beside, ParallelExperts),
                     (mixture.latent, LatentExperts),
                     (mixture.entering, InputScaledExperts),
-                    (mixture.later, Shortcut),
+                    (mixture.later, ShortcutExperts),
                 ),
                 (mixture.hashed, HashRoutedExperts),
             )
             return next((kind for asked, kind in kinds if asked), MixtureOfExperts)(load, mixture)
         if self.shape.joins(self.index):
-            return Rejoined(load, self.shape.width(self.index))
+            return ShortcutMlp(load, self.shape.width(self.index))
         if self.shape.mlp_limits and (limit := self.shape.mlp_limits[self.index]):
             return ClampedMlp(load, self.shape.width(self.index), limit)
         if self.shape.mlp_closed and (closed := self.shape.mlp_closed[self.index]):
@@ -225,19 +225,19 @@ class Decoder:
         ranks: Ranks,
         device: torch.device,
         exact: Invariance = Invariance.USUAL,
-        changes: Changes | None = None,
+        changes: LoraAdapters | None = None,
     ) -> None:
         """exact: see `Weight`; changes: LoRA adapters that tokens may use."""
         self.shape = shape
         self.ranks = ranks
         self.invariant = exact is Invariance.INVARIANT
-        self.changes = changes or Changes()
+        self.changes = changes or LoraAdapters()
         changes = self.changes if self.changes.names else None
         self.kept: Taps | None = None  # set for a draft model that reads this model's features
-        source = Older(source, shape, shape.layout) if shape.layout else source
-        source = Paired(source, shape.paired) if shape.paired else source
-        source = Either(source, shape.aliases) if shape.aliases else source
-        source = Original(source) if shape.original else source
+        source = LegacySource(source, shape, shape.layout) if shape.layout else source
+        source = PairedSource(source, shape.paired) if shape.paired else source
+        source = EitherSource(source, shape.aliases) if shape.aliases else source
+        source = DeepseekV4Names(source) if shape.original else source
         root = self._root(source)
         load = Loader(source, shape, ranks, root, exact)
         self.embedding = self._table(load)
@@ -251,13 +251,13 @@ class Decoder:
                 assert isinstance(seen, Heads)
                 layer.attention.scales = seen.scales
         self.positions = load.positions() if shape.learned is not None else None
-        self.inputs = LayerInputTable(load, shape.inputs) if shape.inputs else None
+        self.inputs = PerLayerEmbedding(load, shape.inputs) if shape.inputs else None
         self.changes.check()
         self.first_norm = load.gains(shape.first_norm, shape.hidden) if shape.first_norm else None
-        self.grams = NgramRows(shape.grams, device) if shape.grams else None
+        self.grams = NgramHasher(shape.grams, device) if shape.grams else None
         self.norm = load.gains(shape.last_norm, shape.hidden) if shape.last_norm else None
         last = shape.hyper if shape.hyper and not shape.hyper.averaged else None
-        self.mixing = mixing_of(load, "head", last, gives=False) if last else None
+        self.mixing = stream_mixer(load, "head", last, gives=False) if last else None
         self.ends = Ends(load, shape.alternation) if shape.alternation else None
         self.head = self._output(load)
         size, dtype = shape.turning_size(0), self.embedding.dtype
@@ -267,9 +267,9 @@ class Decoder:
         self.waves = load.wide("rotary_emb.alpha", shape.turned(0) // 2) if shape.rope.learned else None
         factors = self.waves.exp() if self.waves is not None else None
         self.rotary = of(shape.rope, size, factors=factors) if shape.turns else still()
-        self.growth = growth_of(shape.rope, shape.max_positions, dtype, device)
-        self.unturned_growth = unturned_growth_of(shape.unturned_growth, shape.max_positions, dtype, device)
-        self.logarithms = logarithms_of(shape.max_positions, dtype, device) if shape.sharpened else None
+        self.growth = query_scales(shape.rope, shape.max_positions, dtype, device)
+        self.unturned_growth = nope_query_scales(shape.unturned_growth, shape.max_positions, dtype, device)
+        self.logarithms = log_positions(shape.max_positions, dtype, device) if shape.sharpened else None
         near = max(shape.windows)
         self.local_rotary = of(shape.local_rope, shape.turning_size(near), turned=shape.turned(near)) if shape.local_rope else None
         self.leanings = leanings_of(shape, ranks.rank, ranks.size, dtype, device) if shape.alibi else None
@@ -365,17 +365,17 @@ class Decoder:
             for layer, each in enumerate(zip(self._turnings(step), self._growths(step), strict=True))
         ]
 
-    def _pools(self, step: Step) -> Pools | None:
+    def _pools(self, step: Step) -> PoolRotary | None:
         """Cosines and sines for an index with keys of its own beside attention's; None if there is no such index."""
         index = self.shape.blocks
         if not isinstance(index, PoolIndex):
             return None
         own = self._resized(index, step.positions, step.turned)
         if index.pool == 1:
-            return Pools(own, own)
+            return PoolRotary(own, own)
         if step.firsts is None:
-            return Pools(own, self._resized(index, (step.positions - (index.pool - 1)).clamp_(min=0), None))
-        return Pools(own, self._resized(index, step.firsts[0], step.firsts[1:]))
+            return PoolRotary(own, self._resized(index, (step.positions - (index.pool - 1)).clamp_(min=0), None))
+        return PoolRotary(own, self._resized(index, step.firsts[0], step.firsts[1:]))
 
     def _resized(self, index: PoolIndex, positions: Tensor, others: Tensor | None) -> Tensor:
         """As `_turned`, for the heads of an index."""
@@ -431,7 +431,7 @@ class Decoder:
         return kind(sums, self.ranks, shape.norm_epsilon, shape.gelu, chosen)
 
     def _root(self, source: Source) -> str:
-        return root_of(source, self.shape)
+        return tensor_prefix(source, self.shape)
 
     def _table(self, load: Loader) -> Tensor:
         """The embedding table."""
@@ -535,16 +535,16 @@ def _axes_of(shape: Shape, size: int, device: torch.device) -> Tensor:
     return half.repeat(2)
 
 
-def root_of(source: Source, shape: Shape) -> str:
+def tensor_prefix(source: Source, shape: Shape) -> str:
     """The prefix of its tensor names."""
     return next((root for root in ROOTS if source.has(f"{root}{shape.table}.weight")), ROOTS[0])
 
 
 def table_of(source: Source, shape: Shape) -> str:
     """The name of its embedding table."""
-    return f"{root_of(source, shape)}{shape.table}.weight"
+    return f"{tensor_prefix(source, shape)}{shape.table}.weight"
 
 
-def output_of(source: Source, shape: Shape) -> str:
+def lm_head_name(source: Source, shape: Shape) -> str:
     """The name of its LM head, which may be the embedding table."""
     return table_of(source, shape) if shape.tied else next(filter(source.has, OUTPUTS), OUTPUTS[0])

@@ -4,7 +4,7 @@ checkpoints on the hub, or as transformers saves them."""
 from collections.abc import Iterator
 from functools import reduce
 
-from .renamed import Renamed
+from .renamed import MappedSource
 
 # Parts of our names and their replacements, applied one after the other.
 PAIRS = (
@@ -42,7 +42,7 @@ SCALES = (".weight_scale_inv", ".scale")  # of blocks
 KEYS = (".attn.kv_norm.", ".attn.norm.")
 
 
-class Original(Renamed):
+class DeepseekV4Names(MappedSource):
     """A checkpoint with DeepSeek's own names, or transformers'."""
 
     def name(self, name: str) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from .fields import AGAIN, FULL, SLIDING, Config, expect, number, shown
-from .parts import all_alike, biased, cap, common, kinds_of, layers_of, pattern_of, unturned_of, windows_of
+from .parts import biased, cap, common, layer_kinds, layers_of, nope_layers, pattern_of, uniform_windows, windows_of
 from .ropes import MISTRAL_YARN, check_factors, rope_of, ropes_by_kind, rotary_size, stretched, with_rope
 from .shape import Shape, Unsupported
 
@@ -110,20 +110,20 @@ def _arcee(config: Config) -> Shape:
 
 def _mistral(config: Config) -> Shape:
     base = common(MISTRAL | config)
-    return replace(base, windows=all_alike(config, base.layers, 4096))
+    return replace(base, windows=uniform_windows(config, base.layers, 4096))
 
 
 def _ministral(config: Config) -> Shape:
     """Ministral of 2024: a sliding window in all layers, if any, except those that config.json names."""
     base, window = common(MISTRAL | config), config.get("sliding_window", 4096)
-    return replace(base, windows=windows_of(config, kinds_of(config, base.layers, lambda layer: window is not None)))
+    return replace(base, windows=windows_of(config, layer_kinds(config, base.layers, lambda layer: window is not None)))
 
 
 def _ministral_3(config: Config) -> Shape:
     """Ministral 3: queries are scaled by their position."""
     given = with_rope(MINISTRAL_3 | config, MINISTRAL_3_ROPE)
     base = common(given)
-    return replace(base, windows=all_alike(given, base.layers))
+    return replace(base, windows=uniform_windows(given, base.layers))
 
 
 def qwen(config: Config) -> Shape:
@@ -134,7 +134,7 @@ def qwen(config: Config) -> Shape:
     first = config.get("max_window_layers", 28)
     if first is None:
         raise Unsupported(f"config.json says use_sliding_window, and max_window_layers null: {AGAIN}")
-    return replace(base, windows=windows_of(config, kinds_of(config, base.layers, lambda layer: layer >= first)))
+    return replace(base, windows=windows_of(config, layer_kinds(config, base.layers, lambda layer: layer >= first)))
 
 
 def _qwen2(config: Config) -> Shape:
@@ -148,8 +148,8 @@ def qwen3(config: Config) -> Shape:
 def _smollm3(config: Config) -> Shape:
     """SmolLM 3: Llama, but some layers have no rotary embedding, and these may have a sliding window."""
     base = llama(SMOLLM3 | config)
-    still = unturned_of(config, base.layers, config.get("no_rope_layers"))
-    kinds = kinds_of(config, base.layers, lambda layer: layer in still)
+    still = nope_layers(config, base.layers, config.get("no_rope_layers"))
+    kinds = layer_kinds(config, base.layers, lambda layer: layer in still)
     window = (config.get("use_sliding_window") and config.get("sliding_window")) or 0
     return replace(base, unturned=still, windows=tuple(window if kind == SLIDING else 0 for kind in kinds))
 
@@ -158,7 +158,7 @@ def _cwm(config: Config) -> Shape:
     """Meta's Code World Model: Llama with a sliding window, and full attention in one layer of four, beginning with the first."""
     given = with_rope(CWM | config, CWM_ROPE)
     base = replace(common(given), mlp_bias=given.get("mlp_bias", False))
-    return replace(base, windows=windows_of(given, kinds_of(given, base.layers, lambda layer: layer % 4 > 0)))
+    return replace(base, windows=windows_of(given, layer_kinds(given, base.layers, lambda layer: layer % 4 > 0)))
 
 
 def _helium(config: Config) -> Shape:
@@ -244,7 +244,7 @@ def _granite_swa(config: Config) -> Shape:
 
 def with_thetas(base: Shape, given: Config) -> Shape:
     """The same with sinks and windows, and a theta for each layer, or 0: no rotary embedding."""
-    kinds = kinds_of(given, base.layers, lambda layer: layer % 4 > 0)
+    kinds = layer_kinds(given, base.layers, lambda layer: layer % 4 > 0)
     thetas = given.get("layer_rope_theta")
     thetas = [base.rope.theta] * base.layers if thetas is None else thetas
     if not isinstance(thetas, list) or len(thetas) != base.layers or not all(type(theta) in (int, float) for theta in thetas):
@@ -271,7 +271,7 @@ def _phi3(config: Config) -> Shape:
     return replace(
         base,
         joined=("qkv_proj", "gate_up_proj"),
-        windows=all_alike(config, base.layers),
+        windows=uniform_windows(config, base.layers),
         rotary_size=turned,
     )
 
@@ -308,7 +308,7 @@ def _gemma2(config: Config) -> Shape:
     return replace(
         base,
         norms=AROUND,
-        windows=windows_of(config, kinds_of(config, base.layers, lambda layer: layer % 2 == 0)),
+        windows=windows_of(config, layer_kinds(config, base.layers, lambda layer: layer % 2 == 0)),
         attention_scale=number(config, "query_pre_attn_scalar", 256.0) ** -0.5,
         softcap=cap(config, "attn_logit_softcapping", 50.0),
         final_softcap=cap(config, "final_logit_softcapping", 30.0),
@@ -324,7 +324,7 @@ def _gemma3(config: Config) -> Shape:
     """Gemma 3: full attention in one layer of six, with another rotary embedding than in layers with a sliding window."""
     full, local = ropes_by_kind(config, 1e6, 1e4)
     pattern, layers = pattern_of(config, 6), config.get("num_hidden_layers", 26)
-    kinds = kinds_of(config, layers, lambda layer: (layer + 1) % pattern > 0)
+    kinds = layer_kinds(config, layers, lambda layer: (layer + 1) % pattern > 0)
     base = _gemma2(GEMMA3 | config | {"layer_types": kinds, "rope_parameters": full, "rope_scaling": None})
     # transformers reads attn_logit_softcapping and does not use it.
     local_rope = rope_of(GEMMA3 | config | {"rope_parameters": local}, "rope_parameters")
@@ -343,7 +343,7 @@ def _olmo3(config: Config) -> Shape:
     full, local = ropes_by_kind({**config, "rope_theta": theta, "rope_local_base_freq": OLMO3_THETA}, theta, OLMO3_THETA)
     base = _olmo2(config | {"rope_parameters": full, "rope_scaling": None})
     local_rope = rope_of(OLMO | config | {"rope_parameters": local}, "rope_parameters")
-    kinds = kinds_of(config, base.layers, lambda layer: (layer + 1) % 4 > 0)
+    kinds = layer_kinds(config, base.layers, lambda layer: (layer + 1) % 4 > 0)
     return replace(base, windows=windows_of(config, kinds), local_rope=local_rope if local_rope != base.rope else None)
 
 
@@ -364,7 +364,7 @@ def exaone4(config: Config) -> Shape:
     rotary embedding."""
     base = common({"num_key_value_heads": 32, "rms_norm_eps": 1e-5} | config)
     window = config.get("sliding_window", 4096)
-    kinds = kinds_of(config, base.layers, lambda layer: (layer + 1) % pattern_of(config, 4) > 0 and window)
+    kinds = layer_kinds(config, base.layers, lambda layer: (layer + 1) % pattern_of(config, 4) > 0 and window)
     still = layers_of(kinds, FULL) if window else frozenset[int]()
     return replace(base, qk_norm=True, norms=BEHIND, windows=windows_of(config, kinds), unturned=still)
 

@@ -116,7 +116,7 @@ def levels(draft: DraftShape) -> int:
     return draft.levels if isinstance(draft, ReadoutShape) else 0
 
 
-def borrowed(draft: DraftShape, target: Shape, ranks: int) -> int:
+def borrowed_elements(draft: DraftShape, target: Shape, ranks: int) -> int:
     """Elements of the target's vocabulary tables that the draft rank must hold whole, because a rank of `ranks` has only a part."""
     if ranks == 1:
         return 0

@@ -18,10 +18,10 @@ from ..cache import Cache
 from ..parallel import Ranks
 from ..step import Step
 from ..weights import Source
-from .decoder import OUTPUTS, ROOTS, Decoder, Layer, output_of, root_of, table_of
+from .decoder import OUTPUTS, ROOTS, Decoder, Layer, lm_head_name, table_of, tensor_prefix
 from .heads import Heads
 from .loader import Loader
-from .renamed import Prefixed
+from .renamed import PrefixedSource
 from .rotary import Places
 from .shape import Shape, Unsupported
 from .stream import Stream
@@ -39,7 +39,7 @@ class Paired(Stream):
         self.both = both
 
 
-class Widened(Layer):
+class Eagle3Layer(Layer):
     """A layer whose attention reads embedding and features concatenated."""
 
     def __init__(self, index: int, shape: Shape, load: Loader) -> None:
@@ -118,11 +118,11 @@ class DraftHead(Decoder, ABC):
 class Eagle3(DraftHead):
     """EAGLE-3: one layer, whose attention reads embedding and features concatenated."""
 
-    LAYER = Widened
+    LAYER = Eagle3Layer
 
     def __init__(self, shape: Shape, source: Source, target: Decoder, whole: Source) -> None:
         layer = "layers.0." if source.has("layers.0.hidden_norm.weight") else "midlayer."  # speculators' name, else EAGLE's
-        super().__init__(shape, Prefixed(source, [("model.layers.0.", layer), ("model.", "")]), target, whole)
+        super().__init__(shape, PrefixedSource(source, [("model.layers.0.", layer), ("model.", "")]), target, whole)
         inputs = len(self.features.layers) * shape.hidden
         self.fuse = Weight(source.tensor("fc.weight", (shape.hidden, inputs)), exact=Invariance.GUESS)
         self.taps = Taps(self.features.layers, self.fuse)
@@ -142,21 +142,21 @@ class Eagle3(DraftHead):
 
     def _joined(self, embedded: Tensor, features: Tensor) -> Stream:
         layer, epsilon = self.layers[0], self.shape.norm_epsilon
-        assert isinstance(layer, Widened)
+        assert isinstance(layer, Eagle3Layer)
         assert layer.input_norm is not None
         found = rms_norm(features, layer.feature_norm, epsilon)
         both = torch.cat((rms_norm(embedded, layer.input_norm, epsilon), found), 1)
         return Paired(found if self.features.normalized else features, both, self.ranks, epsilon)
 
 
-class NextTokens(DraftHead):
+class MtpHead(DraftHead):
     """The target's own MTP layer: a layer of the target's kind, whose input is a projection of embedding and features."""
 
     def __init__(self, shape: Shape, target: Decoder, whole: Source, made_up: bool = False) -> None:
         """made_up: weights are random, without a checkpoint. Raises Unsupported if the checkpoint lacks the layer."""
         assert shape.features is not None
-        root, layer = root_of(whole, target.shape), f"{ROOTS[0]}layers.0."
-        source = Prefixed(
+        root, layer = tensor_prefix(whole, target.shape), f"{ROOTS[0]}layers.0."
+        source = PrefixedSource(
             whole, [(ours, theirs.format(root=root, layers=target.shape.layers)) for ours, theirs in shape.features.names]
         )
         if not made_up and not source.has(f"{layer}enorm.weight"):
@@ -174,7 +174,7 @@ class NextTokens(DraftHead):
     def _output(self, load: Loader) -> Weight:
         """The layer's LM head; the target's where it has no other: checkpoints may repeat that."""
         size = self.shape.vocabulary, self.shape.hidden
-        name = output_of(self._whole, self._target.shape)
+        name = lm_head_name(self._whole, self._target.shape)
         found = load.source.tensor(OUTPUTS[0], size) if load.source.has(OUTPUTS[0]) else None
         if self._target.ranks.size == 1 and (found is None or found.equal(self._whole.tensor(name, size))):
             return self._target.head

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...kernels.codes import FP4_BLOCKS, Codes, joined, quantize
+from ...kernels.codes import FP4_BLOCKS, QuantizedWeight, joined, quantize
 from ...kernels.experts import Biases, Weights
 from ..weights import Source
 from .codes import fp4, powers, stack
@@ -54,7 +54,7 @@ def experts(load: Loader, mixture: Mixture) -> tuple[Weights, Weights, Biases]:
     apart = [[name] for name in up] if load.shape.ungated else zip(gate, up, strict=True)
     outwards = [load.outwards(names, [mixture.size] * len(names), inputs=mixture.latent) for names in apart]
     inwards = [load.inwards(name, mixture.size, mixture.latent) for name in down]
-    ordered = any(isinstance(weight, Codes) and weight.order is not None for weight in (*outwards, *inwards))
+    ordered = any(isinstance(weight, QuantizedWeight) and weight.order is not None for weight in (*outwards, *inwards))
     if ordered and load.source.device.type != "cpu":  # unpacked they would take four times the memory that is planned for them
         raise Unsupported(
             f"{load.prefix}{down[0]}: experts with inputs in the order of their activations (desc_act, actorder) are not supported "
@@ -106,7 +106,7 @@ def _together(load: Loader, mixture: Mixture) -> tuple[Weights, Weights, Biases]
     return plain, [load.residual(_kept(down, how)) for down in read(second_name, (count, hidden, size), 2, start)], None
 
 
-def _kept(weight: Tensor, how: Quantization | None) -> Tensor | Codes:
+def _kept(weight: Tensor, how: Quantization | None) -> Tensor | QuantizedWeight:
     """Quantizes the weight if that is to happen at load."""
     return quantize(weight, how.kind) if how and how.at_load else weight
 
@@ -176,7 +176,7 @@ def _stacked(
     return [quantize(one, how.kind) for one in found] if how and (how.at_load or made_up) else [*found]
 
 
-def _codes(source: Source, name: str, shape: tuple[int, int, int]) -> Iterator[Codes]:
+def _codes(source: Source, name: str, shape: tuple[int, int, int]) -> Iterator[QuantizedWeight]:
     """Each expert of MXFP4: two codes in a byte, the lower 4 bits first, and each block's scale as an exponent."""
     codes, scales = source.stored(f"{name}_blocks", ("U8",)), source.stored(f"{name}_scales", ("U8",))
     size = FP4_BLOCKS["fp4"]
@@ -187,4 +187,4 @@ def _codes(source: Source, name: str, shape: tuple[int, int, int]) -> Iterator[C
         )
     for held, exponents in zip(codes.flatten(2), scales, strict=True):
         source.progress(2 * held.numel())
-        yield Codes("fp4", fp4(held), powers(exponents))
+        yield QuantizedWeight("fp4", fp4(held), powers(exponents))

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...kernels.gated_hyper_connections import gathered, spread
-from ...kernels.reference import by_lanes
+from ...kernels.reference import lane_invariant
 from .hyper_stream import HyperConnection, HyperStream, StreamMixer
 from .loader import Loader
 from .traits import GatedHyperConnections, HyperConnections
@@ -36,7 +36,7 @@ class GatedHyperStream(HyperStream):
         normal = spread(self._all, self._more, self._given, mixing.gains, self._epsilon)
         joint = mixing.inward(normal)
         few, giving = joint[:, : mixing.rank], joint[:, mixing.rank :] if mixing.gives else None
-        gates = mixing.opening(by_lanes(functional.silu, few.contiguous()))
+        gates = mixing.opening(lane_invariant(functional.silu, few.contiguous()))
         self._sums, self._given = gathered(normal, gates, giving, self._all.shape[1])
         self._more = None
 
@@ -48,7 +48,7 @@ class GatedHyperStream(HyperStream):
         return self._all
 
 
-def mixing_of(load: Loader, part: str, hyper: HyperConnections, gives: bool = True) -> StreamMixer:
+def stream_mixer(load: Loader, part: str, hyper: HyperConnections, gives: bool = True) -> StreamMixer:
     """The mixer for a part of a layer, "attn" or "ffn", or for the LM head, "head"."""
     if isinstance(hyper, GatedHyperConnections):
         own = {"attn": "attn_hyper_connection.", "ffn": "mlp_hyper_connection.", "head": "hyper_connection_mixer."}

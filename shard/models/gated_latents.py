@@ -4,8 +4,8 @@ before it (A.X K2's)."""
 import torch
 from torch import Tensor
 
-from ...kernels.codes import Codes
-from .changes import Outwards
+from ...kernels.codes import QuantizedWeight
+from .changes import ColumnLora
 from .latents import Latents
 from .loader import Loader
 from .stream import Stream
@@ -16,7 +16,7 @@ NAME = "self_attn.q_gate_proj"
 class GatedLatents(Latents):
     """In the place of `Latents`."""
 
-    def _asking(self, load: Loader) -> tuple[Tensor | Codes, Outwards | None]:
+    def _asking(self, load: Loader) -> tuple[Tensor | QuantizedWeight, ColumnLora | None]:
         """As that of `Latents`; gates of all heads come first."""
         latent, inputs = self.latent, 2 * self.latent.queries
         size = latent.plain + latent.turned

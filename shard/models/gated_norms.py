@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...kernels.linear import Weight
-from ...kernels.reference import by_lanes
+from ...kernels.reference import lane_invariant
 from .loader import Loader
 from .stream import Stream
 
@@ -22,8 +22,8 @@ class NormGate:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x times its gates, [tokens, hidden]. The gates are computed in float32."""
-        gates = self.outward(by_lanes(functional.silu, self.inward(x)))
-        return by_lanes(torch.sigmoid, gates.float()).mul_(x).to(x.dtype)
+        gates = self.outward(lane_invariant(functional.silu, self.inward(x)))
+        return lane_invariant(torch.sigmoid, gates.float()).mul_(x).to(x.dtype)
 
 
 class GatedStream(Stream):

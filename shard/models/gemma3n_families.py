@@ -11,8 +11,8 @@ from typing import Any
 
 from .dense_families import AROUND, gemma
 from .fields import AGAIN, Config, boolean, shown, whole
-from .gemma4_families import keyless, told_of
-from .parts import cap, kinds_of, windows_of
+from .gemma4_families import keyless, per_layer_inputs
+from .parts import cap, layer_kinds, windows_of
 from .ropes import rope_of, ropes_by_kind
 from .shape import Shape, Unsupported
 from .traits import AltUpShape
@@ -40,7 +40,7 @@ def _gemma3n(config: Config) -> Shape:
     widths = _widths(config)
     given = config | {"intermediate_size": max(widths), "rope_parameters": full, "rope_scaling": None}
     base = gemma(given, "hidden_activation")
-    kinds = kinds_of(config, base.layers, lambda layer: (layer + 1) % 5 > 0)
+    kinds = layer_kinds(config, base.layers, lambda layer: (layer + 1) % 5 > 0)
     base = replace(
         base,
         centered_norms=False,
@@ -56,7 +56,7 @@ def _gemma3n(config: Config) -> Shape:
         laurel=config["laurel_rank"],
         alternation=_alternation(config),
     )
-    return replace(keyless(base, config), inputs=told_of(config, least=1))
+    return replace(keyless(base, config), inputs=per_layer_inputs(config, least=1))
 
 
 def _alternation(config: Config) -> AltUpShape:

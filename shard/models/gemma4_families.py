@@ -7,10 +7,10 @@ from typing import Any
 
 from .dense_families import AROUND, gemma
 from .fields import AGAIN, FULL, SIZES, SLIDING, Config, boolean, shown
-from .parts import cap, kinds_of, windows_of
+from .parts import cap, layer_kinds, windows_of
 from .ropes import rope_of_kind, ropes_by_kind
 from .shape import Shape, Unsupported
-from .traits import Keys, LayerInputs, Mixture
+from .traits import Keys, Mixture, PerLayerShape
 
 # transformers' defaults, which some checkpoints rely on.
 TEXT: Config = {
@@ -45,11 +45,11 @@ def gemma4(config: Config) -> Shape:
             "use_double_wide_mlp together with enable_moe_block is not supported: only MLPs without experts are wider"
         )
     untold = config.get("hidden_size_per_layer_input", 256) in (0, None)
-    base = replace(base, inputs=None if untold else told_of(config, base.vocabulary))
+    base = replace(base, inputs=None if untold else per_layer_inputs(config, base.vocabulary))
     return replace(base, mixtures=(_mixture(config, base),) * base.layers) if sparse else base
 
 
-def told_of(config: Config, least: int) -> LayerInputs:
+def per_layer_inputs(config: Config, least: int) -> PerLayerShape:
     """The per-layer embeddings; where config.json doesn't mention them, the model has them. least: rows that the table must
     have."""
     size, rows = config.get("hidden_size_per_layer_input", 256), config.get("vocab_size_per_layer_input", 262_144)
@@ -59,7 +59,7 @@ def told_of(config: Config, least: int) -> LayerInputs:
     padding = config.get("pad_token_id", 0)
     if type(padding) is not int or not 0 <= padding < rows:
         raise Unsupported(f"config.json says pad_token_id {shown(padding)}, a token is needed, which stands for images': {AGAIN}")
-    return LayerInputs(size=size, vocabulary=rows, padding=padding)
+    return PerLayerShape(size=size, vocabulary=rows, padding=padding)
 
 
 def keyless(base: Shape, config: Config) -> Shape:
@@ -105,7 +105,7 @@ def gemma4_unified(config: Config) -> Shape:
 def _text(config: Config) -> Shape:
     seen = config.get("use_bidirectional_attention")
     layers = config["num_hidden_layers"]
-    kinds = kinds_of(config, layers, lambda layer: (layer + 1) % 6 > 0 and layer + 1 < layers)
+    kinds = layer_kinds(config, layers, lambda layer: (layer + 1) % 6 > 0 and layer + 1 < layers)
     full, local = ropes_by_kind({**config, "rope_parameters": config.get("rope_parameters") or ROPES}, 1e6, 1e4)
     plain = config | {
         "use_bidirectional_attention": None if seen == "vision" else seen,  # of image tokens alone

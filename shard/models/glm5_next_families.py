@@ -8,7 +8,7 @@ from typing import Any
 from .fields import AGAIN, INDEXED, LEAST, LINEAR, SIZES, Config, boolean, expect, number, said, shown, whole
 from .hybrid_families import linear_layers
 from .kimi_families import INNER
-from .latent_families import GLM_5, borrowing_of, latent_shape
+from .latent_families import GLM_5, index_sharing_layers, latent_shape
 from .remembering import FineLinear
 from .ropes import ROPES
 from .shape import Shape, Unsupported
@@ -114,6 +114,6 @@ def _index(given: Config, attending: frozenset[int]) -> Index:
         heads=given["index_n_heads"],
         size=given["index_head_dim"],
         most=most,
-        borrowing=borrowing_of(given, attending),
+        borrowing=index_sharing_layers(given, attending),
         pool=pool if pool > 1 else 0,
     )

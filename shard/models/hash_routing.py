@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ...kernels.experts import shared_out
+from ...kernels.experts import weights_of_chosen
 from ...kernels.linear import Weight
 from .fields import AGAIN
 from .hyper_stream import HyperStream
@@ -30,7 +30,9 @@ class HashRoutedExperts(MixtureOfExperts):
         assert stream.tokens is not None
         x = stream.normalized(before)
         chosen = self.table.index_select(0, stream.tokens).long()
-        shares = shared_out(self.router(x.float()), chosen, self.mixture.factor, self.mixture.least, rooted=self.mixture.rooted)
+        shares = weights_of_chosen(
+            self.router(x.float()), chosen, self.mixture.factor, self.mixture.least, rooted=self.mixture.rooted
+        )
         made = self.experts(x, shares, chosen)
         return made if self.shared is None else made.add_(self.shared(x, stream), alpha=self.mixture.shared_factor)
 

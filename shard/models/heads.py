@@ -8,7 +8,7 @@ from torch.nn import functional
 from ...kernels.indexed import Choosing, ChoosingBlocks
 from ...kernels.operations import rotate, rotate_and_write
 from ...kernels.ragged import How, attention
-from ...kernels.reference import by_lanes
+from ...kernels.reference import lane_invariant
 from ..parallel import Ranks
 from ..step import Step
 from .alibi import widened
@@ -106,7 +106,7 @@ class Heads:
         found = found if places.leaning is None and self.value_size == self.size else found[..., : self.value_size]
         if not self.gates:
             return found.flatten(1)
-        opened = by_lanes(torch.sigmoid, gates) if not shape.softplus_gates else softplus(gates)
+        opened = lane_invariant(torch.sigmoid, gates) if not shape.softplus_gates else softplus(gates)
         return found.mul_(opened.view(*found.shape[:2], 1 if shape.head_gates else self.value_size)).flatten(1)
 
     def _filled_up(self, joint: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ class Queries:
 
 def softplus(gates: Tensor) -> Tensor:
     """Softplus in float32."""
-    return by_lanes(functional.softplus, gates.float()).to(gates.dtype)
+    return lane_invariant(functional.softplus, gates.float()).to(gates.dtype)
 
 
 def normalize_parts(joint: Tensor, gains: tuple[Tensor, Tensor], epsilon: float, ranks: Ranks) -> None:

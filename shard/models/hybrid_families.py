@@ -8,7 +8,7 @@ from typing import Any
 
 from .dense_families import BEHIND, granite, llama
 from .fields import AGAIN, FULL, LINEAR, SHORT, SLIDING, Config, expect, number, said, shown
-from .parts import biased, common, kinds_of, layers_of, windows_of
+from .parts import biased, common, layer_kinds, layers_of, windows_of
 from .remembering import Convolution, Linear
 from .ropes import ROPES, rope_of_kind, ropes_by_kind, rotary_size, with_rope
 from .shape import PLAIN, Shape, Unsupported
@@ -98,7 +98,9 @@ def hybrid(config: Config, joint: int, turned: float = 0.25) -> Shape:
     """Qwen's hybrid: one layer of `full_attention_interval` has attention, with gated output and partial rotary embedding, `turned`
     of each head by default; joint: see `Linear`."""
     base = biased(common(config), config)
-    layers = linear_layers(kinds_of(config, base.layers, lambda layer: (layer + 1) % config["full_attention_interval"] > 0, LINEAR))
+    layers = linear_layers(
+        layer_kinds(config, base.layers, lambda layer: (layer + 1) % config["full_attention_interval"] > 0, LINEAR)
+    )
     return replace(
         base,
         remembering=_linear(config, layers, joint) if layers else None,
@@ -168,7 +170,7 @@ def _granite_hybrid(config: Config) -> Shape:
             f"position_embedding_type {shown(turning)} is not supported: for this family the decoder has nope and rope"
         )
     base = granite(given | {"intermediate_size": given["shared_intermediate_size"]})
-    layers = linear_layers(kinds_of(config, base.layers, lambda layer: True, LINEAR))
+    layers = linear_layers(layer_kinds(config, base.layers, lambda layer: True, LINEAR))
     return replace(
         with_granites_experts(base, given, shared=base.intermediate),
         remembering=state_spaces(given, layers, given["mamba_expand"] * given["hidden_size"]) if layers else None,
@@ -247,7 +249,7 @@ def _lfm2(config: Config) -> Shape:
         if config.get("block_ffn_dim_multiplier", 1.0) is not None:
             unit: int = config.get("block_multiple_of", 256)
             size = -(-int(number(config, "block_ffn_dim_multiplier", 1.0) * size) // unit) * unit
-    kinds = kinds_of(config, layers, lambda layer: attending is not None and layer not in attending, SHORT)
+    kinds = layer_kinds(config, layers, lambda layer: attending is not None and layer not in attending, SHORT)
     return _short(config | {"intermediate_size": size}, kinds)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...kernels.adapters import RowAdapters
 from ...kernels.hyper_connections import mix
 from ...kernels.linear import Weight
-from ...kernels.reference import Shares
+from ...kernels.reference import HyperConnectionWeights
 from ..parallel import Ranks
 from .loader import Loader
 from .stream import Stream
@@ -31,7 +31,9 @@ class HyperConnection(StreamMixer):
         self.matrix = load.wide(f"{name}fn", sum(kinds), hyper.count * load.shape.hidden)
         self.base, self.scale = load.wide(f"{name}base", sum(kinds)), load.wide(f"{name}scale", len(kinds))
         scale = self.scale.repeat_interleave(torch.tensor(kinds, device=self.scale.device))
-        self.shares = Shares(self.matrix, scale, self.base, hyper.magnitude, hyper.epsilon, hyper.rounds if gives else 0)
+        self.shares = HyperConnectionWeights(
+            self.matrix, scale, self.base, hyper.magnitude, hyper.epsilon, hyper.rounds if gives else 0
+        )
 
 
 class HyperStream(Stream):

@@ -4,14 +4,14 @@ arXiv:2512.02556): see `kernels.indexed`."""
 import torch
 from torch import Tensor
 
-from ...kernels.codes import Codes
+from ...kernels.codes import QuantizedWeight
 from ...kernels.indexed import Choosing
 from ...kernels.operations import layer_norm, rotate_and_write_index
 from ...kernels.ragged import narrows
 from ..step import Step
 from .loader import Loader
 from .rotary import Places
-from .sharpening import Sharpening
+from .sharpening import ScalableSoftmax
 from .traits import Index, Latent
 
 NAME = "self_attn.indexer"
@@ -33,7 +33,7 @@ class Indexer:
         self.weights = load.whole(f"{NAME}.weights_proj", index.heads, wide=True)
         self.norm = _layer_norm(load, f"{NAME}.k_norm", index.size)[:, self._order]
         self.query_norm = _layer_norm(load, f"{NAME}.q_input_norm", hidden) if index.streaming else None
-        self.sharpening = Sharpening(load, f"{NAME}.softmax_scaling", index.heads, whole=True) if index.sharpened else None
+        self.sharpening = ScalableSoftmax(load, f"{NAME}.softmax_scaling", index.heads, whole=True) if index.sharpened else None
 
     @property
     def parts(self) -> tuple[object, ...]:
@@ -65,10 +65,10 @@ class Indexer:
             own, others = range(size - turned, size), range(size - turned)
         return [*own[::2], *own[1::2], *others] if self.index.neighbours else [*own, *others]
 
-    def _by_order(self, weight: Tensor | Codes) -> Tensor | Codes:
+    def _by_order(self, weight: Tensor | QuantizedWeight) -> Tensor | QuantizedWeight:
         if self._order == [*range(self.index.size)]:
             return weight
-        count = len(weight.codes if isinstance(weight, Codes) else weight)
+        count = len(weight.codes if isinstance(weight, QuantizedWeight) else weight)
         return weight[torch.arange(count).view(-1, self.index.size)[:, self._order].flatten()]
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from .fields import AGAIN, FULL, LEAST, LINEAR, SIZES, Config, boolean, expect, said, shown, whole
 from .hybrid_families import linear_layers
 from .latent_families import latent_shape
-from .parts import kinds_of
+from .parts import layer_kinds
 from .remembering import FineLinear
 from .shape import Shape, Unsupported
 from .sparse_families import scored_by_kinds, with_experts
@@ -58,7 +58,7 @@ def _kimi_linear(config: Config) -> Shape:
         whole(name, named[name], LEAST.get(name, 1), SIZES[name])
     given = KIMI | config | named
     base = latent_shape(given | {"rope_interleave": False})
-    kinds = kinds_of(config, base.layers, lambda layer: not layer or layer % 4 > 0, LINEAR)
+    kinds = layer_kinds(config, base.layers, lambda layer: not layer or layer % 4 > 0, LINEAR)
     if not config.get("layer_types") and all(name in inner for name in LAYERS):
         kinds = _counted(inner, base.layers)
     layers = linear_layers(kinds)

@@ -174,10 +174,10 @@ def _deepseek_v32(config: Config) -> Shape:
 
 def _glm_5(config: Config) -> Shape:
     """GLM 5: DeepSeek V3.2 with interleaved features in the index; some layers may reuse the index of another."""
-    return _indexed(GLM_5 | config, neighbours=True, borrowing=borrowing_of(config))
+    return _indexed(GLM_5 | config, neighbours=True, borrowing=index_sharing_layers(config))
 
 
-def borrowing_of(config: Config, attending: frozenset[int] | None = None) -> frozenset[int]:
+def index_sharing_layers(config: Config, attending: frozenset[int] | None = None) -> frozenset[int]:
     """Layers without an index of their own: given by name, by letters, or by an interval. attending: layers to consider, if not
     all."""
     layers = config["num_hidden_layers"]
@@ -233,7 +233,7 @@ def _deepseek_v2(config: Config) -> Shape:
     if method not in ("greedy", "group_limited_greedy"):
         raise Unsupported(f"topk_method {shown(method)} is not supported: the decoder has greedy and group_limited_greedy")
     base = scored(latent_shape(given), given if method != "greedy" else given | {"n_group": 1, "topk_group": 1})
-    return softened(base, best=1, precise=True)
+    return with_softmax_router(base, best=1, precise=True)
 
 
 def deepseek_ocr(config: Config) -> Shape:
@@ -243,13 +243,13 @@ def deepseek_ocr(config: Config) -> Shape:
     if given["num_experts_per_tok"] is None:
         raise KeyError("num_experts_per_tok")
     base = biased(common({name: value for name, value in given.items() if name != "head_dim"}), given)
-    return softened(scored_by_kinds(base, given | {"n_group": 1, "topk_group": 1}), best=1, precise=True)
+    return with_softmax_router(scored_by_kinds(base, given | {"n_group": 1, "topk_group": 1}), best=1, precise=True)
 
 
 def _mistral_4(config: Config) -> Shape:
     """Mistral Small 4: DeepSeek V2, where a group is rated by its best two experts. Queries are scaled by their position."""
     given = with_rope(MISTRAL_4 | config, MISTRAL_4_ROPE)
-    return softened(scored(latent_shape(given), given))
+    return with_softmax_router(scored(latent_shape(given), given))
 
 
 def _youtu(config: Config) -> Shape:
@@ -305,7 +305,7 @@ def _hy_4(config: Config, neighbours: bool = False) -> Shape:
     """Tencent's Hy 4: GLM 5 with hyper-connections, gated attention, attention sinks, and experts with clamped gates."""
     usual = [OWN if layer == 0 or (layer - 1) % 4 == 0 else OTHERS for layer in range(config["num_hidden_layers"])]
     given = HY_4 | {"routed_scaling_factor": 2.827, "indexer_types": usual} | config | {"rope_interleave": neighbours}
-    base = _indexed(given, neighbours=neighbours, borrowing=borrowing_of(given), turned_last=True)
+    base = _indexed(given, neighbours=neighbours, borrowing=index_sharing_layers(given), turned_last=True)
     limit = config.get("swiglu_limit", 10.0)
     if type(limit) not in (int, float) or limit > 0:
         base = with_experts(base, limit=number(given, "swiglu_limit", 10.0), form="before")
@@ -321,7 +321,7 @@ def _hy_4(config: Config, neighbours: bool = False) -> Shape:
     )
 
 
-def softened(base: Shape, **more: Any) -> Shape:
+def with_softmax_router(base: Shape, **more: Any) -> Shape:
     """The same shape, but router scores are a softmax without correction bias."""
     return with_experts(base, sigmoid=False, correction="", **more)
 

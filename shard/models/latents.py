@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...kernels.codes import Codes
+from ...kernels.codes import QuantizedWeight
 from ...kernels.linear import Invariance, Weight, by_onednn
 from ...kernels.operations import rms_norm, rotate_and_write_latents
 from ...kernels.ragged import How, attention
-from ...kernels.reference import by_lanes
+from ...kernels.reference import lane_invariant
 from ..step import Step
-from .changes import Outwards, side_by_side
+from .changes import ColumnLora, side_by_side
 from .indexer import Indexer
 from .loader import Loader
 from .pool_indexer import PoolIndexer
 from .rotary import Places
-from .sharpening import Sharpening
+from .sharpening import ScalableSoftmax
 from .stream import Stream
 from .traits import Latent
 
@@ -90,10 +90,10 @@ class Latents:
         choosing = PoolIndexer if latent.index and latent.index.pool else Indexer
         self.indexer = choosing(load, latent, latent.index) if latent.index and indexing else None
         self.sinks = load.each_head(f"self_attn.{shape.sinks_name}", shape.heads) if shape.sunk(window) else None
-        self.sharpening = Sharpening(load, "self_attn.softmax_scaling", shape.heads) if shape.sharpened else None
+        self.sharpening = ScalableSoftmax(load, "self_attn.softmax_scaling", shape.heads) if shape.sharpened else None
         self.output = load.rows("self_attn.o_proj", shape.heads * latent.values, shape.output_bias)
 
-    def _asking(self, load: Loader) -> tuple[Tensor | Codes, Outwards | None]:
+    def _asking(self, load: Loader) -> tuple[Tensor | QuantizedWeight, ColumnLora | None]:
         """What leads from latents of queries to those, and how adapters change it."""
         inputs, outputs = self.latent.queries, load.shape.heads * (self.latent.plain + self.latent.turned)
         order = self._order(outputs // load.ranks.size, self.latent.plain)
@@ -129,7 +129,7 @@ class Latents:
         [chosen] = places.choosing or [None]  # by the layer's own index, or the last one before it
         how = How(self.window, self.shape.attention_scale, sinks=self.sinks, latent=latent.size, asked=chosen)
         found = self.to_values(attention(query, layer, step.attention, how)).flatten(1)
-        return found.mul_(by_lanes(torch.sigmoid, gates)) if gates.shape[1] else found
+        return found.mul_(lane_invariant(torch.sigmoid, gates)) if gates.shape[1] else found
 
     def _made(self, stream: Stream, latents: Tensor, gates: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Gates, queries, and what those of an index are made of: of latents of queries, and gates so far."""

@@ -11,16 +11,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...kernels.operations import rms_norm
-from ...kernels.reference import by_lanes
+from ...kernels.reference import lane_invariant
 from .loader import Loader
 from .stream import Stream
-from .traits import LayerInputs
+from .traits import PerLayerShape
 
 
-class LayerInputTable:
+class PerLayerEmbedding:
     """The table and projection of all layers' inputs."""
 
-    def __init__(self, load: Loader, inputs: LayerInputs) -> None:
+    def __init__(self, load: Loader, inputs: PerLayerShape) -> None:
         """load: for tensors beside the layers."""
         shape = load.shape
         self._size, self._own = inputs.size, slice(*load.own(inputs.size))
@@ -46,15 +46,15 @@ class LayerInputTable:
         return told.add_(made).mul_(2**-0.5).transpose(0, 1)
 
 
-class LayerInput:
+class PerLayerInput:
     """The gate and projection of one layer."""
 
-    def __init__(self, load: Loader, inputs: LayerInputs) -> None:
+    def __init__(self, load: Loader, inputs: PerLayerShape) -> None:
         self.gate = load.columns("", ["per_layer_input_gate"], [inputs.size], False)
         self.output = load.rows("per_layer_projection", inputs.size, False)
         self.norm = load.gains("post_per_layer_input_norm", load.shape.hidden)
 
     def __call__(self, stream: Stream, told: Tensor) -> None:
         """Adds the projection of the gated input `told`, [tokens, this rank's features], to the stream."""
-        gates = by_lanes(partial(functional.gelu, approximate="tanh"), stream.through(None, self.gate))
+        gates = lane_invariant(partial(functional.gelu, approximate="tanh"), stream.through(None, self.gate))
         stream.add(gates * told, self.output, self.norm)

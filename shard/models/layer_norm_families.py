@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from .fields import FULL, SLIDING, Config, expect, number, shown
-from .parts import all_alike, biased, cap, common, kinds_of, layers_of, pattern_of, windows_of
+from .parts import biased, cap, common, layer_kinds, layers_of, pattern_of, uniform_windows, windows_of
 from .ropes import check_factors, rotary_size, with_amplitude
 from .shape import Shape, Unsupported
 from .sparse_families import EXPERTS, PLAIN_MLP, by_kinds
@@ -63,7 +63,7 @@ def _cohere(config: Config) -> Shape:
 def _cohere2(config: Config) -> Shape:
     """Command R7B and A: full attention in one layer of four, without a rotary embedding."""
     base = _cohere({"rope_theta": 1e4} | config)
-    kinds = kinds_of(config, base.layers, lambda layer: (layer + 1) % pattern_of(config, 4) > 0)
+    kinds = layer_kinds(config, base.layers, lambda layer: (layer + 1) % pattern_of(config, 4) > 0)
     still = layers_of(kinds, FULL)
     return replace(base, windows=windows_of(config, kinds), unturned=still)
 
@@ -121,7 +121,7 @@ def _phimoe(config: Config) -> Shape:
         norm_bias=True,
         logit_bias=given.get("lm_head_bias", False),
         mixtures=(mixture,) * base.layers,
-        windows=all_alike(given, base.layers),
+        windows=uniform_windows(given, base.layers),
     )
 
 
@@ -151,7 +151,7 @@ def _starcoder2(config: Config) -> Shape:
         qkv_bias=bias,
         output_bias=bias,
         mlp_bias=bias,
-        windows=all_alike(config, base.layers),
+        windows=uniform_windows(config, base.layers),
     )
 
 
@@ -162,7 +162,7 @@ def _cohere2_moe(config: Config) -> Shape:
         raise Unsupported("rope_scaling alone is not supported: for this family transformers goes by rope_parameters")
     dense, before, behind = given["first_k_dense_replace"], given["prefix_dense_sliding_window_pattern"], pattern_of(given, 4)
     base = _cohere(given | {"intermediate_size": given["prefix_dense_intermediate_size"] or given["intermediate_size"]})
-    kinds = kinds_of(
+    kinds = layer_kinds(
         given, base.layers, lambda layer: (layer + 1) % before > 0 if layer < dense else (layer - dense + 1) % behind > 0
     )
     mlps = given.get("mlp_layer_types") or [PLAIN_MLP if layer < dense else EXPERTS for layer in range(base.layers)]

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...kernels.codes import Codes
+from ...kernels.codes import QuantizedWeight
 from ...kernels.gated_delta import Spans, States, gated_delta, gated_norm
 from ...kernels.linear import Weight
 from ..step import Step
-from .changes import Outwards, side_by_side
+from .changes import ColumnLora, side_by_side
 from .loader import Loader
 from .remembering import Linear
 from .stream import Stream
@@ -39,7 +39,7 @@ class Remembered(ABC):
 
 
 # What leads away from the stream by a product, and how adapters change that.
-Led = tuple[Tensor | Codes, Outwards | None]
+Led = tuple[Tensor | QuantizedWeight, ColumnLora | None]
 
 
 def together(load: Loader, inward: Led, gating: Led) -> tuple[Weight, Weight | None]:

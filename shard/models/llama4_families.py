@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from .fields import AGAIN, CHUNKED, Config, number, shown
-from .parts import biased, common, kinds_of, unturned_of
+from .parts import biased, common, layer_kinds, nope_layers
 from .shape import Shape, Unsupported
 from .traits import Mixture, TemperatureTuning
 
@@ -36,9 +36,9 @@ def _llama4(config: Config) -> Shape:
         raise Unsupported(
             f"use_qk_norm with rotary scaling {base.rope.kind!r} is not supported: norms are behind the embedding there"
         )
-    still = unturned_of(given, base.layers, given.get("no_rope_layers") or None)
+    still = nope_layers(given, base.layers, given.get("no_rope_layers") or None)
     chunk = given["attention_chunk_size"] or 0
-    kinds = kinds_of(given, base.layers, lambda layer: chunk > 0 and layer not in still, CHUNKED)
+    kinds = layer_kinds(given, base.layers, lambda layer: chunk > 0 and layer not in still, CHUNKED)
     if CHUNKED in kinds and not chunk:
         raise Unsupported(f"config.json says attention_chunk_size null, and there are layers that see chunks: {AGAIN}")
     return replace(

@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...kernels import quantized
-from ...kernels.codes import Codes, alike, joined, unpacked
+from ...kernels.codes import QuantizedWeight, alike, dequantized, joined
 from ...kernels.linear import Invariance, Weight
 from ..parallel import Ranks
 from ..weights import Source
-from .changes import Change, Changes, Inwards, Outwards, Part
+from .changes import Change, ColumnLora, LoraAdapters, Part, RowLora
 from .codes import READERS, matrix
-from .renamed import of_pair
+from .renamed import paired_name
 from .shape import Shape
 
 # Elements of a table that are read at once, before a rank's part is taken out of them.
@@ -29,7 +29,7 @@ class Loader:
     """Reads this rank's part of the named tensors of one layer (or of the model, with an empty prefix)."""
 
     def __init__(
-        self, source: Source, shape: Shape, ranks: Ranks, prefix: str, exact: Invariance, changes: Changes | None = None
+        self, source: Source, shape: Shape, ranks: Ranks, prefix: str, exact: Invariance, changes: LoraAdapters | None = None
     ) -> None:
         """changes: LoRA adapters that requests may use."""
         self.source = source
@@ -61,7 +61,7 @@ class Loader:
         full = (sum(sizes), *more)
         return [self.source.tensor(self.prefix + name, full, cut) for cut in self._cuts(full, sizes, wholes)]
 
-    def matrices(self, name: str, sizes: Sequence[int], wholes: Iterable[int]) -> list[Tensor | Codes]:
+    def matrices(self, name: str, sizes: Sequence[int], wholes: Iterable[int]) -> list[Tensor | QuantizedWeight]:
         """The same of a matrix [sum of sizes, hidden], which may be quantized. Its last part is not quantized at load, as in
         `unrounded`."""
         full = sum(sizes), self.shape.hidden
@@ -152,7 +152,7 @@ class Loader:
 
     def outwards(
         self, names: Sequence[str], sizes: Sequence[int], joint: str = "", wholes: Iterable[int] = repeat(1), inputs: int = 0
-    ) -> Tensor | Codes:
+    ) -> Tensor | QuantizedWeight:
         """The weight of `columns`, before it is laid out; wholes: of each, see `_own`; inputs: if not the stream's."""
         places, inputs = self._places(names, sizes, joint, wholes), inputs or self.shape.hidden
         return self.joined([self._matrix(name, (full, inputs), cut) for name, full, cut in places])
@@ -168,18 +168,18 @@ class Loader:
         full = outputs, inputs or self.shape.hidden
         return self.dense(self._unrounded(name, full, self._cut(full, 0, 0, outputs) if cut else None))
 
-    def _unrounded(self, name: str, full: tuple[int, int], cut: Cut) -> Tensor | Codes:
+    def _unrounded(self, name: str, full: tuple[int, int], cut: Cut) -> Tensor | QuantizedWeight:
         how = self.shape.quantization
         return matrix(self.source, self.prefix + name, full, None if how and how.at_load else how, cut)
 
-    def matrix(self, name: str, outputs: int, inputs: int, whole: bool = False) -> Tensor | Codes:
+    def matrix(self, name: str, outputs: int, inputs: int, whole: bool = False) -> Tensor | QuantizedWeight:
         """The whole of a matrix, or this rank's part of its outputs."""
         full = outputs, inputs
         return self._matrix(name, full, None if whole else self._cut(full, 0, 0, outputs))
 
-    def joined(self, parts: Sequence[Tensor | Codes]) -> Tensor | Codes:
+    def joined(self, parts: Sequence[Tensor | QuantizedWeight]) -> Tensor | QuantizedWeight:
         """Matrices with the same inputs, concatenated along the outputs."""
-        few = [part for part in parts if isinstance(part, Codes)]
+        few = [part for part in parts if isinstance(part, QuantizedWeight)]
         if len(few) == len(parts) and alike(few):
             return joined(few)
         return torch.cat([self.dense(part) for part in parts])
@@ -190,26 +190,26 @@ class Loader:
         found = ((self.source.tensor(f"{self.prefix}{name}.bias", (full,), cut), self._factor(name)) for name, full, cut in places)
         return torch.cat([bias if factor == 1 else bias * factor for bias, factor in found])
 
-    def inwards(self, name: str, size: int, outputs: int = 0, whole: int = 1) -> Tensor | Codes:
+    def inwards(self, name: str, size: int, outputs: int = 0, whole: int = 1) -> Tensor | QuantizedWeight:
         """The weight of `rows`, before it is laid out; outputs: if not the stream's."""
         full = outputs or self.shape.hidden, size
         return self.residual(self._matrix(name, full, self._cut(full, 1, 0, size, whole)))
 
-    def residual(self, weight: Tensor | Codes) -> Tensor | Codes:
+    def residual(self, weight: Tensor | QuantizedWeight) -> Tensor | QuantizedWeight:
         """The weight times the factor of additions to the stream."""
         return self.times(weight, self.shape.weight_factor)
 
-    def times(self, weight: Tensor | Codes, factor: float) -> Tensor | Codes:
+    def times(self, weight: Tensor | QuantizedWeight, factor: float) -> Tensor | QuantizedWeight:
         """The weight times a factor."""
         if factor == 1:
             return weight
-        return weight.scaled(factor) if isinstance(weight, Codes) else weight * factor
+        return weight.scaled(factor) if isinstance(weight, QuantizedWeight) else weight * factor
 
-    def dense(self, weight: Tensor | Codes) -> Tensor:
+    def dense(self, weight: Tensor | QuantizedWeight) -> Tensor:
         """The dense form of a weight, unpacked if it is quantized."""
-        return unpacked(weight, self.source.dtype) if isinstance(weight, Codes) else weight
+        return dequantized(weight, self.source.dtype) if isinstance(weight, QuantizedWeight) else weight
 
-    def laid_out(self, weight: Tensor | Codes, bias: Tensor | None, change: Change | None = None) -> Weight:
+    def laid_out(self, weight: Tensor | QuantizedWeight, bias: Tensor | None, change: Change | None = None) -> Weight:
         """The weight laid out for matrix products; change: what LoRA adapters add to it."""
         found = quantized.lay_out(weight, bias, self.exact, self.source.dtype)
         if self.changes is not None and change is not None:
@@ -225,7 +225,7 @@ class Loader:
         wholes: Iterable[int] = repeat(1),
         order: Tensor | None = None,
         inputs: int = 0,
-    ) -> Outwards | None:
+    ) -> ColumnLora | None:
         """The LoRA change of `outwards` with the same arguments; order: of its outputs in the weight."""
         if self.changes is None:
             return None
@@ -236,31 +236,31 @@ class Loader:
             if joint and name != joint:
                 other = Part(self._matrix_names(joint), sum(sizes), before + start, before + stop, factor)
             parts.append(Part(self._matrix_names(name), full, start, stop, factor, other))
-        return Outwards(parts, inputs or self.shape.hidden, order)
+        return ColumnLora(parts, inputs or self.shape.hidden, order)
 
     def changed_parts(
         self, name: str, sizes: Sequence[int], wholes: Iterable[int], factors: Sequence[float]
-    ) -> list[Outwards | None]:
+    ) -> list[ColumnLora | None]:
         """The LoRA change of each of `matrices`; factors: of the products of each."""
         if self.changes is None:
             return [None] * len(sizes)
         full, names = sum(sizes), self._matrix_names(name)
         cuts = [cut or (0, 0, full) for cut in self._cuts((full, self.shape.hidden), sizes, wholes)]
         parts = [Part(names, full, start, stop, factor) for (_, start, stop), factor in zip(cuts, factors, strict=True)]
-        return [Outwards([part], self.shape.hidden) for part in parts]
+        return [ColumnLora([part], self.shape.hidden) for part in parts]
 
-    def _changed_inwards(self, name: str, size: int, whole: int = 1) -> Inwards | None:
+    def _changed_inwards(self, name: str, size: int, whole: int = 1) -> RowLora | None:
         """The LoRA change of `rows`."""
         if self.changes is None:
             return None
         start, own = self._own(size, whole)
-        return Inwards(self._matrix_names(name), self.shape.hidden, size, start, own, self.shape.weight_factor * self._factor(name))
+        return RowLora(self._matrix_names(name), self.shape.hidden, size, start, own, self.shape.weight_factor * self._factor(name))
 
     def _matrix_names(self, name: str) -> tuple[str, ...]:
         """A matrix's names within the model, without its prefix: the checkpoint's, and that of transformers' module, if it
         differs."""
         own = self.prefix[self.prefix.index("layers.") :] + name
-        own = of_pair(own, self.shape.paired) if self.shape.paired else own
+        own = paired_name(own, self.shape.paired) if self.shape.paired else own
         return own, *(own.replace(*pair) for pair in self.shape.modules if pair[0] in own)
 
     def _places(
@@ -328,7 +328,7 @@ class Loader:
         found = self.source.scale(f"{heads}.{name}_scale", count)
         return found if found is not None else self.source.scale(f"{heads}.{name}_proj.{name}_scale", count)
 
-    def _matrix(self, name: str, full: tuple[int, int], cut: Cut) -> Tensor | Codes:
+    def _matrix(self, name: str, full: tuple[int, int], cut: Cut) -> Tensor | QuantizedWeight:
         return self.times(matrix(self.source, self.prefix + name, full, self.shape.quantization, cut), self._factor(name))
 
     def _factor(self, name: str) -> float:

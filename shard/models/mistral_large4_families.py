@@ -4,8 +4,8 @@ rotary embedding with learned frequency factors, and none in one layer of four."
 from dataclasses import replace
 
 from .fields import AGAIN, Config, expect, number, said
-from .latent_families import FEATURES, borrowing_of, latent_shape, softened
-from .parts import unturned_of
+from .latent_families import FEATURES, index_sharing_layers, latent_shape, with_softmax_router
+from .parts import nope_layers
 from .ropes import with_rope
 from .shape import Shape, Unsupported
 from .sparse_families import scored_by_kinds
@@ -59,7 +59,7 @@ def mistral_large_4(config: Config) -> Shape:
         size=given["index_head_dim"],
         most=given["index_topk"],
         neighbours=True,
-        borrowing=borrowing_of(config),
+        borrowing=index_sharing_layers(config),
         streaming=True,
         sharpened=True,
     )
@@ -73,9 +73,9 @@ def mistral_large_4(config: Config) -> Shape:
         base,
         latent=replace(base.latent, epsilon=base.norm_epsilon, index=index, apart=False),
         rope=replace(base.rope, learned=True),
-        unturned=unturned_of(given, layers, given.get("no_rope_layers")),
+        unturned=nope_layers(given, layers, given.get("no_rope_layers")),
         sharpened=True,
         final_softcap=number(given, "final_logit_softcapping"),
         aliases=NAMES,
     )
-    return softened(scored_by_kinds(base, given), normalized=True, precise=True)
+    return with_softmax_router(scored_by_kinds(base, given), normalized=True, precise=True)

@@ -12,7 +12,7 @@ from torch.nn import functional
 from ...kernels.experts import lay_out, route
 from ...kernels.linear import Weight
 from ...kernels.operations import gated
-from ...kernels.reference import Gates, by_lanes, squared, xielu
+from ...kernels.reference import Activation, lane_invariant, squared, xielu
 from .experts import as_stored, experts
 from .loader import Loader
 from .stream import Stream
@@ -61,7 +61,7 @@ class ClampedMlp(Mlp):
 
     def __init__(self, load: Loader, size: int, limit: float) -> None:
         super().__init__(load, size)
-        self.gates = Gates(load.shape.gelu, limit, load.shape.mlp_form)
+        self.gates = Activation(load.shape.gelu, limit, load.shape.mlp_form)
 
     def inner(self, stream: Stream, before: Tensor | None) -> Tensor:
         """See `Mlp`."""
@@ -75,7 +75,7 @@ class SparseActivationMlp(Mlp):
     def __init__(self, load: Loader, size: int, closed: float) -> None:
         """closed: the quantile, the fraction of gates that are zero."""
         super().__init__(load, size)
-        self.gates = Gates(load.shape.gelu)
+        self.gates = Activation(load.shape.gelu)
         self._ranks = load.ranks
         # The quantile in standard deviations, rounded to the weights' type, as in training.
         self._beyond = torch.tensor(NormalDist().inv_cdf(closed), dtype=load.source.dtype).item()
@@ -111,7 +111,7 @@ class UngatedMlp(Mlp):
 
     def inner(self, stream: Stream, before: Tensor | None) -> Tensor:
         """See `Mlp`."""
-        return by_lanes(self.activation, stream.through(before, self.gate_up))
+        return lane_invariant(self.activation, stream.through(before, self.gate_up))
 
 
 def _xielu(load: Loader) -> Callable[[Tensor], Tensor]:
@@ -134,7 +134,7 @@ class MixtureOfExperts:
         there = mixture.correction and not (mixture.uncorrected and not load.source.has(load.prefix + correction))
         self.correction = load.each(correction, mixture.routed) if there else None
         gate_ups, downs, biases = experts(load, mixture)
-        gates = Gates(load.shape.gelu, mixture.limit, mixture.form, squared=bool(load.shape.ungated))
+        gates = Activation(load.shape.gelu, mixture.limit, mixture.form, squared=bool(load.shape.ungated))
         self.experts = lay_out(gate_ups, downs, load.source.dtype, biases, gates, load.exact)
         self.shared = SharedExpert(load, mixture) if mixture.shared else None
 
@@ -207,7 +207,7 @@ class InputScaledExperts(MixtureOfExperts):
         """See `MixtureOfExperts`."""
         logits, count = self.router(x.float()), self.mixture.chosen
         _, chosen = route(logits, count, normalized=False)
-        shares = by_lanes(torch.sigmoid, logits.gather(1, chosen)).to(x.dtype)
+        shares = lane_invariant(torch.sigmoid, logits.gather(1, chosen)).to(x.dtype)
         seen = (x.unsqueeze(1) * shares.unsqueeze(2)).flatten(0, 1)  # [tokens * count, hidden]
         chosen = chosen.view(-1, 1)
         return self.experts(seen, torch.ones_like(chosen, dtype=torch.float32), chosen).view(-1, count, x.shape[1]).sum(1)
@@ -243,7 +243,7 @@ class SharedExpert:
 
     def __init__(self, load: Loader, mixture: Mixture) -> None:
         name, self.ungated = mixture.named(mixture.shared_name), bool(load.shape.ungated)
-        self.gates = Gates(load.shape.gelu, mixture.shared_limit, mixture.form)
+        self.gates = Activation(load.shape.gelu, mixture.shared_limit, mixture.form)
         both, gate, up, down = (f"{name}.{part}" for part in load.shape.mlp_parts)
         gates = mixture.named(mixture.shared_gate)
         self.gate = load.whole(gates, 1, change=load.changed([gates], [1], wholes=(1,))) if mixture.shared_gate else None
@@ -255,7 +255,7 @@ class SharedExpert:
         """This rank's part of its output for x, the stream's tokens, with its gate applied."""
         inner = stream.product(x, self.gate_up)
         made = stream.product(squared(inner) if self.ungated else gated(inner, self.gates), self.down)
-        return made if self.gate is None else made.mul_(by_lanes(torch.sigmoid, stream.product(x, self.gate)))
+        return made if self.gate is None else made.mul_(lane_invariant(torch.sigmoid, stream.product(x, self.gate)))
 
     def weights(self) -> Iterator[Weight]:
         """All weights of this rank."""

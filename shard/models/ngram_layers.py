@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...kernels.gated_delta import States
-from ...kernels.ngram_hashes import Hashes
+from ...kernels.ngram_hashes import NgramHashes
 from ...kernels.ngrams import opened, rows_of, take
 from ..step import Step
 from .gated_hyper_stream import GatedHyperStream
 from .loader import Loader
-from .ngrams import Ngrams
+from .ngrams import NgramShape
 from .shape import Unsupported
 
 EMBEDDING = "ple.ple_embedding"
@@ -23,16 +23,16 @@ EMBEDDING = "ple.ple_embedding"
 KNOWN = ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")
 
 
-class NgramRows:
+class NgramHasher:
     """Computes the rows of all layers' tables that a step's tokens look up."""
 
-    def __init__(self, grams: Ngrams, device: torch.device) -> None:
+    def __init__(self, grams: NgramShape, device: torch.device) -> None:
         multipliers, sizes, offsets = (
             torch.tensor([of(layer) for layer in grams.layers], device=device)
             for of in (grams.multipliers, grams.sizes, grams.offsets)
         )
         heads = len(grams.layers), grams.before, grams.heads
-        self._hashes = Hashes(multipliers, sizes.view(heads), offsets.view(heads), grams.end)
+        self._hashes = NgramHashes(multipliers, sizes.view(heads), offsets.view(heads), grams.end)
         self._layers = grams.layers
 
     def __call__(self, step: Step) -> dict[int, Tensor]:
@@ -46,7 +46,7 @@ class NgramRows:
 class NgramLayer:
     """The n-gram embedding of one layer."""
 
-    def __init__(self, load: Loader, grams: Ngrams, layer: int) -> None:
+    def __init__(self, load: Loader, grams: NgramShape, layer: int) -> None:
         hidden, streams = load.shape.hidden, grams.streams
         _check(load, grams, layer)
         self.table = _table(load, grams, layer)
@@ -78,7 +78,7 @@ class NgramLayer:
         return self._ranks.add(found.masked_fill_(elsewhere.unsqueeze(2), 0).flatten(1))
 
 
-def _check(load: Loader, grams: Ngrams, layer: int) -> None:
+def _check(load: Loader, grams: NgramShape, layer: int) -> None:
     """Raises Unsupported if a checkpoint's hash parameters differ from those that follow from config.json."""
     for part, values in zip(KNOWN, (grams.multipliers(layer), grams.sizes(layer), grams.offsets(layer)), strict=True):
         name = f"{load.prefix}{EMBEDDING}.{part}"
@@ -87,7 +87,7 @@ def _check(load: Loader, grams: Ngrams, layer: int) -> None:
 
 
 @torch.inference_mode()
-def _table(load: Loader, grams: Ngrams, layer: int) -> Tensor:
+def _table(load: Loader, grams: NgramShape, layer: int) -> Tensor:
     """This rank's rows, with zeros beyond the end, read part by part: they may be most of the memory that there is."""
     source, name = load.source, f"{load.prefix}{EMBEDDING}.ngram_embedding"
     rows, size, own = grams.rows(layer), grams.size // grams.count, grams.slice(layer, load.ranks.size)

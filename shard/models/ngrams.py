@@ -11,7 +11,7 @@ WITNESSES = (2, 3, 5, 7, 11, 13, 17)  # bases of the Miller-Rabin test, which su
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ngrams:
+class NgramShape:
     """The n-gram embeddings of some layers: of pairs, triples and so on, each by several hashes (heads).
 
     An n-gram is a token and those before it, back to the last token that ends a text, which stands for all before that. Each token

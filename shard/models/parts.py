@@ -46,7 +46,7 @@ def biased(base: Shape, config: Config) -> Shape:
     return replace(base, qkv_bias=bias, output_bias=bias)
 
 
-def kinds_of(config: Config, layers: int, slides: Callable[[int], bool], kind: str = SLIDING) -> list[Any]:
+def layer_kinds(config: Config, layers: int, slides: Callable[[int], bool], kind: str = SLIDING) -> list[Any]:
     """The kind of each layer: sliding window, or another `kind`, or full attention. slides: the default for a layer, where
     config.json doesn't say."""
     return config.get("layer_types") or [kind if slides(layer) else FULL for layer in range(layers)]
@@ -67,7 +67,7 @@ def windows_of(config: Config, kinds: list[Any]) -> tuple[int, ...]:
     return tuple(window if kind == SLIDING else 0 for kind in kinds)
 
 
-def unturned_of(config: Config, layers: int, turning: Any) -> frozenset[int]:
+def nope_layers(config: Config, layers: int, turning: Any) -> frozenset[int]:
     """The layers without a rotary embedding. turning: for each layer 1 if it has one; None: the default pattern."""
     if turning is None:
         interval = config.get("no_rope_layer_interval", 4)
@@ -79,7 +79,7 @@ def unturned_of(config: Config, layers: int, turning: Any) -> frozenset[int]:
     return frozenset(layer for layer in range(layers) if not turning[layer])
 
 
-def all_alike(config: Config, layers: int, usual: int | None = None) -> tuple[int, ...]:
+def uniform_windows(config: Config, layers: int, usual: int | None = None) -> tuple[int, ...]:
     """The sliding windows of layers that all have the same one, if any; usual: the default size."""
     return (config.get("sliding_window", usual) or 0,) * layers
 

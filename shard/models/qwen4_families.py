@@ -7,7 +7,7 @@ from typing import Any
 
 from .fields import AGAIN, FULL, INDEXED, LINEAR, Config, expect, shown, whole
 from .hybrid_families import QWEN3_NEXT, hybrid
-from .ngrams import Ngrams
+from .ngrams import NgramShape
 from .remembering import Linear
 from .ropes import rotary_size
 from .shape import Shape, Unsupported
@@ -76,7 +76,7 @@ def _index(given: Config, layers: frozenset[int], turned: int) -> PoolIndex:
     return PoolIndex(layers=layers, heads=heads, size=size, most=most, pool=pool)
 
 
-def _grams(given: Config, base: Shape, streams: int) -> Ngrams | None:
+def _grams(given: Config, base: Shape, streams: int) -> NgramShape | None:
     """The n-gram embeddings, if any layer has them."""
     named: Any = given.get("ple_layer_ids") or []
     if not isinstance(named, list) or not all(type(one) is int and 0 < one <= base.layers for one in named):
@@ -89,7 +89,7 @@ def _grams(given: Config, base: Shape, streams: int) -> Ngrams | None:
     others = sorted(set(layers) - (base.remembering.layers if base.remembering else frozenset()))
     if others:
         raise Unsupported(f"ple_layer_ids {others[0] + 1} is not supported: that layer has no linear attention")
-    found = Ngrams(
+    found = NgramShape(
         layers=layers,
         most=_whole(given, "ngram_size", 3, 1 << 6, least=2),
         heads=_whole(given, "heads_per_ngram", 8, MOST_HEADS),

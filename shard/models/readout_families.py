@@ -94,7 +94,7 @@ def stands_alone(config: Config) -> bool:
     return is_readout(config) and "num_attention_heads" not in config
 
 
-def levels_of(config: Config) -> int:
+def head_count(config: Config) -> int:
     """The number of heads that it describes. Raises Unsupported."""
     name = "n_predict" if _is_speculator(config) else HEADS
     return whole(name, config.get(name), 1, MOST_LEVELS)
@@ -140,7 +140,7 @@ def _medusa(config: Config, hidden: int, vocabulary: int) -> ReadoutShape:
         architecture="Medusa",
         hidden=hidden,
         vocabulary=vocabulary,
-        levels=levels_of(config),
+        levels=head_count(config),
         blocks=_blocks(config),
         outputs=boolean(OUTPUTS, config.get(OUTPUTS, True)),
     )
@@ -157,7 +157,7 @@ def _speculator(config: Config, hidden: int, vocabulary: int) -> ReadoutShape:
         architecture="MLP speculator",
         hidden=hidden,
         vocabulary=vocabulary,
-        levels=levels_of(config),
+        levels=head_count(config),
         inner=whole("inner_dim", config.get("inner_dim"), 0, MOST_SIZE) or hidden,
         tied=boolean("tie_weights", config.get("tie_weights", False)),
         scaled=boolean("scale_input", config.get("scale_input", False)),

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from ...kernels.linear import Invariance, Weight
 from ..weights import Source
-from .decoder import OUTPUTS, Decoder, output_of
+from .decoder import OUTPUTS, Decoder, lm_head_name
 from .readout_families import MedusaShape, ReadoutShape, SpeculatorShape, prefix_of
 
 EPSILON = 1e-6  # of the norms in the MLP speculator
@@ -42,7 +42,7 @@ class ReadoutHead(ABC):
         """All matrices."""
 
 
-class Medusa(ReadoutHead):
+class MedusaHead(ReadoutHead):
     """Medusa: each head predicts from the features alone, whatever was drafted before it, by residual SiLU blocks and an LM head.
     Heads without LM heads use the target's, as in text-generation-inference."""
 
@@ -91,7 +91,7 @@ class Medusa(ReadoutHead):
         yield from self._outputs
 
 
-class Speculator(ReadoutHead):
+class MlpSpeculatorHead(ReadoutHead):
     """The MLP speculator: each head's state is a norm and GELU of a weighted sum of the previous state's projection and the token's
     embedding, with weights such that in the end the features count as much as all tokens together."""
 
@@ -142,12 +142,12 @@ def _output(target: Decoder, whole: Source) -> Weight:
         return target.head
     shape = target.shape
     bias = whole.tensor(f"{OUTPUTS[0].removesuffix('weight')}bias", (shape.vocabulary,)) if shape.logit_bias else None
-    return Weight(whole.tensor(output_of(whole, shape), (shape.vocabulary, shape.hidden)), bias, Invariance.GUESS)
+    return Weight(whole.tensor(lm_head_name(whole, shape), (shape.vocabulary, shape.hidden)), bias, Invariance.GUESS)
 
 
 def readout_head(shape: ReadoutShape, source: Source, target: Decoder, whole: Source) -> ReadoutHead:
     """The heads of that shape. source: their checkpoint; whole: the target's."""
     if isinstance(shape, MedusaShape):
-        return Medusa(shape, source, target, whole)
+        return MedusaHead(shape, source, target, whole)
     assert isinstance(shape, SpeculatorShape)
-    return Speculator(shape, source)
+    return MlpSpeculatorHead(shape, source)

@@ -14,7 +14,7 @@ from .traits import Layout
 PARTS = ("q_proj", "k_proj", "v_proj")
 
 
-class Renamed(ABC):
+class MappedSource(ABC):
     """A checkpoint whose tensor names are mapped from ours."""
 
     def __init__(self, source: Source) -> None:
@@ -46,7 +46,7 @@ class Renamed(ABC):
         """The checkpoint's name for ours."""
 
 
-class Prefixed(Renamed):
+class PrefixedSource(MappedSource):
     """A checkpoint with other prefixes."""
 
     def __init__(self, source: Source, beginnings: Sequence[tuple[str, str]]) -> None:
@@ -62,7 +62,7 @@ class Prefixed(Renamed):
         return name
 
 
-def of_pair(name: str, paired: Sequence[str]) -> str:
+def paired_name(name: str, paired: Sequence[str]) -> str:
     """The checkpoint's name of a tensor, where two of our layers are one that has two of each of the modules `paired`."""
     before, layers, rest = name.partition("layers.")
     if not layers:
@@ -72,20 +72,20 @@ def of_pair(name: str, paired: Sequence[str]) -> str:
     return f"{before}layers.{both}.{module}.{f'{second}.' if module in paired else ''}{end}"
 
 
-class Paired(Renamed):
+class PairedSource(MappedSource):
     """A checkpoint in which two of our layers are one."""
 
     def __init__(self, source: Source, paired: Sequence[str]) -> None:
-        """paired: see `of_pair`."""
+        """paired: see `paired_name`."""
         super().__init__(source)
         self._paired = paired
 
     def name(self, name: str) -> str:
         """See Renamed."""
-        return of_pair(name, self._paired)
+        return paired_name(name, self._paired)
 
 
-class Either(Renamed):
+class EitherSource(MappedSource):
     """A checkpoint whose names may be ours, or others."""
 
     def __init__(self, source: Source, aliases: Sequence[tuple[str, str]]) -> None:
@@ -103,7 +103,7 @@ class Either(Renamed):
         return next(filter(self._source.has, others), name)
 
 
-class Older(Renamed):
+class LegacySource(MappedSource):
     """A checkpoint of an older family: with names of its own, fused queries, keys and values, or transposed matrices."""
 
     def __init__(self, source: Source, shape: Shape, layout: Layout) -> None:

@@ -15,7 +15,7 @@ PART = 1 << 16  # positions whose cosines and sines are computed at once, in flo
 
 
 @dataclass(frozen=True, slots=True)
-class Pools:
+class PoolRotary:
     """Cosines and sines for an index that chooses pools of tokens, whose heads may have another size than attention's."""
 
     own: Tensor  # of the tokens' positions
@@ -32,7 +32,7 @@ class Places:
     logarithms: Tensor | None  # logarithms of the positions, for scalable softmax: see `sharpening`
     # The last indexer's choice of tokens to attend to; a list that all layers share.
     choosing: list[Choosing | None] = field(default_factory=list)
-    pools: Pools | None = None  # None: no index of heads with keys of their own
+    pools: PoolRotary | None = None  # None: no index of heads with keys of their own
     rows: Tensor | None = None  # rows of the layer's n-gram tables, [tokens, heads]: see `ngram_layers`
     every: Tensor | None = None  # cosines and sines of all positions, where others than the tokens' own are needed
 
@@ -54,21 +54,21 @@ def table_of(
     return torch.cat([_widened(rotary_table(turning, part, dtype, rope.amplitude), size) for part in parts])
 
 
-def growth_of(rope: Rope, positions: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+def query_scales(rope: Rope, positions: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
     """What queries are multiplied by, so that attention stays as sharp among more keys, [positions, 1, 1]; None: by 1."""
     if not rope.growth:
         return None
     return _grown(rope.growth, torch.arange(positions, device=device) // rope.original_positions, dtype)
 
 
-def unturned_growth_of(growth: TemperatureTuning | None, positions: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+def nope_query_scales(growth: TemperatureTuning | None, positions: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
     """The same in layers without a rotary embedding."""
     if growth is None:
         return None
     return _grown(growth.strength, torch.arange(1, positions + 1, device=device) // growth.positions, dtype)
 
 
-def logarithms_of(positions: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def log_positions(positions: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Logarithms of the positions counted from 1, [positions, 1]."""
     return torch.arange(1, positions + 1, device=device).float().log().to(dtype).unsqueeze(1)
 

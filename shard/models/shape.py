@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from math import gcd, prod
 
 from .compression import Compressed
-from .ngrams import Ngrams
+from .ngrams import NgramShape
 from .remembering import Matrices, Remembering, changed
 from .traits import (
     Alibi,
@@ -17,9 +17,9 @@ from .traits import (
     Index,
     Keys,
     Latent,
-    LayerInputs,
     Layout,
     Mixture,
+    PerLayerShape,
     PoolIndex,
     Quantization,
     Rope,
@@ -151,8 +151,8 @@ class Shape:
     keyless: int = 0  # the last layers, so many, share the keys and values of the last one before them with the same window
     wider: int = 1  # the MLPs of those layers are so many times as wide
     widths: tuple[int, ...] = ()  # intermediate features of each layer's MLP, if they differ otherwise; (): they don't
-    inputs: LayerInputs | None = None  # per-layer embeddings: inputs of each layer
-    grams: Ngrams | None = None  # n-gram embeddings, which some layers add
+    inputs: PerLayerShape | None = None  # per-layer embeddings: inputs of each layer
+    grams: NgramShape | None = None  # n-gram embeddings, which some layers add
     sight_factor: float = 1.0  # multiplies image features
     whole_images: tuple[int, ...] = ()  # windows of layers in which an image's tokens attend to all of the image (bidirectionally)
 

@@ -7,7 +7,7 @@ from .loader import Loader
 from .rotary import Places
 
 
-class Sharpening:
+class ScalableSoftmax:
     """The scales and biases of a layer's heads."""
 
     def __init__(self, load: Loader, name: str, heads: int, whole: bool = False) -> None:

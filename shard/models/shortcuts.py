@@ -30,7 +30,7 @@ class ShortcutStream(Stream):
         self._held = self._held.index_select(0, rows) if self._held is not None else None
 
 
-class Shortcut(MixtureOfExperts):
+class ShortcutExperts(MixtureOfExperts):
     """The first layer's experts and MLP, which is the shared expert. Identity experts, numbered after the others, return their
     input."""
 
@@ -54,7 +54,7 @@ class Shortcut(MixtureOfExperts):
         return found.add_(x * (shares * idle).sum(1, keepdim=True)) if self._gives else found
 
 
-class Rejoined(Mlp):
+class ShortcutMlp(Mlp):
     """The second layer's MLP."""
 
     def __call__(self, stream: Stream, before: Tensor | None, behind: Tensor | None) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from .fields import AGAIN, FULL, SIZES, SLIDING, Config, expect, number, said, shown, whole
-from .parts import biased, common, kinds_of, layers_of, windows_of
+from .parts import biased, common, layer_kinds, layers_of, windows_of
 from .ropes import rope_of, ropes_by_kind, rotary_size, with_rope
 from .shape import Shape, Unsupported
 from .sparse_families import EXPERTS, PLAIN_MLP, by_kinds, mixed, one_for_all, scored_by_kinds
@@ -101,7 +101,7 @@ def _flint(config: Config) -> Shape:
     others. Experts have sigmoid scores, and there is a shared expert."""
     given = FLINT | said(config)
     base = biased(common(given), given)
-    kinds = kinds_of(given, base.layers, lambda layer: layer > 1 and layer % 4 != 1 and layer < base.layers - 1)
+    kinds = layer_kinds(given, base.layers, lambda layer: layer > 1 and layer % 4 != 1 and layer < base.layers - 1)
     mixture = replace(one_for_all(given, given["norm_topk_prob"]), sigmoid=True, shared_gate="")
     return replace(
         mixed(base, given, mixture),
@@ -119,7 +119,7 @@ def _kolibri(config: Config) -> Shape:
     given = KOLIBRI | config
     given |= {"num_experts": given.get("num_local_experts") or given["num_experts"]}
     base = common(given | {"intermediate_size": given["moe_intermediate_size"]})
-    kinds = kinds_of(given, base.layers, lambda layer: (layer + 1) % 5 > 0)
+    kinds = layer_kinds(given, base.layers, lambda layer: (layer + 1) % 5 > 0)
     mixture = replace(
         one_for_all(given, given.get("norm_topk_prob", False)),
         sigmoid=True,
@@ -154,7 +154,7 @@ def _laguna(config: Config) -> Shape:
     given = LAGUNA | config
     full, local = ropes_by_kind(_ropes_apart(with_rope(said(config), LAGUNA_ROPES)), 5e5, 1e4)
     base = biased(common(given | {"rope_parameters": full, "rope_scaling": None}), given)
-    kinds, gating = kinds_of(given, base.layers, lambda layer: False), given["gating"]
+    kinds, gating = layer_kinds(given, base.layers, lambda layer: False), given["gating"]
     if not isinstance(gating, bool | str) or gating not in GATINGS:
         raise Unsupported(f"gating {shown(gating)} is not supported: the decoder has {', '.join(map(shown, GATINGS))}")
     mixture = replace(
@@ -217,7 +217,7 @@ def _mimo(config: Config) -> Shape:
     parts = {rotary_size({"rope_parameters": one}, base.head_size, 0.334) for one in (full, local)}
     if len(parts) > 1:
         raise Unsupported("partial_rotary_factor differs between kinds of layers, which is not supported: the decoder has one")
-    kinds = kinds_of(given, base.layers, lambda layer: layer > 0 and (layer + 1) % 6 > 0)
+    kinds = layer_kinds(given, base.layers, lambda layer: layer > 0 and (layer + 1) % 6 > 0)
     values = given["v_head_dim"] if given["v_head_dim"] != base.head_size else 0
     if values > base.head_size:
         raise Unsupported(
@@ -282,7 +282,7 @@ def step_3(config: Config) -> Shape:
     base = common(given | {"rope_parameters": full, "rope_scaling": None, "hidden_act": "silu"})
     base = biased(base, given)
     layers, heads = base.layers, int(given["num_attention_heads"])
-    kinds = kinds_of(given, layers, lambda layer: False)
+    kinds = layer_kinds(given, layers, lambda layer: False)
     slides = SLIDING in kinds
     limits, shared = (_limits(given, name, layers) for name in ("swiglu_limits", "swiglu_limits_shared"))
     mixture = Mixture(

@@ -6,7 +6,7 @@ from typing import Any
 
 from .dense_families import BEHIND, MISTRAL, OLMO, ernie, exaone4, granite, hunyuan, qwen3, with_thetas
 from .fields import AGAIN, BLOCKS, FULL, SIZES, SLIDING, Config, expect, number, shown, whole
-from .parts import all_alike, biased, cap, common, kinds_of, layers_of, windows_of
+from .parts import biased, cap, common, layer_kinds, layers_of, uniform_windows, windows_of
 from .ropes import rope_of, ropes_by_kind, rotary_size, with_rope
 from .shape import PLAIN, Shape, Unsupported
 from .traits import BlockIndex, Mixture, Quantization
@@ -114,7 +114,7 @@ def _mixtral(config: Config) -> Shape:
         name="block_sparse_moe",
         names=("w1", "w3", "w2"),
     )
-    return replace(base, mixtures=(mixture,) * base.layers, windows=all_alike(config, base.layers))
+    return replace(base, mixtures=(mixture,) * base.layers, windows=uniform_windows(config, base.layers))
 
 
 def _qwen3_moe(config: Config) -> Shape:
@@ -167,7 +167,7 @@ def _dots1(config: Config) -> Shape:
     base = biased(common({"num_key_value_heads": 32} | config), config)
     last = config.get("max_window_layers", 62)
     slides = last is not None and config.get("sliding_window", 4096)
-    kinds = kinds_of(config, base.layers, lambda layer: slides and layer >= last)
+    kinds = layer_kinds(config, base.layers, lambda layer: slides and layer >= last)
     return scored(replace(base, qk_norm=True, windows=windows_of(config, kinds)), config)
 
 
@@ -235,7 +235,7 @@ def _afmoe(config: Config) -> Shape:
     expect(config, attention_bias=False, route_norm=True, score_func="sigmoid", n_group=1)
     given = AFMOE | config
     base, every = common(given), given["global_attn_every_n_layers"]
-    kinds = kinds_of(given, base.layers, lambda layer: (layer + 1) % every > 0)
+    kinds = layer_kinds(given, base.layers, lambda layer: (layer + 1) % every > 0)
     fields = {
         "n_routed_experts": given["num_experts"],
         "n_shared_experts": given["num_shared_experts"],
@@ -303,7 +303,7 @@ def _mellum(config: Config) -> Shape:
     full, local = ropes_by_kind(config, 5e5, 1e4)
     given = MELLUM | config | {"rope_parameters": full, "rope_scaling": None}
     base = _qwen3_moe({name: value for name, value in given.items() if name not in ("layer_types", "sliding_window")})
-    kinds, own = kinds_of(given, base.layers, lambda layer: False), given.get("mlp_layer_types")
+    kinds, own = layer_kinds(given, base.layers, lambda layer: False), given.get("mlp_layer_types")
     local_rope = rope_of(given | {"rope_parameters": local}, "rope_parameters") if SLIDING in kinds else None
     mixtures = by_kinds(own, base.mixtures[0], base.layers) if own is not None else base.mixtures
     return replace(base, windows=windows_of(given, kinds), local_rope=local_rope, mixtures=mixtures)
@@ -443,7 +443,7 @@ def _qwen2_moe(config: Config) -> Shape:
     if last is None:
         raise Unsupported(f"config.json says max_window_layers null, a number of layers is needed: {AGAIN}")
     slides = bool(config.get("use_sliding_window"))
-    kinds = kinds_of(config, base.layers, lambda layer: slides and layer < last and layer % 2 == 0)
+    kinds = layer_kinds(config, base.layers, lambda layer: slides and layer < last and layer % 2 == 0)
     windows = windows_of(config if slides else {"sliding_window": 0}, kinds)
     return replace(mixed(base, config, mixture), qkv_bias=config.get("qkv_bias", True), windows=windows)
 
@@ -535,7 +535,7 @@ def _gpt_oss(config: Config) -> Shape:
         interleaved=True,
         router="router",
     )
-    windows = windows_of(given, kinds_of(given, base.layers, lambda layer: layer % 2 == 0))
+    windows = windows_of(given, layer_kinds(given, base.layers, lambda layer: layer % 2 == 0))
     return replace(base, windows=windows, mixtures=(mixture,) * base.layers, sinks=True)
 
 

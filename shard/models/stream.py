@@ -8,7 +8,7 @@ from torch import Tensor
 from ...kernels.adapters import RowAdapters
 from ...kernels.linear import Weight
 from ...kernels.operations import add_rms_norm, gated, layer_norm, rms_norm
-from ...kernels.reference import Gates
+from ...kernels.reference import Activation
 from ..parallel import Ranks
 
 
@@ -31,7 +31,7 @@ class Stream:
         self._more: Tensor | None = None  # [tokens, hidden], or parts of that, [parts, tokens, hidden] float32
         self._ranks = ranks
         self._epsilon = epsilon
-        self._gates = Gates(gelu)
+        self._gates = Activation(gelu)
         self._chosen = chosen
 
     def normalized(self, gains: Tensor | None) -> Tensor:

@@ -132,7 +132,7 @@ class Mixture:
     quantization: Quantization | None = None  # of the experts, if not the layer's
     biased: bool = False  # experts and router have biases
     limit: float = 0.0  # gates and up projections are clamped to it; 0: they are not
-    form: str = "steep"  # how the limit is applied: see `kernels.reference.Gates`
+    form: str = "steep"  # how the limit is applied: see `kernels.reference.Activation`
     shared_limit: float = 0.0  # of the shared expert
     precise: bool = False  # the router is computed in float32 although its scores are a softmax
     stacked: tuple[str, ...] = ()  # names of the two tensors that hold all experts, gates first; (): as checkpoints have them
@@ -230,8 +230,8 @@ class HyperConnections:
     count: int
     magnitude: float  # of the weights by which outputs are added to the streams
     epsilon: float  # added to all weights
-    # Sinkhorn iterations for the weights by which streams are mixed with each other (mHC): see `kernels.reference.Shares`; 0: they
-    # are not.
+    # Sinkhorn iterations for the weights by which streams are mixed with each other (mHC), see
+    # `kernels.reference.HyperConnectionWeights`; 0: they are not mixed.
     rounds: int = 0
     averaged: bool = False  # the LM head reads the mean of all streams
 
@@ -456,7 +456,7 @@ class Keys:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerInputs:
+class PerLayerShape:
     """Per-layer embeddings (Gemma 3n and 4): an input of each token for each layer."""
 
     size: int  # features for each layer

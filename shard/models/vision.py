@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ...kernels.transfer import to_device
-from ...proto.images import COLOURS, form_of
+from ...proto.images import COLOURS, image_format_of
 from ...proto.processors import image_processor
 from ..image_cache import MOST, ImageCache
-from ..pictures import Picture, Pictures
+from ..pictures import PromptImage, PromptImages
 from ..weights import Source
 from .encoders import ENCODERS
 from .fields import AGAIN, Config
@@ -32,7 +32,7 @@ class Vision:
 
     def __init__(self, config: Config, folder: Path, source: Source, pixels: int, form: Shape) -> None:
         """pixels: the most of an image; form: the decoder's shape. Raises Unsupported."""
-        found = form_of(config)
+        found = image_format_of(config)
         assert found is not None
         self._form = found
         self._cache = ImageCache()
@@ -96,11 +96,11 @@ class Vision:
         """The most tokens of an image where it must be computed in one step, because its tokens attend to each other; else 0."""
         return self.largest if self._whole else 0
 
-    def blank(self, tokens: int) -> Picture:
+    def blank(self, tokens: int) -> PromptImage:
         """A blank image of about so many tokens."""
         return self._encoder.blank(tokens)
 
-    def places(self, images: Listing[Picture]) -> list[int] | None:
+    def places(self, images: Listing[PromptImage]) -> list[int] | None:
         """The positions of images' tokens in the prompt, ascending; None: images overlap, or their pixels don't fit their
         tokens."""
         found, end = list[int](), 0
@@ -117,15 +117,15 @@ class Vision:
             end = own.end
         return found
 
-    def pictures(self, images: Listing[Picture], prompt: "array[int]", cache_key: str) -> Pictures:
+    def pictures(self, images: Listing[PromptImage], prompt: "array[int]", cache_key: str) -> PromptImages:
         """A prompt's images, keyed by the prompt's ids in their places. cache_key: computed features are shared among requests with
         the same one."""
         own = [self._placed(image) for image in images]
         for image in own:
             image.key = cache_key, prompt[image.start : image.end].tobytes()
-        return Pictures(own, self._encoder.turned, self._whole)
+        return PromptImages(own, self._encoder.turned, self._whole)
 
-    def _placed(self, image: Picture) -> Picture:
+    def _placed(self, image: PromptImage) -> PromptImage:
         return replace(image, width=self._form.length(1, image.columns))
 
     @property
@@ -133,11 +133,11 @@ class Vision:
         """Tokens of images whose features are cached."""
         return max(MOST, self.largest)
 
-    def look(self, picture: Picture) -> Tensor:
+    def look(self, picture: PromptImage) -> Tensor:
         """An image's features, from the cache if it was encoded lately."""
         return self._cache.of(picture, self.encode)
 
-    def encode(self, picture: Picture) -> Tensor:
+    def encode(self, picture: PromptImage) -> Tensor:
         """Encodes an image to [tokens, levels, hidden]: what replaces its tokens' embeddings, and in some families what is added to
         the stream after each of the first layers (Qwen 3 VL's DeepStack: Meng et al. 2024, arXiv:2406.04334)."""
         assert picture.pixels is not None

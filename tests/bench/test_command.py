@@ -17,7 +17,7 @@ import pytest
 from penstock.bench import command
 from penstock.bench.client import Client
 from penstock.bench.load import AGAIN, Load, Stage
-from penstock.bench.prompts import Prompt, Scale
+from penstock.bench.prompts import Prompt, TokenScale
 from penstock.bench.record import Record
 from penstock.tests.bench.fake_server import Manner, serving
 
@@ -38,7 +38,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     """`--timeout` is of a stage's requests only: a machine that stands still fails none of those that measure prompts before."""
     measure = command._scale
 
-    async def patiently(client: Client, seed: int) -> Scale:
+    async def patiently(client: Client, seed: int) -> TokenScale:
         asked, client._timeout = client._timeout, PATIENT
         try:
             return await measure(client, seed)

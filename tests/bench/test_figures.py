@@ -11,7 +11,7 @@ import pytest
 from penstock.bench import prompts
 from penstock.bench.figures import Objective, duration, figures
 from penstock.bench.load import Stage
-from penstock.bench.protocols import Lines, OpenAI, Tgi, Told
+from penstock.bench.protocols import AnswerState, OpenAI, SseParser, Tgi
 from penstock.bench.record import Record
 from penstock.bench.traffic import Arrivals, Lengths
 
@@ -109,7 +109,7 @@ def test_events_in_any_pieces() -> None:
     """However the bytes are cut, the same events come."""
     text = b"data: one\n\n: comment\n\ndata:two\r\n\r\nevent: x\ndata: thr\ndata: ee\n\n\n\ndata: [DONE]\n\n"
     for size in range(1, len(text) + 1):
-        lines = Lines()
+        lines = SseParser()
         found = [payload for at in range(0, len(text), size) for payload in lines.feed(text[at : at + size])]
         assert found == [b"one", b"two", b"thr\nee", b"[DONE]"], size
 
@@ -131,18 +131,18 @@ def test_events_in_any_pieces() -> None:
     ],
 )
 def test_which_events_are_tokens(payload: bytes, begun: bool, tokens: int) -> None:
-    assert OpenAI(True, True, False).read(payload, Told(), begun) == tokens
+    assert OpenAI(True, True, False).read(payload, AnswerState(), begun) == tokens
 
 
 def test_what_usage_says_wins() -> None:
-    api, told = OpenAI(True, True, True), Told()
+    api, told = OpenAI(True, True, True), AnswerState()
     event = '{"choices":[{"delta":{"content":"x"}}],"usage":{"prompt_tokens":4,"completion_tokens":%d}}'
     assert [api.read((event % count).encode(), told, True) for count in (0, 3, 3, 4)] == [0, 3, 0, 1]
     assert (told.output_tokens, told.prompt_tokens) == (4, 4)
 
 
 def test_events_of_tgi() -> None:
-    api, told = Tgi(), Told()
+    api, told = Tgi(), AnswerState()
     assert api.read(b'{"index":1,"token":{"id":5,"text":"a"},"generated_text":null,"details":null}', told, False) == 1
     assert not told.finished
     last = b'{"token":{"id":5},"generated_text":"ab","details":{"generated_tokens":2,"input_length":9}}'

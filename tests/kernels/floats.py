@@ -21,6 +21,6 @@ def eight_bits(shape: torch.Size, device: str) -> Tensor:
 
 @triton.jit
 def looked_up(codes: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """As `small_floats.tiny_pair`, which the interpreter can't execute."""
-    low, high = small_floats.tiny(codes & 15).to(tl.float32), small_floats.tiny(codes >> 4).to(tl.float32)
+    """As `small_floats.fp4_pair`, which the interpreter can't execute."""
+    low, high = small_floats.fp4_to_float16(codes & 15).to(tl.float32), small_floats.fp4_to_float16(codes >> 4).to(tl.float32)
     return (low * 16384.0).to(dtype), (high * 16384.0).to(dtype)

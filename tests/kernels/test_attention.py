@@ -335,14 +335,14 @@ def test_beginnings_in_other_numbers(
 
     def found() -> Tensor:
         order, plan = shared_prefixes.plan(paged.rows, paged.layout())
-        assert bool(plan.bundles if bundled else plan.levels) == (shared_prefixes.runs_of is honest)
+        assert bool(plan.bundles if bundled else plan.levels) == (shared_prefixes.shared_runs is honest)
         return shared_prefixes.attention(query[order], cache, plan, How(0, SIZE**-0.5, scales=scales))[
             torch.tensor(order).argsort()
         ]
 
-    honest = shared_prefixes.runs_of
+    honest = shared_prefixes.shared_runs
     together = found()
-    monkeypatch.setattr(shared_prefixes, "runs_of", lambda *_: ())
+    monkeypatch.setattr(shared_prefixes, "shared_runs", lambda *_: ())
     torch.testing.assert_close(together, found(), rtol=2e-2, atol=2e-2)
 
 

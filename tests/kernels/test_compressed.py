@@ -21,8 +21,8 @@ from penstock.kernels import (
     ragged,
 )
 from penstock.kernels.attention import How, Row
-from penstock.kernels.compressed import ChoosingEntries
-from penstock.kernels.entries import Making
+from penstock.kernels.compressed import EntrySelection
+from penstock.kernels.entries import EntryParameters
 from penstock.kernels.layout import Kind, Layout
 from penstock.kernels.reference import rotary_table
 
@@ -55,9 +55,9 @@ def check(rows: list[Row], page_size: int, rate: int, most: int, near: int, rout
     tokens = sum(row.queries for row in rows)
     query, sinks = torch.randn(tokens, HEADS, KEY).to(DEVICE, dtype), torch.randn(HEADS).to(DEVICE)
     queries, weights = torch.randn(tokens, INDEX_HEADS, SIZE).to(DEVICE, dtype), torch.randn(tokens, INDEX_HEADS).to(DEVICE)
-    asked = ChoosingEntries(queries, weights, most, members=rate, first=2 * KEY) if most else None
+    asked = EntrySelection(queries, weights, most, members=rate, first=2 * KEY) if most else None
     how = How(0, 0.3, sinks=sinks, latent=KEY)
-    found = ragged.attention_to_entries(query, cache, plan, how, rate, asked)
+    found = ragged.attention_with_entries(query, cache, plan, how, rate, asked)
     expected, start = [], 0
     for row in rows:
         held = cache[slots_of(row, page_size)].double().cpu().flatten(1)
@@ -126,7 +126,7 @@ def test_entries(rate: int, series: int, page_size: int, dtype: torch.dtype, rou
     torch.manual_seed(rate)
     size, length, frequencies = 12, 3 * rate + 2, torch.rand(2)
     places, gains = torch.randn(series, rate, size).to(DEVICE), torch.randn(size).to(DEVICE, dtype)
-    making = Making(5, places, gains, 1e-2)
+    making = EntryParameters(5, places, gains, 1e-2)
     rows = torch.randn(length, 2 * series * size).to(dtype).to(DEVICE)
     pages = random.Random(rate).sample(range(1, 40), -(-length // page_size))
     cache = torch.zeros(40 * page_size, 1, 1, 5 + 2 * series * size, dtype=dtype, device=DEVICE)
@@ -138,7 +138,7 @@ def test_entries(rate: int, series: int, page_size: int, dtype: torch.dtype, rou
         end = min(length, start + random.Random(start).randint(1, 2 * rate))
         _, plan = ragged.plan([Row(end - start, start, pages)], layout)
         entries.write_series(slots[start:end], rows[start:end], cache[..., 5:])
-        ends = ragged.entries_ended(plan, rate, series > 1)
+        ends = ragged.completed_entries(plan, rate, series > 1)
         entries.write_entries(cache, ends, making, rotary_table(frequencies.to(DEVICE), ends.firsts, dtype))
         start = end
     held, wide = cache.double().cpu().flatten(1)[slots.cpu()], rows.double().cpu().view(length, series, 2, size)

@@ -12,8 +12,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from penstock.kernels import dispatch, fused_experts, fused_routing, packed_experts, small_floats
-from penstock.kernels.codes import BITS, FP4_BLOCKS, Codes, quantize, unpacked
-from penstock.kernels.experts import FusedExperts, FusedQuantizedExperts, Gates, lay_out, route
+from penstock.kernels.codes import BITS, FP4_BLOCKS, QuantizedWeight, dequantized, quantize
+from penstock.kernels.experts import Activation, FusedExperts, FusedQuantizedExperts, lay_out, route
 from penstock.kernels.linear import Invariance
 
 from .floats import looked_up
@@ -37,17 +37,17 @@ def promised(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(globals(), "DEVICE", "cpu")
 
 
-def few(weight: Tensor, kind: str, block: int) -> Codes:
+def few(weight: Tensor, kind: str, block: int) -> QuantizedWeight:
     """The nearest of few bits; blocks are of that size if there are several, or as the kind has them."""
     if kind in FP4_BLOCKS:
         return quantize(weight, kind)
     found = quantize(weight.reshape(-1, block) if weight.shape[1] % block == 0 else weight, kind)
     zeros = found.zeros.view(len(weight), -1) if found.zeros is not None else None
-    return Codes(kind, found.codes.view(weight.shape), found.scales.view(len(weight), -1), zeros)
+    return QuantizedWeight(kind, found.codes.view(weight.shape), found.scales.view(len(weight), -1), zeros)
 
 
-def exact(weight: Tensor | Codes) -> Tensor:
-    return (unpacked(weight, torch.float64) if isinstance(weight, Codes) else weight).double()
+def exact(weight: Tensor | QuantizedWeight) -> Tensor:
+    return (dequantized(weight, torch.float64) if isinstance(weight, QuantizedWeight) else weight).double()
 
 
 class Mixture:
@@ -71,9 +71,9 @@ class Mixture:
         logits[: tokens // 2, 0] += 9  # one expert that many choose, and others that nobody does
         self.shares, self.chosen = route(logits, self.count, chance.random() < 0.5)
         self.gates = (
-            Gates(squared=True)
+            Activation(squared=True)
             if squared
-            else Gates(chance.random() < 0.5, chance.choice([0.0, 0.0, 0.7]), chance.choice(["steep", "before", "behind"]))
+            else Activation(chance.random() < 0.5, chance.choice([0.0, 0.0, 0.7]), chance.choice(["steep", "before", "behind"]))
         )
         self.biases = None
         if chance.random() < 0.5:
@@ -157,7 +157,7 @@ def test_what_is_looked_up_is_multiplied(kind: str, chance: random.Random, monke
     """What is scaled first in float16 alone: of bfloat16 the interpreter knows no products."""
     monkeypatch.setattr(packed_experts, "on_nvidia", lambda device: True)
     for module in (packed_experts, small_floats):
-        monkeypatch.setattr(module, "tiny_pair", looked_up)
+        monkeypatch.setattr(module, "fp4_pair", looked_up)
     for tokens, dtype in ((1, torch.float16), (30, torch.bfloat16 if kind == "fp4" else torch.float16)):
         mixture = Mixture(chance, dtype, tokens, 3, kind)
         found, expected = mixture.found("triton"), mixture.expected()

@@ -10,7 +10,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from penstock.kernels import dispatch, operations, reference
-from penstock.kernels.reference import PLAIN, Gates
+from penstock.kernels.reference import PLAIN, Activation
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -106,13 +106,15 @@ def test_the_plain_branches(chance: random.Random) -> None:
     assert operations.add_rms_norm(x, residual, weight, 1e-5).equal(reference.rms_norm(total, weight, 1e-5))
     assert residual.equal(total)
     assert operations.rms_norm(x, weight, 1e-5).equal(reference.rms_norm(x, weight, 1e-5))
-    assert operations.gated(x, Gates(True)).equal(reference.gated(x, Gates(True)))
+    assert operations.gated(x, Activation(True)).equal(reference.gated(x, Activation(True)))
 
 
 @pytest.mark.filterwarnings("ignore:overflow")  # an exponential that is infinite is meant
-@pytest.mark.parametrize("how", [PLAIN, Gates(True), *(Gates(limit=0.7, form=form) for form in ("steep", "before", "behind"))])
+@pytest.mark.parametrize(
+    "how", [PLAIN, Activation(True), *(Activation(limit=0.7, form=form) for form in ("steep", "before", "behind"))]
+)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gates(dtype: torch.dtype, how: Gates, chance: random.Random) -> None:
+def test_gates(dtype: torch.dtype, how: Activation, chance: random.Random) -> None:
     from penstock.kernels import fused_activation
 
     for size in (1, 7, chance.randint(1000, 1100)):
@@ -130,7 +132,7 @@ def test_gates(dtype: torch.dtype, how: Gates, chance: random.Random) -> None:
 @pytest.mark.parametrize("gelu", [False, True])
 def test_gates_of_large_numbers(gelu: bool) -> None:
     gate_up = torch.tensor([[-1e4, 1e4, -90.0, -1e15, 1e15, 1.0, 1.0, 1.0, 1.0, 1.0]], device=DEVICE)
-    close(operations.gated(gate_up, Gates(gelu)), reference.gated(gate_up, Gates(gelu)))
+    close(operations.gated(gate_up, Activation(gelu)), reference.gated(gate_up, Activation(gelu)))
 
 
 @pytest.mark.parametrize("norm", [False, True])

@@ -24,7 +24,7 @@ from penstock.kernels import hopper_attention, paged_attention
 from penstock.kernels.attention import How
 from penstock.kernels.layout import Kind
 from penstock.kernels.paged_attention import Capacity
-from penstock.kernels.work_list import ORDERED, WHOLE, Item, Tile
+from penstock.kernels.work_list import CAUSAL, WHOLE, Item, Tile
 from penstock.tests.kernels.gluon import Kernel
 from penstock.tests.kernels.test_paged_attention import World, rows_of
 from penstock.tests.shard import fake_cuda
@@ -170,12 +170,12 @@ def test_the_first_query_of_an_item_is_the_nearest(chance: random.Random) -> Non
             for numbers in items.tolist() if tile == TILE else []:
                 item = Item(*numbers)
                 positions = step.positions[step.listed[item.first : item.first + item.queries].long()]
-                assert item.tree in (ORDERED, WHOLE)
+                assert item.tree in (CAUSAL, WHOLE)
                 assert item.begin % page_size == 0
                 assert item.begin < item.end
                 assert min(item.end, int(positions[0]) + 1) == min(item.end, int(positions.min()) + 1)
                 seen.add(item.tree)
-    assert ORDERED in seen
+    assert CAUSAL in seen
 
 
 # The kernel itself, on a CPU.

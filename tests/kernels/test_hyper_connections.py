@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from penstock.kernels import dispatch, fused_hyper_connections, fused_manifold_connections
 from penstock.kernels.hyper_connections import mix
-from penstock.kernels.reference import Shares
+from penstock.kernels.reference import HyperConnectionWeights
 
 from .test_paged_attention import DEVICE
 
@@ -27,7 +27,7 @@ def _clean() -> Iterator[None]:
 
 
 def exact(
-    streams: Tensor, more: Tensor | None, given: Tensor | None, shares: Shares, epsilon: float
+    streams: Tensor, more: Tensor | None, given: Tensor | None, shares: HyperConnectionWeights, epsilon: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Streams afterwards, what is seen, and what is given."""
     wide, count = streams.double(), streams.shape[1]
@@ -53,7 +53,7 @@ def test_mixtures(count: int, size: int, gives: bool, adds: bool, dtype: torch.d
     def numbers(*shape: int, factor: float = 1.0) -> Tensor:
         return (torch.randn(*shape) * factor).to(DEVICE)
 
-    shares = Shares(
+    shares = HyperConnectionWeights(
         numbers(kinds * count, count * size, factor=size**-0.5), numbers(kinds * count), numbers(kinds * count), 1.7, 0.01
     )
     streams = numbers(tokens, count, size).to(dtype)
@@ -88,7 +88,7 @@ def test_mixtures_of_each_other(count: int, size: int, rounds: int, adds: bool, 
     parts = (values.detach().float().to(DEVICE) for values in (theirs.fn, theirs.scale, theirs.base))
     matrix, scale, base = parts
     scale = scale.repeat_interleave(torch.tensor([count, count, count**2], device=DEVICE))
-    shares = Shares(matrix, scale, base, 2.0, 1e-3, rounds) if rounds else None
+    shares = HyperConnectionWeights(matrix, scale, base, 2.0, 1e-3, rounds) if rounds else None
     tokens = 3
     streams, more = (torch.randn(tokens, *shape).to(DEVICE, dtype) for shape in ((count, size), (size,)))
     gives = torch.rand(tokens, count + count**2, device=DEVICE)
@@ -122,7 +122,7 @@ def test_the_last_mixture_gives_nothing(route: str) -> None:
     flat = wide.flatten(1)
     normal = flat * (flat.square().mean(1, keepdim=True) + 1e-3).rsqrt()
     seen = torch.sigmoid(normal @ matrix.double().t() * scale + base) + 1e-3
-    shares = Shares(*(x.to(DEVICE) for x in (matrix, scale, base)), 2.0, 1e-3)
+    shares = HyperConnectionWeights(*(x.to(DEVICE) for x in (matrix, scale, base)), 2.0, 1e-3)
     dispatch.force(route)
     mixed, found = mix(*(x.to(DEVICE) for x in (streams, more, given)), shares, 1e-3)
     torch.testing.assert_close(mixed.double().cpu(), (seen.unsqueeze(2) * wide).sum(1), rtol=1e-5, atol=1e-5)
@@ -132,7 +132,7 @@ def test_the_last_mixture_gives_nothing(route: str) -> None:
 def test_of_no_tokens() -> None:
     dispatch.force("triton")
     empty = torch.zeros(0, 2, 8, device=DEVICE)
-    shares = Shares(*(torch.zeros(*shape, device=DEVICE) for shape in ((4, 16), (4,), (4,))), 1.0, 0.0)
+    shares = HyperConnectionWeights(*(torch.zeros(*shape, device=DEVICE) for shape in ((4, 16), (4,), (4,))), 1.0, 0.0)
     mixed, given = mix(empty, None, None, shares, 1e-6)
     assert mixed.shape == (0, 8)
     assert given is not None

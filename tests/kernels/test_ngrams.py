@@ -14,9 +14,9 @@ from transformers.models.qwen4_exp import modeling_qwen4_exp as oracle
 
 from penstock.kernels import dispatch
 from penstock.kernels.gated_delta import Spans, States
-from penstock.kernels.ngram_hashes import Hashes
+from penstock.kernels.ngram_hashes import NgramHashes
 from penstock.kernels.ngrams import opened, rows_of, take
-from penstock.shard.models.ngrams import Ngrams
+from penstock.shard.models.ngrams import NgramShape
 from penstock.tests.kernels import memories
 from penstock.tests.kernels.memories import DEVICE, TOLERANCES
 
@@ -42,8 +42,8 @@ def theirs(most: int, heads: int, layers: list[int], hidden: int = 16) -> Any:
     )
 
 
-def grams(config: Any) -> Ngrams:
-    return Ngrams(
+def grams(config: Any) -> NgramShape:
+    return NgramShape(
         layers=tuple(one - 1 for one in config.ple_layer_ids),
         most=config.ngram_size,
         heads=config.heads_per_ngram,
@@ -68,7 +68,7 @@ def test_rows_are_transformers(route: str, chance: random.Random) -> None:
         own = grams(config)
         parts = [torch.tensor([of(layer) for layer in own.layers]).to(DEVICE) for of in (own.multipliers, own.sizes, own.offsets)]
         shape = len(layers), own.before, heads
-        hashes = Hashes(parts[0], parts[1].view(shape), parts[2].view(shape), END)
+        hashes = NgramHashes(parts[0], parts[1].view(shape), parts[2].view(shape), END)
         rows = [[chance.choice([END, chance.randrange(50)]) for _ in range(chance.randint(1, 12))] for _ in range(5)]
         cuts = [chance.randint(0, len(row) - 1) for row in rows]
         tails = [row[cut:] for row, cut in zip(rows, cuts, strict=True)]

@@ -633,7 +633,7 @@ def test_tiles_are_small_where_shared_memory_is(
     """A workstation's Blackwell has less than half of Hopper's: its tiles would not even be launched."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", None)
-    assert paged_attention.generation_of(torch.device("cuda", 0)) == generation
+    assert paged_attention.device_class(torch.device("cuda", 0)) == generation
 
 
 def test_compilations_have_their_own_names_and_all_constants() -> None:
@@ -663,7 +663,7 @@ def test_tiles_of_single_queries() -> None:
 
     def rows(tokens: int, kv_heads: int = 8, ratio: int = 4, generation: int = 9, eight_bits: bool = False) -> list[int]:
         kind = Kind(0, kv_heads, ratio, 128)
-        return [tile.rows for tile in paged_attention.for_singles(kind, torch.bfloat16, generation, tokens, H200, eight_bits)]
+        return [tile.rows for tile in paged_attention.decode_tiles(kind, torch.bfloat16, generation, tokens, H200, eight_bits)]
 
     assert rows(1) == rows(4) == [16]
     assert rows(5) == rows(64) == rows(197) == [64]
@@ -673,7 +673,7 @@ def test_tiles_of_single_queries() -> None:
     assert rows(64, kv_heads=1, ratio=16) == [64]
     assert rows(64, kv_heads=1, ratio=16, eight_bits=True) == [16, 64]
     assert rows(64, kv_heads=1, ratio=64)[-1] == 128
-    assert len(paged_attention.for_singles(LLAMA, torch.float32, 9, 64, H200)) == 3
+    assert len(paged_attention.decode_tiles(LLAMA, torch.float32, 9, 64, H200)) == 3
 
 
 def test_graphs_of_checks_are_cut_as_steps_are() -> None:

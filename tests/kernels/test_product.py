@@ -47,7 +47,7 @@ def exact(
         values = values * (values.square().mean(-1, keepdim=True) + 1e-3).rsqrt() * gains.double()
     found = values @ weight.double().T + (bias.double() if bias is not None else 0)
     if gated:
-        found = reference.gated(found, reference.Gates(gelu))
+        found = reference.gated(found, reference.Activation(gelu))
     if add:
         found = found + before.double()
     return found, max(1.0, found.abs().max().item())

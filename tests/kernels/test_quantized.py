@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from penstock.kernels import dispatch, fused_quantized, packed_experts, small_floats
-from penstock.kernels.codes import BITS, Codes, alike, joined, quantize, unpacked
+from penstock.kernels.codes import BITS, QuantizedWeight, alike, dequantized, joined, quantize
 from penstock.kernels.fused_quantized import MOST
 from penstock.kernels.linear import Invariance, Weight
 from penstock.kernels.quantized import Quantized, lay_out
@@ -42,7 +42,7 @@ def where_it_is(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setitem(globals(), "DEVICE", "cpu")
 
 
-def some(kind: str, outputs: int, inputs: int, group: int, zeros: bool = False) -> Codes:
+def some(kind: str, outputs: int, inputs: int, group: int, zeros: bool = False) -> QuantizedWeight:
     """Random codes of every value there is."""
     codes = torch.randint(0, 1 << BITS[kind], (outputs, inputs), dtype=torch.uint8, device=DEVICE)
     if kind == "fp8":
@@ -52,12 +52,14 @@ def some(kind: str, outputs: int, inputs: int, group: int, zeros: bool = False) 
         scales = torch.exp2(torch.randint_like(scales, -12, 4))
     elif kind == "nvfp4":
         scales = eight_bits(scales.shape, DEVICE)
-        return Codes(kind, codes, scales, factors=torch.rand(outputs, device=DEVICE).add_(0.5).mul_(1e-3))
+        return QuantizedWeight(kind, codes, scales, factors=torch.rand(outputs, device=DEVICE).add_(0.5).mul_(1e-3))
     most = min(256, 1 << BITS[kind] + 1)  # one more than the largest code is a zero of GPTQ's
-    return Codes(kind, codes, scales, torch.randint(0, most, scales.shape, dtype=torch.uint8, device=DEVICE) if zeros else None)
+    return QuantizedWeight(
+        kind, codes, scales, torch.randint(0, most, scales.shape, dtype=torch.uint8, device=DEVICE) if zeros else None
+    )
 
 
-def meant(codes: Codes) -> Tensor:
+def meant(codes: QuantizedWeight) -> Tensor:
     """In float64, number by number."""
     values = []
     for row in range(len(codes.codes)):
@@ -80,7 +82,7 @@ def meant(codes: Codes) -> Tensor:
 @pytest.mark.parametrize("kind", BITS)
 def test_what_codes_mean(kind: str, zeros: bool) -> None:
     codes = some(kind, 5, 24, 8, zeros and kind not in FLOATS)
-    torch.testing.assert_close(unpacked(codes, torch.float32).double(), meant(codes), rtol=1e-6, atol=0)
+    torch.testing.assert_close(dequantized(codes, torch.float32).double(), meant(codes), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("kind", BITS)
@@ -90,7 +92,7 @@ def test_rounding_goes_to_the_nearest(kind: str, chance: random.Random) -> None:
     weight[2] = weight[2].abs() + 3  # all on one side of 0
     weight[3, :64] = 0
     codes = quantize(weight, kind)
-    found = unpacked(codes, torch.float32)
+    found = dequantized(codes, torch.float32)
     off = (found - weight).abs().view(7, -1, codes.block)
     if kind in ("fp4", "nvfp4"):  # between 4 and 6 there is nothing
         steps = codes.scales if codes.factors is None else codes.scales * codes.factors[:, None]
@@ -107,21 +109,21 @@ def test_rounding_goes_to_the_nearest(kind: str, chance: random.Random) -> None:
 
 def test_rounding_again_changes_nothing() -> None:
     for kind in BITS:
-        once = unpacked(quantize(torch.randn(9, 128, device=DEVICE), kind), torch.float32)
-        torch.testing.assert_close(unpacked(quantize(once, kind), torch.float32), once, rtol=1e-5, atol=1e-6)
+        once = dequantized(quantize(torch.randn(9, 128, device=DEVICE), kind), torch.float32)
+        torch.testing.assert_close(dequantized(quantize(once, kind), torch.float32), once, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("zeros", [False, True])
 def test_parts_are_parts_of_what_is_meant(zeros: bool, chance: random.Random) -> None:
     codes = some("int4", 12, 48, 16, zeros)
-    whole = unpacked(codes, torch.float32)
+    whole = dequantized(codes, torch.float32)
     for dimension, start, stop in ((0, 3, 9), (1, 0, 16), (1, 24, 48), (1, 4, 12), (1, 5, 8), (0, 0, 12)):
         found = codes.part(dimension, start, stop)
-        assert unpacked(found, torch.float32).equal(whole.narrow(dimension, start, stop - start))
+        assert dequantized(found, torch.float32).equal(whole.narrow(dimension, start, stop - start))
         assert all(tensor is None or tensor.is_contiguous() for tensor in (found.codes, found.scales, found.zeros))
     order = torch.tensor([3, 1, 1, 11], device=DEVICE)
-    assert unpacked(codes[order], torch.float32).equal(whole[order])
-    torch.testing.assert_close(unpacked(codes.scaled(0.3), torch.float32), whole * 0.3)
+    assert dequantized(codes[order], torch.float32).equal(whole[order])
+    torch.testing.assert_close(dequantized(codes.scaled(0.3), torch.float32), whole * 0.3)
 
 
 @pytest.mark.parametrize("kind", ["fp4", "nvfp4"])
@@ -130,29 +132,31 @@ def test_parts_of_floats_of_4_bits(kind: str) -> None:
     codes = some(kind, 12, 48, 16)
     if kind == "fp4":
         codes = codes.scaled(0.3)
-    whole = unpacked(codes, torch.float32)
+    whole = dequantized(codes, torch.float32)
     for dimension, start, stop in ((0, 3, 9), (1, 16, 48), (1, 24, 40), (1, 5, 8), (0, 0, 12)):
-        assert unpacked(codes.part(dimension, start, stop), torch.float32).equal(whole.narrow(dimension, start, stop - start))
-    beyond = unpacked(codes.part(0, 8, 16).part(1, 32, 64), torch.float32)
+        assert dequantized(codes.part(dimension, start, stop), torch.float32).equal(whole.narrow(dimension, start, stop - start))
+    beyond = dequantized(codes.part(0, 8, 16).part(1, 32, 64), torch.float32)
     assert beyond[:4, :16].equal(whole[8:, 32:])
     assert beyond.count_nonzero() == whole[8:, 32:].count_nonzero()
     order = torch.tensor([3, 1, 1, 11], device=DEVICE)
-    assert unpacked(codes[order], torch.float32).equal(whole[order])
+    assert dequantized(codes[order], torch.float32).equal(whole[order])
     more = some(kind, 5, 48, 8)
-    assert unpacked(joined([codes, more]), torch.float32).equal(torch.cat((whole, unpacked(more, torch.float32))))
+    assert dequantized(joined([codes, more]), torch.float32).equal(torch.cat((whole, dequantized(more, torch.float32))))
     scaled = codes.scaled(0.3)
-    torch.testing.assert_close(unpacked(scaled, torch.float32), whole * 0.3)
+    torch.testing.assert_close(dequantized(scaled, torch.float32), whole * 0.3)
     assert scaled.scales.equal(codes.scales)  # which keep few bits
 
 
 def test_weights_side_by_side() -> None:
     parts = [some("int8", 3, 48, 16), some("int8", 5, 48, 24, True), some("int8", 2, 48, 48)]
     assert joined(parts).block == gcd(16, 24, 48)
-    assert unpacked(joined(parts), torch.float32).equal(torch.cat([unpacked(part, torch.float32) for part in parts]))
+    assert dequantized(joined(parts), torch.float32).equal(torch.cat([dequantized(part, torch.float32) for part in parts]))
     assert joined(parts[::2]).zeros is None
 
 
-def laid_out(route: str, codes: Codes, bias: Tensor | None, dtype: torch.dtype, exact: Invariance = Invariance.USUAL) -> Weight:
+def laid_out(
+    route: str, codes: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype, exact: Invariance = Invariance.USUAL
+) -> Weight:
     dispatch.force("triton" if route == "triton" else "reference")
     try:
         return lay_out(codes, bias, exact, dtype)
@@ -190,7 +194,7 @@ def test_products(
         for rows in chance.sample([1, 7, 16, 17, 40, 70, MOST, MOST + 1], 2):
             wide = torch.full((rows, inputs + 8), torch.nan, dtype=dtype, device=DEVICE)
             x = wide[:, :inputs].copy_(torch.randn(rows, inputs))
-            expected = functional.linear(x.double(), unpacked(codes, torch.float64), bias.double() if bias is not None else None)
+            expected = functional.linear(x.double(), dequantized(codes, torch.float64), bias.double() if bias is not None else None)
             assert (found(x).double() - expected).abs().max() <= TOLERANCES[dtype] * expected.abs().max()
 
 
@@ -206,12 +210,12 @@ def test_products_of_inputs_in_an_order(
         even = some(kind, outputs, inputs, group, zeros)
         order = torch.randperm(inputs, dtype=torch.int32, device=DEVICE)
         codes, meaning = replace(even, order=order), torch.empty(outputs, inputs, dtype=torch.float64, device=DEVICE)
-        meaning[:, order.long()] = unpacked(even, torch.float64)
+        meaning[:, order.long()] = dequantized(even, torch.float64)
         third = inputs // 3
         for start, stop in ((0, inputs), (0, third), (third, inputs)):
             part, expected = (codes, meaning) if stop - start == inputs else (codes.part(1, start, stop), meaning[:, start:stop])
-            assert unpacked(part, torch.float64).equal(expected)
-            assert unpacked(joined([part, part]), torch.float64).equal(torch.cat((expected, expected)))
+            assert dequantized(part, torch.float64).equal(expected)
+            assert dequantized(joined([part, part]), torch.float64).equal(torch.cat((expected, expected)))
             found = laid_out(route, part, None, dtype)
             assert isinstance(found, Quantized) == (route == "triton" or kind == "int4")
             assert found.shape == (outputs, stop - start)
@@ -237,7 +241,7 @@ def test_codes_of_four_bits_become_numbers_in_pairs(zero: int, dtype: torch.dtyp
 
 @triton.jit
 def one_by_one(codes: tl.tensor, zero: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """As `fused_quantized.less_pair`, which the interpreter can't execute."""
+    """As `fused_quantized.minus_zero_pair`, which the interpreter can't execute."""
     return fused_quantized.less(codes & 15, zero).to(dtype), fused_quantized.less(codes >> 4, zero).to(dtype)
 
 
@@ -245,9 +249,9 @@ def one_by_one(codes: tl.tensor, zero: tl.tensor, dtype: tl.constexpr) -> tl.ten
 @pytest.mark.parametrize("zeros", [False, True])
 def test_pairs_are_multiplied(zeros: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_quantized, "on_nvidia", lambda device: True)
-    monkeypatch.setattr(fused_quantized, "less_pair", one_by_one)
+    monkeypatch.setattr(fused_quantized, "minus_zero_pair", one_by_one)
     codes, x = some("int4", 48, 256, 64, zeros), torch.randn(20, 256).bfloat16()
-    expected = x.double() @ unpacked(codes, torch.float64).T
+    expected = x.double() @ dequantized(codes, torch.float64).T
     found = laid_out("triton", codes, None, torch.bfloat16)(x)
     assert (found.double() - expected).abs().max() <= TOLERANCES[torch.bfloat16] * expected.abs().max()
 
@@ -258,9 +262,9 @@ def test_what_is_looked_up_is_multiplied(kind: str, monkeypatch: pytest.MonkeyPa
     """In float16, of which the interpreter knows products."""
     monkeypatch.setattr(fused_quantized, "on_nvidia", lambda device: True)
     for module in (fused_quantized, small_floats):
-        monkeypatch.setattr(module, "tiny_pair", looked_up)
+        monkeypatch.setattr(module, "fp4_pair", looked_up)
     codes, x = some(kind, 48, 192, 32), torch.randn(20, 192).half()
-    expected = x.double() @ unpacked(codes, torch.float64).T
+    expected = x.double() @ dequantized(codes, torch.float64).T
     found = laid_out("triton", codes, None, torch.float16)(x)
     assert (found.double() - expected).abs().max() <= TOLERANCES[torch.float16] * expected.abs().max()
 
@@ -279,10 +283,10 @@ def test_scales_of_few_bits_beside_factors(dtype: torch.dtype, chance: random.Ra
         scaled = replace(codes, factors=factors)
         found = laid_out("triton", scaled, None, dtype)
         assert isinstance(found, Quantized)
-        exact = unpacked(replace(codes, factors=None), torch.float64) * factors.double()[:, None]
+        exact = dequantized(replace(codes, factors=None), torch.float64) * factors.double()[:, None]
         for rows in (1, 19, MOST + 1):  # of so many the weight is unpacked first, and rounded
             x = torch.randn(rows, inputs, device=DEVICE).to(dtype)
-            weight = exact if rows <= MOST else unpacked(scaled, dtype).double()
+            weight = exact if rows <= MOST else dequantized(scaled, dtype).double()
             bound = TOLERANCES[dtype] * (x.double().abs() @ weight.abs().T).amax(0) + torch.finfo(dtype).smallest_normal * 2**-10
             assert ((found(x).double() - x.double() @ weight.T).abs() <= bound).all()
 
@@ -327,7 +331,7 @@ def test_what_has_no_product_is_unpacked(route: str, kind: str, group: int, dtyp
     assert not isinstance(found, Quantized)
     assert found.bytes == 32 * 128 * dtype.itemsize
     x = torch.randn(3, 128, device=DEVICE).to(dtype)
-    torch.testing.assert_close(found(x), functional.linear(x, unpacked(codes, dtype)), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(found(x), functional.linear(x, dequantized(codes, dtype)), rtol=1e-2, atol=1e-2)
 
 
 def test_bytes() -> None:
@@ -337,7 +341,7 @@ def test_bytes() -> None:
     for inputs in (96, 128):
         assert laid_out("triton", some("nvfp4", 32, inputs, 16), None, torch.float16).bytes == 32 * (inputs // 2 + inputs // 16 + 4)
     assert laid_out("triton", some("fp4", 32, 128, 32), None, torch.float16).bytes == 32 * (64 + 4)
-    assert type(laid_out("torch", unpacked(codes, torch.float32), None, torch.float32)) is Weight  # type: ignore[arg-type]
+    assert type(laid_out("torch", dequantized(codes, torch.float32), None, torch.float32)) is Weight  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("route", ["torch"])
@@ -350,7 +354,7 @@ def test_a_gpu_without_kernels_has_plain_weights() -> None:
     codes, x = some("int4", 32, 128, 64), torch.randn(3, 128, device=DEVICE).bfloat16()
     found = laid_out("torch", codes, None, torch.bfloat16)
     assert not isinstance(found, Quantized)
-    torch.testing.assert_close(found(x), functional.linear(x, unpacked(codes, torch.bfloat16)), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(found(x), functional.linear(x, dequantized(codes, torch.bfloat16)), rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -358,11 +362,11 @@ def test_a_gpu_without_kernels_has_plain_weights() -> None:
 )
 def test_a_fault_would_be_seen(kind: str, fault: str, monkeypatch: pytest.MonkeyPatch, chance: random.Random) -> None:
     """Another middle, halves the other way round, the scale of the block beside, no factors."""
-    meaning, paired, words = fused_quantized.meaning, fused_quantized.paired, fused_quantized.words
+    meaning, paired, words = fused_quantized.format_constants, fused_quantized.paired, fused_quantized.words
     if fault == "zeros":
-        monkeypatch.setattr(fused_quantized, "meaning", lambda *given: meaning(*given) | {"MIDDLE": 7})
+        monkeypatch.setattr(fused_quantized, "format_constants", lambda *given: meaning(*given) | {"MIDDLE": 7})
     elif fault == "factors":
-        monkeypatch.setattr(fused_quantized, "meaning", lambda *given: meaning(*given) | {"FACTORS": False})
+        monkeypatch.setattr(fused_quantized, "format_constants", lambda *given: meaning(*given) | {"FACTORS": False})
     elif fault == "blocks":
         monkeypatch.setattr(fused_quantized, "words", lambda scales, run: words(scales.roll(1, 1), run))
     else:

@@ -15,15 +15,15 @@ from penstock.kernels.linear import (
     SMALL,
     Invariance,
     Weight,
+    by_mkl_columns,
     compile_products,
-    in_columns,
     packed,
     plain,
-    shortened,
     transposed,
     usual,
+    with_short_route,
 )
-from penstock.kernels.reference import Gates, gated, rms_norm, rotary_table, rotate, squared
+from penstock.kernels.reference import Activation, gated, rms_norm, rotary_table, rotate, squared
 
 SIZES = [1, 7, 1000]
 
@@ -74,7 +74,7 @@ def test_rotation_is_in_place_and_leaves_position_0_alone() -> None:
 def test_gates_are_transformers(size: int, name: str) -> None:
     gate, up = torch.randn(4, size), torch.randn(4, size)
     torch.testing.assert_close(
-        gated(torch.cat((gate, up), -1), Gates(name != "silu")), transformers.activations.ACT2FN[name](gate) * up
+        gated(torch.cat((gate, up), -1), Activation(name != "silu")), transformers.activations.ACT2FN[name](gate) * up
     )
 
 
@@ -83,14 +83,14 @@ def test_gates_are_transformers(size: int, name: str) -> None:
 @pytest.mark.parametrize("form", ["steep", "before", "behind"])
 def test_gated_rows_know_no_neighbours(form: str, gelu: bool, limit: float) -> None:
     """Nor which of them is the last: not by a bit."""
-    how = Gates(gelu, limit, form)
+    how = Activation(gelu, limit, form)
     x = torch.randn(200, 2 * 37)
     whole = gated(x.clone(), how)
     for rows in (1, 2, 3, 60, 199):
         assert gated(x[:rows].clone(), how).equal(whole[:rows])
 
 
-@pytest.mark.parametrize("route", [plain, packed, transposed, in_columns])
+@pytest.mark.parametrize("route", [plain, packed, transposed, by_mkl_columns])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 7, 33])
 @pytest.mark.parametrize(("wide", "high"), [(1, 1), (1, 7), (7, 1000), (1000, 1), (1000, 7), (2 * PIECE, 3)])
@@ -109,7 +109,7 @@ def test_few_rows_of_a_small_weight_may_take_the_short_way(bias: bool) -> None:
         taken.append(len(x))
         return functional.linear(x, weight, vector)
 
-    product = shortened(weight, vector, usual_way)
+    product = with_short_route(weight, vector, usual_way)
     for rows in (1, most, most + 1, 40):
         x = torch.randn(rows, 128)
         torch.testing.assert_close(product(x), functional.linear(x, weight, vector), rtol=1.3e-6, atol=3e-4)
@@ -129,7 +129,7 @@ def test_only_guesses_take_it() -> None:
 
 
 @pytest.mark.parametrize("inputs", [200, 1500])
-@pytest.mark.parametrize("route", [packed, *([in_columns] if linear.by_mkl() else [])])
+@pytest.mark.parametrize("route", [packed, *([by_mkl_columns] if linear.by_mkl() else [])])
 def test_rows_are_independent_to_the_last_bit(route: Any, inputs: int) -> None:
     product, x = route(torch.randn(300, inputs), torch.randn(300)), torch.randn(700, inputs)
     whole = product(x)
@@ -166,7 +166,7 @@ def test_small_weights_go_by_mkl_where_that_is_quickest(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     monkeypatch.setattr(linear, "by_mkl", lambda: True)
-    assert ways() == ["in_columns", "packed", "packed", "plain"]
+    assert ways() == ["by_mkl_columns", "packed", "packed", "plain"]
     monkeypatch.setattr(linear, "by_mkl", lambda: False)
     assert ways() == ["packed", "packed", "packed", "plain"]
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)

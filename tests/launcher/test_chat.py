@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import pytest
 from rich.console import Console
 
-from penstock.launcher.chat import Failed, Pace, Piece, Server, Talk, Terminal, pipe
+from penstock.launcher.chat import AnswerSpeed, Conversation, Failed, Server, StreamDelta, Terminal, pipe
 from penstock.launcher.mistake import Mistake
 
 WAIT = 30.0  # seconds for a terminal to show something, on a busy machine
@@ -108,9 +108,9 @@ def chat(*arguments: str, question: str = "Hi", **environment: str) -> "subproce
     return subprocess.run(command, input=question, capture_output=True, text=True, timeout=WAIT, env={**ENVIRONMENT, **environment})
 
 
-def typed(url: str, lines: Sequence[str], talk: Talk | None = None) -> tuple[str, Talk]:
+def typed(url: str, lines: Sequence[str], talk: Conversation | None = None) -> tuple[str, Conversation]:
     """What a terminal shows, and what is left of the talk."""
-    talk, out, left = talk or Talk(), StringIO(), iter(lines)
+    talk, out, left = talk or Conversation(), StringIO(), iter(lines)
 
     def read(prompt: str) -> str:
         line = next(left, None)
@@ -136,13 +136,13 @@ def test_a_terminal_behind_a_pipe_gets_no_control_characters(seen: bool, monkeyp
     """`echo Hi | penstock chat` shows answers in a terminal, which would obey them; a file gets what was said."""
 
     class Told:
-        def stream(self, body: dict[str, object]) -> Iterator[Piece]:
-            yield Piece("a\x1b]0;title\x07\tb\n")
+        def stream(self, body: dict[str, object]) -> Iterator[StreamDelta]:
+            yield StreamDelta("a\x1b]0;title\x07\tb\n")
 
     out = StringIO()
     out.isatty = lambda: seen  # type: ignore[method-assign]
     monkeypatch.setattr(sys, "stdout", out)
-    assert pipe(Told(), Talk(), "Hi") == 0  # type: ignore[arg-type]
+    assert pipe(Told(), Conversation(), "Hi") == 0  # type: ignore[arg-type]
     assert out.getvalue() == ("a]0;title\tb\n\n" if seen else "a\x1b]0;title\x07\tb\n\n")
 
 
@@ -276,7 +276,7 @@ def test_talks_are_kept_in_files(tmp_path: Path) -> None:
     for other in ("[]", '{"messages": ["Hi"]}', '{"messages": [{}]}', '{"messages": [], "fields": [1]}'):
         path.write_text(other)
         with pytest.raises(ValueError, match=r"no talk|no object"):
-            Talk().load(path)
+            Conversation().load(path)
 
 
 def test_an_answer_cannot_reach_the_terminal() -> None:
@@ -295,10 +295,10 @@ def test_thoughts_are_shown_and_not_sent_again() -> None:
 
 
 def test_pace() -> None:
-    pace = Pace(asked=1.0, first=1.5, last=3.5, events=3, tokens=5)
+    pace = AnswerSpeed(asked=1.0, first=1.5, last=3.5, events=3, tokens=5)
     assert str(pace) == "5 tokens, first after 500 ms, 2.0 tokens/s"
-    assert str(Pace(asked=1.0, first=1.5, last=1.5, events=1)) == "1 tokens, first after 500 ms"
-    pace.came(Piece(tokens=9))
+    assert str(AnswerSpeed(asked=1.0, first=1.5, last=1.5, events=1)) == "1 tokens, first after 500 ms"
+    pace.came(StreamDelta(tokens=9))
     assert (pace.events, pace.tokens) == (3, 9)
 
 

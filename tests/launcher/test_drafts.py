@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from penstock.launcher import checkpoint, children, cli, command_line, hub, machine, plan, serve
-from penstock.launcher.drafts import based, check_vocabulary, resolve
+from penstock.launcher.drafts import check_vocabulary, resolve, with_base_model
 from penstock.launcher.machine import Machine
 from penstock.launcher.mistake import Mistake
 from penstock.launcher.options import Options
@@ -306,7 +306,7 @@ def test_heads_in_the_place_of_a_model(
 def test_what_is_said_of_heads_in_the_place_of_a_model_counts(said: str, tmp_path: Path) -> None:
     """Also where it guesses nothing by itself."""
     asked = command_line.parse(cli._parsers()[1]["serve"], [str(heads(tmp_path)), "--speculate", said], {})
-    meant, folder = based(asked, tmp_path)
+    meant, folder = with_base_model(asked, tmp_path)
     assert folder == hub.DEMO_FOLDER
     heard = Speculation() if said == "0" else Speculation(draft=str(tmp_path), widths=(1, 1), verify="typical")
     assert meant.speculation == heard
@@ -315,7 +315,7 @@ def test_what_is_said_of_heads_in_the_place_of_a_model_counts(said: str, tmp_pat
 def test_models_stay_as_they_are(tmp_path: Path) -> None:
     """Also where only their tokenizer is here, for a router alone."""
     for place in (hub.DEMO_FOLDER, tmp_path):
-        assert based(Options(), place) == (Options(), place)
+        assert with_base_model(Options(), place) == (Options(), place)
 
 
 @pytest.mark.parametrize(
@@ -353,9 +353,9 @@ def test_the_hub_is_asked_once_for_what_a_draft_model_weighs(monkeypatch: pytest
         (tmp_path / name).symlink_to(hub.DRAFT_FOLDER / name)
     asked: list[str] = []
 
-    def remote(name: str, revision: str) -> hub.Remote:
+    def remote(name: str, revision: str) -> hub.HubWeights:
         asked.append(name)
-        return hub.Remote(Counter(BF16=100), 1)
+        return hub.HubWeights(Counter(BF16=100), 1)
 
     monkeypatch.setattr(hub, "locate", lambda name, *rest: (name, tmp_path))
     monkeypatch.setattr(hub, "remote", remote)

@@ -74,13 +74,13 @@ def test_what_the_hub_says_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         raise errors.NotASafetensorsRepoError
 
     monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", answer)
-    assert hub.remote("owner/name", "") == hub.Remote(Counter(BF16=20, F32=4), 1)
+    assert hub.remote("owner/name", "") == hub.HubWeights(Counter(BF16=20, F32=4), 1)
     monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", fail)
-    assert hub.remote("owner/name", "") == hub.Remote(Counter(), 0)
+    assert hub.remote("owner/name", "") == hub.HubWeights(Counter(), 0)
     monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", refuse)
     monkeypatch.setattr(huggingface_hub, "parse_safetensors_file_metadata", parse)
     monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda *where, **more: ["config.json", "medusa_lm_head.safetensors"])
-    assert hub.remote("owner/name", "") == hub.Remote(Counter(BF16=20, F32=4), 1)
+    assert hub.remote("owner/name", "") == hub.HubWeights(Counter(BF16=20, F32=4), 1)
     monkeypatch.setattr(
         huggingface_hub, "list_repo_files", lambda *where, **more: ["deeper/model.safetensors", "consolidated.safetensors"]
     )

@@ -247,7 +247,7 @@ def test_who_accepts_and_is_no_launcher_is_named_in_time(
 
         attending = threads.submit(attend)
         assert lonely.end() == 1
-        link.hush(listening)
+        link.stop_listening(listening)
         attending.result()
     why = r"is not there yet: it accepts connections, but is no penstock launcher: look at --master-port"
     assert lonely.says(why + r"; it was waited for 1.5 s \(--node-timeout\)")

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.launcher import checkpoint, plan
 from penstock.launcher.checkpoint import Checkpoint
-from penstock.launcher.hub import Remote
+from penstock.launcher.hub import HubWeights
 from penstock.launcher.machine import Machine
 from penstock.launcher.mistake import Mistake
 from penstock.launcher.options import Options
@@ -79,7 +79,7 @@ def test_random_weights_need_no_files(tmp_path: Path) -> None:
 
 def test_weights_on_the_hub_are_not_needed_for_a_plan(tmp_path: Path) -> None:
     """The index tells; without one the hub is asked; if it can't say, the config gives an estimate."""
-    replies = [Remote(Counter(F16=10, F32=4), 1), Remote(Counter(), 0)]
+    replies = [HubWeights(Counter(F16=10, F32=4), 1), HubWeights(Counter(), 0)]
     folder(tmp_path)
     found = [checkpoint.read(tmp_path, "auto", lambda reply=reply: reply) for reply in replies]  # type: ignore[misc]
     assert [(model.dtype, model.bytes, model.files, model.here) for model in found] == [

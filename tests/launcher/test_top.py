@@ -18,7 +18,7 @@ from rich.console import Console
 from penstock.launcher import top
 from penstock.launcher.machine import free_port
 from penstock.launcher.mistake import Mistake
-from penstock.launcher.top import Row, Sums
+from penstock.launcher.top import MetricSums, Row
 from penstock.router.metrics import REPLICA_GAUGES, Metrics
 
 INF = float("inf")
@@ -50,7 +50,7 @@ def test_every_name_is_one_that_a_server_exports() -> None:
 
 def test_only_what_is_wanted_is_read() -> None:
     found = top.parse(text(running=3, pages_total=10, pages_held=6) + histogram(FIRST, 1, 2, 3))[""]
-    assert found == Sums({"running": 3, "pages_total": 10}, {FIRST: {0.1: 1, 0.2: 2, INF: 3}})
+    assert found == MetricSums({"running": 3, "pages_total": 10}, {FIRST: {0.1: 1, 0.2: 2, INF: 3}})
     with pytest.raises(ValueError, match="could not convert"):
         top.parse("penstock_running three\n")
 
@@ -63,17 +63,17 @@ def test_a_server_shows_what_its_replicas_do() -> None:
 
 
 def test_what_was_gained() -> None:
-    before = Sums({"running": 9, "generated_tokens_total": 100, "restarts_total": 1}, {FIRST: {0.1: 10, INF: 20}})
-    after = Sums({"running": 4, "generated_tokens_total": 160, "restarts_total": 2}, {FIRST: {0.1: 13, INF: 24}})
-    expected = Sums({"running": 4, "generated_tokens_total": 30, "restarts_total": 2}, {FIRST: {0.1: 3, INF: 4}})
+    before = MetricSums({"running": 9, "generated_tokens_total": 100, "restarts_total": 1}, {FIRST: {0.1: 10, INF: 20}})
+    after = MetricSums({"running": 4, "generated_tokens_total": 160, "restarts_total": 2}, {FIRST: {0.1: 13, INF: 24}})
+    expected = MetricSums({"running": 4, "generated_tokens_total": 30, "restarts_total": 2}, {FIRST: {0.1: 3, INF: 4}})
     assert top.since(before, after, 2.0) == expected
-    assert top.since(None, after, 0.0) == Sums({"running": 4, "restarts_total": 2})
+    assert top.since(None, after, 0.0) == MetricSums({"running": 4, "restarts_total": 2})
 
 
 def test_a_server_that_began_anew_has_gained_all_it_shows() -> None:
-    before = Sums({"generated_tokens_total": 100}, {FIRST: {0.1: 10, INF: 20}})
-    after = Sums({"generated_tokens_total": 60}, {FIRST: {0.1: 12, INF: 13}})
-    assert top.since(before, after, 2.0) == Sums({"generated_tokens_total": 30}, {FIRST: {0.1: 12, INF: 13}})
+    before = MetricSums({"generated_tokens_total": 100}, {FIRST: {0.1: 10, INF: 20}})
+    after = MetricSums({"generated_tokens_total": 60}, {FIRST: {0.1: 12, INF: 13}})
+    assert top.since(before, after, 2.0) == MetricSums({"generated_tokens_total": 30}, {FIRST: {0.1: 12, INF: 13}})
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_figures() -> None:
     values = {"running": 3, "pages_total": 200, "pages_free": 150, "pages_cached": 100, "restarts_total": 1}
     values |= {"generated_tokens_total": 80, "cached_prompt_tokens_total": 30, "prompt_tokens_total": 10}
     values |= {"drafted_tokens_total": 40, "accepted_tokens_total": 10}
-    found = top.figures(Sums(values, {BETWEEN: {0.1: 4, 0.2: 8, INF: 8}}))
+    found = top.figures(MetricSums(values, {BETWEEN: {0.1: 4, 0.2: 8, INF: 8}}))
     told = {name: value for name, value in asdict(found).items() if value is not None}
     assert told == {
         **{"running": 3, "restarts": 1, "tokens_per_second": 80, "prompt_tokens_per_second": 10},
@@ -105,12 +105,12 @@ def test_figures() -> None:
     }
 
 
-def row(url: str, state: str = "ready", **parts: Sums) -> Row:
+def row(url: str, state: str = "ready", **parts: MetricSums) -> Row:
     return Row(url, state, "a [model]", {name.removeprefix("whole"): sums for name, sums in parts.items()})
 
 
 def test_servers_together() -> None:
-    one, other = Sums({"running": 1}, {FIRST: {0.1: 1, INF: 1}}), Sums({"running": 2}, {FIRST: {0.1: 0, INF: 1}})
+    one, other = MetricSums({"running": 1}, {FIRST: {0.1: 1, INF: 1}}), MetricSums({"running": 2}, {FIRST: {0.1: 0, INF: 1}})
     found = top.together([row("a", whole=one), row("b", whole=other), row("c", "no answer")])
     assert found.running == 3
     assert found.first_token_p50 == pytest.approx(0.1)
@@ -124,14 +124,14 @@ def shown(rows: list[Row], width: int = 200) -> list[list[str]]:
 
 
 def test_the_table() -> None:
-    replicas = {"0": Sums({"running": 1, "up": 1}), "1": Sums({"running": 2, "up": 0})}
-    lines = shown([row("http://a", whole=Sums({"running": 3}), **replicas), row("b", "\x1b[31mred", whole=Sums())])
+    replicas = {"0": MetricSums({"running": 1, "up": 1}), "1": MetricSums({"running": 2, "up": 0})}
+    lines = shown([row("http://a", whole=MetricSums({"running": 3}), **replicas), row("b", "\x1b[31mred", whole=MetricSums())])
     assert [line[0] for line in lines] == ["a", "replica", "replica", "b", "all"]
     assert lines[0][1:5] == ["a", "[model]", "ready", "3"]
     assert lines[1][:4] == ["replica", "0", "ready", "1"]
     assert lines[2][:5] == ["replica", "1", "not", "ready", "2"]
     assert lines[3][1:4] == ["a", "[model]", "[31mred"]  # what would have been a colour
-    assert len(shown([row("a", whole=Sums(), **{"0": Sums()})])) == 1  # a single replica says nothing new
+    assert len(shown([row("a", whole=MetricSums(), **{"0": MetricSums()})])) == 1  # a single replica says nothing new
 
 
 def test_a_reason_is_whole_where_there_is_room() -> None:
@@ -141,7 +141,7 @@ def test_a_reason_is_whole_where_there_is_room() -> None:
 
 @pytest.mark.parametrize(("width", "columns"), [(80, 4), (100, 5), (120, 8), (140, 9)])
 def test_a_narrow_terminal_has_the_more_important_columns(width: int, columns: int) -> None:
-    busy = Sums({"running": 128, "waiting": 99, "paused": 12, "generated_tokens_total": 12345, "prompt_tokens_total": 12345})
+    busy = MetricSums({"running": 128, "waiting": 99, "paused": 12, "generated_tokens_total": 12345, "prompt_tokens_total": 12345})
     busy.buckets = {name: {0.1: 4, 9.9: 8, INF: 8} for name in top.HISTOGRAMS}
     busy.values |= {"pages_total": 10, "pages_free": 1, "pages_cached": 10, "restarts_total": 3}
     [line] = shown([Row("http://10.0.0.123:3000", "ready", "model", {"": busy})], width)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from penstock.router.cost import Cost
-from penstock.router.policies import Mixed, Pause, Policy, largest_step
+from penstock.router.policies import ChunkedPrefill, Policy, WholePrefill, largest_step
 from penstock.router.scheduler import Action, Bounds, Decode, Filter, Job, Prefill, Report, Scheduler, most_pages
 from penstock.simulator.shard import Asked, IntegerShard, Outcome, Released, beginnings
 
@@ -97,8 +97,8 @@ class World:
         step = self.bounds.step_tokens
         kind = self.random.choice(("tokens", "time", "pause"))
         if kind == "pause":
-            return Pause(step, self.random.choice((0.0, 0.3, 1.2)), self.random.choice((1, 5, 20)))
-        return Mixed(step, Cost(8, 0.008) if kind == "time" else None, self.random.choice((0.0, 0.01)))
+            return WholePrefill(step, self.random.choice((0.0, 0.3, 1.2)), self.random.choice((1, 5, 20)))
+        return ChunkedPrefill(step, Cost(8, 0.008) if kind == "time" else None, self.random.choice((0.0, 0.01)))
 
     def run(self) -> None:
         uid = rounds = 0

@@ -306,7 +306,7 @@ def test_shards_that_are_lost_are_asked_nothing() -> None:
         shards["0"].break_at = 1
         shards["0"].die()
         before = len(shards["0"].commands)
-        for asked in (batcher.retire("a"), batcher.drop("a"), batcher.load(module.Later("k", "a", "/a"))):
+        for asked in (batcher.retire("a"), batcher.drop("a"), batcher.load(module.RuntimeAdapter("k", "a", "/a"))):
             with pytest.raises(Broken, match="the shards are lost"):
                 await asked
         with pytest.raises((Broken, NotReady)):

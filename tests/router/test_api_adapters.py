@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.router.adapters import Adapters, Later
+from penstock.router.adapters import Adapters, RuntimeAdapter
 from penstock.router.config import RouterConfig
 from penstock.router.request import Broken, Refused
 from penstock.router.text import Tokenizer
@@ -23,7 +23,7 @@ class FakeReplica:
     def __init__(self) -> None:
         self.adapters: set[str] = set()
 
-    async def load(self, adapter: Later) -> None:
+    async def load(self, adapter: RuntimeAdapter) -> None:
         if adapter.folder == "/faulty":
             raise Refused(f"adapter {adapter.name}: /faulty/adapter_config.json can't be read: is it an adapter's folder?")
         if adapter.folder == "/deadly":

@@ -192,7 +192,7 @@ RESPONSE = {"input": "x", "max_output_tokens": 90, "include": ["message.output_t
         (PATH, {**PROMPT, "prompt_logprobs": 2}, (Tokenizer, "token_text")),
         (PATH, ANSWER, (openai_shapes, "_pairs")),
         (CHAT_PATH, CHATTED, (openai_logprobs.LogprobWriter, "logprob")),
-        (CHAT_PATH, {**CHATTED, "tools": [{"type": "function", "function": {"name": "f"}}]}, (openai_shapes.Speaker, "read")),
+        (CHAT_PATH, {**CHATTED, "tools": [{"type": "function", "function": {"name": "f"}}]}, (openai_shapes.MessageParser, "read")),
         ("/v1/responses", RESPONSE, (openai_logprobs.LogprobWriter, "logprob")),
     ],
 )

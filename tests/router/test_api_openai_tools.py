@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 
 from penstock.router.grammar import WHITESPACE
-from penstock.router.parsing import formatted
+from penstock.router.parsing import format_grammar
 from penstock.router.request import Grammar, Thinking
 from penstock.router.template import Chat
 from penstock.router.text import Tokenizer
@@ -316,7 +316,7 @@ def test_formats_become_grammars(tokenizer: Tokenizer, given: dict[str, Any], gr
             if (
                 path == PATH and grammar is not None
             ):  # a model that thinks may do so before, but where a grammar is all that there is
-                expected = formatted(grammar, "deepseek_r1", special=tokenizer.added_id) or grammar
+                expected = format_grammar(grammar, "deepseek_r1", special=tokenizer.added_id) or grammar
                 assert (expected == grammar) == (grammar.kind in ("lark", "ebnf"))
             assert server.batcher.requests[-1].grammar == expected
 

@@ -32,7 +32,7 @@ from penstock.router.request import (
     Token,
 )
 from penstock.router.steps import Steps
-from penstock.router.streams import Pace, Stream
+from penstock.router.streams import CompletionRate, Stream
 from penstock.tests.router.fakes import END, ByteTokenizer, FakeShards
 from penstock.tests.router.harness import answer, ask, config, quiet, read, run, value
 
@@ -358,7 +358,7 @@ def test_an_interactive_request_passes_those_that_came_before() -> None:
 
 
 def test_those_who_come_too_many_are_told_when_to_come_again() -> None:
-    pace = Pace()
+    pace = CompletionRate()
     assert pace.seconds(5.0) == 1.0
     for second in range(10):
         pace.ended(4.0 * second)

@@ -9,7 +9,7 @@ from penstock.router.batcher import Batcher
 from penstock.router.bounds import bounds_of, policy_of
 from penstock.router.config import Misconfigured
 from penstock.router.cost import Work
-from penstock.router.policies import Mixed, Pause
+from penstock.router.policies import ChunkedPrefill, WholePrefill
 from penstock.router.scheduler import Bounds
 from penstock.tests.router.fakes import FakeShards
 from penstock.tests.router.harness import config, run
@@ -37,10 +37,10 @@ def test_the_policy_is_the_operators() -> None:
     bounds = Bounds(pages=1, page_size=1, step_tokens=64, sequences=1)
     warm = shard_pb2.WarmupReply(sample_tokens=10, sample_seconds=1.0)
     mixed = policy_of(config(itl_target=0.3), bounds, warm)
-    assert isinstance(mixed, Mixed)
+    assert isinstance(mixed, ChunkedPrefill)
     assert mixed.cost is not None
     assert mixed.cost.predict(Work(10)) == pytest.approx(1.0, rel=0.01)
-    assert isinstance(policy_of(config(prefill_policy="pause"), bounds, warm), Pause)
+    assert isinstance(policy_of(config(prefill_policy="pause"), bounds, warm), WholePrefill)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from penstock.router.cost import Cost, Work
-from penstock.router.drafting import LEAST_TRIAL, PLAIN, TRIAL, Allowance, Drafting, needed
+from penstock.router.drafting import LEAST_TRIAL, PLAIN, TRIAL, Allowance, DraftBudget, needed
 from penstock.router.policies import Measured, fit
 from penstock.shard.decoding.budget import Acceptance, DraftDemand, LinearCost, Probes, divide
 
@@ -44,9 +44,11 @@ STEEP = Device(memory=4.0, token=0.25, row=0.02, first=3.0)  # and without draft
 
 
 class Server:
-    """A scheduler's `Drafting` and a shard's budget, with one sequence after the other. rate: how many drafts are right."""
+    """A scheduler's `DraftBudget` and a shard's budget, with one sequence after the other. rate: how many drafts are right."""
 
-    def __init__(self, device: Device, rate: float, draft_model: bool = False, make: Callable[..., Drafting] = Drafting) -> None:
+    def __init__(
+        self, device: Device, rate: float, draft_model: bool = False, make: Callable[..., DraftBudget] = DraftBudget
+    ) -> None:
         self.device, self.rate, self.draft_model = device, rate, draft_model
         cost = Cost(512, device.seconds(0, 0, 512))
         self.cost, self.drafting = cost, make(cost, 4096, CHAIN)
@@ -146,7 +148,7 @@ def test_what_is_gained_is_most_of_what_can_be() -> None:
     assert drafts > 0.9 * CHAIN
 
 
-class Blind(Drafting):
+class Blind(DraftBudget):
     """Believes that drafts are free."""
 
     def allow(self, decodes: int, keys: float, prompts: Work) -> Allowance:
@@ -154,7 +156,7 @@ class Blind(Drafting):
         return Allowance(found.step, 0.0, 0.0, 0.0, 4096, found.target)
 
 
-class Careful(Drafting):
+class Careful(DraftBudget):
     """Believes that each takes as long as a step."""
 
     def allow(self, decodes: int, keys: float, prompts: Work) -> Allowance:
@@ -167,7 +169,7 @@ class Careful(Drafting):
     [(Blind, COMPUTING, 16, 0.8), (Careful, MEMORY_BOUND, 1, 1.2)],
     ids=["slower", "no gain"],
 )
-def test_these_checks_find_wrong_costs(make: Callable[..., Drafting], device: Device, sequences: int, most: float) -> None:
+def test_these_checks_find_wrong_costs(make: Callable[..., DraftBudget], device: Device, sequences: int, most: float) -> None:
     server = Server(device, 0.7, make=make)
     server.prompts()
     server.run(sequences, 60)
@@ -175,7 +177,7 @@ def test_these_checks_find_wrong_costs(make: Callable[..., Drafting], device: De
     assert rate < most * plain
 
 
-def allowances(drafting: Drafting, sequences: int, count: int, device: Device, most: int = CHAIN) -> Iterable[Allowance]:
+def allowances(drafting: DraftBudget, sequences: int, count: int, device: Device, most: int = CHAIN) -> Iterable[Allowance]:
     """Of steps in which every sequence takes what it may."""
     for _ in range(count):
         found = drafting.allow(sequences, 0.0, Work())
@@ -187,20 +189,20 @@ def allowances(drafting: Drafting, sequences: int, count: int, device: Device, m
 
 def test_a_new_load_begins_without_drafts_and_where_they_are_usual_they_are_left_out_now_and_then() -> None:
     device = Device(memory=10.0, token=0.1)
-    drafting = Drafting(Cost(512, 0.05), 4096, CHAIN)
+    drafting = DraftBudget(Cost(512, 0.05), 4096, CHAIN)
     off = [i for i, found in enumerate(allowances(drafting, 4, 2 * PLAIN + 20, device)) if not found.most]
     assert off == [*range(BEGUN), BEGUN + PLAIN, BEGUN + 1 + 2 * PLAIN]
 
 
 def test_where_drafts_are_usual_nobody_needs_a_trial() -> None:
-    drafting = Drafting(Cost(512, 0.05), 4096, CHAIN)
+    drafting = DraftBudget(Cost(512, 0.05), 4096, CHAIN)
     told = list(allowances(drafting, 4, 400, Device(memory=10.0, token=0.1, row=0.2)))
     assert sum(found.draft == 0.0 for found in told) == TRIAL, "the first"
 
 
 def test_where_drafts_are_none_there_are_trials_now_and_then() -> None:
     device = Device(memory=0.0, token=1.0, first=2.0)
-    drafting = Drafting(Cost(512, 0.5), 4096, CHAIN)
+    drafting = DraftBudget(Cost(512, 0.5), 4096, CHAIN)
     told = list(allowances(drafting, 16, 1000, device))
     off = [not found.most for found in told]
     steps = LEAST_TRIAL  # of many sequences
@@ -213,7 +215,7 @@ def test_trials_keep_away_from_prompts_unless_there_are_always_some() -> None:
     """`found.draft` is 0 in trials alone."""
     device = Device(memory=0.0, token=1.0, first=2.0)  # where nobody believes in drafts
     for every, tries in ((30, True), (4, False), (4, True)):
-        drafting, trials, since = Drafting(Cost(512, 0.05), 4096, CHAIN), [], 0
+        drafting, trials, since = DraftBudget(Cost(512, 0.05), 4096, CHAIN), [], 0
         for count in range(40 if not tries else 120):
             if count % every == 0:
                 drafting.learn(Measured(prompt_tokens=10, decode_tokens=2, seconds=device.seconds(2, 0, 10)))
@@ -228,7 +230,7 @@ def test_trials_keep_away_from_prompts_unless_there_are_always_some() -> None:
 @pytest.mark.parametrize("pays", [False, True])
 def test_what_fewer_sequences_lost_by_is_not_tried_at_once(pays: bool) -> None:
     device = Device(memory=10.0, token=0.01) if pays else Device(memory=0.0, token=1.0, first=2.0)
-    drafting = Drafting(Cost(512, 0.5), 4096, CHAIN)
+    drafting = DraftBudget(Cost(512, 0.5), 4096, CHAIN)
     list(allowances(drafting, 2, 100, device))
     more = [bool(found.most) for found in allowances(drafting, 16, 1000, device)]
     assert any(more[:10]) == pays
@@ -242,7 +244,7 @@ def test_another_number_of_drafts_is_tried_where_it_is_always_the_same(
     first: float, each: float, begins: int, least: int, most: int
 ) -> None:
     device = Device(memory=4.0, token=0.0, row=each, first=first)
-    drafting = Drafting(Cost(1, 0.003), 4096, 8)
+    drafting = DraftBudget(Cost(1, 0.003), 4096, 8)
     found, drafts = drafting.allow(1, 0.0, Work()), 0
     for step in range(400):
         if step < 60:  # by chance, so far
@@ -262,7 +264,7 @@ def rate_of(found: Allowance, drafts: int) -> float:
 
 
 def test_drafts_that_lose_end_even_if_costs_say_that_they_pay() -> None:
-    drafting = Drafting(Cost(512, 0.05), 4096, CHAIN)
+    drafting = DraftBudget(Cost(512, 0.05), 4096, CHAIN)
     off = []
     for _ in range(300):
         found = drafting.allow(1, 0.0, Work())
@@ -275,7 +277,7 @@ def test_drafts_that_lose_end_even_if_costs_say_that_they_pay() -> None:
 
 def test_costs_are_found() -> None:
     device = Device(memory=10.0, token=0.01, row=0.5, first=2.0)
-    drafting = Drafting(Cost(512, 0.05), 4096, CHAIN)
+    drafting = DraftBudget(Cost(512, 0.05), 4096, CHAIN)
     for most in (4, 1, 2, 3) * 30:
         list(allowances(drafting, 4, 2, device, most))
     [found] = allowances(drafting, 4, 1, device)
@@ -284,7 +286,7 @@ def test_costs_are_found() -> None:
 
 def test_runs_of_the_draft_model_are_no_part_of_the_models_steps() -> None:
     cost = Cost(512, 0.05)
-    drafting = Drafting(cost, 4096, CHAIN)
+    drafting = DraftBudget(cost, 4096, CHAIN)
     for drafts in (0, 0, 0, *(4,) * 30):
         step = Measured(
             decode_tokens=1 + drafts,
@@ -320,7 +322,7 @@ def test_the_first_run_of_the_draft_model_may_be_dear() -> None:
 def test_prompts_come_first() -> None:
     device = Device(memory=10.0, token=0.01, row=0.5)
     cost = Cost(512, 0.05)
-    drafting = Drafting(cost, 512, CHAIN, target=0.05)
+    drafting = DraftBudget(cost, 512, CHAIN, target=0.05)
     list(allowances(drafting, 8, 60, device))
     alone = drafting.allow(8, 0.0, Work()).most
     some = drafting.allow(8, 0.0, Work(100, 5000, 50)).most
@@ -334,7 +336,7 @@ def test_prompts_come_first() -> None:
 def test_drafts_do_not_make_a_step_much_longer_than_it_may_be() -> None:
     device = Device(memory=10.0, token=0.01, row=1.0)
     for target, most in ((0.0, 39), (0.030, 19), (0.001, 11)):  # without one 50 ms; and as long as it takes without drafts
-        drafting = Drafting(Cost(512, 0.05), 4096, 64, target)
+        drafting = DraftBudget(Cost(512, 0.05), 4096, 64, target)
         list(allowances(drafting, 1, 80, device, 8))
         assert drafting.allow(1, 0.0, Work()).most == pytest.approx(most, abs=2)
 

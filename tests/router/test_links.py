@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from penstock.router.api import links as module
-from penstock.router.api.links import Links, from_data, is_public
+from penstock.router.api.links import ImageLoader, from_data, is_public
 from penstock.router.config import RouterConfig
 from penstock.router.request import Overloaded, Refused
 
@@ -54,7 +54,7 @@ def serving(test: Callable[[int, Get], Awaitable[None]], **settings: Any) -> lis
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         port = runner.addresses[0][1]
         hosts = settings.pop("image_hosts", f"127.0.0.1:{port}")
-        links = Links(RouterConfig(folder="", model="m", payload_limit=4000, image_hosts=hosts, **settings))
+        links = ImageLoader(RouterConfig(folder="", model="m", payload_limit=4000, image_hosts=hosts, **settings))
 
         async def get(url: str) -> bytes:
             async with links.opened([url]) as [found]:

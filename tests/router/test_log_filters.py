@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from aiohttp import web
 
-from penstock.router.log_filters import BadHttp, RateLimited, calm
+from penstock.router.log_filters import HttpErrorFilter, RateLimited, calm
 
 CHUNKED = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -15,7 +15,7 @@ CHUNKED = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
 @pytest.fixture
 def server_log() -> Iterator[logging.Logger]:
     """aiohttp's, as the router has it."""
-    found, quiet = logging.getLogger("aiohttp.server"), BadHttp()
+    found, quiet = logging.getLogger("aiohttp.server"), HttpErrorFilter()
     found.addFilter(quiet)
     yield found
     found.removeFilter(quiet)

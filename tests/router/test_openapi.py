@@ -12,7 +12,7 @@ from penstock.router.api.app import make_app
 from penstock.router.api.docs import FILES
 from penstock.router.api.openai_bodies import ChatBody
 from penstock.router.api.openapi import document
-from penstock.router.api.openapi_descriptions import WORDS
+from penstock.router.api.openapi_descriptions import FIELD_DESCRIPTIONS
 from penstock.router.api.tgi_shapes import GenerateParameters
 from penstock.router.config import RouterConfig
 from penstock.router.metrics import Metrics
@@ -54,8 +54,8 @@ def test_schemas_are_those_of_the_types() -> None:
 def test_fields_that_are_ours_are_explained_and_those_that_are_refused_say_so() -> None:
     schemas = document(CONFIG)["components"]["schemas"]
     fields = [schemas[body]["properties"] for body in ("GenerateParameters", "CompletionBody", "ChatBody", "ResponsesBody")]
-    assert set(WORDS) <= {name for each in fields for name in each}
-    assert [each["speculate"]["description"] for each in fields] == [WORDS["speculate"]] * 4
+    assert set(FIELD_DESCRIPTIONS) <= {name for each in fields for name in each}
+    assert [each["speculate"]["description"] for each in fields] == [FIELD_DESCRIPTIONS["speculate"]] * 4
     assert [each["num_beam_groups"]["description"] for each in fields] == ["`num_beam_groups` is not supported"] * 4
     assert schemas["ChatBody"]["properties"]["functions"]["description"] == "`functions` is not supported: use `tools`"
 

@@ -16,7 +16,7 @@ from PIL import Image
 
 from penstock.proto.processors import image_processor
 from penstock.router import pixels
-from penstock.router.pixels import MOST_PIXELS, Pixels, Preparer
+from penstock.router.pixels import MOST_PIXELS, ImagePreparer, Pixels
 from penstock.router.request import Refused
 from penstock.router.resizing import UnusableImage, longest_side, rounded
 from penstock.tests.router.sights import PATCH, PROCESSORS, bomb, encoded, make_folder, picture
@@ -27,7 +27,7 @@ SIZES = [(57, 211), (640, 480), (33, 30), (901, 1099), (28, 28), (1000, 9)]
 
 def prepared(folder: Path, *images: bytes, most: int = MOST, seconds: float = 10.0) -> list[Pixels]:
     async def run() -> list[Pixels]:
-        preparer = Preparer(str(folder), most, seconds)
+        preparer = ImagePreparer(str(folder), most, seconds)
         found = [await preparer.prepare(image, f"image {number}") for number, image in enumerate(images, 1)]
         return [one for each in found for one in each.parts]
 
@@ -114,7 +114,7 @@ def test_what_fails_for_any_picture_is_told_before_there_is_one(tmp_path: Path, 
 
     def told() -> str:
         caplog.clear()
-        asyncio.run(Preparer(str(tmp_path), MOST).start())
+        asyncio.run(ImagePreparer(str(tmp_path), MOST).start())
         return caplog.text
 
     assert told() == ""
@@ -664,7 +664,7 @@ def test_a_folder_without_a_processor_is_told(tmp_path: Path, caplog: pytest.Log
     make_folder(tmp_path)
     (tmp_path / "preprocessor_config.json").unlink()
     with caplog.at_level(logging.ERROR):
-        asyncio.run(Preparer(str(tmp_path), MOST).start())
+        asyncio.run(ImagePreparer(str(tmp_path), MOST).start())
     assert f"images can't be prepared, and requests with any are refused: {tmp_path} has neither preprocessor_config" in caplog.text
     with pytest.raises(Refused, match="the server can't prepare images: its log says why"):
         prepared(tmp_path, encoded(picture(60, 60)))

@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 
 from penstock.router.cost import Cost, Work
-from penstock.router.drafting import Allowance, Drafting
-from penstock.router.policies import Mixed, Pause, Policy, Standing
+from penstock.router.drafting import Allowance, DraftBudget
+from penstock.router.policies import ChunkedPrefill, Policy, SchedulerState, WholePrefill
 from penstock.router.prefix_sharing import PrefixSharing
 from penstock.router.scheduler import Action, Bounds, Decode, Filter, Job, Prefill, Report, Scheduler, fill, most_pages
 from penstock.tests.router.simulation import simulate
 
 
-def scheduler(policy: Mixed | Pause | None = None, **changes: int) -> Scheduler:
+def scheduler(policy: ChunkedPrefill | WholePrefill | None = None, **changes: int) -> Scheduler:
     bounds = {"pages": 100, "page_size": 4, "step_tokens": 16, "sequences": 100, "headroom": 4, **changes}
     return Scheduler(Bounds(**bounds), policy)
 
@@ -441,17 +441,17 @@ def test_what_was_paused_has_no_pages_until_the_shards_say_so() -> None:
     assert it.next() == Filter(pause=(3, 2))
 
 
-class Watched(Mixed):
+class Watched(ChunkedPrefill):
     """Keeps what it was last told."""
 
-    seen: Standing
+    seen: SchedulerState
 
-    def room(self, now: Standing) -> int:
+    def room(self, now: SchedulerState) -> int:
         self.seen = now
         return super().room(now)
 
 
-class Costly(Drafting):
+class Costly(DraftBudget):
     """Keeps what it was last asked."""
 
     asked: tuple[int, float, Work]
@@ -569,7 +569,7 @@ def test_jobs_that_bring_much_are_not_admitted_together() -> None:
 
 
 def test_decodes_pause_for_whole_prompts_if_the_policy_says_so() -> None:
-    it = scheduler(Pause(16, waiting_served_ratio=2.0, waiting_tokens=3))
+    it = scheduler(WholePrefill(16, waiting_served_ratio=2.0, waiting_tokens=3))
     it.arrive(Job(1, 4, 30))
     it.next()
     told(it, (1, 1, 0))
@@ -585,7 +585,7 @@ def test_decodes_pause_for_whole_prompts_if_the_policy_says_so() -> None:
 
 
 def test_streams_get_a_token_between_the_prompts_of_a_burst() -> None:
-    it = scheduler(Pause(16))
+    it = scheduler(WholePrefill(16))
     for uid in range(1, 7):
         it.arrive(Job(uid, 8, 30))
     for uid in (1, 3, 5):
@@ -693,10 +693,10 @@ class Youngest(Scheduler):
         return iter(list(super()._candidates())[::-1])
 
 
-class Greedy(Mixed):
+class Greedy(ChunkedPrefill):
     """Forgets that decodes are part of the budget."""
 
-    def room(self, now: Standing) -> int:
+    def room(self, now: SchedulerState) -> int:
         return self._step_tokens
 
 
@@ -800,7 +800,7 @@ def test_a_planted_fault_is_caught(fault: type[Scheduler]) -> None:
 
 
 @pytest.mark.parametrize("fault", [Greedy])
-def test_a_planted_fault_of_a_policy_is_caught(fault: type[Mixed]) -> None:
+def test_a_planted_fault_of_a_policy_is_caught(fault: type[ChunkedPrefill]) -> None:
     def make(bounds: Bounds, policy: Policy) -> Scheduler:
         return Scheduler(bounds, fault(bounds.step_tokens) if policy.mixes else policy)
 

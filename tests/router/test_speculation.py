@@ -10,7 +10,7 @@ import pytest
 from penstock.proto import shard_pb2
 from penstock.router.batcher import Batcher
 from penstock.router.cost import Cost, Work
-from penstock.router.drafting import Allowance, Drafting
+from penstock.router.drafting import Allowance, DraftBudget
 from penstock.router.policies import Measured
 from penstock.router.request import Finish, Priority, Request, Speculation
 from penstock.router.scheduler import Action, Decode, Filter, Job, Prefill, Scheduler
@@ -191,7 +191,7 @@ class Speculating(World):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.drafting = Drafting(Cost(8, 0.008), self.bounds.step_tokens, 4)
+        self.drafting = DraftBudget(Cost(8, 0.008), self.bounds.step_tokens, 4)
         self.scheduler = Scheduler(self.bounds, self.policy, self.drafting)
         self.told = 0
 
@@ -225,7 +225,7 @@ def test_random_worlds_know_who_may_have_drafts() -> None:
     assert told > 500
 
 
-class Listening(Drafting):
+class Listening(DraftBudget):
     """Remembers what the next step will compute beside decodes, as the scheduler says."""
 
     prompts = Work()
@@ -266,7 +266,7 @@ def test_prompts_are_reckoned_as_they_are_measured() -> None:
     assert min(seen["one"], seen["several"]) > 50
 
 
-class Measuring(Drafting):
+class Measuring(DraftBudget):
     told: "list[Measured]" = []  # noqa: RUF012
 
     def learn(self, step: Measured) -> None:
@@ -274,7 +274,7 @@ class Measuring(Drafting):
 
 
 def test_rows_are_those_that_were_sampled_not_those_that_were_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.router.bounds.Drafting", Measuring)
+    monkeypatch.setattr("penstock.router.bounds.DraftBudget", Measuring)
 
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         reply = FakeShards._reply

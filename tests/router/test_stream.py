@@ -224,7 +224,7 @@ def test_nothing_comes_behind_the_end() -> None:
 
     async def run() -> None:
         app = web.Application()
-        app[stream.PATIENT], app[stream.OUTBOX] = stream.Patience(60.0), stream.Outbox()
+        app[stream.PATIENT], app[stream.OUTBOX] = stream.SlowClientTimeout(60.0), stream.Outbox()
         app.add_routes([web.post("/", handler)])
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
         await runner.setup()
@@ -418,7 +418,7 @@ def test_an_answer_is_written_no_further_when_its_handler_has_ended() -> None:
     async def run() -> None:
         writing = asyncio.get_running_loop().create_future()
         http = SimpleNamespace(transport=None)
-        handler = asyncio.create_task(stream.Patience(10.0).until(writing, http))  # type: ignore[arg-type]
+        handler = asyncio.create_task(stream.SlowClientTimeout(10.0).until(writing, http))  # type: ignore[arg-type]
         await asyncio.sleep(0)
         handler.cancel()
         await asyncio.wait([handler])
@@ -438,7 +438,7 @@ def test_who_stood_still_itself_calls_no_client_slow(whole: bool) -> None:
         return 5
 
     async def run() -> None:
-        patience, loop = stream.Patience(0.4), asyncio.get_running_loop()
+        patience, loop = stream.SlowClientTimeout(0.4), asyncio.get_running_loop()
         http: Any = SimpleNamespace(transport=SimpleNamespace(get_write_buffer_size=size, abort=gone.set))
         if whole:
             writing = asyncio.create_task(patience.until(loop.create_future(), http))

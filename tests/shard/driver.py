@@ -24,7 +24,7 @@ from penstock.shard.decoding.strategy import Emitted, Finish
 from penstock.shard.engine import Engine
 from penstock.shard.messages import group_from, paused_to
 from penstock.shard.outcome import Outcome
-from penstock.shard.pictures import Picture
+from penstock.shard.pictures import PromptImage
 from penstock.shard.sequence import Group, Sampling, Thinking
 
 UNLIMITED = 1 << 20
@@ -346,7 +346,7 @@ def thinking(one: Thinking) -> wire.Thinking:
     return wire.Thinking(most=one.most, end=one.end, begin=one.begin if one.begin >= 0 else None)
 
 
-def shown(one: Picture) -> wire.Image:
+def shown(one: PromptImage) -> wire.Image:
     """Likewise."""
     pixels = one.pixels.numpy().tobytes()
     return wire.Image(start=one.start, rows=one.rows, columns=one.columns, pixels=pixels, shape=one.pixels.shape, size=one.size)

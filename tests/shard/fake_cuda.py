@@ -485,7 +485,7 @@ def _norm(given: Any) -> None:
 
 
 def _gated(given: Any) -> None:
-    given.out.copy_(reference.gated(given.gate_up.float(), reference.Gates(given.GELU)))
+    given.out.copy_(reference.gated(given.gate_up.float(), reference.Activation(given.GELU)))
 
 
 def _product(given: Any) -> None:
@@ -494,7 +494,7 @@ def _product(given: Any) -> None:
         x = x * (x.square().mean(-1, keepdim=True) + given.epsilon).rsqrt() * given.gains.float()
     found = torch.nn.functional.linear(x, given.weight.float(), given.bias.float() if given.BIASED else None)
     if given.GATED:
-        found = reference.gated(found, reference.Gates(given.GELU))
+        found = reference.gated(found, reference.Activation(given.GELU))
     if given.out.dim() == 3:
         found = torch.stack((found, *(torch.zeros_like(found),) * (len(given.out) - 1)))
     given.out.copy_(found + given.out.float() if given.ADD else found)

@@ -17,13 +17,13 @@ from penstock.shard.books import Books
 from penstock.shard.decoding.expansion import Candidate
 from penstock.shard.decoding.hypotheses import candidates_of
 from penstock.shard.decoding.methods import strategy_of
-from penstock.shard.decoding.sampler import Pick, Picking
+from penstock.shard.decoding.sampler import PendingPicks, Pick
 from penstock.shard.engine import Engine
 from penstock.shard.logits import StepPicking
-from penstock.shard.models.changes import Changes
+from penstock.shard.models.changes import LoraAdapters
 from penstock.shard.pages import PADDING
 from penstock.shard.sequence import Group
-from penstock.shard.step import Picked, Run, Span
+from penstock.shard.step import DeviceSamples, Run, Span
 
 CPU = torch.device("cpu")
 WORDS = 4  # tokens that are drawn
@@ -120,13 +120,13 @@ class Model:
     )
     ranks = SimpleNamespace(size=1, rank=0)
     embedding = torch.zeros(1)
-    changes = Changes()
+    changes = LoraAdapters()
     invariant = False
 
     def __init__(self) -> None:
         self.engine: Any = None
 
-    def __call__(self, spans: Sequence[Span], cache: Slots, picked: Picked | None) -> torch.Tensor:
+    def __call__(self, spans: Sequence[Span], cache: Slots, picked: DeviceSamples | None) -> torch.Tensor:
         size, written = cache.page_size, set()
         named = [(span, *self.known(span, picked)) for span in spans]
         for span, tokens, pages in named:
@@ -155,7 +155,7 @@ class Model:
             cache.states[slot] = span.sequence.cache_key, tokens[:end]
 
     @staticmethod
-    def known(span: Span, picked: Picked | None) -> tuple[tuple[int, ...], Sequence[int]]:
+    def known(span: Span, picked: DeviceSamples | None) -> tuple[tuple[int, ...], Sequence[int]]:
         """All tokens of a span's sequence, with that which only the device knows, and their pages."""
         tokens, pages = tuple(span.sequence.tokens), span.sequence.pages
         if span.source < 0:
@@ -185,7 +185,7 @@ def choose(decoder: object, runs: Sequence[Run], hidden: object, *rest: object) 
     rows = [row for group in sampled if group.search for row in heirs(group, found[group.uid])]
     rows += [(pick.token if pick else -1, 0) for group in sampled if not group.search for pick in found[group.uid]]
     tokens, parents = torch.tensor(rows, dtype=torch.int64).view(-1, 2).unbind(1)
-    return Picking(lambda: Picked(tokens, parents), lambda: None, lambda: found)
+    return PendingPicks(lambda: DeviceSamples(tokens, parents), lambda: None, lambda: found)
 
 
 def candidates(group: Group) -> list[Pick | None]:

@@ -23,7 +23,7 @@ from penstock.shard.models.decoder import Decoder
 from penstock.shard.models.families import shape
 from penstock.shard.models.vision import Vision
 from penstock.shard.parallel import Ranks
-from penstock.shard.pictures import Picture
+from penstock.shard.pictures import PromptImage
 from penstock.shard.weights import Weights
 
 from .configurations import (
@@ -120,7 +120,7 @@ class Seen:
     ids: list[int]  # with placeholders
     kinds: list[int]  # 1 where they are
     tokens: list[int]  # with ids that are in no vocabulary
-    pictures: tuple[Picture, ...]
+    pictures: tuple[PromptImage, ...]
 
 
 def made(name: str, folder: Path, seed: int = 5) -> Any:
@@ -502,7 +502,7 @@ def seen(name: str, kind: str, chance: random.Random, sizes: list[tuple[int, int
         columns += name == "HYV4VL"  # rows have an end
         pixels = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
         own = random.Random(hash((pixels.numpy().tobytes(), rows)))  # ids follow from what is shown
-        pictures.append(Picture(len(ids), rows, columns, columns, pixels, size=size))
+        pictures.append(PromptImage(len(ids), rows, columns, columns, pixels, size=size))
         for row in range(rows):
             ids += [PLACEHOLDER] * columns
             tokens += (own.randrange(VOCABULARY, 1 << 32) for _ in range(columns))

@@ -18,7 +18,7 @@ from penstock.shard.config import ShardConfig
 from penstock.shard.decoding.hypotheses import Search, Stop
 from penstock.shard.engine import Engine
 from penstock.shard.loading import load
-from penstock.shard.models.changes import Change, Changes
+from penstock.shard.models.changes import Change, LoraAdapters
 from penstock.shard.models.decoder import Decoder
 from penstock.shard.models.families import shape
 from penstock.shard.models.kimi_linear_attention import FineDelta
@@ -123,7 +123,7 @@ def test_two_ranks_divide_them(name: str, tmp_path: Path) -> None:
         model = shape(json.loads((tiny.folder(name) / "config.json").read_text()))
         weights = Weights(tiny.folder(name), torch.float32, tiny.CPU, lambda read: None)
         own = [Adapter(key, Path(place), torch.float32, tiny.CPU) for key, place in changes]
-        found = Engine(Decoder(model, weights, rank, tiny.CPU, changes=Changes(own)), tiny.CPU, 16)
+        found = Engine(Decoder(model, weights, rank, tiny.CPU, changes=LoraAdapters(own)), tiny.CPU, 16)
         found.resize(256)
         check(found, asked, models, Habits(chunk=9)) if rank.rank == 0 else drive(found, requests(asked), Habits(chunk=9))
 
@@ -270,7 +270,7 @@ def test_two_ranks_divide_those_that_come_later(tmp_path: Path) -> None:
     def work(rank: Ranks) -> None:
         model = shape(json.loads((tiny.folder("qwen2") / "config.json").read_text()))
         weights = Weights(tiny.folder("qwen2"), torch.float32, tiny.CPU, lambda read: None)
-        found = Engine(Decoder(model, weights, rank, tiny.CPU, changes=Changes(room=2, rank=8)), tiny.CPU, 16)
+        found = Engine(Decoder(model, weights, rank, tiny.CPU, changes=LoraAdapters(room=2, rank=8)), tiny.CPU, 16)
         found.resize(256)
         for key, place in changes:
             bring(found, key, place)
@@ -478,7 +478,7 @@ def test_a_tower_for_images_has_layers_of_its_own(place: Path) -> None:
     refuses(place, f"changes {key}", "merge_and_unload")
 
 
-class Asking(Changes):
+class Asking(LoraAdapters):
     """Notes the matrices that a model would have changed."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from penstock.shard.decoding.beam import BeamSearch
 from penstock.shard.decoding.expansion import Beams, Candidate, expand
 from penstock.shard.decoding.hypotheses import Hypothesis, Path, Search, Stop
 from penstock.shard.decoding.sampler import Row, pick
-from penstock.shard.decoding.stops import Stops
+from penstock.shard.decoding.stops import StopStrings
 from penstock.shard.decoding.strategy import Child
 from penstock.shard.engine import Engine
 from penstock.shard.parallel import Ranks
@@ -341,7 +341,7 @@ def test_a_text_is_complete_as_soon_as_it_holds_a_stop(answer: str, token: str, 
         def bytes_of(self, tokens: Sequence[int]) -> bytes:
             return b"".join(token.encode() if place == NEVER else chr(place).encode() for place in tokens if place)
 
-    stops = Stops(Characters())
+    stops = StopStrings(Characters())
     for asked in ("a", "abcdefghijkl"):
         tokens = [ord(letter) for letter in asked + answer]
         assert stops.completed_by(tokens, len(asked), NEVER, [stop]) == expected

@@ -130,7 +130,7 @@ def test_siblings_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, int]] = []
     drafts = logits._drafts
 
-    def looked_at(one: logits.Wanted) -> list[Draft]:
+    def looked_at(one: logits.WantedRows) -> list[Draft]:
         found = drafts(one)
         seen.extend((len(set(family)), len(family)) for draft in found for family in draft.drawn if family)
         return found
@@ -140,7 +140,7 @@ def test_siblings_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(own < tries for own, tries in seen) > len(seen) / 4 > 50
 
 
-def once(one: logits.Wanted, plain: Callable[[logits.Wanted], list[Draft]] = logits._drafts) -> list[Draft]:
+def once(one: logits.WantedRows, plain: Callable[[logits.WantedRows], list[Draft]] = logits._drafts) -> list[Draft]:
     return [replace(draft, drawn=tuple(tuple(dict.fromkeys(family)) for family in draft.drawn)) for draft in plain(one)]
 
 

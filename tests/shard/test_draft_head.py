@@ -26,13 +26,13 @@ from penstock.proto.speculation import parse
 from penstock.shard import graph_sizes
 from penstock.shard.config import ShardConfig
 from penstock.shard.decoding.growth import Frontier
-from penstock.shard.decoding.proposers import Asked, Proposed
+from penstock.shard.decoding.proposers import DraftRequest, Proposal
 from penstock.shard.engine import Engine
 from penstock.shard.guesses import Guesses
 from penstock.shard.loading import _drafter, load
 from penstock.shard.models.decoder import Decoder
 from penstock.shard.models.draft_families import draft_shape
-from penstock.shard.models.draft_head import Eagle3, NextTokens
+from penstock.shard.models.draft_head import Eagle3, MtpHead
 from penstock.shard.models.families import shape
 from penstock.shard.models.shape import Shape, Unsupported
 from penstock.shard.models.traits import DraftFeatures
@@ -519,7 +519,7 @@ def test_the_demos_head_guesses_what_its_trainer_does() -> None:
     asked = list[tuple[list[int], list[int]]]()
     propose = own.guesses.proposer.propose
 
-    def noted(wanted: Sequence[Asked]) -> Proposed:
+    def noted(wanted: Sequence[DraftRequest]) -> Proposal:
         found = propose(wanted)
         asked.extend((list(one.sequence.tokens), list(draft.tree.tokens)) for one, draft in zip(wanted, found.drafts, strict=True))
         return found
@@ -571,7 +571,7 @@ def test_what_a_head_takes_beside_two_ranks_is_planned(name: str, head: Path, tm
             return 0
         form = draft_shape(config, decoder.shape, own=name != "llama")
         if name != "llama":
-            return NextTokens(form, decoder, source).weight_bytes
+            return MtpHead(form, decoder, source).weight_bytes
         return Eagle3(form, Weights(own, torch.bfloat16, tiny.CPU, lambda read: None), decoder, source).weight_bytes
 
     bytes, _ = tiny.Threads().run(work)

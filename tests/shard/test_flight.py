@@ -14,15 +14,15 @@ from penstock.shard import logits
 from penstock.shard.decoding.budget import Allowance, LinearCost
 from penstock.shard.decoding.expansion import Candidate
 from penstock.shard.decoding.hypotheses import Search, Stop, candidates_of
-from penstock.shard.decoding.sampler import Pick, Picking, Row
+from penstock.shard.decoding.sampler import PendingPicks, Pick, Row
 from penstock.shard.engine import Engine
-from penstock.shard.flight import Flight
-from penstock.shard.forks import Forks
+from penstock.shard.flight import StepInFlight
+from penstock.shard.forks import BeamForks
 from penstock.shard.out_of_memory import ALONE
 from penstock.shard.parallel import Ranks
-from penstock.shard.prefix import Prefixes
+from penstock.shard.prefix import PrefixCache
 from penstock.shard.sequence import Group, Sampling
-from penstock.shard.step import BeamFront, Picked, Span
+from penstock.shard.step import BeamFront, DeviceSamples, Span
 from penstock.tests.shard import paper as paper_module
 from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import Driver, Flying, Habits, World, drive, message
@@ -116,7 +116,7 @@ def test_cancelled_and_failed_ones_leave_nothing(paper: type[Paper], crowd: Call
 
 
 def too_long(right: Any) -> Any:
-    def follow(self: Flight, group: Group, page_size: int) -> Any:
+    def follow(self: StepInFlight, group: Group, page_size: int) -> Any:
         most, group.max_new_tokens = group.max_new_tokens, 1 << 20
         try:
             return right(self, group, page_size)
@@ -127,7 +127,7 @@ def too_long(right: Any) -> Any:
 
 
 def unknown(right: Any) -> Any:
-    def publish(self: Prefixes, holder: Any, swap: bool) -> None:
+    def publish(self: PrefixCache, holder: Any, swap: bool) -> None:
         holder.tokens.append(0)  # as if the token that nobody knows were this one
         right(self, holder, swap)
         holder.tokens.pop()
@@ -138,9 +138,9 @@ def unknown(right: Any) -> Any:
 @pytest.mark.parametrize(
     ("place", "name", "fault"),
     [
-        (Flight, "follow", too_long),
-        (Prefixes, "_publish", unknown),
-        (Flight, "simple", lambda right: lambda self, alone: True),
+        (StepInFlight, "follow", too_long),
+        (PrefixCache, "_publish", unknown),
+        (StepInFlight, "simple", lambda right: lambda self, alone: True),
     ],
 )
 def test_the_check_finds_faults(paper: type[Paper], monkeypatch: pytest.MonkeyPatch, place: Any, name: str, fault: Any) -> None:
@@ -156,7 +156,7 @@ def another(right: Any) -> Any:
 @pytest.mark.parametrize(
     ("place", "name", "fault"),
     [
-        (Forks, "bequeath", lambda right: lambda self, spans, picked: None),
+        (BeamForks, "bequeath", lambda right: lambda self, spans, picked: None),
         (BeamFront, "pages_of", another),
         (Group, "standing", lambda right: lambda self, page_size: (*right(self, page_size)[:1], 0, self.lacking)),
     ],
@@ -268,7 +268,7 @@ def test_logits_that_are_no_numbers_fail_their_group_alone(monkeypatch: pytest.M
     """Its next token, of which there is none, is under way by then."""
     right = logits.begin
 
-    def begin(found: Tensor, rows: Sequence[Row], mask: Tensor | None = None) -> Picking:
+    def begin(found: Tensor, rows: Sequence[Row], mask: Tensor | None = None) -> PendingPicks:
         bad = [row.sampling.seed == 999 and len(row.tokens) - row.prompt_length >= 3 for row in rows]
         return right(found.masked_fill(torch.tensor(bad).unsqueeze(1), torch.nan), rows, mask)
 
@@ -333,7 +333,7 @@ def test_a_page_that_is_lost_under_way_is_not_made_known_by_the_step_before(pape
     answer = [emitted.pick.token for outcome in said for _, emitted in outcome.emitted]
     right = engine.forward
 
-    def forward(spans: Sequence[Span], picked: Picked | None = None) -> Tensor:
+    def forward(spans: Sequence[Span], picked: DeviceSamples | None = None) -> Tensor:
         if any(span.sequence.prompt_length == 8 and span.start + len(span.tokens) > 2 for span in spans):
             raise MemoryError
         return right(spans, picked)
@@ -354,7 +354,7 @@ def test_beams_whose_heirs_are_too_large_alone_fail_alone(paper: type[Paper]) ->
     engine = paper(300, 3, ahead=True)
     right = engine.forward
 
-    def forward(spans: Sequence[Span], picked: Picked | None = None) -> Tensor:
+    def forward(spans: Sequence[Span], picked: DeviceSamples | None = None) -> Tensor:
         if any(span.front and span.sequence.prompt_length == 7 and span.start > 10 for span in spans):
             raise MemoryError
         return right(spans, picked)
@@ -406,7 +406,7 @@ def test_the_seconds_of_steps_are_no_more_than_there_were(paper: type[Paper]) ->
     engine = paper(100, 2, ahead=True)
     right = engine.forward
 
-    def slow(spans: Sequence[Span], picked: Picked | None = None) -> Tensor:
+    def slow(spans: Sequence[Span], picked: DeviceSamples | None = None) -> Tensor:
         time.sleep(0.002)
         return right(spans, picked)
 

@@ -154,7 +154,7 @@ def test_quantize_rounds_experts_that_are_stored_as_they_are(kind: str) -> None:
         assert isinstance(other, Weight)
         rows, none = torch.eye(one.shape[1]), torch.zeros(1, one.shape[1])
         stored, bias = other(rows) - other(none), one(none)
-        expected = codes.unpacked(codes.quantize(stored.t().contiguous(), kind), torch.float32).t()
+        expected = codes.dequantized(codes.quantize(stored.t().contiguous(), kind), torch.float32).t()
         torch.testing.assert_close(one(rows) - bias, expected, atol=1e-3, rtol=0.02)
         assert (expected - stored).abs().max() > 1e-4
         assert (one(rows) - bias - stored).abs().max() > 1e-4

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from penstock.shard.decoding import grammar as module
 from penstock.shard.decoding.background import Background
-from penstock.shard.decoding.grammar import Grammars, Guide, Unusable, bit
+from penstock.shard.decoding.grammar import Grammars, GrammarState, Unusable, bit
 from penstock.shard.decoding.hypotheses import Search
 from penstock.shard.decoding.sampler import Pick
-from penstock.shard.decoding.stops import Stops
+from penstock.shard.decoding.stops import StopStrings
 from penstock.shard.decoding.strategy import NOT_FINITE
 from penstock.shard.decoding.tree import ROOT, Tree, chain, merge
 from penstock.shard.engine import Engine
@@ -40,12 +40,12 @@ def regex(pattern: str) -> str:
     return llguidance.LLMatcher.grammar_from_regex(pattern)
 
 
-def guide_of(grammars: Grammars, grammar: str) -> Guide:
+def guide_of(grammars: Grammars, grammar: str) -> GrammarState:
     """At its beginning."""
     return grammars.compile(grammar).result().copy()
 
 
-def fitting(guide: Guide, *path: int) -> int:
+def fitting(guide: GrammarState, *path: int) -> int:
     """How many of these tokens, one after the other, may come next."""
     return guide.matcher.validate_tokens(list(path))
 
@@ -250,7 +250,7 @@ def test_the_latest_grammars_stay_compiled_as_far_as_their_number_and_size_allow
     compiled: list[str] = []
 
     class Counted(Grammars):
-        def _guide(self, grammar: str) -> Guide:
+        def _guide(self, grammar: str) -> GrammarState:
             compiled.append(grammar)
             return super()._guide(grammar)
 
@@ -445,8 +445,8 @@ def test_tokens_that_were_added_and_are_not_special_are_text(tmp_path: Path) -> 
     (tmp_path / "tokenizer.json").write_text(json.dumps(source))
     grammars = Grammars(tmp_path, VOCABULARY)
     assert grammars.bytes_of([2, 3, 4]) == b"<|user|>"
-    assert Stops(grammars).completed_by([9, 9], 2, 3, ["<|user|>"])
-    assert not Stops(grammars).completed_by([9, 9], 2, 2, ["<|end|>"])
+    assert StopStrings(grammars).completed_by([9, 9], 2, 3, ["<|user|>"])
+    assert not StopStrings(grammars).completed_by([9, 9], 2, 2, ["<|end|>"])
 
 
 def test_background_without_a_thread_says_so_and_works_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -488,7 +488,7 @@ def test_more_grammars_wait_than_are_kept(monkeypatch: pytest.MonkeyPatch, waiti
     compiled = Counter[str]()
 
     class Slow(Grammars):
-        def _guide(self, grammar: str) -> Guide:
+        def _guide(self, grammar: str) -> GrammarState:
             compiled[grammar] += 1
             time.sleep(0.02)
             return super()._guide(grammar)
@@ -513,7 +513,7 @@ def test_who_has_nothing_else_to_do_waits_for_the_grammar_that_is_there_first() 
     slow, fast = Event(), tiny.group(2, [1], 9, grammar="fast")
 
     class Two(Grammars):
-        def _guide(self, grammar: str) -> Guide:
+        def _guide(self, grammar: str) -> GrammarState:
             assert grammar == "fast" or slow.wait(30)
             return super()._guide(regex("a"))
 
@@ -527,7 +527,7 @@ def test_a_prompt_that_could_go_on_is_not_held_up_by_a_grammar() -> None:
     slow = Event()
 
     class One(Grammars):
-        def _guide(self, grammar: str) -> Guide:
+        def _guide(self, grammar: str) -> GrammarState:
             assert slow.wait(30)
             return super()._guide(grammar)
 
@@ -555,7 +555,7 @@ def test_a_group_that_can_not_go_on_takes_no_prefix_from_others(why: str, severa
     def work(ranks: Ranks) -> tuple[int, list[int]]:
         engine = tiny.engine_of("demo", ranks, 4, 200)
         if not ranks.rank:
-            with_masks(engine)._stops = Stops(Grammars(tmp_path, VOCABULARY))  # there is no tokenizer
+            with_masks(engine)._stops = StopStrings(Grammars(tmp_path, VOCABULARY))  # there is no tokenizer
         engine.prefill(1, [tiny.group(1, [*prefix, 150], 90)], [(1, 99)], 99, [])
         outcome = engine.prefill(1, [tiny.group(2, [*prefix, 151], 20, **LOST[why])], [(2, 99)], 99, [])
         while 2 in engine.books.groups:

@@ -13,7 +13,7 @@ from penstock.kernels.attention import Row
 from penstock.shard.decoding.expansion import Beams, expand
 from penstock.shard.decoding.hypotheses import Path, Search, Stop, candidates_of
 from penstock.shard.decoding.methods import BEAM_SEARCH
-from penstock.shard.logits import Wanted, _on_host
+from penstock.shard.logits import WantedRows, _on_host
 from penstock.shard.sequence import Group, Sampling, Sequence
 from penstock.shard.step import Run
 from penstock.tests.shard import tiny
@@ -97,7 +97,7 @@ def test_who_ends_is_known_on_the_host_where_somebody_has_to_read(ranks: int) ->
     for more in ({}, {"stops": ("a",)}, {"grammar": "x"}):
         for search in (None, Search(2, 1)):
             run = Run(tiny.group(1, (1, 2), 5, search=search, **more), [], sampled=True)
-            begun.append(not _on_host(Wanted(run, [], 4 if search else 0), ranks > 1))
+            begun.append(not _on_host(WantedRows(run, [], 4 if search else 0), ranks > 1))
     assert begun == ([True, True, True, False, True, False] if ranks == 1 else [True, True, True, False, False, False])
 
 
@@ -106,5 +106,5 @@ def test_only_pages_that_are_settled_are_read_together(monkeypatch: pytest.Monke
     monkeypatch.setattr(work_list, "SHORTEST_RUN", 4)
     pages = [5, 6, 0, 0, 9]
     for settled, end in ((2, 2), (1, 1), (None, 4)):
-        runs = list(work_list.runs_of([Row(1, 17, [*pages[:4], 8 + row], settled=settled) for row in range(3)], 4, 1))
+        runs = list(work_list.shared_runs([Row(1, 17, [*pages[:4], 8 + row], settled=settled) for row in range(3)], 4, 1))
         assert [(run.members, run.begin, run.end) for run in runs] == [([0, 1, 2], 0, end)]

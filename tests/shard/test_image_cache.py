@@ -4,18 +4,18 @@ import torch
 from torch import Tensor
 
 from penstock.shard.image_cache import ImageCache
-from penstock.shard.pictures import Picture
+from penstock.shard.pictures import PromptImage
 
 
-def picture(key: object, tokens: int = 4) -> Picture:
-    return Picture(0, 1, tokens, tokens, torch.empty(0), key)  # type: ignore[arg-type]
+def picture(key: object, tokens: int = 4) -> PromptImage:
+    return PromptImage(0, 1, tokens, tokens, torch.empty(0), key)  # type: ignore[arg-type]
 
 
-def encoded(gallery: ImageCache, *asked: Picture) -> list[object]:
+def encoded(gallery: ImageCache, *asked: PromptImage) -> list[object]:
     """Those that had to be."""
     found = list[object]()
 
-    def encode(one: Picture) -> Tensor:
+    def encode(one: PromptImage) -> Tensor:
         found.append(one.key)
         return torch.full((one.tokens, 1, 2), float(len(found)))
 

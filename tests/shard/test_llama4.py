@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 import transformers
 
-from penstock.kernels.codes import quantize, unpacked
+from penstock.kernels.codes import dequantized, quantize
 from penstock.proto.speculation import parse
 from penstock.shard import step
 from penstock.shard.config import ShardConfig
@@ -278,7 +278,7 @@ def test_experts_of_8_bits_are_the_same_model(name: str, tmp_path: Path) -> None
     kept = dict(stored)
     for key in [key for key in stored if ".experts." in key]:
         codes = [quantize(one.t(), "fp8") for one in stored[key]]
-        stored[key] = torch.stack([unpacked(one, torch.float32).t() for one in codes])
+        stored[key] = torch.stack([dequantized(one, torch.float32).t() for one in codes])
         kept[key] = torch.stack([one.codes.view(torch.float8_e4m3fn).t().contiguous() for one in codes])
         scales = torch.stack([one.scales for one in codes])  # [experts, outputs, 1]
         kept[f"{key}_scale"] = scales.transpose(1, 2).contiguous() if "gate_up" in key else scales

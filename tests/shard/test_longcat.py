@@ -14,9 +14,9 @@ import transformers
 from penstock.shard.models.draft_families import _eagle3
 from penstock.shard.models.families import shape
 from penstock.shard.models.mlp import MixtureOfExperts
-from penstock.shard.models.renamed import of_pair
+from penstock.shard.models.renamed import paired_name
 from penstock.shard.models.shape import Unsupported
-from penstock.shard.models.shortcuts import Rejoined, Shortcut, ShortcutStream
+from penstock.shard.models.shortcuts import ShortcutExperts, ShortcutMlp, ShortcutStream
 from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import sequences
 from penstock.shard.step import Span
@@ -133,12 +133,12 @@ def test_heads_that_count_layers_are_refused() -> None:
 
 def test_one_of_its_layers_is_two() -> None:
     engine = tiny.engine("longcat", pages=3)
-    assert [type(layer.mlp) for layer in engine.decoder.layers] == [Shortcut, Rejoined] * 2
+    assert [type(layer.mlp) for layer in engine.decoder.layers] == [ShortcutExperts, ShortcutMlp] * 2
     assert engine.token_bytes == 4 * 4 * (20 + 8)
     paired = engine.decoder.shape.paired
-    assert of_pair("model.layers.7.self_attn.q_a_proj.weight", paired) == "model.layers.3.self_attn.1.q_a_proj.weight"
-    assert of_pair("model.layers.6.mlp.experts.0.up_proj.weight", paired) == "model.layers.3.mlp.experts.0.up_proj.weight"
-    assert of_pair("model.embed_tokens.weight", paired) == "model.embed_tokens.weight"
+    assert paired_name("model.layers.7.self_attn.q_a_proj.weight", paired) == "model.layers.3.self_attn.1.q_a_proj.weight"
+    assert paired_name("model.layers.6.mlp.experts.0.up_proj.weight", paired) == "model.layers.3.mlp.experts.0.up_proj.weight"
+    assert paired_name("model.embed_tokens.weight", paired) == "model.embed_tokens.weight"
 
 
 @pytest.mark.parametrize("rank", [0, 1])

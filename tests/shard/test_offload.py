@@ -12,7 +12,7 @@ import torch
 from penstock.shard import host_pages, prefix
 from penstock.shard.host_pages import HostPages, page_bytes
 from penstock.shard.offload import Offload
-from penstock.shard.prefix import Node, Prefixes
+from penstock.shard.prefix import Node, PrefixCache
 from penstock.shard.sequence import Sequence
 from penstock.tests.shard.driver import UNLIMITED, Habits, drive
 from penstock.tests.shard.paper import Paper
@@ -26,7 +26,7 @@ AMPLE = 3000  # more than there are contents
 class Offloading(World):
     """Copies of pages, of which each knows what was in its slots. What was computed and is not withdrawn is known."""
 
-    def __init__(self, seed: int, copies: int, prefixes: type[Prefixes] = Prefixes) -> None:
+    def __init__(self, seed: int, copies: int, prefixes: type[PrefixCache] = PrefixCache) -> None:
         super().__init__(seed, prefixes=lambda pool: prefixes(pool, copies=copies, renew=self.renew))  # type: ignore[arg-type]
         self.ample = copies == AMPLE
         self.copies: dict[int, list[object]] = {}

@@ -5,17 +5,17 @@ import random
 import pytest
 import torch
 
-from penstock.shard.pictures import Picture, Pictures
+from penstock.shard.pictures import PromptImage, PromptImages
 
 NOTHING = torch.empty(0)
 
 
-def picture(start: int, rows: int, columns: int, breaks: bool = False) -> Picture:
-    return Picture(start, rows, columns, columns + breaks, NOTHING)
+def picture(start: int, rows: int, columns: int, breaks: bool = False) -> PromptImage:
+    return PromptImage(start, rows, columns, columns + breaks, NOTHING)
 
 
 def test_as_the_drawing_has_it() -> None:
-    found = Pictures([picture(2, 2, 3)], turned=True)
+    found = PromptImages([picture(2, 2, 3)], turned=True)
     assert found.positions(0, 0, 10) == [0, 1, 2, 2, 2, 2, 2, 2, 5, 6]
     assert found.positions(1, 0, 10) == [0, 1, 2, 2, 2, 3, 3, 3, 5, 6]
     assert found.positions(2, 0, 10) == [0, 1, 2, 3, 4, 2, 3, 4, 5, 6]
@@ -39,7 +39,7 @@ def test_positions_of_several(seed: int) -> None:
                 for axis, more in zip(expected, (0, row, column), strict=True):
                     axis.append(position + more)
         place, position = place + rows * columns, position + max(rows, columns)
-    found = Pictures(pictures, turned=True)
+    found = PromptImages(pictures, turned=True)
     for axis in expected:
         axis += range(position, position + 10)
     for axis, every in enumerate(expected):
@@ -50,7 +50,7 @@ def test_positions_of_several(seed: int) -> None:
 
 
 def test_positions_that_nothing_turns() -> None:
-    found = Pictures([picture(2, 2, 3, breaks=True)], turned=False)
+    found = PromptImages([picture(2, 2, 3, breaks=True)], turned=False)
     assert found.positions(0, 1, 14) == [*range(1, 14)]
     assert found.position(20) == 20
     assert not found.turned
@@ -58,7 +58,7 @@ def test_positions_that_nothing_turns() -> None:
 
 def test_places_of_features() -> None:
     first, second = picture(1, 2, 2, breaks=True), picture(9, 1, 2, breaks=True)
-    found = Pictures([first, second], turned=False)
+    found = PromptImages([first, second], turned=False)
     assert [*found.between(0, 20)] == [(first, [1, 2, 4, 5], [0, 1, 2, 3]), (second, [9, 10], [0, 1])]
     assert [*found.between(2, 5)] == [(first, [2, 4], [1, 2])]
     assert [*found.between(3, 4)] == []  # what ends a row
@@ -67,7 +67,7 @@ def test_places_of_features() -> None:
 
 def test_what_is_computed_at_once() -> None:
     """Images by themselves, and what is between them; a step ends before an image or behind it."""
-    found = Pictures([picture(2, 2, 3), picture(8, 1, 2, breaks=True)], turned=False, whole=True)
+    found = PromptImages([picture(2, 2, 3), picture(8, 1, 2, breaks=True)], turned=False, whole=True)
     assert [*found.parts(0, 20)] == [(2, False), (8, True), (11, True), (20, False)]
     assert [*found.parts(4, 9)] == [(8, True), (9, True)]
     assert [*found.parts(11, 12)] == [(12, False)]
@@ -78,6 +78,6 @@ def test_what_is_computed_at_once() -> None:
 
 
 def test_what_is_not() -> None:
-    found = Pictures([picture(2, 2, 3)], turned=True)
+    found = PromptImages([picture(2, 2, 3)], turned=True)
     assert [*found.parts(1, 5)] == [(5, False)]
     assert found.reach(1, 5) == (5, 5)

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from penstock.shard.pages import OutOfPages, PagePool
-from penstock.shard.prefix import Holder, Node, Prefixes
+from penstock.shard.prefix import Holder, Node, PrefixCache
 from penstock.shard.sequence import Sequence
 
 PAGES = 14
@@ -19,7 +19,7 @@ KEYS = ("", "tenant")
 class World:
     """Sequences over few different tokens, so that they meet often; pages in which every slot knows what was computed there."""
 
-    def __init__(self, seed: int, pool: type[PagePool] = PagePool, prefixes: type[Prefixes] = Prefixes) -> None:
+    def __init__(self, seed: int, pool: type[PagePool] = PagePool, prefixes: type[PrefixCache] = PrefixCache) -> None:
         self.chance = random.Random(seed)
         self.pool = pool(PAGES, SIZE)
         self.prefixes = prefixes(self.pool)
@@ -196,14 +196,14 @@ class Uncounted(PagePool):
         self._cached = cached
 
 
-class Deaf(Prefixes):
+class Deaf(PrefixCache):
     """Finds pages that were taken for something else."""
 
     def _remove(self, page: int) -> None:
         self._nodes.pop(page)
 
 
-class Twice(Prefixes):
+class Twice(PrefixCache):
     """Two pages of the same content: one of them has children that the other's holders have."""
 
     def publish(self, holder: Holder) -> None:
@@ -213,21 +213,21 @@ class Twice(Prefixes):
             holder.node = holder.node.children[key]
 
 
-class Forgiving(Prefixes):
+class Forgiving(PrefixCache):
     """What was withdrawn can still be found."""
 
     def withdraw(self, holder: Holder) -> None:
         pass
 
 
-class Promiscuous(Prefixes):
+class Promiscuous(PrefixCache):
     """Knows one cache key only."""
 
     def _root(self, key: bytes) -> Node:
         return super()._root(b"")
 
 
-class Greedy(Prefixes):
+class Greedy(PrefixCache):
     """Finds more than is wanted."""
 
     def adopt(self, holder: Holder, limit: int) -> int:
@@ -245,14 +245,14 @@ def test_the_check_finds_a_fault_of_the_pool(pool: type[PagePool]) -> None:
 
 
 @pytest.mark.parametrize("prefixes", TRIES)
-def test_the_check_finds_a_fault_of_the_trie(prefixes: type[Prefixes]) -> None:
+def test_the_check_finds_a_fault_of_the_trie(prefixes: type[PrefixCache]) -> None:
     with pytest.raises((AssertionError, KeyError)):
         World(0, prefixes=prefixes).run(1500)
 
 
 def test_a_cache_key_that_nobody_uses_leaves_nothing_behind() -> None:
     pool = PagePool(2, SIZE)
-    prefixes = Prefixes(pool)
+    prefixes = PrefixCache(pool)
     for number in range(9):
         one = Sequence(array("I", [1, 2, 3, 4]), 4, cache_key=str(number))
         pool.extend(one.pages, 4)
@@ -265,7 +265,7 @@ def test_a_cache_key_that_nobody_uses_leaves_nothing_behind() -> None:
 
 def test_what_is_remembered_is_behind_a_page_that_can_be_found() -> None:
     pool = PagePool(PAGES, SIZE)
-    prefixes = Prefixes(pool, 2)
+    prefixes = PrefixCache(pool, 2)
 
     def computed(*tokens: int, state: int) -> Sequence:
         one = Sequence(array("I", tokens), len(tokens), state=state)
@@ -288,7 +288,7 @@ def test_what_is_remembered_is_behind_a_page_that_can_be_found() -> None:
 @pytest.mark.parametrize(("states", "found"), [(None, 4), (0, 0)])
 def test_where_states_are_needed_and_none_is_kept_nothing_is_found(states: int | None, found: int) -> None:
     pool = PagePool(PAGES, SIZE)
-    prefixes = Prefixes(pool, states)
+    prefixes = PrefixCache(pool, states)
     first, second = (Sequence(array("I", [1, 2, 3, 4]), 4) for _ in range(2))
     pool.extend(first.pages, 4)
     first.computed = 4

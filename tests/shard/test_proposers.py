@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.shard.decoding import sampler, verify
 from penstock.shard.decoding.growth import BestFirstTree, Drafting, Frontier, LayeredTree, TreeShape, best
 from penstock.shard.decoding.lookup import LONGEST, NgramIndex, look_up
-from penstock.shard.decoding.proposers import Asked, Lookup, Merged
+from penstock.shard.decoding.proposers import DraftRequest, MergedProposer, NgramProposer
 from penstock.shard.decoding.tree import ROOT, Tree
 from penstock.shard.decoding.verify import VerificationRule
 from penstock.shard.sequence import Sampling
@@ -115,8 +115,10 @@ def test_a_step_costs_what_is_new() -> None:
 
 
 def test_lookup_is_asked_for_many() -> None:
-    proposer = Lookup()
-    asked = [Asked(one := group(uid, Sampling(), 9, text), one.sequences[0], 4, 3) for uid, text in enumerate([(1, 1), (1, 2)])]
+    proposer = NgramProposer()
+    asked = [
+        DraftRequest(one := group(uid, Sampling(), 9, text), one.sequences[0], 4, 3) for uid, text in enumerate([(1, 1), (1, 2)])
+    ]
     first, second = proposer.propose(asked).drafts
     assert first.tree.tokens == (1, 1, 1)
     assert not len(second.tree)
@@ -161,13 +163,13 @@ GROWTHS: dict[str, TreeShape] = {
 
 
 @functools.cache
-def asked(temperature: float = 1.0) -> list[Asked]:
+def asked(temperature: float = 1.0) -> list[DraftRequest]:
     """For very different numbers."""
     chance = random.Random(3)
     result = []
     for uid in range(30):
         one = group(uid, Sampling(temperature=temperature, seed=uid, top_k=uid % 3 * 4), 50, (uid, 1))
-        result.append(Asked(one, one.sequences[0], chance.randint(0, 40), chance.randint(0, 6)))
+        result.append(DraftRequest(one, one.sequences[0], chance.randint(0, 40), chance.randint(0, 6)))
     return result
 
 
@@ -187,7 +189,7 @@ def test_trees_are_no_larger_and_no_deeper_than_asked_for(name: str, temperature
 def test_nothing_is_asked_of_the_model_where_nothing_is_wanted() -> None:
     watch = Watch(MODEL)
     one = group(0, Sampling(), 9)
-    none = [Asked(one, one.sequences[0], 0, 5), Asked(one, one.sequences[0], 5, 0)]
+    none = [DraftRequest(one, one.sequences[0], 0, 5), DraftRequest(one, one.sequences[0], 5, 0)]
     for growth in GROWTHS.values():
         assert [len(draft.tree) for draft in Drafting(watch, growth).propose(none).drafts] == [0, 0]
     assert watch.rounds == []
@@ -196,8 +198,8 @@ def test_nothing_is_asked_of_the_model_where_nothing_is_wanted() -> None:
 @pytest.mark.parametrize("nodes", [15, 14, 8, 3, 2, 1])
 def test_an_expansion_keeps_its_most_probable_nodes(nodes: int) -> None:
     one = group(0, Sampling(temperature=1.0), 50)
-    [whole] = Drafting(MODEL, LayeredTree((3, 2, 1))).propose([Asked(one, one.sequences[0], 15, 9)]).drafts
-    [draft] = Drafting(MODEL, LayeredTree((3, 2, 1))).propose([Asked(one, one.sequences[0], nodes, 9)]).drafts
+    [whole] = Drafting(MODEL, LayeredTree((3, 2, 1))).propose([DraftRequest(one, one.sequences[0], 15, 9)]).drafts
+    [draft] = Drafting(MODEL, LayeredTree((3, 2, 1))).propose([DraftRequest(one, one.sequences[0], nodes, 9)]).drafts
     assert len(whole.tree) == 15
     assert draft.tree.tokens == whole.tree.cut(nodes).tokens
     assert draft.tree.parents == whole.tree.cut(nodes).parents
@@ -208,7 +210,7 @@ def test_where_drafts_are_drawn_an_expansion_is_narrowed_whatever_they_are(nodes
     for seed in range(20):
         one = group(0, Sampling(temperature=1.0, seed=seed), 50)
         drafting = Drafting(MODEL, LayeredTree((3, 2, 1)), VerificationRule.REJECTION)
-        [draft] = drafting.propose([Asked(one, one.sequences[0], nodes, 9)]).drafts
+        [draft] = drafting.propose([DraftRequest(one, one.sequences[0], nodes, 9)]).drafts
         assert len(draft.tree) <= nodes
         for depth, tries in zip([-1, *draft.tree.depths], draft.drawn, strict=False):
             assert len(tries) == (*widths, 0)[depth + 1]
@@ -219,7 +221,7 @@ def test_a_chain_is_what_plain_sampling_from_the_draft_would_say(temperature: fl
     """With the target's noise: so a draft that agrees with the target proposes what the target draws."""
     for uid in range(20):
         one = group(uid, Sampling(temperature=temperature, seed=uid, frequency_penalty=0.5), 50, (uid, 2))
-        [draft] = Drafting(MODEL, LayeredTree((1,) * 5)).propose([Asked(one, one.sequences[0], 5, 9)]).drafts
+        [draft] = Drafting(MODEL, LayeredTree((1,) * 5)).propose([DraftRequest(one, one.sequences[0], 5, 9)]).drafts
         for token in draft.tree.tokens:
             [pick] = sampler.pick(MODEL.after([one.sequences[0].tokens[-2:]]), [verify.row(one, one.sequences[0], [])])
             assert pick is not None
@@ -242,7 +244,7 @@ def test_children_are_the_best_by_noise_and_as_probable_as_that_makes_them() -> 
 def test_what_filters_leave_out_is_not_proposed() -> None:
     """Not even if more children are wanted than there are tokens left."""
     one = group(0, Sampling(temperature=1.0, top_k=2), 50)
-    [draft] = Drafting(MODEL, LayeredTree((5,))).propose([Asked(one, one.sequences[0], 9, 9)]).drafts
+    [draft] = Drafting(MODEL, LayeredTree((5,))).propose([DraftRequest(one, one.sequences[0], 9, 9)]).drafts
     allowed = {token for token, own in enumerate(next_token(MODEL, Sampling(temperature=1.0, top_k=2), (1, 1), 2)) if own}
     assert set(draft.tree.tokens) == allowed
     mixed = [verify.row(one, one.sequences[0], []), verify.row(group(1, Sampling(), 9), one.sequences[0], [])]
@@ -251,7 +253,7 @@ def test_what_filters_leave_out_is_not_proposed() -> None:
     assert set(ids[0, :2].tolist()) == allowed
 
 
-def whole(one: Asked, depth: int) -> dict[tuple[int, ...], float]:
+def whole(one: DraftRequest, depth: int) -> dict[tuple[int, ...], float]:
     """Greedily: every path, and its log-probability by the model."""
     found: dict[tuple[int, ...], float] = {(): 0.0}
     layer = [()]
@@ -266,7 +268,7 @@ def whole(one: Asked, depth: int) -> dict[tuple[int, ...], float]:
 
 def test_growing_best_first_finds_the_most_probable_nodes_of_all() -> None:
     one = group(0, Sampling(), 50, (7, 8))
-    wanted = Asked(one, one.sequences[0], 8, 2)
+    wanted = DraftRequest(one, one.sequences[0], 8, 2)
     [draft] = Drafting(MODEL, BestFirstTree(9, together=8, width=8)).propose([wanted]).drafts
     known = whole(wanted, 2)
     assert paths(draft.tree) == set(sorted(known, key=lambda path: -known[path])[:8])
@@ -275,7 +277,7 @@ def test_growing_best_first_finds_the_most_probable_nodes_of_all() -> None:
 def test_growing_best_first_stops_where_nothing_more_could_stay() -> None:
     watch = Watch(MODEL)
     one = group(0, Sampling(), 50, (7, 8))
-    Drafting(watch, BestFirstTree(100, together=1, width=8)).propose([Asked(one, one.sequences[0], 3, 50)])
+    Drafting(watch, BestFirstTree(100, together=1, width=8)).propose([DraftRequest(one, one.sequences[0], 3, 50)])
     assert len(watch.rounds) < 8
 
 
@@ -284,7 +286,7 @@ def test_best_first_brings_more_than_a_chain_of_as_many_nodes() -> None:
     target, counts = MODEL.near(9, 1.0), {}
     groups = [group(uid, Sampling(temperature=1.0, seed=uid), 50, (uid % 30, 3)) for uid in range(400)]
     for name, growth in (("chain", LayeredTree((1,) * 8)), ("tree", BestFirstTree(4, together=4, width=4))):
-        wanted = [Asked(one, one.sequences[0], 8, 8) for one in groups]
+        wanted = [DraftRequest(one, one.sequences[0], 8, 8) for one in groups]
         drafts = Drafting(MODEL, growth).propose(wanted).drafts
         rows = [row for one, draft in zip(groups, drafts, strict=True) for row in verify.rows(one, one.sequences[0], draft.tree)]
         picks = verify.pick(target.after([row.tokens[-2:] for row in rows]), rows, drafts, VerificationRule.GUMBEL)
@@ -302,11 +304,11 @@ def test_best_first_brings_more_than_a_chain_of_as_many_nodes() -> None:
 def test_several_proposers_make_one_tree() -> None:
     text = (1, 2, 3, 1, 2, 4, 1, 2)
     one = group(0, Sampling(), 50, text)
-    wanted = [Asked(one, one.sequences[0], 6, 4)]
-    looked_up = Lookup().propose([Asked(one, one.sequences[0], 6, 4)]).drafts[0].tree
+    wanted = [DraftRequest(one, one.sequences[0], 6, 4)]
+    looked_up = NgramProposer().propose([DraftRequest(one, one.sequences[0], 6, 4)]).drafts[0].tree
     grown = Drafting(MODEL, LayeredTree((2, 1))).propose(wanted).drafts[0].tree
-    [draft] = Merged([Lookup(), Drafting(MODEL, LayeredTree((2, 1)))]).propose(wanted).drafts
+    [draft] = MergedProposer([NgramProposer(), Drafting(MODEL, LayeredTree((2, 1)))]).propose(wanted).drafts
     assert len(draft.tree) == 6
     assert paths(draft.tree) <= paths(looked_up) | paths(grown)
-    [alone] = Merged([Lookup()]).propose(wanted).drafts
+    [alone] = MergedProposer([NgramProposer()]).propose(wanted).drafts
     assert alone.tree == looked_up

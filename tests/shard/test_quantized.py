@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from penstock.kernels.codes import Codes, quantize, unpacked
+from penstock.kernels.codes import QuantizedWeight, dequantized, quantize
 from penstock.kernels.linear import Invariance
 from penstock.kernels.quantized import Quantized, lay_out
 from penstock.shard.engine import Engine
@@ -168,8 +168,8 @@ class Held(Weights):
 def read(form: str, parts: dict[str, Tensor], size: tuple[int, int], **fields: Any) -> Tensor:
     how = quantization({"quantization_config": packing.FORMATS[form].config | fields})
     found = matrix(Held({f"m.{name}": part for name, part in parts.items()}), "m", size, how, None)
-    assert isinstance(found, Codes)
-    return unpacked(found, torch.float32)
+    assert isinstance(found, QuantizedWeight)
+    return dequantized(found, torch.float32)
 
 
 @pytest.mark.parametrize("form", ["gptq", "awq", "packed-zeros"])
@@ -408,7 +408,7 @@ class Rounded(Weights):
         self, name: str, shape: tuple[int, ...], cut: tuple[int, int, int] | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:
         found = super().tensor(name, shape, cut, dtype)
-        return unpacked(quantize(found, self._kind), torch.float32) if name.endswith(packing.PROJECTIONS) else found
+        return dequantized(quantize(found, self._kind), torch.float32) if name.endswith(packing.PROJECTIONS) else found
 
 
 @pytest.mark.parametrize("rank", [WHOLE, Alone(1)])
@@ -459,9 +459,9 @@ def test_parts_of_inputs_in_an_order() -> None:
             for rank in range(ranks):
                 start, stop = rank * inputs // ranks, (rank + 1) * inputs // ranks
                 found = matrix(source, "m", (64, inputs), quantization(given), (1, start, stop))
-                assert isinstance(found, Codes)
+                assert isinstance(found, QuantizedWeight)
                 assert found.inputs == stop - start
-                assert unpacked(found, torch.float32).equal(plain[:, start:stop])
+                assert dequantized(found, torch.float32).equal(plain[:, start:stop])
                 x = torch.randn(5, stop - start, dtype=torch.bfloat16)
                 laid = lay_out(found, None, Invariance.USUAL, torch.bfloat16)
                 assert isinstance(laid, Quantized) is (bits == 4 and size >= 32)

@@ -21,7 +21,7 @@ from penstock.shard.config import ShardConfig
 from penstock.shard.decoding.budget import Allowance, LinearCost
 from penstock.shard.loading import load
 from penstock.shard.messages import allowance_from, group_from, step_reply
-from penstock.shard.models.changes import Changes
+from penstock.shard.models.changes import LoraAdapters
 from penstock.shard.outcome import Outcome
 from penstock.shard.relay import Sender
 from penstock.shard.sequence import Sampling
@@ -443,7 +443,7 @@ def test_an_adapter_that_can_not_be_loaded_changes_nothing(
     asked.adapter.folder = str(high)
     with pytest.raises(grpc.RpcError, match="adapter mine has rank 5, and there is room for 4"):
         roomy.stub.LoadAdapter(asked, timeout=10)
-    monkeypatch.setattr(Changes, "prepared", lambda *given: 1 / 0)
+    monkeypatch.setattr(LoraAdapters, "prepared", lambda *given: 1 / 0)
     asked.adapter.folder = str(lora.adapter(tiny.folder(NAME), tmp_path / "good", 1))
     with pytest.raises(grpc.RpcError, match="adapter mine can't be loaded: ZeroDivisionError") as error:
         roomy.stub.LoadAdapter(asked, timeout=10)
@@ -456,14 +456,14 @@ def test_an_adapter_that_can_not_be_loaded_changes_nothing(
 def slow_reading(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
     """Adapters are read no faster than the test says: the first event comes when one is begun, at the second it goes on."""
     reading, slow = threading.Event(), threading.Event()
-    usual = Changes.prepared
+    usual = LoraAdapters.prepared
 
-    def prepared(changes: Changes, adapter: Any) -> Any:
+    def prepared(changes: LoraAdapters, adapter: Any) -> Any:
         reading.set()
         assert slow.wait(10)
         return usual(changes, adapter)
 
-    monkeypatch.setattr(Changes, "prepared", prepared)
+    monkeypatch.setattr(LoraAdapters, "prepared", prepared)
     return reading, slow
 
 

@@ -14,7 +14,7 @@ from penstock.shard import sequence
 from penstock.shard.engine import Engine
 from penstock.shard.pages import PagePool
 from penstock.shard.parallel import Ranks
-from penstock.shard.prefix import Prefixes
+from penstock.shard.prefix import PrefixCache
 from penstock.shard.prompts import Prompts
 from penstock.shard.sequence import Group, Sampling
 from penstock.tests.shard import tiny
@@ -401,7 +401,7 @@ def test_the_check_finds_a_bound_that_is_too_low(
 def too_early(right: Any) -> Any:
     """Announces a page that the step will not fill."""
 
-    def announce(self: Prefixes, holder: Any) -> None:
+    def announce(self: PrefixCache, holder: Any) -> None:
         holder.computed += 1
         right(self, holder)
         holder.computed -= 1
@@ -412,8 +412,8 @@ def too_early(right: Any) -> Any:
 @pytest.mark.parametrize(
     ("place", "name", "fault"),
     [
-        (Prefixes, "announce", too_early),
-        (Prefixes, "announce", lambda right: Prefixes.publish),  # gives up a page that the step writes to
+        (PrefixCache, "announce", too_early),
+        (PrefixCache, "announce", lambda right: PrefixCache.publish),  # gives up a page that the step writes to
         (PagePool, "taken", lambda right: lambda self: []),  # what was in a page stays there
         (Slots, "copy", lambda right: lambda *rest: None),
         (Prompts, "_part", lambda right: lambda self, first, others: right(self, first, others[:-1])),  # forgets a choice
@@ -451,6 +451,6 @@ def test_what_fails_is_found_by_nobody(paper: type[Paper]) -> None:
 
 
 def test_the_check_finds_what_failed_and_was_not_withdrawn(paper: type[Paper], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Prefixes, "withdraw", lambda self, holder: None)
+    monkeypatch.setattr(PrefixCache, "withdraw", lambda self, holder: None)
     with pytest.raises(AssertionError):
         check_failures(paper, range(5))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.shard.decoding.proposers import Asked, Lookup, Proposed
+from penstock.shard.decoding.proposers import DraftRequest, NgramProposer, Proposal
 from penstock.shard.decoding.tree import Tree, chain, merge
 from penstock.shard.decoding.verify import Draft
 from penstock.shard.engine import Engine
@@ -29,10 +29,10 @@ class Oracle:
         self._right = right
         self._width = width
 
-    def propose(self, asked: Sequence[Asked]) -> Proposed:
-        return Proposed([Draft(self._tree(one)) for one in asked])
+    def propose(self, asked: Sequence[DraftRequest]) -> Proposal:
+        return Proposal([Draft(self._tree(one)) for one in asked])
 
-    def _tree(self, asked: Asked) -> Tree:
+    def _tree(self, asked: DraftRequest) -> Tree:
         sequence = asked.sequence
         chance = random.Random(1000 * asked.group.uid + sequence.generated)
         said = self._said[asked.group.uid, sequence.choice][sequence.generated : -1]  # nothing follows the last one
@@ -109,7 +109,7 @@ def test_guesses_change_no_token(proposer: str, drafts: int, page_size: int, chu
 def choose(engine: Engine, name: str, plain: World) -> None:
     said = plain.tokens
     engine.guesses.proposer = {
-        "lookup": Lookup(),
+        "lookup": NgramProposer(),
         "right": Oracle(said, 1.0),
         "chains": Oracle(said, 0.7),
         "trees": Oracle(said, 0.6, width=3),

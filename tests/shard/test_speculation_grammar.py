@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.proto.speculation import parse
-from penstock.shard.decoding.grammar import Grammars, Guide
-from penstock.shard.decoding.proposers import Asked, Lookup, Proposed, Proposer
+from penstock.shard.decoding.grammar import Grammars, GrammarState
+from penstock.shard.decoding.proposers import DraftRequest, NgramProposer, Proposal, Proposer
 from penstock.shard.decoding.strategy import Finish
 from penstock.shard.decoding.tree import Tree, chain, merge
 from penstock.shard.decoding.verify import Draft
@@ -59,10 +59,10 @@ class Oracle:
         self._right = right  # how likely it leaves a token as it is
         self._width = width
 
-    def propose(self, asked: Sequence[Asked]) -> Proposed:
-        return Proposed([Draft(self._tree(one)) for one in asked])
+    def propose(self, asked: Sequence[DraftRequest]) -> Proposal:
+        return Proposal([Draft(self._tree(one)) for one in asked])
 
-    def _tree(self, asked: Asked) -> Tree:
+    def _tree(self, asked: DraftRequest) -> Tree:
         sequence = asked.sequence
         chance = random.Random(1000 * asked.group.uid + 7 * sequence.choice + sequence.generated)
         said = self._said[asked.group.uid, sequence.choice][sequence.generated :][: asked.depth]
@@ -117,7 +117,7 @@ def expected() -> World:
 
 def proposers() -> dict[str, Proposer]:
     said = expected().tokens
-    return {"lookup": Lookup(), "right": Oracle(said), "chains": Oracle(said, 0.8), "trees": Oracle(said, 0.8, 4)}
+    return {"lookup": NgramProposer(), "right": Oracle(said), "chains": Oracle(said, 0.8), "trees": Oracle(said, 0.8, 4)}
 
 
 def check(world: World, plain: World) -> None:
@@ -218,9 +218,9 @@ def test_the_check_finds(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plant(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    along, allowing, completed = Grammars.masks_along, Masks._allowed, Guide.completed_by
+    along, allowing, completed = Grammars.masks_along, Masks._allowed, GrammarState.completed_by
 
-    def parents(self: Grammars, guides: Sequence[Guide], trees: Sequence[Tree]) -> tuple[NDArray[numpy.int32], list[bool]]:
+    def parents(self: Grammars, guides: Sequence[GrammarState], trees: Sequence[Tree]) -> tuple[NDArray[numpy.int32], list[bool]]:
         mask, complete = along(self, guides, trees)
         start = 0
         for tree in trees:
@@ -229,7 +229,7 @@ def plant(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
             start += len(rows)
         return mask, complete
 
-    def staying(self: Guide, path: list[int], depth: int, tree: Tree, spare: object) -> None:
+    def staying(self: GrammarState, path: list[int], depth: int, tree: Tree, spare: object) -> None:
         del path[depth:]
 
     def opened(self: Masks, bound: Any, problems: dict[int, str]) -> tuple[NDArray[numpy.int32], list[bool]]:
@@ -239,10 +239,10 @@ def plant(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if fault == "the parent's mask":
         monkeypatch.setattr(Grammars, "masks_along", parents)
     elif fault == "no way back":
-        monkeypatch.setattr(Guide, "_back", staying)
+        monkeypatch.setattr(GrammarState, "_back", staying)
     elif fault == "ends as at the root":
         monkeypatch.setattr(Tree, "depths", property(lambda self: [-1] * len(self)))
     elif fault == "only the first token completes":
-        monkeypatch.setattr(Guide, "completed_by", lambda self, tokens: completed(self, tokens[:1]))
+        monkeypatch.setattr(GrammarState, "completed_by", lambda self, tokens: completed(self, tokens[:1]))
     else:
         monkeypatch.setattr(Masks, "_allowed", opened)

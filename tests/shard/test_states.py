@@ -10,7 +10,7 @@ from penstock.shard import memory, prompts, states
 from penstock.shard.decoding.hypotheses import Search
 from penstock.shard.engine import Engine
 from penstock.shard.outcome import Outcome
-from penstock.shard.prefix import Prefixes
+from penstock.shard.prefix import PrefixCache
 from penstock.shard.prompts import Prompts
 from penstock.shard.sequence import Group, Sampling, Sequence
 from penstock.tests.shard import tiny
@@ -60,7 +60,7 @@ def all_of(right: Callable[..., Any]) -> Callable[..., Any]:
 def regardless(right: Callable[..., Any]) -> Callable[..., Any]:
     """Finds pages, whether or not anybody remembers what is behind them."""
 
-    def adopt(self: Prefixes, holder: Sequence, limit: int) -> Any:
+    def adopt(self: PrefixCache, holder: Sequence, limit: int) -> Any:
         most, self.most = self.most, None
         try:
             return right(self, holder, limit)
@@ -75,7 +75,7 @@ def regardless(right: Callable[..., Any]) -> Callable[..., Any]:
     [
         (Slots, "copy_states", lambda right: lambda self, copies: None),
         (Prompts, "_goal", all_of),  # goes beyond what others want to be remembered
-        (Prefixes, "adopt", regardless),
+        (PrefixCache, "adopt", regardless),
         (Sequence, "twin", lambda right: lambda self, pages: forgetful(right(self, pages))),
     ],
 )

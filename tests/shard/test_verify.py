@@ -16,11 +16,11 @@ from torch import Tensor
 from penstock.kernels.sampling import Draws
 from penstock.shard.decoding import growth, sampler, verify
 from penstock.shard.decoding.growth import Drafting, LayeredTree
-from penstock.shard.decoding.proposers import Asked, Lookup, Proposed, Proposer
+from penstock.shard.decoding.proposers import DraftRequest, NgramProposer, Proposal, Proposer
 from penstock.shard.decoding.sampler import Pick, Row
 from penstock.shard.decoding.strategy import Finish
 from penstock.shard.decoding.tree import Tree, chain, merge
-from penstock.shard.decoding.verify import Draft, Drawn, VerificationRule, certain
+from penstock.shard.decoding.verify import Draft, DraftToken, VerificationRule, deterministic_draft
 from penstock.shard.sequence import Group, Sampling
 from penstock.tests.shard.toy import Toy, exact, g_test, group, next_token, plainly, seeded, speculate
 
@@ -56,11 +56,11 @@ class Wild:
         self._chance = random.Random(seed)
         self._nodes = nodes
 
-    def propose(self, asked: Sequence[Asked]) -> Proposed:
+    def propose(self, asked: Sequence[DraftRequest]) -> Proposal:
         """See Proposer."""
-        return Proposed([Draft(self._tree(one)) for one in asked])
+        return Proposal([Draft(self._tree(one)) for one in asked])
 
-    def _tree(self, one: Asked) -> Tree:
+    def _tree(self, one: DraftRequest) -> Tree:
         trees = []
         said = [pick.token for pick, _ in expected()[one.group.uid]][one.sequence.generated :]
         for _ in range(self._chance.randrange(5)):
@@ -127,7 +127,7 @@ def proposers() -> dict[str, Proposer]:
         "chain": Drafting(near, LayeredTree((1,) * 5)),
         "expansion": Drafting(near, LayeredTree((3, 2, 1, 1))),
         "best first": Drafting(near, growth.BestFirstTree(5)),
-        "lookup": Lookup(),
+        "lookup": NgramProposer(),
         "nothing": Wild(1, nodes=0),
     }
 
@@ -228,12 +228,12 @@ def test_three_tokens_have_the_joint_distribution_of_plain_sampling(
 class Same:
     """Proposes a tree that no token decides on."""
 
-    def propose(self, asked: Sequence[Asked]) -> Proposed:
+    def propose(self, asked: Sequence[DraftRequest]) -> Proposal:
         tree = merge([chain((2, 0)), chain((1, 3)), chain((0,)), chain((3,))])
-        return Proposed([certain(tree.cut(one.nodes)) for one in asked])
+        return Proposal([deterministic_draft(tree.cut(one.nodes)) for one in asked])
 
 
-@pytest.mark.parametrize(("proposer", "least"), [(Lookup(), FEWER // 2), (Same(), FEWER)])
+@pytest.mark.parametrize(("proposer", "least"), [(NgramProposer(), FEWER // 2), (Same(), FEWER)])
 def test_what_is_certain_is_accepted_as_often_as_it_is_drawn(proposer: Proposer, least: int) -> None:
     """Certain to be proposed: a distribution that is all on one token."""
     text = (0, 1, 2, 0, 1, 3, 0, 1, 1, 0, 1)
@@ -249,7 +249,7 @@ def test_what_is_certain_is_accepted_as_often_as_it_is_drawn(proposer: Proposer,
 def test_siblings_repeat() -> None:
     """In the tests of trees, and each token stands once in the tree."""
     groups = seeded(PLAIN, 200, 9)
-    asked = [Asked(one, one.sequences[0], 127, 8) for one in groups]
+    asked = [DraftRequest(one, one.sequences[0], 127, 8) for one in groups]
     drafts = [one for shape in (PAIRS, TREE) for one in Drafting(DRAFT, shape, VerificationRule.REJECTION).propose(asked).drafts]
     repeats = [own for draft in drafts for own in draft.drawn if len({one.token for one in own}) < len(own)]
     assert len(repeats) > 200
@@ -265,7 +265,7 @@ def swapped(target: Tensor, proposed: Tensor, uniform: Tensor) -> Tensor:
 def once_each(right: Callable[..., Any]) -> Callable[..., Any]:
     """What was drawn again is not tried again."""
 
-    def faulty(target: Tensor, draws: Draws, tried: Sequence[Sequence[Drawn]], probabilities: Tensor | None) -> Tensor:
+    def faulty(target: Tensor, draws: Draws, tried: Sequence[Sequence[DraftToken]], probabilities: Tensor | None) -> Tensor:
         return right(target, draws, [list({one.token: one for one in own}.values()) for own in tried], probabilities)  # type: ignore[no-any-return]
 
     return faulty
@@ -274,7 +274,7 @@ def once_each(right: Callable[..., Any]) -> Callable[..., Any]:
 def likeliest_first(right: Callable[..., Any]) -> Callable[..., Any]:
     """Tries in the order of the tree."""
 
-    def faulty(target: Tensor, draws: Draws, tried: Sequence[Sequence[Drawn]], probabilities: Tensor | None) -> Tensor:
+    def faulty(target: Tensor, draws: Draws, tried: Sequence[Sequence[DraftToken]], probabilities: Tensor | None) -> Tensor:
         assert probabilities is not None
         known = probabilities
         ordered = [sorted(own, key=lambda one: -float(known[one.source, one.token])) for own in tried]
@@ -461,7 +461,7 @@ def test_logits_that_are_not_finite_matter_where_the_answer_goes(rule: Verificat
 def test_a_mask_binds_rejection() -> None:
     """What it forbids is not accepted, nor drawn."""
     groups = seeded(PLAIN, 500, 9)
-    asked = [Asked(one, one.sequences[0], 127, 8) for one in groups]
+    asked = [DraftRequest(one, one.sequences[0], 127, 8) for one in groups]
     proposed = Drafting(DRAFT, LayeredTree((3,)), VerificationRule.REJECTION).propose(asked)
     rows, ends = [], []
     for one, draft in zip(groups, proposed.drafts, strict=True):

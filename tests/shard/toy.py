@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.shard.decoding import sampler, verify
 from penstock.shard.decoding.growth import Frontier
-from penstock.shard.decoding.proposers import Asked, Proposer
+from penstock.shard.decoding.proposers import DraftRequest, Proposer
 from penstock.shard.decoding.strategy import Finish
 from penstock.shard.decoding.verify import VerificationRule
 from penstock.shard.sequence import Group, Sampling, sequences
@@ -104,7 +104,7 @@ def speculate(
     """At least `count` tokens each, if they don't end before. nodes: most drafts of a group; told: is told of all verifications."""
     answers: list[list[tuple[sampler.Pick, Finish]]] = [[] for _ in groups]
     while live := [i for i, own in enumerate(answers) if len(own) < count and (not own or not own[-1][1])]:
-        asked = [Asked(groups[i], one := groups[i].sequences[0], nodes(i), verify.room(groups[i], one)) for i in live]
+        asked = [DraftRequest(groups[i], one := groups[i].sequences[0], nodes(i), verify.room(groups[i], one)) for i in live]
         proposed = proposer.propose(asked)
         rows, ends = [], []
         for one, draft in zip(asked, proposed.drafts, strict=True):

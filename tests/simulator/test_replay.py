@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.router.policies import Pause
+from penstock.router.policies import WholePrefill
 from penstock.router.request import Priority
 from penstock.router.scheduler import DELAYS, Bounds, Report
 from penstock.router.steps import LEAD
@@ -73,7 +73,7 @@ def test_decodes_pause_for_prompts_if_the_policy_says_so() -> None:
     requests = Request(0.0, 10, (4,), 4), Request(1.5, 10, (2,), 2)
     mixed = play(Setting(speed=SECOND, bounds=BOUNDS), *requests)
     assert moments(mixed)[1] == [1.0] * 4
-    paused = play(Setting(speed=SECOND, bounds=BOUNDS, policy=Pause(64)), *requests)
+    paused = play(Setting(speed=SECOND, bounds=BOUNDS, policy=WholePrefill(64)), *requests)
     assert moments(paused)[1] == [1.0, 1.0, 1.0, 2.0]
 
 
@@ -219,7 +219,7 @@ def test_any_trace_is_played_to_its_end(seed: int, lookahead: bool) -> None:
         pages=dice.choice((90, 150, 1000)), page_size=dice.choice((4, 16)), step_tokens=32, sequences=dice.choice((3, 20))
     )
     speed = Speed(0.002, 1e-4, 1e-7, 1e-6, 1e-5)
-    policy = dice.choice((None, Pause(32)))
+    policy = dice.choice((None, WholePrefill(32)))
     played = Replay(Setting(speed=speed, bounds=bounds, policy=policy, lookahead=lookahead), found)
     measures = played.run()
     assert measures.finished + measures.impossible == 60

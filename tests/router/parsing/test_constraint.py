@@ -11,8 +11,8 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from penstock.router.api.openai_tools import tools_of
 from penstock.router.grammar import choice, json_schema, lark, problem, regex, rules
-from penstock.router.parsing import Arguments, Call, Part, Reasoning, Text, constraint, formatted, markers, reader
-from penstock.router.parsing.readers import REASONING_PARSERS, THOUGHTS, TOOL_PARSERS
+from penstock.router.parsing import Arguments, Call, Part, Reasoning, Text, constraint, format_grammar, markers, reader
+from penstock.router.parsing.readers import REASONING_FORMS, REASONING_PARSERS, TOOL_PARSERS
 from penstock.router.request import Grammar, Refused
 from penstock.tests.router.parsing.test_readers import parts_of
 
@@ -176,10 +176,10 @@ def test_what_is_allowed_is_read(parser: str, special: bool) -> None:
     assert longest > 1 or parser == "harmony"
 
 
-@pytest.mark.parametrize("reasoning", THOUGHTS)
+@pytest.mark.parametrize("reasoning", REASONING_FORMS)
 @pytest.mark.parametrize("special", [False, True])
 def test_a_model_may_think_before(reasoning: str, special: bool) -> None:
-    thoughts = THOUGHTS[reasoning]
+    thoughts = REASONING_FORMS[reasoning]
     world = World([*thoughts.markers, "<tool_call>", "</tool_call>"] if special else [])
     call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
@@ -215,12 +215,12 @@ def test_a_model_may_think_before_an_answer_with_a_format(
     analysis = "<|channel|>analysis<|message|>"
     opened, closed, user, head = analysis, "<|end|><|start|>assistant", "<|start|>assistant", "<|channel|>final<|message|>"
     if reasoning != "harmony":
-        [opened, *_], [closed, *_], user, head = THOUGHTS[reasoning].opens, THOUGHTS[reasoning].closes, "<user>", ""
+        [opened, *_], [closed, *_], user, head = REASONING_FORMS[reasoning].opens, REASONING_FORMS[reasoning].closes, "<user>", ""
     world = World([*markers(reasoning, None)] if special or reasoning == "harmony" else [], "letters")
 
     def accepts(prompt: str, text: str, continued: str = "") -> bool:
         asked: dict[str, Any] = {"prompt": prompt + continued, "continued": continued, "special": world.special.get}
-        grammar = formatted(format, reasoning, **asked)
+        grammar = format_grammar(format, reasoning, **asked)
         assert grammar is not None
         accepted = world.accepts(grammar.source, text)
         if accepted and answer:
@@ -242,7 +242,7 @@ def test_a_model_may_think_before_an_answer_with_a_format(
 
 def test_of_a_grammar_nobody_knows_what_else_it_names() -> None:
     for format in (lark('start: "a"'), rules('root ::= "a"')):
-        assert formatted(format, "deepseek_r1", special=lambda text: None) is None
+        assert format_grammar(format, "deepseek_r1", special=lambda text: None) is None
         with pytest.raises(Refused, match="a format that is a grammar is not supported"):
             constraint("hermes", TOOLS, None, True, format=format)
 
@@ -251,7 +251,7 @@ def test_who_has_begun_to_answer_thinks_no_more() -> None:
     world = World([], "letters")
     for continued, thinks in (("", True), ("[", False), ("<think>Hm</think>[", False), ("<think>H", True)):
         asked: dict[str, Any] = {"prompt": f"<user>{continued}", "continued": continued, "special": world.special.get}
-        grammar = formatted(json_schema({"properties": {}}), "deepseek_r1", **asked)
+        grammar = format_grammar(json_schema({"properties": {}}), "deepseek_r1", **asked)
         assert grammar is not None
         begin = "" if continued.endswith("H") else "<think>"
         assert world.accepts(grammar.source, begin + "m</think>{}") == thinks

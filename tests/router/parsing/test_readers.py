@@ -15,9 +15,9 @@ from penstock.router.config import TOOL_CALL_PARSERS
 from penstock.router.parsing import Arguments, Call, Part, Reasoning, Text, chosen, reader
 from penstock.router.parsing.readers import (
     FORMS,
+    REASONING_FORMS,
     REASONING_HINTS,
     REASONING_PARSERS,
-    THOUGHTS,
     TOOL_HINTS,
     TOOL_PARSERS,
     detect,
@@ -504,9 +504,9 @@ def test_text_around_calls_is_kept(parser: str) -> None:
         assert parts_of(cut(text, luck), None, parser, schemas=SCHEMAS) == expected, text
 
 
-@pytest.mark.parametrize("name", THOUGHTS)
+@pytest.mark.parametrize("name", REASONING_FORMS)
 def test_reasoning(name: str) -> None:
-    thoughts = THOUGHTS[name]
+    thoughts = REASONING_FORMS[name]
     [opened, *_], [closed, *_] = thoughts.opens, thoughts.closes
     told = [Reasoning("Hm,  so\n <b>"), Text("Yes. ")]
     text = f"\n{opened}\nHm,  so\n <b>\n{closed}\n\nYes. "
