@@ -75,7 +75,8 @@ def entries_kernel(
 
 
 def write_entries(cache: Tensor, members: Tensor, first: int, places: Tensor, gains: Tensor, epsilon: float, table: Tensor) -> None:
-    """`entries.write_entries`, with the fields of `CompletedEntries` and `EntryParameters`. All tensors dense but the cache, whose slots are."""
+    """`entries.write_entries`, with the fields of `CompletedEntries` and `EntryParameters`. All tensors
+    dense but the cache, whose slots are."""
     assert all(x.is_contiguous() for x in (members, places, gains, table))
     assert cache.stride(3) == 1
     series, rate, size = places.shape
