@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.kernels import dispatch, noise
 from penstock.kernels import sampling as kernel
-from penstock.kernels.sampling import CANDIDATES, Draws, Filtered, allow, draw, filtered
+from penstock.kernels.sampling import CANDIDATES, Draws, allow, draw, filtered
 from penstock.shard.decoding.sampler import Pick, Row, pick
 from penstock.shard.sequence import Sampling
 
@@ -362,7 +362,7 @@ def test_neutral_values_do_nothing() -> None:
     """A plain row's scores are its logits, relative to the best, and nothing is left out."""
     logits = logits_of(3, 50)
     [part] = filtered(logits, draws(3))
-    assert part == Filtered(part.rows, part.scores, None)
+    assert part.ids is None
     torch.testing.assert_close(part.scores, logits - logits.amax(-1, keepdim=True))
     plain = [Pick(int(own.argmax()), pytest.approx(own.log_softmax(-1).max().item(), abs=1e-5)) for own in logits]
     assert pick(logits, [Row(Sampling(), [1], 1, 0)] * 3) == plain
