@@ -29,6 +29,7 @@ ENCODERS = (
     *("vit_large_projector.", "vit.", "sam_model.", "qwen2_model.", "view_sep"),
     *("vision_language_adapter.", "pre_mm_projector_norm.", "patch_merger."),
 )
+NO_GGUF = "GGUF is not supported: take the model that it was made of, as safetensors; --quantize int4 makes that small, too"
 LARGEST_HEADER = 100_000_000  # bytes; the format's own limit
 
 
@@ -75,6 +76,9 @@ def read(folder: Path, load_format: str, ask: Callable[[], Remote] | None = None
 
 def config_of(folder: Path) -> dict[str, Any]:
     """Its config.json. Raises Mistake."""
+    gguf = next(folder.glob("*.gguf"), None)
+    if gguf is not None and not (folder / "config.json").is_file():
+        raise Mistake(f"{folder} has no config.json, and {gguf.name}: {NO_GGUF}")
     config = _json(folder / "config.json", "name a folder that holds a Hugging Face model")
     try:
         return beside(config, folder)
@@ -168,6 +172,8 @@ def _weight_files(folder: Path) -> dict[Path, list[str]]:
             f"{folder} has its weights only as {pickles[0]}, a pickle, which may run code: save them as safetensors "
             "(transformers: model.save_pretrained)"
         )
+    if gguf := next(folder.glob("*.gguf"), None):
+        raise Mistake(f"{folder} has its weights only as {gguf.name}, and {NO_GGUF}")
     raise Mistake(f"{folder} has no weights ({SINGLE} or {INDEX}): complete it, or take random ones with --load-format dummy")
 
 
@@ -221,8 +227,10 @@ def _json(path: Path, remedy: str) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise Mistake(f"{path.parent} has no {path.name}: {remedy}") from None
-    except (OSError, ValueError) as error:
-        raise Mistake(f"{path} can't be read: {error}") from None
+    except OSError as error:
+        raise Mistake(f"{path} can't be read: {error.strerror}") from None
+    except ValueError as error:
+        raise Mistake(f"{path} can't be read ({error}): download it again") from None
     except RecursionError:
         raise Mistake(f"{path} is nested too deeply: {remedy}") from None
     if not isinstance(value, dict):

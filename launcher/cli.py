@@ -26,6 +26,8 @@ EXCEPTIONS = (
 COMMANDS = ("serve", "plan", "chat", "bench", "top", "simulate")
 NO_THREAD = "can't start new thread"  # as Python words it
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Of what was named, another name or other rights would do; a supervisor need not try again.
+MENDABLE = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EROFS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             text = f"stdout can't be written to ({error.strerror}): free space there"
         else:  # a name that is too long, a folder without rights, no more processes... The system's words say what would do
             text = f"{error.filename}: {error.strerror}" if error.filename is not None else str(error)
-        return _complain(text, 1)
+        return _complain(text, 2 if error.filename is not None and error.errno in MENDABLE else 1)
     except RuntimeError as error:
         if str(error) != NO_THREAD:
             raise

@@ -173,7 +173,9 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise Unusable(f"{path} can't be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
         raise Unusable(f"{path} is no JSON ({_line(error)}): download it again") from error
     if not isinstance(content, dict):
         raise Unusable(f"{path} holds no JSON object: download it again")
