@@ -18,6 +18,10 @@ LARGE = 2_000_000  # bytes of a body that may be anything. A larger one has room
 MARKS_OF_LARGE = 300_000  # ... and for no more names, objects and lists than such a one: each takes 2 us of everybody's time
 DEEPEST = 200  # brackets within each other; Python's own limit is 1,000 calls, of which parsers and templates need some
 KEY = re.compile(rb'"(\w+)"\s*:')
+HEX = rb"[\da-fA-F]{2}"
+ESCAPES = re.compile(
+    rb"\\u[dD][89aAbB]%b\\u[dD][c-fC-F]%b|(\\u[dD][89a-fA-F]%b)|\\." % (HEX, HEX, HEX), re.DOTALL
+)  # 1: half a pair
 LONG_NUMBER = re.compile(rb"(?<!\d)\d{4300}")  # more than Python reads; begun once in a row of digits, however many there are
 MARKS = re.compile(rb'"((?:[^"\\]|\\.)*)"|[\[{]|[\]}]', re.DOTALL)
 
@@ -36,7 +40,8 @@ async def read_named(http: web.Request, decoder: msgspec.json.Decoder[Body], lim
     if http.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise Rejected(Problem(415, "unsupported_encoding", "compressed bodies are not supported: send plain JSON"))
     if (http.content_length or 0) > limit:  # refused before it is read
-        raise Rejected(Problem(413, "payload_too_large", f"the body may have {limit} bytes", headers={"Connection": "close"}))
+        message = f"the body may have {limit} bytes (--payload-limit). Given: {http.content_length}"
+        raise Rejected(Problem(413, "payload_too_large", message, headers={"Connection": "close"}))
     data = http.get(BODY, b"")
     _check_marks(data)
     try:
@@ -50,6 +55,10 @@ async def read_named(http: web.Request, decoder: msgspec.json.Decoder[Body], lim
     except UnicodeDecodeError as error:
         raise _no_json("it is not in UTF-8", _near(data, error.start)) from error
     except msgspec.DecodeError as error:
+        half = next((found for found in ESCAPES.finditer(data) if found[1]), None)  # JavaScript cuts texts within emojis
+        if half is not None:
+            why = f"{half[1].decode()} is half of a character: a text was cut within it"
+            raise _no_json(why, _near(data, half.start())) from error
         raise _no_json(str(error), _near(data, _place(str(error), data))) from error
     except RecursionError as error:
         raise _no_json("it is nested too deeply", _deepest(data)) from error

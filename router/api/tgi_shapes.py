@@ -1,14 +1,16 @@
 """text-generation-inference's JSON: bodies of requests, answers, events. Knows no request of ours."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
+
+GRAMMARS = ["json", "json_object", "json_schema", "regex"]
 
 
 class GrammarBody(msgspec.Struct):
     """`grammar`. What `value` is depends on the type: a schema (or its JSON in a string), a pattern, {"name", "schema"}."""
 
-    type: Literal["json", "json_object", "json_schema", "regex"]
+    type: Annotated[str, msgspec.Meta(extra_json_schema={"enum": GRAMMARS})]
     value: Any
 
 
