@@ -49,6 +49,11 @@ class Rejected(Exception):
         self.problem = problem
 
 
+def shown(value: object) -> str:
+    """A value of a body, as JSON has it."""
+    return msgspec.json.encode(value).decode()
+
+
 def unauthorized(needed: str) -> Rejected:
     """For who lacks a key that is needed."""
     return Rejected(

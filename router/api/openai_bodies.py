@@ -17,6 +17,7 @@ from ..config import RouterConfig
 from ..record import arrival
 from ..request import Priority, Refused
 from ..validation import SMALLEST_FLOAT, Parameters
+from .errors import shown
 from .openai_formats import Format, grammar_of
 from .tenant import session_of, tenant_of
 
@@ -335,7 +336,7 @@ def effort_of(given: object, name: str) -> str | None:
     """`reasoning_effort`, where it is called `name`. Raises Refused."""
     if given is None or isinstance(given, str):
         return given
-    raise Refused(f"`{name}` must be a string. Given: {given!r}", name)
+    raise Refused(f"`{name}` must be a string. Given: {shown(given)}", name)
 
 
 def prompt_alternatives(body: Body) -> int | None:

@@ -398,8 +398,8 @@ def test_nulls_are_nothing(tokenizer: Tokenizer, path: str, body: dict[str, Any]
             "`structured_outputs.whitespace_pattern` must be a string",
         ),
         ({"functions": [{"name": "f"}]}, "functions", "`functions` is not supported: use `tools`"),
-        ({"response_format": {}}, "response_format.type", FORMATS + "None"),
-        ({"response_format": {"type": "xml"}}, "response_format.type", FORMATS + "'xml'"),
+        ({"response_format": {}}, "response_format.type", FORMATS + "null"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", FORMATS + '"xml"'),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
             "response_format.json_schema.schema",
