@@ -6,6 +6,7 @@ tokenizer.json, also where the settings say `add_bos_token` or `add_eos_token`.
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def read(folder: Path, chat_template: str = "") -> Words:
         tokenizer=tokenizer,
         names=names,
         eos_ids=_eos_ids(folder, tokenizer, names.get("eos_token")),
-        templates={DEFAULT: _text(Path(chat_template))} if chat_template else _templates(folder, settings),
+        templates={DEFAULT: _operators(Path(chat_template))} if chat_template else _templates(folder, settings),
     )
 
 
@@ -158,6 +159,15 @@ def _templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     for path in [*folder.glob("chat_template.jinja"), *sorted(folder.glob("additional_chat_templates/*.jinja"))]:
         found[DEFAULT if path.parent == folder else path.stem] = _text(path)
     return found
+
+
+def _operators(path: Path) -> str:
+    """A template that the operator names. tokenizer_config.json is text, too, and would be each prompt as a whole."""
+    text = _text(path)
+    with suppress(ValueError, RecursionError):
+        if isinstance(json.loads(text), dict):
+            raise Unusable(f"the chat template {path} is JSON: write the text of its chat_template into a file, and name that")
+    return text
 
 
 def _text(path: Path) -> str:
