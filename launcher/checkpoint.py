@@ -76,14 +76,22 @@ def read(folder: Path, load_format: str, ask: Callable[[], Remote] | None = None
 
 def config_of(folder: Path) -> dict[str, Any]:
     """Its config.json. Raises Mistake."""
-    gguf = next(folder.glob("*.gguf"), None)
-    if gguf is not None and not (folder / "config.json").is_file():
-        raise Mistake(f"{folder} has no config.json, and {gguf.name}: {NO_GGUF}")
+    if not (folder / "config.json").is_file():
+        _check_other(folder)
     config = _json(folder / "config.json", "name a folder that holds a Hugging Face model")
     try:
         return beside(config, folder)
     except ValueError as error:
         raise Mistake(str(error)) from None
+
+
+def _check_other(folder: Path) -> None:
+    """Raises Mistake if it is a folder of something else that people have."""
+    if gguf := next(folder.glob("*.gguf"), None):
+        raise Mistake(f"{folder} has no config.json, and {gguf.name}: {NO_GGUF}")
+    if (folder / "adapter_config.json").is_file():
+        base = _json(folder / "adapter_config.json", "").get("base_model_name_or_path")
+        raise Mistake(f"{folder} is an adapter: serve its model ({base}), with --lora-adapters NAME={folder}")
 
 
 def digest(model: Checkpoint) -> str:

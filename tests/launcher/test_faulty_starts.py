@@ -67,6 +67,11 @@ def only_gguf(folder: Path) -> None:
     (folder / "config.json").unlink()
 
 
+def only_an_adapter(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "a/b"}))
+
+
 def file(name: str, content: bytes) -> Change:
     return lambda folder: (folder / name).write_bytes(content)
 
@@ -134,6 +139,7 @@ FAULTS: list[tuple[str, Change, list[str]]] = [
     ("an index that leads to the root", index(x="/etc/passwd"), ["names '/etc/passwd'", "same folder"]),
     ("an index that names a number", index(x=5), ["names 5", "same folder"]),
     ("an index that names no safetensors", index(x="config.json"), ["config.json is no safetensors file"]),
+    ("an adapter", only_an_adapter, ["is an adapter: serve its model (a/b), with --lora-adapters NAME="]),
     ("weights of llama.cpp", gguf, ["has its weights only as model.gguf", "GGUF is not supported", "safetensors"]),
     ("nothing but llama.cpp's", only_gguf, ["has no config.json, and model.gguf", "GGUF is not supported", "safetensors"]),
     ("an empty file", cut(0), [f"{FIRST} is no safetensors file", "download it again"]),
