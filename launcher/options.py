@@ -234,7 +234,7 @@ class Options:
         BATCHING,
         f"pause: decode steps after which waiting prompts are computed (default: {ROUTER.max_waiting_tokens})",
         default=None,
-        kind=kinds.count,
+        kind=kinds.limit,
     )
     waiting_served_ratio: float | None = option(
         BATCHING,
