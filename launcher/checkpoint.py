@@ -30,6 +30,7 @@ ENCODERS = (
     *("vit_large_projector.", "vit.", "sam_model.", "qwen2_model.", "view_sep"),
     *("vision_language_adapter.", "pre_mm_projector_norm.", "patch_merger."),
 )
+NO_GGUF = "GGUF is not supported: take the model that it was made of, as safetensors; --quantize int4 makes that small, too"
 LARGEST_HEADER = 100_000_000  # bytes; the format's own limit
 
 
@@ -76,11 +77,22 @@ def read(folder: Path, load_format: str, ask: Callable[[], HubWeights] | None = 
 
 def config_of(folder: Path) -> dict[str, Any]:
     """The model's config.json, completed by files beside it. Raises Mistake."""
+    if not (folder / "config.json").is_file():
+        _check_other(folder)
     config = _json(folder / "config.json", "name a folder that holds a Hugging Face model")
     try:
         return beside(config, folder)
     except ValueError as error:
         raise Mistake(str(error)) from None
+
+
+def _check_other(folder: Path) -> None:
+    """Raises Mistake if it is a folder of something else that people have."""
+    if gguf := next(folder.glob("*.gguf"), None):
+        raise Mistake(f"{folder} has no config.json, and {gguf.name}: {NO_GGUF}")
+    if (folder / "adapter_config.json").is_file():
+        base = _json(folder / "adapter_config.json", "").get("base_model_name_or_path")
+        raise Mistake(f"{folder} is an adapter: serve its model ({base}), with --lora-adapters NAME={folder}")
 
 
 def digest(model: Checkpoint) -> str:
@@ -170,6 +182,8 @@ def _weight_files(folder: Path) -> dict[Path, list[str]]:
             f"{folder} has its weights only as {pickles[0]}, a pickle, which may run code: save them as safetensors "
             "(transformers: model.save_pretrained)"
         )
+    if gguf := next(folder.glob("*.gguf"), None):
+        raise Mistake(f"{folder} has its weights only as {gguf.name}, and {NO_GGUF}")
     raise Mistake(f"{folder} has no weights ({SINGLE} or {INDEX}): complete it, or take random ones with --load-format dummy")
 
 
@@ -224,8 +238,10 @@ def _json(path: Path, remedy: str) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise Mistake(f"{path.parent} has no {path.name}: {remedy}") from None
-    except (OSError, ValueError) as error:
-        raise Mistake(f"{path} can't be read: {error}") from None
+    except OSError as error:
+        raise Mistake(f"{path} can't be read: {error.strerror}") from None
+    except ValueError as error:
+        raise Mistake(f"{path} can't be read ({error}): download it again") from None
     except RecursionError:
         raise Mistake(f"{path} is nested too deeply: {remedy}") from None
     if not isinstance(value, dict):

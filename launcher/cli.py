@@ -26,15 +26,19 @@ EXCEPTIONS = (
 COMMANDS = ("serve", "plan", "chat", "bench", "top", "simulate")
 NO_THREAD = "can't start new thread"  # as Python words it
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Of what was named, another name or other rights would do; a supervisor need not try again.
+MENDABLE = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EROFS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command. Returns the exit code: 2 for errors that the operator can correct."""
     streams.complete()
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    tell = functools.partial(complain, wrapped=given[:1] == ["serve"] and in_json(given, os.environ))
     try:
-        return _run(sys.argv[1:] if arguments is None else list(arguments), os.environ)
+        return _run(given, os.environ)
     except Mistake as mistake:
-        return _complain(str(mistake), 2)
+        return tell(str(mistake), 2)
     except KeyboardInterrupt:
         return 130  # before anything was started, during a download for instance
     except BrokenPipeError:
@@ -47,18 +51,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
             text = f"stdout can't be written to ({error.strerror}): free space there"
         else:  # a name that is too long, a folder without rights, no more processes... The system's words say what would help
             text = f"{error.filename}: {error.strerror}" if error.filename is not None else str(error)
-        return _complain(text, 1)
+        return tell(text, 2 if error.filename is not None and error.errno in MENDABLE else 1)
     except RuntimeError as error:
         if str(error) != NO_THREAD:
             raise
         more = "more memory or processes have to be allowed (ulimit -u, ulimit -v, TasksMax=, --pids-limit)"
-        return _complain(f"{error}: {more}", 1)
+        return tell(f"{error}: {more}", 1)
 
 
-def _complain(text: str, code: int) -> int:
-    """Prints an error in one line, whatever characters the names in it have. Returns the exit code."""
+def in_json(arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
+    """Whether log lines are to be JSON, as far as that can be known while the flags may be wrong."""
+    return "--json-output" in arguments or environment.get("JSON_OUTPUT", "").strip().lower() in ("true", "1")
+
+
+def complain(text: str, code: int, program: str = "penstock", *, wrapped: bool = False) -> int:
+    """Prints an error in one line, whatever characters the names in it have; wrapped: as JSON, like all log lines. Returns the exit
+    code."""
     shown = "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
-    print(f"penstock: error: {shown}", file=sys.stderr)
+    if wrapped:
+        Console(json_output=True).complain(shown)
+    else:
+        print(f"{program}: error: {shown}", file=sys.stderr)
     return code
 
 

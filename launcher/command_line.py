@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import difflib
 import importlib.metadata
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -17,6 +18,8 @@ class Parser(argparse.ArgumentParser):
     """An argument parser that reports errors as a one-line Mistake."""
 
     def error(self, message: str) -> NoReturn:
+        if switch := re.fullmatch(r"argument (\S+): ignored explicit argument '(.*)'", message):
+            raise Mistake(f"{switch[1]}={switch[2]}: a switch takes no value: write {switch[1]}, or leave it out")
         raise Mistake(f"{message} ({self.prog} --help lists what there is)")
 
 

@@ -59,7 +59,8 @@ def locate(
     if folder.is_dir():
         return model, folder.resolve()
     if folder.exists():
-        raise Mistake(f"{model} is a file: name the folder that holds config.json")
+        other = ", of a model as safetensors, since GGUF is not supported" if model.endswith(".gguf") else ""
+        raise Mistake(f"{model} is a file: name the folder that holds config.json{other}")
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", model):
         raise Mistake(f"no folder {model} (and that is no id of a hub model, which looks like owner/name)")
     return model, _download(model, revision, cache, progress, list(only) or (PATTERNS if weights else SMALL))

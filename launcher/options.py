@@ -159,8 +159,8 @@ class Options:
         default=ROUTER.image_hosts,
         kind=kinds.hosts,
     )
-    max_stop_sequences: int = option(REQUESTS, "most stop strings", default=ROUTER.max_stop_sequences, kind=kinds.count)
-    max_top_n_tokens: int = option(REQUESTS, "most alternatives per token", default=ROUTER.max_top_n_tokens, kind=kinds.count)
+    max_stop_sequences: int = option(REQUESTS, "most stop strings", default=ROUTER.max_stop_sequences, kind=kinds.limit)
+    max_top_n_tokens: int = option(REQUESTS, "most alternatives per token", default=ROUTER.max_top_n_tokens, kind=kinds.limit)
     max_client_batch_size: int = option(
         REQUESTS, "most prompts in one /v1/completions", default=ROUTER.max_client_batch_size, kind=kinds.count
     )
@@ -240,7 +240,7 @@ class Options:
         BATCHING,
         f"pause: decode steps after which waiting prompts are computed (default: {ROUTER.max_waiting_tokens})",
         default=None,
-        kind=kinds.count,
+        kind=kinds.limit,
     )
     waiting_served_ratio: float | None = option(
         BATCHING,

@@ -40,6 +40,7 @@ class Plan:
     unused: str = ""  # why GPUs of this machine are not used; "" if they are, or if the operator wants it so
     ranks: int
     local_ranks: int  # on this machine
+    replicas: int = 1  # groups of ranks on this machine, each with all that is said here
     dtype: str
     threads: int
     weight_bytes: int
@@ -122,6 +123,7 @@ def divide(
         amd=machine.amd if device == "cuda" else (),
         unused=machine.obstacle if options.device == "auto" else "",
         ranks=ranks,
+        replicas=options.local_replicas,
         local_ranks=local,
         dtype=dtype,
         threads=_threads(options, device, form.parameters(ranks), machine.cores // local),
@@ -251,6 +253,7 @@ def table(plan: Plan, name: str) -> str:
             + (f", {plan.local_ranks} on each node" if plan.local_ranks < plan.ranks else "")
             + (f", {plan.threads} thread{'' if plan.threads == 1 else 's'} each" if plan.device == "cpu" else ""),
         ),
+        *([("replicas", f"{plan.replicas} of these ranks; pages and capacity are each one's")] if plan.replicas > 1 else []),
         ("", ""),
         ("of each rank", ""),
         ("  memory", f"{size(plan.memory):>10}  may be used"),

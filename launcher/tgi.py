@@ -73,13 +73,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _serve(translate(given, os.environ), os.environ)
     except Mistake as mistake:
-        print(f"{PROGRAM}: error: {mistake}", file=sys.stderr)
-        return 2
+        return cli.complain(str(mistake), 2, PROGRAM, wrapped=cli.in_json(given, os.environ))
 
 
 def _serve(translation: Translation, environment: MutableMapping[str, str]) -> int:
     environment.update(translation.environment)
-    console = Console("--json-output" in translation.arguments or environment.get("JSON_OUTPUT") == "true")
+    console = Console(cli.in_json(translation.arguments, environment))
     for remark in translation.remarks:
         console.say(remark)
     return cli.main(["serve", *translation.arguments])

@@ -122,7 +122,7 @@ class Fleet(PeerReplicas):
             return "shutting down"
         if self.ready:
             return "ready"
-        members = [member for member in self._members.values() if not member.failed]
+        members = [member for member in self._members.values() if not (member.failed or member.leaving)]
         return members[0].batcher.stage if members else next((one.trouble for one in self._members.values()), "no replica")
 
     @property
@@ -360,7 +360,7 @@ class Fleet(PeerReplicas):
             name=name,
             addresses=member.addresses,
             state=member.state,
-            stage=member.trouble or batcher.stage,
+            stage=member.trouble or (member.state if member.leaving else batcher.stage),
             requests=len(batcher.streams),
             load=sum(work_of(stream.request) for stream in batcher.streams),
             pages=batcher.limits.pages if batcher.limits is not None else 0,

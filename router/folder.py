@@ -6,6 +6,7 @@ tokenizer.json, also where the settings say `add_bos_token` or `add_eos_token`.
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def read(folder: Path, chat_template: str = "") -> TokenizerFiles:
         tokenizer=tokenizer,
         names=names,
         eos_ids=_eos_ids(folder, tokenizer, names.get("eos_token")),
-        templates={DEFAULT: _text(Path(chat_template))} if chat_template else _templates(folder, settings),
+        templates={DEFAULT: _operators(Path(chat_template))} if chat_template else _templates(folder, settings),
     )
 
 
@@ -161,6 +162,15 @@ def _templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
+def _operators(path: Path) -> str:
+    """A template that the operator names. tokenizer_config.json is text, too, and would be each prompt as a whole."""
+    text = _text(path)
+    with suppress(ValueError, RecursionError):
+        if isinstance(json.loads(text), dict):
+            raise Unusable(f"the chat template {path} is JSON: write the text of its chat_template into a file, and name that")
+    return text
+
+
 def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
@@ -174,7 +184,9 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise Unusable(f"{path} can't be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
         raise Unusable(f"{path} is no JSON ({_line(error)}): download it again") from error
     if not isinstance(content, dict):
         raise Unusable(f"{path} holds no JSON object: download it again")

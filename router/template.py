@@ -59,6 +59,7 @@ class ChatTemplate:
         except (jinja2.TemplateError, RecursionError) as error:
             raise Refused(f"the chat template is no template: {error}", "chat_template") from error
         self._special_tokens = special_tokens
+        self.reads_messages = any(name.name == "messages" for name in tree.find_all(nodes.Name))
         self._loops = any(_is_content(loop.iter) for loop in tree.find_all(nodes.For))  # over a message's content
         tests = list(tree.find_all(nodes.Test))
         self._asks = any(test.name in ("string", "iterable", "sequence") for test in tests)

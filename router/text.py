@@ -45,7 +45,9 @@ class Tokenizer:
         self._added = {token.content: id for id, token in added.items()}
         self._special = frozenset(id for id, token in added.items() if token.special) | frozenset(self.eos_ids)
         for name, source in self._templates.items():
-            _compile(name, source, self._names)
+            compiled = _compile(name, source, self._names)
+            if chat_template and not compiled.reads_messages:
+                raise Unusable(f"the chat template {chat_template} never reads `messages`: name a file that is one")
         self._trust_templates = trust_templates
         self._renderer = Renderer()
         # (tools, reasoning): parsers of the model's formats; None: it has none
@@ -362,9 +364,9 @@ def _kinds(part: dict[str, Any] | None, parts: str) -> set[str]:
     return {part["type"]}.union(*(_kinds(one, parts) for one in part.get(parts, ())))
 
 
-def _compile(name: str, source: str, special_tokens: Mapping[str, str]) -> None:
-    """Raises Unusable if the chat template does not compile."""
+def _compile(name: str, source: str, special_tokens: Mapping[str, str]) -> ChatTemplate:
+    """The compiled chat template. Raises Unusable if that is not possible."""
     try:
-        ChatTemplate(source, special_tokens)
+        return ChatTemplate(source, special_tokens)
     except Refused as refused:
         raise Unusable(f'the chat template "{name}" cannot be used: {refused}; --chat-template FILE takes another') from refused

@@ -365,8 +365,9 @@ class Validator:
         _fraction("top_p", given.top_p)
         _fraction("typical_p", given.typical_p)
         _between("min_p", given.min_p, 0.0, 1.0)
-        for bias in given.logit_bias.values():
-            _between("logit_bias", bias, -100.0, 100.0)
+        for id, bias in given.logit_bias.items():
+            if not -100.0 <= bias <= 100.0:
+                raise Refused(f"`logit_bias` must be >= -100.0 and <= 100.0. Given: {bias} for the token id {id}", "logit_bias")
         _positive("top_k", given.top_k)
         _positive("max_new_tokens", given.max_new_tokens)
         _positive("timeout", given.timeout)

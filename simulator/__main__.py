@@ -236,11 +236,10 @@ def _length_flags(parser: Parser) -> None:
 
 def _server_flags(parser: Parser) -> None:
     group = parser.add_argument_group("the server (as in `penstock serve`)")
-    positive = between(0, 1e9, above=True)
     group.add_argument("--policy", "--prefill-policy", choices=["mixed", "pause"], default="mixed", help="(default mixed)")
     group.add_argument("--itl-target", type=between(0, 1e9), default=0.0, metavar="MS", help="of mixed: milliseconds of a step")
-    group.add_argument("--waiting-served-ratio", type=positive, default=0.3, metavar="X", help="of pause (default 0.3)")
-    group.add_argument("--max-waiting-tokens", type=count, default=20, metavar="N", help="of pause (default 20)")
+    group.add_argument("--waiting-served-ratio", type=between(0, 1e9), default=0.3, metavar="X", help="of pause (default 0.3)")
+    group.add_argument("--max-waiting-tokens", type=limit, default=20, metavar="N", help="of pause (default 20)")
     group.add_argument("--prefix-caching", choices=["on", "off"], default="on", help="(default on)")
     group.add_argument("--kv-pages", type=count, metavar="N", help="pages in the pool (default: by the machine)")
     group.add_argument("--page-size", type=count, default=16, metavar="N", help="tokens (default 16)")

@@ -94,7 +94,7 @@ class Admin:
         return guarded
 
     def _check(self, http: web.Request) -> None:
-        """Raises Rejected without the admin key."""
+        """Raises HttpError without the admin key."""
         if not self._key:
             raise HttpError(
                 Problem(404, "not_found", "these routes are there with --admin-key (ADMIN_KEY), which this server lacks")

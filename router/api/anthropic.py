@@ -16,7 +16,7 @@ from ..validation import Parameters, Validator
 from .anthropic_messages import choice_of, messages_of, tools_of
 from .anthropic_shapes import Blocks, Message, end_of, usage_json
 from .body import json_response, read, read_named
-from .errors import Problem, anthropic_error
+from .errors import Problem, anthropic_error, shown
 from .openai_bodies import ChatBody, Common, effort_of, ignored, naming, parameters, placing, refuse_unsupported, truncation
 from .openai_chats import MOST_THOUGHTS, Chats, message_parser_of
 from .openai_logprobs import LogprobWriter, encode
@@ -213,7 +213,7 @@ def _thinking(given: Json | None) -> dict[str, Any]:
         return {}
     kind = given.get("type")
     if not isinstance(kind, str) or kind not in THINKING:
-        raise Refused(f"`thinking.type` must be one of {', '.join(THINKING)}. Given: {kind!r}", "thinking.type")
+        raise Refused(f"`thinking.type` must be one of {', '.join(THINKING)}. Given: {shown(kind)}", "thinking.type")
     return {} if THINKING[kind] is None else dict.fromkeys(SWITCHES, THINKING[kind])
 
 
@@ -223,5 +223,5 @@ def _budget(given: Json) -> int | None:
     if most is None or given.get("type") != "enabled":
         return None
     if type(most) is not int or most < 0:
-        raise Refused(f"`thinking.budget_tokens` must be an integer, 0 or more. Given: {most!r}", "thinking.budget_tokens")
+        raise Refused(f"`thinking.budget_tokens` must be an integer, 0 or more. Given: {shown(most)}", "thinking.budget_tokens")
     return min(most, MOST_THOUGHTS)

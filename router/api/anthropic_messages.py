@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..request import Refused
+from .errors import shown
 
 Json = dict[str, Any]
 
@@ -24,7 +25,7 @@ def messages_of(given: Sequence[Json], system: str | list[Json] | None) -> tuple
     for index, message in enumerate(given):
         role, content, place = message.get("role"), message.get("content"), f"messages[{index}]"
         if role not in ROLES:
-            raise Refused(f'`{place}.role` must be "user" or "assistant". Given: {role!r}', "messages")
+            raise Refused(f'`{place}.role` must be "user" or "assistant". Given: {shown(role)}', "messages")
         if isinstance(content, str):
             found.append({"role": role, "content": content})
         elif isinstance(content, list):
@@ -132,7 +133,7 @@ def tools_of(given: Sequence[Any] | None) -> list[Json] | None:
 def _tool(tool: Any, place: str) -> Json:
     kind = tool.get("type") if isinstance(tool, dict) else tool
     if not isinstance(tool, dict) or kind not in (None, "custom"):
-        raise Refused(f'`{place}.type` must be "custom": no other tools are supported. Given: {kind!r}', f"{place}.type")
+        raise Refused(f'`{place}.type` must be "custom": no other tools are supported. Given: {shown(kind)}', f"{place}.type")
     function = {"name": tool.get("name"), "description": tool.get("description"), "parameters": tool.get("input_schema")}
     return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
 

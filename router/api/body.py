@@ -19,6 +19,10 @@ LARGE = 2_000_000  # bytes of a body that may hold anything. A larger one has ro
 MARKS_OF_LARGE = 300_000  # ... and for no more names, objects and lists than a body of that size: each takes 2 us of the event loop
 DEEPEST = 200  # nested brackets; Python's own limit is 1,000 calls, of which parsers and templates need some
 KEY = re.compile(rb'"(\w+)"\s*:')
+HEX = rb"[\da-fA-F]{2}"
+ESCAPES = re.compile(
+    rb"\\u[dD][89aAbB]%b\\u[dD][c-fC-F]%b|(\\u[dD][89a-fA-F]%b)|\\." % (HEX, HEX, HEX), re.DOTALL
+)  # group 1: a lone surrogate
 # more digits than Python reads; matches once in a row of digits, however many there are
 LONG_NUMBER = re.compile(rb"(?<!\d)\d{4300}")
 MARKS = re.compile(rb'"((?:[^"\\]|\\.)*)"|[\[{]|[\]}]', re.DOTALL)
@@ -27,7 +31,7 @@ Body = TypeVar("Body")
 
 
 async def read(http: web.Request, decoder: msgspec.json.Decoder[Body], limit: int) -> Body:
-    """The body, decoded. Raises Rejected if it has more than `limit` bytes or is no JSON, Refused if a field has a wrong type or
+    """The body, decoded. Raises HttpError if it has more than `limit` bytes or is no JSON, Refused if a field has a wrong type or
     comes twice."""
     body, _ = await read_named(http, decoder, limit)
     return body
@@ -38,7 +42,8 @@ async def read_named(http: web.Request, decoder: msgspec.json.Decoder[Body], lim
     if http.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise HttpError(Problem(415, "unsupported_encoding", "compressed bodies are not supported: send plain JSON"))
     if (http.content_length or 0) > limit:  # refused before it is read
-        raise HttpError(Problem(413, "payload_too_large", f"the body may have {limit} bytes", headers={"Connection": "close"}))
+        message = f"the body may have {limit} bytes (--payload-limit). Given: {http.content_length}"
+        raise HttpError(Problem(413, "payload_too_large", message, headers={"Connection": "close"}))
     data = http.get(BODY, b"")
     _check_marks(data)
     try:
@@ -52,6 +57,10 @@ async def read_named(http: web.Request, decoder: msgspec.json.Decoder[Body], lim
     except UnicodeDecodeError as error:
         raise _no_json("it is not in UTF-8", _near(data, error.start)) from error
     except msgspec.DecodeError as error:
+        half = next((found for found in ESCAPES.finditer(data) if found[1]), None)  # JavaScript cuts texts within emojis
+        if half is not None:
+            why = f"{half[1].decode()} is half of a character: a text was cut within it"
+            raise _no_json(why, _near(data, half.start())) from error
         raise _no_json(str(error), _near(data, _place(str(error), data))) from error
     except RecursionError as error:
         raise _no_json("it is nested too deeply", _deepest(data)) from error
@@ -61,7 +70,7 @@ async def read_named(http: web.Request, decoder: msgspec.json.Decoder[Body], lim
 
 
 def _check_marks(data: bytes) -> None:
-    """Raises Rejected if a large body consists of too many small values."""
+    """Raises HttpError if a large body consists of too many small values."""
     if len(data) > LARGE and (count := sum(map(data.count, (b":", b"{", b"[")))) > MARKS_OF_LARGE:
         message = f"a body of more than {LARGE} bytes may have {MARKS_OF_LARGE} colons and opening brackets. Given: {count}"
         raise HttpError(Problem(413, "payload_too_large", message))

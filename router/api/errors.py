@@ -50,6 +50,11 @@ class HttpError(Exception):
         self.problem = problem
 
 
+def shown(value: object) -> str:
+    """A value of a body as JSON, for error messages."""
+    return msgspec.json.encode(value).decode()
+
+
 def unauthorized(needed: str) -> HttpError:
     """The 401 for a client that lacks the needed key."""
     return HttpError(

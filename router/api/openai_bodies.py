@@ -16,7 +16,8 @@ from aiohttp import web
 from ..config import RouterConfig
 from ..record import arrival
 from ..request import Priority, Refused
-from ..validation import Parameters
+from ..validation import SMALLEST_FLOAT, Parameters
+from .errors import shown
 from .openai_formats import Format, grammar_of
 from .tenant import session_of, tenant_of
 
@@ -261,6 +262,7 @@ def parameters(
 ) -> Parameters:
     """A body's fields as `Parameters`. OpenAI's and vLLM's neutral values become None, as TGI has it. choices: answers to each
     prompt; width: the beams."""
+    _check_bounds(body)
     width = width or BeamWidth(body.num_beams)
     greedy = width.greedy or body.temperature == 0.0
     return Parameters(
@@ -280,7 +282,7 @@ def parameters(
         temperature=None if greedy else body.temperature,
         do_sample=not greedy and not (width.searched and body.temperature is None),
         top_k=None if greedy or body.top_k in (0, -1) else body.top_k,
-        top_p=None if greedy or body.top_p == 1.0 else body.top_p,
+        top_p=None if greedy or body.top_p in (None, 1.0) else max(body.top_p, SMALLEST_FLOAT),  # of 0 one token is left
         min_p=None if greedy or body.min_p == 0.0 else body.min_p,
         frequency_penalty=body.frequency_penalty,
         presence_penalty=body.presence_penalty,
@@ -296,6 +298,16 @@ def parameters(
         skip_special_tokens=body.skip_special_tokens is not False,
         **more,
     )
+
+
+def _check_bounds(body: Common) -> None:
+    """Of numbers that may be more here than on TGI's routes, whose bounds a refusal would name otherwise. Raises Refused."""
+    if body.temperature is not None and body.temperature < 0.0:
+        raise Refused(f"`temperature` must be at least 0. Given: {body.temperature}", "temperature")
+    if body.top_p is not None and not 0.0 <= body.top_p <= 1.0:
+        raise Refused(f"`top_p` must be from 0 to 1. Given: {body.top_p}", "top_p")
+    if body.top_k is not None and body.top_k < -1:
+        raise Refused(f"`top_k` must be at least 1, or 0 or -1 for all tokens. Given: {body.top_k}", "top_k")
 
 
 @contextmanager
@@ -328,7 +340,7 @@ def effort_of(given: object, name: str) -> str | None:
     """The body's `reasoning_effort`, which the route calls `name`. Raises Refused."""
     if given is None or isinstance(given, str):
         return given
-    raise Refused(f"`{name}` must be a string. Given: {given!r}", name)
+    raise Refused(f"`{name}` must be a string. Given: {shown(given)}", name)
 
 
 def prompt_alternatives(body: Body) -> int | None:

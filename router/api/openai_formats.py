@@ -11,6 +11,7 @@ import msgspec
 
 from .. import grammar
 from ..request import Grammar, Refused
+from .errors import shown
 
 
 class Format(msgspec.Struct, kw_only=True):
@@ -86,7 +87,7 @@ def _response_format(given: dict[str, Any]) -> Grammar | None:
         case "regex":
             return _constraint("regex", given.get("value"), "response_format.value")
     raise Refused(
-        f'`response_format.type` must be one of "text", "json_object", "json_schema". Given: {given.get("type")!r}',
+        f'`response_format.type` must be one of "text", "json_object", "json_schema". Given: {shown(given.get("type"))}',
         "response_format.type",
     )
 

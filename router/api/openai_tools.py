@@ -1,11 +1,13 @@
 """The tools of a chat: which may be called, and which must be. Knows OpenAI's fields, and no model's form of tool calls."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..request import Refused
+from .errors import shown
 
 NAME = re.compile(r"[\w./:@$-]{1,128}")  # OpenAI's are shorter, and plainer; every form of calls can write these
 NO_PARAMETERS = {"type": "object", "properties": {}}
@@ -27,7 +29,8 @@ def tools_of(tools: list[Any] | None, choice: str | dict[str, Any] | None, paral
     given = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools or ())]
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") or NO_PARAMETERS for tool in given}
     if len(schemas) < len(given):
-        raise Refused("two `tools` have the same name", "tools")
+        twice = Counter(tool["function"]["name"] for tool in given).most_common(1)[0][0]
+        raise Refused(f"two `tools` have the same name: {twice}", "tools")
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         allowed = choice.get("allowed_tools", choice)
         if not isinstance(allowed, dict) or not isinstance(allowed.get("tools"), list):
@@ -48,21 +51,24 @@ def tools_of(tools: list[Any] | None, choice: str | dict[str, Any] | None, paral
 def _tool(tool: Any, place: str) -> dict[str, Any]:
     if not isinstance(tool, dict) or tool.get("type") != "function":
         kind = tool.get("type") if isinstance(tool, dict) else tool
-        raise Refused(f'`{place}.type` must be "function": no other tools are supported. Given: {kind!r}', f"{place}.type")
+        raise Refused(f'`{place}.type` must be "function": no other tools are supported. Given: {shown(kind)}', f"{place}.type")
     function = tool.get("function")
     if not isinstance(function, dict):
         raise Refused(f"`{place}.function` must be an object", f"{place}.function")
     function_name = function.get("name")
     if not isinstance(function_name, str) or not NAME.fullmatch(function_name):
         name = f"{place}.function.name"
-        raise Refused(f"`{name}` must have 1 to 128 characters: letters, digits, and any of _ - . / : @ $", name)
+        raise Refused(
+            f"`{name}` must have 1 to 128 characters: letters, digits, and any of _ - . / : @ $. Given: {shown(function_name)}",
+            name,
+        )
     parameters = function.get("parameters")
     if not isinstance(parameters, dict | None):
         raise Refused(f"`{place}.function.parameters` must be a JSON schema: an object", f"{place}.function.parameters")
     kind = (parameters or {}).get("type", "object")
     if "object" not in (kind if isinstance(kind, list) else [kind]):
         name = f"{place}.function.parameters.type"
-        raise Refused(f'`{name}` must be "object". Given: {kind!r}', name)
+        raise Refused(f'`{name}` must be "object". Given: {shown(kind)}', name)
     return tool
 
 

@@ -31,27 +31,29 @@ class Probes:
         """GET /health. The body is empty, or says why not."""
         if self._batcher.limits is not None:  # known once the model has been loaded, whatever happens later
             return web.Response()
-        return self._refusal({"error": "unhealthy", "error_type": "healthcheck"})
+        return self._refusal({"error": "unhealthy", "error_type": "healthcheck"}, self._batcher.stage)
 
     async def ready(self, http: web.Request) -> web.Response:
         """GET /health/ready; of one replica with ?replica=NAME."""
         name = http.query.get("replica")
-        if self._batcher.ready if name is None or self._replicas is None else self._serves(self._replicas, name):
-            return json_response({"ready": True, "stage": self._batcher.stage})
-        return self._refusal({"ready": False})
+        ready, stage = self._batcher.ready, self._batcher.stage
+        if name is not None and self._replicas is not None:
+            ready, own = self._one(self._replicas, name)
+            stage = own if ready or own != "ready" else stage  # one that could, if the server did
+        return json_response({"ready": True, "stage": stage}) if ready else self._refusal({"ready": False}, stage)
 
     async def live(self, http: web.Request) -> web.Response:
         """GET /health/live."""
         return json_response({"live": True})
 
-    def _serves(self, replicas: Replicas, name: str) -> bool:
+    def _one(self, replicas: Replicas, name: str) -> tuple[bool, str]:
+        """Whether a replica takes requests, and what is the case with it."""
         try:
-            return replicas.serves(name)
+            return replicas.serves(name), next(each.stage for each in replicas.replicas if each.name == name)
         except Unknown as unknown:
             raise HttpError(Problem(404, "not_found", str(unknown))) from None
 
-    def _refusal(self, content: dict[str, object]) -> web.Response:
+    def _refusal(self, content: dict[str, object], stage: str) -> web.Response:
         """The 503 response, with the stage, and its progress from 0 to 1 if that is known."""
-        stage = self._batcher.stage
         share = SHARE.search(stage)
         return json_response({**content, "stage": stage, "progress": float(share[1]) / 100 if share else None}, RETRY, 503)

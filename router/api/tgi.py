@@ -25,6 +25,7 @@ from .ports import Batcher, limits_of
 from .stream import Answer, Clock, fold, guesses, headers_of, send, sse_frame, stream_headers_of
 from .tenant import session_of, tenant_of
 from .tgi_shapes import (
+    GRAMMARS,
     UNSUPPORTED,
     BeamJson,
     BeamsEvent,
@@ -409,6 +410,8 @@ def _grammar(given: GrammarBody | None) -> Grammar | None:
     if given is None:
         return None
     value = given.value
+    if given.type not in GRAMMARS:
+        raise Refused(f"`grammar.type` must be one of {', '.join(GRAMMARS)}. Given: {given.type}", "parameters.grammar.type")
     if given.type == "regex":
         if not isinstance(value, str):
             raise Refused("grammar is not valid: the `value` of type regex must be a string", "grammar")

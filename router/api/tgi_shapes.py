@@ -1,15 +1,17 @@
 """text-generation-inference's (TGI's) JSON types: request bodies, answers and stream events. Knows nothing of penstock's
 requests."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
+
+GRAMMARS = ["json", "json_object", "json_schema", "regex"]
 
 
 class GrammarBody(msgspec.Struct):
     """`parameters.grammar`. `value` depends on `type`: a JSON schema (or its JSON in a string), a regex, {"name", "schema"}."""
 
-    type: Literal["json", "json_object", "json_schema", "regex"]
+    type: Annotated[str, msgspec.Meta(extra_json_schema={"enum": GRAMMARS})]
     value: Any
 
 

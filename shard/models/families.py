@@ -53,7 +53,9 @@ def shape(config: Config) -> Shape:
                 return seeing(own, kind, found) if name in IMAGES else found
             except KeyError as error:
                 raise Unsupported(f"config.json of a {name} lacks {error}: is it complete?") from None
-    asked = ", ".join(names) or "none named"
+    if not names:
+        raise Unsupported("config.json names no architectures: name the folder of a whole model, or download it again")
+    asked = ", ".join(names)
     raise Unsupported(f"architecture {asked} is not supported: this version serves {', '.join(sorted(FAMILIES | IMAGES))}")
 
 

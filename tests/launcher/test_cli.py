@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.launcher import banner, checkpoint, children, cli, hub, machine, plan, serve
+from penstock.launcher import banner, checkpoint, children, cli, hub, machine, plan, serve, tgi
 from penstock.launcher.machine import Machine
 from penstock.launcher.options import Options
 from penstock.launcher.replicas import Place
@@ -103,6 +103,21 @@ def test_a_mistake_is_one_line_and_exit_code_2() -> None:
         assert answer.stdout == ""
         assert answer.stderr.startswith("penstock: error: ")
         assert answer.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("variable", ["", "true", "1"])
+def test_a_mistake_is_json_where_all_lines_are(
+    variable: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else who collects them loses the one that says why nothing was started."""
+    monkeypatch.setenv("JSON_OUTPUT", variable)
+    for name in ("--nonsense", "/no/such/folder"):
+        assert cli.main(["serve", name, *([] if variable else ["--json-output"])]) == 2
+        told = json.loads(capsys.readouterr().err)
+        assert (told["level"], told["name"]) == ("ERROR", "launcher")
+        assert name in told["message"]
+    assert tgi.main(["--ngrok", *([] if variable else ["--json-output"])]) == 2
+    assert "--ngrok" in json.loads(capsys.readouterr().err)["message"]
 
 
 @pytest.mark.parametrize(

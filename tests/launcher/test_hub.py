@@ -139,6 +139,9 @@ def test_a_file_and_a_revision_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
     with pytest.raises(Mistake, match="is a file: name the folder"):
         hub.locate(str(tmp_path / "config.json"))
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(Mistake, match=r"model\.gguf is a file: name the folder .* GGUF is not supported"):
+        hub.locate(str(tmp_path / "model.gguf"))
     for model in (str(tmp_path), "", *hub.DRAFTS):
         with pytest.raises(Mistake, match=f"--revision abc is for models of the hub, not {model or 'the demo model'}: leave"):
             hub.locate(model, revision="abc")

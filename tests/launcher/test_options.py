@@ -129,6 +129,7 @@ def test_a_machine_name_in_hostname_is_no_setting() -> None:
         ("--waiting-served-ratio nan", {}, "--waiting-served-ratio=nan: a number from 0 is needed"),
         ("", {"DTYPE": "int4"}, "DTYPE=int4: one of auto, float32, bfloat16, float16 is needed"),
         ("", {"JSON_OUTPUT": "maybe"}, "JSON_OUTPUT=maybe: true or false is needed"),
+        ("--json-output=true", {}, "--json-output=true: a switch takes no value: write --json-output, or leave it out"),
         ("--api-key ,", {}, "--api-key=,: there is no key in it; leave it out for a server that asks for none"),
         ("--admin-key= ", {}, "--admin-key=: there is no key in it; leave it out for a server that asks for none"),
         ("", {"API_KEY": "\n"}, "API_KEY=: there is no key in it; leave it out for a server that asks for none"),

@@ -288,6 +288,13 @@ def test_ranks_share_the_cores_as_far_as_they_have_work_for_them(tmp_path: Path,
     assert [threads(num_shard=2), threads(num_shard=2, cores=1), threads(num_shard=2, cores=64)] == [2, 1, 4]
 
 
+def test_replicas_are_told(tmp_path: Path) -> None:
+    model = whole(tmp_path)
+    told = "replicas      3 of these ranks; pages and capacity are each one's\n"
+    assert told in plan.table(plan.divide(Options(replicas=3), model, MACHINE), "x")
+    assert "\nreplicas" not in plan.table(plan.divide(Options(), model, MACHINE), "x")
+
+
 def test_no_more_pages_than_requests_can_fill(tmp_path: Path) -> None:
     """256 positions are 16 pages of 16."""
     model = whole(tmp_path)

@@ -132,6 +132,12 @@ def parse(*arguments: str, **environment: str) -> tuple[Options, list[str]]:
     return command_line.parse(parser, found.arguments, environment | found.environment), found.remarks
 
 
+def test_limits_of_0_are_taken_as_there() -> None:
+    found, _ = parse("--max-stop-sequences", "0", "--waiting-served-ratio", "0", MAX_TOP_N_TOKENS="0", MAX_WAITING_TOKENS="0")
+    assert (found.max_stop_sequences, found.max_top_n_tokens) == (0, 0)
+    assert (found.waiting_served_ratio, found.max_waiting_tokens) == (0.0, 0)
+
+
 def line(flags: dict[str, str | None]) -> list[str]:
     return [part for name, value in flags.items() for part in ([name] if value is None else [name, value])]
 

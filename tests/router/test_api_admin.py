@@ -25,12 +25,13 @@ class FakeReplicas:
 
     @property
     def replicas(self) -> list[Replica]:
-        return [self._one("0")]
+        return [self._one("0"), self._one("1")]
 
     def _one(self, name: str) -> Replica:
         if name == "nobody":
             raise Unknown("there is no replica nobody; there are: 0")
-        return Replica(name=name, addresses=("unix:/a",), state="ready", stage="ready", requests=1, load=20, pages=64)
+        state = "drained" if name == "1" else "ready"
+        return Replica(name=name, addresses=("unix:/a",), state=state, stage=state, requests=1, load=20, pages=64)
 
     def serves(self, name: str) -> bool:
         return self._one(name).name == "0"
@@ -120,7 +121,7 @@ def test_what_is_asked_is_done(tokenizer: Tokenizer) -> None:
         assert (await ask("POST", "/admin/replicas/0/drain"))[0] == 202
         assert (await ask("POST", "/admin/replicas/0/drain", json={"move": True}))[0] == 202
         status, answer = await ask("DELETE", "/admin/replicas/0")
-        assert (status, len(answer["replicas"])) == (200, 1)
+        assert (status, len(answer["replicas"])) == (200, 2)
         assert replicas.asked == [
             ("join", "10.0.0.1:8000", "[fd00::1]:8001", "far"),
             ("retire", "0", False),
@@ -160,6 +161,7 @@ def test_one_replica_can_be_asked_whether_it_is_ready(tokenizer: Tokenizer) -> N
     async def test(ask: Ask, replicas: FakeReplicas) -> None:
         found = [(await ask("GET", f"/health/ready?replica={name}"))[0] for name in ("0", "1", "nobody")]
         assert found == [200, 503, 404]
+        assert (await ask("GET", "/health/ready?replica=1"))[1] == {"ready": False, "stage": "drained", "progress": None}
         assert (await ask("GET", "/health/ready"))[0] == 200
         described = document(RouterConfig(folder="", model="some/model"))["paths"]["/health/ready"]["get"]
         assert [parameter["name"] for parameter in described["parameters"]] == ["replica"]

@@ -334,6 +334,18 @@ def test_parameters_arrive(tokenizer: Tokenizer, path: str, body: dict[str, Any]
 
 
 @BOTH
+def test_a_top_p_of_0_leaves_one_token_as_with_openai(tokenizer: Tokenizer, path: str, body: dict[str, Any]) -> None:
+    async def test(server: Server) -> None:
+        status, answer, _ = await server.post(path, {**body, "top_p": 0})
+        assert status == 200, answer
+        (request,) = server.batcher.requests
+        assert request.sampling.temperature == 1.0
+        assert 0.0 < request.sampling.top_p < 1e-30
+
+    serve(tokenizer, test)
+
+
+@BOTH
 def test_neutral_values_are_neutral(tokenizer: Tokenizer, path: str, body: dict[str, Any]) -> None:
     async def test(server: Server) -> None:
         neutral = {"temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0, "presence_penalty": 0, "frequency_penalty": 0}
@@ -386,8 +398,8 @@ def test_nulls_are_nothing(tokenizer: Tokenizer, path: str, body: dict[str, Any]
             "`structured_outputs.whitespace_pattern` must be a string",
         ),
         ({"functions": [{"name": "f"}]}, "functions", "`functions` is not supported: use `tools`"),
-        ({"response_format": {}}, "response_format.type", FORMATS + "None"),
-        ({"response_format": {"type": "xml"}}, "response_format.type", FORMATS + "'xml'"),
+        ({"response_format": {}}, "response_format.type", FORMATS + "null"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", FORMATS + '"xml"'),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
             "response_format.json_schema.schema",
@@ -411,8 +423,10 @@ def test_nulls_are_nothing(tokenizer: Tokenizer, path: str, body: dict[str, Any]
             "`min_tokens` together with `stop` is not supported: strings would end the answer before",
         ),
         ({"prompt_logprobs": 21}, "prompt_logprobs", "`prompt_logprobs` must be from 0 to 20. Given: 21"),
-        ({"temperature": -1}, "temperature", "`temperature` must be strictly positive"),
-        ({"top_p": 1.5}, "top_p", "`top_p` must be > 0.0 and < 1.0"),
+        ({"temperature": -1}, "temperature", "`temperature` must be at least 0. Given: -1.0"),
+        ({"top_p": 1.5}, "top_p", "`top_p` must be from 0 to 1. Given: 1.5"),
+        ({"top_p": -0.1, "temperature": 0}, "top_p", "`top_p` must be from 0 to 1. Given: -0.1"),
+        ({"top_k": -2}, "top_k", "`top_k` must be at least 1, or 0 or -1 for all tokens. Given: -2"),
         ({"presence_penalty": 3}, "presence_penalty", "`presence_penalty` must be >= -2.0 and <= 2.0"),
         ({"max_tokens": 0}, "max_tokens", "`max_tokens` must be strictly positive"),
         ({"logit_bias": {"999": 1}}, "logit_bias", "`logit_bias` has the token id 999; the model knows 0 to 299"),

@@ -236,7 +236,7 @@ PARAMETERS_TYPE = "tools[0].function.parameters.type"
         *(({"tools": [tool(name)]}, "tools[0].function.name", "") for name in ("", "a<b>", "my tool", 'a"b', "f()", "n" * 129)),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]}, "tools[0].function.parameters", ""),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]}, PARAMETERS_TYPE, ""),
-        ({"tools": [F, F]}, "tools", "two `tools` have the same name"),
+        ({"tools": [F, F]}, "tools", "two `tools` have the same name: f"),
         ({"tool_choice": "required"}, "tool_choice", '`tool_choice`: "required" needs `tools`'),
         ({"tools": [F], "tool_choice": {"type": "function", "function": {"name": "h"}}}, "tool_choice", ""),
         ({"tools": [F], "tool_choice": {"x": 1}}, "tool_choice", ""),

@@ -190,7 +190,10 @@ def test_langchains_contradictions_are_fine(tokenizer: Tokenizer) -> None:
         ({"grammar": {"type": "json", "value": "[" * 5_000}}, "the `value` of type json is no JSON: "),
         ({"grammar": {"type": "regex", "value": {}}}, "grammar is not valid: the `value` of type regex must be a string"),
         ({"grammar": {"type": "json_schema", "value": {}}}, "the `value` of type json_schema must be {"),
-        ({"grammar": {"type": "lark", "value": ""}}, "Invalid enum value 'lark' - at `$.parameters.grammar.type`"),
+        (
+            {"grammar": {"type": "lark", "value": ""}},
+            "`grammar.type` must be one of json, json_object, json_schema, regex. Given: lark",
+        ),
         ({"grammar": {"type": "json"}}, "Object missing required field `value` - at `$.parameters.grammar`"),
         ({"grammar": "[a-z]"}, "Expected `object | null`, got `str` - at `$.parameters.grammar`"),
         ({"watermark": True}, "`watermark` is not supported"),
@@ -289,6 +292,10 @@ BODIES: list[tuple[bytes, int, str]] = [  # what is sent, the status, a name or 
     (b'{"inputs": "\\ud800"}', 400, "`inputs`"),
     (b'{"inputs": "\\ud800x"}', 400, "`inputs`"),
     (b'{"inputs": "\\udc00"}', 400, "`inputs`"),
+    (b'{"inputs": "cut \\ud83d"}', 400, "(at or behind `inputs`): \\ud83d is half of a character: a text was cut within it"),
+    (b'{"inputs": "\\ud83d\\ude00 \\\\ud83d \\uDE00"}', 400, "\\uDE00 is half of a character"),
+    ('{"inputs": "\\ud8é'.encode(), 400, "`inputs`"),
+    (b'{"inputs": "\\ud83d\\ude00 \\\\ud83d", "x": "', 400, "Input data was truncated"),
     (b'{"inputs": "a", "parameters": {"stop": ["\xed\xa0\x80"]}}', 400, "`stop`"),
     (b'{"inputs": "a\x00b"}', 400, "`inputs`"),
     # nesting
@@ -541,7 +548,7 @@ def test_large_bodies_are_refused_before_they_are_read(tokenizer: Tokenizer) -> 
     async def test(server: Server) -> None:
         assert (await server.post("/generate", {"inputs": "x" * 1000}))[:2] == (
             413,
-            {"error": "the body may have 1000 bytes", "error_type": "payload_too_large"},
+            {"error": "the body may have 1000 bytes (--payload-limit). Given: 1014", "error_type": "payload_too_large"},
         )
         async with server.client.post("/generate", data=pieces()) as response:  # no Content-Length
             assert response.status == 413

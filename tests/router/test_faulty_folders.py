@@ -48,12 +48,16 @@ def test_a_folder_that_cannot_be_used(folder: Path, name: str, content: bytes, s
     assert "\n" not in str(caught.value)
 
 
-def test_a_tokenizer_without_rights_need_not_be_downloaded_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(path: Path) -> bytes:
+@pytest.mark.parametrize(("name", "method"), [("tokenizer.json", "read_bytes"), ("tokenizer_config.json", "read_text")])
+def test_a_file_without_rights_need_not_be_downloaded_again(
+    folder: Path, name: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(path: Path, **_: str) -> bytes:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "read_bytes", refused)
-    with pytest.raises(Unusable, match=r"/tokenizer\.json can't be read: Permission denied$"):
+    (folder / name).touch()
+    monkeypatch.setattr(Path, method, refused)
+    with pytest.raises(Unusable, match=rf"/{name} can't be read: Permission denied$"):
         Tokenizer(folder)
 
 

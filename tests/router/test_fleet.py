@@ -278,6 +278,18 @@ def test_requests_wait_where_there_will_be_shards_for_them(fails: bool) -> None:
     run(test, 2, max_total_tokens=100)
 
 
+def test_a_server_that_takes_nothing_is_not_told_to_be_ready_for_a_replica_that_leaves() -> None:
+    async def test(fleet: Fleet, shards: Shards) -> None:
+        fleet.retire("0")
+        shards["1"].break_at = 1
+        shards["1"].die()
+        await until(lambda: states(fleet) == {"0": "drained", "1": "recovering"})
+        assert not fleet.ready
+        assert fleet.stage.startswith("recovering")
+
+    run(test, 2)
+
+
 class Mortal(FakeShards):
     """They don't come back."""
 
@@ -309,7 +321,7 @@ def test_a_replica_drains_and_its_requests_end_there() -> None:
             assert not [group for group in met if bytes(group.tokens) == b"new"]
 
         await serve_through(fleet, shards, drain)
-        assert states(fleet)["2"] == "drained"
+        assert states(fleet)["2"] == fleet.replicas[2].stage == "drained"
         assert value(fleet, "penstock_moved_requests_total") == 0
         await fleet.remove("2")
         assert list(states(fleet)) == ["0", "1"]

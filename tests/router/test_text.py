@@ -439,6 +439,23 @@ def test_the_operators_template_counts(tmp_path: Path) -> None:
         Tokenizer(tmp_path, str(tmp_path / "missing.jinja"))
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (json.dumps({"chat_template": TEMPLATE}), "is JSON: write the text of its chat_template into a file"),
+        ("# How to send messages\n\nRead {{ this }}.", "never reads `messages`: name a file that is one"),
+    ],
+    ids=["tokenizer_config.json", "a page"],
+)
+def test_another_file_than_a_template_is_told_at_the_start(tmp_path: Path, text: str, said: str) -> None:
+    """All of it would be the prompt of every chat."""
+    path = tmp_path / "mine.jinja"
+    path.write_text(text, encoding="utf-8")
+    save(tmp_path, byte_level())
+    with pytest.raises(Unusable, match=said):
+        Tokenizer(tmp_path, str(path))
+
+
 def test_a_broken_template_is_told_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(Unusable, match=r'"default" cannot be used.*--chat-template'):
         save(tmp_path, byte_level(), chat_template="{% for %}")

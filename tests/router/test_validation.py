@@ -57,7 +57,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"timeout": math.inf}, "`timeout` must be a finite number of 32 bits"),
     ({"seed": -1}, "`seed` must be an unsigned integer of 64 bits. Given: -1"),
     ({"seed": 2**64}, f"`seed` must be an unsigned integer of 64 bits. Given: {2**64}"),
-    ({"logit_bias": {5: 101.0}}, "`logit_bias` must be >= -100.0 and <= 100.0"),
+    ({"logit_bias": {5: 101.0}}, "`logit_bias` must be >= -100.0 and <= 100.0. Given: 101.0 for the token id 5"),
     ({"logit_bias": {300: 1.0}}, "`logit_bias` has the token id 300; the model knows 0 to 299"),
     ({"end_ids": [-1]}, "`stop_token_ids` has the token id -1; the model knows 0 to 299"),
     ({"num_beams": 0}, "`num_beams` must be > 0 and <= 8 (--max-num-beams). Given: 0"),

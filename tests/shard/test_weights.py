@@ -330,7 +330,7 @@ def test_a_corrupt_file_of_several(sharded: Path) -> None:
 )
 def test_json_of_an_interrupted_download(sharded: Path, file: str, content: bytes) -> None:
     (sharded / file).write_bytes(content)
-    refuses(sharded, *(("architecture none named",) if (file, content) == ("config.json", b"{}") else (file, "download it again")))
+    refuses(sharded, *(("names no architectures",) if (file, content) == ("config.json", b"{}") else (file, "download it again")))
 
 
 def test_a_config_that_is_no_file(copy: Path) -> None:
@@ -370,7 +370,7 @@ def test_a_scale_that_the_index_puts_elsewhere(sharded: Path) -> None:
             {"architectures": ["T5ForConditionalGeneration"]},
             ["T5ForConditionalGeneration is not supported", "LlamaForCausalLM, LlavaForConditionalGeneration"],
         ),
-        ({"architectures": None}, ["architecture none named"]),
+        ({"architectures": None}, ["names no architectures"]),
         (
             {"rope_parameters": {"rope_type": "longrope", "factor": 4.0}},
             ["rotary scaling 'longrope' is not supported", "llama3 and yarn"],

@@ -257,6 +257,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     again = json.loads(capsys.readouterr().out)
     assert again["tokens"] == said["tokens"]
     assert command.main([*flags, "--policy", "pause", "--interactive", "0.5"]) == 0
+    pause = ["--policy", "pause", "--waiting-served-ratio", "0", "--max-waiting-tokens", "0"]  # as `penstock serve` takes them
+    assert command.main([*flags, *pause]) == 0
     table = capsys.readouterr().out
     assert "50 requests in" in table
     assert "interactive: " in table
