@@ -65,7 +65,7 @@ class Link:
                     _wait(self._connection, select.POLLIN)
 
     def receive(self, within: float | None = None, largest: int = LARGEST) -> bytes:
-        """The next message. Raises EOFError when the peer has closed, OSError when it is lost, Mute when `within` seconds are over,
+        """The next message. Raises EOFError when the peer has closed, OSError when it is lost, PeerSilent when `within` seconds are over,
         Foreign for what is no message."""
         until = None if within is None else monotonic() + within
         head = self._read(LENGTH, until)
@@ -128,7 +128,7 @@ def stop_listening(listening: socket.socket) -> None:
 
 
 def accept(listening: socket.socket, certificates: Certificates | None, silence: float = SILENCE) -> tuple[Link, str]:
-    """The next connection, and its address. Raises Stranger for a peer that can't prove its membership."""
+    """The next connection, and its address. Raises Unauthenticated for a peer that can't prove its membership."""
     connection, address = listening.accept()
     if not isinstance(address, tuple):  # a unix socket, to which only our own processes have access
         return Link(connection), "this machine"
@@ -136,7 +136,7 @@ def accept(listening: socket.socket, certificates: Certificates | None, silence:
 
 
 def secure(connection: socket.socket, address: str, certificates: Certificates | None, silence: float) -> Link:
-    """An accepted connection as a link. Raises Stranger."""
+    """An accepted connection as a link. Raises Unauthenticated."""
     try:
         watch(connection, silence)
         if certificates is not None:
@@ -151,7 +151,7 @@ def secure(connection: socket.socket, address: str, certificates: Certificates |
 def connect(
     address: str, port: int, certificates: Certificates | None, silence: float = SILENCE, within: float = HANDSHAKE
 ) -> Link:
-    """Connects to a listener. Raises OSError; Mute if the peer doesn't answer the TLS handshake."""
+    """Connects to a listener. Raises OSError; PeerSilent if the peer doesn't answer the TLS handshake."""
     connection = socket.create_connection((address, port), timeout=within)
     try:
         watch(connection, silence)
