@@ -66,7 +66,7 @@ class Link:
 
     def receive(self, within: float | None = None, largest: int = LARGEST) -> bytes:
         """The next message. Raises EOFError when the peer has closed, OSError when it is lost, PeerSilent when `within`
-        seconds are over, Foreign for what is no message."""
+        seconds are over, NotAMessage for bytes that are none."""
         until = None if within is None else monotonic() + within
         head = self._read(LENGTH, until)
         length = int.from_bytes(head, "big")
