@@ -58,43 +58,45 @@ class Options:
 
     model_id: str = option(MODEL, "what MODEL says: a folder, or a model id of the Hugging Face hub", default="")
     revision: str = option(MODEL, "branch, tag or commit of a hub model (default: main)", default="")
-    huggingface_hub_cache: str = option(MODEL, "folder that downloads go to (default: the hub's own, ~/.cache/...)", default="")
+    huggingface_hub_cache: str = option(MODEL, "folder for downloads (default: the hub's own, ~/.cache/...)", default="")
     load_format: str = option(
         MODEL, "dummy: random weights from config.json alone", default=SHARD.load_format, choices=("auto", "dummy")
     )
     dtype: str = option(
         MODEL,
-        "of weights and keys/values. auto: float32 on a CPU without bfloat16 units, else as stored (never float32 on cuda)",
+        "number format of weights and KV cache. auto: float32 on a CPU without bfloat16 units, else as stored (never "
+        "float32 on cuda)",
         default="auto",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
 
     quantize: str = option(
         MODEL,
-        "round the weights of the layers' matrices when they are loaded, to int4 (in groups of 64), int8 or fp8; computed with is "
-        "--dtype. Checkpoints that are quantized say so themselves: gptq, awq and compressed-tensors only ask that this one is",
+        "quantize the weights of the layers' matrices while loading: to int4 (groups of 64), int8 or fp8; activations "
+        "stay in --dtype. Quantized checkpoints say so themselves: gptq, awq and compressed-tensors only require that "
+        "this one is",
         default=SHARD.quantize,
         choices=("int4", "int8", "fp8", "gptq", "awq", "compressed-tensors"),
     )
 
     lora_adapters: str = option(
         MODEL,
-        "adapters of low rank (LoRA) by which requests may go, each by its own, in one batch: NAME=FOLDER, NAME=OWNER/MODEL of the "
-        "hub or that alone, @REVISION behind it, with commas between them. Requests name one as adapter_id, on OpenAI's routes as "
-        "model",
+        "LoRA adapters, batched together, each request with its own: NAME=FOLDER, NAME=OWNER/MODEL of the hub or "
+        "OWNER/MODEL alone, @REVISION appended, separated by commas. Requests name one as adapter_id, on OpenAI's routes "
+        "as model",
         default="",
     )
 
     max_loras: int = option(
         MODEL,
-        "adapters that there may be at once, those of --lora-adapters among them: others are loaded and unloaded while the server "
-        "runs (POST /v1/load_lora_adapter, with the admin key if there is one); 0: there are no others",
+        "most adapters at once, including --lora-adapters: further ones are loaded and unloaded while the server runs "
+        "(POST /v1/load_lora_adapter, with the admin key if there is one); 0: no others",
         default=ROUTER.max_loras,
         kind=kinds.limit,
     )
     max_lora_rank: int = option(
         MODEL,
-        "highest rank of an adapter that is loaded while the server runs: room for it is kept free",
+        "highest rank of an adapter that is loaded while the server runs: memory for it is reserved",
         default=SHARD.max_lora_rank,
         kind=kinds.count,
     )
@@ -108,7 +110,7 @@ class Options:
     )
     max_total_tokens: int = option(
         REQUESTS,
-        "longest prompt and answer together (default: what the model's positions and the pool allow)",
+        "most tokens of prompt and answer together (default: what the model's positions and the KV cache allow)",
         default=ROUTER.max_total_tokens,
         kind=kinds.count,
     )
@@ -120,8 +122,9 @@ class Options:
     )
     num_beams: int = option(
         REQUESTS,
-        "beams of requests that say no number (num_beams, use_beam_search, best_of, n) and draw nothing: without parameters that "
-        "sample on TGI's routes, with temperature 0 on OpenAI's; 1: they are greedy, as are those for whose beams there is no room",
+        "beam width of requests that give none (num_beams, use_beam_search, best_of, n) and don't sample: on TGI's routes "
+        "without sampling parameters, on OpenAI's with temperature 0; 1: greedy decoding, as for those that have no room "
+        "for beams",
         default=ROUTER.num_beams,
         kind=kinds.count,
     )
@@ -130,19 +133,19 @@ class Options:
     )
     speculate: str = option(
         REQUESTS,
-        "guesses what follows, and checks all guesses in one step: that saves steps and changes no token. N: tokens of each answer "
-        "that are looked up, by what followed its last ones before. Or some of draft=MODEL (a smaller model, or heads of EAGLE-3, "
-        "Medusa or an MLP speculator: a folder, a hub id, demo-draft or demo-eagle; mtp: the model's own layer for predicting "
-        "several tokens), tokens=K (a chain of guesses), tree=4x2x2x1 (children by depth), nodes=N (a tree of the most probable), "
-        "ngram=N, verify=gumbel|rejection|typical (typical is lossy: it changes answers), with commas between them, such as "
+        "speculative decoding: draft tokens are verified in one step, which saves steps and changes no token. N: N drafts "
+        "by n-gram lookup in prompt and answer. Or a comma-separated list of draft=MODEL (a small model, or heads of "
+        "EAGLE-3, Medusa or an MLP speculator: a folder, a hub id, demo-draft or demo-eagle; mtp: the model's own "
+        "multi-token-prediction layer), tokens=K (a chain of K drafts), tree=4x2x2x1 (children by depth), nodes=N (a tree "
+        "of the most probable), ngram=N, verify=gumbel|rejection|typical (typical is lossy: it changes answers), such as "
         "draft=demo-draft,tokens=4. `speculate` in a request lowers it; 0: none",
         default="",
         kind=kinds.speculation,
     )
     max_images: int | None = option(
         REQUESTS,
-        "most images of a request, to models that see; 0: text alone, and what encodes images is not loaded (default: 8, where the "
-        "extra images is installed: pip install -e '.[images]' in the checkout)",
+        "most images of a request, for vision models; 0: text alone, the vision encoder is not loaded (default: 8 with "
+        "the extra images: pip install -e '.[images]' in the checkout)",
         default=None,
         kind=kinds.limit,
     )
@@ -154,67 +157,74 @@ class Options:
     )
     image_hosts: str = option(
         REQUESTS,
-        "from where images come that requests name by URLs. public: any address that is; none: only those within requests (data:) "
-        "are taken; or hosts, which may be private, with commas between them",
+        "hosts from which images given by URL may be fetched. public: any public address; none: only data: URLs are "
+        "accepted; or host names separated by commas, which may be private",
         default=ROUTER.image_hosts,
         kind=kinds.hosts,
     )
-    max_stop_sequences: int = option(REQUESTS, "most stop strings", default=ROUTER.max_stop_sequences, kind=kinds.limit)
-    max_top_n_tokens: int = option(REQUESTS, "most alternatives per token", default=ROUTER.max_top_n_tokens, kind=kinds.limit)
+    max_stop_sequences: int = option(
+        REQUESTS, "most stop strings of a request", default=ROUTER.max_stop_sequences, kind=kinds.limit
+    )
+    max_top_n_tokens: int = option(
+        REQUESTS, "most alternatives per token (top_n_tokens, top_logprobs)", default=ROUTER.max_top_n_tokens, kind=kinds.limit
+    )
     max_client_batch_size: int = option(
         REQUESTS, "most prompts in one /v1/completions", default=ROUTER.max_client_batch_size, kind=kinds.count
     )
-    payload_limit: int = option(REQUESTS, "most bytes of a body", default=ROUTER.payload_limit, kind=kinds.size)
+    payload_limit: int = option(REQUESTS, "most bytes of a request body", default=ROUTER.payload_limit, kind=kinds.size)
     payload_limit_total: int = option(
         REQUESTS,
-        "most bytes of the bodies of all requests that are read or answered; one more is answered 429",
+        "most bytes of the bodies of all requests in flight together; beyond that requests get 429",
         default=ROUTER.payload_limit_total,
         kind=kinds.size,
     )
     unknown_fields: str = option(
         REQUESTS,
-        "fields of a body on /v1 that nobody has heard of: ignore names them in the header x-ignored-fields, refuse answers 400",
+        "unknown fields in bodies on /v1: ignore names them in the header x-ignored-fields, refuse answers 400",
         default=ROUTER.unknown_fields,
         choices=("ignore", "refuse"),
     )
-    disable_grammar_support: bool = option(REQUESTS, "refuse requests with a grammar", default=ROUTER.disable_grammar_support)
+    disable_grammar_support: bool = option(
+        REQUESTS, "refuse requests with a grammar (structured output)", default=ROUTER.disable_grammar_support
+    )
 
     chat_template: str = option(
         CHATS, "a file with a chat template, instead of the model's own", default=ROUTER.chat_template, kind=kinds.file
     )
     trust_request_chat_template: bool = option(
         CHATS,
-        "let clients send templates of their own: programs, which run in a process with limits of time and memory",
+        "let clients send chat templates of their own: these are programs, run in a process with limited time and memory",
         default=ROUTER.trust_request_chat_template,
     )
     tool_call_parser: str = option(
         CHATS,
-        "how the model writes calls of tools; auto: as its chat template tells",
+        "format of the model's tool calls; auto: detected from its chat template",
         default=ROUTER.tool_call_parser,
         choices=TOOL_CALL_PARSERS,
     )
     reasoning_parser: str = option(
         CHATS,
-        "how the model writes what it thinks before it answers; none: that is part of the answer",
+        "format of the model's reasoning before an answer; auto: detected from its chat template; none: reasoning is part "
+        "of the answer",
         default=ROUTER.reasoning_parser,
         choices=REASONING_PARSERS,
     )
 
     max_concurrent_requests: int = option(
         BATCHING,
-        "requests in flight, for each replica; one more is answered 429",
+        "most requests in flight per replica; beyond that requests get 429",
         default=ROUTER.max_concurrent_requests,
         kind=kinds.count,
     )
     max_batch_prefill_tokens: int = option(
         BATCHING,
-        "most tokens computed in a step; longer prompts are computed in chunks (default: 4096 on a GPU, 512 on a CPU)",
+        "most tokens computed in a step; longer prompts are prefilled in chunks (default: 4096 on a GPU, 512 on a CPU)",
         default=ROUTER.max_batch_prefill_tokens,
         kind=kinds.count,
     )
     max_batch_total_tokens: int = option(
         BATCHING,
-        "size of the key/value pool in tokens; --kv-pages says the same in pages, and what its default is",
+        "size of the KV cache in tokens; --kv-pages is the same in pages, and has the default",
         default=0,
         kind=kinds.count,
     )
@@ -226,13 +236,14 @@ class Options:
     )
     prefill_policy: str = option(
         BATCHING,
-        "mixed: prompts are computed in chunks beside running streams, which never stall; pause: streams pause for whole prompts",
+        "mixed: chunked prefill, prompts are computed in chunks beside running streams, which never stall; pause: streams "
+        "wait for whole prompts",
         default=ROUTER.prefill_policy,
         choices=("mixed", "pause"),
     )
     itl_target: float = option(
         BATCHING,
-        "mixed: most milliseconds between two tokens of a running stream (default: twice what decoding alone takes, at least 50)",
+        "mixed: most milliseconds between two tokens of a running stream (default: twice a pure decode step, at least 50)",
         default=ROUTER.itl_target,
         kind=kinds.milliseconds,
     )
@@ -250,34 +261,34 @@ class Options:
     )
     prefix_caching: str = option(
         BATCHING,
-        "on: keys and values of earlier prompts and answers are used again",
+        "on: the KV cache of earlier prompts and answers is reused for common prefixes",
         default="on" if SHARD.prefix_caching else "off",
         choices=("on", "off"),
     )
     isolate_tenants: bool = option(
         BATCHING,
-        "each API key (without --api-key: each bearer token) finds again only what its own requests have computed, so that nobody "
-        "learns from the time of an answer what others have asked",
+        "each API key (without --api-key: each bearer token) finds only its own requests in the prefix cache, so that "
+        "nobody learns from response times what others have asked",
         default=ROUTER.isolate_tenants,
     )
-    page_size: int = option(BATCHING, "tokens per page of the key/value pool", default=SHARD.page_size, kind=kinds.count)
+    page_size: int = option(BATCHING, "tokens per page of the KV cache", default=SHARD.page_size, kind=kinds.count)
     kv_pages: int = option(
         BATCHING,
-        "pages of the pool (default: what fits into the memory that warm-up leaves, and no more than --max-batch-size sequences of "
-        "--max-total-tokens fill)",
+        "pages of the KV cache (default: what fits into the memory left after warm-up, and no more than --max-batch-size "
+        "sequences of --max-total-tokens fill)",
         default=SHARD.kv_pages,
         kind=kinds.count,
     )
     kv_offload_gib: float = option(
         BATCHING,
-        "memory of the host, for each replica, for keys and values that the pool has no room for any more: prompts that come "
-        "again, and paused requests, get them back instead of being computed anew",
+        "host memory per replica for pages evicted from the KV cache: prompts that come again, and preempted requests, "
+        "are copied back instead of recomputed",
         default=SHARD.kv_offload_gib,
         kind=kinds.positive,
     )
     cuda_memory_fraction: float = option(
         BATCHING,
-        "share of the device's memory that may be used; on a CPU, of the memory available",
+        "share of the device's memory to use; on a CPU, of the available memory",
         default=SHARD.memory_fraction,
         kind=kinds.fraction,
     )
@@ -285,38 +296,39 @@ class Options:
     device: str = option(COMPUTE, "auto: cuda where there is a GPU", default="auto", choices=("auto", "cpu", "cuda"))
     kv_cache_dtype: str = option(
         BATCHING,
-        "number format of keys and values; fp8_e4m3fn: 8 bits, half the memory, not quite the same answers",
+        "number format of the KV cache; fp8_e4m3fn: 8 bits, half the memory, slightly different answers",
         default=SHARD.kv_cache_dtype,
         choices=("auto", "fp8_e4m3fn"),
     )
     cuda_graphs: str = option(
         COMPUTE,
-        "sizes of batches whose steps are recorded as CUDA graphs, such as 1,2,4,8; 0: none; auto: of decoding and of mixed steps",
+        "batch sizes whose steps are captured as CUDA graphs, such as 1,2,4,8; 0: none; auto: for decode and mixed steps",
         default=SHARD.cuda_graphs,
         kind=kinds.graphs,
     )
     overlap: str = option(
         COMPUTE,
-        "begin a step before the tokens of the last one are on the host, so that the device need not wait for it; auto: on GPUs",
+        "overlap scheduling: launch a step before the tokens of the last one are on the host, so that the device need not "
+        "wait; auto: on GPUs",
         default=SHARD.overlap,
         choices=("auto", "on", "off"),
     )
     batch_invariant: bool = option(
         COMPUTE,
-        "answers don't depend by a single bit on who else is in the batch, on chunks, pauses or guesses: the same request and seed "
-        "are the same answer in 16-bit numbers, too. Slower; looked at when the server starts",
+        "answers don't depend, to the last bit, on the rest of the batch, chunking, preemption or drafts: the same "
+        "request and seed give the same answer, in 16-bit numbers too. Slower; checked at start",
         default=SHARD.batch_invariant,
     )
     penstock_kernels: str = option(
         COMPUTE,
-        "for tests: reference: plain torch everywhere; triton: Triton everywhere, on a CPU in its (very slow) interpreter",
+        "for tests. reference: plain torch everywhere; triton: Triton everywhere, on a CPU in its (very slow) interpreter",
         default=SHARD.kernels,
         choices=("reference", "triton"),
     )
     num_shard: int = option(
         COMPUTE,
-        "ranks that share the model, on all nodes together (default: 1; with --sharded true, and on several nodes, all GPUs, one "
-        "a node if there are none)",
+        "tensor-parallel ranks, on all nodes together (default: 1; with --sharded true, and on several nodes, all GPUs, "
+        "one rank per node if there are none)",
         default=0,
         kind=kinds.count,
     )
@@ -328,35 +340,35 @@ class Options:
     )
     replicas: int | None = option(
         COMPUTE,
-        "rank groups that are started here, of --num-shard ranks each, which divide the GPUs, or cores and memory, between them; a "
-        "request goes to the one that has most of its prompt cached, as long as its load allows (default: 1; 0 with --replica)",
+        "replicas started here, of --num-shard ranks each, which share the GPUs, or cores and memory; a request goes to "
+        "the replica that has most of its prompt cached, as far as load allows (default: 1; 0 with --replica)",
         default=None,
         kind=kinds.limit,
     )
     replica: str = option(
         COMPUTE,
-        "a rank group that somebody else has started (--no-router), as one more replica: host:port or unix:/path of each of its "
-        "ranks, rank 0 first, with commas between them; may be given several times",
+        "a rank group started elsewhere (--no-router), as one more replica: host:port or unix:/path of each rank, rank 0 "
+        "first, separated by commas; may be given several times",
         default="",
         kind=kinds.rank_groups,
     )
     no_router: bool = option(
-        COMPUTE, "start the rank groups alone, at --shard-uds-path or --shard-listen, for a router elsewhere", default=False
+        COMPUTE, "start rank groups without a router, at --shard-uds-path or --shard-listen, for a router elsewhere", default=False
     )
     shard_listen: str = option(
         COMPUTE,
-        "with --no-router: host:port at which rank 0 listens instead of at a socket; each further rank at the next port",
+        "with --no-router: host:port on which rank 0 listens instead of a socket; each further rank uses the next port",
         default="",
         kind=kinds.place,
     )
     threads: int = option(
         COMPUTE,
-        "compute threads of a rank (default: the cores divided between ranks; fewer for small models)",
+        "compute threads per rank (default: the cores divided among ranks; fewer for small models)",
         default=0,
         kind=kinds.threads,
     )
     master_addr: str = option(
-        NODES, "address of node 0, where nodes and their ranks meet; those of one node do without", default=""
+        NODES, "address of node 0, where nodes and their ranks rendezvous; not needed for one node", default=""
     )
     master_port: int = option(
         NODES,
@@ -366,87 +378,91 @@ class Options:
     )
     nnodes: int = option(
         NODES,
-        "machines whose ranks share the model; penstock is started on each, with the same flags",
+        "machines whose ranks share the model; start penstock on each with the same flags",
         default=0,
         kind=kinds.count,
     )
     node_rank: int | None = option(
-        NODES, "which of them this is, from 0; node 0 serves HTTP", default=None, kind=kinds.limit, environment=False
+        NODES, "this machine's number, from 0; node 0 serves HTTP", default=None, kind=kinds.limit, environment=False
     )
-    node_addr: str = option(NODES, "address at which the other nodes reach this one (default: of the route to node 0)", default="")
+    node_addr: str = option(
+        NODES, "address at which the other nodes reach this one (default: that of the route to node 0)", default=""
+    )
     node_timeout: float = option(
-        NODES, "seconds that nodes wait for each other, at start and after a loss", default=300.0, kind=kinds.positive
+        NODES, "seconds that nodes wait for each other, at start and after a failure", default=300.0, kind=kinds.positive
     )
     insecure_nodes: bool = option(
-        NODES, "let ranks be reached from other machines without --tls-...: for networks where nobody else is", default=False
+        NODES, "allow unencrypted connections between machines, without --tls-...: for private networks only", default=False
     )
     tls_cert: str = option(
         NODES,
-        "certificate of this node (PEM), valid for the name penstock, of one authority with the others': who has none is refused",
+        "certificate of this node (PEM), valid for the name penstock, from the same authority as the others'; peers "
+        "without one are refused",
         default=ROUTER.tls_cert,
         kind=kinds.file,
     )
     tls_key: str = option(NODES, "its key (PEM)", default=ROUTER.tls_key, kind=kinds.file)
     tls_ca: str = option(NODES, "the authority's certificate (PEM)", default=ROUTER.tls_ca, kind=kinds.file)
-    shard_uds_path: str = option(COMPUTE, "prefix of the shards' sockets, PREFIX-RANK (default: in a private folder)", default="")
+    shard_uds_path: str = option(
+        COMPUTE, "prefix of the shards' Unix sockets, PREFIX-RANK (default: in a private folder)", default=""
+    )
     cluster: str = option(
         COMPUTE,
-        'for penstock plan: machines elsewhere, such as "2 x 8 x H200": which ranks and replicas fit, and what they reach',
+        'for penstock plan: a cluster to plan for, such as "2 x 8 x H200": which ranks and replicas fit, and their throughput',
         default="",
         environment=False,
     )
 
     hostname: str = option(
         HTTP,
-        "address to listen on; from the environment only if it is an IP address, as shells and containers set it to the "
-        "machine's name",
+        "address to listen on; read from the environment only if it is an IP address, as shells and containers set it to "
+        "the machine's name",
         default=ROUTER.hostname,
         kind=kinds.address,
     )
     port: int = option(HTTP, "port to listen on", default=ROUTER.port, kind=kinds.port, short="-p")
     api_key: str = option(
         HTTP,
-        "ask clients for `Authorization: Bearer KEY`; several with commas between them, which share the server fairly; the "
-        "environment keeps them out of `ps`",
+        "require `Authorization: Bearer KEY`; several keys, separated by commas, share the server fairly; the environment "
+        "keeps them out of `ps`",
         default="",
         kind=kinds.keys,
     )
     admin_key: str = option(
         HTTP,
-        "key that /admin/replicas asks for, where replicas join and leave; without it nobody can use that; the environment keeps "
+        "key for /admin/replicas, where replicas join and leave, which nobody can use without it; the environment keeps "
         "it out of `ps`",
         default="",
         kind=kinds.keys,
     )
     graceful_termination_timeout: float = option(
         HTTP,
-        "seconds that running streams get after SIGTERM or Ctrl-C",
+        "seconds that running streams get to finish after SIGTERM or Ctrl-C",
         default=ROUTER.graceful_termination_timeout,
         kind=kinds.seconds,
         short="-g",
     )
     idle_timeout: float = option(
         HTTP,
-        "seconds after which a connection is closed that has not sent the whole head of its next request; a load balancer in front "
-        "has to close its idle ones sooner",
+        "seconds after which an idle keep-alive connection is closed; a load balancer in front must close its idle ones sooner",
         default=ROUTER.idle_timeout,
         kind=kinds.positive,
     )
     slow_client_timeout: float = option(
         HTTP,
-        "seconds after which a stream is closed whose client reads nothing of it",
+        "seconds after which a stream is closed whose client does not read it",
         default=ROUTER.slow_client_timeout,
         kind=kinds.positive,
     )
     max_restarts: int = option(
         HTTP,
-        "times within ten minutes that the shards, or the router, are started again after they have died; then the server ends",
+        "restarts of dead shards, or of the router, within ten minutes, before the server gives up",
         default=20,
         kind=kinds.limit,
     )
     step_timeout: float = option(
         HTTP,
-        "seconds without an answer after which shards are killed and started again; at least ten times their longest step so far",
+        "seconds without a reply after which hanging shards are killed and restarted; at least ten times their longest step so far",
         default=ROUTER.step_timeout,
         kind=kinds.positive,
     )
@@ -457,25 +473,25 @@ class Options:
         kind=kinds.path,
     )
     aip_health_route: str = option(
-        HTTP, "path at which Vertex AI asks for /health", default=ROUTER.aip_health_route, kind=kinds.path
+        HTTP, "path at which Vertex AI checks health, beside /health", default=ROUTER.aip_health_route, kind=kinds.path
     )
     cors_allow_origin: str = option(
         HTTP,
-        "origins whose web pages may use the server from a browser, with commas between them; none: no other than its own",
+        "origins whose web pages may use the server from a browser, separated by commas; none: only its own",
         default=ROUTER.cors_allow_origin,
         kind=kinds.origins,
     )
     otlp_endpoint: str = option(
         HTTP,
-        "URL of a collector to which traces go over OTLP/HTTP, such as http://localhost:4318; needs the extra otel: pip install -e "
-        "'.[otel]' in the checkout",
+        "URL of a collector for traces over OTLP/HTTP, such as http://localhost:4318; needs the extra otel: pip install "
+        "-e '.[otel]' in the checkout",
         default=ROUTER.otlp_endpoint,
         kind=kinds.url,
     )
-    otlp_service_name: str = option(HTTP, "the traces' service.name", default=ROUTER.otlp_service_name)
+    otlp_service_name: str = option(HTTP, "service.name of the traces", default=ROUTER.otlp_service_name)
     log_level: str = option(
         HTTP,
-        "least level of the router's log lines; not read from the environment, where LOG_LEVEL is many programs'",
+        "lowest level of the router's log lines; not read from the environment, where other programs use LOG_LEVEL",
         default=ROUTER.log_level,
         choices=("debug", "info", "warning", "error"),
         environment=False,
