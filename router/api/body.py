@@ -18,10 +18,9 @@ LARGE = 2_000_000  # bytes of a body that may be anything. A larger one has room
 MARKS_OF_LARGE = 300_000  # ... and for no more names, objects and lists than such a one: each takes 2 us of everybody's time
 DEEPEST = 200  # brackets within each other; Python's own limit is 1,000 calls, of which parsers and templates need some
 KEY = re.compile(rb'"(\w+)"\s*:')
+# Pairs of surrogates, what is half of one (group 1), and all other escapes.
 HEX = rb"[\da-fA-F]{2}"
-ESCAPES = re.compile(
-    rb"\\u[dD][89aAbB]%b\\u[dD][c-fC-F]%b|(\\u[dD][89a-fA-F]%b)|\\." % (HEX, HEX, HEX), re.DOTALL
-)  # 1: half a pair
+ESCAPES = re.compile(rb"\\u[dD][89aAbB]%b\\u[dD][c-fC-F]%b|(\\u[dD][89a-fA-F]%b)|\\." % (HEX, HEX, HEX), re.DOTALL)
 LONG_NUMBER = re.compile(rb"(?<!\d)\d{4300}")  # more than Python reads; begun once in a row of digits, however many there are
 MARKS = re.compile(rb'"((?:[^"\\]|\\.)*)"|[\[{]|[\]}]', re.DOTALL)
 
