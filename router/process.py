@@ -98,12 +98,8 @@ async def serve(config: RouterConfig, listening: socket.socket, doorman: Startup
 async def _batch(fleet: Fleet, tokenizer: Tokenizer) -> None:
     await fleet.start()
     if fleet.limits is not None:
-        if tokenizer.size > fleet.limits.vocabulary:
-            logger.warning(
-                "the tokenizer has %d tokens, the model knows %d: texts that need others are refused; are both of the same model?",
-                tokenizer.size,
-                fleet.limits.vocabulary,
-            )
+        for missing in tokenizer.missing(fleet.limits.vocabulary):
+            logger.warning("%s", missing)
         logger.info(
             "ready: %d tokens of prompt, %d with the answer; requests of full length that fit at once: %d",
             fleet.limits.max_input_tokens,

@@ -10,7 +10,7 @@ can. What a tokenizer's `decode` does at the very start of a text (it strips one
 import codecs
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -100,6 +100,18 @@ class Tokenizer:
         """Size of the vocabulary; ids are usually smaller."""
         count: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         return count
+
+    def missing(self, vocabulary: int) -> Iterator[str]:
+        """What the operator should know before clients find out. vocabulary: how many tokens the model knows."""
+        if self.size > vocabulary:
+            yield (
+                f"the tokenizer has {self.size} tokens, the model knows {vocabulary}: texts that need others are refused; are "
+                "both of the same model?"
+            )
+        if not self.eos_ids:
+            yield "no file of the model names a token that ends answers (eos_token_id): they go on to their full length"
+        if not self._templates:
+            yield "the model has no chat template: chats are refused; --chat-template FILE gives it one"
 
     def is_special(self, id: int) -> bool:
         """Whether a token is no part of a text for a reader."""

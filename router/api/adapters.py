@@ -11,7 +11,7 @@ from aiohttp import web
 
 from ..adapters import Adapters, Full
 from ..config import RouterConfig
-from ..request import Broken, NoModel, NotReady
+from ..request import Broken, NoModel, NotReady, Refused
 from .body import Body, read
 from .errors import HttpError, Problem, unauthorized
 from .tenant import bears, digest
@@ -51,6 +51,8 @@ class AdapterRoutes:
     async def load(self, http: web.Request) -> str:
         """POST /v1/load_lora_adapter: the folder is read on every machine that has shards."""
         body = await self._read(http, self._load)
+        if not body.lora_path.strip():  # shards would look where they were started
+            raise Refused("`lora_path` is empty: name a folder, or OWNER/MODEL of the hub", "lora_path")
         await self._adapters.load(body.lora_name, body.lora_path, body.load_inplace)
         return f"Success: LoRA adapter '{body.lora_name}' added successfully."
 

@@ -19,10 +19,9 @@ LARGE = 2_000_000  # bytes of a body that may hold anything. A larger one has ro
 MARKS_OF_LARGE = 300_000  # ... and for no more names, objects and lists than a body of that size: each takes 2 us of the event loop
 DEEPEST = 200  # nested brackets; Python's own limit is 1,000 calls, of which parsers and templates need some
 KEY = re.compile(rb'"(\w+)"\s*:')
+# Pairs of surrogates, what is half of one (group 1), and all other escapes.
 HEX = rb"[\da-fA-F]{2}"
-ESCAPES = re.compile(
-    rb"\\u[dD][89aAbB]%b\\u[dD][c-fC-F]%b|(\\u[dD][89a-fA-F]%b)|\\." % (HEX, HEX, HEX), re.DOTALL
-)  # group 1: a lone surrogate
+ESCAPES = re.compile(rb"\\u[dD][89aAbB]%b\\u[dD][c-fC-F]%b|(\\u[dD][89a-fA-F]%b)|\\." % (HEX, HEX, HEX), re.DOTALL)
 # more digits than Python reads; matches once in a row of digits, however many there are
 LONG_NUMBER = re.compile(rb"(?<!\d)\d{4300}")
 MARKS = re.compile(rb'"((?:[^"\\]|\\.)*)"|[\[{]|[\]}]', re.DOTALL)

@@ -131,7 +131,10 @@ class OpenAI:
         prompts = _prompts(body.prompt)
         most = self._config.most_prompts
         if len(prompts) > most:
-            raise Refused(f"Number of prompts exceeds the maximum allowed batch size of {most}", "prompt")
+            flag = "--max-client-batch-size" if most == self._config.max_client_batch_size else "--max-concurrent-requests"
+            raise Refused(
+                f"Number of prompts exceeds the maximum allowed batch size of {most} ({flag}). Given: {len(prompts)}", "prompt"
+            )
         width = beam_width_of(body)
         shown, drawn = self._drawn(body, width)
         scored = bool(body.echo) and body.logprobs is not None

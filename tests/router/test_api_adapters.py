@@ -95,6 +95,7 @@ def test_they_come_and_go(tokenizer: Tokenizer) -> None:
     ("path", "body", "status", "words"),
     [
         (LOAD, {"lora_name": "sql"}, 400, "lora_path"),
+        (LOAD, {**SQL, "lora_path": " "}, 400, "`lora_path` is empty: name a folder, or OWNER/MODEL"),
         (LOAD, {"lora_name": 3, "lora_path": "/a"}, 400, "lora_name"),
         (LOAD, {**SQL, "lora_name": "a b"}, 400, "`lora_name` must have from 1 to 200"),
         (LOAD, {**SQL, "lora_name": "a,b"}, 400, "no spaces or commas"),

@@ -453,7 +453,8 @@ def test_what_is_invalid_is_a_400(
 def test_more_prompts_than_can_be_in_flight_are_not_told_to_come_again(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         status, answer, _ = await server.post(PATH, {"prompt": ["a"] * 3})
-        assert (status, answer["error"]["message"]) == (400, "Number of prompts exceeds the maximum allowed batch size of 2")
+        said = "Number of prompts exceeds the maximum allowed batch size of 2 (--max-concurrent-requests). Given: 3"
+        assert (status, answer["error"]["message"]) == (400, said)
         assert json.loads((await server.get("/info"))[1])["max_client_batch_size"] == 2
 
     serve(tokenizer, test, settings={"max_concurrent_requests": 2})
@@ -469,7 +470,11 @@ def test_more_prompts_than_can_be_in_flight_are_not_told_to_come_again(tokenizer
         (PATH, {"prompt": ["a", 1]}, "`prompt` must be a string, a list of strings, a list of token ids or a list of such lists"),
         (PATH, {"prompt": [[]]}, "`prompt` cannot be empty"),
         (PATH, {"prompt": [10**30]}, f"`prompt` has the token id {10**30}; the model knows 0 to 299"),
-        (PATH, {"prompt": ["a"] * 5}, "Number of prompts exceeds the maximum allowed batch size of 4"),
+        (
+            PATH,
+            {"prompt": ["a"] * 5},
+            "Number of prompts exceeds the maximum allowed batch size of 4 (--max-client-batch-size). Given: 5",
+        ),
         (
             PATH,
             {"prompt": "x" * 500},

@@ -80,6 +80,18 @@ def test_a_text_of_tokens_that_the_model_lacks_is_refused(folder: Path) -> None:
         asyncio.run(validator.request(f"abc{highest}", Parameters(), limits))
 
 
+def test_what_a_model_lacks_is_told_at_the_start(folder: Path) -> None:
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}", "eos_token": "</s>"}))
+    whole = Tokenizer(folder)
+    assert [*whole.missing(whole.size)] == []
+    [said] = whole.missing(whole.size - 1)
+    assert said.startswith(f"the tokenizer has {whole.size} tokens, the model knows {whole.size - 1}")
+    (folder / "tokenizer_config.json").write_text("{}")
+    ends, chats = Tokenizer(folder).missing(whole.size)
+    assert "no file of the model names a token that ends answers" in ends
+    assert "no chat template: chats are refused; --chat-template" in chats
+
+
 def test_ids_without_a_token_have_no_text(folder: Path) -> None:
     """A tokenizer with fewer ids than the model, whose table is often padded."""
     tokenizer = Tokenizer(folder)
