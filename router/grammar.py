@@ -53,6 +53,10 @@ EXACT = 2**53  # integers beyond lose digits in llguidance
 SCHEMAS = {"items", "additionalProperties"}  # keywords of JSON Schema: of a schema,
 LISTS_OF_SCHEMAS = {"allOf", "anyOf", "oneOf", "prefixItems"}
 NAMED_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions"}
+# Keywords that may each name properties of one object ...
+COMPOSING = ("properties", "$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "not", "if", "dependentSchemas", "dependencies")
+# ... and those by which an object says of other properties whether it has any.
+OTHER_PROPERTIES = {"additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames", "minProperties"}
 ANY_NAME: tuple[Any, ...] = ({}, True, {"type": "string"})  # of a property
 DIGITS = 10  # an index of a list that fits into a body has fewer
 SCALARS = ("string", "number", "integer", "boolean", "null")
@@ -73,16 +77,40 @@ def json_schema(schema: Mapping[str, Any] | bool) -> Grammar:
 def objects(schema: Any) -> Any:
     """The schema, with bounds that llguidance can enforce, and with type "object" wherever it has properties. JSON Schema would
     accept any number there, if no type is given; nobody who asks for an answer means that, and text-generation-inference's clients
-    leave the type out. zod's `propertyNames` of type string says nothing, and llguidance doesn't know the keyword."""
-    return _changed(schema, partial(_meant, {}))
+    leave the type out. zod's `propertyNames` of type string says nothing, and llguidance doesn't know the keyword.
+
+    Objects get no properties but those that are named, unless the schema says so, as in text-generation-inference and in vLLM: what
+    is generated validates all the same, and models don't go on with properties of their own. A schema stays open as a whole if
+    subschemas may name properties of the same object: to close each would forbid what the others name, or make alternatives of
+    `oneOf` exclude each other that don't.
+    """
+    return _changed(schema, partial(_meant, {}, not any(map(_composed, _all(schema)))))
 
 
-def _meant(known: Known, schema: Mapping[str, Any]) -> dict[str, Any]:
+def _meant(known: Known, close: bool, schema: Mapping[str, Any]) -> dict[str, Any]:
     """The transformation of `objects`, for one schema without its subschemas."""
     meant = _bounded(schema, known)
     if meant.get("propertyNames") in ANY_NAME:
         del meant["propertyNames"]
-    return {"type": "object", **meant} if "properties" in meant and not meant.keys() & {"type", "$ref"} else meant
+    if "properties" not in meant:
+        return meant
+    if close and _open_by_default(meant):
+        meant["additionalProperties"] = False
+    return meant if meant.keys() & {"type", "$ref"} else {"type": "object", **meant}
+
+
+def _composed(schema: Mapping[str, Any]) -> bool:
+    """Whether subschemas may name properties of the same object."""
+    named = [name for name in COMPOSING if name in schema]
+    return len(named) > 1 or any(len(_parts(schema, name)) > 1 for name in ("allOf", "oneOf"))
+
+
+def _open_by_default(schema: Mapping[str, Any]) -> bool:
+    """Whether it names all properties that it asks for, and says nothing of others."""
+    properties, required = schema["properties"], schema.get("required", [])
+    if not isinstance(properties, Mapping) or not isinstance(required, list) or schema.keys() & OTHER_PROPERTIES:
+        return False
+    return all(isinstance(name, str) and name in properties for name in required)
 
 
 def _changed(schema: Any, change: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Any:

@@ -530,6 +530,59 @@ def test_who_speaks_of_properties_means_an_object() -> None:
     ]
 
 
+def test_objects_have_the_properties_that_are_named_and_no_others(checked: Callable[[Grammar], str]) -> None:
+    """As with text-generation-inference and vLLM, unless the schema says something of others."""
+    inner = {"type": "object", "properties": {"x": {"type": "boolean"}}, "required": ["x"]}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"$ref": "#/$defs/inner"}, "b": {"type": "array", "items": inner}},
+        "$defs": {"inner": inner},
+    }
+    closed = json_schema(schema)
+    assert checked(closed) == ""
+    found = json.loads(closed.source)
+    for one in (found, found["$defs"]["inner"], found["properties"]["b"]["items"]):
+        assert one["additionalProperties"] is False
+    for text, valid in (
+        ('{"a":{"x":true}}', True),
+        ('{"a":{"x":true,"y":1}}', False),
+        ('{"c":1}', False),
+        ('{"b":[{"x":true}]}', True),
+    ):
+        assert allows(closed, text) == valid, text
+    assert allows(json_schema({**schema, "additionalProperties": True}), '{"c":1}')
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"additionalProperties": True},
+        {"additionalProperties": {"type": "integer"}},
+        {"patternProperties": {"^z": {}}},
+        {"minProperties": 2},
+        {"required": ["z"]},
+        {"anyOf": [{"properties": {"z": {}}}, {"required": ["a"]}]},
+        {"allOf": [{"properties": {"z": {}}}]},
+        {"$ref": "#/$defs/other", "$defs": {"other": {"properties": {"z": {}}}}},
+    ],
+)
+def test_objects_that_may_have_others_stay_open(more: dict[str, Any]) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, **more}
+    found = json.loads(json_schema(schema).source)
+    assert found.get("additionalProperties", "nothing") == more.get("additionalProperties", "nothing")
+    assert "False" not in str(found.get("allOf", found.get("anyOf", found.get("$defs"))))
+
+
+def test_alternatives_of_one_object_stay_open(checked: Callable[[Grammar], str]) -> None:
+    """What is in the first here is in the second, too, if that is open: then it validates as neither."""
+    parts = [{"type": "object", "properties": {name: {}}, "required": [name][:needed]} for name, needed in (("a", 1), ("b", 0))]
+    given = json_schema({"oneOf": parts})
+    assert json.loads(given.source) == {"oneOf": parts}
+    assert "oneOf" in checked(given)
+    either = json.loads(json_schema({"anyOf": parts}).source)
+    assert all(part["additionalProperties"] is False for part in either["anyOf"])
+
+
 @pytest.mark.parametrize("names", [{"type": "string"}, {}, True])
 def test_names_that_may_be_any_are_nobodys_affair(checked: Callable[[Grammar], str], names: object) -> None:
     """As zod writes records, within Claude Code's tools. Names that are bound are refused, as llguidance does."""
