@@ -58,7 +58,7 @@ def able(query: Tensor, cache: Tensor, kind: Kind, tile: Tile, page_size: int, h
         and page_size in PAGES
         and query.dtype in TYPES
         and cache.dtype == query.dtype
-        and not (kind.latent or how.latent or kind.window or how.window or how.softcap)
+        and not (kind.latent or how.latent or how.turned or kind.window or how.window or how.softcap)
         and how.scales is None
         and how.sinks is None
         and _there(query.device)

@@ -18,6 +18,18 @@ class Kind:
     latent: bool = False  # which its values are a part of
     joined: bool = False  # queries of rows that are `whole` see each other
     chunked: bool = False  # windows don't slide: they begin at their multiples, and no row goes beyond the end of one
+    turned: int = 0  # of `size`, the last features, which all heads have in common; of latents it is not said
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """The keys and values of heads that latents can be expanded to, on one rank: see `expanded`. Features but for heads."""
+
+    heads: int
+    latent: int
+    plain: int  # of a key, made of the latent
+    turned: int  # of a key, behind those, which all heads have in common: they stand behind the latent
+    values: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +41,7 @@ class Layout:
     dtype: torch.dtype  # of queries
     device: torch.device
     latent: int = 0  # features of values, which are the first of the one key that all heads share; 0: values are apart
+    expansion: Expansion | None = None  # what such keys can be expanded to, for rows that are long enough; None: they never are
     softcap: float = 0.0  # of its logits, 0 for none
     sinks: bool = False  # logits that no values belong to
     most: int = 0  # tokens that one attends to, chosen by an index; 0: all

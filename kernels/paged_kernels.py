@@ -19,7 +19,7 @@ class Layer(NamedTuple):
     kv_heads: int
     size: int  # of a value, and of a key but for what is turned
     padded: int  # to a power of two, as the next one is
-    turned: int  # of keys that are latents, the features behind these, if there are any
+    turned: int  # the features behind those that all heads' keys have in common, if there are any
     turned_padded: int
     width: int  # of a slot
     apart: int  # of a slot's keys and its values; 0: keys are latents, and values, too
@@ -49,6 +49,13 @@ class Asked(NamedTuple):
 
     query: tl.tensor
     turned: tl.tensor  # the features behind those, if a layer has any
+
+
+class Held(NamedTuple):
+    """Where the first slot has a head's key, ..."""
+
+    keys: tl.tensor
+    turned: tl.tensor  # ... and the features behind it, if a layer has any
 
 
 class Running(NamedTuple):
@@ -156,7 +163,7 @@ def _beside(sink: tl.tensor, best: tl.tensor) -> tl.tensor:
 def _through(
     running: Running,
     asked: Asked,
-    cache: tl.tensor,
+    held: Held,
     pages: tl.tensor,
     first: tl.tensor,
     last: tl.tensor,
@@ -181,10 +188,10 @@ def _through(
         place = slots[:, None] * LAYER.width + feature[None, :]
         key_at = begin + tl.arange(0, KEYS)
         shown = (key_at < sight.end) & (key_at >= lowest)
-        key = _rows(cache + place, shown, within, MASKED, LAYER.padded == LAYER.size)
+        key = _rows(held.keys + place, shown, within, MASKED, LAYER.padded == LAYER.size)
         turned_key = key
         if LAYER.turned > 0:
-            turned_place = cache + slots[:, None] * LAYER.width + LAYER.size + turned[None, :]
+            turned_place = held.turned + slots[:, None] * LAYER.width + turned[None, :]
             turned_key = _rows(turned_place, shown, turned < LAYER.turned, MASKED, LAYER.turned_padded == LAYER.turned)
         logits = _logits(asked, key, turned_key, factor, LAYER)
         if MASKED:
@@ -201,7 +208,7 @@ def _through(
         sums = sums * fade[:, None]
         value = key
         if LAYER.apart > 0:
-            value = _rows(cache + LAYER.apart + place, shown, within, MASKED, LAYER.padded == LAYER.size)
+            value = _rows(held.keys + LAYER.apart + place, shown, within, MASKED, LAYER.padded == LAYER.size)
         value = value.to(asked.query.dtype)
         sums += dot(part.to(value.dtype), value, LAYER.widen)
     return Running(sums, best, total)
@@ -210,7 +217,7 @@ def _through(
 @triton.jit
 def _through_all(
     asked: Asked,
-    cache: tl.tensor,
+    held: Held,
     pages: tl.tensor,
     first: tl.tensor,
     factor: tl.tensor,
@@ -243,12 +250,12 @@ def _through_all(
         if LAYER.windowed:
             free = tl.minimum(tl.max(sight.position, 0) - sight.window + 1, sight.end)  # from here on the window hides nothing
             middle = first + tl.cdiv(tl.maximum(free - first, 0), KEYS) * KEYS
-            running = _through(running, asked, cache, pages, first, middle, lowest, factor, softcap, sight, LAYER, EDGE, 3, True)
+            running = _through(running, asked, held, pages, first, middle, lowest, factor, softcap, sight, LAYER, EDGE, 3, True)
         tail = middle + tl.maximum(plain - middle, 0) // KEYS * KEYS
-        running = _through(running, asked, cache, pages, middle, tail, lowest, factor, softcap, sight, LAYER, KEYS, STAGES, False)
+        running = _through(running, asked, held, pages, middle, tail, lowest, factor, softcap, sight, LAYER, KEYS, STAGES, False)
     STAGED: tl.constexpr = STAGES if SINGLE else 3
     return _through(  # type: ignore[no-any-return]
-        running, asked, cache, pages, tail, sight.end, lowest, factor, softcap, sight, LAYER, EDGE, STAGED, True
+        running, asked, held, pages, tail, sight.end, lowest, factor, softcap, sight, LAYER, EDGE, STAGED, True
     )
 
 
@@ -289,6 +296,7 @@ def attend(
     PADDED: tl.constexpr,
     TURNED: tl.constexpr,
     TURNED_PADDED: tl.constexpr,
+    TURNED_AT: tl.constexpr,  # where in a slot
     WIDTH: tl.constexpr,
     APART: tl.constexpr,
     PAGE: tl.constexpr,
@@ -341,7 +349,9 @@ def attend(
         own += head * SIZE
     limit = tl.where(tree == -2, end - 1, position)  # of a whole row each query sees all keys
     sight = Sight(limit, position, token, positions, masks, context, tree, window, end)
-    sums, best, total = _through_all(asking, own, table, first, factor, softcap, sight, LAYER, ROWS, KEYS, STAGES, SINGLE)
+    sums, best, total = _through_all(
+        asking, Held(own, cache + TURNED_AT), table, first, factor, softcap, sight, LAYER, ROWS, KEYS, STAGES, SINGLE
+    )
 
     if SINKS:  # of partials, `merge` adds it once
         sink = _beside(tl.load(sinks + query_head, mask=valid, other=0.0), best)

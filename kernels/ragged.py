@@ -4,13 +4,13 @@ Torch's (`attention.py`, `shared_prefixes.py`) defines what is meant and serves 
 accelerators.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from torch import Tensor
 
-from . import batch_invariant, compressed, shared_prefixes
-from .attention import Full, How, Row
+from . import batch_invariant, compressed, expanded, shared_prefixes
+from .attention import Block, Full, How, Row
 from .dispatch import triton_on
 from .entries import Ends
 from .layout import Kind, Layout
@@ -23,6 +23,7 @@ __all__ = [
     "Row",
     "attention",
     "attention_to_entries",
+    "attention_to_expanded",
     "capacity",
     "entries_ended",
     "narrows",
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
 
 FIXED = 512  # keys of an item on Triton's route, where what else is running may not decide how many it has
 
-Plan: TypeAlias = "shared_prefixes.Plan | batch_invariant.Plan | paged.Plan"
+Unexpanded: TypeAlias = "shared_prefixes.Plan | batch_invariant.Plan | paged.Plan"
+Plan: TypeAlias = "Unexpanded | expanded.Plan"
 
 
 def by_triton(layout: Layout) -> bool:
@@ -46,6 +48,26 @@ def by_triton(layout: Layout) -> bool:
 def plan(rows: Sequence[Row], layout: Layout, capacity: "paged.Capacity | None" = None) -> tuple[Sequence[int], Plan]:
     """The order in which rows have to stand in a step, and their attention then. capacity: what a graph has room for. Raises Full
     if that is too little."""
+    long = expanded.chosen(rows, layout) if capacity is None else []
+    if not long:
+        return _plan(rows, layout, capacity)
+    others = sorted({*range(len(rows))}.difference(long))
+    order, attended = _plan([rows[i] for i in others], layout) if others else ((), None)
+    first = sum(rows[i].queries for i in others)
+    parts = _expanding(layout)([rows[i] for i in long], layout, first)
+    return [*(others[k] for k in order), *long], expanded.Plan(first, attended, parts)
+
+
+def _expanding(layout: Layout) -> Callable[[Sequence[Row], Layout, int], list[expanded.Part]]:
+    """What plans rows that are expanded."""
+    if not by_triton(layout):
+        return expanded.plan
+    from . import expanded_attention
+
+    return expanded_attention.plan
+
+
+def _plan(rows: Sequence[Row], layout: Layout, capacity: "paged.Capacity | None" = None) -> tuple[Sequence[int], "Unexpanded"]:
     if not by_triton(layout):
         planned = batch_invariant.plan if layout.invariant else compressed.plan if layout.entries else shared_prefixes.plan
         return planned(rows, layout)
@@ -141,8 +163,10 @@ def attention(query: Tensor, cache: Tensor, plan: Plan, how: How) -> Tensor:
     """Softmax attention of every row of `plan`: [tokens, heads, size]; of latents [tokens, heads, latent].
 
     query: [tokens, heads, size]; cache: a layer [slots, 2, kv_heads, size], keys first, in the query's dtype or float8_e4m3fn; of
-    latents [slots, 1, 1, size]. Tokens choose what they attend to where a plan `narrows` that.
+    latents [slots, 1, 1, size]. Tokens choose what they attend to where a plan `narrows` that. Of a plan that expands latents each
+    part has a call: see `attention_to_expanded`.
     """
+    assert not isinstance(plan, expanded.Plan)
     if isinstance(plan, shared_prefixes.Plan):
         found = shared_prefixes.attention(query, cache, plan, how)
         return found[..., : how.latent] if how.latent else found
@@ -155,6 +179,17 @@ def attention(query: Tensor, cache: Tensor, plan: Plan, how: How) -> Tensor:
     if isinstance(plan, indexed_attention.Plan) and how.asked is not None:
         return indexed_attention.attention(query, cache, plan, how)
     return paged.attention(query, cache, plan, how)
+
+
+def attention_to_expanded(
+    query: Tensor, cache: Tensor, plan: "expanded.Plan", how: How, to_keys: Tensor, to_values: Tensor
+) -> Tensor:
+    """Of the tokens whose rows are expanded alone: see `expanded.attention`."""
+    if isinstance(plan.parts[0].plan, Block):
+        return expanded.attention(query, cache, plan, how, to_keys, to_values, expanded.attend)
+    from . import expanded_attention
+
+    return expanded.attention(query, cache, plan, how, to_keys, to_values, expanded_attention.attend)
 
 
 def entries_ended(plan: Plan, rate: int, before: bool) -> Ends:
