@@ -210,16 +210,11 @@ def attention(query: Tensor, cache: Tensor, plan: Sequence[Block], how: How) -> 
     query: [tokens, heads, size]; cache: [slots, 2, kv_heads, size], keys first, in the query's dtype or one of 8 bits; of latents,
     [slots, 1, 1, size], keys are values, too.
     """
-    attended = torchs(query.device)
+    attended: Callable[..., Tensor] = functional.scaled_dot_product_attention if not query.is_cuda else _attend_aligned
     if how.softcap > 0 or how.sinks is not None:
         attended = partial(specially, softcap=how.softcap)
     outputs = [_attend(partial(attended, scale=how.scale), query, cache, block, how) for block in plan]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-
-def torchs(device: torch.device) -> Callable[..., Tensor]:
-    """`scaled_dot_product_attention`, as it can be called there."""
-    return functional.scaled_dot_product_attention if device.type != "cuda" else _attend_aligned
 
 
 def gather(cache: Tensor, slots: Tensor, rows: int, dtype: torch.dtype, scales: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -283,7 +278,7 @@ def _attend(attended: Callable[..., Tensor], query: Tensor, cache: Tensor, block
     if view.tiled and mask is not None:
         whole = keys.contiguous()
         seen = whole, whole if values is keys else values.contiguous(), mask
-        answer = attend_tiles(partial(attended, enable_gqa=grouped), spread, *seen, choose, block.start)
+        answer = _attend_tiles(partial(attended, enable_gqa=grouped), spread, *seen, choose, block.start)
     else:
         answer = attended(spread, keys, values, mask, enable_gqa=grouped)
     return answer.transpose(1, 2).reshape(count * queries, heads, size)
@@ -343,24 +338,23 @@ def specially(
     return (logits.softmax(-1)[..., : keys.shape[2]] @ values.float()).to(query.dtype)
 
 
-def attend_tiles(
+def _attend_tiles(
     attended: Callable[..., Tensor],
     query: Tensor,
     keys: Tensor,
     values: Tensor,
     mask: Tensor,
-    choose: Callable[[int, int, Tensor | None], Tensor | None] | None = None,
-    first: int = 0,
+    choose: Callable[[int, int, Tensor | None], Tensor | None],
+    first: int,
 ) -> Tensor:
     """query: [1, heads, queries, size], the last of `keys` and `values` [1, kv_heads, length, size]; mask as in a tiled block;
-    choose: of an index, if there is one; first: the block's first token."""
+    choose: of an index; first: the block's first token."""
     queries, length = query.shape[2], keys.shape[2]
     answers = []
     for start in range(0, queries, TILE):
         end = min(start + TILE, queries)
         seen = length - queries + end
-        hidden: Tensor | None = mask[:, :, start - end :, length - seen :]
-        hidden = choose(first + start, end - start, hidden) if choose is not None else hidden
+        hidden = choose(first + start, end - start, mask[:, :, start - end :, length - seen :])
         if hidden is not None and hidden.shape[1] > 1:
             hidden = hidden.repeat_interleave(query.shape[1] // hidden.shape[1], 1)
         answers.append(attended(query[:, :, start:end], keys[:, :, :seen], values[:, :, :seen], hidden))

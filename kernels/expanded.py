@@ -6,13 +6,11 @@ keys and values it takes plain + turned and values, 3.4 times fewer in DeepSeek'
 values) for a head, however many queries see it; and as much saves each query, which otherwise is brought to the size of a latent,
 as is what it finds from there. So it pays where queries are many for the keys before them: see `pays`.
 
-What is expanded lies in scratch, of as many heads at once as there is room for, and is forgotten. Heads know nothing of each other,
-so nothing has to be merged.
+What is expanded lies in scratch, of as many heads at once as there is room for, and is forgotten.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -21,23 +19,25 @@ from torch.nn import functional
 
 from . import attention as plain
 from . import batch_invariant, shared_prefixes
-from .attention import Block, How, Row
+from .attention import How, Row
 from .dispatch import triton_on
-from .layout import Expansion, Kind, Layout
+from .layout import Expansion, Layout
+from .transfer import to_device
 
 if TYPE_CHECKING:
     from . import paged_attention as paged
 
-# Queries of a row that is expanded, at least. Measured 2026-11-27 on a shared Xeon, one thread, float32, DeepSeek V2 Lite's heads in
-# two layers, ms by latents and expanded: 32 queries 6.4 and 6.8, 64 9.6 and 9.1, 128 21.1 and 16.9. Accelerators have more to do
-# side by side before launches are nothing; a guess, since none has been asked.
+# Queries of a row that is expanded, at least. CPU ms by latents and expanded, `benchmarks/latents.py`, 2026-11-27, Xeon-amx, one
+# thread, float32: 32 queries 5.4 and 6.0, 64 9.0 and 8.9, 128 20.3 and 14.8. Accelerators have more to do at once before launches
+# are nothing; a guess, since none has been asked.
 FEWEST = 64
 FEWEST_BY_TRITON = 256
-# How many times the multiplications that are saved among keys must outweigh those that expand a context. There, behind 4,000 tokens:
-# 128 queries 344 and 420, 192 491 and 455, 256 667 and 552; arithmetic says 171.
+# How many times the multiplications that are saved among keys must outweigh those that expand a context. Behind 2,048 tokens 128
+# queries take 168 and 206 ms, 192 263 and 232; in bfloat16, behind 4,096, 192 take 155 and 129. Arithmetic says 171. On
+# accelerators a guess, which is on the safe side: their tiles of latents are small.
 MARGIN = 1.0
-# Bytes of expanded keys and values at once; one head's may be more, of a long context. There, 2,048 queries behind 2,000: 1,743 ms
-# with 4 MiB, 1,748 with 32, 2,240 with 256, which no cache holds; two threads want more than 4.
+# Bytes of expanded keys and values at once; one head's may be more, of a long context. More leave the caches (2,048 queries behind
+# 2,000: 1.75 s with 4 and with 32 MiB, 2.2 with 256), less are too few heads for many threads.
 SCRATCH = 32 << 20
 
 
@@ -49,7 +49,7 @@ class Part:
     stop: int  # and the one after their last
     slots: Tensor  # [keys] int64: of their latents, row by row
     heads: int  # of which keys and values are there at once
-    plan: "Block | paged.Plan"  # over keys in that order
+    plan: "paged.Plan | None"  # over keys in that order; None: of one row, by torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +73,11 @@ def pays(row: Row, expansion: Expansion, by_triton: bool) -> bool:
 
 def chosen(rows: Sequence[Row], layout: Layout) -> list[int]:
     """The rows of a step that are to be expanded."""
-    if layout.expansion is None or any(row.settled is not None for row in rows):  # the device is told where tables of these are
-        return []
     by_triton = triton_on(layout.device)
+    # The device is told where tables of some are; and torch tells the sums that are wanted below on CPUs only.
+    unable = any(row.settled is not None for row in rows) or not (by_triton or layout.device.type == "cpu")
+    if layout.expansion is None or unable:
+        return []
     return [i for i, row in enumerate(rows) if pays(row, layout.expansion, by_triton)]
 
 
@@ -100,13 +102,11 @@ def size_of(expansion: Expansion) -> int:
 def plan(rows: Sequence[Row], layout: Layout, first: int) -> list[Part]:
     """Of rows that are to be expanded, which stand one after the other from token `first` on."""
     assert layout.expansion is not None
-    expansion, parts, size = layout.expansion, [], size_of(layout.expansion)
-    own = Layout(layout.page_size, (Kind(0, expansion.heads, 1, size),), layout.dtype, layout.device)
+    expansion, parts = layout.expansion, []
     for row in rows:
-        [block] = plain.blocks([row], own, first)
-        slots = block.views[0].slots
-        heads = together(expansion, len(slots), 2 * size * layout.dtype.itemsize, SCRATCH)
-        parts.append(Part(first, first + row.queries, slots, heads, block))
+        slots = to_device(torch.from_numpy(plain.slots_of([row], layout.page_size)[0]), layout.device)
+        heads = together(expansion, len(slots), 2 * size_of(expansion) * layout.dtype.itemsize, SCRATCH)
+        parts.append(Part(first, first + row.queries, slots, heads, None))
         first += row.queries
     return parts
 
@@ -128,29 +128,36 @@ def attention(query: Tensor, cache: Tensor, plan: Plan, how: How, to_keys: Tenso
     return found
 
 
-def expand(latents: Tensor, to_keys: Tensor, to_values: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Writes some heads' keys, but for what they have in common, and values: [heads, keys, plain], [heads, keys, values]."""
-    latents = latents[:, : to_keys.shape[2]].expand(len(to_keys), -1, -1)
-    torch.bmm(latents, to_keys.transpose(1, 2), out=keys)
-    torch.bmm(latents, to_values, out=values)
-
-
 def attend(query: Tensor, latents: Tensor, part: Part, scale: float, to_keys: Tensor, to_values: Tensor, out: Tensor) -> None:
     """A part of one row. out: as the result of `attention`."""
-    assert isinstance(part.plan, Block)
-    view, count, latent = part.plan.views[0], part.heads, to_keys.shape[2]
+    count, latent = part.heads, to_keys.shape[2]
     own, made, asked = to_keys.shape[1], to_values.shape[2], query.shape[2]
     size = max(asked, made)
     keys, values = latents.new_zeros(2, 1, count, len(latents), size)
     keys[0, :, :, own:asked] = latents[:, latent:]
     spread = functional.pad(query, (0, size - asked)).transpose(0, 1).unsqueeze(0)  # [1, heads, queries, size]
-    mask = view.mask.to(query.dtype) if view.mask is not None else None
-    attended = partial(plain.torchs(query.device), scale=scale)
-    for head in range(0, query.shape[1], count):
-        some = slice(head, head + count)
-        expand(latents, to_keys[some], to_values[some], keys[0, :, :, :own], values[0, :, :, :made])
-        if view.tiled and mask is not None:
-            found = plain.attend_tiles(attended, spread[:, some], keys, values, mask)
-        else:
-            found = attended(spread[:, some], keys, values, mask)
-        out[:, some] = found[0, :, :, :made].transpose(0, 1)
+    for first in range(0, query.shape[1], count):
+        # One by one: torch's products of many heads at once copy what they multiply, or what they find. Measured 2026-11-27 on
+        # Xeon-amx, 4 heads' keys of 4,096 latents: 1.9 ms instead of 3.1 in bfloat16, 11.7 instead of 16.1 in float32.
+        for place, head in enumerate(range(first, first + count)):
+            torch.mm(latents[:, :latent], to_keys[head].t(), out=keys[0, place, :, :own])
+            torch.mm(latents[:, :latent], to_values[head], out=values[0, place, :, :made])
+        some = slice(first, first + count)
+        out[:, some] = _causal(spread[:, some], keys, values, scale)[0, :, :, :made].transpose(0, 1)
+
+
+def _causal(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """Queries see all keys before theirs, which are the last ones. All [1, heads, tokens, size].
+
+    What they find before all of theirs and among these is merged by log-sum-exp: so torch needs no mask, and may take many queries
+    at once. Measured there, 2 heads, 4,096 queries: 22 ms instead of 58 in tiles of 64 with masks in bfloat16, 94 instead of 121 in
+    float32.
+    """
+    context = keys.shape[2] - query.shape[2]
+    attended = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    found, weight = attended(query, keys[:, :, context:], values[:, :, context:], is_causal=True, scale=scale)
+    if not context:
+        return found  # type: ignore[no-any-return]
+    before, other = attended(query, keys[:, :, :context], values[:, :, :context], scale=scale)
+    both = torch.logaddexp(weight, other)
+    return found * (weight - both).exp().unsqueeze(3) + before * (other - both).exp().unsqueeze(3)  # type: ignore[no-any-return]

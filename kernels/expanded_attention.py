@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import paged_attention as paged
 from .attention import How, Row, slots_of
-from .expanded import FEWEST_BY_TRITON, Part, expand, together
+from .expanded import FEWEST_BY_TRITON, Part, together
 from .layout import Expansion, Kind, Layout
 from .transfer import to_device
 
@@ -103,7 +103,7 @@ def _laid(rows: Sequence[Row]) -> list[Row]:
 def attend(query: Tensor, latents: Tensor, part: Part, scale: float, to_keys: Tensor, to_values: Tensor, out: Tensor) -> None:
     """As `expanded.attend`, of any number of rows."""
     plan, count = part.plan, part.heads
-    assert isinstance(plan, paged.Plan)
+    assert plan is not None
     kind, (own, latent), made = plan.launches[0].kind, to_keys.shape[1:], to_values.shape[2]
     size, shared = kind.size - kind.turned, latents[:, latent:]
     width = 2 * count * size
@@ -115,10 +115,12 @@ def attend(query: Tensor, latents: Tensor, part: Part, scale: float, to_keys: Te
     else:
         cache[:, 0, :, own : own + shared.shape[1]] = shared.unsqueeze(1)
     asked, how = _asked(query, own, kind), How(0, scale, turned=kind.turned)
+    keys, values = (held.transpose(0, 1) for held in (cache[:, 0, :, :own], cache[:, 1, :, :made]))
+    made_of = latents[:, :latent].expand(count, -1, -1)
     for head in range(0, query.shape[1], count):
         some = slice(head, head + count)
-        keys, values = (part.transpose(0, 1) for part in (cache[:, 0, :, :own], cache[:, 1, :, :made]))
-        expand(latents, to_keys[some], to_values[some], keys, values)
+        torch.bmm(made_of, to_keys[some].transpose(1, 2), out=keys)
+        torch.bmm(made_of, to_values[some], out=values)
         out[:, some] = paged.attention(asked[:, some], cache, plan, how)[..., :made]
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from torch import Tensor
 
 from . import batch_invariant, compressed, expanded, shared_prefixes
-from .attention import Block, Full, How, Row
+from .attention import Full, How, Row
 from .dispatch import triton_on
 from .entries import Ends
 from .layout import Kind, Layout
@@ -185,7 +185,7 @@ def attention_to_expanded(
     query: Tensor, cache: Tensor, plan: "expanded.Plan", how: How, to_keys: Tensor, to_values: Tensor
 ) -> Tensor:
     """Of the tokens whose rows are expanded alone: see `expanded.attention`."""
-    if isinstance(plan.parts[0].plan, Block):
+    if plan.parts[0].plan is None:
         return expanded.attention(query, cache, plan, how, to_keys, to_values, expanded.attend)
     from . import expanded_attention
 

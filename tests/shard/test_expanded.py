@@ -134,14 +134,15 @@ def test_memory_for_what_is_expanded() -> None:
     assert memory._expanded(tiny.engine("deepseek-v32"), 64, 1000) == 0
 
 
-def test_the_check_finds_keys_of_other_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: each head sees its neighbour's."""
-    right = expanded.expand
+def test_the_check_finds_what_sees_no_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: of a chunk's tokens each sees those of the chunk."""
+    right = expanded._causal
 
-    def wrong(latents: Tensor, to_keys: Tensor, to_values: Tensor, keys: Tensor, values: Tensor) -> None:
-        right(latents, to_keys.roll(1, 0), to_values, keys, values)
+    def blind(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        context = keys.shape[2] - query.shape[2]
+        return right(query, keys[:, :, context:], values[:, :, context:], scale)
 
-    monkeypatch.setattr(expanded, "expand", wrong)
+    monkeypatch.setattr(expanded, "_causal", blind)
     with pytest.raises(AssertionError):
         test_oracle.test_logits_of_chunks_equal_transformers("deepseek-v3")
 
