@@ -90,8 +90,12 @@ def together(expansion: Expansion, keys: int, width: int, room: int) -> int:
 def scratch_bytes(expansion: Expansion, total: int, dtype: torch.dtype) -> int:
     """The most that it takes in sequences of up to so many tokens, with a copy of their latents."""
     width = 2 * size_of(expansion) * dtype.itemsize
-    heads = together(expansion, total, width, SCRATCH)
-    return total * (heads * width + dtype.itemsize * (expansion.latent + expansion.turned))
+    return most_bytes(expansion, total, width, SCRATCH) + total * dtype.itemsize * (expansion.latent + expansion.turned)
+
+
+def most_bytes(expansion: Expansion, keys: int, width: int, room: int) -> int:
+    """The most that expanded keys and values take at once, of so many keys or fewer, of which there may be more heads."""
+    return min(expansion.heads * keys * width, max(room, keys * width))
 
 
 def size_of(expansion: Expansion) -> int:

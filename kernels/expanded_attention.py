@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import paged_attention as paged
 from .attention import How, Row, slots_of
-from .expanded import FEWEST_BY_TRITON, Part, together
+from .expanded import FEWEST_BY_TRITON, Part, most_bytes, together
 from .layout import Expansion, Kind, Layout
 from .transfer import to_device
 
@@ -47,8 +47,8 @@ def scratch_bytes(expansion: Expansion, tokens: int, total: int, dtype: torch.dt
     rows = max(1, tokens // FEWEST_BY_TRITON)
     keys = max(total, min(rows * total, most_keys(expansion, dtype))) + rows * PAGE
     width = width_of(expansion) * dtype.itemsize
-    heads = together(expansion, keys, width, SCRATCH)
-    return keys * (heads * width + dtype.itemsize * (expansion.latent + 2 * expansion.turned))
+    beside = keys * dtype.itemsize * (expansion.latent + 2 * expansion.turned)
+    return most_bytes(expansion, keys, width, SCRATCH) + beside
 
 
 def kind_of(expansion: Expansion, heads: int) -> Kind:

@@ -130,7 +130,7 @@ def test_memory_for_what_is_expanded() -> None:
     """Keys and values of some heads, with a copy of latents, of the longest sequence."""
     engine = tiny.engine("deepseek-v3")
     assert memory._expanded(engine, 64, 1000) == 4 * 1000 * (8 * 2 * 20 + 24 + 8)
-    assert memory._expanded(engine, 64, 100_000) == 4 * 100_000 * (2 * 2 * 20 + 24 + 8)
+    assert memory._expanded(engine, 64, 100_000) == (32 << 20) + 4 * 100_000 * (24 + 8)
     assert memory._expanded(tiny.engine("deepseek-v32"), 64, 1000) == 0
 
 
