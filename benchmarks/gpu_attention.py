@@ -4,6 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+import torch
+
+from penstock.benchmarks.gpu_latents import DEEPSEEK, TINY, Latents
 from penstock.benchmarks.gpu_measure import Bench, replaced
 from penstock.benchmarks.gpu_peers import PEERS, Missing
 from penstock.benchmarks.gpu_report import Line, Timing, failed
@@ -23,7 +26,7 @@ DIFFERENCE = 0.02  # tolerated between a peer's outputs and ours: two roundings 
 
 def measure(bench: Bench) -> None:
     """Measures everything; other implementations last: after an illegal memory access of one of them, nothing can be measured."""
-    bench.each(SECTION, (decode, prefill, skewed, verification, small, shared, compiled))
+    bench.each(SECTION, (decode, prefill, latents, skewed, verification, small, shared, compiled))
     bench.each(SECTION, bench.later)
 
 
@@ -169,6 +172,23 @@ def prefill(bench: Bench) -> None:
         names = [*TORCH, "FlashInfer", "vLLM's Triton"]
         goals = {"SDPA cuDNN": 0.95, "vLLM's Triton": 1.25} if goal else {}
         _peers(bench, what, world, took, goals, names)
+
+
+def latents(bench: Bench) -> None:
+    """The same of DeepSeek's latents, 16 heads, expanded and as they are, with the products before and behind; and a chunk that is
+    so short for its context that arithmetic says to expand costs about what it saves. By that `expanded.FEWEST_BY_TRITON` and
+    `MARGIN` have to be set."""
+    tokens, chunk = _length(bench, 8192), _length(bench, 192)
+    for what, row in (
+        ("causal prefill of 8k to expanded latents", Row(tokens, 0, ())),
+        ("a chunk of 512 on 7.5k to expanded latents", Row(_length(bench, 512), _length(bench, 7680), ())),
+        ("a chunk of 192 on 8k to expanded latents", Row(chunk, tokens, ())),
+    ):
+        pages = range(-(-(row.context + row.queries) // 16))
+        world = Latents(TINY if bench.tiny else DEEPSEEK, [replace(row, pages=pages)], 16, torch.bfloat16, bench.device)
+        expanded, absorbed = (bench.time([partial(world.found, world.plan(fewest)[1])]) for fewest in (1, 1 << 30))
+        ratio = expanded.seconds / absorbed.seconds
+        bench.add(Line(section=SECTION, what=what, timing=expanded, ratio=ratio, against="of attention to latents"))
 
 
 def shared(bench: Bench) -> None:

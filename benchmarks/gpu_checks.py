@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from penstock.benchmarks import gpu_told
+from penstock.benchmarks.gpu_latents import DEEPSEEK, GLM, TINY, Latents
 from penstock.benchmarks.gpu_measure import Bench
 from penstock.benchmarks.gpu_report import Line, failed
 from penstock.benchmarks.gpu_worlds import Shape
@@ -156,6 +157,7 @@ def checks(bench: Bench) -> dict[str, Check]:
         found[f"rotary and write, {name}"] = partial(rotary, dtype=dtype, eight_bits=False)
         found[f"streams with gates, and n-grams, {name}"] = partial(told, dtype=dtype)
         found[f"a window and entries, {name}"] = partial(entered, dtype=dtype)
+        found[f"latents, and what they are expanded to, {name}"] = partial(expanded, dtype=dtype)
     found["products of few rows"] = products
     found["products of few rows in parts, with the norm behind"] = parts
     for name, dtype in types.items():
@@ -520,6 +522,21 @@ def _entered(bench: Bench, chance: random.Random, dtype: torch.dtype, rate: int,
     with dispatch.forced("reference"):
         theirs = found(torch.device("cpu"))
     return max(error(*pair, ROUNDINGS[dtype]) for pair in zip(ours, theirs, strict=True))
+
+
+def expanded(bench: Bench, chance: random.Random, dtype: torch.dtype) -> float:
+    """Chunks of prompts, of which some see heads' own keys and values, beside decodes. Answers are means of products that are
+    rounded before."""
+    worst = 0.0
+    for own, page_size in [(TINY, 4)] if bench.tiny else [(DEEPSEEK, 16), (GLM, 64)]:
+        queries = (1, 30, 3) if bench.tiny else (1, 300, 1, chance.randint(200, 900), 20)
+        rows = _rows(chance, page_size, 60 if bench.tiny else 1500, len(queries), trees=0.0, queries=queries)
+        world = Latents(own, [replace(row, whole=False) for row in rows], page_size, dtype, bench.device)
+        order, plan = world.plan(fewest=20)
+        with poisoned():
+            found = world.found(plan)
+        worst = max(worst, error(found, world.exact(order), ROUNDINGS[dtype]))
+    return worst
 
 
 def _sizes(bench: Bench, chance: random.Random) -> list[tuple[int, int]]:

@@ -67,6 +67,7 @@ class How:
     scales: Tensor | None = None  # [2, kv_heads] float32: factors that dequantize cached keys and values
     sinks: Tensor | None = None  # [heads] float32: an attention sink, one more logit in each head's softmax, without a value
     latent: int = 0  # MLA: the first so many features of the one cached key are the value; 0: keys and values are separate
+    turned: int = 0  # the last so many features of keys are the same for all heads, and stored once, behind all values of a slot
     # For sparse attention: what the indexer's choice of tokens, pools or blocks is made from. When single tokens are chosen, the
     # indexer's keys stand behind the latents in the cache.
     asked: Choosing | ChoosingBlocks | None = None

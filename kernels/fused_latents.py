@@ -49,7 +49,7 @@ def keep(kept, half, within, low, high, TURNED: tl.constexpr, MOST: tl.constexpr
 
 @triton.jit
 def latents_kernel(
-    query: tl.tensor,  # [tokens, heads, SIZE + TURNED], dense within a token
+    query: tl.tensor,  # [tokens, heads, OTHERS + TURNED], dense within a token
     latents: tl.tensor,  # [tokens, SIZE + TURNED]
     gains: tl.tensor,  # [SIZE]
     table: tl.tensor,  # [tokens, 2, 1, TURNED], dense
@@ -62,6 +62,7 @@ def latents_kernel(
     epsilon: tl.tensor,
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
+    OTHERS: tl.constexpr,
     TURNED: tl.constexpr,
     HALF: tl.constexpr,  # of what turns, up to a power of two
     HEADS: tl.constexpr,
@@ -75,7 +76,7 @@ def latents_kernel(
     if tl.program_id(1) > 0:
         head = (tl.program_id(1) - 1) * HEADS + tl.arange(0, HEADS)
         inside = (head < heads)[:, None] & within[None, :]
-        place = query + token * query_stride + head[:, None] * (SIZE + TURNED) + SIZE + half[None, :]
+        place = query + token * query_stride + head[:, None] * (OTHERS + TURNED) + OTHERS + half[None, :]
         turn(place, inside, cosine[None, :], sine[None, :], TURNED)
     else:
         slot = tl.load(slots + token).to(tl.int64)
@@ -108,8 +109,9 @@ def rotate_and_write_latents(
     if tokens:
         early = on(query.device)
         most = torch.finfo(cache.dtype).max if cache.dtype != query.dtype else 0.0
-        constants = constants_of(len(gains), width - len(gains), most)
-        turning = triton.cdiv(heads, constants["HEADS"]) if width > len(gains) else 0
+        turned = latents.shape[1] - len(gains)
+        constants = constants_of(len(gains), turned, most)
+        turning = triton.cdiv(heads, constants["HEADS"]) if turned else 0
         latents_kernel[(tokens, 1 + turning)](
             query,
             latents,
@@ -123,6 +125,7 @@ def rotate_and_write_latents(
             cache.stride(0),
             epsilon,
             **constants,
+            OTHERS=width - turned,
             EARLY=early,
             num_warps=WARPS,
             enable_fp_fusion=False,
@@ -151,7 +154,7 @@ def compilations() -> list[Compilation]:
         pointers = dict.fromkeys(("query", "latents", "gains", "table"), f"*{dtype}")
         pointers |= {"slots": "*i64", "cache": "*fp8e4nv" if most else f"*{dtype}"}
         numbers = {"heads": "i32", "query_stride": "i32:16", "latent_stride": "i32:16", "cache_stride": "i32:16", "epsilon": "fp32"}
-        constants: dict[str, object] = {**constants_of(size, 64, most), "EARLY": early}
+        constants: dict[str, object] = {**constants_of(size, 64, most), "OTHERS": 128, "EARLY": early}
         found.append(
             Compilation(
                 kernel=latents_kernel,

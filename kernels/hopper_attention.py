@@ -59,7 +59,7 @@ def able(query: Tensor, cache: Tensor, kind: Kind, tile: Tile, page_size: int, h
         and page_size in PAGES
         and query.dtype in TYPES
         and cache.dtype == query.dtype
-        and not (kind.latent or how.latent or kind.window or how.window or how.softcap)
+        and not (kind.latent or how.latent or how.turned or kind.window or how.window or how.softcap)
         and how.scales is None
         and how.sinks is None
         and _there(query.device)
@@ -164,6 +164,7 @@ def compilations() -> list[Compilation]:
         *(_compilation(page_size, hot=page_size > 8) for page_size in PAGES),
         _compilation(16, dtype=torch.float16, hot=True),
         *(_compilation(16, ratio=ratio, hot=True) for ratio in (1, 2, 8)),
+        _compilation(128, ratio=1, hot=True),  # expanded latents of Mistral Small 4
         *(_compilation(16, ratio=ratio) for ratio in (5, 7, 16)),
         *(_compilation(page_size, trees=True) for page_size in (16, 64)),
     ]

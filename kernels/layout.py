@@ -18,6 +18,19 @@ class Kind:
     latent: bool = False  # MLA: the value is a part of the cached key
     joined: bool = False  # queries of rows that are `whole` see each other (bidirectional attention within an image)
     chunked: bool = False  # windows are fixed chunks: they begin at their multiples and don't slide; no row crosses the end of one
+    turned: int = 0  # the last so many of `size` features are shared by all heads; not set for latents
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """The heads' own keys and values that MLA's latents can be expanded to, on one rank (see `expanded`). Numbers of features, but
+    for `heads`."""
+
+    heads: int
+    latent: int
+    plain: int  # of a key, made from the latent
+    turned: int  # of a key, behind those: rotary features that all heads share, which stand behind the latent in the cache
+    values: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +42,7 @@ class Layout:
     dtype: torch.dtype  # dtype of queries
     device: torch.device
     latent: int = 0  # MLA: the first so many features of the key that all heads share are the value; 0: separate values
+    expansion: Expansion | None = None  # MLA: keys and values that latents are expanded to for long rows; None: never
     softcap: float = 0.0  # soft cap of attention logits; 0: none
     sinks: bool = False  # heads have attention sinks: logits without values
     most: int = 0  # sparse attention: tokens that each one attends to, chosen by an indexer; 0: all

@@ -114,7 +114,7 @@ def rotate_and_write_latents(
     """The same for MLA latents, where keys and values are one (DeepSeek-AI 2024, arXiv:2405.04434): RMS norm of the latent, rotary
     embedding of the features behind it and behind queries, and the cache write.
 
-    query: [tokens, heads, size + turned], whose last `turned` features are rotated in place; latents: [tokens, size + turned],
+    query: [tokens, heads, any + turned], whose last `turned` features are rotated in place; latents: [tokens, size + turned],
     their content afterwards is undefined; gains: [size]; table: of `reference.rotary_table`, for `turned` features; slots: as
     above; cache: a layer [slots, 1, 1, size + turned].
     """
@@ -123,7 +123,7 @@ def rotate_and_write_latents(
 
         return fused(query, latents, gains, table, slots, cache, epsilon)
     size = len(gains)
-    reference.rotate(query[..., size:], table)
+    reference.rotate(query[..., query.shape[2] - latents.shape[1] + size :], table)
     turned = reference.rotate(latents[:, size:].unsqueeze(1), table).squeeze(1)
     write(slots, torch.cat((reference.rms_norm(latents[:, :size], gains, epsilon), turned), 1), cache)
     return None

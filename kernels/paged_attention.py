@@ -117,6 +117,8 @@ def tiles_of(kind: Kind, dtype: torch.dtype, generation: int = 9, invariant: boo
         keys = 32 if generation == 8 and size <= 64 else 16
         height = 32 if generation == 8 and size > 128 else 64
         return Tile(least, 16, 8, 2), Tile(max(32, least), 16, 8, 2), Tile(max(height, least), keys, 8, 2)
+    if kind.turned:
+        return (_tile_of_expanded(generation),) * 3
     if generation == 0:
         return Tile(least, 32, 4, 2), Tile(few, 32, 4, 2), Tile(many, 32, 8 if size <= 128 else 4, 2)
     if generation == 8:
@@ -160,6 +162,12 @@ def _tiles_of_latents(least: int, dtype: torch.dtype, generation: int) -> tuple[
         few = Tile(max(32, least), 16, 8, 5)
         return Tile(least, 16, 4, 5), few, few
     return Tile(least, 64, 4, 5), Tile(max(32, least), 64, 8, 5), Tile(max(64, least), 16, 8, 5)
+
+
+def _tile_of_expanded(generation: int) -> Tile:
+    """Rows are long, and each head has keys of its own: 128 features, and 64 more that are multiplied apart. With 64 keys at once
+    two tiles are under way in 168 KiB; 128 would leave room for one. Measured nowhere."""
+    return {0: Tile(128, 32, 8, 2), 8: Tile(128, 32, 8, 5)}.get(generation, Tile(128, 64, 8, 5))
 
 
 def _tiles_of_large_heads(least: int, dtype: torch.dtype, generation: int) -> tuple[Tile, Tile, Tile]:
@@ -354,12 +362,14 @@ def attention(query: Tensor, cache: Tensor, plan: Plan, how: How) -> Tensor:
     """Softmax attention of every row of `plan`: [tokens, heads, size], contiguous; for MLA [tokens, heads, latent].
 
     query: [tokens, heads, size], with any stride between tokens; cache: [slots, 2, kv_heads, size], keys first, in the query's
-    dtype or float8_e4m3fn, all or some of a slot's heads; for MLA [slots, 1, 1, size or more]. No sparse selection here: see
-    `indexed_attention`. Raises ValueError where heads are not contiguous.
+    dtype or float8_e4m3fn, all or some of a slot's heads; for MLA [slots, 1, 1, size or more]; where heads' keys share their last
+    `how.turned` features, without these, which stand behind. No sparse selection here: see `indexed_attention`. Raises ValueError
+    where heads are not contiguous.
     """
     tokens, heads, size = query.shape
     latent, sinks = how.latent, how.sinks
-    turned, values = (size - latent, latent) if latent else (0, size)
+    turned = size - latent if latent else how.turned
+    values = size - turned
     if query.stride(1) != size or query.stride(2) != 1 or cache.stride()[2:] != (cache.shape[3], 1):
         raise ValueError("a token's heads, and a slot's keys, or its values, must lie side by side")
     launch = plan.launches[how.window]
@@ -460,6 +470,7 @@ def _constants(
         "PADDED": max(16, triton.next_power_of_2(size)),  # 16 is the minimum of a dot on tensor cores
         "TURNED": turned,
         "TURNED_PADDED": max(16, triton.next_power_of_2(turned)),
+        "TURNED_AT": 2 * apart if apart else size,
         "WIDTH": width,
         "APART": apart,
         "PAGE": page_size,
@@ -519,6 +530,9 @@ def compilations() -> list[Compilation]:
             *(_compilation(kind, 512, generation, alone=True, ratio=16, window=128, sinks=True, hot=True) for kind in range(3)),
             _compilation(0, 512, generation, alone=True, ratio=16, page_size=1, sinks=True, hot=True),
             _compilation(2, 256, generation, turned=64, ratio=8, dtype=torch.float32, hot=True),
+            *(_compilation(2, size, generation, common=64, ratio=1, page_size=128, hot=True) for size in (64, 128)),
+            _compilation(2, 256, generation, ratio=1, page_size=128, hot=True),  # where expanded latents have nothing apart
+            _compilation(2, 128, generation, common=64, ratio=1, page_size=128, dtype=torch.float32, hot=True),
             *(_compilation(kind, 512, generation, ratio=8, hot=True) for kind in range(3)),
             _compilation(1, 136, generation, ratio=1, trees=True, hot=True),
             _compilation(1, 512, generation, ratio=8, trees=True, page_size=64, hot=True),
@@ -560,6 +574,7 @@ def _compilation(
     turned: int = 0,
     beside: int = 0,
     alone: bool = False,  # keys double as values, and nothing else is in a slot
+    common: int = 0,  # features that all heads' keys share (expanded latents)
     window: int = 0,
     softcap: float = 0.0,
     trees: bool = False,
@@ -569,11 +584,13 @@ def _compilation(
     hot: bool = False,
 ) -> Compilation:
     latent = turned > 0 or beside > 0 or alone
-    layers = Kind(window, 8, ratio, size + turned, latent)
+    layers = Kind(window, 8, ratio, size + turned + common, latent, turned=common)
     tile = narrowed(tiles_of(layers, dtype, generation)[kind], layers.size, eight_bits or window > 0)
-    width = size + turned + beside if latent else 16 * size
-    apart = 0 if latent else width // 2
-    constants = _constants(8, ratio, size, turned, width, apart, page_size, tile, window, softcap, trees, eight_bits, sinks)
+    width = size + turned + beside if latent else 16 * size + common
+    apart = 0 if latent else 8 * size
+    constants = _constants(
+        8, ratio, size, turned + common, width, apart, page_size, tile, window, softcap, trees, eight_bits, sinks
+    )
     constants["EARLY"] = early
     short = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
     signature = {
@@ -593,6 +610,7 @@ def _compilation(
     marks = [
         f"latent + {turned}" * latent,
         f"beside {beside}" * (beside > 0),
+        f"common {common}" * (common > 0),
         f"window {window}" * (window > 0),
         "softcap" * (softcap > 0),
         "trees" * trees,

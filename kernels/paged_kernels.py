@@ -20,7 +20,7 @@ class Layer(NamedTuple):
     kv_heads: int
     size: int  # features of a value, and of a key without its rotary part
     padded: int  # `size` rounded up to a power of two; `turned_padded` likewise
-    turned: int  # MLA: rotary features of a key, behind the latent; 0: none
+    turned: int  # rotary features that all heads' keys share: behind the latent (MLA), or behind all values of a slot; 0: none
     turned_padded: int
     width: int  # elements between slots of the cache
     apart: int  # elements between a slot's keys and values; 0: latents, where keys double as values
@@ -50,6 +50,13 @@ class QueryTile(NamedTuple):
 
     query: tl.tensor
     turned: tl.tensor  # the rotary features behind those, if the layer has any
+
+
+class Held(NamedTuple):
+    """Where slot 0 holds a head's key, and the features that all heads' keys share."""
+
+    keys: tl.tensor
+    turned: tl.tensor  # unused if a layer has none
 
 
 class Accumulator(NamedTuple):
@@ -161,7 +168,7 @@ def _beside(sink: tl.tensor, best: tl.tensor) -> tl.tensor:
 def _through(
     running: Accumulator,
     asked: QueryTile,
-    cache: tl.tensor,
+    held: Held,
     pages: tl.tensor,
     first: tl.tensor,
     last: tl.tensor,
@@ -187,10 +194,10 @@ def _through(
         place = slots[:, None] * LAYER.width + feature[None, :]
         key_at = begin + tl.arange(0, KEYS)
         shown = (key_at < visibility.end) & (key_at >= lowest)
-        key = _rows(cache + place, shown, within, MASKED, LAYER.padded == LAYER.size)
+        key = _rows(held.keys + place, shown, within, MASKED, LAYER.padded == LAYER.size)
         turned_key = key
         if LAYER.turned > 0:
-            turned_place = cache + slots[:, None] * LAYER.width + LAYER.size + turned[None, :]
+            turned_place = held.turned + slots[:, None] * LAYER.width + turned[None, :]
             turned_key = _rows(turned_place, shown, turned < LAYER.turned, MASKED, LAYER.turned_padded == LAYER.turned)
         logits = _logits(asked, key, turned_key, factor, LAYER)
         if MASKED:
@@ -207,7 +214,7 @@ def _through(
         sums = sums * fade[:, None]
         value = key
         if LAYER.apart > 0:
-            value = _rows(cache + LAYER.apart + place, shown, within, MASKED, LAYER.padded == LAYER.size)
+            value = _rows(held.keys + LAYER.apart + place, shown, within, MASKED, LAYER.padded == LAYER.size)
         value = value.to(asked.query.dtype)
         sums += dot(part.to(value.dtype), value, LAYER.widen)
     return Accumulator(sums, best, total)
@@ -216,7 +223,7 @@ def _through(
 @triton.jit
 def _through_all(
     asked: QueryTile,
-    cache: tl.tensor,
+    held: Held,
     pages: tl.tensor,
     first: tl.tensor,
     factor: tl.tensor,
@@ -251,15 +258,15 @@ def _through_all(
             free = tl.minimum(tl.max(visibility.position, 0) - visibility.window + 1, visibility.end)
             middle = first + tl.cdiv(tl.maximum(free - first, 0), KEYS) * KEYS
             running = _through(
-                running, asked, cache, pages, first, middle, lowest, factor, softcap, visibility, LAYER, EDGE, 3, True
+                running, asked, held, pages, first, middle, lowest, factor, softcap, visibility, LAYER, EDGE, 3, True
             )
         tail = middle + tl.maximum(plain - middle, 0) // KEYS * KEYS
         running = _through(
-            running, asked, cache, pages, middle, tail, lowest, factor, softcap, visibility, LAYER, KEYS, STAGES, False
+            running, asked, held, pages, middle, tail, lowest, factor, softcap, visibility, LAYER, KEYS, STAGES, False
         )
     STAGED: tl.constexpr = STAGES if SINGLE else 3
     return _through(  # type: ignore[no-any-return]
-        running, asked, cache, pages, tail, visibility.end, lowest, factor, softcap, visibility, LAYER, EDGE, STAGED, True
+        running, asked, held, pages, tail, visibility.end, lowest, factor, softcap, visibility, LAYER, EDGE, STAGED, True
     )
 
 
@@ -300,6 +307,7 @@ def attend(
     PADDED: tl.constexpr,
     TURNED: tl.constexpr,
     TURNED_PADDED: tl.constexpr,
+    TURNED_AT: tl.constexpr,  # where in a slot
     WIDTH: tl.constexpr,
     APART: tl.constexpr,
     PAGE: tl.constexpr,
@@ -352,7 +360,8 @@ def attend(
         own += head * SIZE
     limit = tl.where(tree == -2, end - 1, position)  # in a whole row (bidirectional) each query sees all keys
     visibility = Visibility(limit, position, token, positions, masks, context, tree, window, end)
-    sums, best, total = _through_all(asking, own, table, first, factor, softcap, visibility, LAYER, ROWS, KEYS, STAGES, SINGLE)
+    held = Held(own, cache + TURNED_AT)
+    sums, best, total = _through_all(asking, held, table, first, factor, softcap, visibility, LAYER, ROWS, KEYS, STAGES, SINGLE)
 
     if SINKS:  # with partials, `merge` adds it once
         sink = _beside(tl.load(sinks + query_head, mask=valid, other=0.0), best)

@@ -5,12 +5,12 @@ The torch implementation (`attention.py`, `shared_prefixes.py`) is the reference
 serves accelerators.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from torch import Tensor
 
-from . import batch_invariant, compressed, shared_prefixes
+from . import batch_invariant, compressed, expanded, shared_prefixes
 from .attention import CapacityExceeded, How, Row
 from .dispatch import triton_on
 from .entries import CompletedEntries
@@ -23,6 +23,7 @@ __all__ = [
     "Plan",
     "Row",
     "attention",
+    "attention_to_expanded",
     "attention_with_entries",
     "capacity",
     "completed_entries",
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
 
 FIXED = 512  # keys per item on the Triton route in batch-invariant mode, where the split must not depend on the rest of the batch
 
-Plan: TypeAlias = "shared_prefixes.Plan | batch_invariant.Plan | paged.Plan"
+Unexpanded: TypeAlias = "shared_prefixes.Plan | batch_invariant.Plan | paged.Plan"
+Plan: TypeAlias = "Unexpanded | expanded.Plan"
 
 
 def by_triton(layout: Layout) -> bool:
@@ -47,6 +49,26 @@ def by_triton(layout: Layout) -> bool:
 def plan(rows: Sequence[Row], layout: Layout, capacity: "paged.Capacity | None" = None) -> tuple[Sequence[int], Plan]:
     """The order in which rows have to stand in a step, and the attention plan of the rows in that order. capacity: sizes fixed at
     CUDA graph capture. Raises CapacityExceeded if these are too small, or if the step can't be a graph."""
+    long = expanded.chosen(rows, layout) if capacity is None else []
+    if not long:
+        return _plan(rows, layout, capacity)
+    others = sorted({*range(len(rows))}.difference(long))
+    order, attended = _plan([rows[i] for i in others], layout) if others else ((), None)
+    first = sum(rows[i].queries for i in others)
+    parts = _expanding(layout)([rows[i] for i in long], layout, first)
+    return [*(others[k] for k in order), *long], expanded.Plan(first, attended, parts)
+
+
+def _expanding(layout: Layout) -> Callable[[Sequence[Row], Layout, int], list[expanded.Part]]:
+    """The function that plans rows for which latents are expanded."""
+    if not by_triton(layout):
+        return expanded.plan
+    from . import expanded_attention
+
+    return expanded_attention.plan
+
+
+def _plan(rows: Sequence[Row], layout: Layout, capacity: "paged.Capacity | None" = None) -> tuple[Sequence[int], "Unexpanded"]:
     if not by_triton(layout):
         planned = batch_invariant.plan if layout.invariant else compressed.plan if layout.entries else shared_prefixes.plan
         return planned(rows, layout)
@@ -144,8 +166,9 @@ def attention(query: Tensor, cache: Tensor, plan: Plan, how: How) -> Tensor:
 
     query: [tokens, heads, size]; cache: a layer [slots, 2, kv_heads, size], keys first, in the query's dtype or float8_e4m3fn; for
     MLA [slots, 1, 1, size]. Where the plan `narrows` it, each token attends only to those that the indexer chooses (sparse
-    attention).
+    attention). With a plan that expands latents, each of its parts has a call of its own: see `attention_to_expanded`.
     """
+    assert not isinstance(plan, expanded.Plan)
     if isinstance(plan, shared_prefixes.Plan):
         found = shared_prefixes.attention(query, cache, plan, how)
         return found[..., : how.latent] if how.latent else found
@@ -158,6 +181,17 @@ def attention(query: Tensor, cache: Tensor, plan: Plan, how: How) -> Tensor:
     if isinstance(plan, indexed_attention.Plan) and how.asked is not None:
         return indexed_attention.attention(query, cache, plan, how)
     return paged.attention(query, cache, plan, how)
+
+
+def attention_to_expanded(
+    query: Tensor, cache: Tensor, plan: "expanded.Plan", how: How, to_keys: Tensor, to_values: Tensor
+) -> Tensor:
+    """Attention of the rows for which latents are expanded: see `expanded.attention`."""
+    if plan.parts[0].plan is None:
+        return expanded.attention(query, cache, plan, how, to_keys, to_values, expanded.attend)
+    from . import expanded_attention
+
+    return expanded.attention(query, cache, plan, how, to_keys, to_values, expanded_attention.attend)
 
 
 def completed_entries(plan: Plan, rate: int, before: bool) -> CompletedEntries:

@@ -14,6 +14,7 @@ FORMULA = """\
 decode      max(weights / bandwidth, 2 x parameters x streams / FLOP/s) + streams x keys and values / bandwidth + exchange
             + where attention is linear 2 x streams x what a sequence remembers / bandwidth
 prefill     max(weights / bandwidth, (2 x parameters x tokens + 4 x layers x heads x head size x pairs) / FLOP/s) + exchange
+            where latents are expanded, instead of head size: half of a key's and a value's together
             where attention is linear, instead of pairs: 6 x tokens x numbers of a memory, of state spaces 4
 exchange    (2 x layers + 1) all-reduces of tokens x hidden, (layers + 1) where MLPs stand beside attention + the logits, to rank 0
             + where norms go over all heads, or gates are closed by how large others are, of each such layer one more, of
@@ -85,7 +86,7 @@ def prefill(group: Group, on: Accelerator, tokens: int) -> float:
     pairs = _pairs_of_chunks if shape.chunked else _pairs
     windows = ((shape.windows[layer], shape.chosen(layer), layer) for layer in shape.attending)
     seen = ((_entries(shape, layer, tokens) or pairs(tokens, window or chosen), window) for window, chosen, layer in windows)
-    attention = 4 * sum(keys * shape.asking(window) * shape.keys(window).size for keys, window in seen) / group.ranks
+    attention = 2 * sum(keys * shape.asking(window) * _features(shape, window) for keys, window in seen) / group.ranks
     attention += 2 * sum(_choosing(shape, layer, tokens) for layer in shape.attending)
     if index and tokens > index.most:  # an indexer is replicated on every rank
         attention += 2 * len(shape.indexing) * _pairs(tokens, 0) * index.heads * index.read
@@ -96,6 +97,12 @@ def prefill(group: Group, on: Accelerator, tokens: int) -> float:
     products = 2 * ((group.parameters() - group.head) * tokens + group.head)
     weights = group.read(tokens) / on.bandwidth
     return max(weights, (products + attention) / on.flops) + exchange(group, on, tokens, 1)
+
+
+def _features(shape: Shape, window: int) -> int:
+    """Of a head's key and value, as a prompt's tokens are multiplied with them. To expand latents takes products of parameters."""
+    latent = shape.expandable
+    return latent.plain + latent.turned + latent.values if latent else 2 * shape.keys(window).size
 
 
 def context_bytes(group: Group, context: int) -> float:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..kernels import ragged
-from ..kernels.layout import Layout, kind
+from ..kernels.layout import Expansion, Layout, kind
 from . import graph_sizes, step
 from .cache import Cache
 from .models.decoder import Decoder
@@ -151,6 +151,7 @@ def _layout_of(decoder: Decoder, cache: Cache) -> Layout:
             for window in sorted(set(shape.windows))
         ),
         latent=shape.latent.size if shape.latent else 0,
+        expansion=expansion_of(decoder),
         softcap=shape.softcap,
         sinks=shape.sinks,
         most=shape.most,
@@ -163,3 +164,12 @@ def _layout_of(decoder: Decoder, cache: Cache) -> Layout:
         eight_bits=any(layer.element_size() == 1 for layer in cache.layers.values()),
         invariant=decoder.invariant,
     )
+
+
+def expansion_of(decoder: Decoder) -> Expansion | None:
+    """What a rank's latents can be expanded to; None: they can't, or a token's bits may not depend on how many are computed with
+    it."""
+    shape, latent = decoder.shape, decoder.shape.expandable
+    if latent is None or decoder.invariant:
+        return None
+    return Expansion(shape.asking(0) // decoder.ranks.size, latent.size, latent.plain, latent.turned, latent.values)

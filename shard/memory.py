@@ -11,11 +11,12 @@ from pathlib import Path
 
 import torch
 
-from ..kernels import compressed, indexed
+from ..kernels import compressed, expanded, indexed
 from ..kernels.attention import TILE
 from ..kernels.dispatch import triton_on
 from ..proto.process import available_memory
 from .engine import Engine
+from .forward import expansion_of
 from .graph_sizes import GRAPH_BYTES
 from .host_pages import device_bytes, page_bytes
 from .models.shape import Unsupported
@@ -66,6 +67,7 @@ def size_pool(
     page_size, page_bytes = engine.page_size, engine.token_bytes * engine.page_size
     # The measured step has no context. On a CPU a long one is gathered, and copied once more by head, one layer at a time.
     context = 0 if triton_on(engine.device) else 2 * total * engine.layer_bytes
+    context += _expanded(engine, tokens, total)
     context += _chosen(engine, tokens, total) if engine.decoder.shape.most else 0
     context += _compressed(engine, tokens, total) if engine.decoder.shape.compressed else 0
     sample = _sample(engine, tokens, min(rows, tokens), _together(engine, sequences, fraction))
@@ -110,6 +112,18 @@ def size_copies(engine: Engine, gib: float) -> tuple[int, int]:
         raise Unsupported(f"{asked}, is more than the memory that is available, {room:,}: lower it")
     log.info(f"host: copies of {memory // size} pages, {memory / 1e9:.2f} GB")
     return memory // size, memory if engine.device.type == "cpu" else device_bytes(size)
+
+
+def _expanded(engine: Engine, tokens: int, total: int) -> int:
+    """Bytes that heads' own keys and values take in such a step, where latents are expanded to them."""
+    expansion, dtype = expansion_of(engine.decoder), engine.decoder.embedding.dtype
+    if expansion is None:
+        return 0
+    if not triton_on(engine.device):
+        return expanded.scratch_bytes(expansion, total, dtype)
+    from ..kernels import expanded_attention
+
+    return expanded_attention.scratch_bytes(expansion, tokens, total, dtype)
 
 
 def _chosen(engine: Engine, tokens: int, total: int) -> int:

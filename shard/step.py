@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..kernels import attention, batch_invariant, ragged, shared_prefixes, work_list
+from ..kernels import attention, batch_invariant, expanded, ragged, shared_prefixes, work_list
 from ..kernels.gated_delta import Spans
 from ..kernels.layout import Layout
 from ..kernels.transfer import list_to_device, lists_to_device, to_device
@@ -144,8 +144,8 @@ class Step:
 
     def become(self, other: "Step") -> None:
         """Takes the contents of a step for the same room, in place."""
-        assert not isinstance(self.attention, shared_prefixes.Plan | batch_invariant.Plan)
-        assert not isinstance(other.attention, shared_prefixes.Plan | batch_invariant.Plan)
+        assert not isinstance(self.attention, shared_prefixes.Plan | batch_invariant.Plan | expanded.Plan)
+        assert not isinstance(other.attention, shared_prefixes.Plan | batch_invariant.Plan | expanded.Plan)
         self.buffer.copy_(other.buffer, non_blocking=True)
         self.attention.become(other.attention)
 
@@ -379,7 +379,7 @@ def _tables(spans: Listing[Span], picked: DeviceSamples | None) -> list[list[int
 def _inherit(step: Step, rows: Listing[attention.Row], spans: Listing[Span], size: int, picked: DeviceSamples) -> None:
     """Fills in, on the device, where it is known which beam each heir continues, the pages of a front that its beams don't all
     share."""
-    assert not isinstance(step.attention, shared_prefixes.Plan | batch_invariant.Plan)
+    assert not isinstance(step.attention, shared_prefixes.Plan | batch_invariant.Plan | expanded.Plan)
     assert picked.parents is not None
     offsets = [0, *accumulate(work_list.width(row, size) for row in rows)]
     tables: list[int] = []  # of every front's beams

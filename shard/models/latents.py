@@ -3,6 +3,8 @@
 A head's plain keys and its values are products of a latent with two matrices of the head's. The first is multiplied with the
 head's queries instead, and the second with what the head finds, so that latents are attended to as they are cached: as keys and
 values of one head that all query heads share. Every rank has all of them.
+
+Where a step's plan says so (`kernels.expanded`), heads' own keys and values are made of latents after all, for long chunks.
 """
 
 import torch
@@ -10,9 +12,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...kernels.codes import QuantizedWeight
+from ...kernels.expanded import Plan as Expanded
 from ...kernels.linear import Invariance, Weight, by_onednn
 from ...kernels.operations import rms_norm, rotate_and_write_latents
-from ...kernels.ragged import How, attention
+from ...kernels.ragged import How, Plan, attention, attention_to_expanded
 from ...kernels.reference import lane_invariant
 from ..step import Step
 from .changes import ColumnLora, side_by_side
@@ -38,6 +41,12 @@ class ByHeads:
         apart = exact is Invariance.INVARIANT and weights.device.type == "cpu" and by_onednn(weights.dtype)
         self._apart = [Weight(own.t().contiguous(), exact=exact) for own in weights] if apart else []
         self._weights = weights if not apart else None
+
+    @property
+    def whole(self) -> Tensor:
+        """All of it: [heads, in, out]."""
+        assert self._weights is not None
+        return self._weights
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [tokens, heads, in]; [tokens, heads, out]."""
@@ -117,8 +126,7 @@ class Latents:
             gates, asked, made = self._made(stream, asked, gates)
         if self.indexer is not None and x is not None and made is not None:
             places.choosing[:] = [self.indexer(x, made, places, step, layer[..., cached:])]
-        heads = asked.view(len(asked), self.heads, latent.plain + latent.turned)
-        query = torch.cat((self.to_keys(heads[..., : latent.plain]), heads[..., latent.plain :]), 2)
+        query = asked.view(len(asked), self.heads, latent.plain + latent.turned)
         if width < cached:  # zeros, where other layers have what turns
             query, latents = (functional.pad(part, (0, cached - width)) for part in (query, latents))
         rotate_and_write_latents(query, latents, self.latent_norm, places.rotary, step.slots, layer[..., :cached], latent.epsilon)
@@ -128,8 +136,19 @@ class Latents:
             query.mul_(places.growth)
         [chosen] = places.choosing or [None]  # by the layer's own index, or the last one before it
         how = How(self.window, self.shape.attention_scale, sinks=self.sinks, latent=latent.size, asked=chosen)
-        found = self.to_values(attention(query, layer, step.attention, how)).flatten(1)
+        found = self._attended(query, layer, step.attention, how).flatten(1)
         return found.mul_(lane_invariant(torch.sigmoid, gates)) if gates.shape[1] else found
+
+    def _attended(self, query: Tensor, layer: Tensor, plan: Plan, how: How) -> Tensor:
+        """What queries find, [tokens, heads, plain and what turns]: [tokens, heads, values]. Some rows are expanded, if any are."""
+        if isinstance(plan, Expanded):
+            expanded = attention_to_expanded(query[plan.first :], layer, plan, how, self.to_keys.whole, self.to_values.whole)
+            if plan.others is None:
+                return expanded
+            return torch.cat((self._attended(query[: plan.first], layer, plan.others, how), expanded))
+        plain = self.latent.plain
+        query = torch.cat((self.to_keys(query[..., :plain]), query[..., plain:]), 2)
+        return self.to_values(attention(query, layer, plan, how))
 
     def _made(self, stream: Stream, latents: Tensor, gates: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Gates, queries, and what those of an index are made of: of latents of queries, and gates so far."""

@@ -275,6 +275,15 @@ class Shape:
         latent = self.latent_of(layer)
         return 1, 1, self.head_size + self.index_size(layer) + (latent.kept if latent else 0)
 
+    @property
+    def expandable(self) -> Latent | None:
+        """Latents of all layers, if long chunks may see what these are expanded to (`kernels.expanded`). None: there are none, or
+        not everywhere the same; or layers attend in other ways, too: to some tokens alone, or to more than tokens."""
+        found = {self.latent_of(layer) for layer in self.keyed}
+        latent = found.pop() if len(found) == 1 else None
+        special = self.most or self.compressed or self.sinks or self.softcap or self.whole_images or any(self.windows)
+        return latent if latent is not None and latent.width == self.head_size and not special else None
+
     def latent_of(self, layer: int) -> Latent | None:
         """The layer's MLA latents; None: it has heads of keys and values."""
         return self.latent and self.latent.at(layer, layer not in self.unturned)

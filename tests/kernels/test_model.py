@@ -15,6 +15,8 @@ from torch import Tensor
 
 from penstock.kernels import (
     dispatch,
+    expanded,
+    expanded_attention,
     fused_batch_invariant,
     fused_sampling,
     fused_skinny_gemm,
@@ -187,6 +189,25 @@ def test_products_of_few_rows_give_the_same_tokens(name: str, cut: bool, monkeyp
     assert max(rows for rows, *_ in calls) == 5
     assert max(rows for *_, rows, _ in norms) > 5  # larger steps go by the others
     assert any(len(shape) == 3 for shape in norms) == (cut and bool(added))
+
+
+@pytest.mark.parametrize("name", [DEEPSEEK, PAIRED])
+def test_expanded_latents_give_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of chunks that are long from three tokens on; steps that a graph takes are not expanded."""
+    expected = plain(name)
+    monkeypatch.setattr(expanded, "FEWEST_BY_TRITON", 3)
+    monkeypatch.setattr(expanded, "MARGIN", -1e9)
+    calls = []
+    attend = expanded_attention.attend
+    monkeypatch.setattr(expanded_attention, "attend", lambda query, *given: calls.append(len(query)) or attend(query, *given))
+    dispatch.force("triton")
+    with sanitizer.watching():
+        found = run(tiny.engine(name, 4, PAGES))
+    assert found.tokens == expected.tokens
+    assert max(calls) > 3
+    calls.clear()
+    assert run(with_graphs(tiny.engine(name, 4, PAGES), monkeypatch)).tokens == expected.tokens
+    assert not calls
 
 
 @pytest.mark.parametrize("name", [LLAMA, LLAMA4, GEMMA4])
