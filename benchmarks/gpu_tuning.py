@@ -96,7 +96,7 @@ def _tiles(bench: Bench, what: str, kind: int, tried: Sequence[tuple[int, int, i
         tile = Tile(*one)
         with (
             replaced(paged_attention, "tiles_of", partial(tiles_of, tile)),
-            replaced(paged_attention, "for_singles", lambda *shape, tile=tile: (tile,)),
+            replaced(paged_attention, "decode_tiles", lambda *shape, tile=tile: (tile,)),
         ):
             _compare(bench, f"{what}: tile of {one}", TILES, usual, lambda: _attending(made))
 
