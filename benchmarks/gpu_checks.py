@@ -55,13 +55,13 @@ from penstock.kernels.attention import How, Row, ancestry
 from penstock.kernels.attention import order as in_order
 from penstock.kernels.fused_routing import PAIRS, sort
 from penstock.kernels.fused_sampling import sample
-from penstock.kernels.gated_delta import Spans, States
 from penstock.kernels.layout import Layout
 from penstock.kernels.layout import kind as like
 from penstock.kernels.linear import Exact
 from penstock.kernels.paged_attention import Capacity
 from penstock.kernels.reference import Gates, Shares
 from penstock.kernels.sampling import Draws, Penalties
+from penstock.kernels.spans import Spans, States
 from penstock.shard.host_pages import HostPages
 
 SECTION = "correctness"

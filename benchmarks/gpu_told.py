@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from penstock.kernels import gated_hyper_connections, means, ngrams, reference
-from penstock.kernels.gated_delta import Spans, States
 from penstock.kernels.hashes import Hashes
+from penstock.kernels.spans import Spans, States
 
 COUNT, APART, TAPS, POOL = 4, 3, 4, 16  # streams; places between taps, and taps; tokens of a pool: Qwen 4 Exp's, as far as is known
 

@@ -10,9 +10,10 @@ from torch.nn import functional
 
 from . import reference
 from .dispatch import triton_for
-from .gated_delta import Spans, States, convolved
+from .gated_delta import convolved
 from .hashes import Hashes
 from .reference import by_lanes
+from .spans import Spans, States
 
 LEAST = 1e-6  # of what streams are opened by, before its root is taken
 

@@ -1,14 +1,15 @@
 """Gated short convolutions, over ragged spans of tokens: LFM2's (Liquid AI 2025, arXiv:2511.23404).
 
 A token sees what went into the convolution of a few tokens before it, each channel by itself, and the result goes through a gate.
-Of a sequence nothing is remembered but a window of that: `gated_delta.States` whose memories have no numbers.
+Of a sequence nothing is remembered but a window of that: `spans.States` whose memories have no numbers.
 """
 
 import torch
 from torch import Tensor
 
 from .dispatch import triton_for
-from .gated_delta import Spans, States, convolved
+from .gated_delta import convolved
+from .spans import Spans, States
 
 
 def short_convolution(mixed: Tensor, gates: Tensor, taps: Tensor, biases: Tensor | None, spans: Spans, states: States) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from ..kernels import compressed, indexed
 from ..kernels.attention import TILE
 from ..kernels.dispatch import triton_on
+from ..kernels.spans import LONG
 from ..proto.process import available_memory
 from .engine import Engine
 from .graph_sizes import GRAPH_BYTES
@@ -181,6 +182,8 @@ def _sample(engine: Engine, tokens: int, rows: int, most: int) -> Measured:
     sample = tokens if engine.device.type == "cuda" else min(tokens, SAMPLE_TOKENS)
     longest = engine.decoder.shape.max_positions
     rows = -(-rows * sample // tokens)  # as many a token as the largest step has, and one at least
+    if engine.decoder.shape.remembering and triton_on(engine.device):
+        most = min(most, max(1, sample // LONG))  # which takes more memory than tokens one by one
     prompts = max(-(-sample // longest), min(rows, most))
     choices = -(-rows // prompts)
     lengths = [sample // prompts + (i < sample % prompts) for i in range(prompts)]

@@ -1,4 +1,4 @@
-"""Which slot has what a sequence remembers, of models with layers that do (`gated_delta.States`). All ranks come to the same.
+"""Which slot has what a sequence remembers, of models with layers that do (`spans.States`). All ranks come to the same.
 
 What a sequence remembers follows from all of its computed tokens, and each step changes it in place. So each has a slot of its own,
 `Sequence.state`, 0 for none. Who parts from another takes that one's number along, and gets a copy before the next step. Nothing is

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..kernels import attention, batch_invariant, ragged, shared_prefixes, work_list
-from ..kernels.gated_delta import Spans
 from ..kernels.layout import Layout
+from ..kernels.spans import Spans
 from ..kernels.transfer import list_to_device, lists_to_device, to_device
 from .pictures import AXES, Picture
 from .sequence import Group, Sequence
@@ -423,7 +423,7 @@ def _step(lists: _Lists, attended: ragged.Plan, layout: Layout, lengths: tuple[i
 
 
 def _states(spans: Listing[Span], order: Listing[int], room: Room | None) -> tuple[tuple[int, ...], list[int]]:
-    """What `gated_delta.Spans` has: lengths of spans, in that order; where they begin, their slots, whether they are fresh, and how
+    """What `spans.Spans` has: lengths of spans, in that order; where they begin, their slots, whether they are fresh, and how
     many tokens of each are no guesses."""
     own = [spans[i] for i in order]
     unused = room.tokens - len(own) if room is not None else 0

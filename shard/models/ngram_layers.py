@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...kernels.gated_delta import States
 from ...kernels.hashes import Hashes
 from ...kernels.ngrams import opened, rows_of, take
+from ...kernels.spans import States
 from ..step import Step
 from .gated_streams import GatedStreams
 from .loader import Loader
