@@ -58,12 +58,12 @@ class Tile(NamedTuple):
 
 
 def tile_of(dtype: torch.dtype, amd: bool) -> Tile:
-    """Of models of that type. With 16 bits operands that are rounded to tf32 have as many bits or more. With float32 three products
-    of parts of them make up for what tf32 lacks, which takes more registers. AMD's units take float32 as it is."""
-    few = dtype != torch.float32
+    """Of models of that type. With bfloat16 operands are rounded to tf32, which errs by a third of what rounding keys and values to
+    bfloat16 has done, or less; of what rounding them to float16 does it would be twice as much. With other types three products of
+    parts of the operands make up for what tf32 lacks, which takes more registers. AMD's units take float32 as it is."""
     if amd:
-        return Tile("ieee", 16, 4, 2 if few else 1, 1)
-    return Tile("tf32", 32, 8, 2, 1) if few else Tile("tf32x3", 16, 8, 1, 2)
+        return Tile("ieee", 16, 4, 1 if dtype == torch.float32 else 2, 1)
+    return Tile("tf32", 32, 8, 2, 1) if dtype == torch.bfloat16 else Tile("tf32x3", 16, 8, 1, 2)
 
 
 class Scratch(NamedTuple):
