@@ -58,9 +58,9 @@ class Tile(NamedTuple):
 
 
 def tile_of(dtype: torch.dtype, amd: bool) -> Tile:
-    """Of models of that type. With bfloat16 operands are rounded to tf32, which errs by a third of what rounding keys and values to
-    bfloat16 has done, or less; of what rounding them to float16 does it would be twice as much. With other types three products of
-    parts of the operands make up for what tf32 lacks, which takes more registers. AMD's units take float32 as it is."""
+    """Of models of that type. With bfloat16 operands are rounded to tf32: that errs by a third of what it does to round keys and
+    values to bfloat16, or less, but by twice what it does to round them to float16. With other types three products of parts of the
+    operands make up for what tf32 lacks, which takes more registers. AMD's units take float32 as it is."""
     if amd:
         return Tile("ieee", 16, 4, 1 if dtype == torch.float32 else 2, 1)
     return Tile("tf32", 32, 8, 2, 1) if dtype == torch.bfloat16 else Tile("tf32x3", 16, 8, 1, 2)
@@ -96,9 +96,11 @@ def _product(left, right, sums, PRECISION: tl.constexpr, WIDEN: tl.constexpr):  
 
 @triton.jit
 def _rounded(x, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """To what an operand of a product may be: by tf32 to 11 bits, of which matrix units would cut off the others."""
+    """As an operand of a product may be: by tf32 to 11 bits, since matrix units would cut off the others. What is no number stays
+    none."""
     if PRECISION == "tf32":
-        x = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+        near = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+        x = tl.where(x == x, near, x)
     return x
 
 
@@ -155,10 +157,7 @@ def _inverse(above, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
     return found
 
 
-@triton.jit(
-    do_not_specialize=["base", "count"],
-    do_not_specialize_on_alignment=["starts", "sure", "solutions", "seen", "factors"],
-)
+@triton.jit(do_not_specialize=["base", "count"], do_not_specialize_on_alignment=["starts", "sure"])
 def systems_kernel(
     solutions: tl.tensor,
     seen: tl.tensor,
@@ -246,10 +245,7 @@ def systems_kernel(
         tl.store(factors + at + LEFT * heads * count, left, mask=there)
 
 
-@triton.jit(
-    do_not_specialize=["base", "count"],
-    do_not_specialize_on_alignment=["starts", "slots", "fresh", "sure", "solutions", "seen", "factors"],
-)
+@triton.jit(do_not_specialize=["base", "count"], do_not_specialize_on_alignment=["starts", "slots", "fresh", "sure"])
 def walk_kernel(
     out: tl.tensor,  # [tokens, heads, VALUE], dense
     features: tl.tensor,
@@ -365,32 +361,13 @@ def scratch(inputs: Inputs, heads: int, tokens: int) -> Scratch:
 
 def _by_chunks(inputs: Inputs, spans: Spans, states: States, base: int, end: int, out: Tensor) -> None:
     """base, end: tokens of spans."""
-    mixed, strengths, fades, taps, biases, rates, offsets, skips, epsilon, limits = inputs
+    mixed, strengths, fades, _, _, rates, offsets, skips, epsilon, limits = inputs
     fused_gated_delta.check(inputs, states, out)
-    (channels, width), (heads, key_size, value_size) = taps.shape, states.memories.shape[1:]
+    channels, (heads, key_size, value_size) = mixed.shape[1], states.memories.shape[1:]
     values, longest, delta = heads * value_size, max(spans.lengths), strengths is not None
     own = scratch(inputs, heads, end - base)
+    _convolve(inputs, spans, states, base, own.features)
     ratio = heads * 2 * key_size // (channels - values)
-    features_kernel[(len(spans.lengths), triton.cdiv(channels, CHANNELS), triton.cdiv(longest, TOKENS))](
-        own.features,
-        mixed,
-        taps,
-        biases,
-        spans.starts,
-        spans.slots,
-        spans.fresh,
-        states.windows,
-        base,
-        channels,
-        mixed.stride(0),
-        states.windows.stride(0),
-        WIDTH=width,
-        DELTA=delta,
-        TOKENS=TOKENS,
-        BLOCK=CHANNELS,
-        num_warps=4,
-        enable_fp_fusion=True,
-    )
     tile = tile_of(mixed.dtype, torch.version.hip is not None)
     shared = {"KEY": key_size, "DELTA": delta, "CHUNK": CHUNK, "PRECISION": tile.precision}
     # One chunk more than are full: guesses begin one.
@@ -448,21 +425,45 @@ def _by_chunks(inputs: Inputs, spans: Spans, states: States, base: int, end: int
     )
 
 
+def _convolve(inputs: Inputs, spans: Spans, states: States, base: int, features: Tensor) -> None:
+    """Into `features`."""
+    channels, width = inputs.taps.shape
+    features_kernel[(len(spans.lengths), triton.cdiv(channels, CHANNELS), triton.cdiv(max(spans.lengths), TOKENS))](
+        features,
+        inputs.mixed,
+        inputs.taps,
+        inputs.biases,
+        spans.starts,
+        spans.slots,
+        spans.fresh,
+        states.windows,
+        base,
+        channels,
+        inputs.mixed.stride(0),
+        states.windows.stride(0),
+        WIDTH=width,
+        DELTA=inputs.strengths is not None,
+        TOKENS=TOKENS,
+        BLOCK=CHANNELS,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+
+
 class Heads(NamedTuple):
     """Of a layer that kernels are compiled for."""
 
     name: str
     delta: bool
-    ratio: int  # value heads of a key head
     key_size: int
     value_size: int
 
 
 # Qwen3-Next's and Qwen 3.5's; Granite 4 H Tiny's and Small's; Falcon H1's largest.
 COMPILED = (
-    Heads("delta", True, 2, 128, 128),
-    Heads("state spaces", False, 48, 128, 64),
-    Heads("state spaces of 256", False, 12, 256, 64),
+    Heads("delta", True, 128, 128),
+    Heads("state spaces", False, 128, 64),
+    Heads("state spaces of 256", False, 256, 64),
 )
 TYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
