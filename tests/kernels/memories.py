@@ -71,8 +71,8 @@ def copied(states: States) -> States:
     return States(states.windows.clone(), states.memories.clone())
 
 
-def check(layer: Rule, lengths: list[int], chance: random.Random, padding: int = 0, times: float = 1.0) -> None:
-    """Against the oracle, from scattered slots, some of them poisoned; what isn't anybody's stays. times: the usual tolerance."""
+def check(layer: Rule, lengths: list[int], chance: random.Random, padding: int = 0) -> None:
+    """Against the oracle, from scattered slots, some of them poisoned; what isn't anybody's stays."""
     inputs, states = layer.inputs(sum(lengths) + padding), layer.states(len(lengths) + 3)
     slots = chance.sample(range(1, len(lengths) + 3), len(lengths))
     fresh = [chance.randint(0, 1) for _ in lengths]
@@ -85,7 +85,7 @@ def check(layer: Rule, lengths: list[int], chance: random.Random, padding: int =
     result = layer.run(inputs, spans_of(lengths, slots, fresh), states)
     assert result.dtype == layer.taps.dtype
     starts = [0, *itertools.accumulate(lengths)]
-    tolerance = layer.tolerance * times
+    tolerance = layer.tolerance
     for start, end, slot, new in zip(starts, starts[1:], slots, fresh, strict=False):
         window, memory = (torch.zeros_like(each[slot]) if new else each[slot] for each in (before.windows, before.memories))
         found, window, memory = layer.expected(tuple(each[start:end] for each in inputs), window, memory)
