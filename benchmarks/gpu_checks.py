@@ -56,13 +56,13 @@ from penstock.kernels.attention import How, Row, ancestry
 from penstock.kernels.attention import order as in_order
 from penstock.kernels.fused_routing import PAIRS, sort
 from penstock.kernels.fused_sampling import sample
-from penstock.kernels.gated_delta import Spans, States
 from penstock.kernels.layout import Layout
 from penstock.kernels.layout import kind as like
 from penstock.kernels.linear import Invariance
 from penstock.kernels.paged_attention import Capacity
 from penstock.kernels.reference import Activation, HyperConnectionWeights
 from penstock.kernels.sampling import Draws, Penalties
+from penstock.kernels.spans import LONG, Spans, States
 from penstock.shard.host_pages import HostPages
 
 SECTION = "correctness"
@@ -81,6 +81,7 @@ REMEMBERED = {
     "state spaces": (1, 48, 128, 64, 4),
     "short convolutions": (0, 0, 0, 2048, 3),
 }
+CHUNKED = ("the gated delta rule", "state spaces")  # of long spans, by kernels of their own
 WORKERS = 8
 THREADS = 2  # of each, for what is computed on the host
 PATIENCE = 30.0  # seconds that checks may exceed the section's time
@@ -169,6 +170,8 @@ def checks(bench: Bench) -> dict[str, Check]:
     found["products of adapters"] = adapted
     for rule in REMEMBERED:
         found[f"what is remembered, by {rule}"] = partial(remembered, rule=rule)
+    for rule, (name, dtype) in itertools.product(CHUNKED, types.items()):
+        found[f"what is remembered of long spans, by {rule}, {name}"] = partial(remembered, rule=rule, dtype=dtype, shortest=LONG)
     found["norms behind memories"] = gated_norms
     for kind in codes.BITS:
         found[f"products with weights of few bits, {kind}"] = partial(few_bits, kind=kind)
@@ -695,15 +698,18 @@ def mixtures(bench: Bench, chance: random.Random, kind: str = "") -> float:
     return worst
 
 
-def remembered(bench: Bench, chance: random.Random, rule: str) -> float:
+def remembered(bench: Bench, chance: random.Random, rule: str, dtype: torch.dtype = torch.bfloat16, shortest: int = 2) -> float:
     """Recurrent layers for sequences that begin or go on, with drafts, and with padding after them: outputs and new states, against
-    the CPU."""
+    the CPU. shortest: least tokens of two of them."""
     key_heads, ratio, key_size, value_size, taps = REMEMBERED[rule]
     if bench.tiny:
         key_heads, ratio, key_size, value_size = min(1, key_heads), min(2, ratio), min(12, key_size), 20
-    heads, dtype = key_heads * ratio, torch.float32 if bench.tiny else torch.bfloat16
+    heads = key_heads * ratio
+    if bench.tiny and dtype == torch.bfloat16:  # which the interpreter cuts off instead of rounding
+        dtype = torch.float32
     channels = 2 * key_heads * key_size + max(1, heads) * value_size
-    lengths = [1, 1, chance.randint(2, 9), chance.randint(2, 20 if bench.tiny else 300), 1]
+    longest = shortest + (20 if bench.tiny else 300)
+    lengths = [1, chance.randint(shortest, longest), chance.randint(2, 9), chance.randint(shortest, longest), 1]
     tokens = sum(lengths) + chance.randint(0, 3)
     fading = heads * (key_size if rule.endswith("features") else 1)
     joint = torch.randn(tokens, 2 * channels + heads + fading).to(dtype)

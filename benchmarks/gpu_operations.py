@@ -1,6 +1,8 @@
 """Fused operations against the bytes that they have to move, and sampling against one read of the logits."""
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -8,12 +10,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.benchmarks.gpu_measure import Bench, Call
+from penstock.benchmarks.gpu_measure import Bench, Call, replaced
 from penstock.benchmarks.gpu_report import Line, failed
-from penstock.kernels import beam, codes, dispatch, experts, linear, operations, paging, quantized, reference, sampling
+from penstock.kernels import (
+    beam,
+    codes,
+    dispatch,
+    experts,
+    fused_chunked_delta,
+    linear,
+    operations,
+    paging,
+    quantized,
+    reference,
+    sampling,
+)
+from penstock.kernels.fused_gated_delta import Inputs
 from penstock.kernels.fused_sampling import sample
 from penstock.kernels.linear import Invariance, Weight
 from penstock.kernels.sampling import Draws, Penalties
+from penstock.kernels.spans import Spans, States
 from penstock.shard.host_pages import HostPages, page_bytes
 
 SECTION = "operations"
@@ -26,7 +42,7 @@ def measure(bench: Bench) -> None:
     with dispatch.forced("triton"):
         sizes = (4,) if bench.tiny else (1, 256, 8192)
         parts = [partial(part, tokens=tokens) for part in (elementwise, few_bits, invariant, mixture) for tokens in sizes]
-        bench.each(SECTION, (sample_logits, beams, moves, offloading, *parts))
+        bench.each(SECTION, (sample_logits, beams, moves, offloading, chunks, *parts))
 
 
 def _bfloat16(bench: Bench, *shape: int) -> Tensor:
@@ -172,6 +188,50 @@ def offloading(bench: Bench) -> None:
         ratio, against = plain.seconds / took.seconds, "of a copy's rate from the host"
         rate = size / took.seconds / 1e9
         bench.add(Line(section=SECTION, what=name, timing=took, value=rate, unit="GB/s", ratio=ratio, against=against))
+
+
+def chunks(bench: Bench) -> None:
+    """A prompt's tokens in a layer of linear attention by chunks, against one by one: which says what `spans.LONG` should be. Heads
+    of Qwen3-Next and of Granite 4 H Tiny."""
+    for rule, delta, sizes in (("the gated delta rule", True, (16, 32, 128, 128)), ("state spaces", False, (1, 48, 128, 64))):
+        for tokens in (40,) if bench.tiny else (16, 32, 64, 128, 512, 4096):
+            layer = _layer(bench, delta, (1, 2, 16, 16) if bench.tiny else sizes, tokens)
+            count = bench.copies(sum(part.nbytes for part in (layer.inputs.mixed, layer.out, layer.states.memories)))
+            calls = [layer, *(_layer(bench, delta, (1, 2, 16, 16) if bench.tiny else sizes, tokens) for _ in range(count - 1))]
+            with replaced(fused_chunked_delta, "LONG", tokens + 1):
+                one_by_one = bench.time(calls)
+            with replaced(fused_chunked_delta, "LONG", 1):
+                took = bench.time(calls)
+            ratio, what = one_by_one.seconds / took.seconds, f"{rule}, a prompt of {tokens} tokens by chunks"
+            bench.add(Line(section=SECTION, what=what, timing=took, ratio=ratio, against="times as fast as token by token"))
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Of linear attention, when called."""
+
+    inputs: Inputs
+    spans: Spans
+    states: States
+    out: Tensor
+
+    def __call__(self) -> None:
+        fused_chunked_delta.memorize(self.inputs, self.spans, self.states, self.out)
+
+
+def _layer(bench: Bench, delta: bool, sizes: tuple[int, int, int, int], tokens: int) -> Layer:
+    """One sequence that begins. sizes: heads of keys and of values, features of both."""
+    key_heads, heads, key_size, value_size = sizes
+    channels, device = 2 * key_heads * key_size + heads * value_size, bench.device
+    taps, biases = _bfloat16(bench, channels, 4), None if delta else _bfloat16(bench, channels)
+    rates, offsets, skips = -torch.rand(heads, device=device), torch.randn(heads, device=device), torch.ones(heads, device=device)
+    mixed, fades = _bfloat16(bench, tokens, channels), _bfloat16(bench, tokens, heads)
+    strengths, limits = (_bfloat16(bench, tokens, heads), (0.0, 1.0)) if delta else (None, (0.0, math.inf))
+    inputs = Inputs(mixed, strengths, fades, taps, biases, rates, offsets, None if delta else skips, 1e-6 if delta else 0.0, limits)
+    spans = Spans((tokens,), *(torch.tensor(part, device=device) for part in ([0, tokens], [1], [1], [tokens])))
+    memories = torch.zeros(2, heads, key_size, value_size, device=device)
+    states = States(torch.zeros(2, 3, channels, dtype=torch.bfloat16, device=device), memories)
+    return Layer(inputs, spans, states, torch.empty(tokens, heads, value_size, dtype=torch.bfloat16, device=device))
 
 
 def sample_logits(bench: Bench) -> None:

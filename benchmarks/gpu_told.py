@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from penstock.kernels import gated_hyper_connections, means, ngrams, reference
-from penstock.kernels.gated_delta import Spans, States
 from penstock.kernels.ngram_hashes import NgramHashes
+from penstock.kernels.spans import Spans, States
 
 # streams; dilation and number of convolution taps; tokens of a pool: Qwen 4 Exp's, as far as is known
 COUNT, APART, TAPS, POOL = 4, 3, 4, 16

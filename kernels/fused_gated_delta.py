@@ -2,12 +2,13 @@
 `gated_delta` and `state_space`. Knows tensors only.
 
 One program walks through all tokens of a span with a part of one head's memory in registers, where each token finds what the one
-before it has left. That is all a decode step needs: it reads every memory once and writes it once. The tokens of a long prompt wait
-for each other, though, each for a microsecond in every layer (reckoned, not measured), where products of chunks, as `gated_delta`
-has them, would keep a device's matrix units busy.
+before it has left. That is all a decode step needs: it reads every memory once and writes it once. Tokens of a long prompt would
+wait for each other, though, each for a microsecond in every layer (reckoned, not measured): `fused_chunked_delta` takes those,
+unless each feature of a key fades by itself.
 """
 
 import itertools
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -15,6 +16,7 @@ from torch import Tensor
 from triton import JITFunction
 
 from .compilation import Compilation
+from .spans import Spans, States
 
 # Features of values in a program of one warp. With 16, and keys of 128 features, a thread holds 64 numbers of the memory and adds
 # up most of what a token finds by itself; and one sequence's 32 heads of 128 make 256 programs.
@@ -25,9 +27,30 @@ TILE = 2048  # elements of a program of the norm: 16 a thread
 RULES = ((True, False, False), (True, True, False), (True, True, True), (False, False, False))
 
 
+class Inputs(NamedTuple):
+    """What a layer's rule goes by, as `gated_delta.gated_delta` and `state_space.state_space` say."""
+
+    mixed: Tensor
+    strengths: Tensor | None  # the delta rule's
+    fades: Tensor
+    taps: Tensor
+    biases: Tensor | None  # state spaces'
+    rates: Tensor
+    offsets: Tensor
+    skips: Tensor | None  # state spaces'
+    epsilon: float  # of lengths
+    limits: tuple[float, float]  # the bound of fades and what strengths come near to; the least and the most that steps are
+
+
 @triton.jit
-def _silu(x: tl.tensor) -> tl.tensor:
+def silu(x: tl.tensor) -> tl.tensor:
     return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def softplus(x: tl.tensor) -> tl.tensor:
+    """As torch has it."""
+    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
 
 
 @triton.jit
@@ -38,7 +61,7 @@ def _factors(taps, channel, within, WIDTH: tl.constexpr, ROWS: tl.constexpr):  #
 
 
 @triton.jit
-def _biases(biases, channel, within, DELTA: tl.constexpr):  # type: ignore[no-untyped-def]
+def biases_of(biases, channel, within, DELTA: tl.constexpr):  # type: ignore[no-untyped-def]
     """[channels]; without any: 0."""
     found = 0.0
     if not DELTA:
@@ -62,7 +85,7 @@ def _convolved(own, stride, window, channels, i, first, channel, within, factors
     values = tl.load(window + (i + row) * channels + column, mask=outside, other=0.0)
     values = tl.load(own + (row - (WIDTH - 1)) * stride + column, mask=inside, other=values)
     total = tl.sum(values.to(tl.float32) * factors.to(tl.float32), 0)
-    return _silu(total + bias).to(own.dtype.element_ty).to(tl.float32)
+    return silu(total + bias).to(own.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["starts", "slots", "fresh", "sure"])
@@ -115,8 +138,8 @@ def memory_kernel(
     query_factors = _factors(taps, query_channel, within, WIDTH, ROWS)
     key_factors = _factors(taps, key_channel, within, WIDTH, ROWS)
     value_factors = _factors(taps, value_channel, wanted, WIDTH, ROWS)
-    query_bias, key_bias = _biases(biases, query_channel, within, DELTA), _biases(biases, key_channel, within, DELTA)
-    value_bias = _biases(biases, value_channel, wanted, DELTA)
+    query_bias, key_bias = biases_of(biases, query_channel, within, DELTA), biases_of(biases, key_channel, within, DELTA)
+    value_bias = biases_of(biases, value_channel, wanted, DELTA)
     rate, offset = tl.load(rates + head), _fades(offsets, head, deep, within, KEY, EACH)
     window = windows + slot * windows_stride
     place = memories + slot * memories_stride + (head * KEY + deep[:, None]) * VALUE + feature[None, :]
@@ -143,7 +166,7 @@ def memory_kernel(
             if BOUNDED:
                 fading = least / (1.0 + tl.exp(rate * fade))
             else:
-                fade = tl.where(fade > 20.0, fade, tl.log(1.0 + tl.exp(tl.minimum(fade, 20.0))))
+                fade = softplus(fade)
                 fading = rate * fade
             if DELTA:
                 memory *= tl.exp(fading)[:, None] if EACH else tl.exp(fading)
@@ -197,38 +220,27 @@ def window_kernel(
         tl.store(window + row * channels, values, mask=wanted)
 
 
-def memorize(
-    mixed: Tensor,
-    strengths: Tensor | None,
-    fades: Tensor,
-    taps: Tensor,
-    biases: Tensor | None,
-    rates: Tensor,
-    offsets: Tensor,
-    skips: Tensor | None,
-    starts: Tensor,
-    slots: Tensor,
-    fresh: Tensor,
-    sure: Tensor,
-    windows: Tensor,
-    memories: Tensor,
-    epsilon: float,
-    limits: tuple[float, float],
-    out: Tensor,
-) -> Tensor:
-    """`gated_delta.gated_delta` into `out`, or without strengths `state_space.state_space`; out: dense; mixed, strengths and fades:
-    their last dimension dense; windows, memories: each slot dense; the rest: dense. There is a span."""
-    (tokens, channels), (_, heads, key_size, value_size), width = mixed.shape, memories.shape, taps.shape[1]
-    ratio = heads * 2 * key_size // (channels - heads * value_size)
-    assert mixed.stride(1) == fades.stride(1) == 1
+def check(inputs: Inputs, states: States, out: Tensor) -> None:
+    """That kernels find everything where they look for it."""
+    mixed, strengths, (key_size, value_size) = inputs.mixed, inputs.strengths, states.memories.shape[2:]
+    assert mixed.stride(1) == inputs.fades.stride(1) == 1
     assert strengths is None or strengths.stride(1) == 1
     assert out.is_contiguous()
-    assert taps.is_contiguous()
-    assert windows.stride()[1:] == (channels, 1)
-    assert memories.stride()[1:] == (key_size * value_size, value_size, 1)
-    assert mixed.dtype == windows.dtype == out.dtype
-    spans = len(slots)
-    memory_kernel[(spans, heads, triton.cdiv(value_size, BLOCK))](
+    assert inputs.taps.is_contiguous()
+    assert states.windows.stride()[1:] == (mixed.shape[1], 1)
+    assert states.memories.stride()[1:] == (key_size * value_size, value_size, 1)
+    assert mixed.dtype == states.windows.dtype == out.dtype
+
+
+def walk(inputs: Inputs, spans: Spans, states: States, tokens: int, out: Tensor) -> None:
+    """What tokens of `spans` find, into `out`, and zeros behind the last span up to `tokens`; memories go on, but no windows.
+
+    Dense as `check` says; the rest is dense, too. There is a span.
+    """
+    check(inputs, states, out)
+    mixed, strengths, fades, taps, biases, rates, offsets, skips, epsilon, limits = inputs
+    (channels, width), (heads, key_size, value_size) = taps.shape, states.memories.shape[1:]
+    memory_kernel[(len(spans.lengths), heads, triton.cdiv(value_size, BLOCK))](
         out,
         mixed,
         strengths,
@@ -238,20 +250,20 @@ def memorize(
         rates,
         offsets,
         skips,
-        starts,
-        slots,
-        fresh,
-        sure,
-        windows,
-        memories,
+        spans.starts,
+        spans.slots,
+        spans.fresh,
+        spans.sure,
+        states.windows,
+        states.memories,
         tokens,
-        ratio,
+        heads * 2 * key_size // (channels - heads * value_size),
         channels,
         mixed.stride(0),
         strengths.stride(0) if strengths is not None else 0,
         fades.stride(0),
-        windows.stride(0),
-        memories.stride(0),
+        states.windows.stride(0),
+        states.memories.stride(0),
         epsilon,
         *limits,
         KEY=key_size,
@@ -266,8 +278,6 @@ def memorize(
         num_warps=1,
         enable_fp_fusion=True,
     )
-    move(mixed, starts, slots, fresh, sure, windows, width)
-    return out
 
 
 def move(mixed: Tensor, starts: Tensor, slots: Tensor, fresh: Tensor, sure: Tensor, windows: Tensor, width: int) -> None:
@@ -321,7 +331,7 @@ def gated_norm_kernel(
     wide = tl.load(x + outer * x_outer + place * x_inner + column, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(gates + outer * gates_outer + place * gates_inner + column, mask=inside, other=0.0).to(tl.float32)
     gain = tl.load(gains + place * gains_inner + column, mask=inside, other=0.0).to(tl.float32)
-    factor = 1.0 / (1.0 + tl.exp(-gate)) if SIGMOID else _silu(gate)
+    factor = 1.0 / (1.0 + tl.exp(-gate)) if SIGMOID else silu(gate)
     if BEFORE:
         wide *= factor
     scale = tl.rsqrt(tl.sum(wide * wide, 1) / SIZE + epsilon)[:, None]

@@ -9,8 +9,8 @@ from torch import Tensor
 from .compilation import Compilation
 from .fused_gated_delta import move
 from .fused_gated_hyper_connections import normalized, tile
-from .gated_delta import Spans
 from .ngram_hashes import NgramHashes
+from .spans import Spans
 
 TOKENS, CHANNELS = 16, 128  # tile of a program, as in `fused_short_convolution`
 

@@ -26,26 +26,7 @@ from torch.nn import functional
 
 from . import reference
 from .dispatch import triton_for
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class States:
-    """Of one layer: what sequences remember, by slot. Slot 0 is nobody's."""
-
-    windows: Tensor  # [slots, width - 1, channels] in the model's type: what last came into the convolution, the oldest first
-    memories: Tensor  # [slots, value heads, key size, value size] float32
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Spans:
-    """Of a step's tokens, which lie one span after the other; behind the last there may be padding."""
-
-    lengths: tuple[int, ...]  # tokens of each, none is 0
-    starts: Tensor  # [spans + 1] int64: where each begins, and where the last ends
-    slots: Tensor  # [spans] int64: of their sequences' states; no two have the same, but those of padding have 0
-    fresh: Tensor  # [spans] int64: 1: begins its sequence, so whatever is in the slot is no state of it
-    sure: Tensor  # [spans] int64: how many of its tokens states go on by, 1 or more; those behind are guesses, which states forget
-
+from .spans import Spans, States
 
 LENGTH_EPSILON = 1e-6  # added to squared lengths of queries and keys
 CHUNK = 64  # tokens whose changes of a memory are found together
@@ -77,12 +58,12 @@ def gated_delta(
     result is 0, and what slot 0 holds is never looked at.
     """
     if triton_for(mixed):
-        from .fused_gated_delta import memorize
+        from .fused_chunked_delta import memorize
+        from .fused_gated_delta import Inputs
 
-        inputs = mixed, strengths, fades, taps, None, rates, offsets, None
+        inputs = Inputs(mixed, strengths, fades, taps, None, rates, offsets, None, LENGTH_EPSILON, (bound, strongest))
         out = torch.empty(len(mixed), *states.memories.shape[1::2], dtype=mixed.dtype, device=mixed.device)
-        known = spans.starts, spans.slots, spans.fresh, spans.sure, states.windows, states.memories
-        return memorize(*inputs, *known, LENGTH_EPSILON, (bound, strongest), out)
+        return memorize(inputs, spans, states, out)
     strong = strengths.float().sigmoid().mul_(strongest).t().unsqueeze(2)  # [heads, tokens, 1]
     far = (fades.float() + offsets).view(len(mixed), len(rates), -1)
     far = rates[:, None] * (-far if bound else functional.softplus(far))

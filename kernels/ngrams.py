@@ -10,9 +10,10 @@ from torch.nn import functional
 
 from . import reference
 from .dispatch import triton_for
-from .gated_delta import Spans, States, convolved
+from .gated_delta import convolved
 from .ngram_hashes import NgramHashes
 from .reference import lane_invariant
+from .spans import Spans, States
 
 LEAST = 1e-6  # lower bound of a gate's logit before its square root is taken
 

@@ -1,14 +1,15 @@
 """Gated short causal convolutions over ragged spans of tokens: LFM2's (Liquid AI 2025, arXiv:2511.23404).
 
 A depthwise convolution over the last few tokens, whose result is multiplied by a gate. A sequence's only state is a window of the
-convolution's last inputs: `gated_delta.States` with empty recurrent states.
+convolution's last inputs: `spans.States` with empty recurrent states.
 """
 
 import torch
 from torch import Tensor
 
 from .dispatch import triton_for
-from .gated_delta import Spans, States, convolved
+from .gated_delta import convolved
+from .spans import Spans, States
 
 
 def short_convolution(mixed: Tensor, gates: Tensor, taps: Tensor, biases: Tensor | None, spans: Spans, states: States) -> Tensor:

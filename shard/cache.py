@@ -9,8 +9,8 @@ import numpy
 import torch
 from torch import Tensor
 
-from ..kernels.gated_delta import States
 from ..kernels.paging import copy_each, copy_pages, move_slots
+from ..kernels.spans import States
 from ..kernels.transfer import list_to_device, lists_to_device, to_device
 from .models.ngrams import NgramShape
 from .models.shape import Shape

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..kernels import attention, batch_invariant, expanded, ragged, shared_prefixes, work_list
-from ..kernels.gated_delta import Spans
 from ..kernels.layout import Layout
+from ..kernels.spans import Spans
 from ..kernels.transfer import list_to_device, lists_to_device, to_device
 from .pictures import AXES, PromptImage
 from .sequence import Group, Sequence
@@ -429,7 +429,7 @@ def _step(lists: _Lists, attended: ragged.Plan, layout: Layout, lengths: tuple[i
 
 
 def _states(spans: Listing[Span], order: Listing[int], room: Room | None) -> tuple[tuple[int, ...], list[int]]:
-    """The fields of `gated_delta.Spans`: lengths of spans, in that order; then their starts, their state slots, whether they are
+    """The fields of `spans.Spans`: lengths of spans, in that order; then their starts, their state slots, whether they are
     fresh, and how many tokens of each are not drafts."""
     own = [spans[i] for i in order]
     unused = room.tokens - len(own) if room is not None else 0

@@ -4,8 +4,9 @@ Knows where checkpoints have its tensors."""
 import torch
 from torch import Tensor
 
-from ...kernels.gated_delta import States, gated_delta, gated_norm
+from ...kernels.gated_delta import gated_delta, gated_norm
 from ...kernels.linear import Weight
+from ...kernels.spans import States
 from ..step import Step
 from .linear_attention import Remembered, products, together
 from .loader import Loader

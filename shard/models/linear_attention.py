@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ...kernels.codes import QuantizedWeight
-from ...kernels.gated_delta import Spans, States, gated_delta, gated_norm
+from ...kernels.gated_delta import gated_delta, gated_norm
 from ...kernels.linear import Weight
+from ...kernels.spans import Spans, States
 from ..step import Step
 from .changes import ColumnLora, side_by_side
 from .loader import Loader

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...kernels.gated_delta import States
 from ...kernels.ngram_hashes import NgramHashes
 from ...kernels.ngrams import opened, rows_of, take
+from ...kernels.spans import States
 from ..step import Step
 from .gated_hyper_stream import GatedHyperStream
 from .loader import Loader

@@ -3,8 +3,8 @@ them from checkpoints, and runs them."""
 
 from torch import Tensor
 
-from ...kernels.gated_delta import States
 from ...kernels.short_convolution import short_convolution
+from ...kernels.spans import States
 from ..step import Step
 from .linear_attention import Remembered
 from .loader import Loader

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...kernels.gated_delta import Spans, States, gated_norm, scaled
+from ...kernels.gated_delta import gated_norm, scaled
+from ...kernels.spans import Spans, States
 from ...kernels.state_space import state_space
 from .changes import side_by_side
 from .linear_attention import Memories

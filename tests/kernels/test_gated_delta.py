@@ -11,7 +11,8 @@ from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.qwen3_5 import modeling_qwen3_5 as oracle
 
 from penstock.kernels import dispatch
-from penstock.kernels.gated_delta import Spans, States, gated_delta, gated_norm
+from penstock.kernels.gated_delta import gated_delta, gated_norm
+from penstock.kernels.spans import Spans, States
 from penstock.tests.kernels import memories
 from penstock.tests.kernels.memories import DEVICE, TOLERANCES
 

@@ -18,6 +18,7 @@ from penstock.kernels import (
     expanded,
     expanded_attention,
     fused_batch_invariant,
+    fused_chunked_delta,
     fused_sampling,
     fused_skinny_gemm,
     indexed_attention,
@@ -161,6 +162,18 @@ def test_a_shard_by_triton_gives_the_same_tokens(name: str, monkeypatch: pytest.
     assert found.tokens == expected.tokens
     assert found.finishes == expected.finishes
     assert calls
+
+
+@pytest.mark.parametrize("name", [DELTA, SPACES, BESIDE, APART])
+def test_prompts_by_chunks_give_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if two tokens were many: parts of prompts stand beside tokens that come one by one."""
+    expected = plain(name)
+    monkeypatch.setattr(fused_chunked_delta, "LONG", 2)
+    dispatch.force("triton")
+    with sanitizer.watching() as kernels:
+        found = run(tiny.engine(name, 4, PAGES))
+    assert found.tokens == expected.tokens
+    assert {"walk_kernel", "memory_kernel"} <= set(kernels)
 
 
 @pytest.mark.parametrize(

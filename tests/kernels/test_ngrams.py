@@ -13,9 +13,9 @@ from torch.nn import functional
 from transformers.models.qwen4_exp import modeling_qwen4_exp as oracle
 
 from penstock.kernels import dispatch
-from penstock.kernels.gated_delta import Spans, States
 from penstock.kernels.ngram_hashes import NgramHashes
 from penstock.kernels.ngrams import opened, rows_of, take
+from penstock.kernels.spans import Spans, States
 from penstock.shard.models.ngrams import NgramShape
 from penstock.tests.kernels import memories
 from penstock.tests.kernels.memories import DEVICE, TOLERANCES

@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers.models.lfm2 import modeling_lfm2 as oracle
 
 from penstock.kernels import dispatch
-from penstock.kernels.gated_delta import Spans, States
 from penstock.kernels.short_convolution import short_convolution
+from penstock.kernels.spans import Spans, States
 from penstock.tests.kernels import memories
 from penstock.tests.kernels.memories import DEVICE, TOLERANCES
 

@@ -11,7 +11,8 @@ from transformers.models.granitemoehybrid import modeling_granitemoehybrid as or
 from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from penstock.kernels import dispatch
-from penstock.kernels.gated_delta import Spans, States, gated_norm
+from penstock.kernels.gated_delta import gated_norm
+from penstock.kernels.spans import Spans, States
 from penstock.kernels.state_space import state_space
 from penstock.tests.kernels import memories
 from penstock.tests.kernels.memories import DEVICE, TOLERANCES

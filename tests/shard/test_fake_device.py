@@ -366,7 +366,7 @@ def test_heads_without_keys_are_compiled_before_the_first_request(
     assert not {(one.types, one.constants) for one in later} - known
 
 
-@pytest.mark.parametrize("name", ["words-wide", "qwen3-moe", "bloom"])
+@pytest.mark.parametrize("name", ["words-wide", "qwen3-moe", "bloom", "qwen3-next", "falcon-h1"])
 def test_nothing_is_compiled_in_the_step_that_is_measured(noted: Noted, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The router takes its time for what tokens cost, and compiling takes longer. A step of many tokens has kernels of its own."""
     counts: list[int] = []
@@ -380,8 +380,27 @@ def test_nothing_is_compiled_in_the_step_that_is_measured(noted: Noted, name: st
     engine = load(ShardConfig(folder=str(tiny.folder(name)), model="m", device="cuda", dtype="bfloat16"), lambda stage: None)
     engine.compile(8)
     size_pool(engine, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL)
-    assert {one.kernel for one in noted.launches[counts[-1] :]} >= {"attend", "rotary_kernel"}
+    chunks = {"features_kernel", "systems_kernel", "walk_kernel"} if engine.decoder.shape.remembering else set()
+    assert {one.kernel for one in noted.launches[counts[-1] :]} >= {"attend", "rotary_kernel"} | chunks
     assert not {*noted.launches[counts[-1] :]} - {*noted.launches[: counts[-1]]}
+
+
+@pytest.mark.parametrize("name", ["qwen3-next", "nemotron-h-moe", "falcon-h1"])
+def test_prompts_that_go_by_chunks_ask_nothing(noted: Noted, name: str) -> None:
+    """Alone and beside others that decode; nor is a kernel compiled for them, wherever they begin."""
+    engine = load(ShardConfig(folder=str(tiny.folder(name)), model="m", device="cuda", dtype="bfloat16"), lambda stage: None)
+    engine.compile(8)
+    size_pool(engine, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL)
+    engine.resize(PAGES)
+    known, before = {*noted.launches}, len(noted.launches)
+    noted.waits.clear()
+    for lengths in ((70,), (3, 65, 64), (129, 1, 2)):
+        assert len(run(engine, [tiny.group(uid, range(length), 4) for uid, length in enumerate(lengths)])) == 4 * len(lengths)
+    kernels = {"features_kernel", "systems_kernel", "walk_kernel", "memory_kernel", "window_kernel"}
+    later = {one for one in noted.launches[before:] if one.kernel in kernels}
+    assert {one.kernel for one in later} == kernels
+    assert not later - known
+    assert {(one.place, one.why) for one in noted.waits} <= WAITS
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,512 @@
+"""Linear attention over long spans by Triton, chunk by chunk: the gated delta rule in its WY representation (Yang et al. 2024,
+arXiv:2412.06464, section 3) and state spaces in their dual form (Dao and Gu 2024, arXiv:2405.21060, section 6). What the rules mean
+stands in `gated_delta` and `state_space`. Knows tensors only.
+
+`fused_gated_delta` goes from token to token, each of which waits for the one before. Here three launches share a span's tokens:
+
+    features   convolution and silu, of all tokens and channels at once
+    systems    of each chunk and head what depends on no memory: how tokens see each other, and the inverse of the triangular matrix
+               by which what a token puts into the memory depends on those before it in its chunk
+    walk       from chunk to chunk with a block of a head's memory in registers: five products of small matrices each
+
+With keys K, queries Q and values V of a chunk, the memory S before it, decay(i, j) what is left at token i of what was there at j,
+decay(i) of what was there before the chunk, and A(i, j) = beta(i) decay(i, j) K(i)K(j)' for j < i, tokens put U under their keys
+and find O:
+
+    U = (I + A)^-1 beta (V - decay K S)
+    O = decay Q S + tril(decay(i, j) QK') U
+    S = decay(last) S + (decay(last, j) K)' U
+
+By state spaces U is step * V. Logarithms of decays are added up between each two tokens by themselves: of two large sums a small
+difference would be lost. What comes out of the convolution is rounded to the model's type, so products of queries and keys are
+exact but for their sums.
+"""
+
+import itertools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import JITFunction, knobs
+
+from . import fused_gated_delta
+from .compilation import AMD, NVIDIA, Compilation
+from .fused_gated_delta import Inputs, biases_of, move, silu, softplus
+from .spans import LONG, Spans, States
+
+# Tokens of a chunk. The walk's operations with the memory are as many for each token however long chunks are, those among tokens
+# are more in longer ones: with 64 products would take most of its time, with 16 waiting for them. One warp inverts a matrix of 32,
+# and scratch is half of what 64 take. An estimate that no GPU has measured.
+CHUNK = 32
+TOKENS, CHANNELS = 32, 128  # of a program of the convolution
+PART = 32  # features of keys that a program of the systems has in registers
+INTERPRET = bool(knobs.runtime.interpret)  # in Triton's interpreter a dot of bfloat16 is garbage, so operands are widened there
+# What factors there are of each token, by place.
+READS, ASKS, PUTS, LEFT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+
+
+class Tile(NamedTuple):
+    """How systems are made and walked through."""
+
+    precision: str  # of products
+    block: int  # features of values in a program of the walk: with 32, 32 heads of 128 make 128 programs for one sequence
+    warps: int  # of such a program
+    stages: int
+    system_warps: int
+
+
+def tile_of(dtype: torch.dtype, amd: bool) -> Tile:
+    """Of models of that type. With bfloat16 operands are rounded to tf32: that errs by a third of what it does to round keys and
+    values to bfloat16, or less, but by twice what it does to round them to float16. With other types three products of parts of the
+    operands make up for what tf32 lacks, which takes more registers. AMD's units take float32 as it is."""
+    if amd:
+        return Tile("ieee", 16, 4, 1 if dtype == torch.float32 else 2, 1)
+    return Tile("tf32", 32, 8, 2, 1) if dtype == torch.bfloat16 else Tile("tf32x3", 16, 8, 1, 2)
+
+
+class Scratch(NamedTuple):
+    """Of tokens that go by chunks, the first of which is at 0."""
+
+    features: Tensor  # [tokens, channels] in the model's type: behind convolution and silu
+    solutions: Tensor | None  # [heads, tokens, CHUNK] float32: of each row of a chunk's (I + A)^-1 beta; state spaces have none
+    seen: Tensor  # the same of tril(decay(i, j) QK'), for state spaces times steps
+    # [4, heads, tokens] float32: what is multiplied with what a key READS, with what a query ASKS for, and with what is PUT under a
+    # key and left when the chunk ends; and what is LEFT of the memory before the chunk. Lengths of queries and keys are in these.
+    factors: Tensor
+
+
+@triton.jit
+def _chunk(nth, kept, length, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where the nth chunk of a span begins and ends; guesses, which are those behind `kept`, begin another one."""
+    sure = tl.cdiv(kept, CHUNK)
+    begin = tl.where(nth < sure, nth * CHUNK, kept + (nth - sure) * CHUNK)
+    return begin, tl.minimum(begin + CHUNK, tl.where(nth < sure, kept, length))
+
+
+@triton.jit
+def _product(left, right, sums, PRECISION: tl.constexpr, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Added to sums in float32."""
+    if WIDEN:
+        left = left.to(tl.float32)
+        right = right.to(tl.float32)
+    return tl.dot(left, right, sums, input_precision=PRECISION)
+
+
+@triton.jit
+def _rounded(x, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """As an operand of a product may be: by tf32 to 11 bits, since matrix units would cut off the others. What is no number stays
+    none."""
+    if PRECISION == "tf32":
+        near = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+        x = tl.where(x == x, near, x)
+    return x
+
+
+@triton.jit(do_not_specialize=["base"], do_not_specialize_on_alignment=["starts", "slots", "fresh"])
+def features_kernel(
+    features: tl.tensor,  # [tokens, channels], dense
+    mixed: tl.tensor,  # [tokens, channels]
+    taps: tl.tensor,  # [channels, WIDTH], dense
+    biases: tl.tensor,  # [channels], dense; unused with DELTA
+    starts: tl.tensor,  # [spans + 1]
+    slots: tl.tensor,  # [spans]; 0: of padding, nothing is read there
+    fresh: tl.tensor,
+    windows: tl.tensor,  # [slots, WIDTH - 1, channels], each slot dense
+    base: tl.tensor,  # the first span's first token, which is the first of features
+    channels: tl.tensor,
+    mixed_stride: tl.tensor,
+    windows_stride: tl.tensor,
+    WIDTH: tl.constexpr,
+    DELTA: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program: TOKENS tokens of a span, of BLOCK channels."""
+    span = tl.program_id(0)
+    start, end, slot = tl.load(starts + span), tl.load(starts + span + 1), tl.load(slots + span)
+    first = tl.where((slot > 0) & (tl.load(fresh + span) == 0), 0, WIDTH - 1)  # row of the window that is looked at
+    place = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)[:, None]  # in the span
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    within, column = channel < channels, channel[None, :]
+    inside = within[None, :] & (place < end - start)
+    row = start + place
+    total = tl.zeros([TOKENS, BLOCK], tl.float32)
+    for tap in tl.static_range(WIDTH):
+        back = WIDTH - 1 - tap
+        before = windows + slot * windows_stride + (place + tap) * channels + column
+        values = tl.load(before, mask=inside & (place < back) & (place + tap >= first), other=0.0)
+        values = tl.load(mixed + (row - back) * mixed_stride + column, mask=inside & (place >= back), other=values)
+        factor = tl.load(taps + channel * WIDTH + tap, mask=within, other=0.0).to(tl.float32)
+        total += values.to(tl.float32) * factor[None, :]
+    if not DELTA:
+        total += biases_of(biases, channel, within, DELTA)[None, :]
+    tl.store(features + (row - base) * channels + column, silu(total).to(features.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _inverse(above, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of I + A, by A's transpose, which is 0 but above its diagonal. Row by row: powers of A, which would need fewer steps, grow
+    beyond what float32 can add up where keys are alike."""
+    row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    found = tl.where(row == column, 1.0, 0.0)
+    for i in range(1, CHUNK):
+        own = tl.sum(tl.where(column == i, above, 0.0), 1)  # A's row i
+        found = tl.where(row == i, found - tl.sum(own[:, None] * found, 0)[None, :], found)
+    return found
+
+
+@triton.jit(do_not_specialize=["base", "count"], do_not_specialize_on_alignment=["starts", "sure"])
+def systems_kernel(
+    solutions: tl.tensor,
+    seen: tl.tensor,
+    factors: tl.tensor,
+    features: tl.tensor,
+    strengths: tl.tensor,  # [tokens, heads]; unused without DELTA
+    fades: tl.tensor,  # [tokens, heads]
+    rates: tl.tensor,  # [heads]
+    offsets: tl.tensor,  # [heads]
+    starts: tl.tensor,
+    sure: tl.tensor,
+    base: tl.tensor,
+    count: tl.tensor,  # tokens of features
+    ratio: tl.tensor,  # value heads of a key head
+    channels: tl.tensor,
+    values: tl.tensor,  # of these channels, those of values
+    strengths_stride: tl.tensor,
+    fades_stride: tl.tensor,
+    epsilon: tl.tensor,
+    least: tl.tensor,  # as of `memory_kernel`
+    most: tl.tensor,
+    KEY: tl.constexpr,
+    DELTA: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    PART: tl.constexpr,  # features of a key at once
+    CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
+) -> None:
+    """One program: a chunk of a span, and a value head. Matrices of two tokens have the earlier one's rows here."""
+    span, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    start, kept = tl.load(starts + span), tl.load(sure + span).to(tl.int32)
+    length = (tl.load(starts + span + 1) - start).to(tl.int32)
+    begin, end = _chunk(tl.program_id(2), kept, length, CHUNK)
+    if begin < length:
+        place, deep = begin + tl.arange(0, CHUNK), tl.arange(0, PART)
+        there, token = place < end, start + place
+        own = features + (token - base)[:, None] * channels + head // ratio * KEY
+        met, alike = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
+        query_length, key_length = tl.zeros([CHUNK], tl.float32) + epsilon, tl.zeros([CHUNK], tl.float32) + epsilon
+        for first in range(0, KEY, PART):
+            feature = (first + deep)[None, :]
+            inside = there[:, None] & (feature < KEY)
+            query = tl.load(own + feature, mask=inside, other=0.0)
+            key = tl.load(own + feature + (channels - values) // 2, mask=inside, other=0.0)
+            met = _product(key, tl.trans(query), met, PRECISION, WIDEN)
+            if DELTA:
+                alike = _product(key, tl.trans(key), alike, PRECISION, WIDEN)
+                wide, asking = key.to(tl.float32), query.to(tl.float32)
+                key_length += tl.sum(wide * wide, 1)
+                query_length += tl.sum(asking * asking, 1)
+        rate = tl.load(rates + head)
+        fade = tl.load(fades + token * fades_stride + head, mask=there, other=0.0).to(tl.float32) + tl.load(offsets + head)
+        if BOUNDED:
+            fading = least / (1.0 + tl.exp(rate * fade))
+        else:
+            fade = softplus(fade)
+            if not DELTA:
+                fade = tl.minimum(tl.maximum(fade, least), most)
+            fading = rate * fade
+        fading = tl.where(there, fading, 0.0)
+        row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+        later = tl.where(column > row, fading[None, :], 0.0)
+        between = tl.exp(tl.cumsum(later, 1))  # [earlier, later]
+        left, rest = tl.exp(tl.cumsum(fading, 0)), tl.exp(tl.sum(later, 1))
+        met *= between
+        at = head.to(tl.int64) * count + token - base
+        tile = at[:, None] * CHUNK + column
+        if DELTA:
+            key_scale, query_scale = tl.rsqrt(key_length), tl.rsqrt(query_length) * (KEY**-0.5)
+            strength = tl.load(strengths + token * strengths_stride + head, mask=there, other=0.0).to(tl.float32)
+            beta = most / (1.0 + tl.exp(-strength))
+            among = alike * between * key_scale[:, None] * (key_scale * beta)[None, :]
+            inverse = _inverse(tl.where(row < column, among, 0.0), CHUNK)
+            tl.store(solutions + tile, _rounded(inverse * beta[None, :], PRECISION), mask=there[:, None])
+            met *= key_scale[:, None] * query_scale[None, :]
+            reads, asks, puts = left * key_scale, left * query_scale, rest * key_scale
+            tl.store(factors + at + READS * heads * count, reads, mask=there)
+        else:
+            met *= fade[:, None]
+            asks, puts = left, rest * fade
+        tl.store(seen + tile, _rounded(tl.trans(tl.where(row <= column, met, 0.0)), PRECISION), mask=there[:, None])
+        tl.store(factors + at + ASKS * heads * count, asks, mask=there)
+        tl.store(factors + at + PUTS * heads * count, puts, mask=there)
+        tl.store(factors + at + LEFT * heads * count, left, mask=there)
+
+
+@triton.jit(do_not_specialize=["base", "count"], do_not_specialize_on_alignment=["starts", "slots", "fresh", "sure"])
+def walk_kernel(
+    out: tl.tensor,  # [tokens, heads, VALUE], dense
+    features: tl.tensor,
+    solutions: tl.tensor,
+    seen: tl.tensor,
+    factors: tl.tensor,
+    skips: tl.tensor,  # [heads]; unused with DELTA
+    starts: tl.tensor,
+    slots: tl.tensor,
+    fresh: tl.tensor,
+    sure: tl.tensor,
+    memories: tl.tensor,  # [slots, heads, KEY, VALUE] float32, each slot dense
+    base: tl.tensor,
+    count: tl.tensor,
+    ratio: tl.tensor,
+    channels: tl.tensor,
+    memories_stride: tl.tensor,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    DELTA: tl.constexpr,
+    KEYS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """One program: BLOCK features of a value head, of all tokens of a span."""
+    span, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    start, slot = tl.load(starts + span), tl.load(slots + span)
+    length, kept = (tl.load(starts + span + 1) - start).to(tl.int32), tl.load(sure + span).to(tl.int32)
+    deep, feature = tl.arange(0, KEYS), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    within, wanted = deep < KEY, feature < VALUE
+    query_channel, value_channel = head // ratio * KEY + deep, channels - heads * VALUE + head * VALUE + feature
+    key_channel = query_channel + (channels - heads * VALUE) // 2
+    depth = tl.where((slot > 0) & (tl.load(fresh + span) == 0), KEY, 0)
+    home = memories + slot * memories_stride + (head * KEY + deep[:, None]) * VALUE + feature[None, :]
+    memory = tl.load(home, mask=(deep[:, None] < depth) & wanted[None, :], other=0.0)
+    ranked, first = tl.arange(0, CHUNK), head.to(tl.int64) * count + start - base
+    for guesses in range(2):  # what is sure, and what is guessed
+        stop = tl.where(guesses == 0, kept, length)
+        for begin in range(tl.where(guesses == 0, 0, kept), stop, CHUNK):
+            place = begin + ranked
+            there, at = place < stop, first + place
+            own = features + (start - base + place)[:, None] * channels
+            inside, tile = there[:, None] & within[None, :], at[:, None] * CHUNK + ranked[None, :]
+            key = tl.load(own + key_channel[None, :], mask=inside, other=0.0).to(tl.float32)
+            query = tl.load(own + query_channel[None, :], mask=inside, other=0.0).to(tl.float32)
+            value = tl.load(own + value_channel[None, :], mask=there[:, None] & wanted[None, :], other=0.0).to(tl.float32)
+            change, before = value, _rounded(memory, PRECISION)
+            found = tl.dot(query, before, input_precision=PRECISION)
+            if DELTA:
+                reads = tl.load(factors + at + READS * heads * count, mask=there, other=0.0)
+                change -= reads[:, None] * tl.dot(key, before, input_precision=PRECISION)
+                solution = tl.load(solutions + tile, mask=there[:, None], other=0.0)
+                change = tl.dot(solution, _rounded(change, PRECISION), input_precision=PRECISION)
+            asks = tl.load(factors + at + ASKS * heads * count, mask=there, other=0.0)
+            met = tl.load(seen + tile, mask=there[:, None], other=0.0)
+            found *= asks[:, None]
+            found = tl.dot(met, _rounded(change, PRECISION), found, input_precision=PRECISION)
+            if not DELTA:
+                found += tl.load(skips + head) * value
+            answer = out + ((start + place)[:, None] * heads + head) * VALUE + feature[None, :]
+            tl.store(answer, found.to(out.dtype.element_ty), mask=there[:, None] & wanted[None, :])
+            puts = tl.load(factors + at + PUTS * heads * count, mask=there, other=0.0)
+            memory *= tl.load(factors + first + tl.minimum(begin + CHUNK, stop) - 1 + LEFT * heads * count)
+            memory = tl.dot(tl.trans(key), _rounded(puts[:, None] * change, PRECISION), memory, input_precision=PRECISION)
+        if (guesses == 0) & (slot > 0):
+            tl.debug_barrier()  # of a small memory several threads have read what one writes
+            tl.store(home, memory, mask=within[:, None] & wanted[None, :])
+
+
+def memorize(inputs: Inputs, spans: Spans, states: States, out: Tensor) -> Tensor:
+    """`gated_delta.gated_delta` into `out`, or without strengths `state_space.state_space`; out: dense; of inputs mixed, strengths
+    and fades: their last dimension dense; windows, memories: each slot dense; the rest: dense. There is a span.
+
+    From the first long span to the last one all go by chunks, and what is before and behind those token by token: prompts of a step
+    stand together, so that is four launches more at most. Graphs are recorded of spans of one token each.
+    """
+    first, last = _long(spans.lengths) if inputs.fades.shape[1] == states.memories.shape[1] else (0, 0)
+    starts, end = [0, *itertools.accumulate(spans.lengths)], len(spans.lengths)
+    for begin, stop in ((0, first), (last, end)) if first < last else ((0, end),):
+        if begin < stop:
+            tokens = len(out) if stop == end else starts[stop]
+            fused_gated_delta.walk(inputs, _between(spans, begin, stop), states, tokens, out)
+    if first < last:
+        _by_chunks(inputs, _between(spans, first, last), states, starts[first], starts[last], out)
+        if last == end:
+            out[starts[end] :].zero_()
+    move(inputs.mixed, spans.starts, spans.slots, spans.fresh, spans.sure, states.windows, inputs.taps.shape[1])
+    return out
+
+
+def _long(lengths: tuple[int, ...]) -> tuple[int, int]:
+    """The first span that is, and that behind the last."""
+    long = [i for i, length in enumerate(lengths) if length >= LONG]
+    return (long[0], long[-1] + 1) if long else (0, 0)
+
+
+def _between(spans: Spans, begin: int, stop: int) -> Spans:
+    if (begin, stop) == (0, len(spans.lengths)):
+        return spans
+    each = (part[begin:stop] for part in (spans.slots, spans.fresh, spans.sure))
+    return Spans(spans.lengths[begin:stop], spans.starts[begin : stop + 1], *each)
+
+
+def scratch(inputs: Inputs, heads: int, tokens: int) -> Scratch:
+    """With no numbers in it."""
+    mixed = inputs.mixed
+    systems = [torch.empty(heads, tokens, CHUNK, device=mixed.device) for _ in range(1 if inputs.strengths is None else 2)]
+    factors = torch.empty(4, heads, tokens, device=mixed.device)
+    features = torch.empty(tokens, mixed.shape[1], dtype=mixed.dtype, device=mixed.device)
+    return Scratch(features, systems[1] if inputs.strengths is not None else None, systems[0], factors)
+
+
+def _by_chunks(inputs: Inputs, spans: Spans, states: States, base: int, end: int, out: Tensor) -> None:
+    """base, end: tokens of spans."""
+    mixed, strengths, fades, _, _, rates, offsets, skips, epsilon, limits = inputs
+    fused_gated_delta.check(inputs, states, out)
+    channels, (heads, key_size, value_size) = mixed.shape[1], states.memories.shape[1:]
+    values, longest, delta = heads * value_size, max(spans.lengths), strengths is not None
+    own = scratch(inputs, heads, end - base)
+    _convolve(inputs, spans, states, base, own.features)
+    ratio = heads * 2 * key_size // (channels - values)
+    tile = tile_of(mixed.dtype, torch.version.hip is not None)
+    shared = {"KEY": key_size, "DELTA": delta, "CHUNK": CHUNK, "PRECISION": tile.precision}
+    # One chunk more than are full: guesses begin one.
+    systems_kernel[(len(spans.lengths), heads, triton.cdiv(longest, CHUNK) + 1)](
+        own.solutions,
+        own.seen,
+        own.factors,
+        own.features,
+        strengths,
+        fades,
+        rates,
+        offsets,
+        spans.starts,
+        spans.sure,
+        base,
+        end - base,
+        ratio,
+        channels,
+        values,
+        strengths.stride(0) if strengths is not None else 0,
+        fades.stride(0),
+        epsilon,
+        *limits,
+        BOUNDED=delta and limits[0] < 0,
+        PART=PART,
+        WIDEN=INTERPRET,
+        num_warps=tile.system_warps,
+        enable_fp_fusion=True,
+        **shared,
+    )
+    walk_kernel[(len(spans.lengths), heads, triton.cdiv(value_size, tile.block))](
+        out,
+        own.features,
+        own.solutions,
+        own.seen,
+        own.factors,
+        skips,
+        spans.starts,
+        spans.slots,
+        spans.fresh,
+        spans.sure,
+        states.memories,
+        base,
+        end - base,
+        ratio,
+        channels,
+        states.memories.stride(0),
+        VALUE=value_size,
+        KEYS=max(16, triton.next_power_of_2(key_size)),  # as many as matrix units take
+        BLOCK=tile.block,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        enable_fp_fusion=True,
+        **shared,
+    )
+
+
+def _convolve(inputs: Inputs, spans: Spans, states: States, base: int, features: Tensor) -> None:
+    """Into `features`."""
+    channels, width = inputs.taps.shape
+    features_kernel[(len(spans.lengths), triton.cdiv(channels, CHANNELS), triton.cdiv(max(spans.lengths), TOKENS))](
+        features,
+        inputs.mixed,
+        inputs.taps,
+        inputs.biases,
+        spans.starts,
+        spans.slots,
+        spans.fresh,
+        states.windows,
+        base,
+        channels,
+        inputs.mixed.stride(0),
+        states.windows.stride(0),
+        WIDTH=width,
+        DELTA=inputs.strengths is not None,
+        TOKENS=TOKENS,
+        BLOCK=CHANNELS,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+
+
+class Heads(NamedTuple):
+    """Of a layer that kernels are compiled for."""
+
+    name: str
+    delta: bool
+    key_size: int
+    value_size: int
+
+
+# Qwen3-Next's and Qwen 3.5's; Granite 4 H Tiny's and Small's; Falcon H1's largest.
+COMPILED = (
+    Heads("delta", True, 128, 128),
+    Heads("state spaces", False, 128, 64),
+    Heads("state spaces of 256", False, 256, 64),
+)
+TYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def compilations() -> list[Compilation]:
+    """Of bfloat16 and of float32, which differ by how products are made: on AMD's in another way than on NVIDIA's."""
+    found = []
+    for heads, (name, dtype), amd in itertools.product(COMPILED, TYPES.items(), (False, True)):
+        tile = tile_of(dtype, amd)
+        shared = {"KEY": heads.key_size, "DELTA": heads.delta, "CHUNK": CHUNK, "PRECISION": tile.precision}
+        how: dict[str, object] = {**shared, "BOUNDED": False, "PART": PART, "WIDEN": False}
+        walked: dict[str, object] = {**shared, "VALUE": heads.value_size, "KEYS": heads.key_size, "BLOCK": tile.block}
+        targets = AMD if amd else NVIDIA
+        found += [
+            _compilation(systems_kernel, f"systems {heads.name}", name, targets, how, tile.system_warps),
+            _compilation(walk_kernel, f"walk {heads.name}", name, targets, walked, tile.warps, tile.stages),
+        ]
+    for delta, name in itertools.product((True, False), TYPES):
+        sizes: dict[str, object] = {"WIDTH": 4, "DELTA": delta, "TOKENS": TOKENS, "BLOCK": CHANNELS}
+        found.append(_compilation(features_kernel, f"features{' biased' * (not delta)}", name, (), sizes, 4))
+    return found
+
+
+def _compilation(
+    kernel: JITFunction, name: str, dtype: str, targets: tuple[str, ...], how: dict[str, object], warps: int, stages: int = 2
+) -> Compilation:
+    """Programs of float32, which few models are served in, may spill."""
+    types = dict.fromkeys(("out", "mixed", "strengths", "fades", "taps", "biases", "windows", "features"), f"*{dtype}")
+    types |= dict.fromkeys(("rates", "offsets", "skips", "memories", "solutions", "seen", "factors"), "*fp32")
+    types |= dict.fromkeys(("starts", "slots", "fresh", "sure"), "*i64") | dict.fromkeys(("base", "count", "ratio"), "i32")
+    sizes = ("channels", "values", "mixed_stride", "strengths_stride", "fades_stride", "windows_stride", "memories_stride")
+    types |= dict.fromkeys(sizes, "i32:16") | dict.fromkeys(("epsilon", "least", "most"), "fp32")
+    nothing = ("biases", "skips") if how["DELTA"] else ("strengths", "solutions")
+    constants: dict[str, object] = dict.fromkeys(part for part in nothing if part in kernel.arg_names)
+    constants |= how
+    return Compilation(
+        kernel=kernel,
+        name=f"chunks {name} {dtype}{' amd' * (targets == AMD)}",
+        signature={part: types[part] for part in kernel.arg_names if part not in constants},
+        constants=constants,
+        warps=warps,
+        stages=stages,
+        fuse=True,
+        hot=dtype != "fp32",
+        targets=targets,
+    )
