@@ -52,11 +52,11 @@ from penstock.kernels import (
     short_convolution,
     state_space,
 )
-from penstock.kernels.attention import How, Row, ancestry
+from penstock.kernels.attention import AttentionOptions, Row, ancestry
 from penstock.kernels.attention import order as in_order
 from penstock.kernels.fused_routing import PAIRS, sort
 from penstock.kernels.fused_sampling import sample
-from penstock.kernels.layout import Layout
+from penstock.kernels.layout import AttentionLayout
 from penstock.kernels.layout import kind as like
 from penstock.kernels.linear import Invariance
 from penstock.kernels.paged_attention import Capacity
@@ -252,7 +252,7 @@ def many_rows(bench: Bench, chance: random.Random, page_size: int, dtype: torch.
     """
     kv_heads, ratio = chance.choice([(1, 8), (2, 4), (2, 7), (4, 5), (8, 4)])  # 17 queries fill more than the smaller tiles
     shape = Shape(kv_heads=kv_heads, ratio=ratio, page_size=page_size, dtype=dtype)
-    kind, how, worst = replace(shape.kind(), joined=True), How(0, shape.size**-0.5), 0.0
+    kind, how, worst = replace(shape.kind(), joined=True), AttentionOptions(0, shape.size**-0.5), 0.0
     for trees, processors in itertools.product((0.0, 0.8), (None, 1, 999)):
         queries = [700, 64, *(chance.randint(17, chance.choice([40, 128, 700])) for _ in range(chance.randint(0, 5)))]
         rows = _rows(chance, page_size, 2800, len(queries), trees=trees, queries=queries)
@@ -298,7 +298,7 @@ def _attended(bench: Bench, shape: Shape, rows: Sequence[Row], window: int, soft
     with poisoned():
         kind = replace(shape.kind(window), joined=True)
         plan = paged_attention.plan(rows, shape.page_size, [kind], bench.device, dtype=shape.dtype)
-        found = paged_attention.attention(query, cache, plan, How(window, shape.size**-0.5, softcap, scales, sinks))
+        found = paged_attention.attention(query, cache, plan, AttentionOptions(window, shape.size**-0.5, softcap, scales, sinks))
     wrong = error(found, _exact(query, cache, scales, sinks, rows, shape.page_size, window, softcap), TOLERANCES[shape.dtype])
     if not wrong <= 1:
         print(f"    wrong by {wrong:.2g} tolerances: {shape}, window {window}, softcap {softcap:g}, sinks {sinking}", flush=True)
@@ -378,11 +378,11 @@ def replayed(bench: Bench, chance: random.Random, trees: bool = True) -> float:
     cache = torch.randn(joint * shape.page_size, 2, shape.kv_heads, shape.size, device=bench.device).to(shape.dtype)
     query = torch.randn(tokens, shape.heads, shape.size, device=bench.device).to(shape.dtype)
     plan = paged_attention.plan(steps[0], *sizes, **options)
-    paged_attention.attention(query, cache, plan, How(0, shape.size**-0.5))
+    paged_attention.attention(query, cache, plan, AttentionOptions(0, shape.size**-0.5))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        output = paged_attention.attention(query, cache, plan, How(0, shape.size**-0.5))
+        output = paged_attention.attention(query, cache, plan, AttentionOptions(0, shape.size**-0.5))
     worst = 0.0
     for rows in steps[::-1]:
         output.fill_(torch.nan)
@@ -507,17 +507,19 @@ def _entered(bench: Bench, chance: random.Random, dtype: torch.dtype, rate: int,
 
     def found(device: torch.device) -> tuple[Tensor, Tensor]:
         cache, made, query, queries, gains, table = (x.to(device, dtype, copy=True) for x in held)
-        layout = Layout(page_size, (like(0, heads, 1, size, True),), dtype, device, size, near=128, entries=((rate, most),))
+        layout = AttentionLayout(
+            page_size, (like(0, heads, 1, size, True),), dtype, device, size, near=128, entries=((rate, most),)
+        )
         _, plan = ragged.plan(rows, layout)
-        partial_rotary.turn(query, table[:tokens], 1e-6)
+        partial_rotary.rotate_last(query, table[:tokens], 1e-6)
         entries.write_series(own.to(device), made, cache[..., size:])
         making = entries.EntryParameters(size, places.to(device), gains, 1e-6)
         ends = ragged.completed_entries(plan, rate, series > 1)
         entries.write_entries(cache, ends, making, table.index_select(0, ends.firsts))
         asked = compressed.EntrySelection(queries, weights.to(device), most, members=rate, first=size) if most else None
-        how = How(0, size**-0.5, sinks=sinks.to(device), latent=size)
+        how = AttentionOptions(0, size**-0.5, sinks=sinks.to(device), latent=size)
         answer = ragged.attention_with_entries(query, cache, plan, how, rate, asked)
-        partial_rotary.turn(answer, table[:tokens], back=True)
+        partial_rotary.rotate_last(answer, table[:tokens], back=True)
         return cache.cpu(), answer.cpu()
 
     with poisoned():

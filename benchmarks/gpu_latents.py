@@ -9,8 +9,8 @@ from torch import Tensor
 
 from penstock.benchmarks.gpu_measure import replaced
 from penstock.kernels import expanded, ragged
-from penstock.kernels.attention import How, Row
-from penstock.kernels.layout import Expansion, Layout, kind
+from penstock.kernels.attention import AttentionOptions, Row
+from penstock.kernels.layout import AttentionLayout, Expansion, kind
 
 DEEPSEEK = Expansion(heads=16, latent=512, plain=128, turned=64, values=128)  # V2 Lite's; V3's on 8 ranks
 GLM = Expansion(heads=20, latent=512, plain=192, turned=64, values=256)  # 4.7 Flash's: what turns is multiplied with the rest
@@ -28,13 +28,13 @@ class Latents:
         self.query = torch.randn(tokens, own.heads, own.plain + own.turned, device=device).to(dtype)
         sizes = (own.heads, own.plain, own.latent), (own.heads, own.latent, own.values)
         self.to_keys, self.to_values = ((torch.randn(*size, device=device) * own.latent**-0.5).to(dtype) for size in sizes)
-        self.how = How(0, (own.plain + own.turned) ** -0.5, latent=own.latent)
+        self.how = AttentionOptions(0, (own.plain + own.turned) ** -0.5, latent=own.latent)
 
     def plan(self, fewest: int) -> tuple[list[int], ragged.Plan]:
         """The order of rows, of which those are expanded that have so many queries, whatever it costs."""
         own = self.own
         kinds = (kind(0, own.heads, 1, own.latent + own.turned, True),)
-        layout = Layout(self.page_size, kinds, self.dtype, self.device, latent=own.latent, expansion=own)
+        layout = AttentionLayout(self.page_size, kinds, self.dtype, self.device, latent=own.latent, expansion=own)
         with ExitStack() as stack:
             stack.enter_context(replaced(expanded, "FEWEST_BY_TRITON", fewest))
             stack.enter_context(replaced(expanded, "MARGIN", -1e9))

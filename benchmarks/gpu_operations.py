@@ -216,7 +216,7 @@ class Layer:
     out: Tensor
 
     def __call__(self) -> None:
-        fused_chunked_delta.memorize(self.inputs, self.spans, self.states, self.out)
+        fused_chunked_delta.attend_in_chunks(self.inputs, self.spans, self.states, self.out)
 
 
 def _layer(bench: Bench, delta: bool, sizes: tuple[int, int, int, int], tokens: int) -> Layer:

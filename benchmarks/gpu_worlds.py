@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from penstock.kernels import paged_attention
-from penstock.kernels.attention import How, Row, ancestry
-from penstock.kernels.layout import Kind
+from penstock.kernels.attention import AttentionOptions, Row, ancestry
+from penstock.kernels.layout import LayerKind
 from penstock.kernels.paged_attention import Plan
 
 
@@ -29,9 +29,9 @@ class Shape:
         """Query heads."""
         return self.kv_heads * self.ratio
 
-    def kind(self, window: int = 0) -> Kind:
+    def kind(self, window: int = 0) -> LayerKind:
         """The kind of its layers with that window."""
-        return Kind(window, self.kv_heads, self.ratio, self.size)
+        return LayerKind(window, self.kv_heads, self.ratio, self.size)
 
     @property
     def key_bytes(self) -> int:
@@ -86,7 +86,9 @@ class World:
 
     def attend(self, plan: Plan) -> Tensor:
         """[tokens, heads, size], by our kernels."""
-        return paged_attention.attention(self.query, self.cache, plan, How(0, self.shape.size**-0.5, scales=self.scales))
+        return paged_attention.attention(
+            self.query, self.cache, plan, AttentionOptions(0, self.shape.size**-0.5, scales=self.scales)
+        )
 
     @property
     def bytes(self) -> int:

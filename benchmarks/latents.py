@@ -21,7 +21,7 @@ from penstock.kernels import expanded
 from penstock.shard.config import ShardConfig
 from penstock.shard.engine import Engine
 from penstock.shard.loading import load
-from penstock.shard.models.latents import Latents
+from penstock.shard.models.latents import LatentAttention
 from penstock.shard.sequence import sequences
 from penstock.shard.step import Span
 
@@ -48,12 +48,12 @@ CONFIG = {
 
 
 class Clocked:
-    """In the place of `Latents._attended`: adds up what it takes."""
+    """In the place of `LatentAttention._attended`: adds up what it takes."""
 
     def __init__(self) -> None:
-        self.seconds, self._right, self._within = 0.0, Latents._attended, False
+        self.seconds, self._right, self._within = 0.0, LatentAttention._attended, False
 
-    def __call__(self, layer: Latents, *given: object) -> Tensor:
+    def __call__(self, layer: LatentAttention, *given: object) -> Tensor:
         if self._within:
             return self._right(layer, *given)  # type: ignore[arg-type]
         self._within, began = True, time.process_time()
@@ -94,7 +94,7 @@ def main() -> None:
     torch.set_num_threads(1)
     chunks = [tuple(map(int, chunk.split("x"))) for chunk in options.chunks]
     engine, clocked = made_up(options.dtype, max(map(sum, chunks))), Clocked()
-    Latents._attended = lambda *given: clocked(*given)  # type: ignore[method-assign]
+    LatentAttention._attended = lambda *given: clocked(*given)  # type: ignore[method-assign]
     expanded.MARGIN = -1e9  # whatever it costs
     print(f"{options.dtype}, CPU ms by latents and expanded: chunk | step | attention")
     for queries, context in chunks:

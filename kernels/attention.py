@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .indexed import Choosing, ChoosingBlocks, ChoosingPools, narrowed, narrowed_by_blocks, narrowed_by_pools
-from .layout import Kind, Layout
+from .indexed import BlockSelection, PoolSelection, TokenSelection, masked_by_blocks, masked_by_pools, narrowed
+from .layout import AttentionLayout, LayerKind
 
 # Elements of padding that a block may add to its rows: copying them costs about as much as another block. Measured 2026-11-22 on a
 # shared EPYC, 12 rows of 64 to 160 tokens with 256 elements each, four layers: 3.1 ms in three blocks, 2.1 in one.
@@ -58,7 +58,7 @@ class Row:
 
 
 @dataclass(slots=True)  # made many times a step: frozen ones take three times as long to make
-class How:
+class AttentionOptions:
     """How one layer attends over a step's plan: its window, logit scale and soft cap, cache scales, sinks and sparse selection."""
 
     window: int  # sliding window in tokens, by which the plan knows the layer's kind; 0: full attention
@@ -70,7 +70,7 @@ class How:
     turned: int = 0  # the last so many features of keys are the same for all heads, and stored once, behind all values of a slot
     # For sparse attention: what the indexer's choice of tokens, pools or blocks is made from. When single tokens are chosen, the
     # indexer's keys stand behind the latents in the cache.
-    asked: Choosing | ChoosingBlocks | None = None
+    asked: TokenSelection | BlockSelection | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ def order(rows: Sequence[Row]) -> list[int]:
     return sorted(range(len(rows)), key=lambda i: (rows[i].queries, rows[i].context))
 
 
-def blocks(rows: Sequence[Row], layout: Layout, start: int = 0) -> list[Block]:
+def blocks(rows: Sequence[Row], layout: AttentionLayout, start: int = 0) -> list[Block]:
     """Blocks of `rows`, which stand in `order`. start: their first token in the step."""
     result = []
     for part in split(rows, layout.elements):
@@ -130,7 +130,7 @@ def split(rows: Sequence[Row], elements: int) -> Iterator[Sequence[Row]]:
         yield rows[first:]
 
 
-def _block(rows: Sequence[Row], start: int, layout: Layout) -> Block:
+def _block(rows: Sequence[Row], start: int, layout: AttentionLayout) -> Block:
     slots = slots_of(rows, layout.page_size)
     causal = [replace(row, whole=False) for row in rows] if any(row.whole for row in rows) else rows
     views = {kind.window: _view(rows if kind.joined else causal, slots, kind, layout.device) for kind in layout.kinds}
@@ -146,7 +146,7 @@ def slots_of(rows: Sequence[Row], page_size: int) -> Array:
     return (tables[:, :, None] * page_size + numpy.arange(page_size)).reshape(len(rows), -1)[:, :length]
 
 
-def _view(rows: Sequence[Row], slots: Array, kind: Kind, device: torch.device) -> View:
+def _view(rows: Sequence[Row], slots: Array, kind: LayerKind, device: torch.device) -> View:
     """The view of rows through the window of `kind`. slots: from `slots_of`. Keys before the window are not gathered: the context
     is simply taken to be shorter."""
     tiled = rows[0].queries > TILE and rows[0].parents is None and not rows[0].whole
@@ -215,7 +215,7 @@ def depths(parents: Iterable[int]) -> list[int]:
     return found
 
 
-def attention(query: Tensor, cache: Tensor, plan: Sequence[Block], how: How) -> Tensor:
+def attention(query: Tensor, cache: Tensor, plan: Sequence[Block], how: AttentionOptions) -> Tensor:
     """Softmax attention of every row of `plan`: [tokens, heads, size].
 
     query: [tokens, heads, size]; cache: [slots, 2, kv_heads, size], keys first, in the query's dtype or an 8-bit one; for MLA
@@ -252,7 +252,7 @@ def _select(rows: Tensor, indices: Tensor) -> Tensor:
     return torch.from_numpy(rows.view(torch.uint8).numpy().take(indices.numpy(), 0)).view(rows.dtype)  # numpy knows no bfloat16
 
 
-def _attend(attended: Callable[..., Tensor], query: Tensor, cache: Tensor, block: Block, how: How) -> Tensor:
+def _attend(attended: Callable[..., Tensor], query: Tensor, cache: Tensor, block: Block, how: AttentionOptions) -> Tensor:
     """Attention of one block. attended: torch's `scaled_dot_product_attention` or a function with the same arguments, its scale
     bound."""
     heads, size = query.shape[1:]
@@ -262,12 +262,12 @@ def _attend(attended: Callable[..., Tensor], query: Tensor, cache: Tensor, block
     own = query[block.start : block.start + count * queries]
     mask = view.mask if view.mask is None else view.mask.to(query.dtype)
     choose: Callable[[int, int, Tensor | None], Tensor | None] = _all
-    if isinstance(how.asked, ChoosingBlocks):
-        choose = partial(narrowed_by_blocks, how.asked, gather(how.asked.keys, view.slots, count, query.dtype, None)[0][:, 0])
-    elif isinstance(how.asked, ChoosingPools):
+    if isinstance(how.asked, BlockSelection):
+        choose = partial(masked_by_blocks, how.asked, gather(how.asked.keys, view.slots, count, query.dtype, None)[0][:, 0])
+    elif isinstance(how.asked, PoolSelection):
         held = how.asked.keys
         beside = keys[:, 0, :, size:] if held is None else gather(held, view.slots, count, query.dtype, None)[0][:, 0]
-        choose = partial(narrowed_by_pools, how.asked, beside)
+        choose = partial(masked_by_pools, how.asked, beside)
     elif how.asked is not None:
         choose = partial(narrowed, how.asked, keys[:, 0, :, size:])
     if cache.shape[3] > size:  # the indexer's keys stand behind the latents

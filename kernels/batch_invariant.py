@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .attention import BLOCK_ELEMENTS, TILE, How, Row, gather, packed_heads, slots_of, unpacked_heads
-from .layout import Kind, Layout
+from .attention import BLOCK_ELEMENTS, TILE, AttentionOptions, Row, gather, packed_heads, slots_of, unpacked_heads
+from .layout import AttentionLayout, LayerKind
 
 # Block of keys of torch's CPU attention: it goes through so many at once, if there are as many.
 KEYS = 512
@@ -47,10 +47,10 @@ class Plan:
 
     blocks: list[Block]
     tile: int  # queries of a tile
-    kinds: dict[int, Kind]  # kinds of layers, by their windows
+    kinds: dict[int, LayerKind]  # kinds of layers, by their windows
 
 
-def plan(rows: Sequence[Row], layout: Layout) -> tuple[list[int], Plan]:
+def plan(rows: Sequence[Row], layout: AttentionLayout) -> tuple[list[int], Plan]:
     """The order in which `rows` have to stand in the step, and its plan.
 
     Raises ValueError for trees: the keys that a node sees are not contiguous, as they will be once it is accepted, so sums are made
@@ -93,7 +93,7 @@ def _alike(rows: Sequence[Row], tile: int, elements: int) -> Iterator[Sequence[R
         yield from (part[first : first + most] for first in range(0, len(part), most))
 
 
-def attention(query: Tensor, cache: Tensor, plan: Plan, how: How) -> Tensor:
+def attention(query: Tensor, cache: Tensor, plan: Plan, how: AttentionOptions) -> Tensor:
     """As `attention.attention`, without sparse selection."""
     attended: Callable[..., Tensor] = partial(functional.scaled_dot_product_attention, scale=how.scale)
     kind, heads, kv_heads = plan.kinds[how.window], query.shape[1], cache.shape[2]
@@ -115,7 +115,7 @@ def attention(query: Tensor, cache: Tensor, plan: Plan, how: How) -> Tensor:
     return answers[0] if len(answers) == 1 else torch.cat(answers)
 
 
-def _first_keys(positions: Tensor, kind: Kind) -> Tensor:
+def _first_keys(positions: Tensor, kind: LayerKind) -> Tensor:
     """The first keys that queries at these positions see."""
     if not kind.window:
         return torch.zeros_like(positions)

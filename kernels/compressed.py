@@ -20,10 +20,10 @@ from torch import Tensor
 
 from . import attention as plain
 from . import shared_prefixes, work_list
-from .attention import How, Row
+from .attention import AttentionOptions, Row
 from .entries import CompletedEntries
-from .indexed import Choosing, scores
-from .layout import Layout
+from .indexed import TokenSelection, scores
+from .layout import AttentionLayout
 from .transfer import to_device
 
 # Attention logits that are computed at once: the more keys, the fewer queries.
@@ -32,7 +32,7 @@ LOGIT_BYTES = 16  # bytes per logit, with its mask and what is derived from both
 
 
 @dataclass(frozen=True, slots=True)
-class EntrySelection(Choosing):
+class EntrySelection(TokenSelection):
     """An indexer's queries and head weights for choosing compressed entries; `most` counts entries."""
 
     members: int = 1  # tokens that an entry stands for
@@ -70,7 +70,7 @@ class Places:
         return self.found[rate, before]
 
 
-def token_places(rows: Sequence[Row], layout: Layout) -> Places:
+def token_places(rows: Sequence[Row], layout: AttentionLayout) -> Places:
     """The positions of a step's tokens. rows: in the order in which they stand in the step."""
     own = work_list.positions_of(rows)
     widths = numpy.array([work_list.width(row, layout.page_size) for row in rows], numpy.int64)
@@ -113,7 +113,7 @@ class Plan(shared_prefixes.Plan):
     views: dict[tuple[int, int], View]
 
 
-def plan(rows: Sequence[Row], layout: Layout) -> tuple[list[int], Plan]:
+def plan(rows: Sequence[Row], layout: AttentionLayout) -> tuple[list[int], Plan]:
     """The order in which `rows` have to stand in the step, and its plan."""
     order = plain.order(rows)
     ordered = [rows[i] for i in order]
@@ -128,7 +128,7 @@ def plan(rows: Sequence[Row], layout: Layout) -> tuple[list[int], Plan]:
     return order, Plan([], blocks, [], tiles, token_places(ordered, layout), pages, layout.near, longest, {})
 
 
-def _tiles(rows: Sequence[Row], layout: Layout, most: int) -> Iterator[Tile]:
+def _tiles(rows: Sequence[Row], layout: AttentionLayout, most: int) -> Iterator[Tile]:
     """The tiles of a step. most: queries of one."""
     start = 0
     for part in plain.split(rows, layout.elements):
@@ -142,7 +142,7 @@ def _tiles(rows: Sequence[Row], layout: Layout, most: int) -> Iterator[Tile]:
         start += len(part) * queries
 
 
-def attention(query: Tensor, cache: Tensor, plan: Plan, how: How, rate: int, asked: EntrySelection | None) -> Tensor:
+def attention(query: Tensor, cache: Tensor, plan: Plan, how: AttentionOptions, rate: int, asked: EntrySelection | None) -> Tensor:
     """Attention over window and entries: [tokens, heads, size]. query: of the same shape; cache: a layer, [slots, 1, 1, width];
     rate: tokens per entry; asked: the indexer's queries; None: all entries are seen."""
     heads, size = query.shape[1:]

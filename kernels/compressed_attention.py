@@ -15,11 +15,11 @@ from torch import Tensor
 
 from . import paged_attention as paged
 from . import work_list
-from .attention import How, Row
+from .attention import AttentionOptions, Row
 from .compressed import EntrySelection, Places, token_places
 from .fused_index import scores
 from .indexed_attention import SCORES, TOKENS
-from .layout import Layout
+from .layout import AttentionLayout
 
 # Most table entries (rows of keys and entries) of tokens that are attended at once: 32 MiB.
 ROWS = 1 << 23
@@ -53,7 +53,7 @@ class Plan(paged.Plan):
     parts: dict[tuple[int, int], list[Part]]  # by (tokens per entry, entries that a token attends to; 0: all)
 
 
-def plan(whole: paged.Plan, rows: Sequence[Row], layout: Layout) -> Plan:
+def plan(whole: paged.Plan, rows: Sequence[Row], layout: AttentionLayout) -> Plan:
     """The step's plan. whole: its plan for layers with a window and, for the indexer's scores, without."""
     places = token_places(rows, layout)
     own = work_list.positions_of(rows)
@@ -69,7 +69,7 @@ def _parts(
     lengths: "numpy.ndarray[tuple[int], numpy.dtype[numpy.int64]]",
     places: Places,
     kind: tuple[int, int],
-    layout: Layout,
+    layout: AttentionLayout,
 ) -> list[Part]:
     rate, most = kind
     entries = (own + 1) // rate
@@ -88,7 +88,7 @@ def _parts(
     return found
 
 
-def attention(query: Tensor, cache: Tensor, plan: Plan, how: How, rate: int, asked: EntrySelection | None) -> Tensor:
+def attention(query: Tensor, cache: Tensor, plan: Plan, how: AttentionOptions, rate: int, asked: EntrySelection | None) -> Tensor:
     """As `compressed.attention`."""
     size, most = query.shape[2], asked.most if asked is not None else 0
     rows, own = cache.view(-1, 1, 1, size), replace(how, window=0, latent=size)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .dispatch import triton_for
 from .operations import write
-from .partial_rotary import turn
+from .partial_rotary import rotate_last
 from .reference import rms_norm
 
 
@@ -69,7 +69,7 @@ def write_entries(cache: Tensor, ends: CompletedEntries, making: EntryParameters
     values, gates = (torch.cat(both, 1) for both in zip(*parts, strict=True))
     found = (gates.softmax(1) * values).sum(1).to(cache.dtype)
     normal = rms_norm(found, making.gains, making.epsilon).unsqueeze(1)
-    turn(normal, table)
+    rotate_last(normal, table)
     write(ends.members[:, -1], normal.squeeze(1), cache[..., making.first : making.first + size])
     return None
 

@@ -19,9 +19,9 @@ from torch.nn import functional
 
 from . import attention as plain
 from . import batch_invariant, shared_prefixes
-from .attention import How, Row
+from .attention import AttentionOptions, Row
 from .dispatch import triton_on
-from .layout import Expansion, Layout
+from .layout import AttentionLayout, Expansion
 from .transfer import to_device
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def pays(row: Row, expansion: Expansion, by_triton: bool) -> bool:
     return row.queries >= (FEWEST_BY_TRITON if by_triton else FEWEST) and saved > MARGIN * spent
 
 
-def chosen(rows: Sequence[Row], layout: Layout) -> list[int]:
+def chosen(rows: Sequence[Row], layout: AttentionLayout) -> list[int]:
     """The rows of a step that are to be expanded."""
     by_triton = triton_on(layout.device)
     # The device is told where tables of some are; and torch tells the sums that are wanted below on CPUs only.
@@ -103,7 +103,7 @@ def size_of(expansion: Expansion) -> int:
     return max(expansion.plain + expansion.turned, expansion.values)
 
 
-def plan(rows: Sequence[Row], layout: Layout, first: int) -> list[Part]:
+def plan(rows: Sequence[Row], layout: AttentionLayout, first: int) -> list[Part]:
     """Of rows that are to be expanded, which stand one after the other from token `first` on."""
     assert layout.expansion is not None
     expansion, parts = layout.expansion, []
@@ -118,7 +118,9 @@ def plan(rows: Sequence[Row], layout: Layout, first: int) -> list[Part]:
 Attend: TypeAlias = Callable[[Tensor, Tensor, Part, float, Tensor, Tensor, Tensor], None]
 
 
-def attention(query: Tensor, cache: Tensor, plan: Plan, how: How, to_keys: Tensor, to_values: Tensor, attend: Attend) -> Tensor:
+def attention(
+    query: Tensor, cache: Tensor, plan: Plan, how: AttentionOptions, to_keys: Tensor, to_values: Tensor, attend: Attend
+) -> Tensor:
     """Softmax attention of the tokens that are expanded: [tokens, heads, values].
 
     query: [tokens, heads, plain + turned], theirs; cache: a layer of latents, [slots, 1, 1, latent + turned], this step's included;

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from . import paged_attention as paged
-from .attention import How, Row, slots_of
+from .attention import AttentionOptions, Row, slots_of
 from .expanded import FEWEST_BY_TRITON, Part, most_bytes, together
-from .layout import Expansion, Kind, Layout
+from .layout import AttentionLayout, Expansion, LayerKind
 from .transfer import to_device
 
 PAGE = 128  # keys of a page of scratch: a tile lies in one
@@ -51,13 +51,13 @@ def scratch_bytes(expansion: Expansion, tokens: int, total: int, dtype: torch.dt
     return most_bytes(expansion, keys, width, SCRATCH) + beside
 
 
-def kind_of(expansion: Expansion, heads: int) -> Kind:
+def kind_of(expansion: Expansion, heads: int) -> LayerKind:
     """Of so many of them."""
     turned = expansion.turned if apart(expansion) else 0
-    return Kind(0, heads, 1, size_of(expansion) + turned, turned=turned)
+    return LayerKind(0, heads, 1, size_of(expansion) + turned, turned=turned)
 
 
-def plan(rows: Sequence[Row], layout: Layout, first: int) -> list[Part]:
+def plan(rows: Sequence[Row], layout: AttentionLayout, first: int) -> list[Part]:
     """As `expanded.plan`: as many rows together as there is room for with all heads."""
     assert layout.expansion is not None
     expansion, parts = layout.expansion, []
@@ -114,7 +114,7 @@ def attend(query: Tensor, latents: Tensor, part: Part, scale: float, to_keys: Te
         scratch[:, width:] = shared
     else:
         cache[:, 0, :, own : own + shared.shape[1]] = shared.unsqueeze(1)
-    asked, how = _asked(query, own, kind), How(0, scale, turned=kind.turned)
+    asked, how = _asked(query, own, kind), AttentionOptions(0, scale, turned=kind.turned)
     keys, values = (held.transpose(0, 1) for held in (cache[:, 0, :, :own], cache[:, 1, :, :made]))
     made_of = latents[:, :latent].expand(count, -1, -1)
     for head in range(0, query.shape[1], count):
@@ -124,7 +124,7 @@ def attend(query: Tensor, latents: Tensor, part: Part, scale: float, to_keys: Te
         out[:, some] = paged.attention(asked[:, some], cache, plan, how)[..., :made]
 
 
-def _asked(query: Tensor, own: int, kind: Kind) -> Tensor:
+def _asked(query: Tensor, own: int, kind: LayerKind) -> Tensor:
     """Queries with zeros where keys have some: behind what is made of latents, or behind all."""
     lacking = kind.size - query.shape[2]
     if not lacking:

@@ -316,7 +316,7 @@ def walk_kernel(
             tl.store(home, memory, mask=within[:, None] & wanted[None, :])
 
 
-def memorize(inputs: Inputs, spans: Spans, states: States, out: Tensor) -> Tensor:
+def attend_in_chunks(inputs: Inputs, spans: Spans, states: States, out: Tensor) -> Tensor:
     """`gated_delta.gated_delta` into `out`, or without strengths `state_space.state_space`; out: dense; of inputs mixed, strengths
     and fades: their last dimension dense; windows, memories: each slot dense; the rest: dense. There is a span.
 
@@ -362,7 +362,7 @@ def scratch(inputs: Inputs, heads: int, tokens: int) -> Scratch:
 def _by_chunks(inputs: Inputs, spans: Spans, states: States, base: int, end: int, out: Tensor) -> None:
     """base, end: tokens of spans."""
     mixed, strengths, fades, _, _, rates, offsets, skips, epsilon, limits = inputs
-    fused_gated_delta.check(inputs, states, out)
+    fused_gated_delta.check_layout(inputs, states, out)
     channels, (heads, key_size, value_size) = mixed.shape[1], states.memories.shape[1:]
     values, longest, delta = heads * value_size, max(spans.lengths), strengths is not None
     own = scratch(inputs, heads, end - base)

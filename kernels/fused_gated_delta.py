@@ -89,7 +89,7 @@ def _convolved(own, stride, window, channels, i, first, channel, within, factors
 
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["starts", "slots", "fresh", "sure"])
-def memory_kernel(
+def recurrent_kernel(
     out: tl.tensor,  # [tokens, heads, VALUE], dense
     mixed: tl.tensor,  # [tokens, channels]
     strengths: tl.tensor,  # [tokens, heads]
@@ -220,7 +220,7 @@ def window_kernel(
         tl.store(window + row * channels, values, mask=wanted)
 
 
-def check(inputs: Inputs, states: States, out: Tensor) -> None:
+def check_layout(inputs: Inputs, states: States, out: Tensor) -> None:
     """That kernels find everything where they look for it."""
     mixed, strengths, (key_size, value_size) = inputs.mixed, inputs.strengths, states.memories.shape[2:]
     assert mixed.stride(1) == inputs.fades.stride(1) == 1
@@ -235,12 +235,12 @@ def check(inputs: Inputs, states: States, out: Tensor) -> None:
 def walk(inputs: Inputs, spans: Spans, states: States, tokens: int, out: Tensor) -> None:
     """What tokens of `spans` find, into `out`, and zeros behind the last span up to `tokens`; memories go on, but no windows.
 
-    Dense as `check` says; the rest is dense, too. There is a span.
+    Dense as `check_layout` says; the rest is dense, too. There is a span.
     """
-    check(inputs, states, out)
+    check_layout(inputs, states, out)
     mixed, strengths, fades, taps, biases, rates, offsets, skips, epsilon, limits = inputs
     (channels, width), (heads, key_size, value_size) = taps.shape, states.memories.shape[1:]
-    memory_kernel[(len(spans.lengths), heads, triton.cdiv(value_size, BLOCK))](
+    recurrent_kernel[(len(spans.lengths), heads, triton.cdiv(value_size, BLOCK))](
         out,
         mixed,
         strengths,
@@ -395,7 +395,7 @@ def compilations() -> list[Compilation]:
         signature = {name: kind for name, kind in types.items() if name not in nothing}
         sizes = {"KEY": 128, "VALUE": 128 if delta else 64, "WIDTH": 4, "KEYS": 128, "BLOCK": BLOCK, "ROWS": 4}
         how: dict[str, object] = {"DELTA": delta, "EACH": each, "BOUNDED": bounded, **dict.fromkeys(nothing), **sizes}
-        found.append(_hot(memory_kernel, f"{rule} {dtype}", signature, how, 1))
+        found.append(_hot(recurrent_kernel, f"{rule} {dtype}", signature, how, 1))
         if bounded:
             continue
         if delta and not each:
@@ -414,5 +414,5 @@ def compilations() -> list[Compilation]:
 
 
 def _hot(kernel: JITFunction, name: str, signature: dict[str, str], constants: dict[str, object], warps: int) -> Compilation:
-    fuse = kernel is memory_kernel
+    fuse = kernel is recurrent_kernel
     return Compilation(kernel=kernel, name=name, signature=signature, constants=constants, warps=warps, fuse=fuse, hot=True)

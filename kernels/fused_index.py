@@ -12,8 +12,8 @@ from .compilation import EARLY_TARGETS, EIGHT_BIT_TARGETS, GENERATIONS, Compilat
 from .dependent_launch import on, options, wait
 from .fused_latents import WARPS, angles, constants_of, keep, turn
 from .fused_rotary import clamped_for_cache, rotated
-from .indexed import Choosing
-from .layout import Kind
+from .indexed import TokenSelection
+from .layout import LayerKind
 from .paged_attention import INTERPRET, TARGETS, Plan, tiles_of
 from .paged_kernels import Visibility, ancestor_masks, dot, slots_of, visible_keys
 
@@ -183,7 +183,7 @@ def scores_kernel(
         tl.store(target + key_at, tl.where(hidden, float("-inf"), score), mask=key_at < end)
 
 
-def scores(asked: Choosing, cache: Tensor, plan: Plan, first: int, count: int, length: int) -> Tensor:
+def scores(asked: TokenSelection, cache: Tensor, plan: Plan, first: int, count: int, length: int) -> Tensor:
     """The indexer's scores of `count` tokens from `first` on, which see up to `length` keys: [count, length] float32, -inf where
     masked; for pools [count, length / members].
 
@@ -268,12 +268,12 @@ def compilations() -> list[Compilation]:
             )
         )
     for generation in TARGETS:
-        widths = sorted({tile.keys for tile in tiles_of(Kind(0, 1, 16, 576, latent=True), torch.bfloat16, generation)})
+        widths = sorted({tile.keys for tile in tiles_of(LayerKind(0, 1, 16, 576, latent=True), torch.bfloat16, generation)})
         found += [_scores_compilation(64, keys, generation) for keys in widths]
         found.append(_scores_compilation(32, widths[-1], generation, trees=True))
         found.append(_scores_compilation(64, widths[-1], generation, eight_bits=True))
         found += [_scores_compilation(heads, widths[-1], generation, members=members) for heads, members in ((32, 16), (64, 4))]
-        widths = sorted({tile.keys for tile in tiles_of(Kind(0, 1, 16, 128), torch.bfloat16, generation)})
+        widths = sorted({tile.keys for tile in tiles_of(LayerKind(0, 1, 16, 128), torch.bfloat16, generation)})
         found += [_scores_compilation(1, keys, generation) for keys in widths]
     return found
 

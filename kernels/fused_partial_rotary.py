@@ -80,8 +80,8 @@ def _normal(row, scale, gains, feature, held, GAINED: tl.constexpr):  # type: ig
     return found
 
 
-def turn(x: Tensor, table: Tensor, epsilon: float, back: bool) -> None:
-    """`partial_rotary.turn`."""
+def rotate_last(x: Tensor, table: Tensor, epsilon: float, back: bool) -> None:
+    """`partial_rotary.rotate_last`."""
     assert x.is_contiguous()
     assert table.is_contiguous()
     tokens, heads, size = x.shape

@@ -58,12 +58,12 @@ def gated_delta(
     result is 0, and what slot 0 holds is never looked at.
     """
     if triton_for(mixed):
-        from .fused_chunked_delta import memorize
+        from .fused_chunked_delta import attend_in_chunks
         from .fused_gated_delta import Inputs
 
         inputs = Inputs(mixed, strengths, fades, taps, None, rates, offsets, None, LENGTH_EPSILON, (bound, strongest))
         out = torch.empty(len(mixed), *states.memories.shape[1::2], dtype=mixed.dtype, device=mixed.device)
-        return memorize(inputs, spans, states, out)
+        return attend_in_chunks(inputs, spans, states, out)
     strong = strengths.float().sigmoid().mul_(strongest).t().unsqueeze(2)  # [heads, tokens, 1]
     far = (fades.float() + offsets).view(len(mixed), len(rates), -1)
     far = rates[:, None] * (-far if bound else functional.softplus(far))

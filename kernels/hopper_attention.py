@@ -16,9 +16,9 @@ import triton
 from torch import Tensor
 from triton import knobs
 
-from .attention import How
+from .attention import AttentionOptions
 from .compilation import Compilation
-from .layout import Kind
+from .layout import LayerKind
 from .work_list import Tile
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ REGISTERS = 240  # registers of a thread of the second consumer; the first one's
 FEW = 24  # registers of a thread of the producer
 
 
-def able(query: Tensor, cache: Tensor, kind: Kind, tile: Tile, page_size: int, how: How) -> bool:
+def able(query: Tensor, cache: Tensor, kind: LayerKind, tile: Tile, page_size: int, how: AttentionOptions) -> bool:
     """Whether items of that tile may be given to `attend`. query, cache: as those of `paged_attention.attention`."""
     return (
         tile == TILE
@@ -94,7 +94,7 @@ def attend(
     positions: Tensor,
     masks: Tensor,
     pages: Tensor,
-    kind: Kind,
+    kind: LayerKind,
     page_size: int,
     scale: float,
     trees: bool,

@@ -29,7 +29,7 @@ PRODUCT_BYTES = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Choosing:
+class TokenSelection:
     """An indexer's queries and head weights for a step's tokens, with which they choose single tokens to attend to."""
 
     queries: Tensor  # [tokens, heads, size]
@@ -59,8 +59,8 @@ class Choosing:
 
 
 @dataclass(frozen=True, slots=True)
-class ChoosingPools(Choosing):
-    """As `Choosing`, but whole pools of tokens are chosen. For chains only: tokens stand by their positions."""
+class PoolSelection(TokenSelection):
+    """As `TokenSelection`, but whole pools of tokens are chosen. For chains only: tokens stand by their positions."""
 
     members: int = 1  # tokens of a pool
     keys: Tensor | None = None  # a layer's separate index keys, of all tokens, [slots, 1, 1, size]; None: they are behind latents
@@ -77,7 +77,7 @@ class ChoosingPools(Choosing):
 
 
 @dataclass(frozen=True, slots=True)
-class ChoosingBlocks:
+class BlockSelection:
     """An indexer's queries and keys with which a step's tokens choose blocks of keys, for each key head by itself."""
 
     queries: Tensor  # [tokens, kv_heads, size]
@@ -106,7 +106,7 @@ def scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     return result
 
 
-def narrowed(asked: Choosing, keys: Tensor, start: int, queries: int, hidden: Tensor | None) -> Tensor | None:
+def narrowed(asked: TokenSelection, keys: Tensor, start: int, queries: int, hidden: Tensor | None) -> Tensor | None:
     """The attention mask `hidden`, [rows, 1, queries, length] with -inf where a key is masked, which also masks all that isn't
     chosen.
 
@@ -127,7 +127,7 @@ def narrowed(asked: Choosing, keys: Tensor, start: int, queries: int, hidden: Te
     return (others if hidden is None else others + hidden).to(asked.queries.dtype)
 
 
-def narrowed_by_pools(asked: ChoosingPools, keys: Tensor, start: int, queries: int, hidden: Tensor | None) -> Tensor | None:
+def masked_by_pools(asked: PoolSelection, keys: Tensor, start: int, queries: int, hidden: Tensor | None) -> Tensor | None:
     """As `narrowed`, where pools are chosen; keys may be followed by gates. For chains only, whose keys stand by their
     positions."""
     keys = keys if hidden is None else keys[:, : hidden.shape[3]]
@@ -148,7 +148,7 @@ def narrowed_by_pools(asked: ChoosingPools, keys: Tensor, start: int, queries: i
     return (others if hidden is None else others + hidden).to(asked.queries.dtype)
 
 
-def narrowed_by_blocks(asked: ChoosingBlocks, keys: Tensor, start: int, queries: int, hidden: Tensor | None) -> Tensor | None:
+def masked_by_blocks(asked: BlockSelection, keys: Tensor, start: int, queries: int, hidden: Tensor | None) -> Tensor | None:
     """As `narrowed`, where each key head chooses blocks: a mask [rows, kv_heads, queries, length]. For chains only, whose keys
     stand by their positions."""
     keys = keys if hidden is None else keys[:, : hidden.shape[3]]

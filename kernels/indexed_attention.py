@@ -15,9 +15,9 @@ from torch import Tensor
 
 from . import paged_attention as paged
 from . import work_list
-from .attention import How, Row
-from .indexed import Choosing, ChoosingBlocks
-from .layout import Layout
+from .attention import AttentionOptions, Row
+from .indexed import BlockSelection, TokenSelection
+from .layout import AttentionLayout
 from .transfer import to_device
 
 # Scores that are computed at once, and how many bytes each takes with the top-k selection.
@@ -54,7 +54,7 @@ class Plan(paged.Plan):
         return self.pages[(part.tables + places).clamp_(max=len(self.pages) - 1)]
 
 
-def plan(whole: paged.Plan, rows: Sequence[Row], layout: Layout) -> Plan:
+def plan(whole: paged.Plan, rows: Sequence[Row], layout: AttentionLayout) -> Plan:
     """The sparse plan of a step. whole: its dense plan, for layers without windows."""
     most, own_kind = layout.most, whole.launches[0].kind
     block = layout.block or max(1, layout.members)
@@ -84,10 +84,10 @@ def plan(whole: paged.Plan, rows: Sequence[Row], layout: Layout) -> Plan:
     return Plan(**{field.name: getattr(whole, field.name) for field in fields(whole)}, parts=tuple(parts))
 
 
-def attention(query: Tensor, cache: Tensor, plan: Plan, how: How) -> Tensor:
+def attention(query: Tensor, cache: Tensor, plan: Plan, how: AttentionOptions) -> Tensor:
     """As `paged_attention.attention`, sparse: over a cache of latents with the indexer's keys behind them, or for heads that choose
     blocks or pools."""
-    if isinstance(how.asked, ChoosingBlocks):
+    if isinstance(how.asked, BlockSelection):
         return _by_blocks(query, cache, plan, how, how.asked)
     asked = how.asked
     assert asked is not None
@@ -103,7 +103,7 @@ def attention(query: Tensor, cache: Tensor, plan: Plan, how: How) -> Tensor:
     return found
 
 
-def _chosen(asked: Choosing, keys: Tensor, plan: Plan, part: Part) -> Tensor:
+def _chosen(asked: TokenSelection, keys: Tensor, plan: Plan, part: Part) -> Tensor:
     """Slots, or pools, that the part's tokens attend to, int32."""
     from .fused_index import scores
 
@@ -120,7 +120,7 @@ def _slots(places: Tensor, plan: Plan, part: Part) -> Tensor:
     return plan.pages_of(part, places // plan.page_size) * plan.page_size + places % plan.page_size
 
 
-def _by_blocks(query: Tensor, cache: Tensor, plan: Plan, how: How, asked: ChoosingBlocks) -> Tensor:
+def _by_blocks(query: Tensor, cache: Tensor, plan: Plan, how: AttentionOptions, asked: BlockSelection) -> Tensor:
     """Attention where each key head chooses blocks: head by head, since each has its own pages, and several ranks have few each."""
     found, ratio = torch.empty_like(query, memory_format=torch.contiguous_format), query.shape[1] // cache.shape[2]
     for part in plan.parts:
@@ -134,7 +134,7 @@ def _by_blocks(query: Tensor, cache: Tensor, plan: Plan, how: How, asked: Choosi
     return found
 
 
-def _pages(asked: ChoosingBlocks, head: int, plan: Plan, part: Part) -> Tensor:
+def _pages(asked: BlockSelection, head: int, plan: Plan, part: Part) -> Tensor:
     """Pages of the blocks that a key head of the part's tokens attends to, in ascending order, int32, equally many for each
     token."""
     from .fused_index import products

@@ -8,7 +8,7 @@ TOGETHER = 16  # on the Triton route, most query heads in one tile that reads an
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class LayerKind:
     """A kind of layers that attend alike, with this rank's numbers of heads. Kinds of a model are told apart by their windows."""
 
     window: int  # sliding window: positions that a token sees, its own included; 0: full attention
@@ -34,11 +34,11 @@ class Expansion:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class AttentionLayout:
     """The attention layout of a model on one rank, the same for all steps."""
 
     page_size: int  # tokens per page
-    kinds: tuple[Kind, ...]  # kinds of layers
+    kinds: tuple[LayerKind, ...]  # kinds of layers
     dtype: torch.dtype  # dtype of queries
     device: torch.device
     latent: int = 0  # MLA: the first so many features of the key that all heads share are the value; 0: separate values
@@ -87,9 +87,9 @@ class Layout:
         return self.softcap > 0 or self.sinks or self.most > 0
 
 
-def kind(window: int, heads: int, kv_heads: int, size: int, latent: bool, joined: bool = False, chunked: bool = False) -> Kind:
+def kind(window: int, heads: int, kv_heads: int, size: int, latent: bool, joined: bool = False, chunked: bool = False) -> LayerKind:
     """The kind of layers with these numbers of heads. For MLA, query heads are grouped, as many as fit into one tile, to read
     latents together."""
     if latent:
         kv_heads = heads // next(count for count in range(TOGETHER, 0, -1) if heads % count == 0)
-    return Kind(window, kv_heads, heads // kv_heads, size, latent, joined, chunked)
+    return LayerKind(window, kv_heads, heads // kv_heads, size, latent, joined, chunked)

@@ -19,10 +19,10 @@ from triton import knobs
 
 from . import hopper_attention
 from . import work_list as cutting
-from .attention import CapacityExceeded, How, Row
+from .attention import AttentionOptions, CapacityExceeded, Row
 from .compilation import Compilation
 from .dependent_launch import on, options
-from .layout import Kind
+from .layout import LayerKind
 from .paged_kernels import attend, merge
 from .work_list import Item, Tile, Work
 
@@ -64,7 +64,7 @@ class Capacity:
 class Launch:
     """A plan's launches for one kind of layers: items for `attend`, and entries for `merge`."""
 
-    kind: Kind
+    kind: LayerKind
     tiles: tuple[Tile, ...]
     trees: tuple[bool, ...]  # per tile: whether its items may be of draft trees
     items: tuple[Tensor, ...]  # per tile [items, FIELDS] int32: fields of `Item`; queries = 0: nothing to do
@@ -98,7 +98,7 @@ class Plan:
         return replace(self, pages=pages)
 
 
-def tiles_of(kind: Kind, dtype: torch.dtype, generation: int = 9, invariant: bool = False) -> tuple[Tile, ...]:
+def tiles_of(kind: LayerKind, dtype: torch.dtype, generation: int = 9, invariant: bool = False) -> tuple[Tile, ...]:
     """Tiles for one query, for a few (a chain or tree of drafts to be verified), for many. generation: from `device_class`;
     invariant: the tile for a few alone, so that a token's output doesn't depend on how many are computed with it.
 
@@ -133,7 +133,7 @@ def tiles_of(kind: Kind, dtype: torch.dtype, generation: int = 9, invariant: boo
 
 
 def decode_tiles(
-    kind: Kind, dtype: torch.dtype, generation: int, tokens: int, processors: int, eight_bits: bool = False
+    kind: LayerKind, dtype: torch.dtype, generation: int, tokens: int, processors: int, eight_bits: bool = False
 ) -> tuple[Tile, ...]:
     """Tiles of decode-only steps, in which every row has one query. Rows that share a prefix are packed into one tile: the more it
     holds, the fewer times the prefix is read.
@@ -200,7 +200,7 @@ def device_class(device: torch.device) -> int:
 def plan(
     rows: Sequence[Row],
     page_size: int,
-    kinds: Sequence[Kind],
+    kinds: Sequence[LayerKind],
     device: torch.device,
     *,
     dtype: torch.dtype,
@@ -234,7 +234,7 @@ def plan(
 
 
 def plan_single_tokens(
-    seen: "numpy.ndarray[Any, Any]", apart: int, kind: Kind, device: torch.device, dtype: torch.dtype, page_size: int = 1
+    seen: "numpy.ndarray[Any, Any]", apart: int, kind: LayerKind, device: torch.device, dtype: torch.dtype, page_size: int = 1
 ) -> Plan:
     """The plan of rows of one token each, which see so many keys. Page tables, of `apart` entries each, are given later
     (`Plan.chosen`)."""
@@ -244,7 +244,7 @@ def plan_single_tokens(
 
 def _plan(
     table: cutting.Table,
-    tiles: Mapping[Kind, tuple[Tile, ...]],
+    tiles: Mapping[LayerKind, tuple[Tile, ...]],
     device: torch.device,
     processors: int,
     fixed: int = 0,
@@ -358,7 +358,7 @@ def _launch(writer: _Writer, window: int, work: Work, capacity: Capacity | None)
     return items, writer.add(entries, _room(capacity, "entries")), writer.add(work.pieces, _room(capacity, "pieces"))
 
 
-def attention(query: Tensor, cache: Tensor, plan: Plan, how: How) -> Tensor:
+def attention(query: Tensor, cache: Tensor, plan: Plan, how: AttentionOptions) -> Tensor:
     """Softmax attention of every row of `plan`: [tokens, heads, size], contiguous; for MLA [tokens, heads, latent].
 
     query: [tokens, heads, size], with any stride between tokens; cache: [slots, 2, kv_heads, size], keys first, in the query's
@@ -584,7 +584,7 @@ def _compilation(
     hot: bool = False,
 ) -> Compilation:
     latent = turned > 0 or beside > 0 or alone
-    layers = Kind(window, 8, ratio, size + turned + common, latent, turned=common)
+    layers = LayerKind(window, 8, ratio, size + turned + common, latent, turned=common)
     tile = narrowed(tiles_of(layers, dtype, generation)[kind], layers.size, eight_bits or window > 0)
     width = size + turned + beside if latent else 16 * size + common
     apart = 0 if latent else 8 * size

@@ -13,7 +13,7 @@ from .dispatch import triton_for
 from .operations import write
 
 
-def turn(x: Tensor, table: Tensor, epsilon: float = 0.0, back: bool = False) -> None:
+def rotate_last(x: Tensor, table: Tensor, epsilon: float = 0.0, back: bool = False) -> None:
     """Rotates the last features of each head, in place, as many as the table has; before that, an RMS norm of the head, without
     gains.
 
@@ -21,7 +21,7 @@ def turn(x: Tensor, table: Tensor, epsilon: float = 0.0, back: bool = False) -> 
     negative angles.
     """
     if triton_for(x):
-        from .fused_partial_rotary import turn as fused
+        from .fused_partial_rotary import rotate_last as fused
 
         return fused(x, table, epsilon, back)
     if epsilon:
@@ -44,6 +44,6 @@ def write_keys(keys: Tensor, gains: Tensor, table: Tensor, slots: Tensor, cache:
 
         return fused(keys, gains, table, slots, cache, epsilon)
     normal = reference.rms_norm(keys, gains, epsilon).unsqueeze(1)
-    turn(normal, table)
+    rotate_last(normal, table)
     write(slots, normal.squeeze(1), cache)
     return None

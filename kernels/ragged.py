@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, TypeAlias
 from torch import Tensor
 
 from . import batch_invariant, compressed, expanded, shared_prefixes
-from .attention import CapacityExceeded, How, Row
+from .attention import AttentionOptions, CapacityExceeded, Row
 from .dispatch import triton_on
 from .entries import CompletedEntries
-from .layout import Kind, Layout
+from .layout import AttentionLayout, LayerKind
 from .work_list import ITEMS_PER_PROCESSOR, Tile, tile_of
 
 __all__ = [
+    "AttentionOptions",
     "CapacityExceeded",
-    "How",
     "Plan",
     "Row",
     "attention",
@@ -27,7 +27,7 @@ __all__ = [
     "attention_with_entries",
     "capacity",
     "completed_entries",
-    "narrows",
+    "needs_selection",
     "plan",
 ]
 
@@ -41,12 +41,12 @@ Unexpanded: TypeAlias = "shared_prefixes.Plan | batch_invariant.Plan | paged.Pla
 Plan: TypeAlias = "Unexpanded | expanded.Plan"
 
 
-def by_triton(layout: Layout) -> bool:
+def by_triton(layout: AttentionLayout) -> bool:
     """Whether the Triton kernels compute this layout's attention; their plan is complete once its tensors are on the device."""
     return triton_on(layout.device)
 
 
-def plan(rows: Sequence[Row], layout: Layout, capacity: "paged.Capacity | None" = None) -> tuple[Sequence[int], Plan]:
+def plan(rows: Sequence[Row], layout: AttentionLayout, capacity: "paged.Capacity | None" = None) -> tuple[Sequence[int], Plan]:
     """The order in which rows have to stand in a step, and the attention plan of the rows in that order. capacity: sizes fixed at
     CUDA graph capture. Raises CapacityExceeded if these are too small, or if the step can't be a graph."""
     long = expanded.chosen(rows, layout) if capacity is None else []
@@ -59,7 +59,7 @@ def plan(rows: Sequence[Row], layout: Layout, capacity: "paged.Capacity | None" 
     return [*(others[k] for k in order), *long], expanded.Plan(first, attended, parts)
 
 
-def _expanding(layout: Layout) -> Callable[[Sequence[Row], Layout, int], list[expanded.Part]]:
+def _expanding(layout: AttentionLayout) -> Callable[[Sequence[Row], AttentionLayout, int], list[expanded.Part]]:
     """The function that plans rows for which latents are expanded."""
     if not by_triton(layout):
         return expanded.plan
@@ -68,7 +68,9 @@ def _expanding(layout: Layout) -> Callable[[Sequence[Row], Layout, int], list[ex
     return expanded_attention.plan
 
 
-def _plan(rows: Sequence[Row], layout: Layout, capacity: "paged.Capacity | None" = None) -> tuple[Sequence[int], "Unexpanded"]:
+def _plan(
+    rows: Sequence[Row], layout: AttentionLayout, capacity: "paged.Capacity | None" = None
+) -> tuple[Sequence[int], "Unexpanded"]:
     if not by_triton(layout):
         planned = batch_invariant.plan if layout.invariant else compressed.plan if layout.entries else shared_prefixes.plan
         return planned(rows, layout)
@@ -100,7 +102,9 @@ def _plan(rows: Sequence[Row], layout: Layout, capacity: "paged.Capacity | None"
     return range(len(rows)), attended
 
 
-def capacity(layout: Layout, tokens: int, rows: int, total: int, pages: int, mixed: bool, trees: bool = False) -> "paged.Capacity":
+def capacity(
+    layout: AttentionLayout, tokens: int, rows: int, total: int, pages: int, mixed: bool, trees: bool = False
+) -> "paged.Capacity":
     """Plan sizes for a CUDA graph: enough for usual steps of so many tokens and rows, in sequences of up to `total` tokens and a
     pool of `pages`.
 
@@ -123,7 +127,7 @@ def capacity(layout: Layout, tokens: int, rows: int, total: int, pages: int, mix
 
 
 def _room(
-    layout: Layout, kind: Kind, tokens: int, count: int, total: int, pages: int, mixed: bool
+    layout: AttentionLayout, kind: LayerKind, tokens: int, count: int, total: int, pages: int, mixed: bool
 ) -> tuple[tuple[Tile, ...], tuple[int, ...], int]:
     """For layers of one kind: the tiles, the number of items of each, and the number of partials to make room for. count: rows."""
     from . import paged_attention as paged
@@ -152,7 +156,7 @@ def _room(
     return tiles, tuple(items), 3 * tokens + cuts * largest // kind.ratio
 
 
-def narrows(plan: Plan, most: int) -> bool:
+def needs_selection(plan: Plan, most: int) -> bool:
     """Whether some token of the step sees more than the `most` tokens that it may attend to, so that the indexer has to choose."""
     if isinstance(plan, shared_prefixes.Plan):
         return any(block.views[0].length > most for block in plan.blocks)
@@ -161,11 +165,11 @@ def narrows(plan: Plan, most: int) -> bool:
     return isinstance(plan, indexed_attention.Plan)
 
 
-def attention(query: Tensor, cache: Tensor, plan: Plan, how: How) -> Tensor:
+def attention(query: Tensor, cache: Tensor, plan: Plan, how: AttentionOptions) -> Tensor:
     """Softmax attention of every row of `plan`: [tokens, heads, size]; for MLA [tokens, heads, latent].
 
     query: [tokens, heads, size]; cache: a layer [slots, 2, kv_heads, size], keys first, in the query's dtype or float8_e4m3fn; for
-    MLA [slots, 1, 1, size]. Where the plan `narrows` it, each token attends only to those that the indexer chooses (sparse
+    MLA [slots, 1, 1, size]. Where the plan `needs_selection` it, each token attends only to those that the indexer chooses (sparse
     attention). With a plan that expands latents, each of its parts has a call of its own: see `attention_to_expanded`.
     """
     assert not isinstance(plan, expanded.Plan)
@@ -184,7 +188,7 @@ def attention(query: Tensor, cache: Tensor, plan: Plan, how: How) -> Tensor:
 
 
 def attention_to_expanded(
-    query: Tensor, cache: Tensor, plan: "expanded.Plan", how: How, to_keys: Tensor, to_values: Tensor
+    query: Tensor, cache: Tensor, plan: "expanded.Plan", how: AttentionOptions, to_keys: Tensor, to_values: Tensor
 ) -> Tensor:
     """Attention of the rows for which latents are expanded: see `expanded.attention`."""
     if plan.parts[0].plan is None:
@@ -206,7 +210,7 @@ def completed_entries(plan: Plan, rate: int, before: bool) -> CompletedEntries:
 
 
 def attention_with_entries(
-    query: Tensor, cache: Tensor, plan: Plan, how: How, rate: int, asked: "compressed.EntrySelection | None"
+    query: Tensor, cache: Tensor, plan: Plan, how: AttentionOptions, rate: int, asked: "compressed.EntrySelection | None"
 ) -> Tensor:
     """As `attention`, for DeepSeek V4: over a sliding window of keys and over compressed entries of `rate` tokens each. See
     `compressed`."""

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from . import attention as plain
-from .attention import Block, How, Row, View
-from .layout import Layout
+from .attention import AttentionOptions, Block, Row, View
+from .layout import AttentionLayout
 from .work_list import Run, shared_runs, width
 
 # Limits of a bundle: rows attended together over all of their keys. Measured 2026-11-24 on a Xeon, one thread, 8/4 heads of 32:
@@ -45,7 +45,7 @@ class Plan:
     levels: list[Level]  # the keys that rows read together; each level continues the one before
 
 
-def plan(rows: Sequence[Row], layout: Layout) -> tuple[list[int], Plan]:
+def plan(rows: Sequence[Row], layout: AttentionLayout) -> tuple[list[int], Plan]:
     """The order in which `rows` have to stand in the step, and its plan."""
     # torch returns the log-sum-exps that a merge needs on CPUs only. With windows, rows see different parts of their common prefix.
     able = layout.device.type == "cpu" and not (layout.special or layout.windowed)
@@ -74,7 +74,7 @@ def plan(rows: Sequence[Row], layout: Layout) -> tuple[list[int], Plan]:
     return order, Plan(together, blocks, [_level(level, rows, places, layout) for level in levels])
 
 
-def _short(run: Run, rows: Sequence[Row], layout: Layout) -> bool:
+def _short(run: Run, rows: Sequence[Row], layout: AttentionLayout) -> bool:
     """Whether the members of a run have so few keys beyond it that they may as well be attended over the keys of all, as a
     bundle."""
     common, alone = run.end - run.begin, len(set(_beyond(run, rows, layout.page_size)))
@@ -86,12 +86,12 @@ def _beyond(run: Run, rows: Sequence[Row], page_size: int) -> Iterator[int]:
     return chain.from_iterable(rows[i].pages[run.end : width(rows[i], page_size)] for i in run.members)
 
 
-def _level(runs: Sequence[Run], rows: Sequence[Row], places: dict[int, int], layout: Layout) -> Level:
+def _level(runs: Sequence[Run], rows: Sequence[Row], places: dict[int, int], layout: AttentionLayout) -> Level:
     members, blocks = _joint(runs, rows, layout, whole=False)
     return Level(torch.tensor([places[i] for i in members], device=layout.device), blocks)
 
 
-def _joint(runs: Sequence[Run], rows: Sequence[Row], layout: Layout, whole: bool) -> tuple[list[int], list[Block]]:
+def _joint(runs: Sequence[Run], rows: Sequence[Row], layout: AttentionLayout, whole: bool) -> tuple[list[int], list[Block]]:
     """The members of all runs, and blocks whose queries are these members and whose rows are the runs. whole: with the members' own
     pages, too (a bundle)."""
     page_size, joint = layout.page_size, []
@@ -153,7 +153,7 @@ def _longer(block: Block, slots: Tensor, count: int, mask: Tensor | None) -> Vie
     return View(view.length + count, torch.cat((view.slots.view(block.rows, -1), own), 1).flatten(), mask)
 
 
-def attention(query: Tensor, cache: Tensor, plan: Plan, how: How) -> Tensor:
+def attention(query: Tensor, cache: Tensor, plan: Plan, how: AttentionOptions) -> Tensor:
     """As `attention.attention`."""
     if not plan.levels:
         return plain.attention(query, cache, [*plan.bundles, *plan.blocks], how)

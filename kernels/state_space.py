@@ -35,12 +35,12 @@ def state_space(
     """As `gated_delta.gated_delta`, with steps [tokens, value heads], biases [channels] of the convolution, skips [value heads]
     float32, and the least and the most that a step may be."""
     if triton_for(mixed):
-        from .fused_chunked_delta import memorize
+        from .fused_chunked_delta import attend_in_chunks
         from .fused_gated_delta import Inputs
 
         inputs = Inputs(mixed, None, steps, taps, biases, rates, offsets, skips, 0.0, limits)
         out = torch.empty(len(mixed), *states.memories.shape[1::2], dtype=mixed.dtype, device=mixed.device)
-        return memorize(inputs, spans, states, out)
+        return attend_in_chunks(inputs, spans, states, out)
     far = functional.softplus(steps.float() + offsets).clamp_(*limits).t().unsqueeze(2)  # [heads, tokens, 1]
     fading, skipping = rates[:, None, None] * far, skips[:, None, None]
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy
 
 from .attention import Row, depths
-from .layout import Kind
+from .layout import LayerKind
 
 # Values of a segment's `tree` where it isn't the first token of a tree: causal, and bidirectional. `paged_kernels` knows them as
 # well.
@@ -229,14 +229,14 @@ def tile_of(tiles: Sequence[Tile], rows: int) -> int:
     return next((place for place, tile in enumerate(tiles) if tile.rows >= rows), len(tiles) - 1)
 
 
-def segments(table: Table, kind: Kind, tiles: Sequence[Tile]) -> Array:
+def segments(table: Table, kind: LayerKind, tiles: Sequence[Tile]) -> Array:
     """All segments in layers of that kind: [segments, fields of Segment]."""
     common = numpy.array([*_common_segments(table, kind, tiles)], numpy.int64)
     own = _own_segments(table, kind, tiles)
     return numpy.concatenate((common.reshape(-1, len(Segment._fields)), own))
 
 
-def _common_segments(table: Table, kind: Kind, tiles: Sequence[Tile]) -> Iterator[Segment]:
+def _common_segments(table: Table, kind: LayerKind, tiles: Sequence[Tile]) -> Iterator[Segment]:
     for run, first in table.runs:
         for members, begin, end in _seen(table, run, kind):
             count = int(table.queries[members].sum())
@@ -248,7 +248,7 @@ def _common_segments(table: Table, kind: Kind, tiles: Sequence[Tile]) -> Iterato
             first += count
 
 
-def _own_segments(table: Table, kind: Kind, tiles: Sequence[Tile]) -> Array:
+def _own_segments(table: Table, kind: LayerKind, tiles: Sequence[Tile]) -> Array:
     sizes, window = _ints([tile.rows for tile in tiles]), kind.window
     taken = numpy.minimum(numpy.searchsorted(sizes, table.queries * kind.ratio), len(tiles) - 1)
     most = sizes[taken] // kind.ratio
@@ -279,7 +279,7 @@ def _own_segments(table: Table, kind: Kind, tiles: Sequence[Tile]) -> Array:
     return numpy.stack((first, count, table.offsets[row], begin, end, context, tree, taken[row], together[row]), 1)
 
 
-def _seen(table: Table, run: Run, kind: Kind) -> Iterator[tuple[list[int], int, int]]:
+def _seen(table: Table, run: Run, kind: LayerKind) -> Iterator[tuple[list[int], int, int]]:
     """Groups of a run's members with the keys of the run that the group reads: members, first key, key after the last. One group
     with sliding windows; where windows are fixed chunks, one for each chunk, whose members all see the same keys."""
     begin, end = run.begin * table.page_size, run.end * table.page_size

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..kernels import ragged
-from ..kernels.layout import Expansion, Layout, kind
+from ..kernels.layout import AttentionLayout, Expansion, kind
 from . import graph_sizes, step
 from .cache import Cache
 from .models.decoder import Decoder
@@ -133,10 +133,10 @@ def _before_of(shape: Shape) -> NgramContext | None:
     return NgramContext(grams.before, grams.end, grams.image, shape.vocabulary) if grams else None
 
 
-def _layout_of(decoder: Decoder, cache: Cache) -> Layout:
+def _layout_of(decoder: Decoder, cache: Cache) -> AttentionLayout:
     """Describes to the kernels what the decoder's attention reads."""
     shape, ranks, latent = decoder.shape, decoder.ranks.size, decoder.shape.latent is not None
-    return Layout(
+    return AttentionLayout(
         page_size=cache.page_size,
         kinds=tuple(
             kind(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import attention, batch_invariant, expanded, ragged, shared_prefixes, work_list
-from ..kernels.layout import Layout
+from ..kernels.layout import AttentionLayout
 from ..kernels.spans import Spans
 from ..kernels.transfer import list_to_device, lists_to_device, to_device
 from .pictures import AXES, PromptImage
@@ -192,7 +192,7 @@ class _Lists:
 
 def plan(
     spans: Listing[Span],
-    layout: Layout,
+    layout: AttentionLayout,
     room: Room | None = None,
     picked: DeviceSamples | None = None,
     adapted: bool = False,
@@ -257,7 +257,7 @@ def _listed(spans: Listing[Span], order: Listing[int], size: int, adapted: bool)
     return _Lists(tokens, positions, slots, numbers, _wanted(spans, starts)), starts
 
 
-def _shown(picture: PromptImage, tokens: list[int], numbers: list[int], layout: Layout) -> ImageTokens:
+def _shown(picture: PromptImage, tokens: list[int], numbers: list[int], layout: AttentionLayout) -> ImageTokens:
     return ImageTokens(picture, *lists_to_device(layout.device, tokens, numbers))
 
 
@@ -302,7 +302,7 @@ def _positions(span: Span) -> list[int]:
     return sequence.pictures.positions(0, start, start + len(span.tokens))
 
 
-def _turned(positions: Listing[int], showing: Listing[tuple[int, Span]], layout: Layout) -> Tensor | None:
+def _turned(positions: Listing[int], showing: Listing[tuple[int, Span]], layout: AttentionLayout) -> Tensor | None:
     """See `Step.turned`. showing: spans with images, and the index of their first tokens in the step."""
     axes = []
     for axis in range(1, AXES):
@@ -316,7 +316,7 @@ def _turned(positions: Listing[int], showing: Listing[tuple[int, Span]], layout:
     return to_device(torch.tensor(axes), layout.device)
 
 
-def _firsts(positions: Listing[int], early: Listing[tuple[int, Span]], layout: Layout) -> Tensor | None:
+def _firsts(positions: Listing[int], early: Listing[tuple[int, Span]], layout: AttentionLayout) -> Tensor | None:
     """See `Step.firsts`. early: spans whose first pool begins within an image or before it, and the index of their first tokens in
     the step."""
     back, axes = layout.members - 1, []
@@ -339,7 +339,7 @@ def _marks(first: int, span: Span) -> Iterator[tuple[PromptImage, list[int], lis
         yield picture, [first + place - span.start for place in places], numbers
 
 
-def _last(spans: Listing[Span], starts: Listing[int], layout: Layout) -> LastTokens | None:
+def _last(spans: Listing[Span], starts: Listing[int], layout: AttentionLayout) -> LastTokens | None:
     """See `Step.last`. None: only some nodes of a tree are wanted."""
     asked = [(span, start + len(span.tokens)) for span, start in zip(spans, starts, strict=True) if span.wanted]
     if any(span.parents is not None and span.wanted < len(span.tokens) for span, _ in asked):
@@ -401,7 +401,7 @@ def _inherit(step: Step, rows: Listing[attention.Row], spans: Listing[Span], siz
         step.attention.pages.index_copy_(0, places, pages.int())
 
 
-def follow(before: Step, spans: Listing[Span], layout: Layout) -> Step | None:
+def follow(before: Step, spans: Listing[Span], layout: AttentionLayout) -> Step | None:
     """The step of one more token for each span of `before`, which wanted one row each, in their order; much cheaper than `plan`.
     None if that is not possible. For a few tokens: see `shared_prefixes.follow`."""
     if type(before.attention) is not shared_prefixes.Plan or before.adapters is not None:
@@ -418,7 +418,9 @@ def follow(before: Step, spans: Listing[Span], layout: Layout) -> Step | None:
     return _step(_Lists(tokens, positions, slots, [], wanted), attended, layout) if attended is not None else None
 
 
-def _step(lists: _Lists, attended: ragged.Plan, layout: Layout, lengths: tuple[int, ...] = (), states: Listing[int] = ()) -> Step:
+def _step(
+    lists: _Lists, attended: ragged.Plan, layout: AttentionLayout, lengths: tuple[int, ...] = (), states: Listing[int] = ()
+) -> Step:
     """lengths, states: of recurrent layers, see `_states`; (): there are none."""
     parts = (lists.tokens, lists.positions, lists.slots, lists.wanted, lists.numbers, states, lists.before)
     buffer = list_to_device(layout.device, [*chain(*parts)])

@@ -6,12 +6,12 @@ from torch import Tensor
 
 from ...kernels.compressed import EntrySelection
 from ...kernels.entries import EntryParameters, write_entries, write_series
-from ...kernels.partial_rotary import turn, write_keys
-from ...kernels.ragged import How, attention, attention_with_entries, completed_entries
+from ...kernels.partial_rotary import rotate_last, write_keys
+from ...kernels.ragged import AttentionOptions, attention, attention_with_entries, completed_entries
 from ..step import Step
 from .changes import side_by_side
-from .compression import Compressed
-from .latents import ByHeads, Latents
+from .compression import CompressedLatent
+from .latents import ByHeads, LatentAttention
 from .loader import Loader
 from .rotary import Places
 from .stream import Stream
@@ -24,7 +24,7 @@ INDEXER = f"{COMPRESSOR}.indexer"
 class Compressor:
     """Computes a layer's compressed entries, and the index that selects among them. Every rank has all of it."""
 
-    def __init__(self, load: Loader, latent: Compressed, order: Tensor, index_order: Tensor) -> None:
+    def __init__(self, load: Loader, latent: CompressedLatent, order: Tensor, index_order: Tensor) -> None:
         """order, index_order: the checkpoint's features of a key, and of an index key, in our order."""
         self.latent = latent
         series = 1 + latent.indexed
@@ -58,7 +58,7 @@ class Compressor:
         if self.query is None or self.weights is None:
             return None
         queries = self.query(made).view(len(made), latent.index_heads, latent.index_size)
-        turn(queries, places.rotary)
+        rotate_last(queries, places.rotary)
         weights = self.weights(x.float()) * (latent.index_heads * latent.index_size) ** -0.5
         return EntrySelection(queries, weights, latent.index_most, members=latent.rate, first=self.makings[1].first)
 
@@ -71,17 +71,17 @@ def _matrices(load: Loader, name: str, order: Tensor, series: int) -> list[Tenso
     return [part[number][order] for number in range(series) for part in both]
 
 
-def _making(load: Loader, name: str, order: Tensor, first: int, series: int, latent: Compressed) -> EntryParameters:
+def _making(load: Loader, name: str, order: Tensor, first: int, series: int, latent: CompressedLatent) -> EntryParameters:
     """How entries are computed. first: offset of their series in a slot."""
     places = load.wide(f"{name}.position_bias", latent.rate, series * len(order)).view(latent.rate, series, -1)
     ordered = places[..., order].transpose(0, 1).flip(0).contiguous()
     return EntryParameters(first, ordered, load.gains(f"{name}.kv_norm", len(order))[order], latent.epsilon)
 
 
-class CompressedLatents(Latents):
+class CompressedAttention(LatentAttention):
     """DeepSeek V4's attention of one layer, in the place of `Heads`."""
 
-    def __init__(self, load: Loader, latent: Compressed, window: int) -> None:
+    def __init__(self, load: Loader, latent: CompressedLatent, window: int) -> None:
         shape, size = load.shape, latent.size
         self.shape, self.latent, self.window = shape, latent, window
         asked = shape.heads * size
@@ -104,10 +104,10 @@ class CompressedLatents(Latents):
         self.compressor = Compressor(load, latent, order, self._index_order(latent)) if latent.rate else None
         self.output = load.rows("self_attn.o_b_proj", latent.groups * latent.rank, False, latent.rank)
 
-    def _index_order(self, latent: Compressed) -> Tensor:
+    def _index_order(self, latent: CompressedLatent) -> Tensor:
         return self._order(latent.index_size, latent.index_size - latent.turned) if latent.indexed else torch.empty(0)
 
-    def _to_groups(self, load: Loader, latent: Compressed) -> Tensor:
+    def _to_groups(self, load: Loader, latent: CompressedLatent) -> Tensor:
         """The output projection of this rank's head groups, or its part of a group: [groups, attention output of its heads,
         rank]."""
         each, rank = self.shape.heads // latent.groups * latent.size, latent.rank  # of a whole group
@@ -122,7 +122,7 @@ class CompressedLatents(Latents):
 
     @property
     def parts(self) -> tuple[object, ...]:
-        """See `Latents`."""
+        """See `LatentAttention`."""
         found = self, self.to_values, self.compressor
         return tuple(part for part in found if part is not None)
 
@@ -135,20 +135,20 @@ class CompressedLatents(Latents):
         joint = stream.through(norm, self.inward) if x is None else stream.product(x, self.inward)
         made = self._normalized(joint[:, :-size])
         query = stream.product(made, self.query).view(len(made), self.heads, size)
-        turn(query, places.rotary, epsilon)
+        rotate_last(query, places.rotary, epsilon)
         write_keys(joint[:, -size:], self.latent_norm, places.rotary, step.slots, layer[..., :size], epsilon)
-        how = How(self.window, self.shape.attention_scale, sinks=self.sinks, latent=size)
+        how = AttentionOptions(self.window, self.shape.attention_scale, sinks=self.sinks, latent=size)
         if self.compressor is not None and x is not None:
             asked = self.compressor(x, made, stream, places, step, layer)
             found = attention_with_entries(query, layer, step.attention, how, self.compressor.latent.rate, asked)
         else:
             found = attention(query, layer, step.attention, how)
         found = found.contiguous()
-        turn(found, places.rotary, back=True)
+        rotate_last(found, places.rotary, back=True)
         return self.to_values(found.view(len(found), -1, self._inputs)).flatten(1)
 
     @property
     def _inputs(self) -> int:
         """Attention output features of a group's heads on this rank."""
-        assert isinstance(self.latent, Compressed)
+        assert isinstance(self.latent, CompressedLatent)
         return min(self.heads, self.shape.heads // self.latent.groups) * self.latent.size

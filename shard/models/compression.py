@@ -8,7 +8,7 @@ from .traits import Latent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compressed(Latent):
+class CompressedLatent(Latent):
     """DeepSeek V4's attention: one key per token is key and value of all heads, with a rotary embedding of its last features. A
     token attends to a sliding window, and in most layers to entries, each of which stands for a number of tokens before it, those
     of the window included.
@@ -61,7 +61,7 @@ class Compressed(Latent):
         """The index's query projection."""
         return [(self.index_heads * self.index_size, self.queries, self.queries)] if self.indexed else []
 
-    def at(self, layer: int, turns: bool) -> "Compressed":
+    def at(self, layer: int, turns: bool) -> "CompressedLatent":
         """As of `Latent`."""
         indexed = layer in self.overlapping
         return replace(self, rate=self.rates[layer], indexed=indexed, rates=(), overlapping=frozenset())

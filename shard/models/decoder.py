@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...kernels.adapters import RowAdapters, choose
-from ...kernels.indexed import Choosing
+from ...kernels.indexed import TokenSelection
 from ...kernels.linear import SAMPLES, Invariance, Weight, compile_products
 from ..cache import Cache
 from ..parallel import Ranks
@@ -22,21 +22,21 @@ from ..weights import Source
 from .alibi import table_of as leanings_of
 from .altup import AltUp, AltUpStream, Ends
 from .changes import LoraAdapters
-from .compressed_latents import CompressedLatents
-from .compression import Compressed
+from .compressed_latents import CompressedAttention
+from .compression import CompressedLatent
 from .deepseek_v4_names import DeepseekV4Names
 from .gated_hyper_stream import GatedHyperStream, stream_mixer
-from .gated_latents import GatedLatents
+from .gated_latents import GatedLatentAttention
 from .gated_norms import GatedStream, NormGate
 from .hash_routing import HashRoutedExperts
-from .heads import Heads, Queries
+from .heads import HeadAttention, SharedKeyAttention
 from .hyper_stream import HyperStream
-from .indexed_heads import IndexedHeads
-from .kimi_linear_attention import FineDelta
-from .latents import Latents
+from .indexed_heads import SparseHeadAttention
+from .kimi_linear_attention import KimiDelta
+from .latents import LatentAttention
 from .laurels import LaurelBlock
 from .layer_inputs import PerLayerEmbedding, PerLayerInput
-from .linear_attention import DeltaRule, Remembered
+from .linear_attention import DeltaRule, RecurrentAttention
 from .loader import Loader
 from .mlp import (
     ClampedMlp,
@@ -49,8 +49,8 @@ from .mlp import (
     UngatedMlp,
 )
 from .ngram_layers import NgramHasher, NgramLayer
-from .olmo_linear_attention import ApartDelta
-from .remembering import Convolution, FineLinear, Linear, Remembering
+from .olmo_linear_attention import OlmoDelta
+from .remembering import KimiDeltaShape, LinearAttentionShape, RecurrentShape, ShortConvolutionShape
 from .renamed import EitherSource, LegacySource, PairedSource
 from .rotary import Places, PoolRotary, log_positions, nope_query_scales, query_scales, resized
 from .rotary import table_of as angles_of
@@ -100,21 +100,23 @@ class Layer:
         self.grams = NgramLayer(load, shape.grams, index) if shape.grams and index in shape.grams.layers else None
         self.mlp = self._mlp(load) if thinks else None
 
-    def _attention(self, load: Loader) -> Heads | Queries | Latents | Remembered:
+    def _attention(self, load: Loader) -> HeadAttention | SharedKeyAttention | LatentAttention | RecurrentAttention:
         kept = self.shape.remembering
         if self.index >= self.shape.with_keys:
-            return Queries(load, self.window)
+            return SharedKeyAttention(load, self.window)
         if kept and not kept.along and self.index in kept.layers:
             return _remembered(load, kept)
         latent = self.shape.latent_of(self.index)
-        if isinstance(latent, Compressed):
-            return CompressedLatents(load, latent, self.window)
+        if isinstance(latent, CompressedLatent):
+            return CompressedAttention(load, latent, self.window)
         if latent:
-            return (GatedLatents if latent.gated else Latents)(load, latent, self.window, self.index in self.shape.indexing)
+            return (GatedLatentAttention if latent.gated else LatentAttention)(
+                load, latent, self.window, self.index in self.shape.indexing
+            )
         blocks, turned = self.shape.blocks, self.index not in self.shape.unturned
         if blocks and self.index in blocks.layers:
-            return IndexedHeads(load, blocks, self.window, turned)
-        return Heads(load, self.window, turned)
+            return SparseHeadAttention(load, blocks, self.window, turned)
+        return HeadAttention(load, self.window, turned)
 
     def _mlp(self, load: Loader) -> Mlp | MixtureOfExperts:
         mixture = self.shape.mixtures[self.index] if self.shape.mixtures else None
@@ -138,7 +140,7 @@ class Layer:
         return (UngatedMlp if self.shape.ungated else Mlp)(load, self.shape.width(self.index))
 
     @property
-    def readers(self) -> tuple[Heads | Queries | Latents | Remembered, ...]:
+    def readers(self) -> tuple[HeadAttention | SharedKeyAttention | LatentAttention | RecurrentAttention, ...]:
         """The layer's token mixers: attention, linear attention, or both side by side."""
         return tuple(reader for reader in (self.attention, self.memory) if reader is not None)
 
@@ -164,12 +166,17 @@ class Layer:
             stream.predict(self.alternation)
 
     def _read(
-        self, reader: Heads | Queries | Latents | Remembered, stream: Stream, step: Step, places: Places, cache: Cache
+        self,
+        reader: HeadAttention | SharedKeyAttention | LatentAttention | RecurrentAttention,
+        stream: Stream,
+        step: Step,
+        places: Places,
+        cache: Cache,
     ) -> Tensor:
-        if isinstance(reader, Remembered):
+        if isinstance(reader, RecurrentAttention):
             return reader(stream, self.input_norm, step, cache.states[self.index])
         where = stream, self.input_norm, step, places, cache.layers[self.index]
-        if isinstance(reader, IndexedHeads):
+        if isinstance(reader, SparseHeadAttention):
             return reader.choose(*where, cache.index_keys[self.index])
         return reader(*where)
 
@@ -178,7 +185,7 @@ class Layer:
         self._turn(stream, 0)
         for reader in self.readers:
             x = stream.through(self.input_norm, reader.inward)
-            if isinstance(reader, Latents) and reader.indexer is not None:  # it computes queries for long contexts alone
+            if isinstance(reader, LatentAttention) and reader.indexer is not None:  # it computes queries for long contexts alone
                 reader.indexer.query(x.new_zeros(len(x), reader.indexer.inputs))
 
     def nothing(self, like: Tensor, rows: int) -> Sequence[Tensor]:
@@ -246,9 +253,9 @@ class Decoder:
             for index in range(shape.layers)
         ]
         for layer in self.layers:
-            if isinstance(layer.attention, Queries):
+            if isinstance(layer.attention, SharedKeyAttention):
                 seen = self.layers[shape.source(layer.index)].attention
-                assert isinstance(seen, Heads)
+                assert isinstance(seen, HeadAttention)
                 layer.attention.scales = seen.scales
         self.positions = load.positions() if shape.learned is not None else None
         self.inputs = PerLayerEmbedding(load, shape.inputs) if shape.inputs else None
@@ -356,7 +363,7 @@ class Decoder:
         leaning, logarithms = (
             table.index_select(0, step.positions) if table is not None else None for table in (self.leanings, self.logarithms)
         )
-        choosing: list[Choosing | None] = []
+        choosing: list[TokenSelection | None] = []
         rows = self.grams(step) if self.grams is not None else {}
         pools = self._pools(step)
         every = self.rotary if self.shape.compressed else None
@@ -520,13 +527,13 @@ class Decoder:
                 yield from value.additions.weights
 
 
-def _remembered(load: Loader, kept: Remembering) -> Remembered:
-    if isinstance(kept, Convolution):
+def _remembered(load: Loader, kept: RecurrentShape) -> RecurrentAttention:
+    if isinstance(kept, ShortConvolutionShape):
         return ShortConvolutions(load, kept)
-    if isinstance(kept, FineLinear):
-        return FineDelta(load, kept)
-    assert isinstance(kept, Linear)
-    return (StateSpaces if kept.limits else ApartDelta if kept.apart else DeltaRule)(load, kept)
+    if isinstance(kept, KimiDeltaShape):
+        return KimiDelta(load, kept)
+    assert isinstance(kept, LinearAttentionShape)
+    return (StateSpaces if kept.limits else OlmoDelta if kept.apart else DeltaRule)(load, kept)
 
 
 def _axes_of(shape: Shape, size: int, device: torch.device) -> Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from .compression import Compressed
+from .compression import CompressedLatent
 from .fields import AGAIN, COMPRESSED, SLIDING, Config, expect, number, said, shown, whole
 from .parts import common
 from .ropes import ROPES, rope_of
@@ -53,7 +53,7 @@ def _deepseek_v4(config: Config) -> Shape:
         raise Unsupported(f"config.json says o_groups {given['o_groups']}, of {base.heads} attention heads: {AGAIN}")
     rates, compressing = _rates(given, {*kinds}), {*kinds} != {SLIDING}
     window, limit = whole("sliding_window", given["sliding_window"], 1, 1 << 30), number(given, "swiglu_limit", LIMIT)
-    latent = Compressed(
+    latent = CompressedLatent(
         size=base.head_size,
         turned=turned,
         plain=base.head_size - turned,

@@ -19,7 +19,7 @@ from ..parallel import Ranks
 from ..step import Step
 from ..weights import Source
 from .decoder import OUTPUTS, ROOTS, Decoder, Layer, lm_head_name, table_of, tensor_prefix
-from .heads import Heads
+from .heads import HeadAttention
 from .loader import Loader
 from .renamed import PrefixedSource
 from .rotary import Places
@@ -48,12 +48,12 @@ class Eagle3Layer(Layer):
 
     def attend(self, stream: Stream, step: Step, places: Places, cache: Cache) -> Sequence[Tensor]:
         """See Layer."""
-        assert isinstance(self.attention, Heads)
+        assert isinstance(self.attention, HeadAttention)
         return [self.attention(self._seen(stream), None, step, places, cache.layers[self.index])]
 
     def project(self, stream: Stream) -> None:
         """See Layer."""
-        assert isinstance(self.attention, Heads)
+        assert isinstance(self.attention, HeadAttention)
         self._seen(stream).through(None, self.attention.inward)
 
     def _seen(self, stream: Stream) -> Stream:

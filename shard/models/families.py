@@ -22,7 +22,7 @@ from .nemotron_families import NEMOTRON_H
 from .older_families import OLDER, today
 from .quantization import beside as beside  # for callers that read a model's folder
 from .qwen4_families import QWEN4
-from .remembering import Convolution
+from .remembering import ShortConvolutionShape
 from .shape import Shape, Unsupported
 from .sliding_families import SLIDING_ONES
 from .sparse_families import SPARSE
@@ -76,7 +76,7 @@ def _sound(found: Shape, kinds: list[Any] | None) -> Shape:
             raise Unsupported(f"config.json says num_experts_per_tok {mixture.chosen}, of {reached} experts: {AGAIN}")
     other = SLIDING
     if found.remembering:
-        other = SHORT if isinstance(found.remembering, Convolution) else LINEAR
+        other = SHORT if isinstance(found.remembering, ShortConvolutionShape) else LINEAR
     elif found.chunked:
         other = CHUNKED
     elif found.blocks:

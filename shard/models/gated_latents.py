@@ -6,18 +6,18 @@ from torch import Tensor
 
 from ...kernels.codes import QuantizedWeight
 from .changes import ColumnLora
-from .latents import Latents
+from .latents import LatentAttention
 from .loader import Loader
 from .stream import Stream
 
 NAME = "self_attn.q_gate_proj"
 
 
-class GatedLatents(Latents):
-    """In the place of `Latents`."""
+class GatedLatentAttention(LatentAttention):
+    """In the place of `LatentAttention`."""
 
     def _asking(self, load: Loader) -> tuple[Tensor | QuantizedWeight, ColumnLora | None]:
-        """As that of `Latents`; gates of all heads come first."""
+        """As that of `LatentAttention`; gates of all heads come first."""
         latent, inputs = self.latent, 2 * self.latent.queries
         size = latent.plain + latent.turned
         places = torch.arange(load.shape.heads // load.ranks.size * (size + latent.values)).view(-1, size + latent.values)
@@ -28,7 +28,7 @@ class GatedLatents(Latents):
         return load.matrix(NAME, outputs, inputs)[order], load.changed([NAME], [outputs], order=order, inputs=inputs)
 
     def _made(self, stream: Stream, latents: Tensor, gates: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """As that of `Latents`."""
+        """As that of `LatentAttention`."""
         assert self.query is not None
         made = self._normalized(latents)
         both = stream.product(torch.cat((made, latents), 1), self.query)

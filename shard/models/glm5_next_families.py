@@ -9,7 +9,7 @@ from .fields import AGAIN, INDEXED, LEAST, LINEAR, SIZES, Config, boolean, expec
 from .hybrid_families import linear_layers
 from .kimi_families import INNER
 from .latent_families import GLM_5, index_sharing_layers, latent_shape
-from .remembering import FineLinear
+from .remembering import KimiDeltaShape
 from .ropes import ROPES
 from .shape import Shape, Unsupported
 from .sparse_families import EXPERTS, PLAIN_MLP, scored_by_kinds, with_experts
@@ -83,12 +83,12 @@ def _inner(config: Config) -> Config:
     return found | {"linear_lower_bound": bound}
 
 
-def _linear(given: Config, layers: frozenset[int]) -> FineLinear:
+def _linear(given: Config, layers: frozenset[int]) -> KimiDeltaShape:
     bound: Any = given["linear_lower_bound"]
     if bound is not None and (type(bound) not in (int, float) or not (isfinite(bound) and bound < 0)):
         raise Unsupported(f"config.json says linear_lower_bound {shown(bound)}, a number below 0, or null, is needed: {AGAIN}")
     heads, size = given["linear_num_heads"], given["linear_head_dim"]
-    return FineLinear(
+    return KimiDeltaShape(
         layers=layers,
         key_heads=heads,
         value_heads=heads,

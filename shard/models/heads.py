@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...kernels.indexed import Choosing, ChoosingBlocks
+from ...kernels.indexed import BlockSelection, TokenSelection
 from ...kernels.operations import rotate, rotate_and_write
-from ...kernels.ragged import How, attention
+from ...kernels.ragged import AttentionOptions, attention
 from ...kernels.reference import lane_invariant
 from ..parallel import Ranks
 from ..step import Step
@@ -17,7 +17,7 @@ from .rotary import Places
 from .stream import Stream
 
 
-class Heads:
+class HeadAttention:
     """The attention of a layer: query, key and value projections, and the output projection."""
 
     def __init__(self, load: Loader, window: int, turned: bool = True) -> None:
@@ -80,7 +80,7 @@ class Heads:
         return self.attend(stream.through(norm, self.inward), step, places, layer)
 
     def attend(
-        self, joint: Tensor, step: Step, places: Places, layer: Tensor, asked: Choosing | ChoosingBlocks | None = None
+        self, joint: Tensor, step: Step, places: Places, layer: Tensor, asked: TokenSelection | BlockSelection | None = None
     ) -> Tensor:
         """The same, given the product of the stream with `inward`. asked: the index queries by which tokens choose what they attend
         to."""
@@ -101,7 +101,7 @@ class Heads:
             query.mul_(places.growth)
         if self.gains is not None:
             query.mul_(self.gains)
-        how = How(self.window, shape.attention_scale, shape.softcap, scales, self.sinks, asked=asked)
+        how = AttentionOptions(self.window, shape.attention_scale, shape.softcap, scales, self.sinks, asked=asked)
         found = attention(query, layer, step.attention, how)
         found = found if places.leaning is None and self.value_size == self.size else found[..., : self.value_size]
         if not self.gates:
@@ -116,7 +116,7 @@ class Heads:
         return torch.cat((joint[:, :first], functional.pad(values, (0, self.size - self.value_size)).flatten(1)), 1)
 
 
-class Queries:
+class SharedKeyAttention:
     """Attention of a layer without keys of its own: its queries attend to another layer's keys and values (cross-layer KV sharing:
     Brandon et al. 2024, arXiv:2405.12981)."""
 
@@ -134,15 +134,17 @@ class Queries:
 
     @property
     def parts(self) -> tuple[object, ...]:
-        """See `Heads`."""
+        """See `HeadAttention`."""
         return (self,)
 
     def __call__(self, stream: Stream, norm: Tensor | None, step: Step, places: Places, layer: Tensor) -> Tensor:
-        """See `Heads`; layer: of the cache, the other layer's, to which nothing is written."""
+        """See `HeadAttention`; layer: of the cache, the other layer's, to which nothing is written."""
         shape = self.shape
         query = rotate(stream.through(norm, self.inward), places.rotary, self.query_norm, shape.norm_epsilon)
         scales = self.scales if layer.dtype != query.dtype else None
-        return attention(query, layer, step.attention, How(self.window, shape.attention_scale, shape.softcap, scales)).flatten(1)
+        return attention(
+            query, layer, step.attention, AttentionOptions(self.window, shape.attention_scale, shape.softcap, scales)
+        ).flatten(1)
 
 
 def softplus(gates: Tensor) -> Tensor:

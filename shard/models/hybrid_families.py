@@ -9,7 +9,7 @@ from typing import Any
 from .dense_families import BEHIND, granite, llama
 from .fields import AGAIN, FULL, LINEAR, SHORT, SLIDING, Config, expect, number, said, shown
 from .parts import biased, common, layer_kinds, layers_of, windows_of
-from .remembering import Convolution, Linear
+from .remembering import LinearAttentionShape, ShortConvolutionShape
 from .ropes import ROPES, rope_of_kind, ropes_by_kind, rotary_size, with_rope
 from .shape import PLAIN, Shape, Unsupported
 from .sparse_families import GRANITE_MOE, mixed, one_for_all, with_granites_experts
@@ -96,7 +96,7 @@ def _qwen3_5_moe(config: Config) -> Shape:
 
 def hybrid(config: Config, joint: int, turned: float = 0.25) -> Shape:
     """Qwen's hybrid: one layer of `full_attention_interval` has attention, with gated output and partial rotary embedding, `turned`
-    of each head by default; joint: see `Linear`."""
+    of each head by default; joint: see `LinearAttentionShape`."""
     base = biased(common(config), config)
     layers = linear_layers(
         layer_kinds(config, base.layers, lambda layer: (layer + 1) % config["full_attention_interval"] > 0, LINEAR)
@@ -144,8 +144,8 @@ def linear_layers(kinds: Sequence[Any], own: str = LINEAR) -> frozenset[int]:
     return layers
 
 
-def _linear(config: Config, layers: frozenset[int], joint: int) -> Linear:
-    found = Linear(
+def _linear(config: Config, layers: frozenset[int], joint: int) -> LinearAttentionShape:
+    found = LinearAttentionShape(
         layers=layers,
         key_heads=config["linear_num_key_heads"],
         value_heads=config["linear_num_value_heads"],
@@ -197,7 +197,7 @@ def _bamba(config: Config) -> Shape:
     )
 
 
-def state_spaces(config: Config, layers: frozenset[int], features: int) -> Linear:
+def state_spaces(config: Config, layers: frozenset[int], features: int) -> LinearAttentionShape:
     """Mamba-2 (Dao and Gu 2024, arXiv:2405.21060). features: of the values of all heads."""
     heads, groups = config["mamba_n_heads"], config["mamba_n_groups"]
     size = config.get("mamba_d_head", "auto")
@@ -211,7 +211,7 @@ def state_spaces(config: Config, layers: frozenset[int], features: int) -> Linea
             f"config.json says mamba_n_heads {heads} and mamba_n_groups {groups}, of which the first must be a multiple: {AGAIN}"
         )
     expect(config, mamba_conv_bias=True, mamba_proj_bias=False)
-    return Linear(
+    return LinearAttentionShape(
         layers=layers,
         key_heads=groups,
         value_heads=heads,
@@ -262,7 +262,9 @@ def _short(config: Config, kinds: list[Any]) -> Shape:
     layers, biased = linear_layers(kinds, SHORT), given.get("conv_bias", False)
     return replace(
         base,
-        remembering=Convolution(layers=layers, width=given["conv_L_cache"], size=base.hidden, biased=biased) if layers else None,
+        remembering=ShortConvolutionShape(layers=layers, width=given["conv_L_cache"], size=base.hidden, biased=biased)
+        if layers
+        else None,
         qk_norm=True,
         attention_parts=("q_layernorm", "k_layernorm", "out_proj"),
         norms=("operator_norm", "", "ffn_norm", ""),

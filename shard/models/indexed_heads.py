@@ -4,12 +4,12 @@ an index chooses. See `kernels.indexed`."""
 import torch
 from torch import Tensor
 
-from ...kernels.indexed import ChoosingBlocks
+from ...kernels.indexed import BlockSelection
 from ...kernels.operations import rotate_and_write
-from ...kernels.ragged import narrows
+from ...kernels.ragged import needs_selection
 from ..step import Step
 from .changes import side_by_side
-from .heads import Heads
+from .heads import HeadAttention
 from .loader import Loader
 from .mean_indexer import MeanIndexer
 from .rotary import Places
@@ -36,7 +36,7 @@ class BlockIndexer:
         self.inward = load.laid_out(both[order], None, side_by_side(change, other))
         self.query_norm, self.key_norm = (load.ordered(load.gains(f"{one}_norm", index.size), features) for one in (query, key))
 
-    def __call__(self, x: Tensor, stream: Stream, places: Places, step: Step, cache: Tensor) -> ChoosingBlocks | None:
+    def __call__(self, x: Tensor, stream: Stream, places: Places, step: Step, cache: Tensor) -> BlockSelection | None:
         """The index queries of a step's tokens; None if everything is attended to. Writes index keys to the cache.
 
         x: [tokens, hidden], of the stream; cache: a layer's index keys, [slots, 1, 1, size].
@@ -45,13 +45,13 @@ class BlockIndexer:
         queries = rotate_and_write(
             stream.product(x, self.inward), places.rotary, step.slots, cache, self.query_norm, self.key_norm, self.epsilon
         )
-        if not narrows(step.attention, index.most):
+        if not needs_selection(step.attention, index.most):
             return None
-        return ChoosingBlocks(queries, cache, index.most, index.block, index.local)
+        return BlockSelection(queries, cache, index.most, index.block, index.local)
 
 
-class IndexedHeads(Heads):
-    """Attention of a layer with such an index, in the place of `Heads`."""
+class SparseHeadAttention(HeadAttention):
+    """Attention of a layer with such an index, in the place of `HeadAttention`."""
 
     def __init__(self, load: Loader, index: BlockIndex | PoolIndex, window: int, turned: bool = True) -> None:
         super().__init__(load, window, turned)

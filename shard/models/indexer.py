@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from ...kernels.codes import QuantizedWeight
-from ...kernels.indexed import Choosing
+from ...kernels.indexed import TokenSelection
 from ...kernels.operations import layer_norm, rotate_and_write_index
-from ...kernels.ragged import narrows
+from ...kernels.ragged import needs_selection
 from ..step import Step
 from .loader import Loader
 from .rotary import Places
@@ -40,15 +40,15 @@ class Indexer:
         """Objects that hold its weights."""
         return (self,) if self.sharpening is None else (self, self.sharpening)
 
-    def __call__(self, x: Tensor, made: Tensor, places: Places, step: Step, cache: Tensor) -> Choosing | None:
+    def __call__(self, x: Tensor, made: Tensor, places: Places, step: Step, cache: Tensor) -> TokenSelection | None:
         """The index queries of a step's tokens; None if everything is attended to. Writes index keys to the cache.
 
         x: [tokens, hidden]; made: that, or query latents, [tokens, latent.queries]; cache: a layer's part for index keys.
         """
-        index, asked = self.index, narrows(step.attention, self.index.most)
+        index, asked = self.index, needs_selection(step.attention, self.index.most)
         queries = self._queries(made, places) if asked else x.new_empty(len(x), 0, index.size)
         rotate_and_write_index(queries, self.key(x), self.norm, places.rotary, step.slots, cache, index.epsilon)
-        return Choosing(queries, self.weights(x.float()) * (index.heads * index.size) ** -0.5, index.most) if asked else None
+        return TokenSelection(queries, self.weights(x.float()) * (index.heads * index.size) ** -0.5, index.most) if asked else None
 
     def _queries(self, made: Tensor, places: Places) -> Tensor:
         """Queries before the rotary embedding: [tokens, heads, size]."""

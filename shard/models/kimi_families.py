@@ -7,7 +7,7 @@ from .fields import AGAIN, FULL, LEAST, LINEAR, SIZES, Config, boolean, expect, 
 from .hybrid_families import linear_layers
 from .latent_families import latent_shape
 from .parts import layer_kinds
-from .remembering import FineLinear
+from .remembering import KimiDeltaShape
 from .shape import Shape, Unsupported
 from .sparse_families import scored_by_kinds, with_experts
 
@@ -63,7 +63,7 @@ def _kimi_linear(config: Config) -> Shape:
         kinds = _counted(inner, base.layers)
     layers = linear_layers(kinds)
     heads, size = given["linear_num_heads"], given["linear_head_dim"]
-    linear = FineLinear(
+    linear = KimiDeltaShape(
         layers=layers, key_heads=heads, value_heads=heads, key_size=size, value_size=size, width=given["linear_conv_kernel_dim"]
     )
     return replace(

@@ -8,18 +8,18 @@ from ...kernels.gated_delta import gated_delta, gated_norm
 from ...kernels.linear import Weight
 from ...kernels.spans import States
 from ..step import Step
-from .linear_attention import Remembered, products, together
+from .linear_attention import RecurrentAttention, products, together
 from .loader import Loader
-from .remembering import FineLinear
+from .remembering import KimiDeltaShape
 from .stream import Stream
 
 NAME = "self_attn"
 
 
-class FineDelta(Remembered):
+class KimiDelta(RecurrentAttention):
     """How far all fades, and what gates the result, are made of a few features that every rank has whole."""
 
-    def __init__(self, load: Loader, linear: FineLinear) -> None:
+    def __init__(self, load: Loader, linear: KimiDeltaShape) -> None:
         heads, few = linear.value_heads, linear.value_size
         self.epsilon = load.shape.norm_epsilon
         self.few, self.channels, self.bound = few, linear.channels(load.ranks.size), linear.bound
@@ -41,7 +41,7 @@ class FineDelta(Remembered):
         return load.laid_out(load.all_bits(name, size, self.few, cut=True), None, load.changed([name], [size], inputs=self.few))
 
     def __call__(self, stream: Stream, norm: Tensor | None, step: Step, states: States) -> Tensor:
-        """As that of `Remembered`: [tokens, this rank's heads * value size]."""
+        """As that of `RecurrentAttention`: [tokens, this rank's heads * value size]."""
         assert step.spans is not None
         mixed, gating = products(stream, norm, self.inward, self.gating, self.channels)
         fading, opening, strengths = gating.split_with_sizes((self.few, self.few, gating.shape[1] - 2 * self.few), 1)

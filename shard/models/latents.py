@@ -15,7 +15,7 @@ from ...kernels.codes import QuantizedWeight
 from ...kernels.expanded import Plan as Expanded
 from ...kernels.linear import Invariance, Weight, by_onednn
 from ...kernels.operations import rms_norm, rotate_and_write_latents
-from ...kernels.ragged import How, Plan, attention, attention_to_expanded
+from ...kernels.ragged import AttentionOptions, Plan, attention, attention_to_expanded
 from ...kernels.reference import lane_invariant
 from ..step import Step
 from .changes import ColumnLora, side_by_side
@@ -58,7 +58,7 @@ class ByHeads:
         return torch.bmm(x.transpose(0, 1), self._weights).transpose(0, 1)[:tokens]
 
 
-class Latents:
+class LatentAttention:
     """In the place of `Heads`."""
 
     def __init__(self, load: Loader, latent: Latent, window: int, indexing: bool) -> None:
@@ -135,11 +135,11 @@ class Latents:
         if places.growth is not None:
             query.mul_(places.growth)
         [chosen] = places.choosing or [None]  # by the layer's own index, or the last one before it
-        how = How(self.window, self.shape.attention_scale, sinks=self.sinks, latent=latent.size, asked=chosen)
+        how = AttentionOptions(self.window, self.shape.attention_scale, sinks=self.sinks, latent=latent.size, asked=chosen)
         found = self._attended(query, layer, step.attention, how).flatten(1)
         return found.mul_(lane_invariant(torch.sigmoid, gates)) if gates.shape[1] else found
 
-    def _attended(self, query: Tensor, layer: Tensor, plan: Plan, how: How) -> Tensor:
+    def _attended(self, query: Tensor, layer: Tensor, plan: Plan, how: AttentionOptions) -> Tensor:
         """What queries find, [tokens, heads, plain and what turns]: [tokens, heads, values]. Some rows are expanded, if any are."""
         if isinstance(plan, Expanded):
             expanded = attention_to_expanded(query[plan.first :], layer, plan, how, self.to_keys.whole, self.to_values.whole)

@@ -14,13 +14,13 @@ from ...kernels.spans import Spans, States
 from ..step import Step
 from .changes import ColumnLora, side_by_side
 from .loader import Loader
-from .remembering import Linear
+from .remembering import LinearAttentionShape
 from .stream import Stream
 
 NAME = "linear_attn"
 
 
-class Remembered(ABC):
+class RecurrentAttention(ABC):
     """In the place of `Heads`, with states of sequences instead of keys that are cached."""
 
     inward: Weight
@@ -60,10 +60,12 @@ def products(stream: Stream, norm: Tensor | None, inward: Weight, gating: Weight
     return stream.product(x, inward), stream.product(x, gating)
 
 
-class Memories(Remembered):
+class LinearAttention(RecurrentAttention):
     """By what rule, its kinds say."""
 
-    def __init__(self, load: Loader, linear: Linear, name: str, inward: Led, gating: Led, output: str = "out_proj") -> None:
+    def __init__(
+        self, load: Loader, linear: LinearAttentionShape, name: str, inward: Led, gating: Led, output: str = "out_proj"
+    ) -> None:
         """name: of what has its tensors; inward: to the convolution's channels, queries, keys and values, and to what gates the
         result; gating: to what else heads go by; output: what leads back."""
         self.epsilon = load.shape.norm_epsilon
@@ -75,7 +77,7 @@ class Memories(Remembered):
         self.output = load.rows(f"{name}.{output}", values, bias=False)
 
     def __call__(self, stream: Stream, norm: Tensor | None, step: Step, states: States) -> Tensor:
-        """As that of `Remembered`: [tokens, this rank's value heads * value size]."""
+        """As that of `RecurrentAttention`: [tokens, this rank's value heads * value size]."""
         assert step.spans is not None
         joint, gating = products(stream, norm, self.inward, self.gating, self.channels + self.size)
         return self.found(joint[:, : self.channels], joint[:, self.channels :], gating, step.spans, states)
@@ -86,13 +88,13 @@ class Memories(Remembered):
         silu; gating: [tokens, value heads], or twice as many. All are columns of something wider."""
 
 
-class DeltaRule(Memories):
+class DeltaRule(LinearAttention):
     """The gated delta rule."""
 
     strongest = 1.0  # see `gated_delta`
     sigmoid = False  # see `gated_norm`
 
-    def __init__(self, load: Loader, linear: Linear) -> None:
+    def __init__(self, load: Loader, linear: LinearAttentionShape) -> None:
         inward, gating = _by_heads(load, linear) if "in_proj_qkvz" in load.shape.joined else _by_parts(load, linear)
         super().__init__(load, linear, NAME, inward, gating)
         self.taps = torch.cat(load.parts(f"{NAME}.conv1d.weight", linear.sizes, (1, linear.width))).squeeze(1)
@@ -100,13 +102,13 @@ class DeltaRule(Memories):
         self.sigmoid = linear.sigmoid
 
     def found(self, mixed: Tensor, gates: Tensor, gating: Tensor, spans: Spans, states: States) -> Tensor:
-        """As that of `Memories`."""
+        """As that of `LinearAttention`."""
         strengths, fades = gating.chunk(2, 1)
         found = gated_delta(mixed, strengths, fades, self.taps, self.rates, self.offsets, spans, states, self.strongest)
         return gated_norm(found, gates.view(found.shape), self.gains, self.epsilon, sigmoid=self.sigmoid).flatten(1)
 
 
-def _by_parts(load: Loader, linear: Linear) -> tuple[Led, Led]:
+def _by_parts(load: Loader, linear: LinearAttentionShape) -> tuple[Led, Led]:
     """As Qwen 3.5 has them: to queries, keys, values and what gates the result, and to strengths and fades."""
     mixed = ("", "", ""), linear.sizes, f"{NAME}.in_proj_qkv"
     gates = (f"{NAME}.in_proj_z",), linear.sizes[-1:]
@@ -116,7 +118,7 @@ def _by_parts(load: Loader, linear: Linear) -> tuple[Led, Led]:
     return (inward, change), (load.unrounded(*gating), load.changed(*gating))
 
 
-def _by_heads(load: Loader, linear: Linear) -> tuple[Led, Led]:
+def _by_heads(load: Loader, linear: LinearAttentionShape) -> tuple[Led, Led]:
     """The same as Qwen3-Next has them: in one tensor, each key head's one after the other, and in another."""
     heads, times = linear.key_heads, linear.value_heads // linear.key_heads
     each = [linear.key_size] * 2 + [times * linear.value_size] * 2

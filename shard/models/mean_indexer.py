@@ -4,10 +4,10 @@
 import torch
 from torch import Tensor
 
-from ...kernels.indexed import ChoosingPools
+from ...kernels.indexed import PoolSelection
 from ...kernels.means import write_means
 from ...kernels.operations import rotate
-from ...kernels.ragged import narrows
+from ...kernels.ragged import needs_selection
 from ..step import Step
 from .loader import Loader
 from .rotary import Places
@@ -34,7 +34,7 @@ class MeanIndexer:
         self.inward = load.laid_out(both[load.ordered(torch.arange(outputs), order)], None)
         self.query_norm, self.key_norm = (load.ordered(load.gains(f"{NAME}.{one}_layernorm", index.size), order) for one in "qk")
 
-    def __call__(self, x: Tensor, stream: Stream, places: Places, step: Step, cache: Tensor) -> ChoosingPools | None:
+    def __call__(self, x: Tensor, stream: Stream, places: Places, step: Step, cache: Tensor) -> PoolSelection | None:
         """The index queries of a step's tokens; None if everything is attended to. Writes index keys of tokens and of pools to the
         cache.
 
@@ -44,8 +44,8 @@ class MeanIndexer:
         assert places.pools is not None
         queries, keys = joint[:, : -index.size], joint[:, -index.size :]
         write_means(keys, self.key_norm, places.pools.first, step.slots, cache, index.pool, self.epsilon)
-        if not narrows(step.attention, index.most):
+        if not needs_selection(step.attention, index.most):
             return None
         asking = rotate(queries.contiguous(), places.pools.own, self.query_norm, self.epsilon)
         weights = torch.full((len(x), index.heads), index.size**-0.5, device=x.device)
-        return ChoosingPools(asking, weights, index.most, members=index.pool, keys=cache)
+        return PoolSelection(asking, weights, index.most, members=index.pool, keys=cache)

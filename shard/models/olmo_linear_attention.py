@@ -4,29 +4,29 @@ its tensors."""
 import torch
 from torch import Tensor
 
-from .linear_attention import NAME, DeltaRule, Memories
+from .linear_attention import NAME, DeltaRule, LinearAttention
 from .loader import Loader
-from .remembering import Linear
+from .remembering import LinearAttentionShape
 
 EPSILON = 1e-5  # of the norm behind it, whatever other norms have
 
 
-class ApartDelta(DeltaRule):
+class OlmoDelta(DeltaRule):
     """The gated delta rule, whose gates may take out twice what is under a key, so that what was there comes back with its sign
     turned (Grazzi et al. 2024, arXiv:2411.12537)."""
 
-    def __init__(self, load: Loader, linear: Linear) -> None:
+    def __init__(self, load: Loader, linear: LinearAttentionShape) -> None:
         values, heads = linear.sizes[-1], linear.value_heads
         mixed = [f"{NAME}.{part}_proj" for part in "qkvg"], [*linear.sizes, values]
         gating = [f"{NAME}.{part}_proj" for part in "ba"], [heads, heads]
         inward = load.outwards(*mixed), load.changed(*mixed)
-        Memories.__init__(self, load, linear, NAME, inward, (load.unrounded(*gating), load.changed(*gating)), "o_proj")
+        LinearAttention.__init__(self, load, linear, NAME, inward, (load.unrounded(*gating), load.changed(*gating)), "o_proj")
         self.epsilon, self.strongest = EPSILON, linear.strongest
         self.taps = _taps(load, linear)
         self.gains = load.source.tensor(f"{load.prefix}{NAME}.o_norm.weight", (linear.value_size,))
 
 
-def _taps(load: Loader, linear: Linear) -> Tensor:
+def _taps(load: Loader, linear: LinearAttentionShape) -> Tensor:
     """Of this rank's queries, keys and values, which are of three tensors, or of one. As transformers 5.24 saves them, the three
     are cut into equal parts, whatever their sizes are."""
     joint, names = f"{NAME}.conv1d.weight", [f"{NAME}.{part}_conv1d.weight" for part in "qkv"]

@@ -2,10 +2,10 @@
 
 from torch import Tensor
 
-from ...kernels.indexed import ChoosingPools
+from ...kernels.indexed import PoolSelection
 from ...kernels.operations import layer_norm
 from ...kernels.pools import write_pools
-from ...kernels.ragged import narrows
+from ...kernels.ragged import needs_selection
 from ..step import Step
 from .indexer import NAME, Indexer
 from .loader import Loader
@@ -22,11 +22,11 @@ class PoolIndexer(Indexer):
         self.gate = load.laid_out(load.source.tensor(name, full), None)
         self.places = load.wide(f"{NAME}.index_kpool_compress_ape", index.pool, index.size)
 
-    def __call__(self, x: Tensor, made: Tensor, places: Places, step: Step, cache: Tensor) -> ChoosingPools | None:
+    def __call__(self, x: Tensor, made: Tensor, places: Places, step: Step, cache: Tensor) -> PoolSelection | None:
         """See `Indexer`. Writes gates, and keys of pools, too."""
         index = self.index
         write_pools(layer_norm(self.key(x), self.norm, index.epsilon), self.gate(x), self.places, step.slots, cache)
-        if not narrows(step.attention, index.most):
+        if not needs_selection(step.attention, index.most):
             return None
         weights = self.weights(x.float()) * (index.heads * index.size) ** -0.5
-        return ChoosingPools(self._queries(made, places), weights, index.most, members=index.pool)
+        return PoolSelection(self._queries(made, places), weights, index.most, members=index.pool)

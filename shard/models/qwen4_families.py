@@ -8,7 +8,7 @@ from typing import Any
 from .fields import AGAIN, FULL, INDEXED, LINEAR, Config, expect, shown, whole
 from .hybrid_families import QWEN3_NEXT, hybrid
 from .ngrams import NgramShape
-from .remembering import Linear
+from .remembering import LinearAttentionShape
 from .ropes import rotary_size
 from .shape import Shape, Unsupported
 from .sparse_families import one_for_all
@@ -30,7 +30,7 @@ def qwen_4(config: Config) -> Shape:
     if opening not in (SILU, SIGMOID):
         raise Unsupported(f"output_gate_type {shown(opening)} is not supported: for this family the decoder has silu and sigmoid")
     kept = base.remembering
-    assert kept is None or isinstance(kept, Linear)
+    assert kept is None or isinstance(kept, LinearAttentionShape)
     attending = frozenset(range(base.layers)) - (kept.layers if kept else frozenset())
     streams = _whole(given, "hc_count", 4, 1 << 6, least=2)
     return replace(

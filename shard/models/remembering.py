@@ -15,7 +15,7 @@ def changed(matrices: Matrices) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Remembering(ABC):
+class RecurrentShape(ABC):
     """Layers with a recurrent state per sequence, of fixed size however long the sequence is, in place of attention or beside it:
     at least the last inputs of a convolution."""
 
@@ -69,7 +69,7 @@ class Remembering(ABC):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Convolution(Remembering):
+class ShortConvolutionShape(RecurrentShape):
     """Gated short convolutions (Liquid AI 2025, arXiv:2511.23404), without a recurrent state besides their last inputs."""
 
     name: ClassVar[str] = "short convolutions"
@@ -78,20 +78,20 @@ class Convolution(Remembering):
 
     @property
     def divided(self) -> tuple[dict[str, int], dict[str, int]]:
-        """See `Remembering`."""
+        """See `RecurrentShape`."""
         return {"channels of short convolutions": self.size}, {}
 
     def channels(self, ranks: int) -> int:
-        """See `Remembering`."""
+        """See `RecurrentShape`."""
         return self.size // ranks
 
     def matrices(self, ranks: int, hidden: int) -> Matrices:
-        """See `Remembering`."""
+        """See `RecurrentShape`."""
         own = self.channels(ranks)
         return [(3 * own, hidden, hidden), (hidden, self.size, own)]
 
     def adapted(self, ranks: int, hidden: int, apart: bool) -> int:
-        """See `Remembering`."""
+        """See `RecurrentShape`."""
         return changed(self.matrices(ranks, hidden))
 
     def beside(self, ranks: int, hidden: int) -> int:
@@ -101,7 +101,7 @@ class Convolution(Remembering):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Linear(Remembering):
+class LinearAttentionShape(RecurrentShape):
     """Linear attention: each head keeps a recurrent state of fixed size, after a convolution. It is updated by the gated delta rule
     (Yang et al. 2024, arXiv:2412.06464), or with `limits` as a state space (Mamba-2: Dao and Gu 2024, arXiv:2405.21060), whose key
     heads are called groups."""
@@ -122,7 +122,7 @@ class Linear(Remembering):
 
     @property
     def divided(self) -> tuple[dict[str, int], dict[str, int]]:
-        """See `Remembering`."""
+        """See `RecurrentShape`."""
         keys, values = {"key heads of linear attention": self.key_heads}, {"heads of linear attention": self.value_heads}
         return (values, keys) if self.limits else (keys | values, {})
 
@@ -141,17 +141,17 @@ class Linear(Remembering):
         return 2 * self.keys(ranks) * self.key_size + self.sizes[-1] // ranks
 
     def memory(self, ranks: int) -> tuple[int, int, int]:
-        """See `Remembering`."""
+        """See `RecurrentShape`."""
         return self.value_heads // ranks, self.key_size, self.value_size
 
     def matrices(self, ranks: int, hidden: int) -> Matrices:
-        """See `Remembering`."""
+        """See `RecurrentShape`."""
         values = self.sizes[-1]
         own = values // ranks
         return [(self.channels(ranks) + own, hidden, hidden), (hidden, values, own)]
 
     def adapted(self, ranks: int, hidden: int, apart: bool) -> int:
-        """See `Remembering`."""
+        """See `RecurrentShape`."""
         gating = (1 if self.limits else 2) * self.value_heads // ranks
         first, back = self.matrices(ranks, hidden)
         twice = hidden * (apart and self.limits is not None)  # time steps are a part of the matrix that leads to the others
@@ -180,7 +180,7 @@ class Linear(Remembering):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FineLinear(Linear):
+class KimiDeltaShape(LinearAttentionShape):
     """Kimi Delta Attention: the gated delta rule with a decay for each feature of a key (Kimi Team 2025, arXiv:2510.26692). Keys
     and values of a head have the same size. Decays and output gates are computed through low-rank projections, whose rank is the
     head size."""
@@ -193,7 +193,7 @@ class FineLinear(Linear):
         return [(self.channels(ranks), hidden, hidden), (hidden, values, values // ranks)]
 
     def adapted(self, ranks: int, hidden: int, apart: bool) -> int:
-        """See `Remembering`. Projections to queries, keys, values, the ranks of decays and gates, and beta are one product."""
+        """See `RecurrentShape`. Projections to queries, keys, values, the ranks of decays and gates, and beta are one product."""
         few, own = self.value_size, self.sizes[-1] // ranks
         gating = 2 * few + self.value_heads // ranks
         first, back = self.matrices(ranks, hidden)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ...kernels.indexed import Choosing
+from ...kernels.indexed import TokenSelection
 from ...kernels.reference import rotary_table
 from .traits import Rope, TemperatureTuning
 
@@ -31,7 +31,7 @@ class Places:
     leaning: Tensor | None  # ALiBi biases to append to keys: see `alibi.table_of`
     logarithms: Tensor | None  # logarithms of the positions, for scalable softmax: see `sharpening`
     # The last indexer's choice of tokens to attend to; a list that all layers share.
-    choosing: list[Choosing | None] = field(default_factory=list)
+    choosing: list[TokenSelection | None] = field(default_factory=list)
     pools: PoolRotary | None = None  # None: no index of heads with keys of their own
     rows: Tensor | None = None  # rows of the layer's n-gram tables, [tokens, heads]: see `ngram_layers`
     every: Tensor | None = None  # cosines and sines of all positions, where others than the tokens' own are needed

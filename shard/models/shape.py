@@ -5,9 +5,9 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from math import gcd, prod
 
-from .compression import Compressed
+from .compression import CompressedLatent
 from .ngrams import NgramShape
-from .remembering import Matrices, Remembering, changed
+from .remembering import Matrices, RecurrentShape, changed
 from .traits import (
     Alibi,
     AltUpShape,
@@ -68,7 +68,7 @@ class Shape:
     far: Keys | None = None  # key heads of the layers without a window, if they differ
     # Layers with recurrent state (linear attention, state spaces, short convolutions) in place of attention, without a KV cache, or
     # beside it.
-    remembering: Remembering | None = None
+    remembering: RecurrentShape | None = None
     attention_gates: bool = False  # the output of attention is gated, through a sigmoid
     softplus_gates: bool = False  # gates go through softplus instead of a sigmoid
     head_gates: bool = False  # one gate for each head instead of one for each of its features
@@ -289,9 +289,9 @@ class Shape:
         return self.latent and self.latent.at(layer, layer not in self.unturned)
 
     @property
-    def compressed(self) -> Compressed | None:
+    def compressed(self) -> CompressedLatent | None:
         """The latents of all layers, where they are DeepSeek V4's."""
-        return self.latent if isinstance(self.latent, Compressed) else None
+        return self.latent if isinstance(self.latent, CompressedLatent) else None
 
     @property
     def replayed(self) -> bool:

@@ -6,18 +6,18 @@ from torch import Tensor
 from ...kernels.short_convolution import short_convolution
 from ...kernels.spans import States
 from ..step import Step
-from .linear_attention import Remembered
+from .linear_attention import RecurrentAttention
 from .loader import Loader
-from .remembering import Convolution
+from .remembering import ShortConvolutionShape
 from .stream import Stream
 
 NAME = "conv"
 
 
-class ShortConvolutions(Remembered):
+class ShortConvolutions(RecurrentAttention):
     """The short convolution of a layer, of whose channels every rank has some."""
 
-    def __init__(self, load: Loader, convolution: Convolution) -> None:
+    def __init__(self, load: Loader, convolution: ShortConvolutionShape) -> None:
         size, biased = convolution.size, convolution.biased
         self.inward = load.columns(f"{NAME}.in_proj", [""] * 3, [size] * 3, biased)
         self.taps = load.parts(f"{NAME}.conv.weight", (size,), (1, convolution.width))[0].squeeze(1)
@@ -25,7 +25,7 @@ class ShortConvolutions(Remembered):
         self.output = load.rows(f"{NAME}.out_proj", size, biased)
 
     def __call__(self, stream: Stream, norm: Tensor | None, step: Step, states: States) -> Tensor:
-        """See `Remembered`: [tokens, this rank's channels]."""
+        """See `RecurrentAttention`: [tokens, this rank's channels]."""
         assert step.spans is not None
         before, behind, features = stream.through(norm, self.inward).chunk(3, 1)
         return short_convolution(before * features, behind, self.taps, self.biases, step.spans, states)

@@ -9,15 +9,15 @@ from ...kernels.gated_delta import gated_norm, scaled
 from ...kernels.spans import Spans, States
 from ...kernels.state_space import state_space
 from .changes import side_by_side
-from .linear_attention import Memories
+from .linear_attention import LinearAttention
 from .loader import Loader
-from .remembering import Linear
+from .remembering import LinearAttentionShape
 
 
-class StateSpaces(Memories):
+class StateSpaces(LinearAttention):
     """Groups of heads, of which each has queries and keys that its heads share. The norm goes over all values of a group."""
 
-    def __init__(self, load: Loader, linear: Linear) -> None:
+    def __init__(self, load: Loader, linear: LinearAttentionShape) -> None:
         assert linear.limits is not None
         keys, _, values = linear.sizes
         name = linear.home
@@ -37,7 +37,7 @@ class StateSpaces(Memories):
         self.groups, self.features = linear.key_heads, values // linear.key_heads  # of all ranks, and of each
 
     def found(self, mixed: Tensor, gates: Tensor, gating: Tensor, spans: Spans, states: States) -> Tensor:
-        """As that of `Memories`."""
+        """As that of `LinearAttention`."""
         own = self.taps, self.biases, self.rates, self.offsets, self.skips, self.limits
         found = state_space(mixed, gating, *own, spans, states)
         if self.gains is None:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from penstock.kernels import attention as kernel
 from penstock.kernels import shared_prefixes
-from penstock.kernels.attention import BLOCK_ELEMENTS, PADDING, How, Row, ancestry, attention, blocks, order
-from penstock.kernels.layout import Kind, Layout
+from penstock.kernels.attention import BLOCK_ELEMENTS, PADDING, AttentionOptions, Row, ancestry, attention, blocks, order
+from penstock.kernels.layout import AttentionLayout, LayerKind
 
 CPU = torch.device("cpu")
 KV_HEADS = 2
@@ -56,12 +56,13 @@ class Paged:
         self.rows = [rows[i] for i in order(rows)]
         self.cache = torch.randn((sum(counts) + 1) * page_size, 2, KV_HEADS, SIZE)
 
-    def layout(self, group: int = 2, window: int = 0, sinking: bool = False) -> Layout:
+    def layout(self, group: int = 2, window: int = 0, sinking: bool = False) -> AttentionLayout:
         """Of layers with that window and of such without, where `group` query heads share a key head."""
         kinds = [
-            Kind(one, KV_HEADS, group, SIZE, joined=one in self.joined, chunked=one in self.chunked) for one in sorted({0, window})
+            LayerKind(one, KV_HEADS, group, SIZE, joined=one in self.joined, chunked=one in self.chunked)
+            for one in sorted({0, window})
         ]
-        return Layout(self.page_size, tuple(kinds), torch.float32, CPU, sinks=sinking)
+        return AttentionLayout(self.page_size, tuple(kinds), torch.float32, CPU, sinks=sinking)
 
     def slots(self, row: Row) -> list[int]:
         return [row.pages[i // self.page_size] * self.page_size + i % self.page_size for i in range(row.context + row.queries)]
@@ -85,7 +86,7 @@ class Paged:
         order, plan = shared_prefixes.plan(self.rows, self.layout(query.shape[1] // KV_HEADS, window, sinks is not None))
         parts = query.split([row.queries for row in self.rows])
         answers = shared_prefixes.attention(
-            torch.cat([parts[i] for i in order]), self.cache, plan, How(window, SIZE**-0.5, sinks=sinks)
+            torch.cat([parts[i] for i in order]), self.cache, plan, AttentionOptions(window, SIZE**-0.5, sinks=sinks)
         )
         found = dict(zip(order, answers.split([self.rows[i].queries for i in order]), strict=True))
         return torch.cat([found[i] for i in range(len(found))]), plan
@@ -284,7 +285,7 @@ def test_one_token_more(widths: Sequence[int]) -> None:
     following = shared_prefixes.follow(plan, torch.tensor([paged.slots(longer[i])[-1] for i in order]))
     assert following is not None
     query = torch.randn(len(longer), 2 * KV_HEADS, SIZE)
-    answers = shared_prefixes.attention(query[order], paged.cache, following, How(0, SIZE**-0.5))
+    answers = shared_prefixes.attention(query[order], paged.cache, following, AttentionOptions(0, SIZE**-0.5))
     torch.testing.assert_close(answers[torch.tensor(order).argsort()], paged.found(query, 0)[0])
 
 
@@ -336,7 +337,7 @@ def test_beginnings_in_other_numbers(
     def found() -> Tensor:
         order, plan = shared_prefixes.plan(paged.rows, paged.layout())
         assert bool(plan.bundles if bundled else plan.levels) == (shared_prefixes.shared_runs is honest)
-        return shared_prefixes.attention(query[order], cache, plan, How(0, SIZE**-0.5, scales=scales))[
+        return shared_prefixes.attention(query[order], cache, plan, AttentionOptions(0, SIZE**-0.5, scales=scales))[
             torch.tensor(order).argsort()
         ]
 
@@ -371,17 +372,17 @@ def test_what_a_row_does_not_see_may_be_anything() -> None:
     paged = Paged(SHAPES, 16, spare=2)
     query = torch.randn(sum(row.queries for row in paged.rows), KV_HEADS, SIZE)
     plan = blocks(paged.rows, paged.layout())
-    before = attention(query, paged.cache, plan, How(0, 1.0))
+    before = attention(query, paged.cache, plan, AttentionOptions(0, 1.0))
     used = {slot for row in paged.rows for slot in paged.slots(row)}
     paged.cache[[slot for slot in range(len(paged.cache)) if slot not in used]] = 1e30
-    assert attention(query, paged.cache, plan, How(0, 1.0)).equal(before)
+    assert attention(query, paged.cache, plan, AttentionOptions(0, 1.0)).equal(before)
 
 
 def test_blocks_are_of_equal_rows_and_bounded_size() -> None:
     chance = random.Random(1)
     shapes = [(chance.choice([1, 1, 1, 4]), chance.randint(0, 1500)) for _ in range(200)]
     rows = Paged(shapes, 16).rows
-    layout = Layout(16, (Kind(0, KV_HEADS, 1, 64),), torch.float32, CPU)
+    layout = AttentionLayout(16, (LayerKind(0, KV_HEADS, 1, 64),), torch.float32, CPU)
     plan, elements = blocks(rows, layout), layout.elements
     place = 0
     for block in plan:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from penstock.kernels import attention, batch_invariant
-from penstock.kernels.attention import How, Row
-from penstock.kernels.layout import Kind, Layout
+from penstock.kernels.attention import AttentionOptions, Row
+from penstock.kernels.layout import AttentionLayout, LayerKind
 
 CPU = torch.device("cpu")
 PAGE = 16
@@ -34,9 +34,9 @@ class Case:
     stored: torch.dtype | None = None
 
     @property
-    def layout(self) -> Layout:
-        own = Kind(self.window, self.kv_heads, self.heads // self.kv_heads, self.size, self.latent, self.joined, self.chunked)
-        return Layout(PAGE, (own,), self.dtype, CPU)
+    def layout(self) -> AttentionLayout:
+        own = LayerKind(self.window, self.kv_heads, self.heads // self.kv_heads, self.size, self.latent, self.joined, self.chunked)
+        return AttentionLayout(PAGE, (own,), self.dtype, CPU)
 
 
 CASES = {
@@ -82,7 +82,7 @@ class World:
         case = self.case
         order, plan = batch_invariant.plan(rows, case.layout)
         parts = query.split([row.queries for row in rows])
-        how = How(case.window, case.size**-0.5, case.softcap, self.scales, self.sinks)
+        how = AttentionOptions(case.window, case.size**-0.5, case.softcap, self.scales, self.sinks)
         answers = batch_invariant.attention(torch.cat([parts[i] for i in order]), self.cache, plan, how)
         found = dict(zip(order, answers.split([rows[i].queries for i in order]), strict=True))
         return torch.cat([found[i] for i in range(len(rows))])
@@ -109,7 +109,7 @@ def test_it_is_attention(case: Case) -> None:
     ]  # within chunks, of which the last is short
     parts = attention.blocks(rows, case.layout)
     plan = sorted(parts, key=lambda block: block.start)
-    how = How(case.window, case.size**-0.5, case.softcap, world.scales, world.sinks)
+    how = AttentionOptions(case.window, case.size**-0.5, case.softcap, world.scales, world.sinks)
     expected = attention.attention(world.query, world.cache, plan, how).float()
     found = world.attend([world.row(0, 700)], world.query)
     assert found.dtype == case.dtype
@@ -134,7 +134,7 @@ def test_whole_rows(case: Case) -> None:
     rows = [world.row(0, 30), world.row(30, 600, whole=True), world.row(600, 700)]
     plan = attention.blocks(attention_order(rows), case.layout)
     parts = [world.query[row.context : row.context + row.queries] for row in attention_order(rows)]
-    how = How(case.window, case.size**-0.5, case.softcap)
+    how = AttentionOptions(case.window, case.size**-0.5, case.softcap)
     found = world.attend(rows, world.query)
     expected = attention.attention(torch.cat(parts), world.cache, plan, how)
     answers = torch.cat([found[row.context : row.context + row.queries] for row in attention_order(rows)])

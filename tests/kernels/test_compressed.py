@@ -20,10 +20,10 @@ from penstock.kernels import (
     partial_rotary,
     ragged,
 )
-from penstock.kernels.attention import How, Row
+from penstock.kernels.attention import AttentionOptions, Row
 from penstock.kernels.compressed import EntrySelection
 from penstock.kernels.entries import EntryParameters
-from penstock.kernels.layout import Kind, Layout
+from penstock.kernels.layout import AttentionLayout, LayerKind
 from penstock.kernels.reference import rotary_table
 
 from .test_paged_attention import DEVICE, TOLERANCE, rows_of, slots_of
@@ -42,8 +42,15 @@ def check(rows: list[Row], page_size: int, rate: int, most: int, near: int, rout
     """What Triton reads holds no numbers in slots of no row. most: entries that are chosen; 0: all."""
     dispatch.force(route)
     torch.manual_seed(most)
-    layout = Layout(
-        page_size, (Kind(0, 1, HEADS, KEY, True),), dtype, torch.device(DEVICE), KEY, sinks=True, near=near, entries=((rate, most),)
+    layout = AttentionLayout(
+        page_size,
+        (LayerKind(0, 1, HEADS, KEY, True),),
+        dtype,
+        torch.device(DEVICE),
+        KEY,
+        sinks=True,
+        near=near,
+        entries=((rate, most),),
     )
     order, plan = ragged.plan(rows, layout)
     assert isinstance(plan, compressed_attention.Plan if route == "triton" else compressed.Plan)
@@ -56,7 +63,7 @@ def check(rows: list[Row], page_size: int, rate: int, most: int, near: int, rout
     query, sinks = torch.randn(tokens, HEADS, KEY).to(DEVICE, dtype), torch.randn(HEADS).to(DEVICE)
     queries, weights = torch.randn(tokens, INDEX_HEADS, SIZE).to(DEVICE, dtype), torch.randn(tokens, INDEX_HEADS).to(DEVICE)
     asked = EntrySelection(queries, weights, most, members=rate, first=2 * KEY) if most else None
-    how = How(0, 0.3, sinks=sinks, latent=KEY)
+    how = AttentionOptions(0, 0.3, sinks=sinks, latent=KEY)
     found = ragged.attention_with_entries(query, cache, plan, how, rate, asked)
     expected, start = [], 0
     for row in rows:
@@ -103,7 +110,9 @@ def test_short_types() -> None:
 
 def test_a_graph_has_no_room_for_it() -> None:
     dispatch.force("triton")
-    layout = Layout(16, (Kind(0, 1, 4, KEY, True),), torch.float32, torch.device(DEVICE), KEY, near=8, entries=((4, 0),))
+    layout = AttentionLayout(
+        16, (LayerKind(0, 1, 4, KEY, True),), torch.float32, torch.device(DEVICE), KEY, near=8, entries=((4, 0),)
+    )
     capacity = ragged.capacity(layout, 4, 4, 64, 16, mixed=False)
     with pytest.raises(ragged.CapacityExceeded, match="how many entries"):
         ragged.plan([], layout, capacity)
@@ -131,8 +140,8 @@ def test_entries(rate: int, series: int, page_size: int, dtype: torch.dtype, rou
     pages = random.Random(rate).sample(range(1, 40), -(-length // page_size))
     cache = torch.zeros(40 * page_size, 1, 1, 5 + 2 * series * size, dtype=dtype, device=DEVICE)
     slots = torch.tensor([pages[i // page_size] * page_size + i % page_size for i in range(length)]).to(DEVICE)
-    kinds = (Kind(0, 1, 4, 16, True),)
-    layout = Layout(page_size, kinds, dtype, torch.device(DEVICE), 16, near=4, entries=((rate, series - 1),))
+    kinds = (LayerKind(0, 1, 4, 16, True),)
+    layout = AttentionLayout(page_size, kinds, dtype, torch.device(DEVICE), 16, near=4, entries=((rate, series - 1),))
     start = 0
     while start < length:
         end = min(length, start + random.Random(start).randint(1, 2 * rate))
@@ -171,7 +180,7 @@ def test_heads_turn_and_turn_back(dtype: torch.dtype, route: str) -> None:
     angles = torch.outer(positions, frequencies).double()
     for epsilon, back in ((1e-2, False), (0.0, True), (0.0, False)):
         found, wide = x.clone(), x.double().cpu()
-        partial_rotary.turn(found, table, epsilon, back)
+        partial_rotary.rotate_last(found, table, epsilon, back)
         normal = wide * (wide.square().mean(-1, keepdim=True) + epsilon).rsqrt() if epsilon else wide
         for token, own in enumerate(angles):
             torch.testing.assert_close(

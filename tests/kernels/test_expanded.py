@@ -12,8 +12,8 @@ pytest.importorskip("triton")
 
 from penstock.kernels import attention as plain
 from penstock.kernels import dispatch, expanded, expanded_attention, ragged
-from penstock.kernels.attention import How, Row
-from penstock.kernels.layout import Expansion, Layout, kind
+from penstock.kernels.attention import AttentionOptions, Row
+from penstock.kernels.layout import AttentionLayout, Expansion, kind
 
 from .test_paged_attention import DEVICE, TOLERANCE, rows_of, slots_of
 
@@ -55,7 +55,7 @@ class World:
         torch.manual_seed(len(rows))
         self.page_size, self.own = page_size, own
         kinds = (kind(0, own.heads, 1, own.latent + own.turned, True),)
-        layout = Layout(page_size, kinds, dtype, DEVICE, latent=own.latent, expansion=own)
+        layout = AttentionLayout(page_size, kinds, dtype, DEVICE, latent=own.latent, expansion=own)
         order, self.plan = ragged.plan(rows, layout)
         self.rows = [rows[i] for i in order]
         used = sorted({slot for row in rows for slot in slots_of(row, page_size)})
@@ -74,7 +74,7 @@ class World:
 
     def found(self) -> Tensor:
         """By latents, and by what they are expanded to."""
-        how, own = How(0, 0.3, latent=self.own.latent), self.own
+        how, own = AttentionOptions(0, 0.3, latent=self.own.latent), self.own
         first, others = len(self.query), self.plan
         parts = []
         if isinstance(self.plan, expanded.Plan):
@@ -158,7 +158,7 @@ def test_what_pays() -> None:
 def test_what_only_the_device_knows_is_not_expanded() -> None:
     """Tables of beams that it parts, in the order that the host has said."""
     own = KINDS["deepseek"]
-    layout = Layout(4, (kind(0, 4, 1, 56, True),), torch.float32, DEVICE, latent=48, expansion=own)
+    layout = AttentionLayout(4, (kind(0, 4, 1, 56, True),), torch.float32, DEVICE, latent=48, expansion=own)
     long = Row(20, 0, range(5))
     assert expanded.chosen([Row(1, 8, range(3)), long], layout) == [1]
     assert expanded.chosen([Row(1, 8, range(3), settled=1), long], layout) == []

@@ -21,8 +21,8 @@ from triton.runtime.errors import InterpreterError
 from penstock.benchmarks import gpu_checks
 from penstock.benchmarks.gpu_measure import Bench
 from penstock.kernels import hopper_attention, paged_attention
-from penstock.kernels.attention import How
-from penstock.kernels.layout import Kind
+from penstock.kernels.attention import AttentionOptions
+from penstock.kernels.layout import LayerKind
 from penstock.kernels.paged_attention import Capacity
 from penstock.kernels.work_list import CAUSAL, WHOLE, Item, Tile
 from penstock.tests.kernels.gluon import Kernel
@@ -30,9 +30,9 @@ from penstock.tests.kernels.test_paged_attention import World, rows_of
 from penstock.tests.shard import fake_cuda
 from penstock.tests.shard.fake_cuda import Noted
 
-KIND = Kind(0, 8, 4, 128)
+KIND = LayerKind(0, 8, 4, 128)
 TILE = Tile(128, 128, 8, 4)
-HOW = How(0, 0.1)
+HOW = AttentionOptions(0, 0.1)
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ pytest.importorskip("triton")
 
 from penstock.kernels import attention as plain
 from penstock.kernels import dispatch, fused_index, indexed, indexed_attention, operations, paged_attention, ragged
-from penstock.kernels.attention import How, Row
-from penstock.kernels.indexed import Choosing
-from penstock.kernels.layout import Kind, Layout
+from penstock.kernels.attention import AttentionOptions, Row
+from penstock.kernels.indexed import TokenSelection
+from penstock.kernels.layout import AttentionLayout, LayerKind
 
 from .test_paged_attention import DEVICE, TOLERANCE, rows_of, slots_of
 
@@ -46,9 +46,9 @@ class World:
         dispatch.force(route)
         torch.manual_seed(len(rows))
         self.page_size, self.most = page_size, most
-        layout = Layout(
+        layout = AttentionLayout(
             page_size=page_size,
-            kinds=(Kind(0, 1, 4, LATENT + TURNED, True),),
+            kinds=(LayerKind(0, 1, 4, LATENT + TURNED, True),),
             dtype=dtype,
             device=DEVICE,
             latent=LATENT,
@@ -64,10 +64,10 @@ class World:
         tokens = sum(row.queries for row in rows)
         self.query = torch.randn(tokens, 4, LATENT + TURNED).to(dtype).to(DEVICE)
         queries, weights = torch.randn(tokens, HEADS, SIZE).to(dtype), torch.randn(tokens, HEADS)
-        self.asked = Choosing(queries.to(DEVICE), weights.to(DEVICE), most)
+        self.asked = TokenSelection(queries.to(DEVICE), weights.to(DEVICE), most)
 
     def check(self) -> None:
-        found = ragged.attention(self.query, self.cache, self.plan, How(0, 0.3, latent=LATENT, asked=self.asked))
+        found = ragged.attention(self.query, self.cache, self.plan, AttentionOptions(0, 0.3, latent=LATENT, asked=self.asked))
         expected, start = [], 0
         for row in self.rows:
             cached = self.cache[slots_of(row, self.page_size)].double().cpu().flatten(1)
@@ -171,7 +171,7 @@ def test_parts_that_are_alike_are_planned_once(monkeypatch: pytest.MonkeyPatch) 
     assert len(plans) == 7
     assert len({id(plan) for plan in plans}) == 4  # that of the last one, and two with some that see fewer
     rows = [Row(1, keys - 1, range(30)) for keys in [30, *range(16, 25)]]
-    expected = paged_attention.plan(rows, 1, [Kind(0, 1, 4, LATENT + TURNED, True)], DEVICE, dtype=torch.float32, share=False)
+    expected = paged_attention.plan(rows, 1, [LayerKind(0, 1, 4, LATENT + TURNED, True)], DEVICE, dtype=torch.float32, share=False)
     assert not any(map(len, expected.launches[0].items[1:]))
     for found, items in zip(plans[0].launches[0].items, expected.launches[0].items, strict=False):
         assert found[:, [0, 1, 3, 4, 5, 6, 7]].tolist() == items[:, [0, 1, 3, 4, 5, 6, 7]].tolist()
@@ -183,7 +183,7 @@ def test_parts_that_are_alike_are_planned_once(monkeypatch: pytest.MonkeyPatch) 
 def test_graphs_have_no_room_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is known before anything is planned in vain."""
     world = World(rows_of([(1, 30)], 16, random.Random(6)), 16, 31, "triton")
-    layout = Layout(16, (Kind(0, 1, 4, LATENT + TURNED, True),), torch.float32, DEVICE, latent=LATENT, most=31)
+    layout = AttentionLayout(16, (LayerKind(0, 1, 4, LATENT + TURNED, True),), torch.float32, DEVICE, latent=LATENT, most=31)
     room = ragged.capacity(layout, 4, 4, 100, 32, mixed=False)
     assert ragged.plan(world.rows, layout, room)
     monkeypatch.setattr(paged_attention, "plan", lambda *rows, **options: pytest.fail("planned in vain"))
@@ -192,7 +192,7 @@ def test_graphs_have_no_room_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_of_equal_scores_the_first_are_chosen() -> None:
-    asked = Choosing(torch.zeros(2, HEADS, SIZE), torch.ones(2, HEADS), 3)
+    asked = TokenSelection(torch.zeros(2, HEADS, SIZE), torch.ones(2, HEADS), 3)
     hidden = torch.zeros(1, 1, 2, 6)
     hidden[:, :, :, 1] = -torch.inf
     found = indexed.narrowed(asked, torch.randn(1, 6, SIZE), 0, 2, hidden)

@@ -11,9 +11,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from penstock.kernels import dispatch, indexed, indexed_attention, operations, ragged, reference
-from penstock.kernels.attention import How, Row
-from penstock.kernels.indexed import ChoosingBlocks
-from penstock.kernels.layout import Kind, Layout
+from penstock.kernels.attention import AttentionOptions, Row
+from penstock.kernels.indexed import BlockSelection
+from penstock.kernels.layout import AttentionLayout, LayerKind
 
 from .test_paged_attention import DEVICE, TOLERANCE, rows_of, slots_of
 
@@ -48,8 +48,8 @@ class World:
         dispatch.force(route)
         torch.manual_seed(len(rows) + blocks)
         self.page_size, self.most, self.ratio = page_size, blocks * BLOCK, ratio
-        kinds = (Kind(0, kv_heads, ratio, SIZE),)
-        layout = Layout(page_size, kinds, dtype, DEVICE, most=self.most, block=BLOCK, sinks=sinks)
+        kinds = (LayerKind(0, kv_heads, ratio, SIZE),)
+        layout = AttentionLayout(page_size, kinds, dtype, DEVICE, most=self.most, block=BLOCK, sinks=sinks)
         order, self.plan = ragged.plan(rows, layout)
         self.rows = [rows[i] for i in order]
         used = sorted({slot for row in rows for slot in slots_of(row, page_size)})
@@ -64,14 +64,14 @@ class World:
         tokens, heads = sum(row.queries for row in rows), kv_heads * ratio
         self.query = torch.randn(tokens, heads, SIZE).to(dtype).to(DEVICE)
         queries = torch.randn(tokens, kv_heads + 1, SIZE).to(dtype).to(DEVICE)[:, :kv_heads]  # as part of what is wider
-        self.asked = ChoosingBlocks(queries, keys, self.most, BLOCK, local)
+        self.asked = BlockSelection(queries, keys, self.most, BLOCK, local)
         self.scales = (torch.rand(2, kv_heads) + 0.5).to(DEVICE) if cached else None
         self.sinks = torch.randn(heads).to(DEVICE) if sinks else None
 
     def check(self) -> None:
-        narrows = ragged.narrows(self.plan, self.most)
+        narrows = ragged.needs_selection(self.plan, self.most)
         assert narrows == any(row.context + row.queries > self.most for row in self.rows)
-        how = How(0, 0.3, scales=self.scales, sinks=self.sinks, asked=self.asked if narrows else None)
+        how = AttentionOptions(0, 0.3, scales=self.scales, sinks=self.sinks, asked=self.asked if narrows else None)
         found = ragged.attention(self.query, self.cache, self.plan, how)
         expected, start = [], 0
         for row in self.rows:
@@ -135,8 +135,8 @@ def test_layers_without_an_index_attend_to_all() -> None:
     """Of a step in which others choose."""
     world = World(rows_of([(1, 100), (3, 40)], 8, random.Random(6)), 8, 3, "triton")
     assert isinstance(world.plan, indexed_attention.Plan)
-    _, whole = ragged.plan(world.rows, Layout(8, (Kind(0, 2, 4, SIZE),), torch.float32, DEVICE))
-    found, expected = (ragged.attention(world.query, world.cache, plan, How(0, 0.3)) for plan in (world.plan, whole))
+    _, whole = ragged.plan(world.rows, AttentionLayout(8, (LayerKind(0, 2, 4, SIZE),), torch.float32, DEVICE))
+    found, expected = (ragged.attention(world.query, world.cache, plan, AttentionOptions(0, 0.3)) for plan in (world.plan, whole))
     assert found.equal(expected)
     assert found.isfinite().all()
 
@@ -163,10 +163,10 @@ def test_tokens_by_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_of_equal_blocks_the_first_are_chosen() -> None:
-    asked = ChoosingBlocks(torch.zeros(2, 2, SIZE), torch.zeros(1, 1, 1, SIZE), 2 * BLOCK, BLOCK, 1)
+    asked = BlockSelection(torch.zeros(2, 2, SIZE), torch.zeros(1, 1, 1, SIZE), 2 * BLOCK, BLOCK, 1)
     hidden = torch.zeros(1, 1, 2, 5 * BLOCK)
     hidden[:, :, 0, 4 * BLOCK :] = -torch.inf
-    found = indexed.narrowed_by_blocks(asked, torch.randn(1, 5 * BLOCK, SIZE), 0, 2, hidden)
+    found = indexed.masked_by_blocks(asked, torch.randn(1, 5 * BLOCK, SIZE), 0, 2, hidden)
     assert found is not None
     seen = found[0].isfinite().unflatten(2, (5, BLOCK)).all(3)
     assert seen.tolist() == [[[True, False, False, True, False], [True, False, False, False, True]]] * 2

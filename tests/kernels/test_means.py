@@ -11,9 +11,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from penstock.kernels import dispatch, fused_means, indexed_attention, ragged, reference
-from penstock.kernels.attention import How, Row
-from penstock.kernels.indexed import ChoosingPools
-from penstock.kernels.layout import Kind, Layout
+from penstock.kernels.attention import AttentionOptions, Row
+from penstock.kernels.indexed import PoolSelection
+from penstock.kernels.layout import AttentionLayout, LayerKind
 from penstock.kernels.means import write_means
 
 from .test_paged_attention import DEVICE, TOLERANCE, rows_of, slots_of
@@ -34,7 +34,9 @@ def check(rows: list[Row], page_size: int, pool: int, most: int, route: str, dty
     """What Triton reads holds no numbers in slots of no row."""
     dispatch.force(route)
     torch.manual_seed(most)
-    layout = Layout(page_size, (Kind(0, KEYS, HEADS // KEYS, FEATURES),), dtype, torch.device(DEVICE), most=most, members=pool)
+    layout = AttentionLayout(
+        page_size, (LayerKind(0, KEYS, HEADS // KEYS, FEATURES),), dtype, torch.device(DEVICE), most=most, members=pool
+    )
     order, plan = ragged.plan(rows, layout)
     rows = [rows[i] for i in order]
     used = sorted({slot for row in rows for slot in slots_of(row, page_size)})
@@ -47,10 +49,10 @@ def check(rows: list[Row], page_size: int, pool: int, most: int, route: str, dty
 
     cache, keys = cached(2, KEYS, FEATURES), cached(1, 1, SIZE)
     query, asking = (torch.randn(tokens, *shape).to(DEVICE, dtype) for shape in ((HEADS, FEATURES), (CHOOSERS, SIZE)))
-    asked = ChoosingPools(asking, torch.rand(tokens, CHOOSERS).to(DEVICE), most, members=pool, keys=keys)
+    asked = PoolSelection(asking, torch.rand(tokens, CHOOSERS).to(DEVICE), most, members=pool, keys=keys)
     narrow = any(row.context + row.queries > most for row in rows)
     assert isinstance(plan, indexed_attention.Plan) == (route == "triton" and narrow)
-    found = ragged.attention(query, cache, plan, How(0, 0.3, asked=asked if narrow else None))
+    found = ragged.attention(query, cache, plan, AttentionOptions(0, 0.3, asked=asked if narrow else None))
     expected, start = [], 0
     for row in rows:
         own, held = (x[slots_of(row, page_size)].double().cpu() for x in (cache, keys.flatten(1)))

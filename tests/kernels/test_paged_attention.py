@@ -21,8 +21,8 @@ pytest.importorskip("triton")
 
 from penstock.kernels import attention as plain
 from penstock.kernels import paged_attention, ragged, work_list
-from penstock.kernels.attention import How, Row
-from penstock.kernels.layout import Kind, Layout
+from penstock.kernels.attention import AttentionOptions, Row
+from penstock.kernels.layout import AttentionLayout, LayerKind
 from penstock.kernels.paged_attention import Capacity, attention, plan, tiles_of
 from penstock.kernels.work_list import NODES, SHORTEST_RUN, Item, Segment, Table, Tile, Work
 
@@ -133,13 +133,15 @@ class World:
     def plan(self, window: int = 0, **options: object) -> paged_attention.Plan:
         defaults: dict[str, object] = {"processors": 3, "dtype": self.dtype}
         kinds = [
-            Kind(one, self.kv_heads, self.ratio, self.size, self.latent > 0, one in self.joined, self.chunked and one > 0)
+            LayerKind(one, self.kv_heads, self.ratio, self.size, self.latent > 0, one in self.joined, self.chunked and one > 0)
             for one in sorted({0, window})
         ]
         return plan(self.rows, self.page_size, kinds, DEVICE, **{**defaults, **options})  # type: ignore[arg-type]
 
     def found(self, step: paged_attention.Plan, window: int = 0, softcap: float = 0.0) -> Tensor:
-        return attention(self.query, self.cache, step, How(window, self.size**-0.5, softcap, self.scales, self.sinks, self.latent))
+        return attention(
+            self.query, self.cache, step, AttentionOptions(window, self.size**-0.5, softcap, self.scales, self.sinks, self.latent)
+        )
 
     def expected(self, window: int = 0, softcap: float = 0.0) -> Tensor:
         cache = self.cache.double().cpu()
@@ -230,7 +232,7 @@ def test_chunks(page_size: int, fixed: int, chunk: int) -> None:
     shapes = [(1, 600), (1, 3 * chunk - 1), (1, 3 * chunk - 2), (1, 600), *within_chunks(chance, chunk, 6, 600)]
     rows = rows_of(shapes, page_size, chance, sharing=0.8)
     if not fixed:  # some read together what they see
-        parts = work_list.segments(work_list.table(rows, page_size, 60), Kind(chunk, 2, 2, 64, chunked=True), TILES)
+        parts = work_list.segments(work_list.table(rows, page_size, 60), LayerKind(chunk, 2, 2, 64, chunked=True), TILES)
         assert chunk == page_size or chunk < 256 or parts[:, work_list.SHARED].any()
     rows.append(replace(rows_of([(9, chunk + 3)], page_size, chance)[0], parents=[-1, 0, 1, 0, 2, 2, 1, 0, 5]))
     rows[-1] = replace(rows[-1], pages=[page + max(max(row.pages) for row in rows[:-1]) for page in rows[-1].pages])
@@ -253,7 +255,7 @@ def test_trees(nodes: int, window: int) -> None:
 def test_a_tree_has_at_most_128_nodes() -> None:
     row = Row(129, 0, range(1, 10), list(range(-1, 128)))
     with pytest.raises(ValueError, match="at most 128 nodes, not 129"):
-        plan([row], 16, [Kind(0, 1, 1, 64)], DEVICE, dtype=torch.float32)
+        plan([row], 16, [LayerKind(0, 1, 1, 64)], DEVICE, dtype=torch.float32)
 
 
 @pytest.mark.parametrize(("page_size", "window", "joined"), [(16, 0, [0]), (3, 40, [40]), (16, 40, [0]), (64, 200, [0, 200])])
@@ -333,10 +335,10 @@ def test_it_agrees_with_what_a_cpu_computes() -> None:
     rows = [rows[i] for i in plain.order(rows)]
     world = World(rows, 16)
     world.cache.nan_to_num_()  # there, what is masked must be finite
-    kinds = tuple(Kind(window, 2, 2, world.size) for window in (0, 40))
-    blocks = plain.blocks(rows, Layout(16, kinds, torch.float32, torch.device("cpu")))
+    kinds = tuple(LayerKind(window, 2, 2, world.size) for window in (0, 40))
+    blocks = plain.blocks(rows, AttentionLayout(16, kinds, torch.float32, torch.device("cpu")))
     for window in (0, 40):
-        expected = plain.attention(world.query.cpu(), world.cache.cpu(), blocks, How(window, world.size**-0.5))
+        expected = plain.attention(world.query.cpu(), world.cache.cpu(), blocks, AttentionOptions(window, world.size**-0.5))
         torch.testing.assert_close(world.found(world.plan(window), window).cpu(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -353,7 +355,7 @@ def test_fixed_cuts_make_a_row_independent_of_its_neighbours() -> None:
 
 def test_a_plan_with_room_takes_the_place_of_another() -> None:
     """As captured graphs need it: same grids, same addresses, other contents."""
-    tiles = tiles_of(Kind(0, 2, 4, 64), torch.float32)[:2]
+    tiles = tiles_of(LayerKind(0, 2, 4, 64), torch.float32)[:2]
     room = Capacity(tokens=20, listed=40, pages=80, tiles={0: tiles}, items={0: (8, 4)}, entries=20, pieces=60, trees=True)
     first = World(rows_of([(1, 300), (3, 20)], 16, random.Random(7)), 16)
     other = World(rows_of([(1, 10), (12, 280), (1, 128), (1, 500)], 16, random.Random(8), trees=0.5, sharing=0.5), 16)
@@ -370,9 +372,9 @@ def test_a_plan_with_room_takes_the_place_of_another() -> None:
 
 def test_layers_of_several_kinds_go_by_one_plan() -> None:
     """Each with tiles, items and partials of its own, in a plan that takes another's place."""
-    kinds = [Kind(0, 1, 8, 32), Kind(31, 4, 2, 16), Kind(64, 2, 1, 300)]
+    kinds = [LayerKind(0, 1, 8, 32), LayerKind(31, 4, 2, 16), LayerKind(64, 2, 1, 300)]
     shapes = [(1, 300), (3, 20), (9, 280), (1, 128)]
-    layout = Layout(16, tuple(kinds), torch.float32, DEVICE)
+    layout = AttentionLayout(16, tuple(kinds), torch.float32, DEVICE)
     room = ragged.capacity(layout, 14, 4, 400, 400, mixed=True, trees=True)
     assert set(room.items) == {0, 31, 64}
     plans = []
@@ -404,8 +406,8 @@ def test_layers_of_several_kinds_go_by_one_plan() -> None:
 )
 def test_graphs_launch_no_tile_that_no_step_of_theirs_takes(tokens: int, mixed: bool, invariant: bool, launched: list[int]) -> None:
     """Even where all rows have a prefix in common: they are one segment then."""
-    kinds = (Kind(0, 2, 4, 64),)
-    layout = Layout(16, kinds, torch.bfloat16, DEVICE, invariant=invariant)
+    kinds = (LayerKind(0, 2, 4, 64),)
+    layout = AttentionLayout(16, kinds, torch.bfloat16, DEVICE, invariant=invariant)
     room = ragged.capacity(layout, tokens, tokens, 1000, 64 * tokens, mixed)
     assert [tile.rows for tile in room.tiles[0]] == launched
     assert min(room.items[0]) > 0
@@ -494,7 +496,7 @@ def cut(
     rows: list[Row], page_size: int, window: int, ratio: int, processors: int, kv_heads: int = 2
 ) -> tuple[Table, list[Segment], Work, int]:
     table = work_list.table(rows, page_size, (TILES[-1].rows - 1) // ratio)
-    parts = work_list.segments(table, Kind(window, kv_heads, ratio, 64), TILES)
+    parts = work_list.segments(table, LayerKind(window, kv_heads, ratio, 64), TILES)
     limit = work_list.longest(parts, kv_heads, processors, TILES)
     return table, [Segment(*part) for part in parts.tolist()], work_list.work(table, parts, TILES, limit, False), limit
 
@@ -604,7 +606,7 @@ def test_a_long_row_among_short_ones_is_cut_and_they_are_not() -> None:
     assert found.entries[:, 0].tolist() == [0]
 
 
-LLAMA = Kind(0, 8, 4, 128)  # of Llama 3's layers with 8 B parameters
+LLAMA = LayerKind(0, 8, 4, 128)  # of Llama 3's layers with 8 B parameters
 LLAMAS = tiles_of(LLAMA, torch.bfloat16)
 H200 = 132  # processors
 
@@ -662,7 +664,7 @@ def test_tiles_of_single_queries() -> None:
     the smallest beside it. Rows that share a prefix always have one that holds some of them."""
 
     def rows(tokens: int, kv_heads: int = 8, ratio: int = 4, generation: int = 9, eight_bits: bool = False) -> list[int]:
-        kind = Kind(0, kv_heads, ratio, 128)
+        kind = LayerKind(0, kv_heads, ratio, 128)
         return [tile.rows for tile in paged_attention.decode_tiles(kind, torch.bfloat16, generation, tokens, H200, eight_bits)]
 
     assert rows(1) == rows(4) == [16]

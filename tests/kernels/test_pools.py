@@ -12,9 +12,9 @@ from torch.nn import functional
 pytest.importorskip("triton")
 
 from penstock.kernels import dispatch, fused_pools, indexed, indexed_attention, ragged
-from penstock.kernels.attention import How, Row
-from penstock.kernels.indexed import ChoosingPools
-from penstock.kernels.layout import Kind, Layout
+from penstock.kernels.attention import AttentionOptions, Row
+from penstock.kernels.indexed import PoolSelection
+from penstock.kernels.layout import AttentionLayout, LayerKind
 from penstock.kernels.pools import write_pools
 
 from .test_paged_attention import DEVICE, TOLERANCE, rows_of, slots_of
@@ -33,8 +33,8 @@ def check(rows: list[Row], page_size: int, pool: int, most: int, route: str, dty
     """What Triton reads holds no numbers in slots of no row."""
     dispatch.force(route)
     torch.manual_seed(most)
-    kinds = (Kind(0, 1, 4, LATENT, True),)
-    layout = Layout(page_size, kinds, dtype, torch.device(DEVICE), latent=LATENT, most=most, members=pool)
+    kinds = (LayerKind(0, 1, 4, LATENT, True),)
+    layout = AttentionLayout(page_size, kinds, dtype, torch.device(DEVICE), latent=LATENT, most=most, members=pool)
     order, plan = ragged.plan(rows, layout)
     rows = [rows[i] for i in order]
     used = sorted({slot for row in rows for slot in slots_of(row, page_size)})
@@ -44,12 +44,12 @@ def check(rows: list[Row], page_size: int, pool: int, most: int, route: str, dty
     cache = cache.to(dtype).to(DEVICE)
     tokens = sum(row.queries for row in rows)
     query = torch.randn(tokens, 4, LATENT).to(dtype).to(DEVICE)
-    asked = ChoosingPools(
+    asked = PoolSelection(
         torch.randn(tokens, HEADS, SIZE).to(DEVICE, dtype), torch.randn(tokens, HEADS).to(DEVICE), most, members=pool
     )
     narrow = any(row.context + row.queries > most for row in rows)
     assert isinstance(plan, indexed_attention.Plan) == (route == "triton" and narrow)
-    found = ragged.attention(query, cache, plan, How(0, 0.3, latent=LATENT, asked=asked if narrow else None))
+    found = ragged.attention(query, cache, plan, AttentionOptions(0, 0.3, latent=LATENT, asked=asked if narrow else None))
     expected, start = [], 0
     for row in rows:
         cached = cache[slots_of(row, page_size)].double().cpu().flatten(1)
@@ -63,7 +63,7 @@ def check(rows: list[Row], page_size: int, pool: int, most: int, route: str, dty
     torch.testing.assert_close(found.double().cpu(), torch.stack(expected), rtol=tolerance, atol=tolerance)
 
 
-def _seen(asked: ChoosingPools, own: slice, keys: Tensor, place: int) -> list[int]:
+def _seen(asked: PoolSelection, own: slice, keys: Tensor, place: int) -> list[int]:
     """By the token at a place: of the best pools, and of the last one."""
     whole, pool = (place + 1) // asked.members, asked.members
     products = asked.queries[own][0].double().cpu() @ keys[pool - 1 : whole * pool : pool].t()
@@ -106,10 +106,10 @@ def test_short_types() -> None:
 
 def test_layers_without_an_index_see_the_same() -> None:
     """What was chosen is asked for once, and the pool that isn't full is none of it."""
-    asked = ChoosingPools(torch.randn(2, HEADS, SIZE), torch.randn(2, HEADS), 4, members=2)
+    asked = PoolSelection(torch.randn(2, HEADS, SIZE), torch.randn(2, HEADS), 4, members=2)
     hidden = torch.tensor([[0.0] * 8 + [-torch.inf], [0.0] * 9]).view(1, 1, 2, 9)
-    found = indexed.narrowed_by_pools(asked, torch.randn(1, 9, 2 * SIZE), 0, 2, hidden)
-    again = indexed.narrowed_by_pools(asked, torch.empty(1, 9, 0), 0, 2, hidden)
+    found = indexed.masked_by_pools(asked, torch.randn(1, 9, 2 * SIZE), 0, 2, hidden)
+    again = indexed.masked_by_pools(asked, torch.empty(1, 9, 0), 0, 2, hidden)
     assert found is not None
     assert again is not None
     assert found.equal(again)

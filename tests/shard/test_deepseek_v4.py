@@ -13,7 +13,7 @@ import transformers
 
 from penstock.launcher import roofline
 from penstock.proto.speculation import Speculation
-from penstock.shard.models.compression import Compressed
+from penstock.shard.models.compression import CompressedLatent
 from penstock.shard.models.draft_families import check_guesses
 from penstock.shard.models.families import shape
 from penstock.shard.models.shape import Shape, Unsupported
@@ -152,7 +152,7 @@ def test_experts_may_have_fewer_bits() -> None:
 def test_the_estimate_reads_windows_and_entries() -> None:
     """128 keys in each layer, 512 entries and the index's keys of all, or all entries."""
     found = made()
-    assert isinstance(found.latent, Compressed)
+    assert isinstance(found.latent, CompressedLatent)
     group = roofline.Group(shape=found, ranks=1, nodes=1, item=2, token_bytes=found.kv_elements(1) * 2)
     sparse, heavy = (found.latent.rates.count(rate) for rate in (4, 128))
     read = 43 * 128 * 512 + sparse * (512 * 512 + 32_768 // 4 * 128) + heavy * 32_768 // 128 * 512

@@ -15,7 +15,7 @@ import transformers
 from penstock.shard.config import ShardConfig
 from penstock.shard.loading import load
 from penstock.shard.models.families import FAMILIES, shape
-from penstock.shard.models.heads import Heads
+from penstock.shard.models.heads import HeadAttention
 from penstock.shard.models.image_families import IMAGES
 from penstock.shard.models.mlp import MixtureOfExperts
 from penstock.shard.models.shape import Unsupported
@@ -601,7 +601,7 @@ def test_keys_that_are_cached_without_gains_have_no_calibrated_scale(tmp_path: P
     tensors = {name: values.contiguous() for name, values in own.state_dict().items()} | scales
     safetensors.torch.save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     found = load(ShardConfig(folder=str(tmp_path), model="m"), lambda stage: None).decoder.layers[1].attention
-    assert isinstance(found, Heads)
+    assert isinstance(found, HeadAttention)
     assert found.scales is not None
     assert found.scales.tolist() == [[1.0] * 4, [0.25] * 4]
 

@@ -13,7 +13,7 @@ from penstock.launcher import roofline
 from penstock.proto.speculation import Speculation
 from penstock.shard.models.draft_families import check_guesses, draft_shape
 from penstock.shard.models.families import shape
-from penstock.shard.models.remembering import FineLinear
+from penstock.shard.models.remembering import KimiDeltaShape
 from penstock.shard.models.shape import Shape, Unsupported
 from penstock.shard.models.traits import HyperConnections, Index, Latent
 from penstock.tests.shard import tiny
@@ -71,7 +71,7 @@ def test_linear_attention_is_transformers(more: dict[str, Any]) -> None:
     """By fields of its own, or by those of an object."""
     theirs = transformers.Glm5NextTextConfig(**NEEDED | more)
     found = made(**more).remembering
-    assert isinstance(found, FineLinear)
+    assert isinstance(found, KimiDeltaShape)
     assert (found.value_heads, found.value_size) == (theirs.linear_num_heads, theirs.linear_head_dim)
     assert (found.width, found.bound) == (theirs.linear_conv_kernel_dim, theirs.linear_lower_bound or 0)
 

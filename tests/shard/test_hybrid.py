@@ -24,9 +24,9 @@ from penstock.shard.loading import load
 from penstock.shard.memory import Measured
 from penstock.shard.models.decoder import Decoder
 from penstock.shard.models.families import shape
-from penstock.shard.models.kimi_linear_attention import FineDelta
-from penstock.shard.models.linear_attention import DeltaRule, Memories, Remembered
-from penstock.shard.models.remembering import Convolution, FineLinear, Linear
+from penstock.shard.models.kimi_linear_attention import KimiDelta
+from penstock.shard.models.linear_attention import DeltaRule, LinearAttention, RecurrentAttention
+from penstock.shard.models.remembering import KimiDeltaShape, LinearAttentionShape, ShortConvolutionShape
 from penstock.shard.models.shape import Unsupported
 from penstock.shard.models.short_convolutions import ShortConvolutions
 from penstock.shard.service import Service
@@ -57,7 +57,7 @@ def test_shapes_are_transformers(architecture: str, more: dict[str, Any]) -> Non
     more |= {"num_hidden_layers": len(more.get("layer_types", "123456789"))}
     found, expected = shape(config(architecture, **more)), ARCHITECTURES[architecture](**SAID | more)
     layers = [layer for layer, kind in enumerate(expected.layer_types) if kind == "linear_attention"]
-    assert found.remembering == Linear(
+    assert found.remembering == LinearAttentionShape(
         layers=frozenset(layers),
         key_heads=expected.linear_num_key_heads,
         value_heads=expected.linear_num_value_heads,
@@ -111,7 +111,7 @@ def test_kimis_shapes_are_transformers(said: dict[str, Any]) -> None:
     layers = [layer for layer, kind in enumerate(written.layer_types) if kind == "linear_attention"]
     heads, size = written.linear_num_heads, written.linear_head_dim
     sizes = {"key_heads": heads, "value_heads": heads, "key_size": size, "value_size": size}
-    assert found.remembering == FineLinear(layers=frozenset(layers), width=written.linear_conv_kernel_dim, **sizes)
+    assert found.remembering == KimiDeltaShape(layers=frozenset(layers), width=written.linear_conv_kernel_dim, **sizes)
     assert found.attending == [layer for layer in range(found.layers) if layer not in layers]
     assert (found.max_positions, found.turns) == (written.max_position_embeddings, False)
     *_, mixture = found.mixtures
@@ -168,7 +168,7 @@ def test_shapes_of_state_spaces_are_transformers(more: dict[str, Any]) -> None:
     given = granite(**more)
     found = shape(given)
     expected = transformers.GraniteMoeHybridConfig(**{name: value for name, value in given.items() if name != "architectures"})
-    assert found.remembering == Linear(
+    assert found.remembering == LinearAttentionShape(
         layers=frozenset({0, 2, 3, 5, 6, 8}),
         key_heads=expected.mamba_n_groups,
         value_heads=expected.mamba_n_heads,
@@ -241,7 +241,7 @@ def test_shapes_of_state_spaces_beside_attention_are_transformers(more: dict[str
     found = shape(falcon(**more))
     expected = transformers.FalconH1Config(**{name: value for name, value in falcon(**more).items() if name != "architectures"})
     assert found.attending == list(range(9))
-    assert found.remembering == Linear(
+    assert found.remembering == LinearAttentionShape(
         layers=frozenset(range(9)),
         along=True,
         key_heads=expected.mamba_n_groups,
@@ -309,7 +309,7 @@ def test_shapes_of_layers_of_one_part_are_transformers(more: dict[str, Any]) -> 
     assert found.layers == len(kinds)
     assert set(found.attending) == places["full_attention"]
     assert found.inattentive == places["mlp"] | places["moe"]
-    assert found.remembering == Linear(
+    assert found.remembering == LinearAttentionShape(
         layers=frozenset(range(len(kinds))) - found.inattentive - places["full_attention"],
         key_heads=expected.n_groups,
         value_heads=expected.mamba_num_heads,
@@ -355,7 +355,7 @@ def lfm2(**more: Any) -> dict[str, Any]:
 def test_shapes_of_short_convolutions_are_transformers(more: dict[str, Any]) -> None:
     found = shape(lfm2(**more))
     expected = transformers.Lfm2Config(**{name: value for name, value in lfm2(**more).items() if name != "architectures"})
-    assert found.remembering == Convolution(
+    assert found.remembering == ShortConvolutionShape(
         layers=frozenset(layer for layer, kind in enumerate(expected.layer_types) if kind == "conv"),
         width=expected.conv_L_cache,
         size=4096,
@@ -482,7 +482,7 @@ def test_shapes_of_olmo_hybrid_are_transformers(more: dict[str, Any]) -> None:
     assert more or round(found.parameters() / 1e8) == 74
     assert found.max_positions == theirs.max_position_embeddings
     linear = found.remembering
-    assert isinstance(linear, Linear)
+    assert isinstance(linear, LinearAttentionShape)
     assert linear.strongest == 1 + theirs.linear_allow_neg_eigval
 
 
@@ -491,7 +491,7 @@ def test_shapes_of_olmo_hybrid_are_transformers(more: dict[str, Any]) -> None:
 def test_olmo_hybrids_names(name: str, rank: int, tmp_path: Path) -> None:
     """As the hub has them, with convolutions of the sizes of queries, keys and values, and as transformers has them."""
     folder, linear = Path(shutil.copytree(tiny.folder(name), tmp_path / "hub")), tiny.decoder(name).shape.remembering
-    assert isinstance(linear, Linear)
+    assert isinstance(linear, LinearAttentionShape)
     stored = safetensors.torch.load_file(folder / WEIGHTS)
     for layer in linear.layers:
         names = [f"model.layers.{layer}.linear_attn.{part}_conv1d.weight" for part in "qkv"]
@@ -620,16 +620,16 @@ def test_what_is_wrong_is_named(given: dict[str, Any], message: str) -> None:
         shape(given)
 
 
-def memories(model: Decoder) -> Memories:
+def memories(model: Decoder) -> LinearAttention:
     found = model.layers[0].attention
-    assert isinstance(found, Memories)
+    assert isinstance(found, LinearAttention)
     return found
 
 
 def remembered(model: Decoder) -> Tensor:
     """What a layer that remembers something goes by: of each head, or of each channel."""
-    found = next(reader for layer in model.layers for reader in layer.readers if isinstance(reader, Remembered))
-    assert isinstance(found, ShortConvolutions | Memories | FineDelta)
+    found = next(reader for layer in model.layers for reader in layer.readers if isinstance(reader, RecurrentAttention))
+    assert isinstance(found, ShortConvolutions | LinearAttention | KimiDelta)
     return found.taps if isinstance(found, ShortConvolutions) else found.rates
 
 

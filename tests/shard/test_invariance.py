@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from penstock.kernels import batch_invariant, dispatch
-from penstock.kernels.layout import Kind, Layout
+from penstock.kernels.layout import AttentionLayout, LayerKind
 from penstock.kernels.linear import Invariance
 from penstock.shard import invariance, loading
 from penstock.shard.config import ShardConfig
@@ -152,7 +152,7 @@ def test_what_leads_from_latents_to_heads_depends_on_no_other_row(sizes: tuple[i
 
 def test_nodes_of_trees_are_refused() -> None:
     row = batch_invariant.Row(3, 20, range(30), parents=[-1, 0, 0])
-    layout = Layout(1, (Kind(0, 1, 2, 4),), torch.float32, tiny.CPU)
+    layout = AttentionLayout(1, (LayerKind(0, 1, 2, 4),), torch.float32, tiny.CPU)
     with pytest.raises(ValueError, match="not computed as a chain's"):
         batch_invariant.plan([row], layout)
     assert batch_invariant.plan([replace(row, parents=[-1, 0, 1])], layout)

@@ -19,7 +19,7 @@ from penstock.shard import forward
 from penstock.shard.models.draft_families import check_guesses
 from penstock.shard.models.families import shape
 from penstock.shard.models.ngrams import primes
-from penstock.shard.models.remembering import Linear
+from penstock.shard.models.remembering import LinearAttentionShape
 from penstock.shard.models.shape import Shape, Unsupported
 from penstock.shard.models.traits import GatedHyperConnections, PoolIndex
 from penstock.shard.step import Span
@@ -129,7 +129,7 @@ def test_what_is_refused(field: dict[str, Any], words: str) -> None:
 def test_without_n_grams_nothing_is_asked_of_them() -> None:
     found = text(ple_layer_ids=None, eos_token_id=None, ngram_size="none")
     assert found.grams is None
-    assert isinstance(found.remembering, Linear)
+    assert isinstance(found.remembering, LinearAttentionShape)
     assert not found.remembering.sigmoid
     assert text(output_gate_type="sigmoid").remembering.sigmoid  # type: ignore[union-attr]
 
