@@ -177,7 +177,7 @@ def systems_kernel(
     strengths_stride: tl.tensor,
     fades_stride: tl.tensor,
     epsilon: tl.tensor,
-    least: tl.tensor,  # as of `memory_kernel`
+    least: tl.tensor,  # as of `recurrent_kernel`
     most: tl.tensor,
     KEY: tl.constexpr,
     DELTA: tl.constexpr,

@@ -18,7 +18,7 @@ from .pages import PADDING
 
 
 class Cache:
-    """Keys and values of every layer in pages. Page 0 is padding and stays zero. Layers with recurrent state (`Remembering`),
+    """Keys and values of every layer in pages. Page 0 is padding and stays zero. Layers with recurrent state (`RecurrentShape`),
     instead of or beside attention, have it in slots of their own, one per sequence.
 
     A layer's KV cache is a tensor [slots, 2, kv_heads, size], keys first, or [slots, 1, 1, size], where values are a part of the

@@ -79,7 +79,7 @@ def _making(load: Loader, name: str, order: Tensor, first: int, series: int, lat
 
 
 class CompressedAttention(LatentAttention):
-    """DeepSeek V4's attention of one layer, in the place of `Heads`."""
+    """DeepSeek V4's attention of one layer, in the place of `HeadAttention`."""
 
     def __init__(self, load: Loader, latent: CompressedLatent, window: int) -> None:
         shape, size = load.shape, latent.size
@@ -127,7 +127,7 @@ class CompressedAttention(LatentAttention):
         return tuple(part for part in found if part is not None)
 
     def __call__(self, stream: Stream, norm: Tensor | None, step: Step, places: Places, layer: Tensor) -> Tensor:
-        """See `Heads`: [tokens, this rank's groups * rank]."""
+        """See `HeadAttention`: [tokens, this rank's groups * rank]."""
         assert self.query is not None
         assert self.latent_norm is not None
         size, epsilon = self.latent.size, self.latent.epsilon

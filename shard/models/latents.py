@@ -59,7 +59,7 @@ class ByHeads:
 
 
 class LatentAttention:
-    """In the place of `Heads`."""
+    """In the place of `HeadAttention`."""
 
     def __init__(self, load: Loader, latent: Latent, window: int, indexing: bool) -> None:
         """indexing: the layer has an index, if any has."""
@@ -116,7 +116,7 @@ class LatentAttention:
         return tuple(part for part in found if part is not None)
 
     def __call__(self, stream: Stream, norm: Tensor | None, step: Step, places: Places, layer: Tensor) -> Tensor:
-        """As that of `Heads`: [tokens, this rank's heads * latent.values]."""
+        """As that of `HeadAttention`: [tokens, this rank's heads * latent.values]."""
         latent, width, cached = self.latent, self.latent.width, self.shape.head_size
         x = stream.normalized(norm) if self.indexer else None
         joint = stream.through(norm, self.inward) if x is None else stream.product(x, self.inward)

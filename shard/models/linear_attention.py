@@ -21,7 +21,7 @@ NAME = "linear_attn"
 
 
 class RecurrentAttention(ABC):
-    """In the place of `Heads`, with states of sequences instead of keys that are cached."""
+    """In the place of `HeadAttention`, with states of sequences instead of keys that are cached."""
 
     inward: Weight
     output: Weight

@@ -173,7 +173,7 @@ def test_prompts_by_chunks_give_the_same_tokens(name: str, monkeypatch: pytest.M
     with sanitizer.watching() as kernels:
         found = run(tiny.engine(name, 4, PAGES))
     assert found.tokens == expected.tokens
-    assert {"walk_kernel", "memory_kernel"} <= set(kernels)
+    assert {"walk_kernel", "recurrent_kernel"} <= set(kernels)
 
 
 @pytest.mark.parametrize(

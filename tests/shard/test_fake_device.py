@@ -396,7 +396,7 @@ def test_prompts_that_go_by_chunks_ask_nothing(noted: Noted, name: str) -> None:
     noted.waits.clear()
     for lengths in ((70,), (3, 65, 64), (129, 1, 2)):
         assert len(run(engine, [tiny.group(uid, range(length), 4) for uid, length in enumerate(lengths)])) == 4 * len(lengths)
-    kernels = {"features_kernel", "systems_kernel", "walk_kernel", "memory_kernel", "window_kernel"}
+    kernels = {"features_kernel", "systems_kernel", "walk_kernel", "recurrent_kernel", "window_kernel"}
     later = {one for one in noted.launches[before:] if one.kernel in kernels}
     assert {one.kernel for one in later} == kernels
     assert not later - known
