@@ -119,7 +119,7 @@ def told(plan: Plan, found: Found) -> list[str]:
         f"longest pause of a stream: {found.longest_pause:.2f} s",
     ]
     if found.drafted:
-        lines.append(f"guesses: {found.drafted}; right: {found.accepted}")
+        lines.append(f"drafts: {found.drafted}; accepted: {found.accepted}")
     for pid, samples in found.memory.items():
         late = settled(samples)
         if age(samples) >= mature(plan):

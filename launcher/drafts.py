@@ -34,13 +34,13 @@ def with_base_model(asked: Options, folder: Path, weights: bool = True) -> tuple
     name, base = asked.model_id, config.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise Mistake(
-            f"{name} only guesses for another model, which its config.json does not name (base_model_name_or_path): say penstock "
+            f"{name} only drafts for another model, which its config.json does not name (base_model_name_or_path): say penstock "
             f"serve MODEL --speculate draft={name}"
         )
-    named = f"{name} only guesses for {base}"
+    named = f"{name} only drafts for {base}"
     if asked.revision or asked.speculation.draft or "," in name:
         what = "--revision is said" if asked.revision else "its name has a comma" if "," in name else "--speculate names others"
-        raise Mistake(f"{named}, and {what}: name that model, and with --speculate draft= the folder of what guesses for it")
+        raise Mistake(f"{named}, and {what}: name that model, and with --speculate draft= the folder of what drafts for it")
     try:
         speculate = kinds.speculation(_with_heads(name, head_count(config), asked.speculate))
         meant = options.check(dataclasses.replace(asked, model_id=base, speculate=speculate))
@@ -55,7 +55,7 @@ def _with_heads(name: str, heads: int, said: str) -> str:
     if not said.isdigit():
         return f"draft={name},tokens={heads}" + (f",{said}" if said else "")
     if int(said) > heads:
-        raise ValueError(f"its {heads} heads guess a token each: say --speculate {heads}, or less")
+        raise ValueError(f"its {heads} heads draft one token each: say --speculate {heads}, or less")
     return f"draft={name},tokens={said}" if int(said) else said
 
 

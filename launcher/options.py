@@ -566,9 +566,7 @@ def check(options: Options) -> Options:
             f"--max-best-of {options.max_best_of} answers could not run at once: raise --max-batch-size {options.max_batch_size}"
         )
     if options.batch_invariant and not options.speculation.chain:
-        raise Mistake(
-            "--batch-invariant is for guesses that follow each other: --speculate with a draft model's tokens=K, or ngram=K"
-        )
+        raise Mistake("--batch-invariant needs a chain of drafts: --speculate with a draft model's tokens=K, or ngram=K")
     if options.batch_invariant and options.threads > 1:
         raise Mistake("--batch-invariant has one thread for each rank, lest sums be divided: leave --threads out, take --num-shard")
     if options.batch_invariant and options.speculation.verify != RULES[0]:

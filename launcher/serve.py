@@ -55,7 +55,7 @@ def run(asked: Options, environment: Mapping[str, str]) -> int:
     name, folder = hub.locate(asked.model_id, asked.revision, asked.huggingface_hub_cache, not asked.json_output, weights)
     meant, folder = drafts.with_base_model(asked, folder, weights)
     if meant is not asked:
-        console.say(f"{name} only guesses for {meant.model_id}, which is served with --speculate {meant.speculate}")
+        console.say(f"{name} only drafts for {meant.model_id}, which is served with --speculate {meant.speculate}")
     asked = meant
     if not asked.local_replicas:
         return _route(asked, name, folder, environment, console, began)
@@ -103,7 +103,7 @@ def _tell(asked: Options, name: str, planned: Plan, text: Path, speculation: Spe
     if planned.vision.why:
         console.say(f"text alone is served: {planned.vision.why}")
     if speculation.most and speculation.verify in LOSSY:
-        console.say(f"--speculate verify={speculation.verify} is lossy: answers differ from what the model says without guesses")
+        console.say(f"--speculate verify={speculation.verify} is lossy: answers differ from those without speculation")
     idle = [options.flag(option) for option in options.PAUSING if getattr(asked, option) is not None]
     if idle and asked.prefill_policy != "pause":
         console.say(f"no effect without --prefill-policy pause: {', '.join(idle)}")

@@ -321,7 +321,7 @@ TITLES = {
     "between\ntokens ms": 0,
     "pages held\n+ cached": 90,
     "prefix\nhits": 120,
-    "guesses\naccepted": 130,
+    "drafts\naccepted": 130,
     "restarts": 120,
 }
 MODEL = 150  # least width for the column of the model's name

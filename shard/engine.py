@@ -260,7 +260,7 @@ class Engine:
             if vision is None:
                 return "the shards see no images: what encodes them was not loaded (--max-images 0)"
             if group.prompt_logprobs or group.drafts:
-                return "a prompt with images has neither log-probabilities nor guesses"
+                return "a prompt with images has neither log-probabilities nor drafts"
             found = vision.places(group.images)
             if found is None or found[-1] >= group.prompt_length:
                 return "its images are not within the prompt, one behind the other, or have pixels of another shape"

@@ -239,7 +239,7 @@ def _drafter(
         return Readout(readout_head(model, source, target, whole), dtype, device)
     if model.remembering is not None:
         raise Unsupported(
-            f"--speculate draft={speculation.draft}: with {model.remembering.name} it can't take guesses back: take another"
+            f"--speculate draft={speculation.draft}: with {model.remembering.name} it can't take drafts back: take another"
         )
     if taps is not None:
         made_up = config.load_format == "dummy"

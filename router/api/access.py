@@ -132,7 +132,7 @@ def _sentence(values: dict[str, Any]) -> str:
     if "prompt_tokens" in values:
         words.append(f"tokens: {values['prompt_tokens']} in ({values['cached_tokens']} cached), {values['generated_tokens']} out")
         if values.get("drafted_tokens"):
-            words.append(f"guessed {values['drafted_tokens']}, right {values['accepted_tokens']}, in {values['steps']} steps")
+            words.append(f"drafted {values['drafted_tokens']}, accepted {values['accepted_tokens']}, in {values['steps']} steps")
         words.append(f"queued {values['queue_seconds']:g} s, computed {values['inference_seconds']:g} s")
     words += [values[name] for name in ("finish_reason", "error") if name in values]
     return "; ".join(words)

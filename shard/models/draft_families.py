@@ -71,7 +71,7 @@ def draft_shape(config: Config, target: Shape, own: bool = False) -> DraftShape:
         return readout_shape(config, target.hidden, target.vocabulary)
     found = _eagle3(_flat(config), target) if is_head(config) else shape(config)
     if found.placed:
-        raise Unsupported("an index chooses blocks of tokens there, and such a model does not guess for others: take another")
+        raise Unsupported("an index chooses blocks of tokens there, and such a model cannot draft for others: take another")
     return found
 
 
@@ -84,7 +84,7 @@ def check_guesses(target: Shape, speculation: Speculation) -> None:
         "where blocks, pools or entries of tokens are chosen," if target.remembering is None else f"with {target.remembering.name}"
     )
     raise Unsupported(
-        f"--speculate {written(speculation)}: {reason} guesses must follow each other: take a draft model's tokens=K, or ngram=K, "
+        f"--speculate {written(speculation)}: {reason} drafts must be a chain: take a draft model's tokens=K, or ngram=K, "
         "and not both"
     )
 
@@ -98,7 +98,7 @@ def shaped(draft: DraftShape, speculation: Speculation, said: bool = True) -> Sp
         return replace(speculation, widths=(1,) * draft.levels)
     if len(speculation.widths) > draft.levels:
         raise Unsupported(
-            f"{len(speculation.widths)} tokens one behind the other are asked for, and its {draft.levels} heads guess one each: "
+            f"{len(speculation.widths)} tokens in a chain are asked for, and its {draft.levels} heads draft one each: "
             f"say tokens={draft.levels}, or a tree= of at most {draft.levels} numbers"
         )
     return speculation

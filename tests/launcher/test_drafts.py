@@ -106,7 +106,7 @@ def test_guesses_that_the_model_can_not_judge(tmp_path: Path) -> None:
     model = checkpoint.read(tmp_path, "dummy")
     assert resolve(Options(speculate="3"), model) == (Speculation(ngram=3), None)
     with pytest.raises(
-        Mistake, match=r"^--speculate draft=demo-draft,tree=2x1,verify=gumbel: with linear attention guesses must follow"
+        Mistake, match=r"^--speculate draft=demo-draft,tree=2x1,verify=gumbel: with linear attention drafts must be a chain"
     ):
         resolve(Options(speculate="draft=demo-draft,tree=2x1"), model)
 
@@ -245,8 +245,8 @@ def test_folders_that_the_shards_could_not_be_told(tmp_path: Path, monkeypatch: 
 def test_heads_that_do_not_fit(tmp_path: Path) -> None:
     """Medusa's config.json names no sizes: tensors have them."""
     for said, words in (
-        ("tokens=3", "3 tokens one behind the other are asked for, and its 2 heads guess one each: say tokens=2, or a tree= of"),
-        ("tree=4x2x1", "3 tokens one behind the other"),
+        ("tokens=3", "3 tokens in a chain are asked for, and its 2 heads draft one each: say tokens=2, or a tree= of"),
+        ("tree=4x2x1", "3 tokens in a chain"),
     ):
         with pytest.raises(Mistake, match=f"^--speculate draft={tmp_path}: {words}"):
             resolve(Options(speculate=f"draft={heads(tmp_path)},{said}"), DEMO)
@@ -291,8 +291,7 @@ def test_heads_in_the_place_of_a_model(
     monkeypatch.setattr(serve, "Supervisor", lambda **given: type("Supervisor", (), {"run": lambda self: 0})())
     assert cli.main(["serve", str(heads(tmp_path)), "--port", str(machine.free_port()), *said]) == 0
     assert (
-        f"{tmp_path} only guesses for {hub.DEMO_FOLDER}, which is served with --speculate draft={tmp_path}"
-        in capfd.readouterr().out
+        f"{tmp_path} only drafts for {hub.DEMO_FOLDER}, which is served with --speculate draft={tmp_path}" in capfd.readouterr().out
     )
     assert (seen["router"].folder, seen["router"].speculate) == (str(hub.DEMO_FOLDER), len(widths) + ngram)
     [shard] = seen["shards"]
@@ -326,16 +325,16 @@ def test_models_stay_as_they_are(tmp_path: Path) -> None:
             [],
             "which its config.json does not name .*say penstock serve MODEL --speculate draft=HEADS",
         ),
-        ({"base_model_name_or_path": "/no/where"}, [], "HEADS only guesses for /no/where: no folder /no/where"),
-        ({"medusa_num_heads": "two"}, [], "only guesses for .*config.json says medusa_num_heads 'two'"),
-        ({}, ["--speculate", "draft=demo-draft"], "only guesses for .*, and --speculate names others: name that model, and with"),
-        ({}, ["--speculate", "7"], "HEADS only guesses for .*: its 2 heads guess a token each: say --speculate 2, or less"),
-        ({}, ["--speculate", "ngram=3,verify=rejection"], "only guesses for .*: verify=rejection takes one proposer: drop ngram="),
-        ({}, ["--batch-invariant", "--speculate", "ngram=3"], "only guesses for .*: --batch-invariant is for guesses that follow"),
+        ({"base_model_name_or_path": "/no/where"}, [], "HEADS only drafts for /no/where: no folder /no/where"),
+        ({"medusa_num_heads": "two"}, [], "only drafts for .*config.json says medusa_num_heads 'two'"),
+        ({}, ["--speculate", "draft=demo-draft"], "only drafts for .*, and --speculate names others: name that model, and with"),
+        ({}, ["--speculate", "7"], "HEADS only drafts for .*: its 2 heads draft one token each: say --speculate 2, or less"),
+        ({}, ["--speculate", "ngram=3,verify=rejection"], "only drafts for .*: verify=rejection takes one proposer: drop ngram="),
+        ({}, ["--batch-invariant", "--speculate", "ngram=3"], "only drafts for .*: --batch-invariant needs a chain of drafts"),
         (
             {"base_model_name_or_path": "~nobody-at-all/x"},
             [],
-            "HEADS only guesses for ~nobody-at-all/x: no folder ~nobody-at-all/x",
+            "HEADS only drafts for ~nobody-at-all/x: no folder ~nobody-at-all/x",
         ),
     ],
 )

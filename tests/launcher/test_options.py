@@ -146,9 +146,9 @@ def test_a_machine_name_in_hostname_is_no_setting() -> None:
         ("--verison", {}, "no flag --verison: did you mean --version?"),
         ("--speculate 200", {}, "--speculate=200: 127 is the most there can be"),
         ("--batch-invariant --threads 2", {}, "one thread for each rank, lest sums be divided: leave --threads out"),
-        ("--batch-invariant --speculate draft=demo-draft,tree=2x2", {}, "--batch-invariant is for guesses that follow each other"),
+        ("--batch-invariant --speculate draft=demo-draft,tree=2x2", {}, "--batch-invariant needs a chain of drafts"),
         ("--batch-invariant --speculate draft=demo-draft,nodes=8", {}, "with a draft model's tokens=K, or ngram=K"),
-        ("--batch-invariant --speculate draft=demo-draft,ngram=2", {}, "--batch-invariant is for guesses that follow each other"),
+        ("--batch-invariant --speculate draft=demo-draft,ngram=2", {}, "--batch-invariant needs a chain of drafts"),
         (
             "--batch-invariant --speculate draft=demo-draft,verify=rejection",
             {},

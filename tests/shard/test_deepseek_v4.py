@@ -132,7 +132,7 @@ def test_what_it_asks_of_others() -> None:
     with pytest.raises(Unsupported, match="what is compressed has more bits than keys of fp8_e4m3fn"):
         found.check_cache("fp8_e4m3fn")
     check_guesses(found, Speculation(draft="x", widths=(1, 1)))
-    with pytest.raises(Unsupported, match="guesses must follow each other"):
+    with pytest.raises(Unsupported, match="drafts must be a chain"):
         check_guesses(found, Speculation(draft="x", widths=(2, 1)))
 
 

@@ -493,7 +493,7 @@ def test_numbers_of_weights_are_as_planned(head: Path) -> None:
 
 def test_trees_are_not_for_linear_attention(head: Path) -> None:
     for said in ("tree=2x1", "nodes=4", "tokens=3,ngram=2"):
-        with pytest.raises(Unsupported, match="with linear attention guesses must follow each other"):
+        with pytest.raises(Unsupported, match="with linear attention drafts must be a chain"):
             engine(head, said, name="qwen3.5")
 
 

@@ -138,7 +138,7 @@ def test_guesses_follow_each_other() -> None:
     found = made(layer_types=["indexed_attention"] * 45)
     assert found.remembering is None
     check_guesses(found, Speculation(draft="x", widths=(1, 1)))
-    with pytest.raises(Unsupported, match="where blocks, pools or entries of tokens are chosen, guesses must follow each other"):
+    with pytest.raises(Unsupported, match="where blocks, pools or entries of tokens are chosen, drafts must be a chain"):
         check_guesses(found, Speculation(draft="x", widths=(2, 1)))
     with pytest.raises(Unsupported, match="an index chooses blocks of tokens there"):
         draft_shape(SAID | {"text_config": NEEDED | {"layer_types": ["indexed_attention"] * 45}}, found)

@@ -177,9 +177,7 @@ def test_guesses_follow_each_other(asked: str, served: bool) -> None:
     if served:
         check_guesses(text(), parse(asked))
     else:
-        with pytest.raises(
-            Unsupported, match="where blocks, pools or entries of tokens are chosen, guesses must follow each other"
-        ):
+        with pytest.raises(Unsupported, match="where blocks, pools or entries of tokens are chosen, drafts must be a chain"):
             check_guesses(text(), parse(asked))
 
 

@@ -146,7 +146,7 @@ def test_guesses_follow_each_other() -> None:
     found = text(layer_types=["indexed_attention"] * 40, ple_layer_ids=[])
     assert found.remembering is None
     check_guesses(found, Speculation(draft="x", widths=(1, 1)))
-    with pytest.raises(Unsupported, match="where blocks, pools or entries of tokens are chosen, guesses must follow each other"):
+    with pytest.raises(Unsupported, match="where blocks, pools or entries of tokens are chosen, drafts must be a chain"):
         check_guesses(found, Speculation(draft="x", widths=(2, 1)))
 
 

@@ -376,9 +376,7 @@ def test_as_many_tokens_as_heads() -> None:
     assert shaped(found, parse("draft=x"), said=False).widths == (1, 1, 1)
     assert shaped(found, parse("draft=x,nodes=30")).nodes == 30
     for said in ("tokens=4", "tree=2x1x1x1"):
-        with pytest.raises(
-            Unsupported, match="4 tokens one behind the other are asked for, and its 3 heads guess one each: say tokens=3"
-        ):
+        with pytest.raises(Unsupported, match="4 tokens in a chain are asked for, and its 3 heads draft one each: say tokens=3"):
             shaped(found, parse(f"draft=x,{said}"))
     with pytest.raises(Unsupported, match=r"no tensor is named 0.0.linear.weight"):
         with_sizes(MEDUSA, {"blocks.0.layers.0.weight": 4096})
