@@ -49,7 +49,7 @@ class Part:
 
     start: int  # their first token in the step
     stop: int  # and the one after their last
-    slots: Tensor  # [keys] int64: of their latents, row by row
+    slots: Tensor  # [keys] int64: cache slots of their latents, row by row
     heads: int  # heads that are expanded at once
     plan: "paged.Plan | None"  # attention plan over keys in that order; None: one row, by torch
 

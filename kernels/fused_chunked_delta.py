@@ -188,8 +188,8 @@ def systems_kernel(
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> None:
-    """Fills `Scratch` but for its features. One program: a chunk of a span, and a value head. In matrices [token, token] of this
-    kernel the row is the earlier token, the transpose of what is stored."""
+    """Fills `Scratch` but for its features. One program: a chunk of a span, and a value head. Products and decays of two
+    tokens are [earlier token, later token] here."""
     span, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     start, kept = tl.load(starts + span), tl.load(sure + span).to(tl.int32)
     length = (tl.load(starts + span + 1) - start).to(tl.int32)

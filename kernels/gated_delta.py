@@ -88,8 +88,7 @@ def walk(
     parts: Callable[[Tensor, int, int, int], tuple[Tensor, Tensor, Tensor]],
     advance: Callable[[Tensor, tuple[Tensor, Tensor, Tensor], slice], Tensor],
 ) -> Tensor:
-    """The outputs of the tokens of `spans`, as in `gated_delta`, for any update rule: convolution, then the recurrence, piece by
-    piece.
+    """The outputs of the tokens of `spans`, as in `gated_delta`, for any update rule: convolution and recurrence, piece by piece.
 
     biases: [channels], of the convolution; parts: splits the convolution's output into queries, keys and values, shaped as `split`
     shapes them; advance: outputs of some tokens of one sequence, from its state, which it updates in place, from their queries,
@@ -222,8 +221,7 @@ def advanced(memory: Tensor, queries: Tensor, keys: Tensor, values: Tensor, fadi
 
 
 def advanced_by_features(memory: Tensor, queries: Tensor, keys: Tensor, values: Tensor, fading: Tensor, strong: Tensor) -> Tensor:
-    """As `advanced`, where each feature of a key has its own decay; fading: [heads, tokens, key size]. In chunks of `FEW`
-    tokens."""
+    """As `advanced`, in chunks of `FEW` tokens, where each feature of a key has its own decay: [heads, tokens, key size]."""
     parts = zip(*(torch.split(part, FEW, 1) for part in (queries, keys, values, fading, strong)), strict=True)
     return torch.cat([_advanced_few(memory, *part) for part in parts], 1)
 
