@@ -76,8 +76,7 @@ def pays(row: Row, expansion: Expansion, by_triton: bool) -> bool:
 def chosen(rows: Sequence[Row], layout: AttentionLayout) -> list[int]:
     """The rows of a step that are to be expanded."""
     by_triton = triton_on(layout.device)
-    # Page tables that aren't settled (beams) are known on the device only; torch returns the log-sum-exps needed below on CPUs
-    # only.
+    # Page tables that aren't final (beams) are known to the device only. torch returns log-sum-exps, needed below, on CPUs only.
     unable = any(row.settled is not None for row in rows) or not (by_triton or layout.device.type == "cpu")
     if layout.expansion is None or unable:
         return []

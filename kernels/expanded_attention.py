@@ -1,8 +1,7 @@
 """MLA prefill in the expanded (multi-head) form by Triton: what `expanded` is in plain torch. No GPU has run it yet.
 
 Scratch is laid out as a paged KV cache: one row's keys after the other's, and in each slot the keys of some heads, their values,
-and behind these, stored once, the rotary features that the keys of all heads share. So `paged_attention` computes it like any KV
-cache.
+and behind these, stored once, the rotary features that the keys of all heads share. So `paged_attention` reads it like any other.
 """
 
 from collections.abc import Iterator, Sequence

@@ -5,9 +5,9 @@ definitions see `gated_delta` and `state_space`. Knows tensors only.
 The recurrent form (`fused_gated_delta`) computes one token after the other. Here three kernels compute a span in chunks of tokens:
 
     features   convolution and silu, of all tokens and channels in parallel
-    systems    for each chunk and head, in parallel, what doesn't depend on the recurrent state: masked query-key products with
-    decays, and the inverse of the triangular matrix by which a token's update depends on earlier ones of its chunk walk       chunk
-    after chunk, with a block of a head's state in registers: five products of small matrices each
+    systems    for each chunk and head, in parallel, what doesn't depend on the recurrent state: masked query-key products times
+               decays, and the inverse of the triangular matrix by which a token's update depends on earlier ones of its chunk
+    walk       chunk after chunk, with a block of a head's state in registers: five products of small matrices each
 
 With keys K, queries Q and values V of a chunk, the state S before it, decay(i, j) the product of decays after token j up to token
 i, decay(i) that from the chunk's beginning to token i, and A(i, j) = beta(i) decay(i, j) K(i)K(j)' for j < i, the updates U of
@@ -188,8 +188,8 @@ def systems_kernel(
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> None:
-    """Fills `Scratch` but for its features. One program: a chunk of a span, and a value head. Products and decays of two
-    tokens are [earlier token, later token] here."""
+    """Fills `Scratch` but for its features. One program: a chunk of a span, and a value head. Products and decays of two tokens
+    are [earlier token, later token] here."""
     span, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     start, kept = tl.load(starts + span), tl.load(sure + span).to(tl.int32)
     length = (tl.load(starts + span + 1) - start).to(tl.int32)
@@ -324,8 +324,7 @@ def attend_in_chunks(inputs: Inputs, spans: Spans, states: States, out: Tensor) 
     and fades of inputs: last dimension dense; windows, memories: each slot dense; the rest: dense. There is at least one span.
 
     From the first long span to the last one all are computed in chunks, those before and after them by the recurrent kernel:
-    prompts of a step stand together, so that takes four more launches at most. CUDA graphs are captured with spans of one token
-    each.
+    prompts of a step stand together, so that takes at most four launches more. CUDA graphs are captured with one-token spans.
     """
     first, last = _long(spans.lengths) if inputs.fades.shape[1] == states.memories.shape[1] else (0, 0)
     starts, end = [0, *itertools.accumulate(spans.lengths)], len(spans.lengths)

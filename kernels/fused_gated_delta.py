@@ -146,8 +146,7 @@ def recurrent_kernel(
     memory = tl.load(place, mask=(deep[:, None] < depth) & wanted[None, :], other=0.0)
     length = (end - start).to(tl.int32)
     kept = tl.load(sure + span).to(tl.int32)
-    # Two passes, over committed tokens and over drafts: a store of the state within one loop would leave no registers for its
-    # addresses.
+    # Two passes, over committed tokens and over drafts: storing the state within one loop would leave its addresses no registers.
     for guesses in range(2):
         for i in range(tl.where(guesses == 0, 0, kept), tl.where(guesses == 0, kept, length)):
             token = start + i
