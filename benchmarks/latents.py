@@ -48,7 +48,7 @@ CONFIG = {
 
 
 class Clocked:
-    """In the place of `LatentAttention._attended`: adds up what it takes."""
+    """Takes the place of `LatentAttention._attended`, and sums up its CPU seconds."""
 
     def __init__(self) -> None:
         self.seconds, self._right, self._within = 0.0, LatentAttention._attended, False
@@ -75,7 +75,7 @@ def made_up(dtype: str, tokens: int) -> Engine:
 
 @torch.inference_mode()
 def step(engine: Engine, clocked: Clocked, queries: int, context: int) -> tuple[float, float]:
-    """CPU seconds of a chunk, and of its attention. What is before it is not computed: any numbers will do."""
+    """CPU seconds of a chunk's step, and of its attention. Its context is not computed: the cache's contents don't matter."""
     [sequence], _ = sequences([5] * (queries + context), 1)
     engine.pool.extend(sequence.pages, queries + context)
     clocked.seconds, began = 0.0, time.process_time()

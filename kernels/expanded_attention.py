@@ -1,7 +1,7 @@
-"""Attention of a prompt's long chunks to expanded latents, by Triton: what `expanded` is in plain torch. No GPU has run it yet.
+"""MLA prefill in the expanded (multi-head) form by Triton: what `expanded` is in plain torch. No GPU has run it yet.
 
-Scratch is a cache of pages: rows side by side, of a slot the keys of some heads, their values, and behind these what all keys have
-in common. So `paged_attention` needs not know where they come from.
+Scratch is laid out as a paged KV cache: one row's keys after the other's, and in each slot the keys of some heads, their values,
+and behind these, stored once, the rotary features that the keys of all heads share. So `paged_attention` reads it like any other.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,33 +17,35 @@ from .expanded import FEWEST_BY_TRITON, Part, most_bytes, together
 from .layout import AttentionLayout, Expansion, LayerKind
 from .transfer import to_device
 
-PAGE = 128  # keys of a page of scratch: a tile lies in one
-SCRATCH = 256 << 20  # bytes of expanded keys and values at once; one head's may be more, of a long context
+PAGE = 128  # keys per page of scratch, so that each tile of keys lies in one page
+SCRATCH = 256 << 20  # bytes of expanded keys and values at once, unless a single head's of a long context are more
 
 
 def apart(expansion: Expansion) -> bool:
-    """What all keys have in common is multiplied by itself, where that spares half of a product: those are of powers of 2."""
+    """Whether the shared rotary features get a product of their own: where that halves the main one, whose size is padded to a
+    power of two."""
     own, whole = max(expansion.plain, expansion.values), max(expansion.plain + expansion.turned, expansion.values)
     return (own - 1).bit_length() < (whole - 1).bit_length()
 
 
 def size_of(expansion: Expansion) -> int:
-    """Of a value, and of a key but for what stands apart: the same, so one of them may end with zeros."""
+    """Features of a value, and of a key without separate rotary features: equal, so zeros may pad one of them."""
     return max(expansion.plain + (0 if apart(expansion) else expansion.turned), expansion.values)
 
 
 def width_of(expansion: Expansion) -> int:
-    """Numbers of a head's key and value."""
+    """Elements of a head's key and value together."""
     return 2 * size_of(expansion)
 
 
 def most_keys(expansion: Expansion, dtype: torch.dtype) -> int:
-    """Of rows that are computed together: there is room for them with all heads."""
+    """The most keys of rows that are computed together: as many as `SCRATCH` has room for with all heads."""
     return SCRATCH // (width_of(expansion) * dtype.itemsize * expansion.heads)
 
 
 def scratch_bytes(expansion: Expansion, tokens: int, total: int, dtype: torch.dtype) -> int:
-    """The most that it takes in a step of so many tokens, in sequences of up to `total`, with a copy of their latents."""
+    """The most bytes of scratch that expansion takes in a step of so many tokens, in sequences of up to `total`, a copy of their
+    latents included."""
     rows = max(1, tokens // FEWEST_BY_TRITON)
     keys = max(total, min(rows * total, most_keys(expansion, dtype))) + rows * PAGE
     width = width_of(expansion) * dtype.itemsize
@@ -52,13 +54,13 @@ def scratch_bytes(expansion: Expansion, tokens: int, total: int, dtype: torch.dt
 
 
 def kind_of(expansion: Expansion, heads: int) -> LayerKind:
-    """Of so many of them."""
+    """The kind of layer that so many expanded heads are for `paged_attention`."""
     turned = expansion.turned if apart(expansion) else 0
     return LayerKind(0, heads, 1, size_of(expansion) + turned, turned=turned)
 
 
 def plan(rows: Sequence[Row], layout: AttentionLayout, first: int) -> list[Part]:
-    """As `expanded.plan`: as many rows together as there is room for with all heads."""
+    """As `expanded.plan`, but a part has as many rows as there is room for with all heads."""
     assert layout.expansion is not None
     expansion, parts = layout.expansion, []
     width = width_of(expansion) * layout.dtype.itemsize
@@ -73,7 +75,7 @@ def plan(rows: Sequence[Row], layout: AttentionLayout, first: int) -> list[Part]
 
 
 def _fitting(rows: Sequence[Row], room: int) -> Iterator[Sequence[Row]]:
-    """Rows side by side with so many keys all together; a longer one is by itself."""
+    """Runs of neighbouring rows with at most `room` keys together, padded to pages; a longer row is alone."""
     begin = keys = 0
     for i, row in enumerate(rows):
         own = -(-(row.context + row.queries) // PAGE) * PAGE
@@ -85,13 +87,13 @@ def _fitting(rows: Sequence[Row], room: int) -> Iterator[Sequence[Row]]:
 
 
 def _slots(row: Row, page_size: int) -> "numpy.ndarray[tuple[int], numpy.dtype[numpy.int64]]":
-    """Of its keys, and any up to the end of its last page of scratch."""
+    """Cache slots of the row's keys, the last one repeated up to the end of its last page of scratch."""
     own = slots_of([row], page_size)[0]
     return numpy.pad(own, (0, -len(own) % PAGE), mode="edge")
 
 
 def _laid(rows: Sequence[Row]) -> list[Row]:
-    """The same on pages of scratch, one row behind the other."""
+    """The rows with page tables of scratch, one row after the other."""
     result, begin = [], 0
     for row in rows:
         end = begin + -(-(row.context + row.queries) // PAGE)
@@ -101,13 +103,13 @@ def _laid(rows: Sequence[Row]) -> list[Row]:
 
 
 def attend(query: Tensor, latents: Tensor, part: Part, scale: float, to_keys: Tensor, to_values: Tensor, out: Tensor) -> None:
-    """As `expanded.attend`, of any number of rows."""
+    """As `expanded.attend`, for any number of rows."""
     plan, count = part.plan, part.heads
     assert plan is not None
     kind, (own, latent), made = plan.launches[0].kind, to_keys.shape[1:], to_values.shape[2]
     size, shared = kind.size - kind.turned, latents[:, latent:]
     width = 2 * count * size
-    whole = own == made == size  # else some of it stays zero
+    whole = own == made == size  # else the padding must be zero
     scratch = (latents.new_empty if whole else latents.new_zeros)(len(latents), width + kind.turned)
     cache = scratch[:, :width].view(-1, 2, count, size)
     if kind.turned:
@@ -125,7 +127,7 @@ def attend(query: Tensor, latents: Tensor, part: Part, scale: float, to_keys: Te
 
 
 def _asked(query: Tensor, own: int, kind: LayerKind) -> Tensor:
-    """Queries with zeros where keys have some: behind what is made of latents, or behind all."""
+    """Queries padded with zeros where keys are: before separate rotary features, or at the end."""
     lacking = kind.size - query.shape[2]
     if not lacking:
         return query

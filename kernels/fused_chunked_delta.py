@@ -1,25 +1,25 @@
-"""Linear attention over long spans by Triton, chunk by chunk: the gated delta rule in its WY representation (Yang et al. 2024,
-arXiv:2412.06464, section 3) and state spaces in their dual form (Dao and Gu 2024, arXiv:2405.21060, section 6). What the rules mean
-stands in `gated_delta` and `state_space`. Knows tensors only.
+"""The chunked form of linear attention for prefill, as Triton kernels: the gated delta rule in its WY representation (Yang et al.
+2024, arXiv:2412.06464, section 3) and state spaces in their dual form (Dao and Gu 2024, arXiv:2405.21060, section 6). For
+definitions see `gated_delta` and `state_space`. Knows tensors only.
 
-`fused_gated_delta` goes from token to token, each of which waits for the one before. Here three launches share a span's tokens:
+The recurrent form (`fused_gated_delta`) computes one token after the other. Here three kernels compute a span in chunks of tokens:
 
-    features   convolution and silu, of all tokens and channels at once
-    systems    of each chunk and head what depends on no memory: how tokens see each other, and the inverse of the triangular matrix
-               by which what a token puts into the memory depends on those before it in its chunk
-    walk       from chunk to chunk with a block of a head's memory in registers: five products of small matrices each
+    features   convolution and silu, of all tokens and channels in parallel
+    systems    for each chunk and head, in parallel, what doesn't depend on the recurrent state: masked query-key products times
+               decays, and the inverse of the triangular matrix by which a token's update depends on earlier ones of its chunk
+    walk       chunk after chunk, with a block of a head's state in registers: five products of small matrices each
 
-With keys K, queries Q and values V of a chunk, the memory S before it, decay(i, j) what is left at token i of what was there at j,
-decay(i) of what was there before the chunk, and A(i, j) = beta(i) decay(i, j) K(i)K(j)' for j < i, tokens put U under their keys
-and find O:
+With keys K, queries Q and values V of a chunk, the state S before it, decay(i, j) the product of decays after token j up to token
+i, decay(i) that from the chunk's beginning to token i, and A(i, j) = beta(i) decay(i, j) K(i)K(j)' for j < i, the updates U of
+tokens (what each adds under its key) and their outputs O are:
 
     U = (I + A)^-1 beta (V - decay K S)
     O = decay Q S + tril(decay(i, j) QK') U
     S = decay(last) S + (decay(last, j) K)' U
 
-By state spaces U is step * V. Logarithms of decays are added up between each two tokens by themselves: of two large sums a small
-difference would be lost. What comes out of the convolution is rounded to the model's type, so products of queries and keys are
-exact but for their sums.
+For state spaces U is step * V. Logarithms of decays are summed for each pair of tokens separately: a small difference of two large
+cumulative sums would be inexact. The convolution's output is rounded to the model's dtype, so that the single products of queries
+and keys are exact, and only their sums are rounded.
 """
 
 import itertools
@@ -36,50 +36,51 @@ from .compilation import AMD, NVIDIA, Compilation
 from .fused_gated_delta import Inputs, biases_of, move, silu, softplus
 from .spans import LONG, Spans, States
 
-# Tokens of a chunk. The walk's operations with the memory are as many for each token however long chunks are, those among tokens
-# are more in longer ones: with 64 products would take most of its time, with 16 waiting for them. One warp inverts a matrix of 32,
-# and scratch is half of what 64 take. An estimate that no GPU has measured.
+# Tokens per chunk. Per token, the walk's operations with the state don't depend on the chunk's length, but those among tokens grow
+# with it: with 64, products would take most of the time, with 16 their latency. One warp inverts a matrix of 32, and scratch takes
+# half as much as with 64. An estimate that no GPU has measured.
 CHUNK = 32
-TOKENS, CHANNELS = 32, 128  # of a program of the convolution
-PART = 32  # features of keys that a program of the systems has in registers
+TOKENS, CHANNELS = 32, 128  # per program of the convolution
+PART = 32  # features of keys that a program of `systems_kernel` holds in registers at once
 INTERPRET = bool(knobs.runtime.interpret)  # in Triton's interpreter a dot of bfloat16 is garbage, so operands are widened there
-# What factors there are of each token, by place.
+# Indices of a token's factors: see `Scratch.factors`.
 READS, ASKS, PUTS, LEFT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
 class Tile(NamedTuple):
-    """How systems are made and walked through."""
+    """Launch parameters of `systems_kernel` and `walk_kernel`."""
 
-    precision: str  # of products
-    block: int  # features of values in a program of the walk: with 32, 32 heads of 128 make 128 programs for one sequence
-    warps: int  # of such a program
-    stages: int
-    system_warps: int
+    precision: str  # of matrix products, Triton's `input_precision`
+    block: int  # value features per program of `walk_kernel`: with 32, 32 heads of 128 make 128 programs for one sequence
+    warps: int  # per program of `walk_kernel`
+    stages: int  # of its software pipeline
+    system_warps: int  # per program of `systems_kernel`
 
 
 def tile_of(dtype: torch.dtype, amd: bool) -> Tile:
-    """Of models of that type. With bfloat16 operands are rounded to tf32: that errs by a third of what it does to round keys and
-    values to bfloat16, or less, but by twice what it does to round them to float16. With other types three products of parts of the
-    operands make up for what tf32 lacks, which takes more registers. AMD's units take float32 as it is."""
+    """The tile for models of that dtype. For bfloat16, operands of products are rounded to TF32: the error is a third, or less, of
+    that of rounding keys and values to bfloat16, but twice that of rounding them to float16. Other dtypes use 3xTF32, which takes
+    more registers. AMD's matrix units multiply float32 as it is."""
     if amd:
         return Tile("ieee", 16, 4, 1 if dtype == torch.float32 else 2, 1)
     return Tile("tf32", 32, 8, 2, 1) if dtype == torch.bfloat16 else Tile("tf32x3", 16, 8, 1, 2)
 
 
 class Scratch(NamedTuple):
-    """Of tokens that go by chunks, the first of which is at 0."""
+    """Intermediate tensors of the tokens that are computed in chunks, the first of which has index 0."""
 
-    features: Tensor  # [tokens, channels] in the model's type: behind convolution and silu
-    solutions: Tensor | None  # [heads, tokens, CHUNK] float32: of each row of a chunk's (I + A)^-1 beta; state spaces have none
-    seen: Tensor  # the same of tril(decay(i, j) QK'), for state spaces times steps
-    # [4, heads, tokens] float32: what is multiplied with what a key READS, with what a query ASKS for, and with what is PUT under a
-    # key and left when the chunk ends; and what is LEFT of the memory before the chunk. Lengths of queries and keys are in these.
+    features: Tensor  # [tokens, channels] in the model's dtype: output of convolution and silu
+    solutions: Tensor | None  # [heads, tokens, CHUNK] float32: each token's row of its chunk's (I + A)^-1 beta; None: state spaces
+    seen: Tensor  # likewise its row of tril(decay(i, j) QK'), for state spaces times steps
+    # [4, heads, tokens] float32, including decays and L2 normalization: factors of a key where it READS from the state, of a query
+    # where it ASKS the state, of a key where its update is PUT into the state at the chunk's end; and the decay since the chunk's
+    # beginning, which is what is LEFT of the state before it.
     factors: Tensor
 
 
 @triton.jit
 def _chunk(nth, kept, length, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where the nth chunk of a span begins and ends; guesses, which are those behind `kept`, begin another one."""
+    """Begin and end of the nth chunk of a span. Drafts, the tokens from `kept` on, begin a new chunk."""
     sure = tl.cdiv(kept, CHUNK)
     begin = tl.where(nth < sure, nth * CHUNK, kept + (nth - sure) * CHUNK)
     return begin, tl.minimum(begin + CHUNK, tl.where(nth < sure, kept, length))
@@ -87,7 +88,7 @@ def _chunk(nth, kept, length, CHUNK: tl.constexpr):  # type: ignore[no-untyped-d
 
 @triton.jit
 def _product(left, right, sums, PRECISION: tl.constexpr, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Added to sums in float32."""
+    """The matrix product, added to `sums` in float32."""
     if WIDEN:
         left = left.to(tl.float32)
         right = right.to(tl.float32)
@@ -96,8 +97,8 @@ def _product(left, right, sums, PRECISION: tl.constexpr, WIDEN: tl.constexpr):  
 
 @triton.jit
 def _rounded(x, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """As an operand of a product may be: by tf32 to 11 bits, since matrix units would cut off the others. What is no number stays
-    none."""
+    """Rounds an operand of a product: for TF32 to 11 significant bits, since tensor cores would truncate the others. NaN stays
+    NaN."""
     if PRECISION == "tf32":
         near = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
         x = tl.where(x == x, near, x)
@@ -111,10 +112,10 @@ def features_kernel(
     taps: tl.tensor,  # [channels, WIDTH], dense
     biases: tl.tensor,  # [channels], dense; unused with DELTA
     starts: tl.tensor,  # [spans + 1]
-    slots: tl.tensor,  # [spans]; 0: of padding, nothing is read there
+    slots: tl.tensor,  # [spans]; 0: padding, whose window is not read
     fresh: tl.tensor,
     windows: tl.tensor,  # [slots, WIDTH - 1, channels], each slot dense
-    base: tl.tensor,  # the first span's first token, which is the first of features
+    base: tl.tensor,  # first token of the first span, which has index 0 in `features`
     channels: tl.tensor,
     mixed_stride: tl.tensor,
     windows_stride: tl.tensor,
@@ -123,10 +124,10 @@ def features_kernel(
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One program: TOKENS tokens of a span, of BLOCK channels."""
+    """The causal convolution and silu. One program: TOKENS tokens of a span, BLOCK channels."""
     span = tl.program_id(0)
     start, end, slot = tl.load(starts + span), tl.load(starts + span + 1), tl.load(slots + span)
-    first = tl.where((slot > 0) & (tl.load(fresh + span) == 0), 0, WIDTH - 1)  # row of the window that is looked at
+    first = tl.where((slot > 0) & (tl.load(fresh + span) == 0), 0, WIDTH - 1)  # first row of the window that is used
     place = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)[:, None]  # in the span
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     within, column = channel < channels, channel[None, :]
@@ -147,8 +148,8 @@ def features_kernel(
 
 @triton.jit
 def _inverse(above, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of I + A, by A's transpose, which is 0 but above its diagonal. Row by row: powers of A, which would need fewer steps, grow
-    beyond what float32 can add up where keys are alike."""
+    """The inverse of I + A. above: A's transpose, strictly upper triangular. Row by row (forward substitution): powers of A, which
+    would take fewer steps, grow beyond the precision of float32 sums where keys are similar."""
     row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     found = tl.where(row == column, 1.0, 0.0)
     for i in range(1, CHUNK):
@@ -164,30 +165,31 @@ def systems_kernel(
     factors: tl.tensor,
     features: tl.tensor,
     strengths: tl.tensor,  # [tokens, heads]; unused without DELTA
-    fades: tl.tensor,  # [tokens, heads]
+    fades: tl.tensor,  # [tokens, heads]; for state spaces, time steps
     rates: tl.tensor,  # [heads]
     offsets: tl.tensor,  # [heads]
     starts: tl.tensor,
     sure: tl.tensor,
     base: tl.tensor,
-    count: tl.tensor,  # tokens of features
-    ratio: tl.tensor,  # value heads of a key head
+    count: tl.tensor,  # tokens in `features`
+    ratio: tl.tensor,  # value heads per key head
     channels: tl.tensor,
-    values: tl.tensor,  # of these channels, those of values
+    values: tl.tensor,  # number of channels that are values
     strengths_stride: tl.tensor,
     fades_stride: tl.tensor,
     epsilon: tl.tensor,
-    least: tl.tensor,  # as of `recurrent_kernel`
+    least: tl.tensor,  # this and `most` as in `recurrent_kernel`
     most: tl.tensor,
     KEY: tl.constexpr,
     DELTA: tl.constexpr,
     BOUNDED: tl.constexpr,
-    PART: tl.constexpr,  # features of a key at once
+    PART: tl.constexpr,  # features of keys held at once
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> None:
-    """One program: a chunk of a span, and a value head. Matrices of two tokens have the earlier one's rows here."""
+    """Fills `Scratch` but for its features. One program: a chunk of a span, and a value head. Products and decays of two tokens
+    are [earlier token, later token] here."""
     span, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     start, kept = tl.load(starts + span), tl.load(sure + span).to(tl.int32)
     length = (tl.load(starts + span + 1) - start).to(tl.int32)
@@ -271,7 +273,8 @@ def walk_kernel(
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """One program: BLOCK features of a value head, of all tokens of a span."""
+    """Goes through a span chunk by chunk and updates its recurrent state. One program: BLOCK features of a value head, all chunks
+    of a span."""
     span, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     start, slot = tl.load(starts + span), tl.load(slots + span)
     length, kept = (tl.load(starts + span + 1) - start).to(tl.int32), tl.load(sure + span).to(tl.int32)
@@ -283,7 +286,7 @@ def walk_kernel(
     home = memories + slot * memories_stride + (head * KEY + deep[:, None]) * VALUE + feature[None, :]
     memory = tl.load(home, mask=(deep[:, None] < depth) & wanted[None, :], other=0.0)
     ranked, first = tl.arange(0, CHUNK), head.to(tl.int64) * count + start - base
-    for guesses in range(2):  # what is sure, and what is guessed
+    for guesses in range(2):  # committed tokens, then drafts
         stop = tl.where(guesses == 0, kept, length)
         for begin in range(tl.where(guesses == 0, 0, kept), stop, CHUNK):
             place = begin + ranked
@@ -312,16 +315,16 @@ def walk_kernel(
             memory *= tl.load(factors + first + tl.minimum(begin + CHUNK, stop) - 1 + LEFT * heads * count)
             memory = tl.dot(tl.trans(key), _rounded(puts[:, None] * change, PRECISION), memory, input_precision=PRECISION)
         if (guesses == 0) & (slot > 0):
-            tl.debug_barrier()  # of a small memory several threads have read what one writes
+            tl.debug_barrier()  # in a small state several threads may have read the element that one writes
             tl.store(home, memory, mask=within[:, None] & wanted[None, :])
 
 
 def attend_in_chunks(inputs: Inputs, spans: Spans, states: States, out: Tensor) -> Tensor:
-    """`gated_delta.gated_delta` into `out`, or without strengths `state_space.state_space`; out: dense; of inputs mixed, strengths
-    and fades: their last dimension dense; windows, memories: each slot dense; the rest: dense. There is a span.
+    """Computes `gated_delta.gated_delta` into `out`, or without strengths `state_space.state_space`. out: dense; mixed, strengths
+    and fades of inputs: last dimension dense; windows, memories: each slot dense; the rest: dense. There is at least one span.
 
-    From the first long span to the last one all go by chunks, and what is before and behind those token by token: prompts of a step
-    stand together, so that is four launches more at most. Graphs are recorded of spans of one token each.
+    From the first long span to the last one all are computed in chunks, those before and after them by the recurrent kernel:
+    prompts of a step stand together, so that takes at most four launches more. CUDA graphs are captured with one-token spans.
     """
     first, last = _long(spans.lengths) if inputs.fades.shape[1] == states.memories.shape[1] else (0, 0)
     starts, end = [0, *itertools.accumulate(spans.lengths)], len(spans.lengths)
@@ -338,7 +341,7 @@ def attend_in_chunks(inputs: Inputs, spans: Spans, states: States, out: Tensor) 
 
 
 def _long(lengths: tuple[int, ...]) -> tuple[int, int]:
-    """The first span that is, and that behind the last."""
+    """Indices of the first long span, and of the one after the last; (0, 0): there are none. long: at least `LONG` tokens."""
     long = [i for i, length in enumerate(lengths) if length >= LONG]
     return (long[0], long[-1] + 1) if long else (0, 0)
 
@@ -351,7 +354,7 @@ def _between(spans: Spans, begin: int, stop: int) -> Spans:
 
 
 def scratch(inputs: Inputs, heads: int, tokens: int) -> Scratch:
-    """With no numbers in it."""
+    """Uninitialized scratch for so many tokens."""
     mixed = inputs.mixed
     systems = [torch.empty(heads, tokens, CHUNK, device=mixed.device) for _ in range(1 if inputs.strengths is None else 2)]
     factors = torch.empty(4, heads, tokens, device=mixed.device)
@@ -360,7 +363,7 @@ def scratch(inputs: Inputs, heads: int, tokens: int) -> Scratch:
 
 
 def _by_chunks(inputs: Inputs, spans: Spans, states: States, base: int, end: int, out: Tensor) -> None:
-    """base, end: tokens of spans."""
+    """Computes all of `spans`, which are the step's tokens from `base` to `end`, in chunks."""
     mixed, strengths, fades, _, _, rates, offsets, skips, epsilon, limits = inputs
     fused_gated_delta.check_layout(inputs, states, out)
     channels, (heads, key_size, value_size) = mixed.shape[1], states.memories.shape[1:]
@@ -370,7 +373,7 @@ def _by_chunks(inputs: Inputs, spans: Spans, states: States, base: int, end: int
     ratio = heads * 2 * key_size // (channels - values)
     tile = tile_of(mixed.dtype, torch.version.hip is not None)
     shared = {"KEY": key_size, "DELTA": delta, "CHUNK": CHUNK, "PRECISION": tile.precision}
-    # One chunk more than are full: guesses begin one.
+    # One more chunk than for the longest span's length, since drafts begin a new one.
     systems_kernel[(len(spans.lengths), heads, triton.cdiv(longest, CHUNK) + 1)](
         own.solutions,
         own.seen,
@@ -416,7 +419,7 @@ def _by_chunks(inputs: Inputs, spans: Spans, states: States, base: int, end: int
         channels,
         states.memories.stride(0),
         VALUE=value_size,
-        KEYS=max(16, triton.next_power_of_2(key_size)),  # as many as matrix units take
+        KEYS=max(16, triton.next_power_of_2(key_size)),  # 16 is the minimum of a dot on matrix units
         BLOCK=tile.block,
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -426,7 +429,7 @@ def _by_chunks(inputs: Inputs, spans: Spans, states: States, base: int, end: int
 
 
 def _convolve(inputs: Inputs, spans: Spans, states: States, base: int, features: Tensor) -> None:
-    """Into `features`."""
+    """Launches `features_kernel`, which writes `features`."""
     channels, width = inputs.taps.shape
     features_kernel[(len(spans.lengths), triton.cdiv(channels, CHANNELS), triton.cdiv(max(spans.lengths), TOKENS))](
         features,
@@ -451,7 +454,7 @@ def _convolve(inputs: Inputs, spans: Spans, states: States, base: int, features:
 
 
 class Heads(NamedTuple):
-    """Of a layer that kernels are compiled for."""
+    """The shape of a model's linear attention heads that kernels are compiled for ahead of time."""
 
     name: str
     delta: bool
@@ -459,7 +462,7 @@ class Heads(NamedTuple):
     value_size: int
 
 
-# Qwen3-Next's and Qwen 3.5's; Granite 4 H Tiny's and Small's; Falcon H1's largest.
+# Those of Qwen3-Next and Qwen 3.5; of Granite 4 H Tiny and Small; of the largest Falcon H1.
 COMPILED = (
     Heads("delta", True, 128, 128),
     Heads("state spaces", False, 128, 64),
@@ -469,7 +472,7 @@ TYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def compilations() -> list[Compilation]:
-    """Of bfloat16 and of float32, which differ by how products are made: on AMD's in another way than on NVIDIA's."""
+    """Kernels for bfloat16 and float32, whose products have different precisions, which also differ between AMD and NVIDIA."""
     found = []
     for heads, (name, dtype), amd in itertools.product(COMPILED, TYPES.items(), (False, True)):
         tile = tile_of(dtype, amd)
@@ -490,7 +493,7 @@ def compilations() -> list[Compilation]:
 def _compilation(
     kernel: JITFunction, name: str, dtype: str, targets: tuple[str, ...], how: dict[str, object], warps: int, stages: int = 2
 ) -> Compilation:
-    """Programs of float32, which few models are served in, may spill."""
+    """A compilation. float32 kernels, which few models are served with, may spill registers."""
     types = dict.fromkeys(("out", "mixed", "strengths", "fades", "taps", "biases", "windows", "features"), f"*{dtype}")
     types |= dict.fromkeys(("rates", "offsets", "skips", "memories", "solutions", "seen", "factors"), "*fp32")
     types |= dict.fromkeys(("starts", "slots", "fresh", "sure"), "*i64") | dict.fromkeys(("base", "count", "ratio"), "i32")

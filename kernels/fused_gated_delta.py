@@ -1,10 +1,10 @@
-"""Linear attention by the gated delta rule and by state spaces, and the norm behind it, by Triton. What they mean stands in
-`gated_delta` and `state_space`. Knows tensors only.
+"""The recurrent form of linear attention (gated delta rule and state spaces), and the gated norm after it, as Triton kernels. For
+definitions see `gated_delta` and `state_space`. Knows tensors only.
 
-One program walks through all tokens of a span with a part of one head's memory in registers, where each token finds what the one
-before it has left. That is all a decode step needs: it reads every memory once and writes it once. Tokens of a long prompt would
-wait for each other, though, each for a microsecond in every layer (reckoned, not measured): `fused_chunked_delta` takes those,
-unless each feature of a key fades by itself.
+One program goes through all tokens of a span with a part of one head's recurrent state in registers, token by token. That is all a
+decode step needs: it reads and writes every state once. The tokens of a long prompt would wait for each other, though, each about a
+microsecond in every layer (estimated, not measured): `fused_chunked_delta` computes those, unless each feature of a key has its own
+decay.
 """
 
 import itertools
@@ -18,28 +18,28 @@ from triton import JITFunction
 from .compilation import Compilation
 from .spans import Spans, States
 
-# Features of values in a program of one warp. With 16, and keys of 128 features, a thread holds 64 numbers of the memory and adds
-# up most of what a token finds by itself; and one sequence's 32 heads of 128 make 256 programs.
+# Value features per program of one warp. With 16, and keys of 128 features, a thread holds 64 elements of the state and does most
+# of a token's sums by itself; and one sequence's 32 heads of 128 make 256 programs.
 BLOCK = 16
-COPIED = 512  # channels of a program that writes windows
-TILE = 2048  # elements of a program of the norm: 16 a thread
-# What is compiled: by the delta rule, fades of each feature, with a bound.
+COPIED = 512  # channels per program of the kernel that updates convolution windows
+TILE = 2048  # elements per program of the norm: 16 per thread
+# Compiled variants: whether the delta rule, whether a decay for each feature of a key, whether decays have a lower bound.
 RULES = ((True, False, False), (True, True, False), (True, True, True), (False, False, False))
 
 
 class Inputs(NamedTuple):
-    """What a layer's rule goes by, as `gated_delta.gated_delta` and `state_space.state_space` say."""
+    """Inputs and parameters of a layer's recurrence: see `gated_delta.gated_delta` and `state_space.state_space`."""
 
     mixed: Tensor
-    strengths: Tensor | None  # the delta rule's
-    fades: Tensor
+    strengths: Tensor | None  # only of the delta rule
+    fades: Tensor  # for state spaces, the time steps
     taps: Tensor
-    biases: Tensor | None  # state spaces'
+    biases: Tensor | None  # of the convolution, only of state spaces
     rates: Tensor
     offsets: Tensor
-    skips: Tensor | None  # state spaces'
-    epsilon: float  # of lengths
-    limits: tuple[float, float]  # the bound of fades and what strengths come near to; the least and the most that steps are
+    skips: Tensor | None  # only of state spaces
+    epsilon: float  # added to squared L2 norms of queries and keys
+    limits: tuple[float, float]  # delta rule: `bound` and `strongest`; state spaces: least and largest time step
 
 
 @triton.jit
@@ -49,20 +49,20 @@ def silu(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def softplus(x: tl.tensor) -> tl.tensor:
-    """As torch has it."""
+    """As in torch: linear beyond 20."""
     return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
 
 
 @triton.jit
 def _factors(taps, channel, within, WIDTH: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """[ROWS, channels], 0 beyond the convolution's width."""
+    """Weights of the convolution: [ROWS, channels], 0 beyond its width."""
     row = tl.arange(0, ROWS)[:, None]
     return tl.load(taps + channel[None, :] * WIDTH + row, mask=(row < WIDTH) & within[None, :], other=0.0)
 
 
 @triton.jit
 def biases_of(biases, channel, within, DELTA: tl.constexpr):  # type: ignore[no-untyped-def]
-    """[channels]; without any: 0."""
+    """Biases of the convolution: [channels]; 0 with DELTA, which has none."""
     found = 0.0
     if not DELTA:
         found = tl.load(biases + channel, mask=within, other=0.0).to(tl.float32)
@@ -71,14 +71,14 @@ def biases_of(biases, channel, within, DELTA: tl.constexpr):  # type: ignore[no-
 
 @triton.jit
 def _fades(numbers, head, deep, within, KEY: tl.constexpr, EACH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A head's, or those of the features of its keys: [KEYS], 0 beyond them."""
+    """A head's decay input (or its bias), one number; with EACH one per feature of its keys: [KEYS], 0 beyond them."""
     return tl.load(numbers + head * KEY + deep, mask=within, other=0.0) if EACH else tl.load(numbers + head)
 
 
 @triton.jit
 def _convolved(own, stride, window, channels, i, first, channel, within, factors, bias, WIDTH: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of a span's token i, some channels behind convolution and silu, float32. own: what goes in of the token; window: what went in
-    before the span, WIDTH - 1 rows; first: of these, the first that is looked at."""
+    """Some channels of a span's token i after convolution and silu, float32. own: pointer to the token's input; window: inputs
+    before the span, WIDTH - 1 rows; first: the first of these rows that is used (the others count as 0)."""
     row = tl.arange(0, ROWS)[:, None]
     column, inside = channel[None, :], (i + row >= WIDTH - 1) & (row < WIDTH) & within[None, :]
     outside = (i + row >= first) & (i + row < WIDTH - 1) & within[None, :]
@@ -97,16 +97,16 @@ def recurrent_kernel(
     taps: tl.tensor,  # [channels, WIDTH], dense
     biases: tl.tensor,  # [channels], dense
     rates: tl.tensor,  # [heads] float32
-    offsets: tl.tensor,  # of fades
-    skips: tl.tensor,
+    offsets: tl.tensor,  # biases of fades: [heads] float32, or with EACH [heads * KEY]
+    skips: tl.tensor,  # [heads] float32
     starts: tl.tensor,  # [spans + 1]
-    slots: tl.tensor,  # [spans]; 0: of padding, nothing is read or written there
-    fresh: tl.tensor,
+    slots: tl.tensor,  # [spans]; 0: padding, whose state is neither read nor written
+    fresh: tl.tensor,  # as in `spans.Spans`
     sure: tl.tensor,
     windows: tl.tensor,  # [slots, WIDTH - 1, channels], each slot dense
     memories: tl.tensor,  # [slots, heads, KEY, VALUE] float32, each slot dense
     tokens: tl.tensor,
-    ratio: tl.tensor,  # value heads of a key head
+    ratio: tl.tensor,  # value heads per key head
     channels: tl.tensor,
     mixed_stride: tl.tensor,
     strengths_stride: tl.tensor,
@@ -114,19 +114,19 @@ def recurrent_kernel(
     windows_stride: tl.tensor,
     memories_stride: tl.tensor,
     epsilon: tl.tensor,
-    least: tl.tensor,  # steps are no smaller; with BOUNDED fades
-    most: tl.tensor,  # and no larger; with DELTA what strengths come near to at most
+    least: tl.tensor,  # least time step; with BOUNDED the lower bound of the logarithms of decays
+    most: tl.tensor,  # largest time step; with DELTA the upper bound of beta
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
     WIDTH: tl.constexpr,
-    DELTA: tl.constexpr,  # by this rule, which has no biases, skips and least; else by the other, which has no strengths
-    EACH: tl.constexpr,  # each feature of a key fades by itself
+    DELTA: tl.constexpr,  # delta rule, without biases and skips; else state space, without strengths
+    EACH: tl.constexpr,  # each feature of a key has its own decay
     BOUNDED: tl.constexpr,
-    KEYS: tl.constexpr,  # KEY up to a power of two
+    KEYS: tl.constexpr,  # KEY rounded up to a power of two
     BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,  # WIDTH up to a power of two
+    ROWS: tl.constexpr,  # WIDTH rounded up to a power of two
 ) -> None:
-    """One program: BLOCK features of a value head, of all tokens of a span; of the last span, also of those behind it."""
+    """One program: all tokens of a span, BLOCK features of a value head. Those of the last span also zero the padding after it."""
     span, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     start, end, slot = tl.load(starts + span), tl.load(starts + span + 1), tl.load(slots + span)
     known = (slot > 0) & (tl.load(fresh + span) == 0)
@@ -146,7 +146,7 @@ def recurrent_kernel(
     memory = tl.load(place, mask=(deep[:, None] < depth) & wanted[None, :], other=0.0)
     length = (end - start).to(tl.int32)
     kept = tl.load(sure + span).to(tl.int32)
-    # Twice around, what is sure and what is guessed: written within one walk the memory's addresses would have no registers left.
+    # Two passes, over committed tokens and over drafts: storing the state within one loop would leave its addresses no registers.
     for guesses in range(2):
         for i in range(tl.where(guesses == 0, 0, kept), tl.where(guesses == 0, kept, length)):
             token = start + i
@@ -191,7 +191,7 @@ def recurrent_kernel(
 @triton.jit(do_not_specialize_on_alignment=["starts", "slots", "fresh", "sure"])
 def window_kernel(
     mixed: tl.tensor,  # [tokens, channels]
-    starts: tl.tensor,  # as above
+    starts: tl.tensor,  # this and the following as in `recurrent_kernel`
     slots: tl.tensor,
     fresh: tl.tensor,
     sure: tl.tensor,
@@ -203,7 +203,8 @@ def window_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
-    """One program: BLOCK channels of a span's window, when all that read it are done."""
+    """Moves convolution windows past a span's committed tokens, after all kernels that read them. One program: BLOCK channels of a
+    span."""
     span = tl.program_id(0)
     start, slot = tl.load(starts + span), tl.load(slots + span)
     end = start + tl.load(sure + span)
@@ -216,12 +217,12 @@ def window_kernel(
         window = windows + slot * windows_stride + channel
         source = tl.where(token >= start, mixed + token * mixed_stride + channel, window + (end - start + row) * channels)
         values = tl.load(source, mask=wanted & (token >= first), other=0.0)
-        tl.debug_barrier()  # rows move up: no thread writes before all have read
+        tl.debug_barrier()  # rows shift within the window: no thread may write before all have read
         tl.store(window + row * channels, values, mask=wanted)
 
 
 def check_layout(inputs: Inputs, states: States, out: Tensor) -> None:
-    """That kernels find everything where they look for it."""
+    """Asserts the strides and dtypes that the kernels rely on."""
     mixed, strengths, (key_size, value_size) = inputs.mixed, inputs.strengths, states.memories.shape[2:]
     assert mixed.stride(1) == inputs.fades.stride(1) == 1
     assert strengths is None or strengths.stride(1) == 1
@@ -233,9 +234,10 @@ def check_layout(inputs: Inputs, states: States, out: Tensor) -> None:
 
 
 def walk(inputs: Inputs, spans: Spans, states: States, tokens: int, out: Tensor) -> None:
-    """What tokens of `spans` find, into `out`, and zeros behind the last span up to `tokens`; memories go on, but no windows.
+    """Writes the outputs of the tokens of `spans` to `out`, and zeros after the last span up to `tokens`. Updates recurrent states,
+    but not convolution windows: see `move`.
 
-    Dense as `check_layout` says; the rest is dense, too. There is a span.
+    Strides as in `check_layout`; other tensors are dense. There is at least one span.
     """
     check_layout(inputs, states, out)
     mixed, strengths, fades, taps, biases, rates, offsets, skips, epsilon, limits = inputs
@@ -281,7 +283,7 @@ def walk(inputs: Inputs, spans: Spans, states: States, tokens: int, out: Tensor)
 
 
 def move(mixed: Tensor, starts: Tensor, slots: Tensor, fresh: Tensor, sure: Tensor, windows: Tensor, width: int) -> None:
-    """Windows become those behind all that is sure, when all that reads them is launched."""
+    """Moves convolution windows past each span's committed tokens. To be called after the launch of all kernels that read them."""
     channels = mixed.shape[1]
     assert mixed.stride(1) == 1
     assert windows.stride()[1:] == (channels, 1)
@@ -305,7 +307,7 @@ def move(mixed: Tensor, starts: Tensor, slots: Tensor, fresh: Tensor, sure: Tens
 
 @triton.jit(do_not_specialize=["rows"])
 def gated_norm_kernel(
-    x: tl.tensor,  # [outer, inner, size], the last side by side
+    x: tl.tensor,  # [outer, inner, size], the last dimension dense
     gates: tl.tensor,
     gains: tl.tensor,  # [inner, size]
     out: tl.tensor,  # [outer, inner, size], dense
@@ -315,15 +317,15 @@ def gated_norm_kernel(
     x_inner: tl.tensor,
     gates_outer: tl.tensor,
     gates_inner: tl.tensor,
-    gains_inner: tl.tensor,  # 0: all of `inner` have the same
+    gains_inner: tl.tensor,  # 0: the same gains for all of `inner`
     epsilon: tl.tensor,
     SIZE: tl.constexpr,
-    BEFORE: tl.constexpr,  # gates go before the norm
-    SIGMOID: tl.constexpr,  # through that, instead of silu
+    BEFORE: tl.constexpr,  # gates are applied before the norm
+    SIGMOID: tl.constexpr,  # gates go through sigmoid, instead of silu
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
-    """One program: ROWS rows."""
+    """The RMS norm with a gate: see `gated_delta.gated_norm`. One program: ROWS rows."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
     column = tl.arange(0, BLOCK)[None, :]
     outer, place = row // inner, row % inner
@@ -374,15 +376,15 @@ def gated_norm(x: Tensor, gates: Tensor, gains: Tensor, epsilon: float, before: 
 
 
 def _tile(size: int) -> tuple[int, int, int]:
-    """A row, up to a power of two; how many rows a program has; and how many warps."""
+    """Of the norm: a row's size rounded up to a power of two, rows per program, and warps per program."""
     block = triton.next_power_of_2(size)
     return block, max(1, TILE // block), max(4, min(16, block * 4 // TILE))
 
 
 def compilations() -> list[Compilation]:
-    """Of Qwen3-Next's and Qwen 3.5's heads, 16 of keys and 32 of values with 128 features each, as a part of one product; of Kimi
-    Linear's, 32 of both, and GLM 5 Next's, whose fades have a bound; and of Granite 4 H Tiny's and Small's, 48 and 128 of 64
-    features, which share keys of 128."""
+    """Heads of Qwen3-Next and Qwen 3.5, 16 of keys and 32 of values with 128 features each, which are columns of one fused product;
+    of Kimi Linear, 32 of both, and of GLM 5 Next, whose decays have a lower bound; and of Granite 4 H Tiny and Small, 48 and 128 of
+    64 features, which share keys of 128."""
     found = []
     for dtype, (delta, each, bounded) in itertools.product(("bf16", "fp32"), RULES):
         rule, nothing = ("gated delta", ("biases", "skips")) if delta else ("state space", ("strengths",))

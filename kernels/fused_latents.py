@@ -1,7 +1,7 @@
-"""From the products of queries and latents to what attention reads, by Triton in one pass: the norm of latents, the rotary
-embedding of what turns of queries and keys, and the write to the cache.
+"""MLA between its projections and attention, in one Triton kernel: RMS norm of the latent, rotary embedding of the rotary features
+of queries and keys, and the KV cache write.
 
-What it means stands in `operations.rotate_and_write_latents`; rounding to the type happens where it happens there.
+Defined by `operations.rotate_and_write_latents`; rounds to the dtype in the same places.
 """
 
 from typing import Any
@@ -15,14 +15,16 @@ from .compilation import EARLY_TARGETS, EIGHT_BIT_TARGETS, WARP, Compilation
 from .dependent_launch import on, options, wait
 from .fused_rotary import clamped_for_cache, rotated
 
-# Of one program; more, where theirs are fewer numbers than threads: queries are changed in place (see `fused_hyper_connections`).
+# Query heads per program; more where these have fewer features than the program has threads: queries are changed in place, so no
+# two threads may hold the same feature (see `fused_hyper_connections`).
 HEADS = 16
 WARPS = 4
 
 
 @triton.jit
 def angles(table, token, TURNED: tl.constexpr, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The first half of what turns, padded; which of it there is; a token's cosines and sines, the same for both halves."""
+    """Indices of the first half of the rotary features, padded; their mask; a token's cosines and sines, the same for both
+    halves."""
     half = tl.arange(0, HALF)
     within = half < TURNED // 2
     angle = table + token * 2 * TURNED + half
@@ -33,7 +35,7 @@ def angles(table, token, TURNED: tl.constexpr, HALF: tl.constexpr):  # type: ign
 
 @triton.jit
 def turn(place, inside, cosine, sine, TURNED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rotates what stands at the places and, as their other halves, TURNED // 2 behind them."""
+    """Rotates features in place. place: pointers to the first halves; the other halves are TURNED // 2 behind them."""
     low, high = tl.load(place, mask=inside, other=0.0), tl.load(place + TURNED // 2, mask=inside, other=0.0)
     low, high = rotated(low, high, cosine, sine)
     tl.store(place, low, mask=inside)
@@ -42,18 +44,18 @@ def turn(place, inside, cosine, sine, TURNED: tl.constexpr):  # type: ignore[no-
 
 @triton.jit
 def keep(kept, half, within, low, high, TURNED: tl.constexpr, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Writes both halves of what was rotated to the cache."""
+    """Writes both halves of rotated features to the cache. MOST: as in `latents_kernel`."""
     tl.store(kept + half, clamped_for_cache(low, MOST).to(kept.dtype.element_ty), mask=within)
     tl.store(kept + TURNED // 2 + half, clamped_for_cache(high, MOST).to(kept.dtype.element_ty), mask=within)
 
 
 @triton.jit
 def latents_kernel(
-    query: tl.tensor,  # [tokens, heads, OTHERS + TURNED], dense within a token
+    query: tl.tensor,  # [tokens, heads, OTHERS + TURNED], dense within a token; the last TURNED features are rotary
     latents: tl.tensor,  # [tokens, SIZE + TURNED]
-    gains: tl.tensor,  # [SIZE]
-    table: tl.tensor,  # [tokens, 2, 1, TURNED], dense
-    slots: tl.tensor,  # [tokens]
+    gains: tl.tensor,  # [SIZE], of the norm
+    table: tl.tensor,  # [tokens, 2, 1, TURNED], dense: cosines and sines
+    slots: tl.tensor,  # [tokens]; -1: nothing is written
     cache: tl.tensor,  # [slots, SIZE + TURNED]
     heads: tl.tensor,
     query_stride: tl.tensor,
@@ -64,12 +66,12 @@ def latents_kernel(
     PADDED: tl.constexpr,
     OTHERS: tl.constexpr,
     TURNED: tl.constexpr,
-    HALF: tl.constexpr,  # of what turns, up to a power of two
+    HALF: tl.constexpr,  # half of TURNED, rounded up to a power of two
     HEADS: tl.constexpr,
-    MOST: tl.constexpr,  # the largest number of a cache of 8 bits; 0: it has the type of the latents
+    MOST: tl.constexpr,  # largest number of an 8-bit cache's dtype; 0: the cache has the latents' dtype
     EARLY: tl.constexpr,
 ) -> None:
-    """One program: the latent of a token, or HEADS of its queries."""
+    """One program: the latent of a token (program 0 of axis 1), or HEADS of its query heads."""
     wait(EARLY)
     token = tl.program_id(0).to(tl.int64)
     half, within, cosine, sine = angles(table, token, TURNED, HALF)
@@ -100,7 +102,7 @@ def latents_kernel(
 def rotate_and_write_latents(
     query: Tensor, latents: Tensor, gains: Tensor, table: Tensor, slots: Tensor, cache: Tensor, epsilon: float
 ) -> None:
-    """`operations.rotate_and_write_latents`. query: each token dense; latents: each row dense, and kept; table: dense."""
+    """See `operations.rotate_and_write_latents`. query: each token dense; latents: each row dense, not changed; table: dense."""
     tokens, heads, width = query.shape
     assert query.stride()[1:] == (width, 1)
     assert latents.stride(1) == 1
@@ -134,7 +136,7 @@ def rotate_and_write_latents(
 
 
 def constants_of(size: int, turned: int, most: float) -> dict[str, Any]:
-    """Those of kernels beside `latents_kernel`, too."""
+    """Constants that `latents_kernel` shares with other kernels."""
     half = max(1, triton.next_power_of_2(turned // 2))
     return {
         "SIZE": size,
@@ -147,7 +149,7 @@ def constants_of(size: int, turned: int, most: float) -> dict[str, Any]:
 
 
 def compilations() -> list[Compilation]:
-    """DeepSeek's sizes, and Mistral's; a cache of 8 bits."""
+    """Kernels for the sizes of DeepSeek and Mistral, and for an 8-bit cache."""
     found = []
     cases = [("bf16", 512, 0.0, False), ("bf16", 512, 448.0, False), ("fp32", 256, 0.0, False), ("bf16", 512, 0.0, True)]
     for dtype, size, most, early in cases:

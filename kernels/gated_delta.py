@@ -1,19 +1,21 @@
 """Linear attention by the gated delta rule, over ragged spans of tokens (Yang et al. 2024, arXiv:2412.06464).
 
-A head has a memory, a matrix [key size, value size], which is zero before a sequence's first token. Each token lets it fade, takes
-out what it holds under the token's key, and puts the token's value there instead, by the strength of a gate:
+Each head keeps a recurrent state, a matrix [key size, value size] that is zero before a sequence's first token. Each token decays
+it, then replaces what it returns for the token's key by the token's value, to the extent of the update strength beta:
 
-    memory = exp(rate * softplus(fade + offset)) * memory
-    memory = memory + key^T * strongest * sigmoid(strength) * (value - key * memory)
-    output = query * memory
+    state = exp(rate * softplus(fade + offset)) * state             the first factor is the decay
+    state = state + key^T * beta * (value - key * state)            beta = strongest * sigmoid(strength)
+    output = query * state
 
-`strongest` is 1, or 2 where what is under a key may come back with its sign turned (Grazzi et al. 2024, arXiv:2411.12537).
+`strongest`, the upper bound of beta, is 1, or 2 where the value under a key may change its sign (negative eigenvalues of the state
+transition: Grazzi et al. 2024, arXiv:2411.12537).
 
-Fades may also be of each feature of a key by itself, which is a row of the memory (Kimi Team 2025, arXiv:2510.26692). And they may
-have a bound, which is below 0: exp(bound * sigmoid(-rate * (fade + offset))) is what they leave of a memory then (GLM 5 Next).
+There may be one decay per feature of a key, that is per row of the state (Kimi Delta Attention: Kimi Team 2025, arXiv:2510.26692).
+And the logarithms of decays may have a lower bound, below 0: the decay is then exp(bound * sigmoid(-rate * (fade + offset))) (GLM 5
+Next).
 
-Queries, keys and values come out of a convolution over the last few tokens, each channel by itself, through silu; queries and keys
-are divided by their lengths, queries by the root of their number of features as well.
+Queries, keys and values come from a causal depthwise convolution over the last few tokens, through silu; queries and keys are
+L2-normalized, and queries are also divided by the square root of their number of features.
 """
 
 import itertools
@@ -28,10 +30,10 @@ from . import reference
 from .dispatch import triton_for
 from .spans import Spans, States
 
-LENGTH_EPSILON = 1e-6  # added to squared lengths of queries and keys
-CHUNK = 64  # tokens whose changes of a memory are found together
-# The same where each feature of a key fades by itself, and by which power of e it does so at most, as far as anybody can see: what
-# all of them do to it, and what undoes that, must be numbers of 64 bits.
+LENGTH_EPSILON = 1e-6  # added to squared L2 norms of queries and keys
+CHUNK = 64  # tokens whose state updates are computed together
+# Tokens of a chunk where each feature of a key has a decay of its own, and the least logarithm of a decay, below which it makes no
+# visible difference: the product of a chunk's decays, and its inverse, must be representable in float64.
 FEW, FARTHEST = 16, -40.0
 
 
@@ -47,15 +49,16 @@ def gated_delta(
     strongest: float = 1.0,
     bound: float = 0.0,
 ) -> Tensor:
-    """What the tokens of `spans` find, [tokens, value heads, value size] in mixed's type; `states` of their slots go on, in place.
+    """The outputs of the tokens of `spans`, [tokens, value heads, value size] in mixed's dtype. Updates `states` in place.
 
-    mixed: [tokens, channels], what goes into the convolution: all heads' queries, then keys, then values; of key heads each serves
-    as many value heads, one after the other; strengths: [tokens, value heads]; fades: as many, or as many for each feature of a
-    key; these three may be columns of something wider; taps: [channels, width], the last for the token itself; rates: [value heads]
-    float32, which are negative; offsets: of fades, float32; bound: of these, 0: they have none.
+    mixed: [tokens, channels], the convolution's input: all heads' queries, then keys, then values; each key head is shared by
+    equally many consecutive value heads; strengths: [tokens, value heads], betas before the sigmoid; fades: [tokens, value heads],
+    or [tokens, value heads * key size] where each feature of a key has its own decay; these three may be columns of a wider tensor;
+    taps: [channels, width], weights of the convolution, the last for the token itself; rates: [value heads] float32, negative;
+    offsets: float32, biases of fades; strongest: upper bound of beta; bound: lower bound of the logarithms of decays; 0: none.
 
-    What comes out of the convolution is rounded to mixed's type; all behind it is float32. Of tokens behind the last span the
-    result is 0, and what slot 0 holds is never looked at.
+    The convolution's output is rounded to mixed's dtype; everything after it is float32. Tokens after the last span (padding) have
+    output 0, and the contents of slot 0 are never used.
     """
     if triton_for(mixed):
         from .fused_chunked_delta import attend_in_chunks
@@ -85,10 +88,11 @@ def walk(
     parts: Callable[[Tensor, int, int, int], tuple[Tensor, Tensor, Tensor]],
     advance: Callable[[Tensor, tuple[Tensor, Tensor, Tensor], slice], Tensor],
 ) -> Tensor:
-    """What all tokens of `spans` find, as `gated_delta` says, by some rule.
+    """The outputs of the tokens of `spans`, as in `gated_delta`, for any update rule: convolution and recurrence, piece by piece.
 
-    biases: [channels], of the convolution; parts: queries, keys and values of what comes out of that, as `split` has them; advance:
-    what some tokens of a sequence find, by its memory, which becomes that behind them; by their parts; and by where they are.
+    biases: [channels], of the convolution; parts: splits the convolution's output into queries, keys and values, shaped as `split`
+    shapes them; advance: outputs of some tokens of one sequence, from its state, which it updates in place, from their queries,
+    keys and values, and from their place among the step's tokens.
     """
     heads, key_size, value_size = states.memories.shape[1:]
     result = mixed.new_zeros(len(mixed), heads, value_size)
@@ -99,7 +103,7 @@ def walk(
         for place, slot in enumerate(slots[piece.first : piece.first + piece.count]):
             start = piece.start + place * piece.length
             own = slice(start + piece.begin, start + piece.end)
-            # A view of the memory: to gather and scatter all takes longer than what is done with them.
+            # A view of the state: to gather and scatter states would take longer than the computation.
             memory = states.memories[slot] if piece.sure else states.memories[slot].clone()
             result[own] = advance(memory, (queries[place], keys[place], values[place]), own).transpose(0, 1)
     return result
@@ -107,25 +111,25 @@ def walk(
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens of neighbouring spans of the same length that go together."""
+    """The same range of tokens in each of some neighbouring spans of equal length, computed together."""
 
-    first: int  # span
-    count: int  # spans
-    start: int  # the first one's first token
-    length: int  # of each span
-    begin: int  # of each span from this token ...
-    end: int  # ... to that
-    sure: bool  # their states go on; guesses, which all of a span are in one piece, leave them as they are
+    first: int  # index of the first span
+    count: int  # number of spans
+    start: int  # first token of the first span, in the step
+    length: int  # tokens of each span
+    begin: int  # within each span, the first token of the piece ...
+    end: int  # ... and the one after its last
+    sure: bool  # the tokens update states; False: drafts, all of a span in one piece, which leave states as they are
 
     def rows(self, whole: Tensor) -> Tensor:
-        """Of numbers of all tokens these, a view [spans, tokens, size]."""
+        """The piece's part of a tensor of all tokens: a view [spans, tokens, size]."""
         own = whole[self.start : self.start + self.count * self.length]
         return own.view(self.count, self.length, -1)[:, self.begin : self.end]
 
 
 def convolved(mixed: Tensor, taps: Tensor, biases: Tensor | None, spans: Spans, states: States) -> Iterator[tuple[Piece, Tensor]]:
-    """What comes out of the convolution, piece by piece: [spans, tokens, channels] float32. Windows become those behind all that is
-    sure; of sequences that begin memories become zero."""
+    """The convolution's output, piece by piece: [spans, tokens, channels] float32. Moves the convolution's windows past all tokens
+    that are not drafts; zeroes the states of sequences that begin."""
     factors = taps.t().contiguous().float()
     for slot, fresh in zip(spans.slots.tolist(), spans.fresh.tolist(), strict=True):
         if fresh or not slot:
@@ -151,7 +155,7 @@ def _pieces(lengths: tuple[int, ...], sure: list[int]) -> Iterator[Piece]:
 
 
 def _convolved(rows: Tensor, factors: Tensor, biases: Tensor | None, windows: Tensor, slots: Tensor, sure: bool) -> Tensor:
-    """Of rows [spans, tokens, channels]; factors: [width, channels] float32."""
+    """The convolution of `rows` [spans, tokens, channels]; factors: [width, channels] float32; sure: windows are updated."""
     length = rows.shape[1]
     seen = torch.cat((windows[slots], rows), 1)
     if sure:
@@ -164,7 +168,7 @@ def _convolved(rows: Tensor, factors: Tensor, biases: Tensor | None, windows: Te
 
 
 def _parts(features: Tensor, heads: int, key_size: int, value_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """As `split` has them, queries and keys by their lengths."""
+    """Queries, keys and values, shaped as by `split` and `each_head`; queries and keys are L2-normalized, queries scaled."""
     both, values = split(features, heads, key_size, value_size)
     scale = both.square().sum(-1, keepdim=True).add_(LENGTH_EPSILON).rsqrt_()
     scale[:, :, 0] *= key_size**-0.5
@@ -172,35 +176,36 @@ def _parts(features: Tensor, heads: int, key_size: int, value_size: int) -> tupl
 
 
 def split(features: Tensor, heads: int, key_size: int, value_size: int) -> tuple[Tensor, Tensor]:
-    """Of [spans, tokens, channels]: [spans, tokens, queries and keys, key heads, key size], [spans, value heads, tokens, size]."""
+    """Splits [spans, tokens, channels] into queries and keys, [spans, tokens, 2, key heads, key size], and values, [spans, value
+    heads, tokens, value size]."""
     spans, tokens, channels = features.shape
     both, values = features.split_with_sizes((channels - heads * value_size, heads * value_size), 2)
     return both.view(spans, tokens, 2, -1, key_size), values.view(spans, tokens, heads, value_size).transpose(1, 2)
 
 
 def each_head(both: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """Queries and keys of all value heads, [spans, heads, tokens, size] each."""
+    """Queries and keys, repeated for the value heads that share them: [spans, heads, tokens, size] each."""
     queries, keys = both.repeat_interleave(heads // both.shape[3], 3).transpose(1, 3).unbind(2)
     return queries, keys
 
 
 def advanced(memory: Tensor, queries: Tensor, keys: Tensor, values: Tensor, fading: Tensor, strong: Tensor | None = None) -> Tensor:
-    """What some tokens of a sequence find, [heads, tokens, value size]; `memory` becomes that behind them.
+    """The outputs of a chunk of a sequence's tokens, [heads, tokens, value size]. Updates the recurrent state `memory` in place.
 
-    strong, fading: [heads, tokens, 1], how far values take the place of what is under their keys, and by which power of e all
-    fades before that; without `strong` they are added to it.
+    fading, strong: [heads, tokens, 1], logarithms of decays, and betas of the delta rule; without `strong`, values are added to the
+    state (linear attention with decay).
 
-    Token by token is how rules are written, but it reads and writes the memory for each. What tokens put into the memory in the
-    place of something depends on what those before them of the same chunk have put there, by a triangular matrix: solving it gives
-    all at once (Yang et al. 2024, arXiv:2406.06484). What is added depends on nothing (Dao and Gu 2024, arXiv:2405.21060).
+    The recurrent form would read and write the state for each token. By the delta rule a token's update depends on those of earlier
+    tokens of the chunk, through a triangular matrix: one triangular solve gives all of them (the WY representation: Yang et al.
+    2024, arXiv:2406.06484). Without it updates don't depend on each other (Dao and Gu 2024, arXiv:2405.21060).
     """
     if keys.shape[1] == 1:
         memory *= _kept(fading)
         changes = values if strong is None else strong * (values - keys @ memory)
         memory.baddbmm_(keys.transpose(1, 2), changes)
         return queries @ memory
-    # Whole fading in 64 bits: of two large sums a small difference may be wanted.
-    faded = fading.double().cumsum(1)  # [heads, tokens, 1], of what was there before the chunk
+    # Cumulative sums in float64: a small difference of two large ones may be needed.
+    faded = fading.double().cumsum(1)  # [heads, tokens, 1], since the chunk's beginning
     between = _kept((faded - faded.transpose(1, 2)).clamp_(max=0.0))  # [heads, tokens, earlier tokens]
     left = _kept(faded)
     changes = values
@@ -216,7 +221,7 @@ def advanced(memory: Tensor, queries: Tensor, keys: Tensor, values: Tensor, fadi
 
 
 def advanced_by_features(memory: Tensor, queries: Tensor, keys: Tensor, values: Tensor, fading: Tensor, strong: Tensor) -> Tensor:
-    """The same where each feature of a key fades by itself, [heads, tokens, key size]: a few tokens at once."""
+    """As `advanced`, in chunks of `FEW` tokens, where each feature of a key has its own decay: [heads, tokens, key size]."""
     parts = zip(*(torch.split(part, FEW, 1) for part in (queries, keys, values, fading, strong)), strict=True)
     return torch.cat([_advanced_few(memory, *part) for part in parts], 1)
 
@@ -238,14 +243,14 @@ def _advanced_few(memory: Tensor, queries: Tensor, keys: Tensor, values: Tensor,
 
 
 def _kept(fading: Tensor) -> Tensor:
-    """exp(fading), or 0 where that is too little to be seen: a CPU takes many times as long for numbers that have fewer bits."""
+    """exp(fading) in float32, 0 where it is negligible: CPUs are many times slower with denormal numbers."""
     return torch.threshold_(fading.exp().float(), 1e-20, 0.0)
 
 
 def gated_norm(x: Tensor, gates: Tensor, gains: Tensor, epsilon: float, before: bool = False, sigmoid: bool = False) -> Tensor:
-    """`reference.rms_norm` of x times silu(gates), which is computed in float32, or times their sigmoid. before: of that product
-    the norm, instead. x, gates: [rows, size] or [tokens, heads, size]; gains: [size], or [heads, size]; all of one type, the
-    result's."""
+    """The RMS norm of x (`reference.rms_norm`) times silu(gates), or their sigmoid, which are computed in float32. before: the gate
+    is applied before the norm instead. x, gates: [rows, size] or [tokens, heads, size]; gains: [size], or [heads, size]; all of one
+    dtype, the result's."""
     if triton_for(x):
         from .fused_gated_delta import gated_norm as fused
 
@@ -258,5 +263,5 @@ def gated_norm(x: Tensor, gates: Tensor, gains: Tensor, epsilon: float, before: 
 
 
 def scaled(x: Tensor, squares: Tensor, gains: Tensor, epsilon: float) -> Tensor:
-    """The norm of x [..., size] in float32, which is overwritten, by the mean of its squares; in the type of gains."""
+    """RMS-normalizes float32 x [..., size], in place, with the mean of its squares given; in the dtype of gains."""
     return x.mul_(squares.add_(epsilon).rsqrt_()).to(gains.dtype).mul_(gains)

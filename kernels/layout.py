@@ -18,7 +18,7 @@ class LayerKind:
     latent: bool = False  # MLA: the value is a part of the cached key
     joined: bool = False  # queries of rows that are `whole` see each other (bidirectional attention within an image)
     chunked: bool = False  # windows are fixed chunks: they begin at their multiples and don't slide; no row crosses the end of one
-    turned: int = 0  # the last so many of `size` features are shared by all heads; not set for latents
+    turned: int = 0  # the last so many of a key's `size` features are shared by all heads (expanded MLA); 0 for latents
 
 
 @dataclass(frozen=True, slots=True)

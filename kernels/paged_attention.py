@@ -165,8 +165,8 @@ def _tiles_of_latents(least: int, dtype: torch.dtype, generation: int) -> tuple[
 
 
 def _tile_of_expanded(generation: int) -> Tile:
-    """Rows are long, and each head has keys of its own: 128 features, and 64 more that are multiplied apart. With 64 keys at once
-    two tiles are under way in 168 KiB; 128 would leave room for one. Measured nowhere."""
+    """Expanded MLA: rows are long, and each head has its own keys of 128 features, with 64 shared rotary ones in a product of their
+    own. With 64 keys at once two tiles are in flight in 168 KiB; 128 would leave room for one. Not measured."""
     return {0: Tile(128, 32, 8, 2), 8: Tile(128, 32, 8, 5)}.get(generation, Tile(128, 64, 8, 5))
 
 
@@ -362,9 +362,9 @@ def attention(query: Tensor, cache: Tensor, plan: Plan, how: AttentionOptions) -
     """Softmax attention of every row of `plan`: [tokens, heads, size], contiguous; for MLA [tokens, heads, latent].
 
     query: [tokens, heads, size], with any stride between tokens; cache: [slots, 2, kv_heads, size], keys first, in the query's
-    dtype or float8_e4m3fn, all or some of a slot's heads; for MLA [slots, 1, 1, size or more]; where heads' keys share their last
-    `how.turned` features, without these, which stand behind. No sparse selection here: see `indexed_attention`. Raises ValueError
-    where heads are not contiguous.
+    dtype or float8_e4m3fn, all or some of a slot's heads; for MLA [slots, 1, 1, size or more]. Where the heads' keys share their
+    last `how.turned` features, `cache` is a view without these: they are stored once, behind a slot's values. No sparse selection
+    here: see `indexed_attention`. Raises ValueError where heads are not contiguous.
     """
     tokens, heads, size = query.shape
     latent, sinks = how.latent, how.sinks
@@ -531,7 +531,7 @@ def compilations() -> list[Compilation]:
             _compilation(0, 512, generation, alone=True, ratio=16, page_size=1, sinks=True, hot=True),
             _compilation(2, 256, generation, turned=64, ratio=8, dtype=torch.float32, hot=True),
             *(_compilation(2, size, generation, common=64, ratio=1, page_size=128, hot=True) for size in (64, 128)),
-            _compilation(2, 256, generation, ratio=1, page_size=128, hot=True),  # where expanded latents have nothing apart
+            _compilation(2, 256, generation, ratio=1, page_size=128, hot=True),  # expanded MLA whose keys have no separate features
             _compilation(2, 128, generation, common=64, ratio=1, page_size=128, dtype=torch.float32, hot=True),
             *(_compilation(kind, 512, generation, ratio=8, hot=True) for kind in range(3)),
             _compilation(1, 136, generation, ratio=1, trees=True, hot=True),
@@ -574,7 +574,7 @@ def _compilation(
     turned: int = 0,
     beside: int = 0,
     alone: bool = False,  # keys double as values, and nothing else is in a slot
-    common: int = 0,  # features that all heads' keys share (expanded latents)
+    common: int = 0,  # features that all heads' keys share (expanded MLA)
     window: int = 0,
     softcap: float = 0.0,
     trees: bool = False,

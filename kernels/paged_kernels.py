@@ -53,7 +53,7 @@ class QueryTile(NamedTuple):
 
 
 class Held(NamedTuple):
-    """Where slot 0 holds a head's key, and the features that all heads' keys share."""
+    """Pointers to a head's key in slot 0 of the cache, and to the features that all heads' keys share."""
 
     keys: tl.tensor
     turned: tl.tensor  # unused if a layer has none
@@ -307,7 +307,7 @@ def attend(
     PADDED: tl.constexpr,
     TURNED: tl.constexpr,
     TURNED_PADDED: tl.constexpr,
-    TURNED_AT: tl.constexpr,  # where in a slot
+    TURNED_AT: tl.constexpr,  # offset of the shared rotary features in a slot
     WIDTH: tl.constexpr,
     APART: tl.constexpr,
     PAGE: tl.constexpr,

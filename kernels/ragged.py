@@ -60,7 +60,7 @@ def plan(rows: Sequence[Row], layout: AttentionLayout, capacity: "paged.Capacity
 
 
 def _expanding(layout: AttentionLayout) -> Callable[[Sequence[Row], AttentionLayout, int], list[expanded.Part]]:
-    """The function that plans rows for which latents are expanded."""
+    """The function that plans rows for MLA's expanded form (see `expanded`)."""
     if not by_triton(layout):
         return expanded.plan
     from . import expanded_attention
@@ -170,7 +170,7 @@ def attention(query: Tensor, cache: Tensor, plan: Plan, how: AttentionOptions) -
 
     query: [tokens, heads, size]; cache: a layer [slots, 2, kv_heads, size], keys first, in the query's dtype or float8_e4m3fn; for
     MLA [slots, 1, 1, size]. Where the plan `needs_selection` it, each token attends only to those that the indexer chooses (sparse
-    attention). With a plan that expands latents, each of its parts has a call of its own: see `attention_to_expanded`.
+    attention). With a plan that expands MLA latents, each of its parts has a call of its own: see `attention_to_expanded`.
     """
     assert not isinstance(plan, expanded.Plan)
     if isinstance(plan, shared_prefixes.Plan):
@@ -190,7 +190,7 @@ def attention(query: Tensor, cache: Tensor, plan: Plan, how: AttentionOptions) -
 def attention_to_expanded(
     query: Tensor, cache: Tensor, plan: "expanded.Plan", how: AttentionOptions, to_keys: Tensor, to_values: Tensor
 ) -> Tensor:
-    """Attention of the rows for which latents are expanded: see `expanded.attention`."""
+    """Attention of the rows in MLA's expanded form: see `expanded.attention`."""
     if plan.parts[0].plan is None:
         return expanded.attention(query, cache, plan, how, to_keys, to_values, expanded.attend)
     from . import expanded_attention

@@ -1,28 +1,29 @@
-"""What layers that remember something of sequences are told of a step's, and where they keep it. Knows no rule by which they do."""
+"""The inputs of layers with recurrent state (linear attention, state spaces, short convolutions): the spans of tokens in a step,
+and the states of sequences. Knows no update rule."""
 
 from dataclasses import dataclass
 
 from torch import Tensor
 
-# Tokens of a span from which on accelerators take it by chunks. An estimate that no GPU has measured: token by token each takes
-# about a microsecond; by chunks 32 take two, and three more launches with their first loads 20.
+# Fewest tokens of a span that accelerators compute chunk by chunk. An estimate that no GPU has measured: recurrently each token
+# takes about a microsecond; a chunk of 32 takes two, and three more kernel launches with their first loads take 20.
 LONG = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class States:
-    """Of one layer: what sequences remember, by slot. Slot 0 is nobody's."""
+    """One layer's recurrent states of all sequences, by slot. Slot 0 belongs to no sequence: it is that of padding."""
 
-    windows: Tensor  # [slots, width - 1, channels] in the model's type: what last came into the convolution, the oldest first
-    memories: Tensor  # [slots, value heads, key size, value size] float32
+    windows: Tensor  # [slots, width - 1, channels] in the model's dtype: the last inputs of the causal convolution, oldest first
+    memories: Tensor  # [slots, value heads, key size, value size] float32: the recurrent states
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spans:
-    """Of a step's tokens, which lie one span after the other; behind the last there may be padding."""
+    """The spans of a step: consecutive new tokens of one sequence each, one span after the other. Padding may follow the last."""
 
-    lengths: tuple[int, ...]  # tokens of each, none is 0
-    starts: Tensor  # [spans + 1] int64: where each begins, and where the last ends
-    slots: Tensor  # [spans] int64: of their sequences' states; no two have the same, but those of padding have 0
-    fresh: Tensor  # [spans] int64: 1: begins its sequence, so whatever is in the slot is no state of it
-    sure: Tensor  # [spans] int64: how many of its tokens states go on by, 1 or more; those behind are guesses, which states forget
+    lengths: tuple[int, ...]  # tokens of each span, none is 0
+    starts: Tensor  # [spans + 1] int64: the first token of each span, and the end of the last
+    slots: Tensor  # [spans] int64: state slots of their sequences; all different, but padding has 0
+    fresh: Tensor  # [spans] int64: 1: the span begins its sequence, so the slot's contents are to be ignored
+    sure: Tensor  # [spans] int64: tokens that update the state, 1 or more; those after them are drafts, whose updates are dropped

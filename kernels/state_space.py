@@ -1,14 +1,14 @@
-"""Linear attention by state spaces, over ragged spans of tokens: Mamba-2 (Dao and Gu 2024, arXiv:2405.21060).
+"""The state space model of Mamba-2 (Dao and Gu 2024, arXiv:2405.21060) as linear attention, over ragged spans of tokens.
 
-As in `gated_delta` a head has a memory, a matrix [key size, value size], which is zero before a sequence's first token. Each token
-lets it fade, and adds the token's value under its key, by a step that also says how far all fades:
+As in `gated_delta` each head keeps a recurrent state, a matrix [key size, value size] that is zero before a sequence's first token.
+Each token decays it and adds the token's value under its key; the time step sets both the decay and the size of the update:
 
     step = softplus(step + offset), within limits
-    memory = exp(rate * step) * memory + key^T * step * value
-    output = query * memory + skip * value
+    state = exp(rate * step) * state + key^T * step * value
+    output = query * state + skip * value
 
-In the paper queries are called C, keys B, values x and steps dt; groups are key heads. They come out of a convolution with biases
-over the last few tokens, each channel by itself, through silu.
+In the paper queries are called C, keys B, values x, steps dt, rates A and skips D; groups are key heads. Queries, keys and values
+come from a causal depthwise convolution with biases over the last few tokens, through silu.
 """
 
 import torch
@@ -32,8 +32,8 @@ def state_space(
     spans: Spans,
     states: States,
 ) -> Tensor:
-    """As `gated_delta.gated_delta`, with steps [tokens, value heads], biases [channels] of the convolution, skips [value heads]
-    float32, and the least and the most that a step may be."""
+    """As `gated_delta.gated_delta`, with time steps [tokens, value heads], biases [channels] of the convolution, skips [value
+    heads] float32, and limits: the least and the largest time step."""
     if triton_for(mixed):
         from .fused_chunked_delta import attend_in_chunks
         from .fused_gated_delta import Inputs

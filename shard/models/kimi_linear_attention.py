@@ -1,5 +1,5 @@
-"""Linear attention as `linear_attention` has it, where each feature of a key fades by itself (Kimi Team 2025, arXiv:2510.26692).
-Knows where checkpoints have its tensors."""
+"""Kimi Delta Attention: linear attention by the gated delta rule with a decay for each feature of a key (Kimi Team 2025,
+arXiv:2510.26692). Knows where checkpoints have its tensors."""
 
 import torch
 from torch import Tensor
@@ -17,7 +17,8 @@ NAME = "self_attn"
 
 
 class KimiDelta(RecurrentAttention):
-    """How far all fades, and what gates the result, are made of a few features that every rank has whole."""
+    """A layer of Kimi Delta Attention. Decays and output gates have low-rank projections; every rank has the down-projections
+    whole."""
 
     def __init__(self, load: Loader, linear: KimiDeltaShape) -> None:
         heads, few = linear.value_heads, linear.value_size
@@ -41,7 +42,7 @@ class KimiDelta(RecurrentAttention):
         return load.laid_out(load.all_bits(name, size, self.few, cut=True), None, load.changed([name], [size], inputs=self.few))
 
     def __call__(self, stream: Stream, norm: Tensor | None, step: Step, states: States) -> Tensor:
-        """As that of `RecurrentAttention`: [tokens, this rank's heads * value size]."""
+        """See `RecurrentAttention`. The result: [tokens, this rank's heads * value size]."""
         assert step.spans is not None
         mixed, gating = products(stream, norm, self.inward, self.gating, self.channels)
         fading, opening, strengths = gating.split_with_sizes((self.few, self.few, gating.shape[1] - 2 * self.few), 1)

@@ -1,10 +1,12 @@
-"""The same by latents that all heads' keys and values are made of (DeepSeek-AI 2024, arXiv:2405.04434).
+"""Multi-head latent attention (MLA): keys and values of all heads are projections of one cached latent per token (DeepSeek-AI 2024,
+arXiv:2405.04434).
 
-A head's plain keys and its values are products of a latent with two matrices of the head's. The first is multiplied with the
-head's queries instead, and the second with what the head finds, so that latents are attended to as they are cached: as keys and
-values of one head that all query heads share. Every rank has all of them.
+A head's keys (without rotary features) and its values are up-projections of the latent by two matrices of the head. In the absorbed
+form the first is applied to the head's queries instead, and the second to the head's attention output, so that attention reads the
+latents as they are cached: as keys and values of one head that all query heads share. Every rank caches all latents.
 
-Where a step's plan says so (`kernels.expanded`), heads' own keys and values are made of latents after all, for long chunks.
+Where a step's plan says so (`kernels.expanded`), long chunks use the expanded form: latents are up-projected to heads' own keys and
+values.
 """
 
 import torch
@@ -28,41 +30,42 @@ from .stream import Stream
 from .traits import Latent
 
 LATENTS = "self_attn.kv_a_proj_with_mqa"
-# Multiplications of a head's product that `torch.bmm` leaves to MKL on a CPU, if there are as many: fewer it does itself, in
-# another order. Only models smaller than any that is served have so few in more than one row.
+# Multiplications per head from which `torch.bmm` calls MKL on a CPU; smaller products it computes itself, summing in another order.
+# Only models smaller than any that is served have so few in more than one row.
 SHORT = 400
 
 
 class ByHeads:
-    """Products with a weight of each head's own."""
+    """A batched matrix product with one weight per head: the up-projection of MLA latents to keys or to values."""
 
     def __init__(self, weights: Tensor, exact: Invariance) -> None:
-        """weights: [heads, in, out]. On a CPU, many heads' sums at once are made in ways that depend on the number of rows."""
+        """weights: [heads, in, out]; exact: with batch invariance, weights that oneDNN multiplies on a CPU are kept apart by head,
+        since in a batched product the order of sums depends on the number of rows."""
         apart = exact is Invariance.INVARIANT and weights.device.type == "cpu" and by_onednn(weights.dtype)
         self._apart = [Weight(own.t().contiguous(), exact=exact) for own in weights] if apart else []
         self._weights = weights if not apart else None
 
     @property
     def whole(self) -> Tensor:
-        """All of it: [heads, in, out]."""
+        """The weights of all heads, [heads, in, out]; not available where heads are multiplied one at a time."""
         assert self._weights is not None
         return self._weights
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [tokens, heads, in]; [tokens, heads, out]."""
+        """x: [tokens, heads, in]; the result: [tokens, heads, out]."""
         if self._weights is None:
             return torch.stack([weight(x[:, head].contiguous()) for head, weight in enumerate(self._apart)], 1)
         tokens, least = len(x), max(2, -(-SHORT // self._weights[0].numel()))
-        if 0 < tokens < least and x.device.type == "cpu":  # which a CPU would add up in another way
+        if 0 < tokens < least and x.device.type == "cpu":  # a CPU would sum so few in another order
             x = torch.cat((x, x[-1:].expand(least - tokens, -1, -1)))
         return torch.bmm(x.transpose(0, 1), self._weights).transpose(0, 1)[:tokens]
 
 
 class LatentAttention:
-    """In the place of `HeadAttention`."""
+    """The MLA attention of a layer, with the same role as `HeadAttention`."""
 
     def __init__(self, load: Loader, latent: Latent, window: int, indexing: bool) -> None:
-        """indexing: the layer has an index, if any has."""
+        """indexing: the layer has its own indexer, if the model has sparse attention."""
         shape = load.shape
         self.shape = shape
         self.latent = latent
@@ -85,7 +88,7 @@ class LatentAttention:
             gating = f"self_attn.{shape.gates_name}"
             parts.insert(0, load.matrix(gating, gates, shape.hidden))
             changes.insert(0, load.changed([gating], [gates]))
-        self.gates = gates // load.ranks.size if shape.attention_gates else 0  # columns of `inward`, the first
+        self.gates = gates // load.ranks.size if shape.attention_gates else 0  # number of columns of `inward`, the first ones
         bias = self._bias(load, asked // load.ranks.size)
         self.inward = load.laid_out(load.joined(parts), bias, side_by_side(*changes))
         self.query = load.laid_out(query, None, changed) if queries else None
@@ -103,7 +106,7 @@ class LatentAttention:
         self.output = load.rows("self_attn.o_proj", shape.heads * latent.values, shape.output_bias)
 
     def _asking(self, load: Loader) -> tuple[Tensor | QuantizedWeight, ColumnLora | None]:
-        """What leads from latents of queries to those, and how adapters change it."""
+        """The up-projection from query latents to queries, and its LoRA change."""
         inputs, outputs = self.latent.queries, load.shape.heads * (self.latent.plain + self.latent.turned)
         order = self._order(outputs // load.ranks.size, self.latent.plain)
         changed = load.changed(["self_attn.q_b_proj"], [outputs], order=order, inputs=inputs)
@@ -111,12 +114,12 @@ class LatentAttention:
 
     @property
     def parts(self) -> tuple[object, ...]:
-        """What has weights."""
+        """Objects that hold its weights."""
         found = self, self.to_keys, self.to_values, self.sharpening, *(self.indexer.parts if self.indexer else ())
         return tuple(part for part in found if part is not None)
 
     def __call__(self, stream: Stream, norm: Tensor | None, step: Step, places: Places, layer: Tensor) -> Tensor:
-        """As that of `HeadAttention`: [tokens, this rank's heads * latent.values]."""
+        """See `HeadAttention`. The result: [tokens, this rank's heads * latent.values]."""
         latent, width, cached = self.latent, self.latent.width, self.shape.head_size
         x = stream.normalized(norm) if self.indexer else None
         joint = stream.through(norm, self.inward) if x is None else stream.product(x, self.inward)
@@ -127,20 +130,21 @@ class LatentAttention:
         if self.indexer is not None and x is not None and made is not None:
             places.choosing[:] = [self.indexer(x, made, places, step, layer[..., cached:])]
         query = asked.view(len(asked), self.heads, latent.plain + latent.turned)
-        if width < cached:  # zeros, where other layers have what turns
+        if width < cached:  # zeros, where other layers have rotary features
             query, latents = (functional.pad(part, (0, cached - width)) for part in (query, latents))
         rotate_and_write_latents(query, latents, self.latent_norm, places.rotary, step.slots, layer[..., :cached], latent.epsilon)
         if self.sharpening is not None:
             self.sharpening(query, places)
         if places.growth is not None:
             query.mul_(places.growth)
-        [chosen] = places.choosing or [None]  # by the layer's own index, or the last one before it
+        [chosen] = places.choosing or [None]  # by the layer's own indexer, or the last one before it
         how = AttentionOptions(self.window, self.shape.attention_scale, sinks=self.sinks, latent=latent.size, asked=chosen)
         found = self._attended(query, layer, step.attention, how).flatten(1)
         return found.mul_(lane_invariant(torch.sigmoid, gates)) if gates.shape[1] else found
 
     def _attended(self, query: Tensor, layer: Tensor, plan: Plan, how: AttentionOptions) -> Tensor:
-        """What queries find, [tokens, heads, plain and what turns]: [tokens, heads, values]. Some rows are expanded, if any are."""
+        """The attention output, [tokens, heads, values], in the absorbed form, or the expanded one for rows that the plan says.
+        query: [tokens, heads, plain + turned]."""
         if isinstance(plan, Expanded):
             expanded = attention_to_expanded(query[plan.first :], layer, plan, how, self.to_keys.whole, self.to_values.whole)
             if plan.others is None:
@@ -151,18 +155,20 @@ class LatentAttention:
         return self.to_values(attention(query, layer, plan, how))
 
     def _made(self, stream: Stream, latents: Tensor, gates: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Gates, queries, and what those of an index are made of: of latents of queries, and gates so far."""
+        """The output gates, the queries, and the indexer's input. latents: query latents before their norm; gates: those computed
+        by `inward`."""
         assert self.query is not None
         made = self._normalized(latents)
         return gates, stream.product(made, self.query), made
 
     def _normalized(self, latents: Tensor) -> Tensor:
-        """Those of queries."""
+        """The RMS norm of query latents."""
         assert self.query_norm is not None
         return rms_norm(latents, self.query_norm, self.latent.epsilon)
 
     def _order(self, count: int, plain: int) -> Tensor:
-        """Where so many outputs are: of each head's the first, `plain`, and those that turn in our order: see `Shape.order`."""
+        """The checkpoint's index of each of `count` outputs: of each head the first `plain` ones, then rotary ones in our order:
+        see `Shape.order`."""
         places = torch.arange(count).view(-1, plain + self.latent.turned)
         order = list(self.shape.order(self.window)) if self.latent.turned else []
         if order:
@@ -170,7 +176,7 @@ class LatentAttention:
         return places.flatten()
 
     def _bias(self, load: Loader, asked: int) -> Tensor | None:
-        """Of `inward`. Queries that are not made of latents have none, nor have gates."""
+        """The bias of `inward`, if the model has one. Queries have none where there are no query latents, nor have gates."""
         if not self.shape.qkv_bias:
             return None
         latents = load.source.tensor(f"{load.prefix}{LATENTS}.bias", (self.latent.width,))

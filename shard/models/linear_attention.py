@@ -1,5 +1,6 @@
-"""The same by memories of fixed size, in which each token puts its value under its key: linear attention by the gated delta rule
-(Yang et al. 2024, arXiv:2412.06464): see `kernels.gated_delta`. Knows where checkpoints have its tensors."""
+"""Layers of linear attention, which keep a recurrent state of fixed size per sequence in place of a KV cache: the base classes, and
+the gated delta rule of Qwen3-Next and Qwen 3.5 (Yang et al. 2024, arXiv:2412.06464): see `kernels.gated_delta`. Knows where
+checkpoints have its tensors."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -21,30 +22,30 @@ NAME = "linear_attn"
 
 
 class RecurrentAttention(ABC):
-    """In the place of `HeadAttention`, with states of sequences instead of keys that are cached."""
+    """A layer's linear attention or short convolution: as `HeadAttention`, but with recurrent states in place of a KV cache."""
 
     inward: Weight
     output: Weight
 
     @property
     def parts(self) -> tuple[object, ...]:
-        """What has weights."""
+        """Objects that hold its weights."""
         return (self,)
 
     @abstractmethod
     def __call__(self, stream: Stream, norm: Tensor | None, step: Step, states: States) -> Tensor:
-        """What `output` is to be multiplied with, [tokens, this rank's part of them]. Sequences' states go on.
+        """The input of the projection `output`, [tokens, this rank's part of its features]. Updates `states`.
 
-        norm: gains of the one before.
+        norm: gains of the norm before it; states: the layer's recurrent states.
         """
 
 
-# What leads away from the stream by a product, and how adapters change that.
+# The weight of a projection from the residual stream, and its LoRA change.
 Led = tuple[Tensor | QuantizedWeight, ColumnLora | None]
 
 
 def together(load: Loader, inward: Led, gating: Led) -> tuple[Weight, Weight | None]:
-    """One product for both, or two where the first has few bits, and the second all."""
+    """Both projections fused into one product, or as two products where one of them is quantized."""
     (first, change), (second, other) = inward, gating
     if not isinstance(first, Tensor) or not isinstance(second, Tensor):
         return load.laid_out(first, None, change), load.laid_out(second, None, other)
@@ -52,7 +53,8 @@ def together(load: Loader, inward: Led, gating: Led) -> tuple[Weight, Weight | N
 
 
 def products(stream: Stream, norm: Tensor | None, inward: Weight, gating: Weight | None, outputs: int) -> tuple[Tensor, Tensor]:
-    """Of what `together` has made; outputs: of the first. Both may be columns of something wider."""
+    """The outputs of the projections that `together` returns. outputs: number of those of the first. Both may be columns of a wider
+    tensor."""
     if gating is None:
         joint = stream.through(norm, inward)
         return joint[:, :outputs], joint[:, outputs:]
@@ -61,13 +63,13 @@ def products(stream: Stream, norm: Tensor | None, inward: Weight, gating: Weight
 
 
 class LinearAttention(RecurrentAttention):
-    """By what rule, its kinds say."""
+    """A layer of linear attention after a convolution, whose subclasses define the update rule."""
 
     def __init__(
         self, load: Loader, linear: LinearAttentionShape, name: str, inward: Led, gating: Led, output: str = "out_proj"
     ) -> None:
-        """name: of what has its tensors; inward: to the convolution's channels, queries, keys and values, and to what gates the
-        result; gating: to what else heads go by; output: what leads back."""
+        """name: the module that has its tensors; inward: the projection to the convolution's channels (queries, keys and values)
+        and to the output gate; gating: that to the heads' beta and decay, or time steps; output: the output projection's name."""
         self.epsilon = load.shape.norm_epsilon
         *_, values = linear.sizes
         self.channels, self.size = linear.channels(load.ranks.size), values // load.ranks.size
@@ -77,19 +79,20 @@ class LinearAttention(RecurrentAttention):
         self.output = load.rows(f"{name}.{output}", values, bias=False)
 
     def __call__(self, stream: Stream, norm: Tensor | None, step: Step, states: States) -> Tensor:
-        """As that of `RecurrentAttention`: [tokens, this rank's value heads * value size]."""
+        """See `RecurrentAttention`. The result: [tokens, this rank's value heads * value size]."""
         assert step.spans is not None
         joint, gating = products(stream, norm, self.inward, self.gating, self.channels + self.size)
         return self.found(joint[:, : self.channels], joint[:, self.channels :], gating, step.spans, states)
 
     @abstractmethod
     def found(self, mixed: Tensor, gates: Tensor, gating: Tensor, spans: Spans, states: States) -> Tensor:
-        """The same. mixed: [tokens, channels], gates: [tokens, value heads * value size], of which the result is to go through
-        silu; gating: [tokens, value heads], or twice as many. All are columns of something wider."""
+        """The recurrence, with gate and norm: the same result. mixed: [tokens, channels], the convolution's input; gates: [tokens,
+        value heads * value size], output gates before their activation; gating: [tokens, value heads], time steps, or [tokens, 2 *
+        value heads], inputs of beta and decay. All are columns of a wider tensor."""
 
 
 class DeltaRule(LinearAttention):
-    """The gated delta rule."""
+    """A layer of linear attention by the gated delta rule, as in Qwen3-Next and Qwen 3.5."""
 
     strongest = 1.0  # see `gated_delta`
     sigmoid = False  # see `gated_norm`
@@ -98,18 +101,18 @@ class DeltaRule(LinearAttention):
         inward, gating = _by_heads(load, linear) if "in_proj_qkvz" in load.shape.joined else _by_parts(load, linear)
         super().__init__(load, linear, NAME, inward, gating)
         self.taps = torch.cat(load.parts(f"{NAME}.conv1d.weight", linear.sizes, (1, linear.width))).squeeze(1)
-        self.gains = load.source.tensor(f"{load.prefix}{NAME}.norm.weight", (linear.value_size,))  # which are not less 1
+        self.gains = load.source.tensor(f"{load.prefix}{NAME}.norm.weight", (linear.value_size,))  # which are not stored minus 1
         self.sigmoid = linear.sigmoid
 
     def found(self, mixed: Tensor, gates: Tensor, gating: Tensor, spans: Spans, states: States) -> Tensor:
-        """As that of `LinearAttention`."""
+        """See `LinearAttention`."""
         strengths, fades = gating.chunk(2, 1)
         found = gated_delta(mixed, strengths, fades, self.taps, self.rates, self.offsets, spans, states, self.strongest)
         return gated_norm(found, gates.view(found.shape), self.gains, self.epsilon, sigmoid=self.sigmoid).flatten(1)
 
 
 def _by_parts(load: Loader, linear: LinearAttentionShape) -> tuple[Led, Led]:
-    """As Qwen 3.5 has them: to queries, keys, values and what gates the result, and to strengths and fades."""
+    """The input projections as Qwen 3.5 stores them: to queries, keys, values and the output gate, and to beta and decay."""
     mixed = ("", "", ""), linear.sizes, f"{NAME}.in_proj_qkv"
     gates = (f"{NAME}.in_proj_z",), linear.sizes[-1:]
     gating = (f"{NAME}.in_proj_b", f"{NAME}.in_proj_a"), (linear.value_heads,) * 2
@@ -119,7 +122,7 @@ def _by_parts(load: Loader, linear: LinearAttentionShape) -> tuple[Led, Led]:
 
 
 def _by_heads(load: Loader, linear: LinearAttentionShape) -> tuple[Led, Led]:
-    """The same as Qwen3-Next has them: in one tensor, each key head's one after the other, and in another."""
+    """As `_by_parts`, as Qwen3-Next stores them: in two fused tensors, each with one key head's outputs after the other's."""
     heads, times = linear.key_heads, linear.value_heads // linear.key_heads
     each = [linear.key_size] * 2 + [times * linear.value_size] * 2
     inward = (f"{NAME}.in_proj_qkvz",), (heads * sum(each),)
@@ -132,6 +135,6 @@ def _by_heads(load: Loader, linear: LinearAttentionShape) -> tuple[Led, Led]:
 
 
 def _apart(heads: int, sizes: Sequence[int]) -> Tensor:
-    """Where rows are, part by part, that stand head by head, of each head so many of every part."""
+    """The order that groups rows by part, where they stand head by head. sizes: rows of each part in a head."""
     places = torch.arange(heads * sum(sizes)).view(heads, -1)
     return torch.cat([part.flatten() for part in torch.split(places, list(sizes), 1)])

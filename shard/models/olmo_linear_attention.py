@@ -1,5 +1,5 @@
-"""Linear attention as `linear_attention` has it, of matrices that are all apart: OLMo Hybrid's. Knows where checkpoints have
-its tensors."""
+"""OLMo Hybrid's linear attention: the gated delta rule with a separate tensor for each projection. Knows where checkpoints have its
+tensors."""
 
 import torch
 from torch import Tensor
@@ -8,12 +8,12 @@ from .linear_attention import NAME, DeltaRule, LinearAttention
 from .loader import Loader
 from .remembering import LinearAttentionShape
 
-EPSILON = 1e-5  # of the norm behind it, whatever other norms have
+EPSILON = 1e-5  # of the gated norm after the recurrence, whatever other norms have
 
 
 class OlmoDelta(DeltaRule):
-    """The gated delta rule, whose gates may take out twice what is under a key, so that what was there comes back with its sign
-    turned (Grazzi et al. 2024, arXiv:2411.12537)."""
+    """A layer of OLMo Hybrid's gated delta rule. Its beta may be up to 2, so that the value under a key may change its sign
+    (negative eigenvalues of the state transition: Grazzi et al. 2024, arXiv:2411.12537)."""
 
     def __init__(self, load: Loader, linear: LinearAttentionShape) -> None:
         values, heads = linear.sizes[-1], linear.value_heads
@@ -27,8 +27,8 @@ class OlmoDelta(DeltaRule):
 
 
 def _taps(load: Loader, linear: LinearAttentionShape) -> Tensor:
-    """Of this rank's queries, keys and values, which are of three tensors, or of one. As transformers 5.24 saves them, the three
-    are cut into equal parts, whatever their sizes are."""
+    """The convolution's weights of this rank's queries, keys and values, which checkpoints have in one tensor or in three.
+    transformers 5.24 saves the three as equal parts of their concatenation, whatever the sizes of queries, keys and values are."""
     joint, names = f"{NAME}.conv1d.weight", [f"{NAME}.{part}_conv1d.weight" for part in "qkv"]
     more = 1, linear.width
     if load.source.has(load.prefix + joint):
@@ -43,5 +43,5 @@ def _taps(load: Loader, linear: LinearAttentionShape) -> Tensor:
 
 
 def _cut_alike(total: int) -> tuple[int, ...]:
-    """As `torch.chunk` cuts into three."""
+    """The sizes of three parts as `torch.chunk` cuts them."""
     return tuple(len(part) for part in torch.empty(total, 0).chunk(3))

@@ -21,7 +21,7 @@ class RecurrentShape(ABC):
 
     name: ClassVar[str]  # for people
     layers: frozenset[int]
-    width: int  # of the convolution: tokens that it spans, the present one included
+    width: int  # of the causal convolution: tokens that it spans, the present one included
     along: bool = False  # the layers have attention as well, side by side with it
 
     @property

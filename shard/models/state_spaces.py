@@ -1,5 +1,5 @@
-"""The same by state spaces, Mamba-2 (Dao and Gu 2024, arXiv:2405.21060): see `kernels.state_space`. Knows where checkpoints have
-its tensors."""
+"""Mamba-2 layers, linear attention by state spaces (Dao and Gu 2024, arXiv:2405.21060): see `kernels.state_space`. Knows where
+checkpoints have its tensors."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from .remembering import LinearAttentionShape
 
 
 class StateSpaces(LinearAttention):
-    """Groups of heads, of which each has queries and keys that its heads share. The norm goes over all values of a group."""
+    """A Mamba-2 layer. The heads of a group share queries (C) and keys (B); the norm is over all values of a group."""
 
     def __init__(self, load: Loader, linear: LinearAttentionShape) -> None:
         assert linear.limits is not None
@@ -34,10 +34,10 @@ class StateSpaces(LinearAttention):
         self.skips = load.each_head(f"{name}.D", linear.value_heads)
         own = linear.keys(load.ranks.size)
         self.gains = load.part_of_gains(f"{name}.norm", values, 1).view(own, -1) if linear.normal else None
-        self.groups, self.features = linear.key_heads, values // linear.key_heads  # of all ranks, and of each
+        self.groups, self.features = linear.key_heads, values // linear.key_heads  # groups of all ranks, and features of a group
 
     def found(self, mixed: Tensor, gates: Tensor, gating: Tensor, spans: Spans, states: States) -> Tensor:
-        """As that of `LinearAttention`."""
+        """See `LinearAttention`."""
         own = self.taps, self.biases, self.rates, self.offsets, self.skips, self.limits
         found = state_space(mixed, gating, *own, spans, states)
         if self.gains is None:
@@ -49,7 +49,7 @@ class StateSpaces(LinearAttention):
         return gated_norm(found, gates, self.gains, self.epsilon, before=True).flatten(1)
 
     def _normal(self, found: Tensor, gates: Tensor, gains: Tensor) -> Tensor:
-        """The same where several ranks have parts of one group: squares of all of them are added up."""
+        """The gated norm where several ranks have parts of one group: sums of squares are all-reduced."""
         gated = functional.silu(gates.float()).mul_(found)
         squares, group = gated.new_zeros(len(gated), self.groups, 1), self.ranks.rank * self.groups // self.ranks.size
         squares[:, group] = gated.square().sum(2)
