@@ -176,7 +176,7 @@ def prefill(bench: Bench) -> None:
 
 def latents(bench: Bench) -> None:
     """The same of DeepSeek's latents, 16 heads, expanded and as they are, with the products before and behind; and a chunk that is
-    so short for its context that arithmetic says to expand costs about what it saves. By that `expanded.FEWEST_BY_TRITON` and
+    so short for its context that arithmetic says to expand costs about what it saves. By that `expanded.MIN_QUERIES_TRITON` and
     `MARGIN` have to be set."""
     tokens, chunk = _length(bench, 8192), _length(bench, 192)
     for what, row in (

@@ -62,7 +62,7 @@ from penstock.kernels.linear import Invariance
 from penstock.kernels.paged_attention import Capacity
 from penstock.kernels.reference import Activation, HyperConnectionWeights
 from penstock.kernels.sampling import Draws, Penalties
-from penstock.kernels.spans import LONG, Spans, States
+from penstock.kernels.spans import CHUNKED_FROM, RecurrentStates, Spans
 from penstock.shard.host_pages import HostPages
 
 SECTION = "correctness"
@@ -171,7 +171,9 @@ def checks(bench: Bench) -> dict[str, Check]:
     for rule in REMEMBERED:
         found[f"what is remembered, by {rule}"] = partial(remembered, rule=rule)
     for rule, (name, dtype) in itertools.product(CHUNKED, types.items()):
-        found[f"what is remembered of long spans, by {rule}, {name}"] = partial(remembered, rule=rule, dtype=dtype, shortest=LONG)
+        found[f"what is remembered of long spans, by {rule}, {name}"] = partial(
+            remembered, rule=rule, dtype=dtype, shortest=CHUNKED_FROM
+        )
     found["norms behind memories"] = gated_norms
     for kind in codes.BITS:
         found[f"products with weights of few bits, {kind}"] = partial(few_bits, kind=kind)
@@ -719,7 +721,7 @@ def remembered(bench: Bench, chance: random.Random, rule: str, dtype: torch.dtyp
     weights += torch.randn(fading), torch.randn(heads)
     strongest, bound = chance.choice([1.0, 2.0]), chance.choice([0.0, -5.0])
     windows = torch.randn(9, taps - 1, channels).to(dtype)
-    states = States(windows, torch.randn(9, heads, key_size, value_size))
+    states = RecurrentStates(windows, torch.randn(9, heads, key_size, value_size))
     numbers = [
         [0, *itertools.accumulate(lengths)],
         chance.sample(range(1, 9), len(lengths)),
@@ -728,7 +730,7 @@ def remembered(bench: Bench, chance: random.Random, rule: str, dtype: torch.dtyp
     ]
 
     def found(device: torch.device) -> list[Tensor]:
-        own = States(*(part.to(device, copy=True) for part in (states.windows, states.memories)))
+        own = RecurrentStates(*(part.to(device, copy=True) for part in (states.windows, states.memories)))
         spans = Spans(tuple(lengths), *(torch.tensor(some, device=device) for some in numbers))
         x, (kernel, biases, rates, offsets, skips) = joint.to(device), (weight.to(device) for weight in weights)
         mixed, more = x[:, :channels], x[:, 2 * channels :]

@@ -36,7 +36,7 @@ class Latents:
         kinds = (kind(0, own.heads, 1, own.latent + own.turned, True),)
         layout = AttentionLayout(self.page_size, kinds, self.dtype, self.device, latent=own.latent, expansion=own)
         with ExitStack() as stack:
-            stack.enter_context(replaced(expanded, "FEWEST_BY_TRITON", fewest))
+            stack.enter_context(replaced(expanded, "MIN_QUERIES_TRITON", fewest))
             stack.enter_context(replaced(expanded, "MARGIN", -1e9))
             order, plan = ragged.plan(self.rows, layout)
         return [*order], plan

@@ -29,7 +29,7 @@ from penstock.kernels.fused_gated_delta import Inputs
 from penstock.kernels.fused_sampling import sample
 from penstock.kernels.linear import Invariance, Weight
 from penstock.kernels.sampling import Draws, Penalties
-from penstock.kernels.spans import Spans, States
+from penstock.kernels.spans import RecurrentStates, Spans
 from penstock.shard.host_pages import HostPages, page_bytes
 
 SECTION = "operations"
@@ -191,16 +191,16 @@ def offloading(bench: Bench) -> None:
 
 
 def chunks(bench: Bench) -> None:
-    """A prompt's tokens in a layer of linear attention by chunks, against one by one: which says what `spans.LONG` should be. Heads
+    """A prompt's tokens in a layer of linear attention by chunks, token by token, to find the right `spans.CHUNKED_FROM`. Heads
     of Qwen3-Next and of Granite 4 H Tiny."""
     for rule, delta, sizes in (("the gated delta rule", True, (16, 32, 128, 128)), ("state spaces", False, (1, 48, 128, 64))):
         for tokens in (40,) if bench.tiny else (16, 32, 64, 128, 512, 4096):
             layer = _layer(bench, delta, (1, 2, 16, 16) if bench.tiny else sizes, tokens)
             count = bench.copies(sum(part.nbytes for part in (layer.inputs.mixed, layer.out, layer.states.memories)))
             calls = [layer, *(_layer(bench, delta, (1, 2, 16, 16) if bench.tiny else sizes, tokens) for _ in range(count - 1))]
-            with replaced(fused_chunked_delta, "LONG", tokens + 1):
+            with replaced(fused_chunked_delta, "CHUNKED_FROM", tokens + 1):
                 one_by_one = bench.time(calls)
-            with replaced(fused_chunked_delta, "LONG", 1):
+            with replaced(fused_chunked_delta, "CHUNKED_FROM", 1):
                 took = bench.time(calls)
             ratio, what = one_by_one.seconds / took.seconds, f"{rule}, a prompt of {tokens} tokens by chunks"
             bench.add(Line(section=SECTION, what=what, timing=took, ratio=ratio, against="times as fast as token by token"))
@@ -212,7 +212,7 @@ class Layer:
 
     inputs: Inputs
     spans: Spans
-    states: States
+    states: RecurrentStates
     out: Tensor
 
     def __call__(self) -> None:
@@ -230,7 +230,7 @@ def _layer(bench: Bench, delta: bool, sizes: tuple[int, int, int, int], tokens: 
     inputs = Inputs(mixed, strengths, fades, taps, biases, rates, offsets, None if delta else skips, 1e-6 if delta else 0.0, limits)
     spans = Spans((tokens,), *(torch.tensor(part, device=device) for part in ([0, tokens], [1], [1], [tokens])))
     memories = torch.zeros(2, heads, key_size, value_size, device=device)
-    states = States(torch.zeros(2, 3, channels, dtype=torch.bfloat16, device=device), memories)
+    states = RecurrentStates(torch.zeros(2, 3, channels, dtype=torch.bfloat16, device=device), memories)
     return Layer(inputs, spans, states, torch.empty(tokens, heads, value_size, dtype=torch.bfloat16, device=device))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.kernels import gated_hyper_connections, means, ngrams, reference
 from penstock.kernels.ngram_hashes import NgramHashes
-from penstock.kernels.spans import Spans, States
+from penstock.kernels.spans import RecurrentStates, Spans
 
 # streams; dilation and number of convolution taps; tokens of a pool: Qwen 4 Exp's, as far as is known
 COUNT, APART, TAPS, POOL = 4, 3, 4, 16
@@ -62,7 +62,10 @@ def _told(chance: random.Random, size: int, dtype: torch.dtype) -> Run:
     ]
 
     def run(device: torch.device) -> list[Tensor]:
-        own, states = streams.to(device, copy=True), States(windows.to(device, copy=True), torch.zeros(9, 0, 0, 0, device=device))
+        own, states = (
+            streams.to(device, copy=True),
+            RecurrentStates(windows.to(device, copy=True), torch.zeros(9, 0, 0, 0, device=device)),
+        )
         spans = Spans(tuple(lengths), *(torch.tensor(some, device=device) for some in numbers))
         taken, normal = ngrams.opened(joint.to(device), own, gains.to(device), 1e-5)
         ngrams.take(own, taken, normal, taps.to(device), APART, spans, states)

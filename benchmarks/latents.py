@@ -101,7 +101,7 @@ def main() -> None:
         found: dict[int, list[tuple[float, float]]] = {1 << 30: [], 1: []}
         for turn in range(options.rounds + 1):
             for fewest, own in found.items():
-                expanded.FEWEST = fewest
+                expanded.MIN_QUERIES = fewest
                 took = step(engine, clocked, queries, context)
                 own += [took] if turn else []
         before, after = ([statistics.median(column) * 1e3 for column in zip(*own, strict=True)] for own in found.values())

@@ -5,7 +5,7 @@ the same by Triton. Decode and short chunks use the absorbed form, which attends
 For a query, a key and a head the absorbed form takes latent + turned multiplications for the logit and latent for the value; the
 expanded form takes plain + turned and values, 3.4 times fewer in DeepSeek's models. To expand a latent takes latent * (plain +
 values) for a head, however many queries see it; each query saves as much, as in the absorbed form it is projected to the size of a
-latent, and its output back from there. So expansion pays where queries are many for the context before them: see `pays`.
+latent, and its output back from there. So expansion pays where queries are many for the context before them: see `worthwhile`.
 
 Expanded keys and values lie in scratch memory, for as many heads at once as there is room for, and are not cached.
 """
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 # Fewest queries of a row that is expanded. CPU ms in absorbed and expanded form, `benchmarks/latents.py`, 2026-11-27, Xeon-amx, one
 # thread, float32: 32 queries 5.4 and 6.0, 64 9.0 and 8.9, 128 20.3 and 14.8. Accelerators need more work before kernel launches
 # are negligible; theirs is an estimate that has not been measured.
-FEWEST = 64
-FEWEST_BY_TRITON = 256
+MIN_QUERIES = 64
+MIN_QUERIES_TRITON = 256
 # How many times the multiplications that attention saves must outweigh those that expand the context. On a context of 2,048 tokens
 # 128 queries take 168 and 206 ms, 192 take 263 and 232; in bfloat16, on 4,096, 192 take 155 and 129. By arithmetic the break-even
 # is at 171 queries. On accelerators an estimate, on the safe side: their tiles for latents are small.
@@ -63,27 +63,27 @@ class Plan:
     parts: Sequence[Part]
 
 
-def pays(row: Row, expansion: Expansion, by_triton: bool) -> bool:
+def worthwhile(row: Row, expansion: Expansion, by_triton: bool) -> bool:
     """Whether the row is to be expanded: a causal chain whose page table is final, with enough queries."""
     if row.parents is not None or row.whole or row.settled is not None:
         return False
     pairs = row.queries * row.context + row.queries * (row.queries + 1) // 2
     each = expansion.plain + expansion.values
     saved, spent = pairs * (2 * expansion.latent - each), row.context * expansion.latent * each
-    return row.queries >= (FEWEST_BY_TRITON if by_triton else FEWEST) and saved > MARGIN * spent
+    return row.queries >= (MIN_QUERIES_TRITON if by_triton else MIN_QUERIES) and saved > MARGIN * spent
 
 
-def chosen(rows: Sequence[Row], layout: AttentionLayout) -> list[int]:
+def rows_to_expand(rows: Sequence[Row], layout: AttentionLayout) -> list[int]:
     """The rows of a step that are to be expanded."""
     by_triton = triton_on(layout.device)
     # Page tables that aren't final (beams) are known to the device only. torch returns log-sum-exps, needed below, on CPUs only.
     unable = any(row.settled is not None for row in rows) or not (by_triton or layout.device.type == "cpu")
     if layout.expansion is None or unable:
         return []
-    return [i for i, row in enumerate(rows) if pays(row, layout.expansion, by_triton)]
+    return [i for i, row in enumerate(rows) if worthwhile(row, layout.expansion, by_triton)]
 
 
-def together(expansion: Expansion, keys: int, width: int, room: int) -> int:
+def heads_at_once(expansion: Expansion, keys: int, width: int, room: int) -> int:
     """Heads that are expanded at once: the largest divisor of all heads that fits into `room` bytes, or 1. width: bytes of one key
     and value of a head."""
     counts = (count for count in range(expansion.heads, 0, -1) if expansion.heads % count == 0)
@@ -114,7 +114,7 @@ def plan(rows: Sequence[Row], layout: AttentionLayout, first: int) -> list[Part]
     expansion, parts = layout.expansion, []
     for row in rows:
         slots = to_device(torch.from_numpy(plain.slots_of([row], layout.page_size)[0]), layout.device)
-        heads = together(expansion, len(slots), 2 * size_of(expansion) * layout.dtype.itemsize, SCRATCH)
+        heads = heads_at_once(expansion, len(slots), 2 * size_of(expansion) * layout.dtype.itemsize, SCRATCH)
         parts.append(Part(first, first + row.queries, slots, heads, None))
         first += row.queries
     return parts

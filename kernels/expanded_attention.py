@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import paged_attention as paged
 from .attention import AttentionOptions, Row, slots_of
-from .expanded import FEWEST_BY_TRITON, Part, most_bytes, together
+from .expanded import MIN_QUERIES_TRITON, Part, heads_at_once, most_bytes
 from .layout import AttentionLayout, Expansion, LayerKind
 from .transfer import to_device
 
@@ -46,7 +46,7 @@ def most_keys(expansion: Expansion, dtype: torch.dtype) -> int:
 def scratch_bytes(expansion: Expansion, tokens: int, total: int, dtype: torch.dtype) -> int:
     """The most bytes of scratch that expansion takes in a step of so many tokens, in sequences of up to `total`, a copy of their
     latents included."""
-    rows = max(1, tokens // FEWEST_BY_TRITON)
+    rows = max(1, tokens // MIN_QUERIES_TRITON)
     keys = max(total, min(rows * total, most_keys(expansion, dtype))) + rows * PAGE
     width = width_of(expansion) * dtype.itemsize
     beside = keys * dtype.itemsize * (expansion.latent + 2 * expansion.turned)
@@ -66,7 +66,7 @@ def plan(rows: Sequence[Row], layout: AttentionLayout, first: int) -> list[Part]
     width = width_of(expansion) * layout.dtype.itemsize
     for some in _fitting(rows, most_keys(expansion, layout.dtype)):
         slots = numpy.concatenate([_slots(row, layout.page_size) for row in some])
-        heads = together(expansion, len(slots), width, SCRATCH)
+        heads = heads_at_once(expansion, len(slots), width, SCRATCH)
         kind, queries = kind_of(expansion, heads), sum(row.queries for row in some)
         own = paged.plan(_laid(some), PAGE, [kind], layout.device, dtype=layout.dtype, share=False)
         parts.append(Part(first, first + queries, to_device(torch.from_numpy(slots), layout.device), heads, own))

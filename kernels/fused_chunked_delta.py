@@ -33,28 +33,28 @@ from triton import JITFunction, knobs
 
 from . import fused_gated_delta
 from .compilation import AMD, NVIDIA, Compilation
-from .fused_gated_delta import Inputs, biases_of, move, silu, softplus
-from .spans import LONG, Spans, States
+from .fused_gated_delta import Inputs, biases_of, silu, softplus, update_windows
+from .spans import CHUNKED_FROM, RecurrentStates, Spans
 
 # Tokens per chunk. Per token, the walk's operations with the state don't depend on the chunk's length, but those among tokens grow
 # with it: with 64, products would take most of the time, with 16 their latency. One warp inverts a matrix of 32, and scratch takes
 # half as much as with 64. An estimate that no GPU has measured.
 CHUNK = 32
 TOKENS, CHANNELS = 32, 128  # per program of the convolution
-PART = 32  # features of keys that a program of `systems_kernel` holds in registers at once
+PART = 32  # features of keys that a program of `chunk_systems_kernel` holds in registers at once
 INTERPRET = bool(knobs.runtime.interpret)  # in Triton's interpreter a dot of bfloat16 is garbage, so operands are widened there
 # Indices of a token's factors: see `Scratch.factors`.
 READS, ASKS, PUTS, LEFT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
 class Tile(NamedTuple):
-    """Launch parameters of `systems_kernel` and `walk_kernel`."""
+    """Launch parameters of `chunk_systems_kernel` and `chunk_state_kernel`."""
 
     precision: str  # of matrix products, Triton's `input_precision`
-    block: int  # value features per program of `walk_kernel`: with 32, 32 heads of 128 make 128 programs for one sequence
-    warps: int  # per program of `walk_kernel`
+    block: int  # value features per program of `chunk_state_kernel`: with 32, 32 heads of 128 make 128 programs for one sequence
+    warps: int  # per program of `chunk_state_kernel`
     stages: int  # of its software pipeline
-    system_warps: int  # per program of `systems_kernel`
+    system_warps: int  # per program of `chunk_systems_kernel`
 
 
 def tile_of(dtype: torch.dtype, amd: bool) -> Tile:
@@ -96,7 +96,7 @@ def _product(left, right, sums, PRECISION: tl.constexpr, WIDEN: tl.constexpr):  
 
 
 @triton.jit
-def _rounded(x, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+def _round_operand(x, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
     """Rounds an operand of a product: for TF32 to 11 significant bits, since tensor cores would truncate the others. NaN stays
     NaN."""
     if PRECISION == "tf32":
@@ -106,7 +106,7 @@ def _rounded(x, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["base"], do_not_specialize_on_alignment=["starts", "slots", "fresh"])
-def features_kernel(
+def chunk_convolution_kernel(
     features: tl.tensor,  # [tokens, channels], dense
     mixed: tl.tensor,  # [tokens, channels]
     taps: tl.tensor,  # [channels, WIDTH], dense
@@ -159,7 +159,7 @@ def _inverse(above, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["base", "count"], do_not_specialize_on_alignment=["starts", "sure"])
-def systems_kernel(
+def chunk_systems_kernel(
     solutions: tl.tensor,
     seen: tl.tensor,
     factors: tl.tensor,
@@ -234,21 +234,21 @@ def systems_kernel(
             beta = most / (1.0 + tl.exp(-strength))
             among = alike * between * key_scale[:, None] * (key_scale * beta)[None, :]
             inverse = _inverse(tl.where(row < column, among, 0.0), CHUNK)
-            tl.store(solutions + tile, _rounded(inverse * beta[None, :], PRECISION), mask=there[:, None])
+            tl.store(solutions + tile, _round_operand(inverse * beta[None, :], PRECISION), mask=there[:, None])
             met *= key_scale[:, None] * query_scale[None, :]
             reads, asks, puts = left * key_scale, left * query_scale, rest * key_scale
             tl.store(factors + at + READS * heads * count, reads, mask=there)
         else:
             met *= fade[:, None]
             asks, puts = left, rest * fade
-        tl.store(seen + tile, _rounded(tl.trans(tl.where(row <= column, met, 0.0)), PRECISION), mask=there[:, None])
+        tl.store(seen + tile, _round_operand(tl.trans(tl.where(row <= column, met, 0.0)), PRECISION), mask=there[:, None])
         tl.store(factors + at + ASKS * heads * count, asks, mask=there)
         tl.store(factors + at + PUTS * heads * count, puts, mask=there)
         tl.store(factors + at + LEFT * heads * count, left, mask=there)
 
 
 @triton.jit(do_not_specialize=["base", "count"], do_not_specialize_on_alignment=["starts", "slots", "fresh", "sure"])
-def walk_kernel(
+def chunk_state_kernel(
     out: tl.tensor,  # [tokens, heads, VALUE], dense
     features: tl.tensor,
     solutions: tl.tensor,
@@ -296,30 +296,30 @@ def walk_kernel(
             key = tl.load(own + key_channel[None, :], mask=inside, other=0.0).to(tl.float32)
             query = tl.load(own + query_channel[None, :], mask=inside, other=0.0).to(tl.float32)
             value = tl.load(own + value_channel[None, :], mask=there[:, None] & wanted[None, :], other=0.0).to(tl.float32)
-            change, before = value, _rounded(memory, PRECISION)
+            change, before = value, _round_operand(memory, PRECISION)
             found = tl.dot(query, before, input_precision=PRECISION)
             if DELTA:
                 reads = tl.load(factors + at + READS * heads * count, mask=there, other=0.0)
                 change -= reads[:, None] * tl.dot(key, before, input_precision=PRECISION)
                 solution = tl.load(solutions + tile, mask=there[:, None], other=0.0)
-                change = tl.dot(solution, _rounded(change, PRECISION), input_precision=PRECISION)
+                change = tl.dot(solution, _round_operand(change, PRECISION), input_precision=PRECISION)
             asks = tl.load(factors + at + ASKS * heads * count, mask=there, other=0.0)
             met = tl.load(seen + tile, mask=there[:, None], other=0.0)
             found *= asks[:, None]
-            found = tl.dot(met, _rounded(change, PRECISION), found, input_precision=PRECISION)
+            found = tl.dot(met, _round_operand(change, PRECISION), found, input_precision=PRECISION)
             if not DELTA:
                 found += tl.load(skips + head) * value
             answer = out + ((start + place)[:, None] * heads + head) * VALUE + feature[None, :]
             tl.store(answer, found.to(out.dtype.element_ty), mask=there[:, None] & wanted[None, :])
             puts = tl.load(factors + at + PUTS * heads * count, mask=there, other=0.0)
             memory *= tl.load(factors + first + tl.minimum(begin + CHUNK, stop) - 1 + LEFT * heads * count)
-            memory = tl.dot(tl.trans(key), _rounded(puts[:, None] * change, PRECISION), memory, input_precision=PRECISION)
+            memory = tl.dot(tl.trans(key), _round_operand(puts[:, None] * change, PRECISION), memory, input_precision=PRECISION)
         if (guesses == 0) & (slot > 0):
             tl.debug_barrier()  # in a small state several threads may have read the element that one writes
             tl.store(home, memory, mask=within[:, None] & wanted[None, :])
 
 
-def attend_in_chunks(inputs: Inputs, spans: Spans, states: States, out: Tensor) -> Tensor:
+def attend_in_chunks(inputs: Inputs, spans: Spans, states: RecurrentStates, out: Tensor) -> Tensor:
     """Computes `gated_delta.gated_delta` into `out`, or without strengths `state_space.state_space`. out: dense; mixed, strengths
     and fades of inputs: last dimension dense; windows, memories: each slot dense; the rest: dense. There is at least one span.
 
@@ -336,13 +336,14 @@ def attend_in_chunks(inputs: Inputs, spans: Spans, states: States, out: Tensor) 
         _by_chunks(inputs, _between(spans, first, last), states, starts[first], starts[last], out)
         if last == end:
             out[starts[end] :].zero_()
-    move(inputs.mixed, spans.starts, spans.slots, spans.fresh, spans.sure, states.windows, inputs.taps.shape[1])
+    update_windows(inputs.mixed, spans.starts, spans.slots, spans.fresh, spans.sure, states.windows, inputs.taps.shape[1])
     return out
 
 
 def _long(lengths: tuple[int, ...]) -> tuple[int, int]:
-    """Indices of the first long span, and of the one after the last; (0, 0): there are none. long: at least `LONG` tokens."""
-    long = [i for i, length in enumerate(lengths) if length >= LONG]
+    """Indices of the first long span, and of the one after the last; (0, 0): there are none. Long spans have at least
+    `CHUNKED_FROM` tokens."""
+    long = [i for i, length in enumerate(lengths) if length >= CHUNKED_FROM]
     return (long[0], long[-1] + 1) if long else (0, 0)
 
 
@@ -362,7 +363,7 @@ def scratch(inputs: Inputs, heads: int, tokens: int) -> Scratch:
     return Scratch(features, systems[1] if inputs.strengths is not None else None, systems[0], factors)
 
 
-def _by_chunks(inputs: Inputs, spans: Spans, states: States, base: int, end: int, out: Tensor) -> None:
+def _by_chunks(inputs: Inputs, spans: Spans, states: RecurrentStates, base: int, end: int, out: Tensor) -> None:
     """Computes all of `spans`, which are the step's tokens from `base` to `end`, in chunks."""
     mixed, strengths, fades, _, _, rates, offsets, skips, epsilon, limits = inputs
     fused_gated_delta.check_layout(inputs, states, out)
@@ -374,7 +375,7 @@ def _by_chunks(inputs: Inputs, spans: Spans, states: States, base: int, end: int
     tile = tile_of(mixed.dtype, torch.version.hip is not None)
     shared = {"KEY": key_size, "DELTA": delta, "CHUNK": CHUNK, "PRECISION": tile.precision}
     # One more chunk than for the longest span's length, since drafts begin a new one.
-    systems_kernel[(len(spans.lengths), heads, triton.cdiv(longest, CHUNK) + 1)](
+    chunk_systems_kernel[(len(spans.lengths), heads, triton.cdiv(longest, CHUNK) + 1)](
         own.solutions,
         own.seen,
         own.factors,
@@ -401,7 +402,7 @@ def _by_chunks(inputs: Inputs, spans: Spans, states: States, base: int, end: int
         enable_fp_fusion=True,
         **shared,
     )
-    walk_kernel[(len(spans.lengths), heads, triton.cdiv(value_size, tile.block))](
+    chunk_state_kernel[(len(spans.lengths), heads, triton.cdiv(value_size, tile.block))](
         out,
         own.features,
         own.solutions,
@@ -428,10 +429,10 @@ def _by_chunks(inputs: Inputs, spans: Spans, states: States, base: int, end: int
     )
 
 
-def _convolve(inputs: Inputs, spans: Spans, states: States, base: int, features: Tensor) -> None:
-    """Launches `features_kernel`, which writes `features`."""
+def _convolve(inputs: Inputs, spans: Spans, states: RecurrentStates, base: int, features: Tensor) -> None:
+    """Launches `chunk_convolution_kernel`, which writes `features`."""
     channels, width = inputs.taps.shape
-    features_kernel[(len(spans.lengths), triton.cdiv(channels, CHANNELS), triton.cdiv(max(spans.lengths), TOKENS))](
+    chunk_convolution_kernel[(len(spans.lengths), triton.cdiv(channels, CHANNELS), triton.cdiv(max(spans.lengths), TOKENS))](
         features,
         inputs.mixed,
         inputs.taps,
@@ -481,12 +482,12 @@ def compilations() -> list[Compilation]:
         walked: dict[str, object] = {**shared, "VALUE": heads.value_size, "KEYS": heads.key_size, "BLOCK": tile.block}
         targets = AMD if amd else NVIDIA
         found += [
-            _compilation(systems_kernel, f"systems {heads.name}", name, targets, how, tile.system_warps),
-            _compilation(walk_kernel, f"walk {heads.name}", name, targets, walked, tile.warps, tile.stages),
+            _compilation(chunk_systems_kernel, f"systems {heads.name}", name, targets, how, tile.system_warps),
+            _compilation(chunk_state_kernel, f"walk {heads.name}", name, targets, walked, tile.warps, tile.stages),
         ]
     for delta, name in itertools.product((True, False), TYPES):
         sizes: dict[str, object] = {"WIDTH": 4, "DELTA": delta, "TOKENS": TOKENS, "BLOCK": CHANNELS}
-        found.append(_compilation(features_kernel, f"features{' biased' * (not delta)}", name, (), sizes, 4))
+        found.append(_compilation(chunk_convolution_kernel, f"features{' biased' * (not delta)}", name, (), sizes, 4))
     return found
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from triton import JITFunction
 
 from .compilation import Compilation
-from .spans import Spans, States
+from .spans import RecurrentStates, Spans
 
 # Value features per program of one warp. With 16, and keys of 128 features, a thread holds 64 elements of the state and does most
 # of a token's sums by itself; and one sequence's 32 heads of 128 make 256 programs.
@@ -189,7 +189,7 @@ def recurrent_kernel(
 
 
 @triton.jit(do_not_specialize_on_alignment=["starts", "slots", "fresh", "sure"])
-def window_kernel(
+def convolution_window_kernel(
     mixed: tl.tensor,  # [tokens, channels]
     starts: tl.tensor,  # this and the following as in `recurrent_kernel`
     slots: tl.tensor,
@@ -221,7 +221,7 @@ def window_kernel(
         tl.store(window + row * channels, values, mask=wanted)
 
 
-def check_layout(inputs: Inputs, states: States, out: Tensor) -> None:
+def check_layout(inputs: Inputs, states: RecurrentStates, out: Tensor) -> None:
     """Asserts the strides and dtypes that the kernels rely on."""
     mixed, strengths, (key_size, value_size) = inputs.mixed, inputs.strengths, states.memories.shape[2:]
     assert mixed.stride(1) == inputs.fades.stride(1) == 1
@@ -233,9 +233,9 @@ def check_layout(inputs: Inputs, states: States, out: Tensor) -> None:
     assert mixed.dtype == states.windows.dtype == out.dtype
 
 
-def walk(inputs: Inputs, spans: Spans, states: States, tokens: int, out: Tensor) -> None:
+def walk(inputs: Inputs, spans: Spans, states: RecurrentStates, tokens: int, out: Tensor) -> None:
     """Writes the outputs of the tokens of `spans` to `out`, and zeros after the last span up to `tokens`. Updates recurrent states,
-    but not convolution windows: see `move`.
+    but not convolution windows: see `update_windows`.
 
     Strides as in `check_layout`; other tensors are dense. There is at least one span.
     """
@@ -282,12 +282,12 @@ def walk(inputs: Inputs, spans: Spans, states: States, tokens: int, out: Tensor)
     )
 
 
-def move(mixed: Tensor, starts: Tensor, slots: Tensor, fresh: Tensor, sure: Tensor, windows: Tensor, width: int) -> None:
+def update_windows(mixed: Tensor, starts: Tensor, slots: Tensor, fresh: Tensor, sure: Tensor, windows: Tensor, width: int) -> None:
     """Moves convolution windows past each span's committed tokens. To be called after the launch of all kernels that read them."""
     channels = mixed.shape[1]
     assert mixed.stride(1) == 1
     assert windows.stride()[1:] == (channels, 1)
-    window_kernel[(len(slots), triton.cdiv(channels, COPIED))](
+    convolution_window_kernel[(len(slots), triton.cdiv(channels, COPIED))](
         mixed,
         starts,
         slots,
@@ -401,8 +401,10 @@ def compilations() -> list[Compilation]:
         if bounded:
             continue
         if delta and not each:
-            window = {name: types[name] for name in window_kernel.arg_names if name in types}
-            found.append(_hot(window_kernel, f"{rule} windows {dtype}", window, {"WIDTH": 4, "BLOCK": COPIED, "ROWS": 4}, 4))
+            window = {name: types[name] for name in convolution_window_kernel.arg_names if name in types}
+            found.append(
+                _hot(convolution_window_kernel, f"{rule} windows {dtype}", window, {"WIDTH": 4, "BLOCK": COPIED, "ROWS": 4}, 4)
+            )
         for size in (128,) if delta else (3072, 8192):
             block, height, warps = _tile(size)
             apart = ("inner", "x_outer", "x_inner", "gates_outer", "gates_inner", "gains_inner")

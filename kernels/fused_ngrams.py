@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .compilation import Compilation
-from .fused_gated_delta import move
+from .fused_gated_delta import update_windows
 from .fused_gated_hyper_connections import normalized, tile
 from .ngram_hashes import NgramHashes
 from .spans import Spans
@@ -215,7 +215,7 @@ def take(
         num_warps=4,
         enable_fp_fusion=True,
     )
-    move(normal, starts, slots, fresh, sure, windows, width)
+    update_windows(normal, starts, slots, fresh, sure, windows, width)
 
 
 def compilations() -> list[Compilation]:

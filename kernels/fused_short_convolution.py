@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .compilation import Compilation
-from .fused_gated_delta import move
+from .fused_gated_delta import update_windows
 
 # Tile of a program; a decode step's spans have one token each, but little is computed in vain.
 TOKENS, CHANNELS = 16, 128
@@ -107,7 +107,7 @@ def convolve(
         num_warps=4,
         enable_fp_fusion=True,
     )
-    move(mixed, starts, slots, fresh, sure, windows, width)
+    update_windows(mixed, starts, slots, fresh, sure, windows, width)
     return out
 
 

@@ -28,13 +28,13 @@ from torch.nn import functional
 
 from . import reference
 from .dispatch import triton_for
-from .spans import Spans, States
+from .spans import RecurrentStates, Spans
 
 LENGTH_EPSILON = 1e-6  # added to squared L2 norms of queries and keys
 CHUNK = 64  # tokens whose state updates are computed together
 # Tokens of a chunk where each feature of a key has a decay of its own, and the least logarithm of a decay, below which it makes no
 # visible difference: the product of a chunk's decays, and its inverse, must be representable in float64.
-FEW, FARTHEST = 16, -40.0
+FEW, LEAST_LOG_DECAY = 16, -40.0
 
 
 def gated_delta(
@@ -45,7 +45,7 @@ def gated_delta(
     rates: Tensor,
     offsets: Tensor,
     spans: Spans,
-    states: States,
+    states: RecurrentStates,
     strongest: float = 1.0,
     bound: float = 0.0,
 ) -> Tensor:
@@ -71,20 +71,20 @@ def gated_delta(
     far = (fades.float() + offsets).view(len(mixed), len(rates), -1)
     far = rates[:, None] * (-far if bound else functional.softplus(far))
     fading = (far.sigmoid().mul_(bound) if bound else far).transpose(0, 1)  # [heads, tokens, 1 or key size]
-    rule = advanced if fading.shape[2] == 1 else advanced_by_features
+    rule = advance_chunk if fading.shape[2] == 1 else advance_chunk_by_features
 
     def advance(memory: Tensor, features: tuple[Tensor, Tensor, Tensor], own: slice) -> Tensor:
         return rule(memory, *features, fading[:, own], strong[:, own])
 
-    return walk(mixed, taps, None, spans, states, _parts, advance)
+    return run_recurrence(mixed, taps, None, spans, states, _parts, advance)
 
 
-def walk(
+def run_recurrence(
     mixed: Tensor,
     taps: Tensor,
     biases: Tensor | None,
     spans: Spans,
-    states: States,
+    states: RecurrentStates,
     parts: Callable[[Tensor, int, int, int], tuple[Tensor, Tensor, Tensor]],
     advance: Callable[[Tensor, tuple[Tensor, Tensor, Tensor], slice], Tensor],
 ) -> Tensor:
@@ -97,7 +97,7 @@ def walk(
     heads, key_size, value_size = states.memories.shape[1:]
     result = mixed.new_zeros(len(mixed), heads, value_size)
     slots = spans.slots.tolist()
-    for piece, found in convolved(mixed, taps, biases, spans, states):
+    for piece, found in causal_convolution(mixed, taps, biases, spans, states):
         features = functional.silu(found, inplace=True).to(mixed.dtype).float()
         queries, keys, values = parts(features, heads, key_size, value_size)
         for place, slot in enumerate(slots[piece.first : piece.first + piece.count]):
@@ -127,7 +127,9 @@ class Piece:
         return own.view(self.count, self.length, -1)[:, self.begin : self.end]
 
 
-def convolved(mixed: Tensor, taps: Tensor, biases: Tensor | None, spans: Spans, states: States) -> Iterator[tuple[Piece, Tensor]]:
+def causal_convolution(
+    mixed: Tensor, taps: Tensor, biases: Tensor | None, spans: Spans, states: RecurrentStates
+) -> Iterator[tuple[Piece, Tensor]]:
     """The convolution's output, piece by piece: [spans, tokens, channels] float32. Moves the convolution's windows past all tokens
     that are not drafts; zeroes the states of sequences that begin."""
     factors = taps.t().contiguous().float()
@@ -137,7 +139,7 @@ def convolved(mixed: Tensor, taps: Tensor, biases: Tensor | None, spans: Spans, 
             states.memories[slot] = 0.0
     for piece in _pieces(spans.lengths, spans.sure.tolist()):
         own = spans.slots[piece.first : piece.first + piece.count]
-        yield piece, _convolved(piece.rows(mixed), factors, biases, states.windows, own, piece.sure)
+        yield piece, _causal_convolution(piece.rows(mixed), factors, biases, states.windows, own, piece.sure)
 
 
 def _pieces(lengths: tuple[int, ...], sure: list[int]) -> Iterator[Piece]:
@@ -154,7 +156,7 @@ def _pieces(lengths: tuple[int, ...], sure: list[int]) -> Iterator[Piece]:
         first, start = first + count, start + count * length
 
 
-def _convolved(rows: Tensor, factors: Tensor, biases: Tensor | None, windows: Tensor, slots: Tensor, sure: bool) -> Tensor:
+def _causal_convolution(rows: Tensor, factors: Tensor, biases: Tensor | None, windows: Tensor, slots: Tensor, sure: bool) -> Tensor:
     """The convolution of `rows` [spans, tokens, channels]; factors: [width, channels] float32; sure: windows are updated."""
     length = rows.shape[1]
     seen = torch.cat((windows[slots], rows), 1)
@@ -168,11 +170,11 @@ def _convolved(rows: Tensor, factors: Tensor, biases: Tensor | None, windows: Te
 
 
 def _parts(features: Tensor, heads: int, key_size: int, value_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values, shaped as by `split` and `each_head`; queries and keys are L2-normalized, queries scaled."""
+    """Queries, keys and values, shaped as by `split` and `repeat_key_heads`; queries and keys are L2-normalized, queries scaled."""
     both, values = split(features, heads, key_size, value_size)
     scale = both.square().sum(-1, keepdim=True).add_(LENGTH_EPSILON).rsqrt_()
     scale[:, :, 0] *= key_size**-0.5
-    return *each_head(both * scale, heads), values
+    return *repeat_key_heads(both * scale, heads), values
 
 
 def split(features: Tensor, heads: int, key_size: int, value_size: int) -> tuple[Tensor, Tensor]:
@@ -183,13 +185,15 @@ def split(features: Tensor, heads: int, key_size: int, value_size: int) -> tuple
     return both.view(spans, tokens, 2, -1, key_size), values.view(spans, tokens, heads, value_size).transpose(1, 2)
 
 
-def each_head(both: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+def repeat_key_heads(both: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     """Queries and keys, repeated for the value heads that share them: [spans, heads, tokens, size] each."""
     queries, keys = both.repeat_interleave(heads // both.shape[3], 3).transpose(1, 3).unbind(2)
     return queries, keys
 
 
-def advanced(memory: Tensor, queries: Tensor, keys: Tensor, values: Tensor, fading: Tensor, strong: Tensor | None = None) -> Tensor:
+def advance_chunk(
+    memory: Tensor, queries: Tensor, keys: Tensor, values: Tensor, fading: Tensor, strong: Tensor | None = None
+) -> Tensor:
     """The outputs of a chunk of a sequence's tokens, [heads, tokens, value size]. Updates the recurrent state `memory` in place.
 
     fading, strong: [heads, tokens, 1], logarithms of decays, and betas of the delta rule; without `strong`, values are added to the
@@ -220,18 +224,20 @@ def advanced(memory: Tensor, queries: Tensor, keys: Tensor, values: Tensor, fadi
     return found
 
 
-def advanced_by_features(memory: Tensor, queries: Tensor, keys: Tensor, values: Tensor, fading: Tensor, strong: Tensor) -> Tensor:
-    """As `advanced`, in chunks of `FEW` tokens, where each feature of a key has its own decay: [heads, tokens, key size]."""
+def advance_chunk_by_features(
+    memory: Tensor, queries: Tensor, keys: Tensor, values: Tensor, fading: Tensor, strong: Tensor
+) -> Tensor:
+    """As `advance_chunk`, in chunks of `FEW` tokens, where each feature of a key has its own decay: [heads, tokens, key size]."""
     parts = zip(*(torch.split(part, FEW, 1) for part in (queries, keys, values, fading, strong)), strict=True)
-    return torch.cat([_advanced_few(memory, *part) for part in parts], 1)
+    return torch.cat([_advance_short_chunk(memory, *part) for part in parts], 1)
 
 
-def _advanced_few(memory: Tensor, queries: Tensor, keys: Tensor, values: Tensor, fading: Tensor, strong: Tensor) -> Tensor:
+def _advance_short_chunk(memory: Tensor, queries: Tensor, keys: Tensor, values: Tensor, fading: Tensor, strong: Tensor) -> Tensor:
     if keys.shape[1] == 1:
         memory *= _kept(fading).transpose(1, 2)
         memory.baddbmm_(keys.transpose(1, 2), strong * (values - keys @ memory))
         return queries @ memory
-    faded = fading.double().clamp_(min=FARTHEST).cumsum(1)
+    faded = fading.double().clamp_(min=LEAST_LOG_DECAY).cumsum(1)
     left, risen = _kept(faded), (keys * (-faded).exp()).transpose(1, 2)
     among, between = ((part * faded.exp() @ risen).tril_().float() for part in (keys, queries))
     changes = strong * (values - (keys * left) @ memory)

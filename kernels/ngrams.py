@@ -10,10 +10,10 @@ from torch.nn import functional
 
 from . import reference
 from .dispatch import triton_for
-from .gated_delta import convolved
+from .gated_delta import causal_convolution
 from .ngram_hashes import NgramHashes
 from .reference import lane_invariant
-from .spans import Spans, States
+from .spans import RecurrentStates, Spans
 
 LEAST = 1e-6  # lower bound of a gate's logit before its square root is taken
 
@@ -64,7 +64,7 @@ def opened(joint: Tensor, streams: Tensor, gains: Tensor, epsilon: float) -> tup
     return taken.flatten(1), reference.rms_norm(taken, gains[2], epsilon).flatten(1)
 
 
-def take(streams: Tensor, taken: Tensor, normal: Tensor, taps: Tensor, apart: int, spans: Spans, states: States) -> None:
+def take(streams: Tensor, taken: Tensor, normal: Tensor, taps: Tensor, apart: int, spans: Spans, states: RecurrentStates) -> None:
     """Adds to streams, [tokens, count, hidden], what they have taken, and a causal convolution of its norm, through silu.
     Convolution windows in `states` are updated in place.
 
@@ -77,7 +77,7 @@ def take(streams: Tensor, taken: Tensor, normal: Tensor, taps: Tensor, apart: in
         known = spans.starts, spans.slots, spans.fresh, spans.sure, states.windows
         return fused(streams, taken, normal, taps, apart, *known, max(spans.lengths))
     whole = streams.view(len(streams), -1)
-    for piece, found in convolved(normal, taps, None, spans, states):
+    for piece, found in causal_convolution(normal, taps, None, spans, states):
         sums = piece.rows(whole)
         sums += (lane_invariant(functional.silu, found) + piece.rows(taken)).to(sums.dtype)
     return None

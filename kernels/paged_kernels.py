@@ -52,7 +52,7 @@ class QueryTile(NamedTuple):
     turned: tl.tensor  # the rotary features behind those, if the layer has any
 
 
-class Held(NamedTuple):
+class KeyPointers(NamedTuple):
     """Pointers to a head's key in slot 0 of the cache, and to the features that all heads' keys share."""
 
     keys: tl.tensor
@@ -168,7 +168,7 @@ def _beside(sink: tl.tensor, best: tl.tensor) -> tl.tensor:
 def _through(
     running: Accumulator,
     asked: QueryTile,
-    held: Held,
+    held: KeyPointers,
     pages: tl.tensor,
     first: tl.tensor,
     last: tl.tensor,
@@ -223,7 +223,7 @@ def _through(
 @triton.jit
 def _through_all(
     asked: QueryTile,
-    held: Held,
+    held: KeyPointers,
     pages: tl.tensor,
     first: tl.tensor,
     factor: tl.tensor,
@@ -360,7 +360,7 @@ def attend(
         own += head * SIZE
     limit = tl.where(tree == -2, end - 1, position)  # in a whole row (bidirectional) each query sees all keys
     visibility = Visibility(limit, position, token, positions, masks, context, tree, window, end)
-    held = Held(own, cache + TURNED_AT)
+    held = KeyPointers(own, cache + TURNED_AT)
     sums, best, total = _through_all(asking, held, table, first, factor, softcap, visibility, LAYER, ROWS, KEYS, STAGES, SINGLE)
 
     if SINKS:  # with partials, `merge` adds it once

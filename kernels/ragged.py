@@ -49,7 +49,7 @@ def by_triton(layout: AttentionLayout) -> bool:
 def plan(rows: Sequence[Row], layout: AttentionLayout, capacity: "paged.Capacity | None" = None) -> tuple[Sequence[int], Plan]:
     """The order in which rows have to stand in a step, and the attention plan of the rows in that order. capacity: sizes fixed at
     CUDA graph capture. Raises CapacityExceeded if these are too small, or if the step can't be a graph."""
-    long = expanded.chosen(rows, layout) if capacity is None else []
+    long = expanded.rows_to_expand(rows, layout) if capacity is None else []
     if not long:
         return _plan(rows, layout, capacity)
     others = sorted({*range(len(rows))}.difference(long))

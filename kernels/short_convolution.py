@@ -1,18 +1,20 @@
 """Gated short causal convolutions over ragged spans of tokens: LFM2's (Liquid AI 2025, arXiv:2511.23404).
 
 A depthwise convolution over the last few tokens, whose result is multiplied by a gate. A sequence's only state is a window of the
-convolution's last inputs: `spans.States` with empty recurrent states.
+convolution's last inputs: `spans.RecurrentStates` with empty recurrent states.
 """
 
 import torch
 from torch import Tensor
 
 from .dispatch import triton_for
-from .gated_delta import convolved
-from .spans import Spans, States
+from .gated_delta import causal_convolution
+from .spans import RecurrentStates, Spans
 
 
-def short_convolution(mixed: Tensor, gates: Tensor, taps: Tensor, biases: Tensor | None, spans: Spans, states: States) -> Tensor:
+def short_convolution(
+    mixed: Tensor, gates: Tensor, taps: Tensor, biases: Tensor | None, spans: Spans, states: RecurrentStates
+) -> Tensor:
     """gates times the convolution of mixed, [tokens, channels] in mixed's dtype; windows in `states` are updated in place.
 
     mixed: [tokens, channels], input of the convolution; gates: the same; both may be columns of something wider; taps: [channels,
@@ -26,6 +28,6 @@ def short_convolution(mixed: Tensor, gates: Tensor, taps: Tensor, biases: Tensor
         known = spans.starts, spans.slots, spans.fresh, spans.sure, states.windows
         return convolve(mixed, gates, taps, biases, *known, max(spans.lengths), out)
     result = mixed.new_zeros(mixed.shape)
-    for piece, found in convolved(mixed, taps, biases, spans, states):
+    for piece, found in causal_convolution(mixed, taps, biases, spans, states):
         torch.mul(found.to(mixed.dtype), piece.rows(gates), out=piece.rows(result))
     return result

@@ -7,11 +7,11 @@ from torch import Tensor
 
 # Fewest tokens of a span that accelerators compute chunk by chunk. An estimate that no GPU has measured: recurrently each token
 # takes about a microsecond; a chunk of 32 takes two, and three more kernel launches with their first loads take 20.
-LONG = 64
+CHUNKED_FROM = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class States:
+class RecurrentStates:
     """One layer's recurrent states of all sequences, by slot. Slot 0 belongs to no sequence: it is that of padding."""
 
     windows: Tensor  # [slots, width - 1, channels] in the model's dtype: the last inputs of the causal convolution, oldest first

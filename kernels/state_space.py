@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from .dispatch import triton_for
-from .gated_delta import advanced, each_head, split, walk
-from .spans import Spans, States
+from .gated_delta import advance_chunk, repeat_key_heads, run_recurrence, split
+from .spans import RecurrentStates, Spans
 
 
 def state_space(
@@ -30,7 +30,7 @@ def state_space(
     skips: Tensor,
     limits: tuple[float, float],
     spans: Spans,
-    states: States,
+    states: RecurrentStates,
 ) -> Tensor:
     """As `gated_delta.gated_delta`, with time steps [tokens, value heads], biases [channels] of the convolution, skips [value
     heads] float32, and limits: the least and the largest time step."""
@@ -46,11 +46,11 @@ def state_space(
 
     def advance(memory: Tensor, features: tuple[Tensor, Tensor, Tensor], own: slice) -> Tensor:
         queries, keys, values = features
-        return advanced(memory, queries, keys, far[:, own] * values, fading[:, own]).addcmul_(skipping, values)
+        return advance_chunk(memory, queries, keys, far[:, own] * values, fading[:, own]).addcmul_(skipping, values)
 
-    return walk(mixed, taps, biases, spans, states, _parts, advance)
+    return run_recurrence(mixed, taps, biases, spans, states, _parts, advance)
 
 
 def _parts(features: Tensor, heads: int, key_size: int, value_size: int) -> tuple[Tensor, Tensor, Tensor]:
     both, values = split(features, heads, key_size, value_size)
-    return *each_head(both, heads), values
+    return *repeat_key_heads(both, heads), values

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.paging import copy_each, copy_pages, move_slots
-from ..kernels.spans import States
+from ..kernels.spans import RecurrentStates
 from ..kernels.transfer import list_to_device, lists_to_device, to_device
 from .models.ngrams import NgramShape
 from .models.shape import Shape
@@ -49,10 +49,10 @@ class Cache:
         self.layers |= {layer: self.layers[shape.source(layer)] for layer in shape.attending if layer not in self.layers}
         self._remembered = _remembered(shape, ranks, slots, computed or dtype, device)
         remembering = sorted(shape.remembering.layers) if shape.remembering else []
-        self.states = {layer: States(*(whole[i] for whole in self._remembered)) for i, layer in enumerate(remembering)}
+        self.states = {layer: RecurrentStates(*(whole[i] for whole in self._remembered)) for i, layer in enumerate(remembering)}
         self.slots = slots
         # Of layers with n-gram embeddings, the last inputs of their convolutions.
-        self.grams: dict[int, States] = {}
+        self.grams: dict[int, RecurrentStates] = {}
         if shape.grams:
             self.grams = _convolutions(shape.grams, shape.hidden, slots, computed or dtype, device)
             self._remembered += tuple(own.windows.unsqueeze(0) for own in self.grams.values())
@@ -122,11 +122,13 @@ def _remembered(shape: Shape, ranks: int, slots: int, dtype: torch.dtype, device
     return windows, _zeros((count, 1 + slots, *remembering.memory(ranks)), torch.float32, device)
 
 
-def _convolutions(grams: NgramShape, hidden: int, slots: int, dtype: torch.dtype, device: torch.device) -> dict[int, States]:
+def _convolutions(
+    grams: NgramShape, hidden: int, slots: int, dtype: torch.dtype, device: torch.device
+) -> dict[int, RecurrentStates]:
     """States of n-gram convolutions: windows alone, `memories` are empty."""
     none = torch.zeros(1 + slots, 0, 0, 0, device=device)
     size = (1 + slots, grams.reach, grams.channels(hidden))
-    return {layer: States(_zeros(size, dtype, device), none) for layer in grams.layers}
+    return {layer: RecurrentStates(_zeros(size, dtype, device), none) for layer in grams.layers}
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

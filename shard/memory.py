@@ -14,7 +14,7 @@ import torch
 from ..kernels import compressed, expanded, indexed
 from ..kernels.attention import TILE
 from ..kernels.dispatch import triton_on
-from ..kernels.spans import LONG
+from ..kernels.spans import CHUNKED_FROM
 from ..proto.process import available_memory
 from .engine import Engine
 from .forward import expansion_of
@@ -198,7 +198,7 @@ def _sample(engine: Engine, tokens: int, rows: int, most: int) -> Measured:
     longest = engine.decoder.shape.max_positions
     rows = -(-rows * sample // tokens)  # as many per token as the largest step has, and at least one
     if engine.decoder.shape.remembering and triton_on(engine.device):
-        most = min(most, max(1, sample // LONG))  # long spans, which go by chunks and take more memory than short ones
+        most = min(most, max(1, sample // CHUNKED_FROM))  # long spans, which go by chunks and take more memory than short ones
     prompts = max(-(-sample // longest), min(rows, most))
     choices = -(-rows // prompts)
     lengths = [sample // prompts + (i < sample % prompts) for i in range(prompts)]

@@ -1,4 +1,5 @@
-"""Slots of recurrent states: assigns one to each sequence, of models with recurrent layers (`spans.States`). All ranks agree.
+"""Slots of recurrent states: assigns one to each sequence, of models with recurrent layers (`spans.RecurrentStates`). All ranks
+agree.
 
 A recurrent state follows from all computed tokens of a sequence, and each step changes it in place. So each sequence has a slot of
 its own, `Sequence.state`, 0 for none. A fork takes its parent's number along, and gets a copy before the next step. Nothing is

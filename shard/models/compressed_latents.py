@@ -11,7 +11,7 @@ from ...kernels.ragged import AttentionOptions, attention, attention_with_entrie
 from ..step import Step
 from .changes import side_by_side
 from .compression import CompressedLatent
-from .latents import ByHeads, LatentAttention
+from .latents import LatentAttention, PerHeadWeight
 from .loader import Loader
 from .rotary import Places
 from .stream import Stream
@@ -99,7 +99,7 @@ class CompressedAttention(LatentAttention):
         self.latent_norm = load.gains("self_attn.kv_norm", size)[order]
         self.sinks = load.each_head("self_attn.sinks", shape.heads)
         self.heads = shape.heads // load.ranks.size
-        self.to_values = ByHeads(self._to_groups(load, latent), load.exact)
+        self.to_values = PerHeadWeight(self._to_groups(load, latent), load.exact)
         self.indexer = None
         self.compressor = Compressor(load, latent, order, self._index_order(latent)) if latent.rate else None
         self.output = load.rows("self_attn.o_b_proj", latent.groups * latent.rank, False, latent.rank)

@@ -3,7 +3,7 @@
 
 from dataclasses import dataclass, replace
 
-from .remembering import Matrices
+from .recurrent_shapes import Matrices
 from .traits import Latent
 
 

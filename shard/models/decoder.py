@@ -32,11 +32,11 @@ from .hash_routing import HashRoutedExperts
 from .heads import HeadAttention, SharedKeyAttention
 from .hyper_stream import HyperStream
 from .indexed_heads import SparseHeadAttention
-from .kimi_linear_attention import KimiDelta
+from .kimi_linear_attention import KimiDeltaAttention
 from .latents import LatentAttention
 from .laurels import LaurelBlock
 from .layer_inputs import PerLayerEmbedding, PerLayerInput
-from .linear_attention import DeltaRule, RecurrentAttention
+from .linear_attention import GatedDelta, RecurrentAttention
 from .loader import Loader
 from .mlp import (
     ClampedMlp,
@@ -49,15 +49,15 @@ from .mlp import (
     UngatedMlp,
 )
 from .ngram_layers import NgramHasher, NgramLayer
-from .olmo_linear_attention import OlmoDelta
-from .remembering import KimiDeltaShape, LinearAttentionShape, RecurrentShape, ShortConvolutionShape
+from .olmo_linear_attention import OlmoGatedDelta
+from .recurrent_shapes import KimiDeltaShape, LinearAttentionShape, RecurrentShape, ShortConvolutionShape
 from .renamed import EitherSource, LegacySource, PairedSource
 from .rotary import Places, PoolRotary, log_positions, nope_query_scales, query_scales, resized
 from .rotary import table_of as angles_of
 from .shape import Shape, Unsupported
 from .short_convolutions import ShortConvolutions
 from .shortcuts import ShortcutExperts, ShortcutMlp, ShortcutStream
-from .state_spaces import StateSpaces
+from .state_spaces import Mamba2
 from .stream import Stream
 from .taps import Taps
 from .traits import GatedHyperConnections, PoolIndex, Rope
@@ -531,9 +531,9 @@ def _remembered(load: Loader, kept: RecurrentShape) -> RecurrentAttention:
     if isinstance(kept, ShortConvolutionShape):
         return ShortConvolutions(load, kept)
     if isinstance(kept, KimiDeltaShape):
-        return KimiDelta(load, kept)
+        return KimiDeltaAttention(load, kept)
     assert isinstance(kept, LinearAttentionShape)
-    return (StateSpaces if kept.limits else OlmoDelta if kept.apart else DeltaRule)(load, kept)
+    return (Mamba2 if kept.limits else OlmoGatedDelta if kept.apart else GatedDelta)(load, kept)
 
 
 def _axes_of(shape: Shape, size: int, device: torch.device) -> Tensor:

@@ -22,7 +22,7 @@ from .nemotron_families import NEMOTRON_H
 from .older_families import OLDER, today
 from .quantization import beside as beside  # for callers that read a model's folder
 from .qwen4_families import QWEN4
-from .remembering import ShortConvolutionShape
+from .recurrent_shapes import ShortConvolutionShape
 from .shape import Shape, Unsupported
 from .sliding_families import SLIDING_ONES
 from .sparse_families import SPARSE

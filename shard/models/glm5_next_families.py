@@ -9,7 +9,7 @@ from .fields import AGAIN, INDEXED, LEAST, LINEAR, SIZES, Config, boolean, expec
 from .hybrid_families import linear_layers
 from .kimi_families import INNER
 from .latent_families import GLM_5, index_sharing_layers, latent_shape
-from .remembering import KimiDeltaShape
+from .recurrent_shapes import KimiDeltaShape
 from .ropes import ROPES
 from .shape import Shape, Unsupported
 from .sparse_families import EXPERTS, PLAIN_MLP, scored_by_kinds, with_experts

@@ -9,7 +9,7 @@ from typing import Any
 from .dense_families import BEHIND, granite, llama
 from .fields import AGAIN, FULL, LINEAR, SHORT, SLIDING, Config, expect, number, said, shown
 from .parts import biased, common, layer_kinds, layers_of, windows_of
-from .remembering import LinearAttentionShape, ShortConvolutionShape
+from .recurrent_shapes import LinearAttentionShape, ShortConvolutionShape
 from .ropes import ROPES, rope_of_kind, ropes_by_kind, rotary_size, with_rope
 from .shape import PLAIN, Shape, Unsupported
 from .sparse_families import GRANITE_MOE, mixed, one_for_all, with_granites_experts

@@ -7,7 +7,7 @@ from .fields import AGAIN, FULL, LEAST, LINEAR, SIZES, Config, boolean, expect, 
 from .hybrid_families import linear_layers
 from .latent_families import latent_shape
 from .parts import layer_kinds
-from .remembering import KimiDeltaShape
+from .recurrent_shapes import KimiDeltaShape
 from .shape import Shape, Unsupported
 from .sparse_families import scored_by_kinds, with_experts
 

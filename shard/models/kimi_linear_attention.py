@@ -6,17 +6,17 @@ from torch import Tensor
 
 from ...kernels.gated_delta import gated_delta, gated_norm
 from ...kernels.linear import Weight
-from ...kernels.spans import States
+from ...kernels.spans import RecurrentStates
 from ..step import Step
-from .linear_attention import RecurrentAttention, products, together
+from .linear_attention import RecurrentAttention, fuse_projections, project_both
 from .loader import Loader
-from .remembering import KimiDeltaShape
+from .recurrent_shapes import KimiDeltaShape
 from .stream import Stream
 
 NAME = "self_attn"
 
 
-class KimiDelta(RecurrentAttention):
+class KimiDeltaAttention(RecurrentAttention):
     """A layer of Kimi Delta Attention. Decays and output gates have low-rank projections; every rank has the down-projections
     whole."""
 
@@ -28,7 +28,7 @@ class KimiDelta(RecurrentAttention):
         made = [load.all_bits(name, few) for name in making]
         gating = torch.cat((*made, load.unrounded([f"{NAME}.b_proj"], [heads])))
         change = load.changed([*making, f"{NAME}.b_proj"], [few, few, heads], wholes=(few, few, 1))
-        self.inward, self.gating = together(load, (load.outwards(*mixed), load.changed(*mixed)), (gating, change))
+        self.inward, self.gating = fuse_projections(load, (load.outwards(*mixed), load.changed(*mixed)), (gating, change))
         self.fades, self.gates = (self._by_heads(load, f"{NAME}.{part}_b_proj", linear.sizes[-1]) for part in "fg")
         self.rates = -load.each_head(f"{NAME}.A_log", heads, within=2).exp()
         self.offsets = load.each_head(f"{NAME}.dt_bias", linear.sizes[-1])
@@ -41,10 +41,10 @@ class KimiDelta(RecurrentAttention):
     def _by_heads(self, load: Loader, name: str, size: int) -> Weight:
         return load.laid_out(load.all_bits(name, size, self.few, cut=True), None, load.changed([name], [size], inputs=self.few))
 
-    def __call__(self, stream: Stream, norm: Tensor | None, step: Step, states: States) -> Tensor:
+    def __call__(self, stream: Stream, norm: Tensor | None, step: Step, states: RecurrentStates) -> Tensor:
         """See `RecurrentAttention`. The result: [tokens, this rank's heads * value size]."""
         assert step.spans is not None
-        mixed, gating = products(stream, norm, self.inward, self.gating, self.channels)
+        mixed, gating = project_both(stream, norm, self.inward, self.gating, self.channels)
         fading, opening, strengths = gating.split_with_sizes((self.few, self.few, gating.shape[1] - 2 * self.few), 1)
         fades, gates = stream.product(fading.contiguous(), self.fades), stream.product(opening.contiguous(), self.gates)
         by = self.taps, self.rates, self.offsets, step.spans, states

@@ -35,7 +35,7 @@ LATENTS = "self_attn.kv_a_proj_with_mqa"
 SHORT = 400
 
 
-class ByHeads:
+class PerHeadWeight:
     """A batched matrix product with one weight per head: the up-projection of MLA latents to keys or to values."""
 
     def __init__(self, weights: Tensor, exact: Invariance) -> None:
@@ -97,8 +97,8 @@ class LatentAttention:
         each = latent.plain + latent.values
         both = load.dense(load.matrix("self_attn.kv_b_proj", shape.heads * each, latent.size)).view(-1, each, latent.size)
         self.heads = len(both)
-        self.to_keys = ByHeads(both[:, : latent.plain].contiguous(), load.exact)  # [heads, plain, size]
-        self.to_values = ByHeads(both[:, latent.plain :].transpose(1, 2).contiguous(), load.exact)  # [heads, size, values]
+        self.to_keys = PerHeadWeight(both[:, : latent.plain].contiguous(), load.exact)  # [heads, plain, size]
+        self.to_values = PerHeadWeight(both[:, latent.plain :].transpose(1, 2).contiguous(), load.exact)  # [heads, size, values]
         choosing = PoolIndexer if latent.index and latent.index.pool else Indexer
         self.indexer = choosing(load, latent, latent.index) if latent.index and indexing else None
         self.sinks = load.each_head(f"self_attn.{shape.sinks_name}", shape.heads) if shape.sunk(window) else None

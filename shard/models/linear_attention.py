@@ -11,11 +11,11 @@ from torch import Tensor
 from ...kernels.codes import QuantizedWeight
 from ...kernels.gated_delta import gated_delta, gated_norm
 from ...kernels.linear import Weight
-from ...kernels.spans import Spans, States
+from ...kernels.spans import RecurrentStates, Spans
 from ..step import Step
 from .changes import ColumnLora, side_by_side
 from .loader import Loader
-from .remembering import LinearAttentionShape
+from .recurrent_shapes import LinearAttentionShape
 from .stream import Stream
 
 NAME = "linear_attn"
@@ -33,7 +33,7 @@ class RecurrentAttention(ABC):
         return (self,)
 
     @abstractmethod
-    def __call__(self, stream: Stream, norm: Tensor | None, step: Step, states: States) -> Tensor:
+    def __call__(self, stream: Stream, norm: Tensor | None, step: Step, states: RecurrentStates) -> Tensor:
         """The input of the projection `output`, [tokens, this rank's part of its features]. Updates `states`.
 
         norm: gains of the norm before it; states: the layer's recurrent states.
@@ -41,10 +41,10 @@ class RecurrentAttention(ABC):
 
 
 # The weight of a projection from the residual stream, and its LoRA change.
-Led = tuple[Tensor | QuantizedWeight, ColumnLora | None]
+ProjectionAndLora = tuple[Tensor | QuantizedWeight, ColumnLora | None]
 
 
-def together(load: Loader, inward: Led, gating: Led) -> tuple[Weight, Weight | None]:
+def fuse_projections(load: Loader, inward: ProjectionAndLora, gating: ProjectionAndLora) -> tuple[Weight, Weight | None]:
     """Both projections fused into one product, or as two products where one of them is quantized."""
     (first, change), (second, other) = inward, gating
     if not isinstance(first, Tensor) or not isinstance(second, Tensor):
@@ -52,9 +52,9 @@ def together(load: Loader, inward: Led, gating: Led) -> tuple[Weight, Weight | N
     return load.laid_out(torch.cat((first, second)), None, side_by_side(change, other)), None
 
 
-def products(stream: Stream, norm: Tensor | None, inward: Weight, gating: Weight | None, outputs: int) -> tuple[Tensor, Tensor]:
-    """The outputs of the projections that `together` returns. outputs: number of those of the first. Both may be columns of a wider
-    tensor."""
+def project_both(stream: Stream, norm: Tensor | None, inward: Weight, gating: Weight | None, outputs: int) -> tuple[Tensor, Tensor]:
+    """The outputs of the projections that `fuse_projections` returns. outputs: number of those of the first. Both may be
+    columns of a wider tensor."""
     if gating is None:
         joint = stream.through(norm, inward)
         return joint[:, :outputs], joint[:, outputs:]
@@ -66,32 +66,38 @@ class LinearAttention(RecurrentAttention):
     """A layer of linear attention after a convolution, whose subclasses define the update rule."""
 
     def __init__(
-        self, load: Loader, linear: LinearAttentionShape, name: str, inward: Led, gating: Led, output: str = "out_proj"
+        self,
+        load: Loader,
+        linear: LinearAttentionShape,
+        name: str,
+        inward: ProjectionAndLora,
+        gating: ProjectionAndLora,
+        output: str = "out_proj",
     ) -> None:
         """name: the module that has its tensors; inward: the projection to the convolution's channels (queries, keys and values)
         and to the output gate; gating: that to the heads' beta and decay, or time steps; output: the output projection's name."""
         self.epsilon = load.shape.norm_epsilon
         *_, values = linear.sizes
         self.channels, self.size = linear.channels(load.ranks.size), values // load.ranks.size
-        self.inward, self.gating = together(load, inward, gating)
+        self.inward, self.gating = fuse_projections(load, inward, gating)
         self.rates = -load.each_head(f"{name}.A_log", linear.value_heads).exp()
         self.offsets = load.each_head(f"{name}.dt_bias", linear.value_heads)
         self.output = load.rows(f"{name}.{output}", values, bias=False)
 
-    def __call__(self, stream: Stream, norm: Tensor | None, step: Step, states: States) -> Tensor:
+    def __call__(self, stream: Stream, norm: Tensor | None, step: Step, states: RecurrentStates) -> Tensor:
         """See `RecurrentAttention`. The result: [tokens, this rank's value heads * value size]."""
         assert step.spans is not None
-        joint, gating = products(stream, norm, self.inward, self.gating, self.channels + self.size)
+        joint, gating = project_both(stream, norm, self.inward, self.gating, self.channels + self.size)
         return self.found(joint[:, : self.channels], joint[:, self.channels :], gating, step.spans, states)
 
     @abstractmethod
-    def found(self, mixed: Tensor, gates: Tensor, gating: Tensor, spans: Spans, states: States) -> Tensor:
+    def found(self, mixed: Tensor, gates: Tensor, gating: Tensor, spans: Spans, states: RecurrentStates) -> Tensor:
         """The recurrence, with gate and norm: the same result. mixed: [tokens, channels], the convolution's input; gates: [tokens,
         value heads * value size], output gates before their activation; gating: [tokens, value heads], time steps, or [tokens, 2 *
         value heads], inputs of beta and decay. All are columns of a wider tensor."""
 
 
-class DeltaRule(LinearAttention):
+class GatedDelta(LinearAttention):
     """A layer of linear attention by the gated delta rule, as in Qwen3-Next and Qwen 3.5."""
 
     strongest = 1.0  # see `gated_delta`
@@ -104,14 +110,14 @@ class DeltaRule(LinearAttention):
         self.gains = load.source.tensor(f"{load.prefix}{NAME}.norm.weight", (linear.value_size,))  # which are not stored minus 1
         self.sigmoid = linear.sigmoid
 
-    def found(self, mixed: Tensor, gates: Tensor, gating: Tensor, spans: Spans, states: States) -> Tensor:
+    def found(self, mixed: Tensor, gates: Tensor, gating: Tensor, spans: Spans, states: RecurrentStates) -> Tensor:
         """See `LinearAttention`."""
         strengths, fades = gating.chunk(2, 1)
         found = gated_delta(mixed, strengths, fades, self.taps, self.rates, self.offsets, spans, states, self.strongest)
         return gated_norm(found, gates.view(found.shape), self.gains, self.epsilon, sigmoid=self.sigmoid).flatten(1)
 
 
-def _by_parts(load: Loader, linear: LinearAttentionShape) -> tuple[Led, Led]:
+def _by_parts(load: Loader, linear: LinearAttentionShape) -> tuple[ProjectionAndLora, ProjectionAndLora]:
     """The input projections as Qwen 3.5 stores them: to queries, keys, values and the output gate, and to beta and decay."""
     mixed = ("", "", ""), linear.sizes, f"{NAME}.in_proj_qkv"
     gates = (f"{NAME}.in_proj_z",), linear.sizes[-1:]
@@ -121,7 +127,7 @@ def _by_parts(load: Loader, linear: LinearAttentionShape) -> tuple[Led, Led]:
     return (inward, change), (load.unrounded(*gating), load.changed(*gating))
 
 
-def _by_heads(load: Loader, linear: LinearAttentionShape) -> tuple[Led, Led]:
+def _by_heads(load: Loader, linear: LinearAttentionShape) -> tuple[ProjectionAndLora, ProjectionAndLora]:
     """As `_by_parts`, as Qwen3-Next stores them: in two fused tensors, each with one key head's outputs after the other's."""
     heads, times = linear.key_heads, linear.value_heads // linear.key_heads
     each = [linear.key_size] * 2 + [times * linear.value_size] * 2

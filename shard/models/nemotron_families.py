@@ -9,7 +9,7 @@ from typing import Any
 from .fields import AGAIN, FULL, LINEAR, Config, expect, number, shown
 from .hybrid_families import limits, state_spaces
 from .parts import common, layers_of
-from .remembering import LinearAttentionShape
+from .recurrent_shapes import LinearAttentionShape
 from .shape import Shape, Unsupported
 from .sparse_families import scored, with_experts
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from ...kernels.ngram_hashes import NgramHashes
 from ...kernels.ngrams import opened, rows_of, take
-from ...kernels.spans import States
+from ...kernels.spans import RecurrentStates
 from ..step import Step
 from .gated_hyper_stream import GatedHyperStream
 from .loader import Loader
@@ -60,7 +60,7 @@ class NgramLayer:
         self.taps = functional.pad(taps.unsqueeze(2), (zeros, 0)).flatten(1)[:, zeros:].contiguous()
         self._ranks, self._epsilon = load.ranks, load.shape.norm_epsilon
 
-    def __call__(self, stream: GatedHyperStream, rows: Tensor, step: Step, states: States) -> None:
+    def __call__(self, stream: GatedHyperStream, rows: Tensor, step: Step, states: RecurrentStates) -> None:
         """Adds to the streams what they take of the embeddings at these rows of the table, [tokens, heads]. Updates the sequences'
         states."""
         assert step.spans is not None

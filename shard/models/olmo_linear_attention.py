@@ -4,14 +4,14 @@ tensors."""
 import torch
 from torch import Tensor
 
-from .linear_attention import NAME, DeltaRule, LinearAttention
+from .linear_attention import NAME, GatedDelta, LinearAttention
 from .loader import Loader
-from .remembering import LinearAttentionShape
+from .recurrent_shapes import LinearAttentionShape
 
 EPSILON = 1e-5  # of the gated norm after the recurrence, whatever other norms have
 
 
-class OlmoDelta(DeltaRule):
+class OlmoGatedDelta(GatedDelta):
     """A layer of OLMo Hybrid's gated delta rule. Its beta may be up to 2, so that the value under a key may change its sign
     (negative eigenvalues of the state transition: Grazzi et al. 2024, arXiv:2411.12537)."""
 

@@ -8,7 +8,7 @@ from typing import Any
 from .fields import AGAIN, FULL, INDEXED, LINEAR, Config, expect, shown, whole
 from .hybrid_families import QWEN3_NEXT, hybrid
 from .ngrams import NgramShape
-from .remembering import LinearAttentionShape
+from .recurrent_shapes import LinearAttentionShape
 from .ropes import rotary_size
 from .shape import Shape, Unsupported
 from .sparse_families import one_for_all

@@ -7,7 +7,7 @@ from math import gcd, prod
 
 from .compression import CompressedLatent
 from .ngrams import NgramShape
-from .remembering import Matrices, RecurrentShape, changed
+from .recurrent_shapes import Matrices, RecurrentShape, changed
 from .traits import (
     Alibi,
     AltUpShape,

@@ -4,11 +4,11 @@ them from checkpoints, and runs them."""
 from torch import Tensor
 
 from ...kernels.short_convolution import short_convolution
-from ...kernels.spans import States
+from ...kernels.spans import RecurrentStates
 from ..step import Step
 from .linear_attention import RecurrentAttention
 from .loader import Loader
-from .remembering import ShortConvolutionShape
+from .recurrent_shapes import ShortConvolutionShape
 from .stream import Stream
 
 NAME = "conv"
@@ -24,7 +24,7 @@ class ShortConvolutions(RecurrentAttention):
         self.biases = load.parts(f"{NAME}.conv.bias", (size,))[0] if biased else None
         self.output = load.rows(f"{NAME}.out_proj", size, biased)
 
-    def __call__(self, stream: Stream, norm: Tensor | None, step: Step, states: States) -> Tensor:
+    def __call__(self, stream: Stream, norm: Tensor | None, step: Step, states: RecurrentStates) -> Tensor:
         """See `RecurrentAttention`: [tokens, this rank's channels]."""
         assert step.spans is not None
         before, behind, features = stream.through(norm, self.inward).chunk(3, 1)

@@ -6,15 +6,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...kernels.gated_delta import gated_norm, scaled
-from ...kernels.spans import Spans, States
+from ...kernels.spans import RecurrentStates, Spans
 from ...kernels.state_space import state_space
 from .changes import side_by_side
 from .linear_attention import LinearAttention
 from .loader import Loader
-from .remembering import LinearAttentionShape
+from .recurrent_shapes import LinearAttentionShape
 
 
-class StateSpaces(LinearAttention):
+class Mamba2(LinearAttention):
     """A Mamba-2 layer. The heads of a group share queries (C) and keys (B); the norm is over all values of a group."""
 
     def __init__(self, load: Loader, linear: LinearAttentionShape) -> None:
@@ -36,7 +36,7 @@ class StateSpaces(LinearAttention):
         self.gains = load.part_of_gains(f"{name}.norm", values, 1).view(own, -1) if linear.normal else None
         self.groups, self.features = linear.key_heads, values // linear.key_heads  # groups of all ranks, and features of a group
 
-    def found(self, mixed: Tensor, gates: Tensor, gating: Tensor, spans: Spans, states: States) -> Tensor:
+    def found(self, mixed: Tensor, gates: Tensor, gating: Tensor, spans: Spans, states: RecurrentStates) -> Tensor:
         """See `LinearAttention`."""
         own = self.taps, self.biases, self.rates, self.offsets, self.skips, self.limits
         found = state_space(mixed, gating, *own, spans, states)

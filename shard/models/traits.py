@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import ClassVar
 
-from .remembering import Matrices
+from .recurrent_shapes import Matrices
 
 LEAST_GROUP = 32  # quantized matrix products take groups that are a multiple of it; all else is unpacked
 MOST_ON_CPU = 256  # the most inputs that share a scale in products on a CPU

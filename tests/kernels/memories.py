@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from penstock.kernels.spans import Spans, States
+from penstock.kernels.spans import RecurrentStates, Spans
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -31,7 +31,7 @@ class Rule(ABC):
         """Columns of something wider that holds no numbers elsewhere, of which the first go into the convolution."""
 
     @abstractmethod
-    def run(self, inputs: tuple[Tensor, ...], spans: Spans, states: States) -> Tensor:
+    def run(self, inputs: tuple[Tensor, ...], spans: Spans, states: RecurrentStates) -> Tensor:
         """Ours."""
 
     @abstractmethod
@@ -42,10 +42,10 @@ class Rule(ABC):
         """By which absolute tolerances grow: of sums of many products, some of them large, that of the largest, and more."""
         return 1.0
 
-    def states(self, slots: int) -> States:
+    def states(self, slots: int) -> RecurrentStates:
         channels, width = self.taps.shape
         windows = torch.randn(slots, width - 1, channels).to(self.taps)
-        return States(windows, torch.randn(slots, *self.memory, device=DEVICE))
+        return RecurrentStates(windows, torch.randn(slots, *self.memory, device=DEVICE))
 
 
 def wide(taps: Tensor, tokens: int, more: int) -> tuple[Tensor, Tensor]:
@@ -67,8 +67,8 @@ def spans_of(lengths: list[int], slots: list[int], fresh: list[int], sure: list[
     return Spans(tuple(lengths), *(torch.tensor(numbers, device=DEVICE) for numbers in (starts, slots, fresh, sure or lengths)))
 
 
-def copied(states: States) -> States:
-    return States(states.windows.clone(), states.memories.clone())
+def copied(states: RecurrentStates) -> RecurrentStates:
+    return RecurrentStates(states.windows.clone(), states.memories.clone())
 
 
 def check(layer: Rule, lengths: list[int], chance: random.Random, padding: int = 0) -> None:

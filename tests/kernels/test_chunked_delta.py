@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels import dispatch
-from penstock.kernels.spans import LONG, Spans, States
+from penstock.kernels.spans import CHUNKED_FROM, RecurrentStates, Spans
 from penstock.tests.kernels import memories, test_gated_delta, test_state_space
 from penstock.tests.kernels.memories import TOLERANCES
 
@@ -23,7 +23,7 @@ from penstock.kernels import fused_chunked_delta
 pytestmark = pytest.mark.usefixtures("poisoned")
 RULES = [test_gated_delta, test_state_space]
 TYPES = [torch.float32, torch.float16]
-Run = tuple[Tensor, States]
+Run = tuple[Tensor, RecurrentStates]
 
 
 def layer_of(rule: ModuleType, chance: random.Random, dtype: torch.dtype = torch.float32) -> Any:
@@ -33,7 +33,7 @@ def layer_of(rule: ModuleType, chance: random.Random, dtype: torch.dtype = torch
 
 def long(chance: random.Random) -> int:
     """Tokens of a span: of whole chunks, one less, and one more."""
-    return chance.choice([LONG, 95, 96, 97, chance.randint(LONG, 130)])
+    return chance.choice([CHUNKED_FROM, 95, 96, 97, chance.randint(CHUNKED_FROM, 130)])
 
 
 def beside(chance: random.Random) -> list[int]:
@@ -41,7 +41,7 @@ def beside(chance: random.Random) -> list[int]:
     return [chance.choice([1, 1, chance.randint(2, 5)]) for _ in range(chance.randint(0, 2))]
 
 
-def both(layer: memories.Rule, inputs: tuple[Tensor, ...], spans: Spans, states: States) -> tuple[Run, Run]:
+def both(layer: memories.Rule, inputs: tuple[Tensor, ...], spans: Spans, states: RecurrentStates) -> tuple[Run, Run]:
     """What Triton's kernels find, and the reference; and their states."""
     found = []
     for way in ("triton", "reference"):
@@ -97,9 +97,9 @@ def test_what_lets_all_fade_hides_nothing(rule: ModuleType, bound: float, chance
     layer = layer_of(rule, chance)
     if rule is test_gated_delta:
         layer = dataclasses.replace(test_gated_delta.layer_of(chance, torch.float32, 70, 1), bound=bound)
-    inputs = layer.inputs(2 * LONG)
+    inputs = layer.inputs(2 * CHUNKED_FROM)
     inputs[-1][::9] = 2000.0 if rule is test_gated_delta else 200.0
-    found, expected = both(layer, inputs, memories.spans_of([LONG, LONG], [1, 2], [1, 0]), layer.states(3))
+    found, expected = both(layer, inputs, memories.spans_of([CHUNKED_FROM, CHUNKED_FROM], [1, 2], [1, 0]), layer.states(3))
     assert_alike(found, expected, 1e-5)
 
 
@@ -117,8 +117,8 @@ def test_tokens_that_are_all_alike(chance: random.Random) -> None:
 @pytest.mark.parametrize("rule", RULES)
 def test_cutting_a_sequence_changes_nothing(rule: ModuleType, chance: random.Random) -> None:
     """Where a part is too short for chunks, either."""
-    layer, length = layer_of(rule, chance), 2 * LONG + 40
-    inputs, cuts = layer.inputs(length), [0, LONG + 3, LONG + 7, length - LONG, length]
+    layer, length = layer_of(rule, chance), 2 * CHUNKED_FROM + 40
+    inputs, cuts = layer.inputs(length), [0, CHUNKED_FROM + 3, CHUNKED_FROM + 7, length - CHUNKED_FROM, length]
     states, whole = layer.states(3), layer.states(3)
     expected = layer.run(inputs, memories.spans_of([length], [1], [1]), whole)
     found = [
@@ -135,7 +135,7 @@ def test_padding_has_a_slot_of_its_own(rule: ModuleType, chance: random.Random) 
     layer = layer_of(rule, chance)
     states = layer.states(2)
     states.memories[0] = states.windows[0] = torch.nan
-    found = layer.run(layer.inputs(2 * LONG), memories.spans_of([LONG, LONG], [0, 1], [0, 0]), states)
+    found = layer.run(layer.inputs(2 * CHUNKED_FROM), memories.spans_of([CHUNKED_FROM, CHUNKED_FROM], [0, 1], [0, 0]), states)
     assert found.isfinite().all()
     assert states.memories[0].isnan().all()
     assert states.windows[0].isnan().all()
@@ -152,11 +152,11 @@ def test_which_spans_go_by_chunks(chance: random.Random, monkeypatch: pytest.Mon
     dispatch.force("triton")
     for each in (False, True):
         layer = test_gated_delta.layer_of(chance, torch.float32, 20, 2, each)
-        for lengths in ([1, LONG - 1], [LONG], [1, LONG, 2, LONG, 3], [LONG, 1]):
+        for lengths in ([1, CHUNKED_FROM - 1], [CHUNKED_FROM], [1, CHUNKED_FROM, 2, CHUNKED_FROM, 3], [CHUNKED_FROM, 1]):
             count = len(lengths)
             spans = memories.spans_of(lengths, list(range(1, count + 1)), [1] * count)
             layer.run(layer.inputs(sum(lengths)), spans, layer.states(count + 1))
-    tokens = [("tokens", (1, LONG - 1))]
-    first = [*tokens, ("chunks", (LONG,)), ("tokens", (1,)), ("tokens", (3,)), ("chunks", (LONG, 2, LONG))]
-    other = [*tokens, ("tokens", (LONG,)), ("tokens", (1, LONG, 2, LONG, 3)), ("tokens", (LONG, 1))]
-    assert ways == [*first, ("tokens", (1,)), ("chunks", (LONG,)), *other]
+    tokens = [("tokens", (1, CHUNKED_FROM - 1))]
+    first = [*tokens, ("chunks", (CHUNKED_FROM,)), ("tokens", (1,)), ("tokens", (3,)), ("chunks", (CHUNKED_FROM, 2, CHUNKED_FROM))]
+    other = [*tokens, ("tokens", (CHUNKED_FROM,)), ("tokens", (1, CHUNKED_FROM, 2, CHUNKED_FROM, 3)), ("tokens", (CHUNKED_FROM, 1))]
+    assert ways == [*first, ("tokens", (1,)), ("chunks", (CHUNKED_FROM,)), *other]

@@ -31,8 +31,8 @@ KINDS = {
 
 @pytest.fixture(autouse=True)
 def _clean(unwritten: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(expanded, "FEWEST", FEWEST)
-    monkeypatch.setattr(expanded, "FEWEST_BY_TRITON", FEWEST)
+    monkeypatch.setattr(expanded, "MIN_QUERIES", FEWEST)
+    monkeypatch.setattr(expanded, "MIN_QUERIES_TRITON", FEWEST)
     monkeypatch.setattr(expanded, "MARGIN", -1e9)
     yield
     dispatch.force("")
@@ -149,10 +149,10 @@ def test_what_pays() -> None:
         for queries, context, said in ((FEWEST - 1, 0, False), (FEWEST, 0, True), (most - 1, 10**6, False), (most, 10**6, True)):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(expanded, "MARGIN", 1.0)
-                assert expanded.pays(Row(queries, context, ()), own, False) == said
+                assert expanded.worthwhile(Row(queries, context, ()), own, False) == said
     own = KINDS["deepseek"]
-    assert not expanded.pays(Row(99, 0, (), parents=range(-1, 98)), own, False)
-    assert not expanded.pays(Row(99, 0, (), whole=True), own, False)
+    assert not expanded.worthwhile(Row(99, 0, (), parents=range(-1, 98)), own, False)
+    assert not expanded.worthwhile(Row(99, 0, (), whole=True), own, False)
 
 
 def test_what_only_the_device_knows_is_not_expanded() -> None:
@@ -160,5 +160,5 @@ def test_what_only_the_device_knows_is_not_expanded() -> None:
     own = KINDS["deepseek"]
     layout = AttentionLayout(4, (kind(0, 4, 1, 56, True),), torch.float32, DEVICE, latent=48, expansion=own)
     long = Row(20, 0, range(5))
-    assert expanded.chosen([Row(1, 8, range(3)), long], layout) == [1]
-    assert expanded.chosen([Row(1, 8, range(3), settled=1), long], layout) == []
+    assert expanded.rows_to_expand([Row(1, 8, range(3)), long], layout) == [1]
+    assert expanded.rows_to_expand([Row(1, 8, range(3), settled=1), long], layout) == []

@@ -12,7 +12,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as oracle
 
 from penstock.kernels import dispatch
 from penstock.kernels.gated_delta import gated_delta, gated_norm
-from penstock.kernels.spans import Spans, States
+from penstock.kernels.spans import RecurrentStates, Spans
 from penstock.tests.kernels import memories
 from penstock.tests.kernels.memories import DEVICE, TOLERANCES
 
@@ -47,7 +47,7 @@ class Layer(memories.Rule):
         mixed, more = memories.wide(self.taps, tokens, sum(sizes))
         return mixed, *more.split(sizes, 1)
 
-    def run(self, inputs: tuple[Tensor, ...], spans: Spans, states: States) -> Tensor:
+    def run(self, inputs: tuple[Tensor, ...], spans: Spans, states: RecurrentStates) -> Tensor:
         mixed, strengths, fades = inputs
         return gated_delta(mixed, strengths, fades, self.taps, self.rates, self.offsets, spans, states, self.strongest, self.bound)
 

@@ -168,12 +168,12 @@ def test_a_shard_by_triton_gives_the_same_tokens(name: str, monkeypatch: pytest.
 def test_prompts_by_chunks_give_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if two tokens were many: parts of prompts stand beside tokens that come one by one."""
     expected = plain(name)
-    monkeypatch.setattr(fused_chunked_delta, "LONG", 2)
+    monkeypatch.setattr(fused_chunked_delta, "CHUNKED_FROM", 2)
     dispatch.force("triton")
     with sanitizer.watching() as kernels:
         found = run(tiny.engine(name, 4, PAGES))
     assert found.tokens == expected.tokens
-    assert {"walk_kernel", "recurrent_kernel"} <= set(kernels)
+    assert {"chunk_state_kernel", "recurrent_kernel"} <= set(kernels)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_products_of_few_rows_give_the_same_tokens(name: str, cut: bool, monkeyp
 def test_expanded_latents_give_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of chunks that are long from three tokens on; steps that a graph takes are not expanded."""
     expected = plain(name)
-    monkeypatch.setattr(expanded, "FEWEST_BY_TRITON", 3)
+    monkeypatch.setattr(expanded, "MIN_QUERIES_TRITON", 3)
     monkeypatch.setattr(expanded, "MARGIN", -1e9)
     calls = []
     attend = expanded_attention.attend

@@ -15,7 +15,7 @@ from transformers.models.qwen4_exp import modeling_qwen4_exp as oracle
 from penstock.kernels import dispatch
 from penstock.kernels.ngram_hashes import NgramHashes
 from penstock.kernels.ngrams import opened, rows_of, take
-from penstock.kernels.spans import Spans, States
+from penstock.kernels.spans import RecurrentStates, Spans
 from penstock.shard.models.ngrams import NgramShape
 from penstock.tests.kernels import memories
 from penstock.tests.kernels.memories import DEVICE, TOLERANCES
@@ -104,7 +104,7 @@ class Layer(memories.Rule):
         """Norms, what is taken, and streams."""
         return tuple(torch.randn(tokens, len(self.taps)).to(self.taps) for _ in range(3))
 
-    def run(self, inputs: tuple[Tensor, ...], spans: Spans, states: States) -> Tensor:
+    def run(self, inputs: tuple[Tensor, ...], spans: Spans, states: RecurrentStates) -> Tensor:
         normal, taken, streams = inputs
         found, total = streams.unsqueeze(1).clone(), int(spans.starts[-1])
         take(found, taken, normal, self.taps, self.apart, spans, states)
@@ -163,7 +163,9 @@ def test_what_streams_take_is_transformers(route: str, dtype: torch.dtype, chanc
     taken, normal = opened(joint, held, place(gains.view(3, 3, hidden)), 1e-2)
     taps = torch.zeros(3 * hidden, own.reach + 1, dtype=dtype)
     taps[:, :: own.most] = module.conv1d.weight.detach().squeeze(1).to(dtype)
-    states = States(torch.zeros(2, own.reach, 3 * hidden, dtype=dtype, device=DEVICE), torch.zeros(2, 0, 0, 0, device=DEVICE))
+    states = RecurrentStates(
+        torch.zeros(2, own.reach, 3 * hidden, dtype=dtype, device=DEVICE), torch.zeros(2, 0, 0, 0, device=DEVICE)
+    )
     take(held, taken, normal, place(taps), own.most, memories.spans_of([tokens], [1], [1]), states)
     tolerance = 10 * TOLERANCES[dtype]
     torch.testing.assert_close(held.float().flatten(1).cpu(), expected, rtol=tolerance, atol=tolerance)

@@ -10,7 +10,7 @@ from transformers.models.lfm2 import modeling_lfm2 as oracle
 
 from penstock.kernels import dispatch
 from penstock.kernels.short_convolution import short_convolution
-from penstock.kernels.spans import Spans, States
+from penstock.kernels.spans import RecurrentStates, Spans
 from penstock.tests.kernels import memories
 from penstock.tests.kernels.memories import DEVICE, TOLERANCES
 
@@ -36,7 +36,7 @@ class Layer(memories.Rule):
         """What goes in, and gates."""
         return memories.wide(self.taps, tokens, len(self.taps))
 
-    def run(self, inputs: tuple[Tensor, ...], spans: Spans, states: States) -> Tensor:
+    def run(self, inputs: tuple[Tensor, ...], spans: Spans, states: RecurrentStates) -> Tensor:
         return short_convolution(*inputs, self.taps, self.biases, spans, states)
 
     def expected(self, inputs: tuple[Tensor, ...], window: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:

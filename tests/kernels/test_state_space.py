@@ -12,7 +12,7 @@ from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from penstock.kernels import dispatch
 from penstock.kernels.gated_delta import gated_norm
-from penstock.kernels.spans import Spans, States
+from penstock.kernels.spans import RecurrentStates, Spans
 from penstock.kernels.state_space import state_space
 from penstock.tests.kernels import memories
 from penstock.tests.kernels.memories import DEVICE, TOLERANCES
@@ -52,7 +52,7 @@ class Layer(memories.Rule):
         """Mixed and steps."""
         return memories.wide(self.taps, tokens, self.heads)
 
-    def run(self, inputs: tuple[Tensor, ...], spans: Spans, states: States) -> Tensor:
+    def run(self, inputs: tuple[Tensor, ...], spans: Spans, states: RecurrentStates) -> Tensor:
         mixed, steps = inputs
         own = self.taps, self.biases, self.rates, self.offsets, self.skips, self.limits
         return state_space(mixed, steps, *own, spans, states)

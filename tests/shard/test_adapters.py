@@ -21,7 +21,7 @@ from penstock.shard.loading import load
 from penstock.shard.models.changes import Change, LoraAdapters
 from penstock.shard.models.decoder import Decoder
 from penstock.shard.models.families import shape
-from penstock.shard.models.kimi_linear_attention import KimiDelta
+from penstock.shard.models.kimi_linear_attention import KimiDeltaAttention
 from penstock.shard.models.linear_attention import LinearAttention
 from penstock.shard.models.shape import Unsupported
 from penstock.shard.parallel import Ranks
@@ -144,7 +144,9 @@ def test_weights_of_few_bits(name: str, form: str, tmp_path: Path) -> None:
     few, plain = packing.checkpoints(name, form, tmp_path)
     place = lora.adapter(plain, tmp_path / "adapter", 3)
     found = engine_of(few, adapters=(("a", str(place)),))
-    memories = [layer.attention for layer in found.decoder.layers if isinstance(layer.attention, LinearAttention | KimiDelta)]
+    memories = [
+        layer.attention for layer in found.decoder.layers if isinstance(layer.attention, LinearAttention | KimiDeltaAttention)
+    ]
     assert all(one.gating is not None for one in memories)
     tokens = prompts(1, 40)[0]
     check(found, [(tokens, "a")], {"a": lora.merged(plain, place, tmp_path / "merged")}, Habits(chunk=9))

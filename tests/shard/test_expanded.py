@@ -30,7 +30,7 @@ FEWEST = 6
 @pytest.fixture(autouse=True)
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tokens were expanded in each layer of each step."""
-    monkeypatch.setattr(expanded, "FEWEST", FEWEST)
+    monkeypatch.setattr(expanded, "MIN_QUERIES", FEWEST)
     monkeypatch.setattr(expanded, "MARGIN", -1e9)
     found: list[int] = []
     right = expanded.attention
@@ -91,7 +91,7 @@ def test_a_cache_of_8_bits(counted: list[int], monkeypatch: pytest.MonkeyPatch) 
 
     found = scores()
     assert set(counted) == {70}
-    monkeypatch.setattr(expanded, "FEWEST", 1 << 30)
+    monkeypatch.setattr(expanded, "MIN_QUERIES", 1 << 30)
     torch.testing.assert_close(found, scores(), rtol=1e-4, atol=1e-4)
     assert len(counted) == 3
 

@@ -380,7 +380,9 @@ def test_nothing_is_compiled_in_the_step_that_is_measured(noted: Noted, name: st
     engine = load(ShardConfig(folder=str(tiny.folder(name)), model="m", device="cuda", dtype="bfloat16"), lambda stage: None)
     engine.compile(8)
     size_pool(engine, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL)
-    chunks = {"features_kernel", "systems_kernel", "walk_kernel"} if engine.decoder.shape.remembering else set()
+    chunks = (
+        {"chunk_convolution_kernel", "chunk_systems_kernel", "chunk_state_kernel"} if engine.decoder.shape.remembering else set()
+    )
     assert {one.kernel for one in noted.launches[counts[-1] :]} >= {"attend", "rotary_kernel"} | chunks
     assert not {*noted.launches[counts[-1] :]} - {*noted.launches[: counts[-1]]}
 
@@ -396,7 +398,13 @@ def test_prompts_that_go_by_chunks_ask_nothing(noted: Noted, name: str) -> None:
     noted.waits.clear()
     for lengths in ((70,), (3, 65, 64), (129, 1, 2)):
         assert len(run(engine, [tiny.group(uid, range(length), 4) for uid, length in enumerate(lengths)])) == 4 * len(lengths)
-    kernels = {"features_kernel", "systems_kernel", "walk_kernel", "recurrent_kernel", "window_kernel"}
+    kernels = {
+        "chunk_convolution_kernel",
+        "chunk_systems_kernel",
+        "chunk_state_kernel",
+        "recurrent_kernel",
+        "convolution_window_kernel",
+    }
     later = {one for one in noted.launches[before:] if one.kernel in kernels}
     assert {one.kernel for one in later} == kernels
     assert not later - known

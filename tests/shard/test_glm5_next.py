@@ -13,7 +13,7 @@ from penstock.launcher import roofline
 from penstock.proto.speculation import Speculation
 from penstock.shard.models.draft_families import check_guesses, draft_shape
 from penstock.shard.models.families import shape
-from penstock.shard.models.remembering import KimiDeltaShape
+from penstock.shard.models.recurrent_shapes import KimiDeltaShape
 from penstock.shard.models.shape import Shape, Unsupported
 from penstock.shard.models.traits import HyperConnections, Index, Latent
 from penstock.tests.shard import tiny

@@ -24,9 +24,9 @@ from penstock.shard.loading import load
 from penstock.shard.memory import Measured
 from penstock.shard.models.decoder import Decoder
 from penstock.shard.models.families import shape
-from penstock.shard.models.kimi_linear_attention import KimiDelta
-from penstock.shard.models.linear_attention import DeltaRule, LinearAttention, RecurrentAttention
-from penstock.shard.models.remembering import KimiDeltaShape, LinearAttentionShape, ShortConvolutionShape
+from penstock.shard.models.kimi_linear_attention import KimiDeltaAttention
+from penstock.shard.models.linear_attention import GatedDelta, LinearAttention, RecurrentAttention
+from penstock.shard.models.recurrent_shapes import KimiDeltaShape, LinearAttentionShape, ShortConvolutionShape
 from penstock.shard.models.shape import Unsupported
 from penstock.shard.models.short_convolutions import ShortConvolutions
 from penstock.shard.service import Service
@@ -629,7 +629,7 @@ def memories(model: Decoder) -> LinearAttention:
 def remembered(model: Decoder) -> Tensor:
     """What a layer that remembers something goes by: of each head, or of each channel."""
     found = next(reader for layer in model.layers for reader in layer.readers if isinstance(reader, RecurrentAttention))
-    assert isinstance(found, ShortConvolutions | LinearAttention | KimiDelta)
+    assert isinstance(found, ShortConvolutions | LinearAttention | KimiDeltaAttention)
     return found.taps if isinstance(found, ShortConvolutions) else found.rates
 
 
@@ -641,7 +641,7 @@ def test_rates_are_not_rounded(tmp_path: Path) -> None:
     few = {key: value if key.endswith(("A_log", "dt_bias")) else value.bfloat16() for key, value in stored.items()}
     safetensors.torch.save_file(few, folder / WEIGHTS, metadata={"format": "pt"})
     found, expected = memories(decoder(folder, dtype="bfloat16")), memories(exact)
-    assert isinstance(found, DeltaRule)
+    assert isinstance(found, GatedDelta)
     assert found.rates.equal(expected.rates)
     assert found.rates.equal(-stored["model.layers.0.linear_attn.A_log"].exp())
     assert found.offsets.equal(expected.offsets)

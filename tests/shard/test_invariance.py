@@ -18,7 +18,7 @@ from penstock.shard.config import ShardConfig
 from penstock.shard.decoding.hypotheses import Search
 from penstock.shard.engine import Engine
 from penstock.shard.loading import load
-from penstock.shard.models.latents import ByHeads
+from penstock.shard.models.latents import PerHeadWeight
 from penstock.shard.models.shape import Unsupported
 from penstock.shard.sequence import Group, Sampling
 from penstock.tests.shard import test_speculation, tiny
@@ -144,7 +144,7 @@ def test_what_leads_from_latents_to_heads_depends_on_no_other_row(sizes: tuple[i
     heads, features, _ = sizes
     torch.manual_seed(0)
     x, weights = torch.randn(200, heads, features).to(dtype), torch.randn(sizes).to(dtype)
-    product = ByHeads(weights, Invariance.INVARIANT)
+    product = PerHeadWeight(weights, Invariance.INVARIANT)
     alone = torch.cat([product(row.unsqueeze(0)) for row in x])
     assert all(product(x[:count]).equal(alone[:count]) for count in range(1, 201))
     torch.testing.assert_close(alone, torch.einsum("thi,hio->tho", x, weights), atol=0.05, rtol=0.02)

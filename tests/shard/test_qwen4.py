@@ -19,7 +19,7 @@ from penstock.shard import forward
 from penstock.shard.models.draft_families import check_guesses
 from penstock.shard.models.families import shape
 from penstock.shard.models.ngrams import primes
-from penstock.shard.models.remembering import LinearAttentionShape
+from penstock.shard.models.recurrent_shapes import LinearAttentionShape
 from penstock.shard.models.shape import Shape, Unsupported
 from penstock.shard.models.traits import GatedHyperConnections, PoolIndex
 from penstock.shard.step import Span
