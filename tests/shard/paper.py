@@ -89,6 +89,7 @@ class Model:
     shape = SimpleNamespace(
         max_positions=1 << 20,
         layers=1,
+        expandable=None,
         windows=(0,),
         softcap=0.0,
         sight_factor=1.0,
