@@ -61,7 +61,7 @@ class NullEngine:
         self._used = 0.0  # seconds of all this process's threads
         self.pool = SimpleNamespace(free=100_000)
         self.device = "none"
-        self.decoder = SimpleNamespace(shape=SimpleNamespace(vocabulary=128_000, max_positions=8192, remembering=None))
+        self.decoder = SimpleNamespace(shape=SimpleNamespace(vocabulary=128_000, max_positions=8192, recurrent=None))
 
     underway = None
     overlaps = False

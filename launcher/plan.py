@@ -188,7 +188,7 @@ def _graphs(options: Options, form: Shape, draft: DraftShape | None) -> int:
     chosen = graph_sizes.parse(options.cuda_graphs)
     speculation = options.speculation
     tokens = options.max_batch_prefill_tokens or graph_sizes.MIXED[-1]
-    remembers = [one.remembering is not None for one in (form, draft) if isinstance(one, Shape)]
+    remembers = [one.recurrent is not None for one in (form, draft) if isinstance(one, Shape)]
     return len(graph_sizes.recorded(chosen, options.sequences, tokens, speculation.most > 0, remembers))
 
 

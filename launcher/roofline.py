@@ -82,7 +82,7 @@ def decode(group: Group, on: Accelerator, streams: int, context: int) -> float:
 
 def prefill(group: Group, on: Accelerator, tokens: int) -> float:
     """Seconds of a prefill of so many tokens, while nothing else runs."""
-    shape, index, blocks, kept = group.shape, group.shape.index, group.shape.blocks, group.shape.remembering
+    shape, index, blocks, kept = group.shape, group.shape.index, group.shape.blocks, group.shape.recurrent
     pairs = _pairs_of_chunks if shape.chunked else _pairs
     windows = ((shape.windows[layer], shape.chosen(layer), layer) for layer in shape.attending)
     seen = ((_entries(shape, layer, tokens) or pairs(tokens, window or chosen), window) for window, chosen, layer in windows)
@@ -150,14 +150,14 @@ def exchange(group: Group, on: Accelerator, tokens: int, rows: int) -> float:
     sums = shape.sums + 1
     sums += sum(mixture is not None and mixture.beside for mixture in shape.mixtures)
     found = sums * all_reduce(on, *ranks, tokens * shape.hidden * group.item) + gather(group, on, rows)
-    if shape.grams:  # partial n-gram embeddings of each rank
-        found += len(shape.grams.layers) * all_reduce(on, *ranks, tokens * shape.grams.size * group.item)
+    if shape.ngrams:  # partial n-gram embeddings of each rank
+        found += len(shape.ngrams.layers) * all_reduce(on, *ranks, tokens * shape.ngrams.size * group.item)
     if shape.joint_qk_norm:  # a sum of squares of a token's queries, and one of its keys, in float32
         found += shape.layers * all_reduce(on, *ranks, 8 * tokens)
     closing = sum(part > 0 for part in shape.mlp_closed)  # mean of a token's gates, and of their squares
     found += closing * all_reduce(on, *ranks, 8 * tokens)
-    if shape.remembering and (squares := shape.remembering.squares(group.ranks)):
-        found += len(shape.remembering.layers) * all_reduce(on, *ranks, 4 * tokens * squares)
+    if shape.recurrent and (squares := shape.recurrent.squares(group.ranks)):
+        found += len(shape.recurrent.layers) * all_reduce(on, *ranks, 4 * tokens * squares)
     return found
 
 

@@ -48,14 +48,14 @@ class Cache:
         self.layers: dict[int, Tensor] = {layer: next(following[slot]) for layer, slot in zip(attending, each, strict=True)}
         self.layers |= {layer: self.layers[shape.source(layer)] for layer in shape.attending if layer not in self.layers}
         self._remembered = _remembered(shape, ranks, slots, computed or dtype, device)
-        remembering = sorted(shape.remembering.layers) if shape.remembering else []
-        self.states = {layer: RecurrentStates(*(whole[i] for whole in self._remembered)) for i, layer in enumerate(remembering)}
+        recurrent = sorted(shape.recurrent.layers) if shape.recurrent else []
+        self.states = {layer: RecurrentStates(*(whole[i] for whole in self._remembered)) for i, layer in enumerate(recurrent)}
         self.slots = slots
         # Of layers with n-gram embeddings, the last inputs of their convolutions.
-        self.grams: dict[int, RecurrentStates] = {}
-        if shape.grams:
-            self.grams = _convolutions(shape.grams, shape.hidden, slots, computed or dtype, device)
-            self._remembered += tuple(own.windows.unsqueeze(0) for own in self.grams.values())
+        self.ngrams: dict[int, RecurrentStates] = {}
+        if shape.ngrams:
+            self.ngrams = _convolutions(shape.ngrams, shape.hidden, slots, computed or dtype, device)
+            self._remembered += tuple(own.windows.unsqueeze(0) for own in self.ngrams.values())
         # Copied and zeroed as bytes where torch's operations don't support the type.
         flat = [whole.view(torch.uint8) if dtype.itemsize == 1 else whole for whole in wholes.values()]
         # [slots, features], of each token, copied and moved with its keys; a draft model's cache refers to those of its target.
@@ -114,21 +114,21 @@ class Cache:
 def _remembered(shape: Shape, ranks: int, slots: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
     """Convolution windows and recurrent states of all layers, [layers, 1 + slots, ...] each; (): there are none. Slot 0 is for
     padding."""
-    remembering = shape.remembering
-    if remembering is None:
+    recurrent = shape.recurrent
+    if recurrent is None:
         return ()
-    count = len(remembering.layers)
-    windows = _zeros((count, 1 + slots, remembering.width - 1, remembering.channels(ranks)), dtype, device)
-    return windows, _zeros((count, 1 + slots, *remembering.memory(ranks)), torch.float32, device)
+    count = len(recurrent.layers)
+    windows = _zeros((count, 1 + slots, recurrent.width - 1, recurrent.channels(ranks)), dtype, device)
+    return windows, _zeros((count, 1 + slots, *recurrent.memory(ranks)), torch.float32, device)
 
 
 def _convolutions(
-    grams: NgramShape, hidden: int, slots: int, dtype: torch.dtype, device: torch.device
+    ngrams: NgramShape, hidden: int, slots: int, dtype: torch.dtype, device: torch.device
 ) -> dict[int, RecurrentStates]:
     """States of n-gram convolutions: windows alone, `memories` are empty."""
     none = torch.zeros(1 + slots, 0, 0, 0, device=device)
-    size = (1 + slots, grams.reach, grams.channels(hidden))
-    return {layer: RecurrentStates(_zeros(size, dtype, device), none) for layer in grams.layers}
+    size = (1 + slots, ngrams.reach, ngrams.channels(hidden))
+    return {layer: RecurrentStates(_zeros(size, dtype, device), none) for layer in ngrams.layers}
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

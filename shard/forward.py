@@ -60,7 +60,7 @@ class Forward:
         self._cache = cache
         self._layout = _layout_of(decoder, cache)
         self._adapted = bool(decoder.changes.names)
-        self._remembers = decoder.shape.remembering is not None
+        self._remembers = decoder.shape.recurrent is not None
         self._before = _before_of(decoder.shape)
         self.narrows = decoder.shape.keyless > 0
         self._decodes: list[Graph] = []  # for spans of one token (pure decode); by size
@@ -129,8 +129,8 @@ def _fitting(graphs: Listing[Graph], tokens: int) -> Graph | None:
 
 
 def _before_of(shape: Shape) -> NgramContext | None:
-    grams = shape.grams
-    return NgramContext(grams.before, grams.end, grams.image, shape.vocabulary) if grams else None
+    ngrams = shape.ngrams
+    return NgramContext(ngrams.before, ngrams.end, ngrams.image, shape.vocabulary) if ngrams else None
 
 
 def _layout_of(decoder: Decoder, cache: Cache) -> AttentionLayout:

@@ -170,8 +170,8 @@ class Guesses:
 def _proposer(asked: Speculation, model: Model | None, deepest: int) -> Proposer:
     if model is None:
         return NgramProposer()
-    growth: TreeShape = BestFirstTree(ROUNDS, deepest) if asked.nodes else LayeredTree(asked.widths)
-    drafting = Drafting(model, growth, VerificationRule(asked.verify))
+    shape: TreeShape = BestFirstTree(ROUNDS, deepest) if asked.nodes else LayeredTree(asked.widths)
+    drafting = Drafting(model, shape, VerificationRule(asked.verify))
     return MergedProposer([drafting, NgramProposer()]) if asked.ngram else drafting
 
 

@@ -182,8 +182,8 @@ def _check_invariant(model: Shape, device: torch.device) -> None:
         what = "sparse attention, whose scores are made in parts"
     if model.compressed:
         what = "attention to entries, whose scores are made in parts"
-    if model.remembering is not None:
-        what = f"{model.remembering.name}, which may go by how a prompt is divided"
+    if model.recurrent is not None:
+        what = f"{model.recurrent.name}, which may go by how a prompt is divided"
     if what:
         raise Unsupported(f"--batch-invariant is not there for {what}: leave it out")
 
@@ -237,9 +237,9 @@ def _drafter(
     source = _source(config.load_format, folder, dtype, device, Progress(model.parameters(), stage))
     if isinstance(model, ReadoutShape):
         return Readout(readout_head(model, source, target, whole), dtype, device)
-    if model.remembering is not None:
+    if model.recurrent is not None:
         raise Unsupported(
-            f"--speculate draft={speculation.draft}: with {model.remembering.name} it can't take drafts back: take another"
+            f"--speculate draft={speculation.draft}: with {model.recurrent.name} it can't take drafts back: take another"
         )
     if taps is not None:
         made_up = config.load_format == "dummy"

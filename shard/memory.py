@@ -185,7 +185,7 @@ def _part(count: int, what: str) -> str:
 def _together(engine: Engine, sequences: int, fraction: float) -> int:
     """The most of these sequences that a step can have, the same on all ranks: recurrent states of more don't fit, not even while a
     step is measured."""
-    if not engine.decoder.shape.remembering:
+    if not engine.decoder.shape.recurrent:
         return sys.maxsize
     return engine.decoder.ranks.least(engine.sequences(sequences, _usable(engine, fraction))[0])
 
@@ -197,7 +197,7 @@ def _sample(engine: Engine, tokens: int, rows: int, most: int) -> Measured:
     sample = tokens if engine.device.type == "cuda" else min(tokens, SAMPLE_TOKENS)
     longest = engine.decoder.shape.max_positions
     rows = -(-rows * sample // tokens)  # as many per token as the largest step has, and at least one
-    if engine.decoder.shape.remembering and triton_on(engine.device):
+    if engine.decoder.shape.recurrent and triton_on(engine.device):
         most = min(most, max(1, sample // CHUNKED_FROM))  # long spans, which go by chunks and take more memory than short ones
     prompts = max(-(-sample // longest), min(rows, most))
     choices = -(-rows // prompts)
@@ -227,7 +227,7 @@ def _make_room(engine: Engine, lengths: list[int], choices: int) -> None:
     pages = sum(-(-length // engine.page_size) + choices - 1 for length in lengths)
     engine.resize(pages, len(lengths), keeps=False)
     engine.forward.narrows = False  # as in a step whose rows are all wanted
-    for state in (*engine.cache.states.values(), *engine.cache.grams.values()):
+    for state in (*engine.cache.states.values(), *engine.cache.ngrams.values()):
         state.windows.zero_()
         state.memories.zero_()
 

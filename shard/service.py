@@ -86,7 +86,7 @@ class Service:
         if self._engine is not None:
             shape = self._engine.decoder.shape
             reply.overlaps = self._engine.overlaps
-            reply.prefix_caching = config.prefix_caching and shape.remembering is None  # else the cache finds only some prefixes
+            reply.prefix_caching = config.prefix_caching and shape.recurrent is None  # else the cache finds only some prefixes
             reply.vocabulary, reply.max_positions, reply.device = shape.vocabulary, shape.max_positions, str(self._engine.device)
         return reply
 
@@ -130,7 +130,7 @@ class Service:
         graphs = engine.device.type == "cuda" and triton_on(engine.device)
         chosen = parse(config.cuda_graphs) if graphs and shape.replayed else ()
         drafts = engine.guesses.most > 0
-        remembers = [shape.remembering is not None]
+        remembers = [shape.recurrent is not None]
         remembers += [False] if engine.guesses.drafter and engine.guesses.drafter.recorded else []
         sizes = recorded(chosen, rows, tokens, drafts, remembers)
         self.stage = "compiling products"
@@ -143,7 +143,7 @@ class Service:
         self.stage = "measuring memory"
         # With recurrent states, accepted drafts are computed a second time; the router does not count these tokens in a step's
         # budget.
-        most = tokens + (sequences * engine.guesses.most if shape.remembering is not None else 0)
+        most = tokens + (sequences * engine.guesses.most if shape.recurrent is not None else 0)
         most += engine.decoder.vision.whole if engine.decoder.vision is not None else 0
         copies, reserved = size_copies(engine, config.kv_offload_gib)
         pages, sequences, sample = size_pool(

@@ -166,12 +166,12 @@ class BestFirstTree:
 class Drafting:
     """A proposer that grows trees from a draft model's logits."""
 
-    def __init__(self, model: Model, growth: TreeShape, rule: VerificationRule = VerificationRule.GUMBEL) -> None:
-        assert rule is not VerificationRule.REJECTION or isinstance(growth, LayeredTree), (
+    def __init__(self, model: Model, shape: TreeShape, rule: VerificationRule = VerificationRule.GUMBEL) -> None:
+        assert rule is not VerificationRule.REJECTION or isinstance(shape, LayeredTree), (
             "rejection needs a shape that doesn't depend on draws"
         )
         self._model = model
-        self._growth = growth
+        self._shape = shape
         self._rule = rule
 
     def propose(self, asked: Listing[DraftRequest]) -> Proposal:
@@ -180,8 +180,8 @@ class Drafting:
         ready = self._model.ready([one.sequence for one in asked])
         able = [one for one, there in zip(growing, ready, strict=True) if there and one.asked.nodes and one.asked.depth]
         probabilities: list[Tensor] = []
-        for _ in range(self._growth.rounds):
-            chosen = [(one, self._growth.children(one)) for one in able]
+        for _ in range(self._shape.rounds):
+            chosen = [(one, self._shape.children(one)) for one in able]
             chosen = [(one, some) for one, some in chosen if some]
             if not chosen:
                 break

@@ -32,11 +32,11 @@ def _parts(whole: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     return torch.stack(parts, -1)
 
 
-def widened(joint: Tensor, leaning: Tensor, size: int) -> Tensor:
+def widened(joint: Tensor, alibi_bias: Tensor, size: int) -> Tensor:
     """joint: a step's queries, keys and values, as many heads of each, concatenated, [tokens, heads of all * size]; leaning: rows
     of `table_of`. Returns the same with the biases appended to keys, ones to queries, and zeros to values."""
-    heads, more = leaning.shape[1:]
+    heads, more = alibi_bias.shape[1:]
     every = functional.pad(joint.view(len(joint), 3 * heads, size), (0, more))
     every[:, :heads, size:] = 1
-    every[:, heads : 2 * heads, size:] = leaning
+    every[:, heads : 2 * heads, size:] = alibi_bias
     return every.flatten(1)

@@ -91,17 +91,17 @@ class Layer:
         self.alternation = AltUp(load, shape.alternation) if shape.alternation else None
         self.laurel = LaurelBlock(load, shape.laurel) if shape.laurel else None
         self.attention = self._attention(load) if attends else None
-        kept = shape.remembering
+        kept = shape.recurrent
         along = kept is not None and kept.along and index in kept.layers
         # Linear attention or state spaces beside attention, after the same norm.
         self.memory = _remembered(load, kept) if kept and along else None
         self.factor = load.number("layer_scalar") if shape.layer_factors else 1.0
-        self.told = PerLayerInput(load, shape.inputs) if shape.inputs else None
-        self.grams = NgramLayer(load, shape.grams, index) if shape.grams and index in shape.grams.layers else None
+        self.per_layer = PerLayerInput(load, shape.inputs) if shape.inputs else None
+        self.ngrams = NgramLayer(load, shape.ngrams, index) if shape.ngrams and index in shape.ngrams.layers else None
         self.mlp = self._mlp(load) if thinks else None
 
     def _attention(self, load: Loader) -> HeadAttention | SharedKeyAttention | LatentAttention | RecurrentAttention:
-        kept = self.shape.remembering
+        kept = self.shape.recurrent
         if self.index >= self.shape.with_keys:
             return SharedKeyAttention(load, self.window)
         if kept and not kept.along and self.index in kept.layers:
@@ -147,10 +147,10 @@ class Layer:
     def attend(self, stream: Stream, step: Step, places: Places, cache: Cache) -> Sequence[Tensor]:
         """The outputs of the token mixers for `transform`, [tokens, features] each. Writes keys and values to the cache, or updates
         recurrent states."""
-        if self.grams is not None:
+        if self.ngrams is not None:
             assert isinstance(stream, GatedHyperStream)
             assert places.rows is not None
-            self.grams(stream, places.rows, step, cache.grams[self.index])
+            self.ngrams(stream, places.rows, step, cache.ngrams[self.index])
         self._turn(stream, 0)
         return [self._read(reader, stream, step, places, cache) for reader in self.readers]
 
@@ -192,8 +192,8 @@ class Layer:
         """Zeros in place of the token mixers' outputs of so many tokens."""
         return [like.new_zeros(rows, reader.output.shape[1]) for reader in self.readers]
 
-    def transform(self, attended: Sequence[Tensor], stream: Stream, told: Tensor | None) -> None:
-        """Adds to the stream the attention outputs, then the MLP's output, then the per-layer input `told`; at last multiplies the
+    def transform(self, attended: Sequence[Tensor], stream: Stream, per_layer: Tensor | None) -> None:
+        """Adds to the stream the attention outputs, then the MLP's output, then the per-layer input; at last multiplies the
         stream by the layer's factor."""
         if self.laurel is not None:
             self.laurel(stream, self.input_norm)
@@ -214,8 +214,8 @@ class Layer:
         if self.alternation:
             assert isinstance(stream, AltUpStream)
             stream.correct(self.alternation)
-        if self.told is not None and told is not None:
-            self.told(stream, told)
+        if self.per_layer is not None and per_layer is not None:
+            self.per_layer(stream, per_layer)
         if self.factor != 1:
             stream.scale(self.factor)
 
@@ -261,7 +261,7 @@ class Decoder:
         self.inputs = PerLayerEmbedding(load, shape.inputs) if shape.inputs else None
         self.changes.check()
         self.first_norm = load.gains(shape.first_norm, shape.hidden) if shape.first_norm else None
-        self.grams = NgramHasher(shape.grams, device) if shape.grams else None
+        self.ngrams = NgramHasher(shape.ngrams, device) if shape.ngrams else None
         self.norm = load.gains(shape.last_norm, shape.hidden) if shape.last_norm else None
         last = shape.hyper if shape.hyper and not shape.hyper.averaged else None
         self.mixing = stream_mixer(load, "head", last, gives=False) if last else None
@@ -274,12 +274,12 @@ class Decoder:
         self.waves = load.wide("rotary_emb.alpha", shape.turned(0) // 2) if shape.rope.learned else None
         factors = self.waves.exp() if self.waves is not None else None
         self.rotary = of(shape.rope, size, factors=factors) if shape.turns else still()
-        self.growth = query_scales(shape.rope, shape.max_positions, dtype, device)
-        self.unturned_growth = nope_query_scales(shape.unturned_growth, shape.max_positions, dtype, device)
+        self.query_scale = query_scales(shape.rope, shape.max_positions, dtype, device)
+        self.nope_query_scale = nope_query_scales(shape.nope_query_scale, shape.max_positions, dtype, device)
         self.logarithms = log_positions(shape.max_positions, dtype, device) if shape.sharpened else None
         near = max(shape.windows)
         self.local_rotary = of(shape.local_rope, shape.turning_size(near), turned=shape.turned(near)) if shape.local_rope else None
-        self.leanings = leanings_of(shape, ranks.rank, ranks.size, dtype, device) if shape.alibi else None
+        self.alibi_table = leanings_of(shape, ranks.rank, ranks.size, dtype, device) if shape.alibi else None
         self.unturned = still() if shape.unturned and shape.turns else None
         self.vision: Vision | None = None  # the image encoder, if images are enabled
         self._axes = _axes_of(shape, size, device) if shape.rope.axes else None
@@ -292,7 +292,7 @@ class Decoder:
         stream = self._begin(step, cache)
         for tokens, features in looks:
             stream.replace(tokens, features[:, 0])
-        told = self._told(step, stream, [tokens for tokens, _ in looks])
+        per_layer = self._told(step, stream, [tokens for tokens, _ in looks])
         places, seen, kept = self._places(step), list[Tensor](), self.kept
         for layer in self.layers:
             if step.last is not None and layer.index == self.shape.with_keys:
@@ -300,7 +300,7 @@ class Decoder:
                 if not len(step.rows):
                     return self.embedding.new_empty(0, self.shape.hidden)
                 stream.select(step.last.tokens)
-                told = told.index_select(1, step.last.tokens) if told is not None else None
+                per_layer = per_layer.index_select(1, step.last.tokens) if per_layer is not None else None
                 step = step.narrowed()
                 places = self._places(step)
             if kept and layer.index in kept.layers:
@@ -314,8 +314,8 @@ class Decoder:
                 if not len(step.rows):
                     return self.embedding.new_empty(0, self.shape.hidden)
                 attended = [own.index_select(0, step.rows) for own in attended]
-                told = told.index_select(1, step.rows) if told is not None else None
-            layer.transform(attended, stream, told[layer.index] if told is not None else None)
+                per_layer = per_layer.index_select(1, step.rows) if per_layer is not None else None
+            layer.transform(attended, stream, per_layer[layer.index] if per_layer is not None else None)
             for tokens, features in looks:
                 if layer.index + 1 < features.shape[1]:
                     stream.put(tokens, features[:, layer.index + 1])
@@ -350,7 +350,7 @@ class Decoder:
         """Image features for an image's tokens, [tokens, levels, hidden]: see `Vision`."""
         assert self.vision is not None
         found = self.vision.look(shown.picture).index_select(0, shown.features)
-        return found if self.shape.sight_factor == 1 else found.mul_(self.shape.sight_factor)
+        return found if self.shape.image_factor == 1 else found.mul_(self.shape.image_factor)
 
     def _told(self, step: Step, stream: Stream, shown: Sequence[Tensor]) -> Tensor | None:
         """Per-layer inputs of the step's tokens: [layers, tokens, features]. shown: which tokens are image tokens."""
@@ -360,15 +360,15 @@ class Decoder:
 
     def _places(self, step: Step) -> list[Places]:
         """What each layer needs of the positions of the step's tokens."""
-        leaning, logarithms = (
-            table.index_select(0, step.positions) if table is not None else None for table in (self.leanings, self.logarithms)
+        alibi_bias, logarithms = (
+            table.index_select(0, step.positions) if table is not None else None for table in (self.alibi_table, self.logarithms)
         )
         choosing: list[TokenSelection | None] = []
-        rows = self.grams(step) if self.grams is not None else {}
+        rows = self.ngrams(step) if self.ngrams is not None else {}
         pools = self._pools(step)
         every = self.rotary if self.shape.compressed else None
         return [
-            Places(*each, leaning, logarithms, choosing, pools, rows.get(layer), every)
+            Places(*each, alibi_bias, logarithms, choosing, pools, rows.get(layer), every)
             for layer, each in enumerate(zip(self._turnings(step), self._growths(step), strict=True))
         ]
 
@@ -409,7 +409,8 @@ class Decoder:
     def _growths(self, step: Step) -> list[Tensor | None]:
         """What queries are multiplied by, by their position, for each layer (temperature tuning); None: by 1."""
         turned, still = (
-            table.index_select(0, step.positions) if table is not None else None for table in (self.growth, self.unturned_growth)
+            table.index_select(0, step.positions) if table is not None else None
+            for table in (self.query_scale, self.nope_query_scale)
         )
         return [still if still is not None and layer.index in self.shape.unturned else turned for layer in self.layers]
 
@@ -496,8 +497,8 @@ class Decoder:
         for layer in firsts.values():
             stream = self._blank(rows)
             layer.project(stream)
-            told = self.embedding.new_zeros(rows, layer.told.output.shape[1]) if layer.told else None
-            layer.transform(layer.nothing(self.embedding, rows), stream, told)
+            per_layer = self.embedding.new_zeros(rows, layer.per_layer.output.shape[1]) if layer.per_layer else None
+            layer.transform(layer.nothing(self.embedding, rows), stream, per_layer)
         self.head(self.precise(stream.normalized(self.norm)))
 
     def _blank(self, rows: int) -> Stream:
@@ -514,7 +515,7 @@ class Decoder:
 
     def _weights(self) -> Iterator[Weight | Tensor]:
         parts = [self, *self.layers, *(part for layer in self.layers for reader in layer.readers for part in reader.parts)]
-        own = (part for layer in self.layers for part in (layer.told, layer.alternation, layer.laurel, layer.grams))
+        own = (part for layer in self.layers for part in (layer.per_layer, layer.alternation, layer.laurel, layer.ngrams))
         parts += [part for part in (self.inputs, self.mixing, self.ends, *own) if part is not None]
         parts += [mixing for layer in self.layers for mixing in layer.mixings]
         parts += [gate for layer in self.layers for gate in layer.norm_gates if gate is not None]

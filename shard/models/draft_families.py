@@ -78,11 +78,9 @@ def draft_shape(config: Config, target: Shape, own: bool = False) -> DraftShape:
 def check_guesses(target: Shape, speculation: Speculation) -> None:
     """Raises Unsupported for drafts that the model can't verify: trees, where it has recurrent state or sparse attention by
     blocks."""
-    if speculation.chain or (target.remembering is None and not target.placed):
+    if speculation.chain or (target.recurrent is None and not target.placed):
         return
-    reason = (
-        "where blocks, pools or entries of tokens are chosen," if target.remembering is None else f"with {target.remembering.name}"
-    )
+    reason = "where blocks, pools or entries of tokens are chosen," if target.recurrent is None else f"with {target.recurrent.name}"
     raise Unsupported(
         f"--speculate {written(speculation)}: {reason} drafts must be a chain: take a draft model's tokens=K, or ngram=K, "
         "and not both"
@@ -156,7 +154,7 @@ def _next(config: Config, target: Shape) -> Shape:
         windows=target.windows[-1:],
         mixtures=target.mixtures[-1:],
         unturned=frozenset({0} if target.layers - 1 in target.unturned else ()),
-        remembering=None,
+        recurrent=None,
         latent=_indexing(target.latent),
         layer_factors=False,
         tied=False,

@@ -75,8 +75,8 @@ def _sound(found: Shape, kinds: list[Any] | None) -> Shape:
         if mixture.chosen > reached:
             raise Unsupported(f"config.json says num_experts_per_tok {mixture.chosen}, of {reached} experts: {AGAIN}")
     other = SLIDING
-    if found.remembering:
-        other = SHORT if isinstance(found.remembering, ShortConvolutionShape) else LINEAR
+    if found.recurrent:
+        other = SHORT if isinstance(found.recurrent, ShortConvolutionShape) else LINEAR
     elif found.chunked:
         other = CHUNKED
     elif found.blocks:
@@ -84,7 +84,7 @@ def _sound(found: Shape, kinds: list[Any] | None) -> Shape:
     slides = {SLIDING} if any(found.windows) and not found.chunked else set()
     known = (
         {INDEXED}
-        if found.index and not found.remembering
+        if found.index and not found.recurrent
         else {FULL, other} | slides | ({INDEXED} if found.index or found.pool else set())
     )
     known |= {*COMPRESSED} if found.compressed else set()

@@ -44,8 +44,8 @@ def glm_5_next(config: Config) -> Shape:
         given["mlp_layer_types"] = [PLAIN_MLP if layer < 3 else EXPERTS for layer in range(layers)]
     base = latent_shape(given)
     kinds = given.get("layer_types") or [INDEXED if layer % 4 == 3 else LINEAR for layer in range(layers)]
-    remembering = linear_layers(kinds)
-    others = frozenset(range(layers)) - remembering
+    recurrent = linear_layers(kinds)
+    others = frozenset(range(layers)) - recurrent
     assert base.latent is not None
     limit = number(given, "swiglu_limit", 10.0)
     return replace(
@@ -58,7 +58,7 @@ def glm_5_next(config: Config) -> Shape:
             rounds=given["hc_sinkhorn_iters"],
             averaged=True,
         ),
-        remembering=_linear(given, remembering) if remembering else None,
+        recurrent=_linear(given, recurrent) if recurrent else None,
         unturned=frozenset(range(layers)),
         mlp_limits=(limit,) * layers,
         mlp_form="before",

@@ -90,20 +90,20 @@ class HeadAttention:
             normalize_parts(joint, (self.queries_norm, self.keys_norm), epsilon, self.ranks)
         if shape.qkv_limit:
             joint.clamp_(-shape.qkv_limit, shape.qkv_limit)
-        if places.leaning is not None:
-            joint = widened(joint, places.leaning, self.size)
+        if places.alibi_bias is not None:
+            joint = widened(joint, places.alibi_bias, self.size)
         if self.value_size < self.size:
             joint = self._filled_up(joint)
         scales = self.scales if layer.dtype != joint.dtype else None
         norms, values = (self.query_norm, self.key_norm), (shape.value_norm, self.shared)
         query = rotate_and_write(joint, places.rotary, step.slots, layer, *norms, epsilon, scales, *values)
-        if places.growth is not None:
-            query.mul_(places.growth)
+        if places.query_scale is not None:
+            query.mul_(places.query_scale)
         if self.gains is not None:
             query.mul_(self.gains)
         how = AttentionOptions(self.window, shape.attention_scale, shape.softcap, scales, self.sinks, asked=asked)
         found = attention(query, layer, step.attention, how)
-        found = found if places.leaning is None and self.value_size == self.size else found[..., : self.value_size]
+        found = found if places.alibi_bias is None and self.value_size == self.size else found[..., : self.value_size]
         if not self.gates:
             return found.flatten(1)
         opened = lane_invariant(torch.sigmoid, gates) if not shape.softplus_gates else softplus(gates)

@@ -103,7 +103,7 @@ def hybrid(config: Config, joint: int, turned: float = 0.25) -> Shape:
     )
     return replace(
         base,
-        remembering=_linear(config, layers, joint) if layers else None,
+        recurrent=_linear(config, layers, joint) if layers else None,
         attention_gates=True,
         qk_norm=True,
         centered_norms=True,
@@ -126,7 +126,7 @@ def _olmo_hybrid(config: Config) -> Shape:
     layers, strongest = linear_layers(kinds), 2.0 if given.get("linear_allow_neg_eigval", True) else 1.0
     return replace(
         biased(base, given),
-        remembering=replace(_linear(given | heads | sizes, layers, 6), apart=True, strongest=strongest) if layers else None,
+        recurrent=replace(_linear(given | heads | sizes, layers, 6), apart=True, strongest=strongest) if layers else None,
         joint_qk_norm=True,
         norms=BEHIND,
         remembering_norms=PLAIN,
@@ -173,7 +173,7 @@ def _granite_hybrid(config: Config) -> Shape:
     layers = linear_layers(layer_kinds(config, base.layers, lambda layer: True, LINEAR))
     return replace(
         with_granites_experts(base, given, shared=base.intermediate),
-        remembering=state_spaces(given, layers, given["mamba_expand"] * given["hidden_size"]) if layers else None,
+        recurrent=state_spaces(given, layers, given["mamba_expand"] * given["hidden_size"]) if layers else None,
         unturned=frozenset(range(0 if turning == "rope" else base.layers)),
     )
 
@@ -189,7 +189,7 @@ def _bamba(config: Config) -> Shape:
     layers = linear_layers([FULL if layer in attending else LINEAR for layer in range(base.layers)])
     return replace(
         base,
-        remembering=state_spaces(given, layers, given["mamba_expand"] * given["hidden_size"]) if layers else None,
+        recurrent=state_spaces(given, layers, given["mamba_expand"] * given["hidden_size"]) if layers else None,
         rotary_size=rotary_size(given, base.head_size),
         norms=("input_layernorm", "", "pre_ff_layernorm", ""),
         last_norm="final_layernorm",
@@ -262,7 +262,7 @@ def _short(config: Config, kinds: list[Any]) -> Shape:
     layers, biased = linear_layers(kinds, SHORT), given.get("conv_bias", False)
     return replace(
         base,
-        remembering=ShortConvolutionShape(layers=layers, width=given["conv_L_cache"], size=base.hidden, biased=biased)
+        recurrent=ShortConvolutionShape(layers=layers, width=given["conv_L_cache"], size=base.hidden, biased=biased)
         if layers
         else None,
         qk_norm=True,
@@ -342,7 +342,7 @@ def _falcon_h1(config: Config) -> Shape:
     factors |= {"feed_forward.gate_proj": gates, "feed_forward.down_proj": down, "mamba.out_proj": behind}
     return replace(
         base,
-        remembering=replace(
+        recurrent=replace(
             state_spaces(given, frozenset(range(base.layers)), features),
             along=True,
             normal=normal,

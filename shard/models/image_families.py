@@ -184,7 +184,7 @@ def seeing(text: Config, kind: str, found: Shape) -> Shape:
     if kind in ("gemma4_text", "gemma4_unified_text") and text.get("use_bidirectional_attention") == "vision":
         return replace(found, whole_images=tuple(sorted({window for window in found.windows if window})))
     if kind == "granite":
-        return replace(found, sight_factor=found.embedding_factor)
+        return replace(found, image_factor=found.embedding_factor)
     return _turned(text, kind, found) if kind in SECTIONS else found
 
 

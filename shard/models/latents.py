@@ -135,8 +135,8 @@ class LatentAttention:
         rotate_and_write_latents(query, latents, self.latent_norm, places.rotary, step.slots, layer[..., :cached], latent.epsilon)
         if self.sharpening is not None:
             self.sharpening(query, places)
-        if places.growth is not None:
-            query.mul_(places.growth)
+        if places.query_scale is not None:
+            query.mul_(places.query_scale)
         [chosen] = places.choosing or [None]  # by the layer's own indexer, or the last one before it
         how = AttentionOptions(self.window, self.shape.attention_scale, sinks=self.sinks, latent=latent.size, asked=chosen)
         found = self._attended(query, layer, step.attention, how).flatten(1)

@@ -40,10 +40,12 @@ class PerLayerEmbedding:
             tokens = tokens.index_fill(0, shown, self._padding)
         if self._lacking:
             tokens = tokens.masked_fill(tokens >= len(self.rows), 0)
-        told = functional.embedding(tokens, self.rows).mul_(self._of_token).view(len(tokens), -1, self._own.stop - self._own.start)
+        per_layer = (
+            functional.embedding(tokens, self.rows).mul_(self._of_token).view(len(tokens), -1, self._own.stop - self._own.start)
+        )
         made = self.matrix(embedded).mul_(self._of_embedding).view(-1, self._size)
         made = rms_norm(made, self.norm, self._epsilon).view(len(tokens), -1, self._size)[:, :, self._own]
-        return told.add_(made).mul_(2**-0.5).transpose(0, 1)
+        return per_layer.add_(made).mul_(2**-0.5).transpose(0, 1)
 
 
 class PerLayerInput:
@@ -54,7 +56,7 @@ class PerLayerInput:
         self.output = load.rows("per_layer_projection", inputs.size, False)
         self.norm = load.gains("post_per_layer_input_norm", load.shape.hidden)
 
-    def __call__(self, stream: Stream, told: Tensor) -> None:
-        """Adds the projection of the gated input `told`, [tokens, this rank's features], to the stream."""
+    def __call__(self, stream: Stream, per_layer: Tensor) -> None:
+        """Adds the projection of the gated input `per_layer`, [tokens, this rank's features], to the stream."""
         gates = lane_invariant(partial(functional.gelu, approximate="tanh"), stream.through(None, self.gate))
-        stream.add(gates * told, self.output, self.norm)
+        stream.add(gates * per_layer, self.output, self.norm)

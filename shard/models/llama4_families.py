@@ -48,7 +48,7 @@ def _llama4(config: Config) -> Shape:
         windows=tuple(chunk if kind == CHUNKED else 0 for kind in kinds),
         chunked=CHUNKED in kinds,
         unturned=still,
-        unturned_growth=_growth(given) if still else None,
+        nope_query_scale=_growth(given) if still else None,
         turned_norm=norms,
         rotary_neighbours=True,
         mlp_name="feed_forward",

@@ -57,10 +57,10 @@ def _nemotron_h(config: Config) -> Shape:
     base = common(
         given | {"num_hidden_layers": len(kinds), "rms_norm_eps": number(given, "layer_norm_epsilon"), "hidden_act": "silu"}
     )
-    remembering = layers_of(kinds, LINEAR)
+    recurrent = layers_of(kinds, LINEAR)
     found = replace(
         _with_experts(base, given, kinds) if EXPERTS in kinds else base,
-        remembering=_linear(given, remembering) if remembering else None,
+        recurrent=_linear(given, recurrent) if recurrent else None,
         unturned=frozenset(range(base.layers)),
         inattentive=layers_of(kinds, MLP, EXPERTS),
         without_mlp=layers_of(kinds, FULL, LINEAR),

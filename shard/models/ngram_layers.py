@@ -26,14 +26,14 @@ KNOWN = ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")
 class NgramHasher:
     """Computes the rows of all layers' tables that a step's tokens look up."""
 
-    def __init__(self, grams: NgramShape, device: torch.device) -> None:
+    def __init__(self, ngrams: NgramShape, device: torch.device) -> None:
         multipliers, sizes, offsets = (
-            torch.tensor([of(layer) for layer in grams.layers], device=device)
-            for of in (grams.multipliers, grams.sizes, grams.offsets)
+            torch.tensor([of(layer) for layer in ngrams.layers], device=device)
+            for of in (ngrams.multipliers, ngrams.sizes, ngrams.offsets)
         )
-        heads = len(grams.layers), grams.before, grams.heads
-        self._hashes = NgramHashes(multipliers, sizes.view(heads), offsets.view(heads), grams.end)
-        self._layers = grams.layers
+        heads = len(ngrams.layers), ngrams.before, ngrams.heads
+        self._hashes = NgramHashes(multipliers, sizes.view(heads), offsets.view(heads), ngrams.end)
+        self._layers = ngrams.layers
 
     def __call__(self, step: Step) -> dict[int, Tensor]:
         """The rows by layer, [tokens, heads] each."""
@@ -46,16 +46,16 @@ class NgramHasher:
 class NgramLayer:
     """The n-gram embedding of one layer."""
 
-    def __init__(self, load: Loader, grams: NgramShape, layer: int) -> None:
-        hidden, streams = load.shape.hidden, grams.streams
-        _check(load, grams, layer)
-        self.table = _table(load, grams, layer)
+    def __init__(self, load: Loader, ngrams: NgramShape, layer: int) -> None:
+        hidden, streams = load.shape.hidden, ngrams.streams
+        _check(load, ngrams, layer)
+        self.table = _table(load, ngrams, layer)
         names = ("ple.key_proj", streams * hidden), ("ple.value_proj", hidden)
-        self.inward = load.laid_out(torch.cat([load.all_bits(name, size, grams.size) for name, size in names]), None)
+        self.inward = load.laid_out(torch.cat([load.all_bits(name, size, ngrams.size) for name, size in names]), None)
         norms = [load.gains(f"ple.norm_{part}", streams * hidden).view(streams, hidden) for part in ("key", "query", "conv")]
         self.gains = torch.stack(norms)
-        self.apart, channels = grams.most, grams.channels(hidden)
-        taps = load.source.tensor(f"{load.prefix}ple.conv1d.weight", (channels, 1, grams.width)).squeeze(1)
+        self.apart, channels = ngrams.most, ngrams.channels(hidden)
+        taps = load.source.tensor(f"{load.prefix}ple.conv1d.weight", (channels, 1, ngrams.width)).squeeze(1)
         zeros = self.apart - 1  # between the taps
         self.taps = functional.pad(taps.unsqueeze(2), (zeros, 0)).flatten(1)[:, zeros:].contiguous()
         self._ranks, self._epsilon = load.ranks, load.shape.norm_epsilon
@@ -78,24 +78,24 @@ class NgramLayer:
         return self._ranks.add(found.masked_fill_(elsewhere.unsqueeze(2), 0).flatten(1))
 
 
-def _check(load: Loader, grams: NgramShape, layer: int) -> None:
+def _check(load: Loader, ngrams: NgramShape, layer: int) -> None:
     """Raises Unsupported if a checkpoint's hash parameters differ from those that follow from config.json."""
-    for part, values in zip(KNOWN, (grams.multipliers(layer), grams.sizes(layer), grams.offsets(layer)), strict=True):
+    for part, values in zip(KNOWN, (ngrams.multipliers(layer), ngrams.sizes(layer), ngrams.offsets(layer)), strict=True):
         name = f"{load.prefix}{EMBEDDING}.{part}"
         if load.source.has(name) and load.source.stored(name, ("I64",)).flatten().tolist() != [*values]:
             raise Unsupported(f"tensor {name} is not what follows from config.json: they belong to different models")
 
 
 @torch.inference_mode()
-def _table(load: Loader, grams: NgramShape, layer: int) -> Tensor:
+def _table(load: Loader, ngrams: NgramShape, layer: int) -> Tensor:
     """This rank's rows, with zeros beyond the end, read part by part: they may be most of the memory that there is."""
     source, name = load.source, f"{load.prefix}{EMBEDDING}.ngram_embedding"
-    rows, size, own = grams.rows(layer), grams.size // grams.count, grams.slice(layer, load.ranks.size)
+    rows, size, own = ngrams.rows(layer), ngrams.size // ngrams.count, ngrams.slice(layer, load.ranks.size)
     first = load.ranks.rank * own
     if source.has(f"{name}.weight"):
         return source.tensor(f"{name}.weight", (rows, size), (0, first, first + own))
     found = torch.zeros(own, size, dtype=source.dtype, device=source.device)
-    part = -(-rows // grams.parts)
+    part = -(-rows // ngrams.parts)
     for number in range(first // part, -(-min(first + own, rows) // part)):
         begin, end = number * part, min((number + 1) * part, rows)
         start, stop = max(first, begin), min(first + own, end)

@@ -29,18 +29,18 @@ def qwen_4(config: Config) -> Shape:
     opening = given.get("output_gate_type") or SILU
     if opening not in (SILU, SIGMOID):
         raise Unsupported(f"output_gate_type {shown(opening)} is not supported: for this family the decoder has silu and sigmoid")
-    kept = base.remembering
+    kept = base.recurrent
     assert kept is None or isinstance(kept, LinearAttentionShape)
     attending = frozenset(range(base.layers)) - (kept.layers if kept else frozenset())
     streams = _whole(given, "hc_count", 4, 1 << 6, least=2)
     return replace(
         base,
-        remembering=replace(kept, sigmoid=opening == SIGMOID) if kept else None,
+        recurrent=replace(kept, sigmoid=opening == SIGMOID) if kept else None,
         joined=("in_proj_qkv",),
         mixtures=(one_for_all(given, given["norm_topk_prob"]),) * base.layers,
         hyper=GatedHyperConnections(count=streams, rank=_whole(given, "hc_lowrank", 320, 1 << 16)),
         blocks=_index(given, attending, rotary_size(given, base.head_size)),
-        grams=_grams(given, base, streams),
+        ngrams=_grams(given, base, streams),
         norms=("", "", "", ""),
         last_norm="",
     )
@@ -86,7 +86,7 @@ def _grams(given: Config, base: Shape, streams: int) -> NgramShape | None:
     layers = tuple(sorted({one - 1 for one in named}))
     if not layers:
         return None
-    others = sorted(set(layers) - (base.remembering.layers if base.remembering else frozenset()))
+    others = sorted(set(layers) - (base.recurrent.layers if base.recurrent else frozenset()))
     if others:
         raise Unsupported(f"ple_layer_ids {others[0] + 1} is not supported: that layer has no linear attention")
     found = NgramShape(

@@ -104,7 +104,7 @@ def _yarn(config: Config, values: Mapping[str, Any], theta: float) -> Rope:
         few_turns=number(values, "beta_slow", 1.0),
         whole=whole,
         amplitude=number(values, "attention_factor", amplitude),
-        growth=number(values, "llama_4_scaling_beta") if values.get("llama_4_scaling_beta") else 0.0,
+        query_scale=number(values, "llama_4_scaling_beta") if values.get("llama_4_scaling_beta") else 0.0,
     )
 
 

@@ -27,8 +27,8 @@ class Places:
     """What a layer needs of the positions of a step's tokens."""
 
     rotary: Tensor  # cosines and sines
-    growth: Tensor | None  # what queries are multiplied by (temperature tuning)
-    leaning: Tensor | None  # ALiBi biases to append to keys: see `alibi.table_of`
+    query_scale: Tensor | None  # what queries are multiplied by (temperature tuning)
+    alibi_bias: Tensor | None  # ALiBi biases to append to keys: see `alibi.table_of`
     logarithms: Tensor | None  # logarithms of the positions, for scalable softmax: see `sharpening`
     # The last indexer's choice of tokens to attend to; a list that all layers share.
     choosing: list[TokenSelection | None] = field(default_factory=list)
@@ -56,16 +56,18 @@ def table_of(
 
 def query_scales(rope: Rope, positions: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
     """What queries are multiplied by, so that attention stays as sharp among more keys, [positions, 1, 1]; None: by 1."""
-    if not rope.growth:
+    if not rope.query_scale:
         return None
-    return _grown(rope.growth, torch.arange(positions, device=device) // rope.original_positions, dtype)
+    return _grown(rope.query_scale, torch.arange(positions, device=device) // rope.original_positions, dtype)
 
 
-def nope_query_scales(growth: TemperatureTuning | None, positions: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+def nope_query_scales(
+    query_scale: TemperatureTuning | None, positions: int, dtype: torch.dtype, device: torch.device
+) -> Tensor | None:
     """The same in layers without a rotary embedding."""
-    if growth is None:
+    if query_scale is None:
         return None
-    return _grown(growth.strength, torch.arange(1, positions + 1, device=device) // growth.positions, dtype)
+    return _grown(query_scale.strength, torch.arange(1, positions + 1, device=device) // query_scale.positions, dtype)
 
 
 def log_positions(positions: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -68,13 +68,13 @@ class Shape:
     far: Keys | None = None  # key heads of the layers without a window, if they differ
     # Layers with recurrent state (linear attention, state spaces, short convolutions) in place of attention, without a KV cache, or
     # beside it.
-    remembering: RecurrentShape | None = None
+    recurrent: RecurrentShape | None = None
     attention_gates: bool = False  # the output of attention is gated, through a sigmoid
     softplus_gates: bool = False  # gates go through softplus instead of a sigmoid
     head_gates: bool = False  # one gate for each head instead of one for each of its features
     gates_name: str = ""  # of the gates' matrix, without biases; "": in the checkpoint they are beside each head's queries
     unturned: frozenset[int] = frozenset()  # layers without a rotary embedding (NoPE)
-    unturned_growth: TemperatureTuning | None = None  # scales queries by position in those layers; None: nothing does
+    nope_query_scale: TemperatureTuning | None = None  # scales queries by position in those layers; None: nothing does
     # Scalable softmax: queries of each head are multiplied by the logarithm of their position times a scale of the head's, plus a
     # bias.
     sharpened: bool = False
@@ -152,8 +152,8 @@ class Shape:
     wider: int = 1  # the MLPs of those layers are so many times as wide
     widths: tuple[int, ...] = ()  # intermediate features of each layer's MLP, if they differ otherwise; (): they don't
     inputs: PerLayerShape | None = None  # per-layer embeddings: inputs of each layer
-    grams: NgramShape | None = None  # n-gram embeddings, which some layers add
-    sight_factor: float = 1.0  # multiplies image features
+    ngrams: NgramShape | None = None  # n-gram embeddings, which some layers add
+    image_factor: float = 1.0  # multiplies image features
     whole_images: tuple[int, ...] = ()  # windows of layers in which an image's tokens attend to all of the image (bidirectionally)
 
     def check_ranks(self, ranks: int) -> None:
@@ -170,9 +170,9 @@ class Shape:
     def check_cache(self, kind: str, offloads: bool = False) -> None:
         """Raises Unsupported if keys can't be cached in that number format. offloads: the KV cache is offloaded to host memory,
         too."""
-        if self.remembering is not None and offloads:
+        if self.recurrent is not None and offloads:
             raise Unsupported(
-                f"{self.remembering.name} remembers what is in no page, so pages are of no use alone: leave --kv-offload-gib out"
+                f"{self.recurrent.name} remembers what is in no page, so pages are of no use alone: leave --kv-offload-gib out"
             )
         what = "ALiBi has" if self.alibi else "what is compressed has" if self.compressed else ""
         if what and kind != "auto":
@@ -200,8 +200,8 @@ class Shape:
         )
         if not self.latent:
             keys |= {"key/value heads": self.kv_heads, "key/value heads of layers without a window": self.keys(0).heads}
-        if self.remembering:
-            own, shared = self.remembering.divided
+        if self.recurrent:
+            own, shared = self.recurrent.divided
             sizes, keys = sizes | own, keys | shared
         for layer, mixture in self.mlps:
             if mixture:
@@ -363,7 +363,7 @@ class Shape:
     @property
     def attending(self) -> list[int]:
         """Layers with attention."""
-        others = self.inattentive | (self.remembering.layers if self.remembering and not self.remembering.along else frozenset())
+        others = self.inattentive | (self.recurrent.layers if self.recurrent and not self.recurrent.along else frozenset())
         return [layer for layer in range(self.layers) if layer not in others]
 
     @property
@@ -381,7 +381,7 @@ class Shape:
     def norm_names(self, layer: int) -> tuple[str, str, str, str]:
         """As `norms`, for this layer."""
         sparse = bool(self.mixtures and self.mixtures[layer])
-        remembers = self.remembering_norms and self.remembering and layer in self.remembering.layers
+        remembers = self.remembering_norms and self.recurrent and layer in self.recurrent.layers
         before, behind, mlp, last = (remembers and self.remembering_norms) or self.norms
         if self.norm_gates:  # norms are submodules of what has gates, too
             before, mlp = f"{before}.norm", f"{mlp}.norm" if sparse else mlp
@@ -431,15 +431,15 @@ class Shape:
 
     def state_bytes(self, ranks: int, item: int) -> int:
         """Bytes of a sequence's recurrent state on one rank, whatever its length; item: bytes of an element."""
-        if self.remembering is None:
+        if self.recurrent is None:
             return 0
-        window = (self.remembering.width - 1) * self.remembering.channels(ranks) * item
-        found = len(self.remembering.layers) * (4 * prod(self.remembering.memory(ranks)) + window)
-        return found + (self.grams.remembered(self.hidden) * item if self.grams else 0)
+        window = (self.recurrent.width - 1) * self.recurrent.channels(ranks) * item
+        found = len(self.recurrent.layers) * (4 * prod(self.recurrent.memory(ranks)) + window)
+        return found + (self.ngrams.remembered(self.hidden) * item if self.ngrams else 0)
 
     def kept_states(self, sequences: int, prefix_caching: bool) -> int:
         """Recurrent states kept for the prefix cache, where so many sequences run at once."""
-        return -(-sequences // KEPT) if self.remembering and prefix_caching else 0
+        return -(-sequences // KEPT) if self.recurrent and prefix_caching else 0
 
     def states_bytes(self, ranks: int, item: int, sequences: int, prefix_caching: bool) -> int:
         """Bytes of all recurrent states: of running sequences, kept ones, and one for padding."""
@@ -448,7 +448,7 @@ class Shape:
     def sequences(self, asked: int, room: int, ranks: int, item: int, prefix_caching: bool) -> int:
         """The number of sequences that may run at once, at most `asked`. Recurrent states take at most half of `room` bytes: the
         rest is for keys and values."""
-        if not self.remembering:
+        if not self.recurrent:
             return asked
         fitting = room // 2 // self.state_bytes(ranks, item)
         return max(1, min(asked, fitting * KEPT // (KEPT + 1) - 1 if prefix_caching else fitting - 1))
@@ -498,8 +498,8 @@ class Shape:
         """Elements of the rotary tables, which every rank has whole, with one row for layers without a rotary embedding; and of the
         query scales."""
         size, local = self.turning_size(0), self.turning_size(max(self.windows)) if self.local_rope else 0
-        growth = self.max_positions * ((self.rope.growth > 0) + (self.unturned_growth is not None) + self.sharpened)
-        return 2 * (self.turned_positions * (size * self.turns + local) + size * bool(self.unturned)) + growth
+        query_scale = self.max_positions * ((self.rope.query_scale > 0) + (self.nope_query_scale is not None) + self.sharpened)
+        return 2 * (self.turned_positions * (size * self.turns + local) + size * bool(self.unturned)) + query_scale
 
     def parameters(self, ranks: int = 1, tables: int | None = None, tokens: int | None = None) -> int:
         """Parameters on one rank. `tables`: copies of the vocabulary's table, if not as in the checkpoint; `tokens`: counts only
@@ -518,15 +518,15 @@ class Shape:
             found += self.layers * (elements(self._laurels) + self.hidden)
         if self.norm_gates:
             found += 2 * self.norm_gates * self.hidden * (self.layers + sum(map(bool, self.mixtures)))
-        if self.remembering:
-            own = elements(self.remembering.matrices(ranks, self.hidden))
-            found += len(self.remembering.layers) * (own + self.remembering.beside(ranks, self.hidden))
+        if self.recurrent:
+            own = elements(self.recurrent.matrices(ranks, self.hidden))
+            found += len(self.recurrent.layers) * (own + self.recurrent.beside(ranks, self.hidden))
         for layer, mixture in self.mlps:
             found += self._sparse(mixture, ranks, tokens) if mixture else self._dense(ranks, self.width(layer))
         if self.inputs:
             found += self.inputs.elements(ranks, self.hidden, self.layers, tokens is None)
-        if self.grams:
-            found += self.grams.elements(ranks, self.hidden, tokens is None)
+        if self.ngrams:
+            found += self.ngrams.elements(ranks, self.hidden, tokens is None)
         if self.learned is not None and tokens is None:
             found += self.max_positions * self.hidden
         if not self.plain_norms:
@@ -632,17 +632,17 @@ class Shape:
             wide += 2 * self.qk_norm * sum(self.keys(self.windows[layer]).size for layer in self.keyed)
             wide += 2 * len(self.blocks.layers) * self.blocks.size if self.blocks else 0
         wide += self.hyper.wide(self.hidden, self.layers) if self.hyper else 0
-        wide += self.grams.wide(self.hidden) if self.grams else 0
+        wide += self.ngrams.wide(self.hidden) if self.ngrams else 0
         wide += self.layers * self.alternation.wide(self.hidden) if self.alternation else 0
         wide += self.precise_logits * (not self.tied) * self.vocabulary_slice(ranks) * self.hidden
-        if self.remembering:
-            wide += len(self.remembering.layers) * self.remembering.wide(ranks)
+        if self.recurrent:
+            wide += len(self.recurrent.layers) * self.recurrent.wide(ranks)
         made = self.rotary_elements + self.qk_norm_behind * len(self.attending) * self.head_size + self._made_norms
         made += self.qkv_bias * sum(count * self._unbiased(ranks, window) for (window, _), count in self._alike.items())
         if self.latent and not self.latent.queries:  # zeros beside the biases of latents
             made += self.qkv_bias * len(self.attending) * self.heads // ranks * (self.latent.plain + self.latent.turned)
-        if self.grams:
-            made += len(self.grams.layers) * self.grams.spread * self.grams.channels(self.hidden)
+        if self.ngrams:
+            made += len(self.ngrams.layers) * self.ngrams.spread * self.ngrams.channels(self.hidden)
         if self.alibi:
             made += self.max_positions * self.heads // ranks * self.alibi.features
         made += self.turned_norm * 2 * (self.layers - len(self.unturned)) * self.head_size
@@ -680,8 +680,8 @@ class Shape:
             found += len(self.blocks.layers) * less(how, *self.blocks.matrices(ranks, self.hidden))
         if self.inputs:
             found += self.layers * less(how, *self.inputs.matrices(ranks, self.hidden))
-        if self.remembering:
-            found += len(self.remembering.layers) * less(how, *self.remembering.matrices(ranks, self.hidden))
+        if self.recurrent:
+            found += len(self.recurrent.layers) * less(how, *self.recurrent.matrices(ranks, self.hidden))
         for layer, mixture in self.mlps:
             size = mixture.shared if mixture else self.width(layer)
             found += mlp(how, size, size // ranks, self.hidden)
@@ -706,8 +706,8 @@ class Shape:
             found += self.layers * changed(self.inputs.matrices(ranks, self.hidden))
         if self.laurel:
             found += self.layers * changed(self._laurels)
-        if self.remembering:
-            found += len(self.remembering.layers) * self.remembering.adapted(ranks, self.hidden, self.quantization is not None)
+        if self.recurrent:
+            found += len(self.recurrent.layers) * self.recurrent.adapted(ranks, self.hidden, self.quantization is not None)
         for layer, mixture in self.mlps:
             own = (mixture.shared if mixture else self.width(layer)) // ranks
             if own:

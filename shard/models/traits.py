@@ -26,7 +26,7 @@ class Rope:
     whole: bool = True  # yarn's: these bounds are rounded to whole pairs of features ("truncate")
     amplitude: float = 1.0  # multiplies all cosines and sines
     # Llama 4's scaling of queries, by the logarithm of how many times over they exceed the original positions; 0: none.
-    growth: float = 0.0
+    query_scale: float = 0.0
     # Longrope's stretching factors of the frequencies, where at most the original positions are served.
     short: tuple[float, ...] = ()
     long: tuple[float, ...] = ()  # where more are served

@@ -368,6 +368,6 @@ def test_ranks_tell_each_other_squares_of_a_group() -> None:
     products = 2 * ((one.parameters() - one.head) * tokens + one.head)
     pairs = tokens * (tokens + 1) // 2 * one.shape.heads // 2 * one.shape.head_size
     expected = (
-        products + 4 * pairs + 9 * 4 * tokens * one.shape.remembering.value_heads // 2 * 256 * one.shape.remembering.value_size
+        products + 4 * pairs + 9 * 4 * tokens * one.shape.recurrent.value_heads // 2 * 256 * one.shape.recurrent.value_size
     ) / on.flops
     assert roofline.prefill(one, on, tokens) == pytest.approx(expected + roofline.exchange(one, on, tokens, 1), rel=1e-6)

@@ -243,7 +243,7 @@ def test_beside_few_bits_none_takes_more_than_is_planned(name: str) -> None:
     found = with_room(name, 1, quantize="int8")
     assert found.decoder.shape.quantization is not None
     assert 0.7 * planned(found) < found.decoder.changes.later <= planned(found)
-    if found.decoder.shape.remembering.limits:
+    if found.decoder.shape.recurrent.limits:
         assert found.decoder.changes.later == planned(found)
 
 

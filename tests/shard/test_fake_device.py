@@ -380,9 +380,7 @@ def test_nothing_is_compiled_in_the_step_that_is_measured(noted: Noted, name: st
     engine = load(ShardConfig(folder=str(tiny.folder(name)), model="m", device="cuda", dtype="bfloat16"), lambda stage: None)
     engine.compile(8)
     size_pool(engine, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL)
-    chunks = (
-        {"chunk_convolution_kernel", "chunk_systems_kernel", "chunk_state_kernel"} if engine.decoder.shape.remembering else set()
-    )
+    chunks = {"chunk_convolution_kernel", "chunk_systems_kernel", "chunk_state_kernel"} if engine.decoder.shape.recurrent else set()
     assert {one.kernel for one in noted.launches[counts[-1] :]} >= {"attend", "rotary_kernel"} | chunks
     assert not {*noted.launches[counts[-1] :]} - {*noted.launches[: counts[-1]]}
 

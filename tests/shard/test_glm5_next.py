@@ -70,7 +70,7 @@ def test_it_is_transformers() -> None:
 def test_linear_attention_is_transformers(more: dict[str, Any]) -> None:
     """By fields of its own, or by those of an object."""
     theirs = transformers.Glm5NextTextConfig(**NEEDED | more)
-    found = made(**more).remembering
+    found = made(**more).recurrent
     assert isinstance(found, KimiDeltaShape)
     assert (found.value_heads, found.value_size) == (theirs.linear_num_heads, theirs.linear_head_dim)
     assert (found.width, found.bound) == (theirs.linear_conv_kernel_dim, theirs.linear_lower_bound or 0)
@@ -136,7 +136,7 @@ def test_pages_hold_whole_pools() -> None:
 def test_guesses_follow_each_other() -> None:
     """Also where no layer remembers: a tree's nodes don't stand by their positions."""
     found = made(layer_types=["indexed_attention"] * 45)
-    assert found.remembering is None
+    assert found.recurrent is None
     check_guesses(found, Speculation(draft="x", widths=(1, 1)))
     with pytest.raises(Unsupported, match="where blocks, pools or entries of tokens are chosen, drafts must be a chain"):
         check_guesses(found, Speculation(draft="x", widths=(2, 1)))

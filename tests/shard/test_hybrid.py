@@ -57,7 +57,7 @@ def test_shapes_are_transformers(architecture: str, more: dict[str, Any]) -> Non
     more |= {"num_hidden_layers": len(more.get("layer_types", "123456789"))}
     found, expected = shape(config(architecture, **more)), ARCHITECTURES[architecture](**SAID | more)
     layers = [layer for layer, kind in enumerate(expected.layer_types) if kind == "linear_attention"]
-    assert found.remembering == LinearAttentionShape(
+    assert found.recurrent == LinearAttentionShape(
         layers=frozenset(layers),
         key_heads=expected.linear_num_key_heads,
         value_heads=expected.linear_num_value_heads,
@@ -111,7 +111,7 @@ def test_kimis_shapes_are_transformers(said: dict[str, Any]) -> None:
     layers = [layer for layer, kind in enumerate(written.layer_types) if kind == "linear_attention"]
     heads, size = written.linear_num_heads, written.linear_head_dim
     sizes = {"key_heads": heads, "value_heads": heads, "key_size": size, "value_size": size}
-    assert found.remembering == KimiDeltaShape(layers=frozenset(layers), width=written.linear_conv_kernel_dim, **sizes)
+    assert found.recurrent == KimiDeltaShape(layers=frozenset(layers), width=written.linear_conv_kernel_dim, **sizes)
     assert found.attending == [layer for layer in range(found.layers) if layer not in layers]
     assert (found.max_positions, found.turns) == (written.max_position_embeddings, False)
     *_, mixture = found.mixtures
@@ -168,7 +168,7 @@ def test_shapes_of_state_spaces_are_transformers(more: dict[str, Any]) -> None:
     given = granite(**more)
     found = shape(given)
     expected = transformers.GraniteMoeHybridConfig(**{name: value for name, value in given.items() if name != "architectures"})
-    assert found.remembering == LinearAttentionShape(
+    assert found.recurrent == LinearAttentionShape(
         layers=frozenset({0, 2, 3, 5, 6, 8}),
         key_heads=expected.mamba_n_groups,
         value_heads=expected.mamba_n_heads,
@@ -200,10 +200,10 @@ def test_shapes_of_bamba_are_transformers(more: dict[str, Any]) -> None:
     found = shape(config("BambaForCausalLM", attn_layer_indices=[3, 7], **more))
     expected = transformers.BambaConfig(**SAID, attn_layer_indices=[3, 7], **more)
     assert found.attending == [3, 7]
-    assert found.remembering is not None
-    assert (found.remembering.value_heads, found.remembering.key_heads) == (expected.mamba_n_heads, expected.mamba_n_groups)
-    assert (found.remembering.value_size, found.remembering.key_size) == (expected.mamba_d_head, expected.mamba_d_state)
-    assert found.remembering.limits == expected.time_step_limit
+    assert found.recurrent is not None
+    assert (found.recurrent.value_heads, found.recurrent.key_heads) == (expected.mamba_n_heads, expected.mamba_n_groups)
+    assert (found.recurrent.value_size, found.recurrent.key_size) == (expected.mamba_d_head, expected.mamba_d_state)
+    assert found.recurrent.limits == expected.time_step_limit
     assert (found.kv_heads, found.max_positions) == (expected.num_key_value_heads, expected.max_position_embeddings)
     assert (found.norm_epsilon, found.mlp_bias) == (expected.rms_norm_eps, expected.mlp_bias)
     rope = expected.rope_parameters
@@ -241,7 +241,7 @@ def test_shapes_of_state_spaces_beside_attention_are_transformers(more: dict[str
     found = shape(falcon(**more))
     expected = transformers.FalconH1Config(**{name: value for name, value in falcon(**more).items() if name != "architectures"})
     assert found.attending == list(range(9))
-    assert found.remembering == LinearAttentionShape(
+    assert found.recurrent == LinearAttentionShape(
         layers=frozenset(range(9)),
         along=True,
         key_heads=expected.mamba_n_groups,
@@ -309,7 +309,7 @@ def test_shapes_of_layers_of_one_part_are_transformers(more: dict[str, Any]) -> 
     assert found.layers == len(kinds)
     assert set(found.attending) == places["full_attention"]
     assert found.inattentive == places["mlp"] | places["moe"]
-    assert found.remembering == LinearAttentionShape(
+    assert found.recurrent == LinearAttentionShape(
         layers=frozenset(range(len(kinds))) - found.inattentive - places["full_attention"],
         key_heads=expected.n_groups,
         value_heads=expected.mamba_num_heads,
@@ -319,7 +319,7 @@ def test_shapes_of_layers_of_one_part_are_transformers(more: dict[str, Any]) -> 
         limits=(expected.time_step_min, inf),
         home="mixer",
     )
-    assert found.without_mlp == found.remembering.layers | places["full_attention"]
+    assert found.without_mlp == found.recurrent.layers | places["full_attention"]
     assert (found.heads, found.kv_heads, found.head_size) == (
         expected.num_attention_heads,
         expected.num_key_value_heads,
@@ -355,7 +355,7 @@ def lfm2(**more: Any) -> dict[str, Any]:
 def test_shapes_of_short_convolutions_are_transformers(more: dict[str, Any]) -> None:
     found = shape(lfm2(**more))
     expected = transformers.Lfm2Config(**{name: value for name, value in lfm2(**more).items() if name != "architectures"})
-    assert found.remembering == ShortConvolutionShape(
+    assert found.recurrent == ShortConvolutionShape(
         layers=frozenset(layer for layer, kind in enumerate(expected.layer_types) if kind == "conv"),
         width=expected.conv_L_cache,
         size=4096,
@@ -394,14 +394,14 @@ def test_shapes_of_short_convolutions_with_experts_are_transformers() -> None:
     ],
 )
 def test_limits_of_steps(said: Any, limits: tuple[float, float]) -> None:
-    linear = shape(granite(time_step_limit=said)).remembering
+    linear = shape(granite(time_step_limit=said)).recurrent
     assert linear is not None
     assert linear.limits == limits
 
 
 def test_models_without_linear_attention_have_the_gates() -> None:
     found = shape(config(layer_types=["full_attention"] * 9))
-    assert found.remembering is None
+    assert found.recurrent is None
     assert found.attention_gates
     assert found.state_bytes(1, 2) == 0
 
@@ -481,7 +481,7 @@ def test_shapes_of_olmo_hybrid_are_transformers(more: dict[str, Any]) -> None:
     assert found.turns == (model.model.rotary_emb is not None)
     assert more or round(found.parameters() / 1e8) == 74
     assert found.max_positions == theirs.max_position_embeddings
-    linear = found.remembering
+    linear = found.recurrent
     assert isinstance(linear, LinearAttentionShape)
     assert linear.strongest == 1 + theirs.linear_allow_neg_eigval
 
@@ -490,7 +490,7 @@ def test_shapes_of_olmo_hybrid_are_transformers(more: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", ["olmo-hybrid", "olmo-hybrid-still"])
 def test_olmo_hybrids_names(name: str, rank: int, tmp_path: Path) -> None:
     """As the hub has them, with convolutions of the sizes of queries, keys and values, and as transformers has them."""
-    folder, linear = Path(shutil.copytree(tiny.folder(name), tmp_path / "hub")), tiny.decoder(name).shape.remembering
+    folder, linear = Path(shutil.copytree(tiny.folder(name), tmp_path / "hub")), tiny.decoder(name).shape.recurrent
     assert isinstance(linear, LinearAttentionShape)
     stored = safetensors.torch.load_file(folder / WEIGHTS)
     for layer in linear.layers:

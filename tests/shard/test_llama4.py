@@ -94,7 +94,7 @@ def test_the_hubs_models_have_their_sizes() -> None:
     assert all(round(found.parameters(tokens=1) / 1e9) == 17 for found in (scout, maverick))
     still = {layer for layer in range(48) if layer % 4 == 3}
     for found in (scout, maverick):
-        assert (found.unturned, found.unturned_growth) == (still, TemperatureTuning(strength=0.1, positions=8192))
+        assert (found.unturned, found.nope_query_scale) == (still, TemperatureTuning(strength=0.1, positions=8192))
         assert found.windows == (8192, 8192, 8192, 0) * 12
         assert found.turned_positions == found.chunk == 8192
     assert (scout.turned_norm, maverick.turned_norm) == (True, False)
@@ -125,8 +125,8 @@ def test_what_is_left_out_is_transformers_default(more: dict[str, Any]) -> None:
     for mixture in filter(None, found.mixtures):
         assert (mixture.experts, mixture.chosen) == (theirs.num_local_experts, theirs.num_experts_per_tok)
         assert mixture.size == mixture.shared == theirs.intermediate_size
-    growth = TemperatureTuning(strength=theirs.attn_scale, positions=theirs.floor_scale)
-    assert found.unturned_growth == (growth if theirs.attn_temperature_tuning else None)
+    query_scale = TemperatureTuning(strength=theirs.attn_scale, positions=theirs.floor_scale)
+    assert found.nope_query_scale == (query_scale if theirs.attn_temperature_tuning else None)
     assert (found.intermediate, found.turned_norm) == (theirs.intermediate_size_mlp, theirs.use_qk_norm)
     assert (found.qkv_bias, found.output_bias) == (theirs.attention_bias,) * 2
     assert (found.vocabulary, found.hidden, found.head_size) == (theirs.vocab_size, theirs.hidden_size, theirs.head_dim)

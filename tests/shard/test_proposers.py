@@ -176,9 +176,9 @@ def asked(temperature: float = 1.0) -> list[DraftRequest]:
 @pytest.mark.parametrize("name", list(GROWTHS))
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_trees_are_no_larger_and_no_deeper_than_asked_for(name: str, temperature: float) -> None:
-    watch, growth = Watch(MODEL), GROWTHS[name]
-    drafts = Drafting(watch, growth).propose(asked(temperature)).drafts
-    assert len(watch.rounds) <= growth.rounds
+    watch, shape = Watch(MODEL), GROWTHS[name]
+    drafts = Drafting(watch, shape).propose(asked(temperature)).drafts
+    assert len(watch.rounds) <= shape.rounds
     for one, draft in zip(asked(temperature), drafts, strict=True):
         assert len(draft.tree) <= one.nodes
         assert max(draft.tree.depths, default=-1) < one.depth
@@ -190,8 +190,8 @@ def test_nothing_is_asked_of_the_model_where_nothing_is_wanted() -> None:
     watch = Watch(MODEL)
     one = group(0, Sampling(), 9)
     none = [DraftRequest(one, one.sequences[0], 0, 5), DraftRequest(one, one.sequences[0], 5, 0)]
-    for growth in GROWTHS.values():
-        assert [len(draft.tree) for draft in Drafting(watch, growth).propose(none).drafts] == [0, 0]
+    for shape in GROWTHS.values():
+        assert [len(draft.tree) for draft in Drafting(watch, shape).propose(none).drafts] == [0, 0]
     assert watch.rounds == []
 
 
@@ -285,9 +285,9 @@ def test_best_first_brings_more_than_a_chain_of_as_many_nodes() -> None:
     """By a draft that is often wrong; a tree that beats nothing would be a fault of the order."""
     target, counts = MODEL.near(9, 1.0), {}
     groups = [group(uid, Sampling(temperature=1.0, seed=uid), 50, (uid % 30, 3)) for uid in range(400)]
-    for name, growth in (("chain", LayeredTree((1,) * 8)), ("tree", BestFirstTree(4, together=4, width=4))):
+    for name, shape in (("chain", LayeredTree((1,) * 8)), ("tree", BestFirstTree(4, together=4, width=4))):
         wanted = [DraftRequest(one, one.sequences[0], 8, 8) for one in groups]
-        drafts = Drafting(MODEL, growth).propose(wanted).drafts
+        drafts = Drafting(MODEL, shape).propose(wanted).drafts
         rows = [row for one, draft in zip(groups, drafts, strict=True) for row in verify.rows(one, one.sequences[0], draft.tree)]
         picks = verify.pick(target.after([row.tokens[-2:] for row in rows]), rows, drafts, VerificationRule.GUMBEL)
         first, accepted = 0, 0

@@ -52,12 +52,12 @@ def test_it_is_transformers() -> None:
     with torch.device("meta"):
         model = transformers.Qwen4ExpForCausalLM(theirs)
     assert found.parameters() == sum(values.numel() for values in model.parameters())
-    assert (round(found.parameters() / 1e9), round(found.grams.table(1) / 1e9)) == (149, 82)  # type: ignore[union-attr]
+    assert (round(found.parameters() / 1e9), round(found.ngrams.table(1) / 1e9)) == (149, 82)  # type: ignore[union-attr]
     assert round(found.parameters(tokens=1) / 1e9, 1) == 4.2
     assert found == shape(theirs.to_dict() | SAID)
     said = {"architectures": ["Qwen4ExpForConditionalGeneration"], "model_type": "qwen4_exp"}
     seen = shape(said | {"text_config": NEEDED, "image_token_id": 5})
-    assert (seen.rope.axes, seen.grams.image, found.grams.image) == ((0, 1, 2) * 10 + (0, 1), 5, 248_056)  # type: ignore[union-attr]
+    assert (seen.rope.axes, seen.ngrams.image, found.ngrams.image) == ((0, 1, 2) * 10 + (0, 1), 5, 248_056)  # type: ignore[union-attr]
     attending = [layer for layer, kind in enumerate(theirs.layer_types) if kind == "indexed_attention"]
     assert found.keyed == found.attending == attending
     assert found.blocks == PoolIndex(layers=frozenset(attending), heads=16, size=128, most=2048, pool=16)
@@ -70,17 +70,17 @@ def test_it_is_transformers() -> None:
 
 
 def test_tables_are_transformers() -> None:
-    grams, theirs = text().grams, transformers.Qwen4ExpTextConfig(**NEEDED)
-    assert grams is not None
-    for place, layer in enumerate(grams.layers):
+    ngrams, theirs = text().ngrams, transformers.Qwen4ExpTextConfig(**NEEDED)
+    assert ngrams is not None
+    for place, layer in enumerate(ngrams.layers):
         with torch.device("meta"):
-            module = oracle.Qwen4ExpTextNGramEmbedding(theirs, grams.size, layer, place)
-        assert [*grams.sizes(layer)] == module.head_vocab_sizes
-        assert [*grams.offsets(layer)] == module.head_offsets
-        assert (grams.rows(layer), grams.size // grams.count) == tuple(module.ngram_embedding.weight.shape)
-        assert grams.end == module.eos_token_id
-        built = oracle._build_layer_multipliers(grams.vocabulary, grams.most, place, grams.seed)
-        assert [*grams.multipliers(layer)] == built.tolist()
+            module = oracle.Qwen4ExpTextNGramEmbedding(theirs, ngrams.size, layer, place)
+        assert [*ngrams.sizes(layer)] == module.head_vocab_sizes
+        assert [*ngrams.offsets(layer)] == module.head_offsets
+        assert (ngrams.rows(layer), ngrams.size // ngrams.count) == tuple(module.ngram_embedding.weight.shape)
+        assert ngrams.end == module.eos_token_id
+        built = oracle._build_layer_multipliers(ngrams.vocabulary, ngrams.most, place, ngrams.seed)
+        assert [*ngrams.multipliers(layer)] == built.tolist()
 
 
 def test_prime_numbers() -> None:
@@ -128,10 +128,10 @@ def test_what_is_refused(field: dict[str, Any], words: str) -> None:
 
 def test_without_n_grams_nothing_is_asked_of_them() -> None:
     found = text(ple_layer_ids=None, eos_token_id=None, ngram_size="none")
-    assert found.grams is None
-    assert isinstance(found.remembering, LinearAttentionShape)
-    assert not found.remembering.sigmoid
-    assert text(output_gate_type="sigmoid").remembering.sigmoid  # type: ignore[union-attr]
+    assert found.ngrams is None
+    assert isinstance(found.recurrent, LinearAttentionShape)
+    assert not found.recurrent.sigmoid
+    assert text(output_gate_type="sigmoid").recurrent.sigmoid  # type: ignore[union-attr]
 
 
 def test_pages_hold_whole_pools() -> None:
@@ -144,7 +144,7 @@ def test_pages_hold_whole_pools() -> None:
 def test_guesses_follow_each_other() -> None:
     """Also where no layer remembers: a tree's nodes don't stand by their positions."""
     found = text(layer_types=["indexed_attention"] * 40, ple_layer_ids=[])
-    assert found.remembering is None
+    assert found.recurrent is None
     check_guesses(found, Speculation(draft="x", widths=(1, 1)))
     with pytest.raises(Unsupported, match="where blocks, pools or entries of tokens are chosen, drafts must be a chain"):
         check_guesses(found, Speculation(draft="x", widths=(2, 1)))
@@ -168,7 +168,7 @@ def test_a_table_in_one_tensor_or_by_parts(tmp_path: Path) -> None:
     for place in (folder, plain):
         ranks = [made(place, Alone(rank, 2)) for rank in range(2)]
         for layer, whole in tables.items():
-            found = torch.cat([rank.layers[layer].grams.table for rank in ranks])  # type: ignore[union-attr]
+            found = torch.cat([rank.layers[layer].ngrams.table for rank in ranks])  # type: ignore[union-attr]
             assert found[: len(whole)].equal(whole)
             assert not found[len(whole) :].any()
 
