@@ -109,7 +109,7 @@ def attend(query: Tensor, latents: Tensor, part: Part, scale: float, to_keys: Te
     kind, (own, latent), made = plan.launches[0].kind, to_keys.shape[1:], to_values.shape[2]
     size, shared = kind.size - kind.turned, latents[:, latent:]
     width = 2 * count * size
-    whole = own == made == size  # else the padding must be zero
+    whole = kind.size - shared.shape[1] == own and made == size  # else the padding must be zero
     scratch = (latents.new_empty if whole else latents.new_zeros)(len(latents), width + kind.turned)
     cache = scratch[:, :width].view(-1, 2, count, size)
     if kind.turned:

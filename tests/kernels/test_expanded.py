@@ -3,6 +3,7 @@ rows that see latents; by torch and by Triton's kernels."""
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -140,6 +141,26 @@ def test_latents_of_8_bits(route: str) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_16_bits(name: str) -> None:
     World(rows_of(SHAPES, 16, random.Random(6)), 16, KINDS[name], "triton", torch.float16).check()
+
+
+def test_scratch_that_is_written_as_a_whole_is_not_zeroed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is there a number in it before."""
+    world = World(rows_of(SHAPES[:6], 16, random.Random(7)), 16, KINDS["glm"], "triton")
+    zeroed: list[tuple[int, ...]] = []
+    honest, empty, zeros = expanded_attention.attend, Tensor.new_empty, Tensor.new_zeros
+
+    def poisoned(found: Tensor) -> Tensor:
+        return found.fill_(torch.nan) if found.is_floating_point() else found
+
+    def attend(query: Tensor, latents: Tensor, *rest: Any) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(Tensor, "new_empty", lambda tensor, *size, **how: poisoned(empty(tensor, *size, **how)))
+            patch.setattr(Tensor, "new_zeros", lambda tensor, *size: zeroed.append(size) or zeros(tensor, *size))
+            honest(query, latents, *rest)
+
+    monkeypatch.setattr(expanded_attention, "attend", attend)
+    world.check()
+    assert not zeroed
 
 
 def test_what_pays() -> None:
