@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import paged_attention as paged
 from .attention import AttentionOptions, Row, slots_of
-from .expanded import MIN_QUERIES_TRITON, Part, heads_at_once, most_bytes
+from .expanded import MIN_QUERIES_TRITON, Part, Plan, attention, heads_at_once, most_bytes
 from .layout import AttentionLayout, Expansion, LayerKind
 from .transfer import to_device
 
@@ -57,6 +57,30 @@ def kind_of(expansion: Expansion, heads: int) -> LayerKind:
     """The kind of layer that so many expanded heads are for `paged_attention`."""
     turned = expansion.turned if apart(expansion) else 0
     return LayerKind(0, heads, 1, size_of(expansion) + turned, turned=turned)
+
+
+def compile_for(layout: AttentionLayout, total: int) -> None:
+    """Computes rows for each number of heads that sequences of up to `total` tokens are expanded for at once: each number has
+    kernels of its own, whose compilation the first long context would wait for."""
+    assert layout.expansion is not None
+    own, keys = layout.expansion, MIN_QUERIES_TRITON
+    few, many = paged.MANY_ENTRIES // 2, max(MIN_QUERIES_TRITON, paged.MANY_ENTRIES)  # queries: partials are merged in two ways
+    shapes = (
+        (layout.page_size, 1, 1, own.latent + own.turned),  # one page, that all contexts consist of
+        (many, own.heads, own.plain + own.turned),
+        (own.heads, own.plain, own.latent),
+        (own.heads, own.latent, own.values),
+    )
+    cache, query, to_keys, to_values = (torch.zeros(shape, dtype=layout.dtype, device=layout.device) for shape in shapes)
+    while keys <= total:
+        for queries in (few, many):
+            row = Row(queries, max(0, keys - queries), [0] * -(-max(keys, queries) // layout.page_size))
+            [part] = plan([row], layout, 0)
+            attention(query[:queries], cache, Plan(0, None, [part]), AttentionOptions(0, 1.0), to_keys, to_values, attend)
+        if part.heads == 1:
+            break
+        # the fewest keys of which there is no room for so many heads
+        keys = SCRATCH // (part.heads * width_of(own) * layout.dtype.itemsize) // PAGE * PAGE + 1
 
 
 def plan(rows: Sequence[Row], layout: AttentionLayout, first: int) -> list[Part]:

@@ -14,6 +14,7 @@ import torch
 from ..kernels import compressed, expanded, indexed
 from ..kernels.attention import TILE
 from ..kernels.dispatch import triton_on
+from ..kernels.layout import AttentionLayout
 from ..kernels.spans import CHUNKED_FROM
 from ..proto.process import available_memory
 from .engine import Engine
@@ -71,7 +72,7 @@ def size_pool(
     context += _expanded(engine, tokens, total)
     context += _chosen(engine, tokens, total) if engine.decoder.shape.most else 0
     context += _compressed(engine, tokens, total) if engine.decoder.shape.compressed else 0
-    sample = _sample(engine, tokens, min(rows, tokens), _together(engine, sequences, fraction))
+    sample = _sample(engine, tokens, min(rows, tokens), _together(engine, sequences, fraction), total)
     seeing, seconds = _seeing(engine, tokens) if engine.decoder.vision else (0, 0.0)
     # Graphs keep the memory of their steps, from a pool that all of them share.
     recorded = len(graphs) * GRAPH_BYTES + sample.bytes * max(graphs, default=0) // sample.tokens
@@ -190,10 +191,10 @@ def _together(engine: Engine, sequences: int, fraction: float) -> int:
     return engine.decoder.ranks.least(engine.sequences(sequences, _usable(engine, fraction))[0])
 
 
-def _sample(engine: Engine, tokens: int, rows: int, most: int) -> Measured:
+def _sample(engine: Engine, tokens: int, rows: int, most: int, total: int) -> Measured:
     """Measures a step like the largest one, of at most `most` prompts. A tiny one runs before it: first-use initialization takes
     much longer than the step. On an accelerator several sizes run before, since kernels are compiled per size, and at last the step
-    itself, with either sampler."""
+    itself, with either sampler. total: tokens of the longest sequence."""
     sample = tokens if engine.device.type == "cuda" else min(tokens, SAMPLE_TOKENS)
     longest = engine.decoder.shape.max_positions
     rows = -(-rows * sample // tokens)  # as many per token as the largest step has, and at least one
@@ -206,6 +207,7 @@ def _sample(engine: Engine, tokens: int, rows: int, most: int) -> Measured:
     if engine.device.type == "cuda":
         first += [([1 << power], 1, GREEDIEST) for power in range(1, min(tokens, longest).bit_length())]
         _choose(engine)
+        _expand(engine, total)
         first += [(lengths, choices, KEEPING), (lengths, choices, GREEDIEST)]
     for few, drawn, sampling in first:
         _make_room(engine, few, drawn)
@@ -244,6 +246,17 @@ def _choose(engine: Engine) -> None:
     for length in lengths:
         engine.prefill(0, groups, [(0, length)], length, [])
         groups = []
+
+
+@torch.inference_mode()
+def _expand(engine: Engine, total: int) -> None:
+    """Compiles what attends to expanded latents of sequences of up to `total` tokens."""
+    expansion, weights = expansion_of(engine.decoder), engine.decoder.embedding
+    if expansion is not None and triton_on(engine.device):
+        from ..kernels import expanded_attention
+
+        layout = AttentionLayout(engine.page_size, (), weights.dtype, weights.device, expansion=expansion)
+        expanded_attention.compile_for(layout, total)
 
 
 def _run(engine: Engine, lengths: list[int], choices: int, sampling: Sampling) -> Outcome:

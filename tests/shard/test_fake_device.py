@@ -18,8 +18,9 @@ import numpy
 import pytest
 import torch
 from safetensors.numpy import save_file
+from torch import Tensor
 
-from penstock.kernels import dependent_launch, dispatch, linear, noise
+from penstock.kernels import dependent_launch, dispatch, expanded, linear, noise
 from penstock.proto import shard_pb2 as wire
 from penstock.shard import memory
 from penstock.shard.adapters import Adapter
@@ -27,7 +28,7 @@ from penstock.shard.config import ShardConfig
 from penstock.shard.decoding.hypotheses import Path as Beam
 from penstock.shard.decoding.hypotheses import Search, Stop
 from penstock.shard.engine import Engine, Outcome
-from penstock.shard.forward import GraphExtent
+from penstock.shard.forward import GraphExtent, expansion_of
 from penstock.shard.graphs import Recorder
 from penstock.shard.host_pages import HostPages
 from penstock.shard.loading import load
@@ -43,6 +44,7 @@ from penstock.tests.shard.fake_cuda import Noted
 from penstock.tests.shard.test_weights import Alone
 
 triton = pytest.importorskip("triton")
+expanded_attention = pytest.importorskip("penstock.kernels.expanded_attention")
 fused_penalties = pytest.importorskip("penstock.kernels.fused_penalties")
 skinny_gemm = pytest.importorskip("penstock.kernels.fused_skinny_gemm")
 
@@ -436,6 +438,43 @@ def test_kernels_of_what_is_chosen_are_compiled_before_the_first_request(noted: 
     assert "scores_kernel" in {one.kernel for one in noted.launches}
     later = {one for one in noted.launches if one.kernel not in ("copy_kernel", "move_kernel")} - known
     assert not later
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "glm4-moe-lite", "kimi-linear", "mistral4"])
+def test_what_attends_to_expanded_latents_is_compiled_before_the_first_request(
+    noted: Noted, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In long contexts fewer heads are expanded at once. The host waits for nothing."""
+    for module in (expanded, expanded_attention):
+        monkeypatch.setattr(module, "MIN_QUERIES_TRITON", 32)
+    monkeypatch.setattr(expanded, "MARGIN", -1e9)
+    engine = load(ShardConfig(folder=str(tiny.folder(name)), model="m", device="cuda", dtype="bfloat16"), lambda stage: None)
+    own = expansion_of(engine.decoder)
+    assert own is not None
+    # Room for all heads of 128 keys, which is one page of scratch, and for half as many of 256.
+    monkeypatch.setattr(expanded_attention, "SCRATCH", 128 * own.heads * 2 * expanded_attention.width_of(own))
+    engine.compile(8)
+    size_pool(engine, 0, 0.9, 64, ROWS, ROWS, TOTAL)
+    engine.resize(PAGES)
+    known, heads = {*noted.launches}, set[int]()
+    right = expanded_attention.attend
+
+    def attend(query: Tensor, latents: Tensor, part: expanded.Part, *rest: Any) -> None:
+        heads.add(part.heads)
+        right(query, latents, part, *rest)
+
+    monkeypatch.setattr(expanded_attention, "attend", attend)
+    noted.waits.clear()
+    for uid, length in enumerate((40, 232, 296, 488)):
+        begun, waiting = sequences([uid] * length, 1)
+        asked = [Group(uid, begun, waiting, Sampling(), 2, frozenset())]
+        for _ in range(0, length, 64):
+            checked(engine.prefill(0, asked, [(uid, 64)], 64, []))
+            asked = []
+    assert len(heads) > 1
+    later = {one for one in noted.launches if one.kernel in ("attend", "merge", "attend_many")} - known
+    assert not later
+    assert {(one.place, one.why) for one in noted.waits} <= WAITS
 
 
 @pytest.mark.parametrize("name", ["llama", "hy-4", "glm-5-next", "deepseek-v4"])
