@@ -200,6 +200,10 @@ def _sample(engine: Engine, tokens: int, rows: int, most: int, total: int) -> Me
     rows = -(-rows * sample // tokens)  # as many per token as the largest step has, and at least one
     if engine.decoder.shape.recurrent and triton_on(engine.device):
         most = min(most, max(1, sample // CHUNKED_FROM))  # long spans, which go by chunks and take more memory than short ones
+    if triton_on(engine.device) and expansion_of(engine.decoder) is not None:
+        # Too short to be expanded: attention to latents takes more memory, but for scratch, which is counted separately. Beside
+        # beams long prompts attend to latents, too.
+        rows = max(rows, -(-sample // (expanded.MIN_QUERIES_TRITON - 1)))
     prompts = max(-(-sample // longest), min(rows, most))
     choices = -(-rows // prompts)
     lengths = [sample // prompts + (i < sample % prompts) for i in range(prompts)]

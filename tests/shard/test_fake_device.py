@@ -477,6 +477,27 @@ def test_what_attends_to_expanded_latents_is_compiled_before_the_first_request(
     assert {(one.place, one.why) for one in noted.waits} <= WAITS
 
 
+@pytest.mark.parametrize(("rows", "prompts"), [(2, 3), (16, 16)])
+def test_the_step_that_is_measured_attends_to_latents(
+    noted: Noted, rows: int, prompts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which takes more memory than what a step of few prompts would do: expand them all. Scratch is counted beside it."""
+    lengths: list[int] = []
+    honest = memory._run
+
+    def run(engine: Engine, own: list[int], *rest: Any) -> Outcome:
+        lengths[:] = own
+        return honest(engine, own, *rest)
+
+    monkeypatch.setattr(memory, "_run", run)
+    folder = str(tiny.folder("deepseek-v3"))
+    engine = load(ShardConfig(folder=folder, model="m", device="cuda", dtype="bfloat16"), lambda stage: None)
+    size_pool(engine, 0, 0.9, 600, rows, ROWS, TOTAL)
+    assert sum(lengths) == 600
+    assert len(lengths) == prompts
+    assert max(lengths) < expanded.MIN_QUERIES_TRITON
+
+
 @pytest.mark.parametrize("name", ["llama", "hy-4", "glm-5-next", "deepseek-v4"])
 def test_layers_of_few_rows_are_compiled_by_themselves(noted: Noted, name: str) -> None:
     """Also beside an output matrix of float32, as Hy 4's, which no kernel of few rows multiplies."""
