@@ -183,7 +183,7 @@ def test_guesses_follow_each_other(asked: str, served: bool) -> None:
 
 def test_it_does_not_guess_for_others() -> None:
     folder = tiny.folder("minimax-m3")
-    with pytest.raises(Unsupported, match="does not guess for others: take another"):
+    with pytest.raises(Unsupported, match="cannot draft for others: take another"):
         load(ShardConfig(folder=str(tiny.folder("llama")), model="m", speculate=f"draft={folder},tokens=3"), lambda stage: None)
 
 

@@ -167,8 +167,8 @@ def test_two_ranks_see_what_one_does(world: Made) -> None:
         (lambda one: {"images": one.images[::-1]}, "one behind the other"),
         (lambda one: {"images": (replace(one.images[0], columns=5), *one.images[1:])}, "pixels of another shape"),
         (lambda one: {"images": (*one.images[:2], replace(one.images[2], start=1000))}, "not within the prompt"),
-        (lambda one: {"prompt_logprobs": True}, "neither log-probabilities nor guesses"),
-        (lambda one: {"drafts": 2}, "neither log-probabilities nor guesses"),
+        (lambda one: {"prompt_logprobs": True}, "neither log-probabilities nor drafts"),
+        (lambda one: {"drafts": 2}, "neither log-probabilities nor drafts"),
     ],
 )
 def test_what_is_refused(world: Made, change: Any, words: str) -> None:
