@@ -76,12 +76,12 @@ class ImagePreparer:
         self._folder = folder
         self._most = most
         self._seconds = seconds
-        self._apart = WorkerProcesses("penstock.router.pixels", PROCESSES, finishes=True)  # they have to import transformers
+        self._workers = WorkerProcesses("penstock.router.pixels", PROCESSES, finishes=True)  # they have to import transformers
 
     async def start(self) -> None:
         """Returns when a worker is ready, and logs an error if it can't prepare images."""
         try:
-            await self._apart.start()
+            await self._workers.start()
             answer = await self._ask(None)
             unable = answer.unable or (answer.refused and f"a blank one {answer.refused}")
         except (Busy, TimedOut, Died):
@@ -92,7 +92,7 @@ class ImagePreparer:
     async def prepare(self, data: bytes, name: str, alone: bool = True) -> PreparedImage:
         """name: of the image, for error messages; alone: its prompt has no other. Raises Refused, or Overloaded."""
         try:
-            await self._apart.start()
+            await self._workers.start()
             answer = await self._ask(data, alone)
         except Busy:
             raise Overloaded("too many images are being prepared") from None
@@ -109,7 +109,7 @@ class ImagePreparer:
 
     async def _ask(self, data: bytes | None, alone: bool = True) -> Answer:
         job = msgspec.msgpack.encode(Job(self._folder, self._most, data, alone))
-        return _answers.decode(await self._apart.ask(job, self._seconds, PATIENCE))
+        return _answers.decode(await self._workers.ask(job, self._seconds, PATIENCE))
 
 
 def _tell(unable: str) -> None:

@@ -71,7 +71,7 @@ class Job:
     drafts: int = 0  # most draft tokens per choice in a step
     attached: int = 0  # bytes of images that it brings
     # (tokens, key) of the prompt's prefixes, where shards cache prefixes: see `prefix_keys`
-    beginnings: Sequence[tuple[int, int]] = ()
+    prefix_keys: Sequence[tuple[int, int]] = ()
     running: int = 0  # choices that have not ended
     overtaken: int = 0  # later jobs that were admitted before it
     lacking: int = 0  # tokens to be computed before it decodes, by the last report
@@ -278,7 +278,7 @@ class Scheduler:
         if told.failed:  # the prefix cache loses what they computed, and what others computed, or still compute, on top of it
             self._sharing.clear()
             for one in self._running.values():
-                one.beginnings = ()
+                one.prefix_keys = ()
         for uid, held, grow, lacking in zip(told.uids, told.held, told.grow, told.lacking, strict=True):
             job = self._running.get(uid)
             if job is not None:
@@ -288,7 +288,7 @@ class Scheduler:
                 if lacking != job.lacking:
                     self._progress(job, lacking)
         for job in self._sharers.values():  # pages that no other job holds any more went back to the free ones
-            more = max(0, job.shared - self._sharing.pages(job.beginnings))
+            more = max(0, job.shared - self._sharing.pages(job.prefix_keys))
             job.shared, job.grow, self._grow = job.shared - more, job.grow + more, self._grow + more
         self._learn(told)
 
@@ -451,7 +451,7 @@ class Scheduler:
 
     def _taken(self, job: Job) -> int:
         """Pages that a waiting job may take, if it were admitted now."""
-        return job.grow - self._sharing.pages(job.beginnings)
+        return job.grow - self._sharing.pages(job.prefix_keys)
 
     def _uncomputed(self, job: Job) -> int:
         """Tokens that a just admitted job probably has to be computed before it decodes."""
@@ -466,7 +466,7 @@ class Scheduler:
 
     def _enter(self, job: Job) -> None:
         self._running[job.uid] = job
-        job.shared = self._sharing.pages(job.beginnings)
+        job.shared = self._sharing.pages(job.prefix_keys)
         job.grow -= job.shared
         if job.shared:
             self._sharers[job.uid] = job
@@ -497,7 +497,7 @@ class Scheduler:
         victims: list[Job] = []
         for job in sorted(self._running.values(), key=_order, reverse=True)[:-1]:
             if missing > 0:
-                missing -= job.held - self._sharing.pages(job.beginnings, 2) + job.grow  # without pages that others hold, too
+                missing -= job.held - self._sharing.pages(job.prefix_keys, 2) + job.grow  # without pages that others hold, too
                 victims.append(job)
         assert victims, "one group alone may not take more than there is"
         return self._take_back(victims)
@@ -554,7 +554,7 @@ class Scheduler:
         job.lacking = lacking
         if not lacking and self._prompts.pop(job.uid, None) is not None:
             self._decodes += job.running
-            self._sharing.hold(job.uid, job.beginnings)
+            self._sharing.hold(job.uid, job.prefix_keys)
 
     def _learn(self, told: Report) -> None:
         if told.decode_tokens:

@@ -208,13 +208,13 @@ class Readers:
         self.counts: Counter[str] = Counter()  # by tenant; none has zero
         self.none = asyncio.Event()  # set while there is none
         self.none.set()
-        self.pace = CompletionRate()
+        self.completion_rate = CompletionRate()
         self._left = 0.0  # when the last one left
 
     def add(self, tenant: str) -> None:
         """A reader comes."""
         if not self.counts:
-            self.pace.idled(monotonic() - self._left)
+            self.completion_rate.idled(monotonic() - self._left)
         self.counts[tenant] += 1
         self.none.clear()
 

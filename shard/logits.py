@@ -53,11 +53,11 @@ class SamplingContext:
 
 
 Tell = Callable[[Tensor], Tensor]  # broadcast: on rank 0 sends to the other ranks; on these waits and overwrites the tensor
-StepPicking = PendingPicks[dict[int, Found]]  # of a step: by uid of each sampled group, row by row of its runs
+StepPicks = PendingPicks[dict[int, Found]]  # of a step: by uid of each sampled group, row by row of its runs
 
 
-def nothing(device: torch.device) -> StepPicking:
-    """The picking of a step that samples nothing. It is over when the device has finished its work so far."""
+def nothing(device: torch.device) -> StepPicks:
+    """The pending picks of a step that samples nothing. They are ready when the device has finished its work so far."""
     none = DeviceSamples(torch.empty(0, dtype=torch.int64, device=device))
     arrival = HostCopy(none.tokens)
 
@@ -76,7 +76,7 @@ def choose(
     memory_fallback: MemoryFallback,
     masks: PendingMasks | None = None,
     stops: StopStrings | None = None,
-) -> StepPicking:
+) -> StepPicks:
     """Samples all groups that want tokens. The same tokens on every rank."""
     wanted = []
     for run in runs:
@@ -88,17 +88,17 @@ def choose(
         return nothing(hidden.device)
     uids = [one.run.group.uid for one in wanted]
     means = SamplingContext(decoder, hidden, guesses, memory_fallback, masks)
-    picking = _begin(means, wanted)
-    if picking is None:
+    pending = _begin(means, wanted)
+    if pending is None:
         found = _found_now(means, wanted, stops)
         picked = None if any(one.candidates for one in wanted) else known(list(chain.from_iterable(found)), hidden.device).picked
         return PendingPicks(picked, lambda: None, lambda: dict(zip(uids, found, strict=True)))
 
     def take() -> dict[int, Found]:
-        found = picking.take()
+        found = pending.take()
         return dict(zip(uids, masks.settle(found) if masks is not None else found, strict=True))
 
-    return PendingPicks(picking.picked, picking.wait, take)
+    return PendingPicks(pending.picked, pending.wait, take)
 
 
 def _begin(means: SamplingContext, wanted: Listing[WantedRows]) -> PendingPicks[list[Found]] | None:
@@ -110,7 +110,7 @@ def _begin(means: SamplingContext, wanted: Listing[WantedRows]) -> PendingPicks[
     def work() -> PendingPicks[list[Found]]:
         logits = _logits(means, wanted)
         mask = means.masks.join(means.hidden.device) if means.masks is not None else None
-        return _picking(means, logits, wanted, mask, ranks.tell if ranks.size > 1 else None)
+        return _pending(means, logits, wanted, mask, ranks.tell if ranks.size > 1 else None)
 
     return means.memory_fallback.whole(work, sum(len(one.rows) for one in wanted))
 
@@ -167,7 +167,7 @@ def _in_parts(means: SamplingContext, wanted: Listing[WantedRows]) -> list[Found
         part = [wanted[i] for i in own]
         logits = _logits(means, part)
         mask = means.masks.join(device)[starts[own[0]] : starts[own[-1] + 1]] if means.masks is not None else None
-        return _picking(means, logits, part, mask).take() if logits is not None else [[] for _ in part]
+        return _pending(means, logits, part, mask).take() if logits is not None else [[] for _ in part]
 
     found: list[Found] = []
     for one, own in zip(wanted, means.memory_fallback.rows(some, range(len(wanted)), sizes), strict=True):
@@ -195,7 +195,7 @@ def _logits(means: SamplingContext, wanted: Listing[WantedRows]) -> Tensor | Non
     return logits
 
 
-def _picking(
+def _pending(
     means: SamplingContext, logits: Tensor | None, wanted: Listing[WantedRows], mask: Tensor | None, tell: Tell | None = None
 ) -> PendingPicks[list[Found]]:
     """Picks of each run. Beams are expanded together, and all other rows sampled together; the latter come behind the former in
@@ -205,7 +205,7 @@ def _picking(
     if not beams:
         return _by_run(_picks(means, logits, rest, mask, tell), rest)
     own, own_mask = _part(logits, mask, wanted, beams)
-    expansion = _expansion(own, [_set_of(wanted[i]) for i in beams], own_mask, means.hidden.device, tell).picking()
+    expansion = _expansion(own, [_set_of(wanted[i]) for i in beams], own_mask, means.hidden.device, tell).pending()
     if not others:
         return PendingPicks(expansion.picked, expansion.wait, lambda: [list(one) for one in expansion.take()])
     own, own_mask = _part(logits, mask, wanted, others)
@@ -233,14 +233,14 @@ def _expansion(
 
 
 def _joined(*some: PendingPicks[Any]) -> DeviceSamples:
-    """Several pickings' results on the device, concatenated."""
+    """The picks of several `PendingPicks` on the device, concatenated."""
     picked = [one.picked() for one in some if one.picked]
     parents = [one.parents if one.parents is not None else torch.zeros_like(one.tokens) for one in picked]
     return DeviceSamples(torch.cat([one.tokens for one in picked]), torch.cat(parents))
 
 
-def _by_run(picking: PendingPicks[Found], wanted: Listing[WantedRows]) -> PendingPicks[list[Found]]:
-    return PendingPicks(picking.picked, picking.wait, lambda: _split(picking.take(), wanted))
+def _by_run(pending: PendingPicks[Found], wanted: Listing[WantedRows]) -> PendingPicks[list[Found]]:
+    return PendingPicks(pending.picked, pending.wait, lambda: _split(pending.take(), wanted))
 
 
 def _set_of(one: WantedRows) -> Beams:
@@ -258,13 +258,13 @@ def _picks(
         assert tell is not None
         return _told(tell(torch.empty(len(rows), dtype=torch.int64, device=device)))
     if guesses.rule is VerificationRule.GUMBEL:
-        picking = begin(logits, rows, mask)
+        pending = begin(logits, rows, mask)
     else:
         drafts = [draft for one in wanted for draft in _drafts(one)]
-        picking = known(verify.pick(logits, rows, drafts, guesses.rule, mask, guesses.probabilities), device)
-    if tell is not None and picking.picked is not None:
-        tell(picking.picked().tokens)
-    return picking
+        pending = known(verify.pick(logits, rows, drafts, guesses.rule, mask, guesses.probabilities), device)
+    if tell is not None and pending.picked is not None:
+        tell(pending.picked().tokens)
+    return pending
 
 
 def _drafts(one: WantedRows) -> list[Draft]:

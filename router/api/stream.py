@@ -125,9 +125,9 @@ class Answer:
         return sum(token.logprob for token in self.tokens) / len(self.tokens)
 
 
-def guesses(finishes: Iterable[Finish]) -> Speculation | None:
+def speculation_of(finishes: Iterable[Finish]) -> Speculation | None:
     """The draft statistics of one request: those of the choice that ended last, which cover all choices."""
-    found = [finish.guessed for finish in finishes if finish.guessed is not None]
+    found = [finish.speculation for finish in finishes if finish.speculation is not None]
     return max(found, key=lambda one: (one.steps, one.drafted), default=None)
 
 

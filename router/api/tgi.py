@@ -22,7 +22,7 @@ from .body import json_response, read
 from .errors import Problem, tgi_body
 from .links import ImageLoader
 from .ports import Batcher, limits_of
-from .stream import Answer, Clock, fold, guesses, headers_of, send, sse_frame, stream_headers_of
+from .stream import Answer, Clock, fold, headers_of, send, speculation_of, sse_frame, stream_headers_of
 from .tenant import session_of, tenant_of
 from .tgi_shapes import (
     GRAMMARS,
@@ -234,7 +234,7 @@ class Tgi:
         if asked.details:
             prefill = self._prefill(asked.request, best.prompt)  # the same for all
             content.details = Details(**self._details(asked, best, prefill))
-            content.details.speculation = _speculation(guesses(answer.finish for answer in answers))
+            content.details.speculation = _speculation(speculation_of(answer.finish for answer in answers))
             if len(answers) > 1:
                 content.details.best_of_sequences = [
                     self._other(asked, answer, prefill) for answer in answers if answer is not best
@@ -364,7 +364,7 @@ def _stream_details(asked: Asked, finish: Finish, others: Sequence[BestOf]) -> S
         len(asked.request.prompt),
         best_of_sequences=list(others) or msgspec.UNSET,
         score=_score(finish),
-        speculation=_speculation(finish.guessed),
+        speculation=_speculation(finish.speculation),
     )
 
 
@@ -380,8 +380,8 @@ def _score(finish: Finish) -> float | msgspec.UnsetType:
     return msgspec.UNSET if finish.score is None else finish.score
 
 
-def _speculation(guessed: Speculation | None) -> SpeculationJson | msgspec.UnsetType:
-    return msgspec.UNSET if guessed is None else SpeculationJson(guessed.drafted, guessed.accepted, guessed.steps)
+def _speculation(speculation: Speculation | None) -> SpeculationJson | msgspec.UnsetType:
+    return msgspec.UNSET if speculation is None else SpeculationJson(speculation.drafted, speculation.accepted, speculation.steps)
 
 
 def _beam(beam: Beam) -> BeamJson:

@@ -88,7 +88,7 @@ class Layer:
         # Hyper-connections: how attention, and the MLP, see the several residual streams.
         self.mixings = [stream_mixer(load, part, shape.hyper) for part in ("attn", "ffn")] if shape.hyper else []
         self.norm_gates = [NormGate(load, name, shape.norm_gates) if name else None for name in shape.gated_norms(index)]
-        self.alternation = AltUp(load, shape.alternation) if shape.alternation else None
+        self.altup = AltUp(load, shape.altup) if shape.altup else None
         self.laurel = LaurelBlock(load, shape.laurel) if shape.laurel else None
         self.attention = self._attention(load) if attends else None
         kept = shape.recurrent
@@ -161,9 +161,9 @@ class Layer:
         if self.norm_gates:
             assert isinstance(stream, GatedStream)
             stream.turn(self.norm_gates[part])
-        if self.alternation and part == 0:
+        if self.altup and part == 0:
             assert isinstance(stream, AltUpStream)
-            stream.predict(self.alternation)
+            stream.predict(self.altup)
 
     def _read(
         self,
@@ -211,9 +211,9 @@ class Layer:
         if self.mlp is not None and beside is None:
             self._turn(stream, 1)
             self.mlp(stream, self.mlp_norm, self.last_norm)
-        if self.alternation:
+        if self.altup:
             assert isinstance(stream, AltUpStream)
-            stream.correct(self.alternation)
+            stream.correct(self.altup)
         if self.per_layer is not None and per_layer is not None:
             self.per_layer(stream, per_layer)
         if self.factor != 1:
@@ -265,7 +265,7 @@ class Decoder:
         self.norm = load.gains(shape.last_norm, shape.hidden) if shape.last_norm else None
         last = shape.hyper if shape.hyper and not shape.hyper.averaged else None
         self.mixing = stream_mixer(load, "head", last, gives=False) if last else None
-        self.ends = Ends(load, shape.alternation) if shape.alternation else None
+        self.ends = Ends(load, shape.altup) if shape.altup else None
         self.head = self._output(load)
         size, dtype = shape.turning_size(0), self.embedding.dtype
         of = partial(angles_of, positions=shape.turned_positions, dtype=dtype, device=device, turned=shape.turned(0))
@@ -515,7 +515,7 @@ class Decoder:
 
     def _weights(self) -> Iterator[Weight | Tensor]:
         parts = [self, *self.layers, *(part for layer in self.layers for reader in layer.readers for part in reader.parts)]
-        own = (part for layer in self.layers for part in (layer.per_layer, layer.alternation, layer.laurel, layer.ngrams))
+        own = (part for layer in self.layers for part in (layer.per_layer, layer.altup, layer.laurel, layer.ngrams))
         parts += [part for part in (self.inputs, self.mixing, self.ends, *own) if part is not None]
         parts += [mixing for layer in self.layers for mixing in layer.mixings]
         parts += [gate for layer in self.layers for gate in layer.norm_gates if gate is not None]

@@ -42,7 +42,7 @@ def theirs(most: int, heads: int, layers: list[int], hidden: int = 16) -> Any:
     )
 
 
-def grams(config: Any) -> NgramShape:
+def ngram_shape(config: Any) -> NgramShape:
     return NgramShape(
         layers=tuple(one - 1 for one in config.ple_layer_ids),
         most=config.ngram_size,
@@ -65,7 +65,7 @@ def test_rows_are_transformers(route: str, chance: random.Random) -> None:
     dispatch.force(route)
     for most, heads, layers in ((3, 2, [1, 3]), (2, 3, [2]), (4, 1, [1, 2])):
         config = theirs(most, heads, layers)
-        own = grams(config)
+        own = ngram_shape(config)
         parts = [torch.tensor([of(layer) for layer in own.layers]).to(DEVICE) for of in (own.multipliers, own.sizes, own.offsets)]
         shape = len(layers), own.before, heads
         hashes = NgramHashes(parts[0], parts[1].view(shape), parts[2].view(shape), END)
@@ -145,7 +145,7 @@ def test_states_go_on_and_forget_guesses(route: str, chance: random.Random) -> N
 def test_what_streams_take_is_transformers(route: str, dtype: torch.dtype, chance: random.Random) -> None:
     """Of all that a layer is told, without cuts."""
     config = theirs(3, 2, [2], hidden=chance.choice([8, 33]))
-    own, hidden, tokens = grams(config), config.hidden_size, 9
+    own, hidden, tokens = ngram_shape(config), config.hidden_size, 9
     module = oracle.Qwen4ExpTextPLELayer(config, 1, 0)
     for values in module.parameters():
         values.data.normal_(std=0.5).copy_(values.data.to(dtype))

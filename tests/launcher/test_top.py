@@ -209,7 +209,7 @@ def test_the_window_moves(played: str) -> None:
     server = top.Server(played, "secret", 0.0)
     for _ in range(3):
         server.look()
-    assert len(server._looks) == 2
+    assert len(server._scrapes) == 2
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
