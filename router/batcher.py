@@ -379,12 +379,12 @@ class Batcher:
         )
         choices = [Choice(index, text) for index, text in enumerate(texts)]
         run = begin(request, now)
-        stream = Stream(next(self._uids), request, choices, now, left=len(choices), run=run, home=self, sink=sink)
+        stream = Stream(next(self._uids), request, choices, now, left=len(choices), run=run, owner=self, sink=sink)
         delay = DELAYS[request.priority]
         if request.timeout:
             left = max(0.0, (request.arrived or now) + request.timeout - now)
             delay = min(delay, left / 2)
-            stream.alarm = asyncio.get_running_loop().call_later(left, lambda: stream.home.expire(stream))
+            stream.alarm = asyncio.get_running_loop().call_later(left, lambda: stream.owner.expire(stream))
         stream.rank = now + delay
         self._enter(stream)
         return stream
@@ -636,6 +636,6 @@ class Batcher:
     def _adopt(self, stream: Stream, known: tuple[float, int] | None) -> None:
         """Takes over a stream. known: what the inquest of its last replica knows of it."""
         self._inquest.adopt(stream.uid, known)
-        stream.home = self
+        stream.owner = self
         stream.restart()
         self._enter(stream)

@@ -123,14 +123,14 @@ def _work(job: bytes) -> bytes:
 
 def _answer(job: Job) -> Answer:
     try:
-        resizing = _resizing(job.folder)
+        resizer = _resizing(job.folder)
     except Exception as error:  # of a library, about files that came with a download
         return Answer(unable=words(error))
     try:
         if job.data is None:
-            _prepared(resizing, _blank(), job.most)
+            _prepared(resizer, _blank(), job.most)
             return Answer()
-        return Answer(_prepared(resizing, _opened(job.data), job.most, job.alone))
+        return Answer(_prepared(resizer, _opened(job.data), job.most, job.alone))
     except UnusableImage as wrong:
         return Answer(refused=str(wrong))
     except MemoryError:
@@ -184,9 +184,9 @@ def _opened(data: bytes) -> Any:
         raise UnusableImage(f"can't be read: {words(error)}") from None
 
 
-def _prepared(resizing: ImageResizer, image: Any, most: int, alone: bool = True) -> PreparedImage:
-    found = (resizing if alone else resizing.among)(image, most)
-    if not 0 < sum(values.size for values in found.parts) // COLOURS <= most and not resizing.fixed:
+def _prepared(resizer: ImageResizer, image: Any, most: int, alone: bool = True) -> PreparedImage:
+    found = (resizer if alone else resizer.among)(image, most)
+    if not 0 < sum(values.size for values in found.parts) // COLOURS <= most and not resizer.fixed:
         raise UnusableImage(f"is too thin: there is no size of at most {most} pixels in which it is wide enough")
     return PreparedImage([_pixels(*each, found.size) for each in zip(found.parts, found.tokens, strict=True)], found.grid)
 

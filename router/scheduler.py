@@ -165,11 +165,11 @@ def fill(lacking: Sequence[int], most: Sequence[int], tokens: int) -> list[int]:
 class Scheduler:
     """Schedules one running batch, filled from one queue."""
 
-    def __init__(self, bounds: Bounds, policy: Policy | None = None, drafting: DraftBudget | None = None) -> None:
-        """drafting: the budget of drafts, where the shards speculate."""
+    def __init__(self, bounds: Bounds, policy: Policy | None = None, draft_budget: DraftBudget | None = None) -> None:
+        """draft_budget: the budget of drafts, where the shards speculate."""
         self._bounds = bounds
         self._policy = policy or ChunkedPrefill(bounds.step_tokens)
-        self._drafting = drafting
+        self._draft_budget = draft_budget
         self._waiting: dict[int, Job] = {}  # by uid, preempted ones included
         self._lines: dict[str, list[Job]] = {}  # the same jobs by tenant, each list in order
         self._running: dict[int, Job] = {}  # admitted jobs
@@ -328,7 +328,7 @@ class Scheduler:
     def _allowance(self, decodes: int) -> Allowance | None:
         """Budget of drafts for the step just added to those in flight. Its prompts are counted the way steps are measured, since
         that is what `cost` is fitted to."""
-        if self._drafting is None or not self._drafters:
+        if self._draft_budget is None or not self._drafters:
             return None
         asked = self._underway[-1]
         keys = 0
@@ -336,7 +336,7 @@ class Scheduler:
             job = self._running[uid]
             keys += count * max(0, job.prompt_tokens - self._expected(job) - count) + count * (count + 1) // 2
         prompts = Measured(prompt_tokens=sum(asked.values()), prompt_keys=keys).work
-        return self._drafting.allow(decodes, decodes * (self._keys + 1), prompts)
+        return self._draft_budget.allow(decodes, decodes * (self._keys + 1), prompts)
 
     # Prompts
 
@@ -345,7 +345,7 @@ class Scheduler:
         prompts = sorted((job for job in self._prompts.values() if self._expected(job) > 0), key=_order)
         if not prompts and not self._waiting:
             return (), []
-        now = self._standing(prompts, decodes)
+        now = self._scheduler_state(prompts, decodes)
         room = self._policy.room(now)
         new = self._admit(room, prompts) if self._policy.admits(now) else []
         prompts = sorted(prompts + new, key=_order) if new else prompts
@@ -369,7 +369,7 @@ class Scheduler:
         """Sequences that will decode after the steps in flight."""
         return self._decodes + sum(job.running for job in self._prompts.values() if self._expected(job) <= 0)
 
-    def _standing(self, prompts: Sequence[Job], decodes: int) -> SchedulerState:
+    def _scheduler_state(self, prompts: Sequence[Job], decodes: int) -> SchedulerState:
         return SchedulerState(
             decodes=decodes,
             keys=round(decodes * (self._keys + 1)),
@@ -563,8 +563,8 @@ class Scheduler:
         if prompt:
             self._uncached += 0.2 * (told.prompt_tokens / prompt - self._uncached)
         self._policy.learn(told)
-        if self._drafting is not None:
-            self._drafting.learn(told)
+        if self._draft_budget is not None:
+            self._draft_budget.learn(told)
 
 
 def _order(job: Job) -> tuple[float, int]:

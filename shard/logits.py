@@ -87,10 +87,10 @@ def choose(
     if not wanted:
         return nothing(hidden.device)
     uids = [one.run.group.uid for one in wanted]
-    means = SamplingContext(decoder, hidden, guesses, memory_fallback, masks)
-    pending = _begin(means, wanted)
+    context = SamplingContext(decoder, hidden, guesses, memory_fallback, masks)
+    pending = _begin(context, wanted)
     if pending is None:
-        found = _found_now(means, wanted, stops)
+        found = _found_now(context, wanted, stops)
         picked = None if any(one.candidates for one in wanted) else known(list(chain.from_iterable(found)), hidden.device).picked
         return PendingPicks(picked, lambda: None, lambda: dict(zip(uids, found, strict=True)))
 
@@ -101,18 +101,18 @@ def choose(
     return PendingPicks(pending.picked, pending.wait, take)
 
 
-def _begin(means: SamplingContext, wanted: Listing[WantedRows]) -> PendingPicks[list[Found]] | None:
+def _begin(context: SamplingContext, wanted: Listing[WantedRows]) -> PendingPicks[list[Found]] | None:
     """Sampling that the host need not wait for; None if the kind of sampling does not allow that, or memory is short."""
-    ranks = means.decoder.ranks
-    if means.guesses.rule is not VerificationRule.GUMBEL or any(_on_host(one, ranks.size > 1) for one in wanted):
+    ranks = context.decoder.ranks
+    if context.guesses.rule is not VerificationRule.GUMBEL or any(_on_host(one, ranks.size > 1) for one in wanted):
         return None
 
     def work() -> PendingPicks[list[Found]]:
-        logits = _logits(means, wanted)
-        mask = means.masks.join(means.hidden.device) if means.masks is not None else None
-        return _pending(means, logits, wanted, mask, ranks.tell if ranks.size > 1 else None)
+        logits = _logits(context, wanted)
+        mask = context.masks.join(context.hidden.device) if context.masks is not None else None
+        return _pending(context, logits, wanted, mask, ranks.tell if ranks.size > 1 else None)
 
-    return means.memory_fallback.whole(work, sum(len(one.rows) for one in wanted))
+    return context.memory_fallback.whole(work, sum(len(one.rows) for one in wanted))
 
 
 def _on_host(one: WantedRows, several: bool) -> bool:
@@ -132,11 +132,11 @@ def _told(tokens: Tensor) -> PendingPicks[Found]:
     return PendingPicks(lambda: DeviceSamples(tokens), arrival.wait, take)
 
 
-def _found_now(means: SamplingContext, wanted: Listing[WantedRows], stops: StopStrings | None) -> list[Found]:
+def _found_now(context: SamplingContext, wanted: Listing[WantedRows], stops: StopStrings | None) -> list[Found]:
     """Tokens of each run, on every rank, waiting for the device."""
-    found, ranks = _in_parts(means, wanted), means.decoder.ranks
-    if means.masks is not None:
-        found = means.masks.settle(found)
+    found, ranks = _in_parts(context, wanted), context.decoder.ranks
+    if context.masks is not None:
+        found = context.masks.settle(found)
     if stops is not None:
         found = [_stopped(one, some, stops) for one, some in zip(wanted, found, strict=True)]
     if ranks.size > 1:
@@ -144,7 +144,7 @@ def _found_now(means: SamplingContext, wanted: Listing[WantedRows], stops: StopS
         samples = ranks.rank == 0
         seen = [None if one.run.problem else own for one, own in zip(wanted, found, strict=True)]
         codes = codes_of(seen, counts) if samples else [0] * length_of(counts)
-        told = ranks.tell(torch.tensor(codes, device=means.hidden.device)).tolist()
+        told = ranks.tell(torch.tensor(codes, device=context.hidden.device)).tolist()
         if not samples:
             found = [_taken(one, own) for one, own in zip(wanted, found_from(told, counts), strict=True)]
     return found
@@ -158,26 +158,26 @@ def _taken(one: WantedRows, found: Found | None) -> Found:
     return found
 
 
-def _in_parts(means: SamplingContext, wanted: Listing[WantedRows]) -> list[Found]:
+def _in_parts(context: SamplingContext, wanted: Listing[WantedRows]) -> list[Found]:
     """Tokens of each run, all sampled at once if there is memory for it. One that is too large even alone gets a problem."""
-    sizes, device = [len(one.rows) for one in wanted], means.hidden.device
+    sizes, device = [len(one.rows) for one in wanted], context.hidden.device
     starts = [0, *accumulate(sizes)]
 
     def some(own: Listing[int]) -> list[Found]:
         part = [wanted[i] for i in own]
-        logits = _logits(means, part)
-        mask = means.masks.join(device)[starts[own[0]] : starts[own[-1] + 1]] if means.masks is not None else None
-        return _pending(means, logits, part, mask).take() if logits is not None else [[] for _ in part]
+        logits = _logits(context, part)
+        mask = context.masks.join(device)[starts[own[0]] : starts[own[-1] + 1]] if context.masks is not None else None
+        return _pending(context, logits, part, mask).take() if logits is not None else [[] for _ in part]
 
     found: list[Found] = []
-    for one, own in zip(wanted, means.memory_fallback.rows(some, range(len(wanted)), sizes), strict=True):
+    for one, own in zip(wanted, context.memory_fallback.rows(some, range(len(wanted)), sizes), strict=True):
         if own is None:
             one.run.problem = ALONE
         found.append(own if own is not None else [None] * len(one.rows))
     return found
 
 
-def _logits(means: SamplingContext, wanted: Listing[WantedRows]) -> Tensor | None:
+def _logits(context: SamplingContext, wanted: Listing[WantedRows]) -> Tensor | None:
     """Logits of all rows, in order. All choices of a prompt sample from the same logits, computed once."""
     places: list[int] = []  # hidden rows, each once
     copies: list[int] = []  # how often each of them is used
@@ -187,8 +187,8 @@ def _logits(means: SamplingContext, wanted: Listing[WantedRows]) -> Tensor | Non
         count = 1 if run.group.waiting else wanted_rows
         places += range(run.first + wanted_rows - count, run.first + wanted_rows)
         copies += [len(one.rows) // count] * count
-    hidden, device = means.hidden, means.hidden.device
-    logits = means.decoder.logits(hidden if len(places) == len(hidden) else hidden[list_to_device(device, places)])
+    hidden, device = context.hidden, context.hidden.device
+    logits = context.decoder.logits(hidden if len(places) == len(hidden) else hidden[list_to_device(device, places)])
     if logits is not None and sum(copies) > len(places):
         each = to_device(torch.arange(len(copies)).repeat_interleave(torch.tensor(copies)), device)
         logits = logits[each]
@@ -196,20 +196,20 @@ def _logits(means: SamplingContext, wanted: Listing[WantedRows]) -> Tensor | Non
 
 
 def _pending(
-    means: SamplingContext, logits: Tensor | None, wanted: Listing[WantedRows], mask: Tensor | None, tell: Tell | None = None
+    context: SamplingContext, logits: Tensor | None, wanted: Listing[WantedRows], mask: Tensor | None, tell: Tell | None = None
 ) -> PendingPicks[list[Found]]:
     """Picks of each run. Beams are expanded together, and all other rows sampled together; the latter come behind the former in
     what is picked. tell: broadcasts to other ranks, which have no logits."""
     beams, others = [i for i, one in enumerate(wanted) if one.candidates], [i for i, one in enumerate(wanted) if not one.candidates]
     rest = [wanted[i] for i in others]
     if not beams:
-        return _by_run(_picks(means, logits, rest, mask, tell), rest)
+        return _by_run(_picks(context, logits, rest, mask, tell), rest)
     own, own_mask = _part(logits, mask, wanted, beams)
-    expansion = _expansion(own, [_set_of(wanted[i]) for i in beams], own_mask, means.hidden.device, tell).pending()
+    expansion = _expansion(own, [_set_of(wanted[i]) for i in beams], own_mask, context.hidden.device, tell).pending()
     if not others:
         return PendingPicks(expansion.picked, expansion.wait, lambda: [list(one) for one in expansion.take()])
     own, own_mask = _part(logits, mask, wanted, others)
-    picks = _by_run(_picks(means, own, rest, own_mask, tell), rest)
+    picks = _by_run(_picks(context, own, rest, own_mask, tell), rest)
 
     def wait() -> None:
         expansion.wait()
@@ -250,9 +250,9 @@ def _set_of(one: WantedRows) -> Beams:
 
 
 def _picks(
-    means: SamplingContext, logits: Tensor | None, wanted: Listing[WantedRows], mask: Tensor | None, tell: Tell | None
+    context: SamplingContext, logits: Tensor | None, wanted: Listing[WantedRows], mask: Tensor | None, tell: Tell | None
 ) -> PendingPicks[Found]:
-    guesses, device = means.guesses, means.hidden.device
+    guesses, device = context.guesses, context.hidden.device
     rows = [row for one in wanted for row in one.rows]
     if logits is None:
         assert tell is not None

@@ -296,13 +296,13 @@ class Completions:
         self._echoes = echoes
         self._shown = shown
         self._silent = silent
-        self._told: dict[int, PromptEcho] = {}  # by prompt, if answers begin with it
+        self._prompt_echoes: dict[int, PromptEcho] = {}  # by prompt, if answers begin with it
         self._offsets: dict[int, int] = {}  # length of each choice's text so far
 
     async def open(self, place: int, prompt: Prompt) -> None:
         """Prepares the echoed prompt that the answers begin with."""
         if self._echoes:
-            self._told[place] = await self._writer.told(self._echoes[place], prompt, self._logprobs)
+            self._prompt_echoes[place] = await self._writer.prompt_echo(self._echoes[place], prompt, self._logprobs)
 
     async def choice(self, index: int, answer: Answer) -> Json:
         text, content = self._begin(index)
@@ -344,11 +344,11 @@ class Completions:
 
     def _begin(self, index: int) -> tuple[str, Json | None]:
         """The echoed prompt's text and log-probabilities, if the answer begins with them."""
-        told = self._told.get(index // self._shown)
-        if told is None:
+        prompt_echo = self._prompt_echoes.get(index // self._shown)
+        if prompt_echo is None:
             return "", None
-        self._offsets[index] = told.length
-        return told.text, told.content
+        self._offsets[index] = prompt_echo.length
+        return prompt_echo.text, prompt_echo.content
 
     def _content(self, index: int, tokens: list[Token], tops: object) -> Json | None:
         if self._logprobs is None:

@@ -71,12 +71,12 @@ class Tgi:
     """The handlers of TGI's routes, and of vLLM's /detokenize."""
 
     def __init__(
-        self, config: RouterConfig, tokenizer: Tokenizer, validator: Validator, links: ImageLoader, batcher: Batcher
+        self, config: RouterConfig, tokenizer: Tokenizer, validator: Validator, image_loader: ImageLoader, batcher: Batcher
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._validator = validator
-        self._links = links
+        self._image_loader = image_loader
         self._batcher = batcher
         self._generate = msgspec.json.Decoder(GenerateBody)
         self._tokenize = msgspec.json.Decoder(TokenizeBody)
@@ -219,7 +219,7 @@ class Tgi:
         self._validator.check_images(len(urls), limits)
         if parameters.prompt_logprobs:
             raise Refused("`decoder_input_details` together with images is not supported", "decoder_input_details")
-        async with in_time(parameters), self._links.opened(urls) as images:
+        async with in_time(parameters), self._image_loader.opened(urls) as images:
             return await self._validator.request(text, replace(parameters, images=images), limits)
 
     def _marked(self, inputs: str, limits: Limits | None) -> tuple[str, list[str]]:

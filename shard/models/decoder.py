@@ -292,7 +292,7 @@ class Decoder:
         stream = self._begin(step, cache)
         for tokens, features in looks:
             stream.replace(tokens, features[:, 0])
-        per_layer = self._told(step, stream, [tokens for tokens, _ in looks])
+        per_layer = self._per_layer_inputs(step, stream, [tokens for tokens, _ in looks])
         places, seen, kept = self._places(step), list[Tensor](), self.kept
         for layer in self.layers:
             if step.last is not None and layer.index == self.shape.with_keys:
@@ -352,7 +352,7 @@ class Decoder:
         found = self.vision.look(shown.picture).index_select(0, shown.features)
         return found if self.shape.image_factor == 1 else found.mul_(self.shape.image_factor)
 
-    def _told(self, step: Step, stream: Stream, shown: Sequence[Tensor]) -> Tensor | None:
+    def _per_layer_inputs(self, step: Step, stream: Stream, shown: Sequence[Tensor]) -> Tensor | None:
         """Per-layer inputs of the step's tokens: [layers, tokens, features]. shown: which tokens are image tokens."""
         if self.inputs is None:
             return None
@@ -479,13 +479,13 @@ class Decoder:
         """Compiles what steps of up to so many tokens need, where products are compiled on first use."""
         weights = [weight for weight in self._weights() if isinstance(weight, Weight)]
         compile_products(weights, rows)
-        changed = [(weight.shape, weight.additions) for weight in weights if weight.additions]
+        changed = [(weight.shape, weight.lora) for weight in weights if weight.lora]
         # One for each combination of shapes: the others share its kernels.
-        alike = {(shape, *(each.shape for each in additions.weights)): (shape, additions) for shape, additions in changed}
-        for shape, additions in alike.values():
+        alike = {(shape, *(each.shape for each in lora.weights)): (shape, lora) for shape, lora in changed}
+        for shape, lora in alike.values():
             for count in (1, rows):
                 x, out = (self.embedding.new_zeros(count, size) for size in reversed(shape))
-                additions.add(x, out, choose(torch.zeros(count, dtype=torch.int64, device=x.device), len(self.changes.names)))
+                lora.add(x, out, choose(torch.zeros(count, dtype=torch.int64, device=x.device), len(self.changes.names)))
         few = self.embedding.new_zeros(1, self.shape.hidden)
         if any(weight.streams(few) for weight in weights):
             for count in SAMPLES:
@@ -524,8 +524,8 @@ class Decoder:
         found = [value for value in held if isinstance(value, (Weight, Tensor))]
         for value in (*found, *(weight for layer in self.layers if layer.mlp for weight in layer.mlp.weights())):
             yield value
-            if isinstance(value, Weight) and value.additions is not None:
-                yield from value.additions.weights
+            if isinstance(value, Weight) and value.lora is not None:
+                yield from value.lora.weights
 
 
 def _remembered(load: Loader, kept: RecurrentShape) -> RecurrentAttention:
