@@ -87,13 +87,13 @@ class Client:
                 self.errors[record.error] += 1
 
     async def _stream(self, reply: aiohttp.ClientResponse, record: Record) -> None:
-        lines, told, last = SseParser(), AnswerState(), 0.0
+        lines, state, last = SseParser(), AnswerState(), 0.0
         feed, read, readany = lines.feed, self._api.read, reply.content.readany
         moments, counts = record.moments, record.counts
         while data := await readany():
             now, before = CLOCK(), len(moments)
             for payload in feed(data):
-                count = read(payload, told, bool(moments))
+                count = read(payload, state, bool(moments))
                 if count > 0:
                     moments.append(now)
                     counts.append(count)
@@ -101,14 +101,14 @@ class Client:
                 elif count < 0:
                     last = now
             record.reads += len(moments) > before
-        record.prompt_tokens, record.told_tokens = told.prompt_tokens, told.output_tokens
+        record.prompt_tokens, record.told_tokens = state.prompt_tokens, state.output_tokens
         # the event with the finish reason was the last token's, which has no text
-        if last and told.output_tokens == sum(counts) + 1:
+        if last and state.output_tokens == sum(counts) + 1:
             moments.append(last)
             counts.append(1)
-        if told.error:
-            _fail(record, "error event", told.error)
-        elif not told.finished:
+        if state.error:
+            _fail(record, "error event", state.error)
+        elif not state.finished:
             _fail(record, "cut", "the stream ended before the answer did")
         elif not moments:
             _fail(record, "no tokens", "the answer was empty")

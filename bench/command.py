@@ -138,7 +138,7 @@ async def _measure(options: argparse.Namespace, source: Synthetic | Recorded, co
 
 
 async def _scale(client: Client, seed: int) -> TokenScale:
-    """Measures the Scale by two requests, which also show that the server answers. Raises Unreachable."""
+    """Measures the TokenScale by two requests, which also show that the server answers. Raises Unreachable."""
     measured = []
     dice = random.Random(seed)
     for count in (FEW, MANY):

@@ -34,7 +34,7 @@ class Api(Protocol):
         """The body of a streaming request."""
         ...
 
-    def read(self, payload: bytes, told: AnswerState, begun: bool) -> int:
+    def read(self, payload: bytes, state: AnswerState, begun: bool) -> int:
         """The number of tokens that an event brings, -1 if only the end will show it: it may be the last token. `begun`: some have
         come.
 
@@ -84,22 +84,22 @@ class OpenAI:
         asked: dict[str, Any] = {"messages": prompt.chat()} if self._chat else {"prompt": prompt.text}
         return {"stream": True, "stream_options": self._options, "max_tokens": prompt.output, **asked, **self._fields, **fields}
 
-    def read(self, payload: bytes, told: AnswerState, begun: bool) -> int:
+    def read(self, payload: bytes, state: AnswerState, begun: bool) -> int:
         """See Api."""
         if payload == DONE:
-            told.finished = True
+            state.finished = True
             return 0
         chunk = self._decode(payload)
         if chunk.error is not None:
-            told.error = _message(chunk.error)
+            state.error = _message(chunk.error)
             return 0
         usage = chunk.usage
         if usage is not None:
-            before, told.output_tokens, told.prompt_tokens = told.output_tokens, usage.completion_tokens, usage.prompt_tokens
+            before, state.output_tokens, state.prompt_tokens = state.output_tokens, usage.completion_tokens, usage.prompt_tokens
             if chunk.choices:
-                told.counted = True
-                return max(0, told.output_tokens - before)
-        return self._tokens(chunk.choices[0], begun) if chunk.choices and not told.counted else 0
+                state.counted = True
+                return max(0, state.output_tokens - before)
+        return self._tokens(chunk.choices[0], begun) if chunk.choices and not state.counted else 0
 
     def _tokens(self, choice: _Choice, begun: bool) -> int:
         delta = choice.delta
@@ -135,16 +135,16 @@ class Tgi:
         """See Api."""
         return {"inputs": prompt.text, "parameters": {"max_new_tokens": prompt.output, "details": True, **fields}}
 
-    def read(self, payload: bytes, told: AnswerState, begun: bool) -> int:
+    def read(self, payload: bytes, state: AnswerState, begun: bool) -> int:
         """See Api."""
         event = self._decode(payload)
         if event.error is not None:
-            told.error = _message(event.error)
+            state.error = _message(event.error)
             return 0
         if event.generated_text is not None:
-            told.finished = True
+            state.finished = True
             if event.details is not None:
-                told.output_tokens, told.prompt_tokens = event.details.generated_tokens, event.details.input_length
+                state.output_tokens, state.prompt_tokens = event.details.generated_tokens, event.details.input_length
         return int(event.token is not None)
 
 

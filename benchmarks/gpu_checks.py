@@ -618,8 +618,8 @@ def adapted(bench: Bench, chance: random.Random) -> float:
     ranks = (3, 16) if bench.tiny else (8, 64, 16, 100)
     pairs = [(_wide(rank, inputs, dtype=dtype, device=device), _wide(outputs, rank, dtype=dtype, device=device)) for rank in ranks]
     pairs = [(down * inputs**-0.5, up * len(down) ** -0.5) for down, up in pairs]
-    additions = low_rank.lay_out(pairs)
-    assert additions is not None
+    lora = low_rank.lay_out(pairs)
+    assert lora is not None
     for rows in (1, 9) if bench.tiny else (1, 64, 3000):
         x, out = _wide(rows, inputs, dtype=dtype, device=device).contiguous(), _wide(rows, outputs, dtype=dtype, device=device)
         out, numbers = out.contiguous(), torch.randint(-1, len(ranks), (rows,), device=device)
@@ -627,7 +627,7 @@ def adapted(bench: Bench, chance: random.Random) -> float:
         for number, (down, up) in enumerate(pairs):
             own = numbers == number
             expected[own] += x[own].double() @ down.double().T @ up.double().T
-        additions.add(x, out, adapters.choose(numbers, len(ranks)))
+        lora.add(x, out, adapters.choose(numbers, len(ranks)))
         worst = max(worst, relative_error(out, expected, dtype))
     return worst
 

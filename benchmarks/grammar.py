@@ -118,24 +118,24 @@ def measure(grammars: Grammars, grammar: str, seconds: float) -> Result:
     return Result(compiled, masks, quantile(batches, 0.5), quantile(chains, 0.5))
 
 
-def guessed(grammars: Grammars, guides: list[GrammarState], chance: random.Random, longest: int = 20) -> Iterator[float]:
+def guessed(grammars: Grammars, states: list[GrammarState], chance: random.Random, longest: int = 20) -> Iterator[float]:
     """Seconds per row of steps in which each sequence has a chain of drafts, of which some are accepted."""
-    texts: list[list[int]] = [[] for _ in guides]
+    texts: list[list[int]] = [[] for _ in states]
     for _ in range(longest):
-        trees = [guesses(grammars, guide, text, chance) for guide, text in zip(guides, texts, strict=True)]
+        trees = [guesses(grammars, state, text, chance) for state, text in zip(states, texts, strict=True)]
         began = time.process_time()
-        for guide, text in zip(guides, texts, strict=True):
-            guide.follow(text)
-        rows, _ = grammars.masks_along(guides, trees)
+        for state, text in zip(states, texts, strict=True):
+            state.follow(text)
+        rows, _ = grammars.masks_along(states, trees)
         yield (time.process_time() - began) / len(rows)
         texts = [[*text, *tree.tokens[: chance.randint(1, 4)]] for text, tree in zip(texts, trees, strict=True)]
         if not all(map(len, trees)):
             return
 
 
-def guesses(grammars: Grammars, guide: GrammarState, text: list[int], chance: random.Random) -> Tree:
+def guesses(grammars: Grammars, state: GrammarState, text: list[int], chance: random.Random) -> Tree:
     """Eight draft tokens that the grammar allows, if so many are possible."""
-    ahead, path = guide.copy(), list[int]()
+    ahead, path = state.copy(), list[int]()
     while len(path) < 8:
         ahead.follow([*text, *path])
         token = one_of(grammars.masks([ahead])[0], chance)
@@ -145,19 +145,19 @@ def guesses(grammars: Grammars, guide: GrammarState, text: list[int], chance: ra
     return chain(path)
 
 
-def walk(grammars: Grammars, guides: list[GrammarState], chance: random.Random, longest: int = 200) -> Iterator[float]:
+def walk(grammars: Grammars, states: list[GrammarState], chance: random.Random, longest: int = 200) -> Iterator[float]:
     """Seconds per mask, the advance by the last token included, as in a shard; until the texts end or are long."""
-    texts: list[list[int]] = [[] for _ in guides]
+    texts: list[list[int]] = [[] for _ in states]
     for _ in range(longest):
         began = time.process_time()
-        for guide, text in zip(guides, texts, strict=True):
-            guide.follow(text)
-        rows = grammars.masks(guides)
-        yield (time.process_time() - began) / len(guides)
+        for state, text in zip(states, texts, strict=True):
+            state.follow(text)
+        rows = grammars.masks(states)
+        yield (time.process_time() - began) / len(states)
         following = [one_of(row, chance) for row in rows]
         going = [place for place, token in enumerate(following) if token >= 0]
-        guides, texts = [guides[place] for place in going], [[*texts[place], following[place]] for place in going]
-        if not guides:
+        states, texts = [states[place] for place in going], [[*texts[place], following[place]] for place in going]
+        if not states:
             return
 
 

@@ -86,7 +86,7 @@ class Weight:
     memory."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, exact: Invariance = Invariance.USUAL) -> None:
-        self.additions: LoraMatrices | None = None  # LoRA adapters; the caller adds their products
+        self.lora: LoraMatrices | None = None  # LoRA adapters; the caller adds their products
         self.bytes = weight.nbytes + (bias.nbytes if bias is not None else 0)
         self.shape = weight.shape
         streams = exact is not Invariance.INVARIANT and weight.dtype in STREAMED and triton_for(weight)

@@ -29,11 +29,11 @@ class LoopedLowRank(LoraMatrices):
 
     @property
     def weights(self) -> list[Weight]:
-        """See Additions."""
+        """See LoraMatrices."""
         return [weight for each in self._products if each for weight in each]
 
     def add(self, x: Tensor, out: Tensor, chosen: RowAdapters) -> None:
-        """See Additions."""
+        """See LoraMatrices."""
         for products, (start, end) in zip(self._products, pairwise(chosen.starts.tolist()), strict=True):
             if products is not None and end > start:
                 down, up = products
@@ -41,13 +41,13 @@ class LoopedLowRank(LoraMatrices):
                 out.index_add_(0, rows, up(down(x[rows])))
 
     def prepared(self, pair: Pair) -> Products:
-        """See Additions."""
+        """See LoraMatrices."""
         down, up = (Weight(factor.to(self._device), None, self._exact) for factor in pair)
         compile_products((down, up), COMPILED)  # or the first steps with it would wait for that
         return down, up
 
     def put(self, number: int, prepared: Products | None) -> None:
-        """See Additions."""
+        """See LoraMatrices."""
         self._products[number] = prepared
 
 
@@ -66,11 +66,11 @@ class FusedLowRank(LoraMatrices):
 
     @property
     def weights(self) -> list[Tensor]:
-        """See Additions."""
+        """See LoraMatrices."""
         return [self._downs, self._ups]
 
     def add(self, x: Tensor, out: Tensor, chosen: RowAdapters) -> None:
-        """See Additions."""
+        """See LoraMatrices."""
         from .fused_experts import add_products
 
         inner = x.new_zeros(len(x), self._downs.shape[1])
@@ -78,13 +78,13 @@ class FusedLowRank(LoraMatrices):
         add_products(out, inner, self._ups, chosen.order, chosen.starts, self._invariant)
 
     def prepared(self, pair: Pair) -> Pair:
-        """See Additions: padded, so that only a copy remains."""
+        """See LoraMatrices: padded, so that only a copy remains."""
         lacking = self._downs.shape[1] - len(pair[0])
         return pad(pair[0], (0, 0, 0, lacking)), pad(pair[1], (0, lacking))
 
     @torch.inference_mode()
     def put(self, number: int, prepared: Pair | None) -> None:
-        """See Additions. In place, since CUDA graphs read from there."""
+        """See LoraMatrices. In place, since CUDA graphs read from there."""
         self._downs[number], self._ups[number] = prepared or (0, 0)
 
 

@@ -37,7 +37,7 @@ class Quantized(Weight):
         self.bytes = sum(tensor.nbytes for tensor in kept if tensor is not None)
         self.compiled = self._plain = None
         self.shared = False
-        self.additions = None
+        self.lora = None
 
 
 def lay_out(weight: Tensor | QuantizedWeight, bias: Tensor | None, exact: Invariance, dtype: torch.dtype) -> Weight:

@@ -218,9 +218,9 @@ def _message(reply: http.client.HTTPResponse) -> str:
 class Terminal:
     """A conversation with somebody at a terminal."""
 
-    def __init__(self, server: Server, talk: Conversation, console: Console, read: Callable[[str], str] = input) -> None:
+    def __init__(self, server: Server, conversation: Conversation, console: Console, read: Callable[[str], str] = input) -> None:
         self._server = server
-        self._talk = talk
+        self._conversation = conversation
         self._console = console
         self._read = read
 
@@ -242,7 +242,7 @@ class Terminal:
         if text.startswith("/"):
             self._command(text)
         elif text.strip():
-            self._talk.messages.append({"role": "user", "content": text})
+            self._conversation.messages.append({"role": "user", "content": text})
             self._answer()
 
     def _typed(self) -> str:
@@ -280,38 +280,38 @@ class Terminal:
         self._say(HELP)
 
     def _reset(self, rest: str) -> None:
-        self._talk.messages.clear()
+        self._conversation.messages.clear()
         self._say("forgotten")
 
     def _system(self, rest: str) -> None:
-        self._talk.system = rest
+        self._conversation.system = rest
         self._say("the system prompt is set" if rest else "no system prompt")
 
     def _set(self, rest: str) -> None:
         name, _, value = rest.partition(" ")
         if value:
-            self._talk.fields[name] = parsed(value.strip())
+            self._conversation.fields[name] = parsed(value.strip())
         elif name:
             self._say(f"/set {name} needs a value; /unset {name} takes it away")
             return
-        self._say(", ".join(f"{key} {json.dumps(value)}" for key, value in self._talk.fields.items()) or "nothing is set")
+        self._say(", ".join(f"{key} {json.dumps(value)}" for key, value in self._conversation.fields.items()) or "nothing is set")
 
     def _unset(self, rest: str) -> None:
-        known = rest in self._talk.fields
-        self._talk.fields.pop(rest, None)
+        known = rest in self._conversation.fields
+        self._conversation.fields.pop(rest, None)
         self._say(f"{rest} is not sent any more" if known else f"{rest} was not set")
 
     def _retry(self, rest: str) -> None:
-        if self._talk.back():
+        if self._conversation.back():
             self._answer()
         else:
             self._say("nothing was asked yet")
 
     def _save(self, rest: str) -> None:
-        self._with_file(rest, self._talk.save, "written to")
+        self._with_file(rest, self._conversation.save, "written to")
 
     def _load(self, rest: str) -> None:
-        self._with_file(rest, self._talk.load, "going on with")
+        self._with_file(rest, self._conversation.load, "going on with")
 
     def _with_file(self, name: str, do: Callable[[Path], None], done: str) -> None:
         if not name:
@@ -335,7 +335,7 @@ class Terminal:
 
         before = signal.signal(signal.SIGINT, press)
         try:
-            for piece in self._server.stream(self._talk.body()):
+            for piece in self._server.stream(self._conversation.body()):
                 if pressed:
                     raise KeyboardInterrupt
                 pace.came(piece)
@@ -351,12 +351,12 @@ class Terminal:
         finally:
             signal.signal(signal.SIGINT, before)
         if text:
-            self._talk.messages.append({"role": "assistant", "content": text})
+            self._conversation.messages.append({"role": "assistant", "content": text})
         if pace.events:
             self._console.print()
             self._say(f"{pace}{'' if end in ('', 'stop') else f', {end}'}")
         elif not text:
-            self._talk.messages.pop()
+            self._conversation.messages.pop()
 
     def _show(self, text: str, style: str = "") -> None:
         if text:
@@ -378,12 +378,12 @@ def parsed(value: str) -> Any:
         return value
 
 
-def pipe(server: Server, talk: Conversation, question: str) -> int:
+def pipe(server: Server, conversation: Conversation, question: str) -> int:
     """Asks one question, and streams its answer to stdout. Returns the exit code."""
-    talk.messages.append({"role": "user", "content": question})
+    conversation.messages.append({"role": "user", "content": question})
     seen = sys.stdout.isatty()  # a terminal obeys control characters
     try:
-        for piece in server.stream(talk.body()):
+        for piece in server.stream(conversation.body()):
             sys.stdout.write(CONTROL.sub("", piece.text) if seen else piece.text)
             sys.stdout.flush()
     except Failed as failed:
@@ -418,26 +418,26 @@ def main(arguments: Sequence[str], key: Callable[[str], str] = str) -> int:
     """Runs the command. key: the API key to send, given the value of `--api-key`. Returns the exit code."""
     options = make_parser().parse_args(arguments)
     server = Server(options.url, key(options.api_key))
-    talk = Conversation(options.system)
+    conversation = Conversation(options.system)
     for pair in options.set:
         name, sign, value = pair.partition("=")
         if not name or not sign:
             raise Mistake(f"--set {pair}: NAME=VALUE is needed, such as temperature=0.7")
-        talk.fields[name] = parsed(value)
+        conversation.fields[name] = parsed(value)
     try:
-        talk.fields = {"model": options.model or server.model() or "default", **talk.fields}
+        conversation.fields = {"model": options.model or server.model() or "default", **conversation.fields}
     except Failed as failed:
         raise Mistake(str(failed)) from None
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         question = sys.stdin.buffer.read().decode(errors="replace")
         if not question.strip():
             raise Mistake("there is no question on stdin: echo 'Who are you?' | penstock chat")
-        return pipe(server, talk, question)
+        return pipe(server, conversation, question)
     with suppress(ImportError):
         import readline  # noqa: F401 (makes `input` editable, with a history; not available everywhere)
     console = Console()
     console.print(
-        f"[bold]{escape(str(talk.fields['model']))}[/bold] at {escape(server.base)}. /help lists commands.", highlight=False
+        f"[bold]{escape(str(conversation.fields['model']))}[/bold] at {escape(server.base)}. /help lists commands.", highlight=False
     )
-    Terminal(server, talk, console).run()
+    Terminal(server, conversation, console).run()
     return 0

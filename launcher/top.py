@@ -101,7 +101,7 @@ class Row:
     url: str
     state: str
     model: str
-    parts: dict[str, MetricSums]  # as in a Look, but counters are per second, over the window
+    parts: dict[str, MetricSums]  # as in a Scrape, but counters are per second, over the window
 
 
 def parse(text: str) -> dict[str, MetricSums]:
@@ -215,26 +215,26 @@ class Server:
         self.url = _base(url)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._window = window
-        self._looks: deque[Scrape] = deque()
+        self._scrapes: deque[Scrape] = deque()
         self._model = ""
 
-    def look(self) -> None:
+    def scrape(self) -> None:
         """Scrapes once more."""
-        self._looks.append(self._look())
-        while len(self._looks) > 2 and self._looks[1].moment <= self._looks[-1].moment - self._window:
-            self._looks.popleft()
+        self._scrapes.append(self._scrape())
+        while len(self._scrapes) > 2 and self._scrapes[1].moment <= self._scrapes[-1].moment - self._window:
+            self._scrapes.popleft()
 
     def row(self) -> Row:
         """What the scrapes within the window show."""
-        last = self._looks[-1]
-        first = next((look for look in self._looks if look.parts), last)
+        last = self._scrapes[-1]
+        first = next((scrape for scrape in self._scrapes if scrape.parts), last)
         before = first.parts if first is not last else {}
         seconds = last.moment - first.moment
         return Row(
             self.url, last.state, last.model, {name: since(before.get(name), sums, seconds) for name, sums in last.parts.items()}
         )
 
-    def _look(self) -> Scrape:
+    def _scrape(self) -> Scrape:
         moment = time.monotonic()
         try:
             state = self._state()
@@ -429,28 +429,28 @@ def main(arguments: Sequence[str], key: Callable[[str], str] = str) -> int:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            looks = _looks(servers, pool, options.interval)
+            scrapes = _scrapes(servers, pool, options.interval)
             if once:
-                return _tell(console, next(looks), options.json)
+                return _tell(console, next(scrapes), options.json)
             if options.json:
-                for rows in looks:
+                for rows in scrapes:
                     print(json.dumps(as_json(rows)), flush=True)
             with Live(console=console, screen=True, auto_refresh=False) as live:
-                for rows in looks:
+                for rows in scrapes:
                     live.update(table(rows, console.width), refresh=True)
     except KeyboardInterrupt:
         pass
     return 0
 
 
-def _looks(servers: Sequence[Server], pool: ThreadPoolExecutor, interval: float) -> Iterator[list[Row]]:
+def _scrapes(servers: Sequence[Server], pool: ThreadPoolExecutor, interval: float) -> Iterator[list[Row]]:
     """Every server's row, again and again; the first time after two scrapes."""
     turn = time.monotonic()
-    list(pool.map(Server.look, servers))
+    list(pool.map(Server.scrape, servers))
     while True:
         turn = max(turn + interval, time.monotonic())
         time.sleep(max(0.0, turn - time.monotonic()))
-        list(pool.map(Server.look, servers))
+        list(pool.map(Server.scrape, servers))
         yield [server.row() for server in servers]
 
 

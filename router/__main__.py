@@ -43,10 +43,10 @@ def main() -> int:
     raise_limit(places(config.max_concurrent_requests * max(1, len(config.groups))))
     try:
         with listen(config) as listening:
-            doorman = StartupProbes(listening)
+            probes = StartupProbes(listening)
             from .process import run  # which imports aiohttp, grpc, the tokenizer...
 
-            return run(config, listening, doorman)
+            return run(config, listening, probes)
     except Misconfigured as error:
         logger.error("%s", error)
         return 2

@@ -105,7 +105,7 @@ class Batcher:
         # Streams
         self._streams: dict[int, Stream] = {}  # that still need something of the shards, by uid
         self._inquest = Inquest()
-        self._beginnings: PrefixKeys | None = None  # keys of prompt prefixes, where the shards cache prefixes
+        self._prefix_keys: PrefixKeys | None = None  # keys of prompt prefixes, where the shards cache prefixes
         self._held: set[int] = set()  # uids of streams that the inquest holds back: the scheduler does not know them
         self._readers = Readers()
         # State of the loop
@@ -142,7 +142,7 @@ class Batcher:
 
     def seconds_to_room(self, now: float) -> float:
         """Estimated seconds until a request ends and leaves room for another."""
-        return self._readers.pace.seconds(now)
+        return self._readers.completion_rate.seconds(now)
 
     @property
     def stage(self) -> str:
@@ -190,7 +190,7 @@ class Batcher:
         self._adapters.begin()
         self.info, self.limits, self._bounds = info, limits, bounds
         self._shards.lost.add_done_callback(lambda lost: self._wake.set())
-        self._beginnings = PrefixKeys(self._bounds.page_size, STRIDES) if self.info.prefix_caching else None
+        self._prefix_keys = PrefixKeys(self._bounds.page_size, STRIDES) if self.info.prefix_caching else None
         self.together = self._bounds.together(self.limits.max_total_tokens)
         self._warm = warm
         self._queue_all()
@@ -379,12 +379,12 @@ class Batcher:
         )
         choices = [Choice(index, text) for index, text in enumerate(texts)]
         run = begin(request, now)
-        stream = Stream(next(self._uids), request, choices, now, left=len(choices), run=run, home=self, sink=sink)
+        stream = Stream(next(self._uids), request, choices, now, left=len(choices), run=run, owner=self, sink=sink)
         delay = DELAYS[request.priority]
         if request.timeout:
             left = max(0.0, (request.arrived or now) + request.timeout - now)
             delay = min(delay, left / 2)
-            stream.alarm = asyncio.get_running_loop().call_later(left, lambda: stream.home.expire(stream))
+            stream.alarm = asyncio.get_running_loop().call_later(left, lambda: stream.owner.expire(stream))
         stream.rank = now + delay
         self._enter(stream)
         return stream
@@ -409,7 +409,7 @@ class Batcher:
             tenant=request.tenant,
             drafts=request.drafts,
             attached=sum(len(image.pixels) for image in request.images),
-            beginnings=self._beginnings_of(request),
+            prefix_keys=self._prefix_keys_of(request),
         )
         if not self._scheduler.admissible(job.prompt_tokens, job.max_new_tokens, job.choices):
             message = "the shards were lost, and those that took their place have too little memory for this request"
@@ -422,17 +422,17 @@ class Batcher:
             self._scheduler.arrive(job, [len(one.tokens) for one in stream.continuations])
             self._wake.set()
 
-    def _beginnings_of(self, request: Request) -> Sequence[tuple[int, int]]:
+    def _prefix_keys_of(self, request: Request) -> Sequence[tuple[int, int]]:
         """Keys of the prompt's prefixes, by which the scheduler finds pages that running requests share."""
-        if self._beginnings is None or request.prompt_logprobs:  # all of the prompt is computed for these
+        if self._prefix_keys is None or request.prompt_logprobs:  # all of the prompt is computed for these
             return ()
-        return self._beginnings.of(request.prompt, request.cache_key)
+        return self._prefix_keys.of(request.prompt, request.cache_key)
 
     # Requests end
 
     def close_stream(self, stream: Stream) -> None:
         """The reader has closed the stream."""
-        self._readers.pace.ended(monotonic())
+        self._readers.completion_rate.ended(monotonic())
         self._readers.remove(stream.request.tenant)
         if stream.alarm is not None:
             stream.alarm.cancel()
@@ -636,6 +636,6 @@ class Batcher:
     def _adopt(self, stream: Stream, known: tuple[float, int] | None) -> None:
         """Takes over a stream. known: what the inquest of its last replica knows of it."""
         self._inquest.adopt(stream.uid, known)
-        stream.home = self
+        stream.owner = self
         stream.restart()
         self._enter(stream)

@@ -141,8 +141,8 @@ def _finish(stream: Stream, choice: Choice, reason: str, stop: str, now: float, 
     delta = choice.text.end()
     queued, inference = stream.started - stream.arrived, now - stream.started
     run = stream.run
-    guessed = Speculation(run.drafted, run.accepted, run.steps) if stream.request.drafts else None
-    finish = Finish(reason, choice.text.text, delta, choice.generated, queued, inference, choice.index, score, guessed, stop)
+    speculation = Speculation(run.drafted, run.accepted, run.steps) if stream.request.drafts else None
+    finish = Finish(reason, choice.text.text, delta, choice.generated, queued, inference, choice.index, score, speculation, stop)
     stream.items.append(finish)
     run.reasons.append(reason)
     choice.done = True

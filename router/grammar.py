@@ -267,7 +267,7 @@ class Grammars:
         self.found = 0  # cache hits
         self.compiled = 0
         self._added_id = added_id
-        self._apart = WorkerProcesses("penstock.router.grammar", PROCESSES)
+        self._workers = WorkerProcesses("penstock.router.grammar", PROCESSES)
         self._kept: OrderedDict[Grammar, asyncio.Task[Verdict]] = OrderedDict()  # checks by grammar, the most recent last
         self._size = 0  # characters of their sources
 
@@ -277,7 +277,7 @@ class Grammars:
         if len(grammar.source) > MOST_CHARACTERS:
             raise Refused(f"`grammar` must have at most {MOST_CHARACTERS} characters. Given: {len(grammar.source)}", "grammar")
         try:
-            await self._apart.start()
+            await self._workers.start()
             async with asyncio.timeout(MOST_SECONDS):
                 problem, meant = await asyncio.shield(self._ask(grammar))
         except Busy:
@@ -312,7 +312,7 @@ class Grammars:
         specials = [name for name in names if self._added_id(name) is not None]
         job = json.dumps([grammar.kind, grammar.source, specials]).encode()
         try:
-            problem, spent, kind, source = json.loads(await self._apart.ask(job, LONGEST, MOST_SECONDS / 2))
+            problem, spent, kind, source = json.loads(await self._workers.ask(job, LONGEST, MOST_SECONDS / 2))
         except (Busy, TimedOut):
             self._forget(grammar)
             raise Busy from None

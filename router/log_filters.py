@@ -17,10 +17,10 @@ NO_HTTP = (HttpProcessingError, RequestPayloadError, ClientPayloadError)  # thei
 
 def calm(package: str) -> None:
     """Rate-limits the loggers of an imported package."""
-    seldom = RateLimited()
+    limiter = RateLimited()
     for name in sorted(logging.root.manager.loggerDict):  # each of them: a filter does not apply to child loggers
         if name == package or name.startswith(f"{package}."):
-            logging.getLogger(name).addFilter(seldom)
+            logging.getLogger(name).addFilter(limiter)
 
 
 class HttpErrorFilter(logging.Filter):

@@ -76,12 +76,12 @@ class ImagePreparer:
         self._folder = folder
         self._most = most
         self._seconds = seconds
-        self._apart = WorkerProcesses("penstock.router.pixels", PROCESSES, finishes=True)  # they have to import transformers
+        self._workers = WorkerProcesses("penstock.router.pixels", PROCESSES, finishes=True)  # they have to import transformers
 
     async def start(self) -> None:
         """Returns when a worker is ready, and logs an error if it can't prepare images."""
         try:
-            await self._apart.start()
+            await self._workers.start()
             answer = await self._ask(None)
             unable = answer.unable or (answer.refused and f"a blank one {answer.refused}")
         except (Busy, TimedOut, Died):
@@ -92,7 +92,7 @@ class ImagePreparer:
     async def prepare(self, data: bytes, name: str, alone: bool = True) -> PreparedImage:
         """name: of the image, for error messages; alone: its prompt has no other. Raises Refused, or Overloaded."""
         try:
-            await self._apart.start()
+            await self._workers.start()
             answer = await self._ask(data, alone)
         except Busy:
             raise Overloaded("too many images are being prepared") from None
@@ -109,7 +109,7 @@ class ImagePreparer:
 
     async def _ask(self, data: bytes | None, alone: bool = True) -> Answer:
         job = msgspec.msgpack.encode(Job(self._folder, self._most, data, alone))
-        return _answers.decode(await self._apart.ask(job, self._seconds, PATIENCE))
+        return _answers.decode(await self._workers.ask(job, self._seconds, PATIENCE))
 
 
 def _tell(unable: str) -> None:
@@ -123,14 +123,14 @@ def _work(job: bytes) -> bytes:
 
 def _answer(job: Job) -> Answer:
     try:
-        resizing = _resizing(job.folder)
+        resizer = _resizing(job.folder)
     except Exception as error:  # of a library, about files that came with a download
         return Answer(unable=words(error))
     try:
         if job.data is None:
-            _prepared(resizing, _blank(), job.most)
+            _prepared(resizer, _blank(), job.most)
             return Answer()
-        return Answer(_prepared(resizing, _opened(job.data), job.most, job.alone))
+        return Answer(_prepared(resizer, _opened(job.data), job.most, job.alone))
     except UnusableImage as wrong:
         return Answer(refused=str(wrong))
     except MemoryError:
@@ -184,9 +184,9 @@ def _opened(data: bytes) -> Any:
         raise UnusableImage(f"can't be read: {words(error)}") from None
 
 
-def _prepared(resizing: ImageResizer, image: Any, most: int, alone: bool = True) -> PreparedImage:
-    found = (resizing if alone else resizing.among)(image, most)
-    if not 0 < sum(values.size for values in found.parts) // COLOURS <= most and not resizing.fixed:
+def _prepared(resizer: ImageResizer, image: Any, most: int, alone: bool = True) -> PreparedImage:
+    found = (resizer if alone else resizer.among)(image, most)
+    if not 0 < sum(values.size for values in found.parts) // COLOURS <= most and not resizer.fixed:
         raise UnusableImage(f"is too thin: there is no size of at most {most} pixels in which it is wide enough")
     return PreparedImage([_pixels(*each, found.size) for each in zip(found.parts, found.tokens, strict=True)], found.grid)
 

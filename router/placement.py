@@ -93,13 +93,13 @@ class Generations:
 class Placement:
     """The replicas of one router, by name."""
 
-    def __init__(self, page_size: int = UNIT, *, beginnings: int = BEGINNINGS, sessions: int = SESSIONS) -> None:
-        self._beginnings = PrefixKeys(page_size * -(-UNIT // page_size), GROWTH, sampled=True)
+    def __init__(self, page_size: int = UNIT, *, prefixes: int = BEGINNINGS, sessions: int = SESSIONS) -> None:
+        self._prefix_keys = PrefixKeys(page_size * -(-UNIT // page_size), GROWTH, sampled=True)
         self._places: dict[str, _Place] = {}
         self._by_bit: dict[int, _Place] = {}
         self._order: list[_Place] = []  # by load, the least first: most choices are made near its beginning
         self._total = 0  # load of all
-        self._index = Generations(beginnings)
+        self._index = Generations(prefixes)
         self._sessions = Generations(sessions)
 
     @property
@@ -149,7 +149,7 @@ class Placement:
     ) -> Placed | None:
         """Chooses a replica for a request. work: tokens that it counts for; key: requests with equal keys share cached prefixes;
         fits: whether a chosen replica can take it, else another is chosen. None: no replica can take it."""
-        keys = self._beginnings.of(prompt, key)
+        keys = self._prefix_keys.of(prompt, key)
         sticky = hash((key, session)) if session else None
         refused = 0
         while len(self._order) > refused.bit_count():

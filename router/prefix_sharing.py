@@ -20,10 +20,10 @@ class PrefixSharing:
         self._held: Counter[int] = Counter()  # number of holders, by key
         self._holders: dict[int, Keys] = {}
 
-    def hold(self, uid: int, beginnings: Keys) -> None:
+    def hold(self, uid: int, prefix_keys: Keys) -> None:
         """A job's prompt is computed: it holds its prefixes."""
-        self._holders[uid] = beginnings
-        self._held.update(key for _, key in beginnings)
+        self._holders[uid] = prefix_keys
+        self._held.update(key for _, key in prefix_keys)
 
     def release(self, uid: int) -> None:
         """The job releases its pages, if it has any."""
@@ -37,9 +37,9 @@ class PrefixSharing:
         self._held.clear()
         self._holders.clear()
 
-    def pages(self, beginnings: Keys, holders: int = 1) -> int:
+    def pages(self, prefix_keys: Keys, holders: int = 1) -> int:
         """How many pages of a prompt are held by at least `holders` jobs."""
         if not self._held:
             return 0
-        count = bisect_left(beginnings, 1, key=lambda one: self._held.get(one[1], 0) < holders)
-        return beginnings[count - 1][0] // self._page_size if count else 0
+        count = bisect_left(prefix_keys, 1, key=lambda one: self._held.get(one[1], 0) < holders)
+        return prefix_keys[count - 1][0] // self._page_size if count else 0

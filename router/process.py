@@ -32,11 +32,11 @@ YIELD = 1.0  # seconds for a failed shard to end before the router does, so that
 logger = logging.getLogger(__name__)
 
 
-def run(config: RouterConfig, listening: socket.socket, doorman: StartupProbes) -> int:
+def run(config: RouterConfig, listening: socket.socket, probes: StartupProbes) -> int:
     """Serves on the socket until the router is told to stop. Returns the exit status. Raises Misconfigured."""
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            return runner.run(serve(config, listening, doorman))
+            return runner.run(serve(config, listening, probes))
     except (Unusable, Missing) as error:
         logger.error("%s", error)
         return 2
@@ -46,7 +46,7 @@ def run(config: RouterConfig, listening: socket.socket, doorman: StartupProbes) 
         return 1
 
 
-async def serve(config: RouterConfig, listening: socket.socket, doorman: StartupProbes) -> int:
+async def serve(config: RouterConfig, listening: socket.socket, probes: StartupProbes) -> int:
     """Serves until a signal comes or something fails. Raises Broken, Misconfigured or Unusable."""
     stop = _stop_signal()
     metrics = Metrics(config.model)
@@ -71,7 +71,7 @@ async def serve(config: RouterConfig, listening: socket.socket, doorman: Startup
     )
     await runner.setup()
     gc.freeze()  # long-lived objects are excluded from garbage collection, which would take 15 ms, and delay every stream
-    doorman.relieve()
+    probes.relieve()
     await web.SockSite(runner, listening, backlog=BACKLOG).start()
     host, port = listening.getsockname()[:2]
     logger.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)

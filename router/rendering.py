@@ -34,13 +34,13 @@ class Renderer:
 
     def __init__(self, seconds: float = SECONDS) -> None:
         self._seconds = seconds
-        self._apart = WorkerProcesses("penstock.router.rendering", PROCESSES)
+        self._workers = WorkerProcesses("penstock.router.rendering", PROCESSES)
 
     async def render(self, source: str, special_tokens: Mapping[str, str], chat: Chat) -> str:
         """The prompt's text. Raises Refused, or Overloaded."""
         job = json.dumps([source, special_tokens, {name: getattr(chat, name) for name in FIELDS}]).encode()
         try:
-            result = Result(**json.loads(await self._apart.ask(job, self._seconds)))
+            result = Result(**json.loads(await self._workers.ask(job, self._seconds)))
         except Busy:
             raise Overloaded("no chat can be rendered now") from None
         except TimedOut:

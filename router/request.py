@@ -174,7 +174,7 @@ class Finish(msgspec.Struct, frozen=True, gc=False):
     inference_seconds: float  # from that step to the end
     choice: int = 0
     score: float | None = None  # of an answer that beam search found
-    guessed: Speculation | None = None  # of a request that may have drafts
+    speculation: Speculation | None = None  # of a request that may have drafts
     stop: str = ""  # the stop string that ended it
 
 

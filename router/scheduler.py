@@ -71,7 +71,7 @@ class Job:
     drafts: int = 0  # most draft tokens per choice in a step
     attached: int = 0  # bytes of images that it brings
     # (tokens, key) of the prompt's prefixes, where shards cache prefixes: see `prefix_keys`
-    beginnings: Sequence[tuple[int, int]] = ()
+    prefix_keys: Sequence[tuple[int, int]] = ()
     running: int = 0  # choices that have not ended
     overtaken: int = 0  # later jobs that were admitted before it
     lacking: int = 0  # tokens to be computed before it decodes, by the last report
@@ -165,11 +165,11 @@ def fill(lacking: Sequence[int], most: Sequence[int], tokens: int) -> list[int]:
 class Scheduler:
     """Schedules one running batch, filled from one queue."""
 
-    def __init__(self, bounds: Bounds, policy: Policy | None = None, drafting: DraftBudget | None = None) -> None:
-        """drafting: the budget of drafts, where the shards speculate."""
+    def __init__(self, bounds: Bounds, policy: Policy | None = None, draft_budget: DraftBudget | None = None) -> None:
+        """draft_budget: the budget of drafts, where the shards speculate."""
         self._bounds = bounds
         self._policy = policy or ChunkedPrefill(bounds.step_tokens)
-        self._drafting = drafting
+        self._draft_budget = draft_budget
         self._waiting: dict[int, Job] = {}  # by uid, preempted ones included
         self._lines: dict[str, list[Job]] = {}  # the same jobs by tenant, each list in order
         self._running: dict[int, Job] = {}  # admitted jobs
@@ -278,7 +278,7 @@ class Scheduler:
         if told.failed:  # the prefix cache loses what they computed, and what others computed, or still compute, on top of it
             self._sharing.clear()
             for one in self._running.values():
-                one.beginnings = ()
+                one.prefix_keys = ()
         for uid, held, grow, lacking in zip(told.uids, told.held, told.grow, told.lacking, strict=True):
             job = self._running.get(uid)
             if job is not None:
@@ -288,7 +288,7 @@ class Scheduler:
                 if lacking != job.lacking:
                     self._progress(job, lacking)
         for job in self._sharers.values():  # pages that no other job holds any more went back to the free ones
-            more = max(0, job.shared - self._sharing.pages(job.beginnings))
+            more = max(0, job.shared - self._sharing.pages(job.prefix_keys))
             job.shared, job.grow, self._grow = job.shared - more, job.grow + more, self._grow + more
         self._learn(told)
 
@@ -328,7 +328,7 @@ class Scheduler:
     def _allowance(self, decodes: int) -> Allowance | None:
         """Budget of drafts for the step just added to those in flight. Its prompts are counted the way steps are measured, since
         that is what `cost` is fitted to."""
-        if self._drafting is None or not self._drafters:
+        if self._draft_budget is None or not self._drafters:
             return None
         asked = self._underway[-1]
         keys = 0
@@ -336,7 +336,7 @@ class Scheduler:
             job = self._running[uid]
             keys += count * max(0, job.prompt_tokens - self._expected(job) - count) + count * (count + 1) // 2
         prompts = Measured(prompt_tokens=sum(asked.values()), prompt_keys=keys).work
-        return self._drafting.allow(decodes, decodes * (self._keys + 1), prompts)
+        return self._draft_budget.allow(decodes, decodes * (self._keys + 1), prompts)
 
     # Prompts
 
@@ -345,7 +345,7 @@ class Scheduler:
         prompts = sorted((job for job in self._prompts.values() if self._expected(job) > 0), key=_order)
         if not prompts and not self._waiting:
             return (), []
-        now = self._standing(prompts, decodes)
+        now = self._scheduler_state(prompts, decodes)
         room = self._policy.room(now)
         new = self._admit(room, prompts) if self._policy.admits(now) else []
         prompts = sorted(prompts + new, key=_order) if new else prompts
@@ -369,7 +369,7 @@ class Scheduler:
         """Sequences that will decode after the steps in flight."""
         return self._decodes + sum(job.running for job in self._prompts.values() if self._expected(job) <= 0)
 
-    def _standing(self, prompts: Sequence[Job], decodes: int) -> SchedulerState:
+    def _scheduler_state(self, prompts: Sequence[Job], decodes: int) -> SchedulerState:
         return SchedulerState(
             decodes=decodes,
             keys=round(decodes * (self._keys + 1)),
@@ -451,7 +451,7 @@ class Scheduler:
 
     def _taken(self, job: Job) -> int:
         """Pages that a waiting job may take, if it were admitted now."""
-        return job.grow - self._sharing.pages(job.beginnings)
+        return job.grow - self._sharing.pages(job.prefix_keys)
 
     def _uncomputed(self, job: Job) -> int:
         """Tokens that a just admitted job probably has to be computed before it decodes."""
@@ -466,7 +466,7 @@ class Scheduler:
 
     def _enter(self, job: Job) -> None:
         self._running[job.uid] = job
-        job.shared = self._sharing.pages(job.beginnings)
+        job.shared = self._sharing.pages(job.prefix_keys)
         job.grow -= job.shared
         if job.shared:
             self._sharers[job.uid] = job
@@ -497,7 +497,7 @@ class Scheduler:
         victims: list[Job] = []
         for job in sorted(self._running.values(), key=_order, reverse=True)[:-1]:
             if missing > 0:
-                missing -= job.held - self._sharing.pages(job.beginnings, 2) + job.grow  # without pages that others hold, too
+                missing -= job.held - self._sharing.pages(job.prefix_keys, 2) + job.grow  # without pages that others hold, too
                 victims.append(job)
         assert victims, "one group alone may not take more than there is"
         return self._take_back(victims)
@@ -554,7 +554,7 @@ class Scheduler:
         job.lacking = lacking
         if not lacking and self._prompts.pop(job.uid, None) is not None:
             self._decodes += job.running
-            self._sharing.hold(job.uid, job.beginnings)
+            self._sharing.hold(job.uid, job.prefix_keys)
 
     def _learn(self, told: Report) -> None:
         if told.decode_tokens:
@@ -563,8 +563,8 @@ class Scheduler:
         if prompt:
             self._uncached += 0.2 * (told.prompt_tokens / prompt - self._uncached)
         self._policy.learn(told)
-        if self._drafting is not None:
-            self._drafting.learn(told)
+        if self._draft_budget is not None:
+            self._draft_budget.learn(told)
 
 
 def _order(job: Job) -> tuple[float, int]:

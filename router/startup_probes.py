@@ -25,7 +25,7 @@ class StartupProbes:
     def __init__(self, listening: socket.socket) -> None:
         self._listening = listening
         self._bell, self._relief = socket.socketpair()
-        self._thread = threading.Thread(target=self._stand, name="doorman", daemon=True)
+        self._thread = threading.Thread(target=self._stand, name="startup probes", daemon=True)
         self._thread.start()
 
     def relieve(self) -> None:

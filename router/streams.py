@@ -93,7 +93,7 @@ class Stream:
     arrived: float
     left: int  # choices that are not done
     run: Run  # its record, for logs and traces
-    home: StreamOwner  # the batcher that runs it
+    owner: StreamOwner  # the batcher that runs it
     sink: Sink | None = None
     rank: float = 0.0  # see Job
     started: float = 0.0  # when the first step that computes something of it was sent; 0: not yet
@@ -176,7 +176,7 @@ async def read(open: Callable[[], Stream]) -> AsyncGenerator[list[Item], None]:
                 stream.waiter = loop.create_future()
                 await stream.waiter
     finally:
-        stream.home.close_stream(stream)
+        stream.owner.close_stream(stream)
         stream.failure = None  # its traceback refers to this frame: stream, request and images would stay until garbage collection
 
 
@@ -208,13 +208,13 @@ class Readers:
         self.counts: Counter[str] = Counter()  # by tenant; none has zero
         self.none = asyncio.Event()  # set while there is none
         self.none.set()
-        self.pace = CompletionRate()
+        self.completion_rate = CompletionRate()
         self._left = 0.0  # when the last one left
 
     def add(self, tenant: str) -> None:
         """A reader comes."""
         if not self.counts:
-            self.pace.idled(monotonic() - self._left)
+            self.completion_rate.idled(monotonic() - self._left)
         self.counts[tenant] += 1
         self.none.clear()
 

@@ -295,9 +295,9 @@ class Engine:
         if self._flight is not None and (guesses or not all(group.roomy(self.page_size) for group in groups)):
             self.land()  # drafts continue the tokens, and beams without heirs take fewer pages
             groups = self.books.members(batches)
-        guessed = [group for group in groups if group.decodes and group.drafts] if guesses else []
-        if guessed:
-            self._guess(guessed, allowance, outcome)
+        drafting = [group for group in groups if group.decodes and group.drafts] if guesses else []
+        if drafting:
+            self._guess(drafting, allowance, outcome)
         runs = []
         for group in groups:
             spans = self._spans(group)
@@ -367,10 +367,10 @@ class Engine:
             masks = self._masks.begin(runs) if self._masks and hidden is not None else None
         if hidden is not None:
             score_prompts(self.decoder, runs, hidden, self.memory_fallback)
-            picking = choose(self.decoder, runs, hidden, self.guesses, self.memory_fallback, masks, self._stops)
+            pending = choose(self.decoder, runs, hidden, self.guesses, self.memory_fallback, masks, self._stops)
         else:
-            picking = nothing(self.device)
-        self._flight = StepInFlight(runs, picking, masks, outcome, began)
+            pending = nothing(self.device)
+        self._flight = StepInFlight(runs, pending, masks, outcome, began)
         landed = self._flight.landed
         if not (self.overlaps and spans and self._flight.simple(self.decoder.ranks.size == 1)):
             self.land()
@@ -382,8 +382,8 @@ class Engine:
         spans = step.parted(spans)
         compute: Callable[[Listing[step.Span]], Tensor] = self.forward
         if self._flight is not None:
-            assert self._flight.picking.picked is not None, "it could not be left under way"
-            picked = self._flight.picking.picked()
+            assert self._flight.pending.picked is not None, "it could not be left under way"
+            picked = self._flight.pending.picked()
             self.books.forks.bequeath(spans, picked)
             compute = partial(self.forward, picked=picked)
         hidden, lost = self.memory_fallback.forward(compute, spans, self.page_size)
@@ -415,7 +415,7 @@ class Engine:
         flight, self._flight = self._flight, None
         if flight is None:
             return
-        outcome, picks = flight.outcome, flight.picking.take()
+        outcome, picks = flight.outcome, flight.pending.take()
         if flight.masks is not None:
             outcome.mask_seconds, outcome.mask_wait_seconds = flight.masks.seconds, flight.masks.waited
         landing.conclude(flight.runs, picks, self.books, self.cache, outcome)

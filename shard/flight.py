@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from .forks import heirs
-from .logits import StepPicking
+from .logits import StepPicks
 from .masks import PendingMasks
 from .outcome import Outcome
 from .sequence import Group
@@ -28,7 +28,7 @@ class StepInFlight:
     """A step in flight."""
 
     runs: list[Run]
-    picking: StepPicking
+    pending: StepPicks
     masks: PendingMasks | None
     outcome: Outcome
     began: float  # by perf_counter
@@ -38,13 +38,13 @@ class StepInFlight:
 
     def wait(self) -> None:
         """Waits, on any thread, until the device is done with it."""
-        self.picking.wait()
+        self.pending.wait()
         self.done = time.perf_counter()
 
     def simple(self, alone: bool) -> bool:
         """Whether its effect is known except for the tokens it samples: then `follow` can plan the next step. alone: on a single
         rank, since only rank 0 knows grammars."""
-        return self.picking.picked is not None and all(_simple(run) and (alone or not run.group.grammar) for run in self.runs)
+        return self.pending.picked is not None and all(_simple(run) and (alone or not run.group.grammar) for run in self.runs)
 
     def follow(self, group: Group, page_size: int) -> list[Span] | None:
         """Spans that follow its tokens, of sequences that will not have reached their maximum length; None: nothing of the group is

@@ -132,12 +132,12 @@ class Guesses:
             counts = [worthwhile(acceptance, min(most, depth)) for _, _, acceptance, most, depth in able]
             rounds = max(counts, default=0)
         else:
-            wishes = [
+            demands = [
                 DraftDemand(self._worth(acceptance, most, depth), allowance.needed.get(group.uid, 0.0))
                 for group, _, acceptance, most, depth in able
             ]
             acceptances = [acceptance for _, _, acceptance, _, _ in able]
-            counts, rounds = self._probes.add(acceptances, *divide(wishes, allowance.cost, allowance.most), allowance.cost)
+            counts, rounds = self._probes.add(acceptances, *divide(demands, allowance.cost, allowance.most), allowance.cost)
         return [
             DraftRequest(group, sequence, count, min(depth, rounds))
             for (group, sequence, _, _, depth), count in zip(able, counts, strict=True)

@@ -176,7 +176,7 @@ def _check_invariant(model: Shape, device: torch.device) -> None:
     what = "latents on an accelerator" if model.latent and by_triton else ""
     if model.sinks and by_triton:
         what = "attention with sinks on an accelerator"
-    if model.alternation and by_triton:
+    if model.altup and by_triton:
         what = "streams that are predicted on an accelerator"
     if model.most:
         what = "sparse attention, whose scores are made in parts"

@@ -53,11 +53,11 @@ class SamplingContext:
 
 
 Tell = Callable[[Tensor], Tensor]  # broadcast: on rank 0 sends to the other ranks; on these waits and overwrites the tensor
-StepPicking = PendingPicks[dict[int, Found]]  # of a step: by uid of each sampled group, row by row of its runs
+StepPicks = PendingPicks[dict[int, Found]]  # of a step: by uid of each sampled group, row by row of its runs
 
 
-def nothing(device: torch.device) -> StepPicking:
-    """The picking of a step that samples nothing. It is over when the device has finished its work so far."""
+def nothing(device: torch.device) -> StepPicks:
+    """The pending picks of a step that samples nothing. They are ready when the device has finished its work so far."""
     none = DeviceSamples(torch.empty(0, dtype=torch.int64, device=device))
     arrival = HostCopy(none.tokens)
 
@@ -76,7 +76,7 @@ def choose(
     memory_fallback: MemoryFallback,
     masks: PendingMasks | None = None,
     stops: StopStrings | None = None,
-) -> StepPicking:
+) -> StepPicks:
     """Samples all groups that want tokens. The same tokens on every rank."""
     wanted = []
     for run in runs:
@@ -87,32 +87,32 @@ def choose(
     if not wanted:
         return nothing(hidden.device)
     uids = [one.run.group.uid for one in wanted]
-    means = SamplingContext(decoder, hidden, guesses, memory_fallback, masks)
-    picking = _begin(means, wanted)
-    if picking is None:
-        found = _found_now(means, wanted, stops)
+    context = SamplingContext(decoder, hidden, guesses, memory_fallback, masks)
+    pending = _begin(context, wanted)
+    if pending is None:
+        found = _found_now(context, wanted, stops)
         picked = None if any(one.candidates for one in wanted) else known(list(chain.from_iterable(found)), hidden.device).picked
         return PendingPicks(picked, lambda: None, lambda: dict(zip(uids, found, strict=True)))
 
     def take() -> dict[int, Found]:
-        found = picking.take()
+        found = pending.take()
         return dict(zip(uids, masks.settle(found) if masks is not None else found, strict=True))
 
-    return PendingPicks(picking.picked, picking.wait, take)
+    return PendingPicks(pending.picked, pending.wait, take)
 
 
-def _begin(means: SamplingContext, wanted: Listing[WantedRows]) -> PendingPicks[list[Found]] | None:
+def _begin(context: SamplingContext, wanted: Listing[WantedRows]) -> PendingPicks[list[Found]] | None:
     """Sampling that the host need not wait for; None if the kind of sampling does not allow that, or memory is short."""
-    ranks = means.decoder.ranks
-    if means.guesses.rule is not VerificationRule.GUMBEL or any(_on_host(one, ranks.size > 1) for one in wanted):
+    ranks = context.decoder.ranks
+    if context.guesses.rule is not VerificationRule.GUMBEL or any(_on_host(one, ranks.size > 1) for one in wanted):
         return None
 
     def work() -> PendingPicks[list[Found]]:
-        logits = _logits(means, wanted)
-        mask = means.masks.join(means.hidden.device) if means.masks is not None else None
-        return _picking(means, logits, wanted, mask, ranks.tell if ranks.size > 1 else None)
+        logits = _logits(context, wanted)
+        mask = context.masks.join(context.hidden.device) if context.masks is not None else None
+        return _pending(context, logits, wanted, mask, ranks.tell if ranks.size > 1 else None)
 
-    return means.memory_fallback.whole(work, sum(len(one.rows) for one in wanted))
+    return context.memory_fallback.whole(work, sum(len(one.rows) for one in wanted))
 
 
 def _on_host(one: WantedRows, several: bool) -> bool:
@@ -132,11 +132,11 @@ def _told(tokens: Tensor) -> PendingPicks[Found]:
     return PendingPicks(lambda: DeviceSamples(tokens), arrival.wait, take)
 
 
-def _found_now(means: SamplingContext, wanted: Listing[WantedRows], stops: StopStrings | None) -> list[Found]:
+def _found_now(context: SamplingContext, wanted: Listing[WantedRows], stops: StopStrings | None) -> list[Found]:
     """Tokens of each run, on every rank, waiting for the device."""
-    found, ranks = _in_parts(means, wanted), means.decoder.ranks
-    if means.masks is not None:
-        found = means.masks.settle(found)
+    found, ranks = _in_parts(context, wanted), context.decoder.ranks
+    if context.masks is not None:
+        found = context.masks.settle(found)
     if stops is not None:
         found = [_stopped(one, some, stops) for one, some in zip(wanted, found, strict=True)]
     if ranks.size > 1:
@@ -144,7 +144,7 @@ def _found_now(means: SamplingContext, wanted: Listing[WantedRows], stops: StopS
         samples = ranks.rank == 0
         seen = [None if one.run.problem else own for one, own in zip(wanted, found, strict=True)]
         codes = codes_of(seen, counts) if samples else [0] * length_of(counts)
-        told = ranks.tell(torch.tensor(codes, device=means.hidden.device)).tolist()
+        told = ranks.tell(torch.tensor(codes, device=context.hidden.device)).tolist()
         if not samples:
             found = [_taken(one, own) for one, own in zip(wanted, found_from(told, counts), strict=True)]
     return found
@@ -158,26 +158,26 @@ def _taken(one: WantedRows, found: Found | None) -> Found:
     return found
 
 
-def _in_parts(means: SamplingContext, wanted: Listing[WantedRows]) -> list[Found]:
+def _in_parts(context: SamplingContext, wanted: Listing[WantedRows]) -> list[Found]:
     """Tokens of each run, all sampled at once if there is memory for it. One that is too large even alone gets a problem."""
-    sizes, device = [len(one.rows) for one in wanted], means.hidden.device
+    sizes, device = [len(one.rows) for one in wanted], context.hidden.device
     starts = [0, *accumulate(sizes)]
 
     def some(own: Listing[int]) -> list[Found]:
         part = [wanted[i] for i in own]
-        logits = _logits(means, part)
-        mask = means.masks.join(device)[starts[own[0]] : starts[own[-1] + 1]] if means.masks is not None else None
-        return _picking(means, logits, part, mask).take() if logits is not None else [[] for _ in part]
+        logits = _logits(context, part)
+        mask = context.masks.join(device)[starts[own[0]] : starts[own[-1] + 1]] if context.masks is not None else None
+        return _pending(context, logits, part, mask).take() if logits is not None else [[] for _ in part]
 
     found: list[Found] = []
-    for one, own in zip(wanted, means.memory_fallback.rows(some, range(len(wanted)), sizes), strict=True):
+    for one, own in zip(wanted, context.memory_fallback.rows(some, range(len(wanted)), sizes), strict=True):
         if own is None:
             one.run.problem = ALONE
         found.append(own if own is not None else [None] * len(one.rows))
     return found
 
 
-def _logits(means: SamplingContext, wanted: Listing[WantedRows]) -> Tensor | None:
+def _logits(context: SamplingContext, wanted: Listing[WantedRows]) -> Tensor | None:
     """Logits of all rows, in order. All choices of a prompt sample from the same logits, computed once."""
     places: list[int] = []  # hidden rows, each once
     copies: list[int] = []  # how often each of them is used
@@ -187,29 +187,29 @@ def _logits(means: SamplingContext, wanted: Listing[WantedRows]) -> Tensor | Non
         count = 1 if run.group.waiting else wanted_rows
         places += range(run.first + wanted_rows - count, run.first + wanted_rows)
         copies += [len(one.rows) // count] * count
-    hidden, device = means.hidden, means.hidden.device
-    logits = means.decoder.logits(hidden if len(places) == len(hidden) else hidden[list_to_device(device, places)])
+    hidden, device = context.hidden, context.hidden.device
+    logits = context.decoder.logits(hidden if len(places) == len(hidden) else hidden[list_to_device(device, places)])
     if logits is not None and sum(copies) > len(places):
         each = to_device(torch.arange(len(copies)).repeat_interleave(torch.tensor(copies)), device)
         logits = logits[each]
     return logits
 
 
-def _picking(
-    means: SamplingContext, logits: Tensor | None, wanted: Listing[WantedRows], mask: Tensor | None, tell: Tell | None = None
+def _pending(
+    context: SamplingContext, logits: Tensor | None, wanted: Listing[WantedRows], mask: Tensor | None, tell: Tell | None = None
 ) -> PendingPicks[list[Found]]:
     """Picks of each run. Beams are expanded together, and all other rows sampled together; the latter come behind the former in
     what is picked. tell: broadcasts to other ranks, which have no logits."""
     beams, others = [i for i, one in enumerate(wanted) if one.candidates], [i for i, one in enumerate(wanted) if not one.candidates]
     rest = [wanted[i] for i in others]
     if not beams:
-        return _by_run(_picks(means, logits, rest, mask, tell), rest)
+        return _by_run(_picks(context, logits, rest, mask, tell), rest)
     own, own_mask = _part(logits, mask, wanted, beams)
-    expansion = _expansion(own, [_set_of(wanted[i]) for i in beams], own_mask, means.hidden.device, tell).picking()
+    expansion = _expansion(own, [_set_of(wanted[i]) for i in beams], own_mask, context.hidden.device, tell).pending()
     if not others:
         return PendingPicks(expansion.picked, expansion.wait, lambda: [list(one) for one in expansion.take()])
     own, own_mask = _part(logits, mask, wanted, others)
-    picks = _by_run(_picks(means, own, rest, own_mask, tell), rest)
+    picks = _by_run(_picks(context, own, rest, own_mask, tell), rest)
 
     def wait() -> None:
         expansion.wait()
@@ -233,14 +233,14 @@ def _expansion(
 
 
 def _joined(*some: PendingPicks[Any]) -> DeviceSamples:
-    """Several pickings' results on the device, concatenated."""
+    """The picks of several `PendingPicks` on the device, concatenated."""
     picked = [one.picked() for one in some if one.picked]
     parents = [one.parents if one.parents is not None else torch.zeros_like(one.tokens) for one in picked]
     return DeviceSamples(torch.cat([one.tokens for one in picked]), torch.cat(parents))
 
 
-def _by_run(picking: PendingPicks[Found], wanted: Listing[WantedRows]) -> PendingPicks[list[Found]]:
-    return PendingPicks(picking.picked, picking.wait, lambda: _split(picking.take(), wanted))
+def _by_run(pending: PendingPicks[Found], wanted: Listing[WantedRows]) -> PendingPicks[list[Found]]:
+    return PendingPicks(pending.picked, pending.wait, lambda: _split(pending.take(), wanted))
 
 
 def _set_of(one: WantedRows) -> Beams:
@@ -250,21 +250,21 @@ def _set_of(one: WantedRows) -> Beams:
 
 
 def _picks(
-    means: SamplingContext, logits: Tensor | None, wanted: Listing[WantedRows], mask: Tensor | None, tell: Tell | None
+    context: SamplingContext, logits: Tensor | None, wanted: Listing[WantedRows], mask: Tensor | None, tell: Tell | None
 ) -> PendingPicks[Found]:
-    guesses, device = means.guesses, means.hidden.device
+    guesses, device = context.guesses, context.hidden.device
     rows = [row for one in wanted for row in one.rows]
     if logits is None:
         assert tell is not None
         return _told(tell(torch.empty(len(rows), dtype=torch.int64, device=device)))
     if guesses.rule is VerificationRule.GUMBEL:
-        picking = begin(logits, rows, mask)
+        pending = begin(logits, rows, mask)
     else:
         drafts = [draft for one in wanted for draft in _drafts(one)]
-        picking = known(verify.pick(logits, rows, drafts, guesses.rule, mask, guesses.probabilities), device)
-    if tell is not None and picking.picked is not None:
-        tell(picking.picked().tokens)
-    return picking
+        pending = known(verify.pick(logits, rows, drafts, guesses.rule, mask, guesses.probabilities), device)
+    if tell is not None and pending.picked is not None:
+        tell(pending.picked().tokens)
+    return pending
 
 
 def _drafts(one: WantedRows) -> list[Draft]:

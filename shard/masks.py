@@ -70,13 +70,13 @@ class Masks:
         first = 0
         for run in sampled:
             group, count = run.group, len(run.group.waiting)
-            guides = self._guides(group, problems)
-            for sequence, guide in zip(group.sequences, guides, strict=False):
+            states = self._states(group, problems)
+            for sequence, state in zip(group.sequences, states, strict=False):
                 own = range(first, first + 1 + len(sequence.draft))
                 places += [first] * count or own
-                bound.append((group, sequence, guide))
+                bound.append((group, sequence, state))
                 first = own.stop
-            if not guides:
+            if not states:
                 places += [-1] * (count or run.wanted)
         mask = numpy.full((len(places), self._words), -1, numpy.int32)
         closed = [False] * len(places)
@@ -94,10 +94,10 @@ class Masks:
         """Masks [rows, words] after each sequence's last token, then after each of its drafts; and which of them are closed. Closed
         rows, and those with a problem, have all bits set: something has to be sampled."""
         trees = [sequence.draft for _, sequence, _ in bound]
-        mask, complete = self._grammars.masks_along([guide for _, _, guide in bound], trees)
+        mask, complete = self._grammars.masks_along([state for _, _, state in bound], trees)
         closed = [False] * len(mask)
         row = 0
-        for (group, sequence, guide), tree in zip(bound, trees, strict=True):
+        for (group, sequence, state), tree in zip(bound, trees, strict=True):
             for depth in (0, *(1 + depth for depth in tree.depths)):
                 _allow_ends(mask[row], group, sequence.generated + depth, complete[row])
                 if not mask[row].any() and group.search is None:  # beams have other candidates
@@ -105,25 +105,25 @@ class Masks:
                     if depth:
                         closed[row] = True
                     else:
-                        problems[group.uid] = guide.problem or NOWHERE
+                        problems[group.uid] = state.problem or NOWHERE
                 row += 1
         return mask, closed
 
-    def _guides(self, group: Group, problems: dict[int, str]) -> list[GrammarState]:
+    def _states(self, group: Group, problems: dict[int, str]) -> list[GrammarState]:
         """Grammar states of its sequences, each advanced to its sequence's end. They are created here, for new and resumed
         groups."""
-        guides: list[GrammarState] = []
+        states: list[GrammarState] = []
         if not group.grammar:
-            return guides
+            return states
         try:
             for sequence in group.sequences:
-                guide = sequence.guide = sequence.guide or self._beginning(group).result().copy()
-                guide.follow(sequence.tokens[sequence.prompt_length :])
-                guides.append(guide)
+                state = sequence.grammar_state = sequence.grammar_state or self._beginning(group).result().copy()
+                state.follow(sequence.tokens[sequence.prompt_length :])
+                states.append(state)
         except Unusable as error:
             problems[group.uid] = str(error)
             return []
-        return guides
+        return states
 
     def _beginning(self, group: Group) -> "futures.Future[GrammarState]":
         """The compiled grammar. The group keeps it: more groups may wait than compiled grammars are cached."""
@@ -146,11 +146,11 @@ class MaskedDraftModel:
         """See `growth.Model`. Where no token but an end may come, nothing is excluded: such a draft is rejected anyway."""
         logits = self._model.logits(wanted)
         places = [(one, node) for one in wanted for node in one.nodes]
-        guides = {row: guide for row, place in enumerate(places) if (guide := _after(*place))}
-        if guides:
-            masks = self._grammars.masks(list(guides.values()))
+        states = {row: state for row, place in enumerate(places) if (state := _after(*place))}
+        if states:
+            masks = self._grammars.masks(list(states.values()))
             masks[~masks.any(1)] = -1
-            rows = torch.tensor(list(guides), device=logits.device)
+            rows = torch.tensor(list(states), device=logits.device)
             logits[rows] = allow(logits[rows], torch.from_numpy(masks).to(logits.device))
         return logits
 
@@ -158,13 +158,13 @@ class MaskedDraftModel:
 def _after(wanted: Frontier, node: int) -> GrammarState | None:
     """Grammar state after a node; None: the path breaks the grammar, or there is none."""
     sequence, path = wanted.sequence, list[int]()
-    if sequence.guide is None:
+    if sequence.grammar_state is None:
         return None
-    sequence.guide.follow(sequence.tokens[sequence.prompt_length :])
+    sequence.grammar_state.follow(sequence.tokens[sequence.prompt_length :])
     while node != ROOT:
         path.append(wanted.tokens[node])
         node = wanted.parents[node]
-    return sequence.guide.after(path[::-1]) if path else sequence.guide
+    return sequence.grammar_state.after(path[::-1]) if path else sequence.grammar_state
 
 
 class PendingMasks:
@@ -232,7 +232,7 @@ def _completed(group: Group, picks: Listing[Pick | None]) -> list[Pick | None]:
 
 def _completing(sequence: Sequence, picks: Listing[Pick]) -> int:
     """How many of these next tokens complete its grammar; 0 if they don't."""
-    return sequence.guide.completed_by([one.token for one in picks]) if sequence.guide else 0
+    return sequence.grammar_state.completed_by([one.token for one in picks]) if sequence.grammar_state else 0
 
 
 def _allow_ends(row: NDArray[numpy.int32], group: Group, generated: int, complete: bool) -> None:

@@ -59,13 +59,13 @@ class Prompts:
         self._cache = cache
         self._prefixes = prefixes
         self._renew = renew
-        self._looks = ImageBudget(0)  # of the step that is planned
+        self._image_budget = ImageBudget(0)  # of the step that is planned
 
     def fill(self, chunks: Listing[tuple[Group, int]], tokens: int) -> list[Run]:
         """One run per group, for a step with a budget of `tokens` for prompts: in order, at most what a chunk allows, and then, in
         the same order, as long as tokens last. A run has no spans if there is nothing left to compute, or no budget."""
         runs = [Run(group, [], sampled=False) for group, _ in chunks]
-        self._looks = ImageBudget(tokens)
+        self._image_budget = ImageBudget(tokens)
         for run, (_, most) in zip(runs, chunks, strict=True):
             tokens -= self._advance(run, min(most, max(0, tokens)), whole=self._prefixes is not None and most < tokens)
         for run in runs:
@@ -134,7 +134,7 @@ class Prompts:
             if whole and count < lacking:
                 end = (sequence.computed + count) // self._pool.page_size * self._pool.page_size
                 count = end - sequence.computed if end > sequence.computed else count
-            count = self._looks.reach(sequence, count)
+            count = self._image_budget.reach(sequence, count)
             if count:
                 used += self._plan(run, sequence, count)
         return used

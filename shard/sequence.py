@@ -88,13 +88,13 @@ class Sequence:
     # token counts at which a step ends, so that the state there can be kept for the prefix cache; ascending
     halts: tuple[int, ...] = ()
     node: Node | None = None  # the prefix cache's node of its last published full page; None: there is none
-    guide: GrammarState | None = None  # its state in the group's grammar, once requested; on rank 0 only
+    grammar_state: GrammarState | None = None  # its state in the group's grammar, once requested; on rank 0 only
     path: Path | None = None  # of a beam
     draft: Tree = field(default_factory=Tree)  # draft tokens for the step that is planned
     # how drafts were drawn, for rejection sampling (rule `rejection`): see `verify.Draft`; on rank 0 only
     tried: tuple[tuple[DraftToken, ...], ...] = ()
     acceptance: Acceptance | None = None  # its past acceptance of drafts
-    repeats: NgramIndex | None = None  # n-grams of its tokens, once drafts were looked up
+    ngram_index: NgramIndex | None = None  # n-grams of its tokens, once drafts were looked up
     draft_progress: DraftProgress | None = None  # how far a draft model has computed it
 
     @property
@@ -117,7 +117,7 @@ class Sequence:
 
     def twin(self, pages: int) -> "Sequence":
         """A fork that goes on by itself, with the same first `pages` pages, which are full; they are to be shared."""
-        guide = self.guide.copy() if self.guide else None
+        grammar_state = self.grammar_state.copy() if self.grammar_state else None
         path = self.path.copy() if self.path else None
         return Sequence(
             self.tokens[:],
@@ -131,7 +131,7 @@ class Sequence:
             self.state,
             (),
             self.node,
-            guide,
+            grammar_state,
             path,
         )
 

@@ -50,7 +50,7 @@ class Service:
         self._engine: Engine | None = None
         self._executor: Executor | None = None
         self._warmup: wire.WarmupReply | None = None
-        self._arrivals: AdapterLoader | None = None
+        self._adapter_loader: AdapterLoader | None = None
         self.stage = "starting"
 
     @property
@@ -60,15 +60,15 @@ class Service:
         return self._engine
 
     @property
-    def arrivals(self) -> AdapterLoader:
+    def adapter_loader(self) -> AdapterLoader:
         """The loader of LoRA adapters; set by `start`."""
-        assert self._arrivals is not None
-        return self._arrivals
+        assert self._adapter_loader is not None
+        return self._adapter_loader
 
     def start(self, engine: Engine, relay: Sender) -> None:
         """The model is loaded: commands can come. `relay` sends them to the other ranks, if this is rank 0."""
         self._engine = engine
-        self._arrivals = AdapterLoader(engine, self._config.hub_cache)
+        self._adapter_loader = AdapterLoader(engine, self._config.hub_cache)
         self._executor = Executor(self, relay.send if self._config.ranks > 1 else None, self._end)
         self.stage = "loaded"
         self._loaded.set()
@@ -79,8 +79,8 @@ class Service:
         reply = wire.InfoReply(rank=config.rank, ranks=config.ranks, model=config.model, dtype=config.dtype, stage=self.stage)
         reply.page_size, reply.loaded, reply.device = config.page_size, self._loaded.is_set(), config.device
         reply.adapters.extend(name for name, _ in config.adapters)
-        if self._arrivals is not None:
-            reply.later.extend(self._arrivals.there.values())
+        if self._adapter_loader is not None:
+            reply.later.extend(self._adapter_loader.there.values())
         reply.max_loras = config.max_loras
         reply.quantize, reply.kv_cache_dtype, reply.batch_invariant = config.quantize, config.kv_cache_dtype, config.batch_invariant
         if self._engine is not None:
@@ -176,7 +176,7 @@ class Service:
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, "there is no room for other adapters: see --max-loras")
         asked = request.adapter
         try:
-            reply = self.arrivals.read(asked, request.router, context.is_active)
+            reply = self.adapter_loader.read(asked, request.router, context.is_active)
         except Unsupported as error:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)[:MOST_SAID])
         except Exception as error:  # whatever may be wrong with the adapter's files: the shard is not at fault
@@ -284,12 +284,12 @@ class Service:
         reply(lambda: told)
 
     def _adapt(self, request: wire.AdaptRequest, reply: Callable[[Answer], None]) -> None:
-        told = wire.Reply(adapt=wire.AdaptReply(step=request.step, problem=self.arrivals.adapt(request)))
+        told = wire.Reply(adapt=wire.AdaptReply(step=request.step, problem=self.adapter_loader.adapt(request)))
         reply(lambda: told)
 
     def _clear_cache(self, request: wire.ClearCacheRequest, reply: Callable[[Answer], None]) -> None:
         self.engine.clear()
-        self.arrivals.welcome(request.router)
+        self.adapter_loader.welcome(request.router)
         told = wire.Reply(clear_cache=wire.ClearCacheReply(step=request.step, free=self.engine.pool.free))
         reply(lambda: told)
 

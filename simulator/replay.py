@@ -14,7 +14,7 @@ from ..router.policies import Policy
 from ..router.scheduler import DELAYS, Action, Bounds, Decode, Filter, Job, Prefill, Report, Scheduler
 from .machines import Speed
 from .measures import Measures
-from .shard import Asked, Continuations, IntegerShard, Outcome, Released, beginnings
+from .shard import Asked, Continuations, IntegerShard, Outcome, Released, prefix_keys
 from .trace import Request
 
 LEAD = 0.01  # seconds before the end of a step when the next is requested
@@ -135,7 +135,7 @@ class Replay:
                 choices=request.choices,
                 rank=request.arrival + DELAYS[request.priority],
                 tenant=request.tenant,
-                beginnings=beginnings(asked, setting.bounds.page_size) if setting.prefix_caching else (),
+                prefix_keys=prefix_keys(asked, setting.bounds.page_size) if setting.prefix_caching else (),
             )
             self.scheduler.arrive(job)
 

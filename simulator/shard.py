@@ -39,7 +39,7 @@ class Asked:
         return min(ends_at or self.most, self.most)
 
 
-def beginnings(asked: Asked, page_size: int) -> list[tuple[int, int]]:
+def prefix_keys(asked: Asked, page_size: int) -> list[tuple[int, int]]:
     """Keys of its prompt's prefixes, like router/prefix_keys.py: (tokens, key) for each page that others may share."""
     found, chain, pages = list[tuple[int, int]](), 0, 0
     for name, tokens in asked.prefix:

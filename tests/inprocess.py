@@ -98,8 +98,8 @@ class Restless(Scheduler):
 
     times = 2
 
-    def __init__(self, bounds: Bounds, policy: Policy, drafting: DraftBudget | None = None) -> None:
-        super().__init__(bounds, policy, drafting)
+    def __init__(self, bounds: Bounds, policy: Policy, draft_budget: DraftBudget | None = None) -> None:
+        super().__init__(bounds, policy, draft_budget)
         self.pauses: Counter[int] = Counter()
         self._chance = random.Random(1)
 

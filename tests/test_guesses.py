@@ -30,7 +30,7 @@ async def answered(batcher: Batcher, request: Request) -> tuple[int, Speculation
     async with aclosing(batcher.submit(request)) as stream:
         async for items in stream:
             tokens += sum(isinstance(item, Token) for item in items)
-            last = next((item.guessed for item in items if isinstance(item, Finish)), last)
+            last = next((item.speculation for item in items if isinstance(item, Finish)), last)
     assert last is not None
     return tokens, last
 
@@ -51,8 +51,8 @@ def test_all_counts_agree(speaks: str, monkeypatch: pytest.MonkeyPatch) -> None:
         told += [await answered(batcher, requests[0])]  # and one alone
         drafted, accepted = (value(batcher, f"penstock_{name}_tokens_total") for name in ("drafted", "accepted"))
         assert drafted > 0
-        assert sum(guessed.drafted for _, guessed in told) == drafted
-        assert sum(guessed.accepted for _, guessed in told) == accepted
+        assert sum(speculation.drafted for _, speculation in told) == drafted
+        assert sum(speculation.accepted for _, speculation in told) == accepted
         found = batcher._metrics.samples(("penstock_drafted_positions_total", "penstock_accepted_positions_total"))
         kept, tried = found["penstock_accepted_positions_total"], found["penstock_drafted_positions_total"]
         answers = sum(request.choices for request in requests) + 1
@@ -66,9 +66,9 @@ def test_all_counts_agree(speaks: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return told
 
     told = run(test, shard={"speculate": speaks, "kv_pages": 200}, router={"speculate": most, "max_total_tokens": 256})
-    for (tokens, guessed), request in zip(told, [*requests, requests[0]], strict=True):
-        assert guessed.drafted >= guessed.accepted
-        assert guessed.steps <= tokens
+    for (tokens, speculation), request in zip(told, [*requests, requests[0]], strict=True):
+        assert speculation.drafted >= speculation.accepted
+        assert speculation.steps <= tokens
         if request.choices == 1:
             # Of an accepted run that an end or the last token cuts, all counts.
-            assert tokens <= guessed.steps + guessed.accepted <= tokens + most
+            assert tokens <= speculation.steps + speculation.accepted <= tokens + most

@@ -34,7 +34,7 @@ class World:
         self.size, pages = chance.choice((1, 2, 4)), chance.randint(4, 40)
         budget, sequences = chance.choice((1, 2, 7, 16, 64)), chance.choice((1, 2, 5, 64))
         bounds = Bounds(pages=pages, page_size=self.size, step_tokens=budget, sequences=sequences, headroom=chance.choice((1, 8)))
-        self.beginnings = PrefixKeys(self.size, 16)
+        self.prefix_keys = PrefixKeys(self.size, 16)
         self.bounds, self.scheduler = bounds, Scheduler(bounds, ChunkedPrefill(budget))
         self.engine = kind(pages, self.size, chance.random() < 0.7, ahead=True)
         self.left = chance.randint(1, 20)  # that are still to come
@@ -81,7 +81,7 @@ class World:
         self.running[uid] = set(range(search.width if search else choices))
         job = Job(uid, length, total - length, len(self.running[uid]), float(-uid))
         if self.engine.books.prefixes is not None:
-            job.beginnings = self.beginnings.of(tuple(tokens), "")
+            job.prefix_keys = self.prefix_keys.of(tuple(tokens), "")
         self.scheduler.arrive(job)
 
     def _leave(self) -> None:

@@ -83,7 +83,7 @@ class Anthropic:
         self._validator = validator
         self._batcher = batcher
         self._chats = chats
-        self._scribe = LogprobWriter(tokenizer)
+        self._writer = LogprobWriter(tokenizer)
         self._decoder = msgspec.json.Decoder(MessagesBody)
 
     async def messages(self, http: web.Request) -> web.StreamResponse:
@@ -107,9 +107,9 @@ class Anthropic:
             return await send(http, self._batcher, [request], events, stream_headers_of(clock, [request]) | headers)
         [[answer]] = await fold([self._batcher.submit(request)])
         items: list[Token | Finish] = [*answer.tokens, answer.finish]
-        await self._scribe.each(len(items), 0, lambda places: [None for place in places for _ in blocks.read(items[place])])
+        await self._writer.each(len(items), 0, lambda places: [None for place in places for _ in blocks.read(items[place])])
         usage.cached_tokens, usage.completion_tokens = answer.prompt.cached_tokens, len(answer.tokens)
-        content = message.json(blocks.blocks, usage, end_of(answer.finish, blocks.speaker, full))
+        content = message.json(blocks.blocks, usage, end_of(answer.finish, blocks.parser, full))
         return json_response(content, headers_of(clock, [request], [answer]) | headers)
 
     async def count_tokens(self, http: web.Request) -> web.Response:
@@ -154,7 +154,7 @@ class Events:
             usage.completion_tokens += isinstance(item, Token)
             yield from self._blocks.read(item)
             if isinstance(item, Finish):
-                end = end_of(item, self._blocks.speaker, self._full)
+                end = end_of(item, self._blocks.parser, self._full)
                 yield {"type": "message_delta", "delta": end, "usage": usage_json(usage)}
                 yield {"type": "message_stop"}
 

@@ -52,9 +52,9 @@ def usage_json(usage: Usage) -> Json:
     }
 
 
-def end_of(finish: Finish, speaker: MessageParser, full: bool) -> Json:
+def end_of(finish: Finish, parser: MessageParser, full: bool) -> Json:
     """The stop reason and stop sequence. full: `max_tokens` was more than there was room for."""
-    if speaker.reason(finish) == CALLED:
+    if parser.reason(finish) == CALLED:
         return {"stop_reason": "tool_use", "stop_sequence": None}
     length = "model_context_window_exceeded" if full else "max_tokens"
     reason = {"length": length, "stop_sequence": "stop_sequence"}.get(finish.reason, "end_turn")
@@ -64,15 +64,15 @@ def end_of(finish: Finish, speaker: MessageParser, full: bool) -> Json:
 class Blocks:
     """The content blocks of an answer as they stream. Every method yields its changes as events."""
 
-    def __init__(self, speaker: MessageParser) -> None:
+    def __init__(self, parser: MessageParser) -> None:
         self.blocks: list[Json] = []
-        self.speaker = speaker
+        self.parser = parser
         self._open = ""  # type of the last block, until it is complete
         self._pieces: list[str] = []  # of the last block
 
     def read(self, item: Token | Finish) -> Iterator[Json]:
         """Adds a token, or the finish, which completes all blocks."""
-        for part in self.speaker.read(item):
+        for part in self.parser.read(item):
             yield from self._part(part)
         if isinstance(item, Finish):
             yield from self._end()

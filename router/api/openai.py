@@ -41,7 +41,7 @@ from .openai_ids import WithTokenIds
 from .openai_logprobs import Echo, LogprobWriter, encode
 from .openai_shapes import Chat, Completions, Envelope, Json, Shapes, Usage
 from .ports import Batcher, limits_of
-from .stream import Answer, Clock, escaped, fold, guesses, headers_of, send, sse_frame, stream_headers_of
+from .stream import Answer, Clock, escaped, fold, headers_of, send, speculation_of, sse_frame, stream_headers_of
 
 DONE = b"data: [DONE]\n\n"
 MOST_SCORES = 1 << 20  # log-probabilities of prompts that an answer with several choices may hold: some 70 bytes each
@@ -85,7 +85,7 @@ class OpenAI:
         self._validator = validator
         self._batcher = batcher
         self._chats = chats
-        self._scribe = LogprobWriter(tokenizer)
+        self._writer = LogprobWriter(tokenizer)
         self._fingerprint = f"{version('penstock')}-native"
         self._completion = msgspec.json.Decoder(CompletionBody)
         self._chat = msgspec.json.Decoder(ChatBody)
@@ -119,7 +119,7 @@ class OpenAI:
         theirs = {"inputs": "messages", "max_new_tokens": limit, "top_n_tokens": "top_logprobs"}
         with naming(**theirs, **width.names, truncate="truncate_prompt_tokens"):
             request, make = await self._chats.request(body, body.messages, asked, limits)
-        shapes = Chat(self._scribe, bool(body.logprobs), make)
+        shapes = Chat(self._writer, bool(body.logprobs), make)
         return await self._answer(http, clock, self._asked(body, [request], shapes, shown, headers))
 
     async def completions(self, http: web.Request) -> web.StreamResponse:
@@ -165,7 +165,7 @@ class OpenAI:
         if asked.prompt_logprobs:
             _refuse_many_scores(requests, shown, "echo" if scored else "prompt_logprobs")
         echoes = _echoes(body, prompts, requests) if body.echo else ()
-        shapes = Completions(self._scribe, body.logprobs, echoes, shown, silent)
+        shapes = Completions(self._writer, body.logprobs, echoes, shown, silent)
         return await self._answer(http, clock, self._asked(body, requests, shapes, shown, headers, silent))
 
     async def models(self, http: web.Request) -> web.Response:
@@ -242,7 +242,7 @@ class OpenAI:
         for place, prompt in enumerate(prompts):
             await asked.envelope.shapes.open(place, prompt)
         pairs = zip(asked.requests, prompts, strict=True) if asked.entries else ()
-        entries = [await self._scribe.entries(request, prompt) for request, prompt in pairs]
+        entries = [await self._writer.entries(request, prompt) for request, prompt in pairs]
         headers = headers_of(clock, asked.requests, _all(folded)) | asked.headers
         if asked.silent:
             headers["x-generated-tokens"] = "0"
@@ -263,7 +263,7 @@ async def _whole(asked: Asked, folded: list[list[Answer]], entries: Sequence[msg
     usage.cached_tokens = sum(drawn[0].prompt.cached_tokens for drawn in folded)
     usage.reasoning_tokens = shapes.reasoning_tokens()
     for drawn in folded:
-        usage.guess(guesses(answer.finish for answer in drawn))
+        usage.add_speculation(speculation_of(answer.finish for answer in drawn))
     beside = asked.beside
     if entries and asked.chat:
         beside = {"prompt_logprobs": entries[0]} | beside
@@ -330,7 +330,7 @@ class Events:
             return DONE
         self._usage.reasoning_tokens = self._shapes.reasoning_tokens()
         for finish in self._finishes.values():
-            self._usage.guess(finish.guessed)
+            self._usage.add_speculation(finish.speculation)
         usage, timing = encode(self._usage.json()), encode(self._timing.json(self._usage.completion_tokens))
         return sse_frame(b'%b%b,"usage":%b,"metrics":%b}' % (self._head, self._tail, usage, timing)) + DONE
 

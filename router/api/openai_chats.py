@@ -26,10 +26,10 @@ PLAIN_FORM = "json"  # the form of forced tool calls where nothing tells which o
 class Chats:
     """Makes requests of chats, for one model."""
 
-    def __init__(self, tokenizer: Tokenizer, validator: Validator, links: ImageLoader) -> None:
+    def __init__(self, tokenizer: Tokenizer, validator: Validator, image_loader: ImageLoader) -> None:
         self._tokenizer = tokenizer
         self._validator = validator
-        self._links = links
+        self._image_loader = image_loader
         self._parser, self._reasoning = tokenizer.parsers
 
     async def request(
@@ -56,7 +56,7 @@ class Chats:
         thinking = self._thinking(body, prompt, continued)
         asked = replace(asked, grammar=grammar, shown=self._shown(reasoning, parser), thinking=thinking)
         with naming(grammar="tools" if tools.forced else format_name(body)):
-            async with in_time(asked), self._links.opened(images) as opened:
+            async with in_time(asked), self._image_loader.opened(images) as opened:
                 asked = replace(asked, images=opened)
                 request = await self._validator.request(prompt, asked, limits, add_special_tokens=bool(body.add_special_tokens))
         if parser is None and reasoning is None:

@@ -43,7 +43,7 @@ class LogprobWriter:
         self._tokenizer = tokenizer
         self._turn = asyncio.Lock()
 
-    async def told(self, echo: Echo, prompt: Prompt, logprobs: int | None) -> PromptEcho:
+    async def prompt_echo(self, echo: Echo, prompt: Prompt, logprobs: int | None) -> PromptEcho:
         """The echo of one prompt. logprobs: alternatives for each token; None: no log-probabilities."""
         if echo.text and logprobs is None:
             return PromptEcho(echo.text, 0, None)

@@ -33,13 +33,13 @@ class Usage:
     completion_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
     reasoning_tokens: int | None = None  # of the completion; None: reasoning is not parsed
-    guessed: Speculation | None = None  # draft tokens proposed and accepted; None: nothing was speculated
+    speculation: Speculation | None = None  # draft tokens proposed and accepted; None: nothing was speculated
 
-    def guess(self, guessed: Speculation | None) -> None:
+    def add_speculation(self, speculation: Speculation | None) -> None:
         """Adds one request's draft statistics."""
-        if guessed is not None:
-            drafted, accepted = (self.guessed.drafted, self.guessed.accepted) if self.guessed else (0, 0)
-            self.guessed = Speculation(drafted + guessed.drafted, accepted + guessed.accepted, guessed.steps)
+        if speculation is not None:
+            drafted, accepted = (self.speculation.drafted, self.speculation.accepted) if self.speculation else (0, 0)
+            self.speculation = Speculation(drafted + speculation.drafted, accepted + speculation.accepted, speculation.steps)
 
     @property
     def details(self) -> Json:
@@ -47,9 +47,9 @@ class Usage:
         found: Json = {}
         if self.reasoning_tokens is not None:
             found["reasoning_tokens"] = self.reasoning_tokens
-        if self.guessed is not None:
-            found["accepted_prediction_tokens"] = self.guessed.accepted
-            found["rejected_prediction_tokens"] = self.guessed.drafted - self.guessed.accepted
+        if self.speculation is not None:
+            found["accepted_prediction_tokens"] = self.speculation.accepted
+            found["rejected_prediction_tokens"] = self.speculation.drafted - self.speculation.accepted
         return found
 
     def json(self) -> Json:
@@ -215,35 +215,35 @@ class Chat:
     whole = "chat.completion"
     part = "chat.completion.chunk"
 
-    def __init__(self, scribe: LogprobWriter, logprobs: bool, make: Callable[[], MessageParser] | None) -> None:
+    def __init__(self, writer: LogprobWriter, logprobs: bool, make: Callable[[], MessageParser] | None) -> None:
         """`make` gives an output parser for each choice; None: an answer is its plain text."""
-        self._scribe = scribe
+        self._writer = writer
         self._logprobs = logprobs
         self._make = make
-        self._speakers: dict[int, MessageParser] = {}
+        self._parsers: dict[int, MessageParser] = {}
 
     async def open(self, place: int, prompt: Prompt) -> None:
         """Nothing: a chat's answer never begins with its prompt."""
 
     async def choice(self, index: int, answer: Answer) -> Json:
         tokens = answer.tokens
-        speaker = self._speaker(index)
-        if speaker is None:
+        parser = self._parser(index)
+        if parser is None:
             message: Json = {"role": "assistant", "content": answer.finish.text, "refusal": None}
             reason = REASONS[answer.finish.reason]
         else:
             items: list[Token | Finish] = [*tokens, answer.finish]
             parts: list[Part] = []
-            await self._scribe.each(
-                len(items), 0, lambda places: parts.extend(part for place in places for part in speaker.read(items[place]))
+            await self._writer.each(
+                len(items), 0, lambda places: parts.extend(part for place in places for part in parser.read(items[place]))
             )
             message = message_of(parts, whole=True)
-            reason = speaker.reason(answer.finish)
+            reason = parser.reason(answer.finish)
         logprobs = None
         if self._logprobs:
             wide = len(tokens[0].top)
             logprobs = {
-                "content": await self._scribe.listed(len(tokens), wide, lambda place: self._scribe.logprob(tokens[place])),
+                "content": await self._writer.listed(len(tokens), wide, lambda place: self._writer.logprob(tokens[place])),
                 "refusal": None,
             }
         choice = {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
@@ -253,16 +253,16 @@ class Chat:
         return encode(_chunk_choice(index, {"delta": {"role": "assistant", "content": ""}, "logprobs": None}))
 
     def delta(self, index: int, item: Token | Finish) -> bytes:
-        speaker = self._speaker(index) if self._make else None
+        parser = self._parser(index) if self._make else None
         if isinstance(item, Token):
-            delta = {"content": item.delta} if speaker is None else message_of(speaker.read(item), whole=False)
-            logprobs = {"content": [self._scribe.logprob(item)], "refusal": None} if self._logprobs else None
+            delta = {"content": item.delta} if parser is None else message_of(parser.read(item), whole=False)
+            logprobs = {"content": [self._writer.logprob(item)], "refusal": None} if self._logprobs else None
             return encode(_chunk_choice(index, {"delta": delta, "logprobs": logprobs}))
         delta = {"content": item.delta} if item.delta else {}
         reason = REASONS[item.reason]
-        if speaker is not None:
-            delta = message_of(speaker.read(item), whole=False)
-            reason = speaker.reason(item)
+        if parser is not None:
+            delta = message_of(parser.read(item), whole=False)
+            reason = parser.reason(item)
         return encode(_chunk_choice(index, {"delta": delta, "logprobs": None}, reason) | _score(item))
 
     def around(self, index: int) -> tuple[bytes, bytes] | None:
@@ -273,13 +273,13 @@ class Chat:
     def reasoning_tokens(self) -> int | None:
         if self._make is None:
             return None
-        return sum(speaker.reasoning_tokens for speaker in self._speakers.values())
+        return sum(parser.reasoning_tokens for parser in self._parsers.values())
 
-    def _speaker(self, index: int) -> MessageParser | None:
-        speaker = self._speakers.get(index)
-        if speaker is None and self._make is not None:
-            speaker = self._speakers[index] = self._make()
-        return speaker
+    def _parser(self, index: int) -> MessageParser | None:
+        parser = self._parsers.get(index)
+        if parser is None and self._make is not None:
+            parser = self._parsers[index] = self._make()
+        return parser
 
 
 class Completions:
@@ -289,20 +289,20 @@ class Completions:
     whole = "text_completion"
     part = "text_completion"
 
-    def __init__(self, scribe: LogprobWriter, logprobs: int | None, echoes: Sequence[Echo], shown: int, silent: bool) -> None:
+    def __init__(self, writer: LogprobWriter, logprobs: int | None, echoes: Sequence[Echo], shown: int, silent: bool) -> None:
         """echoes: of each prompt, if answers begin with it; shown: answers for each prompt; silent: no generated token is shown."""
-        self._scribe = scribe
+        self._writer = writer
         self._logprobs = logprobs
         self._echoes = echoes
         self._shown = shown
         self._silent = silent
-        self._told: dict[int, PromptEcho] = {}  # by prompt, if answers begin with it
+        self._prompt_echoes: dict[int, PromptEcho] = {}  # by prompt, if answers begin with it
         self._offsets: dict[int, int] = {}  # length of each choice's text so far
 
     async def open(self, place: int, prompt: Prompt) -> None:
         """Prepares the echoed prompt that the answers begin with."""
         if self._echoes:
-            self._told[place] = await self._scribe.told(self._echoes[place], prompt, self._logprobs)
+            self._prompt_echoes[place] = await self._writer.prompt_echo(self._echoes[place], prompt, self._logprobs)
 
     async def choice(self, index: int, answer: Answer) -> Json:
         text, content = self._begin(index)
@@ -310,7 +310,7 @@ class Completions:
             text += answer.finish.text
             tokens, tops = answer.tokens, None
             if self._logprobs:
-                tops = await self._scribe.listed(len(tokens), self._logprobs, lambda place: most(_pairs(tokens[place])))
+                tops = await self._writer.listed(len(tokens), self._logprobs, lambda place: most(_pairs(tokens[place])))
             generated = self._content(index, tokens, tops)
             content = generated if content is None or generated is None else _joined(content, generated)
         reason = "length" if self._silent else REASONS[answer.finish.reason]
@@ -344,11 +344,11 @@ class Completions:
 
     def _begin(self, index: int) -> tuple[str, Json | None]:
         """The echoed prompt's text and log-probabilities, if the answer begins with them."""
-        told = self._told.get(index // self._shown)
-        if told is None:
+        prompt_echo = self._prompt_echoes.get(index // self._shown)
+        if prompt_echo is None:
             return "", None
-        self._offsets[index] = told.length
-        return told.text, told.content
+        self._offsets[index] = prompt_echo.length
+        return prompt_echo.text, prompt_echo.content
 
     def _content(self, index: int, tokens: list[Token], tops: object) -> Json | None:
         if self._logprobs is None:

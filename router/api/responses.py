@@ -93,7 +93,7 @@ class Responses:
         self._config = config
         self._batcher = batcher
         self._chats = chats
-        self._scribe = LogprobWriter(tokenizer)
+        self._writer = LogprobWriter(tokenizer)
         self._decoder = msgspec.json.Decoder(ResponsesBody)
 
     async def create(self, http: web.Request) -> web.StreamResponse:
@@ -118,13 +118,13 @@ class Responses:
         with _flat(body.tools), named, placing(places):
             request, make = await self._chats.request(chat, chat.messages, asked, limits)
         clock.valid()
-        output = Output(message_parser_of(make), self._scribe.logprob if logprobs else None)
+        output = Output(message_parser_of(make), self._writer.logprob if logprobs else None)
         told = Asked(request, output, Response(body.model or self._config.model, _echoed(body)))
         if body.stream:
             return await send(http, self._batcher, [request], Events(told), stream_headers_of(clock, [request]) | headers)
         [[answer]] = await fold([self._batcher.submit(request)])
         tokens = answer.tokens
-        await self._scribe.each(
+        await self._writer.each(
             len(tokens), len(tokens[0].top), lambda places: [None for place in places for _ in output.token(tokens[place])]
         )
         for _ in output.finish(answer.finish):

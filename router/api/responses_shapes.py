@@ -57,10 +57,10 @@ class Output:
     """The output items of a response as they stream. Every method yields its changes as events, which only lack their sequence
     numbers."""
 
-    def __init__(self, speaker: MessageParser, logprob: Callable[[Token], Json] | None) -> None:
+    def __init__(self, parser: MessageParser, logprob: Callable[[Token], Json] | None) -> None:
         """logprob: makes a token's log-probability entry; None: they are not asked for."""
         self.items: list[Json] = []
-        self._speaker = speaker
+        self._parser = parser
         self._logprob = logprob
         self._open = ""  # kind of the last item, until it is complete
         self._pieces: list[str] = []  # of its text
@@ -68,7 +68,7 @@ class Output:
 
     @property
     def reasoning_tokens(self) -> int:
-        return self._speaker.reasoning_tokens
+        return self._parser.reasoning_tokens
 
     def token(self, token: Token) -> Iterator[Json]:
         """Adds a token."""
@@ -81,7 +81,7 @@ class Output:
         yield from self._read(finish)
         if not self.items:
             yield from self._begin("message")
-        cut = finish.reason == "length" or (self._open == "function_call" and not self._speaker.calling())
+        cut = finish.reason == "length" or (self._open == "function_call" and not self._parser.calling())
         yield from self._end("incomplete" if cut else "completed")
 
     def cut(self) -> None:
@@ -91,7 +91,7 @@ class Output:
 
     def _read(self, what: Token | Finish) -> Iterator[Json]:
         part: Part | None = None
-        for part in self._speaker.read(what):
+        for part in self._parser.read(what):
             yield from self._part(part)
         if part is not None:  # tokens without text, followed by something other than text, belong to that
             self._untold = []

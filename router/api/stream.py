@@ -47,13 +47,13 @@ class SlowClientTimeout:
 
     async def until(self, written: Awaitable[None], http: web.Request) -> None:
         """Waits until an answer is written, as long as the client keeps reading some of it; else closes the connection."""
-        writing, silence = asyncio.ensure_future(written), StallTimer(self.seconds / 8)
+        writing, stall_timer = asyncio.ensure_future(written), StallTimer(self.seconds / 8)
         left = -1
         try:
             while not writing.done():
-                await asyncio.wait([writing], timeout=silence.look)
+                await asyncio.wait([writing], timeout=stall_timer.look)
                 before, left = left, http.transport.get_write_buffer_size() if http.transport is not None else 0
-                seconds = silence.lasts(left == before)
+                seconds = stall_timer.lasts(left == before)
                 if seconds >= self.seconds and http.transport is not None:
                     logger.warning("the client has read nothing for %g s: its answer is given up", seconds)
                     self.dropped += 1
@@ -125,9 +125,9 @@ class Answer:
         return sum(token.logprob for token in self.tokens) / len(self.tokens)
 
 
-def guesses(finishes: Iterable[Finish]) -> Speculation | None:
+def speculation_of(finishes: Iterable[Finish]) -> Speculation | None:
     """The draft statistics of one request: those of the choice that ended last, which cover all choices."""
-    found = [finish.guessed for finish in finishes if finish.guessed is not None]
+    found = [finish.speculation for finish in finishes if finish.speculation is not None]
     return max(found, key=lambda one: (one.steps, one.drafted), default=None)
 
 
@@ -295,7 +295,7 @@ class EventStream:
         self._blank: asyncio.Task[None] | None = None  # the task that writes, or wrote, a blank line
         self._next_look: asyncio.TimerHandle | None = None
         self._left = (0.0, 0)  # At the last look: when something was written last, and how much of it the socket had not taken ...
-        self._silence = StallTimer(self._patience.seconds / 8)  # ... and since when that has been so
+        self._stall_timer = StallTimer(self._patience.seconds / 8)  # ... and since when that has been so
 
     def push(self, frames: bytes) -> None:
         """Sends whole frames soon, as one HTTP chunk. If the client has disconnected, the handler is told elsewhere."""
@@ -373,7 +373,7 @@ class EventStream:
         if transport is None:  # disconnected: the handler is told the same
             return
         before, self._left = self._left, (self._written, transport.get_write_buffer_size())
-        silent = self._silence.lasts(paused and self._left == before)
+        silent = self._stall_timer.lasts(paused and self._left == before)
         if silent >= self._patience.seconds:
             logger.warning("the client has read nothing for %g s: its stream is closed", silent)
             self._patience.dropped += 1
@@ -385,7 +385,7 @@ class EventStream:
             # a client that has not read what was sent needs no keep-alive
             if not paused and (self._blank is None or self._blank.done()):
                 self._blank = self._loop.create_task(self._tell())
-        self._next_look = self._loop.call_later(min(wait, self._silence.look), self._look)
+        self._next_look = self._loop.call_later(min(wait, self._stall_timer.look), self._look)
 
     async def _tell(self) -> None:
         """Sends a keep-alive."""

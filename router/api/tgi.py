@@ -22,7 +22,7 @@ from .body import json_response, read
 from .errors import Problem, tgi_body
 from .links import ImageLoader
 from .ports import Batcher, limits_of
-from .stream import Answer, Clock, fold, guesses, headers_of, send, sse_frame, stream_headers_of
+from .stream import Answer, Clock, fold, headers_of, send, speculation_of, sse_frame, stream_headers_of
 from .tenant import session_of, tenant_of
 from .tgi_shapes import (
     GRAMMARS,
@@ -71,12 +71,12 @@ class Tgi:
     """The handlers of TGI's routes, and of vLLM's /detokenize."""
 
     def __init__(
-        self, config: RouterConfig, tokenizer: Tokenizer, validator: Validator, links: ImageLoader, batcher: Batcher
+        self, config: RouterConfig, tokenizer: Tokenizer, validator: Validator, image_loader: ImageLoader, batcher: Batcher
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._validator = validator
-        self._links = links
+        self._image_loader = image_loader
         self._batcher = batcher
         self._generate = msgspec.json.Decoder(GenerateBody)
         self._tokenize = msgspec.json.Decoder(TokenizeBody)
@@ -219,7 +219,7 @@ class Tgi:
         self._validator.check_images(len(urls), limits)
         if parameters.prompt_logprobs:
             raise Refused("`decoder_input_details` together with images is not supported", "decoder_input_details")
-        async with in_time(parameters), self._links.opened(urls) as images:
+        async with in_time(parameters), self._image_loader.opened(urls) as images:
             return await self._validator.request(text, replace(parameters, images=images), limits)
 
     def _marked(self, inputs: str, limits: Limits | None) -> tuple[str, list[str]]:
@@ -234,7 +234,7 @@ class Tgi:
         if asked.details:
             prefill = self._prefill(asked.request, best.prompt)  # the same for all
             content.details = Details(**self._details(asked, best, prefill))
-            content.details.speculation = _speculation(guesses(answer.finish for answer in answers))
+            content.details.speculation = _speculation(speculation_of(answer.finish for answer in answers))
             if len(answers) > 1:
                 content.details.best_of_sequences = [
                     self._other(asked, answer, prefill) for answer in answers if answer is not best
@@ -364,7 +364,7 @@ def _stream_details(asked: Asked, finish: Finish, others: Sequence[BestOf]) -> S
         len(asked.request.prompt),
         best_of_sequences=list(others) or msgspec.UNSET,
         score=_score(finish),
-        speculation=_speculation(finish.guessed),
+        speculation=_speculation(finish.speculation),
     )
 
 
@@ -380,8 +380,8 @@ def _score(finish: Finish) -> float | msgspec.UnsetType:
     return msgspec.UNSET if finish.score is None else finish.score
 
 
-def _speculation(guessed: Speculation | None) -> SpeculationJson | msgspec.UnsetType:
-    return msgspec.UNSET if guessed is None else SpeculationJson(guessed.drafted, guessed.accepted, guessed.steps)
+def _speculation(speculation: Speculation | None) -> SpeculationJson | msgspec.UnsetType:
+    return msgspec.UNSET if speculation is None else SpeculationJson(speculation.drafted, speculation.accepted, speculation.steps)
 
 
 def _beam(beam: Beam) -> BeamJson:

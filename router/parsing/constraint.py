@@ -286,9 +286,9 @@ def _thinking(lark: Lark, parser: str, reasoning: str | None, prompt: str, conti
         return thinking if begun else f"({lark.text(harmony.CHANNEL, 'analysis', harmony.MESSAGE)} {thinking})?"
     if reasoning is None:
         return ""
-    thoughts = REASONING_FORMS[reasoning]
-    begun = thoughts.begun(prompt, continued)
+    markers = REASONING_FORMS[reasoning]
+    begun = markers.begun(prompt, continued)
     if continued.strip() and not begun:
         return ""  # an answer that has begun is not followed by reasoning
-    thinking = f"{lark.up_to(thoughts.closes[0])} /[ \\n]{{0,4}}/"
-    return thinking if begun else f"({lark.text(thoughts.opens[0])} {thinking})?"
+    thinking = f"{lark.up_to(markers.closes[0])} /[ \\n]{{0,4}}/"
+    return thinking if begun else f"({lark.text(markers.opens[0])} {thinking})?"

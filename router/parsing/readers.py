@@ -1,7 +1,7 @@
 """The registry of output parsers: the forms in which families of models write reasoning and tool calls, their detection from chat
 templates, and the parser of one answer.
 
-To add a family: a line in THOUGHTS or FORMS, if it uses an existing form, and one in TOOL_HINTS or REASONING_HINTS.
+To add a family: a line in REASONING_FORMS or FORMS, if it uses an existing form, and one in TOOL_HINTS or REASONING_HINTS.
 """
 
 from collections.abc import Callable

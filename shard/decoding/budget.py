@@ -61,7 +61,7 @@ class Acceptance:
         """before: statistics of all sequences together, the prior; they keep changing."""
         self._before = before
         self._forget = FORGET if before is not None else FORGET_ALL
-        self._odds = [
+        self._rates = [
             [SuccessRate() for _ in range(RANKS)] for _ in range(DEPTHS)
         ]  # of each rank, given that lower ranks were rejected
         self.waited = 0  # consecutive steps without drafts
@@ -75,10 +75,10 @@ class Acceptance:
         self._trees += 1
         for depth, width in enumerate(widths):
             good = ranks[depth] if depth < len(ranks) else width
-            for rank, odds in enumerate(self._odds[min(depth, DEPTHS - 1)][: min(width, good + 1)]):
-                odds.observe(rank == good, self._forget)
-        for odds in self._odds[len(widths)] if 0 < len(widths) < DEPTHS else ():
-            odds.fade()
+            for rank, rate in enumerate(self._rates[min(depth, DEPTHS - 1)][: min(width, good + 1)]):
+                rate.observe(rank == good, self._forget)
+        for rate in self._rates[len(widths)] if 0 < len(widths) < DEPTHS else ():
+            rate.fade()
         if self._before is not None:
             self._before.observe(ranks, widths)
         if widths:
@@ -94,14 +94,14 @@ class Acceptance:
         result = [_shares(known)] if depths else []
         for depth in range(1, depths):
             if depth < DEPTHS:
-                known = [odds.blended(share) for odds, share in zip(self._odds[depth][:width], known, strict=True)]
+                known = [rate.blended(share) for rate, share in zip(self._rates[depth][:width], known, strict=True)]
             result.append(_shares(known))
         return result
 
     def _first(self, width: int) -> list[float]:
         """For the first depth, by rank: the acceptance of each, given that the ranks before it were rejected."""
         known = self._before._first(width) if self._before is not None else PRIORS[:width]
-        return [odds.blended(share) for odds, share in zip(self._odds[0][:width], known, strict=True)]
+        return [rate.blended(share) for rate, share in zip(self._rates[0][:width], known, strict=True)]
 
     def chain(self, most: int) -> "DraftValue":
         """The value of the drafts of a chain, up to `most` of them."""
@@ -115,25 +115,25 @@ class Acceptance:
         """The value of up to `most` drafts, the best ones first, in a tree of at most this depth and this many siblings."""
         width = min(width, RANKS)
         shares = self.shares(depth, width)
-        worth = DraftValue([], [])
+        value = DraftValue([], [])
         # (-gain, depth, rank, probability that its parent is accepted)
         waiting = [(-shares[0][0], 1, 0, 1.0)] if depth and width else []
-        while waiting and len(worth.gains) < most:
+        while waiting and len(value.gains) < most:
             gain, rounds, rank, reached = heapq.heappop(waiting)
-            worth.gains.append(-gain)
-            worth.rounds.append(rounds)
+            value.gains.append(-gain)
+            value.rounds.append(rounds)
             if rank + 1 < width:
                 heapq.heappush(waiting, (-reached * shares[rounds - 1][rank + 1], rounds, rank + 1, reached))
             if rounds < depth:
                 heapq.heappush(waiting, (gain * shares[rounds][0], rounds + 1, 0, -gain))
-        return worth
+        return value
 
 
-def _shares(odds: Listing[float]) -> list[float]:
+def _shares(rate: Listing[float]) -> list[float]:
     """Unconditional acceptance of each rank, from its acceptance given that those before it were rejected."""
     result: list[float] = []
     left = 1.0
-    for own in odds:
+    for own in rate:
         result.append(min(left * own, result[-1] if result else 1.0))
         left *= 1 - own
     return result
@@ -151,7 +151,7 @@ class DraftValue:
 class DraftDemand:
     """A sequence's demand for drafts in a step."""
 
-    worth: DraftValue
+    value: DraftValue
     needed: float = 0.0  # tokens that this step must bring to meet its latency target; 0: it has no target
 
 
@@ -186,26 +186,26 @@ class Allowance:
     needed: dict[int, float] = field(default_factory=dict)
 
 
-def divide(wishes: Listing[DraftDemand], cost: Cost, most: int) -> tuple[list[int], int]:
+def divide(demands: Listing[DraftDemand], cost: Cost, most: int) -> tuple[list[int], int]:
     """The number of drafts for each sequence, `most` in all, and the number of rounds: no tree may be deeper.
 
     First come sequences with a latency target, the most urgent first, until their expected tokens meet it. Then whoever gains most,
     as long as that increases tokens per second by more than the error of costs.
     """
-    counts = [0] * len(wishes)
-    left, expected, rounds = most, float(len(wishes)), 0
-    for i in sorted((i for i, wish in enumerate(wishes) if wish.needed > 1), key=lambda i: (-wishes[i].needed, i)):
-        worth, own = wishes[i].worth, 1.0
-        while own < wishes[i].needed and counts[i] < len(worth.gains) and left:
-            own += worth.gains[counts[i]]
-            rounds = max(rounds, worth.rounds[counts[i]])
+    counts = [0] * len(demands)
+    left, expected, rounds = most, float(len(demands)), 0
+    for i in sorted((i for i, demand in enumerate(demands) if demand.needed > 1), key=lambda i: (-demands[i].needed, i)):
+        value, own = demands[i].value, 1.0
+        while own < demands[i].needed and counts[i] < len(value.gains) and left:
+            own += value.gains[counts[i]]
+            rounds = max(rounds, value.rounds[counts[i]])
             counts[i] += 1
             left -= 1
         expected += own - 1
     rest = [
         (gain, i, own_rounds)
-        for i, wish in enumerate(wishes)
-        for gain, own_rounds in zip(wish.worth.gains[counts[i] :], wish.worth.rounds[counts[i] :], strict=True)
+        for i, demand in enumerate(demands)
+        for gain, own_rounds in zip(demand.value.gains[counts[i] :], demand.value.rounds[counts[i] :], strict=True)
         if gain >= FLOOR
     ]
     rest.sort(key=lambda one: -one[0])  # ties stay in order: a sequence's first draft before its second

@@ -53,7 +53,7 @@ class Expansion:
     found: Tensor
     tops: Tops | None = None
 
-    def picking(self) -> PendingPicks[list[list[Candidate | None]]]:
+    def pending(self) -> PendingPicks[list[list[Candidate | None]]]:
         """The candidates of each set, best first, or in the order in which they were drawn; fewer if there are no more, [None] if
         logits are not finite. On the device: the best that don't end, `width` of each set."""
         arrival = HostCopy(self.found, *(self.tops.tensors if self.tops else ()))

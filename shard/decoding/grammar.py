@@ -136,50 +136,50 @@ class Grammars:
         self._size = 0  # characters of all cached grammars
 
     def compile(self, grammar: str) -> "Future[GrammarState]":
-        """A guide at the grammar's start, to be copied; its future raises Unusable. Whoever waits for it has to hold it: the cache
+        """A state at the grammar's start, to be copied; its future raises Unusable. Whoever waits for it has to hold it: the cache
         may evict it."""
         compiled = self._compiled.get(grammar)
         if compiled is None:
-            compiled = self._compiled[grammar] = self._background.submit(lambda: self._guide(grammar))
+            compiled = self._compiled[grammar] = self._background.submit(lambda: self._state(grammar))
             self._size += len(grammar)
             while len(self._compiled) > KEPT or (self._size > KEPT_CHARACTERS and len(self._compiled) > 1):
                 self._size -= len(self._compiled.popitem(last=False)[0])
         self._compiled.move_to_end(grammar)
         return compiled
 
-    def masks(self, guides: Listing[GrammarState]) -> NDArray[numpy.int32]:
-        """Token masks for the next step: [guides, words] int32, bit i of word w allows token 32 w + i. Zero where a guide has ended
+    def masks(self, states: Listing[GrammarState]) -> NDArray[numpy.int32]:
+        """Token masks for the next step: [states, words] int32, bit i of word w allows token 32 w + i. Zero where one has ended
         or failed."""
-        mask = self._rows(len(guides), 0)
+        mask = self._rows(len(states), 0)
         place, size = mask.ctypes.data, mask.shape[1] * mask.itemsize
-        if len(guides) == 1:  # handing one over to another thread takes longer
-            guides[0].matcher.unsafe_compute_mask_ptr(place, size)
+        if len(states) == 1:  # handing one over to another thread takes longer
+            states[0].matcher.unsafe_compute_mask_ptr(place, size)
         else:
-            jobs = [(guide.matcher, row) for row, guide in enumerate(guides)]
-            self._executor.unsafe_compute_mask_ptr(jobs, place, size, len(guides))
+            jobs = [(state.matcher, row) for row, state in enumerate(states)]
+            self._executor.unsafe_compute_mask_ptr(jobs, place, size, len(states))
         return self._fitted(mask)
 
-    def masks_along(self, guides: Listing[GrammarState], trees: Listing[Tree]) -> tuple[NDArray[numpy.int32], list[bool]]:
-        """Masks for the present state and after every node of each guide's tree, one after the other; and whether the output may
+    def masks_along(self, states: Listing[GrammarState], trees: Listing[Tree]) -> tuple[NDArray[numpy.int32], list[bool]]:
+        """Masks for the present state and after every node of each state's tree, one after the other; and whether the output may
         end there. Rows after rejected nodes don't matter: they have all bits."""
         if not any(map(len, trees)):
-            return self.masks(guides), [guide.complete for guide in guides]
+            return self.masks(states), [state.complete for state in states]
         counts = [1 + len(tree) for tree in trees]
         mask = self._rows(sum(counts), -1)
         parts = numpy.split(mask, list(accumulate(counts))[:-1])
-        if len(guides) == 1 or self._threads == 1:
-            complete = list(map(self._along, guides, trees, parts))
+        if len(states) == 1 or self._threads == 1:
+            complete = list(map(self._along, states, trees, parts))
         else:
-            complete = list(self._walkers.map(self._along, guides, trees, parts))
+            complete = list(self._walkers.map(self._along, states, trees, parts))
         return self._fitted(mask), list(chain.from_iterable(complete))
 
-    def _along(self, guide: GrammarState, tree: Tree, rows: NDArray[numpy.int32]) -> list[bool]:
+    def _along(self, state: GrammarState, tree: Tree, rows: NDArray[numpy.int32]) -> list[bool]:
         """Fills the mask rows of one tree; returns where the output may end."""
         complete = [False] * len(rows)
         place, size = rows.ctypes.data, rows.strides[0]
-        for node in guide.visit(tree, self._tokenizer.result().eos_tokens):
-            guide.matcher.unsafe_compute_mask_ptr(place + (1 + node) * size, size)
-            complete[1 + node] = guide.complete
+        for node in state.visit(tree, self._tokenizer.result().eos_tokens):
+            state.matcher.unsafe_compute_mask_ptr(place + (1 + node) * size, size)
+            complete[1 + node] = state.complete
         return complete
 
     def _rows(self, count: int, words: int) -> NDArray[numpy.int32]:
@@ -207,8 +207,8 @@ class Grammars:
         tokenizer, self._written = _tokenizer(folder, self._vocabulary)
         return tokenizer
 
-    def _guide(self, grammar: str) -> GrammarState:
-        """A guide at the start, with the first mask computed: copies inherit that work, which takes up to a thousand times as long
+    def _state(self, grammar: str) -> GrammarState:
+        """A state at the start, with the first mask computed: copies inherit that work, which takes up to a thousand times as long
         as a later mask."""
         matcher = llguidance.LLMatcher(self._tokenizer.result(), grammar, log_level=0, limits=limits())
         if not matcher.is_error():

@@ -37,13 +37,13 @@ class NgramIndex:
         return next(((length, self._before[length - 1]) for length in range(LONGEST, 0, -1) if self._before[length - 1]), (0, 0))
 
 
-def look_up(repeats: NgramIndex, nodes: int, depth: int) -> Tree:
+def look_up(index: NgramIndex, nodes: int, depth: int) -> Tree:
     """A chain of drafts: what followed the longest repeated n-gram at its most recent occurrence. Empty if the last token never
     occurred before."""
-    (length, place), count = repeats.earlier(), min(nodes, depth)
+    (length, place), count = index.earlier(), min(nodes, depth)
     if not (length and count):
         return Tree()
-    found = list(repeats.tokens[place : place + count])
+    found = list(index.tokens[place : place + count])
     while len(found) < count:  # past the end of the text, continue with the copy itself, as a repetition does
-        found.append(found[place + len(found) - len(repeats.tokens)])
+        found.append(found[place + len(found) - len(index.tokens)])
     return chain(found, [math.log(length / (length + 1))] * count)

@@ -65,7 +65,7 @@ class NgramProposer:
         """See Proposer."""
         drafts = []
         for one in asked:
-            repeats = one.sequence.repeats = one.sequence.repeats or NgramIndex()
-            repeats.follow(one.sequence.tokens)
-            drafts.append(deterministic_draft(look_up(repeats, one.nodes, one.depth)))
+            index = one.sequence.ngram_index = one.sequence.ngram_index or NgramIndex()
+            index.follow(one.sequence.tokens)
+            drafts.append(deterministic_draft(look_up(index, one.nodes, one.depth)))
         return Proposal(drafts)

@@ -129,7 +129,7 @@ class LoraAdapters:
         self._rank = rank if room > len(first) else 0
         self._changed: list[tuple[LoraMatrices, Change]] = []
 
-    def additions(self, change: Change, weight: Sequence[int], exact: Invariance, like: Tensor) -> LoraMatrices | None:
+    def lora(self, change: Change, weight: Sequence[int], exact: Invariance, like: Tensor) -> LoraMatrices | None:
         """What loaded adapters add to a weight [outputs, inputs], with room for later ones; like: a tensor of the type and device
         of computation."""
         pairs = [change.pair(adapter) for adapter in self.first]
@@ -149,7 +149,7 @@ class LoraAdapters:
     @property
     def later(self) -> int:
         """Bytes that adapters in the free slots will take, at most."""
-        return self.names.count("") * sum(additions.later for additions, _ in self._changed)
+        return self.names.count("") * sum(lora.later for lora, _ in self._changed)
 
     def prepared(self, adapter: Adapter) -> list[Any]:
         """Another adapter's matrices, as `put` takes them; may run on any thread. Raises Unsupported."""
@@ -158,17 +158,17 @@ class LoraAdapters:
                 f"adapter {adapter.name} has rank {adapter.rank}, and there is room for {self._rank}: start the server with "
                 f"--max-lora-rank {adapter.rank}"
             )
-        pairs = [(additions, change.pair(adapter)) for additions, change in self._changed]
+        pairs = [(lora, change.pair(adapter)) for lora, change in self._changed]
         adapter.check()
-        return [pair and additions.prepared(pair) for additions, pair in pairs]
+        return [pair and lora.prepared(pair) for lora, pair in pairs]
 
     def put(self, key: str, prepared: Sequence[Any]) -> str:
         """Puts an adapter into a free slot, for requests with this key. Returns the reason if it can't; "": it is there."""
         if "" not in self.names:
             return f"there is no room for adapter {key}: all {len(self.names)} places are taken"
         number = self.names.index("")
-        for (additions, _), own in zip(self._changed, prepared, strict=True):
-            additions.put(number, own)
+        for (lora, _), own in zip(self._changed, prepared, strict=True):
+            lora.put(number, own)
         self.names[number] = key
         return ""
 
@@ -177,5 +177,5 @@ class LoraAdapters:
         if key in self.names:
             number = self.names.index(key)
             self.names[number] = ""
-            for additions, _ in self._changed:
-                additions.put(number, None)
+            for lora, _ in self._changed:
+                lora.put(number, None)

@@ -88,7 +88,7 @@ class Layer:
         # Hyper-connections: how attention, and the MLP, see the several residual streams.
         self.mixings = [stream_mixer(load, part, shape.hyper) for part in ("attn", "ffn")] if shape.hyper else []
         self.norm_gates = [NormGate(load, name, shape.norm_gates) if name else None for name in shape.gated_norms(index)]
-        self.alternation = AltUp(load, shape.alternation) if shape.alternation else None
+        self.altup = AltUp(load, shape.altup) if shape.altup else None
         self.laurel = LaurelBlock(load, shape.laurel) if shape.laurel else None
         self.attention = self._attention(load) if attends else None
         kept = shape.recurrent
@@ -161,9 +161,9 @@ class Layer:
         if self.norm_gates:
             assert isinstance(stream, GatedStream)
             stream.turn(self.norm_gates[part])
-        if self.alternation and part == 0:
+        if self.altup and part == 0:
             assert isinstance(stream, AltUpStream)
-            stream.predict(self.alternation)
+            stream.predict(self.altup)
 
     def _read(
         self,
@@ -211,9 +211,9 @@ class Layer:
         if self.mlp is not None and beside is None:
             self._turn(stream, 1)
             self.mlp(stream, self.mlp_norm, self.last_norm)
-        if self.alternation:
+        if self.altup:
             assert isinstance(stream, AltUpStream)
-            stream.correct(self.alternation)
+            stream.correct(self.altup)
         if self.per_layer is not None and per_layer is not None:
             self.per_layer(stream, per_layer)
         if self.factor != 1:
@@ -265,7 +265,7 @@ class Decoder:
         self.norm = load.gains(shape.last_norm, shape.hidden) if shape.last_norm else None
         last = shape.hyper if shape.hyper and not shape.hyper.averaged else None
         self.mixing = stream_mixer(load, "head", last, gives=False) if last else None
-        self.ends = Ends(load, shape.alternation) if shape.alternation else None
+        self.ends = Ends(load, shape.altup) if shape.altup else None
         self.head = self._output(load)
         size, dtype = shape.turning_size(0), self.embedding.dtype
         of = partial(angles_of, positions=shape.turned_positions, dtype=dtype, device=device, turned=shape.turned(0))
@@ -292,7 +292,7 @@ class Decoder:
         stream = self._begin(step, cache)
         for tokens, features in looks:
             stream.replace(tokens, features[:, 0])
-        per_layer = self._told(step, stream, [tokens for tokens, _ in looks])
+        per_layer = self._per_layer_inputs(step, stream, [tokens for tokens, _ in looks])
         places, seen, kept = self._places(step), list[Tensor](), self.kept
         for layer in self.layers:
             if step.last is not None and layer.index == self.shape.with_keys:
@@ -352,7 +352,7 @@ class Decoder:
         found = self.vision.look(shown.picture).index_select(0, shown.features)
         return found if self.shape.image_factor == 1 else found.mul_(self.shape.image_factor)
 
-    def _told(self, step: Step, stream: Stream, shown: Sequence[Tensor]) -> Tensor | None:
+    def _per_layer_inputs(self, step: Step, stream: Stream, shown: Sequence[Tensor]) -> Tensor | None:
         """Per-layer inputs of the step's tokens: [layers, tokens, features]. shown: which tokens are image tokens."""
         if self.inputs is None:
             return None
@@ -479,13 +479,13 @@ class Decoder:
         """Compiles what steps of up to so many tokens need, where products are compiled on first use."""
         weights = [weight for weight in self._weights() if isinstance(weight, Weight)]
         compile_products(weights, rows)
-        changed = [(weight.shape, weight.additions) for weight in weights if weight.additions]
+        changed = [(weight.shape, weight.lora) for weight in weights if weight.lora]
         # One for each combination of shapes: the others share its kernels.
-        alike = {(shape, *(each.shape for each in additions.weights)): (shape, additions) for shape, additions in changed}
-        for shape, additions in alike.values():
+        alike = {(shape, *(each.shape for each in lora.weights)): (shape, lora) for shape, lora in changed}
+        for shape, lora in alike.values():
             for count in (1, rows):
                 x, out = (self.embedding.new_zeros(count, size) for size in reversed(shape))
-                additions.add(x, out, choose(torch.zeros(count, dtype=torch.int64, device=x.device), len(self.changes.names)))
+                lora.add(x, out, choose(torch.zeros(count, dtype=torch.int64, device=x.device), len(self.changes.names)))
         few = self.embedding.new_zeros(1, self.shape.hidden)
         if any(weight.streams(few) for weight in weights):
             for count in SAMPLES:
@@ -515,7 +515,7 @@ class Decoder:
 
     def _weights(self) -> Iterator[Weight | Tensor]:
         parts = [self, *self.layers, *(part for layer in self.layers for reader in layer.readers for part in reader.parts)]
-        own = (part for layer in self.layers for part in (layer.per_layer, layer.alternation, layer.laurel, layer.ngrams))
+        own = (part for layer in self.layers for part in (layer.per_layer, layer.altup, layer.laurel, layer.ngrams))
         parts += [part for part in (self.inputs, self.mixing, self.ends, *own) if part is not None]
         parts += [mixing for layer in self.layers for mixing in layer.mixings]
         parts += [gate for layer in self.layers for gate in layer.norm_gates if gate is not None]
@@ -524,8 +524,8 @@ class Decoder:
         found = [value for value in held if isinstance(value, (Weight, Tensor))]
         for value in (*found, *(weight for layer in self.layers if layer.mlp for weight in layer.mlp.weights())):
             yield value
-            if isinstance(value, Weight) and value.additions is not None:
-                yield from value.additions.weights
+            if isinstance(value, Weight) and value.lora is not None:
+                yield from value.lora.weights
 
 
 def _remembered(load: Loader, kept: RecurrentShape) -> RecurrentAttention:

@@ -46,7 +46,7 @@ class DeepseekV4Names(MappedSource):
     """A checkpoint with DeepSeek's own names, or transformers'."""
 
     def name(self, name: str) -> str:
-        """See Renamed."""
+        """See MappedSource."""
         if self._source.has(name):
             return name
         return next(filter(self._source.has, _others(name)), name)

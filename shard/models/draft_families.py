@@ -175,7 +175,7 @@ def _flat(config: Config) -> Config:
 
 def _eagle3(config: Config, target: Shape) -> Shape:
     """EAGLE-3 (Li et al. 2025, arXiv:2503.01840), as vLLM, SGLang and SpecForge read it."""
-    if target.hyper or target.alternation:
+    if target.hyper or target.altup:
         raise Unsupported(f"an EAGLE-3 head goes by the residual stream, of which {target.architecture} has several: {ELSE}")
     if target.paired:
         raise Unsupported(f"an EAGLE-3 head counts layers, of which {target.architecture} has two in one: {ELSE}")

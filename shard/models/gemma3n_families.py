@@ -54,12 +54,12 @@ def _gemma3n(config: Config) -> Shape:
         mlp_closed=_closed(config, base.layers),
         final_softcap=cap(config, "final_logit_softcapping", 30.0),
         laurel=config["laurel_rank"],
-        alternation=_alternation(config),
+        altup=_altup(config),
     )
     return replace(keyless(base, config), inputs=per_layer_inputs(config, least=1))
 
 
-def _alternation(config: Config) -> AltUpShape:
+def _altup(config: Config) -> AltUpShape:
     count = config["altup_num_inputs"]
     return AltUpShape(
         count=count,

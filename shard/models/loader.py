@@ -214,7 +214,7 @@ class Loader:
         found = quantized.lay_out(weight, bias, self.exact, self.source.dtype)
         if self.changes is not None and change is not None:
             like = torch.empty(0, dtype=self.source.dtype, device=self.source.device)
-            found.additions = self.changes.additions(change, found.shape, self.exact, like)
+            found.lora = self.changes.lora(change, found.shape, self.exact, like)
         return found
 
     def changed(

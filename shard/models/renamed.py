@@ -55,7 +55,7 @@ class PrefixedSource(MappedSource):
         self._beginnings = beginnings
 
     def name(self, name: str) -> str:
-        """See Renamed."""
+        """See MappedSource."""
         for ours, theirs in self._beginnings:
             if name.startswith(ours):
                 return theirs + name.removeprefix(ours)
@@ -81,7 +81,7 @@ class PairedSource(MappedSource):
         self._paired = paired
 
     def name(self, name: str) -> str:
-        """See Renamed."""
+        """See MappedSource."""
         return paired_name(name, self._paired)
 
 
@@ -95,7 +95,7 @@ class EitherSource(MappedSource):
         self._aliases = aliases
 
     def name(self, name: str) -> str:
-        """See Renamed."""
+        """See MappedSource."""
         if self._source.has(name):
             return name
         others = [name.replace(*pair) for pair in self._aliases if pair[0] in name]
@@ -125,7 +125,7 @@ class LegacySource(MappedSource):
         return self._turned(name, shape, cut, dtype)
 
     def name(self, name: str) -> str:
-        """See Renamed."""
+        """See MappedSource."""
         module, _, kind = name.removeprefix("model.").rpartition(".")
         place = ""
         if module.startswith("layers."):

@@ -52,7 +52,7 @@ class Shape:
     # MLA: latents that keys and values are made of. The cache then has one key head, of the latent and the rotary key.
     latent: Latent | None = None
     hyper: HyperConnections | None = None  # hyper-connections: several residual streams; None: there is one
-    alternation: AltUpShape | None = None  # AltUp: several residual streams, of which layers compute one; None: there is one
+    altup: AltUpShape | None = None  # AltUp: several residual streams, of which layers compute one; None: there is one
     laurel: int = 0  # LAuReL: rank of the low-rank branch that is added beside attention; 0: there is none
     # An index that chooses blocks or pools of tokens for heads of keys; None: all visible tokens are attended to.
     blocks: BlockIndex | PoolIndex | None = None
@@ -512,8 +512,8 @@ class Shape:
             found += len(self.blocks.layers) * self.blocks.elements(ranks, self.hidden)
         if self.hyper:
             found += self.hyper.elements(self.hidden, self.layers)
-        if self.alternation:
-            found += self.alternation.elements(self.hidden, self.layers)
+        if self.altup:
+            found += self.altup.elements(self.hidden, self.layers)
         if self.laurel:
             found += self.layers * (elements(self._laurels) + self.hidden)
         if self.norm_gates:
@@ -633,7 +633,7 @@ class Shape:
             wide += 2 * len(self.blocks.layers) * self.blocks.size if self.blocks else 0
         wide += self.hyper.wide(self.hidden, self.layers) if self.hyper else 0
         wide += self.ngrams.wide(self.hidden) if self.ngrams else 0
-        wide += self.layers * self.alternation.wide(self.hidden) if self.alternation else 0
+        wide += self.layers * self.altup.wide(self.hidden) if self.altup else 0
         wide += self.precise_logits * (not self.tied) * self.vocabulary_slice(ranks) * self.hidden
         if self.recurrent:
             wide += len(self.recurrent.layers) * self.recurrent.wide(ranks)

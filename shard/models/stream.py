@@ -104,12 +104,12 @@ class Stream:
         """The product of x, a row for each token of the stream, with `weight`, and what LoRA adapters add; streams: few rows may
         use the skinny GEMM."""
         found = weight(x) if streams else weight.product(x)
-        if self._chosen is not None and weight.additions is not None:
-            weight.additions.add(x, found, self._chosen)
+        if self._chosen is not None and weight.lora is not None:
+            weight.lora.add(x, found, self._chosen)
         return found
 
     def _adapted(self, weight: Weight) -> bool:
-        return self._chosen is not None and weight.additions is not None
+        return self._chosen is not None and weight.lora is not None
 
     def _norm(self, x: Tensor, gains: Tensor) -> Tensor:
         return (rms_norm if gains.dim() == 1 else layer_norm)(x, gains, self._epsilon)

@@ -49,9 +49,9 @@ class Case:
 
     def found(self, kernels: str) -> Tensor:
         dispatch.force(kernels)
-        additions, out = lay_out(self.pairs), self.before.clone()
-        assert additions is not None
-        additions.add(self.x, out, by_adapter(self.numbers, self.count))
+        lora, out = lay_out(self.pairs), self.before.clone()
+        assert lora is not None
+        lora.add(self.x, out, by_adapter(self.numbers, self.count))
         return out
 
     def expected(self) -> Tensor:
@@ -69,13 +69,13 @@ class Case:
 def test_invariant_ones_depend_on_no_other_row(kernels: str, chance: random.Random) -> None:
     case = Case(chance, torch.float32, 150)
     dispatch.force(kernels)
-    additions = lay_out(case.pairs, Invariance.INVARIANT)
-    assert additions is not None
+    lora = lay_out(case.pairs, Invariance.INVARIANT)
+    assert lora is not None
     out = case.before.clone()
-    additions.add(case.x, out, by_adapter(case.numbers, case.count))
+    lora.add(case.x, out, by_adapter(case.numbers, case.count))
     for own in (slice(0, 1), slice(50, 53), slice(10, 140)):
         part = case.before[own].clone()
-        additions.add(case.x[own], part, by_adapter(case.numbers[own], case.count))
+        lora.add(case.x[own], part, by_adapter(case.numbers[own], case.count))
         assert part.equal(out[own])
 
 
@@ -130,15 +130,15 @@ def test_one_that_comes_later_leaves_nothing_of_what_was_in_its_place(kernels: s
     first = case.pairs[0]
     assert first is not None
     largest = first[0].new_zeros(40, first[0].shape[1]), first[1].new_zeros(len(first[1]), 40)
-    additions = lay_out([None] * case.count, largest=largest)
-    assert additions is not None
-    assert bool(additions.later) is (kernels == "reference")
+    lora = lay_out([None] * case.count, largest=largest)
+    assert lora is not None
+    assert bool(lora.later) is (kernels == "reference")
     for turn in range(3):
         for number in chance.sample(range(case.count), case.count):
             rank = chance.choice([1, 8, 40])
             pair = torch.randn(rank, largest[0].shape[1]), torch.randn(len(largest[1]), rank) * 0.1
             case.pairs[number] = None if turn and chance.random() < 0.4 else (pair[0].to(DEVICE), pair[1].to(DEVICE))
-            additions.put(number, additions.prepared(pair) if case.pairs[number] else None)
+            lora.put(number, lora.prepared(pair) if case.pairs[number] else None)
         out = case.before.clone()
-        additions.add(case.x, out, by_adapter(case.numbers, case.count))
+        lora.add(case.x, out, by_adapter(case.numbers, case.count))
         torch.testing.assert_close(out.double(), case.expected(), rtol=1e-4, atol=1e-4)

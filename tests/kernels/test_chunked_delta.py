@@ -13,8 +13,8 @@ from torch import Tensor
 
 from penstock.kernels import dispatch
 from penstock.kernels.spans import CHUNKED_FROM, RecurrentStates, Spans
-from penstock.tests.kernels import memories, test_gated_delta, test_state_space
-from penstock.tests.kernels.memories import TOLERANCES
+from penstock.tests.kernels import recurrent, test_gated_delta, test_state_space
+from penstock.tests.kernels.recurrent import TOLERANCES
 
 pytest.importorskip("triton")
 
@@ -41,11 +41,11 @@ def beside(chance: random.Random) -> list[int]:
     return [chance.choice([1, 1, chance.randint(2, 5)]) for _ in range(chance.randint(0, 2))]
 
 
-def both(layer: memories.Rule, inputs: tuple[Tensor, ...], spans: Spans, states: RecurrentStates) -> tuple[Run, Run]:
+def both(layer: recurrent.Rule, inputs: tuple[Tensor, ...], spans: Spans, states: RecurrentStates) -> tuple[Run, Run]:
     """What Triton's kernels find, and the reference; and their states."""
     found = []
     for way in ("triton", "reference"):
-        own = memories.copied(states)
+        own = recurrent.copied(states)
         with dispatch.forced(way):
             found.append((layer.run(inputs, spans, own), own))
     return found[0], found[1]
@@ -64,7 +64,7 @@ def assert_alike(found: Run, expected: Run, tolerance: float) -> None:
 def test_it_is_transformers(rule: ModuleType, dtype: torch.dtype, chance: random.Random) -> None:
     """Of long spans and others before, between and behind them, and padding."""
     lengths = [*beside(chance), long(chance), *beside(chance), long(chance), *beside(chance)]
-    memories.check(layer_of(rule, chance, dtype), lengths, chance, chance.randint(0, 3))
+    recurrent.check(layer_of(rule, chance, dtype), lengths, chance, chance.randint(0, 3))
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -75,7 +75,7 @@ def test_operands_of_bfloat16_may_be_rounded(rule: ModuleType, chance: random.Ra
     assert tile.precision == "tf32"
     monkeypatch.setattr(fused_chunked_delta, "tile_of", lambda dtype, amd: tile)
     layer, lengths = layer_of(rule, chance, torch.float16), [long(chance), long(chance)]
-    found, expected = both(layer, layer.inputs(sum(lengths)), memories.spans_of(lengths, [1, 2], [0, 1]), layer.states(3))
+    found, expected = both(layer, layer.inputs(sum(lengths)), recurrent.spans_of(lengths, [1, 2], [0, 1]), layer.states(3))
     assert_alike(found, expected, TOLERANCES[torch.bfloat16] / 2)
     assert not found[1].memories[1].equal(expected[1].memories[1])
 
@@ -85,7 +85,7 @@ def test_operands_of_bfloat16_may_be_rounded(rule: ModuleType, chance: random.Ra
 def test_states_forget_guesses(rule: ModuleType, dtype: torch.dtype, chance: random.Random) -> None:
     """Of which a long span may have any number; they begin a chunk of their own."""
     layer, lengths = layer_of(rule, chance, dtype), [long(chance), 3, long(chance)]
-    memories.check_guesses(layer, lengths, 1, chance, 10 * TOLERANCES[dtype])
+    recurrent.check_guesses(layer, lengths, 1, chance, 10 * TOLERANCES[dtype])
 
 
 @pytest.mark.filterwarnings("ignore:overflow")  # an exponential that is infinite is meant, where a bound is near
@@ -99,7 +99,7 @@ def test_what_lets_all_fade_hides_nothing(rule: ModuleType, bound: float, chance
         layer = dataclasses.replace(test_gated_delta.layer_of(chance, torch.float32, 70, 1), bound=bound)
     inputs = layer.inputs(2 * CHUNKED_FROM)
     inputs[-1][::9] = 2000.0 if rule is test_gated_delta else 200.0
-    found, expected = both(layer, inputs, memories.spans_of([CHUNKED_FROM, CHUNKED_FROM], [1, 2], [1, 0]), layer.states(3))
+    found, expected = both(layer, inputs, recurrent.spans_of([CHUNKED_FROM, CHUNKED_FROM], [1, 2], [1, 0]), layer.states(3))
     assert_alike(found, expected, 1e-5)
 
 
@@ -110,7 +110,7 @@ def test_tokens_that_are_all_alike(chance: random.Random) -> None:
     layer = dataclasses.replace(layer, rates=torch.full_like(layer.rates, -1e-4), strongest=1.0)
     mixed, strengths, fades = layer.inputs(100)
     mixed[:], strengths[:] = mixed[:1].clone(), 20.0
-    found, expected = both(layer, (mixed, strengths, fades), memories.spans_of([100], [1], [1]), layer.states(2))
+    found, expected = both(layer, (mixed, strengths, fades), recurrent.spans_of([100], [1], [1]), layer.states(2))
     assert_alike(found, expected, 1e-5)
 
 
@@ -120,9 +120,9 @@ def test_cutting_a_sequence_changes_nothing(rule: ModuleType, chance: random.Ran
     layer, length = layer_of(rule, chance), 2 * CHUNKED_FROM + 40
     inputs, cuts = layer.inputs(length), [0, CHUNKED_FROM + 3, CHUNKED_FROM + 7, length - CHUNKED_FROM, length]
     states, whole = layer.states(3), layer.states(3)
-    expected = layer.run(inputs, memories.spans_of([length], [1], [1]), whole)
+    expected = layer.run(inputs, recurrent.spans_of([length], [1], [1]), whole)
     found = [
-        layer.run(tuple(part[begin:end] for part in inputs), memories.spans_of([end - begin], [1], [int(not begin)]), states)
+        layer.run(tuple(part[begin:end] for part in inputs), recurrent.spans_of([end - begin], [1], [int(not begin)]), states)
         for begin, end in itertools.pairwise(cuts)
     ]
     whole.memories[2], whole.windows[2] = states.memories[2], states.windows[2]  # nobody's
@@ -135,7 +135,7 @@ def test_padding_has_a_slot_of_its_own(rule: ModuleType, chance: random.Random) 
     layer = layer_of(rule, chance)
     states = layer.states(2)
     states.memories[0] = states.windows[0] = torch.nan
-    found = layer.run(layer.inputs(2 * CHUNKED_FROM), memories.spans_of([CHUNKED_FROM, CHUNKED_FROM], [0, 1], [0, 0]), states)
+    found = layer.run(layer.inputs(2 * CHUNKED_FROM), recurrent.spans_of([CHUNKED_FROM, CHUNKED_FROM], [0, 1], [0, 0]), states)
     assert found.isfinite().all()
     assert states.memories[0].isnan().all()
     assert states.windows[0].isnan().all()
@@ -154,7 +154,7 @@ def test_which_spans_go_by_chunks(chance: random.Random, monkeypatch: pytest.Mon
         layer = test_gated_delta.layer_of(chance, torch.float32, 20, 2, each)
         for lengths in ([1, CHUNKED_FROM - 1], [CHUNKED_FROM], [1, CHUNKED_FROM, 2, CHUNKED_FROM, 3], [CHUNKED_FROM, 1]):
             count = len(lengths)
-            spans = memories.spans_of(lengths, list(range(1, count + 1)), [1] * count)
+            spans = recurrent.spans_of(lengths, list(range(1, count + 1)), [1] * count)
             layer.run(layer.inputs(sum(lengths)), spans, layer.states(count + 1))
     tokens = [("tokens", (1, CHUNKED_FROM - 1))]
     first = [*tokens, ("chunks", (CHUNKED_FROM,)), ("tokens", (1,)), ("tokens", (3,)), ("chunks", (CHUNKED_FROM, 2, CHUNKED_FROM))]

@@ -13,14 +13,14 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as oracle
 from penstock.kernels import dispatch
 from penstock.kernels.gated_delta import gated_delta, gated_norm
 from penstock.kernels.spans import RecurrentStates, Spans
-from penstock.tests.kernels import memories
-from penstock.tests.kernels.memories import DEVICE, TOLERANCES
+from penstock.tests.kernels import recurrent
+from penstock.tests.kernels.recurrent import DEVICE, TOLERANCES
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 @dataclass(frozen=True)
-class Layer(memories.Rule):
+class Layer(recurrent.Rule):
     """Sizes, and what belongs to a layer."""
 
     key_heads: int
@@ -44,7 +44,7 @@ class Layer(memories.Rule):
     def inputs(self, tokens: int) -> tuple[Tensor, ...]:
         """Mixed, strengths and fades."""
         sizes = self.value_heads, len(self.offsets)
-        mixed, more = memories.wide(self.taps, tokens, sum(sizes))
+        mixed, more = recurrent.wide(self.taps, tokens, sum(sizes))
         return mixed, *more.split(sizes, 1)
 
     def run(self, inputs: tuple[Tensor, ...], spans: Spans, states: RecurrentStates) -> Tensor:
@@ -106,8 +106,8 @@ def layer_of(
 @pytest.mark.parametrize("dtype", list(TOLERANCES))
 def test_it_is_transformers(dtype: torch.dtype, each: bool, bound: float, chance: random.Random) -> None:
     for _ in range(4):
-        memories.check(
-            layer_of(chance, dtype, each=each, bound=bound), memories.random_lengths(chance), chance, chance.randint(0, 3)
+        recurrent.check(
+            layer_of(chance, dtype, each=each, bound=bound), recurrent.random_lengths(chance), chance, chance.randint(0, 3)
         )
 
 
@@ -118,7 +118,7 @@ def test_it_is_transformers_by_triton(dtype: torch.dtype, each: bool, bound: flo
     """The interpreter cuts bfloat16 off instead of rounding."""
     pytest.importorskip("triton")
     dispatch.force("triton")
-    memories.check(layer_of(chance, dtype, 40, 2, each, bound), [1, chance.randint(2, 7), chance.randint(1, 3)], chance, 2)
+    recurrent.check(layer_of(chance, dtype, 40, 2, each, bound), [1, chance.randint(2, 7), chance.randint(1, 3)], chance, 2)
 
 
 @pytest.mark.parametrize(("each", "bound"), FADES)
@@ -127,13 +127,13 @@ def test_cutting_a_sequence_changes_nothing(each: bool, bound: float, chance: ra
     layer = layer_of(chance, torch.float32, each=each, bound=bound)
     inputs = layer.inputs(230)
     inputs[2][::9] = 2000.0
-    memories.check_cuts(layer, inputs, chance)
+    recurrent.check_cuts(layer, inputs, chance)
 
 
 @pytest.mark.parametrize("route", ["reference", "triton"])
 def test_padding_has_a_slot_of_its_own(route: str, chance: random.Random) -> None:
     dispatch.force(route)
-    memories.check_padding(layer_of(chance, torch.float32, 20, 2))
+    recurrent.check_padding(layer_of(chance, torch.float32, 20, 2))
 
 
 @pytest.mark.parametrize(
@@ -162,4 +162,4 @@ def test_states_forget_guesses(way: str, dtype: torch.dtype, chance: random.Rand
     dispatch.force(way)
     usual = (1, 2, 5, 5, 5, 5, 70) if way == "reference" else (1, 2, 5)  # in the interpreter 70 tokens take a minute
     lengths = [chance.choice(usual) for _ in range(6 if way == "reference" else 4)]
-    memories.check_guesses(layer_of(chance, dtype, most=24), lengths, 3, chance, 10 * TOLERANCES[dtype])
+    recurrent.check_guesses(layer_of(chance, dtype, most=24), lengths, 3, chance, 10 * TOLERANCES[dtype])

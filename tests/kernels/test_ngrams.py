@@ -17,8 +17,8 @@ from penstock.kernels.ngram_hashes import NgramHashes
 from penstock.kernels.ngrams import opened, rows_of, take
 from penstock.kernels.spans import RecurrentStates, Spans
 from penstock.shard.models.ngrams import NgramShape
-from penstock.tests.kernels import memories
-from penstock.tests.kernels.memories import DEVICE, TOLERANCES
+from penstock.tests.kernels import recurrent
+from penstock.tests.kernels.recurrent import DEVICE, TOLERANCES
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 END = 3
@@ -42,7 +42,7 @@ def theirs(most: int, heads: int, layers: list[int], hidden: int = 16) -> Any:
     )
 
 
-def grams(config: Any) -> NgramShape:
+def ngram_shape(config: Any) -> NgramShape:
     return NgramShape(
         layers=tuple(one - 1 for one in config.ple_layer_ids),
         most=config.ngram_size,
@@ -65,7 +65,7 @@ def test_rows_are_transformers(route: str, chance: random.Random) -> None:
     dispatch.force(route)
     for most, heads, layers in ((3, 2, [1, 3]), (2, 3, [2]), (4, 1, [1, 2])):
         config = theirs(most, heads, layers)
-        own = grams(config)
+        own = ngram_shape(config)
         parts = [torch.tensor([of(layer) for layer in own.layers]).to(DEVICE) for of in (own.multipliers, own.sizes, own.offsets)]
         shape = len(layers), own.before, heads
         hashes = NgramHashes(parts[0], parts[1].view(shape), parts[2].view(shape), END)
@@ -73,7 +73,7 @@ def test_rows_are_transformers(route: str, chance: random.Random) -> None:
         cuts = [chance.randint(0, len(row) - 1) for row in rows]
         tails = [row[cut:] for row, cut in zip(rows, cuts, strict=True)]
         before = [([END] * own.before + row[:cut])[-own.before :] for row, cut in zip(rows, cuts, strict=True)]
-        spans = memories.spans_of([*map(len, tails)], [*range(1, 6)], [0] * 5)
+        spans = recurrent.spans_of([*map(len, tails)], [*range(1, 6)], [0] * 5)
         tokens = torch.tensor([*(token for tail in tails for token in tail), 0, 0], device=DEVICE)
         found = rows_of(tokens, torch.tensor(before, device=DEVICE), spans, hashes)
         for place, layer in enumerate(own.layers):
@@ -86,7 +86,7 @@ def test_rows_are_transformers(route: str, chance: random.Random) -> None:
 
 
 @dataclass(frozen=True)
-class Layer(memories.Rule):
+class Layer(recurrent.Rule):
     """The convolution, and what is taken beside it."""
 
     taps: Tensor
@@ -129,23 +129,23 @@ def layer_of(chance: random.Random, dtype: torch.dtype) -> Layer:
 @pytest.mark.parametrize(("route", "dtype"), [*(("reference", each) for each in TOLERANCES), ("triton", torch.float32)])
 def test_a_convolution_with_gaps(route: str, dtype: torch.dtype, chance: random.Random) -> None:
     dispatch.force(route)
-    memories.check(layer_of(chance, dtype), [1, chance.randint(2, 7), 40, chance.randint(1, 3)], chance, chance.randint(0, 3))
+    recurrent.check(layer_of(chance, dtype), [1, chance.randint(2, 7), 40, chance.randint(1, 3)], chance, chance.randint(0, 3))
 
 
 @pytest.mark.parametrize("route", ["reference", "triton"])
 def test_states_go_on_and_forget_guesses(route: str, chance: random.Random) -> None:
     dispatch.force(route)
     layer = layer_of(chance, torch.float32)
-    memories.check_guesses(layer, [chance.choice((1, 2, 5, 5, 40)) for _ in range(3)], 2, chance, 2e-5)
-    memories.check_padding(layer)
-    memories.check_cuts(layer, layer.inputs(230), chance)
+    recurrent.check_guesses(layer, [chance.choice((1, 2, 5, 5, 40)) for _ in range(3)], 2, chance, 2e-5)
+    recurrent.check_padding(layer)
+    recurrent.check_cuts(layer, layer.inputs(230), chance)
 
 
 @pytest.mark.parametrize(("route", "dtype"), [*(("reference", each) for each in TOLERANCES), ("triton", torch.float32)])
 def test_what_streams_take_is_transformers(route: str, dtype: torch.dtype, chance: random.Random) -> None:
     """Of all that a layer is told, without cuts."""
     config = theirs(3, 2, [2], hidden=chance.choice([8, 33]))
-    own, hidden, tokens = grams(config), config.hidden_size, 9
+    own, hidden, tokens = ngram_shape(config), config.hidden_size, 9
     module = oracle.Qwen4ExpTextPLELayer(config, 1, 0)
     for values in module.parameters():
         values.data.normal_(std=0.5).copy_(values.data.to(dtype))
@@ -166,7 +166,7 @@ def test_what_streams_take_is_transformers(route: str, dtype: torch.dtype, chanc
     states = RecurrentStates(
         torch.zeros(2, own.reach, 3 * hidden, dtype=dtype, device=DEVICE), torch.zeros(2, 0, 0, 0, device=DEVICE)
     )
-    take(held, taken, normal, place(taps), own.most, memories.spans_of([tokens], [1], [1]), states)
+    take(held, taken, normal, place(taps), own.most, recurrent.spans_of([tokens], [1], [1]), states)
     tolerance = 10 * TOLERANCES[dtype]
     torch.testing.assert_close(held.float().flatten(1).cpu(), expected, rtol=tolerance, atol=tolerance)
 

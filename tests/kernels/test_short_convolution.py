@@ -11,14 +11,14 @@ from transformers.models.lfm2 import modeling_lfm2 as oracle
 from penstock.kernels import dispatch
 from penstock.kernels.short_convolution import short_convolution
 from penstock.kernels.spans import RecurrentStates, Spans
-from penstock.tests.kernels import memories
-from penstock.tests.kernels.memories import DEVICE, TOLERANCES
+from penstock.tests.kernels import recurrent
+from penstock.tests.kernels.recurrent import DEVICE, TOLERANCES
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 @dataclass(frozen=True)
-class Layer(memories.Rule):
+class Layer(recurrent.Rule):
     """What belongs to a layer."""
 
     taps: Tensor
@@ -34,7 +34,7 @@ class Layer(memories.Rule):
 
     def inputs(self, tokens: int) -> tuple[Tensor, ...]:
         """What goes in, and gates."""
-        return memories.wide(self.taps, tokens, len(self.taps))
+        return recurrent.wide(self.taps, tokens, len(self.taps))
 
     def run(self, inputs: tuple[Tensor, ...], spans: Spans, states: RecurrentStates) -> Tensor:
         return short_convolution(*inputs, self.taps, self.biases, spans, states)
@@ -56,7 +56,7 @@ def layer_of(chance: random.Random, dtype: torch.dtype, most: int = 300) -> Laye
 @pytest.mark.parametrize("dtype", list(TOLERANCES))
 def test_it_is_transformers(dtype: torch.dtype, chance: random.Random) -> None:
     for _ in range(4):
-        memories.check(layer_of(chance, dtype), memories.random_lengths(chance), chance, chance.randint(0, 3))
+        recurrent.check(layer_of(chance, dtype), recurrent.random_lengths(chance), chance, chance.randint(0, 3))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -64,20 +64,20 @@ def test_it_is_transformers_by_triton(dtype: torch.dtype, chance: random.Random)
     """The interpreter cuts bfloat16 off instead of rounding."""
     pytest.importorskip("triton")
     dispatch.force("triton")
-    memories.check(layer_of(chance, dtype), [1, chance.randint(2, 7), 40, chance.randint(1, 3)], chance, chance.randint(0, 3))
+    recurrent.check(layer_of(chance, dtype), [1, chance.randint(2, 7), 40, chance.randint(1, 3)], chance, chance.randint(0, 3))
 
 
 @pytest.mark.parametrize("route", ["reference", "triton"])
 def test_cutting_a_sequence_changes_nothing(route: str, chance: random.Random) -> None:
     dispatch.force(route)
     layer = layer_of(chance, torch.float32)
-    memories.check_cuts(layer, layer.inputs(230), chance)
+    recurrent.check_cuts(layer, layer.inputs(230), chance)
 
 
 @pytest.mark.parametrize("route", ["reference", "triton"])
 def test_padding_has_a_slot_of_its_own(route: str, chance: random.Random) -> None:
     dispatch.force(route)
-    memories.check_padding(layer_of(chance, torch.float32))
+    recurrent.check_padding(layer_of(chance, torch.float32))
 
 
 @pytest.mark.parametrize("way", ["reference", "triton"])
@@ -85,4 +85,4 @@ def test_padding_has_a_slot_of_its_own(route: str, chance: random.Random) -> Non
 def test_states_forget_guesses(way: str, dtype: torch.dtype, chance: random.Random) -> None:
     dispatch.force(way)
     lengths = [chance.choice((1, 2, 5, 5, 5, 70)) for _ in range(4)] + [9]
-    memories.check_guesses(layer_of(chance, dtype), lengths, 2, chance, 2 * TOLERANCES[dtype])
+    recurrent.check_guesses(layer_of(chance, dtype), lengths, 2, chance, 2 * TOLERANCES[dtype])

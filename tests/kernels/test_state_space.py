@@ -14,15 +14,15 @@ from penstock.kernels import dispatch
 from penstock.kernels.gated_delta import gated_norm
 from penstock.kernels.spans import RecurrentStates, Spans
 from penstock.kernels.state_space import state_space
-from penstock.tests.kernels import memories
-from penstock.tests.kernels.memories import DEVICE, TOLERANCES
+from penstock.tests.kernels import recurrent
+from penstock.tests.kernels.recurrent import DEVICE, TOLERANCES
 
 LIMITS, UNLIMITED = (0.05, 3.0), (0.0, torch.inf)  # of steps
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 @dataclass(frozen=True)
-class Layer(memories.Rule):
+class Layer(recurrent.Rule):
     """Sizes, and what belongs to a layer."""
 
     groups: int
@@ -50,7 +50,7 @@ class Layer(memories.Rule):
 
     def inputs(self, tokens: int) -> tuple[Tensor, ...]:
         """Mixed and steps."""
-        return memories.wide(self.taps, tokens, self.heads)
+        return recurrent.wide(self.taps, tokens, self.heads)
 
     def run(self, inputs: tuple[Tensor, ...], spans: Spans, states: RecurrentStates) -> Tensor:
         mixed, steps = inputs
@@ -98,7 +98,7 @@ def layer_of(chance: random.Random, dtype: torch.dtype, most: int = 64, most_hea
 @pytest.mark.parametrize("dtype", list(TOLERANCES))
 def test_it_is_transformers(dtype: torch.dtype, chance: random.Random) -> None:
     for _ in range(4):
-        memories.check(layer_of(chance, dtype), memories.random_lengths(chance), chance, chance.randint(0, 3))
+        recurrent.check(layer_of(chance, dtype), recurrent.random_lengths(chance), chance, chance.randint(0, 3))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -106,14 +106,14 @@ def test_it_is_transformers_by_triton(dtype: torch.dtype, chance: random.Random)
     """The interpreter cuts bfloat16 off instead of rounding."""
     pytest.importorskip("triton")
     dispatch.force("triton")
-    memories.check(layer_of(chance, dtype, 40, 2), [1, chance.randint(2, 7), chance.randint(1, 3)], chance, 2)
+    recurrent.check(layer_of(chance, dtype, 40, 2), [1, chance.randint(2, 7), chance.randint(1, 3)], chance, 2)
 
 
 def test_it_is_transformers_chunks(chance: random.Random) -> None:
     """Which limit steps by themselves."""
     layer = layer_of(chance, torch.float32)
     mixed, steps = layer.inputs(150)
-    result = layer.run((mixed, steps), memories.spans_of([150], [1], [1]), layer.states(2))
+    result = layer.run((mixed, steps), recurrent.spans_of([150], [1], [1]), layer.states(2))
     features = oracle.causal_conv1d_fn(mixed.t()[None], layer.taps, layer.biases, activation="silu")[0].t()
     keys = layer.groups * layer.key_size
     parts = features.split((keys, keys, layer.heads * layer.value_size), 1)
@@ -129,13 +129,13 @@ def test_cutting_a_sequence_changes_nothing(chance: random.Random) -> None:
     layer = layer_of(chance, torch.float32)
     inputs = layer.inputs(230)
     inputs[1][::9] = 200.0
-    memories.check_cuts(layer, inputs, chance)
+    recurrent.check_cuts(layer, inputs, chance)
 
 
 @pytest.mark.parametrize("route", ["reference", "triton"])
 def test_padding_has_a_slot_of_its_own(route: str, chance: random.Random) -> None:
     dispatch.force(route)
-    memories.check_padding(layer_of(chance, torch.float32, 20, 2))
+    recurrent.check_padding(layer_of(chance, torch.float32, 20, 2))
 
 
 @pytest.mark.parametrize("way", ["reference", "triton"])
@@ -144,7 +144,7 @@ def test_states_forget_guesses(way: str, dtype: torch.dtype, chance: random.Rand
     dispatch.force(way)
     usual = (1, 2, 5, 5, 5, 70) if way == "reference" else (1, 2, 5)
     lengths = [chance.choice(usual) for _ in range(4)]
-    memories.check_guesses(layer_of(chance, dtype, most=20), lengths, 2, chance, 2 * TOLERANCES[dtype])
+    recurrent.check_guesses(layer_of(chance, dtype, most=20), lengths, 2, chance, 2 * TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize(

@@ -108,9 +108,9 @@ def chat(*arguments: str, question: str = "Hi", **environment: str) -> "subproce
     return subprocess.run(command, input=question, capture_output=True, text=True, timeout=WAIT, env={**ENVIRONMENT, **environment})
 
 
-def typed(url: str, lines: Sequence[str], talk: Conversation | None = None) -> tuple[str, Conversation]:
+def typed(url: str, lines: Sequence[str], conversation: Conversation | None = None) -> tuple[str, Conversation]:
     """What a terminal shows, and what is left of the talk."""
-    talk, out, left = talk or Conversation(), StringIO(), iter(lines)
+    conversation, out, left = conversation or Conversation(), StringIO(), iter(lines)
 
     def read(prompt: str) -> str:
         line = next(left, None)
@@ -118,8 +118,8 @@ def typed(url: str, lines: Sequence[str], talk: Conversation | None = None) -> t
             raise EOFError
         return line
 
-    Terminal(Server(url, ""), talk, Console(file=out, width=100), read).run()
-    return out.getvalue(), talk
+    Terminal(Server(url, ""), conversation, Console(file=out, width=100), read).run()
+    return out.getvalue(), conversation
 
 
 def test_a_question_in_a_pipe() -> None:
@@ -220,7 +220,7 @@ def test_what_goes_wrong_in_a_pipe() -> None:
 
 def test_a_talk() -> None:
     with saying() as url:
-        shown, talk = typed(
+        shown, conversation = typed(
             url, ["Hi", "And", "/set temperature 0.5", "/set", "/system Be kind.", "More\\", "lines", "/reset", "New"]
         )
     assert shown.count("Hello") == 4
@@ -234,12 +234,12 @@ def test_a_talk() -> None:
     ]
     assert Handler.asked[-1]["temperature"] == 0.5
     assert "temperature 0.5" in shown
-    assert len(talk.messages) == 2
+    assert len(conversation.messages) == 2
 
 
 def test_retry_and_unset_and_blocks() -> None:
     with saying() as url:
-        shown, talk = typed(
+        shown, conversation = typed(
             url, ["/retry", '"""', "a", "", "b", '"""', "/set seed 7", "/unset seed", "/unset seed", "/retry", "/nope"]
         )
         nothing, _ = typed(url, ["/set seed null", "/unset seed"])
@@ -249,18 +249,18 @@ def test_retry_and_unset_and_blocks() -> None:
     assert "seed is not sent any more" in nothing
     assert [body["messages"] for body in Handler.asked] == [[{"role": "user", "content": "a\n\nb"}]] * 2
     assert "seed" not in Handler.asked[-1]
-    assert [message["role"] for message in talk.messages] == ["user", "assistant"]
+    assert [message["role"] for message in conversation.messages] == ["user", "assistant"]
 
 
 def test_a_failed_answer_leaves_the_talk_as_it_was() -> None:
     with saying(status=400) as url:
-        shown, talk = typed(url, ["Hi"])
+        shown, conversation = typed(url, ["Hi"])
     assert "no such thing (status 400)" in shown
-    assert talk.messages == []
+    assert conversation.messages == []
     with saying([delta("Hel"), {"error": "it broke"}]) as url:
-        shown, talk = typed(url, ["Hi"])
+        shown, conversation = typed(url, ["Hi"])
     assert "it broke" in shown
-    assert [message["content"] for message in talk.messages] == ["Hi", "Hel"]
+    assert [message["content"] for message in conversation.messages] == ["Hi", "Hel"]
 
 
 def test_talks_are_kept_in_files(tmp_path: Path) -> None:
@@ -269,9 +269,9 @@ def test_talks_are_kept_in_files(tmp_path: Path) -> None:
         typed(
             url, ["Hi", "/system Be kind.", f"/save {path}", "/save", "/save /nowhere/talk.json", "/save ~nobody-has-this-name/x"]
         )
-        shown, talk = typed(url, [f"/load {path}", "/load nowhere.json"])
-    assert talk.messages == [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-    assert talk.system == "Be kind."
+        shown, conversation = typed(url, [f"/load {path}", "/load nowhere.json"])
+    assert conversation.messages == [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    assert conversation.system == "Be kind."
     assert "No such file" in shown
     for other in ("[]", '{"messages": ["Hi"]}', '{"messages": [{}]}', '{"messages": [], "fields": [1]}'):
         path.write_text(other)
@@ -289,9 +289,9 @@ def test_an_answer_cannot_reach_the_terminal() -> None:
 
 def test_thoughts_are_shown_and_not_sent_again() -> None:
     with saying([delta(None, reasoning_content="hm"), delta("yes"), delta(reason="stop")]) as url:
-        shown, talk = typed(url, ["Hi"])
+        shown, conversation = typed(url, ["Hi"])
     assert "hmyes" in shown
-    assert talk.messages[-1]["content"] == "yes"
+    assert conversation.messages[-1]["content"] == "yes"
 
 
 def test_pace() -> None:

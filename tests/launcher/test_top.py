@@ -190,8 +190,8 @@ def played() -> Iterator[str]:
 
 def told(url: str, key: str = "secret") -> Any:
     server = top.Server(url, key, 10.0)
-    server.look()
-    server.look()
+    server.scrape()
+    server.scrape()
     return server.row()
 
 
@@ -208,8 +208,8 @@ def test_a_look(played: str) -> None:
 def test_the_window_moves(played: str) -> None:
     server = top.Server(played, "secret", 0.0)
     for _ in range(3):
-        server.look()
-    assert len(server._looks) == 2
+        server.scrape()
+    assert len(server._scrapes) == 2
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -117,10 +117,10 @@ class FakeBatcher:
                     reason = self._reason(request, id, count, bool(piece.stop))
                     if reason:
                         delta = texts[choice].end()
-                        guessed = Speculation(3 * count, 2 * count, count) if request.drafts else None
+                        speculation = Speculation(3 * count, 2 * count, count) if request.drafts else None
                         yield [
                             token,
-                            Finish(reason, texts[choice].text, delta, count, 0.25, 0.5, choice, None, guessed, piece.stop),
+                            Finish(reason, texts[choice].text, delta, count, 0.25, 0.5, choice, None, speculation, piece.stop),
                         ]
                         del going[choice]
                     else:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from penstock.router.cost import Cost
 from penstock.router.policies import ChunkedPrefill, Policy, WholePrefill, largest_step
 from penstock.router.scheduler import Action, Bounds, Decode, Filter, Job, Prefill, Report, Scheduler, most_pages
-from penstock.simulator.shard import Asked, IntegerShard, Outcome, Released, beginnings
+from penstock.simulator.shard import Asked, IntegerShard, Outcome, Released, prefix_keys
 
 Make = Callable[[Bounds, Policy], Scheduler]
 ROUNDS = 20_000  # commands after which a world counts as stuck
@@ -133,7 +133,7 @@ class World:
             uid=uid, prompt=job.prompt_tokens, most=job.max_new_tokens, choices=job.choices, ends_at=ends_at, prefix=prefix
         )
         if self.shard.pool.caching:
-            job.beginnings = beginnings(asked, self.bounds.page_size)
+            job.prefix_keys = prefix_keys(asked, self.bounds.page_size)
         self.queue[uid] = Client(job, asked, self.shard.steps, set(range(job.choices)))
         self.scheduler.arrive(job)
 

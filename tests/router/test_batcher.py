@@ -382,7 +382,7 @@ def test_a_time_in_which_nobody_came_slows_no_pace() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         await asyncio.gather(*(read(batcher, ask("a", 3)) for _ in range(8)))
         batcher._readers._left -= 3600.0  # an hour ago
-        pace = batcher._readers.pace
+        pace = batcher._readers.completion_rate
         pace._ends = deque((end - 3600.0 for end in pace._ends), 32)
         held = [batcher.submit(ask("b", 90)) for _ in range(8)]
         for stream in held:

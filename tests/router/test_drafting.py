@@ -98,8 +98,8 @@ class Server:
         if not allowed.most:
             return [0] * len(self.trackers), 0
         cost = LinearCost(allowed.step, allowed.draft, allowed.round, allowed.first)
-        wishes = [DraftDemand(tracker.chain(CHAIN)) for tracker in self.trackers]
-        return self.probes.add(self.trackers, *divide(wishes, cost, allowed.most), cost)
+        demands = [DraftDemand(tracker.chain(CHAIN)) for tracker in self.trackers]
+        return self.probes.add(self.trackers, *divide(demands, cost, allowed.most), cost)
 
     def _accepted(self, tracker: Acceptance, count: int) -> int:
         right = 0

@@ -244,9 +244,9 @@ def test_what_was_cached_of_a_prompt_stays_where_it_was() -> None:
         await until(lambda: sum(replica.requests for replica in fleet.replicas) == 1)
         [stream] = next(member.batcher.streams for member in fleet._members.values() if member.batcher.streams)
         stream.cached, stream.searched = 4, 7
-        home = stream.home
+        home = stream.owner
         fleet.retire(home.name, move=True)
-        assert stream.home is not home
+        assert stream.owner is not home
         assert (stream.cached, stream.searched) == (0, 0)
         for fake in shards.values():
             fake.gate.set()
@@ -746,7 +746,7 @@ def test_who_has_left_is_not_heard_any_more(monkeypatch: pytest.MonkeyPatch) -> 
         stream = next(iter(fleet._members.values())).batcher.open(ask("a"), None)
         fleet.ended(gone, stream)
         monkeypatch.undo()
-        stream.home.close_stream(stream)
+        stream.owner.close_stream(stream)
 
     run(test)
 
@@ -830,13 +830,13 @@ def test_a_server_that_shuts_down_moves_nobody() -> None:
         [stream] = next(member.batcher.streams for member in fleet._members.values() if member.batcher.streams)
         draining = asyncio.create_task(fleet.drain(20))
         await asyncio.sleep(0)
-        home = stream.home
+        home = stream.owner
         shards[home.name].break_at = 1
         shards[home.name].die()
         with pytest.raises((NotReady, Broken)):
             await reading
         await draining
-        assert stream.home is home
+        assert stream.owner is home
 
     run(test)
 

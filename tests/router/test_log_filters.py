@@ -85,12 +85,12 @@ def test_other_faults_are_told_whole(server_log: logging.Logger, caplog: pytest.
 
 def test_the_same_again_passes_once_in_a_while_and_says_how_often() -> None:
     times: list[float] = []
-    seldom = RateLimited(60.0, lambda: times.pop())
+    limiter = RateLimited(60.0, lambda: times.pop())
 
     def passes(level: int, text: str, now: float) -> str | None:
         times.append(now)
         record = logging.LogRecord("some", level, "", 0, text, (), None)
-        return record.getMessage() if seldom.filter(record) else None
+        return record.getMessage() if limiter.filter(record) else None
 
     assert passes(logging.WARNING, "100% full", 0.0) == "100% full"
     assert passes(logging.ERROR, "lost", 0.0) == "lost"

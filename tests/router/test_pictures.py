@@ -341,17 +341,17 @@ def test_who_leaves_does_not_end_what_prepares_images(folder: Path, tokenizer: T
         validator = Validator(RouterConfig(folder=str(folder), model="m", max_images=1), tokenizer)
         assert validator.pictures is not None
         await validator.pictures.start()
-        apart = validator.pictures._preparer._apart
-        [process] = apart._idle
+        workers = validator.pictures._preparer._workers
+        [process] = workers._idle
         leaving = asyncio.create_task(validator.request(WORD, Parameters(images=[IMAGE]), LIMITS))
-        while not apart._jobs:  # noqa: ASYNC110
+        while not workers._jobs:  # noqa: ASYNC110
             await asyncio.sleep(0)
         leaving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await leaving
         request = await validator.request(WORD, Parameters(images=[IMAGE]), LIMITS)
         assert len(request.images) == 1
-        assert process in apart._idle
+        assert process in workers._idle
         assert process.alive
 
     asyncio.run(test())
@@ -369,11 +369,11 @@ def test_text_follows_images(tokenizer: Tokenizer) -> None:
 
 def test_images_tell_prompts_apart() -> None:
     """For replicas that are chosen by what they have cached."""
-    beginnings = PrefixKeys(4, 16)
+    prefix_keys = PrefixKeys(4, 16)
 
     def keys(digest: bytes) -> list[tuple[int, int]]:
         prompt, _ = expanded([1, 2, 3, 4, 9, 5], 9, [pixels(2, 4, digest)], (), 300)
-        return beginnings.of(tuple(prompt), "")
+        return prefix_keys.of(tuple(prompt), "")
 
     assert keys(b"a") == keys(b"a")
     assert keys(b"a")[0] == keys(b"b")[0]

@@ -164,7 +164,7 @@ def test_a_replica_that_joins_late_gets_its_share_and_no_more() -> None:
 
 def test_memory_is_bounded_and_what_is_used_is_kept() -> None:
     chance = random.Random(3)
-    placement = fleet(4, beginnings=500, sessions=100)
+    placement = fleet(4, prefixes=500, sessions=100)
     kept = tuple(range(64))
     for number in range(5000):
         prompt = tuple(chance.choices(range(2000), k=100))

@@ -22,15 +22,15 @@ def test_they_end_at_pages_and_grow_few(unit: int, growth: int) -> None:
 @pytest.mark.parametrize("unit", [1, 4, 16])
 def test_prompts_share_the_keys_of_what_they_have_in_common(unit: int) -> None:
     """Every token counts, unless strides are sampled."""
-    chance, beginnings = random.Random(unit), PrefixKeys(unit, 16)
+    chance, keys = random.Random(unit), PrefixKeys(unit, 16)
     for _ in range(200):
         one = tuple(chance.randrange(5) for _ in range(chance.randint(2, 60 * unit)))
         place = chance.randrange(len(one))
         other = (*one[:place], one[place] + 1, *one[place + 1 :])
-        mine, theirs = beginnings.of(one, "a"), beginnings.of(other, "a")
+        mine, theirs = keys.of(one, "a"), keys.of(other, "a")
         assert [end for end, _ in mine] == [end for end, _ in theirs]
         assert [a == b for a, b in zip(mine, theirs, strict=True)] == [end <= place for end, _ in mine]
-        assert not {key for _, key in mine} & {key for _, key in beginnings.of(one, "b")}
+        assert not {key for _, key in mine} & {key for _, key in keys.of(one, "b")}
 
 
 def test_the_last_token_ends_none() -> None:
@@ -40,7 +40,7 @@ def test_the_last_token_ends_none() -> None:
 
 def test_pages_are_held_as_long_as_somebody_holds_them() -> None:
     """Against sets of pages."""
-    chance, beginnings = random.Random(3), PrefixKeys(1, 16)  # every place of prompts as short as these ends one
+    chance, keys = random.Random(3), PrefixKeys(1, 16)  # every place of prompts as short as these ends one
     sharing, held = PrefixSharing(1), dict[int, tuple[int, ...]]()
     for uid in range(2000):
         prompt = tuple(chance.randrange(2) for _ in range(chance.randint(1, 9)))
@@ -53,15 +53,15 @@ def test_pages_are_held_as_long_as_somebody_holds_them() -> None:
             sharing.clear()
         elif chance.random() < 0.5:
             held[uid] = prompt
-            sharing.hold(uid, beginnings.of(prompt, ""))
+            sharing.hold(uid, keys.of(prompt, ""))
         for least in (1, 2):
             places = range(len(prompt))
             expected = max(
                 n for n in places if not n or sum(n < len(other) and other[:n] == prompt[:n] for other in held.values()) >= least
             )
-            assert sharing.pages(beginnings.of(prompt, ""), least) == expected
+            assert sharing.pages(keys.of(prompt, ""), least) == expected
     assert held
     for uid in held:
         sharing.release(uid)
-    assert not sharing.pages(beginnings.of((0, 0), ""))
+    assert not sharing.pages(keys.of((0, 0), ""))
     assert not sharing._held

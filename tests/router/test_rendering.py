@@ -98,7 +98,7 @@ def test_a_process_stays(renderer: Renderer) -> None:
     found = set()
     for number in range(3):
         assert render(renderer, f"{{{{ {number} }}}}") == str(number)
-        [process] = renderer._apart._idle
+        [process] = renderer._workers._idle
         time.sleep(0.05)
         found.add(process._process.pid if process._process.poll() is None else None)
     assert len(found) == 1
@@ -108,7 +108,7 @@ def test_a_process_stays(renderer: Renderer) -> None:
 def test_a_process_that_was_killed_is_replaced(renderer: Renderer) -> None:
     async def run() -> list[str]:
         found = [await renderer.render("{{ 1 }}", {}, QUESTION)]
-        [process] = renderer._apart._idle
+        [process] = renderer._workers._idle
         os.kill(process._process.pid, signal.SIGKILL)
         return [*found, await renderer.render("{{ 2 }}", {}, QUESTION)]
 

@@ -111,11 +111,11 @@ def test_choices_share_the_pages_of_their_prompt() -> None:
 
 def test_pages_of_one_that_has_ended_are_not_promised_twice() -> None:
     it, same = scheduler(pages=8, headroom=1), [(4, 1), (8, 2)]
-    it.arrive(Job(1, 12, 8, beginnings=same))
+    it.arrive(Job(1, 12, 8, prefix_keys=same))
     assert uids(it.next()) == (1,)
     told(it, (1, 0, 0), free=4)
     assert it.next() == Decode()
-    it.arrive(Job(2, 12, 8, beginnings=same))
+    it.arrive(Job(2, 12, 8, prefix_keys=same))
     assert uids(it.next()) == (2,), "two of its four pages are the first one's"
     it.arrive(Job(3, 16, 2))
     told(it, free=8, finished=[1])  # the two are free now, until the second one takes them
@@ -127,12 +127,12 @@ def test_pages_of_one_that_has_ended_are_not_promised_twice() -> None:
 def test_after_a_failure_nothing_counts_as_shared_that_was_begun_before() -> None:
     it, same = scheduler(), [(4, 1), (8, 2)]
     for uid in (1, 2):
-        it.arrive(Job(uid, 12, 8, beginnings=same))
+        it.arrive(Job(uid, 12, 8, prefix_keys=same))
     assert uids(it.next()) == (1, 2)
     told(it, (2, 2, 8), failed=[1])  # what the second one has of it nobody finds, nor what it computes after that
     it.next()
     told(it, (2, 2, 0))
-    it.arrive(Job(3, 12, 8, beginnings=same))
+    it.arrive(Job(3, 12, 8, prefix_keys=same))
     assert uids(it.next()) == (3,)
     assert it._running[3].grow == 4
 
@@ -140,12 +140,12 @@ def test_after_a_failure_nothing_counts_as_shared_that_was_begun_before() -> Non
 def test_after_a_failure_nothing_counts_as_shared_that_others_hold() -> None:
     it, same = scheduler(), [(4, 1), (8, 2)]
     for uid in (1, 2):
-        it.arrive(Job(uid, 12, 8, beginnings=same))
+        it.arrive(Job(uid, 12, 8, prefix_keys=same))
     it.next()
     told(it, (1, 2, 0), (2, 2, 0))
     it.next()
     told(it, failed=[1])  # what the second one holds has gone from the cache with it
-    it.arrive(Job(3, 12, 8, beginnings=same))
+    it.arrive(Job(3, 12, 8, prefix_keys=same))
     assert uids(it.next()) == (3,)
     assert it._running[3].grow == 4
 
@@ -246,11 +246,11 @@ def test_what_was_paused_does_not_count_as_cached() -> None:
 
 def test_jobs_of_which_others_hold_most_are_admitted_together() -> None:
     it, same = scheduler(), [(56, 1)]
-    it.arrive(Job(1, 60, 8, beginnings=same))
+    it.arrive(Job(1, 60, 8, prefix_keys=same))
     it.next()
     told(it, (1, 2, 0))
     for uid in (2, 3, 4):
-        it.arrive(Job(uid, 60, 8, beginnings=same))
+        it.arrive(Job(uid, 60, 8, prefix_keys=same))
     assert uids(it.next()) == (2, 3, 4), "each computes four tokens"
 
 
@@ -372,12 +372,12 @@ def test_only_what_is_missing_is_paused_and_the_oldest_never() -> None:
     assert it.next() == Decode()
 
 
-@pytest.mark.parametrize(("beginnings", "paused"), [([(4, 5), (8, 6)], (3,)), ([(4, 1), (8, 2)], (3, 2))])
-def test_a_pause_frees_what_nobody_else_holds(beginnings: Sequence[tuple[int, int]], paused: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("prefix_keys", "paused"), [([(4, 5), (8, 6)], (3,)), ([(4, 1), (8, 2)], (3, 2))])
+def test_a_pause_frees_what_nobody_else_holds(prefix_keys: Sequence[tuple[int, int]], paused: tuple[int, ...]) -> None:
     it = scheduler(step_tokens=64)
-    it.arrive(Job(1, 12, 20, beginnings=[(4, 1), (8, 2)]))
+    it.arrive(Job(1, 12, 20, prefix_keys=[(4, 1), (8, 2)]))
     it.arrive(Job(2, 12, 20))
-    it.arrive(Job(3, 12, 20, beginnings=beginnings))
+    it.arrive(Job(3, 12, 20, prefix_keys=prefix_keys))
     it.next()
     told(it, (1, 0, 0), (2, 0, 0), (3, 0, 0))
     it.next()
@@ -769,7 +769,7 @@ class Hasty(Scheduler):
 
     def _enter(self, job: Job) -> None:
         super()._enter(job)
-        self._sharing.hold(job.uid, job.beginnings)
+        self._sharing.hold(job.uid, job.prefix_keys)
 
 
 class Timid(Scheduler):

@@ -168,7 +168,7 @@ def test_an_answer_tells_what_its_guesses_were_worth() -> None:
         for drafts, expected in ((4, Speculation(0, 0, 9)), (0, None)):
             *_, finish = await read(batcher, Request(prompt=(1, 2), max_new_tokens=9, drafts=drafts))
             assert isinstance(finish, Finish)
-            assert finish.guessed == expected
+            assert finish.speculation == expected
 
     run(test, speculate=4)
 

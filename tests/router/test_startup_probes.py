@@ -23,7 +23,7 @@ def listening() -> Iterator[socket.socket]:
 
 
 @pytest.fixture
-def doorman(listening: socket.socket) -> Iterator[StartupProbes]:
+def probes(listening: socket.socket) -> Iterator[StartupProbes]:
     found = StartupProbes(listening)
     yield found
     found.relieve()
@@ -36,7 +36,7 @@ def ask(listening: socket.socket, path: str, method: str = "GET", body: bytes | 
     return answer.status, answer.read(), answer.headers["Retry-After"]
 
 
-@pytest.mark.usefixtures("doorman")
+@pytest.mark.usefixtures("probes")
 def test_probes(listening: socket.socket) -> None:
     status, body, after = ask(listening, "/health")
     assert (status, json.loads(body)["error"], json.loads(body)["stage"], after) == (503, "unhealthy", "starting the router", "1")
@@ -45,13 +45,13 @@ def test_probes(listening: socket.socket) -> None:
     assert ask(listening, "/", "HEAD") == (503, b"", "1")
 
 
-@pytest.mark.usefixtures("doorman")
+@pytest.mark.usefixtures("probes")
 def test_a_request_that_came_too_soon(listening: socket.socket) -> None:
     """Its body is more than is read of it, and the answer comes all the same."""
     assert ask(listening, "/generate", "POST", b"x" * 100_000)[0] == 503
 
 
-@pytest.mark.usefixtures("doorman")
+@pytest.mark.usefixtures("probes")
 def test_who_is_still_sending_gets_the_answer(listening: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection that is closed while something is unread is reset, and what was on its way is lost."""
     monkeypatch.setattr(module, "PATIENCE", 10.0)
@@ -69,12 +69,12 @@ def test_who_has_said_all_is_answered_however_late(listening: socket.socket, mon
     monkeypatch.setattr(module, "PATIENCE", 0.0)
     with socket.create_connection(listening.getsockname(), 10) as client:
         client.sendall(b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n")
-        doorman = StartupProbes(listening)
+        probes = StartupProbes(listening)
         assert client.recv(100).startswith(b"HTTP/1.1 200 ")
-        doorman.relieve()
+        probes.relieve()
 
 
-@pytest.mark.usefixtures("doorman")
+@pytest.mark.usefixtures("probes")
 def test_those_who_say_nothing_or_nonsense_hold_nobody_up(listening: socket.socket) -> None:
     silent = [socket.create_connection(listening.getsockname()) for _ in range(3)]
     silent[0].sendall(b"\0\xff\r\n\r\n")
@@ -85,7 +85,7 @@ def test_those_who_say_nothing_or_nonsense_hold_nobody_up(listening: socket.sock
 
 
 @pytest.mark.parametrize("head", [b"GET /health HTTP/1.1\r\nHost: x", b"POST / HTTP/1.1\r\nHost: x\r\n\r\n"])
-def test_who_trickles_holds_nobody_up(listening: socket.socket, doorman: StartupProbes, head: bytes) -> None:
+def test_who_trickles_holds_nobody_up(listening: socket.socket, probes: StartupProbes, head: bytes) -> None:
     over = threading.Event()
 
     def trickle() -> None:
@@ -99,7 +99,7 @@ def test_who_trickles_holds_nobody_up(listening: socket.socket, doorman: Startup
     try:
         time.sleep(0.1)
         assert ask(listening, "/health/live")[0] == 200
-        over_soon = threading.Thread(target=doorman.relieve)
+        over_soon = threading.Thread(target=probes.relieve)
         over_soon.start()
         over_soon.join(10)
         assert not over_soon.is_alive()
@@ -108,9 +108,9 @@ def test_who_trickles_holds_nobody_up(listening: socket.socket, doorman: Startup
         trickling.join()
 
 
-def test_who_comes_after_it_was_relieved_waits_for_the_next(listening: socket.socket, doorman: StartupProbes) -> None:
-    doorman.relieve()
-    doorman.relieve()
+def test_who_comes_after_it_was_relieved_waits_for_the_next(listening: socket.socket, probes: StartupProbes) -> None:
+    probes.relieve()
+    probes.relieve()
     with socket.create_connection(listening.getsockname()) as visitor:
         taken, _ = listening.accept()
         taken.sendall(b"x")

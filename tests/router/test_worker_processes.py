@@ -20,7 +20,7 @@ DEADLY = json.dumps(["lark", RULES, []]).encode()
 
 
 @pytest.fixture
-def apart() -> WorkerProcesses:
+def workers() -> WorkerProcesses:
     return WorkerProcesses("penstock.router.grammar", 2)
 
 
@@ -37,17 +37,17 @@ def test_its_processes_end_with_it() -> None:
     asyncio.run(run())
 
 
-def test_one_that_was_killed_costs_nothing(apart: WorkerProcesses) -> None:
+def test_one_that_was_killed_costs_nothing(workers: WorkerProcesses) -> None:
     async def run() -> None:
         for _ in range(3):
-            assert await apart.ask(JOB, 10)
-            [process] = apart._idle
+            assert await workers.ask(JOB, 10)
+            [process] = workers._idle
             os.kill(process._process.pid, signal.SIGKILL)
 
     asyncio.run(run())
 
 
-def test_a_deadly_job_ends_no_more_than_two(apart: WorkerProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deadly_job_ends_no_more_than_two(workers: WorkerProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
     start = subprocess.Popen
 
@@ -58,16 +58,16 @@ def test_a_deadly_job_ends_no_more_than_two(apart: WorkerProcesses, monkeypatch:
     monkeypatch.setattr(subprocess, "Popen", counted)
 
     async def run() -> None:
-        await asyncio.gather(apart.ask(JOB, 10), apart.ask(JOB, 10))
+        await asyncio.gather(workers.ask(JOB, 10), workers.ask(JOB, 10))
         with pytest.raises(Died):
-            await apart.ask(DEADLY, 10)
-        assert await apart.ask(JOB, 10)
+            await workers.ask(DEADLY, 10)
+        assert await workers.ask(JOB, 10)
 
     asyncio.run(run())
     assert len(started) == 3
 
 
-def test_none_that_can_be_started_is_the_jobs_fault_never(apart: WorkerProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_none_that_can_be_started_is_the_jobs_fault_never(workers: WorkerProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
     def no(*arguments: Any, **settings: Any) -> Any:
         raise OSError(24, "Too many open files")
 
@@ -75,11 +75,11 @@ def test_none_that_can_be_started_is_the_jobs_fault_never(apart: WorkerProcesses
         with monkeypatch.context() as patch:
             patch.setattr(subprocess, "Popen", no)
             with pytest.raises(Busy):
-                await apart.start()
+                await workers.start()
             with pytest.raises(Busy):
-                await apart.ask(JOB, 10)
-        await apart.start()
-        assert await apart.ask(JOB, 10)
+                await workers.ask(JOB, 10)
+        await workers.start()
+        assert await workers.ask(JOB, 10)
 
     asyncio.run(run())
 
@@ -91,81 +91,81 @@ def test_one_that_does_not_come_up_is_no_jobs_fault(monkeypatch: pytest.MonkeyPa
         asyncio.run(asleep.start())
 
 
-def test_who_waits_for_one_waits_so_long(apart: WorkerProcesses) -> None:
+def test_who_waits_for_one_waits_so_long(workers: WorkerProcesses) -> None:
     async def run() -> None:
-        await asyncio.gather(*(apart._free.acquire() for _ in range(2)))
+        await asyncio.gather(*(workers._free.acquire() for _ in range(2)))
         with pytest.raises(Busy):
-            await apart.ask(JOB, 10, 0.05)
-        apart._free.release()
-        assert await apart.ask(JOB, 10, 0.05)
+            await workers.ask(JOB, 10, 0.05)
+        workers._free.release()
+        assert await workers.ask(JOB, 10, 0.05)
 
     asyncio.run(run())
 
 
-def test_who_leaves_when_one_becomes_free_has_left(apart: WorkerProcesses) -> None:
+def test_who_leaves_when_one_becomes_free_has_left(workers: WorkerProcesses) -> None:
     """However many turns of the event loop later, or sooner."""
 
     async def run() -> None:
-        await asyncio.gather(*(apart._free.acquire() for _ in range(2)))
+        await asyncio.gather(*(workers._free.acquire() for _ in range(2)))
         for turns in range(6):
-            task = asyncio.create_task(apart.ask(JOB, 10, 5.0))
+            task = asyncio.create_task(workers.ask(JOB, 10, 5.0))
             await asyncio.sleep(0.01)
-            apart._free.release()
+            workers._free.release()
             for _ in range(turns):
                 await asyncio.sleep(0)
             task.cancel()
             await asyncio.wait([task])
             assert task.cancelled(), turns
             async with asyncio.timeout(1):
-                await apart._free.acquire()
+                await workers._free.acquire()
 
     asyncio.run(run())
 
 
-def test_a_job_that_works_too_much_leaves_no_process(apart: WorkerProcesses) -> None:
+def test_a_job_that_works_too_much_leaves_no_process(workers: WorkerProcesses) -> None:
     """A minute, by itself; half of these patterns took 0.45 s on a fast machine, which is within what it may."""
     source = lark("start: A\\nA: " + " & ".join(f"/(.*a.{{{9 + n}}}b.*)/" for n in range(24))).source
     job = ('["lark", ' + '"' + source + '"' + ", []]").encode()
 
     async def run() -> None:
-        assert await apart.ask(job, 30)
-        [process] = apart._idle
+        assert await workers.ask(job, 30)
+        [process] = workers._idle
         for _ in range(500):
             if not process.alive:
                 break
             await asyncio.sleep(0.02)
         assert not process.alive
-        assert await apart.ask(JOB, 10)
+        assert await workers.ask(JOB, 10)
 
     asyncio.run(run())
 
 
-def test_those_that_died_while_idle_cost_no_job(apart: WorkerProcesses) -> None:
+def test_those_that_died_while_idle_cost_no_job(workers: WorkerProcesses) -> None:
     """However many: none of them was killed by it."""
 
     async def run() -> None:
-        await asyncio.gather(apart.ask(JOB, 10), apart.ask(JOB, 10))
-        assert len(apart._idle) == 2
-        for process in apart._idle:
+        await asyncio.gather(workers.ask(JOB, 10), workers.ask(JOB, 10))
+        assert len(workers._idle) == 2
+        for process in workers._idle:
             os.kill(process._process.pid, signal.SIGKILL)
             process._process.wait()
-        assert await apart.ask(JOB, 10)
+        assert await workers.ask(JOB, 10)
 
     asyncio.run(run())
 
 
-def test_a_process_that_is_late_is_ended(apart: WorkerProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_is_late_is_ended(workers: WorkerProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
     async def never(*arguments: Any) -> bytes:
         await asyncio.Event().wait()
         return b""
 
     async def run() -> None:
-        await asyncio.gather(apart.start(), apart.start())
-        [process] = apart._idle
+        await asyncio.gather(workers.start(), workers.start())
+        [process] = workers._idle
         monkeypatch.setattr(type(process), "ask", never)
         with pytest.raises(TimedOut):
-            await apart.ask(JOB, 0.05)
-        assert not apart._idle
+            await workers.ask(JOB, 0.05)
+        assert not workers._idle
         for _ in range(500):
             if not process.alive:
                 break

@@ -19,7 +19,7 @@ from penstock.shard.decoding.hypotheses import candidates_of
 from penstock.shard.decoding.methods import strategy_of
 from penstock.shard.decoding.sampler import PendingPicks, Pick
 from penstock.shard.engine import Engine
-from penstock.shard.logits import StepPicking
+from penstock.shard.logits import StepPicks
 from penstock.shard.models.changes import LoraAdapters
 from penstock.shard.pages import PADDING
 from penstock.shard.sequence import Group
@@ -172,7 +172,7 @@ class Model:
         return (*tokens, max(0, int(picked.tokens[span.source]))), pages
 
 
-def choose(decoder: object, runs: Sequence[Run], hidden: object, *rest: object) -> StepPicking:
+def choose(decoder: object, runs: Sequence[Run], hidden: object, *rest: object) -> StepPicks:
     """Stands for what makes tokens of logits."""
 
     def draw(row: Any) -> Pick | None:

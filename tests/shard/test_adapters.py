@@ -487,7 +487,7 @@ class Asking(LoraAdapters):
         super().__init__(room=1, rank=1)
         self.asked = set[str]()
 
-    def additions(self, change: Change, weight: Sequence[int], exact: Invariance, like: torch.Tensor) -> None:
+    def lora(self, change: Change, weight: Sequence[int], exact: Invariance, like: torch.Tensor) -> None:
         for part in getattr(change, "parts", [change]):
             self.asked |= {*part.names}
 

@@ -363,7 +363,7 @@ def test_alternatives_are_the_models_own(sampling: Sampling) -> None:
     """As beams' log-probabilities are, whatever their scores are made of, and whoever asks."""
     logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(3))
     rows = [Row(replace(sampling, final_logprobs=True), [4, 7], 1, rank, top_n=3) for rank in range(2)]
-    [found] = expand(logits, [Beams(rows, [-1.0, -2.0], 4, 2, frozenset())]).picking().take()
+    [found] = expand(logits, [Beams(rows, [-1.0, -2.0], 4, 2, frozenset())]).pending().take()
     for one in found:
         assert isinstance(one, Candidate)
         values, ids = logits[one.row].log_softmax(-1).topk(3)
@@ -380,7 +380,7 @@ def test_where_a_grammar_leaves_a_beam_nothing_the_others_go_on(temperature: flo
     for dead in (0, 1):
         mask = torch.full((2, 2), -1, dtype=torch.int32)
         mask[dead] = 0
-        [found] = expand(logits, [Beams(rows, [-1.0, -2.0], 4, 2, frozenset())], mask).picking().take()
+        [found] = expand(logits, [Beams(rows, [-1.0, -2.0], 4, 2, frozenset())], mask).pending().take()
         assert {one.row for one in found if isinstance(one, Candidate)} == {1 - dead}
         assert None not in found
 
@@ -396,7 +396,7 @@ def test_a_wider_neighbour_does_not_decide_between_equal_ones(penalty: float) ->
         mine = Beams(rows(2), [0.0, -0.25], 4, 2, frozenset({2}))
         other = Beams(rows(8), [0.0] * 8, 16, 8, frozenset({2}))
         alone, among = expand(logits[:2], [mine]), expand(logits, [mine, other])
-        assert alone.picking().take()[0] == among.picking().take()[0]
+        assert alone.pending().take()[0] == among.pending().take()[0]
 
 
 @pytest.mark.parametrize(("filters", "wide"), [({"top_k": 1}, 5), ({"top_k": 1}, 20), ({"min_p": 0.4}, 20), ({}, 20)])

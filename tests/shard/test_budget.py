@@ -39,7 +39,7 @@ class Steps:
         return 1.0 + (4 + drafts) // self.at_once + 0.1 * rounds
 
 
-def worth(chance: random.Random, most: int) -> DraftValue:
+def draft_value(chance: random.Random, most: int) -> DraftValue:
     gains = sorted((chance.random() for _ in range(chance.randint(0, most))), reverse=True)
     return DraftValue(gains, [chance.randint(1, 3) for _ in gains])
 
@@ -50,11 +50,11 @@ def cost(chance: random.Random) -> Cost:
     return LinearCost(1.0, chance.choice([0.0, 0.05, 0.3, 1.0]), chance.choice([0.0, 0.1, 0.5]))
 
 
-def rate(wishes: Sequence[DraftDemand], counts: Sequence[int], rounds: int, price: Cost) -> float:
+def rate(demands: Sequence[DraftDemand], counts: Sequence[int], rounds: int, price: Cost) -> float:
     """Tokens per second, if nobody gets drafts that take more rounds."""
-    tokens = float(len(wishes))
-    for wish, count in zip(wishes, counts, strict=True):
-        able = [gain for gain, own in zip(wish.worth.gains, wish.worth.rounds, strict=True) if own <= rounds]
+    tokens = float(len(demands))
+    for demand, count in zip(demands, counts, strict=True):
+        able = [gain for gain, own in zip(demand.value.gains, demand.value.rounds, strict=True) if own <= rounds]
         assert count <= len(able)
         tokens += sum(able[:count])
     return tokens / price.seconds(sum(counts), rounds)
@@ -69,28 +69,28 @@ def test_no_division_brings_more_tokens_per_second(seed: int, monkeypatch: pytes
     monkeypatch.setattr(budget, "MARGIN", 1.0)
     monkeypatch.setattr(budget, "FLOOR", 0.0)
     chance = random.Random(seed)
-    wishes = [DraftDemand(worth(chance, 4)) for _ in range(chance.randint(1, 3))]
+    demands = [DraftDemand(draft_value(chance, 4)) for _ in range(chance.randint(1, 3))]
     price, most = cost(chance), chance.randint(0, 8)
     best = 0.0
     for rounds in range(4):
-        able = [sum(own <= rounds for own in wish.worth.rounds) for wish in wishes]
+        able = [sum(own <= rounds for own in demand.value.rounds) for demand in demands]
         for some in itertools.product(*(range(count + 1) for count in able)):
             if sum(some) <= most:
-                best = max(best, rate(wishes, some, rounds, price))
-    assert rate(wishes, *divide(wishes, price, most), price) == pytest.approx(best)
+                best = max(best, rate(demands, some, rounds, price))
+    assert rate(demands, *divide(demands, price, most), price) == pytest.approx(best)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_nobody_gets_more_than_there_is_and_nothing_makes_it_slower(seed: int) -> None:
     chance = random.Random(seed)
-    wishes = [DraftDemand(worth(chance, 9)) for _ in range(chance.randint(0, 9))]
+    demands = [DraftDemand(draft_value(chance, 9)) for _ in range(chance.randint(0, 9))]
     price, most = cost(chance), chance.randint(0, 30)
-    counts, rounds = divide(wishes, price, most)
+    counts, rounds = divide(demands, price, most)
     assert sum(counts) <= most
-    assert all(0 <= count <= len(wish.worth.gains) for count, wish in zip(counts, wishes, strict=True))
+    assert all(0 <= count <= len(demand.value.gains) for count, demand in zip(counts, demands, strict=True))
     if any(counts):
-        assert rate(wishes, counts, rounds, price) > MARGIN * rate(wishes, [0] * len(wishes), 0, price)
-    assert (counts, rounds) == divide(wishes, price, most)
+        assert rate(demands, counts, rounds, price) > MARGIN * rate(demands, [0] * len(demands), 0, price)
+    assert (counts, rounds) == divide(demands, price, most)
 
 
 def test_what_is_worth_next_to_nothing_is_not_drafted() -> None:
@@ -99,32 +99,34 @@ def test_what_is_worth_next_to_nothing_is_not_drafted() -> None:
 
 def test_the_order_of_equals_is_theirs() -> None:
     """All ranks decide the same, and not by chance."""
-    wishes = [DraftDemand(DraftValue([0.5, 0.5, 0.5], [1, 1, 1])) for _ in range(3)]
-    assert divide(wishes, LinearCost(1.0, 0.0), 4) == ([3, 1, 0], 1)
+    demands = [DraftDemand(DraftValue([0.5, 0.5, 0.5], [1, 1, 1])) for _ in range(3)]
+    assert divide(demands, LinearCost(1.0, 0.0), 4) == ([3, 1, 0], 1)
 
 
 def test_there_is_nothing_to_be_had_where_drafts_cost_as_much_as_steps() -> None:
     sure = Acceptance()
     for _ in range(99):
         sure.observe([0] * 4, [1] * 4)
-    wishes = [DraftDemand(sure.chain(4)) for _ in range(8)]
-    assert divide(wishes, LinearCost(0.001, 0.001), 99) == ([0] * 8, 0)
-    assert divide(wishes, LinearCost(1.0, 0.001), 99) == ([4] * 8, 4)
+    demands = [DraftDemand(sure.chain(4)) for _ in range(8)]
+    assert divide(demands, LinearCost(0.001, 0.001), 99) == ([0] * 8, 0)
+    assert divide(demands, LinearCost(1.0, 0.001), 99) == ([4] * 8, 4)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_latency_target_comes_before_throughput(seed: int) -> None:
     """Whoever has one gets what it needs, the most urgent first, as long as there is any."""
     chance = random.Random(seed)
-    wishes = [DraftDemand(worth(chance, 6), chance.choice([0.0, 0.0, chance.uniform(0, 4)])) for _ in range(chance.randint(1, 6))]
+    demands = [
+        DraftDemand(draft_value(chance, 6), chance.choice([0.0, 0.0, chance.uniform(0, 4)])) for _ in range(chance.randint(1, 6))
+    ]
     most = chance.randint(0, 12)
-    counts, _ = divide(wishes, LinearCost(1.0, 5.0), most)  # drafts never pay
+    counts, _ = divide(demands, LinearCost(1.0, 5.0), most)  # drafts never pay
     left = most
-    for i in sorted(range(len(wishes)), key=lambda i: -wishes[i].needed):
+    for i in sorted(range(len(demands)), key=lambda i: -demands[i].needed):
         own = 1.0
         wanted = 0
-        while own < wishes[i].needed and wanted < min(left, len(wishes[i].worth.gains)):
-            own += wishes[i].worth.gains[wanted]
+        while own < demands[i].needed and wanted < min(left, len(demands[i].value.gains)):
+            own += demands[i].value.gains[wanted]
             wanted += 1
         assert counts[i] == wanted
         left -= wanted
@@ -157,9 +159,9 @@ def test_acceptance_is_learned_by_depth() -> None:
             sums = [total + own[0] for total, own in zip(sums, tracker.shares(3), strict=True)]
     found = [total / 2900 for total in sums]
     assert found == pytest.approx(rates, abs=0.1)
-    worth = tracker.chain(3)
-    assert worth.gains == sorted(worth.gains, reverse=True)
-    assert worth.rounds == [1, 2, 3]
+    value = tracker.chain(3)
+    assert value.gains == sorted(value.gains, reverse=True)
+    assert value.rounds == [1, 2, 3]
 
 
 def test_acceptance_is_learned_by_rank() -> None:

@@ -74,7 +74,7 @@ def test_sizes_of_those_on_the_hub() -> None:
     """6.8 billion parameters, of which 2.3 are rows of the table that layers are told by; 20 of its 35 layers have keys."""
     found = shape(E4B)
     assert (round(found.parameters() / 1e8), round(found.parameters(tokens=1) / 1e8)) == (68, 45)
-    assert found.alternation == AltUpShape(count=4)
+    assert found.altup == AltUpShape(count=4)
     assert (found.with_keys, found.laurel, found.inputs and found.inputs.size) == (20, 64, 256)
     assert found.kv_elements(1) == 20 * 2 * 2 * 256
     assert found.fitting == [1, 2, 4, 8]
@@ -196,8 +196,8 @@ def test_streams_begin_as_large_as_the_first() -> None:
     """Also one of which nothing is left: such a one is not divided by nothing."""
     model = tiny.decoder("gemma3n").shape
     weights = Weights(tiny.folder("gemma3n"), torch.float32, tiny.CPU, lambda read: None)
-    assert model.alternation is not None
-    ends = Ends(Loader(weights, model, Ranks(0, 1, tiny.CPU), "model.", Invariance.USUAL), model.alternation)
+    assert model.altup is not None
+    ends = Ends(Loader(weights, model, Ranks(0, 1, tiny.CPU), "model.", Invariance.USUAL), model.altup)
     sums = torch.randn(3, 64)
     sums[1] = 0
     every = ends.begun(sums)

@@ -40,14 +40,14 @@ def regex(pattern: str) -> str:
     return llguidance.LLMatcher.grammar_from_regex(pattern)
 
 
-def guide_of(grammars: Grammars, grammar: str) -> GrammarState:
+def state_of(grammars: Grammars, grammar: str) -> GrammarState:
     """At its beginning."""
     return grammars.compile(grammar).result().copy()
 
 
-def fitting(guide: GrammarState, *path: int) -> int:
+def fitting(state: GrammarState, *path: int) -> int:
     """How many of these tokens, one after the other, may come next."""
-    return guide.matcher.validate_tokens(list(path))
+    return state.matcher.validate_tokens(list(path))
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +73,9 @@ def test_a_mask_holds_all_tokens_that_can_come_next_and_no_others(grammars: Gram
     grammar = regex("one|on|once upon|two|tent|ten|one, two|😀|10|1")
     chance = random.Random(1)
     for _ in range(20):
-        guide, text, tokens = guide_of(grammars, grammar), b"", []
+        state, text, tokens = state_of(grammars, grammar), b"", []
         while True:
-            [mask] = grammars.masks([guide])
+            [mask] = grammars.masks([state])
             after = [text + piece if piece else b"?" for piece in pieces]
             fitting = [id for id, one in enumerate(after) if any(word.startswith(one) for word in words)]
             following = {word[len(text) : len(text) + 1] for word in words if word.startswith(text)}
@@ -84,16 +84,16 @@ def test_a_mask_holds_all_tokens_that_can_come_next_and_no_others(grammars: Gram
                 assert set(allowed(mask)) <= set(fitting)
             else:
                 assert allowed(mask) == fitting
-            assert guide.complete == (text in words)
+            assert state.complete == (text in words)
             if not allowed(mask):
                 break
             tokens.append(chance.choice(allowed(mask)))
             text = after[tokens[-1]]
             completed = text in words and not any(w != text and w.startswith(text) for w in words)
-            assert guide.completed_by(tokens[-1:]) == guide.completed_by([*tokens[-1:], 1, 2]) == completed
-            guide.follow(tokens)
+            assert state.completed_by(tokens[-1:]) == state.completed_by([*tokens[-1:], 1, 2]) == completed
+            state.follow(tokens)
         assert text in words
-        assert not guide.problem
+        assert not state.problem
 
 
 def test_what_is_followed_at_once_and_one_by_one_is_the_same(grammars: Grammars) -> None:
@@ -101,9 +101,9 @@ def test_what_is_followed_at_once_and_one_by_one_is_the_same(grammars: Grammars)
     schema = {"type": "array", "minItems": 99, "items": {"type": ["integer", "string"]}}
     grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema))
     chance = random.Random(2)
-    slow, tokens = guide_of(grammars, grammar), []
+    slow, tokens = state_of(grammars, grammar), []
     for _ in range(60):
-        restored, twin = guide_of(grammars, grammar), slow.copy()
+        restored, twin = state_of(grammars, grammar), slow.copy()
         for one in (restored, twin, slow):
             one.follow(tokens)
         first, second, third = grammars.masks([slow, restored, twin])
@@ -128,20 +128,20 @@ VISITED = {
 
 @pytest.mark.parametrize("name", list(VISITED))
 def test_what_may_follow_a_draft_is_what_may_follow_its_path(name: str, grammars: Grammars) -> None:
-    """As a guide that has come there by itself says; what may not come is of no interest. Two stand at different places."""
+    """As a state that has come there by itself says; what may not come is of no interest. Two stand at different places."""
     chance = random.Random(name)
     told: list[list[int]] = [[], []]
-    guides = [guide_of(grammars, VISITED[name]) for _ in told]
+    states = [state_of(grammars, VISITED[name]) for _ in told]
     refused = followed = 0
     ends = grammars._tokenizer.result().eos_tokens
     for _ in range(12):
         trees = [drafted(grammars, VISITED[name], own, chance) for own in told]
-        masks, complete = grammars.masks_along(guides, trees)
+        masks, complete = grammars.masks_along(states, trees)
         row = 0
         for own, tree in zip(told, trees, strict=True):
             paths = [own, *([*own, *(tree.tokens[one] for one in path_to(tree, node))] for node in range(len(tree)))]
             for path in paths:
-                alone = guide_of(grammars, VISITED[name])
+                alone = state_of(grammars, VISITED[name])
                 if all(token not in ends and fitting(alone, token) and alone.matcher.consume_token(token) for token in path):
                     assert (masks[row] == grammars.masks([alone])[0]).all()
                     assert complete[row] == alone.complete
@@ -150,11 +150,11 @@ def test_what_may_follow_a_draft_is_what_may_follow_its_path(name: str, grammars
                     assert masks[row].any()
                     refused += 1
                 row += 1
-        for guide, own, tree in zip(guides, told, trees, strict=True):
-            assert not guide.problem or name == "nowhere"
+        for state, own, tree in zip(states, told, trees, strict=True):
+            assert not state.problem or name == "nowhere"
             first = [tree.tokens[node] for node, parent in enumerate(tree.parents) if parent < 0]
-            own += [token for token in first if fitting(guide, token) and token not in ends][:1]
-            guide.follow(own)
+            own += [token for token in first if fitting(state, token) and token not in ends][:1]
+            state.follow(own)
     assert refused > 50
     assert followed > 50 or name == "short"
 
@@ -167,41 +167,41 @@ def test_what_may_follow_one_draft_is_not_taken_for_what_may_follow_another(
     grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps({"type": "object"}))
     own = [pieces.index(piece) for piece in (b'{"', b"city", b'":')]
     tokens = [pieces.index(piece) for piece in drafts]
-    guide = guide_of(grammars, grammar)
-    guide.follow(own)
-    masks, _ = grammars.masks_along([guide], [Tree(tuple(tokens), (ROOT,) * len(tokens))])
+    state = state_of(grammars, grammar)
+    state.follow(own)
+    masks, _ = grammars.masks_along([state], [Tree(tuple(tokens), (ROOT,) * len(tokens))])
     for token, mask in zip(tokens, masks[1:], strict=True):
         assert (mask == afresh(grammars, grammar, [*own, token])).all()
     own.append(pieces.index(b' "'))
-    guide.follow(own)
-    assert (grammars.masks([guide])[0] == afresh(grammars, grammar, own)).all()
+    state.follow(own)
+    assert (grammars.masks([state])[0] == afresh(grammars, grammar, own)).all()
 
 
 def afresh(grammars: Grammars, grammar: str, tokens: list[int]) -> NDArray[numpy.int32]:
-    """The mask after tokens, by a guide that has been nowhere else."""
-    guide = guide_of(grammars, grammar)
-    guide.follow(tokens)
-    return grammars.masks([guide])[0]
+    """The mask after tokens, by a state that has been nowhere else."""
+    state = state_of(grammars, grammar)
+    state.follow(tokens)
+    return grammars.masks([state])[0]
 
 
 def drafted(grammars: Grammars, grammar: str, own: list[int], chance: random.Random) -> Tree:
     """A tree of paths that keep the grammar for a while."""
     paths = []
     for _ in range(4):
-        guide, path = guide_of(grammars, grammar), []
-        guide.follow(own)
+        state, path = state_of(grammars, grammar), []
+        state.follow(own)
         for _ in range(chance.randint(0, 5)):
-            ids = allowed(grammars.masks([guide])[0])
+            ids = allowed(grammars.masks([state])[0])
             wrong = not ids or chance.random() < 0.2
             path.append(chance.choice([END, 0, 2000, 2047, chance.randrange(VOCABULARY)]) if wrong else chance.choice(ids))
             if not wrong:
-                guide.follow([*own, *path])
+                state.follow([*own, *path])
         paths.append(chain(path, [-chance.random() for _ in path]))
     return merge(paths)
 
 
 def test_a_token_that_does_not_fit_is_a_problem_of_its_guide_alone(grammars: Grammars) -> None:
-    good, bad = guide_of(grammars, regex("a+")), guide_of(grammars, regex("a+"))
+    good, bad = state_of(grammars, regex("a+")), state_of(grammars, regex("a+"))
     bad.follow([END])
     masks = grammars.masks([bad, good])
     assert "can't be followed" in bad.problem
@@ -215,8 +215,8 @@ def test_a_token_that_does_not_fit_is_a_problem_of_its_guide_alone(grammars: Gra
 def test_model_and_tokenizer_may_differ_in_size(vocabulary: int) -> None:
     """Ids that only one of them has are never allowed."""
     masks = Grammars(DEMO, vocabulary)
-    guide = guide_of(masks, regex("(.|\n)*"))
-    [mask] = masks.masks([guide])
+    state = state_of(masks, regex("(.|\n)*"))
+    [mask] = masks.masks([state])
     assert mask.shape == (-(-vocabulary // 32),)
     ids = allowed(mask)
     assert max(ids) < min(vocabulary, 1926)
@@ -227,7 +227,7 @@ def test_without_a_tokenizer_there_are_no_grammars(tmp_path: Path) -> None:
     """It is no fault of the model, which serves on."""
     absent = Grammars(tmp_path, VOCABULARY)
     with pytest.raises(Unusable, match=r"grammars need .*tokenizer\.json"):
-        guide_of(absent, regex("a"))
+        state_of(absent, regex("a"))
     whole = json.loads((DEMO / "tokenizer.json").read_text())
     for broken, said in (
         (None, "writes it"),
@@ -243,16 +243,16 @@ def test_without_a_tokenizer_there_are_no_grammars(tmp_path: Path) -> None:
     ):
         (tmp_path / "tokenizer.json").write_text(broken if isinstance(broken, str) else json.dumps(broken))
         with pytest.raises(Unusable, match=said):
-            guide_of(Grammars(tmp_path, VOCABULARY), regex("a"))
+            state_of(Grammars(tmp_path, VOCABULARY), regex("a"))
 
 
 def test_the_latest_grammars_stay_compiled_as_far_as_their_number_and_size_allow(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[str] = []
 
     class Counted(Grammars):
-        def _guide(self, grammar: str) -> GrammarState:
+        def _state(self, grammar: str) -> GrammarState:
             compiled.append(grammar)
-            return super()._guide(grammar)
+            return super()._state(grammar)
 
     long = "a" * 2000
     size = len(regex(long))
@@ -261,7 +261,7 @@ def test_the_latest_grammars_stay_compiled_as_far_as_their_number_and_size_allow
     kept = Counted(DEMO, VOCABULARY)
     for text, times in (("a", 1), ("b", 1), ("c", 1), ("a", 0), ("d", 1), ("a", 0), ("b", 1)):  # b was the least recently used
         compiled.clear()
-        guide_of(kept, regex(text))
+        state_of(kept, regex(text))
         assert len(compiled) == times, text
     for text, times in (
         (long, 1),
@@ -274,7 +274,7 @@ def test_the_latest_grammars_stay_compiled_as_far_as_their_number_and_size_allow
         (3 * long, 0),
     ):
         compiled.clear()
-        guide_of(kept, regex(text))
+        state_of(kept, regex(text))
         assert len(compiled) == times, len(text)
 
 
@@ -488,10 +488,10 @@ def test_more_grammars_wait_than_are_kept(monkeypatch: pytest.MonkeyPatch, waiti
     compiled = Counter[str]()
 
     class Slow(Grammars):
-        def _guide(self, grammar: str) -> GrammarState:
+        def _state(self, grammar: str) -> GrammarState:
             compiled[grammar] += 1
             time.sleep(0.02)
-            return super()._guide(grammar)
+            return super()._state(grammar)
 
     monkeypatch.setattr(module, "KEPT", 4)
     engine = tiny.engine("demo", 16, 400)
@@ -513,9 +513,9 @@ def test_who_has_nothing_else_to_do_waits_for_the_grammar_that_is_there_first() 
     slow, fast = Event(), tiny.group(2, [1], 9, grammar="fast")
 
     class Two(Grammars):
-        def _guide(self, grammar: str) -> GrammarState:
+        def _state(self, grammar: str) -> GrammarState:
             assert grammar == "fast" or slow.wait(30)
-            return super()._guide(regex("a"))
+            return super()._state(regex("a"))
 
     masks = Masks(Two(DEMO, VOCABULARY), VOCABULARY)
     assert masks.ready([tiny.group(1, [1], 9, grammar="slow"), fast], wait=True) == [False, True]
@@ -527,9 +527,9 @@ def test_a_prompt_that_could_go_on_is_not_held_up_by_a_grammar() -> None:
     slow = Event()
 
     class One(Grammars):
-        def _guide(self, grammar: str) -> GrammarState:
+        def _state(self, grammar: str) -> GrammarState:
             assert slow.wait(30)
-            return super()._guide(grammar)
+            return super()._state(grammar)
 
     engine = tiny.engine("demo")
     engine._masks = Masks(One(DEMO, VOCABULARY), VOCABULARY)

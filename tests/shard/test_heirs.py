@@ -37,12 +37,12 @@ def test_the_device_lets_those_live_on_that_the_books_do() -> None:
             logits[:, chance.randrange(1, 5) :] = -torch.inf  # fewer are left than are looked at
         if trial % 5 == 0:
             logits[chance.randrange(rows), 0] = chance.choice([torch.nan, torch.inf])
-        picking = expand(logits, sets).picking()
-        assert picking.picked is not None
-        picked = picking.picked()
+        pending = expand(logits, sets).pending()
+        assert pending.picked is not None
+        picked = pending.picked()
         assert picked.parents is not None
         first = 0
-        for (group, search, _), found in zip(groups, picking.take(), strict=True):
+        for (group, search, _), found in zip(groups, pending.take(), strict=True):
             told = list(zip(picked.parents.tolist(), picked.tokens.tolist(), strict=True))[first : first + search.width]
             assert all(0 <= parent < len(group.sequences) and 0 <= token < vocabulary for parent, token in told)
             first += search.width

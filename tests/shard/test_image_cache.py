@@ -11,7 +11,7 @@ def picture(key: object, tokens: int = 4) -> PromptImage:
     return PromptImage(0, 1, tokens, tokens, torch.empty(0), key)  # type: ignore[arg-type]
 
 
-def encoded(gallery: ImageCache, *asked: PromptImage) -> list[object]:
+def encoded(cache: ImageCache, *asked: PromptImage) -> list[object]:
     """Those that had to be."""
     found = list[object]()
 
@@ -20,18 +20,18 @@ def encoded(gallery: ImageCache, *asked: PromptImage) -> list[object]:
         return torch.full((one.tokens, 1, 2), float(len(found)))
 
     for one in asked:
-        assert gallery.of(one, encode).shape == (one.tokens, 1, 2)
+        assert cache.of(one, encode).shape == (one.tokens, 1, 2)
     return found
 
 
 def test_the_same_image_is_kept() -> None:
-    gallery = ImageCache(10)
-    assert encoded(gallery, picture("a"), picture("b"), picture("a"), picture("b")) == ["a", "b"]
+    cache = ImageCache(10)
+    assert encoded(cache, picture("a"), picture("b"), picture("a"), picture("b")) == ["a", "b"]
 
 
 def test_the_one_that_nobody_asked_for_longest_goes() -> None:
-    gallery = ImageCache(10)
-    assert encoded(gallery, picture("a"), picture("b"), picture("a"), picture("c"), picture("a"), picture("b")) == [
+    cache = ImageCache(10)
+    assert encoded(cache, picture("a"), picture("b"), picture("a"), picture("c"), picture("a"), picture("b")) == [
         "a",
         "b",
         "c",
@@ -40,8 +40,8 @@ def test_the_one_that_nobody_asked_for_longest_goes() -> None:
 
 
 def test_one_that_is_too_large_is_kept_alone() -> None:
-    gallery = ImageCache(10)
-    assert encoded(gallery, picture("a"), picture("b", 12), picture("b", 12), picture("a"), picture("b", 12)) == [
+    cache = ImageCache(10)
+    assert encoded(cache, picture("a"), picture("b", 12), picture("b", 12), picture("a"), picture("b", 12)) == [
         "a",
         "b",
         "a",
@@ -55,5 +55,5 @@ def test_a_large_one_takes_the_places_of_several() -> None:
 
 
 def test_what_nobody_knows_is_not_kept() -> None:
-    gallery = ImageCache(10)
-    assert encoded(gallery, picture(None), picture(None)) == [None, None]
+    cache = ImageCache(10)
+    assert encoded(cache, picture(None), picture(None)) == [None, None]

@@ -59,14 +59,14 @@ class Scarce(Engine):
 def rows(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """How many rows there is memory for."""
     most = {"rows": 999}
-    right = logits._picking
+    right = logits._pending
 
     def bounded(means: Any, own: Tensor, *rest: Any) -> Any:
         if len(own) > most["rows"]:
             raise torch.OutOfMemoryError
         return right(means, own, *rest)
 
-    monkeypatch.setattr(logits, "_picking", bounded)
+    monkeypatch.setattr(logits, "_pending", bounded)
     return most
 
 

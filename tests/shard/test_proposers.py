@@ -42,20 +42,20 @@ def earlier_by_scan(text: Sequence[int]) -> tuple[int, int]:
 def test_repeats_are_those_that_a_scan_finds_however_they_have_grown(seed: int) -> None:
     chance = random.Random(seed)
     text = [chance.randrange(3) for _ in range(chance.randint(1, 60))]
-    repeats, known = NgramIndex(), 0
+    index, known = NgramIndex(), 0
     while known < len(text):
         known = min(len(text), known + chance.choice([0, 1, 1, 2, 20]))
-        repeats.follow(text[:known])
-        assert repeats.earlier() == earlier_by_scan(text[:known])
+        index.follow(text[:known])
+        assert index.earlier() == earlier_by_scan(text[:known])
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_longest_repeated_end_is_continued_as_it_was_the_last_time(seed: int) -> None:
     chance = random.Random(seed)
     text = [chance.randrange(4) for _ in range(chance.randint(1, 40))]
-    repeats = NgramIndex()
-    repeats.follow(text)
-    tree = look_up(repeats, nodes=6, depth=5)
+    index = NgramIndex()
+    index.follow(text)
+    tree = look_up(index, nodes=6, depth=5)
     length, place = earlier_by_scan(text)
     wanted = list(text)
     for _ in range(5 if length else 0):
@@ -65,11 +65,11 @@ def test_the_longest_repeated_end_is_continued_as_it_was_the_last_time(seed: int
 
 
 def test_of_several_continuations_it_is_the_most_recent_one() -> None:
-    repeats = NgramIndex()
-    repeats.follow([1, 2, 7, 7, 1, 2, 8, 8, 1, 2, 7, 9, 1, 2])
-    assert look_up(repeats, 9, 2).tokens == (7, 9)
-    assert len(look_up(repeats, 3, 2)) == 2
-    assert len(look_up(repeats, 3, 9)) == 3
+    index = NgramIndex()
+    index.follow([1, 2, 7, 7, 1, 2, 8, 8, 1, 2, 7, 9, 1, 2])
+    assert look_up(index, 9, 2).tokens == (7, 9)
+    assert len(look_up(index, 3, 2)) == 2
+    assert len(look_up(index, 3, 9)) == 3
 
 
 def test_what_followed_a_longer_end_is_surer() -> None:
@@ -81,12 +81,12 @@ def test_what_followed_a_longer_end_is_surer() -> None:
 
 
 def test_nothing_is_found_for_a_new_token_nor_in_no_text() -> None:
-    repeats = NgramIndex()
-    assert look_up(repeats, 4, 4) == Tree()
-    repeats.follow([1, 2, 3])
-    assert look_up(repeats, 4, 4) == Tree()
-    repeats.follow([1, 2, 3, 3])
-    assert look_up(repeats, 0, 4) == look_up(repeats, 4, 0) == Tree()
+    index = NgramIndex()
+    assert look_up(index, 4, 4) == Tree()
+    index.follow([1, 2, 3])
+    assert look_up(index, 4, 4) == Tree()
+    index.follow([1, 2, 3, 3])
+    assert look_up(index, 0, 4) == look_up(index, 4, 0) == Tree()
 
 
 def test_a_step_costs_what_is_new() -> None:
@@ -106,12 +106,12 @@ def test_a_step_costs_what_is_new() -> None:
             self.read += len(own)
             return own
 
-    repeats = NgramIndex()
-    repeats.follow(Watched(10_000))
+    index = NgramIndex()
+    index.follow(Watched(10_000))
     last = Watched(10_001)
-    repeats.follow(last)
+    index.follow(last)
     assert last.read == 1
-    assert look_up(repeats, 4, 4).tokens == (5, 5, 5, 5)
+    assert look_up(index, 4, 4).tokens == (5, 5, 5, 5)
 
 
 def test_lookup_is_asked_for_many() -> None:

@@ -498,7 +498,7 @@ def test_an_adapter_for_which_nobody_waits_is_not_kept(
     monkeypatch.undo()
     asked.adapter.key = "another"
     roomy.stub.LoadAdapter(asked, timeout=10)  # when the thread that reads the first one is done
-    assert list(roomy.service.arrivals._read) == ["another"]
+    assert list(roomy.service.adapter_loader._read) == ["another"]
 
 
 def test_a_router_may_be_heard_of_after_what_it_asks_for(roomy: Process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -520,7 +520,7 @@ def test_a_router_may_be_heard_of_after_what_it_asks_for(roomy: Process, tmp_pat
     asked.adapter.key = "k3"
     roomy.stub.LoadAdapter(asked, timeout=10)
     roomy.stub.ClearCache(wire.ClearCacheRequest(step=6, router="third"))
-    assert not roomy.service.arrivals._read
+    assert not roomy.service.adapter_loader._read
 
 
 def test_an_adapter_is_known_again_by_its_files(roomy: Process, tmp_path: Path) -> None:

@@ -74,9 +74,9 @@ class Oracle:
     def _other(self, grammar: str, own: list[int], said: list[int], chance: random.Random) -> list[int]:
         path = said[: chance.randint(0, len(said))]
         for _ in range(chance.randint(1, 3)):
-            guide = GRAMMAR_TOKENS.compile(grammar).result().copy()
-            guide.follow([*own, *path])
-            ids = allowed(GRAMMAR_TOKENS.masks([guide])[0])
+            state = GRAMMAR_TOKENS.compile(grammar).result().copy()
+            state.follow([*own, *path])
+            ids = allowed(GRAMMAR_TOKENS.masks([state])[0])
             path.append(chance.choice(ids) if ids else END)
         return [*path, chance.randrange(VOCABULARY), END]
 
@@ -220,8 +220,8 @@ def test_the_check_finds(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def plant(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     along, allowing, completed = Grammars.masks_along, Masks._allowed, GrammarState.completed_by
 
-    def parents(self: Grammars, guides: Sequence[GrammarState], trees: Sequence[Tree]) -> tuple[NDArray[numpy.int32], list[bool]]:
-        mask, complete = along(self, guides, trees)
+    def parents(self: Grammars, states: Sequence[GrammarState], trees: Sequence[Tree]) -> tuple[NDArray[numpy.int32], list[bool]]:
+        mask, complete = along(self, states, trees)
         start = 0
         for tree in trees:
             rows = mask[start : start + 1 + len(tree)]

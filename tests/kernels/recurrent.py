@@ -1,4 +1,4 @@
-"""What tests of linear attention have in common, by whatever rule tokens change a memory."""
+"""Shared harness for tests of recurrent layers (linear attention, state spaces, short convolutions), whatever their update rule."""
 
 import itertools
 import random
@@ -15,8 +15,8 @@ SLOTS = 12
 
 
 class Rule(ABC):
-    """A layer of random numbers that goes by it, and what transformers makes of the same; of memories there may be none.
-    `tolerance`: for `check`."""
+    """A layer with random weights and this update rule, and what transformers computes for the same; it may have no recurrent
+    state. `tolerance`: for `check`."""
 
     taps: Tensor
     tolerance: float
