@@ -33,7 +33,8 @@ from triton import JITFunction, knobs
 
 from . import fused_gated_delta
 from .compilation import AMD, NVIDIA, Compilation
-from .fused_gated_delta import Inputs, biases_of, silu, softplus, update_windows
+from .fused_gated_delta import Inputs, biases_of, log_decay, silu, update_windows
+from .fused_short_convolution import convolved
 from .spans import CHUNKED_FROM, RecurrentStates, Spans
 
 # Tokens per chunk. Per token, the walk's operations with the state don't depend on the chunk's length, but those among tokens grow
@@ -129,21 +130,15 @@ def chunk_convolution_kernel(
     start, end, slot = tl.load(starts + span), tl.load(starts + span + 1), tl.load(slots + span)
     first = tl.where((slot > 0) & (tl.load(fresh + span) == 0), 0, WIDTH - 1)  # first row of the window that is used
     place = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)[:, None]  # in the span
-    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    within, column = channel < channels, channel[None, :]
-    inside = within[None, :] & (place < end - start)
-    row = start + place
-    total = tl.zeros([TOKENS, BLOCK], tl.float32)
-    for tap in tl.static_range(WIDTH):
-        back = WIDTH - 1 - tap
-        before = windows + slot * windows_stride + (place + tap) * channels + column
-        values = tl.load(before, mask=inside & (place < back) & (place + tap >= first), other=0.0)
-        values = tl.load(mixed + (row - back) * mixed_stride + column, mask=inside & (place >= back), other=values)
-        factor = tl.load(taps + channel * WIDTH + tap, mask=within, other=0.0).to(tl.float32)
-        total += values.to(tl.float32) * factor[None, :]
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    there = channel < channels
+    inside = there & (place < end - start)
+    row, window = start + place, windows + slot * windows_stride
+    total = convolved(mixed, mixed_stride, window, channels, row, place, first, channel, there, inside, taps, WIDTH, TOKENS, BLOCK)
     if not DELTA:
-        total += biases_of(biases, channel, within, DELTA)[None, :]
-    tl.store(features + (row - base) * channels + column, silu(total).to(features.dtype.element_ty), mask=inside)
+        total += biases_of(biases, channel, there, DELTA)
+    target = features + (row - base) * channels + channel
+    tl.store(target, silu(total).to(features.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -213,18 +208,12 @@ def chunk_systems_kernel(
                 query_length += tl.sum(asking * asking, 1)
         rate = tl.load(rates + head)
         fade = tl.load(fades + token * fades_stride + head, mask=there, other=0.0).to(tl.float32) + tl.load(offsets + head)
-        if BOUNDED:
-            fading = least / (1.0 + tl.exp(rate * fade))
-        else:
-            fade = softplus(fade)
-            if not DELTA:
-                fade = tl.minimum(tl.maximum(fade, least), most)
-            fading = rate * fade
-        fading = tl.where(there, fading, 0.0)
+        decay, step = log_decay(fade, rate, least, most, DELTA, BOUNDED)
+        decay = tl.where(there, decay, 0.0)
         row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
-        later = tl.where(column > row, fading[None, :], 0.0)
+        later = tl.where(column > row, decay[None, :], 0.0)
         between = tl.exp(tl.cumsum(later, 1))  # [earlier, later]
-        left, rest = tl.exp(tl.cumsum(fading, 0)), tl.exp(tl.sum(later, 1))
+        left, rest = tl.exp(tl.cumsum(decay, 0)), tl.exp(tl.sum(later, 1))
         met *= between
         at = head.to(tl.int64) * count + token - base
         tile = at[:, None] * CHUNK + column
@@ -239,8 +228,8 @@ def chunk_systems_kernel(
             reads, asks, puts = left * key_scale, left * query_scale, rest * key_scale
             tl.store(factors + at + READS * heads * count, reads, mask=there)
         else:
-            met *= fade[:, None]
-            asks, puts = left, rest * fade
+            met *= step[:, None]
+            asks, puts = left, rest * step
         tl.store(seen + tile, _round_operand(tl.trans(tl.where(row <= column, met, 0.0)), PRECISION), mask=there[:, None])
         tl.store(factors + at + ASKS * heads * count, asks, mask=there)
         tl.store(factors + at + PUTS * heads * count, puts, mask=there)

@@ -54,6 +54,21 @@ def softplus(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def log_decay(fade, rate, least, most, DELTA: tl.constexpr, BOUNDED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The logarithm of what is left of a recurrent state, of a decay input with its bias added; and the time step of state spaces.
+    least, most: as in `recurrent_kernel`."""
+    step = fade
+    if BOUNDED:
+        decay = least / (1.0 + tl.exp(rate * fade))
+    else:
+        step = softplus(fade)
+        if not DELTA:
+            step = tl.minimum(tl.maximum(step, least), most)
+        decay = rate * step
+    return decay, step
+
+
+@triton.jit
 def _factors(taps, channel, within, WIDTH: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Weights of the convolution: [ROWS, channels], 0 beyond its width."""
     row = tl.arange(0, ROWS)[:, None]
@@ -161,20 +176,11 @@ def recurrent_kernel(
             if DELTA:
                 query *= tl.rsqrt(tl.sum(query * query, 0) + epsilon) * (KEY**-0.5)
                 key *= tl.rsqrt(tl.sum(key * key, 0) + epsilon)
-                strength = tl.load(strengths + token * strengths_stride + head).to(tl.float32)
+                beta = most / (1.0 + tl.exp(-tl.load(strengths + token * strengths_stride + head).to(tl.float32)))
             fade = _fades(fades + token * fades_stride, head, deep, within, KEY, EACH).to(tl.float32) + offset
-            if BOUNDED:
-                fading = least / (1.0 + tl.exp(rate * fade))
-            else:
-                fade = softplus(fade)
-                fading = rate * fade
-            if DELTA:
-                memory *= tl.exp(fading)[:, None] if EACH else tl.exp(fading)
-                change = (value - tl.sum(memory * key[:, None], 0)) * (most / (1.0 + tl.exp(-strength)))
-            else:
-                fade = tl.minimum(tl.maximum(fade, least), most)
-                memory *= tl.exp(rate * fade)
-                change = fade * value
+            decay, step = log_decay(fade, rate, least, most, DELTA, BOUNDED)
+            memory *= tl.exp(decay)[:, None] if EACH else tl.exp(decay)
+            change = (value - tl.sum(memory * key[:, None], 0)) * beta if DELTA else step * value
             memory += key[:, None] * change[None, :]
             found = tl.sum(memory * query[:, None], 0)
             if not DELTA:

@@ -17,6 +17,34 @@ from .fused_gated_delta import update_windows
 TOKENS, CHANNELS = 16, 128
 
 
+@triton.jit
+def convolved(  # type: ignore[no-untyped-def]
+    mixed,
+    stride,
+    window,  # [WIDTH - 1, channels]: inputs before it, those from row `first` on valid
+    channels,
+    row,  # [TOKENS, 1] int64: of mixed
+    place,  # [TOKENS, 1]: in the span
+    first,
+    channel,  # [1, BLOCK]
+    there,  # [1, BLOCK]
+    inside,  # [TOKENS, BLOCK]
+    taps,  # [channels, WIDTH], dense
+    WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The causal convolution of some tokens of a span, some channels: [TOKENS, BLOCK] float32."""
+    total = tl.zeros([TOKENS, BLOCK], tl.float32)
+    for tap in tl.static_range(WIDTH):
+        back = WIDTH - 1 - tap
+        before = window + (place + tap) * channels + channel
+        values = tl.load(before, mask=inside & (place < back) & (place + tap >= first), other=0.0)
+        values = tl.load(mixed + (row - back) * stride + channel, mask=inside & (place >= back), other=values)
+        total += values.to(tl.float32) * tl.load(taps + channel * WIDTH + tap, mask=there, other=0.0).to(tl.float32)
+    return total
+
+
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["starts", "slots", "fresh"])
 def convolution_kernel(
     out: tl.tensor,  # [tokens, channels], dense
@@ -47,13 +75,8 @@ def convolution_kernel(
     there = channel < channels
     inside = there & (place < end - start)
     row = start + place
-    total = tl.zeros([TOKENS, BLOCK], tl.float32)
-    for tap in tl.static_range(WIDTH):
-        back = WIDTH - 1 - tap
-        before = windows + slot * windows_stride + (place + tap) * channels + channel
-        values = tl.load(before, mask=inside & (place < back) & (place + tap >= first), other=0.0)
-        values = tl.load(mixed + (row - back) * mixed_stride + channel, mask=inside & (place >= back), other=values)
-        total += values.to(tl.float32) * tl.load(taps + channel * WIDTH + tap, mask=there, other=0.0).to(tl.float32)
+    window = windows + slot * windows_stride
+    total = convolved(mixed, mixed_stride, window, channels, row, place, first, channel, there, inside, taps, WIDTH, TOKENS, BLOCK)
     if BIASED:
         total += tl.load(biases + channel, mask=there, other=0.0).to(tl.float32)
     kind = out.dtype.element_ty
