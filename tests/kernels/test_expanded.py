@@ -11,12 +11,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from penstock.kernels import attention as plain
 from penstock.kernels import dispatch, expanded, expanded_attention, ragged
 from penstock.kernels.attention import AttentionOptions, Row
 from penstock.kernels.layout import AttentionLayout, Expansion, kind
 
-from .test_paged_attention import DEVICE, TOLERANCE, rows_of, slots_of
+from .test_paged_attention import DEVICE, TOLERANCE, cache_of, nothing_by, rows_of, slots_of, spans_of, visible_of
 
 FEWEST = 9
 SHAPES = [(1, 0), (12, 3), (1, 40), (3, 2), (130, 33), (9, 0), (8, 90), (70, 0), (1, 19), (20, 140)]
@@ -59,10 +58,7 @@ class World:
         layout = AttentionLayout(page_size, kinds, dtype, DEVICE, latent=own.latent, expansion=own)
         order, self.plan = ragged.plan(rows, layout)
         self.rows = [rows[i] for i in order]
-        used = sorted({slot for row in rows for slot in slots_of(row, page_size)})
-        slots, held = (max(page for row in rows for page in row.pages) + 1) * page_size, (1, 1, own.latent + own.turned)
-        cache = torch.full((slots, *held), torch.nan if route == "triton" else 100.0)
-        cache[used] = torch.randn(len(used), *held)
+        cache = cache_of(rows, page_size, (1, 1, own.latent + own.turned), nothing_by(route))
         self.cache = cache.to(cached or dtype).to(DEVICE)
         self.query, self.to_keys, self.to_values = (
             (torch.randn(*size) * factor).to(dtype).to(DEVICE)
@@ -90,22 +86,17 @@ class World:
         return torch.cat(parts)
 
     def check(self) -> None:
-        expected, start = [], 0
-        for row in self.rows:
-            expected.append(self._exact(row, slice(start, start + row.queries)))
-            start += row.queries
+        expected = [self._exact(row, own) for row, own in spans_of(self.rows)]
         tolerance = TOLERANCE[self.query.dtype] * (1 if self.query.dtype == torch.float32 else 4)  # keys are rounded once more
         torch.testing.assert_close(self.found().double().cpu(), torch.cat(expected), rtol=tolerance, atol=tolerance)
 
     def _exact(self, row: Row, own: slice) -> Tensor:
         cached = self.cache[slots_of(row, self.page_size)].double().cpu().flatten(1)
         latents, turned = cached[:, : self.own.latent], cached[:, self.own.latent :]
-        ancestors, _ = plain.ancestry(row.parents if row.parents is not None else range(-1, row.queries - 1))
-        visible = torch.cat((torch.ones(row.queries, row.context, dtype=torch.bool), torch.tensor(ancestors)), 1)
         keys = torch.einsum("kl,hpl->hkp", latents, self.to_keys.double().cpu())
         keys = torch.cat((keys, turned.expand(self.own.heads, -1, -1)), 2)
         logits = torch.einsum("qhp,hkp->qhk", self.query[own].double().cpu(), keys) * 0.3
-        weights = logits.masked_fill(~visible.unsqueeze(1), -torch.inf).softmax(-1)
+        weights = logits.masked_fill(~visible_of(row).unsqueeze(1), -torch.inf).softmax(-1)
         return torch.einsum("qhk,kl,hlv->qhv", weights, latents, self.to_values.double().cpu())
 
 

@@ -12,13 +12,12 @@ from torch.nn import functional
 
 pytest.importorskip("triton")
 
-from penstock.kernels import attention as plain
 from penstock.kernels import dispatch, fused_index, indexed, indexed_attention, operations, paged_attention, ragged
 from penstock.kernels.attention import AttentionOptions, Row
 from penstock.kernels.indexed import TokenSelection
 from penstock.kernels.layout import AttentionLayout, LayerKind
 
-from .test_paged_attention import DEVICE, TOLERANCE, rows_of, slots_of
+from .test_paged_attention import DEVICE, TOLERANCE, cache_of, nothing_by, rows_of, slots_of, spans_of, visible_of
 
 LATENT, TURNED, HEADS, SIZE = 32, 16, 16, 24  # HEADS, SIZE: of the index
 SHAPES = [(1, 0), (1, 40), (1, 300), (3, 2), (5, 70), (70, 33), (20, 10), (1, 19)]
@@ -56,10 +55,7 @@ class World:
         )
         order, self.plan = ragged.plan(rows, layout)
         self.rows = [rows[i] for i in order]
-        used = sorted({slot for row in rows for slot in slots_of(row, page_size)})
-        slots, held = (max(page for row in rows for page in row.pages) + 1) * page_size, (1, 1, LATENT + TURNED + SIZE)
-        cache = torch.full((slots, *held), torch.nan if route == "triton" else 100.0)
-        cache[used] = torch.randn(len(used), *held)
+        cache = cache_of(rows, page_size, (1, 1, LATENT + TURNED + SIZE), nothing_by(route))
         self.cache = cache.to(cached or dtype).to(DEVICE)
         tokens = sum(row.queries for row in rows)
         self.query = torch.randn(tokens, 4, LATENT + TURNED).to(dtype).to(DEVICE)
@@ -68,17 +64,12 @@ class World:
 
     def check(self) -> None:
         found = ragged.attention(self.query, self.cache, self.plan, AttentionOptions(0, 0.3, latent=LATENT, asked=self.asked))
-        expected, start = [], 0
-        for row in self.rows:
-            cached = self.cache[slots_of(row, self.page_size)].double().cpu().flatten(1)
-            expected.append(self._exact(row, slice(start, start + row.queries), cached))
-            start += row.queries
+        expected = [self._exact(row, own) for row, own in spans_of(self.rows)]
         tolerance = TOLERANCE[self.query.dtype]
         torch.testing.assert_close(found.double().cpu(), torch.cat(expected), rtol=tolerance, atol=tolerance)
 
-    def _exact(self, row: Row, own: slice, cached: Tensor) -> Tensor:
-        ancestors, _ = plain.ancestry(row.parents if row.parents is not None else range(-1, row.queries - 1))
-        visible = torch.cat((torch.ones(row.queries, row.context, dtype=torch.bool), torch.tensor(ancestors)), 1)
+    def _exact(self, row: Row, own: slice) -> Tensor:
+        cached, visible = self.cache[slots_of(row, self.page_size)].double().cpu().flatten(1), visible_of(row)
         asking, weights = self.asked.queries[own].double().cpu(), self.asked.weights[own].double().cpu()
         scores = torch.einsum("qhk,qh->qk", torch.einsum("qhs,ks->qhk", asking, cached[:, LATENT + TURNED :]).relu(), weights)
         logits = torch.einsum("qhs,ks->qhk", self.query[own].double().cpu(), cached[:, : LATENT + TURNED]) * 0.3
@@ -244,13 +235,9 @@ def test_scores_of_what_is_hidden_are_lowest() -> None:
     assert isinstance(world.plan, indexed_attention.Plan)
     tokens = len(world.query)
     found = fused_index.scores(world.asked, world.cache[..., LATENT + TURNED :], world.plan, 0, tokens, 400).cpu()
-    start = 0
-    for row in world.rows:
-        ancestors, _ = plain.ancestry(row.parents if row.parents is not None else range(-1, row.queries - 1))
-        for sees in ancestors:
-            visible = [True] * row.context + sees + [False] * (400 - row.context - row.queries)
-            assert found[start].isfinite().tolist() == visible
-            start += 1
+    for row, own in spans_of(world.rows):
+        visible = functional.pad(visible_of(row), (0, 400 - row.context - row.queries))
+        assert found[own].isfinite().equal(visible)
 
 
 def _launched(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], dict[str, Any]]:

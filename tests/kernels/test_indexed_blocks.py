@@ -15,7 +15,7 @@ from penstock.kernels.attention import AttentionOptions, Row
 from penstock.kernels.indexed import BlockSelection
 from penstock.kernels.layout import AttentionLayout, LayerKind
 
-from .test_paged_attention import DEVICE, TOLERANCE, rows_of, slots_of
+from .test_paged_attention import DEVICE, TOLERANCE, cache_of, nothing_by, rows_of, slots_of, spans_of
 
 SIZE, BLOCK = 16, 8
 SHAPES = [(1, 0), (1, 40), (1, 300), (3, 2), (5, 70), (70, 33), (20, 10), (1, 19), (2, 23)]
@@ -52,15 +52,8 @@ class World:
         layout = AttentionLayout(page_size, kinds, dtype, DEVICE, most=self.most, block=BLOCK, sinks=sinks)
         order, self.plan = ragged.plan(rows, layout)
         self.rows = [rows[i] for i in order]
-        used = sorted({slot for row in rows for slot in slots_of(row, page_size)})
-        slots = (max(page for row in rows for page in row.pages) + 1) * page_size
-
-        def held(*shape: int) -> Tensor:
-            whole = torch.full((slots, *shape), torch.nan if route == "triton" else 100.0)
-            whole[used] = torch.randn(len(used), *shape)
-            return whole.to(cached or dtype).to(DEVICE)
-
-        self.cache, keys = held(2, kv_heads, SIZE), held(1, 1, SIZE)
+        held = [cache_of(rows, page_size, shape, nothing_by(route)) for shape in ((2, kv_heads, SIZE), (1, 1, SIZE))]
+        self.cache, keys = (each.to(cached or dtype).to(DEVICE) for each in held)
         tokens, heads = sum(row.queries for row in rows), kv_heads * ratio
         self.query = torch.randn(tokens, heads, SIZE).to(dtype).to(DEVICE)
         queries = torch.randn(tokens, kv_heads + 1, SIZE).to(dtype).to(DEVICE)[:, :kv_heads]  # as part of what is wider
@@ -73,10 +66,7 @@ class World:
         assert narrows == any(row.context + row.queries > self.most for row in self.rows)
         how = AttentionOptions(0, 0.3, scales=self.scales, sinks=self.sinks, asked=self.asked if narrows else None)
         found = ragged.attention(self.query, self.cache, self.plan, how)
-        expected, start = [], 0
-        for row in self.rows:
-            expected.append(self._exact(row, start))
-            start += row.queries
+        expected = [self._exact(row, own.start) for row, own in spans_of(self.rows)]
         tolerance = TOLERANCE[self.query.dtype]
         torch.testing.assert_close(found.double().cpu(), torch.cat(expected), rtol=tolerance, atol=tolerance)
 

@@ -7,7 +7,7 @@ neither do outputs before they are written.
 import itertools
 import random
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -64,6 +64,33 @@ def slots_of(row: Row, page_size: int) -> list[int]:
     return [row.pages[i // page_size] * page_size + i % page_size for i in range(row.context + row.queries)]
 
 
+def cache_of(rows: Sequence[Row], page_size: int, shape: Sequence[int], nothing: float = torch.nan) -> Tensor:
+    """[slots, *shape]: random numbers in the slots of rows, `nothing` in all others."""
+    used = sorted({slot for row in rows for slot in slots_of(row, page_size)})
+    cache = torch.full(((max(page for row in rows for page in row.pages) + 1) * page_size, *shape), nothing)
+    cache[used] = torch.randn(len(used), *shape)
+    return cache
+
+
+def nothing_by(route: str) -> float:
+    """What slots of no row may hold: torch masks what it has read."""
+    return torch.nan if route == "triton" else 100.0
+
+
+def spans_of(rows: Iterable[Row]) -> Iterator[tuple[Row, slice]]:
+    """Rows, with their tokens in a step."""
+    start = 0
+    for row in rows:
+        yield row, slice(start, start + row.queries)
+        start += row.queries
+
+
+def visible_of(row: Row) -> Tensor:
+    """[queries, keys]: which keys its queries see, but for windows."""
+    ancestors, _ = plain.ancestry(row.parents if row.parents is not None else range(-1, row.queries - 1))
+    return torch.cat((torch.ones(row.queries, row.context, dtype=torch.bool), torch.tensor(ancestors)), 1)
+
+
 def exact(
     query: Tensor,
     cached: Tensor,
@@ -77,9 +104,9 @@ def exact(
     chunked: bool = False,
 ) -> Tensor:
     """query: [queries, heads, size], cached: [length, 2 or 1, kv_heads, size], sinks: [heads], all in float64."""
-    ancestors, depths = plain.ancestry(row.parents if row.parents is not None else range(-1, row.queries - 1))
-    positions = torch.tensor([*range(row.context), *(row.context + depth for depth in depths)])
-    visible = torch.cat((torch.ones(row.queries, row.context, dtype=torch.bool), torch.tensor(ancestors)), 1)
+    visible = visible_of(row)
+    depths = visible[:, row.context :].sum(1) - 1
+    positions = torch.cat((torch.arange(row.context), row.context + depths))
     visible |= row.whole and joined
     own = positions[row.context :, None]
     if window:
@@ -118,12 +145,8 @@ class World:
         self.joined, self.chunked = joined, chunked
         torch.manual_seed(seed)
         self.rows, self.page_size, self.kv_heads, self.ratio, self.size, self.dtype = rows, page_size, kv_heads, ratio, size, dtype
-        used = sorted({slot for row in rows for slot in slots_of(row, page_size)})
-        slots = (max(page for row in rows for page in row.pages) + 1) * page_size
         self.latent = latent
-        held = (1, 1, size) if latent else (2, kv_heads, size)
-        cache = torch.full((slots, *held), torch.nan)
-        cache[used] = torch.randn(len(used), *held)
+        cache = cache_of(rows, page_size, (1, 1, size) if latent else (2, kv_heads, size))
         self.cache = cache.to(torch.float8_e4m3fn if eight_bits else dtype).to(DEVICE)
         self.scales = torch.rand(2, kv_heads, device=DEVICE) + 0.5 if eight_bits and not latent else None
         joint = torch.randn(sum(row.queries for row in rows), kv_heads * (ratio + 2), size).to(dtype).to(DEVICE)
