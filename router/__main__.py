@@ -6,6 +6,7 @@ Exit status: 0 after SIGTERM or SIGINT, 1 after a fault, 2 when a setting is wro
 
 import errno
 import logging
+import os
 import resource
 import signal
 import socket
@@ -38,8 +39,9 @@ def main() -> int:
         print(f"the router's settings cannot be read: {error}", file=sys.stderr)
         return 2
     configure_logging("router", config.json_output, config.log_level, request_id)
-    for number in (signal.SIGTERM, signal.SIGINT):  # until there is something to be stopped
-        signal.signal(number, lambda number, frame: sys.exit(0))
+    # Until there is something to be stopped. An exception would be lost in a callback of a weak reference, as imports have them.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: os._exit(0))
     raise_limit(places(config.max_concurrent_requests * max(1, len(config.groups))))
     try:
         with listen(config) as listening:

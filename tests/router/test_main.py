@@ -102,6 +102,26 @@ def test_it_answers_before_it_is_there_and_stops_when_told(settings: Callable[..
     assert process.returncode == 0, output
 
 
+def test_a_signal_within_a_callback_of_the_garbage_collector_is_not_lost(settings: Callable[..., str]) -> None:
+    """As imports have them, while most starts are told to stop; Python ignores exceptions there."""
+    script = (
+        "import os, signal, sys, time, weakref\n"
+        "from penstock.router import __main__ as router\n"
+        "def stop(_):\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    time.sleep(0.1)\n"
+        "def listen(config):\n"
+        "    lost = set()\n"
+        "    watch = weakref.ref(lost, stop)\n"
+        "    del lost\n"
+        "    time.sleep(60)\n"
+        "router.listen = listen\n"
+        "sys.exit(router.main())\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script, settings()], capture_output=True, text=True, timeout=30)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 @pytest.mark.parametrize(("requests", "told"), [(100, False), (201, True)])
 def test_too_few_open_files_are_told(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, requests: int, told: bool
