@@ -15,7 +15,17 @@ import torch
 
 pytest.importorskip("triton")
 
-from penstock.benchmarks import gpu, gpu_busy, gpu_checks, gpu_measure, gpu_model, gpu_report, gpu_worlds
+from penstock.benchmarks import (
+    gpu,
+    gpu_busy,
+    gpu_checks,
+    gpu_checks_layers,
+    gpu_comparisons,
+    gpu_measure,
+    gpu_model,
+    gpu_report,
+    gpu_worlds,
+)
 from penstock.benchmarks.gpu_report import Line, failed, timing
 from penstock.kernels import operations
 from penstock.kernels.attention import Row
@@ -40,7 +50,7 @@ def test_correctness_from_the_command_line(tmp_path: Path) -> None:
 def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[Line] = []
     bench = gpu_measure.Bench(torch.device("cpu"), True, lines.append)
-    norms = {"norms": partial(gpu_checks.elementwise, dtype=torch.float32), "broken": lambda b, c: 1 / 0}
+    norms = {"norms": partial(gpu_checks_layers.elementwise, dtype=torch.float32), "broken": lambda b, c: 1 / 0}
     monkeypatch.setattr(gpu_checks, "checks", lambda b: norms)
     gpu_checks.measure(bench, 1)
     honest = operations.rms_norm
@@ -90,8 +100,8 @@ def test_what_a_section_has_no_time_for_is_left_out() -> None:
 
 
 def test_what_is_no_number_is_never_right() -> None:
-    assert gpu_checks.error(torch.tensor([1.0, math.nan]), torch.ones(2), 0.1) == math.inf
-    assert gpu_checks.error(torch.tensor([1.1]), torch.tensor([1.0]), 0.1) == pytest.approx(0.5, rel=1e-5)
+    assert gpu_comparisons.error(torch.tensor([1.0, math.nan]), torch.ones(2), 0.1) == math.inf
+    assert gpu_comparisons.error(torch.tensor([1.1]), torch.tensor([1.0]), 0.1) == pytest.approx(0.5, rel=1e-5)
     assert Line(section="", what="", ratio=math.nan, goal=1.0, most=True, check=True).verdict == "WRONG"
 
 

@@ -10,7 +10,16 @@ import torch
 
 pytest.importorskip("triton")
 
-from penstock.benchmarks import gpu_attention, gpu_ceilings, gpu_checks, gpu_measure, gpu_model, gpu_operations, gpu_tuning
+from penstock.benchmarks import (
+    gpu_attention,
+    gpu_ceilings,
+    gpu_checks,
+    gpu_checks_products,
+    gpu_measure,
+    gpu_model,
+    gpu_operations,
+    gpu_tuning,
+)
 from penstock.benchmarks.gpu_measure import Bench
 from penstock.benchmarks.gpu_report import UNMEASURED, Line
 from penstock.shard import graphs, logits
@@ -30,7 +39,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
         monkeypatch.setattr(gpu_measure, name, value)
     for name, value in {"STEPS": 3, "WARM": 1, "CASES": ((1, 1024), (256, 1024), (256, 8192))}.items():
         monkeypatch.setattr(gpu_model, name, value)
-    monkeypatch.setattr(gpu_checks, "MIXTURES", ((16, 8),))
+    monkeypatch.setattr(gpu_checks_products, "MIXTURES", ((16, 8),))
     watched = (Engine, "_decodes"), (Decoder, "__call__"), (Decoder, "logits"), (logits, "begin"), (graphs.Recorder, "__call__")
     for where, name in watched:
         monkeypatch.setattr(where, name, getattr(where, name))  # `gpu_busy` watches them for the rest of a process: not of this one

@@ -1,7 +1,7 @@
 """Attention of many rows on Hopper: when it is chosen, how it is launched, and what it comes to.
 
 Its kernel is in Gluon, which Triton's interpreter does not know: here `gluon` runs it. On a GPU numbers are checked by
-`benchmarks/gpu_checks.py`.
+`benchmarks/gpu_checks_attention.py`.
 """
 
 import logging
@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 
 from triton.runtime.errors import InterpreterError
 
-from penstock.benchmarks import gpu_checks
+from penstock.benchmarks import gpu_checks_attention
 from penstock.benchmarks.gpu_measure import Bench
 from penstock.kernels import hopper_attention, paged_attention
 from penstock.kernels.attention import AttentionOptions
@@ -130,7 +130,7 @@ def test_it_is_compiled_as_it_is_launched(page_size: int, hopper: Noted, monkeyp
     monkeypatch.setattr(hopper_attention, "descriptor", lambda *given: made.append(describe(*given)) or made[-1])
     bench = Bench(torch.device("cuda"), False, print)
     with torch.inference_mode():
-        gpu_checks.many_rows(bench, random.Random(page_size), page_size, torch.bfloat16)
+        gpu_checks_attention.many_rows(bench, random.Random(page_size), page_size, torch.bfloat16)
     launches = [one for one in hopper.launches if one.kernel == "attend_many"]
     assert len(launches) == 6
     assert "attend" not in {one.kernel for one in hopper.launches}

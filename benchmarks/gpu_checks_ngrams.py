@@ -23,7 +23,7 @@ def runs(chance: random.Random, dtype: torch.dtype, tiny: bool) -> Iterator[Run]
     """Functions of a device that return their results on it; the inputs are the same on every device."""
     rows, size = (3, 20) if tiny else (chance.randint(1, 200), chance.choice([2048, 4096, chance.randint(1, 999)]))
     yield _mixed(rows, size, dtype)
-    yield _told(chance, size, dtype)
+    yield _ngrams(chance, size, dtype)
     yield _pooled(rows, dtype)
 
 
@@ -43,7 +43,7 @@ def _mixed(rows: int, size: int, dtype: torch.dtype) -> Run:
     return run
 
 
-def _told(chance: random.Random, size: int, dtype: torch.dtype) -> Run:
+def _ngrams(chance: random.Random, size: int, dtype: torch.dtype) -> Run:
     """N-gram embeddings, for sequences that begin or go on, with drafts."""
     lengths = [1, 1, chance.randint(2, 9), chance.randint(2, 20), 1]
     tokens, channels, reach = sum(lengths), COUNT * size, (TAPS - 1) * APART
