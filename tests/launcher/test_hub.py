@@ -1,4 +1,4 @@
-"""Where a model is found; up to the network, not across it."""
+"""Where a model is found: the demo model, a folder, or the Hugging Face hub, whose client library is mocked or offline."""
 
 from collections import Counter
 from pathlib import Path
@@ -14,11 +14,11 @@ from penstock.launcher import hub
 from penstock.launcher.mistake import Mistake
 
 
-def test_a_folder(tmp_path: Path) -> None:
+def test_folder_is_used_as_it_is(tmp_path: Path) -> None:
     assert hub.locate(str(tmp_path)) == (str(tmp_path), tmp_path)
 
 
-def test_no_model_is_the_demo_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_model_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Path(hub.__file__).parents[1] / "demo" / "model" == hub.DEMO_FOLDER
     monkeypatch.setattr(hub, "DEMO_FOLDER", tmp_path)
     assert hub.locate("") == ("penstock-demo", tmp_path)
@@ -27,17 +27,17 @@ def test_no_model_is_the_demo_model(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         hub.locate("")
 
 
-def test_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, Any] = {}
+def test_hub_id_is_downloaded_without_weights_if_they_are_not_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments_seen: dict[str, Any] = {}
 
     def download(repository: str, **arguments: Any) -> str:
-        asked.update(arguments, repository=repository)
+        arguments_seen.update(arguments, repository=repository)
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.chdir(tmp_path)
     assert hub.locate("owner/name", revision="abc", cache="/cache") == ("owner/name", tmp_path)
-    assert asked == {
+    assert arguments_seen == {
         "repository": "owner/name",
         "revision": "abc",
         "cache_dir": "/cache",
@@ -45,18 +45,18 @@ def test_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "ignore_patterns": ["consolidated*", "*/*.safetensors", "*/*.json", "*/tokenizer*"],
     }
     hub.locate("owner/name", weights=False)
-    assert asked["allow_patterns"] == ["*.json", "*.jinja", "tokenizer*"]
+    assert arguments_seen["allow_patterns"] == ["*.json", "*.jinja", "tokenizer*"]
 
 
-def test_what_is_downloaded() -> None:
+def test_download_patterns_select_the_models_own_files() -> None:
     names = ["config.json", "model.safetensors", "tokenizer.model", "chat_template.jinja"]
     names += ["additional_chat_templates/tool_use.jinja", "README.md", "pytorch_model.bin"]
     names += ["consolidated.safetensors", "consolidated.00.pth", "onnx/config.json", "original/tokenizer.model"]
-    found = filter_repo_objects(names, allow_patterns=hub.PATTERNS, ignore_patterns=hub.IGNORED)
-    assert list(found) == names[:5]
+    matching = filter_repo_objects(names, allow_patterns=hub.PATTERNS, ignore_patterns=hub.IGNORED)
+    assert list(matching) == names[:5]
 
 
-def test_what_the_hub_says_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_metadata_gives_bytes_by_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     def parse(repository: str, name: str, revision: str | None) -> Any:
         tensors = {
             "a": SimpleNamespace(dtype="BF16", data_offsets=(0, 20)),
@@ -64,20 +64,20 @@ def test_what_the_hub_says_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         }
         return SimpleNamespace(tensors=tensors)
 
-    def answer(repository: str, revision: str | None) -> Any:
+    def metadata(repository: str, revision: str | None) -> Any:
         return SimpleNamespace(files_metadata={"model.safetensors": parse(repository, "model.safetensors", revision)})
 
-    def fail(repository: str, revision: str | None) -> Any:
+    def network_error(repository: str, revision: str | None) -> Any:
         raise OSError
 
-    def refuse(repository: str, revision: str | None) -> Any:
+    def not_a_safetensors_repo(repository: str, revision: str | None) -> Any:
         raise errors.NotASafetensorsRepoError
 
-    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", answer)
+    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", metadata)
     assert hub.remote("owner/name", "") == hub.HubWeights(Counter(BF16=20, F32=4), 1)
-    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", fail)
+    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", network_error)
     assert hub.remote("owner/name", "") == hub.HubWeights(Counter(), 0)
-    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", refuse)
+    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", not_a_safetensors_repo)
     monkeypatch.setattr(huggingface_hub, "parse_safetensors_file_metadata", parse)
     monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda *where, **more: ["config.json", "medusa_lm_head.safetensors"])
     assert hub.remote("owner/name", "") == hub.HubWeights(Counter(BF16=20, F32=4), 1)
@@ -88,12 +88,12 @@ def test_what_the_hub_says_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         hub.remote("owner/name", "")
 
 
-def test_what_is_on_the_hub(tmp_path: Path) -> None:
+def test_on_hub_is_true_for_hub_ids_only(tmp_path: Path) -> None:
     assert [hub.on_hub(name) for name in ("owner/name", str(tmp_path), "")] == [True, False, False]
 
 
-def test_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library itself, told to stay offline, with an empty cache."""
+def test_offline_without_cache_is_one_line_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real client library, in its offline mode, with an empty cache."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(Mistake) as caught:
@@ -103,7 +103,7 @@ def test_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "words"),
+    ("error", "message"),
     [
         (errors.RepositoryNotFoundError, "no folder owner/name, and no such model on the hub"),
         (errors.GatedRepoError, "asks for consent"),
@@ -111,21 +111,21 @@ def test_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (errors.HfHubHTTPError, "could not be downloaded: 500 so to speak"),
     ],
 )
-def test_the_hub_refuses(error: type[errors.HfHubHTTPError], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_errors_are_one_line(error: type[errors.HfHubHTTPError], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def download(repository: str, **arguments: Any) -> str:
-        made = error.__new__(error)  # its constructor wants a response
-        Exception.__init__(made, "500\nso to speak")
-        raise made
+        raised = error.__new__(error)  # its constructor needs an HTTP response
+        Exception.__init__(raised, "500\nso to speak")
+        raise raised
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     with pytest.raises(Mistake) as caught:
         hub.locate("owner/name", revision="main")
-    assert words in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "./nothing", "a/b/c", "..", "~/nowhere-at-all", "-x"])
-def test_what_is_no_folder_and_no_id(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_name_that_is_neither_folder_nor_hub_id_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "inside").mkdir()
     monkeypatch.chdir(tmp_path / "inside")
     if name == "..":
@@ -135,7 +135,7 @@ def test_what_is_no_folder_and_no_id(name: str, tmp_path: Path, monkeypatch: pyt
         hub.locate(name)
 
 
-def test_a_file_and_a_revision_of_a_folder(tmp_path: Path) -> None:
+def test_file_as_model_and_revision_of_a_folder_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
     with pytest.raises(Mistake, match="is a file: name the folder"):
         hub.locate(str(tmp_path / "config.json"))

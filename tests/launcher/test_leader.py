@@ -1,4 +1,5 @@
-"""Several nodes that meet before anything is loaded: the roll, and whole launchers whose ranks are stand-ins."""
+"""Multi-node groups: node 0's roll call of the nodes (in this process), then whole launchers of nodes that register, start, restart
+and stop together (`run_node.py`, with fake processes as ranks)."""
 
 import dataclasses
 import json
@@ -23,10 +24,10 @@ from penstock.proto import link
 from penstock.proto.certificates import Certificates
 from penstock.shard.config import ShardConfig
 from penstock.tests.certificates import Authority, authorities
-from penstock.tests.launcher.reading import Reading
-from penstock.tests.launcher.test_supervisor import gone
+from penstock.tests.launcher.monitored_process import MonitoredProcess
+from penstock.tests.launcher.test_supervisor import all_ended
 
-HARNESS = str(Path(__file__).with_name("node_harness.py"))
+RUN_NODE = str(Path(__file__).with_name("run_node.py"))
 TERMS = {"penstock": "1", "weights": "abc", "nodes": "3", "dtype": "float32"}
 
 
@@ -34,10 +35,10 @@ def hello(node: int, start: str = "a", **terms: str) -> Hello:
     return Hello(node=node, start=start, address=f"10.0.0.{node}", ports=(1, 2), terms={**TERMS, **terms})
 
 
-# The roll
+# The roll call
 
 
-def test_the_roll_is_complete_when_all_are_there_and_nothing_runs() -> None:
+def test_roll_call_is_complete_when_all_nodes_are_present_and_idle() -> None:
     roll = RollCall(3, TERMS)
     assert roll.missing() == "node 1 and node 2 of 3"
     roll.enter(hello(2))
@@ -49,13 +50,13 @@ def test_the_roll_is_complete_when_all_are_there_and_nothing_runs() -> None:
     roll.halted(1)
     assert roll.missing() == "node 2 (10.0.0.2) of 3"
     roll.leave(2)
-    roll.halted(2)  # what it said before it was lost
+    roll.halted(2)  # a late message, from before the node was lost
     assert roll.missing() == "node 2 of 3"
     roll.enter(hello(2))
     assert roll.complete
 
 
-def test_who_is_late_is_named_with_the_time() -> None:
+def test_late_nodes_are_named_with_the_timeout() -> None:
     roll = RollCall(3, TERMS)
     assert roll.late(60).startswith("node 1 and node 2 of 3 have not come within 60 s (--node-timeout): ")
     roll.enter(hello(1))
@@ -84,30 +85,30 @@ def test_who_is_late_is_named_with_the_time() -> None:
         (hello(1, later="yes"), "later is yes there and unknown on node 0"),
     ],
 )
-def test_what_does_not_fit_is_named(came: Hello, words: str) -> None:
+def test_roll_call_objects_to_a_node_with_other_terms(came: Hello, words: str) -> None:
     objection = RollCall(3, TERMS).objection(came)
     assert words in objection
     assert bool(words) == bool(objection)
 
 
-def test_one_node_is_there_once() -> None:
+def test_second_launcher_of_a_present_node_is_a_rival() -> None:
     roll = RollCall(3, TERMS)
     roll.enter(hello(1))
-    assert roll.rival(hello(1)) == ""  # it has lost us, and comes again
+    assert roll.rival(hello(1)) == ""  # the same launcher, which has lost its connection and comes again
     assert roll.rival(hello(1, "b")).startswith("node 1 is there already, from 10.0.0.1")
     roll.leave(1)
     assert roll.rival(hello(1, "b")) == ""
 
 
-def test_every_setting_of_a_rank_is_compared_unless_it_is_its_own() -> None:
-    """One that is added later is, too."""
+def test_terms_include_every_shard_setting_except_a_ranks_own() -> None:
+    """Settings that are added later are compared too, unless they are listed as a rank's own."""
     names = {field.name for field in dataclasses.fields(ShardConfig)}
     assert names >= roll_call.OWN
     shard = ShardConfig(folder="/here", model="m", page_size=4)
-    found = roll_call.terms(shard, 2, "abc", {"penstock": "1"})
-    assert set(found) == names - roll_call.OWN | {"penstock", "weights", "nodes"}
-    assert found["page_size"] == "4"
-    assert roll_call.terms(dataclasses.replace(shard, folder="/there", rank=1), 2, "abc", {"penstock": "1"}) == found
+    collected = roll_call.terms(shard, 2, "abc", {"penstock": "1"})
+    assert set(collected) == names - roll_call.OWN | {"penstock", "weights", "nodes"}
+    assert collected["page_size"] == "4"
+    assert roll_call.terms(dataclasses.replace(shard, folder="/there", rank=1), 2, "abc", {"penstock": "1"}) == collected
 
 
 @pytest.mark.parametrize(
@@ -126,7 +127,7 @@ def test_every_setting_of_a_rank_is_compared_unless_it_is_its_own() -> None:
         b"[" * 100_000,
     ],
 )
-def test_what_is_no_hello_is_refused(message: bytes) -> None:
+def test_malformed_hello_is_refused(message: bytes) -> None:
     with pytest.raises(ValueError, match=r"^no (hello|message of a launcher)$"):
         node_messages.hello(node_messages.read(message))
     assert node_messages.hello(node_messages.read(node_messages.written(hello(1).message()))) == hello(1)
@@ -135,11 +136,11 @@ def test_what_is_no_hello_is_refused(message: bytes) -> None:
 # Whole launchers
 
 
-class Node(Reading):
-    """A launcher with a stand-in for its rank, and what it has written so far."""
+class Node(MonitoredProcess):
+    """The launcher of one node, with a fake process as its rank, and the lines that it has written so far."""
 
     def __init__(self, node: int, **settings: Any) -> None:
-        told = {
+        all_settings = {
             "node": node,
             "nodes": 2,
             "terms": TERMS,
@@ -150,9 +151,9 @@ class Node(Reading):
             "router": "serves+drains",
             **settings,
         }
-        super().__init__([sys.executable, HARNESS, json.dumps(told)])
+        super().__init__([sys.executable, RUN_NODE, json.dumps(all_settings)])
 
-    def says(self, pattern: str) -> bool:
+    def has_line(self, pattern: str) -> bool:
         return any(re.search(pattern, line) for line in self.lines)
 
     def pids(self, name: str = "shard") -> list[int]:
@@ -166,26 +167,26 @@ class Node(Reading):
 Start = Callable[..., Node]
 
 
-def up(leader: Node, *followers: Node) -> None:
-    """Returns when all ranks run, and the server is ready, in whatever order."""
-    while not (leader.says("^penstock: ready$") and leader.says("shard-0 has pid")):
-        leader.until("ready$|has pid")
+def wait_until_up(leader: Node, *followers: Node) -> None:
+    """Returns when all ranks run and the server is ready, in either order."""
+    while not (leader.has_line("^penstock: ready$") and leader.has_line("shard-0 has pid")):
+        leader.read_until("ready$|has pid")
     for follower in followers:
-        follower.until("has pid")
+        follower.read_until("has pid")
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    started: list[Node] = []
-    places = {"port": machine.free_port(), "health": machine.free_port(), "folder": str(tmp_path)}
+    nodes_started: list[Node] = []
+    addresses = {"port": machine.free_port(), "health": machine.free_port(), "folder": str(tmp_path)}
 
-    def begin(node: int, **settings: Any) -> Node:
-        started.append(Node(node, **places, **settings))
-        return started[-1]
+    def start_node(node: int, **settings: Any) -> Node:
+        nodes_started.append(Node(node, **addresses, **settings))
+        return nodes_started[-1]
 
-    begin.port = places["port"]  # type: ignore[attr-defined]
-    yield begin
-    for node in started:
+    start_node.port = addresses["port"]  # type: ignore[attr-defined]
+    yield start_node
+    for node in nodes_started:
         node.kill()
         assert node.process.stdout is not None
         node.process.stdout.close()
@@ -193,51 +194,53 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 @pytest.fixture(scope="module")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> tuple[Authority, Authority]:
-    """Ours, and somebody else's."""
+    """The group's certificate authority, and a foreign one."""
     return authorities(tmp_path_factory.mktemp("certificates"))
 
 
-def test_nothing_starts_before_all_are_there_and_all_end_together(start: Start, tmp_path: Path) -> None:
+def test_ranks_start_only_when_all_nodes_are_present_and_stop_together(start: Start, tmp_path: Path) -> None:
     leader, first = start(0, nodes=3), start(1, nodes=3)
-    leader.until(r"^penstock: waiting for node 1 and node 2 of 3, up to 20 s$")
-    leader.until(r"^penstock: node 1 \(127.0.0.1\) is there$")
+    leader.read_until(r"^penstock: waiting for node 1 and node 2 of 3, up to 20 s$")
+    leader.read_until(r"^penstock: node 1 \(127.0.0.1\) is there$")
     time.sleep(0.3)
     assert leader.pids() == []
     second = start(2, nodes=3)
-    up(leader, first, second)
+    wait_until_up(leader, first, second)
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {f"address-{rank}": "127.0.0.1:7" for rank in (1, 2)}
-    assert first.says("^penstock: meets at 127.0.0.1:1 token 2$")
+    assert first.has_line("^penstock: meets at 127.0.0.1:1 token 2$")
     leader.process.send_signal(signal.SIGTERM)
-    assert [node.end() for node in (leader, first, second)] == [0, 0, 0]
-    assert gone([pid for node in (leader, first, second) for pid in node.pids()], 0)
-    assert first.says("^penstock: node 0 has stopped as it was asked to$")
-    assert not leader.says("is lost")
+    assert [node.wait_for_exit() for node in (leader, first, second)] == [0, 0, 0]
+    assert all_ended([pid for node in (leader, first, second) for pid in node.pids()], 0)
+    assert first.has_line("^penstock: node 0 has stopped as it was asked to$")
+    assert not leader.has_line("is lost")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_late_nodes_are_named_on_both_sides(start: Start) -> None:
-    lonely = start(1, timeout=1.0)
-    assert lonely.end() == 1
-    assert lonely.says(r"node 0 \(127.0.0.1:\d+\) is not there yet: Connection refused; it was waited for 1 s \(--node-timeout\)")
+def test_node_timeout_is_reported_by_the_waiting_node_and_by_node_0(start: Start) -> None:
+    follower = start(1, timeout=1.0)
+    assert follower.wait_for_exit() == 1
+    assert follower.has_line(
+        r"node 0 \(127.0.0.1:\d+\) is not there yet: Connection refused; it was waited for 1 s \(--node-timeout\)"
+    )
     leader, first = start(0, nodes=3, timeout=1.5), start(1, nodes=3)
-    assert leader.end() == 1
-    assert leader.says(r"^penstock: node 2 of 3 has not come within 1.5 s \(--node-timeout\)")
-    assert first.end() == 1
-    assert first.says("node 0 ends with exit code 1: its log says why")
+    assert leader.wait_for_exit() == 1
+    assert leader.has_line(r"^penstock: node 2 of 3 has not come within 1.5 s \(--node-timeout\)")
+    assert first.wait_for_exit() == 1
+    assert first.has_line("node 0 ends with exit code 1: its log says why")
 
 
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0\0\0\2hi"])
 @pytest.mark.parametrize("secure", [False, True])
-def test_who_accepts_and_is_no_launcher_is_named_in_time(
+def test_foreign_server_at_node_0s_port_is_reported_within_the_timeout(
     start: Start, answer: bytes, secure: bool, authority: tuple[Authority, Authority]
 ) -> None:
-    """A listener that says nothing, one that speaks HTTP, one that says nonsense."""
+    """The listener at node 0's address says nothing, speaks HTTP, or sends a message that is not JSON."""
     files = authority[0].files if secure else None
     with link.listen("127.0.0.1", start.port) as listening, ThreadPoolExecutor(1) as threads:  # type: ignore[attr-defined]
-        lonely = start(1, timeout=1.5, certificates=files)
+        follower = start(1, timeout=1.5, certificates=files)
 
-        def attend() -> None:
-            accepted = []  # and kept open
+        def accept_and_answer() -> None:
+            accepted = []  # kept open
             with suppress(OSError):
                 while True:
                     accepted.append(listening.accept()[0])
@@ -245,137 +248,143 @@ def test_who_accepts_and_is_no_launcher_is_named_in_time(
             for connection in accepted:
                 connection.close()
 
-        attending = threads.submit(attend)
-        assert lonely.end() == 1
+        accepting = threads.submit(accept_and_answer)
+        assert follower.wait_for_exit() == 1
         link.stop_listening(listening)
-        attending.result()
-    why = r"is not there yet: it accepts connections, but is no penstock launcher: look at --master-port"
-    assert lonely.says(why + r"; it was waited for 1.5 s \(--node-timeout\)")
+        accepting.result()
+    reason = r"is not there yet: it accepts connections, but is no penstock launcher: look at --master-port"
+    assert follower.has_line(reason + r"; it was waited for 1.5 s \(--node-timeout\)")
 
 
-def test_a_node_that_does_not_fit_is_told_and_the_others_wait_for_a_better_one(start: Start) -> None:
-    leader, misfit = start(0), start(1, terms={**TERMS, "dtype": "bfloat16"})
-    assert misfit.end() == 2
+def test_node_with_other_settings_is_refused_and_a_matching_one_is_waited_for(start: Start) -> None:
+    leader, mismatched = start(0), start(1, terms={**TERMS, "dtype": "bfloat16"})
+    assert mismatched.wait_for_exit() == 2
     difference = "differs from node 0: dtype is bfloat16 there and float32 on node 0"
-    assert misfit.says(f"node 0 .* refuses this node: node 1 .* {difference}")
-    leader.until(f"node 1 .* was refused: .*{difference}")
-    up(leader, start(1))
+    assert mismatched.has_line(f"node 0 .* refuses this node: node 1 .* {difference}")
+    leader.read_until(f"node 1 .* was refused: .*{difference}")
+    wait_until_up(leader, start(1))
 
 
-def test_if_none_fits_in_time_it_is_the_operators_fault(start: Start) -> None:
-    leader, misfit = start(0, timeout=1.5), start(1, terms={**TERMS, "weights": "other"})
-    assert (misfit.end(), leader.end()) == (2, 2)
-    assert leader.says("node 1 of 2 has not come within 1.5 s .*; the last that came: .* config.json")
+def test_exit_code_is_2_if_only_a_mismatched_node_came_within_the_timeout(start: Start) -> None:
+    leader, mismatched = start(0, timeout=1.5), start(1, terms={**TERMS, "weights": "other"})
+    assert (mismatched.wait_for_exit(), leader.wait_for_exit()) == (2, 2)
+    assert leader.has_line("node 1 of 2 has not come within 1.5 s .*; the last that came: .* config.json")
 
 
-def test_when_a_rank_dies_elsewhere_the_whole_group_meets_anew(start: Start) -> None:
+def test_rank_crash_on_any_node_restarts_the_whole_rank_group(start: Start) -> None:
     leader, follower = start(0), start(1)
-    up(leader, follower)
+    wait_until_up(leader, follower)
     os.kill(follower.pids()[0], signal.SIGKILL)
-    leader.until(r"^penstock: node 1 \(127.0.0.1\): shard 1 was killed by SIGKILL")
-    leader.until("^penstock: ready again after")
-    follower.until("starts the group again")
-    follower.until("has pid")
+    leader.read_until(r"^penstock: node 1 \(127.0.0.1\): shard 1 was killed by SIGKILL")
+    leader.read_until("^penstock: ready again after")
+    follower.read_until("starts the group again")
+    follower.read_until("has pid")
     while len(leader.pids()) < 2:
-        leader.until("has pid")
+        leader.read_until("has pid")
     assert [len(node.pids()) for node in (leader, follower)] == [2, 2]
-    assert gone([node.pids()[0] for node in (leader, follower)], 0)
+    assert all_ended([node.pids()[0] for node in (leader, follower)], 0)
     assert len(leader.pids("router")) == 1
-    # and the other way round
+    # and the same with a rank of node 0
     os.kill(leader.pids()[-1], signal.SIGKILL)
-    follower.until("has lost some of the group: this node's shards end, to be started again")
-    follower.until("has pid")
-    leader.until("^penstock: ready again after")
+    follower.read_until("has lost some of the group: this node's shards end, to be started again")
+    follower.read_until("has pid")
+    leader.read_until("^penstock: ready again after")
 
 
-def test_a_rank_that_fails_before_all_were_ready_ends_all(start: Start) -> None:
+def test_rank_failure_before_readiness_ends_the_launchers_of_all_nodes(start: Start) -> None:
     leader, follower = start(0), start(1, behaviour="fails+2")
-    assert (leader.end(), follower.end()) == (2, 2)
-    assert leader.says(r"^penstock: node 1 \(127.0.0.1\): shard 1 ended with exit code 2, its last words:$")
-    assert leader.says("ValueError: what went wrong")
+    assert (leader.wait_for_exit(), follower.wait_for_exit()) == (2, 2)
+    assert leader.has_line(r"^penstock: node 1 \(127.0.0.1\): shard 1 ended with exit code 2, its last words:$")
+    assert leader.has_line("ValueError: what went wrong")
 
 
-def test_a_launcher_that_is_killed_may_come_again(start: Start) -> None:
+def test_killed_launcher_of_a_node_can_rejoin_the_group(start: Start) -> None:
     leader, follower = start(0), start(1)
-    up(leader, follower)
+    wait_until_up(leader, follower)
     follower.kill()
-    leader.until(r"^penstock: node 1 \(127.0.0.1\) is lost: its launcher has closed the connection$")
-    leader.until("^penstock: waiting for node 1 of 2")
+    leader.read_until(r"^penstock: node 1 \(127.0.0.1\) is lost: its launcher has closed the connection$")
+    leader.read_until("^penstock: waiting for node 1 of 2")
     follower = start(1)
-    leader.until("^penstock: ready again after")
-    follower.until("has pid")
+    leader.read_until("^penstock: ready again after")
+    follower.read_until("has pid")
     leader.kill()
-    follower.until("^penstock: without node 0 the shards are ended$")
-    follower.until("it is looked for, up to 20 s")
-    assert gone(follower.pids(), 0)
+    follower.read_until("^penstock: without node 0 the shards are ended$")
+    follower.read_until("it is looked for, up to 20 s")
+    assert all_ended(follower.pids(), 0)
     leader = start(0)
-    up(leader, follower)
+    wait_until_up(leader, follower)
 
 
-def test_a_second_launcher_of_the_same_node_waits_for_the_end_of_the_first(start: Start) -> None:
+def test_second_launcher_of_a_node_waits_until_the_first_ends(start: Start) -> None:
     leader, first = start(0), start(1)
-    up(leader, first)
+    wait_until_up(leader, first)
     second = start(1)
-    second.until("does not take this node yet: node 1 is there already, from 127.0.0.1")
+    second.read_until("does not take this node yet: node 1 is there already, from 127.0.0.1")
     assert first.process.poll() is None
     first.kill()
-    leader.until("^penstock: ready again after")
-    second.until("has pid")
+    leader.read_until("^penstock: ready again after")
+    second.read_until("has pid")
 
 
-def test_a_node_that_is_asked_to_stop_asks_node_0_to_drain(start: Start) -> None:
+def test_sigterm_on_another_node_drains_node_0(start: Start) -> None:
     leader, follower = start(0), start(1)
-    up(leader, follower)
+    wait_until_up(leader, follower)
     follower.process.send_signal(signal.SIGTERM)
-    assert (leader.end(), follower.end()) == (0, 0)
-    assert leader.says(r"^penstock: node 1 \(127.0.0.1\): SIGTERM there: running streams get up to 5 s")
-    stopped = next(number for number, line in enumerate(leader.lines) if "router stops" in line)
-    assert any("shard-0 was asked to stop" in line for line in leader.lines[stopped:])
+    assert (leader.wait_for_exit(), follower.wait_for_exit()) == (0, 0)
+    assert leader.has_line(r"^penstock: node 1 \(127.0.0.1\): SIGTERM there: running streams get up to 5 s")
+    router_stopped = next(number for number, line in enumerate(leader.lines) if "router stops" in line)
+    assert any("shard-0 was asked to stop" in line for line in leader.lines[router_stopped:])
 
 
-def test_a_node_that_is_lost_while_node_0_drains_is_named(start: Start) -> None:
+def test_node_lost_while_node_0_drains_is_logged(start: Start) -> None:
     leader, follower = start(0, router="serves+stubborn"), start(1)
-    up(leader, follower)
+    wait_until_up(leader, follower)
     leader.process.send_signal(signal.SIGTERM)
-    leader.until("router was asked to stop")
+    leader.read_until("router was asked to stop")
     follower.kill()
-    leader.until(r"^penstock: node 1 \(127.0.0.1\) is lost: its launcher has closed the connection$")
-    assert gone(leader.pids(), 5)  # the router cuts its streams then
+    leader.read_until(r"^penstock: node 1 \(127.0.0.1\) is lost: its launcher has closed the connection$")
+    assert all_ended(leader.pids(), 5)  # then the router cuts its streams
     os.kill(leader.pids("router")[0], signal.SIGKILL)
-    assert leader.end() == 0
+    assert leader.wait_for_exit() == 0
 
 
-def test_strangers_are_refused_and_named(start: Start, authority: tuple[Authority, Authority]) -> None:
-    ours, others = authority
+def test_connections_without_the_groups_certificate_are_refused_and_logged(
+    start: Start, authority: tuple[Authority, Authority]
+) -> None:
+    own_authority, foreign_authority = authority
     port = start.port  # type: ignore[attr-defined]
-    leader = start(0, certificates=ours.files, timeout=60.0)
-    leader.until("waiting for node 1")
+    leader = start(0, certificates=own_authority.files, timeout=60.0)
+    leader.read_until("waiting for node 1")
     with socket.create_connection(("127.0.0.1", port)) as plain:
         plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
-    leader.until(r"127.0.0.1 was refused: no certificate of ours \(http request\)")
+    leader.read_until(r"127.0.0.1 was refused: no certificate of ours \(http request\)")
     with (
         pytest.raises((OSError, EOFError)),
-        closing(link.connect("127.0.0.1", port, Certificates(others.files[0], others.files[1], ours.files[2]))) as forged,
+        closing(
+            link.connect(
+                "127.0.0.1", port, Certificates(foreign_authority.files[0], foreign_authority.files[1], own_authority.files[2])
+            )
+        ) as forged_connection,
     ):
-        forged.receive(5.0)
-    leader.until(r"127.0.0.1 was refused: no certificate of ours \(.*(unable to get local issuer|self-signed) certificate.*\)")
-    for files in (others.files, None):
+        forged_connection.receive(5.0)
+    leader.read_until(r"127.0.0.1 was refused: no certificate of ours \(.*(unable to get local issuer|self-signed) certificate.*\)")
+    for files in (foreign_authority.files, None):
         stranger = start(1, certificates=files, timeout=1.0)
-        assert stranger.end() == 1
-        leader.until("127.0.0.1 was refused: no certificate of ours")
-    assert stranger.says(r"it has closed the connection: does node 0 want|it speaks TLS, and this node has no --tls-cert")
-    # An authority of one's own doesn't help a stranger who plays node 0, either.
-    up(leader, start(1, certificates=ours.files))
+        assert stranger.wait_for_exit() == 1
+        leader.read_until("127.0.0.1 was refused: no certificate of ours")
+    assert stranger.has_line(r"it has closed the connection: does node 0 want|it speaks TLS, and this node has no --tls-cert")
+    # The refused connections have not harmed the group: a node with the right certificate still joins.
+    wait_until_up(leader, start(1, certificates=own_authority.files))
 
 
-def test_certificates_on_one_side_only(start: Start, authority: tuple[Authority, Authority]) -> None:
-    """Also when node 0 is gone in the end."""
+def test_tls_on_one_side_only_is_reported_as_the_reason(start: Start, authority: tuple[Authority, Authority]) -> None:
+    """The reason is still given when node 0 has gone by the time the node gives up."""
     leader = start(0)
-    leader.until("waiting for node 1")
+    leader.read_until("waiting for node 1")
     secure = start(1, certificates=authority[0].files, timeout=6.0)
-    why = r"it has closed the connection: has node 0 no certificates, or others \(--tls-cert\)\?"
-    secure.until(f"is not there yet: {why}; it is looked for")
-    leader.until("127.0.0.1 was refused: it speaks TLS, and this node has no --tls-cert")
+    reason = r"it has closed the connection: has node 0 no certificates, or others \(--tls-cert\)\?"
+    secure.read_until(f"is not there yet: {reason}; it is looked for")
+    leader.read_until("127.0.0.1 was refused: it speaks TLS, and this node has no --tls-cert")
     leader.kill()
-    assert secure.end() == 1
-    assert secure.says(f"is not there yet: Connection refused, and before that: {why}; it was waited for 6 s")
+    assert secure.wait_for_exit() == 1
+    assert secure.has_line(f"is not there yet: Connection refused, and before that: {reason}; it was waited for 6 s")

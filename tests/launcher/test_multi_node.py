@@ -1,4 +1,4 @@
-"""What a node of several starts, from options to the settings of its ranks; what is refused before anything starts."""
+"""One node of a multi-node group, from options to its ranks' settings; contradictions that are refused before anything starts."""
 
 import dataclasses
 import importlib.metadata
@@ -40,31 +40,31 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> tuple[Authority, Auth
     return authorities(tmp_path_factory.mktemp("certificates"))
 
 
-def planned(asked: Options, machine: Machine = MACHINE) -> plan.Plan:
+def planned(options: Options, machine: Machine = MACHINE) -> plan.Plan:
     model = checkpoint.Checkpoint(folder=Path("/model"), config=CONFIG, dtype="float32", bytes=0, files=0)
-    return plan.divide(asked, model, machine)
+    return plan.divide(options, model, machine)
 
 
-def ours(folder: Path, environment: Mapping[str, str] = {}, **asked: Any) -> multi_node.Node:
-    """A node of two with two ranks each."""
-    told = Options(nnodes=2, num_shard=4, **asked)
+def make_node(folder: Path, environment: Mapping[str, str] = {}, **settings: Any) -> multi_node.Node:
+    """A node of a group of two nodes with two ranks each."""
+    options = Options(nnodes=2, num_shard=4, **settings)
     place = Place(0, True, [str(folder / name) for name in ("a", "b")], str(folder / "relay"), "", (), {})
-    shards = children.shard_configs(told, "m", planned(told), place)
-    return multi_node.Node(told, shards, "digest", folder, environment, Console(False))
+    shards = children.shard_configs(options, "m", planned(options), place)
+    return multi_node.Node(options, shards, "digest", folder, environment, Console(False))
 
 
-def told(command: Command) -> ShardConfig:
-    """Whom a process is started for. Its settings are no argument, but in a file."""
+def shard_config_of(command: Command) -> ShardConfig:
+    """The settings that a process is started with. They are in a file, as arguments could be seen by others."""
     *_, module, argument = command.arguments
     assert (module, argument[:1]) == ("penstock.shard", "@")
     return settings.load(ShardConfig, argument)
 
 
-def test_num_shard_counts_the_ranks_of_all_nodes() -> None:
-    found = planned(Options(nnodes=2, num_shard=4, node_rank=1, threads=2))
-    assert (found.ranks, found.local_ranks, found.threads) == (4, 2, 2)
-    assert found.memory == int(MACHINE.memory // 2 * 0.9)
-    assert "4, 2 on each node, 2 threads each" in plan.table(found, "m")
+def test_num_shard_counts_the_ranks_of_all_nodes_and_must_divide_evenly() -> None:
+    planned_layout = planned(Options(nnodes=2, num_shard=4, node_rank=1, threads=2))
+    assert (planned_layout.ranks, planned_layout.local_ranks, planned_layout.threads) == (4, 2, 2)
+    assert planned_layout.memory == int(MACHINE.memory // 2 * 0.9)
+    assert "4, 2 on each node, 2 threads each" in plan.table(planned_layout, "m")
     assert planned(Options(nnodes=2)).ranks == 2
     gpus = dataclasses.replace(MACHINE, gpu_memory=(1 << 30,) * 2)
     assert (planned(Options(nnodes=2), gpus).ranks, planned(Options(), gpus).ranks) == (4, 1)
@@ -74,12 +74,12 @@ def test_num_shard_counts_the_ranks_of_all_nodes() -> None:
         planned(Options(nnodes=2, num_shard=8), gpus)
 
 
-def test_node_0_starts_the_first_ranks_at_sockets(tmp_path: Path) -> None:
-    here = ours(tmp_path, node_rank=0, master_addr="127.0.0.1", master_port=machine.free_port(), step_timeout=7.0)
-    group, addresses = multi_node.lead(here)
+def test_node_0_starts_the_first_ranks_on_unix_sockets(tmp_path: Path) -> None:
+    node = make_node(tmp_path, node_rank=0, master_addr="127.0.0.1", master_port=machine.free_port(), step_timeout=7.0)
+    leader, addresses = multi_node.lead(node)
     try:
         assert addresses == [*(str(tmp_path / name) for name in "ab"), *(f"file:{tmp_path}/address-{rank}" for rank in (2, 3))]
-        first, second = map(told, group._commands)
+        first, second = map(shard_config_of, leader._commands)
         assert [(shard.rank, shard.local_rank, shard.socket, shard.listen) for shard in (first, second)] == [
             (0, 0, addresses[0], ""),
             (1, 1, addresses[1], ""),
@@ -88,26 +88,26 @@ def test_node_0_starts_the_first_ranks_at_sockets(tmp_path: Path) -> None:
         assert first.relay == second.relay == str(tmp_path / "relay")
         assert (first.link_timeout, first.master_addr) == (7.0, "127.0.0.1")
         assert len(first.token) == 32
-        assert [command.environment for command in group._commands] == [
+        assert [command.environment for command in leader._commands] == [
             {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
         ] * 2
         with pytest.raises(Mistake, match=r"127.0.0.1:\d+ is in use: choose another --master-port, on all nodes"):
-            multi_node.lead(here)
+            multi_node.lead(node)
     finally:
-        group.close(0)
+        leader.close(0)
 
 
-def test_other_nodes_start_the_others_where_they_are_reached(tmp_path: Path, authority: tuple[Authority, Authority]) -> None:
+def test_other_nodes_start_the_other_ranks_on_tcp_ports(tmp_path: Path, authority: tuple[Authority, Authority]) -> None:
     files = dict(zip(("tls_cert", "tls_key", "tls_ca"), authority[0].files, strict=True))
-    chosen = {"NCCL_SOCKET_IFNAME": "ib0"}
-    here = ours(tmp_path, chosen, node_rank=1, master_addr="127.0.0.1", master_port=5, **files)
-    ranks = multi_node.Ranks(here)
+    environment = {"NCCL_SOCKET_IFNAME": "ib0"}
+    node = make_node(tmp_path, environment, node_rank=1, master_addr="127.0.0.1", master_port=5, **files)
+    ranks = multi_node.Ranks(node)
     hello = ranks.hello("127.0.0.1")
     assert (hello.node, hello.address, len(set(hello.ports))) == (1, "127.0.0.1", 2)
-    assert ranks.hello("127.0.0.1") == hello  # when node 0 is met again
+    assert ranks.hello("127.0.0.1") == hello  # the same when it registers again
     orders = Orders(epoch=1, relay_address="127.0.0.2:9", token="secret", store=8)
     commands = ranks.commands(orders, hello)
-    third, fourth = map(told, commands)
+    third, fourth = map(shard_config_of, commands)
     assert [(shard.rank, shard.local_rank, shard.listen) for shard in (third, fourth)] == [
         (2, 0, f"127.0.0.1:{hello.ports[0]}"),
         (3, 1, f"127.0.0.1:{hello.ports[1]}"),
@@ -118,23 +118,23 @@ def test_other_nodes_start_the_others_where_they_are_reached(tmp_path: Path, aut
     assert [command.environment for command in commands] == [{"GLOO_SOCKET_IFNAME": "lo"}] * 2
 
 
-def test_all_nodes_say_the_same_but_for_what_is_their_own(tmp_path: Path) -> None:
-    first = ours(tmp_path, node_rank=0, master_addr="a", threads=1).terms
-    assert first == ours(tmp_path / "elsewhere", node_rank=1, master_addr="b", threads=2).terms
-    assert first != ours(tmp_path, node_rank=1, page_size=4).terms
+def test_terms_of_all_nodes_are_equal_but_for_settings_of_their_own(tmp_path: Path) -> None:
+    first = make_node(tmp_path, node_rank=0, master_addr="a", threads=1).terms
+    assert first == make_node(tmp_path / "elsewhere", node_rank=1, master_addr="b", threads=2).terms
+    assert first != make_node(tmp_path, node_rank=1, page_size=4).terms
     assert {"penstock", "torch", "weights", "nodes", "dtype", "page_size", "kv_cache_dtype", "ranks"} <= set(first)
 
 
-def test_where_images_are_seen_all_nodes_have_the_same_transformers(tmp_path: Path) -> None:
-    """And prepare pictures in the same way."""
-    own = ours(tmp_path, node_rank=0, master_addr="a", threads=1)
+def test_terms_include_transformers_and_preprocessing_if_images_are_taken(tmp_path: Path) -> None:
+    """They must also preprocess images in the same way (preprocessor_config.json)."""
+    node = make_node(tmp_path, node_rank=0, master_addr="a", threads=1)
     folder = tmp_path / "model"
     folder.mkdir()
 
-    def terms(pixels: int, said: str) -> dict[str, str]:
-        (folder / DESCRIPTIONS[0]).write_text(said)
-        shards = [dataclasses.replace(shard, folder=str(folder), image_pixels=pixels) for shard in own.shards]
-        return dataclasses.replace(own, shards=shards).terms
+    def terms(pixels: int, preprocessor_config: str) -> dict[str, str]:
+        (folder / DESCRIPTIONS[0]).write_text(preprocessor_config)
+        shards = [dataclasses.replace(shard, folder=str(folder), image_pixels=pixels) for shard in node.shards]
+        return dataclasses.replace(node, shards=shards).terms
 
     assert "transformers" not in terms(0, "a")
     assert terms(0, "a") == terms(0, "b")
@@ -142,7 +142,7 @@ def test_where_images_are_seen_all_nodes_have_the_same_transformers(tmp_path: Pa
     assert terms(100, "a") == terms(100, "a") != terms(100, "b")
 
 
-def test_a_model_is_known_by_its_files(tmp_path: Path) -> None:
+def test_digest_depends_on_config_and_weight_sizes(tmp_path: Path) -> None:
     def digest(name: str, config: dict[str, Any], weights: bytes) -> str:
         folder = tmp_path / name
         folder.mkdir()
@@ -156,63 +156,63 @@ def test_a_model_is_known_by_its_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("settings", "error"),
     [
         ({"master_addr": "10.0.0.1"}, "ranks would obey anybody who reaches 10.0.0.1: name certificates with --tls-cert"),
         ({"master_addr": "node07"}, "or say --insecure-nodes where nobody else is in the network"),
         ({"master_addr": "127.0.0.1", "tls_cert": "x"}, "--tls-cert, --tls-key and --tls-ca belong together"),
     ],
 )
-def test_nobody_listens_to_everybody_by_mistake(asked: dict[str, str], words: str) -> None:
+def test_listening_without_certificates_must_be_allowed_unless_on_loopback(settings: dict[str, str], error: str) -> None:
     with pytest.raises(Mistake) as caught:
-        multi_node.checked(Options(**asked), asked["master_addr"])
-    assert words in str(caught.value)
+        multi_node.checked(Options(**settings), settings["master_addr"])
+    assert error in str(caught.value)
     assert multi_node.checked(Options(master_addr="10.0.0.1", insecure_nodes=True), "10.0.0.1") is None
     assert multi_node.checked(Options(master_addr="::1"), "::1") is None
     assert multi_node.checked(Options()) is None
 
 
-def test_certificates_that_others_would_refuse_are_named(authority: tuple[Authority, Authority], tmp_path: Path) -> None:
-    def checked(certificate: str, key: str, ca: str) -> None:
+def test_certificates_that_other_nodes_would_refuse_are_refused(authority: tuple[Authority, Authority], tmp_path: Path) -> None:
+    def assert_accepted(certificate: str, key: str, ca: str) -> None:
         assert multi_node.checked(Options(tls_cert=certificate, tls_key=key, tls_ca=ca), "10.0.0.1") is not None
 
-    mine, others = (each.files for each in authority)
-    checked(*mine)
+    own_files, foreign_files = (each.files for each in authority)
+    assert_accepted(*own_files)
     misnamed = make(tmp_path / "misnamed", "node07").files
-    for files, words in (
-        ((others[0], others[1], mine[2]), "certificate"),
+    for files, error in (
+        ((foreign_files[0], foreign_files[1], own_files[2]), "certificate"),
         (misnamed, "certificate is not valid for 'penstock'"),
-        ((mine[0], others[1], mine[2]), "key values mismatch"),
+        ((own_files[0], foreign_files[1], own_files[2]), "key values mismatch"),
     ):
         with pytest.raises(Mistake) as caught:
-            checked(*files)
-        assert words in str(caught.value)
+            assert_accepted(*files)
+        assert error in str(caught.value)
         assert "would be refused by other nodes" in str(caught.value)
 
 
-def test_node_0_is_the_machine_with_the_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_master_addr_must_be_an_address_of_node_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def lead(name: str, address: str = "") -> None:
-        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address or name, 0))]
-        monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, **named: found)
-        asked = {"master_addr": name, "master_port": 1, "insecure_nodes": True, "node_timeout": 0.1}
-        multi_node.lead(ours(tmp_path, node_rank=0, **asked))
+        address_info = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address or name, 0))]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, **named: address_info)
+        settings = {"master_addr": name, "master_port": 1, "insecure_nodes": True, "node_timeout": 0.1}
+        multi_node.lead(make_node(tmp_path, node_rank=0, **settings))
 
     with pytest.raises(Mistake, match=r"--master-addr 192.0.2.1 is no address of this machine, which is node 0"):
         lead("192.0.2.1")
     with pytest.raises(Mistake, match=r"--master-addr node07 is 127.0.1.1 here \(/etc/hosts says so\), where no other node comes"):
         lead("node07", "127.0.1.1")
     monkeypatch.undo()
-    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    monkeypatch.setattr(socket, "getaddrinfo", raise_unknown_host)
     with pytest.raises(Mistake, match="--master-addr node07 has no address: is its name known here"):
-        multi_node.lead(ours(tmp_path, node_rank=0, master_addr="node07", insecure_nodes=True, node_timeout=0.1))
+        multi_node.lead(make_node(tmp_path, node_rank=0, master_addr="node07", insecure_nodes=True, node_timeout=0.1))
 
 
-def unknown(*arguments: object, **named: object) -> None:
+def raise_unknown_host(*arguments: object, **named: object) -> None:
     raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "error"),
     [
         ("--nnodes 2 --node-rank 0 --master-addr 10.0.0.1", "ranks would obey anybody who reaches 10.0.0.1"),
         ("--nnodes 2 --node-rank 1 --master-addr 10.0.0.1", "ranks would obey anybody who reaches 10.0.0.1"),
@@ -225,14 +225,14 @@ def unknown(*arguments: object, **named: object) -> None:
         ("--nnodes 2 --node-rank 0 --master-addr 127.0.0.1 --num-shard 3", "--num-shard 3 counts the ranks of all nodes"),
     ],
 )
-def test_starts_that_cannot_succeed(flags: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_contradictory_node_flags_end_with_exit_code_2(flags: str, error: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "--device", "cpu", "--port", str(machine.free_port()), *flags.split()]) == 2
-    said = capsys.readouterr().err
-    assert words in said
-    assert said.count("\n") == 1
+    error_output = capsys.readouterr().err
+    assert error in error_output
+    assert error_output.count("\n") == 1
 
 
-def test_interfaces_are_known_by_their_addresses() -> None:
+def test_interface_and_free_ports_of_an_address() -> None:
     assert machine.interface("127.0.0.1") == "lo"
     assert machine.interface("192.0.2.1") == ""
     assert machine.interface("2001:db8::1") == ""

@@ -1,4 +1,4 @@
-"""Which of several machines this is, from flags and from environments as torchrun, Slurm and LeaderWorkerSet make them."""
+"""Number of nodes, node rank and master address, from flags and from the environments of torchrun, Slurm and LeaderWorkerSet."""
 
 import pytest
 
@@ -18,14 +18,14 @@ TORCHRUN = {
     "MASTER_ADDR": "10.0.0.1",
     "MASTER_PORT": "29400",
 }
-JOB = {  # of a batch script
+JOB = {  # the environment of a batch script
     "SLURM_JOB_ID": "7",
     "SLURM_NNODES": "3",
     "SLURM_NODEID": "0",
     "SLURM_PROCID": "0",
     "SLURM_JOB_NODELIST": "gpu[07-09],other",
 }
-STEP = {  # of srun within it
+STEP = {  # the environment of srun within it
     **JOB,
     "SLURM_STEP_ID": "0",
     "SLURM_STEP_NUM_NODES": "3",
@@ -37,59 +37,59 @@ LWS = {"LWS_LEADER_ADDRESS": "group-0.group.default", "LWS_GROUP_SIZE": "4", "LW
 
 
 def settled(line: str = "", **environment: str) -> tuple[tuple[int, int | None, str, int], str]:
-    """What is decided, and what the operator is told."""
-    asked = command_line.parse(cli._parsers()[1]["serve"], line.split(), environment)
-    found, told = nodes.settle(asked, environment)
-    return (found.nnodes, found.node_rank, found.master_addr, found.master_port), told
+    """Nodes, rank, address and port that flags and environment give, and the message to the operator."""
+    options = command_line.parse(cli._parsers()[1]["serve"], line.split(), environment)
+    found, message = nodes.settle(options, environment)
+    return (found.nnodes, found.node_rank, found.master_addr, found.master_port), message
 
 
-def test_by_flags() -> None:
-    found, told = settled("--nnodes 2 --node-rank 1 --master-addr fd00::1 --master-port 7")
+def test_node_settings_by_flags() -> None:
+    found, message = settled("--nnodes 2 --node-rank 1 --master-addr fd00::1 --master-port 7")
     assert found == (2, 1, "fd00::1", 7)
-    assert told == (
+    assert message == (
         "node 1 of 2, node 0 is at [fd00::1]:7 (nodes: --nnodes, rank: --node-rank, address: --master-addr, port: --master-port)"
     )
 
 
-def test_by_variables_of_our_own() -> None:
-    found, told = settled(NNODES="2", NODE_RANK="1", MASTER_ADDR="10.0.0.1", MASTER_PORT="7")
+def test_node_settings_by_penstocks_variables() -> None:
+    found, message = settled(NNODES="2", NODE_RANK="1", MASTER_ADDR="10.0.0.1", MASTER_PORT="7")
     assert found == (2, 1, "10.0.0.1", 7)
-    assert told.endswith("(nodes: NNODES, rank: NODE_RANK, address: MASTER_ADDR, port: MASTER_PORT)")
+    assert message.endswith("(nodes: NNODES, rank: NODE_RANK, address: MASTER_ADDR, port: MASTER_PORT)")
 
 
-def test_white_space_around_variables_is_none_of_their_values() -> None:
+def test_whitespace_around_variables_is_stripped() -> None:
     found, _ = settled(NNODES="2\n", NODE_RANK="1\n", MASTER_ADDR="10.0.0.1\n", MASTER_PORT="7\n")
     assert found == (2, 1, "10.0.0.1", 7)
 
 
-def test_torchrun_holds_the_port_that_it_names() -> None:
-    found, told = settled(**TORCHRUN)
+def test_next_port_is_used_if_torchruns_agent_holds_master_port() -> None:
+    found, message = settled(**TORCHRUN)
     assert found == (2, 1, "10.0.0.1", 29401)
-    assert "rank: GROUP_RANK" in told
+    assert "rank: GROUP_RANK" in message
     assert settled(**{**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "False"})[0] == (2, 1, "10.0.0.1", 29400)
     assert settled("--master-port 5", **TORCHRUN)[0] == (2, 1, "10.0.0.1", 5)
-    one = {**TORCHRUN, "WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0"}
-    assert settled(**one) == ((1, 0, "10.0.0.1", 29401), "")
+    single_node = {**TORCHRUN, "WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0"}
+    assert settled(**single_node) == ((1, 0, "10.0.0.1", 29401), "")
 
 
-def test_a_step_of_slurm() -> None:
-    found, told = settled(**STEP)
+def test_node_settings_by_slurm_step() -> None:
+    found, message = settled(**STEP)
     assert found == (3, 2, "gpu07", options.SHARD.master_port)
-    assert told.endswith("(nodes: SLURM_STEP_NUM_NODES, rank: SLURM_NODEID, address: SLURM_STEP_NODELIST, port: default)")
+    assert message.endswith("(nodes: SLURM_STEP_NUM_NODES, rank: SLURM_NODEID, address: SLURM_STEP_NODELIST, port: default)")
     older = {name: text for name, text in STEP.items() if not name.startswith("SLURM_STEP_N")}
     assert settled("--master-port 9", **older)[0] == (3, 2, "gpu07", 9)
 
 
-def test_a_group_of_pods() -> None:
-    found, told = settled(**LWS)
+def test_node_settings_by_leader_worker_set() -> None:
+    found, message = settled(**LWS)
     assert found == (4, 3, "group-0.group.default", options.SHARD.master_port)
-    assert "nodes: LWS_GROUP_SIZE, rank: LWS_WORKER_INDEX, address: LWS_LEADER_ADDRESS" in told
+    assert "nodes: LWS_GROUP_SIZE, rank: LWS_WORKER_INDEX, address: LWS_LEADER_ADDRESS" in message
 
 
 @pytest.mark.parametrize(
     "environment",
     [
-        JOB,  # the script itself runs on one node
+        JOB,  # a batch script itself runs on one node
         {**STEP, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NODEID": "0"},
         {**LWS, "LWS_GROUP_SIZE": "1", "LWS_WORKER_INDEX": "0"},
         {"LWS_GROUP_SIZE": "4", "LWS_WORKER_INDEX": "3"},
@@ -98,23 +98,23 @@ def test_a_group_of_pods() -> None:
         {"MASTER_PORT": "29500", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "1"},
     ],
 )
-def test_a_server_of_one_machine_stays_one(environment: dict[str, str]) -> None:
-    (count, rank, address, _), told = settled(**environment)
-    assert (count, rank, address, told) == (1, 0, "", "")
+def test_environment_of_a_single_node_gives_one_node(environment: dict[str, str]) -> None:
+    (count, rank, address, _), message = settled(**environment)
+    assert (count, rank, address, message) == (1, 0, "", "")
 
 
 @pytest.mark.parametrize("environment", [STEP, LWS, TORCHRUN])
-def test_a_flag_says_that_there_is_one(environment: dict[str, str]) -> None:
+def test_nnodes_1_overrides_the_environment(environment: dict[str, str]) -> None:
     assert settled("--nnodes 1", **environment)[0][:2] == (1, 0)
 
 
-def test_flags_win_over_what_places_processes() -> None:
+def test_flags_override_the_environment() -> None:
     assert settled("--nnodes 5 --node-rank 4 --master-addr here --master-port 3", **LWS)[0] == (5, 4, "here", 3)
     assert settled("--node-rank 0", **STEP)[0][1] == 0
 
 
 @pytest.mark.parametrize(
-    ("line", "environment", "words"),
+    ("line", "environment", "error"),
     [
         ("--nnodes 2", {}, "--nnodes 2 needs --node-rank, a number from 0"),
         ("--nnodes 2 --node-rank 0", {}, "--nnodes 2 needs --master-addr, the address of node 0"),
@@ -126,19 +126,19 @@ def test_flags_win_over_what_places_processes() -> None:
         ("", {**TORCHRUN, "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, "torchrun starts 8 processes on each node"),
     ],
 )
-def test_mistakes_are_named(line: str, environment: dict[str, str], words: str) -> None:
+def test_invalid_node_settings_are_refused(line: str, environment: dict[str, str], error: str) -> None:
     with pytest.raises(Mistake) as caught:
         settled(line, **environment)
-    assert words in str(caught.value)
+    assert error in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("hosts", "first"),
     [("a", "a"), ("a,b", "a"), ("node[07-09,12],other", "node07"), ("r[1-2]n[03,05]-x,z", "r1n03-x"), ("n[5]", "n5")],
 )
-def test_the_first_host_of_a_list(hosts: str, first: str) -> None:
+def test_first_host_of_a_slurm_node_list(hosts: str, first: str) -> None:
     assert nodes.first_host(hosts) == first
 
 
-def test_options_without_nodes_are_of_one() -> None:
+def test_default_options_have_one_node() -> None:
     assert nodes.settle(Options(), {})[0].nnodes == 1

@@ -1,4 +1,4 @@
-"""NVIDIA's GPUs, as nvidia-smi prints them."""
+"""NVIDIA GPUs and MIG instances, as a fake nvidia-smi prints them."""
 
 from pathlib import Path
 
@@ -8,10 +8,10 @@ from penstock.launcher import children, machine, nvidia
 from penstock.proto import process
 
 GIB = 1 << 30
-WHOLE = "0, GPU-aa11, 8192, Disabled\n1, GPU-bb22, 9216, [N/A]\n"
-# NVIDIA's MIG User Guide, "Running MIG"; of a divided GPU other sizes are told, or none.
-DIVIDED = "0, GPU-aa11, 1, Enabled\n1, GPU-bb22, [Insufficient Permissions], Enabled\n"
-LIST = """\
+WITHOUT_MIG = "0, GPU-aa11, 8192, Disabled\n1, GPU-bb22, 9216, [N/A]\n"
+# NVIDIA's MIG User Guide, "Running MIG"; for a GPU divided by MIG, nvidia-smi prints another free size, or none.
+WITH_MIG = "0, GPU-aa11, 1, Enabled\n1, GPU-bb22, [Insufficient Permissions], Enabled\n"
+MIG_LIST = """\
 GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-aa11)
   MIG 3g.40gb     Device  0: (UUID: MIG-7c00)
   MIG 1g.10gb+me  Device  1: (UUID: MIG-7c11)
@@ -21,13 +21,13 @@ GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-bb22)
 
 
 @pytest.fixture(autouse=True)
-def no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def no_real_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(process, "SYSTEM", tmp_path)  # where AMD's would be
+    monkeypatch.setattr(process, "SYSTEM", tmp_path)  # so that no AMD GPU of this machine is found
 
 
-def says(folder: Path, rows: str, listed: str = "") -> None:
+def write_fake_nvidia_smi(folder: Path, rows: str, listed: str = "") -> None:
     (folder / "rows").write_text(rows)
     (folder / "list").write_text(listed)
     tool = folder / "nvidia-smi"
@@ -44,12 +44,14 @@ def says(folder: Path, rows: str, listed: str = "") -> None:
         ("1", (9,)),
         ("1,0", (9, 8)),
         ("GPU-bb", (9,)),
-        ("0,7,1", (8,)),  # as CUDA has it: nothing behind what is not there
+        ("0,7,1", (8,)),  # as in CUDA: an unknown GPU ends the list
     ],
 )
-def test_whole_ones(tmp_path: Path, visible: str | None, expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of which there need be nothing in /proc: in WSL and gVisor the driver is another kernel's."""
-    says(tmp_path, WHOLE)
+def test_cuda_visible_devices_selects_gpus(
+    tmp_path: Path, visible: str | None, expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing about them is needed in /proc: in WSL and gVisor the driver belongs to another kernel."""
+    write_fake_nvidia_smi(tmp_path, WITHOUT_MIG)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     found = machine.inspect()
@@ -62,37 +64,37 @@ def test_whole_ones(tmp_path: Path, visible: str | None, expected: tuple[int, ..
         (None, [40]),
         ("MIG-7c11", [10]),
         ("MIG-c222,MIG-7c00", [20, 40]),
-        ("1", [20]),  # the first part of that
+        ("1", [20]),  # the first instance of that GPU
         ("GPU-bb22", []),
     ],
 )
-def test_parts(tmp_path: Path, visible: str | None, expected: list[int]) -> None:
-    says(tmp_path, DIVIDED, LIST)
+def test_cuda_visible_devices_selects_mig_instances(tmp_path: Path, visible: str | None, expected: list[int]) -> None:
+    write_fake_nvidia_smi(tmp_path, WITH_MIG, MIG_LIST)
     found = nvidia.find({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
     assert [size // 10**9 for size in found.memory] == expected
 
 
-def test_a_whole_one_comes_before_parts_of_another(tmp_path: Path) -> None:
-    says(tmp_path, "0, GPU-aa11, 1, Enabled\n1, GPU-bb22, 9216, Disabled\n", LIST)
+def test_gpu_without_mig_is_preferred_to_mig_instances(tmp_path: Path) -> None:
+    write_fake_nvidia_smi(tmp_path, "0, GPU-aa11, 1, Enabled\n1, GPU-bb22, 9216, Disabled\n", MIG_LIST)
     assert nvidia.find({}).memory == (9 * GIB,)
     assert nvidia.find({"CUDA_VISIBLE_DEVICES": "MIG-7c1"}).memory == (10 * 10**9,)
 
 
-def test_what_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    says(tmp_path, DIVIDED, LIST)
+def test_unknown_or_failed_gpus_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_fake_nvidia_smi(tmp_path, WITH_MIG, MIG_LIST)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-9")
     assert machine.inspect().obstacle == (
         "CUDA_VISIBLE_DEVICES=MIG-9 names first what nvidia-smi does not list (0 MIG-7c00, 0 MIG-7c11, 1 MIG-c222): correct it, or "
         "leave it out"
     )
-    says(tmp_path, "0, GPU-aa11, [N/A], Disabled\n")
+    write_fake_nvidia_smi(tmp_path, "0, GPU-aa11, [N/A], Disabled\n")
     assert "no free memory of GPU-aa11" in nvidia.find({}).obstacle
-    says(tmp_path, "No devices were found\n")
+    write_fake_nvidia_smi(tmp_path, "No devices were found\n")
     assert nvidia.find({}) == nvidia.Found()
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'could not communicate with the driver'; exit 9\n")
     assert nvidia.find({}) == nvidia.Found()
 
 
-def test_processes_count_them_in_the_same_order() -> None:
+def test_cuda_device_order_defaults_to_pci_bus_id() -> None:
     assert children.environment({}, 1)["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert children.environment({"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}, 1)["CUDA_DEVICE_ORDER"] == "FASTEST_FIRST"

@@ -1,4 +1,4 @@
-"""Flags and environment variables."""
+"""Flags and environment variables of `penstock serve`: parsing, precedence, error messages, and the settings that they become."""
 
 import dataclasses
 import os
@@ -17,19 +17,21 @@ def parse(line: str, **environment: str) -> Options:
     return command_line.parse(cli._parsers()[1]["serve"], line.split(), environment)
 
 
-def test_numbers_may_have_zeros_before_them_and_bytes_may_be_many() -> None:
+def test_leading_zeros_and_sizes_above_4_gib_are_accepted() -> None:
     assert parse(f"--kv-pages {'0' * 30}5").kv_pages == 5
     assert parse("--payload-limit-total 8589934592").payload_limit_total == 1 << 33
 
 
-def test_silence_means_the_defaults() -> None:
+def test_defaults_without_flags() -> None:
     assert parse("") == Options()
     assert parse("").port == 3000
     assert parse("").hostname == "0.0.0.0"
 
 
-def test_flags() -> None:
-    asked = parse("some/model -p 8080 --num-shard 2 --json-output --waiting-served-ratio 1.2 --sharded true --dtype bfloat16")
+def test_flags_set_their_options() -> None:
+    options_read = parse(
+        "some/model -p 8080 --num-shard 2 --json-output --waiting-served-ratio 1.2 --sharded true --dtype bfloat16"
+    )
     expected = Options(
         model_id="some/model",
         port=8080,
@@ -39,10 +41,10 @@ def test_flags() -> None:
         sharded=True,
         dtype="bfloat16",
     )
-    assert asked == expected
+    assert options_read == expected
 
 
-ALONE_WRONG = ("max_input_tokens", "replicas", "no_router", "shard_listen")  # these need another
+NEED_ANOTHER_OPTION = ("max_input_tokens", "replicas", "no_router", "shard_listen")  # an error when set alone
 
 
 def test_every_option_is_read_from_its_variable() -> None:
@@ -67,7 +69,7 @@ def test_every_option_is_read_from_its_variable() -> None:
         str: "text",
     }
     for name, field in options.FIELDS.items():
-        if not field.metadata["environment"] or name in ALONE_WRONG:
+        if not field.metadata["environment"] or name in NEED_ANOTHER_OPTION:
             continue
         if name == "itl_target":
             assert parse("", ITL_TARGET="40").itl_target == 0.04
@@ -75,49 +77,49 @@ def test_every_option_is_read_from_its_variable() -> None:
         choices = field.metadata["choices"]
         text = choices[-1] if choices else "127.0.0.1" if name == "hostname" else samples.get(field.metadata["kind"], "true")
         text = "true" if field.metadata["switch"] else text
-        asked = parse("", **{name.upper(): text})
-        assert str(getattr(asked, name)).lower() == text.lower(), name
+        options_read = parse("", **{name.upper(): text})
+        assert str(getattr(options_read, name)).lower() == text.lower(), name
 
 
-def test_the_help_names_the_variables_that_are_not_read() -> None:
+def test_help_names_the_variables_that_are_not_read() -> None:
     text = cli._parsers()[1]["serve"].format_help()
     assert "Every flag" not in text
     for name, field in options.FIELDS.items():
         assert field.metadata["environment"] or name.upper() in text
 
 
-def test_only_texts_are_shown_as_texts() -> None:
-    """Others, such as numbers, have a word of their own in the help."""
+def test_every_kind_of_value_but_text_has_a_placeholder_in_the_help() -> None:
+    """The placeholders of other kinds in the help, such as numbers, are in `kinds.METAVARS`."""
     kinds_of_text = {field.metadata["kind"] for field in options.FIELDS.values()} - set(kinds.METAVARS)
     assert kinds_of_text == {str}
 
 
-def test_env_is_a_flag_only() -> None:
+def test_env_is_read_as_a_flag_but_not_as_a_variable() -> None:
     assert not parse("", ENV="production").env
     assert parse("-e").env
 
 
-def test_the_flag_wins() -> None:
+def test_flag_overrides_its_variable() -> None:
     assert parse("--port 1", PORT="2").port == 1
     assert parse("--max-input-length 5", MAX_INPUT_TOKENS="6").max_input_tokens == 5
     assert parse("here", MODEL_ID="there").model_id == "here"
-    assert parse("", PORT="").port == 3000  # an empty variable is none
+    assert parse("", PORT="").port == 3000  # an empty variable counts as unset
 
 
-def test_white_space_around_a_variable_is_none_of_its_value() -> None:
-    """A mounted secret ends with a newline."""
-    asked = parse("", MAX_TOTAL_TOKENS="4096\n", DTYPE=" float32 ", DISABLE_GRAMMAR_SUPPORT="true\r\n", MODEL_ID="a/b\n")
-    assert asked == Options(max_total_tokens=4096, dtype="float32", disable_grammar_support=True, model_id="a/b")
+def test_whitespace_around_a_variables_value_is_stripped() -> None:
+    """A secret that is mounted as a file ends with a newline."""
+    options_read = parse("", MAX_TOTAL_TOKENS="4096\n", DTYPE=" float32 ", DISABLE_GRAMMAR_SUPPORT="true\r\n", MODEL_ID="a/b\n")
+    assert options_read == Options(max_total_tokens=4096, dtype="float32", disable_grammar_support=True, model_id="a/b")
 
 
-def test_a_machine_name_in_hostname_is_no_setting() -> None:
+def test_hostname_variable_is_used_only_if_it_is_an_ip_address() -> None:
     assert parse("", HOSTNAME="a1b2c3").hostname == "0.0.0.0"
     assert parse("", HOSTNAME="127.0.0.1").hostname == "127.0.0.1"
     assert parse("", HOSTNAME="::1").hostname == "::1"
 
 
 @pytest.mark.parametrize(
-    ("line", "environment", "words"),
+    ("line", "environment", "error"),
     [
         ("", {"MAX_INPUT_TOKENS": "many"}, "MAX_INPUT_TOKENS=many: a whole number from 1 is needed"),
         ("--port 70000", {}, "--port=70000: a port is at most 65535"),
@@ -176,42 +178,50 @@ def test_a_machine_name_in_hostname_is_no_setting() -> None:
         ("--sharded true --num-shard 1", {}, "contradict each other"),
     ],
 )
-def test_mistakes_are_named(line: str, environment: dict[str, str], words: str) -> None:
+def test_invalid_options_are_refused_in_one_line(line: str, environment: dict[str, str], error: str) -> None:
     with pytest.raises(Mistake) as caught:
         parse(line, **environment)
-    assert words in str(caught.value)
+    assert error in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_the_pools_size_may_be_said_twice_if_it_is_the_same() -> None:
+def test_kv_pages_and_max_batch_total_tokens_may_both_be_given_if_they_agree() -> None:
     assert parse("--kv-pages 8 --max-batch-total-tokens 135").pool_pages == 8  # 16 tokens each
 
 
 def test_every_flag_has_an_effect() -> None:
-    """It is a setting of a process, or the launcher's own."""
-    own = {
+    """Each one is a setting of the router or the shards, or is listed here as used by the launcher itself."""
+    launcher_only = {
         *("model_id", "huggingface_hub_cache", "num_shard", "sharded", "shard_uds_path", "cuda_memory_fraction", "env"),
-        "cluster",  # plan's
-        *("nnodes", "node_rank", "node_addr", "node_timeout", "insecure_nodes"),  # where processes run
+        "cluster",  # used by plan
+        *("nnodes", "node_rank", "node_addr", "node_timeout", "insecure_nodes"),  # which machine runs which processes
         *("replicas", "replica", "no_router", "shard_listen"),
         "max_restarts",
-        *("penstock_kernels", "api_key", "max_batch_total_tokens"),  # say what others say, in TGI's words
-        "lora_adapters",  # whose names both are told
+        *("penstock_kernels", "api_key", "max_batch_total_tokens"),  # other names of settings: TGI's, or those of several kernels
+        "lora_adapters",  # the names become `adapters` of router and shards
     }
     settings = {field.name for config in (RouterConfig, ShardConfig) for field in dataclasses.fields(config)}
-    assert set(options.FIELDS) - settings == own
+    assert set(options.FIELDS) - settings == launcher_only
 
 
 def test_every_setting_of_the_router_has_a_flag() -> None:
-    found = {"folder", "model", "groups", "complaints", "api_keys", "adapters", "images_asked"}  # by the launcher itself
-    assert {field.name for field in dataclasses.fields(RouterConfig)} - set(options.FIELDS) == found
+    set_by_launcher = {
+        "folder",
+        "model",
+        "groups",
+        "complaints",
+        "api_keys",
+        "adapters",
+        "images_asked",
+    }  # set by the launcher itself
+    assert {field.name for field in dataclasses.fields(RouterConfig)} - set(options.FIELDS) == set_by_launcher
 
 
-def test_what_only_shards_read_is_known() -> None:
+def test_list_of_options_that_only_shards_read_is_complete() -> None:
     shards, router = ({field.name for field in dataclasses.fields(config)} for config in (ShardConfig, RouterConfig))
-    several = {"master_addr", "master_port"}  # of several nodes, which have shards
+    multi_node = {"master_addr", "master_port"}  # of multi-node groups, which always have shards
     renamed = {"cuda_memory_fraction", "max_batch_total_tokens", "num_shard", "penstock_kernels", "shard_uds_path"}
-    assert set(options.SHARDS) == (shards & set(options.FIELDS)) - router - several | renamed
+    assert set(options.SHARDS) == (shards & set(options.FIELDS)) - router - multi_node | renamed
 
 
 def test_help_shows_every_flag_and_default() -> None:

@@ -1,4 +1,5 @@
-"""Several rank groups: what of the machine each gets, where a router finds them, and what contradicts itself."""
+"""Replicas (several rank groups): their shares of the machine, their addresses, shards that are started separately, and flags that
+contradict each other."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ CPU = Machine(cores=5, memory=1 << 31, fast_bfloat16=False)
 PATHS = [f"/p-{name}" for name in ("0-0", "0-1", "0-relay", "0-meeting", "1-0", "1-1", "1-relay", "1-meeting")]
 
 
-def test_each_gets_an_equal_part_of_a_cpu() -> None:
+def test_replicas_share_cores_and_memory_equally() -> None:
     assert replicas.share(Options(), CPU) is CPU
     shared = replicas.share(Options(replicas=2), CPU)
     assert (shared.cores, shared.memory) == (2, 1 << 30)
@@ -32,10 +33,10 @@ def test_each_gets_an_equal_part_of_a_cpu() -> None:
         ({"replicas": 4}, (50,)),
         ({"replicas": 2, "num_shard": 2}, (60, 50)),
         ({"replicas": 2, "sharded": True}, (60, 50)),
-        ({"replicas": 8, "device": "cpu"}, (50,)),  # of which nobody asks
+        ({"replicas": 8, "device": "cpu"}, (50,)),  # GPUs that are not used
     ],
 )
-def test_gpus_are_planned_by_the_least_of_each_place(settings: dict[str, Any], expected: tuple[int, ...]) -> None:
+def test_gpu_memory_of_a_rank_is_the_smallest_among_the_replicas(settings: dict[str, Any], expected: tuple[int, ...]) -> None:
     assert replicas.share(Options(**settings), GPUS).gpu_memory == expected
 
 
@@ -47,21 +48,24 @@ def test_gpus_are_planned_by_the_least_of_each_place(settings: dict[str, Any], e
         ({"replicas": 3, "sharded": True}, "--replicas 3 of 2 ranks each need 6 GPUs"),
     ],
 )
-def test_too_few_gpus_are_named(settings: dict[str, Any], message: str) -> None:
+def test_too_few_gpus_for_the_replicas_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(Mistake, match=message):
         replicas.share(Options(**settings), GPUS)
 
 
-def test_each_sees_gpus_of_its_own() -> None:
-    def seen(**environment: str) -> list[dict[str, str]]:
-        asked = Options(replicas=2, num_shard=2)
-        return [dict(place.environment) for place in replicas.divide(asked, 2, True, PATHS, environment)]
+def test_each_replica_sees_only_its_own_gpus() -> None:
+    def gpus_of_replicas(**environment: str) -> list[dict[str, str]]:
+        options = Options(replicas=2, num_shard=2)
+        return [dict(place.environment) for place in replicas.divide(options, 2, True, PATHS, environment)]
 
-    assert seen() == [{"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "2,3"}]
-    assert seen(CUDA_VISIBLE_DEVICES="7, GPU-a,5,2") == [{"CUDA_VISIBLE_DEVICES": "7,GPU-a"}, {"CUDA_VISIBLE_DEVICES": "5,2"}]
+    assert gpus_of_replicas() == [{"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "2,3"}]
+    assert gpus_of_replicas(CUDA_VISIBLE_DEVICES="7, GPU-a,5,2") == [
+        {"CUDA_VISIBLE_DEVICES": "7,GPU-a"},
+        {"CUDA_VISIBLE_DEVICES": "5,2"},
+    ]
 
 
-def test_places_have_names_and_files_of_their_own() -> None:
+def test_replicas_have_distinct_names_sockets_and_files() -> None:
     assert replicas.sockets(1, 2) == [["0", "1", "relay", "meeting"]]
     assert [f"/p-{name}" for names in replicas.sockets(2, 2) for name in names] == PATHS
     first, second = replicas.divide(Options(replicas=2), 2, False, PATHS, {})
@@ -73,15 +77,15 @@ def test_places_have_names_and_files_of_their_own() -> None:
     assert (only.title, only.process(0), only.environment) == ("the shards", "shard 0", {})
 
 
-def test_for_a_router_elsewhere_ranks_listen_at_ports_one_after_the_other(tmp_path: Path) -> None:
-    asked = Options(
+def test_without_a_router_ranks_listen_at_consecutive_ports(tmp_path: Path) -> None:
+    options = Options(
         replicas=2, num_shard=2, no_router=True, shard_listen="10.0.0.1:7000", insecure_nodes=True, cuda_memory_fraction=0.8
     )
-    places = replicas.divide(asked, 2, False, PATHS, {})
+    places = replicas.divide(options, 2, False, PATHS, {})
     assert [place.addresses for place in places] == [["10.0.0.1:7000", "10.0.0.1:7001"], ["10.0.0.1:7002", "10.0.0.1:7003"]]
     model = checkpoint.Checkpoint(folder=tmp_path, config=CONFIG, dtype="float32", bytes=0, files=0)
-    planned = plan.divide(asked, model, replicas.share(asked, CPU))
-    configs = [children.shard_configs(asked, "n", planned, place) for place in places]
+    planned = plan.divide(options, model, replicas.share(options, CPU))
+    configs = [children.shard_configs(options, "n", planned, place) for place in places]
     assert [shard.listen for shards in configs for shard in shards] == [f"10.0.0.1:{port}" for port in range(7000, 7004)]
     assert [(shard.rank, shard.socket, shard.memory_fraction) for shard in configs[1]] == [(0, "", 0.4), (1, "", 0.4)]
     assert [{shard.meeting for shard in shards} for shards in configs] == [{"/p-0-meeting"}, {"/p-1-meeting"}]
@@ -97,21 +101,23 @@ def parsed(*flags: str, **environment: str) -> Options:
     return command_line.parse(parser, flags, environment)
 
 
-def test_a_router_alone_says_what_the_shards_decide(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_router_alone_reports_options_without_effect_on_its_shards(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(serve, "_supervisor", lambda *given: SimpleNamespace(run=lambda: 0))
-    asked = Options(replica="unix:/x", quantize="fp8", num_beams=2)
-    assert serve._route(asked, "demo", hub.DEMO_FOLDER, {}, Console(False), 0.0) == 0
+    options = Options(replica="unix:/x", quantize="fp8", num_beams=2)
+    assert serve._route(options, "demo", hub.DEMO_FOLDER, {}, Console(False), 0.0) == 0
     assert "no effect on shards that somebody else starts: --quantize\n" in capsys.readouterr().out
 
 
-def test_rank_groups_that_others_have_started_are_named_one_by_one_or_together() -> None:
-    for asked in (
+def test_replica_flag_may_be_repeated_or_list_rank_groups_with_semicolons() -> None:
+    for options in (
         parsed("--replica", "a:1,a:2", "--replica", "unix:/b"),
         parsed("--replica", "a:1,a:2;unix:/b"),
         parsed(REPLICA="a:1,a:2;unix:/b"),
     ):
-        assert asked.remote_replicas == (("a:1", "a:2"), ("unix:/b",))
-        assert asked.local_replicas == 0
+        assert options.remote_replicas == (("a:1", "a:2"), ("unix:/b",))
+        assert options.local_replicas == 0
     assert (parsed().local_replicas, parsed().remote_replicas) == (1, ())
     assert parsed("--replica", "a:1", "--replicas", "2").local_replicas == 2
     assert children.router_config(parsed("--replicas", "2"), "n", Path(), [["a", "b"], ["c"]]).groups == (("a", "b"), ("c",))
@@ -134,6 +140,6 @@ def test_rank_groups_that_others_have_started_are_named_one_by_one_or_together()
         (["--no-router", "--shard-listen", "127.0.0.1:0"], "whole number from 1"),
     ],
 )
-def test_contradictions_are_named(flags: list[str], message: str) -> None:
+def test_contradictory_replica_flags_are_refused(flags: list[str], message: str) -> None:
     with pytest.raises(Mistake, match=message):
         parsed(*flags)

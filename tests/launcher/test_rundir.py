@@ -1,4 +1,4 @@
-"""Sockets' places: private, released, never taken from a live process."""
+"""Folders for Unix sockets: private, removed in the end, never taken from a live server."""
 
 import errno
 import fcntl
@@ -17,57 +17,58 @@ from penstock.launcher.mistake import Mistake
 
 
 @pytest.fixture(autouse=True)
-def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # pytest's own may leave no room for a socket's name
+def parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # the path of pytest's tmp_path may be too long for a socket's
         monkeypatch.setattr(tempfile, "tempdir", folder)
         yield Path(folder)
 
 
-def test_a_private_folder(home: Path) -> None:
+def test_private_folder_has_mode_0700_and_is_removed(parent: Path) -> None:
     with rundir.private() as folder:
-        assert folder.parent == home
+        assert folder.parent == parent
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         (folder / "socket").touch()
-    assert list(home.iterdir()) == []
+    assert list(parent.iterdir()) == []
 
 
-def test_a_folder_that_somebody_removed_first(home: Path) -> None:
+def test_private_folder_may_have_been_removed_already(parent: Path) -> None:
     with rundir.private() as folder:
         shutil.rmtree(folder)
-    assert list(home.iterdir()) == []
+    assert list(parent.iterdir()) == []
 
 
-def test_a_folder_in_which_nothing_can_be_made_does_not_stay(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
+def test_private_folder_is_removed_if_its_lock_fails(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def raise_no_space(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(fcntl, "flock", full)
+    monkeypatch.setattr(fcntl, "flock", raise_no_space)
     with pytest.raises(Mistake, match="the temporary folder can't be written to"), rundir.private():
         pass
-    assert list(home.iterdir()) == []
+    assert list(parent.iterdir()) == []
 
 
-def test_what_a_killed_server_left_is_swept(home: Path) -> None:
-    dead, alive, other = home / "penstock-dead", home / "penstock-alive", home / "penstock-other"
-    backup, strange, full = home / "penstock-backup", home / "penstock-strange", home / "penstock-full"
-    for folder in (dead, alive, other, backup, strange, full):
+def test_folder_of_a_killed_server_is_removed_by_the_next_start(parent: Path) -> None:
+    dead, alive, without_lock = parent / "penstock-dead", parent / "penstock-alive", parent / "penstock-other"
+    not_private, lock_is_folder, lock_not_empty = parent / "penstock-backup", parent / "penstock-strange", parent / "penstock-full"
+    for folder in (dead, alive, without_lock, not_private, lock_is_folder, lock_not_empty):
         folder.mkdir(0o700)
-    for folder in (dead, backup):
+    for folder in (dead, not_private):
         (folder / "lock").touch()
-    backup.chmod(0o755)
-    (strange / "lock").mkdir()
-    (full / "lock").write_text("mine")
+    not_private.chmod(0o755)
+    (lock_is_folder / "lock").mkdir()
+    (lock_not_empty / "lock").write_text("mine")
     with (alive / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with rundir.private():
             assert not dead.exists()
             assert alive.exists()
-            assert other.exists()  # not one of ours: no lock in it
-            assert all(folder.exists() for folder in (backup, strange, full))  # nor these: ours are private, and locks are empty
+            assert without_lock.exists()  # not penstock's: it has no lock file
+            # nor are these: penstock's folders have mode 0700, and its lock files are empty
+            assert all(folder.exists() for folder in (not_private, lock_is_folder, lock_not_empty))
 
 
-def test_a_link_to_what_a_killed_server_left_does_not_keep_it_there(home: Path) -> None:
-    dead, link = home / "penstock-zdead", home / "penstock-alink"
+def test_symlink_to_a_killed_servers_folder_does_not_prevent_its_removal(parent: Path) -> None:
+    dead, link = parent / "penstock-zdead", parent / "penstock-alink"
     dead.mkdir(0o700)
     (dead / "lock").touch()
     link.symlink_to(dead)
@@ -76,35 +77,35 @@ def test_a_link_to_what_a_killed_server_left_does_not_keep_it_there(home: Path) 
         assert link.is_symlink()
 
 
-def test_two_servers_do_not_meet(home: Path) -> None:
+def test_two_servers_have_different_folders(parent: Path) -> None:
     with rundir.private() as first:
         with rundir.private() as second:
             assert first != second
         assert first.exists()
 
 
-def test_a_long_temporary_folder_leaves_room_for_a_socket(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    long = home / ("x" * 100)
-    long.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(long))
+def test_too_long_temporary_folder_is_replaced_by_tmp(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long_folder = parent / ("x" * 100)
+    long_folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long_folder))
     with rundir.private() as folder:
         assert folder.parent == Path("/tmp")
 
 
-def test_a_prefix(home: Path) -> None:
-    with rundir.prefixed(f"{home}/p", ["0", "1", "relay"]) as paths:
-        assert paths == [f"{home}/p-0", f"{home}/p-1", f"{home}/p-relay"]
+def test_prefix_in_use_by_another_server_is_refused(parent: Path) -> None:
+    with rundir.prefixed(f"{parent}/p", ["0", "1", "relay"]) as paths:
+        assert paths == [f"{parent}/p-0", f"{parent}/p-1", f"{parent}/p-relay"]
         Path(paths[0]).touch()
         with (
             pytest.raises(Mistake, match="in use by another server"),
-            rundir.prefixed(f"{home}/p", ["0"]),
+            rundir.prefixed(f"{parent}/p", ["0"]),
         ):
             pass
-    assert list(home.iterdir()) == []
+    assert list(parent.iterdir()) == []
 
 
-def test_a_stale_socket_is_removed_and_a_live_one_is_not(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(home)  # a socket's path is short
+def test_stale_socket_is_removed_and_a_live_one_refused(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(parent)  # relative, as a socket's path must be short
     with socket.socket(socket.AF_UNIX) as server:
         server.bind("p-0")
         server.listen()
@@ -115,20 +116,20 @@ def test_a_stale_socket_is_removed_and_a_live_one_is_not(home: Path, monkeypatch
         assert not Path("p-0").exists()
 
 
-def test_what_is_no_place_for_sockets(home: Path) -> None:
-    (home / "p-0").write_text("precious")
-    with pytest.raises(Mistake, match="exists and is no socket"), rundir.prefixed(f"{home}/p", ["0"]):
+def test_prefix_where_sockets_cannot_be_made_is_refused(parent: Path) -> None:
+    (parent / "p-0").write_text("precious")
+    with pytest.raises(Mistake, match="exists and is no socket"), rundir.prefixed(f"{parent}/p", ["0"]):
         pass
-    assert (home / "p-0").read_text() == "precious"
-    with pytest.raises(Mistake, match="there is no folder"), rundir.prefixed(f"{home}/none/p", ["0"]):
+    assert (parent / "p-0").read_text() == "precious"
+    with pytest.raises(Mistake, match="there is no folder"), rundir.prefixed(f"{parent}/none/p", ["0"]):
         pass
-    with pytest.raises(Mistake, match="is longer than the 107 bytes"), rundir.prefixed(f"{home}/{'x' * 100}", ["0"]):
+    with pytest.raises(Mistake, match="is longer than the 107 bytes"), rundir.prefixed(f"{parent}/{'x' * 100}", ["0"]):
         pass
 
 
-def test_a_folder_of_another_user_is_left_alone(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (home / "penstock-theirs").mkdir()
-    (home / "penstock-theirs" / "lock").touch()
+def test_folder_of_another_user_is_not_removed(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (parent / "penstock-theirs").mkdir()
+    (parent / "penstock-theirs" / "lock").touch()
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     with rundir.private():
-        assert (home / "penstock-theirs").exists()
+        assert (parent / "penstock-theirs").exists()

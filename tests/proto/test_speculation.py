@@ -1,11 +1,11 @@
-"""What `--speculate` may say."""
+"""Values of `--speculate`: parsing, writing, and errors."""
 
 import pytest
 
 from penstock.proto.speculation import MOST_DRAFTS, Speculation, parse, written
 
 
-def test_tgi_s_integer() -> None:
+def test_integer_is_the_number_of_ngram_drafts() -> None:
     assert parse("3") == parse("ngram=3") == Speculation(ngram=3)
     assert parse("0") == Speculation()
     assert (parse("3").most, parse("0").most) == (3, 0)
@@ -23,18 +23,18 @@ def test_tgi_s_integer() -> None:
         ("ngram=5,verify=typical", Speculation(ngram=5, verify="typical"), 5),
     ],
 )
-def test_lists(text: str, expected: Speculation, most: int) -> None:
+def test_settings_are_parsed_and_written_back(text: str, expected: Speculation, most: int) -> None:
     assert parse(text) == expected
     assert parse(text).most == most
-    assert parse(written(expected)) == expected  # what shards are told means the same
+    assert parse(written(expected)) == expected  # shards parse what the launcher writes
 
 
-def test_nothing_is_written_as_nothing() -> None:
+def test_no_drafts_are_written_as_an_empty_value() -> None:
     assert written(Speculation()) == written(parse("ngram=0,verify=typical")) == ""
 
 
 @pytest.mark.parametrize(
-    ("text", "problem"),
+    ("text", "error"),
     [
         ("", "none of draft=PATH"),
         ("-1", "none of draft=PATH"),
@@ -54,7 +54,7 @@ def test_nothing_is_written_as_nothing() -> None:
         ("draft=a,tokens=4,ngram=4,verify=rejection", "takes one proposer"),
     ],
 )
-def test_what_is_refused(text: str, problem: str) -> None:
-    with pytest.raises(ValueError, match=problem) as refused:
+def test_invalid_values_are_refused_in_one_line(text: str, error: str) -> None:
+    with pytest.raises(ValueError, match=error) as caught:
         parse(text)
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(caught.value)

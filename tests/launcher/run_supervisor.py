@@ -1,5 +1,8 @@
-"""A launcher whose children are stand-ins: `harness.py PORT GRACE RESTARTS PIPE REPLICAS
-ROUTER-BEHAVIOUR SHARD-BEHAVIOUR...`, words joined by +. REPLICAS: each shard is one, unless it is empty."""
+"""Runs a real Supervisor whose router and shards are fake processes (`fake_child.py`).
+
+Usage: `run_supervisor.py PORT GRACE RESTARTS PIPE REPLICAS ROUTER-BEHAVIOUR SHARD-BEHAVIOUR...`. A behaviour is one or more words
+joined by +. Unless REPLICAS is empty, each shard is a replica of its own; otherwise all shards are one rank group.
+"""
 
 import os
 import sys
@@ -8,18 +11,18 @@ from pathlib import Path
 from penstock.launcher import parts, supervisor
 from penstock.launcher.console import Console
 
-STAND_IN = str(Path(__file__).with_name("stand_in.py"))
+FAKE_CHILD = str(Path(__file__).with_name("fake_child.py"))
 
 port, grace, restarts, pipe, replicas, router, *shards = sys.argv[1:]
 if "stubborn" in router:
-    parts.GRACE = supervisor.GRACE = 1.0  # else nobody waits for its end, but where the machine stands still
+    parts.GRACE = supervisor.GRACE = 1.0  # shorter, since a stubborn router is waited for that long
 console = Console(json_output=False)
 
 
 def command(name: str, behaviour: str) -> parts.Command:
     if behaviour == "absent":
-        return parts.Command(name, [STAND_IN + ".absent"])
-    return parts.Command(name, [sys.executable, "-S", STAND_IN, name.replace(" ", "-"), port, *behaviour.split("+")])
+        return parts.Command(name, [FAKE_CHILD + ".absent"])
+    return parts.Command(name, [sys.executable, "-S", FAKE_CHILD, name.replace(" ", "-"), port, *behaviour.split("+")])
 
 
 commands = [command(f"shard {rank}", behaviour) for rank, behaviour in enumerate(shards)]

@@ -1,4 +1,9 @@
-"""Plays the router and the shards in the launcher's tests: `stand_in.py NAME PORT BEHAVIOUR...`. It imports nothing of ours."""
+"""A fake router or shard for tests of the launcher: `fake_child.py NAME PORT BEHAVIOUR...`. It imports nothing of penstock.
+
+Behaviours: `serves` answers /health on PORT; `drains` takes 0.3 s to end after SIGTERM; `stubborn` ignores SIGTERM; `fails CODE`
+writes log lines and exits with CODE; `records FOLDER CONFIGURATION` writes its arguments, environment and configuration to FOLDER.
+Any other word, such as `runs`, has no effect: the process runs until it is told to stop.
+"""
 
 import http.server
 import json
@@ -13,24 +18,24 @@ name, port, *behaviour = sys.argv[1:]
 
 
 def say(text: str) -> None:
-    os.write(1, f"{name} {text}\n".encode())  # at once, or lines of several processes mix
+    os.write(1, f"{name} {text}\n".encode())  # a single write, or lines of several processes would mix
 
 
-class Health(http.server.BaseHTTPRequestHandler):
-    """503 with a stage for the first looks, then 200."""
+class HealthHandler(http.server.BaseHTTPRequestHandler):
+    """Answers the first five polls with 503 and a loading stage, later ones with 200."""
 
-    looks = 0
+    polls = 0
 
     def do_GET(self) -> None:
-        Health.looks += 1
-        loading = Health.looks < 6
+        HealthHandler.polls += 1
+        loading = HealthHandler.polls < 6
         self.send_response(503 if loading else 200)
         self.end_headers()
         if loading:
-            self.wfile.write(json.dumps({"stage": f"loading weights {10 * Health.looks} %"}).encode())
+            self.wfile.write(json.dumps({"stage": f"loading weights {10 * HealthHandler.polls} %"}).encode())
 
     def log_message(self, format: str, *arguments: object) -> None:
-        """Silent."""
+        """Writes no access log."""
 
 
 def terminate(number: int, frame: object) -> None:
@@ -52,7 +57,7 @@ if "fails" in behaviour:
     print("Traceback of a fault\nValueError: what went wrong", file=sys.stderr, flush=True)
     sys.exit(int(behaviour[behaviour.index("fails") + 1]))
 if "serves" in behaviour:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", int(port)), Health)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", int(port)), HealthHandler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
 while True:
     time.sleep(60)

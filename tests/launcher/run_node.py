@@ -1,4 +1,7 @@
-"""The launcher of a node whose ranks are stand-ins: `node_harness.py '<JSON>'`, see `Node` in test_leader.py for what is in it."""
+"""Runs the launcher of one node of several, with a fake process (`fake_child.py`) as its rank.
+
+Usage: `run_node.py '<JSON>'`. `Node` in test_leader.py lists the settings that the JSON object has.
+"""
 
 import json
 import os
@@ -14,24 +17,24 @@ from penstock.launcher.supervisor import Supervisor
 from penstock.proto import link
 from penstock.proto.certificates import Certificates
 
-STAND_IN = str(Path(__file__).with_name("stand_in.py"))
+FAKE_CHILD = str(Path(__file__).with_name("fake_child.py"))
 
-told = json.loads(sys.argv[1])
-certificates = Certificates(*told["certificates"]) if told["certificates"] else None
+settings = json.loads(sys.argv[1])
+certificates = Certificates(*settings["certificates"]) if settings["certificates"] else None
 console = Console(json_output=False)
 
 
 def command(name: str, behaviour: str) -> Command:
-    arguments = [sys.executable, "-S", STAND_IN, name.replace(" ", "-"), str(told["health"]), *behaviour.split("+")]
+    arguments = [sys.executable, "-S", FAKE_CHILD, name.replace(" ", "-"), str(settings["health"]), *behaviour.split("+")]
     return Command(name, arguments)
 
 
-shard = command(f"shard {told['node']}", told["behaviour"])
+shard = command(f"shard {settings['node']}", settings["behaviour"])
 
 
 class Ranks:
     def hello(self, address: str) -> Hello:
-        return Hello(node=told["node"], start=str(os.getpid()), address=address, ports=(7,), terms=told["terms"])
+        return Hello(node=settings["node"], start=str(os.getpid()), address=address, ports=(7,), terms=settings["terms"])
 
     def commands(self, orders: Orders, hello: Hello) -> list[Command]:
         console.say(f"meets at {orders.relay_address} {orders.token} {orders.store}")
@@ -40,32 +43,32 @@ class Ranks:
 
 def lead() -> int:
     meeting = leader.Meeting(
-        listening=link.listen("127.0.0.1", told["port"]),
+        listening=link.listen("127.0.0.1", settings["port"]),
         certificates=certificates,
         silence=2.0,
-        timeout=told["timeout"],
+        timeout=settings["timeout"],
         orders=Orders(epoch=0, relay_address="127.0.0.1:1", token="token", store=2),
-        addresses=Path(told["folder"]),
+        addresses=Path(settings["folder"]),
         console=console,
     )
-    group = leader.Leader("the shards", [shard], told["restarts"], [], meeting, RollCall(told["nodes"], told["terms"]))
+    group = leader.Leader("the shards", [shard], settings["restarts"], [], meeting, RollCall(settings["nodes"], settings["terms"]))
     return Supervisor(
-        router=command("router", told["router"]),
+        router=command("router", settings["router"]),
         groups={"0": group},
         environment=dict(os.environ),
         console=console,
-        health=("127.0.0.1", told["health"]),
+        health=("127.0.0.1", settings["health"]),
         ready=lambda: console.say("ready"),
         grace=5.0,
-        max_restarts=told["restarts"],
+        max_restarts=settings["restarts"],
     ).run()
 
 
 def follow() -> int:
     zero = follower.NodeZero(
-        address="127.0.0.1", port=told["port"], certificates=certificates, silence=2.0, timeout=told["timeout"]
+        address="127.0.0.1", port=settings["port"], certificates=certificates, silence=2.0, timeout=settings["timeout"]
     )
     return follower.Follower(leader=zero, ranks=Ranks(), environment=dict(os.environ), console=console, grace=5.0).run()
 
 
-sys.exit(follow() if told["node"] else lead())
+sys.exit(follow() if settings["node"] else lead())
