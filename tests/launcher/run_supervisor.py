@@ -15,7 +15,7 @@ FAKE_CHILD = str(Path(__file__).with_name("fake_child.py"))
 
 port, grace, restarts, pipe, replicas, router, *shards = sys.argv[1:]
 if "stubborn" in router:
-    parts.GRACE = supervisor.GRACE = 1.0  # shorter, since a stubborn router is waited for that long
+    parts.GRACE = supervisor.GRACE = 1.0  # shorter, as tests wait that long for a stubborn router
 console = Console(json_output=False)
 
 

@@ -197,8 +197,11 @@ def test_ranks_get_the_indices_of_the_gpus_found() -> None:
         ]
 
     assert devices_of_replicas(Options(), {}, 3, 1) == [{"HIP_VISIBLE_DEVICES": "1,2,5"}]
-    given = {"HIP_VISIBLE_DEVICES": "0,1,2,5,4", "CUDA_VISIBLE_DEVICES": "7"}
-    assert devices_of_replicas(Options(replicas=2), given, 2, 2) == [{"HIP_VISIBLE_DEVICES": "1,2"}, {"HIP_VISIBLE_DEVICES": "5,4"}]
+    environment = {"HIP_VISIBLE_DEVICES": "0,1,2,5,4", "CUDA_VISIBLE_DEVICES": "7"}
+    assert devices_of_replicas(Options(replicas=2), environment, 2, 2) == [
+        {"HIP_VISIBLE_DEVICES": "1,2"},
+        {"HIP_VISIBLE_DEVICES": "5,4"},
+    ]
 
 
 def test_cpu_plan_has_no_gpu_indices(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ WAIT = 30.0  # seconds for a terminal to show something, on a busy machine
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("API_KEY", "OPENAI_API_KEY")}
 
 
-class FakeServer(http.server.BaseHTTPRequestHandler):
+class FakeHandler(http.server.BaseHTTPRequestHandler):
     """Answers every chat with `events`, and records the requests."""
 
     protocol_version = "HTTP/1.1"
@@ -41,8 +41,8 @@ class FakeServer(http.server.BaseHTTPRequestHandler):
         self._send_json({"data": [{"id": "fake"}]})
 
     def do_POST(self) -> None:
-        FakeServer.requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-        FakeServer.keys.append(self.headers["Authorization"])
+        FakeHandler.requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        FakeHandler.keys.append(self.headers["Authorization"])
         if self.status != 200:
             self._send_json({"error": {"message": "no such thing"}})
             return
@@ -55,7 +55,7 @@ class FakeServer(http.server.BaseHTTPRequestHandler):
                 time.sleep(self.pause)
                 self.wfile.write(event if isinstance(event, bytes) else f"data: {json.dumps(event)}\n\n".encode())
         except OSError:
-            FakeServer.client_left.set()
+            FakeHandler.client_left.set()
         self.close_connection = True
 
     def _send_json(self, content: Any) -> None:
@@ -87,11 +87,11 @@ ANSWER = [
 @contextmanager
 def fake_server(events: Sequence[Any] = ANSWER, status: int = 200, pause: float = 0.0) -> Iterator[str]:
     """Runs the fake server, and yields its URL."""
-    FakeServer.events, FakeServer.status, FakeServer.pause = list(events), status, pause
-    FakeServer.requests.clear()
-    FakeServer.keys.clear()
-    FakeServer.client_left.clear()
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), FakeServer)
+    FakeHandler.events, FakeHandler.status, FakeHandler.pause = list(events), status, pause
+    FakeHandler.requests.clear()
+    FakeHandler.keys.clear()
+    FakeHandler.client_left.clear()
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), FakeHandler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
@@ -102,7 +102,7 @@ def fake_server(events: Sequence[Any] = ANSWER, status: int = 200, pause: float 
         thread.join()
 
 
-def chat(*arguments: str, question: str = "Hi", **environment: str) -> "subprocess.CompletedProcess[str]":
+def run_chat(*arguments: str, question: str = "Hi", **environment: str) -> "subprocess.CompletedProcess[str]":
     """Runs the command with the question on stdin, and pipes as stdout and stderr."""
     command = [sys.executable, "-m", "penstock.launcher", "chat", *arguments]
     return subprocess.run(command, input=question, capture_output=True, text=True, timeout=WAIT, env={**ENVIRONMENT, **environment})
@@ -124,9 +124,9 @@ def run_conversation(url: str, lines: Sequence[str], conversation: Conversation 
 
 def test_question_on_stdin_is_sent_and_the_answer_printed() -> None:
     with fake_server() as url:
-        answer = chat(url + "/v1", "--system", "Be brief.", "--set", "temperature=0.7", question="Hi\nthere")
+        answer = run_chat(url + "/v1", "--system", "Be brief.", "--set", "temperature=0.7", question="Hi\nthere")
     assert (answer.returncode, answer.stdout, answer.stderr) == (0, "Hello\n", "")
-    [body] = FakeServer.requests
+    [body] = FakeHandler.requests
     assert body["messages"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi\nthere"}]
     assert (body["model"], body["temperature"], body["stream"]) == ("fake", 0.7, True)
 
@@ -161,8 +161,8 @@ def test_api_key_is_taken_from_the_flag_or_the_environment(
     arguments: list[str], environment: dict[str, str], header: str | None
 ) -> None:
     with fake_server() as url:
-        chat(url, *arguments, **environment)
-    assert FakeServer.keys == [header]
+        run_chat(url, *arguments, **environment)
+    assert FakeHandler.keys == [header]
 
 
 @pytest.mark.parametrize("command", ["chat", "bench", "top"])
@@ -189,25 +189,25 @@ def test_api_key_with_characters_not_allowed_in_headers_is_refused(command: str,
 def test_first_of_several_choices_is_shown_and_always_streamed() -> None:
     other = {"choices": [{"index": 1, "delta": {"content": "Bye"}, "finish_reason": "stop"}]}
     with fake_server([other, *ANSWER]) as url:
-        answer = chat(url, "--set", "n=2", "--set", "stream=false")
+        answer = run_chat(url, "--set", "n=2", "--set", "stream=false")
     assert (answer.returncode, answer.stdout, answer.stderr) == (0, "Hello\n", "")
-    assert [(body["n"], body["stream"]) for body in FakeServer.requests] == [(2, True)]
+    assert [(body["n"], body["stream"]) for body in FakeHandler.requests] == [(2, True)]
 
 
 def test_empty_question_is_refused() -> None:
     with fake_server() as url:
-        answer = chat(url, question=" \n")
+        answer = run_chat(url, question=" \n")
     assert answer.returncode == 2
     assert "there is no question on stdin" in answer.stderr
-    assert FakeServer.requests == []
+    assert FakeHandler.requests == []
 
 
 def test_errors_in_a_pipe_are_one_line() -> None:
     with fake_server([delta("Hel"), {"error": {"message": "it broke"}}]) as url:
-        answer = chat(url)
+        answer = run_chat(url)
     assert (answer.returncode, answer.stdout, answer.stderr) == (1, "Hel", "penstock chat: it broke\n")
     with fake_server([delta("Hel")]) as url:
-        answer = chat(url)
+        answer = run_chat(url)
     assert (answer.returncode, answer.stderr) == (1, "penstock chat: the answer was cut off\n")
     for arguments, text in (
         (["http://127.0.0.1:9"], "nobody answers at http://127.0.0.1:9"),
@@ -215,7 +215,7 @@ def test_errors_in_a_pipe_are_one_line() -> None:
         (["--set", "x"], "--set x: NAME=VALUE is needed"),
         (["--nonsense"], "--nonsense"),
     ):
-        answer = chat(*arguments)
+        answer = run_chat(*arguments)
         assert answer.returncode == 2, arguments
         assert text in answer.stderr
         assert answer.stderr.count("\n") == 1
@@ -228,14 +228,14 @@ def test_conversation_with_set_system_and_reset_commands() -> None:
         )
     assert shown.count("Hello") == 4
     assert "2 tokens, first after" in shown
-    prompts = [[message["content"] for message in body["messages"]] for body in FakeServer.requests]
+    prompts = [[message["content"] for message in body["messages"]] for body in FakeHandler.requests]
     assert prompts == [
         ["Hi"],
         ["Hi", "Hello", "And"],
         ["Be kind.", "Hi", "Hello", "And", "Hello", "More\nlines"],
         ["Be kind.", "New"],
     ]
-    assert FakeServer.requests[-1]["temperature"] == 0.5
+    assert FakeHandler.requests[-1]["temperature"] == 0.5
     assert "temperature 0.5" in shown
     assert len(conversation.messages) == 2
 
@@ -250,8 +250,8 @@ def test_retry_unset_and_multiline_blocks() -> None:
     assert "seed was not set" in shown
     assert "/nope is no command" in shown
     assert "seed is not sent any more" in shown_after_null
-    assert [body["messages"] for body in FakeServer.requests] == [[{"role": "user", "content": "a\n\nb"}]] * 2
-    assert "seed" not in FakeServer.requests[-1]
+    assert [body["messages"] for body in FakeHandler.requests] == [[{"role": "user", "content": "a\n\nb"}]] * 2
+    assert "seed" not in FakeHandler.requests[-1]
     assert [message["role"] for message in conversation.messages] == ["user", "assistant"]
 
 
@@ -357,9 +357,9 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_conversation() -> None:
         terminal.wait_for("tick tick tick")
         terminal.type("\x03")
         terminal.wait_for("stopped")
-        assert FakeServer.client_left.wait(WAIT)  # the client has disconnected, so the server can stop
+        assert FakeHandler.client_left.wait(WAIT)  # the client has disconnected, so the server can stop
         terminal.wait_for("> ")
-        FakeServer.events = list(ANSWER)
+        FakeHandler.events = list(ANSWER)
         terminal.type("Again\n")
         terminal.wait_for("Hello")
         terminal.wait_for("> ")
@@ -369,6 +369,6 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_conversation() -> None:
         terminal.wait_for("> ")
         terminal.type("\x04")
         terminal.wait_for_end()
-    roles = [message["role"] for message in FakeServer.requests[-1]["messages"]]
+    roles = [message["role"] for message in FakeHandler.requests[-1]["messages"]]
     assert roles == ["user", "assistant", "user"]
-    assert FakeServer.requests[-1]["messages"][1]["content"].startswith("tick tick")
+    assert FakeHandler.requests[-1]["messages"][1]["content"].startswith("tick tick")

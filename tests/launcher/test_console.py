@@ -64,11 +64,11 @@ def test_json_output_wraps_lines_that_are_not_json() -> None:
 
 
 def test_broken_pipe_on_stdout_is_ignored() -> None:
-    class Gone(io.StringIO):
+    class BrokenPipe(io.StringIO):
         def write(self, text: str) -> int:
             raise BrokenPipeError
 
-    Console(json_output=False, out=Gone()).say("anybody?")
+    Console(json_output=False, out=BrokenPipe()).say("anybody?")
 
 
 @pytest.fixture

@@ -165,7 +165,7 @@ def test_check_vocabulary_accepts_equal_tokens_and_refuses_others(tmp_path: Path
 def test_lossy_verification_is_logged_when_the_server_starts(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(serve, "Supervisor", lambda **given: type("Supervisor", (), {"run": lambda self: 0})())
+    monkeypatch.setattr(serve, "Supervisor", lambda **arguments: type("Supervisor", (), {"run": lambda self: 0})())
     port = str(machine.free_port())
     for verify, is_logged in (("typical", True), ("gumbel", False)):
         assert cli.main(["serve", "--port", port, "--speculate", f"ngram=3,verify={verify}"]) == 0
@@ -316,8 +316,8 @@ def test_speculate_flag_applies_when_heads_are_given_as_the_model(speculate: str
 
 def test_options_are_unchanged_if_the_model_is_not_draft_heads(tmp_path: Path) -> None:
     """Also a folder without config.json: a router alone may have nothing but the tokenizer."""
-    for place in (hub.DEMO_FOLDER, tmp_path):
-        assert with_base_model(Options(), place) == (Options(), place)
+    for folder in (hub.DEMO_FOLDER, tmp_path):
+        assert with_base_model(Options(), folder) == (Options(), folder)
 
 
 @pytest.mark.parametrize(

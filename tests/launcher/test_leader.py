@@ -64,7 +64,7 @@ def test_late_nodes_are_named_with_the_timeout() -> None:
 
 
 @pytest.mark.parametrize(
-    ("came", "words"),
+    ("candidate", "expected"),
     [
         (hello(1), ""),
         (hello(0), "node 0 (10.0.0.0) is none of the nodes 1 to 2: --nnodes is 3 on node 0, look at --node-rank"),
@@ -85,10 +85,10 @@ def test_late_nodes_are_named_with_the_timeout() -> None:
         (hello(1, later="yes"), "later is yes there and unknown on node 0"),
     ],
 )
-def test_roll_call_objects_to_a_node_with_other_terms(came: Hello, words: str) -> None:
-    objection = RollCall(3, TERMS).objection(came)
-    assert words in objection
-    assert bool(words) == bool(objection)
+def test_roll_call_objects_to_a_node_with_other_terms(candidate: Hello, expected: str) -> None:
+    objection = RollCall(3, TERMS).objection(candidate)
+    assert expected in objection
+    assert bool(expected) == bool(objection)
 
 
 def test_second_launcher_of_a_present_node_is_a_rival() -> None:

@@ -36,7 +36,7 @@ STEP = {  # the environment of srun within it
 LWS = {"LWS_LEADER_ADDRESS": "group-0.group.default", "LWS_GROUP_SIZE": "4", "LWS_WORKER_INDEX": "3"}
 
 
-def settled(line: str = "", **environment: str) -> tuple[tuple[int, int | None, str, int], str]:
+def settle_nodes(line: str = "", **environment: str) -> tuple[tuple[int, int | None, str, int], str]:
     """Nodes, rank, address and port that flags and environment give, and the message to the operator."""
     options = command_line.parse(cli._parsers()[1]["serve"], line.split(), environment)
     found, message = nodes.settle(options, environment)
@@ -44,7 +44,7 @@ def settled(line: str = "", **environment: str) -> tuple[tuple[int, int | None, 
 
 
 def test_node_settings_by_flags() -> None:
-    found, message = settled("--nnodes 2 --node-rank 1 --master-addr fd00::1 --master-port 7")
+    found, message = settle_nodes("--nnodes 2 --node-rank 1 --master-addr fd00::1 --master-port 7")
     assert found == (2, 1, "fd00::1", 7)
     assert message == (
         "node 1 of 2, node 0 is at [fd00::1]:7 (nodes: --nnodes, rank: --node-rank, address: --master-addr, port: --master-port)"
@@ -52,36 +52,36 @@ def test_node_settings_by_flags() -> None:
 
 
 def test_node_settings_by_penstocks_variables() -> None:
-    found, message = settled(NNODES="2", NODE_RANK="1", MASTER_ADDR="10.0.0.1", MASTER_PORT="7")
+    found, message = settle_nodes(NNODES="2", NODE_RANK="1", MASTER_ADDR="10.0.0.1", MASTER_PORT="7")
     assert found == (2, 1, "10.0.0.1", 7)
     assert message.endswith("(nodes: NNODES, rank: NODE_RANK, address: MASTER_ADDR, port: MASTER_PORT)")
 
 
 def test_whitespace_around_variables_is_stripped() -> None:
-    found, _ = settled(NNODES="2\n", NODE_RANK="1\n", MASTER_ADDR="10.0.0.1\n", MASTER_PORT="7\n")
+    found, _ = settle_nodes(NNODES="2\n", NODE_RANK="1\n", MASTER_ADDR="10.0.0.1\n", MASTER_PORT="7\n")
     assert found == (2, 1, "10.0.0.1", 7)
 
 
 def test_next_port_is_used_if_torchruns_agent_holds_master_port() -> None:
-    found, message = settled(**TORCHRUN)
+    found, message = settle_nodes(**TORCHRUN)
     assert found == (2, 1, "10.0.0.1", 29401)
     assert "rank: GROUP_RANK" in message
-    assert settled(**{**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "False"})[0] == (2, 1, "10.0.0.1", 29400)
-    assert settled("--master-port 5", **TORCHRUN)[0] == (2, 1, "10.0.0.1", 5)
+    assert settle_nodes(**{**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "False"})[0] == (2, 1, "10.0.0.1", 29400)
+    assert settle_nodes("--master-port 5", **TORCHRUN)[0] == (2, 1, "10.0.0.1", 5)
     single_node = {**TORCHRUN, "WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0"}
-    assert settled(**single_node) == ((1, 0, "10.0.0.1", 29401), "")
+    assert settle_nodes(**single_node) == ((1, 0, "10.0.0.1", 29401), "")
 
 
 def test_node_settings_by_slurm_step() -> None:
-    found, message = settled(**STEP)
+    found, message = settle_nodes(**STEP)
     assert found == (3, 2, "gpu07", options.SHARD.master_port)
     assert message.endswith("(nodes: SLURM_STEP_NUM_NODES, rank: SLURM_NODEID, address: SLURM_STEP_NODELIST, port: default)")
     older = {name: text for name, text in STEP.items() if not name.startswith("SLURM_STEP_N")}
-    assert settled("--master-port 9", **older)[0] == (3, 2, "gpu07", 9)
+    assert settle_nodes("--master-port 9", **older)[0] == (3, 2, "gpu07", 9)
 
 
 def test_node_settings_by_leader_worker_set() -> None:
-    found, message = settled(**LWS)
+    found, message = settle_nodes(**LWS)
     assert found == (4, 3, "group-0.group.default", options.SHARD.master_port)
     assert "nodes: LWS_GROUP_SIZE, rank: LWS_WORKER_INDEX, address: LWS_LEADER_ADDRESS" in message
 
@@ -99,18 +99,18 @@ def test_node_settings_by_leader_worker_set() -> None:
     ],
 )
 def test_environment_of_a_single_node_gives_one_node(environment: dict[str, str]) -> None:
-    (count, rank, address, _), message = settled(**environment)
+    (count, rank, address, _), message = settle_nodes(**environment)
     assert (count, rank, address, message) == (1, 0, "", "")
 
 
 @pytest.mark.parametrize("environment", [STEP, LWS, TORCHRUN])
 def test_nnodes_1_overrides_the_environment(environment: dict[str, str]) -> None:
-    assert settled("--nnodes 1", **environment)[0][:2] == (1, 0)
+    assert settle_nodes("--nnodes 1", **environment)[0][:2] == (1, 0)
 
 
 def test_flags_override_the_environment() -> None:
-    assert settled("--nnodes 5 --node-rank 4 --master-addr here --master-port 3", **LWS)[0] == (5, 4, "here", 3)
-    assert settled("--node-rank 0", **STEP)[0][1] == 0
+    assert settle_nodes("--nnodes 5 --node-rank 4 --master-addr here --master-port 3", **LWS)[0] == (5, 4, "here", 3)
+    assert settle_nodes("--node-rank 0", **STEP)[0][1] == 0
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_flags_override_the_environment() -> None:
 )
 def test_invalid_node_settings_are_refused(line: str, environment: dict[str, str], error: str) -> None:
     with pytest.raises(Mistake) as caught:
-        settled(line, **environment)
+        settle_nodes(line, **environment)
     assert error in str(caught.value)
 
 

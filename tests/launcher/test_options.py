@@ -197,7 +197,7 @@ def test_every_flag_has_an_effect() -> None:
         *("nnodes", "node_rank", "node_addr", "node_timeout", "insecure_nodes"),  # which machine runs which processes
         *("replicas", "replica", "no_router", "shard_listen"),
         "max_restarts",
-        *("penstock_kernels", "api_key", "max_batch_total_tokens"),  # other names of settings: TGI's, or those of several kernels
+        *("penstock_kernels", "api_key", "max_batch_total_tokens"),  # become the settings kernels, api_keys and kv_pages
         "lora_adapters",  # the names become `adapters` of router and shards
     }
     settings = {field.name for config in (RouterConfig, ShardConfig) for field in dataclasses.fields(config)}

@@ -44,24 +44,24 @@ def safetensors(path: Path, tensors: dict[str, tuple[str, int]], cut: int = 0) -
     path.write_bytes(struct.pack("<Q", len(text)) + text + b"\0" * (position - cut))
 
 
-def folder(path: Path, **config: Any) -> Path:
+def write_config_and_tokenizer(path: Path, **config: Any) -> Path:
     (path / "config.json").write_text(json.dumps(CONFIG | config))
     (path / "tokenizer.json").write_text("{}")
     return path
 
 
-def checkpoint_in(path: Path, **config: Any) -> Checkpoint:
-    safetensors(folder(path, **config) / "model.safetensors", {"a": ("BF16", 1000), "b": ("F32", 4)})
+def complete_checkpoint(path: Path, **config: Any) -> Checkpoint:
+    safetensors(write_config_and_tokenizer(path, **config) / "model.safetensors", {"a": ("BF16", 1000), "b": ("F32", 4)})
     return checkpoint.read(path, "auto")
 
 
 def test_checkpoint_of_a_single_file(tmp_path: Path) -> None:
-    model = checkpoint_in(tmp_path)
+    model = complete_checkpoint(tmp_path)
     assert (model.dtype, model.bytes, model.files) == ("bfloat16", 1004, 1)
 
 
 def test_checkpoint_of_files_listed_in_an_index(tmp_path: Path) -> None:
-    safetensors(folder(tmp_path) / "one.safetensors", {"a": ("F16", 10)})
+    safetensors(write_config_and_tokenizer(tmp_path) / "one.safetensors", {"a": ("F16", 10)})
     safetensors(tmp_path / "two.safetensors", {"b": ("F16", 20)})
     (tmp_path / checkpoint.INDEX).write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}))
     model = checkpoint.read(tmp_path, "auto")
@@ -80,7 +80,7 @@ def test_random_weights_need_no_files(tmp_path: Path) -> None:
 def test_plan_works_without_downloading_weights(tmp_path: Path) -> None:
     """Their size is in the index; without one the hub is asked; if it can't say, it is estimated from config.json."""
     replies = [HubWeights(Counter(F16=10, F32=4), 1), HubWeights(Counter(), 0)]
-    folder(tmp_path)
+    write_config_and_tokenizer(tmp_path)
     checkpoints = [checkpoint.read(tmp_path, "auto", lambda reply=reply: reply) for reply in replies]  # type: ignore[misc]
     assert [(model.dtype, model.bytes, model.files, model.here) for model in checkpoints] == [
         ("float16", 14, 1, False),
@@ -100,7 +100,7 @@ def test_plan_works_without_downloading_weights(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("total", ["NaN", "Infinity", "1e300", "-5", '"5"'])
 def test_invalid_total_size_of_an_index_is_ignored(tmp_path: Path, total: str) -> None:
-    (folder(tmp_path) / checkpoint.INDEX).write_text(
+    (write_config_and_tokenizer(tmp_path) / checkpoint.INDEX).write_text(
         f'{{"metadata": {{"total_size": {total}}}, "weight_map": {{"a": "one.safetensors"}}}}'
     )
     model = checkpoint.read(tmp_path, "auto", lambda: pytest.fail("there is an index"))
@@ -122,7 +122,7 @@ def test_incomplete_or_broken_folders_are_refused(tmp_path: Path) -> None:
     assert "lacks tokenizer.json: save its tokenizer" in error_message()
     (tmp_path / "tekken.json").touch()
     assert "tekken.json, and lacks tokenizer.json: take a copy" in error_message()
-    folder(tmp_path)
+    write_config_and_tokenizer(tmp_path)
     assert "has no weights" in error_message()
     (tmp_path / "pytorch_model.bin").touch()
     assert "only as pytorch_model.bin, a pickle" in error_message()
@@ -146,7 +146,7 @@ def test_incomplete_or_broken_folders_are_refused(tmp_path: Path) -> None:
 
 def test_weights_memory_and_pages_match_sums_by_hand(tmp_path: Path) -> None:
     """By hand: 2 layers; per token 2 (keys, values) * 2 layers * 2 heads * 16 features = 128 elements."""
-    model = checkpoint_in(tmp_path)
+    model = complete_checkpoint(tmp_path)
     planned = plan.divide(Options(page_size=4), model, MACHINE)
     attention = 64 * (4 + 2 + 2) * 16 + 64 * 64
     parameters = 2 * (attention + 3 * 64 * 128 + 2 * 64) + 2 * 100 * 64 + 64
@@ -160,7 +160,7 @@ def test_weights_memory_and_pages_match_sums_by_hand(tmp_path: Path) -> None:
 
 
 def test_tied_embeddings_are_counted_twice_on_a_cpu_that_repacks_matrices(tmp_path: Path) -> None:
-    tied, untied = (checkpoint_in(tmp_path, tie_word_embeddings=tied) for tied in (True, False))
+    tied, untied = (complete_checkpoint(tmp_path, tie_word_embeddings=tied) for tied in (True, False))
     bfloat16 = Options(dtype="bfloat16")
     fast_bfloat16, packing_bfloat16 = replace(MACHINE, fast_bfloat16=True), replace(MACHINE, packs_bfloat16=True)
     for options, machine in ((Options(), MACHINE), (bfloat16, fast_bfloat16), (bfloat16, packing_bfloat16)):
@@ -183,7 +183,7 @@ MATRICES = 2 * (64 * (4 + 2 + 2) * 16 + 64 * 64 + 3 * 64 * 128)  # elements of t
 )
 def test_bytes_of_weights_quantized_at_load_time(quantize: str, dtype: str, bits: float, description: str, tmp_path: Path) -> None:
     """Only where there is a kernel for them; otherwise they are unpacked. Embeddings and norms are not quantized."""
-    model = checkpoint_in(tmp_path)
+    model = complete_checkpoint(tmp_path)
     unquantized, quantized = (plan.divide(Options(dtype=dtype, quantize=method), model, MACHINE) for method in ("", quantize))
     assert unquantized.weight_bytes - quantized.weight_bytes == int(MATRICES * (8 * plan.ITEM_BYTES[dtype] - bits) / 8)
     [line] = [line for line in plan.table(quantized, "x").splitlines() if line.startswith("weights")]
@@ -195,7 +195,10 @@ def test_bytes_of_weights_quantized_at_load_time(quantize: str, dtype: str, bits
 
 def test_quantized_checkpoint_is_described_and_its_size_estimated(tmp_path: Path) -> None:
     method = {"quant_method": "gptq", "bits": 4, "group_size": 32}
-    safetensors(folder(tmp_path, quantization_config=method) / "model.safetensors", {"a": ("BF16", 1000), "b": ("I32", 4000)})
+    safetensors(
+        write_config_and_tokenizer(tmp_path, quantization_config=method) / "model.safetensors",
+        {"a": ("BF16", 1000), "b": ("I32", 4000)},
+    )
     model = checkpoint.read(tmp_path, "auto")
     planned = plan.divide(Options(device="cuda"), model, GPUS)
     assert planned.dtype == "bfloat16"
@@ -219,7 +222,7 @@ COMPRESSED = {
 @pytest.mark.parametrize("method", [{"quant_method": "modelopt", "quant_algo": "NVFP4"}, COMPRESSED])
 def test_bytes_of_nvfp4_weights(method: dict[str, Any], tmp_path: Path) -> None:
     """On an accelerator 4.5 bits each, and a scale for each output. Weights are unpacked on a CPU, and in float32."""
-    unquantized, quantized = checkpoint_in(tmp_path), checkpoint_in(tmp_path, quantization_config=method)
+    unquantized, quantized = complete_checkpoint(tmp_path), complete_checkpoint(tmp_path, quantization_config=method)
     columns = (4 + 2 + 2) * 16 + 2 * 128, 64 + 64  # outputs of a layer's matrices: of those sharded by output, and of the others
     for device, dtype, saved_bytes in (
         ("cuda", "bfloat16", MATRICES * 11.5 / 8 - 2 * sum(columns) * 4),
@@ -240,7 +243,7 @@ def test_bytes_of_nvfp4_weights(method: dict[str, Any], tmp_path: Path) -> None:
 def test_weights_in_groups_of_16_are_unpacked(tmp_path: Path) -> None:
     """They are unpacked in every number format."""
     method = {"quant_method": "gptq", "bits": 4, "group_size": 16}
-    unquantized, quantized = checkpoint_in(tmp_path), checkpoint_in(tmp_path, quantization_config=method)
+    unquantized, quantized = complete_checkpoint(tmp_path), complete_checkpoint(tmp_path, quantization_config=method)
     for device, dtype in (("cpu", "bfloat16"), ("cpu", "float32"), ("cuda", "bfloat16")):
         options = Options(device=device, dtype=dtype)
         planned = plan.divide(options, quantized, GPUS)
@@ -251,7 +254,7 @@ def test_weights_in_groups_of_16_are_unpacked(tmp_path: Path) -> None:
 def test_quantization_config_in_a_file_of_its_own(tmp_path: Path) -> None:
     """hf_quant_config.json, as NVIDIA's ModelOpt writes it."""
     tensors = {"a": ("BF16", 1000), "b": ("I8", 1000)}
-    safetensors(folder(tmp_path) / "model.safetensors", tensors)
+    safetensors(write_config_and_tokenizer(tmp_path) / "model.safetensors", tensors)
     quantization_file = tmp_path / "hf_quant_config.json"
     quantization_file.write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
     planned = plan.divide(Options(device="cuda"), checkpoint.read(tmp_path, "auto"), GPUS)
@@ -272,22 +275,19 @@ def estimated_kib(table: str) -> float:
 
 
 def test_ranks_share_memory_and_kv_heads(tmp_path: Path) -> None:
-    planned = plan.divide(Options(num_shard=2), checkpoint_in(tmp_path), MACHINE)
+    planned = plan.divide(Options(num_shard=2), complete_checkpoint(tmp_path), MACHINE)
     assert planned.token_bytes == 4 * 64
     assert planned.memory == int(0.9 * (4 << 20))
 
 
 def test_threads_per_rank_follow_from_cores_and_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def threads(cores: int = 4, **options: Any) -> int:
-        return plan.divide(Options(**options), checkpoint_in(tmp_path), replace(MACHINE, cores=cores)).threads
+        return plan.divide(Options(**options), complete_checkpoint(tmp_path), replace(MACHINE, cores=cores)).threads
 
-    assert [threads(), threads(num_shard=2), threads(num_shard=2, threads=3)] == [
-        1,
-        1,
-        3,
-    ]  # the model is too small for more than one thread per rank
-    assert plan.divide(Options(device="cuda"), checkpoint_in(tmp_path), GPUS).threads == GPUS.cores
-    parameters_of_a_rank = [plan.shape(checkpoint_in(tmp_path).config).parameters(count) for count in (1, 2)]
+    # The model is too small for more than one thread per rank.
+    assert [threads(), threads(num_shard=2), threads(num_shard=2, threads=3)] == [1, 1, 3]
+    assert plan.divide(Options(device="cuda"), complete_checkpoint(tmp_path), GPUS).threads == GPUS.cores
+    parameters_of_a_rank = [plan.shape(complete_checkpoint(tmp_path).config).parameters(count) for count in (1, 2)]
     monkeypatch.setattr(plan, "PER_THREAD", parameters_of_a_rank[0] // 4)
     assert [threads(), threads(cores=2), threads(cores=64)] == [4, 2, 4]
     monkeypatch.setattr(plan, "PER_THREAD", parameters_of_a_rank[1] // 4)
@@ -295,7 +295,7 @@ def test_threads_per_rank_follow_from_cores_and_parameters(tmp_path: Path, monke
 
 
 def test_table_names_the_number_of_replicas(tmp_path: Path) -> None:
-    model = checkpoint_in(tmp_path)
+    model = complete_checkpoint(tmp_path)
     replicas_line = "replicas      3 of these ranks; pages and capacity are each one's\n"
     assert replicas_line in plan.table(plan.divide(Options(replicas=3), model, MACHINE), "x")
     assert "\nreplicas" not in plan.table(plan.divide(Options(), model, MACHINE), "x")
@@ -303,7 +303,7 @@ def test_table_names_the_number_of_replicas(tmp_path: Path) -> None:
 
 def test_pages_are_limited_to_what_concurrent_sequences_can_fill(tmp_path: Path) -> None:
     """256 positions are 16 pages of 16."""
-    model = checkpoint_in(tmp_path)
+    model = complete_checkpoint(tmp_path)
     large_machine = replace(MACHINE, memory=1 << 40)
     assert plan.divide(Options(), model, large_machine).pages == 128 * 16
     assert plan.divide(Options(max_batch_size=3), model, large_machine).pages == 3 * 16
@@ -317,9 +317,9 @@ def test_pages_are_limited_to_what_concurrent_sequences_can_fill(tmp_path: Path)
 
 
 def test_number_of_pages_set_by_options(tmp_path: Path) -> None:
-    assert plan.divide(Options(kv_pages=3), checkpoint_in(tmp_path), MACHINE).capacity == 48
-    assert plan.divide(Options(max_batch_total_tokens=50), checkpoint_in(tmp_path), MACHINE).capacity == 48
-    assert plan.divide(Options(max_batch_total_tokens=1), checkpoint_in(tmp_path), MACHINE).capacity == 16
+    assert plan.divide(Options(kv_pages=3), complete_checkpoint(tmp_path), MACHINE).capacity == 48
+    assert plan.divide(Options(max_batch_total_tokens=50), complete_checkpoint(tmp_path), MACHINE).capacity == 48
+    assert plan.divide(Options(max_batch_total_tokens=1), complete_checkpoint(tmp_path), MACHINE).capacity == 16
 
 
 @pytest.mark.parametrize(
@@ -339,12 +339,12 @@ def test_number_of_pages_set_by_options(tmp_path: Path) -> None:
 def test_number_format_by_checkpoint_device_and_option(
     stored: str, device: str, fast_bfloat16: bool, option: str, expected: str, tmp_path: Path
 ) -> None:
-    model = replace(checkpoint_in(tmp_path), dtype=stored)
+    model = replace(complete_checkpoint(tmp_path), dtype=stored)
     assert plan.divide(Options(dtype=option, device=device), model, replace(GPUS, fast_bfloat16=fast_bfloat16)).dtype == expected
 
 
 def test_gpus_are_used_and_sharded_as_options_say(tmp_path: Path) -> None:
-    model = checkpoint_in(tmp_path)
+    model = complete_checkpoint(tmp_path)
     assert plan.divide(Options(), model, MACHINE).device == "cpu"
     assert plan.divide(Options(), model, GPUS).device == "cuda"
     assert plan.divide(Options(device="cpu"), model, GPUS).device == "cpu"
@@ -414,7 +414,7 @@ def test_gpus_are_used_and_sharded_as_options_say(tmp_path: Path) -> None:
 def test_impossible_plans_are_refused_in_one_line(
     options: Options, config: dict[str, Any], machine: Machine, message: str, tmp_path: Path
 ) -> None:
-    model = checkpoint_in(tmp_path, **config)
+    model = complete_checkpoint(tmp_path, **config)
     with pytest.raises(Mistake) as caught:
         plan.divide(options, model, machine)
     assert message in str(caught.value)
@@ -424,18 +424,18 @@ def test_impossible_plans_are_refused_in_one_line(
 def test_kv_offload_is_planned_from_host_memory_and_refused_for_recurrent_states(tmp_path: Path) -> None:
     """The host memory for offloaded KV pages."""
     options = Options(kv_offload_gib=1.5, device="cuda", num_shard=2)
-    planned = plan.divide(options, checkpoint_in(tmp_path), GPUS)
+    planned = plan.divide(options, complete_checkpoint(tmp_path), GPUS)
     assert planned.offload_bytes == 3 << 28
     assert "  offloaded    768.0 MiB  of the host's memory" in plan.table(planned, "a name").splitlines()
     with pytest.raises(Mistake, match=r"--kv-offload-gib 1e\+06: of this machine's memory .* can be taken"):
-        plan.make(Options(kv_offload_gib=1e6), checkpoint_in(tmp_path))
-    linear = checkpoint_in(tmp_path, architectures=["Qwen3_5ForCausalLM"], num_hidden_layers=4, head_dim=32)
+        plan.make(Options(kv_offload_gib=1e6), complete_checkpoint(tmp_path))
+    linear = complete_checkpoint(tmp_path, architectures=["Qwen3_5ForCausalLM"], num_hidden_layers=4, head_dim=32)
     with pytest.raises(Mistake, match="remembers what is in no page, so pages are of no use alone: leave --kv-offload-gib out"):
         plan.divide(Options(kv_offload_gib=1.0), linear, MACHINE)
 
 
 def test_table_columns_are_aligned(tmp_path: Path) -> None:
-    lines = plan.table(plan.divide(Options(threads=4), checkpoint_in(tmp_path), MACHINE), "a name").splitlines()
+    lines = plan.table(plan.divide(Options(threads=4), complete_checkpoint(tmp_path), MACHINE), "a name").splitlines()
     assert lines[0] == "model         a name"
     assert all(line[13:14] in ("", " ") for line in lines)
     assert "ranks         1, 4 threads each" in lines
@@ -450,7 +450,7 @@ def test_sizes_are_shown_in_binary_units(count: int, text: str) -> None:
 
 def test_recurrent_states_take_up_to_half_of_the_memory_beside_the_weights(tmp_path: Path) -> None:
     linear = {"architectures": ["Qwen3_5ForCausalLM"], "num_hidden_layers": 4, "head_dim": 32}
-    model = checkpoint_in(tmp_path, **linear, max_position_embeddings=4096)
+    model = complete_checkpoint(tmp_path, **linear, max_position_embeddings=4096)
     planned = plan.divide(Options(max_batch_size=200), model, replace(MACHINE, memory=1 << 29))
     state = planned.shape.state_bytes(1, 4)
     assert planned.state_bytes == state * (1 + planned.sequences + -(-planned.sequences // 4))

@@ -76,13 +76,13 @@ def replace_file(name: str, content: bytes) -> Change:
     return lambda folder: (folder / name).write_bytes(content)
 
 
-def set_index(**places: object) -> Change:
+def set_index(**files: object) -> Change:
     """Sets the files that the index names for some tensors."""
 
     def change(folder: Path) -> None:
         path = folder / checkpoint.INDEX
         values = json.loads(path.read_text())
-        path.write_text(json.dumps(values | {"weight_map": values["weight_map"] | places}))
+        path.write_text(json.dumps(values | {"weight_map": values["weight_map"] | files}))
 
     return change
 
@@ -185,7 +185,7 @@ def test_broken_model_is_refused_before_anything_starts(
     check_refused(["serve", str(model), "--device", "cpu", "--port", str(machine.free_port())], words, capsys)
 
 
-def test_permission_error_is_reported_in_one_line(
+def test_permission_error_ends_with_one_line_and_exit_code_2(
     model: Path, run_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether the file or its folder may not be read. The error is simulated, as tests may run as root, who may read everything."""
@@ -309,15 +309,15 @@ def test_shard_listen_address_that_cannot_be_used_is_refused(run_folder: Path, c
 
     assert "--shard-listen takes an address of this machine" in error_of("192.0.2.1:7000")
     assert "is the first of 2 ports, and there are none above 65535" in error_of("127.0.0.1:65535", "--num-shard", "2")
-    own = "127.9.8.7"  # no other program takes the port before it at this address
-    with socket.create_server((own, 0)) as taken:
+    address = "127.9.8.7"  # no other program takes the port before it at this address
+    with socket.create_server((address, 0)) as taken:
         port = taken.getsockname()[1]
-        assert f"port {port} is in use by process {os.getpid()}" in error_of(f"{own}:{port - 1}", "--num-shard", "2")
+        assert f"port {port} is in use by process {os.getpid()}" in error_of(f"{address}:{port - 1}", "--num-shard", "2")
     names = replicas.Place(0, True, [], "", "", ["nowhere.invalid:1", "[::1]:7001"], None)
     assert list(replicas.listening([names])) == [("::1", 7001)]
 
 
-def test_failure_to_start_a_thread_is_one_line() -> None:
+def test_failure_to_start_a_thread_ends_the_server_with_one_line() -> None:
     """Processes that were started before it end, too."""
     code = (
         "import resource, threading; from penstock.launcher import cli, processes\n"
@@ -343,7 +343,7 @@ def test_umask_keeps_the_owners_permissions() -> None:
 
 
 @pytest.mark.parametrize("flag", ["--model-id", "--tls-cert", "--shard-uds-path", "--speculate"])
-def test_too_long_file_name_is_one_line(flag: str) -> None:
+def test_too_long_file_name_is_refused_in_one_line(flag: str) -> None:
     name = "x" * 300
     answer = subprocess.run(
         [sys.executable, "-m", "penstock.launcher", "serve", flag, f"draft={name}" if flag == "--speculate" else name],

@@ -214,7 +214,7 @@ def test_variables_without_a_flag_are_translated() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "level"),
+    ("value", "level"),
     [
         ("debug", "debug"),
         ("WARN", "warning"),
@@ -223,9 +223,9 @@ def test_variables_without_a_flag_are_translated() -> None:
         ("x=debug", "info"),
     ],
 )
-def test_log_levels_are_translated(given: str, level: str) -> None:
-    assert translate_and_parse(LOG_LEVEL=given) == (Options(log_level=level), [])
-    assert translate_and_parse("--log-level", "error", LOG_LEVEL=given)[0].log_level == "error"
+def test_log_levels_are_translated(value: str, level: str) -> None:
+    assert translate_and_parse(LOG_LEVEL=value) == (Options(log_level=level), [])
+    assert translate_and_parse("--log-level", "error", LOG_LEVEL=value)[0].log_level == "error"
 
 
 def test_otlp_port_for_grpc_becomes_the_one_for_http() -> None:
