@@ -155,13 +155,13 @@ class Running:
 
     now: "ClassVar[Running]"
 
-    def __init__(self, chance: random.Random) -> None:
-        self.chance = chance
+    def __init__(self, rng: random.Random) -> None:
+        self.chance = rng
         self.baton = threading.Condition()
         self.current = self.first = Warps("all")
         self.all = [self.first]
         self.copies: list[Callable[[], None]] = []
-        self.haste = chance.choice((0.0, 0.3))  # how likely one is done before all wait
+        self.haste = rng.choice((0.0, 0.3))  # how likely one is done before all wait
         self.broken: BaseException | None = None
         self.place = self.places = 0
 
@@ -429,7 +429,7 @@ def _instead(modules: dict[str, ModuleType]) -> Iterator[None]:
 class Kernel:
     """A function of a file of kernels, launched as Triton's are: kernel[grid](...)."""
 
-    def __init__(self, file: Path, name: str, chance: random.Random, change: Callable[[str], str] = lambda source: source) -> None:
+    def __init__(self, file: Path, name: str, rng: random.Random, change: Callable[[str], str] = lambda source: source) -> None:
         """change: of the file's source, to plant a fault."""
         specification = importlib.util.spec_from_loader(f"{file.stem}_on_cpu", loader=None)
         assert specification is not None
@@ -437,7 +437,7 @@ class Kernel:
         with _instead(language()):
             exec(compile(change(file.read_text(encoding="utf-8")), str(file), "exec"), module.__dict__)
         self.function: Callable[..., None] = getattr(module, name)
-        self.chance = chance
+        self.chance = rng
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
         def launch(*given: Any, num_warps: int = 0, enable_fp_fusion: bool = False, **constants: Any) -> None:

@@ -33,17 +33,17 @@ def promised(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
 class Case:
     """Random adapters of different ranks, some of which leave the weight alone, and rows that go by one or by none."""
 
-    def __init__(self, chance: random.Random, dtype: torch.dtype, rows: int) -> None:
-        inputs, outputs, self.count = chance.randint(1, 150), chance.randint(1, 150), chance.choice([1, 2, 5])
+    def __init__(self, rng: random.Random, dtype: torch.dtype, rows: int) -> None:
+        inputs, outputs, self.count = rng.randint(1, 150), rng.randint(1, 150), rng.choice([1, 2, 5])
         self.pairs: list[Pair | None] = []
         for number in range(self.count):
-            rank = chance.choice([1, 3, 8, 16, 33])
+            rank = rng.choice([1, 3, 8, 16, 33])
             down, up = (
                 torch.randn(rank, inputs, device=DEVICE) * inputs**-0.5,
                 torch.randn(outputs, rank, device=DEVICE) * rank**-0.5,
             )
-            self.pairs.append(None if number and chance.random() < 0.3 else (down.to(dtype), up.to(dtype)))
-        self.numbers = torch.tensor([chance.randint(-1, self.count - 1) for _ in range(rows)], dtype=torch.int64, device=DEVICE)
+            self.pairs.append(None if number and rng.random() < 0.3 else (down.to(dtype), up.to(dtype)))
+        self.numbers = torch.tensor([rng.randint(-1, self.count - 1) for _ in range(rows)], dtype=torch.int64, device=DEVICE)
         self.x = torch.randn(rows, inputs, device=DEVICE).to(dtype)
         self.before = torch.randn(rows, outputs, device=DEVICE).to(dtype)
 
@@ -66,8 +66,8 @@ class Case:
 
 @pytest.mark.usefixtures("promised")
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
-def test_invariant_ones_depend_on_no_other_row(kernels: str, chance: random.Random) -> None:
-    case = Case(chance, torch.float32, 150)
+def test_invariant_ones_depend_on_no_other_row(kernels: str, rng: random.Random) -> None:
+    case = Case(rng, torch.float32, 150)
     dispatch.force(kernels)
     lora = lay_out(case.pairs, Invariance.INVARIANT)
     assert lora is not None
@@ -81,9 +81,9 @@ def test_invariant_ones_depend_on_no_other_row(kernels: str, chance: random.Rand
 
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
 @pytest.mark.parametrize("dtype", TOLERANCES)
-def test_additions(dtype: torch.dtype, kernels: str, chance: random.Random) -> None:
-    for rows in (0, 1, 7, chance.randint(20, 90)):
-        case = Case(chance, dtype, rows)
+def test_additions(dtype: torch.dtype, kernels: str, rng: random.Random) -> None:
+    for rows in (0, 1, 7, rng.randint(20, 90)):
+        case = Case(rng, dtype, rows)
         found, expected = case.found(kernels), case.expected()
         assert found.dtype == dtype
         if rows:
@@ -93,9 +93,9 @@ def test_additions(dtype: torch.dtype, kernels: str, chance: random.Random) -> N
 
 @pytest.mark.usefixtures("promised")
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
-def test_rows_know_no_neighbours(kernels: str, chance: random.Random) -> None:
+def test_rows_know_no_neighbours(kernels: str, rng: random.Random) -> None:
     """Not by a bit."""
-    case = Case(chance, torch.float32, 30)
+    case = Case(rng, torch.float32, 30)
     found = case.found(kernels)
     case.x[10:], case.numbers[10:] = case.x[10:].flip(0), case.numbers[10:].flip(0)
     assert case.found(kernels)[:10].equal(found[:10])
@@ -114,18 +114,18 @@ def test_nothing_to_add() -> None:
     assert lay_out([]) is None
 
 
-def test_a_fault_would_be_seen(chance: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_would_be_seen(rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a kernel that takes the place of what it should add to."""
     honest = fused_experts._product
     monkeypatch.setattr(fused_experts, "_product", lambda out, *given, **how: honest(out.zero_(), *given, **how))
     with pytest.raises(AssertionError):
-        test_additions(torch.float32, "triton", chance)
+        test_additions(torch.float32, "triton", rng)
 
 
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
-def test_one_that_comes_later_leaves_nothing_of_what_was_in_its_place(kernels: str, chance: random.Random) -> None:
+def test_one_that_comes_later_leaves_nothing_of_what_was_in_its_place(kernels: str, rng: random.Random) -> None:
     """Ranks up to the largest, into places that were another's, and some that leave the weight alone."""
-    case = Case(chance, torch.float32, 60)
+    case = Case(rng, torch.float32, 60)
     dispatch.force(kernels)
     first = case.pairs[0]
     assert first is not None
@@ -134,10 +134,10 @@ def test_one_that_comes_later_leaves_nothing_of_what_was_in_its_place(kernels: s
     assert lora is not None
     assert bool(lora.later) is (kernels == "reference")
     for turn in range(3):
-        for number in chance.sample(range(case.count), case.count):
-            rank = chance.choice([1, 8, 40])
+        for number in rng.sample(range(case.count), case.count):
+            rank = rng.choice([1, 8, 40])
             pair = torch.randn(rank, largest[0].shape[1]), torch.randn(len(largest[1]), rank) * 0.1
-            case.pairs[number] = None if turn and chance.random() < 0.4 else (pair[0].to(DEVICE), pair[1].to(DEVICE))
+            case.pairs[number] = None if turn and rng.random() < 0.4 else (pair[0].to(DEVICE), pair[1].to(DEVICE))
             lora.put(number, lora.prepared(pair) if case.pairs[number] else None)
         out = case.before.clone()
         lora.add(case.x, out, by_adapter(case.numbers, case.count))

@@ -36,22 +36,22 @@ class Paged:
         joined: Collection[int] = (),
         chunked: Collection[int] = (),
     ) -> None:
-        chance = random.Random(seed)
+        rng = random.Random(seed)
         torch.manual_seed(seed)
         self.page_size, self.joined, self.chunked = page_size, joined, chunked
-        counts = [-(-(queries + context) // page_size) + chance.randint(0, spare) for queries, context in shapes]
+        counts = [-(-(queries + context) // page_size) + rng.randint(0, spare) for queries, context in shapes]
         pages = list(range(1, sum(counts) + 1))
-        chance.shuffle(pages)
+        rng.shuffle(pages)
         rows: list[Row] = []
         for (queries, context), count in zip(shapes, counts, strict=True):
-            parents = [chance.randint(-1, i - 1) for i in range(queries)] if chance.random() < trees else None
+            parents = [rng.randint(-1, i - 1) for i in range(queries)] if rng.random() < trees else None
             alike: Sequence[int] = ()
-            if rows and chance.random() < sharing:
-                other = chance.choice(rows)
+            if rows and rng.random() < sharing:
+                other = rng.choice(rows)
                 most = min(context, other.context) // page_size
-                alike = other.pages[: chance.choice([most, chance.randint(0, most)])]
+                alike = other.pages[: rng.choice([most, rng.randint(0, most)])]
             own = [*alike, *(pages.pop() for _ in range(count - len(alike)))]
-            rows.append(Row(queries, context, own, parents, whole=parents is None and chance.random() < whole))
+            rows.append(Row(queries, context, own, parents, whole=parents is None and rng.random() < whole))
         self.rows_as_given = rows
         self.rows = [rows[i] for i in order(rows)]
         self.cache = torch.randn((sum(counts) + 1) * page_size, 2, KV_HEADS, SIZE)
@@ -152,21 +152,21 @@ def test_whole_rows(window: int, trees: float, joined: tuple[int, ...]) -> None:
     Paged([(200, 30)], 16, whole=1, joined=joined).check(1, window)
 
 
-def within_chunks(chance: random.Random, chunk: int, count: int, longest: int) -> list[tuple[int, int]]:
+def within_chunks(rng: random.Random, chunk: int, count: int, longest: int) -> list[tuple[int, int]]:
     """Shapes of rows that go beyond no chunk's end."""
-    contexts = [chance.choice([0, chunk - 1, chunk, chance.randint(0, longest)]) for _ in range(count)]
-    return [(chance.choice([1, 1, 1, chance.randint(1, chunk - context % chunk)]), context) for context in contexts]
+    contexts = [rng.choice([0, chunk - 1, chunk, rng.randint(0, longest)]) for _ in range(count)]
+    return [(rng.choice([1, 1, 1, rng.randint(1, chunk - context % chunk)]), context) for context in contexts]
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("chunk", [4, 16, 100])
 def test_chunks(chunk: int, seed: int) -> None:
     """Beside layers that see all, of rows with contexts of one chunk, and of several."""
-    chance = random.Random(seed)
-    shapes = within_chunks(chance, chunk, 14, 3 * chunk)
+    rng = random.Random(seed)
+    shapes = within_chunks(rng, chunk, 14, 3 * chunk)
     for window in (chunk, 0):
-        paged = Paged(shapes, chance.choice([1, 3, 16]), seed=seed, spare=1, sharing=0.4, chunked=(chunk,))
-        assert not paged.check(chance.choice([1, 2, 4]), window, sinking=seed % 2 > 0).levels
+        paged = Paged(shapes, rng.choice([1, 3, 16]), seed=seed, spare=1, sharing=0.4, chunked=(chunk,))
+        assert not paged.check(rng.choice([1, 2, 4]), window, sinking=seed % 2 > 0).levels
     Paged([(100, 200)], 16, chunked=(100,)).check(2, 100)
 
 
@@ -181,11 +181,9 @@ def test_a_tree_within_a_chunk() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_random_rows(seed: int) -> None:
-    chance = random.Random(seed)
-    shapes = [
-        (chance.choice([1, 1, 1, 2, 5, chance.randint(1, 80)]), chance.choice([0, chance.randint(0, 150)])) for _ in range(12)
-    ]
-    Paged(shapes, chance.choice([1, 3, 16]), trees=0.3, seed=seed, spare=1).check(chance.choice([1, 2, 4]), chance.choice([0, 9]))
+    rng = random.Random(seed)
+    shapes = [(rng.choice([1, 1, 1, 2, 5, rng.randint(1, 80)]), rng.choice([0, rng.randint(0, 150)])) for _ in range(12)]
+    Paged(shapes, rng.choice([1, 3, 16]), trees=0.3, seed=seed, spare=1).check(rng.choice([1, 2, 4]), rng.choice([0, 9]))
 
 
 @pytest.mark.parametrize("window", [0, 5])
@@ -208,8 +206,8 @@ def unbundled(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_that_begin_alike(seed: int, page_size: int, group: int) -> None:
     """Some of them decode and read what they have in common together; others have more queries and do not."""
-    chance = random.Random(seed)
-    shapes = [(chance.choice([1, 1, 1, 4]), chance.randint(150, 700)) for _ in range(10)]
+    rng = random.Random(seed)
+    shapes = [(rng.choice([1, 1, 1, 4]), rng.randint(150, 700)) for _ in range(10)]
     plan = Paged(shapes, page_size, trees=0.5, seed=seed, spare=1, sharing=0.8).check(group, 0)
     assert plan.levels
     assert not plan.bundles
@@ -224,8 +222,8 @@ def test_bundles(monkeypatch: pytest.MonkeyPatch, seed: int, page_size: int, gro
     monkeypatch.setattr(kernel, "BLOCK_ELEMENTS", [1, BLOCK_ELEMENTS][seed % 2])
     monkeypatch.setattr(shared_prefixes, "ALONE", 300 * SIZE)
     monkeypatch.setattr(shared_prefixes, "TOGETHER", 4 * group)
-    chance = random.Random(seed)
-    shapes = [(chance.choice([1, 1, 1, 4]), chance.randint(150, 700)) for _ in range(20)]
+    rng = random.Random(seed)
+    shapes = [(rng.choice([1, 1, 1, 4]), rng.randint(150, 700)) for _ in range(20)]
     plan = Paged(shapes, page_size, trees=0.5, seed=seed, spare=1, sharing=0.8).check(group, 0)
     assert plan.bundles
     assert all(2 <= block.queries <= 4 for block in plan.bundles)
@@ -379,8 +377,8 @@ def test_what_a_row_does_not_see_may_be_anything() -> None:
 
 
 def test_blocks_are_of_equal_rows_and_bounded_size() -> None:
-    chance = random.Random(1)
-    shapes = [(chance.choice([1, 1, 1, 4]), chance.randint(0, 1500)) for _ in range(200)]
+    rng = random.Random(1)
+    shapes = [(rng.choice([1, 1, 1, 4]), rng.randint(0, 1500)) for _ in range(200)]
     rows = Paged(shapes, 16).rows
     layout = AttentionLayout(16, (LayerKind(0, KV_HEADS, 1, 64),), torch.float32, CPU)
     plan, elements = blocks(rows, layout), layout.elements

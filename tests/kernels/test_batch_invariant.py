@@ -120,9 +120,9 @@ def test_it_is_attention(case: Case) -> None:
 def test_chunks_and_neighbours_change_no_bit(case: Case) -> None:
     world = World(case, 1100)
     whole = world.attend([world.row(0, 1100)], world.query)
-    chance = random.Random(7)
+    rng = random.Random(7)
     assert world.cut(lambda: 1, 0, 40).equal(whole[:40])
-    assert world.cut(lambda: chance.choice([1, 2, 7, 50, 300]), 5, 1100).equal(whole)
+    assert world.cut(lambda: rng.choice([1, 2, 7, 50, 300]), 5, 1100).equal(whole)
     for end in (512, 513, 1024, 1100):  # alone, at the ends of blocks
         assert world.attend([world.row(end - 1, end)], world.query[end - 1 : end]).equal(whole[end - 1 : end])
 

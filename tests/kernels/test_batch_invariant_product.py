@@ -15,8 +15,8 @@ import triton
 from penstock.kernels import fused_batch_invariant
 from penstock.kernels.fused_batch_invariant import BAND, Tile, product, tile_of
 from penstock.tests.kernels.test_compile import run
-from penstock.tests.kernels.test_far import FAR, apart
-from penstock.tests.kernels.test_product import DEVICE, randn, wide
+from penstock.tests.kernels.test_large_offsets import FAR, apart
+from penstock.tests.kernels.test_skinny_gemm import DEVICE, randn, wide
 
 # Of the largest result. bfloat16 and float16: a place, since to bfloat16 the interpreter doesn't round, but cuts off. float32: what
 # sums of some hundred numbers lose; tf32 would lose 5e-4.
@@ -35,9 +35,9 @@ def right(x: Tensor, weight: Tensor, bias: Tensor | None, found: Tensor) -> bool
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
-def test_products(dtype: torch.dtype, chance: random.Random) -> None:
-    for inputs, outputs in [*SIZES, (chance.randint(1, 600), chance.randint(1, 300))]:
-        rows, biased = chance.choice([1, 2, 17, 63, 64, 65, 150]), chance.random() < 0.5
+def test_products(dtype: torch.dtype, rng: random.Random) -> None:
+    for inputs, outputs in [*SIZES, (rng.randint(1, 600), rng.randint(1, 300))]:
+        rows, biased = rng.choice([1, 2, 17, 63, 64, 65, 150]), rng.random() < 0.5
         x, around = wide(rows, inputs, dtype)
         weight = torch.full((outputs + 1, inputs), torch.nan, dtype=dtype, device=DEVICE)[:outputs]
         weight.copy_(randn(outputs, inputs, dtype=dtype, scale=inputs**-0.5))
@@ -93,7 +93,7 @@ def invariant(product: Product, dtype: torch.dtype, inputs: int = 200) -> bool:
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("inputs", [128, 101])
-def test_rows_know_no_neighbours(dtype: torch.dtype, inputs: int, chance: random.Random) -> None:
+def test_rows_know_no_neighbours(dtype: torch.dtype, inputs: int, rng: random.Random) -> None:
     assert invariant(product, dtype, inputs)
 
 
@@ -112,12 +112,12 @@ def leaning(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tens
 
 
 @pytest.mark.parametrize("faulty", [split, leaning])
-def test_a_fault_would_be_seen(faulty: Product, chance: random.Random) -> None:
+def test_a_fault_would_be_seen(faulty: Product, rng: random.Random) -> None:
     assert not invariant(faulty, torch.float32)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="matrix units may go through a tile of inputs as through two")
-def test_another_tile_would_be_seen(monkeypatch: pytest.MonkeyPatch, chance: random.Random) -> None:
+def test_another_tile_would_be_seen(monkeypatch: pytest.MonkeyPatch, rng: random.Random) -> None:
     """For few rows."""
 
     def faulty(x: Tensor, *rest: Any) -> Tensor:

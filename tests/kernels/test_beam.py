@@ -25,10 +25,10 @@ def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 @pytest.mark.parametrize("vocabulary", [8, 65, 333])
-def test_candidates(vocabulary: int, chance: random.Random) -> None:
-    sizes = [chance.randint(1, 5) for _ in range(4)]
+def test_candidates(vocabulary: int, rng: random.Random) -> None:
+    sizes = [rng.randint(1, 5) for _ in range(4)]
     starts = [sum(sizes[:i]) for i in range(5)]
-    count = chance.randint(1, 8)
+    count = rng.randint(1, 8)
     logits = torch.randn(starts[-1], vocabulary, device=DEVICE) * 3
     logits[0, :3] = -torch.inf  # as what a grammar forbids is
     scores = torch.randn(starts[-1], device=DEVICE) * 2
@@ -46,11 +46,11 @@ def test_candidates(vocabulary: int, chance: random.Random) -> None:
 
 
 @pytest.mark.parametrize("vocabulary", [5, 64, 200])
-def test_most_probable(vocabulary: int, chance: random.Random) -> None:
+def test_most_probable(vocabulary: int, rng: random.Random) -> None:
     whole = torch.full((3, vocabulary + 2), torch.nan, device=DEVICE)
     logits = whole[:, 1:-1]
     logits.copy_(torch.randn(3, vocabulary) * 3)
-    count = chance.randint(1, 5)
+    count = rng.randint(1, 5)
     values, ids = most_probable(logits, count)
     expected = logits.double().log_softmax(-1).topk(count)
     assert ids.tolist() == expected.indices.tolist()
@@ -104,9 +104,9 @@ def test_rows_do_not_know_their_neighbours() -> None:
     assert among[2][2].equal(alone[2][0])
 
 
-def test_the_best_of_sets(chance: random.Random) -> None:
+def test_the_best_of_sets(rng: random.Random) -> None:
     """Among equal ones, too, and where less is possible than is wanted."""
-    sizes = [chance.randint(1, 4) for _ in range(5)]
+    sizes = [rng.randint(1, 4) for _ in range(5)]
     starts = [sum(sizes[:i]) for i in range(6)]
     order = tied(starts[-1], 200)
     order[starts[2] : starts[3], 2:] = -torch.inf

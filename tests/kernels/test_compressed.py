@@ -26,14 +26,14 @@ from penstock.kernels.entries import EntryParameters
 from penstock.kernels.layout import AttentionLayout, LayerKind
 from penstock.kernels.reference import rotary_table
 
-from .test_paged_attention import DEVICE, TOLERANCE, rows_of, slots_of
+from .test_paged_attention import DEVICE, TOLERANCE, random_paged_rows, slots_of_row
 
 KEY, HEADS, SIZE, INDEX_HEADS = 16, 4, 8, 16  # SIZE: of an index
 SHAPES = [(1, 0), (1, 40), (1, 100), (3, 2), (5, 70), (20, 10), (1, 19), (70, 33)]
 
 
 @pytest.fixture(autouse=True)
-def _clean(unwritten: None) -> Iterator[None]:
+def _clean(poisoned_float_outputs: None) -> Iterator[None]:
     yield
     dispatch.force("")
 
@@ -55,7 +55,7 @@ def check(rows: list[Row], page_size: int, rate: int, most: int, near: int, rout
     order, plan = ragged.plan(rows, layout)
     assert isinstance(plan, compressed_attention.Plan if route == "triton" else compressed.Plan)
     rows = [rows[i] for i in order]
-    used = sorted({slot for row in rows for slot in slots_of(row, page_size)})
+    used = sorted({slot for row in rows for slot in slots_of_row(row, page_size)})
     cache = torch.full(((max(page for row in rows for page in row.pages) + 1) * page_size, 1, 1, 3 * KEY), torch.nan)
     cache[used] = torch.randn(len(used), 1, 1, 3 * KEY)
     cache = (cache if route == "triton" else cache.nan_to_num(100.0)).to(dtype).to(DEVICE)
@@ -67,7 +67,7 @@ def check(rows: list[Row], page_size: int, rate: int, most: int, near: int, rout
     found = ragged.attention_with_entries(query, cache, plan, how, rate, asked)
     expected, start = [], 0
     for row in rows:
-        held = cache[slots_of(row, page_size)].double().cpu().flatten(1)
+        held = cache[slots_of_row(row, page_size)].double().cpu().flatten(1)
         for place in range(row.context, row.context + row.queries):
             seen = [*range((place + 1) // rate)]
             if asked is not None and len(seen) > most:
@@ -90,12 +90,12 @@ def check(rows: list[Row], page_size: int, rate: int, most: int, near: int, rout
 def test_a_mixture(page_size: int, rate: int, most: int, near: int, route: str) -> None:
     """Of decodes and chains, some of which see more entries than they may attend to."""
     shapes = SHAPES if route == "reference" else SHAPES[:-1]
-    check(rows_of(shapes, page_size, random.Random(most), sharing=0.3), page_size, rate, most, near, route)
+    check(random_paged_rows(shapes, page_size, random.Random(most), sharing=0.3), page_size, rate, most, near, route)
 
 
 def test_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where not all tokens' tables, or logits, have room at once."""
-    rows = rows_of(SHAPES[:-1], 16, random.Random(3))
+    rows = random_paged_rows(SHAPES[:-1], 16, random.Random(3))
     for module, name in ((compressed_attention, "ROWS"), (compressed, "LOGITS")):
         monkeypatch.setattr(module, name, 500)
     for route in ("reference", "triton"):
@@ -105,7 +105,7 @@ def test_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_short_types() -> None:
     for route in ("reference", "triton"):
-        check(rows_of([(1, 100), (3, 40), (1, 5)], 16, random.Random(2)), 16, 4, 5, 8, route, torch.bfloat16)
+        check(random_paged_rows([(1, 100), (3, 40), (1, 5)], 16, random.Random(2)), 16, 4, 5, 8, route, torch.bfloat16)
 
 
 def test_a_graph_has_no_room_for_it() -> None:

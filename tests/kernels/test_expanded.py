@@ -15,7 +15,16 @@ from penstock.kernels import dispatch, expanded, expanded_attention, ragged
 from penstock.kernels.attention import AttentionOptions, Row
 from penstock.kernels.layout import AttentionLayout, Expansion, kind
 
-from .test_paged_attention import DEVICE, TOLERANCE, cache_of, nothing_by, rows_of, slots_of, spans_of, visible_of
+from .test_paged_attention import (
+    DEVICE,
+    TOLERANCE,
+    random_cache,
+    random_paged_rows,
+    slots_of_row,
+    token_ranges,
+    unused_slot_value,
+    visibility_mask,
+)
 
 FEWEST = 9
 SHAPES = [(1, 0), (12, 3), (1, 40), (3, 2), (130, 33), (9, 0), (8, 90), (70, 0), (1, 19), (20, 140)]
@@ -30,7 +39,7 @@ KINDS = {
 
 
 @pytest.fixture(autouse=True)
-def _clean(unwritten: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _clean(poisoned_float_outputs: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(expanded, "MIN_QUERIES", FEWEST)
     monkeypatch.setattr(expanded, "MIN_QUERIES_TRITON", FEWEST)
     monkeypatch.setattr(expanded, "MARGIN", -1e9)
@@ -38,7 +47,7 @@ def _clean(unwritten: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     dispatch.force("")
 
 
-class World:
+class AttentionCase:
     """Rows over a cache of random latents, in the order of a plan by one of the routes. What Triton reads holds no numbers in slots
     of no row."""
 
@@ -58,7 +67,7 @@ class World:
         layout = AttentionLayout(page_size, kinds, dtype, DEVICE, latent=own.latent, expansion=own)
         order, self.plan = ragged.plan(rows, layout)
         self.rows = [rows[i] for i in order]
-        cache = cache_of(rows, page_size, (1, 1, own.latent + own.turned), nothing_by(route))
+        cache = random_cache(rows, page_size, (1, 1, own.latent + own.turned), unused_slot_value(route))
         self.cache = cache.to(cached or dtype).to(DEVICE)
         self.query, self.to_keys, self.to_values = (
             (torch.randn(*size) * factor).to(dtype).to(DEVICE)
@@ -86,17 +95,17 @@ class World:
         return torch.cat(parts)
 
     def check(self) -> None:
-        expected = [self._exact(row, own) for row, own in spans_of(self.rows)]
+        expected = [self._exact(row, own) for row, own in token_ranges(self.rows)]
         tolerance = TOLERANCE[self.query.dtype] * (1 if self.query.dtype == torch.float32 else 4)  # keys are rounded once more
         torch.testing.assert_close(self.found().double().cpu(), torch.cat(expected), rtol=tolerance, atol=tolerance)
 
     def _exact(self, row: Row, own: slice) -> Tensor:
-        cached = self.cache[slots_of(row, self.page_size)].double().cpu().flatten(1)
+        cached = self.cache[slots_of_row(row, self.page_size)].double().cpu().flatten(1)
         latents, turned = cached[:, : self.own.latent], cached[:, self.own.latent :]
         keys = torch.einsum("kl,hpl->hkp", latents, self.to_keys.double().cpu())
         keys = torch.cat((keys, turned.expand(self.own.heads, -1, -1)), 2)
         logits = torch.einsum("qhp,hkp->qhk", self.query[own].double().cpu(), keys) * 0.3
-        weights = logits.masked_fill(~visible_of(row).unsqueeze(1), -torch.inf).softmax(-1)
+        weights = logits.masked_fill(~visibility_mask(row).unsqueeze(1), -torch.inf).softmax(-1)
         return torch.einsum("qhk,kl,hlv->qhv", weights, latents, self.to_values.double().cpu())
 
 
@@ -104,11 +113,11 @@ class World:
 @pytest.mark.parametrize(("page_size", "name"), [(1, "deepseek"), (16, "glm"), (64, "odd"), (3, "short"), (16, "unturned")])
 def test_a_mixture(page_size: int, name: str, route: str) -> None:
     """Of decodes, trees and chunks, some long enough."""
-    rows = rows_of(SHAPES, page_size, random.Random(page_size), trees=0.3, sharing=0.3)
-    world = World(rows, page_size, KINDS[name], route)
-    assert isinstance(world.plan, expanded.Plan)
-    assert world.plan.first == sum(row.queries for row in rows if row.queries < FEWEST or row.parents is not None)
-    world.check()
+    rows = random_paged_rows(SHAPES, page_size, random.Random(page_size), trees=0.3, sharing=0.3)
+    case = AttentionCase(rows, page_size, KINDS[name], route)
+    assert isinstance(case.plan, expanded.Plan)
+    assert case.plan.first == sum(row.queries for row in rows if row.queries < FEWEST or row.parents is not None)
+    case.check()
 
 
 @pytest.mark.parametrize("route", ["reference", "triton"])
@@ -116,27 +125,29 @@ def test_heads_and_rows_take_turns_where_there_is_little_room(route: str, monkey
     """Several rows for all heads, one by one, and one so long that there is room for some of its heads at once."""
     for module in (expanded, expanded_attention):
         monkeypatch.setattr(module, "SCRATCH", 4 * 32 * 4 * 400)
-    world = World(rows_of([(30, 90), (40, 0), (20, 700), (9, 60)], 16, random.Random(1)), 16, KINDS["deepseek"], route)
-    assert isinstance(world.plan, expanded.Plan)
-    assert sorted(part.heads for part in world.plan.parts) == ([2, 4, 4] if route == "triton" else [1, 4, 4, 4])
-    world.check()
+    case = AttentionCase(
+        random_paged_rows([(30, 90), (40, 0), (20, 700), (9, 60)], 16, random.Random(1)), 16, KINDS["deepseek"], route
+    )
+    assert isinstance(case.plan, expanded.Plan)
+    assert sorted(part.heads for part in case.plan.parts) == ([2, 4, 4] if route == "triton" else [1, 4, 4, 4])
+    case.check()
 
 
 @pytest.mark.parametrize("route", ["reference", "triton"])
 def test_latents_of_8_bits(route: str) -> None:
     """Which are as they are: they have no scales."""
-    rows = rows_of(SHAPES[:6], 16, random.Random(5))
-    World(rows, 16, KINDS["deepseek"], route, torch.float16, torch.float8_e4m3fn).check()
+    rows = random_paged_rows(SHAPES[:6], 16, random.Random(5))
+    AttentionCase(rows, 16, KINDS["deepseek"], route, torch.float16, torch.float8_e4m3fn).check()
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_16_bits(name: str) -> None:
-    World(rows_of(SHAPES, 16, random.Random(6)), 16, KINDS[name], "triton", torch.float16).check()
+    AttentionCase(random_paged_rows(SHAPES, 16, random.Random(6)), 16, KINDS[name], "triton", torch.float16).check()
 
 
 def test_scratch_that_is_written_as_a_whole_is_not_zeroed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is there a number in it before."""
-    world = World(rows_of(SHAPES[:6], 16, random.Random(7)), 16, KINDS["glm"], "triton")
+    case = AttentionCase(random_paged_rows(SHAPES[:6], 16, random.Random(7)), 16, KINDS["glm"], "triton")
     zeroed: list[tuple[int, ...]] = []
     honest, empty, zeros = expanded_attention.attend, Tensor.new_empty, Tensor.new_zeros
 
@@ -150,7 +161,7 @@ def test_scratch_that_is_written_as_a_whole_is_not_zeroed(monkeypatch: pytest.Mo
             honest(query, latents, *rest)
 
     monkeypatch.setattr(expanded_attention, "attend", attend)
-    world.check()
+    case.check()
     assert not zeroed
 
 

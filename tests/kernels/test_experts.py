@@ -16,8 +16,8 @@ from penstock.kernels.codes import BITS, FP4_BLOCKS, QuantizedWeight, dequantize
 from penstock.kernels.experts import Activation, FusedExperts, FusedQuantizedExperts, lay_out, route
 from penstock.kernels.linear import Invariance
 
-from .floats import looked_up
-from .ptx import unpacked_by
+from .low_precision_floats import interpreted_fp4_pair
+from .ptx_interpreter import unpack_all_byte_pairs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16]
@@ -53,30 +53,30 @@ def exact(weight: Tensor | QuantizedWeight) -> Tensor:
 class Mixture:
     """Random weights of experts, and tokens that go through some of them."""
 
-    def __init__(self, chance: random.Random, dtype: torch.dtype, tokens: int, number: int, kind: str = "") -> None:
-        hidden, size, self.count = chance.randint(1, 150), chance.randint(1, 90), chance.randint(1, min(number, 4))
+    def __init__(self, rng: random.Random, dtype: torch.dtype, tokens: int, number: int, kind: str = "") -> None:
+        hidden, size, self.count = rng.randint(1, 150), rng.randint(1, 90), rng.randint(1, min(number, 4))
         if kind:
-            hidden, size = chance.choice([32, 96, 128, 160]), chance.choice([32, 64, 96, 192])
+            hidden, size = rng.choice([32, 96, 128, 160]), rng.choice([32, 64, 96, 192])
         self.x = torch.randn(tokens, hidden, device=DEVICE).to(dtype)
-        squared = chance.random() < 0.3
+        squared = rng.random() < 0.3
         inner = (2 - squared) * size
         self.gate_ups = [(torch.randn(inner, hidden, device=DEVICE) * hidden**-0.5).to(dtype) for _ in range(number)]
         self.downs = [(torch.randn(hidden, size, device=DEVICE) * size**-0.5).to(dtype) for _ in range(number)]
         if kind:
-            block = chance.choice([32, 64, 128])
+            block = rng.choice([32, 64, 128])
             self.gate_ups, self.downs = (
                 [few(weight, kind, block) for weight in weights] for weights in (self.gate_ups, self.downs)
             )
         logits = torch.randn(tokens, number, device=DEVICE) * 2
         logits[: tokens // 2, 0] += 9  # one expert that many choose, and others that nobody does
-        self.shares, self.chosen = route(logits, self.count, chance.random() < 0.5)
+        self.shares, self.chosen = route(logits, self.count, rng.random() < 0.5)
         self.gates = (
             Activation(squared=True)
             if squared
-            else Activation(chance.random() < 0.5, chance.choice([0.0, 0.0, 0.7]), chance.choice(["steep", "before", "behind"]))
+            else Activation(rng.random() < 0.5, rng.choice([0.0, 0.0, 0.7]), rng.choice(["steep", "before", "behind"]))
         )
         self.biases = None
-        if chance.random() < 0.5:
+        if rng.random() < 0.5:
             self.biases = tuple(torch.randn(number, width, device=DEVICE).to(dtype) for width in (inner, hidden))
 
     def found(self, kernels: str) -> Tensor:
@@ -98,9 +98,9 @@ class Mixture:
 
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_experts(dtype: torch.dtype, kernels: str, chance: random.Random) -> None:
-    for tokens in (0, 1, 5, chance.randint(20, 60)):
-        mixture = Mixture(chance, dtype, tokens, chance.choice([1, 3, 8]))
+def test_experts(dtype: torch.dtype, kernels: str, rng: random.Random) -> None:
+    for tokens in (0, 1, 5, rng.randint(20, 60)):
+        mixture = Mixture(rng, dtype, tokens, rng.choice([1, 3, 8]))
         found, expected = mixture.found(kernels), mixture.expected()
         assert found.dtype == dtype
         assert found.shape == expected.shape
@@ -111,11 +111,11 @@ def test_experts(dtype: torch.dtype, kernels: str, chance: random.Random) -> Non
 
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
 @pytest.mark.parametrize("kind", BITS)
-def test_experts_of_few_bits(kind: str, kernels: str, chance: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_of_few_bits(kind: str, kernels: str, rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
     """From codes, whose blocks are longer and shorter than what is read at once."""
-    for tokens, dtype in ((0, torch.bfloat16), (1, torch.float16), (5, torch.bfloat16), (chance.randint(20, 60), torch.bfloat16)):
-        mixture = Mixture(chance, dtype, tokens, chance.choice([1, 3, 8]), kind)
-        monkeypatch.setattr(packed_experts, "RUN", chance.choice([64, 128]))
+    for tokens, dtype in ((0, torch.bfloat16), (1, torch.float16), (5, torch.bfloat16), (rng.randint(20, 60), torch.bfloat16)):
+        mixture = Mixture(rng, dtype, tokens, rng.choice([1, 3, 8]), kind)
+        monkeypatch.setattr(packed_experts, "RUN", rng.choice([64, 128]))
         found, expected = mixture.found(kernels), mixture.expected()
         if tokens:
             size = max(1.0, expected.abs().max().item())
@@ -124,13 +124,13 @@ def test_experts_of_few_bits(kind: str, kernels: str, chance: random.Random, mon
 
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
 @pytest.mark.parametrize("kind", ["", "int8"])
-def test_some_go_through_none(kind: str, kernels: str, chance: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_some_go_through_none(kind: str, kernels: str, rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever stands where nobody has written, and where nobody goes through any."""
     honest = torch.empty
     poison = {torch.bfloat16: torch.nan}
     monkeypatch.setattr(torch, "empty", lambda *shape, **how: honest(*shape, **how).fill_(poison.get(how.get("dtype"), 0)))
-    for tokens, part in ((1, 1.0), (5, 0.5), (chance.randint(20, 60), chance.random()), (7, 1.0)):
-        mixture = Mixture(chance, torch.bfloat16, tokens, chance.choice([1, 3, 8]), kind)
+    for tokens, part in ((1, 1.0), (5, 0.5), (rng.randint(20, 60), rng.random()), (7, 1.0)):
+        mixture = Mixture(rng, torch.bfloat16, tokens, rng.choice([1, 3, 8]), kind)
         idle = torch.rand(mixture.chosen.shape, device=DEVICE) < part
         dispatch.force(kernels)
         laid_out = lay_out(mixture.gate_ups, mixture.downs, mixture.x.dtype, mixture.biases, mixture.gates)
@@ -144,7 +144,7 @@ def test_some_go_through_none(kind: str, kernels: str, chance: random.Random, mo
 def test_floats_of_four_bits_are_looked_up(dtype: torch.dtype) -> None:
     """All pairs of bytes in both halves of a word."""
     code = small_floats.IN_BFLOAT16 if dtype == torch.bfloat16 else small_floats.IN_FLOAT16
-    found, held = unpacked_by(code.value, [], dtype)
+    found, held = unpack_all_byte_pairs(code.value, [], dtype)
     positive = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     table = torch.cat((positive, -positive)).to(dtype)
     for half, codes in enumerate((held & 15, held >> 4)):
@@ -153,31 +153,31 @@ def test_floats_of_four_bits_are_looked_up(dtype: torch.dtype) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU looks up by itself")
 @pytest.mark.parametrize("kind", FP4_BLOCKS)
-def test_what_is_looked_up_is_multiplied(kind: str, chance: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_looked_up_is_multiplied(kind: str, rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is scaled first in float16 alone: of bfloat16 the interpreter knows no products."""
     monkeypatch.setattr(packed_experts, "on_nvidia", lambda device: True)
     for module in (packed_experts, small_floats):
-        monkeypatch.setattr(module, "fp4_pair", looked_up)
+        monkeypatch.setattr(module, "fp4_pair", interpreted_fp4_pair)
     for tokens, dtype in ((1, torch.float16), (30, torch.bfloat16 if kind == "fp4" else torch.float16)):
-        mixture = Mixture(chance, dtype, tokens, 3, kind)
+        mixture = Mixture(rng, dtype, tokens, 3, kind)
         found, expected = mixture.found("triton"), mixture.expected()
         assert (found.double() - expected).abs().max() <= 2e-2 * max(1.0, expected.abs().max().item())
 
 
 @pytest.mark.parametrize("kind", FP4_BLOCKS)
-def test_outputs_have_factors_of_their_own(kind: str, chance: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_have_factors_of_their_own(kind: str, rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is right by its own measure, and some scales are 0, or the least there are."""
     honest = torch.empty
     poison = {torch.bfloat16: torch.nan}
     monkeypatch.setattr(torch, "empty", lambda *shape, **how: honest(*shape, **how).fill_(poison.get(how.get("dtype"), 0)))
     for tokens in (12, 40):
-        mixture = Mixture(chance, torch.bfloat16, tokens, 3, kind)
+        mixture = Mixture(rng, torch.bfloat16, tokens, 3, kind)
         for weights, far in ((mixture.gate_ups, 0), (mixture.downs, 12)):
-            common = [10.0 ** chance.uniform(-far, far) for _ in weights[0].scales]
+            common = [10.0 ** rng.uniform(-far, far) for _ in weights[0].scales]
             for i, weight in enumerate(weights):
                 scales = weight.scales.clone()
                 scales[0], scales[1:3] = 0, 2.0**-9
-                factors = torch.tensor([one * chance.uniform(0.5, 1.5) for one in common], device=DEVICE)
+                factors = torch.tensor([one * rng.uniform(0.5, 1.5) for one in common], device=DEVICE)
                 held = weight.factors if weight.factors is not None else 1
                 weights[i] = replace(weight, scales=scales, factors=held * factors)
         if mixture.biases:
@@ -188,10 +188,10 @@ def test_outputs_have_factors_of_their_own(kind: str, chance: random.Random, mon
 
 
 @pytest.mark.parametrize(("kind", "bits", "factors"), [("fp4", 4 + 8 / 32, 0), ("nvfp4", 4 + 8 / 16, 32)])
-def test_codes_are_multiplied_with_as_they_are(kind: str, bits: float, factors: int, chance: random.Random) -> None:
+def test_codes_are_multiplied_with_as_they_are(kind: str, bits: float, factors: int, rng: random.Random) -> None:
     """Where blocks allow it; and they take no more memory than they have to."""
     dispatch.force("triton")
-    mixture = Mixture(chance, torch.bfloat16, 1, 3, kind)
+    mixture = Mixture(rng, torch.bfloat16, 1, 3, kind)
     laid_out = lay_out(mixture.gate_ups, mixture.downs, torch.bfloat16)
     assert type(laid_out) is FusedQuantizedExperts
     weights = [*mixture.gate_ups, *mixture.downs]
@@ -205,9 +205,9 @@ def test_codes_are_multiplied_with_as_they_are(kind: str, bits: float, factors: 
 @pytest.mark.usefixtures("promised")
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
 @pytest.mark.parametrize("kind", ["", *BITS])
-def test_invariant_ones_depend_on_no_other_token(kind: str, kernels: str, chance: random.Random) -> None:
+def test_invariant_ones_depend_on_no_other_token(kind: str, kernels: str, rng: random.Random) -> None:
     """Not by a bit: on how many choose the same experts, and whether these are few."""
-    mixture = Mixture(chance, torch.bfloat16 if kind else torch.float32, 60, 2, kind)
+    mixture = Mixture(rng, torch.bfloat16 if kind else torch.float32, 60, 2, kind)
     dispatch.force(kernels)
     laid_out = lay_out(mixture.gate_ups, mixture.downs, mixture.x.dtype, mixture.biases, mixture.gates, Invariance.INVARIANT)
     whole = laid_out(mixture.x, mixture.shares, mixture.chosen)
@@ -215,14 +215,14 @@ def test_invariant_ones_depend_on_no_other_token(kind: str, kernels: str, chance
         assert laid_out(mixture.x[own], mixture.shares[own], mixture.chosen[own]).equal(whole[own])
 
 
-def test_invariant_ones_have_one_tile(monkeypatch: pytest.MonkeyPatch, chance: random.Random) -> None:
+def test_invariant_ones_have_one_tile(monkeypatch: pytest.MonkeyPatch, rng: random.Random) -> None:
     """Or the test above would fail: with tiles by the number of pairs numbers are added up in other steps."""
     depths = {True: 16, False: 32}
     honest = fused_experts._constants
     monkeypatch.setattr(fused_experts, "_constants", lambda few, *given: honest(few, *given) | {"DEPTH": depths[few]})
-    mixture = Mixture(chance, torch.float32, 60, 2)
+    mixture = Mixture(rng, torch.float32, 60, 2)
     while mixture.x.shape[1] <= depths[False]:  # few numbers are added up in one step, whatever it holds
-        mixture = Mixture(chance, torch.float32, 60, 2)
+        mixture = Mixture(rng, torch.float32, 60, 2)
     dispatch.force("triton")
     whole, first = [], []
     for exact in (Invariance.USUAL, Invariance.INVARIANT):
@@ -234,25 +234,25 @@ def test_invariant_ones_have_one_tile(monkeypatch: pytest.MonkeyPatch, chance: r
 
 
 @pytest.mark.parametrize("rows", [16, 64])
-def test_tiles_of_many_and_of_few(rows: int, chance: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_of_many_and_of_few(rows: int, rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles that are full, that are not, and that are not there."""
     honest = fused_experts._constants
     monkeypatch.setattr(fused_experts, "_constants", lambda *given: honest(*given) | {"ROWS": rows})
-    mixture = Mixture(chance, torch.float32, 70, 3)
+    mixture = Mixture(rng, torch.float32, 70, 3)
     torch.testing.assert_close(mixture.found("triton").double(), mixture.expected(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.usefixtures("promised")
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
-def test_a_token_knows_no_neighbours(kernels: str, chance: random.Random) -> None:
+def test_a_token_knows_no_neighbours(kernels: str, rng: random.Random) -> None:
     """Not by a bit, whoever else chose the same experts."""
-    mixture = Mixture(chance, torch.float32, 9, 4)
+    mixture = Mixture(rng, torch.float32, 9, 4)
     whole = mixture.found(kernels)
     mixture.x[[0, 1, 2, 5]] = torch.nan
     assert mixture.found(kernels)[[3, 4, 6, 7, 8]].equal(whole[[3, 4, 6, 7, 8]])
 
 
-def test_a_fault_would_be_seen(chance: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_would_be_seen(rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a last tile that isn't launched."""
     honest = fused_experts.experts_kernel
 
@@ -261,12 +261,12 @@ def test_a_fault_would_be_seen(chance: random.Random, monkeypatch: pytest.Monkey
             return honest[(grid[0], max(1, grid[1] - 3))]
 
     monkeypatch.setattr(fused_experts, "experts_kernel", Short())
-    mixture = Mixture(chance, torch.float32, 70, 3)
+    mixture = Mixture(rng, torch.float32, 70, 3)
     with pytest.raises(AssertionError):
         torch.testing.assert_close(mixture.found("triton").double(), mixture.expected(), rtol=1e-4, atol=1e-4)
 
 
-def test_shares(chance: random.Random) -> None:
+def test_shares(rng: random.Random) -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0, -1.0]])
     whole = logits.softmax(-1)[0]
     shares, chosen = route(logits, 2, False)
@@ -275,7 +275,7 @@ def test_shares(chance: random.Random) -> None:
     torch.testing.assert_close(route(logits, 2, True)[0].sum(), torch.tensor(1.0))
 
 
-def test_corrected_scores_choose_and_scores_are_shares(chance: random.Random) -> None:
+def test_corrected_scores_choose_and_scores_are_shares(rng: random.Random) -> None:
     """By each token's numbers, one at a time; groups are chosen by their best two, or by the best."""
     logits, correction = torch.randn(20, 12), torch.randn(12) * 0.3
     cases = ((1, 1, 2, True), (4, 2, 2, True), (4, 2, 1, True), (3, 1, 2, False), (6, 6, 2, True))
@@ -294,21 +294,21 @@ def test_corrected_scores_choose_and_scores_are_shares(chance: random.Random) ->
             assert own == pytest.approx([2.5 * scores[i] / total for i in expected], rel=1e-5)
 
 
-def random_routing(chance: random.Random) -> tuple[Tensor, dict[str, Any]]:
+def random_routing(rng: random.Random) -> tuple[Tensor, dict[str, Any]]:
     """Logits and how experts are chosen by them; often some are equal."""
-    sets = chance.choice([1, 1, 2, 3, 4])
-    experts, best = sets * chance.randint(2, 20), chance.randint(1, sets)
-    logits = torch.randn(chance.choice([0, 1, 7, 40]), experts, device=DEVICE).to(chance.choice(DTYPES))
-    if chance.random() < 0.5:
+    sets = rng.choice([1, 1, 2, 3, 4])
+    experts, best = sets * rng.randint(2, 20), rng.randint(1, sets)
+    logits = torch.randn(rng.choice([0, 1, 7, 40]), experts, device=DEVICE).to(rng.choice(DTYPES))
+    if rng.random() < 0.5:
         logits = logits.round()
-    correction = torch.randn(experts, device=DEVICE) if chance.random() < 0.5 else None
-    by_logits = chance.random() < 0.3
+    correction = torch.randn(experts, device=DEVICE) if rng.random() < 0.5 else None
+    by_logits = rng.random() < 0.3
     if correction is not None and not by_logits:  # then equal sums would be of other scores
         correction = correction.round()
-    count = chance.randint(1, min(8, experts * best // sets))
-    how = {"normalized": chance.random() < 0.5, "sigmoid": chance.random() < 0.5, "correction": correction}
-    how["least"], how["by_logits"], how["zeroed"] = chance.choice([1e-20, 0.1]), by_logits, chance.random() < 0.3
-    return logits, how | {"count": count, "sets": (sets, best, chance.choice([1, 2])), "factor": chance.choice([1.0, 2.5])}
+    count = rng.randint(1, min(8, experts * best // sets))
+    how = {"normalized": rng.random() < 0.5, "sigmoid": rng.random() < 0.5, "correction": correction}
+    how["least"], how["by_logits"], how["zeroed"] = rng.choice([1e-20, 0.1]), by_logits, rng.random() < 0.3
+    return logits, how | {"count": count, "sets": (sets, best, rng.choice([1, 2])), "factor": rng.choice([1.0, 2.5])}
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -359,9 +359,9 @@ def test_what_is_no_number_goes_somewhere() -> None:
 
 
 @pytest.mark.parametrize("pairs", [1, 31, 32, 33, 200, 256])
-def test_few_pairs_are_sorted_in_one_launch(pairs: int, chance: random.Random) -> None:
-    experts = chance.randint(1, 70)
-    numbers = torch.tensor([chance.randrange(experts) for _ in range(pairs)], device=DEVICE)
+def test_few_pairs_are_sorted_in_one_launch(pairs: int, rng: random.Random) -> None:
+    experts = rng.randint(1, 70)
+    numbers = torch.tensor([rng.randrange(experts) for _ in range(pairs)], device=DEVICE)
     order, starts = fused_routing.sort(numbers.view(1, -1), experts)
     expected, places = numbers.sort(stable=True)
     assert order.equal(places)

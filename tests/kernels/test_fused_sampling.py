@@ -52,7 +52,7 @@ def bits(x: Tensor) -> Tensor:
     return x.cpu().view(torch.int32)
 
 
-def test_noise_is_the_same_to_the_last_bit(chance: random.Random) -> None:
+def test_noise_is_the_same_to_the_last_bit(rng: random.Random) -> None:
     rows, count = 4, 1021
     seeds = torch.randint(-(1 << 63), (1 << 63) - 1, (rows,))
     choices, positions = torch.randint(0, 50, (rows,)), torch.randint(0, 1 << 20, (rows,))
@@ -67,8 +67,8 @@ def test_noise_is_the_same_to_the_last_bit(chance: random.Random) -> None:
     assert bits(of_ids).equal(bits(noises))
 
 
-def test_noise_by_itself_is_the_same_to_the_last_bit(chance: random.Random) -> None:
-    rows, vocabulary = 3, 2 * fused_noise.SIZE + chance.randint(1, 9)
+def test_noise_by_itself_is_the_same_to_the_last_bit(rng: random.Random) -> None:
+    rows, vocabulary = 3, 2 * fused_noise.SIZE + rng.randint(1, 9)
     seeds = torch.randint(-(1 << 63), (1 << 63) - 1, (rows,))
     choices, positions = torch.randint(0, 50, (2 * rows,))[::2], torch.randint(0, 1 << 20, (rows,))
     ids = torch.randint(0, vocabulary, (rows, fused_noise.SIZE + 5))
@@ -87,7 +87,7 @@ def test_a_noise_of_nothing_is_the_same_to_the_last_bit() -> None:
     assert bits(found).equal(bits(expected))
 
 
-def test_the_logarithm_is_one(chance: random.Random) -> None:
+def test_the_logarithm_is_one(rng: random.Random) -> None:
     x = torch.cat((torch.rand(100_000), torch.rand(1000) * 1e-30, 1 + (torch.rand(1000) - 0.5) * 1e-3, torch.rand(1000) * 1e30))
     x = x.clamp(min=1e-37)
     exact = x.double().log()
@@ -152,7 +152,7 @@ NEAR = {
 
 
 @pytest.mark.parametrize("vocabulary", [1, 7, 61, 259])
-def test_the_same_tokens(vocabulary: int, chance: random.Random) -> None:
+def test_the_same_tokens(vocabulary: int, rng: random.Random) -> None:
     """Greedy, plain and filtered rows, one of each kind, in a view with NaN around it."""
     rows = len(NEAR["top_k"])
     whole = torch.full((rows, vocabulary + 3), torch.nan, device=DEVICE)
@@ -166,48 +166,48 @@ def test_the_same_tokens(vocabulary: int, chance: random.Random) -> None:
 @pytest.mark.parametrize(
     "filters", [{"top_k": 120}, {"top_p": 0.999}, {"min_p": 1e-4}, {"top_k": 90, "top_p": 0.95, "min_p": 1e-3}]
 )
-def test_filters_that_reach_far(filters: dict[str, float], chance: random.Random) -> None:
+def test_filters_that_reach_far(filters: dict[str, float], rng: random.Random) -> None:
     """Flat rows, of which more stays than is gathered."""
     logits = torch.randn(2, 190, device=DEVICE)
     parameters = draws(2, **filters, temperature=[1.0, 0.8])
     check(sample(logits, parameters, None, None), logits, logits, parameters)
 
 
-def test_what_is_gathered_may_have_too_little_mass(chance: random.Random) -> None:
+def test_what_is_gathered_may_have_too_little_mass(rng: random.Random) -> None:
     """There is room for all that is not below the pivot, and still top-p reaches further."""
     logits = torch.randn(1, 500, device=DEVICE) / 3
     parameters = draws(1, top_p=0.5)
     check(sample(logits, parameters, None, None), logits, logits, parameters)
 
 
-def test_what_is_gathered_lies_in_few_buckets(chance: random.Random) -> None:
+def test_what_is_gathered_lies_in_few_buckets(rng: random.Random) -> None:
     """Of many; and some hold more of it than others."""
     rows, vocabulary = len(NEAR["top_k"]), 2500
     logits = torch.randn(rows, vocabulary, device=DEVICE)
-    for start in chance.sample(range(0, 2400, 32), 3):
+    for start in rng.sample(range(0, 2400, 32), 3):
         logits[:, start : start + 30] += 3 * torch.rand(rows, 30, device=DEVICE)
     parameters = draws(rows, **NEAR)
     check(sample(logits, parameters, None, None), logits, logits, parameters)
 
 
-def test_what_is_not_listed_may_count(chance: random.Random) -> None:
+def test_what_is_not_listed_may_count(rng: random.Random) -> None:
     """One token of each bucket is allowed, so that none that is listed is below the pivot; filters reach further."""
     logits = torch.randn(3, 32 * 24, device=DEVICE)
     allowed = logits.clone()
-    words = torch.tensor([[1 << chance.randrange(31) for _ in range(24)] for _ in range(3)], device=DEVICE).int()
+    words = torch.tensor([[1 << rng.randrange(31) for _ in range(24)] for _ in range(3)], device=DEVICE).int()
     ids = torch.arange(32 * 24, device=DEVICE)
     allowed[(words[:, ids // 32] >> (ids % 32).int()) & 1 == 0] = -torch.inf
     parameters = draws(3, top_p=[0.97, 1.0, 1.0], top_k=[0, 22, 0], min_p=[0.0, 0.0, 1e-3])
     check(sample(logits, parameters, None, words), logits, allowed, parameters)
 
 
-def test_a_row_that_was_not_weighed_is_right_all_the_same(chance: random.Random) -> None:
+def test_a_row_that_was_not_weighed_is_right_all_the_same(rng: random.Random) -> None:
     logits = torch.randn(3, 50, device=DEVICE) * 2
     parameters = draws(3, top_p=[0.8, 0.5, 1.0], top_k=[0, 9, 4])
     check(sample(logits, parameters, None, None, weighed=False), logits, logits, parameters)
 
 
-def test_ties_stay(chance: random.Random) -> None:
+def test_ties_stay(rng: random.Random) -> None:
     """At the edge of top-k and of top-p: the mass that is left says what stays."""
     values = torch.arange(8.0, device=DEVICE).repeat(6)[torch.randperm(48, device=DEVICE)]
     values = torch.cat((values, torch.full((100,), -40.0, device=DEVICE)))
@@ -222,11 +222,11 @@ def test_ties_stay(chance: random.Random) -> None:
         assert final == pytest.approx(math.log(masses[token] / kept), abs=1e-5)
 
 
-def penalties_of(rows: int, vocabulary: int, chance: random.Random) -> Penalties:
+def penalties_of(rows: int, vocabulary: int, rng: random.Random) -> Penalties:
     """With tokens that come again and again, and rows that have none."""
-    entries = chance.randint(1, 400)
+    entries = rng.randint(1, 400)
     output = torch.rand(entries, device=DEVICE) < 0.6
-    biases = [divmod(place, vocabulary) for place in chance.sample(range(rows * vocabulary), min(rows * vocabulary, 9))]
+    biases = [divmod(place, vocabulary) for place in rng.sample(range(rows * vocabulary), min(rows * vocabulary, 9))]
     return Penalties(
         rows=torch.randint(0, rows, (entries,), device=DEVICE).clamp(max=rows - 2),
         ids=(torch.randn(entries, device=DEVICE).abs() * vocabulary / 4).long().clamp(max=vocabulary - 1),
@@ -240,9 +240,9 @@ def penalties_of(rows: int, vocabulary: int, chance: random.Random) -> Penalties
     )
 
 
-def test_penalties_come_and_go(chance: random.Random) -> None:
+def test_penalties_come_and_go(rng: random.Random) -> None:
     logits = torch.randn(4, 50, device=DEVICE)
-    before, penalties = logits.clone(), penalties_of(4, 50, chance)
+    before, penalties = logits.clone(), penalties_of(4, 50, rng)
     saved = penalize_(logits, penalties)
     torch.testing.assert_close(logits, penalize(before, penalties), rtol=1e-6, atol=2e-6)
     assert not any(tallies.any() for tallies in fused_penalties._tallies.values())
@@ -250,7 +250,7 @@ def test_penalties_come_and_go(chance: random.Random) -> None:
     assert logits.equal(before)
 
 
-def test_penalties_that_broke_off_leave_nothing(chance: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_penalties_that_broke_off_leave_nothing(rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where there is no memory to launch a kernel: what was counted until then is nobody's."""
 
     class Full:
@@ -258,7 +258,7 @@ def test_penalties_that_broke_off_leave_nothing(chance: random.Random, monkeypat
             raise RuntimeError("Triton Error [CUDA]: out of memory")
 
     logits = torch.randn(4, 50, device=DEVICE)
-    first, penalties = penalties_of(4, 50, chance), penalties_of(4, 50, chance)
+    first, penalties = penalties_of(4, 50, rng), penalties_of(4, 50, rng)
     with monkeypatch.context() as patch:
         patch.setattr(fused_penalties, "penalize_kernel", Full())
         with pytest.raises(RuntimeError, match="out of memory"):
@@ -269,12 +269,12 @@ def test_penalties_that_broke_off_leave_nothing(chance: random.Random, monkeypat
 
 
 @pytest.mark.parametrize("vocabulary", [40, 203])
-def test_penalties_and_masks(vocabulary: int, chance: random.Random) -> None:
+def test_penalties_and_masks(vocabulary: int, rng: random.Random) -> None:
     rows = len(NEAR["top_k"])
     logits = torch.randn(rows, vocabulary, device=DEVICE) * 3
     words = torch.randint(-(1 << 31), 1 << 31, (rows, -(-vocabulary // 32)), device=DEVICE).int()
     words[:, 0] |= 1  # of every row something is allowed
-    penalties, parameters = penalties_of(rows, vocabulary, chance), draws(rows, **NEAR)
+    penalties, parameters = penalties_of(rows, vocabulary, rng), draws(rows, **NEAR)
     before = logits.clone()
     ids = torch.arange(vocabulary, device=DEVICE)
     hidden = (words[:, ids // 32] >> (ids % 32).int()) & 1 == 0
@@ -285,7 +285,7 @@ def test_penalties_and_masks(vocabulary: int, chance: random.Random) -> None:
     assert logits.equal(before)
 
 
-def test_rows_do_not_know_their_neighbours(chance: random.Random) -> None:
+def test_rows_do_not_know_their_neighbours(rng: random.Random) -> None:
     """To the last bit, and some of the neighbours are broken: those say so."""
     rows, vocabulary = len(NEAR["top_k"]), 150
     logits, parameters = torch.randn(rows, vocabulary, device=DEVICE) * 2, draws(rows, **NEAR)

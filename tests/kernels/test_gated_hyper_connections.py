@@ -19,7 +19,7 @@ from .test_paged_attention import DEVICE
 
 
 @pytest.fixture(autouse=True)
-def _clean(unwritten: None) -> Iterator[None]:
+def _clean(poisoned_float_outputs: None) -> Iterator[None]:
     yield
     dispatch.force("")
 

@@ -26,7 +26,7 @@ from penstock.kernels.layout import LayerKind
 from penstock.kernels.paged_attention import Capacity
 from penstock.kernels.work_list import CAUSAL, WHOLE, Item, Tile
 from penstock.tests.kernels.gluon import Kernel
-from penstock.tests.kernels.test_paged_attention import World, rows_of
+from penstock.tests.kernels.test_paged_attention import AttentionCase, random_paged_rows
 from penstock.tests.shard import fake_cuda
 from penstock.tests.shard.fake_cuda import Noted
 
@@ -156,15 +156,15 @@ def test_it_is_compiled_as_it_is_launched(page_size: int, hopper: Noted, monkeyp
         assert one.base.storage_offset() + place == one.base.untyped_storage().nbytes() // one.base.element_size()
 
 
-def test_the_first_query_of_an_item_is_the_nearest(chance: random.Random) -> None:
+def test_the_first_query_of_an_item_is_the_nearest(rng: random.Random) -> None:
     """Of which the kernel takes it that all see what that one sees."""
     seen = set[int]()
     for _ in range(60):
-        page_size = chance.choice([8, 16, 64])
-        shapes = [(chance.choice([1, 17, 40, 300]), chance.choice([0, 130, 500])) for _ in range(5)]
-        rows = rows_of(shapes, page_size, chance, sharing=0.7, whole=0.3)
-        world = World(rows, page_size, ratio=4, size=128, dtype=torch.bfloat16, joined=(0,))
-        step = world.plan()
+        page_size = rng.choice([8, 16, 64])
+        shapes = [(rng.choice([1, 17, 40, 300]), rng.choice([0, 130, 500])) for _ in range(5)]
+        rows = random_paged_rows(shapes, page_size, rng, sharing=0.7, whole=0.3)
+        case = AttentionCase(rows, page_size, ratio=4, size=128, dtype=torch.bfloat16, joined=(0,))
+        step = case.plan()
         launch = step.launches[0]
         for tile, items in zip(launch.tiles, launch.items, strict=True):
             for numbers in items.tolist() if tile == TILE else []:
@@ -185,18 +185,18 @@ Check = Callable[..., None]
 
 
 @pytest.fixture
-def compare(unwritten: None, monkeypatch: pytest.MonkeyPatch, chance: random.Random) -> Check:
+def compare(poisoned_float_outputs: None, monkeypatch: pytest.MonkeyPatch, rng: random.Random) -> Check:
     """Compares attention with a softmax in float64, its items of many rows by the kernel, whose source may be changed; on a GPU it
     is what that compiles."""
 
-    def check(world: World, change: Callable[[str], str] | None = None, **options: Any) -> None:
-        if world.query.is_cuda:
+    def check(case: AttentionCase, change: Callable[[str], str] | None = None, **options: Any) -> None:
+        if case.query.is_cuda:
             if change is not None:
                 pytest.skip("a GPU has nothing that would notice")
-            world.check(**options)
+            case.check(**options)
             return
         launched: list[tuple[int]] = []
-        kernel = Kernel(FILE, "attend_many", chance, change or (lambda source: source))
+        kernel = Kernel(FILE, "attend_many", rng, change or (lambda source: source))
 
         class Noting:
             def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
@@ -205,7 +205,7 @@ def compare(unwritten: None, monkeypatch: pytest.MonkeyPatch, chance: random.Ran
 
         monkeypatch.setattr(hopper_attention, "_there", lambda device: True)
         monkeypatch.setattr(hopper_attention, "attend_many", Noting())
-        world.check(**options)
+        case.check(**options)
         assert launched
 
     return check
@@ -213,47 +213,47 @@ def compare(unwritten: None, monkeypatch: pytest.MonkeyPatch, chance: random.Ran
 
 @pytest.mark.parametrize("dtype", hopper_attention.TYPES)
 @pytest.mark.parametrize("page_size", hopper_attention.PAGES)
-def test_a_mixture_is_right(page_size: int, dtype: torch.dtype, compare: Check, chance: random.Random) -> None:
+def test_a_mixture_is_right(page_size: int, dtype: torch.dtype, compare: Check, rng: random.Random) -> None:
     """Long prompts and short ones, decode rows, rows that begin alike, and some whose queries see each other."""
     shapes = [(200, 0), (70, 300), (1, 400), (40, 129), (3, 20), (33, 1)]
-    chance.shuffle(shapes)
-    rows = rows_of(shapes, page_size, chance, sharing=0.5, whole=0.3)
-    world = World(rows, page_size, kv_heads=2, ratio=4, size=128, dtype=dtype, joined=(0,))
-    compare(world, processors=chance.choice([1, 3, 100]))
+    rng.shuffle(shapes)
+    rows = random_paged_rows(shapes, page_size, rng, sharing=0.5, whole=0.3)
+    case = AttentionCase(rows, page_size, kv_heads=2, ratio=4, size=128, dtype=dtype, joined=(0,))
+    compare(case, processors=rng.choice([1, 3, 100]))
 
 
 @pytest.mark.parametrize("ratio", [1, 2, 5, 7, 8, 16])
-def test_heads_are_right(ratio: int, compare: Check, chance: random.Random) -> None:
-    rows = rows_of([(150, 70), (129, 0), (20, 400)], 16, chance)
-    compare(World(rows, 16, kv_heads=3 if ratio < 4 else 1, ratio=ratio, size=128, dtype=torch.float16))
+def test_heads_are_right(ratio: int, compare: Check, rng: random.Random) -> None:
+    rows = random_paged_rows([(150, 70), (129, 0), (20, 400)], 16, rng)
+    compare(AttentionCase(rows, 16, kv_heads=3 if ratio < 4 else 1, ratio=ratio, size=128, dtype=torch.float16))
 
 
 @pytest.mark.parametrize("nodes", [33, 64, 100, 128])
-def test_trees_are_right(nodes: int, compare: Check, chance: random.Random) -> None:
+def test_trees_are_right(nodes: int, compare: Check, rng: random.Random) -> None:
     """Beside prompts, at every place within a tile, and cut into pieces."""
-    for context in (0, chance.randint(1, 127), chance.randint(128, 900)):
-        rows = rows_of([(nodes, context)], 16, chance, trees=1.0)
+    for context in (0, rng.randint(1, 127), rng.randint(128, 900)):
+        rows = random_paged_rows([(nodes, context)], 16, rng, trees=1.0)
         rows.append(replace(rows[0], context=context // 16 * 16))
-        if chance.random() < 0.5:
+        if rng.random() < 0.5:
             rows.append(replace(rows[0], parents=None, whole=True))
-        world = World(rows, 16, kv_heads=2, ratio=4, size=128, dtype=torch.float16, joined=(0,))
-        compare(world, processors=chance.choice([1, 3, 100]))
+        case = AttentionCase(rows, 16, kv_heads=2, ratio=4, size=128, dtype=torch.float16, joined=(0,))
+        compare(case, processors=rng.choice([1, 3, 100]))
 
 
-def test_trees_that_begin_alike_are_right(compare: Check, chance: random.Random) -> None:
+def test_trees_that_begin_alike_are_right(compare: Check, rng: random.Random) -> None:
     """What they have in common is read together, their own keys begin within a tile, and some are of chains."""
-    shapes = [(chance.randint(17, 31), chance.randint(130, 500)) for _ in range(4)]
-    rows = rows_of(shapes, 16, chance, trees=0.7, sharing=1.0)
-    compare(World(rows, 16, ratio=4, size=128, dtype=torch.float16), processors=chance.choice([1, 3, 100]))
+    shapes = [(rng.randint(17, 31), rng.randint(130, 500)) for _ in range(4)]
+    rows = random_paged_rows(shapes, 16, rng, trees=0.7, sharing=1.0)
+    compare(AttentionCase(rows, 16, ratio=4, size=128, dtype=torch.float16), processors=rng.choice([1, 3, 100]))
 
 
-def test_a_graph_has_room_for_more(compare: Check, chance: random.Random) -> None:
+def test_a_graph_has_room_for_more(compare: Check, rng: random.Random) -> None:
     """Items behind the last one are none; there may be no others."""
     tiles = paged_attention.tiles_of(KIND, torch.float16)
     room = Capacity(400, 800, 200, {0: tiles}, {0: (30, 30, 30)}, 400, 3000, True)
     for shapes in ([(200, 100), (64, 300), (1, 40)], [(1, 300), (1, 20)]):
-        world = World(rows_of(shapes, 16, chance, trees=0.5), 16, kv_heads=2, ratio=4, size=128, dtype=torch.float16)
-        compare(world, capacity=room)
+        case = AttentionCase(random_paged_rows(shapes, 16, rng, trees=0.5), 16, kv_heads=2, ratio=4, size=128, dtype=torch.float16)
+        compare(case, capacity=room)
 
 
 FAULTS = {
@@ -286,17 +286,17 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_planted_faults_are_found(name: str, compare: Check, chance: random.Random) -> None:
+def test_planted_faults_are_found(name: str, compare: Check, rng: random.Random) -> None:
     right, wrong = FAULTS[name]
     assert FILE.read_text(encoding="utf-8").count(right) == 1
 
-    rows = rows_of([(70, 700), (300, 40), (128, 300), (100, 0)], 16, chance, trees=0.5)
+    rows = random_paged_rows([(70, 700), (300, 40), (128, 300), (100, 0)], 16, rng, trees=0.5)
     rows[0] = replace(rows[0], parents=[-1, *range(35), *range(34)])
-    world = World(rows, 16, ratio=1, size=128, dtype=torch.float16)
+    case = AttentionCase(rows, 16, ratio=1, size=128, dtype=torch.float16)
 
     def check() -> None:
         for processors in (3, 100) * 20:  # who is next is drawn
-            compare(world, lambda source: source.replace(right, wrong), processors=processors)
+            compare(case, lambda source: source.replace(right, wrong), processors=processors)
 
     with pytest.raises((AssertionError, InterpreterError)):  # the latter of merged garbage
         check()

@@ -46,9 +46,9 @@ def exact(
     ("count", "size", "gives", "adds"), [(4, 40, True, True), (3, 17, True, False), (2, 700, False, True), (1, 9, True, True)]
 )
 def test_mixtures(count: int, size: int, gives: bool, adds: bool, dtype: torch.dtype, route: str) -> None:
-    chance = random.Random(size)
+    rng = random.Random(size)
     torch.manual_seed(size)
-    tokens, kinds = chance.randint(2, 5), 1 + gives
+    tokens, kinds = rng.randint(2, 5), 1 + gives
 
     def numbers(*shape: int, factor: float = 1.0) -> Tensor:
         return (torch.randn(*shape) * factor).to(DEVICE)

@@ -15,19 +15,19 @@ from penstock.kernels.attention import AttentionOptions, Row
 from penstock.kernels.indexed import BlockSelection
 from penstock.kernels.layout import AttentionLayout, LayerKind
 
-from .test_paged_attention import DEVICE, TOLERANCE, cache_of, nothing_by, rows_of, slots_of, spans_of
+from .test_paged_attention import DEVICE, TOLERANCE, random_cache, random_paged_rows, slots_of_row, token_ranges, unused_slot_value
 
 SIZE, BLOCK = 16, 8
 SHAPES = [(1, 0), (1, 40), (1, 300), (3, 2), (5, 70), (70, 33), (20, 10), (1, 19), (2, 23)]
 
 
 @pytest.fixture(autouse=True)
-def _clean(unwritten: None) -> Iterator[None]:
+def _clean(poisoned_float_outputs: None) -> Iterator[None]:
     yield
     dispatch.force("")
 
 
-class World:
+class AttentionCase:
     """Rows over random keys and values of heads, and of an index, in the order of a plan by one of the routes. What Triton reads
     holds no numbers in slots of no row; torch masks what it has read."""
 
@@ -52,7 +52,7 @@ class World:
         layout = AttentionLayout(page_size, kinds, dtype, DEVICE, most=self.most, block=BLOCK, sinks=sinks)
         order, self.plan = ragged.plan(rows, layout)
         self.rows = [rows[i] for i in order]
-        held = [cache_of(rows, page_size, shape, nothing_by(route)) for shape in ((2, kv_heads, SIZE), (1, 1, SIZE))]
+        held = [random_cache(rows, page_size, shape, unused_slot_value(route)) for shape in ((2, kv_heads, SIZE), (1, 1, SIZE))]
         self.cache, keys = (each.to(cached or dtype).to(DEVICE) for each in held)
         tokens, heads = sum(row.queries for row in rows), kv_heads * ratio
         self.query = torch.randn(tokens, heads, SIZE).to(dtype).to(DEVICE)
@@ -66,12 +66,12 @@ class World:
         assert narrows == any(row.context + row.queries > self.most for row in self.rows)
         how = AttentionOptions(0, 0.3, scales=self.scales, sinks=self.sinks, asked=self.asked if narrows else None)
         found = ragged.attention(self.query, self.cache, self.plan, how)
-        expected = [self._exact(row, own.start) for row, own in spans_of(self.rows)]
+        expected = [self._exact(row, own.start) for row, own in token_ranges(self.rows)]
         tolerance = TOLERANCE[self.query.dtype]
         torch.testing.assert_close(found.double().cpu(), torch.cat(expected), rtol=tolerance, atol=tolerance)
 
     def _exact(self, row: Row, start: int) -> Tensor:
-        slots = slots_of(row, self.page_size)
+        slots = slots_of_row(row, self.page_size)
         index = self.asked.keys[slots].double().cpu().flatten(1)
         cached = self.cache[slots].double().cpu()
         if self.scales is not None:
@@ -101,55 +101,57 @@ class World:
 @pytest.mark.parametrize(("page_size", "blocks", "local"), [(1, 3, 1), (4, 3, 2), (8, 5, 1), (8, 1, 1), (2, 12, 12)])
 def test_a_mixture(page_size: int, blocks: int, local: int, route: str) -> None:
     """Of decodes and chains, some of which see more than they may attend to."""
-    world = World(rows_of(SHAPES, page_size, random.Random(blocks), sharing=0.3), page_size, blocks, route, local=local)
-    assert isinstance(world.plan, indexed_attention.Plan) == (route == "triton")
-    world.check()
+    case = AttentionCase(
+        random_paged_rows(SHAPES, page_size, random.Random(blocks), sharing=0.3), page_size, blocks, route, local=local
+    )
+    assert isinstance(case.plan, indexed_attention.Plan) == (route == "triton")
+    case.check()
 
 
 @pytest.mark.parametrize("route", ["reference", "triton"])
 @pytest.mark.parametrize(("kv_heads", "ratio"), [(1, 1), (1, 16), (4, 2)])
 def test_heads(kv_heads: int, ratio: int, route: str) -> None:
     """Some of a long chunk, of which a CPU looks at 64 tokens at a time."""
-    World(rows_of([(90, 30), (1, 90)], 8, random.Random(5)), 8, 4, route, kv_heads=kv_heads, ratio=ratio).check()
+    AttentionCase(random_paged_rows([(90, 30), (1, 90)], 8, random.Random(5)), 8, 4, route, kv_heads=kv_heads, ratio=ratio).check()
 
 
 @pytest.mark.parametrize("route", ["reference", "triton"])
 def test_nobody_sees_more(route: str) -> None:
     """Then nobody is asked, nor in a layer without an index."""
-    world = World(rows_of([(1, 31), (7, 20)], 8, random.Random(6)), 8, 4, route)
-    assert not isinstance(world.plan, indexed_attention.Plan)
-    world.check()
+    case = AttentionCase(random_paged_rows([(1, 31), (7, 20)], 8, random.Random(6)), 8, 4, route)
+    assert not isinstance(case.plan, indexed_attention.Plan)
+    case.check()
 
 
 def test_layers_without_an_index_attend_to_all() -> None:
     """Of a step in which others choose."""
-    world = World(rows_of([(1, 100), (3, 40)], 8, random.Random(6)), 8, 3, "triton")
-    assert isinstance(world.plan, indexed_attention.Plan)
-    _, whole = ragged.plan(world.rows, AttentionLayout(8, (LayerKind(0, 2, 4, SIZE),), torch.float32, DEVICE))
-    found, expected = (ragged.attention(world.query, world.cache, plan, AttentionOptions(0, 0.3)) for plan in (world.plan, whole))
+    case = AttentionCase(random_paged_rows([(1, 100), (3, 40)], 8, random.Random(6)), 8, 3, "triton")
+    assert isinstance(case.plan, indexed_attention.Plan)
+    _, whole = ragged.plan(case.rows, AttentionLayout(8, (LayerKind(0, 2, 4, SIZE),), torch.float32, DEVICE))
+    found, expected = (ragged.attention(case.query, case.cache, plan, AttentionOptions(0, 0.3)) for plan in (case.plan, whole))
     assert found.equal(expected)
     assert found.isfinite().all()
 
 
 @pytest.mark.parametrize("route", ["reference", "triton"])
 def test_short_types(route: str) -> None:
-    rows = rows_of([(1, 100), (3, 40), (1, 5)], 8, random.Random(2))
-    World(rows, 8, 3, route, dtype=torch.bfloat16).check()
-    World(rows, 8, 3, route, dtype=torch.float16, cached=torch.float8_e4m3fn).check()
+    rows = random_paged_rows([(1, 100), (3, 40), (1, 5)], 8, random.Random(2))
+    AttentionCase(rows, 8, 3, route, dtype=torch.bfloat16).check()
+    AttentionCase(rows, 8, 3, route, dtype=torch.float16, cached=torch.float8_e4m3fn).check()
 
 
 @pytest.mark.parametrize("route", ["reference", "triton"])
 def test_sinks(route: str) -> None:
-    World(rows_of([(1, 100), (3, 40), (1, 5)], 8, random.Random(2)), 8, 3, route, sinks=True).check()
+    AttentionCase(random_paged_rows([(1, 100), (3, 40), (1, 5)], 8, random.Random(2)), 8, 3, route, sinks=True).check()
 
 
 def test_tokens_by_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where not all scores have room at once."""
     monkeypatch.setattr(indexed_attention, "SCORES", 1000)
-    world = World(rows_of(SHAPES, 8, random.Random(3)), 8, 3, "triton")
-    assert isinstance(world.plan, indexed_attention.Plan)
-    assert len(world.plan.parts) > 30
-    world.check()
+    case = AttentionCase(random_paged_rows(SHAPES, 8, random.Random(3)), 8, 3, "triton")
+    assert isinstance(case.plan, indexed_attention.Plan)
+    assert len(case.plan.parts) > 30
+    case.check()
 
 
 def test_of_equal_blocks_the_first_are_chosen() -> None:

@@ -16,7 +16,7 @@ from penstock.kernels.indexed import PoolSelection
 from penstock.kernels.layout import AttentionLayout, LayerKind
 from penstock.kernels.means import write_means
 
-from .test_paged_attention import DEVICE, TOLERANCE, rows_of, slots_of
+from .test_paged_attention import DEVICE, TOLERANCE, random_paged_rows, slots_of_row
 from .test_pools import SIZE, _seen
 
 HEADS, KEYS, FEATURES = 6, 2, 16  # query heads, key heads and their features
@@ -25,7 +25,7 @@ SHAPES = [(1, 0), (1, 40), (3, 2), (5, 70), (20, 10), (1, 19)]
 
 
 @pytest.fixture(autouse=True)
-def _clean(unwritten: None) -> Iterator[None]:
+def _clean(poisoned_float_outputs: None) -> Iterator[None]:
     yield
     dispatch.force("")
 
@@ -39,7 +39,7 @@ def check(rows: list[Row], page_size: int, pool: int, most: int, route: str, dty
     )
     order, plan = ragged.plan(rows, layout)
     rows = [rows[i] for i in order]
-    used = sorted({slot for row in rows for slot in slots_of(row, page_size)})
+    used = sorted({slot for row in rows for slot in slots_of_row(row, page_size)})
     slots, tokens = (max(page for row in rows for page in row.pages) + 1) * page_size, sum(row.queries for row in rows)
 
     def cached(*shape: int) -> Tensor:
@@ -55,7 +55,7 @@ def check(rows: list[Row], page_size: int, pool: int, most: int, route: str, dty
     found = ragged.attention(query, cache, plan, AttentionOptions(0, 0.3, asked=asked if narrow else None))
     expected, start = [], 0
     for row in rows:
-        own, held = (x[slots_of(row, page_size)].double().cpu() for x in (cache, keys.flatten(1)))
+        own, held = (x[slots_of_row(row, page_size)].double().cpu() for x in (cache, keys.flatten(1)))
         for place in range(row.context, row.context + row.queries):
             at = _seen(asked, slice(start, start + 1), held, place)
             asking = query[start].double().cpu().view(KEYS, -1, FEATURES)
@@ -69,14 +69,14 @@ def check(rows: list[Row], page_size: int, pool: int, most: int, route: str, dty
 @pytest.mark.parametrize(("page_size", "pool", "most"), [(16, 4, 24), (3, 3, 27), (8, 1, 10)])
 def test_a_mixture(page_size: int, pool: int, most: int, route: str) -> None:
     """Of decodes and chains, some of which see more than they may attend to."""
-    check(rows_of(SHAPES, page_size, random.Random(most), sharing=0.3), page_size, pool, most, route)
+    check(random_paged_rows(SHAPES, page_size, random.Random(most), sharing=0.3), page_size, pool, most, route)
 
 
 @pytest.mark.parametrize("route", ["reference", "triton"])
 def test_short_types_by_parts(route: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where not all scores have room at once; of the longest a CPU looks at 64 tokens at a time."""
     monkeypatch.setattr(indexed_attention, "SCORES", 1000)
-    check(rows_of([(1, 100), (70, 40), (1, 5)], 16, random.Random(2)), 16, 4, 24, route, torch.bfloat16)
+    check(random_paged_rows([(1, 100), (70, 40), (1, 5)], 16, random.Random(2)), 16, 4, 24, route, torch.bfloat16)
 
 
 @pytest.mark.parametrize("route", ["reference", "triton"])
@@ -88,14 +88,14 @@ def test_keys_of_pools(pool: int, size: int, dtype: torch.dtype, cached: torch.d
         pytest.skip("its interpreter rounds to 8 bits wrongly where that carries")
     torch.manual_seed(pool)
     dispatch.force(route)
-    chance, length = random.Random(size), 3 * pool + 1
+    rng, length = random.Random(size), 3 * pool + 1
     keys, gains = (torch.randn(2 * length, size + 3) * 2).round().to(dtype), torch.rand(size) + 0.5  # which 8 bits hold
     table = reference.rotary_table(torch.rand(size // 2), torch.arange(2 * length), dtype)
     pages = [[2, 5, 1, 3], [4, 8, 6, 7]]
     slots = torch.tensor([[own[i // pool] * pool + i % pool for i in range(length)] for own in pages])
     cache, begin = torch.zeros(9 * pool, 1, 1, size).to(cached or dtype).to(DEVICE), [0, 0]
     while min(begin) < length:  # some of both sequences, and one of padding
-        ends = [min(length, start + chance.randint(0, 2 * pool)) for start in begin]
+        ends = [min(length, start + rng.randint(0, 2 * pool)) for start in begin]
         rows = [*range(begin[0], ends[0]), 0, *(length + i for i in range(begin[1], ends[1]))]
         where = torch.tensor([*slots[0, begin[0] : ends[0]].tolist(), -1, *slots[1, begin[1] : ends[1]].tolist()])
         given = (x.to(DEVICE) for x in (keys[rows][:, 2 : size + 2], gains, table[rows], where))

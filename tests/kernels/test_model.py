@@ -124,7 +124,7 @@ def replaying(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 
 @pytest.fixture(autouse=True)
-def watched() -> None:
+def sanitized() -> None:
     """Not here, but where a test says so: each kernel has been watched in its own tests, and it takes a third of the time."""
 
 
@@ -157,7 +157,7 @@ def test_a_shard_by_triton_gives_the_same_tokens(name: str, monkeypatch: pytest.
     sample = fused_sampling.sample
     monkeypatch.setattr(fused_sampling, "sample", lambda *given: calls.append(1) or sample(*given))
     dispatch.force("triton")
-    with sanitizer.watching():
+    with sanitizer.checking():
         found = run(tiny.engine(name, 4, PAGES), filters=True)
     assert found.tokens == expected.tokens
     assert found.finishes == expected.finishes
@@ -170,7 +170,7 @@ def test_prompts_by_chunks_give_the_same_tokens(name: str, monkeypatch: pytest.M
     expected = plain(name)
     monkeypatch.setattr(fused_chunked_delta, "CHUNKED_FROM", 2)
     dispatch.force("triton")
-    with sanitizer.watching() as kernels:
+    with sanitizer.checking() as kernels:
         found = run(tiny.engine(name, 4, PAGES))
     assert found.tokens == expected.tokens
     assert {"chunk_state_kernel", "recurrent_kernel"} <= set(kernels)
@@ -214,7 +214,7 @@ def test_expanded_latents_give_the_same_tokens(name: str, monkeypatch: pytest.Mo
     attend = expanded_attention.attend
     monkeypatch.setattr(expanded_attention, "attend", lambda query, *given: calls.append(len(query)) or attend(query, *given))
     dispatch.force("triton")
-    with sanitizer.watching():
+    with sanitizer.checking():
         found = run(tiny.engine(name, 4, PAGES))
     assert found.tokens == expected.tokens
     assert max(calls) > 3

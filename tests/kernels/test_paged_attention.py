@@ -30,54 +30,54 @@ from .test_attention import within_chunks
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-pytestmark = pytest.mark.usefixtures("unwritten")
+pytestmark = pytest.mark.usefixtures("poisoned_float_outputs")
 
 
-def rows_of(
+def random_paged_rows(
     shapes: Sequence[tuple[int, int]],
     page_size: int,
-    chance: random.Random,
+    rng: random.Random,
     trees: float = 0.0,
     sharing: float = 0.0,
     whole: float = 0.0,
 ) -> list[Row]:
     """Rows of (queries, context). whole: how many are that; sharing: how likely a row begins like an earlier one, as far as their
     contexts allow."""
-    widths = [work_list.width(Row(queries, context, ()), page_size) + chance.randint(0, 1) for queries, context in shapes]
+    widths = [work_list.width(Row(queries, context, ()), page_size) + rng.randint(0, 1) for queries, context in shapes]
     free = list(range(1, sum(widths) + 1))
-    chance.shuffle(free)
+    rng.shuffle(free)
     rows: list[Row] = []
     for (queries, context), width in zip(shapes, widths, strict=True):
         alike: list[int] = []
-        if rows and chance.random() < sharing:
-            other = chance.choice(rows)
+        if rows and rng.random() < sharing:
+            other = rng.choice(rows)
             most = min(context, other.context) // page_size
-            alike = list(other.pages[: chance.choice([most, chance.randint(0, most)])])
+            alike = list(other.pages[: rng.choice([most, rng.randint(0, most)])])
         pages = [*alike, *(free.pop() for _ in range(width - len(alike)))]
-        tree = queries <= NODES and chance.random() < trees
-        parents = [chance.randint(-1, i - 1) for i in range(queries)] if tree else None
-        rows.append(Row(queries, context, pages, parents, whole=not tree and whole > 0 and chance.random() < whole))
+        tree = queries <= NODES and rng.random() < trees
+        parents = [rng.randint(-1, i - 1) for i in range(queries)] if tree else None
+        rows.append(Row(queries, context, pages, parents, whole=not tree and whole > 0 and rng.random() < whole))
     return rows
 
 
-def slots_of(row: Row, page_size: int) -> list[int]:
+def slots_of_row(row: Row, page_size: int) -> list[int]:
     return [row.pages[i // page_size] * page_size + i % page_size for i in range(row.context + row.queries)]
 
 
-def cache_of(rows: Sequence[Row], page_size: int, shape: Sequence[int], nothing: float = torch.nan) -> Tensor:
+def random_cache(rows: Sequence[Row], page_size: int, shape: Sequence[int], nothing: float = torch.nan) -> Tensor:
     """[slots, *shape]: random numbers in the slots of rows, `nothing` in all others."""
-    used = sorted({slot for row in rows for slot in slots_of(row, page_size)})
+    used = sorted({slot for row in rows for slot in slots_of_row(row, page_size)})
     cache = torch.full(((max(page for row in rows for page in row.pages) + 1) * page_size, *shape), nothing)
     cache[used] = torch.randn(len(used), *shape)
     return cache
 
 
-def nothing_by(route: str) -> float:
+def unused_slot_value(route: str) -> float:
     """What slots of no row may hold: torch masks what it has read."""
     return torch.nan if route == "triton" else 100.0
 
 
-def spans_of(rows: Iterable[Row]) -> Iterator[tuple[Row, slice]]:
+def token_ranges(rows: Iterable[Row]) -> Iterator[tuple[Row, slice]]:
     """Rows, with their tokens in a step."""
     start = 0
     for row in rows:
@@ -85,7 +85,7 @@ def spans_of(rows: Iterable[Row]) -> Iterator[tuple[Row, slice]]:
         start += row.queries
 
 
-def visible_of(row: Row) -> Tensor:
+def visibility_mask(row: Row) -> Tensor:
     """[queries, keys]: which keys its queries see, but for windows."""
     ancestors, _ = plain.ancestry(row.parents if row.parents is not None else range(-1, row.queries - 1))
     return torch.cat((torch.ones(row.queries, row.context, dtype=torch.bool), torch.tensor(ancestors)), 1)
@@ -104,7 +104,7 @@ def exact(
     chunked: bool = False,
 ) -> Tensor:
     """query: [queries, heads, size], cached: [length, 2 or 1, kv_heads, size], sinks: [heads], all in float64."""
-    visible = visible_of(row)
+    visible = visibility_mask(row)
     depths = visible[:, row.context :].sum(1) - 1
     positions = torch.cat((torch.arange(row.context), row.context + depths))
     visible |= row.whole and joined
@@ -122,7 +122,7 @@ def exact(
     return torch.einsum("hqk,khs->qhs", logits.softmax(-1)[:, :, : len(cached)], values)
 
 
-class World:
+class AttentionCase:
     """Rows over a cache of random numbers; slots of no row hold none."""
 
     def __init__(
@@ -146,7 +146,7 @@ class World:
         torch.manual_seed(seed)
         self.rows, self.page_size, self.kv_heads, self.ratio, self.size, self.dtype = rows, page_size, kv_heads, ratio, size, dtype
         self.latent = latent
-        cache = cache_of(rows, page_size, (1, 1, size) if latent else (2, kv_heads, size))
+        cache = random_cache(rows, page_size, (1, 1, size) if latent else (2, kv_heads, size))
         self.cache = cache.to(torch.float8_e4m3fn if eight_bits else dtype).to(DEVICE)
         self.scales = torch.rand(2, kv_heads, device=DEVICE) + 0.5 if eight_bits and not latent else None
         joint = torch.randn(sum(row.queries for row in rows), kv_heads * (ratio + 2), size).to(dtype).to(DEVICE)
@@ -177,7 +177,7 @@ class World:
             [
                 exact(
                     part,
-                    cache[slots_of(row, self.page_size)],
+                    cache[slots_of_row(row, self.page_size)],
                     row,
                     window,
                     scale,
@@ -206,44 +206,44 @@ MIXED = [(1, 0), (1, 1), (1, 600), (1, 129), (2, 0), (5, 70), (16, 33), (40, 20)
 @pytest.mark.parametrize("window", [0, 1, 40, 200])
 @pytest.mark.parametrize("page_size", [1, 3, 16, 64, 256])
 def test_a_mixture(page_size: int, window: int) -> None:
-    chance = random.Random(page_size + window)
-    World(rows_of(MIXED, page_size, chance, trees=0.5, sharing=0.3), page_size).check(window)
+    rng = random.Random(page_size + window)
+    AttentionCase(random_paged_rows(MIXED, page_size, rng, trees=0.5, sharing=0.3), page_size).check(window)
 
 
 @pytest.mark.parametrize("ratio", [1, 2, 4, 7, 8])
 @pytest.mark.parametrize("size", [8, 64, 80, 96, 128, 256])
 def test_heads(size: int, ratio: int) -> None:
-    rows = rows_of([(1, 150), (3, 20), (9, 0)], 4, random.Random(size), trees=0.5)
-    World(rows, 4, kv_heads=2 if ratio < 4 else 1, ratio=ratio, size=size).check(window=31 if ratio == 2 else 0)
+    rows = random_paged_rows([(1, 150), (3, 20), (9, 0)], 4, random.Random(size), trees=0.5)
+    AttentionCase(rows, 4, kv_heads=2 if ratio < 4 else 1, ratio=ratio, size=size).check(window=31 if ratio == 2 else 0)
 
 
 @pytest.mark.parametrize(("latent", "heads", "together"), [(32, 4, 4), (96, 6, 2), (512, 16, 16)])
 def test_latents(latent: int, heads: int, together: int) -> None:
     """Whose keys are values, too, but for their last features; parts of the heads go by programs of their own."""
-    rows = rows_of([(1, 300), (1, 33), (5, 70), (20, 10)], 16, random.Random(heads), trees=0.4, sharing=0.5)
+    rows = random_paged_rows([(1, 300), (1, 33), (5, 70), (20, 10)], 16, random.Random(heads), trees=0.4, sharing=0.5)
     turned = 64 if latent == 512 else 24
-    World(rows, 16, kv_heads=heads // together, ratio=together, size=latent + turned, latent=latent).check()
+    AttentionCase(rows, 16, kv_heads=heads // together, ratio=together, size=latent + turned, latent=latent).check()
 
 
 def test_latents_of_few_bits() -> None:
-    rows = rows_of([(1, 100), (3, 40)], 64, random.Random(2))
-    World(rows, 64, kv_heads=2, ratio=4, size=80, latent=64, dtype=torch.bfloat16).check()
-    World(rows, 64, kv_heads=2, ratio=4, size=80, latent=64, dtype=torch.float16, eight_bits=True).check()
+    rows = random_paged_rows([(1, 100), (3, 40)], 64, random.Random(2))
+    AttentionCase(rows, 64, kv_heads=2, ratio=4, size=80, latent=64, dtype=torch.bfloat16).check()
+    AttentionCase(rows, 64, kv_heads=2, ratio=4, size=80, latent=64, dtype=torch.float16, eight_bits=True).check()
 
 
 @pytest.mark.parametrize("shape", [(1, 300), (128, 0), (300, 10), (100, 250)])
 def test_one_row(shape: tuple[int, int]) -> None:
     """Contexts that are cut, and chunks of several tiles."""
-    World(rows_of([shape], 64, random.Random(1)), 64, ratio=1).check()
+    AttentionCase(random_paged_rows([shape], 64, random.Random(1)), 64, ratio=1).check()
 
 
 def test_what_is_before_all_windows_may_be_anything() -> None:
     window = 40
-    world = World(rows_of([(1, 203), (5, 150), (20, 130)], 16, random.Random(0), trees=0.5), 16)
-    expected = world.expected(window)
-    for row in world.rows:
-        world.cache[slots_of(row, 16)[: row.context - window + 1]] = torch.nan
-    torch.testing.assert_close(world.found(world.plan(window), window).double().cpu(), expected, rtol=1e-5, atol=1e-5)
+    case = AttentionCase(random_paged_rows([(1, 203), (5, 150), (20, 130)], 16, random.Random(0), trees=0.5), 16)
+    expected = case.expected(window)
+    for row in case.rows:
+        case.cache[slots_of_row(row, 16)[: row.context - window + 1]] = torch.nan
+    torch.testing.assert_close(case.found(case.plan(window), window).double().cpu(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -251,28 +251,28 @@ def test_what_is_before_all_windows_may_be_anything() -> None:
 )
 def test_chunks(page_size: int, fixed: int, chunk: int) -> None:
     """Of rows that share pages, in the same chunk and not, and of which one is a tree. What is before may be anything."""
-    chance = random.Random(page_size + chunk)
-    shapes = [(1, 600), (1, 3 * chunk - 1), (1, 3 * chunk - 2), (1, 600), *within_chunks(chance, chunk, 6, 600)]
-    rows = rows_of(shapes, page_size, chance, sharing=0.8)
+    rng = random.Random(page_size + chunk)
+    shapes = [(1, 600), (1, 3 * chunk - 1), (1, 3 * chunk - 2), (1, 600), *within_chunks(rng, chunk, 6, 600)]
+    rows = random_paged_rows(shapes, page_size, rng, sharing=0.8)
     if not fixed:  # some read together what they see
         parts = work_list.segments(work_list.table(rows, page_size, 60), LayerKind(chunk, 2, 2, 64, chunked=True), TILES)
         assert chunk == page_size or chunk < 256 or parts[:, work_list.SHARED].any()
-    rows.append(replace(rows_of([(9, chunk + 3)], page_size, chance)[0], parents=[-1, 0, 1, 0, 2, 2, 1, 0, 5]))
+    rows.append(replace(random_paged_rows([(9, chunk + 3)], page_size, rng)[0], parents=[-1, 0, 1, 0, 2, 2, 1, 0, 5]))
     rows[-1] = replace(rows[-1], pages=[page + max(max(row.pages) for row in rows[:-1]) for page in rows[-1].pages])
-    world = World(rows, page_size, chunked=True)
-    world.check(chunk, fixed=fixed)
-    world.check(0, fixed=fixed)
-    expected = world.expected(chunk)
-    seen = {slot for row in rows for slot in slots_of(row, page_size)[row.context // chunk * chunk :]}
-    world.cache[[slot for slot in range(len(world.cache)) if slot not in seen]] = torch.nan
-    found = world.found(world.plan(chunk, fixed=fixed), chunk)
+    case = AttentionCase(rows, page_size, chunked=True)
+    case.check(chunk, fixed=fixed)
+    case.check(0, fixed=fixed)
+    expected = case.expected(chunk)
+    seen = {slot for row in rows for slot in slots_of_row(row, page_size)[row.context // chunk * chunk :]}
+    case.cache[[slot for slot in range(len(case.cache)) if slot not in seen]] = torch.nan
+    found = case.found(case.plan(chunk, fixed=fixed), chunk)
     torch.testing.assert_close(found.double().cpu(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("nodes", [2, 33, 64, 65, 128])
 @pytest.mark.parametrize("window", [0, 3])
 def test_trees(nodes: int, window: int) -> None:
-    World(rows_of([(nodes, 45)], 16, random.Random(nodes), trees=1), 16, ratio=1).check(window)
+    AttentionCase(random_paged_rows([(nodes, 45)], 16, random.Random(nodes), trees=1), 16, ratio=1).check(window)
 
 
 def test_a_tree_has_at_most_128_nodes() -> None:
@@ -284,94 +284,93 @@ def test_a_tree_has_at_most_128_nodes() -> None:
 @pytest.mark.parametrize(("page_size", "window", "joined"), [(16, 0, [0]), (3, 40, [40]), (16, 40, [0]), (64, 200, [0, 200])])
 def test_whole_rows(page_size: int, window: int, joined: list[int]) -> None:
     """In layers of some windows, beside trees and chains, cut into tiles and pieces."""
-    chance = random.Random(page_size + window)
+    rng = random.Random(page_size + window)
     shapes = [(1, 40), (5, 70), (16, 33), (40, 20), (150, 60)]
-    rows = rows_of(shapes, page_size, chance, trees=0.2, sharing=0.5, whole=0.7)
+    rows = random_paged_rows(shapes, page_size, rng, trees=0.2, sharing=0.5, whole=0.7)
     rows[-1] = replace(rows[-1], whole=True)
-    World(rows, page_size, joined=joined).check(window)
-    World(rows, page_size, ratio=4, joined=joined, sinks=True).check(window, softcap=3.0, fixed=128)
+    AttentionCase(rows, page_size, joined=joined).check(window)
+    AttentionCase(rows, page_size, ratio=4, joined=joined, sinks=True).check(window, softcap=3.0, fixed=128)
 
 
 @pytest.mark.parametrize("window", [0, 60])
 def test_a_capped_logit(window: int) -> None:
-    world = World(rows_of([(1, 200), (20, 30)], 16, random.Random(2)), 16)
-    world.query.mul_(8)  # so that the cap matters
-    world.check(window, softcap=3.0)
+    case = AttentionCase(random_paged_rows([(1, 200), (20, 30)], 16, random.Random(2)), 16)
+    case.query.mul_(8)  # so that the cap matters
+    case.check(window, softcap=3.0)
 
 
 @pytest.mark.parametrize("window", [0, 60])
 def test_sinks(window: int) -> None:
     """Of rows that are cut into pieces and that begin alike, too: each sink counts once."""
-    rows = rows_of([(1, 500), (1, 490), (1, 0), (20, 30), (9, 40)], 16, random.Random(12), sharing=0.8, trees=0.5)
-    step = World(rows, 16, kv_heads=2, ratio=3, sinks=True).check(window)
+    rows = random_paged_rows([(1, 500), (1, 490), (1, 0), (20, 30), (9, 40)], 16, random.Random(12), sharing=0.8, trees=0.5)
+    step = AttentionCase(rows, 16, kv_heads=2, ratio=3, sinks=True).check(window)
     assert window or len(step.launches[window].entries)
-    World(rows, 16, ratio=4, dtype=torch.float16, sinks=True, eight_bits=True).check(window)
+    AttentionCase(rows, 16, ratio=4, dtype=torch.float16, sinks=True, eight_bits=True).check(window)
 
 
 def test_a_sink_far_above_or_below_all_logits() -> None:
     """All goes there, or nothing."""
-    world = World(rows_of([(1, 300), (3, 20)], 16, random.Random(13)), 16, sinks=True)
-    step = world.plan()
-    assert world.sinks is not None
-    world.sinks.fill_(1e4)
-    assert world.found(step).abs().max() < 1e-20
-    world.sinks.fill_(-1e4)
-    found, world.sinks = world.found(step), None
-    torch.testing.assert_close(found, world.found(step))
+    case = AttentionCase(random_paged_rows([(1, 300), (3, 20)], 16, random.Random(13)), 16, sinks=True)
+    step = case.plan()
+    assert case.sinks is not None
+    case.sinks.fill_(1e4)
+    assert case.found(step).abs().max() < 1e-20
+    case.sinks.fill_(-1e4)
+    found, case.sinks = case.found(step), None
+    torch.testing.assert_close(found, case.found(step))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_short_types(dtype: torch.dtype) -> None:
-    rows = rows_of([(1, 300), (1, 5), (7, 90), (70, 40)], 16, random.Random(3), trees=0.4)
-    World(rows, 16, ratio=4, size=64, dtype=dtype).check()
+    rows = random_paged_rows([(1, 300), (1, 5), (7, 90), (70, 40)], 16, random.Random(3), trees=0.4)
+    AttentionCase(rows, 16, ratio=4, size=64, dtype=dtype).check()
 
 
 def test_a_cache_of_eight_bits() -> None:
-    rows = rows_of([(1, 300), (7, 90)], 64, random.Random(4))
-    World(rows, 64, kv_heads=2, size=64, dtype=torch.float16, eight_bits=True).check()
+    rows = random_paged_rows([(1, 300), (7, 90)], 64, random.Random(4))
+    AttentionCase(rows, 64, kv_heads=2, size=64, dtype=torch.float16, eight_bits=True).check()
 
 
 @pytest.mark.parametrize("window", [0, 100])
 @pytest.mark.parametrize("page_size", [16, 128])
 def test_rows_that_begin_alike(page_size: int, window: int) -> None:
-    chance = random.Random(page_size)
-    rows = rows_of([(1, 300), *[(1, 290 + i) for i in range(5)], (4, 310), (1, 40)], page_size, chance, sharing=0.9)
-    step = World(rows, page_size).check(window)
+    rng = random.Random(page_size)
+    rows = random_paged_rows([(1, 300), *[(1, 290 + i) for i in range(5)], (4, 310), (1, 40)], page_size, rng, sharing=0.9)
+    step = AttentionCase(rows, page_size).check(window)
     assert len(step.listed) > len(step.positions)
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_anything(seed: int) -> None:
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     shapes = [
-        (chance.choice([1, 1, 1, 2, chance.randint(2, 16), chance.randint(1, 70)]), chance.choice([0, chance.randint(0, 300)]))
-        for _ in range(5)
+        (rng.choice([1, 1, 1, 2, rng.randint(2, 16), rng.randint(1, 70)]), rng.choice([0, rng.randint(0, 300)])) for _ in range(5)
     ]
-    page_size = chance.choice([1, 4, 16, 64, 256])
-    rows = rows_of(shapes, page_size, chance, trees=0.4, sharing=0.5)
-    world = World(rows, page_size, ratio=chance.choice([1, 2, 4, 7]), size=chance.choice([64, 80]), seed=seed)
-    world.check(chance.choice([0, 0, 17, 150]), processors=chance.choice([1, 4, 100]))
+    page_size = rng.choice([1, 4, 16, 64, 256])
+    rows = random_paged_rows(shapes, page_size, rng, trees=0.4, sharing=0.5)
+    case = AttentionCase(rows, page_size, ratio=rng.choice([1, 2, 4, 7]), size=rng.choice([64, 80]), seed=seed)
+    case.check(rng.choice([0, 0, 17, 150]), processors=rng.choice([1, 4, 100]))
 
 
 def test_it_agrees_with_what_a_cpu_computes() -> None:
-    rows = rows_of([(1, 30), (1, 31), (1, 250), (6, 40), (70, 9)], 16, random.Random(5))
+    rows = random_paged_rows([(1, 30), (1, 31), (1, 250), (6, 40), (70, 9)], 16, random.Random(5))
     rows = [rows[i] for i in plain.order(rows)]
-    world = World(rows, 16)
-    world.cache.nan_to_num_()  # there, what is masked must be finite
-    kinds = tuple(LayerKind(window, 2, 2, world.size) for window in (0, 40))
+    case = AttentionCase(rows, 16)
+    case.cache.nan_to_num_()  # there, what is masked must be finite
+    kinds = tuple(LayerKind(window, 2, 2, case.size) for window in (0, 40))
     blocks = plain.blocks(rows, AttentionLayout(16, kinds, torch.float32, torch.device("cpu")))
     for window in (0, 40):
-        expected = plain.attention(world.query.cpu(), world.cache.cpu(), blocks, AttentionOptions(window, world.size**-0.5))
-        torch.testing.assert_close(world.found(world.plan(window), window).cpu(), expected, rtol=1e-5, atol=1e-5)
+        expected = plain.attention(case.query.cpu(), case.cache.cpu(), blocks, AttentionOptions(window, case.size**-0.5))
+        torch.testing.assert_close(case.found(case.plan(window), window).cpu(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_fixed_cuts_make_a_row_independent_of_its_neighbours() -> None:
-    chance = random.Random(6)
-    rows = rows_of([(1, 500), (1, 20), (5, 300), (1, 400)], 16, chance, sharing=1.0)
-    together = World(rows, 16)
+    rng = random.Random(6)
+    rows = random_paged_rows([(1, 500), (1, 20), (5, 300), (1, 400)], 16, rng, sharing=1.0)
+    together = AttentionCase(rows, 16)
     whole = together.found(together.plan(fixed=128))
     torch.testing.assert_close(whole.double().cpu(), together.expected(), rtol=1e-5, atol=1e-5)
-    alone = World(rows[:1], 16)
+    alone = AttentionCase(rows[:1], 16)
     alone.query, alone.cache = together.query[:1], together.cache
     assert alone.found(alone.plan(fixed=128, processors=50)).equal(whole[:1])
 
@@ -380,8 +379,10 @@ def test_a_plan_with_room_takes_the_place_of_another() -> None:
     """As captured graphs need it: same grids, same addresses, other contents."""
     tiles = tiles_of(LayerKind(0, 2, 4, 64), torch.float32)[:2]
     room = Capacity(tokens=20, listed=40, pages=80, tiles={0: tiles}, items={0: (8, 4)}, entries=20, pieces=60, trees=True)
-    first = World(rows_of([(1, 300), (3, 20)], 16, random.Random(7)), 16)
-    other = World(rows_of([(1, 10), (12, 280), (1, 128), (1, 500)], 16, random.Random(8), trees=0.5, sharing=0.5), 16)
+    first = AttentionCase(random_paged_rows([(1, 300), (3, 20)], 16, random.Random(7)), 16)
+    other = AttentionCase(
+        random_paged_rows([(1, 10), (12, 280), (1, 128), (1, 500)], 16, random.Random(8), trees=0.5, sharing=0.5), 16
+    )
     step = first.check(capacity=room)
     buffer = step.buffer.data_ptr()
     step.become(other.plan(capacity=room))
@@ -390,7 +391,7 @@ def test_a_plan_with_room_takes_the_place_of_another() -> None:
     with pytest.raises(ValueError, match="can't take the place"):
         step.become(other.plan())
     with pytest.raises(ValueError, match="room for 20"):
-        World(rows_of([(21, 0)], 16, random.Random(7)), 16).plan(capacity=room)
+        AttentionCase(random_paged_rows([(21, 0)], 16, random.Random(7)), 16).plan(capacity=room)
 
 
 def test_layers_of_several_kinds_go_by_one_plan() -> None:
@@ -402,14 +403,14 @@ def test_layers_of_several_kinds_go_by_one_plan() -> None:
     assert set(room.items) == {0, 31, 64}
     plans = []
     for seed in range(2):
-        rows = rows_of(shapes, 16, random.Random(seed), trees=0.5, sharing=0.5)
+        rows = random_paged_rows(shapes, 16, random.Random(seed), trees=0.5, sharing=0.5)
         plans.append(plan(rows, 16, kinds, DEVICE, dtype=torch.float32, processors=3, capacity=room))
         if seed:
             plans[0].become(plans[1])
         for kind in kinds:
-            world = World(rows, 16, kv_heads=kind.kv_heads, ratio=kind.ratio, size=kind.size)
-            found = world.found(plans[0], kind.window)
-            torch.testing.assert_close(found.double().cpu(), world.expected(kind.window), rtol=1e-5, atol=1e-5)
+            case = AttentionCase(rows, 16, kv_heads=kind.kv_heads, ratio=kind.ratio, size=kind.size)
+            found = case.found(plans[0], kind.window)
+            torch.testing.assert_close(found.double().cpu(), case.expected(kind.window), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -436,18 +437,18 @@ def test_graphs_launch_no_tile_that_no_step_of_theirs_takes(tokens: int, mixed: 
     assert min(room.items[0]) > 0
     fixed = ragged.FIXED if invariant else 0
     for seed, sharing in itertools.product(range(6), (0.0, 0.5, 1.0)):
-        chance = random.Random(seed)
-        single = chance.randint(1, tokens) if mixed else tokens
-        shapes = [(1, chance.randint(0, 900)) for _ in range(single)] + [(tokens - single, 0)] * (single < tokens)
-        rows = rows_of(shapes, 16, chance, sharing=sharing)
+        rng = random.Random(seed)
+        single = rng.randint(1, tokens) if mixed else tokens
+        shapes = [(1, rng.randint(0, 900)) for _ in range(single)] + [(tokens - single, 0)] * (single < tokens)
+        rows = random_paged_rows(shapes, 16, rng, sharing=sharing)
         plan(rows, 16, kinds, DEVICE, dtype=torch.bfloat16, fixed=fixed, capacity=room)  # it has room
 
 
 class TestFaultsAreFound:
     """Each is small, and fails the check that passes without it."""
 
-    def world(self) -> World:
-        return World(rows_of([(1, 290), (6, 20)], 16, random.Random(9), trees=1.0), 16)
+    def case(self) -> AttentionCase:
+        return AttentionCase(random_paged_rows([(1, 290), (6, 20)], 16, random.Random(9), trees=1.0), 16)
 
     def fails(self) -> None:
         with pytest.raises(AssertionError):
@@ -504,15 +505,15 @@ class TestFaultsAreFound:
 TILES = (Tile(16, 64, 4, 2), Tile(64, 64, 4, 2), Tile(128, 64, 8, 2))
 
 
-def random_rows(chance: random.Random, page_size: int) -> list[Row]:
+def random_rows(rng: random.Random, page_size: int) -> list[Row]:
     shapes = [
         (
-            chance.choice([1, 1, 1, 1, 1, chance.randint(2, 16), chance.randint(1, 128), chance.randint(1, 300)]),
-            chance.choice([0, 1, context]),
+            rng.choice([1, 1, 1, 1, 1, rng.randint(2, 16), rng.randint(1, 128), rng.randint(1, 300)]),
+            rng.choice([0, 1, context]),
         )
-        for context in [chance.choice([50, 400, 3000]) * chance.randint(1, 3) for _ in range(chance.randint(1, 8))]
+        for context in [rng.choice([50, 400, 3000]) * rng.randint(1, 3) for _ in range(rng.randint(1, 8))]
     ]
-    return rows_of(shapes, page_size, chance, trees=0.3, sharing=chance.choice([0, 0.9]))
+    return random_paged_rows(shapes, page_size, rng, trees=0.3, sharing=rng.choice([0, 0.9]))
 
 
 def cut(
@@ -529,13 +530,13 @@ def items_of(found: Work) -> list[list[Item]]:
 
 
 def test_every_key_is_read_once_and_no_item_is_too_long() -> None:
-    chance = random.Random(10)
+    rng = random.Random(10)
     shared = split = 0
     for _ in range(3000):
-        page_size = chance.choice([1, 3, 16, 64, 128, 192, 256])
-        rows = random_rows(chance, page_size)
-        window, ratio = chance.choice([0, 0, 1, 100, 1000]), chance.choice([1, 2, 4, 7, 8])
-        table, _, found, limit = cut(rows, page_size, window, ratio, chance.choice([1, 8, 132]))
+        page_size = rng.choice([1, 3, 16, 64, 128, 192, 256])
+        rows = random_rows(rng, page_size)
+        window, ratio = rng.choice([0, 0, 1, 100, 1000]), rng.choice([1, 2, 4, 7, 8])
+        table, _, found, limit = cut(rows, page_size, window, ratio, rng.choice([1, 8, 132]))
         check_coverage(table, found, window)
         check_items(table, found, page_size, ratio, limit)
         shared += bool(table.runs)
@@ -583,12 +584,12 @@ def check_items(table: Table, found: Work, page_size: int, ratio: int, limit: in
 
 
 def test_shared_pages_are_read_once() -> None:
-    chance = random.Random(11)
+    rng = random.Random(11)
     together = 0
     for _ in range(300):
-        page_size = chance.choice([1, 16, 64])
-        shapes = [(chance.choice([1, 1, 4]), chance.randint(0, 2000)) for _ in range(8)]
-        rows = rows_of(shapes, page_size, chance, sharing=0.8)
+        page_size = rng.choice([1, 16, 64])
+        shapes = [(rng.choice([1, 1, 4]), rng.randint(0, 2000)) for _ in range(8)]
+        rows = random_paged_rows(shapes, page_size, rng, sharing=0.8)
         table, parts, _, _ = cut(rows, page_size, 0, 4, 8)  # at most 8 * 4 queries, times 4 heads: one tile
         reads = Counter(
             rows[table.offsets.tolist().index(part.pages)].pages[page]
@@ -621,7 +622,7 @@ def test_nested_runs() -> None:
 
 
 def test_a_long_row_among_short_ones_is_cut_and_they_are_not() -> None:
-    rows = rows_of([(1, 32768), *[(1, 512)] * 63, (200, 0)], 16, random.Random(12))
+    rows = random_paged_rows([(1, 32768), *[(1, 512)] * 63, (200, 0)], 16, random.Random(12))
     _, _, found, limit = cut(rows, 16, 0, 4, 132, 8)
     assert limit <= 2048
     assert Counter(item.first for item in items_of(found)[0]) == {0: -(-32769 // limit), **dict.fromkeys(range(1, 64), 1)}
@@ -636,7 +637,7 @@ H200 = 132  # processors
 
 def parts_of(shapes: list[tuple[int, int]]) -> tuple[Table, Any]:
     """Their table and segments in such layers, of rows that have nothing in common."""
-    table = work_list.table(rows_of(shapes, 16, random.Random(13)), 16, 31)
+    table = work_list.table(random_paged_rows(shapes, 16, random.Random(13)), 16, 31)
     return table, work_list.segments(table, LLAMA, LLAMAS)
 
 
@@ -725,6 +726,6 @@ def test_what_is_merged_one_at_a_time_is_merged_alike_in_all_steps() -> None:
 @pytest.mark.parametrize("heads", [3, 6])
 def test_heads_that_are_merged_together_need_not_be_divisible(heads: int) -> None:
     """Of 70 tokens four heads at once."""
-    rows = rows_of([(1, 300)] * 70, 16, random.Random(heads), sharing=1.0)
-    world = World(rows, 16, kv_heads=heads, ratio=1)
-    torch.testing.assert_close(world.found(world.plan()).double().cpu(), world.expected(), rtol=1e-5, atol=1e-5)
+    rows = random_paged_rows([(1, 300)] * 70, 16, random.Random(heads), sharing=1.0)
+    case = AttentionCase(rows, 16, kv_heads=heads, ratio=1)
+    torch.testing.assert_close(case.found(case.plan()).double().cpu(), case.expected(), rtol=1e-5, atol=1e-5)

@@ -37,14 +37,14 @@ def same(found: Tensor, expected: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn])
-def test_copies(dtype: torch.dtype, chance: random.Random) -> None:
-    page_size, width = chance.choice([1, 3, 16]), chance.choice([2, 12, 300])
+def test_copies(dtype: torch.dtype, rng: random.Random) -> None:
+    page_size, width = rng.choice([1, 3, 16]), rng.choice([2, 12, 300])
     pages = numbers(LAYERS, PAGES, page_size, width, dtype=dtype)
     expected = pages.clone()
-    order = chance.sample(range(PAGES), PAGES)
+    order = rng.sample(range(PAGES), PAGES)
     targets = order[:4]
-    sources = [chance.choice(order[4:]) for _ in targets]
-    filled = [chance.randint(0, page_size) for _ in targets]
+    sources = [rng.choice(order[4:]) for _ in targets]
+    filled = [rng.randint(0, page_size) for _ in targets]
     for source, target, count in zip(sources, targets, filled, strict=True):
         for layer in range(LAYERS):
             for slot in range(count):
@@ -54,14 +54,14 @@ def test_copies(dtype: torch.dtype, chance: random.Random) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
-def test_moves_in_order(dtype: torch.dtype, chance: random.Random) -> None:
+def test_moves_in_order(dtype: torch.dtype, rng: random.Random) -> None:
     """As trees are committed: the accepted nodes, ascending, to the places after the root; rows of any length, slots anywhere."""
-    width, count = chance.choice([2, 12, 300]), 40
+    width, count = rng.choice([2, 12, 300]), 40
     slots = numbers(LAYERS, count, width, dtype=dtype)
-    places = chance.sample(range(count), count)
+    places = rng.sample(range(count), count)
     sources, targets, starts = [], [], [0]
     for row in (places[:15], places[15:18], places[18:]):
-        kept = sorted(chance.sample(range(len(row)), chance.randint(0, len(row))))
+        kept = sorted(rng.sample(range(len(row)), rng.randint(0, len(row))))
         sources += [row[i] for i in kept]
         targets += row[: len(kept)]
         starts.append(len(sources))
@@ -72,7 +72,7 @@ def test_moves_in_order(dtype: torch.dtype, chance: random.Random) -> None:
     assert same(slots, expected)
 
 
-def test_layers_may_lie_apart(chance: random.Random) -> None:
+def test_layers_may_lie_apart(rng: random.Random) -> None:
     whole = numbers(LAYERS, 2, PAGES, 4, 6, dtype=torch.float32)
     before, pages = whole.clone(), whole[:, 1]
     paging.copy_pages(pages, ints([2]), ints([5]), ints([3]))

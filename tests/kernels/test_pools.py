@@ -17,14 +17,14 @@ from penstock.kernels.indexed import PoolSelection
 from penstock.kernels.layout import AttentionLayout, LayerKind
 from penstock.kernels.pools import write_pools
 
-from .test_paged_attention import DEVICE, TOLERANCE, rows_of, slots_of
+from .test_paged_attention import DEVICE, TOLERANCE, random_paged_rows, slots_of_row
 
 LATENT, HEADS, SIZE = 32, 16, 24  # HEADS, SIZE: of the index
 SHAPES = [(1, 0), (1, 40), (1, 300), (3, 2), (5, 70), (70, 33), (20, 10), (1, 19), (1, 47), (2, 63)]
 
 
 @pytest.fixture(autouse=True)
-def _clean(unwritten: None) -> Iterator[None]:
+def _clean(poisoned_float_outputs: None) -> Iterator[None]:
     yield
     dispatch.force("")
 
@@ -37,7 +37,7 @@ def check(rows: list[Row], page_size: int, pool: int, most: int, route: str, dty
     layout = AttentionLayout(page_size, kinds, dtype, torch.device(DEVICE), latent=LATENT, most=most, members=pool)
     order, plan = ragged.plan(rows, layout)
     rows = [rows[i] for i in order]
-    used = sorted({slot for row in rows for slot in slots_of(row, page_size)})
+    used = sorted({slot for row in rows for slot in slots_of_row(row, page_size)})
     slots, held = (max(page for row in rows for page in row.pages) + 1) * page_size, (1, 1, LATENT + 2 * SIZE)
     cache = torch.full((slots, *held), torch.nan if route == "triton" else 100.0)
     cache[used] = torch.randn(len(used), *held)
@@ -52,7 +52,7 @@ def check(rows: list[Row], page_size: int, pool: int, most: int, route: str, dty
     found = ragged.attention(query, cache, plan, AttentionOptions(0, 0.3, latent=LATENT, asked=asked if narrow else None))
     expected, start = [], 0
     for row in rows:
-        cached = cache[slots_of(row, page_size)].double().cpu().flatten(1)
+        cached = cache[slots_of_row(row, page_size)].double().cpu().flatten(1)
         for place in range(row.context, row.context + row.queries):
             own = slice(start, start + 1)
             seen = _seen(asked, own, cached[:, LATENT : LATENT + SIZE], place)
@@ -78,30 +78,30 @@ def _seen(asked: PoolSelection, own: slice, keys: Tensor, place: int) -> list[in
 )
 def test_a_mixture(page_size: int, pool: int, most: int, route: str) -> None:
     """Of decodes and chains, some of which see more than they may attend to."""
-    check(rows_of(SHAPES, page_size, random.Random(most), sharing=0.3), page_size, pool, most, route)
+    check(random_paged_rows(SHAPES, page_size, random.Random(most), sharing=0.3), page_size, pool, most, route)
 
 
 @pytest.mark.parametrize("route", ["reference", "triton"])
 def test_large_pages(route: str) -> None:
     """Which hold whole tiles of pools: where long rows are cut these begin within a page."""
-    check(rows_of([(1, 900), (2, 700), (1, 400)], 256, random.Random(7)), 256, 16, 64, route)
+    check(random_paged_rows([(1, 900), (2, 700), (1, 400)], 256, random.Random(7)), 256, 16, 64, route)
 
 
 @pytest.mark.parametrize("route", ["reference", "triton"])
 def test_a_long_chunk(route: str) -> None:
     """Of which a CPU looks at 64 tokens at a time."""
-    check(rows_of([(150, 30), (1, 90)], 16, random.Random(5)), 16, 8, 48, route)
+    check(random_paged_rows([(150, 30), (1, 90)], 16, random.Random(5)), 16, 8, 48, route)
 
 
 def test_tokens_by_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where not all scores have room at once."""
     monkeypatch.setattr(indexed_attention, "SCORES", 1000)
-    check(rows_of(SHAPES, 16, random.Random(3)), 16, 8, 32, "triton")
+    check(random_paged_rows(SHAPES, 16, random.Random(3)), 16, 8, 32, "triton")
 
 
 def test_short_types() -> None:
     for route in ("reference", "triton"):
-        check(rows_of([(1, 100), (3, 40), (1, 5)], 16, random.Random(2)), 16, 4, 24, route, torch.bfloat16)
+        check(random_paged_rows([(1, 100), (3, 40), (1, 5)], 16, random.Random(2)), 16, 4, 24, route, torch.bfloat16)
 
 
 def test_layers_without_an_index_see_the_same() -> None:
@@ -126,7 +126,7 @@ def test_keys_of_pools(pool: int, size: int, dtype: torch.dtype, cached: torch.d
         pytest.skip("its interpreter rounds to 8 bits wrongly where that carries")
     torch.manual_seed(pool)
     dispatch.force(route)
-    chance, length = random.Random(size), 3 * pool + 1
+    rng, length = random.Random(size), 3 * pool + 1
     # Numbers that 8 bits hold.
     keys, gates = ((torch.randn(2 * length, size) * 2).round().to(dtype) for _ in "kg")
     places = torch.randn(pool, size)
@@ -135,7 +135,7 @@ def test_keys_of_pools(pool: int, size: int, dtype: torch.dtype, cached: torch.d
     cache = torch.zeros(9 * pool, 1, 1, 5 + 2 * size).to(cached or dtype).to(DEVICE)
     begin = [0, 0]
     while min(begin) < length:  # some of both sequences, and one of padding
-        ends = [min(length, start + chance.randint(0, 2 * pool)) for start in begin]
+        ends = [min(length, start + rng.randint(0, 2 * pool)) for start in begin]
         rows = [*(i for start, end in zip(begin[:1], ends[:1], strict=True) for i in range(start, end)), 0]
         rows += [length + i for i in range(begin[1], ends[1])]
         where = torch.tensor([*slots[0, begin[0] : ends[0]].tolist(), -1, *slots[1, begin[1] : ends[1]].tolist()])

@@ -21,8 +21,8 @@ from penstock.kernels.fused_quantized import MOST
 from penstock.kernels.linear import Invariance, Weight
 from penstock.kernels.quantized import Quantized, lay_out
 
-from .floats import FOUR_BITS, eight_bits, looked_up
-from .ptx import unpacked_by
+from .low_precision_floats import FP4_VALUES, interpreted_fp4_pair, random_fp8
+from .ptx_interpreter import unpack_all_byte_pairs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Of the largest result. Codes are exact in both types, so what is rounded is the result, and on a CPU scales to bfloat16.
@@ -51,7 +51,7 @@ def some(kind: str, outputs: int, inputs: int, group: int, zeros: bool = False) 
     if kind == "fp4":
         scales = torch.exp2(torch.randint_like(scales, -12, 4))
     elif kind == "nvfp4":
-        scales = eight_bits(scales.shape, DEVICE)
+        scales = random_fp8(scales.shape, DEVICE)
         return QuantizedWeight(kind, codes, scales, factors=torch.rand(outputs, device=DEVICE).add_(0.5).mul_(1e-3))
     most = min(256, 1 << BITS[kind] + 1)  # one more than the largest code is a zero of GPTQ's
     return QuantizedWeight(
@@ -67,7 +67,7 @@ def meant(codes: QuantizedWeight) -> Tensor:
             group = column // codes.block
             code = codes.codes[row, column]
             if codes.kind in ("fp4", "nvfp4"):
-                number = torch.tensor(FOUR_BITS[int(code)]).double()
+                number = torch.tensor(FP4_VALUES[int(code)]).double()
             elif codes.kind == "fp8":
                 number = code.view(torch.float8_e4m3fn).double()
             else:
@@ -86,7 +86,7 @@ def test_what_codes_mean(kind: str, zeros: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", BITS)
-def test_rounding_goes_to_the_nearest(kind: str, chance: random.Random) -> None:
+def test_rounding_goes_to_the_nearest(kind: str, rng: random.Random) -> None:
     weight = torch.randn(7, 192, device=DEVICE)
     weight[1] = 0
     weight[2] = weight[2].abs() + 3  # all on one side of 0
@@ -114,7 +114,7 @@ def test_rounding_again_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("zeros", [False, True])
-def test_parts_are_parts_of_what_is_meant(zeros: bool, chance: random.Random) -> None:
+def test_parts_are_parts_of_what_is_meant(zeros: bool, rng: random.Random) -> None:
     codes = some("int4", 12, 48, 16, zeros)
     whole = dequantized(codes, torch.float32)
     for dimension, start, stop in ((0, 3, 9), (1, 0, 16), (1, 24, 48), (1, 4, 12), (1, 5, 8), (0, 0, 12)):
@@ -180,18 +180,18 @@ def test_invariant_products_depend_on_no_other_row(route: str, kind: str, dtype:
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize(("route", "kind", "dtype"), ROUTES)
 def test_products(
-    route: str, kind: str, dtype: torch.dtype, zeros: bool, chance: random.Random, monkeypatch: pytest.MonkeyPatch
+    route: str, kind: str, dtype: torch.dtype, zeros: bool, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fused_quantized.torch, "empty", poisoned)
     for _ in range(3):
-        group = chance.choice([32, 64, 128, 256, 96])
-        inputs, outputs = group * chance.choice([1, 2, 3]), chance.choice([16, 48, 80, 33 if route == "triton" else 64])
+        group = rng.choice([32, 64, 128, 256, 96])
+        inputs, outputs = group * rng.choice([1, 2, 3]), rng.choice([16, 48, 80, 33 if route == "triton" else 64])
         codes = some(kind, outputs, inputs, group, zeros and kind not in FLOATS)
-        bias = torch.randn(outputs, device=DEVICE).to(dtype) if chance.random() < 0.5 else None
+        bias = torch.randn(outputs, device=DEVICE).to(dtype) if rng.random() < 0.5 else None
         found = laid_out(route, codes, bias, dtype)
         assert isinstance(found, Quantized) == (route == "triton" or kind == "int4")
         assert found.shape == (outputs, inputs)
-        for rows in chance.sample([1, 7, 16, 17, 40, 70, MOST, MOST + 1], 2):
+        for rows in rng.sample([1, 7, 16, 17, 40, 70, MOST, MOST + 1], 2):
             wide = torch.full((rows, inputs + 8), torch.nan, dtype=dtype, device=DEVICE)
             x = wide[:, :inputs].copy_(torch.randn(rows, inputs))
             expected = functional.linear(x.double(), dequantized(codes, torch.float64), bias.double() if bias is not None else None)
@@ -200,13 +200,13 @@ def test_products(
 
 @pytest.mark.parametrize(("route", "kind", "dtype"), [row for row in ROUTES if row[1] in ("int4", "int8")])
 def test_products_of_inputs_in_an_order(
-    route: str, kind: str, dtype: torch.dtype, chance: random.Random, monkeypatch: pytest.MonkeyPatch
+    route: str, kind: str, dtype: torch.dtype, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of them, and those of a rank, among which there are columns of no input. What these hold means nothing."""
     monkeypatch.setattr(fused_quantized.torch, "empty", poisoned)
     for zeros in (False, True):
-        group = chance.choice([32, 64, 128])
-        inputs, outputs = group * chance.choice([2, 4]), chance.choice([16, 64])
+        group = rng.choice([32, 64, 128])
+        inputs, outputs = group * rng.choice([2, 4]), rng.choice([16, 64])
         even = some(kind, outputs, inputs, group, zeros)
         order = torch.randperm(inputs, dtype=torch.int32, device=DEVICE)
         codes, meaning = replace(even, order=order), torch.empty(outputs, inputs, dtype=torch.float64, device=DEVICE)
@@ -234,7 +234,7 @@ def test_products_of_inputs_in_an_order(
 def test_codes_of_four_bits_become_numbers_in_pairs(zero: int, dtype: torch.dtype) -> None:
     base, code = (128, fused_quantized.IN_BFLOAT16) if dtype == torch.bfloat16 else (1024, fused_quantized.IN_FLOAT16)
     off = torch.tensor([-base - zero] * 2).to(dtype).view(torch.int32).item()
-    found, held = unpacked_by(code.value, [int(off) & 0xFFFFFFFF] * 2, dtype)
+    found, held = unpack_all_byte_pairs(code.value, [int(off) & 0xFFFFFFFF] * 2, dtype)
     assert found[0].int().equal((held & 15) - zero)
     assert found[1].int().equal((held >> 4) - zero)
 
@@ -262,7 +262,7 @@ def test_what_is_looked_up_is_multiplied(kind: str, monkeypatch: pytest.MonkeyPa
     """In float16, of which the interpreter knows products."""
     monkeypatch.setattr(fused_quantized, "on_nvidia", lambda device: True)
     for module in (fused_quantized, small_floats):
-        monkeypatch.setattr(module, "fp4_pair", looked_up)
+        monkeypatch.setattr(module, "fp4_pair", interpreted_fp4_pair)
     codes, x = some(kind, 48, 192, 32), torch.randn(20, 192).half()
     expected = x.double() @ dequantized(codes, torch.float64).T
     found = laid_out("triton", codes, None, torch.float16)(x)
@@ -270,14 +270,14 @@ def test_what_is_looked_up_is_multiplied(kind: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_scales_of_few_bits_beside_factors(dtype: torch.dtype, chance: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scales_of_few_bits_beside_factors(dtype: torch.dtype, rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each output is right by its own measure: what is large doesn't hide what is small. Nothing but results is rounded, the least
     scales included, and those that are 0."""
     monkeypatch.setattr(fused_quantized.torch, "empty", poisoned)
     for inputs in (32, 64, 96, 128, 160, 384):
-        outputs, far = chance.choice([1, 7, 33, 100]), 20 if dtype == torch.bfloat16 else 1
+        outputs, far = rng.choice([1, 7, 33, 100]), 20 if dtype == torch.bfloat16 else 1
         codes = some("nvfp4", outputs, inputs, 16)
-        factors = torch.tensor([10.0 ** chance.uniform(-far, far) / 1e3 for _ in range(outputs)], device=DEVICE)
+        factors = torch.tensor([10.0 ** rng.uniform(-far, far) / 1e3 for _ in range(outputs)], device=DEVICE)
         codes.scales[:, 0], codes.scales[0] = 2.0**-9, 3 * 2.0**-9  # the least there are
         codes.scales[outputs // 2] = 0
         scaled = replace(codes, factors=factors)
@@ -360,7 +360,7 @@ def test_a_gpu_without_kernels_has_plain_weights() -> None:
 @pytest.mark.parametrize(
     ("kind", "fault"), [("int4", "zeros"), ("int4", "halves"), ("nvfp4", "halves"), ("nvfp4", "blocks"), ("nvfp4", "factors")]
 )
-def test_a_fault_would_be_seen(kind: str, fault: str, monkeypatch: pytest.MonkeyPatch, chance: random.Random) -> None:
+def test_a_fault_would_be_seen(kind: str, fault: str, monkeypatch: pytest.MonkeyPatch, rng: random.Random) -> None:
     """Another middle, halves the other way round, the scale of the block beside, no factors."""
     meaning, paired, words = fused_quantized.format_constants, fused_quantized.paired, fused_quantized.words
     if fault == "zeros":
@@ -372,4 +372,4 @@ def test_a_fault_would_be_seen(kind: str, fault: str, monkeypatch: pytest.Monkey
     else:
         monkeypatch.setattr(fused_quantized, "paired", lambda codes, run: paired(codes.flip(1), run))
     with pytest.raises(AssertionError):
-        test_products("triton", kind, torch.float16, False, chance, monkeypatch)
+        test_products("triton", kind, torch.float16, False, rng, monkeypatch)

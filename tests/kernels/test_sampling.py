@@ -160,27 +160,27 @@ def naive_penalties(logits: Sequence[float], row: Row) -> list[float]:
     return result
 
 
-def random_row(chance: random.Random, vocabulary: int) -> Row:
-    tokens = [chance.randrange(vocabulary) for _ in range(chance.randint(1, 30))]
+def random_row(rng: random.Random, vocabulary: int) -> Row:
+    tokens = [rng.randrange(vocabulary) for _ in range(rng.randint(1, 30))]
     sampling = Sampling(
-        temperature=chance.choice([0.0, 0.3, 1.0, 2.0]),
-        top_k=chance.choice([0, 0, 1, 5, 2000]),
-        top_p=chance.choice([1.0, 1.0, 0.5, 0.95]),
-        min_p=chance.choice([0.0, 0.0, 0.1]),
-        typical_p=chance.choice([1.0, 1.0, 0.7]),
-        repetition_penalty=chance.choice([1.0, 1.3, 0.8]),
-        frequency_penalty=chance.choice([0.0, 0.5, -0.5]),
-        presence_penalty=chance.choice([0.0, 1.0]),
-        bias=chance.choice([(), ((2, 3.0), (0, -100.0), (2, 1.5))]),
-        seed=chance.getrandbits(64),
-        final_logprobs=chance.random() < 0.5,
+        temperature=rng.choice([0.0, 0.3, 1.0, 2.0]),
+        top_k=rng.choice([0, 0, 1, 5, 2000]),
+        top_p=rng.choice([1.0, 1.0, 0.5, 0.95]),
+        min_p=rng.choice([0.0, 0.0, 0.1]),
+        typical_p=rng.choice([1.0, 1.0, 0.7]),
+        repetition_penalty=rng.choice([1.0, 1.3, 0.8]),
+        frequency_penalty=rng.choice([0.0, 0.5, -0.5]),
+        presence_penalty=rng.choice([0.0, 1.0]),
+        bias=rng.choice([(), ((2, 3.0), (0, -100.0), (2, 1.5))]),
+        seed=rng.getrandbits(64),
+        final_logprobs=rng.random() < 0.5,
     )
-    return Row(sampling, tokens, chance.randint(1, len(tokens)), choice=chance.randint(0, 3), top_n=chance.choice([0, 1, 5]))
+    return Row(sampling, tokens, rng.randint(1, len(tokens)), choice=rng.randint(0, 3), top_n=rng.choice([0, 1, 5]))
 
 
 def random_rows(count: int, vocabulary: int, seed: int = 0) -> list[Row]:
-    chance = random.Random(seed)
-    return [random_row(chance, vocabulary) for _ in range(count)]
+    rng = random.Random(seed)
+    return [random_row(rng, vocabulary) for _ in range(count)]
 
 
 def final_scores(logits: Tensor, row: Row) -> Tensor:
@@ -214,8 +214,8 @@ def test_penalties_are_those_of_a_plain_loop(seed: int) -> None:
 def chi_square(row: Row, vocabulary: int, logits: Tensor) -> float:
     """The p value of the tokens that SEEDS seeds draw, against the exact distribution."""
     exact = final_scores(logits, row).double().softmax(-1)
-    chance = random.Random(7)
-    rows = [dataclasses.replace(row, sampling=dataclasses.replace(row.sampling, seed=chance.getrandbits(64))) for _ in range(SEEDS)]
+    rng = random.Random(7)
+    rows = [dataclasses.replace(row, sampling=dataclasses.replace(row.sampling, seed=rng.getrandbits(64))) for _ in range(SEEDS)]
     picks = pick(logits.expand(SEEDS, -1), rows)
     counts = torch.tensor([choice.token for choice in picks if choice is not None]).bincount(minlength=vocabulary)
     assert int(counts.sum()) == SEEDS

@@ -17,19 +17,28 @@ from penstock.kernels.attention import AttentionOptions, Row
 from penstock.kernels.indexed import TokenSelection
 from penstock.kernels.layout import AttentionLayout, LayerKind
 
-from .test_paged_attention import DEVICE, TOLERANCE, cache_of, nothing_by, rows_of, slots_of, spans_of, visible_of
+from .test_paged_attention import (
+    DEVICE,
+    TOLERANCE,
+    random_cache,
+    random_paged_rows,
+    slots_of_row,
+    token_ranges,
+    unused_slot_value,
+    visibility_mask,
+)
 
 LATENT, TURNED, HEADS, SIZE = 32, 16, 16, 24  # HEADS, SIZE: of the index
 SHAPES = [(1, 0), (1, 40), (1, 300), (3, 2), (5, 70), (70, 33), (20, 10), (1, 19)]
 
 
 @pytest.fixture(autouse=True)
-def _clean(unwritten: None) -> Iterator[None]:
+def _clean(poisoned_float_outputs: None) -> Iterator[None]:
     yield
     dispatch.force("")
 
 
-class World:
+class AttentionCase:
     """Rows over a cache of random numbers, in the order of a plan by one of the routes. What Triton reads holds no numbers in slots
     of no row; torch masks what it has read."""
 
@@ -55,7 +64,7 @@ class World:
         )
         order, self.plan = ragged.plan(rows, layout)
         self.rows = [rows[i] for i in order]
-        cache = cache_of(rows, page_size, (1, 1, LATENT + TURNED + SIZE), nothing_by(route))
+        cache = random_cache(rows, page_size, (1, 1, LATENT + TURNED + SIZE), unused_slot_value(route))
         self.cache = cache.to(cached or dtype).to(DEVICE)
         tokens = sum(row.queries for row in rows)
         self.query = torch.randn(tokens, 4, LATENT + TURNED).to(dtype).to(DEVICE)
@@ -64,12 +73,12 @@ class World:
 
     def check(self) -> None:
         found = ragged.attention(self.query, self.cache, self.plan, AttentionOptions(0, 0.3, latent=LATENT, asked=self.asked))
-        expected = [self._exact(row, own) for row, own in spans_of(self.rows)]
+        expected = [self._exact(row, own) for row, own in token_ranges(self.rows)]
         tolerance = TOLERANCE[self.query.dtype]
         torch.testing.assert_close(found.double().cpu(), torch.cat(expected), rtol=tolerance, atol=tolerance)
 
     def _exact(self, row: Row, own: slice) -> Tensor:
-        cached, visible = self.cache[slots_of(row, self.page_size)].double().cpu().flatten(1), visible_of(row)
+        cached, visible = self.cache[slots_of_row(row, self.page_size)].double().cpu().flatten(1), visibility_mask(row)
         asking, weights = self.asked.queries[own].double().cpu(), self.asked.weights[own].double().cpu()
         scores = torch.einsum("qhk,qh->qk", torch.einsum("qhs,ks->qhk", asking, cached[:, LATENT + TURNED :]).relu(), weights)
         logits = torch.einsum("qhs,ks->qhk", self.query[own].double().cpu(), cached[:, : LATENT + TURNED]) * 0.3
@@ -85,15 +94,15 @@ class World:
 @pytest.mark.parametrize(("page_size", "most"), [(1, 20), (3, 20), (16, 40), (64, 129), (16, 1)])
 def test_a_mixture(page_size: int, most: int, route: str) -> None:
     """Of decodes, chains and trees, some of which see more than they may attend to."""
-    world = World(rows_of(SHAPES, page_size, random.Random(most), trees=0.5, sharing=0.3), page_size, most, route)
-    assert isinstance(world.plan, indexed_attention.Plan) == (route == "triton")
-    world.check()
+    case = AttentionCase(random_paged_rows(SHAPES, page_size, random.Random(most), trees=0.5, sharing=0.3), page_size, most, route)
+    assert isinstance(case.plan, indexed_attention.Plan) == (route == "triton")
+    case.check()
 
 
 @pytest.mark.parametrize("route", ["reference", "triton"])
 def test_a_long_chunk(route: str) -> None:
     """Of which a CPU looks at 64 tokens at a time."""
-    World(rows_of([(150, 30), (1, 90)], 16, random.Random(5)), 16, 50, route).check()
+    AttentionCase(random_paged_rows([(150, 30), (1, 90)], 16, random.Random(5)), 16, 50, route).check()
 
 
 def test_latents_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,9 +114,9 @@ def test_latents_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
         attended.append((keys.data_ptr(), values.data_ptr()))
         return attention(query, keys, values, *rest, **options)
 
-    world = World(rows_of([(150, 30)], 16, random.Random(5)), 16, 50, "reference")
+    case = AttentionCase(random_paged_rows([(150, 30)], 16, random.Random(5)), 16, 50, "reference")
     monkeypatch.setattr(functional, "scaled_dot_product_attention", attending)
-    world.check()
+    case.check()
     assert len(attended) == 3
     assert all(keys == values for keys, values in attended)
 
@@ -115,25 +124,25 @@ def test_latents_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("route", ["reference", "triton"])
 def test_nobody_sees_more(route: str) -> None:
     """Then nobody is asked."""
-    world = World(rows_of([(1, 30), (7, 20)], 16, random.Random(6)), 16, 31, route)
-    assert not isinstance(world.plan, indexed_attention.Plan)
-    world.check()
+    case = AttentionCase(random_paged_rows([(1, 30), (7, 20)], 16, random.Random(6)), 16, 31, route)
+    assert not isinstance(case.plan, indexed_attention.Plan)
+    case.check()
 
 
 @pytest.mark.parametrize("route", ["reference", "triton"])
 def test_short_types(route: str) -> None:
-    rows = rows_of([(1, 100), (3, 40), (1, 5)], 16, random.Random(2))
-    World(rows, 16, 24, route, torch.bfloat16).check()
-    World(rows, 16, 24, route, torch.float16, torch.float8_e4m3fn).check()
+    rows = random_paged_rows([(1, 100), (3, 40), (1, 5)], 16, random.Random(2))
+    AttentionCase(rows, 16, 24, route, torch.bfloat16).check()
+    AttentionCase(rows, 16, 24, route, torch.float16, torch.float8_e4m3fn).check()
 
 
 def test_tokens_by_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where not all scores have room at once."""
     monkeypatch.setattr(indexed_attention, "SCORES", 1000)
-    world = World(rows_of(SHAPES, 16, random.Random(3), trees=0.5), 16, 30, "triton")
-    assert isinstance(world.plan, indexed_attention.Plan)
-    assert [len(part.tables) for part in world.plan.parts] == [3] * 34
-    world.check()
+    case = AttentionCase(random_paged_rows(SHAPES, 16, random.Random(3), trees=0.5), 16, 30, "triton")
+    assert isinstance(case.plan, indexed_attention.Plan)
+    assert [len(part.tables) for part in case.plan.parts] == [3] * 34
+    case.check()
 
 
 def test_what_parts_find_is_held_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,16 +158,16 @@ def test_what_parts_find_is_held_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(indexed_attention, "SCORES", 1000)
     monkeypatch.setattr(paged_attention, "attention", attending)
-    World(rows_of([(20, 70), (1, 90)], 16, random.Random(3)), 16, 30, "triton").check()
+    AttentionCase(random_paged_rows([(20, 70), (1, 90)], 16, random.Random(3)), 16, 30, "triton").check()
     assert len(held) == 3
 
 
 def test_parts_that_are_alike_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a long prompt nearly all are: each took milliseconds. What is planned is what rows of one token each are given."""
     monkeypatch.setattr(indexed_attention, "TOKENS", 10)
-    world = World(rows_of([(1, 90), (60, 15)], 16, random.Random(3)), 16, 30, "triton")
-    assert isinstance(world.plan, indexed_attention.Plan)
-    plans = [part.plan for part in world.plan.parts]
+    case = AttentionCase(random_paged_rows([(1, 90), (60, 15)], 16, random.Random(3)), 16, 30, "triton")
+    assert isinstance(case.plan, indexed_attention.Plan)
+    plans = [part.plan for part in case.plan.parts]
     assert len(plans) == 7
     assert len({id(plan) for plan in plans}) == 4  # that of the last one, and two with some that see fewer
     rows = [Row(1, keys - 1, range(30)) for keys in [30, *range(16, 25)]]
@@ -168,18 +177,18 @@ def test_parts_that_are_alike_are_planned_once(monkeypatch: pytest.MonkeyPatch) 
         assert found[:, [0, 1, 3, 4, 5, 6, 7]].tolist() == items[:, [0, 1, 3, 4, 5, 6, 7]].tolist()
         assert found[:, 2].tolist() == (found[:, 0] * 30).tolist()
     assert plans[0].positions.tolist() == expected.positions.tolist()
-    world.check()
+    case.check()
 
 
 def test_graphs_have_no_room_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is known before anything is planned in vain."""
-    world = World(rows_of([(1, 30)], 16, random.Random(6)), 16, 31, "triton")
+    case = AttentionCase(random_paged_rows([(1, 30)], 16, random.Random(6)), 16, 31, "triton")
     layout = AttentionLayout(16, (LayerKind(0, 1, 4, LATENT + TURNED, True),), torch.float32, DEVICE, latent=LATENT, most=31)
     room = ragged.capacity(layout, 4, 4, 100, 32, mixed=False)
-    assert ragged.plan(world.rows, layout, room)
+    assert ragged.plan(case.rows, layout, room)
     monkeypatch.setattr(paged_attention, "plan", lambda *rows, **options: pytest.fail("planned in vain"))
     with pytest.raises(ragged.CapacityExceeded, match="no more than the 31"):
-        ragged.plan([Row(1, 31, world.rows[0].pages)], layout, room)
+        ragged.plan([Row(1, 31, case.rows[0].pages)], layout, room)
 
 
 def test_of_equal_scores_the_first_are_chosen() -> None:
@@ -231,12 +240,12 @@ def test_a_cache_of_eight_bits_holds_the_largest_it_can() -> None:
 
 
 def test_scores_of_what_is_hidden_are_lowest() -> None:
-    world = World(rows_of(SHAPES, 16, random.Random(4), trees=1.0), 16, 30, "triton")
-    assert isinstance(world.plan, indexed_attention.Plan)
-    tokens = len(world.query)
-    found = fused_index.scores(world.asked, world.cache[..., LATENT + TURNED :], world.plan, 0, tokens, 400).cpu()
-    for row, own in spans_of(world.rows):
-        visible = functional.pad(visible_of(row), (0, 400 - row.context - row.queries))
+    case = AttentionCase(random_paged_rows(SHAPES, 16, random.Random(4), trees=1.0), 16, 30, "triton")
+    assert isinstance(case.plan, indexed_attention.Plan)
+    tokens = len(case.query)
+    found = fused_index.scores(case.asked, case.cache[..., LATENT + TURNED :], case.plan, 0, tokens, 400).cpu()
+    for row, own in token_ranges(case.rows):
+        visible = functional.pad(visibility_mask(row), (0, 400 - row.context - row.queries))
         assert found[own].isfinite().equal(visible)
 
 
@@ -254,10 +263,10 @@ def _launched(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], dict[str
         options.update(how)
 
     names = fused_index.scores_kernel.arg_names
-    world = World(rows_of([(1, 40)], 16, random.Random(4)), 16, 30, "triton")
-    assert isinstance(world.plan, indexed_attention.Plan)
+    case = AttentionCase(random_paged_rows([(1, 40)], 16, random.Random(4)), 16, 30, "triton")
+    assert isinstance(case.plan, indexed_attention.Plan)
     monkeypatch.setattr(fused_index, "scores_kernel", Kernel())
-    fused_index.scores(world.asked, world.cache[..., LATENT + TURNED :], world.plan, 0, 1, 41)
+    fused_index.scores(case.asked, case.cache[..., LATENT + TURNED :], case.plan, 0, 1, 41)
     return given, options
 
 

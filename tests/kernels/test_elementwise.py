@@ -43,11 +43,11 @@ def wide(rows: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rms_norm(dtype: torch.dtype, chance: random.Random) -> None:
+def test_rms_norm(dtype: torch.dtype, rng: random.Random) -> None:
     from penstock.kernels import fused_norm
 
-    for size in (1, 7, chance.randint(30, 80), chance.randint(900, 1100)):
-        rows = chance.randint(1, 5)
+    for size in (1, 7, rng.randint(30, 80), rng.randint(900, 1100)):
+        rows = rng.randint(1, 5)
         x, _ = wide(rows, size, dtype)
         weight = randn(size, dtype=dtype)
         out = torch.full((rows, size), torch.nan, dtype=dtype, device=DEVICE)
@@ -56,11 +56,11 @@ def test_rms_norm(dtype: torch.dtype, chance: random.Random) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_norm_of_heads_in_place(dtype: torch.dtype, chance: random.Random) -> None:
+def test_norm_of_heads_in_place(dtype: torch.dtype, rng: random.Random) -> None:
     """A part of the heads of joint rows, as queries and keys are; the others stay."""
     from penstock.kernels import fused_norm
 
-    tokens, heads, size = chance.randint(1, 4), chance.randint(1, 9), chance.choice([6, 64, 80])
+    tokens, heads, size = rng.randint(1, 4), rng.randint(1, 9), rng.choice([6, 64, 80])
     joint = randn(tokens, (heads + 3) * size, dtype=dtype)
     before, weight = joint.clone(), randn(size, dtype=dtype)
     part = joint.view(tokens, -1, size)[:, 2 : heads + 2]
@@ -72,8 +72,8 @@ def test_norm_of_heads_in_place(dtype: torch.dtype, chance: random.Random) -> No
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_norm_with_residual(dtype: torch.dtype, chance: random.Random) -> None:
-    rows, size = chance.randint(1, 5), chance.randint(1, 300)
+def test_norm_with_residual(dtype: torch.dtype, rng: random.Random) -> None:
+    rows, size = rng.randint(1, 5), rng.randint(1, 300)
     x, residual, weight = randn(rows, size, dtype=dtype), wide(rows, size, dtype)[0], randn(size, dtype=dtype)
     total = residual + x
     found = operations.add_rms_norm(x, residual, weight, 1e-5)
@@ -82,9 +82,9 @@ def test_norm_with_residual(dtype: torch.dtype, chance: random.Random) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_norm_with_parts_of_a_product(dtype: torch.dtype, chance: random.Random, unwritten: None) -> None:
+def test_norm_with_parts_of_a_product(dtype: torch.dtype, rng: random.Random, poisoned_float_outputs: None) -> None:
     """They are added up in their order, and rounded once, together with the residual."""
-    rows, size, parts = chance.randint(1, 5), chance.randint(1, 300), chance.choice([1, 2, 3, 4])
+    rows, size, parts = rng.randint(1, 5), rng.randint(1, 300), rng.choice([1, 2, 3, 4])
     x, residual, weight = randn(parts, rows, size, dtype=torch.float32), wide(rows, size, dtype)[0], randn(size, dtype=dtype)
     begun, total = residual.clone(), x[0]
     for part in x[1:]:
@@ -98,7 +98,7 @@ def test_norm_with_parts_of_a_product(dtype: torch.dtype, chance: random.Random,
     close(begun, total)
 
 
-def test_the_plain_branches(chance: random.Random) -> None:
+def test_the_plain_branches(rng: random.Random) -> None:
     """What is defined in `operations` is put together from what is tested elsewhere."""
     dispatch.force("reference")
     x, residual, weight = (randn(*shape, dtype=torch.float32) for shape in ((3, 8), (3, 8), (8,)))
@@ -114,11 +114,11 @@ def test_the_plain_branches(chance: random.Random) -> None:
     "how", [PLAIN, Activation(True), *(Activation(limit=0.7, form=form) for form in ("steep", "before", "behind"))]
 )
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gates(dtype: torch.dtype, how: Activation, chance: random.Random) -> None:
+def test_gates(dtype: torch.dtype, how: Activation, rng: random.Random) -> None:
     from penstock.kernels import fused_activation
 
-    for size in (1, 7, chance.randint(1000, 1100)):
-        tokens = chance.randint(1, 4)
+    for size in (1, 7, rng.randint(1000, 1100)):
+        tokens = rng.randint(1, 4)
         gate_up, _ = wide(tokens, 2 * size, dtype)
         out, whole = wide(tokens, size, dtype)
         out.fill_(torch.nan)
@@ -137,10 +137,10 @@ def test_gates_of_large_numbers(gelu: bool) -> None:
 
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rotate_and_write(dtype: torch.dtype, norm: bool, chance: random.Random) -> None:
+def test_rotate_and_write(dtype: torch.dtype, norm: bool, rng: random.Random) -> None:
     for _ in range(3):
-        kv_heads = chance.choice([1, 2, 5])
-        heads, size, tokens = kv_heads * chance.choice([1, 3, 4]), chance.choice([2, 10, 64, 80]), chance.randint(1, 5)
+        kv_heads = rng.choice([1, 2, 5])
+        heads, size, tokens = kv_heads * rng.choice([1, 3, 4]), rng.choice([2, 10, 64, 80]), rng.randint(1, 5)
         joint = randn(tokens, (heads + 2 * kv_heads) * size, dtype=dtype)
         table = reference.rotary_table(torch.rand(size // 2), torch.randint(0, 5000, (tokens,)), dtype).to(DEVICE)
         slots = torch.randperm(20)[:tokens]
@@ -163,10 +163,10 @@ def test_rotate_and_write(dtype: torch.dtype, norm: bool, chance: random.Random)
 
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_queries_alone_are_turned(dtype: torch.dtype, norm: bool, chance: random.Random) -> None:
+def test_queries_alone_are_turned(dtype: torch.dtype, norm: bool, rng: random.Random) -> None:
     """Where they stand."""
     for _ in range(3):
-        heads, size, tokens = chance.randint(1, 9), chance.choice([2, 10, 80, 512]), chance.randint(1, 5)
+        heads, size, tokens = rng.randint(1, 9), rng.choice([2, 10, 80, 512]), rng.randint(1, 5)
         queries, weight = randn(tokens, heads * size, dtype=dtype), randn(size, dtype=dtype) if norm else None
         table = reference.rotary_table(torch.rand(size // 2), torch.randint(0, 5000, (tokens,)), dtype).to(DEVICE)
         expected = queries.clone().view(tokens, heads, size)
@@ -183,11 +183,11 @@ def test_queries_alone_are_turned(dtype: torch.dtype, norm: bool, chance: random
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_values_may_be_normalized_and_be_keys(dtype: torch.dtype, shared: bool, chance: random.Random) -> None:
+def test_values_may_be_normalized_and_be_keys(dtype: torch.dtype, shared: bool, rng: random.Random) -> None:
     """Those that keys are before they are normalized and turned."""
     for _ in range(3):
-        kv_heads = chance.choice([1, 2, 5])
-        heads, size, tokens = kv_heads * chance.choice([1, 3, 4]), chance.choice([2, 10, 80, 512]), chance.randint(1, 5)
+        kv_heads = rng.choice([1, 2, 5])
+        heads, size, tokens = kv_heads * rng.choice([1, 3, 4]), rng.choice([2, 10, 80, 512]), rng.randint(1, 5)
         joint = randn(tokens, (heads + (1 if shared else 2) * kv_heads) * size, dtype=dtype)
         table = reference.rotary_table(torch.rand(size // 2), torch.randint(0, 5000, (tokens,)), dtype).to(DEVICE)
         # Small gains: of large ones the halves of a pair are rounded by more than is left of their difference.
@@ -206,9 +206,9 @@ def test_values_may_be_normalized_and_be_keys(dtype: torch.dtype, shared: bool, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_latents_are_turned_and_written(dtype: torch.dtype, chance: random.Random) -> None:
-    for heads, size, turned in ((1, 8, 2), (chance.randint(2, 40), 24, 6), (17, chance.randint(30, 100), 16)):
-        tokens = chance.randint(1, 5)
+def test_latents_are_turned_and_written(dtype: torch.dtype, rng: random.Random) -> None:
+    for heads, size, turned in ((1, 8, 2), (rng.randint(2, 40), 24, 6), (17, rng.randint(30, 100), 16)):
+        tokens = rng.randint(1, 5)
         query, latents, gains = (
             randn(tokens, heads, size + turned, dtype=dtype),
             wide(tokens, size + turned, dtype)[0],
@@ -256,7 +256,7 @@ def test_write_of_8_bits() -> None:
         torch.testing.assert_close(cache.float().flatten(1).cpu(), torch.tensor(expected))
 
 
-def test_rows_do_not_know_their_neighbours(chance: random.Random) -> None:
+def test_rows_do_not_know_their_neighbours(rng: random.Random) -> None:
     """To the last bit: alone as among others, some of which are NaN."""
     size, heads = 10, 4
     joint, weight = randn(5, heads * size, dtype=torch.float32), randn(size, dtype=torch.float32)

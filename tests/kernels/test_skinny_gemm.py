@@ -60,14 +60,14 @@ ROWS = [1, 2, 7, LEAST, LEAST + 1, 32, 33, MOST]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("norm", [False, True])
-def test_products(dtype: torch.dtype, gated: bool, norm: bool, chance: random.Random) -> None:
-    for inputs, outputs in [*chance.sample(SIZES, 3), (chance.randint(1, 600), chance.randint(1, 200))]:
-        rows, add, biased = chance.choice(ROWS), not gated and chance.random() < 0.6, chance.random() < 0.5
-        gelu = gated and chance.random() < 0.5
+def test_products(dtype: torch.dtype, gated: bool, norm: bool, rng: random.Random) -> None:
+    for inputs, outputs in [*rng.sample(SIZES, 3), (rng.randint(1, 600), rng.randint(1, 200))]:
+        rows, add, biased = rng.choice(ROWS), not gated and rng.random() < 0.6, rng.random() < 0.5
+        gelu = gated and rng.random() < 0.5
         x, _ = wide(rows, inputs, dtype)
         weight = randn(outputs * (1 + gated), inputs, dtype=dtype, scale=inputs**-0.5)
         bias = randn(len(weight), dtype=dtype) if biased else None
-        gains = randn(inputs, dtype=chance.choice([dtype, torch.float32])) if norm else None
+        gains = randn(inputs, dtype=rng.choice([dtype, torch.float32])) if norm else None
         out, whole = wide(rows, outputs, dtype)
         before = out.clone()
         if not add:
@@ -80,10 +80,10 @@ def test_products(dtype: torch.dtype, gated: bool, norm: bool, chance: random.Ra
 
 @pytest.mark.parametrize("parts", [2, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_parts_come_to_the_product(dtype: torch.dtype, parts: int, chance: random.Random) -> None:
+def test_parts_come_to_the_product(dtype: torch.dtype, parts: int, rng: random.Random) -> None:
     """Also where the last have no inputs; the first has the bias."""
-    for inputs, outputs in [(40, 24), (512, 130), (1024, 64), (chance.randint(1, 1200), chance.randint(1, 200))]:
-        rows = chance.choice(ROWS)
+    for inputs, outputs in [(40, 24), (512, 130), (1024, 64), (rng.randint(1, 1200), rng.randint(1, 200))]:
+        rows = rng.choice(ROWS)
         x, _ = wide(rows, inputs, dtype)
         weight, bias = randn(outputs, inputs, dtype=dtype, scale=inputs**-0.5), randn(outputs, dtype=dtype)
         whole = torch.full((parts, rows + 2, outputs + 7), torch.nan, device=DEVICE)
@@ -106,7 +106,7 @@ def test_inputs_are_cut_where_outputs_are_few() -> None:
     assert fused_skinny_gemm.parts_of(x, weight) > fused_skinny_gemm.parts_of(x[:1], weight) == 1
 
 
-def test_rows_know_no_neighbours(chance: random.Random) -> None:
+def test_rows_know_no_neighbours(rng: random.Random) -> None:
     """Not by a bit, whatever else is in the tile."""
     x, weight, gains = randn(9, 200, dtype=torch.float32), randn(48, 200, dtype=torch.float32), randn(200, dtype=torch.float32)
     x[4] = torch.nan
@@ -124,15 +124,15 @@ def test_gates_of_large_numbers() -> None:
     torch.testing.assert_close(found, reference.gated(weight.T.contiguous()))
 
 
-def test_a_fault_would_be_seen(chance: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_would_be_seen(rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of tiles that end before the inputs do."""
     honest = fused_skinny_gemm._constants
     monkeypatch.setattr(fused_skinny_gemm, "_constants", lambda rows, inputs, *rest: honest(rows, inputs - 1, *rest))
     monkeypatch.setattr(sys.modules[__name__], "ROWS", [2, 33])
     with pytest.raises(AssertionError):
-        test_products(torch.float32, False, False, chance)
+        test_products(torch.float32, False, False, rng)
     with pytest.raises(AssertionError):
-        test_parts_come_to_the_product(torch.float32, 2, chance)
+        test_parts_come_to_the_product(torch.float32, 2, rng)
 
 
 class Two:
@@ -153,7 +153,7 @@ ALONE = Ranks(0, 1, torch.device(DEVICE))
 
 @pytest.mark.parametrize(("ranks", "shortest"), [(ALONE, 512), (ALONE, 8), (Two(), 8)])
 def test_what_several_ranks_come_to_is_added_up(
-    ranks: Any, shortest: int, monkeypatch: pytest.MonkeyPatch, chance: random.Random
+    ranks: Any, shortest: int, monkeypatch: pytest.MonkeyPatch, rng: random.Random
 ) -> None:
     """Two layers of a stream, by way of few rows, with inputs that are cut and whole, and of many."""
     monkeypatch.setattr(fused_skinny_gemm, "SHORTEST", shortest)

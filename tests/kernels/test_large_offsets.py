@@ -18,7 +18,7 @@ from penstock.kernels import dispatch, operations, paging
 from penstock.kernels.fused_sampling import sample
 from penstock.kernels.fused_top import top
 from penstock.kernels.sampling import Draws, Penalties
-from penstock.tests.kernels.test_paged_attention import DEVICE, World, rows_of
+from penstock.tests.kernels.test_paged_attention import DEVICE, AttentionCase, random_paged_rows
 
 FAR = 1 << 32  # elements: without a sign they wrap around, too
 NO_RESERVE = 0x4000  # mmap(2): the system keeps nothing back for memory that is not touched
@@ -50,7 +50,9 @@ def apart(rows: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("page_size", [PAGE, 64])
 def test_attention(page_size: int) -> None:
-    near = World(rows_of([(1, 40), (3, 9), (1, 100)], page_size, random.Random(0)), page_size, dtype=torch.float16)
+    near = AttentionCase(
+        random_paged_rows([(1, 40), (3, 9), (1, 100)], page_size, random.Random(0)), page_size, dtype=torch.float16
+    )
     slots, *slot = near.cache.shape
     shift = FAR // torch.Size(slot).numel() // page_size + 1  # pages
     expected = near.found(near.plan())
