@@ -55,11 +55,11 @@ def test_attention(page_size: int) -> None:
     )
     slots, *slot = near.cache.shape
     shift = FAR // torch.Size(slot).numel() // page_size + 1  # pages
-    expected = near.found(near.plan())
+    expected = near.attend(near.plan())
     cache = vast((shift * page_size + slots, *slot), torch.float16)
     cache[shift * page_size :] = near.cache
     near.cache, near.rows = cache, [replace(row, pages=[shift + page for page in row.pages]) for row in near.rows]
-    assert near.found(near.plan()).equal(expected)
+    assert near.attend(near.plan()).equal(expected)
 
 
 def test_writes() -> None:
