@@ -14,7 +14,7 @@ import triton
 
 from penstock.kernels import fused_batch_invariant
 from penstock.kernels.fused_batch_invariant import BAND, Tile, product, tile_of
-from penstock.tests.kernels.test_compile import run
+from penstock.tests.kernels.test_compile import run_python
 from penstock.tests.kernels.test_large_offsets import FAR, spread_rows
 from penstock.tests.kernels.test_skinny_gemm import DEVICE, poisoned_view, randn
 
@@ -162,7 +162,7 @@ for one in fused_batch_invariant.compilations():
 
 def test_kernels_for_other_strides_use_the_same_matrix_instructions() -> None:
     """Triton compiles another kernel for a stride that is not divisible by 16, but not for any number of rows."""
-    process = run("-c", INSTRUCTIONS_SCRIPT)
+    process = run_python("-c", INSTRUCTIONS_SCRIPT)
     lines = process.stdout.splitlines()
     assert lines[:1] == ["['rows']"], process.stderr
     expected_on_amd = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)  # Triton 3.6 uses other instructions for AMD

@@ -128,7 +128,7 @@ def test_quantized_experts_match_float64(kind: str, kernels: str, rng: random.Ra
 def test_idle_choices_contribute_nothing_whatever_memory_holds(
     kind: str, kernels: str, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Idle: a token's choice of an expert on another rank. Outputs are NaN before they are written."""
+    """Idle choices are those of zero-computation experts (LongCat). Outputs are NaN before they are written."""
     original = torch.empty
     fill_values = {torch.bfloat16: torch.nan}
     monkeypatch.setattr(
