@@ -95,7 +95,7 @@ class AttentionCase:
         return torch.cat(parts)
 
     def check(self) -> None:
-        expected = [self._exact(row, own) for row, own in token_ranges(self.rows)]
+        expected = [self._exact(row, tokens) for row, tokens in token_ranges(self.rows)]
         tolerance = TOLERANCE[self.query.dtype] * (
             1 if self.query.dtype == torch.float32 else 4
         )  # expanded keys are rounded once more

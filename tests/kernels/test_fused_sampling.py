@@ -134,9 +134,9 @@ def sample_by_reference(logits: Tensor, parameters: Draws) -> tuple[Tensor, Tens
     """Tokens, and their log-probabilities in the final distribution, by `sampling.py`."""
     tokens, final = logits.argmax(-1), torch.zeros(len(logits), device=DEVICE)
     rows = (parameters.temperature > 0).nonzero().squeeze(1)
-    own = parameters.take(rows)
-    for part in filtered(logits[rows], own):
-        columns = draw(part, own).unsqueeze(1)
+    sampled_parameters = parameters.take(rows)
+    for part in filtered(logits[rows], sampled_parameters):
+        columns = draw(part, sampled_parameters).unsqueeze(1)
         tokens[rows[part.rows]] = (columns if part.ids is None else part.ids.gather(1, columns)).squeeze(1)
         final[rows[part.rows]] = part.scores.log_softmax(-1).gather(1, columns).squeeze(1)
     return tokens, final

@@ -26,35 +26,36 @@ def automatic_dispatch(poisoned_float_outputs: None) -> Iterator[None]:
 @pytest.mark.parametrize("route", ["reference", "triton"])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize(
-    ("count", "size", "gives", "adds"), [(4, 40, True, True), (3, 17, True, False), (2, 600, False, True), (1, 9, True, True)]
+    ("count", "size", "with_write_shares", "with_update"),
+    [(4, 40, True, True), (3, 17, True, False), (2, 600, False, True), (1, 9, True, True)],
 )
 def test_gated_mixing_of_streams_matches_transformers(
-    count: int, size: int, gives: bool, adds: bool, dtype: torch.dtype, route: str
+    count: int, size: int, with_write_shares: bool, with_update: bool, dtype: torch.dtype, route: str
 ) -> None:
     torch.manual_seed(size)
     config = SimpleNamespace(hc_count=count, hidden_size=size, hc_lowrank=5, rms_norm_eps=1e-2)
-    module = Qwen4ExpTextGatedResidual(config, use_combine=gives).double()
+    module = Qwen4ExpTextGatedResidual(config, use_combine=with_write_shares).double()
     for values in module.parameters():
         values.data.normal_(std=0.3).copy_(values.data.to(dtype))
     streams, more = (torch.randn(3, *shape).to(DEVICE, dtype) for shape in ((count, size), (size,)))
     given = torch.rand(3, count).to(DEVICE)
     updated = streams.double()
-    if adds:
+    if with_update:
         updated = (updated + given.double().unsqueeze(2) * more.double().unsqueeze(1)).to(dtype).double()
     with torch.inference_mode():
         found = module(updated.flatten(1).cpu())
-    expected, expected_shares = (found[0], found[2]) if gives else (found, None)
+    expected, expected_shares = (found[0], found[2]) if with_write_shares else (found, None)
     dispatch.force(route)
     gains = module.hc_norm.weight.detach().float().view(count, size).to(DEVICE) + 1
     down, up = (getattr(module, f"input_mix_weight_{name}").weight.detach().to(DEVICE, dtype) for name in ("down", "up"))
-    inject = module.block_inject_weight.weight.detach().to(DEVICE, dtype) / count if gives else None
-    normalized = spread(streams, *((more, given) if adds else (None, None)), gains, 1e-2)
+    inject = module.block_inject_weight.weight.detach().to(DEVICE, dtype) / count if with_write_shares else None
+    normalized = spread(streams, *((more, given) if with_update else (None, None)), gains, 1e-2)
     torch.testing.assert_close(streams.double(), updated, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     gates = functional.linear(functional.silu(functional.linear(normalized, down / count)), up)
     joint = torch.full((3, count + 2), torch.nan).to(DEVICE, dtype)
     if inject is not None:
         joint[:, 1 : count + 1] = functional.linear(normalized, inject)
-    mixed, write_shares = gathered(normalized, gates, joint[:, 1 : count + 1] if gives else None, count)
+    mixed, write_shares = gathered(normalized, gates, joint[:, 1 : count + 1] if with_write_shares else None, count)
     tolerance = 2 * TOLERANCE[dtype]
     assert mixed.dtype == dtype
     torch.testing.assert_close(mixed.double().cpu(), expected, rtol=tolerance, atol=tolerance)

@@ -44,12 +44,15 @@ def mix_in_float64(
 @pytest.mark.parametrize("route", ["reference", "triton"])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize(
-    ("count", "size", "gives", "adds"), [(4, 40, True, True), (3, 17, True, False), (2, 700, False, True), (1, 9, True, True)]
+    ("count", "size", "with_write_shares", "with_update"),
+    [(4, 40, True, True), (3, 17, True, False), (2, 700, False, True), (1, 9, True, True)],
 )
-def test_mixing_of_streams_matches_float64(count: int, size: int, gives: bool, adds: bool, dtype: torch.dtype, route: str) -> None:
+def test_mixing_of_streams_matches_float64(
+    count: int, size: int, with_write_shares: bool, with_update: bool, dtype: torch.dtype, route: str
+) -> None:
     rng = random.Random(size)
     torch.manual_seed(size)
-    tokens, share_kinds = rng.randint(2, 5), 1 + gives
+    tokens, share_kinds = rng.randint(2, 5), 1 + with_write_shares
 
     def numbers(*shape: int, factor: float = 1.0) -> Tensor:
         return (torch.randn(*shape) * factor).to(DEVICE)
@@ -62,7 +65,7 @@ def test_mixing_of_streams_matches_float64(count: int, size: int, gives: bool, a
         0.01,
     )
     streams = numbers(tokens, count, size).to(dtype)
-    more, given = (numbers(tokens, size).to(dtype), numbers(tokens, count)) if adds else (None, None)
+    more, given = (numbers(tokens, size).to(dtype), numbers(tokens, count)) if with_update else (None, None)
     updated, expected, write_shares = (x.cpu() for x in mix_in_float64(streams, more, given, shares, 1e-3))
     dispatch.force(route)
     mixed, found = mix(streams, more, given, shares, 1e-3)
@@ -70,7 +73,7 @@ def test_mixing_of_streams_matches_float64(count: int, size: int, gives: bool, a
     torch.testing.assert_close(streams.double().cpu(), updated, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(mixed.double().cpu(), expected, rtol=tolerance, atol=tolerance)
     assert mixed.dtype == dtype
-    if gives:
+    if with_write_shares:
         assert found is not None
         torch.testing.assert_close(found.double().cpu(), write_shares, rtol=tolerance, atol=tolerance)
     else:
@@ -80,11 +83,11 @@ def test_mixing_of_streams_matches_float64(count: int, size: int, gives: bool, a
 @pytest.mark.parametrize("route", ["reference", "triton"])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize(
-    ("count", "size", "rounds", "adds"),
+    ("count", "size", "rounds", "with_update"),
     [(4, 40, 20, True), (3, 17, 2, True), (2, 300, 1, False), (1, 9, 3, True), (4, 33, 0, True)],
 )
 def test_manifold_constrained_mixing_matches_transformers(
-    count: int, size: int, rounds: int, adds: bool, dtype: torch.dtype, route: str
+    count: int, size: int, rounds: int, with_update: bool, dtype: torch.dtype, route: str
 ) -> None:
     """DeepSeek V4; with 0 Sinkhorn rounds the input of the next part is the mean of the streams."""
     torch.manual_seed(size)
@@ -98,15 +101,15 @@ def test_manifold_constrained_mixing_matches_transformers(
     shares = HyperConnectionWeights(matrix, scale, base, 2.0, 1e-3, rounds) if rounds else None
     tokens = 3
     streams, more = (torch.randn(tokens, *shape).to(DEVICE, dtype) for shape in ((count, size), (size,)))
-    gives = torch.rand(tokens, count + count**2, device=DEVICE)
+    given_shares = torch.rand(tokens, count + count**2, device=DEVICE)
     updated = streams.double().cpu()
-    if adds:
-        own, cross = gives.double().cpu().split_with_sizes((count, count**2), 1)
+    if with_update:
+        own, cross = given_shares.double().cpu().split_with_sizes((count, count**2), 1)
         updated = own.unsqueeze(2) * more.double().cpu().unsqueeze(1) + cross.view(-1, count, count).transpose(1, 2) @ updated
         updated = updated.to(dtype).double()
     post, mixing, expected = (x[:, 0] for x in module(updated.unsqueeze(1)))
     dispatch.force(route)
-    mixed, found = mix(streams, more if adds else None, gives if adds else None, shares, 1e-3)
+    mixed, found = mix(streams, more if with_update else None, given_shares if with_update else None, shares, 1e-3)
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(streams.double().cpu(), updated, rtol=tolerance, atol=tolerance)
     expected = expected if rounds else updated.mean(1)

@@ -74,15 +74,15 @@ class AttentionCase:
 
     def check(self) -> None:
         found = ragged.attention(self.query, self.cache, self.plan, AttentionOptions(0, 0.3, latent=LATENT, asked=self.selection))
-        expected = [self._exact(row, own) for row, own in token_ranges(self.rows)]
+        expected = [self._exact(row, tokens) for row, tokens in token_ranges(self.rows)]
         tolerance = TOLERANCE[self.query.dtype]
         torch.testing.assert_close(found.double().cpu(), torch.cat(expected), rtol=tolerance, atol=tolerance)
 
-    def _exact(self, row: Row, own: slice) -> Tensor:
+    def _exact(self, row: Row, tokens: slice) -> Tensor:
         cached, visible = self.cache[slots_of_row(row, self.page_size)].double().cpu().flatten(1), visibility_mask(row)
-        queries, weights = self.selection.queries[own].double().cpu(), self.selection.weights[own].double().cpu()
+        queries, weights = self.selection.queries[tokens].double().cpu(), self.selection.weights[tokens].double().cpu()
         scores = torch.einsum("qhk,qh->qk", torch.einsum("qhs,ks->qhk", queries, cached[:, LATENT + ROTARY :]).relu(), weights)
-        logits = torch.einsum("qhs,ks->qhk", self.query[own].double().cpu(), cached[:, : LATENT + ROTARY]) * 0.3
+        logits = torch.einsum("qhs,ks->qhk", self.query[tokens].double().cpu(), cached[:, : LATENT + ROTARY]) * 0.3
         for query in range(row.queries):
             visible_tokens = visible[query].nonzero().flatten().tolist()
             best = sorted(visible_tokens, key=lambda key: -float(scores[query, key]))[: self.most]
@@ -215,12 +215,12 @@ def test_indexer_norm_rotary_and_cache_write_match_the_reference(size: int, rota
     for route in ("reference", "triton"):
         dispatch.force(route)
         cache = torch.zeros(13, 1, 1, 10 + size, device=DEVICE).to(dtype)
-        own = queries.clone()
-        operations.rotate_and_write_index(own, keys.clone(), norm, table, slots, cache[..., 10:])
-        found.append((own.float(), cache.float().flatten(1)))
-    (own, cache), (other_queries, other_cache) = found
+        reference_queries = queries.clone()
+        operations.rotate_and_write_index(reference_queries, keys.clone(), norm, table, slots, cache[..., 10:])
+        found.append((reference_queries.float(), cache.float().flatten(1)))
+    (reference_queries, cache), (other_queries, other_cache) = found
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 0.04}[dtype]
-    torch.testing.assert_close(other_queries, own, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(other_queries, reference_queries, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(other_cache, cache, rtol=tolerance, atol=tolerance)
     exact = functional.layer_norm(keys[0].double(), (size,), norm[0].double(), norm[1].double(), 1e-6)
     torch.testing.assert_close(cache[3, 10 + rotary :].double(), exact[rotary:], rtol=tolerance, atol=tolerance)
@@ -245,9 +245,9 @@ def test_scores_of_invisible_tokens_are_minus_infinity() -> None:
     assert isinstance(case.plan, indexed_attention.Plan)
     tokens = len(case.query)
     found = fused_index.scores(case.selection, case.cache[..., LATENT + ROTARY :], case.plan, 0, tokens, 400).cpu()
-    for row, own in token_ranges(case.rows):
+    for row, row_tokens in token_ranges(case.rows):
         visible = functional.pad(visibility_mask(row), (0, 400 - row.context - row.queries))
-        assert found[own].isfinite().equal(visible)
+        assert found[row_tokens].isfinite().equal(visible)
 
 
 def _recorded_launch(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -65,13 +65,13 @@ def test_attention_reads_pages_beyond_32_bit_offsets(page_size: int) -> None:
 def test_cache_writes_beyond_32_bit_offsets() -> None:
     table = torch.randn(3, 2, 1, 64, dtype=torch.float16, device=DEVICE)
     joint = torch.randn(3, 4 * 64, dtype=torch.float16, device=DEVICE)
-    near = torch.zeros(3, 2, 1, 64, dtype=torch.float16, device=DEVICE)
-    far = sparse_zeros((FAR // 128 + 3, 2, 1, 64), torch.float16)
+    expected = torch.zeros(3, 2, 1, 64, dtype=torch.float16, device=DEVICE)
+    found = sparse_zeros((FAR // 128 + 3, 2, 1, 64), torch.float16)
     slots = torch.arange(3, device=DEVICE)
-    operations.rotate_and_write(joint.clone(), table, slots, near, None, None, 1e-5)
-    operations.rotate_and_write(joint.clone(), table, slots + FAR // 128, far, None, None, 1e-5)
-    assert near.count_nonzero() > 0
-    assert far[-3:].equal(near)
+    operations.rotate_and_write(joint.clone(), table, slots, expected, None, None, 1e-5)
+    operations.rotate_and_write(joint.clone(), table, slots + FAR // 128, found, None, None, 1e-5)
+    assert expected.count_nonzero() > 0
+    assert found[-3:].equal(expected)
 
 
 def test_page_copies_and_slot_moves_beyond_32_bit_offsets() -> None:
@@ -102,10 +102,10 @@ def test_sampling_of_logits_beyond_32_bit_offsets() -> None:
     bias = torch.tensor([3], device=DEVICE), torch.tensor([33], device=DEVICE), torch.tensor([0.5], device=DEVICE)
     penalties = Penalties(*places, torch.ones(3, device=DEVICE), ones * 1.5, ones, ones, *bias)
     draws = Draws(ones, zeros, torch.tensor([0.9, 1.0, 0.9, 1.0], device=DEVICE), ones * 0, ones, zeros + 3, zeros, zeros)
-    far = spread_rows(logits)
-    expected, found = sample(logits, draws, penalties, masks), sample(far, draws, penalties, spread_rows(masks))
+    distant_logits = spread_rows(logits)
+    expected, found = sample(logits, draws, penalties, masks), sample(distant_logits, draws, penalties, spread_rows(masks))
     assert found.tokens.equal(expected.tokens)
     assert found.logprobs.equal(expected.logprobs)
     assert found.final.equal(expected.final)
-    for one, other in zip(top(far, 3), top(logits, 3), strict=True):
+    for one, other in zip(top(distant_logits, 3), top(logits, 3), strict=True):
         assert one.equal(other)

@@ -66,25 +66,26 @@ def test_table_rows_match_transformers(route: str, rng: random.Random) -> None:
     dispatch.force(route)
     for max_ngram, heads, layers in ((3, 2, [1, 3]), (2, 3, [2]), (4, 1, [1, 2])):
         config = transformers_config(max_ngram, heads, layers)
-        own = ngram_shape(config)
+        ngrams = ngram_shape(config)
         parts = [
-            torch.tensor([method(layer) for layer in own.layers]).to(DEVICE) for method in (own.multipliers, own.sizes, own.offsets)
+            torch.tensor([method(layer) for layer in ngrams.layers]).to(DEVICE)
+            for method in (ngrams.multipliers, ngrams.sizes, ngrams.offsets)
         ]
-        shape = len(layers), own.before, heads
+        shape = len(layers), ngrams.before, heads
         hashes = NgramHashes(parts[0], parts[1].view(shape), parts[2].view(shape), END)
         rows = [[rng.choice([END, rng.randrange(50)]) for _ in range(rng.randint(1, 12))] for _ in range(5)]
         cuts = [rng.randint(0, len(row) - 1) for row in rows]
         chunks = [row[cut:] for row, cut in zip(rows, cuts, strict=True)]
-        before = [([END] * own.before + row[:cut])[-own.before :] for row, cut in zip(rows, cuts, strict=True)]
+        before = [([END] * ngrams.before + row[:cut])[-ngrams.before :] for row, cut in zip(rows, cuts, strict=True)]
         spans = recurrent.make_spans([*map(len, chunks)], [*range(1, 6)], [0] * 5)
         tokens = torch.tensor([*(token for chunk in chunks for token in chunk), 0, 0], device=DEVICE)
         found = rows_of(tokens, torch.tensor(before, device=DEVICE), spans, hashes)
-        for index, layer in enumerate(own.layers):
-            module = oracle.Qwen4ExpTextNGramEmbedding(config, own.size, layer, index)
-            assert len(module.ngram_embedding.weight) == own.rows(layer)
-            module.ngram_embedding = torch.nn.Embedding.from_pretrained(torch.arange(own.rows(layer)).double().unsqueeze(1))
+        for index, layer in enumerate(ngrams.layers):
+            module = oracle.Qwen4ExpTextNGramEmbedding(config, ngrams.size, layer, index)
+            assert len(module.ngram_embedding.weight) == ngrams.rows(layer)
+            module.ngram_embedding = torch.nn.Embedding.from_pretrained(torch.arange(ngrams.rows(layer)).double().unsqueeze(1))
             expected = [module(torch.tensor([row]), None)[0, cut:] for row, cut in zip(rows, cuts, strict=True)]
-            assert 0 <= int(found[index].min()) <= int(found[index].max()) < own.rows(layer)
+            assert 0 <= int(found[index].min()) <= int(found[index].max()) < ngrams.rows(layer)
             assert found[index, :-2].cpu().equal(torch.cat(expected).long())
 
 
@@ -148,7 +149,7 @@ def test_states_survive_chunking_and_padding_and_drop_rejected_drafts(route: str
 def test_whole_ngram_layer_matches_transformers(route: str, dtype: torch.dtype, rng: random.Random) -> None:
     """In one chunk."""
     config = transformers_config(3, 2, [2], hidden=rng.choice([8, 33]))
-    own, hidden, tokens = ngram_shape(config), config.hidden_size, 9
+    ngrams, hidden, tokens = ngram_shape(config), config.hidden_size, 9
     module = oracle.Qwen4ExpTextPLELayer(config, 1, 0)
     for values in module.parameters():
         values.data.normal_(std=0.5).copy_(values.data.to(dtype))
@@ -164,12 +165,12 @@ def test_whole_ngram_layer_matches_transformers(route: str, dtype: torch.dtype, 
     result = to_device(streams)
     joint = to_device(functional.linear(embeddings, weight))
     taken, normalized = opened(joint, result, to_device(gains.view(3, 3, hidden)), 1e-2)
-    taps = torch.zeros(3 * hidden, own.reach + 1, dtype=dtype)
-    taps[:, :: own.most] = module.conv1d.weight.detach().squeeze(1).to(dtype)
+    taps = torch.zeros(3 * hidden, ngrams.reach + 1, dtype=dtype)
+    taps[:, :: ngrams.most] = module.conv1d.weight.detach().squeeze(1).to(dtype)
     states = RecurrentStates(
-        torch.zeros(2, own.reach, 3 * hidden, dtype=dtype, device=DEVICE), torch.zeros(2, 0, 0, 0, device=DEVICE)
+        torch.zeros(2, ngrams.reach, 3 * hidden, dtype=dtype, device=DEVICE), torch.zeros(2, 0, 0, 0, device=DEVICE)
     )
-    take(result, taken, normalized, to_device(taps), own.most, recurrent.make_spans([tokens], [1], [1]), states)
+    take(result, taken, normalized, to_device(taps), ngrams.most, recurrent.make_spans([tokens], [1], [1]), states)
     tolerance = 10 * TOLERANCES[dtype]
     torch.testing.assert_close(result.float().flatten(1).cpu(), expected, rtol=tolerance, atol=tolerance)
 

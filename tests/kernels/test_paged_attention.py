@@ -464,7 +464,7 @@ class TestCheckDetectsPlantedFaults:
     def test_check_passes_without_a_fault(self) -> None:
         self.make_case().check(40)
 
-    def test_tree_mask_that_shows_siblings(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_tree_mask_that_shows_all_earlier_nodes(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(work_list, "masks", lambda row: [(2 * (1 << i) - 1, 0) for i in range(row.queries)])
         self.assert_check_fails()
 

@@ -207,8 +207,8 @@ def test_penalties_match_a_plain_loop(seed: int) -> None:
         for row in random_rows(60, 40, seed)
     ]
     logits = logits_of(60, 40, seed, spread=1.0)
-    for own, row, choice in zip(logits, rows, pick(logits, rows), strict=True):
-        expected = torch.tensor(penalties_by_loop(own.tolist(), row)).log_softmax(-1)
+    for row_logits, row, choice in zip(logits, rows, pick(logits, rows), strict=True):
+        expected = torch.tensor(penalties_by_loop(row_logits.tolist(), row)).log_softmax(-1)
         assert choice is not None
         assert choice.token == expected.argmax()
         assert choice.logprob == pytest.approx(expected.max().item(), abs=1e-5)
@@ -370,7 +370,9 @@ def test_neutral_parameters_filter_nothing() -> None:
     [part] = filtered(logits, make_draws(3))
     assert part.ids is None
     torch.testing.assert_close(part.scores, logits - logits.amax(-1, keepdim=True))
-    plain = [Pick(int(own.argmax()), pytest.approx(own.log_softmax(-1).max().item(), abs=1e-5)) for own in logits]
+    plain = [
+        Pick(int(row_logits.argmax()), pytest.approx(row_logits.log_softmax(-1).max().item(), abs=1e-5)) for row_logits in logits
+    ]
     assert pick(logits, [Row(Sampling(), [1], 1, 0)] * 3) == plain
 
 

@@ -48,8 +48,8 @@ class Layer(recurrent.Rule):
         return found * gates, padded[len(mixed) :], memory
 
 
-def random_layer(rng: random.Random, dtype: torch.dtype, most: int = 300) -> Layer:
-    channels = rng.choice((1, 7, rng.randint(8, most)))
+def random_layer(rng: random.Random, dtype: torch.dtype, max_channels: int = 300) -> Layer:
+    channels = rng.choice((1, 7, rng.randint(8, max_channels)))
     taps, biases = (torch.randn(channels, *more).to(DEVICE, dtype) for more in ((rng.randint(2, 5),), ()))
     return Layer(taps, rng.choice((biases, None)))
 
@@ -76,7 +76,7 @@ def test_chunked_and_whole_sequences_have_equal_outputs_and_states(route: str, r
 
 
 @pytest.mark.parametrize("route", ["reference", "triton"])
-def test_padding_leaves_all_states_but_slot_0_unchanged(route: str, rng: random.Random) -> None:
+def test_padding_with_nan_state_in_slot_0_affects_no_other_state(route: str, rng: random.Random) -> None:
     dispatch.force(route)
     recurrent.check_padding(random_layer(rng, torch.float32))
 

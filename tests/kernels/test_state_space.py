@@ -134,7 +134,7 @@ def test_chunked_and_whole_sequences_have_equal_outputs_and_states(rng: random.R
 
 
 @pytest.mark.parametrize("route", ["reference", "triton"])
-def test_padding_leaves_all_states_but_slot_0_unchanged(route: str, rng: random.Random) -> None:
+def test_padding_with_nan_state_in_slot_0_affects_no_other_state(route: str, rng: random.Random) -> None:
     dispatch.force(route)
     recurrent.check_padding(random_layer(rng, torch.float32, 20, 2))
 
