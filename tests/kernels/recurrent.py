@@ -1,4 +1,5 @@
-"""Shared harness for tests of recurrent layers (linear attention, state spaces, short convolutions), whatever their update rule."""
+"""Checks shared by the tests of recurrent layers (linear attention, state spaces, short convolutions), whatever their update
+rule."""
 
 import itertools
 import random
@@ -15,8 +16,8 @@ SLOTS = 12
 
 
 class Rule(ABC):
-    """A layer with random weights and this update rule, and what transformers computes for the same; it may have no recurrent
-    state. `tolerance`: for `check`."""
+    """A recurrent layer with random weights: penstock's implementation, and what transformers computes for the same layer. It may
+    have no recurrent state besides the convolution state. `tolerance`: for `check`."""
 
     taps: Tensor
     tolerance: float
@@ -24,22 +25,23 @@ class Rule(ABC):
     @property
     @abstractmethod
     def memory(self) -> tuple[int, int, int]:
-        """Heads, features of keys, features of values."""
+        """Size of a recurrent state: heads, features of keys, features of values."""
 
     @abstractmethod
     def inputs(self, tokens: int) -> tuple[Tensor, ...]:
-        """Columns of something wider that holds no numbers elsewhere, of which the first go into the convolution."""
+        """Views of columns of a wider tensor that is NaN elsewhere. The first ones go into the convolution."""
 
     @abstractmethod
     def run(self, inputs: tuple[Tensor, ...], spans: Spans, states: RecurrentStates) -> Tensor:
-        """Ours."""
+        """penstock's outputs; updates the states."""
 
     @abstractmethod
     def expected(self, inputs: tuple[Tensor, ...], window: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Theirs, of one span: what its tokens find, the new window and the new memory."""
+        """transformers' results for one span: outputs, new convolution state and new recurrent state."""
 
     def size(self, found: Tensor, more: float = 0.0) -> float:
-        """By which absolute tolerances grow: of sums of many products, some of them large, that of the largest, and more."""
+        """Factor of the absolute tolerances: for sums of many products, some of them large, it is the largest output, plus
+        `more`."""
         return 1.0
 
     def states(self, slots: int) -> RecurrentStates:
@@ -48,82 +50,85 @@ class Rule(ABC):
         return RecurrentStates(windows, torch.randn(slots, *self.memory, device=DEVICE))
 
 
-def wide(taps: Tensor, tokens: int, more: int) -> tuple[Tensor, Tensor]:
-    """As `Rule.inputs`: what goes into the convolution, and `more` numbers of each token."""
+def poisoned_views(taps: Tensor, tokens: int, features: int) -> tuple[Tensor, Tensor]:
+    """For `Rule.inputs`: the convolution's inputs, and so many more features of each token, as views of a wider tensor of NaN."""
     channels = len(taps)
-    whole = torch.full((tokens, channels + more + 9), torch.nan).to(taps)
-    whole[:, 2 : channels + 2] = torch.randn(tokens, channels)
-    whole[:, channels + 5 : channels + 5 + more] = 2 * torch.randn(tokens, more)
-    return whole[:, 2 : channels + 2], whole[:, channels + 5 : channels + 5 + more]
+    parent = torch.full((tokens, channels + features + 9), torch.nan).to(taps)
+    parent[:, 2 : channels + 2] = torch.randn(tokens, channels)
+    parent[:, channels + 5 : channels + 5 + features] = 2 * torch.randn(tokens, features)
+    return parent[:, 2 : channels + 2], parent[:, channels + 5 : channels + 5 + features]
 
 
-def random_lengths(chance: random.Random) -> list[int]:
-    """Tokens of some spans: many decode, others are chunks of prompts."""
-    return [chance.choice([1, 1, 1, chance.randint(2, 9), chance.randint(10, 200)]) for _ in range(chance.randint(1, 6))]
+def random_span_lengths(rng: random.Random) -> list[int]:
+    """Tokens of some spans: many are decodes, others prompt chunks."""
+    return [rng.choice([1, 1, 1, rng.randint(2, 9), rng.randint(10, 200)]) for _ in range(rng.randint(1, 6))]
 
 
-def spans_of(lengths: list[int], slots: list[int], fresh: list[int], sure: list[int] | None = None) -> Spans:
+def make_spans(lengths: list[int], slots: list[int], fresh: list[int], accepted: list[int] | None = None) -> Spans:
     starts = [0, *itertools.accumulate(lengths)]
-    return Spans(tuple(lengths), *(torch.tensor(numbers, device=DEVICE) for numbers in (starts, slots, fresh, sure or lengths)))
+    return Spans(tuple(lengths), *(torch.tensor(numbers, device=DEVICE) for numbers in (starts, slots, fresh, accepted or lengths)))
 
 
-def copied(states: RecurrentStates) -> RecurrentStates:
+def copy_states(states: RecurrentStates) -> RecurrentStates:
     return RecurrentStates(states.windows.clone(), states.memories.clone())
 
 
-def check(layer: Rule, lengths: list[int], chance: random.Random, padding: int = 0) -> None:
-    """Against the oracle, from scattered slots, some of them poisoned; what isn't anybody's stays."""
+def check_against_oracle(layer: Rule, lengths: list[int], rng: random.Random, padding: int = 0) -> None:
+    """Compares outputs and states with the oracle's. States lie in scattered slots; those of fresh sequences hold NaN before.
+    States in other slots must not change."""
     inputs, states = layer.inputs(sum(lengths) + padding), layer.states(len(lengths) + 3)
-    slots = chance.sample(range(1, len(lengths) + 3), len(lengths))
-    fresh = [chance.randint(0, 1) for _ in lengths]
-    for slot, new in zip(slots, fresh, strict=True):
-        if new:
+    slots = rng.sample(range(1, len(lengths) + 3), len(lengths))
+    fresh = [rng.randint(0, 1) for _ in lengths]
+    for slot, is_fresh in zip(slots, fresh, strict=True):
+        if is_fresh:
             states.windows[slot] = states.memories[slot] = torch.nan
-    before = copied(states)
+    before = copy_states(states)
     if padding:
         inputs[0][-padding:] = torch.nan
-    result = layer.run(inputs, spans_of(lengths, slots, fresh), states)
+    result = layer.run(inputs, make_spans(lengths, slots, fresh), states)
     assert result.dtype == layer.taps.dtype
     starts = [0, *itertools.accumulate(lengths)]
     tolerance = layer.tolerance
-    for start, end, slot, new in zip(starts, starts[1:], slots, fresh, strict=False):
-        window, memory = (torch.zeros_like(each[slot]) if new else each[slot] for each in (before.windows, before.memories))
-        found, window, memory = layer.expected(tuple(each[start:end] for each in inputs), window, memory)
-        size = layer.size(found, more=1.0)
-        torch.testing.assert_close(result[start:end].float(), found, rtol=tolerance, atol=tolerance * size)
-        torch.testing.assert_close(states.memories[slot], memory, rtol=tolerance, atol=tolerance * size)
+    for start, end, slot, is_fresh in zip(starts, starts[1:], slots, fresh, strict=False):
+        window, memory = (torch.zeros_like(part[slot]) if is_fresh else part[slot] for part in (before.windows, before.memories))
+        found, window, memory = layer.expected(tuple(part[start:end] for part in inputs), window, memory)
+        scale = layer.size(found, more=1.0)
+        torch.testing.assert_close(result[start:end].float(), found, rtol=tolerance, atol=tolerance * scale)
+        torch.testing.assert_close(states.memories[slot], memory, rtol=tolerance, atol=tolerance * scale)
         assert states.windows[slot].float().equal(window)
     assert not result[starts[-1] :].any()
-    others = [slot for slot in range(1, len(before.windows)) if slot not in slots]
-    assert states.windows[others].equal(before.windows[others])
-    assert states.memories[others].equal(before.memories[others])
+    unused = [slot for slot in range(1, len(before.windows)) if slot not in slots]
+    assert states.windows[unused].equal(before.windows[unused])
+    assert states.memories[unused].equal(before.memories[unused])
 
 
-def check_cuts(layer: Rule, inputs: tuple[Tensor, ...], chance: random.Random) -> None:
-    """Two sequences of 115 tokens come to the same in pieces, and in other slots. In float32."""
+def check_chunking(layer: Rule, inputs: tuple[Tensor, ...], rng: random.Random) -> None:
+    """Two sequences of 115 tokens have the same outputs and states when they are computed in chunks and in other slots. In
+    float32."""
     states = layer.states(4)
-    whole = layer.run(inputs, spans_of([115, 115], [1, 2], [1, 1]), states)
-    cut, done = layer.states(4), [0, 0]
-    limits, size = [115, 115], layer.size(whole)
-    while done != limits:
-        lengths = [min(chance.choice([1, 2, 3, 64, 70]), limit - had) for had, limit in zip(done, limits, strict=True)]
-        which = [i for i in (0, 1) if lengths[i]]
-        rows = [row for i in which for row in range(115 * i + done[i], 115 * i + done[i] + lengths[i])]
-        spans = spans_of([lengths[i] for i in which], [3 - i for i in which], [int(not done[i]) for i in which])
-        found = layer.run(tuple(each[rows] for each in inputs), spans, cut)
-        torch.testing.assert_close(found, whole[rows], rtol=1e-5, atol=1e-5 * size)
-        done = [had + more for had, more in zip(done, lengths, strict=True)]
-    torch.testing.assert_close(cut.memories[[3, 2]], states.memories[[1, 2]], rtol=1e-5, atol=1e-5 * size)
-    assert cut.windows[[3, 2]].equal(states.windows[[1, 2]])
+    whole = layer.run(inputs, make_spans([115, 115], [1, 2], [1, 1]), states)
+    chunked_states, computed = layer.states(4), [0, 0]
+    limits, scale = [115, 115], layer.size(whole)
+    while computed != limits:
+        lengths = [min(rng.choice([1, 2, 3, 64, 70]), limit - start) for start, limit in zip(computed, limits, strict=True)]
+        sequences = [i for i in (0, 1) if lengths[i]]
+        rows = [row for i in sequences for row in range(115 * i + computed[i], 115 * i + computed[i] + lengths[i])]
+        spans = make_spans([lengths[i] for i in sequences], [3 - i for i in sequences], [int(not computed[i]) for i in sequences])
+        outputs = layer.run(tuple(part[rows] for part in inputs), spans, chunked_states)
+        torch.testing.assert_close(outputs, whole[rows], rtol=1e-5, atol=1e-5 * scale)
+        computed = [start + length for start, length in zip(computed, lengths, strict=True)]
+    torch.testing.assert_close(chunked_states.memories[[3, 2]], states.memories[[1, 2]], rtol=1e-5, atol=1e-5 * scale)
+    assert chunked_states.windows[[3, 2]].equal(states.windows[[1, 2]])
 
 
 def check_padding(layer: Rule) -> None:
-    """Slot 0 may hold anything, before and after; what padding finds is a number all the same."""
+    """The state in slot 0, which padding uses, may hold anything before and after; the outputs of padding are finite all the
+    same."""
     states = layer.states(3)
     states.memories[0] = states.windows[0] = torch.nan
     states.memories[2] = states.windows[2] = torch.nan
-    before = copied(states)
-    result = layer.run(layer.inputs(4), spans_of([1, 1, 1], [1, 0, 0], [0, 0, 0]), states)
+    before = copy_states(states)
+    result = layer.run(layer.inputs(4), make_spans([1, 1, 1], [1, 0, 0], [0, 0, 0]), states)
     assert result.isfinite().all()
     for found, old in ((states.windows, before.windows), (states.memories, before.memories)):
         assert found[1].isfinite().all()
@@ -131,22 +136,22 @@ def check_padding(layer: Rule) -> None:
         assert found[2].isnan().all()
 
 
-def check_guesses(layer: Rule, lengths: list[int], alike: int, chance: random.Random, tolerance: float) -> None:
-    """What tokens find is what they find where none is a guess, and states are those behind the last that is none. alike: so many
-    spans more that are alike, which go together."""
-    sure = [chance.randint(1, length) for length in lengths]
-    lengths, sure = [*lengths, *[7] * alike], [*sure, *[3] * alike]
-    slots, fresh = chance.sample(range(1, SLOTS), len(lengths)), [chance.randint(0, 1) for _ in lengths]
+def check_drafts(layer: Rule, lengths: list[int], equal_spans: int, rng: random.Random, tolerance: float) -> None:
+    """Outputs of spans with draft tokens equal those of spans without, and the states are those after each span's last token that
+    is no draft. equal_spans: number of additional spans with equal lengths, which are batched."""
+    accepted = [rng.randint(1, length) for length in lengths]
+    lengths, accepted = [*lengths, *[7] * equal_spans], [*accepted, *[3] * equal_spans]
+    slots, fresh = rng.sample(range(1, SLOTS), len(lengths)), [rng.randint(0, 1) for _ in lengths]
     states, inputs = layer.states(SLOTS), layer.inputs(sum(lengths))
-    whole, first = copied(states), copied(states)
-    found = layer.run(inputs, spans_of(lengths, slots, fresh, sure), states)
-    expected = layer.run(inputs, spans_of(lengths, slots, fresh), whole)
+    without_drafts, accepted_only = copy_states(states), copy_states(states)
+    found = layer.run(inputs, make_spans(lengths, slots, fresh, accepted), states)
+    expected = layer.run(inputs, make_spans(lengths, slots, fresh), without_drafts)
     starts = [0, *itertools.accumulate(lengths)]
-    kept = torch.cat([torch.arange(start, start + count) for start, count in zip(starts, sure, strict=False)])
-    layer.run(tuple(part[kept] for part in inputs), spans_of(sure, slots, fresh), first)
+    kept = torch.cat([torch.arange(start, start + count) for start, count in zip(starts, accepted, strict=False)])
+    layer.run(tuple(part[kept] for part in inputs), make_spans(accepted, slots, fresh), accepted_only)
     size = layer.size(expected.float(), more=1.0)
     torch.testing.assert_close(found, expected, atol=tolerance * size, rtol=tolerance)
-    torch.testing.assert_close(states.windows, first.windows, atol=0, rtol=0)
-    torch.testing.assert_close(states.memories, first.memories, atol=tolerance * size, rtol=tolerance)
-    assert not whole.windows.equal(first.windows)
-    assert not whole.memories.numel() or not torch.allclose(whole.memories, first.memories, atol=0.1)
+    torch.testing.assert_close(states.windows, accepted_only.windows, atol=0, rtol=0)
+    torch.testing.assert_close(states.memories, accepted_only.memories, atol=tolerance * size, rtol=tolerance)
+    assert not without_drafts.windows.equal(accepted_only.windows)
+    assert not without_drafts.memories.numel() or not torch.allclose(without_drafts.memories, accepted_only.memories, atol=0.1)

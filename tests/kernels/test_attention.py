@@ -1,5 +1,5 @@
-"""Attention over ragged rows in pages equals a plain softmax in float64, row by row: chains and trees, with windows and without,
-rows that begin alike and rows that do not."""
+"""The reference attention over ragged rows in pages compared with a plain softmax in float64, row by row: chains and trees, with
+and without windows, with and without shared prefixes."""
 
 import random
 from collections.abc import Collection, Sequence
@@ -20,9 +20,9 @@ KV_HEADS = 2
 SIZE = 8
 
 
-class Paged:
-    """Rows over a cache of random numbers; what no row uses holds numbers as well. sharing: how likely a row begins with pages of
-    another, as far as their contexts allow."""
+class PagedRows:
+    """Rows over a cache of random numbers, which slots of no row hold as well. sharing: probability that a row shares its first
+    pages with an earlier one, as far as their contexts allow."""
 
     def __init__(
         self,
@@ -36,44 +36,44 @@ class Paged:
         joined: Collection[int] = (),
         chunked: Collection[int] = (),
     ) -> None:
-        chance = random.Random(seed)
+        rng = random.Random(seed)
         torch.manual_seed(seed)
         self.page_size, self.joined, self.chunked = page_size, joined, chunked
-        counts = [-(-(queries + context) // page_size) + chance.randint(0, spare) for queries, context in shapes]
-        pages = list(range(1, sum(counts) + 1))
-        chance.shuffle(pages)
+        page_counts = [-(-(queries + context) // page_size) + rng.randint(0, spare) for queries, context in shapes]
+        pages = list(range(1, sum(page_counts) + 1))
+        rng.shuffle(pages)
         rows: list[Row] = []
-        for (queries, context), count in zip(shapes, counts, strict=True):
-            parents = [chance.randint(-1, i - 1) for i in range(queries)] if chance.random() < trees else None
-            alike: Sequence[int] = ()
-            if rows and chance.random() < sharing:
-                other = chance.choice(rows)
-                most = min(context, other.context) // page_size
-                alike = other.pages[: chance.choice([most, chance.randint(0, most)])]
-            own = [*alike, *(pages.pop() for _ in range(count - len(alike)))]
-            rows.append(Row(queries, context, own, parents, whole=parents is None and chance.random() < whole))
-        self.rows_as_given = rows
+        for (queries, context), page_count in zip(shapes, page_counts, strict=True):
+            parents = [rng.randint(-1, i - 1) for i in range(queries)] if rng.random() < trees else None
+            shared: Sequence[int] = ()
+            if rows and rng.random() < sharing:
+                other = rng.choice(rows)
+                max_shared = min(context, other.context) // page_size
+                shared = other.pages[: rng.choice([max_shared, rng.randint(0, max_shared)])]
+            own = [*shared, *(pages.pop() for _ in range(page_count - len(shared)))]
+            rows.append(Row(queries, context, own, parents, whole=parents is None and rng.random() < whole))
+        self.rows_in_given_order = rows
         self.rows = [rows[i] for i in order(rows)]
-        self.cache = torch.randn((sum(counts) + 1) * page_size, 2, KV_HEADS, SIZE)
+        self.cache = torch.randn((sum(page_counts) + 1) * page_size, 2, KV_HEADS, SIZE)
 
-    def layout(self, group: int = 2, window: int = 0, sinking: bool = False) -> AttentionLayout:
-        """Of layers with that window and of such without, where `group` query heads share a key head."""
+    def layout(self, group: int = 2, window: int = 0, with_sinks: bool = False) -> AttentionLayout:
+        """Of layers with that window and of layers without one, where `group` query heads share a key head."""
         kinds = [
-            LayerKind(one, KV_HEADS, group, SIZE, joined=one in self.joined, chunked=one in self.chunked)
-            for one in sorted({0, window})
+            LayerKind(kind_window, KV_HEADS, group, SIZE, joined=kind_window in self.joined, chunked=kind_window in self.chunked)
+            for kind_window in sorted({0, window})
         ]
-        return AttentionLayout(self.page_size, tuple(kinds), torch.float32, CPU, sinks=sinking)
+        return AttentionLayout(self.page_size, tuple(kinds), torch.float32, CPU, sinks=with_sinks)
 
     def slots(self, row: Row) -> list[int]:
         return [row.pages[i // self.page_size] * self.page_size + i % self.page_size for i in range(row.context + row.queries)]
 
-    def check(self, group: int, window: int, sinking: bool = False) -> shared_prefixes.Plan:
-        """Against the plain way; `group` query heads share a key head. Returns how it was computed."""
+    def check(self, group: int, window: int, with_sinks: bool = False) -> shared_prefixes.Plan:
+        """Compares with the plain attention; `group` query heads share a key head. Returns the plan that was used."""
         query = torch.randn(sum(row.queries for row in self.rows), KV_HEADS * group, SIZE)
-        sinks = torch.randn(KV_HEADS * group) * 2 if sinking else None
-        found, plan = self.found(query, window, sinks)
+        sinks = torch.randn(KV_HEADS * group) * 2 if with_sinks else None
+        found, plan = self.attend(query, window, sinks)
         expected = [
-            plain(
+            plain_attention(
                 part, self.cache[self.slots(row)], row, window, sinks, row.whole and window in self.joined, window in self.chunked
             )
             for part, row in zip(query.split([row.queries for row in self.rows]), self.rows, strict=True)
@@ -81,8 +81,8 @@ class Paged:
         torch.testing.assert_close(found, torch.cat(expected).float())
         return plan
 
-    def found(self, query: Tensor, window: int, sinks: Tensor | None = None) -> tuple[Tensor, shared_prefixes.Plan]:
-        """The answers of `query`, whose tokens stand in the order of the rows, and how they were computed."""
+    def attend(self, query: Tensor, window: int, sinks: Tensor | None = None) -> tuple[Tensor, shared_prefixes.Plan]:
+        """Attention for `query`, whose tokens are in the order of the rows, and the plan that was used."""
         order, plan = shared_prefixes.plan(self.rows, self.layout(query.shape[1] // KV_HEADS, window, sinks is not None))
         parts = query.split([row.queries for row in self.rows])
         answers = shared_prefixes.attention(
@@ -92,7 +92,7 @@ class Paged:
         return torch.cat([found[i] for i in range(len(found))]), plan
 
 
-def plain(
+def plain_attention(
     query: Tensor,
     cached: Tensor,
     row: Row,
@@ -101,7 +101,7 @@ def plain(
     whole: bool = False,
     chunked: bool = False,
 ) -> Tensor:
-    """query: [queries, heads, size], cached: [length, 2, kv_heads, size]; every sum on its own, in float64."""
+    """query: [queries, heads, size], cached: [length, 2, kv_heads, size]; each query and head by itself, in float64."""
     result = torch.zeros_like(query, dtype=torch.float64)
     group = query.shape[1] // KV_HEADS
     parents = row.parents if row.parents is not None else list(range(-1, row.queries - 1))
@@ -110,16 +110,16 @@ def plain(
         while parents[path[-1]] >= 0:
             path.append(parents[path[-1]])
         position = row.context + len(path) - 1
-        back = position % window + 1 if chunked else window  # so far it may look
-        seen = [k for k in range(row.context) if not window or position - k < back]
-        seen += [row.context + node for steps, node in enumerate(path) if not window or steps < back]
+        span = position % window + 1 if chunked else window  # visible positions, its own included
+        visible = [k for k in range(row.context) if not window or position - k < span]
+        visible += [row.context + node for steps, node in enumerate(path) if not window or steps < span]
         if whole:
-            seen += range(position + 1, row.context + row.queries)
-        keys, values = cached[seen].double().unbind(1)
+            visible += range(position + 1, row.context + row.queries)
+        keys, values = cached[visible].double().unbind(1)
         for head in range(query.shape[1]):
             logits = keys[:, head // group] @ query[i, head].double() * SIZE**-0.5
-            more = logits.new_tensor([float(sinks[head])] if sinks is not None else [])
-            weights = torch.cat((logits, more)).softmax(0)
+            sink_logits = logits.new_tensor([float(sinks[head])] if sinks is not None else [])
+            weights = torch.cat((logits, sink_logits)).softmax(0)
             result[i, head] = weights[: len(logits)] @ values[:, head // group]
     return result
 
@@ -130,87 +130,85 @@ SHAPES = [(1, 0), (1, 1), (1, 40), (1, 41), (1, 90), (1, 93), (7, 0), (7, 30), (
 @pytest.mark.parametrize("trees", [0.0, 0.6])
 @pytest.mark.parametrize("window", [0, 1, 5, 50])
 @pytest.mark.parametrize(("page_size", "group"), [(1, 1), (3, 2), (16, 4)])
-def test_ragged_rows_equal_plain_attention(page_size: int, group: int, window: int, trees: float) -> None:
-    Paged(SHAPES, page_size, trees, spare=2).check(group, window)
+def test_ragged_rows_match_plain_attention(page_size: int, group: int, window: int, trees: float) -> None:
+    PagedRows(SHAPES, page_size, trees, spare=2).check(group, window)
 
 
 @pytest.mark.parametrize("window", [0, 30, 100])
 @pytest.mark.parametrize("shape", [(64, 0), (65, 0), (130, 0), (130, 70), (64, 1), (200, 3)])
-def test_a_long_chain_alone(shape: tuple[int, int], window: int) -> None:
-    """As long prompts are: cut into tiles, some of which see all and some a part."""
-    Paged([shape], 16).check(2, window)
+def test_single_long_prompt_chunk_matches_plain_attention(shape: tuple[int, int], window: int) -> None:
+    """It is computed in tiles, some of which see all keys and some only a part."""
+    PagedRows([shape], 16).check(2, window)
 
 
 @pytest.mark.parametrize("joined", [(0,), (50,), (0, 5, 50)])
 @pytest.mark.parametrize("window", [0, 5, 50])
 @pytest.mark.parametrize("trees", [0.0, 0.4])
-def test_whole_rows(window: int, trees: float, joined: tuple[int, ...]) -> None:
-    """In layers of some windows, beside others of as many queries and of other sizes."""
+def test_rows_with_bidirectional_attention_match_plain_attention(window: int, trees: float, joined: tuple[int, ...]) -> None:
+    """In layers of some windows only, beside rows with as many queries and with other numbers of queries."""
     shapes = [*SHAPES, (70, 0), (70, 33), (130, 5), (7, 12), (7, 40), (20, 8)]
-    Paged(shapes, 16, trees, spare=1, whole=0.5, joined=joined).check(2, window)
-    Paged(shapes, 3, trees, seed=1, sharing=0.5, whole=0.7, joined=joined).check(4, window, sinking=True)
-    Paged([(200, 30)], 16, whole=1, joined=joined).check(1, window)
+    PagedRows(shapes, 16, trees, spare=1, whole=0.5, joined=joined).check(2, window)
+    PagedRows(shapes, 3, trees, seed=1, sharing=0.5, whole=0.7, joined=joined).check(4, window, with_sinks=True)
+    PagedRows([(200, 30)], 16, whole=1, joined=joined).check(1, window)
 
 
-def within_chunks(chance: random.Random, chunk: int, count: int, longest: int) -> list[tuple[int, int]]:
-    """Shapes of rows that go beyond no chunk's end."""
-    contexts = [chance.choice([0, chunk - 1, chunk, chance.randint(0, longest)]) for _ in range(count)]
-    return [(chance.choice([1, 1, 1, chance.randint(1, chunk - context % chunk)]), context) for context in contexts]
+def shapes_within_chunks(rng: random.Random, chunk: int, count: int, longest: int) -> list[tuple[int, int]]:
+    """Shapes of rows that cross no end of an attention chunk."""
+    contexts = [rng.choice([0, chunk - 1, chunk, rng.randint(0, longest)]) for _ in range(count)]
+    return [(rng.choice([1, 1, 1, rng.randint(1, chunk - context % chunk)]), context) for context in contexts]
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("chunk", [4, 16, 100])
-def test_chunks(chunk: int, seed: int) -> None:
-    """Beside layers that see all, of rows with contexts of one chunk, and of several."""
-    chance = random.Random(seed)
-    shapes = within_chunks(chance, chunk, 14, 3 * chunk)
+def test_chunked_attention_matches_plain_attention(chunk: int, seed: int) -> None:
+    """With layers of full attention beside; contexts are within one chunk, or span several."""
+    rng = random.Random(seed)
+    shapes = shapes_within_chunks(rng, chunk, 14, 3 * chunk)
     for window in (chunk, 0):
-        paged = Paged(shapes, chance.choice([1, 3, 16]), seed=seed, spare=1, sharing=0.4, chunked=(chunk,))
-        assert not paged.check(chance.choice([1, 2, 4]), window, sinking=seed % 2 > 0).levels
-    Paged([(100, 200)], 16, chunked=(100,)).check(2, 100)
+        batch = PagedRows(shapes, rng.choice([1, 3, 16]), seed=seed, spare=1, sharing=0.4, chunked=(chunk,))
+        assert not batch.check(rng.choice([1, 2, 4]), window, with_sinks=seed % 2 > 0).levels
+    PagedRows([(100, 200)], 16, chunked=(100,)).check(2, 100)
 
 
-def test_a_tree_within_a_chunk() -> None:
-    """Its nodes' places may lie beyond: positions are what counts."""
-    paged = Paged([(13, 34), (5, 32), (1, 3), (9, 0)], 16, chunked=(16,))
+def test_draft_tree_in_chunked_attention_uses_positions_not_cache_slots() -> None:
+    """The cache slots of its nodes may lie beyond the chunk's end."""
+    batch = PagedRows([(13, 34), (5, 32), (1, 3), (9, 0)], 16, chunked=(16,))
     parents = [[-1, 0, 1, 2, 3, 4, 5, 0, 1, 1, 2, 8, 0], None, None, [-1, *range(8)]]
-    rows = [replace(row, parents=own) for row, own in zip(paged.rows_as_given, parents, strict=True)]
-    paged.rows = [rows[i] for i in order(rows)]
-    paged.check(2, 16)
+    rows = [replace(row, parents=own) for row, own in zip(batch.rows_in_given_order, parents, strict=True)]
+    batch.rows = [rows[i] for i in order(rows)]
+    batch.check(2, 16)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_rows(seed: int) -> None:
-    chance = random.Random(seed)
-    shapes = [
-        (chance.choice([1, 1, 1, 2, 5, chance.randint(1, 80)]), chance.choice([0, chance.randint(0, 150)])) for _ in range(12)
-    ]
-    Paged(shapes, chance.choice([1, 3, 16]), trees=0.3, seed=seed, spare=1).check(chance.choice([1, 2, 4]), chance.choice([0, 9]))
+def test_random_rows_match_plain_attention(seed: int) -> None:
+    rng = random.Random(seed)
+    shapes = [(rng.choice([1, 1, 1, 2, 5, rng.randint(1, 80)]), rng.choice([0, rng.randint(0, 150)])) for _ in range(12)]
+    PagedRows(shapes, rng.choice([1, 3, 16]), trees=0.3, seed=seed, spare=1).check(rng.choice([1, 2, 4]), rng.choice([0, 9]))
 
 
 @pytest.mark.parametrize("window", [0, 5])
 @pytest.mark.parametrize("group", [1, 4])
-def test_sinks(group: int, window: int) -> None:
-    """In tiles of heads, by heads, and along a long chain; rows that begin alike each read all by themselves."""
-    assert not Paged(SHAPES, 16, trees=0.6, spare=2, sharing=0.8).check(group, window, sinking=True).levels
-    Paged([(130, 70)], 16).check(group, window, sinking=True)
+def test_attention_sinks_match_plain_attention_and_disable_shared_prefixes(group: int, window: int) -> None:
+    """By tiles of heads, head by head, and in a long prompt chunk."""
+    assert not PagedRows(SHAPES, 16, trees=0.6, spare=2, sharing=0.8).check(group, window, with_sinks=True).levels
+    PagedRows([(130, 70)], 16).check(group, window, with_sinks=True)
 
 
 @pytest.fixture
-def unbundled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever rows have of their own is too much for a bundle."""
+def without_bundles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rows are bundled: any number of own keys is too many."""
     monkeypatch.setattr(shared_prefixes, "ALONE", 0)
 
 
-@pytest.mark.usefixtures("unbundled")
+@pytest.mark.usefixtures("without_bundles")
 @pytest.mark.parametrize("group", [1, 2, 4])
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 @pytest.mark.parametrize("seed", range(4))
-def test_rows_that_begin_alike(seed: int, page_size: int, group: int) -> None:
-    """Some of them decode and read what they have in common together; others have more queries and do not."""
-    chance = random.Random(seed)
-    shapes = [(chance.choice([1, 1, 1, 4]), chance.randint(150, 700)) for _ in range(10)]
-    plan = Paged(shapes, page_size, trees=0.5, seed=seed, spare=1, sharing=0.8).check(group, 0)
+def test_shared_prefixes_are_read_together_and_match_plain_attention(seed: int, page_size: int, group: int) -> None:
+    """Decode rows read their shared prefix together; rows with several queries do not."""
+    rng = random.Random(seed)
+    shapes = [(rng.choice([1, 1, 1, 4]), rng.randint(150, 700)) for _ in range(10)]
+    plan = PagedRows(shapes, page_size, trees=0.5, seed=seed, spare=1, sharing=0.8).check(group, 0)
     assert plan.levels
     assert not plan.bundles
 
@@ -218,50 +216,51 @@ def test_rows_that_begin_alike(seed: int, page_size: int, group: int) -> None:
 @pytest.mark.parametrize("group", [1, 2, 4])
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 @pytest.mark.parametrize("seed", range(4))
-def test_bundles(monkeypatch: pytest.MonkeyPatch, seed: int, page_size: int, group: int) -> None:
-    """Of some rows that begin alike, beside others that read by runs, and others yet that have more queries. With a bundle to each
-    block and with several, as memory allows."""
+def test_bundles_match_plain_attention(monkeypatch: pytest.MonkeyPatch, seed: int, page_size: int, group: int) -> None:
+    """Bundles of rows with a shared prefix, beside rows that read it in runs and rows with several queries; with one bundle for
+    each block and with several, as memory allows."""
     monkeypatch.setattr(kernel, "BLOCK_ELEMENTS", [1, BLOCK_ELEMENTS][seed % 2])
     monkeypatch.setattr(shared_prefixes, "ALONE", 300 * SIZE)
     monkeypatch.setattr(shared_prefixes, "TOGETHER", 4 * group)
-    chance = random.Random(seed)
-    shapes = [(chance.choice([1, 1, 1, 4]), chance.randint(150, 700)) for _ in range(20)]
-    plan = Paged(shapes, page_size, trees=0.5, seed=seed, spare=1, sharing=0.8).check(group, 0)
+    rng = random.Random(seed)
+    shapes = [(rng.choice([1, 1, 1, 4]), rng.randint(150, 700)) for _ in range(20)]
+    plan = PagedRows(shapes, page_size, trees=0.5, seed=seed, spare=1, sharing=0.8).check(group, 0)
     assert plan.bundles
     assert all(2 <= block.queries <= 4 for block in plan.bundles)
 
 
-def beams(widths: Sequence[int], common_keys: int) -> Paged:
-    """Groups of rows on pages of 16 that begin alike; of the two or three pages behind that some share the first."""
-    paged = Paged([(1, common_keys + i % 29) for i in range(sum(widths))], 16)
-    full, rows = common_keys // 16, paged.rows_as_given
-    place = 0
-    for wide in widths:
-        first, *others = range(place, place + wide)
+def beam_groups(widths: Sequence[int], common_keys: int) -> PagedRows:
+    """Groups of single-query rows with a shared prefix of `common_keys` keys, on pages of 16; some rows also share the first of the
+    two or three pages after it."""
+    batch = PagedRows([(1, common_keys + i % 29) for i in range(sum(widths))], 16)
+    full, rows = common_keys // 16, batch.rows_in_given_order
+    first_row = 0
+    for width in widths:
+        leader, *others = range(first_row, first_row + width)
         for i in others:
-            alike = full + (i % 2 and min(rows[first].context, rows[i].context) // 16 - full)
-            rows[i] = replace(rows[i], pages=[*rows[first].pages[:alike], *rows[i].pages[alike:]])
-        place += wide
-    paged.rows = rows
-    return paged
+            shared = full + (i % 2 and min(rows[leader].context, rows[i].context) // 16 - full)
+            rows[i] = replace(rows[i], pages=[*rows[leader].pages[:shared], *rows[i].pages[shared:]])
+        first_row += width
+    batch.rows = rows
+    return batch
 
 
-def test_beams_are_bundles() -> None:
-    """All groups of a width in one block; where they are too many for a tile or have too much of their own, by runs."""
-    plan = beams([4, 4, 1, 4, 3, 8, 9], 160).check(2, 0)
+def test_beams_of_equal_width_form_one_block_of_bundles() -> None:
+    """Groups that are too large for a tile, or whose rows have too many keys of their own, are read in runs."""
+    plan = beam_groups([4, 4, 1, 4, 3, 8, 9], 160).check(2, 0)
     assert [(block.start, block.rows, block.queries) for block in plan.bundles] == [(0, 1, 3), (3, 3, 4), (15, 1, 8)]
     assert [[(block.rows, block.queries) for block in level.blocks] for level in plan.levels] == [[(1, 9)]]
-    assert not beams([4, 4], 160).check(8, 0).bundles
-    assert not beams([4, 4], shared_prefixes.LONGEST - 16).check(2, 0).bundles
-    assert not Paged([(1, 128 + shared_prefixes.ALONE // SIZE)] * 4, 16, sharing=1.0).check(2, 0).levels  # all is common
+    assert not beam_groups([4, 4], 160).check(8, 0).bundles
+    assert not beam_groups([4, 4], shared_prefixes.LONGEST - 16).check(2, 0).bundles
+    assert not PagedRows([(1, 128 + shared_prefixes.ALONE // SIZE)] * 4, 16, sharing=1.0).check(2, 0).levels  # all keys are shared
 
 
-def test_bundles_below_a_run() -> None:
-    """What beams of two groups have in common is a run, and the rest of each group is a bundle."""
-    paged = beams([4, 4, 4], 480)
-    first = paged.rows[0].pages[:10]
-    paged.rows = [replace(row, pages=[*first, *row.pages[10:]]) if i < 8 else row for i, row in enumerate(paged.rows)]
-    plan = paged.check(4, 0)
+def test_bundles_within_a_run_match_plain_attention() -> None:
+    """The prefix that beams of two groups share is a run, and the rest of each group is a bundle."""
+    batch = beam_groups([4, 4, 4], 480)
+    first = batch.rows[0].pages[:10]
+    batch.rows = [replace(row, pages=[*first, *row.pages[10:]]) if i < 8 else row for i, row in enumerate(batch.rows)]
+    plan = batch.check(4, 0)
     assert [[(block.rows, block.queries, block.views[0].length) for block in level.blocks] for level in plan.levels] == [
         [(1, 8, 160)]
     ]
@@ -270,45 +269,45 @@ def test_bundles_below_a_run() -> None:
 
 
 @pytest.mark.parametrize("widths", [[1, 1], [4, 4, 3], [4, 1, 9]])
-def test_one_token_more(widths: Sequence[int]) -> None:
-    """The plan that follows sees what a new plan sees: of single rows, bundles and runs."""
-    paged = beams(widths, 160)
-    order, plan = shared_prefixes.plan(paged.rows, paged.layout())
+def test_plan_for_the_following_token_matches_a_new_plan(widths: Sequence[int]) -> None:
+    """For single rows, bundles and runs."""
+    batch = beam_groups(widths, 160)
+    order, plan = shared_prefixes.plan(batch.rows, batch.layout())
     longer = []
-    for row in paged.rows:
+    for row in batch.rows:
         pages = list(row.pages)
         if (row.context + 1) % 16 == 0:
-            pages = [*row.pages, len(paged.cache) // 16]
-            paged.cache = torch.cat((paged.cache, torch.randn(16, 2, KV_HEADS, SIZE)))
+            pages = [*row.pages, len(batch.cache) // 16]
+            batch.cache = torch.cat((batch.cache, torch.randn(16, 2, KV_HEADS, SIZE)))
         longer.append(replace(row, context=row.context + 1, pages=pages))
-    paged.rows = longer
-    following = shared_prefixes.follow(plan, torch.tensor([paged.slots(longer[i])[-1] for i in order]))
+    batch.rows = longer
+    following = shared_prefixes.follow(plan, torch.tensor([batch.slots(longer[i])[-1] for i in order]))
     assert following is not None
     query = torch.randn(len(longer), 2 * KV_HEADS, SIZE)
-    answers = shared_prefixes.attention(query[order], paged.cache, following, AttentionOptions(0, SIZE**-0.5))
-    torch.testing.assert_close(answers[torch.tensor(order).argsort()], paged.found(query, 0)[0])
+    answers = shared_prefixes.attention(query[order], batch.cache, following, AttentionOptions(0, SIZE**-0.5))
+    torch.testing.assert_close(answers[torch.tensor(order).argsort()], batch.attend(query, 0)[0])
 
 
-def test_the_check_finds_that_a_bundle_sees_a_neighbours_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    paged = beams([4, 4], 160)
-    assert paged.check(2, 0).bundles
-    honest = shared_prefixes._see
+def test_check_detects_a_bundle_that_sees_another_rows_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = beam_groups([4, 4], 160)
+    assert batch.check(2, 0).bundles
+    original = shared_prefixes._see
 
-    def too_much(seen: kernel.Array, *given: Any) -> None:
-        honest(seen, *given)
-        seen[0] = seen[1] = seen[0] | seen[1]
+    def too_much(visible: kernel.Array, *given: Any) -> None:
+        original(visible, *given)
+        visible[0] = visible[1] = visible[0] | visible[1]
 
     monkeypatch.setattr(shared_prefixes, "_see", too_much)
     with pytest.raises(AssertionError):
-        paged.check(2, 0)
+        batch.check(2, 0)
 
 
-@pytest.mark.usefixtures("unbundled")
-def test_nested_beginnings() -> None:
-    """Beams under a prompt that others share as well, another prompt of that length, and a row alone."""
-    paged = Paged([(1, 320), (1, 800), (1, 810), (1, 330), (1, 325), (1, 48), (2, 400)], 16, spare=1)
-    one, two, three, four, five, short, pair = paged.rows_as_given
-    paged.rows = [
+@pytest.mark.usefixtures("without_bundles")
+def test_nested_shared_prefixes_are_read_level_by_level() -> None:
+    """Beams under a prompt that other rows share, another prompt of equal length, and a row that shares nothing."""
+    batch = PagedRows([(1, 320), (1, 800), (1, 810), (1, 330), (1, 325), (1, 48), (2, 400)], 16, spare=1)
+    one, two, three, four, five, short, pair = batch.rows_in_given_order
+    batch.rows = [
         one,
         replace(two, pages=[*one.pages[:20], *two.pages[20:]]),
         replace(three, pages=[*one.pages[:20], *two.pages[20:50], *three.pages[50:]]),
@@ -317,90 +316,90 @@ def test_nested_beginnings() -> None:
         short,
         replace(pair, pages=[*one.pages[:20], *pair.pages[20:]]),
     ]
-    plan = paged.check(2, 0)
+    plan = batch.check(2, 0)
     read = [[(block.rows, block.queries, block.views[0].length) for block in level.blocks] for level in plan.levels]
     assert read == [[(1, 2, 320), (1, 3, 320)], [(1, 2, 480)]]
     assert sum(block.rows * block.views[0].length for block in plan.blocks) < 700  # of 2,700 keys
 
 
 @pytest.mark.parametrize("bundled", [False, True])
-@pytest.mark.parametrize(("dtype", "stored"), [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float8_e4m3fn)])
-def test_beginnings_in_other_numbers(
-    dtype: torch.dtype, stored: torch.dtype, bundled: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("dtype", "cache_dtype"), [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float8_e4m3fn)])
+def test_16_bit_and_fp8_shared_prefixes_match_rows_read_separately(
+    dtype: torch.dtype, cache_dtype: torch.dtype, bundled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Together or each alone: the same, up to rounding."""
+    """Equal up to rounding."""
     monkeypatch.setattr(shared_prefixes, "ALONE", 1 << 20 if bundled else 0)
-    paged = Paged([(1, 400)] * 5, 16, sharing=1.0, seed=4)
-    query, cache = torch.randn(5, 2 * KV_HEADS, SIZE).to(dtype), paged.cache.to(stored)
-    scales = torch.tensor([[0.5, 2.0], [1.0, 0.25]]) if stored != dtype else None
+    batch = PagedRows([(1, 400)] * 5, 16, sharing=1.0, seed=4)
+    query, cache = torch.randn(5, 2 * KV_HEADS, SIZE).to(dtype), batch.cache.to(cache_dtype)
+    scales = torch.tensor([[0.5, 2.0], [1.0, 0.25]]) if cache_dtype != dtype else None
 
-    def found() -> Tensor:
-        order, plan = shared_prefixes.plan(paged.rows, paged.layout())
-        assert bool(plan.bundles if bundled else plan.levels) == (shared_prefixes.shared_runs is honest)
+    def attend() -> Tensor:
+        order, plan = shared_prefixes.plan(batch.rows, batch.layout())
+        assert bool(plan.bundles if bundled else plan.levels) == (shared_prefixes.shared_runs is original)
         return shared_prefixes.attention(query[order], cache, plan, AttentionOptions(0, SIZE**-0.5, scales=scales))[
             torch.tensor(order).argsort()
         ]
 
-    honest = shared_prefixes.shared_runs
-    together = found()
+    original = shared_prefixes.shared_runs
+    together = attend()
     monkeypatch.setattr(shared_prefixes, "shared_runs", lambda *_: ())
-    torch.testing.assert_close(together, found(), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(together, attend(), rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.usefixtures("unbundled")
-def test_the_check_finds_common_keys_that_are_forgotten_or_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    paged = Paged([(1, 320)] * 3, 16, sharing=1.0, seed=3)
-    assert paged.check(2, 0).levels
-    honest = shared_prefixes._merge
-    for fault in (lambda *_: None, lambda *given: (honest(*given), honest(*given))):
+@pytest.mark.usefixtures("without_bundles")
+def test_check_detects_shared_keys_that_are_skipped_or_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = PagedRows([(1, 320)] * 3, 16, sharing=1.0, seed=3)
+    assert batch.check(2, 0).levels
+    original = shared_prefixes._merge
+    for fault in (lambda *_: None, lambda *given: (original(*given), original(*given))):
         monkeypatch.setattr(shared_prefixes, "_merge", fault)
         with pytest.raises(AssertionError):
-            paged.check(2, 0)
+            batch.check(2, 0)
 
 
-def test_the_check_finds_a_mask_that_hides_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_detects_a_tree_mask_that_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def open_tree(parents: Sequence[int]) -> tuple[list[list[bool]], list[int]]:
         return [[True] * len(parents) for _ in parents], ancestry(parents)[1]
 
     monkeypatch.setattr(kernel, "ancestry", open_tree)
     with pytest.raises(AssertionError):
-        Paged(SHAPES, 16, trees=0.6).check(2, 0)
+        PagedRows(SHAPES, 16, trees=0.6).check(2, 0)
 
 
-def test_what_a_row_does_not_see_may_be_anything() -> None:
-    """Slots of other rows and beyond a row's end have no weight at all, so answers don't change by a bit."""
-    paged = Paged(SHAPES, 16, spare=2)
-    query = torch.randn(sum(row.queries for row in paged.rows), KV_HEADS, SIZE)
-    plan = blocks(paged.rows, paged.layout())
-    before = attention(query, paged.cache, plan, AttentionOptions(0, 1.0))
-    used = {slot for row in paged.rows for slot in paged.slots(row)}
-    paged.cache[[slot for slot in range(len(paged.cache)) if slot not in used]] = 1e30
-    assert attention(query, paged.cache, plan, AttentionOptions(0, 1.0)).equal(before)
+def test_values_in_masked_slots_do_not_change_results() -> None:
+    """Slots of other rows and beyond a row's end have a weight of exactly 0, so results stay bit-identical."""
+    batch = PagedRows(SHAPES, 16, spare=2)
+    query = torch.randn(sum(row.queries for row in batch.rows), KV_HEADS, SIZE)
+    plan = blocks(batch.rows, batch.layout())
+    before = attention(query, batch.cache, plan, AttentionOptions(0, 1.0))
+    used = {slot for row in batch.rows for slot in batch.slots(row)}
+    batch.cache[[slot for slot in range(len(batch.cache)) if slot not in used]] = 1e30
+    assert attention(query, batch.cache, plan, AttentionOptions(0, 1.0)).equal(before)
 
 
-def test_blocks_are_of_equal_rows_and_bounded_size() -> None:
-    chance = random.Random(1)
-    shapes = [(chance.choice([1, 1, 1, 4]), chance.randint(0, 1500)) for _ in range(200)]
-    rows = Paged(shapes, 16).rows
+def test_blocks_group_rows_with_equal_queries_within_size_and_padding_limits() -> None:
+    rng = random.Random(1)
+    shapes = [(rng.choice([1, 1, 1, 4]), rng.randint(0, 1500)) for _ in range(200)]
+    rows = PagedRows(shapes, 16).rows
     layout = AttentionLayout(16, (LayerKind(0, KV_HEADS, 1, 64),), torch.float32, CPU)
     plan, elements = blocks(rows, layout), layout.elements
-    place = 0
+    first_row = 0
     for block in plan:
-        own = rows[place : place + block.rows]
-        place += block.rows
-        assert {row.queries for row in own} == {block.queries}
-        assert block.views[0].length == max(row.queries + row.context for row in own)
-        padding = sum(block.views[0].length - row.queries - row.context for row in own) * elements
+        block_rows = rows[first_row : first_row + block.rows]
+        first_row += block.rows
+        assert {row.queries for row in block_rows} == {block.queries}
+        assert block.views[0].length == max(row.queries + row.context for row in block_rows)
+        padding = sum(block.views[0].length - row.queries - row.context for row in block_rows) * elements
         assert padding * (3 + block.queries) <= 4 * PADDING
         assert block.rows == 1 or block.rows * block.views[0].length * elements <= BLOCK_ELEMENTS
         assert len(block.views[0].slots) == block.rows * block.views[0].length
-    assert place == len(rows)
+    assert first_row == len(rows)
     starts = [block.start for block in plan]
     assert starts == [sum(block.rows * block.queries for block in plan[:i]) for i in range(len(plan))]
-    assert len(plan) < 100  # rows do share blocks
+    assert len(plan) < 100  # many rows share a block
 
 
-def test_ancestry() -> None:
-    sees, depths = ancestry([-1, 0, 0, 2, -1])
+def test_ancestry_gives_visible_ancestors_and_depths_of_tree_nodes() -> None:
+    masks, depths = ancestry([-1, 0, 0, 2, -1])
     assert depths == [0, 1, 1, 2, 0]
-    assert [[i for i, seen in enumerate(row) if seen] for row in sees] == [[0], [0, 1], [0, 2], [0, 2, 3], [4]]
+    assert [[i for i, visible in enumerate(mask) if visible] for mask in masks] == [[0], [0, 1], [0, 2], [0, 2, 3], [4]]

@@ -1,5 +1,5 @@
-"""Attention whose answers don't depend by a bit on what else is in the step: equal to the usual one up to rounding, and to itself
-exactly, however a row is cut and whoever is beside it."""
+"""The reference's batch-invariant attention: equal to the usual reference attention up to rounding, and bit-identical however a row
+is chunked and whatever other rows are in the step."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ PAGE = 16
 
 @dataclass(frozen=True)
 class Case:
-    """What attention may be asked beside plain ones."""
+    """Options of an attention layer."""
 
     heads: int = 4
     kv_heads: int = 2
@@ -35,8 +35,8 @@ class Case:
 
     @property
     def layout(self) -> AttentionLayout:
-        own = LayerKind(self.window, self.kv_heads, self.heads // self.kv_heads, self.size, self.latent, self.joined, self.chunked)
-        return AttentionLayout(PAGE, (own,), self.dtype, CPU)
+        kind = LayerKind(self.window, self.kv_heads, self.heads // self.kv_heads, self.size, self.latent, self.joined, self.chunked)
+        return AttentionLayout(PAGE, (kind,), self.dtype, CPU)
 
 
 CASES = {
@@ -48,16 +48,16 @@ CASES = {
     "window": Case(window=70),
     "softcap": Case(softcap=5.0),
     "sinks": Case(sinks=True, window=600),
-    "everything": Case(softcap=3.0, sinks=True, dtype=torch.bfloat16),
-    "latents": Case(kv_heads=1, size=72, latent=True, dtype=torch.bfloat16),
-    "8 bits": Case(stored=torch.float8_e4m3fn),
-    "chunks": Case(window=64, chunked=True),
-    "long chunks": Case(window=640, chunked=True, softcap=3.0),
+    "softcap, sinks and bfloat16": Case(softcap=3.0, sinks=True, dtype=torch.bfloat16),
+    "MLA latents": Case(kv_heads=1, size=72, latent=True, dtype=torch.bfloat16),
+    "fp8 cache": Case(stored=torch.float8_e4m3fn),
+    "chunked attention": Case(window=64, chunked=True),
+    "long attention chunks": Case(window=640, chunked=True, softcap=3.0),
 }
 
 
-class World:
-    """A long row, and others beside it."""
+class LongSequence:
+    """A long sequence over a paged cache, and other rows beside it."""
 
     def __init__(self, case: Case, length: int, seed: int = 0) -> None:
         torch.manual_seed(seed)
@@ -78,17 +78,17 @@ class World:
         return Row(end - start, start, self.pages, whole=whole)
 
     def attend(self, rows: Sequence[Row], query: Tensor) -> Tensor:
-        """Of each row's queries, in the order that they are given."""
+        """Attention of the rows' queries, in the given order."""
         case = self.case
         order, plan = batch_invariant.plan(rows, case.layout)
         parts = query.split([row.queries for row in rows])
-        how = AttentionOptions(case.window, case.size**-0.5, case.softcap, self.scales, self.sinks)
-        answers = batch_invariant.attention(torch.cat([parts[i] for i in order]), self.cache, plan, how)
+        options = AttentionOptions(case.window, case.size**-0.5, case.softcap, self.scales, self.sinks)
+        answers = batch_invariant.attention(torch.cat([parts[i] for i in order]), self.cache, plan, options)
         found = dict(zip(order, answers.split([rows[i].queries for i in order]), strict=True))
         return torch.cat([found[i] for i in range(len(rows))])
 
-    def cut(self, sizes: Callable[[], int], beside: int, last: int) -> Tensor:
-        """The same in chunks, up to `last`; beside: others in each step."""
+    def attend_in_chunks(self, sizes: Callable[[], int], beside: int, last: int) -> Tensor:
+        """The sequence's queries up to `last`, computed in chunks; beside: number of other rows in each step."""
         found, start = [], 0
         while start < last:
             end = min(start + sizes(), last)
@@ -101,72 +101,74 @@ class World:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_it_is_attention(case: Case) -> None:
-    world = World(case, 700)
+def test_results_match_the_usual_reference_attention(case: Case) -> None:
+    sequence = LongSequence(case, 700)
     chunk = case.window if case.chunked else 700
     rows = [
-        world.row(start, min(start + chunk, 700)) for start in range(0, 700, chunk)
-    ]  # within chunks, of which the last is short
+        sequence.row(start, min(start + chunk, 700)) for start in range(0, 700, chunk)
+    ]  # rows within attention chunks, the last of which is short
     parts = attention.blocks(rows, case.layout)
     plan = sorted(parts, key=lambda block: block.start)
-    how = AttentionOptions(case.window, case.size**-0.5, case.softcap, world.scales, world.sinks)
-    expected = attention.attention(world.query, world.cache, plan, how).float()
-    found = world.attend([world.row(0, 700)], world.query)
+    options = AttentionOptions(case.window, case.size**-0.5, case.softcap, sequence.scales, sequence.sinks)
+    expected = attention.attention(sequence.query, sequence.cache, plan, options).float()
+    found = sequence.attend([sequence.row(0, 700)], sequence.query)
     assert found.dtype == case.dtype
     torch.testing.assert_close(found.float(), expected, rtol=0, atol={4: 2e-6, 2: 2e-2}[case.dtype.itemsize])
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_chunks_and_neighbours_change_no_bit(case: Case) -> None:
-    world = World(case, 1100)
-    whole = world.attend([world.row(0, 1100)], world.query)
-    chance = random.Random(7)
-    assert world.cut(lambda: 1, 0, 40).equal(whole[:40])
-    assert world.cut(lambda: chance.choice([1, 2, 7, 50, 300]), 5, 1100).equal(whole)
-    for end in (512, 513, 1024, 1100):  # alone, at the ends of blocks
-        assert world.attend([world.row(end - 1, end)], world.query[end - 1 : end]).equal(whole[end - 1 : end])
+def test_prompt_chunks_and_other_rows_change_no_bit(case: Case) -> None:
+    sequence = LongSequence(case, 1100)
+    whole = sequence.attend([sequence.row(0, 1100)], sequence.query)
+    rng = random.Random(7)
+    assert sequence.attend_in_chunks(lambda: 1, 0, 40).equal(whole[:40])
+    assert sequence.attend_in_chunks(lambda: rng.choice([1, 2, 7, 50, 300]), 5, 1100).equal(whole)
+    for end in (512, 513, 1024, 1100):  # alone, around the ends of blocks
+        assert sequence.attend([sequence.row(end - 1, end)], sequence.query[end - 1 : end]).equal(whole[end - 1 : end])
 
 
 @pytest.mark.parametrize("case", [Case(joined=True), Case(joined=True, window=70, softcap=5.0), Case(window=70)])
-def test_whole_rows(case: Case) -> None:
-    """They see what they should, and no bit changes with neighbours, nor if their beginning was computed before."""
-    world = World(case, 700)
-    rows = [world.row(0, 30), world.row(30, 600, whole=True), world.row(600, 700)]
-    plan = attention.blocks(attention_order(rows), case.layout)
-    parts = [world.query[row.context : row.context + row.queries] for row in attention_order(rows)]
-    how = AttentionOptions(case.window, case.size**-0.5, case.softcap)
-    found = world.attend(rows, world.query)
-    expected = attention.attention(torch.cat(parts), world.cache, plan, how)
-    answers = torch.cat([found[row.context : row.context + row.queries] for row in attention_order(rows)])
+def test_bidirectional_rows_match_the_usual_attention_and_stay_bit_identical(case: Case) -> None:
+    """Other rows change no bit, nor does it if the row's beginning was computed before."""
+    sequence = LongSequence(case, 700)
+    rows = [sequence.row(0, 30), sequence.row(30, 600, whole=True), sequence.row(600, 700)]
+    plan = attention.blocks(in_attention_order(rows), case.layout)
+    parts = [sequence.query[row.context : row.context + row.queries] for row in in_attention_order(rows)]
+    options = AttentionOptions(case.window, case.size**-0.5, case.softcap)
+    found = sequence.attend(rows, sequence.query)
+    expected = attention.attention(torch.cat(parts), sequence.cache, plan, options)
+    answers = torch.cat([found[row.context : row.context + row.queries] for row in in_attention_order(rows)])
     torch.testing.assert_close(answers, expected, rtol=0, atol=2e-6)
-    plain = world.attend([world.row(0, 700)], world.query)
-    assert found[30:600].equal(plain[30:600]) is not case.joined
+    causal = sequence.attend([sequence.row(0, 700)], sequence.query)
+    assert found[30:600].equal(causal[30:600]) is not case.joined
     for start in (31, 100, 513, 599):
-        beside = [world.query[:1]] * 5
-        own = world.attend([*world.others, world.row(start, 600, whole=True)], torch.cat([*beside, world.query[start:600]]))
-        assert own[5:].equal(found[start:600])
+        beside = [sequence.query[:1]] * 5
+        partial = sequence.attend(
+            [*sequence.others, sequence.row(start, 600, whole=True)], torch.cat([*beside, sequence.query[start:600]])
+        )
+        assert partial[5:].equal(found[start:600])
 
 
-def attention_order(rows: Sequence[Row]) -> list[Row]:
+def in_attention_order(rows: Sequence[Row]) -> list[Row]:
     return [rows[i] for i in attention.order(rows)]
 
 
-def test_blocks_of_other_keys_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which torch would go through together with others."""
+def test_check_detects_smaller_key_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch would sum over several of them at once."""
     monkeypatch.setattr(batch_invariant, "KEYS", 16)
     with pytest.raises(AssertionError):
-        test_chunks_and_neighbours_change_no_bit(CASES["plain"])
+        test_prompt_chunks_and_other_rows_change_no_bit(CASES["plain"])
 
 
-def test_tiles_as_high_as_there_are_queries_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_detects_tiles_as_high_as_the_number_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     tiles = batch_invariant._tiles
     monkeypatch.setattr(batch_invariant, "_tiles", lambda *given: tiles(*given[:-1], given[1].shape[1]))
     with pytest.raises(AssertionError):
-        test_chunks_and_neighbours_change_no_bit(CASES["one head"])
+        test_prompt_chunks_and_other_rows_change_no_bit(CASES["one head"])
 
 
-def test_rows_share_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of one token that read as many keys, as far as a block's memory goes; a long row has its own."""
+def test_single_token_rows_with_as_many_keys_share_blocks_up_to_the_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of several tokens has a block of its own."""
     rows = [Row(1, context, range(100)) for context in (5, 600, 511, 30, 512)] + [Row(40, 60, range(100))]
     layout = Case(heads=2, kv_heads=1).layout
     order, plan = batch_invariant.plan(rows, layout)

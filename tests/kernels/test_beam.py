@@ -1,4 +1,5 @@
-"""Candidates of beams are the best of log-softmax plus score, over all rows of a set; by both implementations."""
+"""Beam search candidates, by the reference and by Triton's kernels, compared with log-softmax plus score in float64 over all rows
+of a search; and the most probable tokens of rows."""
 
 import random
 from collections.abc import Iterator
@@ -13,11 +14,11 @@ from penstock.kernels import dispatch, fused_top
 from penstock.kernels.beam import best, candidates, most_probable, normalizers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of infinities that are meant
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of intended infinities
 
 
 @pytest.fixture(params=["reference", "triton"], autouse=True)
-def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def each_implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(fused_top, "SPLIT", 64)
     dispatch.force(request.param)
     yield
@@ -25,12 +26,12 @@ def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 @pytest.mark.parametrize("vocabulary", [8, 65, 333])
-def test_candidates(vocabulary: int, chance: random.Random) -> None:
-    sizes = [chance.randint(1, 5) for _ in range(4)]
+def test_candidates_match_exact_log_softmax_plus_score(vocabulary: int, rng: random.Random) -> None:
+    sizes = [rng.randint(1, 5) for _ in range(4)]
     starts = [sum(sizes[:i]) for i in range(5)]
-    count = chance.randint(1, 8)
+    count = rng.randint(1, 8)
     logits = torch.randn(starts[-1], vocabulary, device=DEVICE) * 3
-    logits[0, :3] = -torch.inf  # as what a grammar forbids is
+    logits[0, :3] = -torch.inf  # as tokens that a grammar forbids
     scores = torch.randn(starts[-1], device=DEVICE) * 2
     sums, rows, ids, totals = candidates(logits, scores, starts, count)
     assert totals.equal(normalizers(logits))
@@ -46,45 +47,45 @@ def test_candidates(vocabulary: int, chance: random.Random) -> None:
 
 
 @pytest.mark.parametrize("vocabulary", [5, 64, 200])
-def test_most_probable(vocabulary: int, chance: random.Random) -> None:
+def test_most_probable_tokens_match_exact_log_softmax(vocabulary: int, rng: random.Random) -> None:
     whole = torch.full((3, vocabulary + 2), torch.nan, device=DEVICE)
     logits = whole[:, 1:-1]
     logits.copy_(torch.randn(3, vocabulary) * 3)
-    count = chance.randint(1, 5)
+    count = rng.randint(1, 5)
     values, ids = most_probable(logits, count)
     expected = logits.double().log_softmax(-1).topk(count)
     assert ids.tolist() == expected.indices.tolist()
     torch.testing.assert_close(values.double(), expected.values, rtol=1e-5, atol=1e-5)
 
 
-def test_equal_ones_count_each() -> None:
+def test_equal_logits_are_each_counted() -> None:
     logits = torch.zeros(1, 100, device=DEVICE)
     values, ids = most_probable(logits, 5)
     torch.testing.assert_close(values, torch.full_like(values, 0.01).log())
     assert len(set(ids[0].tolist())) == 5
 
 
-def tied(rows: int, vocabulary: int) -> torch.Tensor:
-    """As 16 bits leave logits: many are equal. Of some rows most are impossible."""
+def tied_logits(rows: int, vocabulary: int) -> torch.Tensor:
+    """Many equal logits, as with 16 bits. In some rows most tokens are impossible."""
     logits = (torch.randn(rows, vocabulary) * 2).round()
     logits[::3, vocabulary // 9 :] = -torch.inf
     return logits.to(DEVICE)
 
 
-def test_of_equal_ones_the_first_come_first_however_many_are_wanted() -> None:
-    logits = tied(9, 200)
+def test_ties_are_ordered_by_id_for_any_count() -> None:
+    logits = tied_logits(9, 200)
     expected = logits.sort(descending=True, stable=True).indices
     for count in (1, 2, 5, 8, 30):
         possible = logits.isfinite().sum(1).clamp(max=count).tolist()
-        for own, wanted, most in zip(most_probable(logits, count)[1].tolist(), expected.tolist(), possible, strict=True):
-            assert own[:most] == wanted[:most]
+        for ids, expected_ids, limit in zip(most_probable(logits, count)[1].tolist(), expected.tolist(), possible, strict=True):
+            assert ids[:limit] == expected_ids[:limit]
 
 
 @pytest.mark.parametrize("count", [4, 16])
-def test_neighbours_that_want_more_change_nothing(count: int) -> None:
-    logits, scores = tied(6, 200), torch.tensor([0.0, -1.0, 0.0, 0.0, -2.0, 0.0], device=DEVICE)
+def test_candidates_do_not_depend_on_the_largest_requested_count(count: int) -> None:
+    logits, scores = tied_logits(6, 200), torch.tensor([0.0, -1.0, 0.0, 0.0, -2.0, 0.0], device=DEVICE)
     logits[0] = logits[1]
-    few, many = (candidates(logits, scores, [0, 2, 6], wanted) for wanted in (4, count))
+    few, many = (candidates(logits, scores, [0, 2, 6], requested) for requested in (4, count))
     for first, second in zip(few[:3], many[:3], strict=True):
         assert first.equal(second[:, :4])
     rows, ids = few[1][0].tolist(), few[2][0].tolist()
@@ -94,21 +95,21 @@ def test_neighbours_that_want_more_change_nothing(count: int) -> None:
     ].tolist()
 
 
-def test_rows_do_not_know_their_neighbours() -> None:
+def test_candidates_are_bit_identical_beside_rows_of_nan() -> None:
     logits, scores = torch.randn(4, 100, device=DEVICE), torch.zeros(4, device=DEVICE)
     logits[1] = torch.nan
-    among = candidates(logits, scores, [0, 1, 2, 4], 3)
+    together = candidates(logits, scores, [0, 1, 2, 4], 3)
     alone = candidates(logits[2:], scores[2:], [0, 2], 3)
-    assert among[0][2].equal(alone[0][0])
-    assert among[1][2].equal(alone[1][0] + 2)
-    assert among[2][2].equal(alone[2][0])
+    assert together[0][2].equal(alone[0][0])
+    assert together[1][2].equal(alone[1][0] + 2)
+    assert together[2][2].equal(alone[2][0])
 
 
-def test_the_best_of_sets(chance: random.Random) -> None:
-    """Among equal ones, too, and where less is possible than is wanted."""
-    sizes = [chance.randint(1, 4) for _ in range(5)]
+def test_best_of_each_set_orders_ties_by_row_and_id(rng: random.Random) -> None:
+    """Also where fewer are possible than are requested."""
+    sizes = [rng.randint(1, 4) for _ in range(5)]
     starts = [sum(sizes[:i]) for i in range(6)]
-    order = tied(starts[-1], 200)
+    order = tied_logits(starts[-1], 200)
     order[starts[2] : starts[3], 2:] = -torch.inf
     found, rows, ids = best(order, starts, 9)
     assert rows.max() < starts[-1]

@@ -1,6 +1,8 @@
-"""The ahead-of-time gate compiles what we have, and finds a kernel that spills or wants more shared memory than there is.
+"""Ahead-of-time compilation of kernels (`kernels/compile.py`): penstock's kernels compile, compiled code has the properties that
+correctness and speed rely on, and planted faults (spills, too much shared memory, code that does not compile) are reported.
 
-They are compiled by other processes: in this one they are interpreted."""
+Other processes compile, since this one interprets kernels.
+"""
 
 import os
 import shutil
@@ -14,7 +16,7 @@ pytest.importorskip("triton")
 
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
 
-PLANTED = '''
+PLANTED_FAULTS_SCRIPT = '''
 import triton
 import triton.language as tl
 from penstock.kernels import compile
@@ -22,8 +24,8 @@ from penstock.kernels.compilation import Compilation
 
 
 @triton.jit
-def wide(x, SIZE: tl.constexpr):
-    """Everything has to be there twice before anything is done with it."""
+def spilling(x, SIZE: tl.constexpr):
+    """Needs all values in registers at once: their sum comes before the first store."""
     place = tl.arange(0, SIZE)
     values = tl.load(x + place)
     tl.store(x + place, values / tl.sum(values * values, 0))
@@ -31,14 +33,14 @@ def wide(x, SIZE: tl.constexpr):
 
 @triton.jit
 def product(x, SIZE: tl.constexpr):
-    """Both factors are [32, SIZE], and lie in shared memory whole."""
+    """Both operands are [32, SIZE] and lie in shared memory as a whole."""
     low, long = tl.arange(0, 32), tl.arange(0, SIZE)
     left, right = tl.load(x + low[:, None] * SIZE + long[None, :]), tl.load(x + long[:, None] * 32 + low[None, :])
     tl.store(x + low[:, None] * 32 + low[None, :], tl.dot(left, right).to(tl.float16))
 
 
 @triton.jit
-def wrong(x, SIZE: tl.constexpr):
+def invalid(x, SIZE: tl.constexpr):
     tl.store(x + tl.arange(0, SIZE), tl.arange(0, 2 * SIZE))
 
 
@@ -48,33 +50,35 @@ def planted(kernel, pointer, size, warps, hot):
 
 
 compilations = [
-    planted(wide, "*fp32", 16384, 1, True),
+    planted(spilling, "*fp32", 16384, 1, True),
     planted(product, "*fp16", 2048, 4, False),
-    planted(wrong, "*i32", 16, 1, False),
+    planted(invalid, "*i32", 16, 1, False),
 ]
 compile.gather = lambda: compilations
 compile.TARGETS = [target for target in compile.TARGETS if target.name in ("sm_90", "gfx942")]
 print(compile.main([]))
-compilations[:] = [planted(wide, "*fp32", 16384, 1, False), planted(wide, "*fp32", 256, 1, True)]
+compilations[:] = [planted(spilling, "*fp32", 16384, 1, False), planted(spilling, "*fp32", 256, 1, True)]
 print(compile.main([]))
 '''
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], env=ENVIRONMENT, capture_output=True, text=True, timeout=110)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux only")
-def test_some_of_ours_compile() -> None:
-    """One of each kind, and the smallest heads; `make kernels` does all."""
-    kinds = "norm add 4096", "rotary and write 128 bf16", "swiglu bf16", "slot move bf16", "attend one 8 "
-    answer = run("-m", "penstock.kernels.compile", *kinds)
-    assert answer.returncode == 0, answer.stdout + answer.stderr
-    assert answer.stdout.splitlines()[-1].startswith("12 kernels, 5 targets, 0 faults")  # rotary with an fp8 cache, two early, too
-    assert len(answer.stdout.splitlines()) == 2 + 5 * 6 + 3 + 2 + 2 + 5  # these have fewer targets
+def test_a_sample_of_kernels_compiles_for_all_targets() -> None:
+    """One kernel of each sort, with the smallest heads; `make kernels` compiles all."""
+    filters = "norm add 4096", "rotary and write 128 bf16", "swiglu bf16", "slot move bf16", "attend one 8 "
+    process = run_python("-m", "penstock.kernels.compile", *filters)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert process.stdout.splitlines()[-1].startswith(
+        "12 kernels, 5 targets, 0 faults"
+    )  # rotary also with an fp8 cache, and two that are launched early
+    assert len(process.stdout.splitlines()) == 2 + 5 * 6 + 3 + 2 + 2 + 5  # the latter have fewer targets
 
 
-CODE = """
+INSPECTION_SCRIPT = """
 import re
 import subprocess
 import tempfile
@@ -89,19 +93,19 @@ for one in kernels:
     if one.early:
         code = compile._compiled(one, hopper).asm["ptx"]
         before, after = code.split("griddepcontrol.wait")
-        touches = [word for word in ("ld.global", "st.global", "cp.async", "atom", "red.global") if word in before]
+        accesses = [word for word in ("ld.global", "st.global", "cp.async", "atom", "red.global") if word in before]
         launches = "griddepcontrol.launch_dependents" in code
-        print("early:", one.name, launches, "st.global" in after, touches)
+        print("early:", one.name, launches, "st.global" in after, accesses)
         if one.name in ("vector gated early", "product down early 32"):
-            print("asked:", before.count("prefetch.global.L2"), after.count("prefetch.global.L2"))
+            print("prefetches:", before.count("prefetch.global.L2"), after.count("prefetch.global.L2"))
     if one.name in ("sampling draw", "sampling weigh"):
-        print("wide:", one.constants["MASKED"], compile._compiled(one, hopper).asm["ptx"].count("ld.global.v4.b32"))
+        print("vector loads:", one.constants["MASKED"], compile._compiled(one, hopper).asm["ptx"].count("ld.global.v4.b32"))
     if one.name in ("product down 16", "product vocabulary 32", "product output 64", "product gated 16"):
         code = compile._compiled(one, hopper).asm["ptx"]
-        print("units:", "wgmma.mma_async" in code, "mma.sync" in code, "cp.async.cg" in code, code.count("ld.global"))
+        print("wgmma:", "wgmma.mma_async" in code, "mma.sync" in code, "cp.async.cg" in code, code.count("ld.global"))
 
 for more in ({}, {"softcap": 50.0}, {"window": 4096}, {"softcap": 50.0, "window": 4096}):
-    one = paged_attention._compilation(1, 128, 9, **more)  # the one tile where nothing may depend on the batch
+    one = paged_attention._compilation(1, 128, 9, **more)  # the only tile of batch-invariant attention
     code = compile._compiled(one, hopper).asm["ptx"]
     loops = re.findall(r"^([$]L\\w+):(.*?)bra(?:[.]uni)?\\s+\\1;", code, re.DOTALL | re.MULTILINE)
     bodies = [body for _, body in loops if "ex2" in body]
@@ -117,10 +121,10 @@ for fuse in (one.fuse, True):
                 file.write(made.asm["cubin"])
                 file.flush()
                 code = subprocess.run([triton.knobs.nvidia.nvdisasm.path, "-c", file.name], capture_output=True, text=True).stdout
-            told = made.asm["ptx"]
-            products = len(re.findall(r"\\bmul(?:\\.rn)?\\.f32", told)), len(re.findall(r"\\bFMUL2?\\b", code))
-            divides = bool(re.search("div.(full|approx)", told))
-            print("exact:", target.name, fuse, "fma" in told, divides, products[1] >= products[0] > 0)
+            ptx = made.asm["ptx"]
+            products = len(re.findall(r"\\bmul(?:\\.rn)?\\.f32", ptx)), len(re.findall(r"\\bFMUL2?\\b", code))
+            divides = bool(re.search("div.(full|approx)", ptx))
+            print("exact:", target.name, fuse, "fma" in ptx, divides, products[1] >= products[0] > 0)
 
 one = [one for one in kernels if one.name.startswith("hopper attend many 128 bf16 ratio 4 page 16")][0]
 with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -135,86 +139,89 @@ for i, line in enumerate(lines):
         words = re.findall(r"HGMMA|WARPGROUP[.]DEPBAR|MUFU|LDL|STL", " ".join(lines[labels[back[1]] : i]))
         if words.count("HGMMA") == 16:
             marks = "".join({"HGMMA": "p", "WARPGROUP.DEPBAR": "|", "MUFU": "e"}.get(word, "l") for word in words)
-            print("apart:", re.sub(r"(.)\\1+", r"\\1", marks))
+            print("overlap:", re.sub(r"(.)\\1+", r"\\1", marks))
 """
 
 
 @pytest.fixture(scope="module")
-def told() -> dict[str, list[str]]:
-    """What is looked for in compiled code, in lines by their first word. One process finds all: starting it takes seconds."""
-    answer = run("-c", CODE)
-    assert answer.returncode == 0, answer.stdout + answer.stderr
-    found = [line.split(": ", 1) for line in answer.stdout.splitlines()]
-    words = "early", "asked", "wide", "units", "exact", "loops", "apart"
-    return {word: [line for first, line in found if first == word] for word in words}
+def compiled_code() -> dict[str, list[str]]:
+    """Findings about compiled code: lines by the label before the colon. One process finds all of them: starting it takes
+    seconds."""
+    process = run_python("-c", INSPECTION_SCRIPT)
+    assert process.returncode == 0, process.stdout + process.stderr
+    found = [line.split(": ", 1) for line in process.stdout.splitlines()]
+    labels = "early", "prefetches", "vector loads", "wgmma", "exact", "loops", "overlap"
+    return {label: [line for line_label, line in found if line_label == label] for label in labels}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux only")
-def test_kernels_that_begin_early_touch_nothing_before_the_others_are_over(told: dict[str, list[str]]) -> None:
-    assert len(told["early"]) >= 7, told
-    for line in told["early"]:
+def test_kernels_launched_early_access_no_memory_before_they_wait(compiled_code: dict[str, list[str]]) -> None:
+    """Programmatic dependent launch."""
+    assert len(compiled_code["early"]) >= 7, compiled_code
+    for line in compiled_code["early"]:
         assert line.endswith("True True []"), line
-    # Lines that each of 128 threads asks for while it waits: of 4 KB of 64 outputs, and of 4 of two weights.
-    assert sorted(told["asked"]) == ["16 0", "2 0"]
+    # L2 prefetches before the wait, by each of 128 threads: of 4 KB of 64 outputs, and of 4 outputs of two weights.
+    assert sorted(compiled_code["prefetches"]) == ["16 0", "2 0"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux only")
-def test_keys_are_added_up_alike_whether_some_are_hidden_or_none(told: dict[str, list[str]]) -> None:
-    """Which loop of attention a key is in goes by how a prompt is cut: what is contracted in one must be in all."""
-    for line, more in zip(told["loops"], (2, 2, 3, 3), strict=True):
-        assert line.endswith(f" {more} True True"), line
+def test_masked_and_unmasked_attention_loops_contract_the_same_operations(compiled_code: dict[str, list[str]]) -> None:
+    """How a prompt is chunked decides in which loop of attention a key is. What is contracted to an FMA in one loop must be in all
+    of them."""
+    for line, loop_count in zip(compiled_code["loops"], (2, 2, 3, 3), strict=True):
+        assert line.endswith(f" {loop_count} True True"), line
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux only")
-def test_products_of_few_rows_go_by_hoppers_units_without_a_detour(told: dict[str, list[str]]) -> None:
-    """Which take both operands from shared memory, where copies have put them: nothing goes through registers."""
-    assert told["units"] == ["True False True 0"] * 4
+def test_products_of_few_rows_use_wgmma_with_operands_in_shared_memory(compiled_code: dict[str, list[str]]) -> None:
+    """Asynchronous copies put both operands there: nothing is loaded through registers."""
+    assert compiled_code["wgmma"] == ["True False True 0"] * 4
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux only")
-def test_planted_faults_are_found(tmp_path: Path) -> None:
+def test_compile_reports_planted_faults_and_exits_with_1(tmp_path: Path) -> None:
     path = tmp_path / "planted.py"
-    path.write_text(PLANTED)
-    answer = run(str(path))
-    assert answer.returncode == 0, answer.stderr
-    lines = answer.stdout.splitlines()
+    path.write_text(PLANTED_FAULTS_SCRIPT)
+    process = run_python(str(path))
+    assert process.returncode == 0, process.stderr
+    lines = process.stdout.splitlines()
     found = {(line.split()[0], line.split()[1]): line for line in lines[1:7]}
     for target in ("sm_90", "gfx942"):
         assert f"bytes of shared memory, {target} has" in found["product", target]
-        assert "does not compile" in found["wrong", target]
-    assert "spills" in found["wide", "sm_90"]
-    # gfx942 has twice the registers: enough for this one, not for the product.
-    assert "spills" not in found["wide", "gfx942"]
+        assert "does not compile" in found["invalid", target]
+    assert "spills" in found["spilling", "sm_90"]
+    # gfx942 has twice the registers: enough for this kernel, not for the product.
+    assert "spills" not in found["spilling", "gfx942"]
     assert int(found["product", "gfx942"].split()[3]) > 0
     assert lines[7].startswith("3 kernels, 2 targets, 5 faults")
     assert lines[8] == "1"
-    # Spills are allowed where a kernel is not hot, and a small one has none.
+    # Spills are allowed in kernels that are not hot, and a small kernel has none.
     assert lines[-2].startswith("2 kernels, 2 targets, 0 faults")
     assert lines[-1] == "0"
 
 
-def test_make_knows_it() -> None:
+def test_make_kernels_runs_the_compilation() -> None:
     if shutil.which("make") is None:
         pytest.skip("make is not installed")
-    answer = subprocess.run(["make", "-n", "kernels"], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60)
-    assert "-m penstock.kernels.compile" in answer.stdout
+    process = subprocess.run(["make", "-n", "kernels"], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60)
+    assert "-m penstock.kernels.compile" in process.stdout
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux only")
-def test_noise_is_rounded_as_it_is_written(told: dict[str, list[str]]) -> None:
-    """That is what makes it the same on every device: no product is contracted with a sum, neither by Triton nor by ptxas, not even
-    where they may: there are versions of ptxas that don't ask."""
-    assert [line.split(" ", 2)[2] for line in told["exact"]] == ["False False True"] * 8, told
+def test_noise_contracts_no_product_with_a_sum(compiled_code: dict[str, list[str]]) -> None:
+    """That makes it bit-identical on all devices. Neither Triton nor ptxas contracts, not even where they may: some versions of
+    ptxas do not ask."""
+    assert [line.split(" ", 2)[2] for line in compiled_code["exact"]] == ["False False True"] * 8, compiled_code
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux only")
-def test_logits_are_loaded_four_at_a_time_behind_a_grammar_too(told: dict[str, list[str]]) -> None:
-    """A program's 4,096, by 256 threads."""
-    assert told["wide"] == ["True 4"] * 2
+def test_logits_are_loaded_four_at_a_time_with_and_without_grammar_masks(compiled_code: dict[str, list[str]]) -> None:
+    """A program's 4,096 logits, by 256 threads."""
+    assert compiled_code["vector loads"] == ["True 4"] * 2
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux only")
-def test_exponentials_are_taken_while_values_are_multiplied(told: dict[str, list[str]]) -> None:
-    """In both consumers' loops, where nothing is hidden: behind the wait for logits (|), before that for the product with values.
-    Nothing is spilled there, and products (p) are not waited for one by one."""
-    assert told["apart"].count("p|e|") == 2, told["apart"]
+def test_hopper_attention_overlaps_exponentials_with_the_product_with_values(compiled_code: dict[str, list[str]]) -> None:
+    """In the unmasked loops of both consumers, exponentials (e) come after the wait for logits (|) and before the wait for the
+    product with values. Nothing is spilled there (l), and products (p) are not waited for one by one."""
+    assert compiled_code["overlap"].count("p|e|") == 2, compiled_code["overlap"]

@@ -1,4 +1,5 @@
-"""The fused sampling chooses the tokens that the plain one chooses, from the same noise, by whichever way a row goes."""
+"""Triton's fused sampling compared with the reference sampler: bit-identical noise, and the same tokens, on every path that a row
+may take."""
 
 import math
 import random
@@ -20,13 +21,13 @@ from penstock.kernels.fused_sampling import Sampled, sample
 from penstock.kernels.sampling import Draws, Penalties, draw, filtered, penalize
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# numpy, which the interpreter computes with, warns of infinities that are meant.
+# The interpreter computes with numpy, which warns of intended infinities.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes at which a few hundred tokens go every way."""
+def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes with which rows of a few hundred tokens take every path."""
     monkeypatch.setattr(fused_sampling, "SPLIT", 128)
     monkeypatch.setattr(fused_sampling, "CAPACITY", 64)
     monkeypatch.setattr(fused_sampling, "WANTED", 16)
@@ -34,79 +35,86 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @triton.jit
-def noise_kernel(seeds, choices, positions, words, noises, of_ids, count, BLOCK: tl.constexpr, CUDA: tl.constexpr):  # type: ignore[no-untyped-def]
+def noise_kernel(seeds, choices, positions, words, noise_of_quads, noise_of_ids, count, BLOCK: tl.constexpr, CUDA: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0)
     seed, choice, position = tl.load(seeds + row), tl.load(choices + row), tl.load(positions + row)
     quad = tl.arange(0, BLOCK)
     column = tl.arange(0, 4 * BLOCK)
-    drawn = fused_noise.philox(seed, choice, position, quad)
-    tl.store(words + row * count + 4 * quad, drawn[0].to(tl.int64), mask=4 * quad < count)
-    tl.store(words + row * count + 4 * quad + 1, drawn[1].to(tl.int64), mask=4 * quad + 1 < count)
-    tl.store(words + row * count + 4 * quad + 2, drawn[2].to(tl.int64), mask=4 * quad + 2 < count)
-    tl.store(words + row * count + 4 * quad + 3, drawn[3].to(tl.int64), mask=4 * quad + 3 < count)
-    tl.store(noises + row * count + column, fused_noise.gumbel_of_quads(seed, choice, position, quad, CUDA), mask=column < count)
-    tl.store(of_ids + row * count + column, fused_noise.gumbel_of_ids(seed, choice, position, column, CUDA), mask=column < count)
+    random_words = fused_noise.philox(seed, choice, position, quad)
+    tl.store(words + row * count + 4 * quad, random_words[0].to(tl.int64), mask=4 * quad < count)
+    tl.store(words + row * count + 4 * quad + 1, random_words[1].to(tl.int64), mask=4 * quad + 1 < count)
+    tl.store(words + row * count + 4 * quad + 2, random_words[2].to(tl.int64), mask=4 * quad + 2 < count)
+    tl.store(words + row * count + 4 * quad + 3, random_words[3].to(tl.int64), mask=4 * quad + 3 < count)
+    tl.store(
+        noise_of_quads + row * count + column, fused_noise.gumbel_of_quads(seed, choice, position, quad, CUDA), mask=column < count
+    )
+    tl.store(
+        noise_of_ids + row * count + column, fused_noise.gumbel_of_ids(seed, choice, position, column, CUDA), mask=column < count
+    )
 
 
-def bits(x: Tensor) -> Tensor:
+def as_bits(x: Tensor) -> Tensor:
     return x.cpu().view(torch.int32)
 
 
-def test_noise_is_the_same_to_the_last_bit(chance: random.Random) -> None:
+def test_philox_words_and_noise_in_a_kernel_are_bit_identical(rng: random.Random) -> None:
     rows, count = 4, 1021
     seeds = torch.randint(-(1 << 63), (1 << 63) - 1, (rows,))
     choices, positions = torch.randint(0, 50, (rows,)), torch.randint(0, 1 << 20, (rows,))
     words = torch.full((rows, count), -1, device=DEVICE)
-    noises, of_ids = torch.full((2, rows, count), torch.nan, device=DEVICE).unbind()
+    noise_of_quads, noise_of_ids = torch.full((2, rows, count), torch.nan, device=DEVICE).unbind()
     keys = (x.to(DEVICE) for x in (seeds, choices, positions))
-    noise_kernel[(rows,)](*keys, words, noises, of_ids, count, BLOCK=256, CUDA=on_nvidia(words.device), enable_fp_fusion=False)
+    noise_kernel[(rows,)](
+        *keys, words, noise_of_quads, noise_of_ids, count, BLOCK=256, CUDA=on_nvidia(words.device), enable_fp_fusion=False
+    )
     ids = torch.arange(count)
     expected = noise.philox(*noise._keyed(seeds, choices, positions, ids.unsqueeze(0) // 4))
     assert words.cpu().equal(torch.stack(torch.broadcast_tensors(*expected)).gather(0, (ids % 4).expand(1, rows, -1))[0])
-    assert bits(noises).equal(bits(noise.gumbel_all(seeds, choices, positions, count)))
-    assert bits(of_ids).equal(bits(noises))
+    assert as_bits(noise_of_quads).equal(as_bits(noise.gumbel_all(seeds, choices, positions, count)))
+    assert as_bits(noise_of_ids).equal(as_bits(noise_of_quads))
 
 
-def test_noise_by_itself_is_the_same_to_the_last_bit(chance: random.Random) -> None:
-    rows, vocabulary = 3, 2 * fused_noise.SIZE + chance.randint(1, 9)
+def test_noise_launches_are_bit_identical_to_the_reference(rng: random.Random) -> None:
+    rows, vocabulary = 3, 2 * fused_noise.SIZE + rng.randint(1, 9)
     seeds = torch.randint(-(1 << 63), (1 << 63) - 1, (rows,))
     choices, positions = torch.randint(0, 50, (2 * rows,))[::2], torch.randint(0, 1 << 20, (rows,))
     ids = torch.randint(0, vocabulary, (rows, fused_noise.SIZE + 5))
     keys = [x.to(DEVICE) for x in (seeds, choices, positions)]
     found = fused_noise.gumbel_all(*keys, vocabulary), fused_noise.gumbel(*keys, ids.to(DEVICE))
-    assert bits(found[0]).equal(bits(noise.gumbel_all(seeds, choices, positions, vocabulary)))
-    assert bits(found[1]).equal(bits(noise.gumbel(seeds, choices, positions, ids)))
+    assert as_bits(found[0]).equal(as_bits(noise.gumbel_all(seeds, choices, positions, vocabulary)))
+    assert as_bits(found[1]).equal(as_bits(noise.gumbel(seeds, choices, positions, ids)))
 
 
-def test_a_noise_of_nothing_is_the_same_to_the_last_bit() -> None:
-    """One of some ten million is, and zeros have signs."""
+def test_noise_of_zero_is_bit_identical_to_the_reference() -> None:
+    """About one noise in ten million is 0, and zeros have signs."""
     seeds, choices, positions, ids = (torch.tensor([number]) for number in (4162495386135428346, 2, 154, 79422))
     expected = noise.gumbel(seeds, choices, positions, ids[None])
     assert expected.item() == 0.0
     found = fused_noise.gumbel(*(x.to(DEVICE) for x in (seeds, choices, positions, ids[None])))
-    assert bits(found).equal(bits(expected))
+    assert as_bits(found).equal(as_bits(expected))
 
 
-def test_the_logarithm_is_one(chance: random.Random) -> None:
+def test_logarithm_is_accurate_to_2_units_in_the_last_place(rng: random.Random) -> None:
+    """And log(1 - u) to 3."""
     x = torch.cat((torch.rand(100_000), torch.rand(1000) * 1e-30, 1 + (torch.rand(1000) - 0.5) * 1e-3, torch.rand(1000) * 1e30))
     x = x.clamp(min=1e-37)
     exact = x.double().log()
     units = ((logarithm.log(x).double() - exact) / exact.abs().clamp(min=1e-30)).abs().max() * 2**23
-    assert units < 2.0  # of relative error; half a unit of an interval's upper end is one of its lower end
+    assert units < 2.0  # relative error; half a unit at the upper end of a binade is a whole one at its lower end
     u = torch.cat((torch.rand(100_000), 2.0 ** -torch.randint(1, 34, (1000,)))).clamp(2.0**-33, 1 - 2.0**-24)
     exact = torch.log1p(-u.double())
     assert ((logarithm.log_complement(u).double() - exact) / exact).abs().max() * 2**23 < 3
 
 
-def test_noise_is_what_the_formula_says() -> None:
-    """torch's own logarithms give the same but for the last places; and the ends of the range are finite."""
+def test_noise_matches_the_gumbel_formula_with_torchs_logarithms() -> None:
+    """Except for the last places; and it is finite at the ends of the range."""
     words = torch.cat((torch.randint(0, 1 << 32, (100_000,)), torch.tensor([0, (1 << 32) - 1])))
     uniform = ((words.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
     expected = -torch.log(-torch.log1p(-uniform))
     torch.testing.assert_close(logarithm.gumbel(words), expected, rtol=5e-7, atol=5e-7)
 
 
-def draws(rows: int, **fields: Any) -> Draws:
+def make_draws(rows: int, **fields: Any) -> Draws:
     def column(name: str, neutral: float, dtype: torch.dtype) -> Tensor:
         value = fields.get(name, neutral)
         return torch.tensor(value if isinstance(value, list) else [value] * rows, dtype=dtype, device=DEVICE)
@@ -122,28 +130,28 @@ def draws(rows: int, **fields: Any) -> Draws:
     )
 
 
-def plain(logits: Tensor, parameters: Draws) -> tuple[Tensor, Tensor]:
-    """Tokens and log-probabilities of the distribution drawn from, by `sampling.py`."""
+def sample_by_reference(logits: Tensor, parameters: Draws) -> tuple[Tensor, Tensor]:
+    """Tokens, and their log-probabilities in the final distribution, by `sampling.py`."""
     tokens, final = logits.argmax(-1), torch.zeros(len(logits), device=DEVICE)
     rows = (parameters.temperature > 0).nonzero().squeeze(1)
-    own = parameters.take(rows)
-    for part in filtered(logits[rows], own):
-        columns = draw(part, own).unsqueeze(1)
+    sampled_parameters = parameters.take(rows)
+    for part in filtered(logits[rows], sampled_parameters):
+        columns = draw(part, sampled_parameters).unsqueeze(1)
         tokens[rows[part.rows]] = (columns if part.ids is None else part.ids.gather(1, columns)).squeeze(1)
         final[rows[part.rows]] = part.scores.log_softmax(-1).gather(1, columns).squeeze(1)
     return tokens, final
 
 
-def check(found: Sampled, logits: Tensor, allowed: Tensor, parameters: Draws) -> None:
-    """logits: as they came; allowed: after penalties and mask."""
-    tokens, final = plain(allowed, parameters)
+def check_against_reference(found: Sampled, logits: Tensor, allowed: Tensor, parameters: Draws) -> None:
+    """Compares with the reference. logits: as given; allowed: after penalties and mask."""
+    tokens, final = sample_by_reference(allowed, parameters)
     assert found.tokens.tolist() == tokens.tolist()
     torch.testing.assert_close(found.final, final, rtol=1e-5, atol=2e-5)
     expected = logits.log_softmax(-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
     torch.testing.assert_close(found.logprobs, expected, rtol=1e-5, atol=2e-5)
 
 
-NEAR = {
+MIXED_FILTERS = {
     "temperature": [0.0, 1.0, 0.6, 1.0, 1.5, 1.0, 0.3, 0.9, 1.0],
     "top_k": [0, 0, 5, 0, 0, 20, 0, 1, 8],
     "top_p": [1.0, 1.0, 1.0, 0.5, 1.0, 0.8, 0.9, 1.0, 0.01],
@@ -152,81 +160,82 @@ NEAR = {
 
 
 @pytest.mark.parametrize("vocabulary", [1, 7, 61, 259])
-def test_the_same_tokens(vocabulary: int, chance: random.Random) -> None:
-    """Greedy, plain and filtered rows, one of each kind, in a view with NaN around it."""
-    rows = len(NEAR["top_k"])
-    whole = torch.full((rows, vocabulary + 3), torch.nan, device=DEVICE)
-    logits = whole[:, 1 : vocabulary + 1]
+def test_greedy_plain_and_filtered_rows_choose_the_reference_tokens(vocabulary: int, rng: random.Random) -> None:
+    """One row of each kind, in a view with NaN around it."""
+    rows = len(MIXED_FILTERS["top_k"])
+    parent = torch.full((rows, vocabulary + 3), torch.nan, device=DEVICE)
+    logits = parent[:, 1 : vocabulary + 1]
     logits.copy_(torch.randn(rows, vocabulary) * 3)
-    before, parameters = logits.clone(), draws(rows, **NEAR)
-    check(sample(logits, parameters, None, None), before, before, parameters)
+    before, parameters = logits.clone(), make_draws(rows, **MIXED_FILTERS)
+    check_against_reference(sample(logits, parameters, None, None), before, before, parameters)
     assert logits.equal(before)
 
 
 @pytest.mark.parametrize(
     "filters", [{"top_k": 120}, {"top_p": 0.999}, {"min_p": 1e-4}, {"top_k": 90, "top_p": 0.95, "min_p": 1e-3}]
 )
-def test_filters_that_reach_far(filters: dict[str, float], chance: random.Random) -> None:
-    """Flat rows, of which more stays than is gathered."""
+def test_filters_that_keep_more_tokens_than_are_gathered(filters: dict[str, float], rng: random.Random) -> None:
+    """Of flat rows."""
     logits = torch.randn(2, 190, device=DEVICE)
-    parameters = draws(2, **filters, temperature=[1.0, 0.8])
-    check(sample(logits, parameters, None, None), logits, logits, parameters)
+    parameters = make_draws(2, **filters, temperature=[1.0, 0.8])
+    check_against_reference(sample(logits, parameters, None, None), logits, logits, parameters)
 
 
-def test_what_is_gathered_may_have_too_little_mass(chance: random.Random) -> None:
-    """There is room for all that is not below the pivot, and still top-p reaches further."""
+def test_top_p_that_needs_more_mass_than_the_gathered_tokens_have(rng: random.Random) -> None:
+    """All tokens from the pivot up are gathered, and top-p still reaches further."""
     logits = torch.randn(1, 500, device=DEVICE) / 3
-    parameters = draws(1, top_p=0.5)
-    check(sample(logits, parameters, None, None), logits, logits, parameters)
+    parameters = make_draws(1, top_p=0.5)
+    check_against_reference(sample(logits, parameters, None, None), logits, logits, parameters)
 
 
-def test_what_is_gathered_lies_in_few_buckets(chance: random.Random) -> None:
-    """Of many; and some hold more of it than others."""
-    rows, vocabulary = len(NEAR["top_k"]), 2500
+def test_gathered_tokens_concentrated_in_few_buckets(rng: random.Random) -> None:
+    """Of many buckets, some hold more of the gathered tokens than others."""
+    rows, vocabulary = len(MIXED_FILTERS["top_k"]), 2500
     logits = torch.randn(rows, vocabulary, device=DEVICE)
-    for start in chance.sample(range(0, 2400, 32), 3):
+    for start in rng.sample(range(0, 2400, 32), 3):
         logits[:, start : start + 30] += 3 * torch.rand(rows, 30, device=DEVICE)
-    parameters = draws(rows, **NEAR)
-    check(sample(logits, parameters, None, None), logits, logits, parameters)
+    parameters = make_draws(rows, **MIXED_FILTERS)
+    check_against_reference(sample(logits, parameters, None, None), logits, logits, parameters)
 
 
-def test_what_is_not_listed_may_count(chance: random.Random) -> None:
-    """One token of each bucket is allowed, so that none that is listed is below the pivot; filters reach further."""
+def test_filters_that_reach_tokens_below_the_listed_ones(rng: random.Random) -> None:
+    """One token of each bucket is allowed, so that no listed token is below the pivot."""
     logits = torch.randn(3, 32 * 24, device=DEVICE)
     allowed = logits.clone()
-    words = torch.tensor([[1 << chance.randrange(31) for _ in range(24)] for _ in range(3)], device=DEVICE).int()
+    words = torch.tensor([[1 << rng.randrange(31) for _ in range(24)] for _ in range(3)], device=DEVICE).int()
     ids = torch.arange(32 * 24, device=DEVICE)
     allowed[(words[:, ids // 32] >> (ids % 32).int()) & 1 == 0] = -torch.inf
-    parameters = draws(3, top_p=[0.97, 1.0, 1.0], top_k=[0, 22, 0], min_p=[0.0, 0.0, 1e-3])
-    check(sample(logits, parameters, None, words), logits, allowed, parameters)
+    parameters = make_draws(3, top_p=[0.97, 1.0, 1.0], top_k=[0, 22, 0], min_p=[0.0, 0.0, 1e-3])
+    check_against_reference(sample(logits, parameters, None, words), logits, allowed, parameters)
 
 
-def test_a_row_that_was_not_weighed_is_right_all_the_same(chance: random.Random) -> None:
+def test_rows_without_the_weighing_launch_choose_the_reference_tokens(rng: random.Random) -> None:
     logits = torch.randn(3, 50, device=DEVICE) * 2
-    parameters = draws(3, top_p=[0.8, 0.5, 1.0], top_k=[0, 9, 4])
-    check(sample(logits, parameters, None, None, weighed=False), logits, logits, parameters)
+    parameters = make_draws(3, top_p=[0.8, 0.5, 1.0], top_k=[0, 9, 4])
+    check_against_reference(sample(logits, parameters, None, None, weighed=False), logits, logits, parameters)
 
 
-def test_ties_stay(chance: random.Random) -> None:
-    """At the edge of top-k and of top-p: the mass that is left says what stays."""
+def test_ties_at_the_limits_of_top_k_and_top_p_are_kept(rng: random.Random) -> None:
+    """The log-probability shows which tokens were kept."""
     values = torch.arange(8.0, device=DEVICE).repeat(6)[torch.randperm(48, device=DEVICE)]
     values = torch.cat((values, torch.full((100,), -40.0, device=DEVICE)))
     logits = values.repeat(3, 1)
     masses = logits[0].double().exp()
-    # Six tokens each of 7, 6, 5: top-k 8 is within the sixes, and so is the share of the sevens and a half of the sixes.
+    # Six tokens each have logit 7, 6 and 5. top-k 8 ends within the sixes, and so does top-p: the mass of the sevens and half the
+    # sixes.
     share = ((masses[values == 7].sum() + masses[values == 6].sum() / 2) / masses.sum()).item()
-    found = sample(logits, draws(3, top_k=[8, 0, 60], top_p=[1.0, share, share]), None, None)
+    found = sample(logits, make_draws(3, top_k=[8, 0, 60], top_p=[1.0, share, share]), None, None)
     kept = masses[values >= 6].sum()
     for token, final in zip(found.tokens.tolist(), found.final.tolist(), strict=True):
         assert values[token] >= 6
         assert final == pytest.approx(math.log(masses[token] / kept), abs=1e-5)
 
 
-def penalties_of(rows: int, vocabulary: int, chance: random.Random) -> Penalties:
-    """With tokens that come again and again, and rows that have none."""
-    entries = chance.randint(1, 400)
+def random_penalties(rows: int, vocabulary: int, rng: random.Random) -> Penalties:
+    """Tokens that occur many times, and rows without penalties."""
+    entries = rng.randint(1, 400)
     output = torch.rand(entries, device=DEVICE) < 0.6
-    biases = [divmod(place, vocabulary) for place in chance.sample(range(rows * vocabulary), min(rows * vocabulary, 9))]
+    biases = [divmod(place, vocabulary) for place in rng.sample(range(rows * vocabulary), min(rows * vocabulary, 9))]
     return Penalties(
         rows=torch.randint(0, rows, (entries,), device=DEVICE).clamp(max=rows - 2),
         ids=(torch.randn(entries, device=DEVICE).abs() * vocabulary / 4).long().clamp(max=vocabulary - 1),
@@ -240,9 +249,9 @@ def penalties_of(rows: int, vocabulary: int, chance: random.Random) -> Penalties
     )
 
 
-def test_penalties_come_and_go(chance: random.Random) -> None:
+def test_penalties_are_applied_in_place_and_restored_exactly(rng: random.Random) -> None:
     logits = torch.randn(4, 50, device=DEVICE)
-    before, penalties = logits.clone(), penalties_of(4, 50, chance)
+    before, penalties = logits.clone(), random_penalties(4, 50, rng)
     saved = penalize_(logits, penalties)
     torch.testing.assert_close(logits, penalize(before, penalties), rtol=1e-6, atol=2e-6)
     assert not any(tallies.any() for tallies in fused_penalties._tallies.values())
@@ -250,17 +259,17 @@ def test_penalties_come_and_go(chance: random.Random) -> None:
     assert logits.equal(before)
 
 
-def test_penalties_that_broke_off_leave_nothing(chance: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where there is no memory to launch a kernel: what was counted until then is nobody's."""
+def test_failed_penalty_launch_leaves_no_counts_behind(rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when memory is short at a kernel's launch: the tallies counted so far must not reach the next call."""
 
-    class Full:
+    class OutOfMemoryKernel:
         def __getitem__(self, grid: object) -> Any:
             raise RuntimeError("Triton Error [CUDA]: out of memory")
 
     logits = torch.randn(4, 50, device=DEVICE)
-    first, penalties = penalties_of(4, 50, chance), penalties_of(4, 50, chance)
+    first, penalties = random_penalties(4, 50, rng), random_penalties(4, 50, rng)
     with monkeypatch.context() as patch:
-        patch.setattr(fused_penalties, "penalize_kernel", Full())
+        patch.setattr(fused_penalties, "penalize_kernel", OutOfMemoryKernel())
         with pytest.raises(RuntimeError, match="out of memory"):
             penalize_(logits, first)
     expected = logits.clone()
@@ -269,33 +278,33 @@ def test_penalties_that_broke_off_leave_nothing(chance: random.Random, monkeypat
 
 
 @pytest.mark.parametrize("vocabulary", [40, 203])
-def test_penalties_and_masks(vocabulary: int, chance: random.Random) -> None:
-    rows = len(NEAR["top_k"])
+def test_penalties_with_grammar_masks_choose_the_reference_tokens(vocabulary: int, rng: random.Random) -> None:
+    rows = len(MIXED_FILTERS["top_k"])
     logits = torch.randn(rows, vocabulary, device=DEVICE) * 3
     words = torch.randint(-(1 << 31), 1 << 31, (rows, -(-vocabulary // 32)), device=DEVICE).int()
-    words[:, 0] |= 1  # of every row something is allowed
-    penalties, parameters = penalties_of(rows, vocabulary, chance), draws(rows, **NEAR)
+    words[:, 0] |= 1  # at least one token is allowed in every row
+    penalties, parameters = random_penalties(rows, vocabulary, rng), make_draws(rows, **MIXED_FILTERS)
     before = logits.clone()
     ids = torch.arange(vocabulary, device=DEVICE)
-    hidden = (words[:, ids // 32] >> (ids % 32).int()) & 1 == 0
+    forbidden = (words[:, ids // 32] >> (ids % 32).int()) & 1 == 0
     allowed = before.clone()
     penalize_(allowed, penalties)
     found = sample(logits, parameters, penalties, words)
-    check(found, before, allowed.masked_fill(hidden, -torch.inf), parameters)
+    check_against_reference(found, before, allowed.masked_fill(forbidden, -torch.inf), parameters)
     assert logits.equal(before)
 
 
-def test_rows_do_not_know_their_neighbours(chance: random.Random) -> None:
-    """To the last bit, and some of the neighbours are broken: those say so."""
-    rows, vocabulary = len(NEAR["top_k"]), 150
-    logits, parameters = torch.randn(rows, vocabulary, device=DEVICE) * 2, draws(rows, **NEAR)
+def test_rows_are_bit_identical_whatever_the_other_rows_are(rng: random.Random) -> None:
+    """Also beside rows with NaN or infinity, which get token -1 and a log-probability of NaN."""
+    rows, vocabulary = len(MIXED_FILTERS["top_k"]), 150
+    logits, parameters = torch.randn(rows, vocabulary, device=DEVICE) * 2, make_draws(rows, **MIXED_FILTERS)
     logits[1, 7], logits[4, 3] = torch.nan, torch.inf
-    among = sample(logits, parameters, None, None)
+    together = sample(logits, parameters, None, None)
     for row in (0, 3, 6):
         alone = sample(logits[row : row + 1], parameters.take(torch.tensor([row], device=DEVICE)), None, None)
-        assert alone.tokens[0] == among.tokens[row]
-        assert alone.logprobs[0] == among.logprobs[row]
-        assert alone.final[0] == among.final[row]
-    assert among.logprobs.isnan().nonzero().flatten().tolist() == [1, 4]
-    assert (among.tokens == -1).nonzero().flatten().tolist() == [1, 4]
-    assert bool(((among.tokens >= -1) & (among.tokens < vocabulary)).all())
+        assert alone.tokens[0] == together.tokens[row]
+        assert alone.logprobs[0] == together.logprobs[row]
+        assert alone.final[0] == together.final[row]
+    assert together.logprobs.isnan().nonzero().flatten().tolist() == [1, 4]
+    assert (together.tokens == -1).nonzero().flatten().tolist() == [1, 4]
+    assert bool(((together.tokens >= -1) & (together.tokens < vocabulary)).all())

@@ -1,5 +1,4 @@
-"""What parts of layers see of streams whose features have gates, and give, by torch and by Triton's kernels, is transformers' in
-float64; streams that are added to, too."""
+"""Gated hyper-connections (Qwen 4 Exp), by the reference and by Triton's kernels, compared with transformers in float64."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ from .test_paged_attention import DEVICE
 
 
 @pytest.fixture(autouse=True)
-def _clean(unwritten: None) -> Iterator[None]:
+def automatic_dispatch(poisoned_float_outputs: None) -> Iterator[None]:
     yield
     dispatch.force("")
 
@@ -27,42 +26,45 @@ def _clean(unwritten: None) -> Iterator[None]:
 @pytest.mark.parametrize("route", ["reference", "triton"])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize(
-    ("count", "size", "gives", "adds"), [(4, 40, True, True), (3, 17, True, False), (2, 600, False, True), (1, 9, True, True)]
+    ("count", "size", "with_write_shares", "with_update"),
+    [(4, 40, True, True), (3, 17, True, False), (2, 600, False, True), (1, 9, True, True)],
 )
-def test_mixtures(count: int, size: int, gives: bool, adds: bool, dtype: torch.dtype, route: str) -> None:
+def test_gated_mixing_of_streams_matches_transformers(
+    count: int, size: int, with_write_shares: bool, with_update: bool, dtype: torch.dtype, route: str
+) -> None:
     torch.manual_seed(size)
     config = SimpleNamespace(hc_count=count, hidden_size=size, hc_lowrank=5, rms_norm_eps=1e-2)
-    theirs = Qwen4ExpTextGatedResidual(config, use_combine=gives).double()
-    for values in theirs.parameters():
+    module = Qwen4ExpTextGatedResidual(config, use_combine=with_write_shares).double()
+    for values in module.parameters():
         values.data.normal_(std=0.3).copy_(values.data.to(dtype))
     streams, more = (torch.randn(3, *shape).to(DEVICE, dtype) for shape in ((count, size), (size,)))
     given = torch.rand(3, count).to(DEVICE)
-    wide = streams.double()
-    if adds:
-        wide = (wide + given.double().unsqueeze(2) * more.double().unsqueeze(1)).to(dtype).double()
+    updated = streams.double()
+    if with_update:
+        updated = (updated + given.double().unsqueeze(2) * more.double().unsqueeze(1)).to(dtype).double()
     with torch.inference_mode():
-        found = theirs(wide.flatten(1).cpu())
-    seen, shares = (found[0], found[2]) if gives else (found, None)
+        found = module(updated.flatten(1).cpu())
+    expected, expected_shares = (found[0], found[2]) if with_write_shares else (found, None)
     dispatch.force(route)
-    gains = theirs.hc_norm.weight.detach().float().view(count, size).to(DEVICE) + 1
-    down, up = (getattr(theirs, f"input_mix_weight_{name}").weight.detach().to(DEVICE, dtype) for name in ("down", "up"))
-    inject = theirs.block_inject_weight.weight.detach().to(DEVICE, dtype) / count if gives else None
-    normal = spread(streams, *((more, given) if adds else (None, None)), gains, 1e-2)
-    torch.testing.assert_close(streams.double(), wide, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
-    gates = functional.linear(functional.silu(functional.linear(normal, down / count)), up)
+    gains = module.hc_norm.weight.detach().float().view(count, size).to(DEVICE) + 1
+    down, up = (getattr(module, f"input_mix_weight_{name}").weight.detach().to(DEVICE, dtype) for name in ("down", "up"))
+    inject = module.block_inject_weight.weight.detach().to(DEVICE, dtype) / count if with_write_shares else None
+    normalized = spread(streams, *((more, given) if with_update else (None, None)), gains, 1e-2)
+    torch.testing.assert_close(streams.double(), updated, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    gates = functional.linear(functional.silu(functional.linear(normalized, down / count)), up)
     joint = torch.full((3, count + 2), torch.nan).to(DEVICE, dtype)
     if inject is not None:
-        joint[:, 1 : count + 1] = functional.linear(normal, inject)
-    mixed, gave = gathered(normal, gates, joint[:, 1 : count + 1] if gives else None, count)
+        joint[:, 1 : count + 1] = functional.linear(normalized, inject)
+    mixed, write_shares = gathered(normalized, gates, joint[:, 1 : count + 1] if with_write_shares else None, count)
     tolerance = 2 * TOLERANCE[dtype]
     assert mixed.dtype == dtype
-    torch.testing.assert_close(mixed.double().cpu(), seen, rtol=tolerance, atol=tolerance)
-    assert (gave is None) == (shares is None)
-    if gave is not None and shares is not None:
-        torch.testing.assert_close(gave.double().cpu(), shares, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(mixed.double().cpu(), expected, rtol=tolerance, atol=tolerance)
+    assert (write_shares is None) == (expected_shares is None)
+    if write_shares is not None and expected_shares is not None:
+        torch.testing.assert_close(write_shares.double().cpu(), expected_shares, rtol=tolerance, atol=tolerance)
 
 
-def test_of_no_tokens() -> None:
+def test_gated_mixing_of_no_tokens_returns_empty_tensors() -> None:
     dispatch.force("triton")
     normal = spread(torch.zeros(0, 2, 8, device=DEVICE), None, None, torch.ones(2, 8, device=DEVICE), 1e-6)
     mixed, given = gathered(normal, normal, normal[:, :2], 2)
@@ -71,6 +73,6 @@ def test_of_no_tokens() -> None:
     assert given.shape == (0, 2)
 
 
-def test_it_is_compiled_as_it_is_launched() -> None:
-    for one in fused_gated_hyper_connections.compilations():
-        assert list(one.signature) == [name for name in one.kernel.arg_names if name not in one.constants]
+def test_ahead_of_time_signatures_match_the_kernels_parameters() -> None:
+    for compilation in fused_gated_hyper_connections.compilations():
+        assert list(compilation.signature) == [name for name in compilation.kernel.arg_names if name not in compilation.constants]

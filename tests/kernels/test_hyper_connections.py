@@ -1,4 +1,5 @@
-"""Mixtures of residual streams, by torch and by Triton's kernel, are those of float64; streams that are added to, too."""
+"""Hyper-connections (several residual streams per token), by the reference and by Triton's kernels, compared with float64, and with
+transformers' DeepSeek V4."""
 
 import random
 from collections.abc import Iterator
@@ -21,53 +22,60 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 @pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
+def automatic_dispatch() -> Iterator[None]:
     yield
     dispatch.force("")
 
 
-def exact(
+def mix_in_float64(
     streams: Tensor, more: Tensor | None, given: Tensor | None, shares: HyperConnectionWeights, epsilon: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Streams afterwards, what is seen, and what is given."""
-    wide, count = streams.double(), streams.shape[1]
+    """The streams after the update, the next part's input, and the write shares of its output."""
+    updated, count = streams.double(), streams.shape[1]
     if more is not None and given is not None:
-        wide = (wide + given.double().unsqueeze(2) * more.double().unsqueeze(1)).to(streams.dtype).double()
-    flat = wide.flatten(1)
-    normal = flat / (flat.square().mean(1, keepdim=True) + epsilon).sqrt()
-    found = (normal @ shares.matrix.double().t() * shares.scale.double() + shares.base.double()).sigmoid()
-    seen, gives = found[:, :count] + shares.epsilon, found[:, count:] * shares.magnitude + shares.epsilon
-    return wide, torch.einsum("tc,tch->th", seen, wide), gives
+        updated = (updated + given.double().unsqueeze(2) * more.double().unsqueeze(1)).to(streams.dtype).double()
+    flat = updated.flatten(1)
+    normalized = flat / (flat.square().mean(1, keepdim=True) + epsilon).sqrt()
+    found = (normalized @ shares.matrix.double().t() * shares.scale.double() + shares.base.double()).sigmoid()
+    read_shares, write_shares = found[:, :count] + shares.epsilon, found[:, count:] * shares.magnitude + shares.epsilon
+    return updated, torch.einsum("tc,tch->th", read_shares, updated), write_shares
 
 
 @pytest.mark.parametrize("route", ["reference", "triton"])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize(
-    ("count", "size", "gives", "adds"), [(4, 40, True, True), (3, 17, True, False), (2, 700, False, True), (1, 9, True, True)]
+    ("count", "size", "with_write_shares", "with_update"),
+    [(4, 40, True, True), (3, 17, True, False), (2, 700, False, True), (1, 9, True, True)],
 )
-def test_mixtures(count: int, size: int, gives: bool, adds: bool, dtype: torch.dtype, route: str) -> None:
-    chance = random.Random(size)
+def test_mixing_of_streams_matches_float64(
+    count: int, size: int, with_write_shares: bool, with_update: bool, dtype: torch.dtype, route: str
+) -> None:
+    rng = random.Random(size)
     torch.manual_seed(size)
-    tokens, kinds = chance.randint(2, 5), 1 + gives
+    tokens, share_kinds = rng.randint(2, 5), 1 + with_write_shares
 
     def numbers(*shape: int, factor: float = 1.0) -> Tensor:
         return (torch.randn(*shape) * factor).to(DEVICE)
 
     shares = HyperConnectionWeights(
-        numbers(kinds * count, count * size, factor=size**-0.5), numbers(kinds * count), numbers(kinds * count), 1.7, 0.01
+        numbers(share_kinds * count, count * size, factor=size**-0.5),
+        numbers(share_kinds * count),
+        numbers(share_kinds * count),
+        1.7,
+        0.01,
     )
     streams = numbers(tokens, count, size).to(dtype)
-    more, given = (numbers(tokens, size).to(dtype), numbers(tokens, count)) if adds else (None, None)
-    wide, seen, giving = (x.cpu() for x in exact(streams, more, given, shares, 1e-3))
+    more, given = (numbers(tokens, size).to(dtype), numbers(tokens, count)) if with_update else (None, None)
+    updated, expected, write_shares = (x.cpu() for x in mix_in_float64(streams, more, given, shares, 1e-3))
     dispatch.force(route)
     mixed, found = mix(streams, more, given, shares, 1e-3)
     tolerance = TOLERANCE[dtype]
-    torch.testing.assert_close(streams.double().cpu(), wide, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(mixed.double().cpu(), seen, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(streams.double().cpu(), updated, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(mixed.double().cpu(), expected, rtol=tolerance, atol=tolerance)
     assert mixed.dtype == dtype
-    if gives:
+    if with_write_shares:
         assert found is not None
-        torch.testing.assert_close(found.double().cpu(), giving, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(found.double().cpu(), write_shares, rtol=tolerance, atol=tolerance)
     else:
         assert found is None
 
@@ -75,61 +83,63 @@ def test_mixtures(count: int, size: int, gives: bool, adds: bool, dtype: torch.d
 @pytest.mark.parametrize("route", ["reference", "triton"])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize(
-    ("count", "size", "rounds", "adds"),
+    ("count", "size", "rounds", "with_update"),
     [(4, 40, 20, True), (3, 17, 2, True), (2, 300, 1, False), (1, 9, 3, True), (4, 33, 0, True)],
 )
-def test_mixtures_of_each_other(count: int, size: int, rounds: int, adds: bool, dtype: torch.dtype, route: str) -> None:
-    """As DeepSeek V4's own code has them; without rounds the mean is seen."""
+def test_manifold_constrained_mixing_matches_transformers(
+    count: int, size: int, rounds: int, with_update: bool, dtype: torch.dtype, route: str
+) -> None:
+    """DeepSeek V4; with 0 Sinkhorn rounds the input of the next part is the mean of the streams."""
     torch.manual_seed(size)
     config = SimpleNamespace(hc_mult=count, hc_sinkhorn_iters=rounds, hc_eps=1e-3, rms_norm_eps=1e-3, hidden_size=size)
-    theirs = DeepseekV4HyperConnection(config).double()
-    for values in theirs.parameters():
+    module = DeepseekV4HyperConnection(config).double()
+    for values in module.parameters():
         values.data.normal_(std=size**-0.5 if values.dim() == 2 else 1.0)
-    parts = (values.detach().float().to(DEVICE) for values in (theirs.fn, theirs.scale, theirs.base))
+    parts = (values.detach().float().to(DEVICE) for values in (module.fn, module.scale, module.base))
     matrix, scale, base = parts
     scale = scale.repeat_interleave(torch.tensor([count, count, count**2], device=DEVICE))
     shares = HyperConnectionWeights(matrix, scale, base, 2.0, 1e-3, rounds) if rounds else None
     tokens = 3
     streams, more = (torch.randn(tokens, *shape).to(DEVICE, dtype) for shape in ((count, size), (size,)))
-    gives = torch.rand(tokens, count + count**2, device=DEVICE)
-    wide = streams.double().cpu()
-    if adds:
-        own, cross = gives.double().cpu().split_with_sizes((count, count**2), 1)
-        wide = own.unsqueeze(2) * more.double().cpu().unsqueeze(1) + cross.view(-1, count, count).transpose(1, 2) @ wide
-        wide = wide.to(dtype).double()
-    post, comb, seen = (x[:, 0] for x in theirs(wide.unsqueeze(1)))
+    given_shares = torch.rand(tokens, count + count**2, device=DEVICE)
+    updated = streams.double().cpu()
+    if with_update:
+        own, cross = given_shares.double().cpu().split_with_sizes((count, count**2), 1)
+        updated = own.unsqueeze(2) * more.double().cpu().unsqueeze(1) + cross.view(-1, count, count).transpose(1, 2) @ updated
+        updated = updated.to(dtype).double()
+    post, mixing, expected = (x[:, 0] for x in module(updated.unsqueeze(1)))
     dispatch.force(route)
-    mixed, found = mix(streams, more if adds else None, gives if adds else None, shares, 1e-3)
+    mixed, found = mix(streams, more if with_update else None, given_shares if with_update else None, shares, 1e-3)
     tolerance = TOLERANCE[dtype]
-    torch.testing.assert_close(streams.double().cpu(), wide, rtol=tolerance, atol=tolerance)
-    seen = seen if rounds else wide.mean(1)
-    torch.testing.assert_close(mixed.double().cpu(), seen.double(), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(streams.double().cpu(), updated, rtol=tolerance, atol=tolerance)
+    expected = expected if rounds else updated.mean(1)
+    torch.testing.assert_close(mixed.double().cpu(), expected.double(), rtol=tolerance, atol=tolerance)
     if not rounds:
         assert found is None
         return
     assert found is not None
-    torch.testing.assert_close(found.double().cpu(), torch.cat((post, comb.flatten(1)), 1), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(found.double().cpu(), torch.cat((post, mixing.flatten(1)), 1), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("route", ["reference", "triton"])
-def test_the_last_mixture_gives_nothing(route: str) -> None:
-    """Of streams that become mixtures of each other before it (DeepSeek V4)."""
+def test_last_mixing_returns_no_write_shares(route: str) -> None:
+    """Although the streams were mixed with each other before it (DeepSeek V4)."""
     torch.manual_seed(3)
     streams, more, given = (torch.randn(*shape) for shape in ((2, 3, 10), (2, 10), (2, 12)))
     matrix, scale, base = (torch.randn(*shape) for shape in ((3, 30), (3,), (3,)))
     added = given[:, :3].unsqueeze(2) * more.unsqueeze(1)
-    wide = (added + given[:, 3:].view(-1, 3, 3).transpose(1, 2) @ streams).double()
-    flat = wide.flatten(1)
-    normal = flat * (flat.square().mean(1, keepdim=True) + 1e-3).rsqrt()
-    seen = torch.sigmoid(normal @ matrix.double().t() * scale + base) + 1e-3
+    updated = (added + given[:, 3:].view(-1, 3, 3).transpose(1, 2) @ streams).double()
+    flat = updated.flatten(1)
+    normalized = flat * (flat.square().mean(1, keepdim=True) + 1e-3).rsqrt()
+    read_shares = torch.sigmoid(normalized @ matrix.double().t() * scale + base) + 1e-3
     shares = HyperConnectionWeights(*(x.to(DEVICE) for x in (matrix, scale, base)), 2.0, 1e-3)
     dispatch.force(route)
     mixed, found = mix(*(x.to(DEVICE) for x in (streams, more, given)), shares, 1e-3)
-    torch.testing.assert_close(mixed.double().cpu(), (seen.unsqueeze(2) * wide).sum(1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(mixed.double().cpu(), (read_shares.unsqueeze(2) * updated).sum(1), rtol=1e-5, atol=1e-5)
     assert found is None
 
 
-def test_of_no_tokens() -> None:
+def test_mixing_of_no_tokens_returns_empty_tensors() -> None:
     dispatch.force("triton")
     empty = torch.zeros(0, 2, 8, device=DEVICE)
     shares = HyperConnectionWeights(*(torch.zeros(*shape, device=DEVICE) for shape in ((4, 16), (4,), (4,))), 1.0, 0.0)
@@ -139,8 +149,8 @@ def test_of_no_tokens() -> None:
     assert given.shape == (0, 2)
 
 
-def test_it_is_compiled_as_it_is_launched() -> None:
-    """In the order of its arguments."""
-    for one in (*fused_hyper_connections.compilations(), *fused_manifold_connections.compilations()):
-        names = [name for name in one.kernel.arg_names if name not in one.constants]
-        assert list(one.signature) == names
+def test_ahead_of_time_signatures_match_the_kernels_parameters() -> None:
+    """And are in the same order."""
+    for compilation in (*fused_hyper_connections.compilations(), *fused_manifold_connections.compilations()):
+        names = [name for name in compilation.kernel.arg_names if name not in compilation.constants]
+        assert list(compilation.signature) == names

@@ -1,6 +1,5 @@
-"""A whole shard by Triton's kernels, in the interpreter or on a GPU, gives the tokens that the plain operations give, also with
-steps that are padded and replayed, as graphs are.
-"""
+"""Whole shards with Triton's kernels, in the interpreter or on a GPU, generate the tokens that they generate with the reference,
+also with steps that are padded and replayed as CUDA graphs."""
 
 import functools
 import random
@@ -41,13 +40,13 @@ from penstock.tests.shard import configurations, packing, test_invariance, test_
 from penstock.tests.shard.driver import Driver, Flying, Habits, World, drive, message
 from penstock.tests.shard.test_weights import decoder
 
-# What padding computes is said nowhere, and nobody sees it.
+# The results of padding are undefined, and not used.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value", "ignore:divide by zero")
 
-# Triton's interpreter takes milliseconds for every token of every operation, also for those that are padding: so steps are small.
+# Steps are small: Triton's interpreter takes milliseconds for every token of every operation, padding included.
 PAGES = 32
-LLAMA, BLOOM, QWEN3, WINDOW = "few-heads", "few-heads-bloom", "few-heads-qwen3", "few-heads-window"
-GEMMA, GEMMA4, GEMMA4_MOE, GPT_OSS, LLAMA4, MIXTRAL, OLMO, MOE, DEEPSEEK, INDEXED = (
+LLAMA, BLOOM, QWEN3, SLIDING_WINDOW = "few-heads", "few-heads-bloom", "few-heads-qwen3", "few-heads-window"
+GEMMA2, GEMMA4, GEMMA4_MOE, GPT_OSS, LLAMA4, MIXTRAL, OLMO3, QWEN2_MOE, DEEPSEEK, GLM5 = (
     f"few-heads-{name}"
     for name in (
         *("gemma2", "gemma4", "gemma4-experts", "gpt-oss", "llama4", "mixtral", "olmo3", "qwen2-moe"),
@@ -55,25 +54,25 @@ GEMMA, GEMMA4, GEMMA4_MOE, GPT_OSS, LLAMA4, MIXTRAL, OLMO, MOE, DEEPSEEK, INDEXE
     )
 )
 (
-    DELTA,
-    FINE,
-    SPACES,
-    SHORT,
-    PARTS,
-    BESIDE,
+    QWEN35,
+    KIMI_LINEAR,
+    GRANITE4_H,
+    LFM2_MOE,
+    NEMOTRON_H,
+    FALCON_H1,
     GEMMA4_E,
     LAGUNA,
     MIMO,
-    BLOCKS,
-    STREAMS,
-    SHARPENED,
-    NORM_GATES,
-    APART,
-    UPDATED,
-    PAIRED,
-    POOLS,
-    GRAMS,
-    ENTRIES,
+    MINIMAX_M3,
+    HY4,
+    MISTRAL_LARGE4,
+    AX_K2,
+    OLMO_HYBRID,
+    GEMMA3N,
+    LONGCAT,
+    GLM5_NEXT,
+    QWEN4_EXP,
+    DEEPSEEK_V4,
 ) = (
     f"few-heads-{name}"
     for name in (
@@ -85,7 +84,7 @@ GEMMA, GEMMA4, GEMMA4_MOE, GPT_OSS, LLAMA4, MIXTRAL, OLMO, MOE, DEEPSEEK, INDEXE
 
 
 @pytest.fixture(autouse=True)
-def placed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def on_this_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if torch.cuda.is_available():
         monkeypatch.setattr(tiny, "DEVICE", torch.device("cuda", 0))
     yield
@@ -93,39 +92,41 @@ def placed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def groups(filters: bool = False) -> list[Group]:
-    """Greedy and sampled ones, with penalties, log-probabilities, several choices and a prompt in common. filters: of tokens, which
-    take the interpreter as long as the model, and are no part of a graph."""
+    """Greedy and sampled requests, with penalties, log-probabilities, several choices and a shared prompt. filters: with top-p and
+    top-k, which take the interpreter as long as the model and are no part of a graph."""
     top_p, top_k = (0.9, 5) if filters else (1.0, 0)
-    common = [5, 9, 2, 44, 7, 7, 3, 11]
+    shared_prompt = [5, 9, 2, 44, 7, 7, 3, 11]
     sampled = Sampling(temperature=0.9, top_p=top_p, seed=3, repetition_penalty=1.2, frequency_penalty=0.3, bias=((4, 2.0),))
     last = Sampling(temperature=0.7, top_k=top_k, seed=9, final_logprobs=True)
     return [
-        tiny.group(1, common, 3, top_n=3),
-        tiny.group(2, [*common, 17, 18], 3, sampled, choices=2),
+        tiny.group(1, shared_prompt, 3, top_n=3),
+        tiny.group(2, [*shared_prompt, 17, 18], 3, sampled, choices=2),
         tiny.group(3, [3], 2, Sampling(temperature=1.1, seed=8, typical_p=0.8)),
         tiny.group(4, list(range(1, 14)), 2, last, prompt_logprobs=True),
     ]
 
 
-def run(engine: Engine, chunk: int = 5, filters: bool = False) -> World:
+def run_groups(engine: Engine, chunk: int = 5, filters: bool = False) -> World:
     return drive(engine, groups(filters), Habits(chunk), seed=4)
 
 
 @functools.cache
-def plain(name: str, filters: bool = False) -> World:
-    """What the plain operations give."""
+def reference_run(name: str, filters: bool = False) -> World:
+    """The result with the reference implementations."""
     dispatch.force("reference")
-    return run(tiny.engine(name, 4, PAGES), filters=filters)
+    return run_groups(tiny.engine(name, 4, PAGES), filters=filters)
 
 
-def replaying(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Stands for a graph where there is no GPU. There is nothing to record: a step of padding alone is replayed below."""
+def replay_eagerly(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """Replaces the recorder of CUDA graphs where there is no GPU: a replay runs the step. A step of padding alone is replayed
+    below."""
     return run
 
 
 @pytest.fixture(autouse=True)
-def watched() -> None:
-    """Not here, but where a test says so: each kernel has been watched in its own tests, and it takes a third of the time."""
+def sanitized() -> None:
+    """Turns the sanitizer off, except where a test turns it on: it takes a third of the time, and each kernel's own tests have
+    checked it."""
 
 
 USUAL = GraphExtent(tokens=16, rows=4, total=32, pages=PAGES)
@@ -134,7 +135,7 @@ USUAL = GraphExtent(tokens=16, rows=4, total=32, pages=PAGES)
 def with_graphs(engine: Engine, monkeypatch: pytest.MonkeyPatch, extent: GraphExtent = USUAL) -> Engine:
     monkeypatch.setattr(graph_sizes, "DECODES", (1, 2, 4))
     monkeypatch.setattr(graph_sizes, "MIXED", (8, 16))
-    record: Any = replaying
+    record: Any = replay_eagerly
     if torch.cuda.is_available():
         from penstock.shard.graphs import Recorder
 
@@ -146,125 +147,145 @@ def with_graphs(engine: Engine, monkeypatch: pytest.MonkeyPatch, extent: GraphEx
 @pytest.mark.parametrize(
     "name",
     [
-        *(QWEN3, WINDOW, GEMMA, GEMMA4, GEMMA4_E, GEMMA4_MOE, GPT_OSS, LLAMA4, MIXTRAL, OLMO, MOE, DEEPSEEK, INDEXED),
-        *(BLOOM, DELTA, FINE, SPACES, SHORT, PARTS, BESIDE, LAGUNA, MIMO, BLOCKS, STREAMS, SHARPENED, NORM_GATES, APART),
-        *(UPDATED, PAIRED, POOLS, GRAMS, ENTRIES),
+        *(QWEN3, SLIDING_WINDOW, GEMMA2, GEMMA4, GEMMA4_E, GEMMA4_MOE, GPT_OSS, LLAMA4, MIXTRAL, OLMO3, QWEN2_MOE, DEEPSEEK, GLM5),
+        *(
+            BLOOM,
+            QWEN35,
+            KIMI_LINEAR,
+            GRANITE4_H,
+            LFM2_MOE,
+            NEMOTRON_H,
+            FALCON_H1,
+            LAGUNA,
+            MIMO,
+            MINIMAX_M3,
+            HY4,
+            MISTRAL_LARGE4,
+            AX_K2,
+            OLMO_HYBRID,
+        ),
+        *(GEMMA3N, LONGCAT, GLM5_NEXT, QWEN4_EXP, DEEPSEEK_V4),
     ],
 )
-def test_a_shard_by_triton_gives_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = plain(name, filters=True)
+def test_shard_with_triton_kernels_generates_the_reference_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = reference_run(name, filters=True)
     calls = []
     sample = fused_sampling.sample
     monkeypatch.setattr(fused_sampling, "sample", lambda *given: calls.append(1) or sample(*given))
     dispatch.force("triton")
-    with sanitizer.watching():
-        found = run(tiny.engine(name, 4, PAGES), filters=True)
+    with sanitizer.checking():
+        found = run_groups(tiny.engine(name, 4, PAGES), filters=True)
     assert found.tokens == expected.tokens
     assert found.finishes == expected.finishes
     assert calls
 
 
-@pytest.mark.parametrize("name", [DELTA, SPACES, BESIDE, APART])
-def test_prompts_by_chunks_give_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if two tokens were many: parts of prompts stand beside tokens that come one by one."""
-    expected = plain(name)
+@pytest.mark.parametrize("name", [QWEN35, GRANITE4_H, FALCON_H1, OLMO_HYBRID])
+def test_linear_attention_in_chunks_generates_the_reference_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spans of two tokens count as long, so that prompt chunks are computed in chunks beside decodes, which go token by token."""
+    expected = reference_run(name)
     monkeypatch.setattr(fused_chunked_delta, "CHUNKED_FROM", 2)
     dispatch.force("triton")
-    with sanitizer.watching() as kernels:
-        found = run(tiny.engine(name, 4, PAGES))
+    with sanitizer.checking() as kernels:
+        found = run_groups(tiny.engine(name, 4, PAGES))
     assert found.tokens == expected.tokens
     assert {"chunk_state_kernel", "recurrent_kernel"} <= set(kernels)
 
 
 @pytest.mark.parametrize(
-    ("name", "cut"), [(QWEN3, False), (QWEN3, True), (GEMMA4, True), (OLMO, True), (MOE, False), (DEEPSEEK, True), (SHORT, True)]
+    ("name", "split"),
+    [(QWEN3, False), (QWEN3, True), (GEMMA4, True), (OLMO3, True), (QWEN2_MOE, False), (DEEPSEEK, True), (LFM2_MOE, True)],
 )
-def test_products_of_few_rows_give_the_same_tokens(name: str, cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for models in bfloat16: norms, SwiGLU and sums go with the products, sums of what is cut with the norms behind."""
-    if cut:
+def test_fused_products_of_few_rows_generate_the_reference_tokens(name: str, split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for models in bfloat16: norms, SwiGLU and residual sums are fused with the products, and split-K parts are added by the
+    next norm."""
+    if split:
         monkeypatch.setattr(fused_skinny_gemm, "SHORTEST", 8)
-    expected = plain(name)
+    expected = reference_run(name)
     dispatch.force("triton")
     monkeypatch.setattr(linear, "STREAMED", {torch.float32})
-    monkeypatch.setattr(linear, "FEW", 5)  # of steps of up to a dozen
+    monkeypatch.setattr(linear, "FEW", 5)  # steps have up to a dozen rows
     calls = []
     product = fused_skinny_gemm.product
     monkeypatch.setattr(
-        fused_skinny_gemm, "product", lambda *given, **how: calls.append((len(given[0]), *how)) or product(*given, **how)
+        fused_skinny_gemm,
+        "product",
+        lambda *given, **options: calls.append((len(given[0]), *options)) or product(*given, **options),
     )
     norms = []
     norm = operations.add_rms_norm
     monkeypatch.setattr(stream, "add_rms_norm", lambda x, *given: norms.append(x.shape) or norm(x, *given))
-    found = run(tiny.engine_of(name, Ranks(0, 1, tiny.DEVICE), 4, PAGES))
+    found = run_groups(tiny.engine_of(name, Ranks(0, 1, tiny.DEVICE), 4, PAGES))
     assert found.tokens == expected.tokens
-    added = {"add"} if name not in (GEMMA4, OLMO) else set()  # which have a norm before it is added
-    assert {how for _, *names in calls for how in names} == {"gains", "epsilon", "gated", "gelu"} | added
+    added = {"add"} if name not in (GEMMA4, OLMO3) else set()  # which have a norm before the residual sum
+    assert {option for _, *names in calls for option in names} == {"gains", "epsilon", "gated", "gelu"} | added
     assert max(rows for rows, *_ in calls) == 5
-    assert max(rows for *_, rows, _ in norms) > 5  # larger steps go by the others
-    assert any(len(shape) == 3 for shape in norms) == (cut and bool(added))
+    assert max(rows for *_, rows, _ in norms) > 5  # larger steps use the other products
+    assert any(len(shape) == 3 for shape in norms) == (split and bool(added))
 
 
-@pytest.mark.parametrize("name", [DEEPSEEK, PAIRED])
-def test_expanded_latents_give_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of chunks that are long from three tokens on; steps that a graph takes are not expanded."""
-    expected = plain(name)
+@pytest.mark.parametrize("name", [DEEPSEEK, LONGCAT])
+def test_expanded_mla_latents_generate_the_reference_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of three tokens and more are expanded, but not in steps that run as graphs."""
+    expected = reference_run(name)
     monkeypatch.setattr(expanded, "MIN_QUERIES_TRITON", 3)
     monkeypatch.setattr(expanded, "MARGIN", -1e9)
     calls = []
     attend = expanded_attention.attend
     monkeypatch.setattr(expanded_attention, "attend", lambda query, *given: calls.append(len(query)) or attend(query, *given))
     dispatch.force("triton")
-    with sanitizer.watching():
-        found = run(tiny.engine(name, 4, PAGES))
+    with sanitizer.checking():
+        found = run_groups(tiny.engine(name, 4, PAGES))
     assert found.tokens == expected.tokens
     assert max(calls) > 3
     calls.clear()
-    assert run(with_graphs(tiny.engine(name, 4, PAGES), monkeypatch)).tokens == expected.tokens
+    assert run_groups(with_graphs(tiny.engine(name, 4, PAGES), monkeypatch)).tokens == expected.tokens
     assert not calls
 
 
 @pytest.mark.parametrize("name", [LLAMA, LLAMA4, GEMMA4])
-def test_padded_steps_give_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = plain(name)
+def test_padded_graph_steps_generate_the_reference_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = reference_run(name)
     dispatch.force("triton")
     engine = with_graphs(tiny.engine(name, 4, PAGES), monkeypatch)
     for graph in (engine.forward._decodes[1], engine.forward._mixed[0]):
-        graph.replay()  # which is all padding
-    found = run(engine)
+        graph.replay()  # with padding only
+    found = run_groups(engine)
     assert found.tokens == expected.tokens
     assert engine.forward.replayed > 3 * engine.forward.eager
-    assert not any(part[:, 0].any() for part in engine.cache.pages)  # padding is written nowhere
+    assert not any(part[:, 0].any() for part in engine.cache.pages)  # padding is not written, not even to page 0
 
 
-def test_graphs_are_for_tokens_that_attend_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps in which an index chooses are computed without."""
-    expected = plain(INDEXED)
+def test_steps_in_which_an_indexer_selects_tokens_run_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = reference_run(GLM5)
     dispatch.force("triton")
-    engine = with_graphs(tiny.engine(INDEXED, 4, PAGES), monkeypatch)
-    asked = []
+    engine = with_graphs(tiny.engine(GLM5, 4, PAGES), monkeypatch)
+    calls = []
     attention = indexed_attention.attention
-    monkeypatch.setattr(indexed_attention, "attention", lambda *given: asked.append(1) or attention(*given))
-    assert run(engine).tokens == expected.tokens
+    monkeypatch.setattr(indexed_attention, "attention", lambda *given: calls.append(1) or attention(*given))
+    assert run_groups(engine).tokens == expected.tokens
     assert engine.forward.replayed > 0
-    assert len(asked) == engine.forward.eager * engine.decoder.shape.layers > 0
+    assert len(calls) == engine.forward.eager * engine.decoder.shape.layers > 0
 
 
 @pytest.mark.parametrize("name", [LLAMA, LLAMA4])
-@pytest.mark.parametrize("said", ["tokens=3", "tree=2x2"])
-def test_steps_with_drafts_fit_graphs(said: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the model, which verify chains or trees, and those of its draft model."""
-    expected = plain(name)
+@pytest.mark.parametrize("draft_shape", ["tokens=3", "tree=2x2"])
+def test_speculative_decoding_steps_run_as_graphs_and_generate_the_reference_tokens(
+    draft_shape: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both the model's steps, which verify chains or trees, and the draft model's."""
+    expected = reference_run(name)
     dispatch.force("triton")
     engine = tiny.engine(name, 4, PAGES)
-    speculation = parse(f"draft=x,{said}")
+    speculation = parse(f"draft=x,{draft_shape}")
     drafter = Drafter(engine.decoder, configurations.VOCABULARY, tiny.DEVICE, speculation.most)
     engine.guesses = Guesses(engine.decoder.ranks, tiny.DEVICE, speculation, drafter)
     engine.resize(PAGES)
-    asked = groups()
-    for group in asked:
+    requests = groups()
+    for group in requests:
         group.drafts = engine.guesses.most
     extent = replace(USUAL, drafts=True, trees=engine.guesses.trees)
-    found = drive(with_graphs(engine, monkeypatch, extent), asked, Habits(chunk=5), seed=4)
+    found = drive(with_graphs(engine, monkeypatch, extent), requests, Habits(chunk=5), seed=4)
     assert found.tokens == expected.tokens
     assert found.accepted > 0
     assert engine.forward.replayed > 3 * engine.forward.eager
@@ -274,16 +295,16 @@ def test_steps_with_drafts_fit_graphs(said: str, name: str, monkeypatch: pytest.
 
 
 def searches() -> list[Group]:
-    """Beams that read what they have in common together, and part behind it; and one beside them."""
-    common = [5, 9, 2, 44, 7, 7, 3, 11, 17]
+    """Beam searches whose beams share a prefix, which they read together, and part after it; and one request without beams."""
+    shared_prompt = [5, 9, 2, 44, 7, 7, 3, 11, 17]
     kinds = [(Search(3, 3), (2,)), (Search(2, 2, 0.0, Stop.NEVER), ())]
-    made = [tiny.group(uid, common[: 9 - uid], 13, search=search, end_ids=ends) for uid, (search, ends) in enumerate(kinds)]
-    return [*made, tiny.group(2, common[:4], 9)]
+    made = [tiny.group(uid, shared_prompt[: 9 - uid], 13, search=search, end_ids=ends) for uid, (search, ends) in enumerate(kinds)]
+    return [*made, tiny.group(2, shared_prompt[:4], 9)]
 
 
 @pytest.mark.parametrize(("name", "graphs"), [(LLAMA, False), (LLAMA4, True)])
-def test_beams_part_on_the_device(name: str, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where steps overlap, only the device knows whose pages they go on with."""
+def test_beams_in_overlapped_steps_take_over_pages_on_the_device(name: str, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where steps overlap, only the device knows which beam each beam continues, and so its pages."""
     monkeypatch.setattr(work_list, "SHORTEST_RUN", 4)
     dispatch.force("reference")
     expected = drive(tiny.engine(name, 4, 2 * PAGES), searches(), Habits())
@@ -291,13 +312,13 @@ def test_beams_part_on_the_device(name: str, graphs: bool, monkeypatch: pytest.M
     engine = tiny.engine(name, 4, 2 * PAGES, ahead=True)
     if graphs:
         with_graphs(engine, monkeypatch, replace(USUAL, rows=8, pages=2 * PAGES))
-    told: list[int] = []
+    changed_pages: list[int] = []
     inherit = step._inherit
 
-    def inheriting(own: step.Step, rows: Any, *rest: Any) -> None:
-        before = own.attention.pages.clone()  # type: ignore[union-attr]
-        inherit(own, rows, *rest)
-        told.append(int((own.attention.pages != before).sum()))  # type: ignore[union-attr]
+    def inheriting(next_step: step.Step, rows: Any, *rest: Any) -> None:
+        before = next_step.attention.pages.clone()  # type: ignore[union-attr]
+        inherit(next_step, rows, *rest)
+        changed_pages.append(int((next_step.attention.pages != before).sum()))  # type: ignore[union-attr]
 
     monkeypatch.setattr(step, "_inherit", inheriting)
     flying = Flying(engine, random.Random(1))
@@ -305,30 +326,29 @@ def test_beams_part_on_the_device(name: str, graphs: bool, monkeypatch: pytest.M
     assert found.tokens == expected.tokens
     assert found.scores == {uid: pytest.approx(scores, abs=1e-4) for uid, scores in expected.scores.items()}
     assert flying.ahead > 5
-    assert sum(told) > 3, "nobody takes the pages of others"
+    assert sum(changed_pages) > 3, "no beam continues another one's pages"
     assert bool(engine.forward.replayed) == graphs
 
 
-def test_a_step_that_no_graph_has_room_for_runs_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_too_large_for_any_graph_run_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
     dispatch.force("triton")
     engine = with_graphs(tiny.engine(LLAMA, 4, PAGES), monkeypatch, replace(USUAL, tokens=8, rows=2))
-    engine.record(replaying, replace(USUAL, chosen=(1,)), lambda stage: None)
-    found = run(engine, chunk=40)
+    engine.record(replay_eagerly, replace(USUAL, chosen=(1,)), lambda stage: None)
+    found = run_groups(engine, chunk=40)
     assert engine.forward.eager > 0
     assert engine.forward.replayed > 0
-    assert found.tokens == plain(LLAMA).tokens
+    assert found.tokens == reference_run(LLAMA).tokens
 
 
-def test_a_cache_of_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same as a full one whose keys and values were rounded when they were written. By the plain operations on a GPU, too: what
-    writes there is a function by itself."""
+def test_fp8_cache_matches_a_full_precision_cache_of_rounded_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the reference implementations, on a GPU, too, where the cache write can be replaced."""
     dispatch.force("reference")
-    small = torch.float8_e4m3fn
+    fp8 = torch.float8_e4m3fn
     scale = 0.25
     write = operations.write
 
     def rounding(slots: Tensor, rows: Tensor, cache: Tensor, scales: Tensor | None) -> None:
-        write(slots, (rows / scale).to(small).to(rows.dtype) * scale, cache)
+        write(slots, (rows / scale).to(fp8).to(rows.dtype) * scale, cache)
 
     def scores(dtype: torch.dtype | None) -> Tensor:
         engine = Engine(tiny.decoder("llama"), tiny.DEVICE, 4, cache_dtype=dtype)
@@ -341,38 +361,41 @@ def test_a_cache_of_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
             outcome = engine.prefill(0, [], [(1, 7)], 7, [])
         return torch.tensor(outcome.prompts[0][1])
 
-    found, full = scores(small), scores(None)
+    found, full = scores(fp8), scores(None)
     monkeypatch.setattr(operations, "write", rounding)
     torch.testing.assert_close(found, scores(None), rtol=1e-5, atol=1e-5)
     assert (found - full).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize(("name", "dtype"), [(WINDOW, "float32"), (MOE, "float32"), (GEMMA, "bfloat16")])
-def test_nothing_depends_on_the_batch(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `batch_invariant`, where all go by tiles that are always the same: each request alone, and all of them in chunks."""
+@pytest.mark.parametrize(("name", "dtype"), [(SLIDING_WINDOW, "float32"), (QWEN2_MOE, "float32"), (GEMMA2, "bfloat16")])
+def test_batch_invariant_shard_generates_identical_results_in_any_batch(
+    name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `batch_invariant`: each request alone compared with all requests together in chunks, with and without graphs."""
     rows = set()
     product = fused_batch_invariant.product
     monkeypatch.setattr(fused_batch_invariant, "product", lambda x, *given: rows.add(len(x)) or product(x, *given))
     dispatch.force("triton")
-    made = functools.partial(test_invariance.engine, name, dtype, page_size=4, pages=PAGES)
-    expected = test_invariance.alone(lambda: made(prefix_caching=False), groups())
-    assert test_invariance.differences(run(made()), expected) == []
+    make_engine = functools.partial(test_invariance.engine, name, dtype, page_size=4, pages=PAGES)
+    expected = test_invariance.alone(lambda: make_engine(prefix_caching=False), groups())
+    assert test_invariance.differences(run_groups(make_engine()), expected) == []
     assert len(rows) > 5
-    replayed = with_graphs(made(), monkeypatch)
-    assert test_invariance.differences(run(replayed), expected) == []
+    replayed = with_graphs(make_engine(), monkeypatch)
+    assert test_invariance.differences(run_groups(replayed), expected) == []
     assert replayed.forward.replayed > replayed.forward.eager
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's tensors are a CPU's")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter needs CPU tensors")
 @pytest.mark.parametrize("form", ["modelopt-nvfp4", "mxfp4"])
-def test_floats_of_4_bits_are_what_the_checkpoint_says(form: str, tmp_path: Path) -> None:
-    """From the file through the kernels; as near as bfloat16 is to the same numbers in float32."""
-    few, plain = packing.checkpoints("words-wide", form, tmp_path)
+def test_fp4_checkpoints_compute_logits_as_close_as_bfloat16_ones(form: str, tmp_path: Path) -> None:
+    """From the checkpoint through the kernels. The error against the dequantized checkpoint in float32 is within 1.5 times that of
+    the dequantized checkpoint in bfloat16."""
+    quantized, dequantized = packing.checkpoints("words-wide", form, tmp_path)
     tokens = tuple(range(3, 15))
-    expected = test_quantized.logits(decoder(plain), tokens)
-    rounded = test_quantized.logits(decoder(plain, dtype="bfloat16"), tokens)
+    expected = test_quantized.logits(decoder(dequantized), tokens)
+    rounded = test_quantized.logits(decoder(dequantized, dtype="bfloat16"), tokens)
     dispatch.force("triton")
-    model = decoder(few, dtype="bfloat16")
+    model = decoder(quantized, dtype="bfloat16")
     assert len(test_quantized.few_bits(model)) == 4
     found = test_quantized.logits(model, tokens)
     assert (found - expected).norm() < 1.5 * (rounded - expected).norm()

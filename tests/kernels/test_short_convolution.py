@@ -1,4 +1,5 @@
-"""Gated short convolutions equal transformers', however sequences are cut, by torch and by Triton's kernels."""
+"""Gated short convolutions (LFM2), by the reference and by Triton's kernels, compared with transformers: whole and chunked
+sequences, padding and draft tokens."""
 
 import random
 from dataclasses import dataclass
@@ -14,12 +15,12 @@ from penstock.kernels.spans import RecurrentStates, Spans
 from penstock.tests.kernels import recurrent
 from penstock.tests.kernels.recurrent import DEVICE, TOLERANCES
 
-pytestmark = pytest.mark.usefixtures("poisoned")
+pytestmark = pytest.mark.usefixtures("poisoned_outputs")
 
 
 @dataclass(frozen=True)
 class Layer(recurrent.Rule):
-    """What belongs to a layer."""
+    """Taps and biases of a layer; it has no recurrent state."""
 
     taps: Tensor
     biases: Tensor | None
@@ -33,56 +34,56 @@ class Layer(recurrent.Rule):
         return 2 * TOLERANCES[self.taps.dtype]
 
     def inputs(self, tokens: int) -> tuple[Tensor, ...]:
-        """What goes in, and gates."""
-        return recurrent.wide(self.taps, tokens, len(self.taps))
+        """The convolution's inputs, and gates."""
+        return recurrent.poisoned_views(self.taps, tokens, len(self.taps))
 
     def run(self, inputs: tuple[Tensor, ...], spans: Spans, states: RecurrentStates) -> Tensor:
         return short_convolution(*inputs, self.taps, self.biases, spans, states)
 
     def expected(self, inputs: tuple[Tensor, ...], window: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        mixed, gates = (each.float() for each in inputs)
-        seen = torch.cat((window.float(), mixed))
+        mixed, gates = (part.float() for part in inputs)
+        padded = torch.cat((window.float(), mixed))
         biases = self.biases.float() if self.biases is not None else None
-        found = oracle.causal_conv1d_fn(seen.t()[None], self.taps.float(), biases)[0, :, len(window) :].t()
-        return found * gates, seen[len(mixed) :], memory
+        found = oracle.causal_conv1d_fn(padded.t()[None], self.taps.float(), biases)[0, :, len(window) :].t()
+        return found * gates, padded[len(mixed) :], memory
 
 
-def layer_of(chance: random.Random, dtype: torch.dtype, most: int = 300) -> Layer:
-    channels = chance.choice((1, 7, chance.randint(8, most)))
-    taps, biases = (torch.randn(channels, *more).to(DEVICE, dtype) for more in ((chance.randint(2, 5),), ()))
-    return Layer(taps, chance.choice((biases, None)))
+def random_layer(rng: random.Random, dtype: torch.dtype, max_channels: int = 300) -> Layer:
+    channels = rng.choice((1, 7, rng.randint(8, max_channels)))
+    taps, biases = (torch.randn(channels, *more).to(DEVICE, dtype) for more in ((rng.randint(2, 5),), ()))
+    return Layer(taps, rng.choice((biases, None)))
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCES))
-def test_it_is_transformers(dtype: torch.dtype, chance: random.Random) -> None:
+def test_reference_matches_transformers(dtype: torch.dtype, rng: random.Random) -> None:
     for _ in range(4):
-        recurrent.check(layer_of(chance, dtype), recurrent.random_lengths(chance), chance, chance.randint(0, 3))
+        recurrent.check_against_oracle(random_layer(rng, dtype), recurrent.random_span_lengths(rng), rng, rng.randint(0, 3))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_it_is_transformers_by_triton(dtype: torch.dtype, chance: random.Random) -> None:
-    """The interpreter cuts bfloat16 off instead of rounding."""
+def test_triton_matches_transformers(dtype: torch.dtype, rng: random.Random) -> None:
+    """Not in bfloat16: the interpreter truncates where it should round."""
     pytest.importorskip("triton")
     dispatch.force("triton")
-    recurrent.check(layer_of(chance, dtype), [1, chance.randint(2, 7), 40, chance.randint(1, 3)], chance, chance.randint(0, 3))
+    recurrent.check_against_oracle(random_layer(rng, dtype), [1, rng.randint(2, 7), 40, rng.randint(1, 3)], rng, rng.randint(0, 3))
 
 
 @pytest.mark.parametrize("route", ["reference", "triton"])
-def test_cutting_a_sequence_changes_nothing(route: str, chance: random.Random) -> None:
+def test_chunked_and_whole_sequences_have_equal_outputs_and_states(route: str, rng: random.Random) -> None:
     dispatch.force(route)
-    layer = layer_of(chance, torch.float32)
-    recurrent.check_cuts(layer, layer.inputs(230), chance)
+    layer = random_layer(rng, torch.float32)
+    recurrent.check_chunking(layer, layer.inputs(230), rng)
 
 
 @pytest.mark.parametrize("route", ["reference", "triton"])
-def test_padding_has_a_slot_of_its_own(route: str, chance: random.Random) -> None:
+def test_padding_with_nan_state_in_slot_0_affects_no_other_state(route: str, rng: random.Random) -> None:
     dispatch.force(route)
-    recurrent.check_padding(layer_of(chance, torch.float32))
+    recurrent.check_padding(random_layer(rng, torch.float32))
 
 
-@pytest.mark.parametrize("way", ["reference", "triton"])
+@pytest.mark.parametrize("route", ["reference", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_states_forget_guesses(way: str, dtype: torch.dtype, chance: random.Random) -> None:
-    dispatch.force(way)
-    lengths = [chance.choice((1, 2, 5, 5, 5, 70)) for _ in range(4)] + [9]
-    recurrent.check_guesses(layer_of(chance, dtype), lengths, 2, chance, 2 * TOLERANCES[dtype])
+def test_states_include_accepted_draft_tokens_only(route: str, dtype: torch.dtype, rng: random.Random) -> None:
+    dispatch.force(route)
+    lengths = [rng.choice((1, 2, 5, 5, 5, 70)) for _ in range(4)] + [9]
+    recurrent.check_drafts(random_layer(rng, dtype), lengths, 2, rng, 2 * TOLERANCES[dtype])

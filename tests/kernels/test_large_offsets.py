@@ -1,6 +1,6 @@
-"""Numbers that lie further into a tensor than 32 bits can say are found: on a GPU pools of keys and values are that large.
+"""Elements at offsets beyond 32 bits are accessed correctly: on a GPU, pools of keys and values are that large.
 
-Offsets wrap around in Triton's interpreter where they would on a device. What is not touched takes no memory.
+Offsets wrap around in Triton's interpreter as they would on a device. Memory that is not touched is not allocated.
 """
 
 import mmap
@@ -18,22 +18,22 @@ from penstock.kernels import dispatch, operations, paging
 from penstock.kernels.fused_sampling import sample
 from penstock.kernels.fused_top import top
 from penstock.kernels.sampling import Draws, Penalties
-from penstock.tests.kernels.test_paged_attention import DEVICE, World, rows_of
+from penstock.tests.kernels.test_paged_attention import DEVICE, AttentionCase, random_paged_rows
 
-FAR = 1 << 32  # elements: without a sign they wrap around, too
-NO_RESERVE = 0x4000  # mmap(2): the system keeps nothing back for memory that is not touched
+FAR = 1 << 32  # elements: unsigned 32-bit offsets wrap around, too
+NO_RESERVE = 0x4000  # mmap(2): the system reserves nothing for memory that is not touched
 PAGE = 16
 
 
 @pytest.fixture(autouse=True)
-def by_triton() -> Iterator[None]:
+def triton_kernels() -> Iterator[None]:
     dispatch.force("triton")
     yield
     dispatch.force("")
 
 
-def vast(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros, after as many: where an offset wraps around it is found that nothing is there."""
+def sparse_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros after as many others, so that an access whose offset wraps around reads zeros."""
     count = torch.Size(shape).numel()
     if DEVICE.type == "cuda":
         return torch.zeros(shape, dtype=dtype, device=DEVICE)
@@ -41,41 +41,43 @@ def vast(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(memory, dtype=dtype)[count:].view(tuple(shape))
 
 
-def apart(rows: Tensor) -> Tensor:
-    """The same rows, so far from each other that 32 bits can just say it."""
+def spread_rows(rows: Tensor) -> Tensor:
+    """The same rows, so far apart that 32 bits are just enough for an offset within them."""
     stride = FAR // 4
-    whole = vast(((len(rows) - 1) * stride + rows.shape[1],), rows.dtype)
+    whole = sparse_zeros(((len(rows) - 1) * stride + rows.shape[1],), rows.dtype)
     return whole.as_strided(rows.shape, (stride, 1)).copy_(rows)
 
 
 @pytest.mark.parametrize("page_size", [PAGE, 64])
-def test_attention(page_size: int) -> None:
-    near = World(rows_of([(1, 40), (3, 9), (1, 100)], page_size, random.Random(0)), page_size, dtype=torch.float16)
-    slots, *slot = near.cache.shape
-    shift = FAR // torch.Size(slot).numel() // page_size + 1  # pages
-    expected = near.found(near.plan())
-    cache = vast((shift * page_size + slots, *slot), torch.float16)
-    cache[shift * page_size :] = near.cache
-    near.cache, near.rows = cache, [replace(row, pages=[shift + page for page in row.pages]) for row in near.rows]
-    assert near.found(near.plan()).equal(expected)
+def test_attention_reads_pages_beyond_32_bit_offsets(page_size: int) -> None:
+    case = AttentionCase(
+        random_paged_rows([(1, 40), (3, 9), (1, 100)], page_size, random.Random(0)), page_size, dtype=torch.float16
+    )
+    slots, *slot = case.cache.shape
+    first_page = FAR // torch.Size(slot).numel() // page_size + 1  # pages
+    expected = case.attend(case.plan())
+    cache = sparse_zeros((first_page * page_size + slots, *slot), torch.float16)
+    cache[first_page * page_size :] = case.cache
+    case.cache, case.rows = cache, [replace(row, pages=[first_page + page for page in row.pages]) for row in case.rows]
+    assert case.attend(case.plan()).equal(expected)
 
 
-def test_writes() -> None:
+def test_cache_writes_beyond_32_bit_offsets() -> None:
     table = torch.randn(3, 2, 1, 64, dtype=torch.float16, device=DEVICE)
     joint = torch.randn(3, 4 * 64, dtype=torch.float16, device=DEVICE)
-    near = torch.zeros(3, 2, 1, 64, dtype=torch.float16, device=DEVICE)
-    far = vast((FAR // 128 + 3, 2, 1, 64), torch.float16)
+    expected = torch.zeros(3, 2, 1, 64, dtype=torch.float16, device=DEVICE)
+    found = sparse_zeros((FAR // 128 + 3, 2, 1, 64), torch.float16)
     slots = torch.arange(3, device=DEVICE)
-    operations.rotate_and_write(joint.clone(), table, slots, near, None, None, 1e-5)
-    operations.rotate_and_write(joint.clone(), table, slots + FAR // 128, far, None, None, 1e-5)
-    assert near.count_nonzero() > 0
-    assert far[-3:].equal(near)
+    operations.rotate_and_write(joint.clone(), table, slots, expected, None, None, 1e-5)
+    operations.rotate_and_write(joint.clone(), table, slots + FAR // 128, found, None, None, 1e-5)
+    assert expected.count_nonzero() > 0
+    assert found[-3:].equal(expected)
 
 
-def test_copies_and_moves() -> None:
-    """In the first of two layers, which are as far from each other."""
+def test_page_copies_and_slot_moves_beyond_32_bit_offsets() -> None:
+    """In two layers that are as far apart."""
     width, pages = 256, FAR // PAGE // 256 + 3
-    pool = vast((2, pages, PAGE, width), torch.int8)
+    pool = sparse_zeros((2, pages, PAGE, width), torch.int8)
     numbers = torch.randint(-128, 127, (PAGE, width), dtype=torch.int8)
     pool[:, pages - 2] = numbers.to(DEVICE)
     source, target, filled = (torch.tensor([one], device=DEVICE) for one in (pages - 2, pages - 1, 5))
@@ -90,8 +92,8 @@ def test_copies_and_moves() -> None:
         assert not found[8:].any()
 
 
-def test_logits() -> None:
-    """Some that are near, and two that are not: one is filtered, the other is not."""
+def test_sampling_of_logits_beyond_32_bit_offsets() -> None:
+    """Rows at small and at large offsets, with and without filters."""
     torch.manual_seed(0)
     logits = torch.randn(4, 5000, device=DEVICE) * 3
     masks = torch.randint(-(1 << 31), 1 << 31, (4, -(-5000 // 32)), device=DEVICE).int()
@@ -100,10 +102,10 @@ def test_logits() -> None:
     bias = torch.tensor([3], device=DEVICE), torch.tensor([33], device=DEVICE), torch.tensor([0.5], device=DEVICE)
     penalties = Penalties(*places, torch.ones(3, device=DEVICE), ones * 1.5, ones, ones, *bias)
     draws = Draws(ones, zeros, torch.tensor([0.9, 1.0, 0.9, 1.0], device=DEVICE), ones * 0, ones, zeros + 3, zeros, zeros)
-    far = apart(logits)
-    expected, found = sample(logits, draws, penalties, masks), sample(far, draws, penalties, apart(masks))
+    distant_logits = spread_rows(logits)
+    expected, found = sample(logits, draws, penalties, masks), sample(distant_logits, draws, penalties, spread_rows(masks))
     assert found.tokens.equal(expected.tokens)
     assert found.logprobs.equal(expected.logprobs)
     assert found.final.equal(expected.final)
-    for one, other in zip(top(far, 3), top(logits, 3), strict=True):
+    for one, other in zip(top(distant_logits, 3), top(logits, 3), strict=True):
         assert one.equal(other)

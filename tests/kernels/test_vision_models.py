@@ -1,4 +1,4 @@
-"""Models that see images give transformers' logits by Triton's kernels, too."""
+"""Vision models compute transformers' logits with Triton's kernels, too."""
 
 import random
 from pathlib import Path
@@ -14,14 +14,14 @@ from ..shard.test_oracle import close
 from ..shard.test_vision import SIZES, bench_of
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's tensors are a CPU's")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter needs CPU tensors")
 @pytest.mark.parametrize("name", ["Gemma3", "Gemma4", "Glm4v", "HYV4VL", "Mistral3", "Qwen2_5_VL", "Qwen3VL"])
-def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
+def test_logits_of_vision_models_match_transformers(name: str, tmp_path: Path) -> None:
     reference = seeing.made(name, tmp_path)
     prompt = seeing.seen(name, reference.config.model_type, random.Random(1), SIZES)
     with dispatch.forced("triton"):
         bench, sequence = bench_of(tmp_path, prompt)
-        _, first = sequence.pictures.reach(0, 7)  # within no image that is computed at once
+        _, first = sequence.pictures.reach(0, 7)  # not within an image that is computed at once
         parts = prompt.tokens[:first], prompt.tokens[first:]
         spans = [Span(sequence, start, part, wanted=len(part)) for start, part in zip((0, first), parts, strict=True)]
         found = [bench.run(parted([span])) for span in spans]
