@@ -117,7 +117,7 @@ class Books:
                 self.drop(group)
         elif not group.waiting and group.search is None:  # beams become choices only when they are complete
             self.end(group, [sequence for sequence in group.sequences if sequence.choice == choice])
-            if self.has(group):
+            if self.has(group) and not group.lacking:  # else the next step settles it, or fails it if the pool is full
                 self.prompts.settle(group)
         self.changed[group.uid] = group
 
