@@ -141,13 +141,13 @@ class Books:
         group.decodes = False
         return group
 
-    def tell(self, outcome: Outcome) -> None:
+    def report(self, outcome: Outcome) -> None:
         """Reports the standing of groups where it has changed."""
         for uid, group in self.changed.items():
             if uid in self.groups:
                 standing = group.standing(self._pool.page_size)
-                if standing != group.told:
-                    group.told = standing
+                if standing != group.reported:
+                    group.reported = standing
                     outcome.standing.append((uid, *standing))
         self.changed.clear()
         outcome.free, outcome.cached = self._pool.free, self._pool.cached

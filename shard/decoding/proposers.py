@@ -16,8 +16,8 @@ from .lookup import NgramIndex, look_up
 from .tree import Tree, merge
 from .verify import Draft, deterministic_draft
 
-# Tokens that are indexed for look-up in a step, some 5 us each: of each sequence, and of all together where some lack more than that.
-# These wait for their drafts.
+# Tokens that are indexed for look-up in a step, some 5 us each: of each sequence, and of all together where some lack more than
+# that, which wait for their drafts.
 SHORT, CATCH_UP = 128, 2048
 
 

@@ -94,7 +94,7 @@ class TokensView(Listing[int]):
         place, before = range(self._length)[place], len(self._tokens)
         return self._tokens[place] if place < before else self._more[place - before]
 
-    def __array__(self, dtype: DTypeLike = None, copy: bool | None = None) -> NDArray[Any]:
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
         """For numpy, which would ask for each token by itself."""
         return numpy.concatenate((numpy.asarray(self._tokens, dtype), numpy.asarray(self._more, dtype)))
 

@@ -131,7 +131,7 @@ def check_padding(layer: Rule) -> None:
         assert found[2].isnan().all()
 
 
-def check_guesses(layer: Rule, lengths: list[int], alike: int, chance: random.Random, tolerance: float) -> None:
+def check_speculation(layer: Rule, lengths: list[int], alike: int, chance: random.Random, tolerance: float) -> None:
     """What tokens find is what they find where none is a guess, and states are those behind the last that is none. alike: so many
     spans more that are alike, which go together."""
     sure = [chance.randint(1, length) for length in lengths]

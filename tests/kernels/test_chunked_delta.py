@@ -82,10 +82,10 @@ def test_operands_of_bfloat16_may_be_rounded(rule: ModuleType, chance: random.Ra
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("rule", RULES)
-def test_states_forget_guesses(rule: ModuleType, dtype: torch.dtype, chance: random.Random) -> None:
+def test_states_forget_drafts(rule: ModuleType, dtype: torch.dtype, chance: random.Random) -> None:
     """Of which a long span may have any number; they begin a chunk of their own."""
     layer, lengths = layer_of(rule, chance, dtype), [long(chance), 3, long(chance)]
-    recurrent.check_guesses(layer, lengths, 1, chance, 10 * TOLERANCES[dtype])
+    recurrent.check_speculation(layer, lengths, 1, chance, 10 * TOLERANCES[dtype])
 
 
 @pytest.mark.filterwarnings("ignore:overflow")  # an exponential that is infinite is meant, where a bound is near

@@ -158,8 +158,8 @@ def test_gated_norm(kind: type, dtype: torch.dtype, route: str, chance: random.R
 
 @pytest.mark.parametrize("way", ["reference", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_states_forget_guesses(way: str, dtype: torch.dtype, chance: random.Random) -> None:
+def test_states_forget_drafts(way: str, dtype: torch.dtype, chance: random.Random) -> None:
     dispatch.force(way)
     usual = (1, 2, 5, 5, 5, 5, 70) if way == "reference" else (1, 2, 5)  # in the interpreter 70 tokens take a minute
     lengths = [chance.choice(usual) for _ in range(6 if way == "reference" else 4)]
-    recurrent.check_guesses(layer_of(chance, dtype, most=24), lengths, 3, chance, 10 * TOLERANCES[dtype])
+    recurrent.check_speculation(layer_of(chance, dtype, most=24), lengths, 3, chance, 10 * TOLERANCES[dtype])

@@ -133,10 +133,10 @@ def test_a_convolution_with_gaps(route: str, dtype: torch.dtype, chance: random.
 
 
 @pytest.mark.parametrize("route", ["reference", "triton"])
-def test_states_go_on_and_forget_guesses(route: str, chance: random.Random) -> None:
+def test_states_go_on_and_forget_drafts(route: str, chance: random.Random) -> None:
     dispatch.force(route)
     layer = layer_of(chance, torch.float32)
-    recurrent.check_guesses(layer, [chance.choice((1, 2, 5, 5, 40)) for _ in range(3)], 2, chance, 2e-5)
+    recurrent.check_speculation(layer, [chance.choice((1, 2, 5, 5, 40)) for _ in range(3)], 2, chance, 2e-5)
     recurrent.check_padding(layer)
     recurrent.check_cuts(layer, layer.inputs(230), chance)
 

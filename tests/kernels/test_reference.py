@@ -116,7 +116,7 @@ def test_few_rows_of_a_small_weight_may_take_the_short_way(bias: bool) -> None:
     assert taken == [most + 1, 40]
 
 
-def test_only_guesses_take_it() -> None:
+def test_only_drafts_take_it() -> None:
     small, large = torch.randn(4, 8), torch.randn(SHORT // 8 + 1, 8)
     ways = [
         Weight(small),

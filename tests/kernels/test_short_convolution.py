@@ -82,7 +82,7 @@ def test_padding_has_a_slot_of_its_own(route: str, chance: random.Random) -> Non
 
 @pytest.mark.parametrize("way", ["reference", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_states_forget_guesses(way: str, dtype: torch.dtype, chance: random.Random) -> None:
+def test_states_forget_drafts(way: str, dtype: torch.dtype, chance: random.Random) -> None:
     dispatch.force(way)
     lengths = [chance.choice((1, 2, 5, 5, 5, 70)) for _ in range(4)] + [9]
-    recurrent.check_guesses(layer_of(chance, dtype), lengths, 2, chance, 2 * TOLERANCES[dtype])
+    recurrent.check_speculation(layer_of(chance, dtype), lengths, 2, chance, 2 * TOLERANCES[dtype])

@@ -140,11 +140,11 @@ def test_padding_has_a_slot_of_its_own(route: str, chance: random.Random) -> Non
 
 @pytest.mark.parametrize("way", ["reference", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_states_forget_guesses(way: str, dtype: torch.dtype, chance: random.Random) -> None:
+def test_states_forget_drafts(way: str, dtype: torch.dtype, chance: random.Random) -> None:
     dispatch.force(way)
     usual = (1, 2, 5, 5, 5, 70) if way == "reference" else (1, 2, 5)
     lengths = [chance.choice(usual) for _ in range(4)]
-    recurrent.check_guesses(layer_of(chance, dtype, most=20), lengths, 2, chance, 2 * TOLERANCES[dtype])
+    recurrent.check_speculation(layer_of(chance, dtype, most=20), lengths, 2, chance, 2 * TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def test_a_model_that_is_not_supported_is_named_by_its_folder(speculate: str, tm
         plan.divide(asked, model, Machine(cores=2, memory=1 << 32, fast_bfloat16=False), resolve(asked, model)[1])
 
 
-def test_guesses_that_the_model_can_not_judge(tmp_path: Path) -> None:
+def test_drafts_that_the_model_can_not_judge(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((tiny.folder("qwen3.5") / "config.json").read_text())
     model = checkpoint.read(tmp_path, "dummy")
     assert resolve(Options(speculate="3"), model) == (Speculation(ngram=3), None)
