@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..proto.speculation import OWN, Speculation, says_shape
-from ..shard.models.draft_families import check_guesses, draft_shape, is_head, shaped
+from ..shard.models.draft_families import check_speculation, draft_shape, is_head, shaped
 from ..shard.models.families import shape
 from ..shard.models.readout_families import head_count, is_readout, stands_alone, with_sizes
 from ..shard.models.shape import Shape
@@ -87,7 +87,7 @@ def _target(model: Checkpoint, said: Speculation) -> Shape:
     except ValueError as error:
         raise Mistake(f"{model.folder}: {error}") from None
     try:
-        check_guesses(found, said)
+        check_speculation(found, said)
     except ValueError as error:
         raise Mistake(str(error)) from None
     return found

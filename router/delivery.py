@@ -124,7 +124,7 @@ def _count(reply: shard_pb2.StepReply, streams: Streams) -> None:
     for uid, found in zip(reply.found_uids, reply.found_tokens, strict=True):
         if uid in streams:
             streams[uid].cached += found
-    for uid, drafted, accepted in zip(reply.guessed_uids, reply.guessed_drafted, reply.guessed_accepted, strict=True):
+    for uid, drafted, accepted in zip(reply.draft_uids, reply.draft_counts, reply.accepted_counts, strict=True):
         if uid in streams:
             run = streams[uid].run
             run.drafted, run.accepted = run.drafted + drafted, run.accepted + accepted

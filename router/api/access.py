@@ -109,13 +109,13 @@ def _values(http: web.Request, record: Record, status: int) -> dict[str, Any]:
             "queue_seconds": _longest(runs, lambda run: run.started - run.arrived if run.started else run.ended - run.arrived),
             "first_token_seconds": _longest(runs, lambda run: run.first - run.arrived if run.first else 0.0),
             "inference_seconds": _longest(runs, lambda run: run.ended - run.started if run.started else 0.0),
-            **_guesses(runs),
+            **_draft_counts(runs),
             "finish_reason": ",".join(dict.fromkeys(reason for run in runs for reason in run.reasons)),
         }
     return {name: value for name, value in values.items() if value != ""}
 
 
-def _guesses(runs: list[Run]) -> dict[str, int]:
+def _draft_counts(runs: list[Run]) -> dict[str, int]:
     """Draft token counts of requests that may have had drafts."""
     if not any(run.request.drafts for run in runs):
         return {}

@@ -97,7 +97,7 @@ def test_answers_that_differ_are_found(server: Local, monkeypatch: pytest.Monkey
 
     async def spoil(self: chaos.Chaos, path: str, body: chaos_requests.Json) -> dict[str, str]:
         answer = await ask(self, path, body)
-        [own] = [own for _, own in self._asked if chaos_requests.unguessed(own) == body]
+        [own] = [own for _, own in self._asked if chaos_requests.undrafted(own) == body]
         own["temperature"] = 1.0 if "temperature" in own else -1.0  # the second is wrong from now on
         return answer
 
