@@ -59,7 +59,9 @@ def add(parser: argparse.ArgumentParser) -> None:
             group.add_argument(*names, dest=name, action="store_const", const="true", help=help)
             continue
         action: type[argparse.Action] | str = Joined if details["kind"] is option_types.rank_groups else "store"
-        metavar = "{" + ",".join(details["choices"]) + "}" if details["choices"] else option_types.METAVARS.get(details["kind"], "TEXT")
+        metavar = (
+            "{" + ",".join(details["choices"]) + "}" if details["choices"] else option_types.METAVARS.get(details["kind"], "TEXT")
+        )
         group.add_argument(*names, dest=name, metavar=metavar, help=help, action=action)
         if details["also"]:
             group.add_argument(flag(details["also"]), dest=details["also"], help=argparse.SUPPRESS)
@@ -116,7 +118,9 @@ def _value(field: "dataclasses.Field[Any]", source: str, text: str) -> Any:
     try:
         return (option_types.boolean if field.metadata["switch"] else field.metadata["kind"])(text)
     except ValueError as error:
-        secret = field.metadata["kind"] is option_types.keys and option_types.keys_of(text)  # what was mistyped may be most of a key
+        secret = field.metadata["kind"] is option_types.keys and option_types.keys_of(
+            text
+        )  # what was mistyped may be most of a key
         raise Mistake(f"{source}={'...' if secret else ' '.join(text.split())}: {error}") from None
 
 

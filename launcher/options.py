@@ -166,7 +166,10 @@ class Options:
         REQUESTS, "most stop strings of a request", default=ROUTER.max_stop_sequences, kind=option_types.limit
     )
     max_top_n_tokens: int = option(
-        REQUESTS, "most alternatives per token (top_n_tokens, top_logprobs)", default=ROUTER.max_top_n_tokens, kind=option_types.limit
+        REQUESTS,
+        "most alternatives per token (top_n_tokens, top_logprobs)",
+        default=ROUTER.max_top_n_tokens,
+        kind=option_types.limit,
     )
     max_client_batch_size: int = option(
         REQUESTS, "most prompts in one /v1/completions", default=ROUTER.max_client_batch_size, kind=option_types.count

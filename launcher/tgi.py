@@ -14,7 +14,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from . import cli, command_line, option_types, machine, options, streams
+from . import cli, command_line, machine, option_types, options, streams
 from .console import Console
 from .mistake import Mistake
 from .options import flag

@@ -455,13 +455,13 @@ def _stopping(given: bool | str | None) -> Stopping:
 
 def _about_beams(given: Parameters) -> str:
     """The first beam parameter given besides the width; "" if there is none."""
-    for name, told, neutral in (
+    for name, value, neutral in (
         ("num_return_sequences", given.num_return_sequences, 1),
         ("length_penalty", given.length_penalty, 1.0),
         ("early_stopping", _stopping(given.early_stopping), Stopping.WORSE),
         ("stream_beams", given.stream_beams, False),
     ):
-        if told not in (None, neutral):
+        if value not in (None, neutral):
             return name
     return ""
 
