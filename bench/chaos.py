@@ -20,7 +20,7 @@ from pathlib import Path
 import aiohttp
 from rich.console import Console
 
-from .chaos_report import Found, Plan, grown, report, told
+from .chaos_report import Found, Plan, grown, report, summary
 from .chaos_requests import Json, Stream, requests, undrafted
 from .local import HeldResources, Local
 
@@ -204,7 +204,7 @@ def main(plan: Plan, flags: Sequence[str], out: Path | None, console: Console) -
             found.errors.append(f"penstock serve ended with exit code {code}")
         if not found.good:
             console.print(server.log.read_text(errors="replace")[-4000:], markup=False)
-    for line in told(plan, found):
+    for line in summary(plan, found):
         print(line)
     if out is not None:
         out.write_text(json.dumps(report(plan, found), indent=1))

@@ -12,7 +12,7 @@ from ..shard.models.draft_families import check_speculation, draft_shape, is_hea
 from ..shard.models.families import shape
 from ..shard.models.readout_families import head_count, is_readout, stands_alone, with_sizes
 from ..shard.models.shape import Shape
-from . import checkpoint, hub, kinds, options
+from . import checkpoint, hub, option_types, options
 from .checkpoint import Checkpoint
 from .mistake import Mistake
 from .options import Options
@@ -42,7 +42,7 @@ def with_base_model(asked: Options, folder: Path, weights: bool = True) -> tuple
         what = "--revision is said" if asked.revision else "its name has a comma" if "," in name else "--speculate names others"
         raise Mistake(f"{named}, and {what}: name that model, and with --speculate draft= the folder of what drafts for it")
     try:
-        speculate = kinds.speculation(_with_heads(name, head_count(config), asked.speculate))
+        speculate = option_types.speculation(_with_heads(name, head_count(config), asked.speculate))
         meant = options.check(dataclasses.replace(asked, model_id=base, speculate=speculate))
         _, there = hub.locate(base, "", asked.huggingface_hub_cache, not asked.json_output, weights)
     except (Mistake, ValueError) as error:

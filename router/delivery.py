@@ -109,10 +109,10 @@ class Delivery:
                     found.complete.append(stream)
                     found.touched.append(stream)
 
-    def _grown(self, told: shard_pb2.Grown) -> Grown:
+    def _grown(self, grown: shard_pb2.Grown) -> Grown:
         text = self._tokenizer.token_text
-        live = zip(told.parents, told.tokens, told.scores, strict=True)
-        complete = zip(told.complete_parents, told.complete_tokens, told.complete_scores, strict=True)
+        live = zip(grown.parents, grown.tokens, grown.scores, strict=True)
+        complete = zip(grown.complete_parents, grown.complete_tokens, grown.complete_scores, strict=True)
         return Grown(
             tuple(Beam(parent, token, text(token), score) for parent, token, score in live),
             tuple(Beam(parent, token, text(token), score) for parent, token, score in complete),
