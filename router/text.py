@@ -248,7 +248,8 @@ class TextStream:
         self._pending = b""  # the beginning of an incomplete character
         self._held = ""  # text held back, which may be the beginning of a stop string; "" if stop strings are included
         self._parts: list[str] = []
-        self._fresh = skip_special_tokens and all(tokenizer.is_special(id) for id in prompt)  # no visible text precedes
+        # No visible text precedes.
+        self._fresh = all(map(tokenizer.is_special, prompt)) if skip_special_tokens else not prompt
         for id in prompt[-CONTEXT:]:
             self._decode(id)
 
@@ -282,7 +283,7 @@ class TextStream:
 
     def _decode(self, id: int) -> str:
         piece = self._tokenizer.starts_text(id) if self._fresh else self._tokenizer.piece(id)
-        self._fresh = self._fresh and self._tokenizer.is_special(id)
+        self._fresh = self._fresh and self._skip and self._tokenizer.is_special(id)
         if isinstance(piece, str):
             if not self._pending or not piece:
                 return piece
