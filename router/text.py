@@ -110,6 +110,8 @@ class Tokenizer:
             )
         if not self.eos_ids:
             yield "no file of the model names a token that ends answers (eos_token_id): they go on to their full length"
+        if self.decode(self.encode("a a", add_special_tokens=False)) == "aa":
+            yield "the tokenizer's decoder takes the spaces between words away: answers will have none; save the tokenizer again"
         if not self._templates:
             yield "the model has no chat template: chats are refused; --chat-template FILE gives it one"
 
