@@ -43,6 +43,7 @@ class Tokenizer:
         self._tokenizer, self._names, self._templates, self.eos_ids = words.tokenizer, words.names, words.templates, words.eos_ids
         added = self._tokenizer.get_added_tokens_decoder()
         self._added = {token.content: id for id, token in added.items()}
+        self._added_ids = frozenset(added)
         self._special = frozenset(id for id, token in added.items() if token.special) | frozenset(self.eos_ids)
         for name, source in self._templates.items():
             compiled = _compile(name, source, self._names)
@@ -122,6 +123,10 @@ class Tokenizer:
     def added_id(self, text: str) -> int | None:
         """The added token with this text, which stands for these characters wherever they come, special or not."""
         return self._added.get(text)
+
+    def is_added(self, id: int) -> bool:
+        """Whether it is the id of an added token."""
+        return id in self._added_ids
 
     def special_id(self, text: str) -> int | None:
         """The special token with this text, if there is one."""
