@@ -124,7 +124,7 @@ class Validator:
         self._adapters = adapters or Adapters(config.model, config.adapters)
         self._tokenizer = tokenizer
         self._observe = observe
-        self.grammars = Grammars(tokenizer.added_id)
+        self.grammars = Grammars(tokenizer.added_id, tokenizer.is_added)
         self.image_placer = _image_placer(config, tokenizer) if config.max_images else None
         self._threads = ThreadPoolExecutor(THREADS, "tokenizer")
         self._long = 0  # texts being tokenized by threads, or queued

@@ -47,13 +47,14 @@ class Calls:
 
     def declares(self, name: str, parameter: str) -> bool:
         """Whether the tool certainly has such a parameter."""
-        return self._parameters(name).declares(parameter)
+        return self.parameters(name).declares(parameter)
 
     def types(self, name: str, parameter: str) -> Types:
         """The types that a tool's parameter may have, as far as they are known."""
-        return self._parameters(name).types(parameter)
+        return self.parameters(name).types(parameter)
 
-    def _parameters(self, name: str) -> Parameters:
+    def parameters(self, name: str) -> Parameters:
+        """What the schema says of a tool's parameters; nothing, if it is not known."""
         return (self._tools or {}).get(name) or Parameters({})
 
 
@@ -91,14 +92,14 @@ def json_call(source: Source, calls: Calls, strict: bool) -> Steps[bool]:
     name = held = ""
     begun = False
     while (yield from space(source)) == '"':
-        key = yield from _decoded(source)
+        key = yield from decoded(source)
         if key not in NAME_KEYS + ARGUMENTS_KEYS + OTHER_KEYS and not begun:
             return False
         if not (yield from after_space(source, ":")):
             return begun
         first = yield from space(source)
         if key in NAME_KEYS and not begun:
-            name = (yield from _decoded(source)) if first == '"' else ""
+            name = (yield from decoded(source)) if first == '"' else ""
             if not usable(name) or (strict and not calls.known(name)):
                 return False
         elif key in ARGUMENTS_KEYS and name and not begun and first == "{":
@@ -123,7 +124,7 @@ def json_call(source: Source, calls: Calls, strict: bool) -> Steps[bool]:
     return begun
 
 
-def _decoded(source: Source) -> Steps[str]:
+def decoded(source: Source) -> Steps[str]:
     """The text of a JSON string; "" if it is broken."""
     found = yield from whole(string(source))
     return str(json.loads(found)) if found else ""

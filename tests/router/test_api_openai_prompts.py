@@ -2,14 +2,17 @@
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from penstock.router.api import openai_logprobs, openai_shapes
 from penstock.router.rendering import Renderer
 from penstock.router.text import Tokenizer
 from penstock.tests.router.fake_batcher import Server, make_tokenizer, serve
+from penstock.tests.router.test_text import byte_fallback, save
 
 CHAT_PATH = "/v1/chat/completions"
 PATH = "/v1/completions"
@@ -88,6 +91,28 @@ def test_offsets_are_places_in_the_text_that_is_shown(tokenizer: Tokenizer) -> N
         assert choice["logprobs"]["text_offset"][-7:] == [0, 1, 5, 6, 7, 11, 12]
 
     serve(tokenizer, test, says="a</s>BC")
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("takes_spaces", [True, False])
+def test_offsets_leave_out_the_spaces_that_only_tokens_have(tmp_path: Path, skip: bool, takes_spaces: bool) -> None:
+    """SentencePiece's tokenizers put a space before a text and behind special tokens, and some of these take spaces away."""
+    raw = byte_fallback()
+    raw.add_special_tokens([tokenizers.AddedToken("<end>", rstrip=takes_spaces)])
+    raw.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    prompt = "the cat<end>sat <end>  on <end>"
+
+    async def test(server: Server) -> None:
+        asked = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 9, "skip_special_tokens": skip}
+        _, body, _ = await server.post(PATH, asked)
+        choice = body["choices"][0]
+        text, found = choice["text"], choice["logprobs"]
+        assert text.startswith(prompt)
+        for token, place in zip(found["tokens"][1:-1], found["text_offset"][1:-1], strict=True):
+            assert text.startswith(token, place) or text[place:].lstrip().startswith(token.strip()), (token, place)
+        assert found["text_offset"][found["tokens"].index("x")] == text.index("x")
+
+    serve(save(tmp_path, raw, eos_token="</s>"), test, says="x a</s>")
 
 
 def test_lm_eval_reads_loglikelihoods(tokenizer: Tokenizer) -> None:

@@ -135,6 +135,8 @@ def test_a_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
     assert streamed(tokenizer, [], ids) == tokenizer.decode(ids)
     assert streamed(tokenizer, [0], ids) == tokenizer.decode(ids)
     assert streamed(tokenizer, [0], ids, skip_special_tokens=False) == after(tokenizer, [0], ids, False), "<s> is text before it"
+    for echoed in (ids, [0, *ids]):  # a prompt that is sent back has nothing before it
+        assert streamed(tokenizer, [], echoed, skip_special_tokens=False) == tokenizer.decode(echoed, skip_special_tokens=False)
 
 
 @pytest.mark.parametrize("skip", [True, False])

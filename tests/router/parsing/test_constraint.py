@@ -88,6 +88,8 @@ WORDS: dict[str, list[str]] = {
     "minimax_m2": ["</parameter>"],
     "seed_oss": ["</parameter>"],
     "deepseek_v32": ["</｜DSML｜parameter>"],
+    "deepseek_v4": ["</｜DSML｜parameter>"],
+    "hy_v3": ["</arg_value:opensource>"],
 }
 
 
@@ -327,6 +329,14 @@ def test_gpt_oss_may_call_at_once_where_the_prompt_names_its_role() -> None:
         ("glm45", "<tool_call>pick\n<arg_key>b</arg_key>\n<arg_value>true</arg_value>\n</tool_call>"),
         ("pythonic", '[weather(city="Paris", place=[true, false]), now(), pick(b=true)]'),
         ("deepseek_v32", DSML),
+        ("deepseek_v4", DSML.replace("function_calls", "tool_calls")),
+        (
+            "hy_v3",
+            "<tool_calls:opensource>\n<tool_call:opensource>pick<tool_sep:opensource>\n<arg_key:opensource>b</arg_key:opensource>\n"
+            "<arg_value:opensource>true</arg_value:opensource>\n</tool_call:opensource>\n"
+            "<tool_call:opensource>now<tool_sep:opensource>\n</tool_call:opensource>\n</tool_calls:opensource>",
+        ),
+        ("apertus", '<|tools_prefix|>[{"weather": {"city": "Paris", "place": [true]}}, {"now": {}}]<|tools_suffix|>'),
         (
             "gemma4",
             '<|tool_call>call:weather{city:<|"|>Paris<|"|>,place:[true],unit:<|"|>F<|"|>}<tool_call|><|tool_call>call:now{}<tool_call|>',
@@ -339,6 +349,23 @@ def test_what_models_were_trained_to_write_is_allowed(parser: str, text: str) ->
     assert world.accepts(source, text)
     assert not world.accepts(source, text.replace("name", "nome").replace("c", "k"))
     assert not world.accepts(source, f"{text} So.")
+
+
+def test_the_marks_of_a_form_may_be_tokens() -> None:
+    """MiniMax M3 has one before all its tags; of GigaChat's the token tells which of its forms a model knows."""
+    call, mark = '{"name": "now", "arguments": {}}', "]<]minimax[>["
+    for special in ([], [mark]):
+        world = World(special, "letters")
+        source = constraint("minimax_m3", TOOLS, None, True, special=world.special.get).source
+        for text in (f"{mark}<tool_call>\n{call}\n{mark}</tool_call>", f"{mark}<tool_call>\n{call}\n{call}\n{mark}</tool_call>"):
+            assert world.accepts(source, text)
+            assert check(parts_of([text], None, "minimax_m3", schemas=SCHEMAS))
+        assert not world.accepts(source, f"<tool_call>\n{call}\n</tool_call>")
+    new, old = f"<|function_call|>{call}", f"<|message_sep|>\n\nfunction call<|role_sep|>\n{call}"
+    for special in ("<|function_call|>", "<|role_sep|>"):
+        world = World([special])
+        source = constraint("gigachat3", TOOLS, None, False, special=world.special.get).source
+        assert [world.accepts(source, text) for text in (new, old)] == [special == "<|function_call|>", special == "<|role_sep|>"]
 
 
 @pytest.mark.parametrize("word", ["｜DSML｜", "</｜DSML｜parameter>"])
