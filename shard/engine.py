@@ -75,11 +75,11 @@ class Engine:
         masks: Masks | None = None,
         stops: StopStrings | None = None,
         speculator: Speculator | None = None,
-        ahead: bool = False,
+        overlap: bool = False,
     ) -> None:
         """cache_dtype: of the KV cache; by default, the weights' own. masks, stops: for grammars and for beams' stop strings, on
-        rank 0. speculator: the source of drafts; by default, n-gram lookup. ahead: whether a step is begun before the tokens of the
-        last one are known."""
+        rank 0. speculator: the source of drafts; by default, n-gram lookup. overlap: whether a step is begun before the tokens of
+        the last one are known."""
         self.decoder = decoder
         self.device = device
         self.page_size = page_size
@@ -88,7 +88,7 @@ class Engine:
         self._masks = masks
         self._stops = stops
         self.speculator = speculator or Speculator(decoder.ranks, device)
-        self.overlaps = ahead
+        self.overlaps = overlap
         self._flight: StepInFlight | None = None  # the step in flight
         self._free = 0.0  # when the device had finished the last step
         self.resize(0, sequences=0)

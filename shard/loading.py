@@ -104,8 +104,8 @@ def load(config: ShardConfig, stage: Callable[[str], None]) -> Engine:
     small = _draft_shape(config, speculation, model) if speculation.draft else None
     drafter = _drafter(config, speculation, small, decoder, source, stage) if small else None
     speculator = Speculator(ranks, device, speculation, drafter, masks, levels(small) if small else 0)
-    ahead = config.overlap == "on" or (config.overlap == "auto" and device.type == "cuda")
-    return Engine(decoder, device, config.page_size, config.prefix_caching, cache_dtype, masks, stops, speculator, ahead)
+    overlap = config.overlap == "on" or (config.overlap == "auto" and device.type == "cuda")
+    return Engine(decoder, device, config.page_size, config.prefix_caching, cache_dtype, masks, stops, speculator, overlap)
 
 
 def _vision(config: ShardConfig, said: Config, source: Source, model: Shape) -> Vision | None:

@@ -219,7 +219,7 @@ class Paper(Engine):
     ) -> None:
         """states: the model remembers something of so many sequences; copies: of pages, on the host."""
         self._states, self._copies = states, copies
-        super().__init__(Model(), CPU, page_size, prefix_caching, ahead=ahead)  # type: ignore[arg-type]
+        super().__init__(Model(), CPU, page_size, prefix_caching, overlap=ahead)  # type: ignore[arg-type]
         self.resize(pages)
         self.evictions = self.computed = 0
 

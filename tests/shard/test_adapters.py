@@ -66,7 +66,7 @@ def first_logprob(model: Path, tokens: tuple[int, ...], token: int) -> float:
 
 def engine_of(folder: Path, ahead: bool = False, **config: Any) -> Engine:
     decoder = load(ShardConfig(folder=str(folder), model="m", **config), lambda stage: None).decoder
-    found = Engine(decoder, tiny.CPU, 16, ahead=ahead)
+    found = Engine(decoder, tiny.CPU, 16, overlap=ahead)
     found.resize(512)
     return found
 

@@ -278,7 +278,7 @@ def test_other_rules_are_greedy_without_a_temperature_and_alike_on_all_ranks(sai
 def test_accepted_drafts_stay_computed() -> None:
     draft_progress = DraftProgress(10, [1, 2, 3], [7, 8])
     assert draft_progress.accept([0] * 10 + [1, 2, 9], 4) == [7]
-    assert (draft_progress.computed, draft_progress.ahead) == (12, [])
+    assert (draft_progress.computed, draft_progress.drafts) == (12, [])
     draft_progress = DraftProgress(10, [1, 2, 3], [7, 8])
     assert draft_progress.accept([0] * 10 + [1, 2], 4) == []
     assert draft_progress.computed == 11, "the last token is always computed anew: its logits are wanted"

@@ -29,7 +29,7 @@ class Scarce(Engine):
     """Has no memory for forwards of more than so many tokens, nor for sequences beyond so many of theirs."""
 
     def __init__(self, tokens: int = 999, reach: int = 999, ahead: bool = False) -> None:
-        super().__init__(tiny.decoder("llama"), tiny.CPU, SIZE, ahead=ahead)
+        super().__init__(tiny.decoder("llama"), tiny.CPU, SIZE, overlap=ahead)
         self.resize(600)
         self.refuses: Callable[[Span], bool] = lambda span: span.start + len(span.tokens) > reach
         self.failures = 0

@@ -153,7 +153,7 @@ def _decoder(name: str, device: str, by_triton: bool) -> Decoder:
 
 def engine(name: str, page_size: int = 16, pages: int = 1024, prefix_caching: bool = True, ahead: bool = False) -> Engine:
     """A fresh one with an empty pool."""
-    result = Engine(decoder(name), DEVICE, page_size, prefix_caching, ahead=ahead)
+    result = Engine(decoder(name), DEVICE, page_size, prefix_caching, overlap=ahead)
     result.resize(pages)
     return result
 
@@ -217,7 +217,7 @@ def engine_of(
     """One rank's engine."""
     model = shape(json.loads((folder(name) / "config.json").read_text()))
     weights = Weights(folder(name), torch.float32, DEVICE, lambda read: None)
-    result = Engine(Decoder(model, weights, ranks, DEVICE), DEVICE, page_size, prefix_caching, ahead=ahead)
+    result = Engine(Decoder(model, weights, ranks, DEVICE), DEVICE, page_size, prefix_caching, overlap=ahead)
     result.resize(pages)
     return result
 
