@@ -231,7 +231,7 @@ def test_a_driver_that_hangs_or_whose_device_has_failed(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(process, "PROC", tmp_path)
-    fake.write_text("#!/bin/sh\necho 0, GPU-a, '[N/A]'; echo 1, GPU-b, 1024\n")
+    fake.write_text("#!/bin/sh\necho 0, GPU-a, '[GPU is lost]'; echo 1, GPU-b, 1024\n")
     fake.chmod(0o755)
     assert nvidia.find({}).memory == (1 << 30,)
     fake.write_text("#!/bin/sh\nexec sleep 60\n")
