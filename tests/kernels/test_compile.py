@@ -2,11 +2,13 @@
 
 They are compiled by other processes: in this one they are interpreted."""
 
+import importlib
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -71,7 +73,7 @@ def test_some_of_ours_compile() -> None:
     answer = run("-m", "penstock.kernels.compile", *kinds)
     assert answer.returncode == 0, answer.stdout + answer.stderr
     assert answer.stdout.splitlines()[-1].startswith("12 kernels, 5 targets, 0 faults")  # rotary with an fp8 cache, two early, too
-    assert len(answer.stdout.splitlines()) == 2 + 5 * 6 + 3 + 2 + 2 + 5  # these have fewer targets
+    assert len(answer.stdout.splitlines()) == 2 + 5 * 6 + 3 + 3 + 3 + 5  # these have fewer targets
 
 
 CODE = """
@@ -191,6 +193,17 @@ def test_planted_faults_are_found(tmp_path: Path) -> None:
     # Spills are allowed where a kernel is not hot, and a small one has none.
     assert lines[-2].startswith("2 kernels, 2 targets, 0 faults")
     assert lines[-1] == "0"
+
+
+@pytest.mark.parametrize(("columns", "fault"), [(512, ""), (1024, "1024 columns of tensor memory, sm_100 has 512")])
+def test_tensor_memory_is_looked_at(monkeypatch: pytest.MonkeyPatch, columns: int, fault: str) -> None:
+    """Triton compiles what needs more than there is, and fails when it is launched."""
+    gate = importlib.import_module("penstock.kernels.compile")
+    made = SimpleNamespace(asm={"cubin": b""}, metadata=SimpleNamespace(shared=0, tmem_size=columns))
+    monkeypatch.setattr(gate, "_compiled", lambda compilation, target: made)
+    monkeypatch.setattr(gate, "_cuda_usage", lambda binary: (32, 0))
+    [target] = [target for target in gate.TARGETS if target.name == "sm_100"]
+    assert gate.build(SimpleNamespace(name="one", hot=True), target).fault == fault
 
 
 def test_make_knows_it() -> None:
