@@ -24,6 +24,7 @@ from .config import ShardConfig
 from .engine import Engine
 from .loading import load
 from .models.shape import Unsupported
+from .out_of_memory import log_failure
 from .parallel import RendezvousFailed
 from .relay import READY, Receiver, Sender
 from .service import Service
@@ -110,7 +111,12 @@ def _work(config: ShardConfig, service: Service, load: Load, end: Callable[[int]
         force(config.kernels)
         began = time.perf_counter()
         relay = Sender(config)
-        engine = load(config, lambda stage: setattr(service, "stage", stage))
+        try:
+            engine = load(config, lambda stage: setattr(service, "stage", stage))
+        except (MemoryError, RuntimeError) as error:
+            log_failure(error)
+            end(1)
+            return
         receiver = Receiver(config) if config.rank else None
         relay.connect()
         # All ranks have loaded. None may begin earlier: torch's collectives give up after two minutes, and loading may take one

@@ -287,7 +287,7 @@ def _device(config: ShardConfig) -> torch.device:
 def _why_none() -> str:
     """What torch says of it: that it is a build for CPUs, or that the driver is too old, or not ready."""
     try:
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
     except Exception as error:
         return " ".join(str(error).split())[:300]
     return "it says nothing"
