@@ -57,6 +57,8 @@ def find(environment: Mapping[str, str]) -> Found:
         return Found(obstacle=_unlisted(NO_TOOL))
     there, words = _gpus()
     shown = _shown(there, visible)
+    if len({gpu.uuid for gpu in shown}) < len(shown):
+        return Found(obstacle=f"{VISIBLE}={visible} names a GPU twice, and CUDA then shows none at all: name each once")
     usable = [gpu for gpu in shown if gpu.memory]
     if usable:
         all_seen = len(usable) == len(there if visible is None else shown) and not words

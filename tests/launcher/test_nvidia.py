@@ -91,6 +91,13 @@ def test_what_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "no free memory of GPU-aa11" in nvidia.find({}).obstacle
 
 
+@pytest.mark.parametrize("visible", ["0,0", "0,1,0", "GPU-aa11,GPU-aa11"])
+def test_one_that_is_named_twice(tmp_path: Path, visible: str) -> None:
+    says(tmp_path, WHOLE)
+    found = nvidia.find({"CUDA_VISIBLE_DEVICES": visible})
+    assert (found.memory, "names a GPU twice" in found.obstacle) == ((), True)
+
+
 def given(folder: Path) -> None:
     """The machine, or the container, has a GPU."""
     (folder / "dev").mkdir()
