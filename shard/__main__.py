@@ -22,7 +22,7 @@ from ..proto import certificates, rpc, settings
 from ..proto.process import configure_logging, die_with_parent
 from .config import ShardConfig
 from .engine import Engine
-from .loading import load
+from .loading import DeviceMissing, load
 from .models.shape import Unsupported
 from .out_of_memory import log_failure
 from .parallel import RendezvousFailed
@@ -132,9 +132,9 @@ def _work(config: ShardConfig, service: Service, load: Load, end: Callable[[int]
     except Unsupported as error:
         log.error(str(error))
         end(2)
-    except RendezvousFailed as error:
+    except (RendezvousFailed, DeviceMissing) as error:
         log.error(str(error))
-        end(1)  # what has taken the port since the launcher looked may be gone when it tries again
+        end(1)  # what has taken the port since the launcher looked, or ails the GPU, may be gone when it tries again
     except EOFError as error:
         log.error(f"rank 0 is gone{f': {error}' if str(error) else ''}")
         end(1)

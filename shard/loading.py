@@ -46,6 +46,10 @@ SECONDS_BETWEEN_LINES = 2.0
 SMALL_DRAFT = 4_000_000
 
 
+class DeviceMissing(Exception):
+    """The device, which the launcher has seen, can't be used now: another start may find it. Its text is for the operator."""
+
+
 class Progress:
     """Reports the share of loaded parameters as the stage, and now and then as a log line."""
 
@@ -273,10 +277,7 @@ def _device(config: ShardConfig) -> torch.device:
     if config.device != "cuda":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise Unsupported(
-            f"torch sees no CUDA device ({_why_none()}): install its build for CUDA that fits the driver (AMD's GPUs: for ROCm), "
-            "or use --device cpu"
-        )
+        raise _no_device()
     if config.device_number >= torch.cuda.device_count():
         raise Unsupported(f"rank {config.rank} has no device: there are {torch.cuda.device_count()}; use a smaller --num-shard")
     device = torch.device("cuda", config.device_number)
@@ -284,10 +285,13 @@ def _device(config: ShardConfig) -> torch.device:
     return device
 
 
-def _why_none() -> str:
-    """What torch says of it: that it is a build for CPUs, or that the driver is too old, or not ready."""
+def _no_device() -> Exception:
+    """Why torch sees no device: it is a build for CPUs; or what the driver says: that it is too old, not ready, or has lost it."""
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
-    except Exception as error:
-        return " ".join(str(error).split())[:300]
-    return "it says nothing"
+    except RuntimeError as error:
+        why = " ".join(str(error).split())[:300]
+        return DeviceMissing(f"torch sees no CUDA device: {why} (or install a build of torch that fits the driver)")
+    except AssertionError:
+        pass
+    return Unsupported("torch sees no CUDA device: install its build for CUDA (AMD's GPUs: for ROCm), or use --device cpu")

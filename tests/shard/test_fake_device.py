@@ -22,6 +22,7 @@ from torch import Tensor
 
 from penstock.kernels import dependent_launch, dispatch, expanded, linear, noise
 from penstock.proto import shard_pb2 as wire
+from penstock.shard import __main__ as entry
 from penstock.shard import memory
 from penstock.shard.adapters import Adapter
 from penstock.shard.config import ShardConfig
@@ -565,16 +566,27 @@ def test_a_gpu_that_torch_was_not_built_for(
             _check_able(fake_cuda.DEVICE, "auto")
 
 
-def test_why_torch_sees_no_gpu(noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The build is one of several reasons."""
+def test_why_torch_sees_no_gpu(noted: Noted, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A build for CPUs is the operator's to change. What the driver says may pass, as when it has lost a GPU that it had."""
+    codes: list[int] = []
 
-    def init() -> None:
-        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nPlease update your GPU driver")
+    def start(error: Exception) -> str:
+        def init() -> None:
+            raise error
+
+        monkeypatch.setattr(torch.cuda, "init", init)
+        caplog.clear()
+        entry._work(config(), SimpleNamespace(stage=""), load, codes.append)  # type: ignore[arg-type]
+        return caplog.messages[-1]
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "init", init)
-    with pytest.raises(Unsupported, match=r"too old \(found version 11040\)\. Please update your GPU driver\): install its build"):
-        load(config(), lambda stage: None)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    said = start(RuntimeError("The driver on your system is too old (found version 11040).\nPlease update it"))
+    assert said.startswith(
+        "torch sees no CUDA device: The driver on your system is too old (found version 11040). Please update it (or"
+    )
+    assert "install its build for CUDA" in start(AssertionError("Torch not compiled with CUDA enabled"))
+    assert codes == [1, 2]
 
 
 def test_memory_that_a_gpu_shares_with_the_machine(noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
