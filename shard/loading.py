@@ -46,6 +46,10 @@ SECONDS_BETWEEN_LINES = 2.0
 SMALL_DRAFT = 4_000_000
 
 
+class DeviceMissing(Exception):
+    """The device, which the launcher has seen, can't be used now: another start may find it. Its text is for the operator."""
+
+
 class Progress:
     """Reports the share of loaded parameters as the stage, and now and then as a log line."""
 
@@ -125,7 +129,7 @@ def _check_able(device: torch.device, cache: str) -> None:
         return
     if torch.version.hip is not None:
         _check_amd(device, cache)
-    elif triton_on(device):
+    else:
         _check_nvidia(device, cache)
     if triton_on(device):
         _check_launcher()
@@ -142,16 +146,30 @@ def _check_amd(device: torch.device, cache: str) -> None:
 
 def _check_nvidia(device: torch.device, cache: str) -> None:
     major, minor = torch.cuda.get_device_capability(device)
-    if major < 8:
+    if triton_on(device) and major < 8:
         raise Unsupported(
             f"the kernels need an accelerator of compute capability 8.0 (Ampere) or newer, this one has {major}.{minor}: "
             "PENSTOCK_KERNELS=reference does without them, and is slow"
         )
-    if cache == "fp8_e4m3fn" and (major, minor) < (8, 9):
+    able = torch.cuda.get_arch_list()
+    if able and not any(_runs(name, major, minor) for name in able):
+        raise Unsupported(
+            f"this build of torch is for {', '.join(able)}, and the GPU is sm_{major}{minor}: install a build that includes it, or "
+            "use --device cpu"
+        )
+    if triton_on(device) and cache == "fp8_e4m3fn" and (major, minor) < (8, 9):
         raise Unsupported(
             f"keys and values of 8 bits need compute capability 8.9 (Ada) or newer, this accelerator has {major}.{minor}: "
             "leave --kv-cache-dtype out"
         )
+
+
+def _runs(name: str, major: int, minor: int) -> bool:
+    """Whether a GPU of this compute capability runs what was compiled for `name`, such as "sm_86": machine code runs on later
+    ones of a generation, PTX ("compute_90") on all later ones."""
+    kind, _, number = name.partition("_")
+    generation, own = divmod(int("".join(filter(str.isdigit, number)) or 0), 10)
+    return (generation, own) <= (major, minor) and (generation == major or kind == "compute")
 
 
 def _check_launcher() -> None:
@@ -259,9 +277,21 @@ def _device(config: ShardConfig) -> torch.device:
     if config.device != "cuda":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise Unsupported("torch sees no CUDA device: install its build for CUDA (AMD's GPUs: for ROCm), or use --device cpu")
+        raise _no_device()
     if config.device_number >= torch.cuda.device_count():
         raise Unsupported(f"rank {config.rank} has no device: there are {torch.cuda.device_count()}; use a smaller --num-shard")
     device = torch.device("cuda", config.device_number)
     torch.cuda.set_device(device)
     return device
+
+
+def _no_device() -> Exception:
+    """Why torch sees no device: it is a build for CPUs; or what the driver says: that it is too old, not ready, or has lost it."""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        why = " ".join(str(error).split())[:300]
+        return DeviceMissing(f"torch sees no CUDA device: {why} (or install a build of torch that fits the driver)")
+    except AssertionError:
+        pass
+    return Unsupported("torch sees no CUDA device: install its build for CUDA (AMD's GPUs: for ROCm), or use --device cpu")

@@ -302,4 +302,7 @@ def _available(device: torch.device) -> int:
     if device.type != "cuda":
         return available_memory()
     torch.cuda.empty_cache()  # what the measured step has left for the next one
-    return torch.cuda.mem_get_info(device)[0]
+    free = torch.cuda.mem_get_info(device)[0]
+    if torch.cuda.get_device_properties(device).is_integrated:  # then cached files, such as the weights', count as used memory
+        return max(free, available_memory())
+    return free

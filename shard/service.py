@@ -27,6 +27,7 @@ from .graphs import Recorder
 from .memory import size_copies, size_pool
 from .messages import allowance_from, group_from, paused_to, step_reply
 from .models.shape import Unsupported
+from .out_of_memory import log_failure
 from .outcome import Outcome
 from .relay import Sender
 
@@ -113,8 +114,8 @@ class Service:
                     log.error(str(error))
                     self._end(2)
                     context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
-                except Exception:
-                    log.exception("the shard failed")
+                except Exception as error:
+                    log_failure(error)
                     self._end(1)
                     context.abort(grpc.StatusCode.INTERNAL, FAILED)
                 self.stage = "ready"

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from penstock.kernels import dependent_launch, dispatch, expanded, linear, noise
 from penstock.proto import shard_pb2 as wire
+from penstock.shard import __main__ as entry
 from penstock.shard import memory
 from penstock.shard.adapters import Adapter
 from penstock.shard.config import ShardConfig
@@ -31,7 +32,7 @@ from penstock.shard.engine import Engine, Outcome
 from penstock.shard.forward import GraphExtent, expansion_of
 from penstock.shard.graphs import Recorder
 from penstock.shard.host_pages import HostPages
-from penstock.shard.loading import load
+from penstock.shard.loading import _check_able, load
 from penstock.shard.memory import size_pool
 from penstock.shard.models.decoder import Decoder
 from penstock.shard.models.families import Unsupported, shape
@@ -536,8 +537,67 @@ def test_an_accelerator_that_the_kernels_can_not_be_compiled_for(
     noted: Noted, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], cache: str, word: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", list)
     with pytest.raises(Unsupported, match=word) if word else nullcontext():
         load(config(kv_cache_dtype=cache), lambda stage: None)
+
+
+@pytest.mark.parametrize(
+    ("capability", "able", "runs"),
+    [
+        ((8, 9), ["sm_75", "sm_80", "sm_90a"], True),
+        ((9, 0), ["sm_75", "sm_80", "sm_90a"], True),
+        ((12, 0), ["sm_75", "sm_80", "sm_90a"], False),
+        ((12, 1), ["sm_90", "sm_120"], True),
+        ((12, 1), ["sm_90", "compute_90"], True),
+        ((8, 0), ["sm_86", "compute_90"], False),
+        ((7, 0), ["sm_75", "sm_80"], False),
+    ],
+)
+def test_a_gpu_that_torch_was_not_built_for(
+    noted: Noted, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], able: list[str], runs: bool
+) -> None:
+    """Else the first operation fails, without a word on what to do. Without kernels of our own, too."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: able)
+    with dispatch.forced("reference"):
+        told = f"torch is for {', '.join(able)}, and the GPU is sm_{capability[0]}{capability[1]}: install a build"
+        with pytest.raises(Unsupported, match=told) if not runs else nullcontext():
+            _check_able(fake_cuda.DEVICE, "auto")
+
+
+def test_why_torch_sees_no_gpu(noted: Noted, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A build for CPUs is the operator's to change. What the driver says may pass, as when it has lost a GPU that it had."""
+    codes: list[int] = []
+
+    def start(error: Exception) -> str:
+        def init() -> None:
+            raise error
+
+        monkeypatch.setattr(torch.cuda, "init", init)
+        caplog.clear()
+        entry._work(config(), SimpleNamespace(stage=""), load, codes.append)  # type: ignore[arg-type]
+        return caplog.messages[-1]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    said = start(RuntimeError("The driver on your system is too old (found version 11040).\nPlease update it"))
+    assert said.startswith(
+        "torch sees no CUDA device: The driver on your system is too old (found version 11040). Please update it (or"
+    )
+    assert "install its build for CUDA" in start(AssertionError("Torch not compiled with CUDA enabled"))
+    assert codes == [1, 2]
+
+
+def test_memory_that_a_gpu_shares_with_the_machine(noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which CUDA counts cached files as used: those of the weights, above all."""
+    properties = torch.cuda.get_device_properties(0)
+    monkeypatch.setattr(memory, "available_memory", lambda: 1 << 40)
+    assert memory._available(fake_cuda.DEVICE) == 1 << 27
+    monkeypatch.setattr(properties, "is_integrated", 1)
+    assert memory._available(fake_cuda.DEVICE) == 1 << 40
+    monkeypatch.setattr(memory, "available_memory", lambda: 0)
+    assert memory._available(fake_cuda.DEVICE) == 1 << 27
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,26 @@ def test_too_many_pages_are_refused_with_the_remedy(process: Process) -> None:
     assert process.codes == [2]
 
 
+@pytest.mark.parametrize("process", [{"kv_pages": 0}], indirect=True)
+def test_memory_that_runs_out_in_warmup_is_told_in_one_line(
+    process: Process, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a GPU whose memory the weights nearly fill. It may be another process's, so a restart may help."""
+
+    def measure(*given: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has 1 GiB free.")
+
+    monkeypatch.setattr("penstock.shard.service.size_pool", measure)
+    process.start()
+    with pytest.raises(grpc.RpcError, match="the shard failed and ends"):
+        process.stub.Warmup(WARMUP, timeout=30)
+    assert process.codes == [1]
+    [told] = [one for one in caplog.records if one.levelname == "ERROR"]
+    assert told.exc_info is None
+    assert "A lower --max-batch-prefill-tokens" in told.getMessage()
+    assert told.getMessage().endswith("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1 GiB free.")
+
+
 def test_the_measured_step_keeps_within_the_positions(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU it is as large as the largest step."""
     monkeypatch.setattr("penstock.shard.memory.SAMPLE_TOKENS", 2000)  # of 512 positions
