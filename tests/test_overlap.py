@@ -16,9 +16,9 @@ from penstock.shard.messages import group_from, paused_to
 from penstock.shard.outcome import Outcome
 from penstock.shard.sequence import Sampling
 from penstock.tests.shard import tiny
+from penstock.tests.shard.audited_engine import AuditedEngine
+from penstock.tests.shard.audited_engine import audited_engine as audited_engine  # a fixture
 from penstock.tests.shard.driver import message
-from penstock.tests.shard.paper import Paper
-from penstock.tests.shard.paper import paper as paper  # a fixture
 
 ROUNDS = 20_000  # after which a world counts as stuck
 BATCH = 1
@@ -27,7 +27,7 @@ BATCH = 1
 class World:
     """Requests that come, leave and end at random, in little room. The shard checks its books with every step."""
 
-    def __init__(self, kind: type[Paper], seed: int, beams: float) -> None:
+    def __init__(self, kind: type[AuditedEngine], seed: int, beams: float) -> None:
         """beams: how many requests, of all, search."""
         self.beams = beams
         self.chance = chance = random.Random(seed)
@@ -137,10 +137,10 @@ class World:
 
 
 @pytest.mark.parametrize("beams", [0.0, 0.5])
-def test_promises_of_pages_are_kept_while_steps_overlap(paper: type[Paper], beams: float) -> None:
+def test_promises_of_pages_are_kept_while_steps_overlap(audited_engine: type[AuditedEngine], beams: float) -> None:
     overlapped = pauses = 0
     for seed in range(250):
-        world = World(paper, seed, beams)
+        world = World(audited_engine, seed, beams)
         world.run()
         overlapped, pauses = overlapped + world.overlapped, pauses + world.pauses
     assert overlapped > 1000

@@ -26,14 +26,14 @@ from penstock.shard import graphs, logits
 from penstock.shard.engine import Engine
 from penstock.shard.models.decoder import Decoder
 from penstock.tests.shard import fake_cuda
-from penstock.tests.shard.fake_cuda import Noted
+from penstock.tests.shard.fake_cuda import Activity
 
 RATES = (4.3e12, 4.5e12, 7.8e14)
 PEERS = ("FlashInfer", "vLLM's Triton", "SGLang's Triton", "SDPA flash", "SDPA cuDNN", "FlexAttention")
 
 
 @pytest.fixture
-def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
+def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Activity]:
     """Every measurement once."""
     for name, value in {"MOST_CALLS": 2, "MOST": 1, "LEAST": 1}.items():
         monkeypatch.setattr(gpu_measure, name, value)
@@ -63,7 +63,7 @@ def unmeasured(lines: list[Line]) -> list[Line]:
 
 
 @pytest.mark.parametrize("section", [gpu_ceilings.measure, gpu_attention.measure, gpu_operations.measure, gpu_tuning.measure])
-def test_a_section_at_its_real_shapes(noted: Noted, section: Callable[[Bench], object]) -> None:
+def test_a_section_at_its_real_shapes(noted: Activity, section: Callable[[Bench], object]) -> None:
     lines = told(section)
     assert not unmeasured(lines)
     assert len(lines) >= 20
@@ -72,14 +72,14 @@ def test_a_section_at_its_real_shapes(noted: Noted, section: Callable[[Bench], o
     assert all("plain torch" in what or "best 8" in what or "the host" in what for what in eager)
 
 
-def test_steps_of_a_model(noted: Noted) -> None:
+def test_steps_of_a_model(noted: Activity) -> None:
     lines = told(gpu_model.steps)
     assert [line.what for line in unmeasured(lines)] == ["256 x 8192"]  # its keys and values do not fit
     assert {line.what for line in lines if line.goal is not None} >= {"1 x 1024, graph: step", "256 x 1024, graph: step"}
     assert 40e9 < noted.most < 100e9
 
 
-def test_checks_look_at_something(noted: Noted) -> None:
+def test_checks_look_at_something(noted: Activity) -> None:
     """Nothing but made-up results is wrong with them."""
     bench = Bench(torch.device("cuda"), False, print)
     with torch.inference_mode():
@@ -87,7 +87,7 @@ def test_checks_look_at_something(noted: Noted) -> None:
     assert not [line for line in lines if line.verdict == UNMEASURED]
 
 
-def test_what_fails_takes_nothing_with_it(noted: Noted) -> None:
+def test_what_fails_takes_nothing_with_it(noted: Activity) -> None:
     def broken(bench: Bench) -> Any:
         raise ValueError("no")
 
@@ -99,7 +99,7 @@ def test_what_fails_takes_nothing_with_it(noted: Noted) -> None:
     assert lines[1].verdict == UNMEASURED
 
 
-def test_a_capture_that_fails_leaves_no_trace(noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_that_fails_leaves_no_trace(noted: Activity, monkeypatch: pytest.MonkeyPatch) -> None:
     """What can't be captured is called one by one; torch is brought back to where it was."""
     recovered: list[object] = []
     monkeypatch.setattr(gpu_measure, "_recover", lambda graph, stream: recovered.append(graph))

@@ -28,7 +28,7 @@ from penstock.kernels.work_list import CAUSAL, WHOLE, Item, Tile
 from penstock.tests.kernels.gluon import Kernel
 from penstock.tests.kernels.test_paged_attention import AttentionCase, random_paged_rows
 from penstock.tests.shard import fake_cuda
-from penstock.tests.shard.fake_cuda import Noted
+from penstock.tests.shard.fake_cuda import Activity
 
 KIND = LayerKind(0, 8, 4, 128)
 TILE = Tile(128, 128, 8, 4)
@@ -36,7 +36,7 @@ OPTIONS = AttentionOptions(0, 0.1)
 
 
 @pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Activity]:
     """A simulated Hopper GPU, for which kernels would be compiled."""
     monkeypatch.setattr(hopper_attention, "INTERPRET", False)
     hopper_attention._there.cache_clear()
@@ -88,7 +88,7 @@ CASES: dict[str, tuple[bool, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_hopper_kernel_is_chosen_only_where_it_is_supported(name: str, hopper: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hopper_kernel_is_chosen_only_where_it_is_supported(name: str, hopper: Activity, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, settings = CASES[name]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: settings.get("capability", (9, 0)))
     monkeypatch.setattr(torch.version, "hip", settings.get("hip"))
@@ -111,7 +111,7 @@ def test_hopper_kernel_is_chosen_only_where_it_is_supported(name: str, hopper: N
     assert found is expected
 
 
-def test_missing_gluon_is_logged_once(hopper: Noted, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_gluon_is_logged_once(hopper: Activity, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(hopper_attention, "MISSING", "no thread_barrier")
     caplog.set_level(logging.INFO, hopper_attention.__name__)
     assert not any(hopper_attention._there(torch.device("cuda", 0)) for _ in range(3))
@@ -121,7 +121,7 @@ def test_missing_gluon_is_logged_once(hopper: Noted, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("page_size", hopper_attention.PAGES)
-def test_launches_match_the_ahead_of_time_compilation(page_size: int, hopper: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_match_the_ahead_of_time_compilation(page_size: int, hopper: Activity, monkeypatch: pytest.MonkeyPatch) -> None:
     """In prefill attention, for the largest tile only; and TMA descriptors stay within the cache's memory."""
     descriptors: list[Any] = []
     describe = hopper_attention.descriptor

@@ -37,7 +37,7 @@ from penstock.shard.sequence import Group, Sampling
 from penstock.shard.speculator import Speculator
 from penstock.tests.kernels import sanitizer
 from penstock.tests.shard import configurations, packing, test_invariance, test_quantized, tiny
-from penstock.tests.shard.driver import Driver, Flying, Habits, World, drive, message
+from penstock.tests.shard.driver import Driver, Habits, OverlappingEngine, World, drive, message
 from penstock.tests.shard.test_weights import decoder
 
 # The results of padding are undefined, and not used.
@@ -321,11 +321,11 @@ def test_beams_in_overlapped_steps_take_over_pages_on_the_device(name: str, grap
         changed_pages.append(int((next_step.attention.pages != before).sum()))  # type: ignore[union-attr]
 
     monkeypatch.setattr(step, "_inherit", inheriting)
-    flying = Flying(engine, random.Random(1))
-    found = Driver(flying, [message(group) for group in searches()], Habits(), 4).run()
+    overlapping = OverlappingEngine(engine, random.Random(1))
+    found = Driver(overlapping, [message(group) for group in searches()], Habits(), 4).run()
     assert found.tokens == expected.tokens
     assert found.scores == {uid: pytest.approx(scores, abs=1e-4) for uid, scores in expected.scores.items()}
-    assert flying.ahead > 5
+    assert overlapping.ahead > 5
     assert sum(changed_pages) > 3, "no beam continues another one's pages"
     assert bool(engine.forward.replayed) == graphs
 

@@ -1,8 +1,9 @@
-"""Drives a shard as a router would, at random: requests arrive while others run, prompts come in chunks, groups are paused,
-resumed and cancelled, batches joined. Every decision follows from a seed and from the shard's answers, so ranks can't diverge.
+"""Drives a shard as a router would, with random traffic: requests arrive while others run, prompts come in chunks, groups are
+paused, resumed and cancelled, batches are joined. Every decision follows from a seed and from the shard's replies, so ranks can't
+diverge.
 
-It looks ahead by one command: what it decides on is what the answer to the command before the last one said. What the groups may
-still take is never more than what is free.
+It sends one command ahead: each decision is based on the reply to the command before the last one. The pages that the groups may
+still need are never more than what is free.
 """
 
 import queue
@@ -31,7 +32,7 @@ UNLIMITED = 1 << 20
 
 
 class Pool(Protocol):
-    """What is known of a shard's pages."""
+    """What the driver knows of a shard's pages."""
 
     pages: int
     page_size: int
@@ -41,7 +42,7 @@ class Pool(Protocol):
 
 
 class Shard(Protocol):
-    """An engine, near or far."""
+    """An engine in this process or behind gRPC."""
 
     @property
     def pool(self) -> Pool: ...
@@ -65,7 +66,7 @@ class Shard(Protocol):
 
 @dataclass
 class World:
-    """What happened."""
+    """What the groups were answered, and what happened on the way."""
 
     tokens: dict[tuple[int, int], list[int]] = field(default_factory=dict)  # by uid and choice
     logprobs: dict[tuple[int, int], list[float]] = field(default_factory=dict)  # of these
@@ -75,43 +76,43 @@ class World:
     cancelled: set[int] = field(default_factory=set)
     ended: set[tuple[int, int]] = field(default_factory=set)  # choices
     pauses: Counter[int] = field(default_factory=Counter)
-    drafted: int = 0  # drafts, and ...
-    accepted: int = 0  # ... those that were right
-    mixed: int = 0  # steps with chunks and decodes
-    cached: int = 0  # tokens that were found
-    restored: int = 0  # tokens
+    drafted: int = 0  # draft tokens
+    accepted: int = 0  # accepted draft tokens
+    mixed: int = 0  # steps with both prompt chunks and decodes
+    cached: int = 0  # tokens found in the prefix cache
+    restored: int = 0  # recomputed tokens of resumed groups
 
     @property
     def answers(self) -> dict[int, list[int]]:
-        """Of everybody's first choice."""
+        """The tokens of every group's first choice."""
         return {uid: tokens for (uid, choice), tokens in self.tokens.items() if not choice}
 
 
 @dataclass(frozen=True)
 class Habits:
-    """How the driver behaves; fractions are chances per step."""
+    """What traffic the driver makes; fractions are probabilities per step."""
 
-    chunk: int = UNLIMITED  # most tokens of a prompt in a step
+    chunk: int = UNLIMITED  # the most tokens of a prompt in a step
     pause: float = 0.0
-    pauses: int = 0  # that everybody suffers
+    pauses: int = 0  # how often every group is paused at least
     cancel: float = 0.0
-    end: float = 0.0  # of a single choice
-    join: float = 0.2
-    arrivals: int = 6  # most that come before a step
-    careful: bool = True  # admits only what has room
+    end: float = 0.0  # a single choice is ended
+    join: float = 0.2  # two batches are joined
+    arrivals: int = 6  # the most groups that arrive before a step
+    careful: bool = True  # admits groups only if there are pages for them
 
 
-def drive(shard: Shard, groups: Sequence[Group], habits: Habits, seed: int = 0) -> World:
+def drive(shard: Shard, groups: Sequence[Group], traffic: Habits, seed: int = 0) -> World:
     """Runs `groups` to their ends."""
-    return Driver(shard, [message(group) for group in groups], habits, seed).run()
+    return Driver(shard, [message(group) for group in groups], traffic, seed).run()
 
 
-class Flying:
-    """An engine whose steps may be under way when it returns, as a service uses it."""
+class OverlappingEngine:
+    """An engine whose steps may be in flight when its methods return, as the service uses it."""
 
     def __init__(self, engine: Engine, chance: random.Random) -> None:
         self.engine = engine
-        self.ahead = 0  # steps that were begun on top of others
+        self.ahead = 0  # steps that were begun while another was in flight
         self._chance = chance
 
     def __getattr__(self, name: str) -> Any:
@@ -125,94 +126,96 @@ class Flying:
 
     def _begin(self, begin: Any, *arguments: Any) -> "Future[Outcome]":
         if self._chance.random() < 0.2:
-            self.engine.land()  # the command comes late
+            self.engine.land()  # as if the command came late
         self.ahead += self.engine.underway is not None
         landed: Future[Outcome] = begin(*arguments)
         return landed
 
 
 class Driver:
-    """One run."""
+    """One run of random traffic."""
 
-    def __init__(self, shard: Shard, asked: Sequence[wire.Group], habits: Habits, seed: int) -> None:
+    def __init__(self, shard: Shard, requests: Sequence[wire.Group], traffic: Habits, seed: int) -> None:
         self.shard = shard
-        self.habits = habits
+        self.traffic = traffic
         self.chance = random.Random(seed)
-        self.world = World({(one.uid, choice): [] for one in asked for choice in range(one.choices or 1)})
-        self.asked = {one.uid: one for one in asked}
-        self.waiting = list(asked)
-        self.grow: dict[int, int] = {}  # of all that are admitted
+        self.results = World({(one.uid, choice): [] for one in requests for choice in range(one.choices or 1)})
+        self.requests = {one.uid: one for one in requests}
+        self.waiting = list(requests)
+        self.grow: dict[int, int] = {}  # pages that each admitted group may still need
         self.lacking: dict[int, int] = {}
-        self.due = {one.uid: self._due(one.max_new_tokens) for one in asked}  # generated tokens at which it is paused
+        self.pause_points = {
+            one.uid: self._pause_points(one.max_new_tokens) for one in requests
+        }  # numbers of tokens after which it is paused
         self.free = shard.pool.pages
-        self.unheard: deque[Outcome | Future[Outcome]] = deque()
+        self.unread: deque[Outcome | Future[Outcome]] = deque()
         self.batches: list[int] = []
         self.number = 0
 
     def run(self) -> World:
         turns = 0
-        while self.waiting or self.grow or self.unheard:
+        while self.waiting or self.grow or self.unread:
             turns += 1
             assert turns < 20_000, "it never ends"
             self._step()
-            self._hear(1)
+            self._read_replies(1)
             self._concat()
             self._cancel()
             self._end()
             self._pause()
-        assert not self.unheard
-        return self.world
+        assert not self.unread
+        return self.results
 
-    def _due(self, most: int) -> list[int]:
-        return sorted(self.chance.sample(range(max(self.habits.pauses, most - 3)), self.habits.pauses))
+    def _pause_points(self, most: int) -> list[int]:
+        return sorted(self.chance.sample(range(max(self.traffic.pauses, most - 3)), self.traffic.pauses))
 
     def _step(self) -> None:
-        chance, habits = self.chance, self.habits
-        fresh = self._admit(chance.randint(0, habits.arrivals))
+        chance, traffic = self.chance, self.traffic
+        fresh = self._admit(chance.randint(0, traffic.arrivals))
         chunks = [
-            (uid, min(lacking, habits.chunk))
+            (uid, min(lacking, traffic.chunk))
             for uid, lacking in self.lacking.items()
-            if lacking and (habits.chunk < 8 or chance.random() < 0.7)
+            if lacking and (traffic.chunk < 8 or chance.random() < 0.7)
         ]
         decode = [batch for batch in self.batches if chance.random() < 0.9]
         if fresh or chunks:
             self.number += 1
-            self.world.mixed += bool(chunks and decode and not all(self.lacking.values()))
+            self.results.mixed += bool(chunks and decode and not all(self.lacking.values()))
             budget = sum(most for _, most in chunks)
-            self.unheard.append(self.shard.prefill(self.number, fresh, chunks, budget, decode))
+            self.unread.append(self.shard.prefill(self.number, fresh, chunks, budget, decode))
             self.batches.append(self.number)
         else:
-            self.unheard.append(self.shard.decode(decode))
+            self.unread.append(self.shard.decode(decode))
 
     def _admit(self, count: int) -> list[Group]:
         size = self.shard.pool.page_size
         admitted: list[Group] = []
         while self.waiting and len(admitted) < count:
             group = group_from(self.waiting[0])
-            if self.habits.careful and sum(self.grow.values()) + group.worst(size) > self.free:
+            if self.traffic.careful and sum(self.grow.values()) + group.worst(size) > self.free:
                 break
             del self.waiting[0]
             self.grow[group.uid], self.lacking[group.uid] = group.worst(size), group.lacking
             admitted.append(group)
         return admitted
 
-    def _hear(self, left: int) -> None:
-        while len(self.unheard) > left or (self.unheard and not self.grow):
-            outcome = self._landed(self.unheard.popleft())
+    def _read_replies(self, left: int) -> None:
+        while len(self.unread) > left or (self.unread and not self.grow):
+            outcome = self._landed(self.unread.popleft())
             self.free = outcome.free
-            self.world.cached += outcome.cached_tokens
-            self.world.restored += outcome.restored_tokens
-            self.world.drafted += outcome.drafted
-            self.world.accepted += outcome.accepted
+            self.results.cached += outcome.cached_tokens
+            self.results.restored += outcome.restored_tokens
+            self.results.drafted += outcome.drafted
+            self.results.accepted += outcome.accepted
             for uid, emitted in outcome.emitted:
                 if uid in self.grow:
-                    self._take(uid, emitted)
+                    self._append(uid, emitted)
             for uid, scores in outcome.scored:
-                if uid in self.grow:  # what was wanted may be more than there is
-                    self.world.scores[uid] = list(scores)
+                if uid in self.grow:  # more choices may be requested than there are answers
+                    self.results.scores[uid] = list(scores)
                     self._forget(uid)
             for uid, message in outcome.failed:
-                self.world.failed[uid] = message
+                self.results.failed[uid] = message
                 self._forget(uid)
             for uid, _, grow, lacking in outcome.standing:
                 if uid in self.grow:
@@ -225,94 +228,94 @@ class Driver:
             self.shard.land()
         return outcome.result()
 
-    def _take(self, uid: int, emitted: Emitted) -> None:
+    def _append(self, uid: int, emitted: Emitted) -> None:
         key = uid, emitted.choice
-        assert key not in self.world.finishes
-        if key in self.world.ended:
+        assert key not in self.results.finishes
+        if key in self.results.ended:
             return
-        self.world.tokens[key].append(emitted.pick.token)
-        self.world.logprobs.setdefault(key, []).append(emitted.pick.logprob)
+        self.results.tokens[key].append(emitted.pick.token)
+        self.results.logprobs.setdefault(key, []).append(emitted.pick.logprob)
         if emitted.finish:
-            self.world.finishes[key] = emitted.finish
-            if not self._live(uid) and not self.asked[uid].HasField("beams"):
+            self.results.finishes[key] = emitted.finish
+            if not self._unfinished_choices(uid) and not self.requests[uid].HasField("beams"):
                 self._forget(uid)
 
-    def _live(self, uid: int) -> list[int]:
-        keys = [(uid, choice) for choice in range(self.asked[uid].choices or 1)]
-        return [key[1] for key in keys if key not in self.world.finishes and key not in self.world.ended]
+    def _unfinished_choices(self, uid: int) -> list[int]:
+        keys = [(uid, choice) for choice in range(self.requests[uid].choices or 1)]
+        return [key[1] for key in keys if key not in self.results.finishes and key not in self.results.ended]
 
     def _forget(self, uid: int) -> None:
         self.grow.pop(uid, None)
         self.lacking.pop(uid, None)
 
     def _concat(self) -> None:
-        if self.chance.random() < self.habits.join and len(self.batches) > 1:
+        if self.chance.random() < self.traffic.join and len(self.batches) > 1:
             into, *others = self.chance.sample(self.batches, 2)
             self.shard.concat(into, others)
             self.batches.remove(others[0])
 
     def _cancel(self) -> None:
-        if self.grow and self.chance.random() < self.habits.cancel:
-            gone = self.chance.choice(sorted(self.grow))
-            self.shard.filter([gone])
-            self.world.cancelled.add(gone)
-            self._forget(gone)
+        if self.grow and self.chance.random() < self.traffic.cancel:
+            uid = self.chance.choice(sorted(self.grow))
+            self.shard.filter([uid])
+            self.results.cancelled.add(uid)
+            self._forget(uid)
 
     def _end(self) -> None:
-        """Of a group that goes on with its other choices, and is known to have begun."""
-        uids = [uid for uid in sorted(self.grow) if not self.asked[uid].HasField("beams")]
-        keys = [(uid, choice) for uid in uids for choice in self._live(uid)]
-        able = [key for key in keys if len(self._live(key[0])) > 1 and self.world.tokens[key]]
-        if able and self.chance.random() < self.habits.end:
-            gone = self.chance.choice(able)
-            self.shard.end([gone])
-            self.world.ended.add(gone)
+        """Ends a choice of a group that has emitted tokens and continues with its other choices."""
+        uids = [uid for uid in sorted(self.grow) if not self.requests[uid].HasField("beams")]
+        keys = [(uid, choice) for uid in uids for choice in self._unfinished_choices(uid)]
+        candidates = [key for key in keys if len(self._unfinished_choices(key[0])) > 1 and self.results.tokens[key]]
+        if candidates and self.chance.random() < self.traffic.end:
+            choice = self.chance.choice(candidates)
+            self.shard.end([choice])
+            self.results.ended.add(choice)
 
     def _pause(self) -> None:
         alive = sorted(self.grow)
-        if alive and self.chance.random() < self.habits.pause:
-            self._take_back(self.chance.sample(alive, self.chance.randint(1, len(alive))))
-        tired = [uid for uid in sorted(self.grow) if self.due[uid] and self._generated(uid) >= self.due[uid][0]]
-        for uid in tired:
-            if self.chance.random() < 0.7 or self._generated(uid) > self.due[uid][0]:
-                self.due[uid].pop(0)
-                self._take_back([uid])
-        while self.habits.careful and sum(self.grow.values()) > self.free:
-            self._hear(0)
-            self.free = self.shard.pool.free  # after a Filter, too
+        if alive and self.chance.random() < self.traffic.pause:
+            self._pause_groups(self.chance.sample(alive, self.chance.randint(1, len(alive))))
+        due = [uid for uid in sorted(self.grow) if self.pause_points[uid] and self._generated(uid) >= self.pause_points[uid][0]]
+        for uid in due:
+            if self.chance.random() < 0.7 or self._generated(uid) > self.pause_points[uid][0]:
+                self.pause_points[uid].pop(0)
+                self._pause_groups([uid])
+        while self.traffic.careful and sum(self.grow.values()) > self.free:
+            self._read_replies(0)
+            self.free = self.shard.pool.free  # known after a Filter, too
             if sum(self.grow.values()) > self.free:
-                assert len(self.grow) > 1, "not even one has room"
-                self._take_back([list(self.grow)[-1]])
+                assert len(self.grow) > 1, "the pool is too small for one group"
+                self._pause_groups([list(self.grow)[-1]])
 
     def _generated(self, uid: int) -> int:
-        return max(len(self.world.tokens[uid, choice]) for choice in range(self.asked[uid].choices or 1))
+        return max(len(self.results.tokens[uid, choice]) for choice in range(self.requests[uid].choices or 1))
 
-    def _take_back(self, uids: list[int]) -> None:
+    def _pause_groups(self, uids: list[int]) -> None:
         paused = self.shard.pause(uids)
-        self._hear(0)
+        self._read_replies(0)
         size = self.shard.pool.page_size
-        for one in paused:
-            told = one if isinstance(one, wire.Paused) else paused_to(one, size)
-            if told.uid not in self.grow:
-                continue  # it has just ended, or was cancelled
-            self.world.pauses[told.uid] += 1
-            again = wire.Group()
-            again.CopyFrom(self.asked[told.uid])
-            again.continuations.extend(told.continuations)
-            again.beams.streamed = len(self.world.tokens[told.uid, 0])
-            if not self.asked[told.uid].HasField("beams"):
-                again.ClearField("beams")
-            for part in () if again.HasField("beams") else told.continuations:
-                assert list(part.tokens) == self.world.tokens[told.uid, part.choice]
-            group = group_from(again)
-            assert (told.grow, told.lacking) == (group.worst(size), group.lacking)
-            self._forget(told.uid)
-            self.waiting.append(again)
+        for reply in paused:
+            paused_group = reply if isinstance(reply, wire.Paused) else paused_to(reply, size)
+            if paused_group.uid not in self.grow:
+                continue  # it has just finished, or was cancelled
+            self.results.pauses[paused_group.uid] += 1
+            resumed = wire.Group()
+            resumed.CopyFrom(self.requests[paused_group.uid])
+            resumed.continuations.extend(paused_group.continuations)
+            resumed.beams.streamed = len(self.results.tokens[paused_group.uid, 0])
+            if not self.requests[paused_group.uid].HasField("beams"):
+                resumed.ClearField("beams")
+            for part in () if resumed.HasField("beams") else paused_group.continuations:
+                assert list(part.tokens) == self.results.tokens[paused_group.uid, part.choice]
+            group = group_from(resumed)
+            assert (paused_group.grow, paused_group.lacking) == (group.worst(size), group.lacking)
+            self._forget(paused_group.uid)
+            self.waiting.append(resumed)
         self.free = self.shard.pool.free
 
 
 def message(group: Group) -> wire.Group:
-    """The inverse of `group_from`."""
+    """A group's message for the wire: the inverse of `group_from`."""
     first, sampling = group.sequences[0], group.sampling
     same = {one.name: getattr(sampling, one.name) for one in fields(Sampling) if one.name != "bias"}
     begun = [] if group.waiting else group.sequences
@@ -320,7 +323,7 @@ def message(group: Group) -> wire.Group:
         uid=group.uid,
         tokens=first.tokens[: first.prompt_length],
         choices=group.search.wanted if group.search else len(group.waiting),
-        beams=beams(group.search) if group.search else None,
+        beams=beams_message(group.search) if group.search else None,
         stops=group.stops,
         drafts=group.drafts,
         continuations=[wire.Continuation(choice=s.choice, tokens=s.tokens[s.prompt_length :]) for s in begun],
@@ -333,27 +336,27 @@ def message(group: Group) -> wire.Group:
         prompt_logprobs=group.prompt_logprobs,
         prompt_top_n=group.prompt_top_n,
         min_new_tokens=group.min_new_tokens,
-        thinking=thinking(group.thinking) if group.thinking else None,
+        thinking=thinking_message(group.thinking) if group.thinking else None,
         grammar=group.grammar,
         cache_key=first.cache_key,
         adapter=group.adapter,
-        images=map(shown, group.images),
+        images=map(image_message, group.images),
     )
 
 
-def thinking(one: Thinking) -> wire.Thinking:
-    """Likewise."""
+def thinking_message(one: Thinking) -> wire.Thinking:
+    """The message of a group's thinking budget."""
     return wire.Thinking(most=one.most, end=one.end, begin=one.begin if one.begin >= 0 else None)
 
 
-def shown(one: PromptImage) -> wire.Image:
-    """Likewise."""
+def image_message(one: PromptImage) -> wire.Image:
+    """The message of an image in a prompt."""
     pixels = one.pixels.numpy().tobytes()
     return wire.Image(start=one.start, rows=one.rows, columns=one.columns, pixels=pixels, shape=one.pixels.shape, size=one.size)
 
 
-def beams(search: Search) -> wire.Beams:
-    """Likewise."""
+def beams_message(search: Search) -> wire.Beams:
+    """The message of a beam search's parameters."""
     return wire.Beams(
         width=search.width,
         length_penalty=search.length_penalty,
@@ -364,7 +367,7 @@ def beams(search: Search) -> wire.Beams:
 
 
 class Remote:
-    """The shard at the other end of a channel: by unary calls, or by the stream of commands."""
+    """A shard behind a gRPC channel, driven by unary calls or by the stream of commands."""
 
     def __init__(self, channel: grpc.Channel, stream: bool, pages: int, page_size: int) -> None:
         self.step = 0
@@ -398,7 +401,7 @@ class Remote:
         self.call("Concat", concat=wire.ConcatRequest(into=into, batches=batches))
 
     def clear(self) -> int:
-        """Pages that are free then."""
+        """Clears the cache; the number of pages that are free then."""
         return int(self.call("ClearCache", clear_cache=wire.ClearCacheRequest()).clear_cache.free)
 
     def close(self) -> None:

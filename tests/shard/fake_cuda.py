@@ -1,11 +1,11 @@
-"""A CUDA device without a GPU: tensors that say they are on it and hold real numbers, as far as plain torch computes them.
+"""A simulated CUDA device: tensors that claim to be on it and hold real numbers, as far as plain torch computes them.
 
-What kernels would compute is made up, but how they are launched is looked at: where their tensors are, of which types, and on
-which device the thread is. Every operation that makes the host wait for a real device is noted with the line that asks for it.
-So what is found here are faults that else show on a GPU only; that numbers are right is not.
+The outputs of Triton kernels are made up, but their launches are checked: the devices and types of their arguments, and the thread's
+current device. Every operation that would make the host wait for a real device is recorded, with the line that asks for it. This
+finds faults that otherwise show only on a GPU; it doesn't check that numbers are right.
 
-Tensors of the size that a GPU is made for hold nothing where `device` is told so: their memory is never touched, and operations on
-them are done by their shapes alone.
+If `device` is called with a limit (`shapes`), larger tensors hold no numbers: their memory is never touched, and operations on them
+compute shapes only.
 """
 
 import math
@@ -32,23 +32,23 @@ CPU = torch.device("cpu")
 PROCESSORS = 132  # an H200's
 HBM = 141 * 10**9  # bytes of its memory
 L2 = 60 << 20
-OPERATION = 5e-6  # seconds that anything takes on the device
-NO_RESERVE = 0x4000  # mmap(2): the system keeps nothing back for memory that is not touched
-OPTIONS = {"num_warps", "num_stages", "enable_fp_fusion", "launch_pdl"}  # of a launch, besides its arguments
-# Operations whose result's size the host has to know, or that read a number.
+OPERATION = 5e-6  # seconds that every operation takes on the device
+NO_RESERVE = 0x4000  # MAP_NORESERVE of mmap(2): nothing is reserved for memory that is not touched
+OPTIONS = {"num_warps", "num_stages", "enable_fp_fusion", "launch_pdl"}  # of a launch, besides the kernel's arguments
+# Operations whose result's size the host has to know, or that read a number on the host.
 READING = {"_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "equal", "unique2", "_unique2", "bincount"}
-# That take indices or whole tensors from anywhere, and wait for what is elsewhere.
-CARRYING = {"to", "_to_copy", "copy_", "copy"}
+# Operations that accept tensors (or, for indexing, indices) on either device, and wait if they have to be copied.
+COPYING = {"to", "_to_copy", "copy_", "copy"}
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 
 
 class WrongDevice(AssertionError):
-    """What a GPU would refuse, or not even notice."""
+    """An error on a real GPU, or one that a GPU would not even report."""
 
 
 @dataclass(frozen=True, order=True)
 class Wait:
-    """The host waits for the device."""
+    """A place where the host waits for the device."""
 
     place: str  # module:function
     line: int
@@ -57,7 +57,7 @@ class Wait:
 
 @dataclass(frozen=True, order=True)
 class Launch:
-    """Of a kernel: its name, and the type of each argument as Triton would see it."""
+    """A kernel's launch: the kernel's name, and the type of each argument as Triton specializes it."""
 
     kernel: str
     types: tuple[tuple[str, str], ...]
@@ -65,39 +65,39 @@ class Launch:
 
 
 @dataclass
-class Noted:
-    """What happened on the device."""
+class Activity:
+    """What happened on the device since `device` was entered."""
 
     waits: list[Wait] = field(default_factory=list)
     launches: list[Launch] = field(default_factory=list)
-    copies: int = 0  # to the device, without waiting
-    replays: int = 0  # of graphs
-    seconds: float = 0.0  # that the device has worked, if every operation takes as long
-    held: int = 0  # bytes of large tensors
-    most: int = 0  # of these, at any time
-    operations: int = 0  # that were launched one by one, of torch and of our own
+    copies: int = 0  # copies between host and device that the host did not wait for
+    replays: int = 0  # replayed graphs
+    seconds: float = 0.0  # how long the device was busy, if every operation takes OPERATION
+    held: int = 0  # bytes of large tensors that are allocated now
+    most: int = 0  # the peak of `held`
+    operations: int = 0  # operations that were launched one by one: torch's and penstock's kernels
 
 
-noted = Noted()
-large: int | None = None  # elements of tensors that are more than shapes, at most
-_pinned: dict[int, Tensor] = {}  # by where they are in memory; kept, so that no other tensor is there
-_current = threading.local()  # a thread's device, as CUDA has it
-_tape: list[Callable[[], None]] | None = None  # of the graph that is recorded
+activity = Activity()
+large: int | None = None  # tensors with more elements than this hold no numbers; None: all tensors hold numbers
+_pinned: dict[int, Tensor] = {}  # pinned tensors by address; kept alive, so that no other tensor gets that address
+_current = threading.local()  # each thread's current device, as in CUDA
+_tape: list[Callable[[], None]] | None = None  # the operations of the graph that is being recorded; None: none is
 
 
 class OnDevice(Tensor):
-    """A tensor on the device. To C++ it is one of a CPU, since torch's CPU build knows no device to be on."""
+    """A tensor on the device. To torch's C++ code it is a CPU tensor, since a CPU build of torch has no other device."""
 
     inner: Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> "OnDevice":
-        made: OnDevice = Tensor._make_wrapper_subclass(
+        wrapper: OnDevice = Tensor._make_wrapper_subclass(
             cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype, device=CPU
         )
-        made.inner = inner
-        return made
+        wrapper.inner = inner
+        return wrapper
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -124,14 +124,14 @@ class OnDevice(Tensor):
         raise RuntimeError("cannot pin 'torch.cuda.Tensor': only dense CPU tensors can be pinned")
 
 
-class Arriving(Tensor):
-    """A tensor on its way to the host: what is in it is the device's until an event after it was waited for."""
+class PendingHostCopy(Tensor):
+    """The target of a copy to the host that isn't finished: it may be read only after the host waited for a later event."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     stamp: int
 
     def tolist(self) -> Any:
-        if self.stamp >= _reached:
+        if self.stamp >= _awaited:
             raise WrongDevice("what is on its way to the host is read before it is there")
         return self.as_subclass(Tensor).tolist()
 
@@ -145,44 +145,44 @@ class Event:
         self._seconds = 0.0
 
     def record(self, stream: object = None) -> None:
-        global _clock
+        global _events
         assert _tape is None, "an event to be looked at in a graph"
-        _clock += 1
-        self._stamp = _clock
-        self._seconds = noted.seconds
+        _events += 1
+        self._stamp = _events
+        self._seconds = activity.seconds
 
     def elapsed_time(self, end: "Event") -> float:
-        """Milliseconds. Both have to be over."""
+        """Milliseconds between two events. The host must have waited for both."""
         for one in (self, end):
-            if not one._timed or not one._stamp or one._stamp > _reached:
+            if not one._timed or not one._stamp or one._stamp > _awaited:
                 raise RuntimeError("an event that measures no time, was not recorded, or is not over")
         return 1e3 * (end._seconds - self._seconds)
 
     def synchronize(self) -> None:
-        global _reached
+        global _awaited
         wait("event")
-        _reached = max(_reached, self._stamp)
+        _awaited = max(_awaited, self._stamp)
 
 
-_clock = 0  # counts events
-_reached = 0  # of those that were waited for, the last
+_events = 0  # number of events recorded so far
+_awaited = 0  # the latest event that the host has waited for
 
 
 def wait(why: str) -> None:
-    """Notes who makes the host wait."""
+    """Records that the host waits, and which line of the package makes it wait."""
     assert _tape is None, f"{why} while a graph is recorded"
-    noted.waits.append(Wait(*_place(), why))
+    activity.waits.append(Wait(*_calling_line(), why))
 
 
-def _all_over() -> None:
+def _synchronize() -> None:
     """`torch.cuda.synchronize`."""
-    global _reached
+    global _awaited
     wait("synchronize")
-    _reached = _clock
+    _awaited = _events
 
 
-def _place() -> tuple[str, int]:
-    """The innermost line of the package."""
+def _calling_line() -> tuple[str, int]:
+    """The innermost frame of the stack that is in the package, outside its tests: module:function, and line number."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         name = frame.f_globals.get("__name__", "")
@@ -193,49 +193,49 @@ def _place() -> tuple[str, int]:
 
 
 def wrapped(inner: Tensor) -> OnDevice:
-    """As made by the engine: an inference tensor."""
-    with nullcontext() if torch.is_inference_mode_enabled() else torch.inference_mode():  # to enter it once more takes its time
+    """An inference tensor on the device, as the engine's tensors are."""
+    with nullcontext() if torch.is_inference_mode_enabled() else torch.inference_mode():  # entering it a second time is slow
         return OnDevice(inner)
 
 
 def compute(function: Any, args: Any, kwargs: Any) -> Any:
-    """What any operation of torch does, on whichever device."""
+    """Executes one operation of torch, for tensors on the host or on the device."""
     name = function.overloadpacket.__name__
     tensors = _tensors((args, kwargs))
-    ours = [one for one in tensors if isinstance(one, OnDevice)]
+    on_device = [one for one in tensors if isinstance(one, OnDevice)]
     named = next((one for one in (kwargs.get("device"), *args) if isinstance(one, torch.device)), None)
     if name in ("pin_memory", "_pin_memory", "is_pinned"):
         return _pin(name, args[0])
     if kwargs.get("pin_memory"):
         assert named is None or named.type == "cpu", "only memory of the host can be pinned"
         return _pin("pin_memory", function(*args, **kwargs | {"pin_memory": False}))
-    if not ours and (named is None or named.type != DEVICE.type):
+    if not on_device and (named is None or named.type != DEVICE.type):
         return function(*args, **kwargs)
     kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
-    if name in CARRYING and (len(ours) < len(tensors) or (named is not None and named.type == "cpu")):
-        return _carry(function, name, args, kwargs)
-    _check(function, name, tensors, ours, args)
+    if name in COPYING and (len(on_device) < len(tensors) or (named is not None and named.type == "cpu")):
+        return _transfer(function, name, args, kwargs)
+    _check(function, name, tensors, on_device, args)
     if name in READING:
         wait(name)
     if name == "repeat_interleave" and len(args) > 1 and isinstance(args[1], Tensor) and kwargs.get("output_size") is None:
         wait("repeat_interleave of counts")
     if not (_views(function) or "empty" in name):
-        _work()
-    given = _changed(_inner, args), _changed(_inner, kwargs)
+        _count_operation()
+    given = _mapped(_inner, args), _mapped(_inner, kwargs)
     if large is not None:
-        if any(one.numel() > large for one in ours) and _in_place(function):
+        if any(one.numel() > large for one in on_device) and _in_place(function):
             return args[0]
         shaped = _shaped(function, *given)
         if shaped is not None:
             return shaped
     result = function(*given[0], **given[1])
     if name in ("empty", "empty_like", "empty_strided", "new_empty"):
-        result.view(torch.uint8 if result.element_size() == 1 else result.dtype).zero_()  # what kernels would write into it
+        result.view(torch.uint8 if result.element_size() == 1 else result.dtype).zero_()  # stands for what kernels would write
     elif _tape is not None:
-        _tape.append(lambda: _again(result, function(*given[0], **given[1])))
+        _tape.append(lambda: _replay_into(result, function(*given[0], **given[1])))
     if _in_place(function):
         return args[0]
-    return _changed(lambda one: wrapped(one) if isinstance(one, Tensor) else one, result)
+    return _mapped(lambda one: wrapped(one) if isinstance(one, Tensor) else one, result)
 
 
 @cache
@@ -246,36 +246,36 @@ def _in_place(function: Any) -> bool:
 
 @cache
 def _views(function: Any) -> bool:
-    """The result is the memory of an argument, which is not written."""
+    """Whether the result is a view of an argument, which is not written."""
     return any(one.alias_info is not None and not one.alias_info.is_write for one in function._schema.arguments)
 
 
-def _work(seconds: float = OPERATION) -> None:
-    """One more operation on the device."""
-    noted.operations += 1
-    noted.seconds += seconds if _tape is None else 0.0
+def _count_operation(seconds: float = OPERATION) -> None:
+    """Counts one more operation on the device."""
+    activity.operations += 1
+    activity.seconds += seconds if _tape is None else 0.0
 
 
 class Memory(mmap.mmap):
-    """Memory that is there when it is touched. Counted as the device's until nobody has it any more."""
+    """Memory that is allocated lazily, when it is touched. It counts as device memory until it is freed."""
 
     def __del__(self) -> None:
-        if noted is not None:  # as at the end of the process
-            noted.held -= len(self)
+        if activity is not None:  # it is None when the interpreter exits
+            activity.held -= len(self)
 
 
 def _untouched(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
     elements = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if math.prod(shape) else 0
     memory = Memory(-1, max(1, elements) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
-    noted.held += len(memory)
-    noted.most = max(noted.most, noted.held)
-    if noted.held > HBM:
-        raise torch.OutOfMemoryError(f"{noted.held / 1e9:.1f} GB of large tensors")
+    activity.held += len(memory)
+    activity.most = max(activity.most, activity.held)
+    if activity.held > HBM:
+        raise torch.OutOfMemoryError(f"{activity.held / 1e9:.1f} GB of large tensors")
     return torch.frombuffer(memory, dtype=dtype).as_strided(shape, stride)
 
 
 def _shaped(function: Any, args: Any, kwargs: Any) -> Any:
-    """What a function returns, by shapes alone; None if nothing of it is large, if it is a view, or if that depends on numbers."""
+    """A function's result, computed by shapes alone; None if no tensor is large, if it is a view, or if it depends on numbers."""
 
     def abstract(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -284,27 +284,29 @@ def _shaped(function: Any, args: Any, kwargs: Any) -> Any:
 
     if isinstance(kwargs.get("generator"), torch.Generator):
         kwargs = {**kwargs, "generator": None}
-    given = _changed(abstract, args), _changed(abstract, kwargs)
+    given = _mapped(abstract, args), _mapped(abstract, kwargs)
     try:
         found = function(*given[0], **given[1])
     except (NotImplementedError, RuntimeError):
         return None
-    told, made = _tensors(given), _tensors(found)
-    held = {one.untyped_storage()._cdata for one in told}
-    if not any(one.numel() > (large or 0) for one in told + made) or any(one.untyped_storage()._cdata in held for one in made):
-        return None  # what lies in the memory of an argument costs nothing
-    return _changed(lambda one: wrapped(_untouched(one.shape, one.stride(), one.dtype)) if isinstance(one, Tensor) else one, found)
+    inputs, outputs = _tensors(given), _tensors(found)
+    held = {one.untyped_storage()._cdata for one in inputs}
+    if not any(one.numel() > (large or 0) for one in inputs + outputs) or any(
+        one.untyped_storage()._cdata in held for one in outputs
+    ):
+        return None  # a view of an argument takes no memory
+    return _mapped(lambda one: wrapped(_untouched(one.shape, one.stride(), one.dtype)) if isinstance(one, Tensor) else one, found)
 
 
-def _changed(change: Callable[[Any], Any], value: Any) -> Any:
-    """As torch's `tree_map`, which takes most of the time of such small operations."""
+def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    """Like torch's `tree_map`, which would take most of the time of such small operations."""
     if isinstance(value, (tuple, list)):
-        return type(value)([_changed(change, one) for one in value])
-    return {key: _changed(change, one) for key, one in value.items()} if isinstance(value, dict) else change(value)
+        return type(value)([_mapped(change, one) for one in value])
+    return {key: _mapped(change, one) for key, one in value.items()} if isinstance(value, dict) else change(value)
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """All that are in it."""
+    """All tensors in nested tuples, lists and dicts."""
     found = []
     for one in value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else [value]:
         if isinstance(one, Tensor):
@@ -320,8 +322,8 @@ def _inner(value: Any) -> Any:
     return CPU if isinstance(value, torch.device) else value
 
 
-def _again(before: Any, now: Any) -> None:
-    """A replayed operation writes where it wrote when it was recorded."""
+def _replay_into(before: Any, now: Any) -> None:
+    """Copies a replayed operation's results to where it wrote when it was recorded."""
     for old, new in zip(_tensors(before), _tensors(now), strict=True):
         if old.data_ptr() != new.data_ptr():
             old.copy_(new)
@@ -338,32 +340,32 @@ def _pin(name: str, tensor: Tensor) -> Any:
 
 
 def is_pinned(tensor: Tensor) -> bool:
-    """Whether the device can read it while the host goes on."""
+    """Whether the device can read it asynchronously."""
     return not isinstance(tensor, OnDevice) and tensor.untyped_storage().data_ptr() in _pinned
 
 
-def _carry(function: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Between host and device."""
+def _transfer(function: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Copies between host and device."""
     assert _tape is None, "a copy from or to the host while a graph is recorded"
     target, source = (args[0], args[1]) if name.startswith("copy") else (None, args[0])
     blocking = not kwargs.get("non_blocking") and not (name in ("copy_", "copy") and len(args) > 2 and args[2])
     blocking = blocking and not (name == "to" and "other" not in str(function) and len(args) > 3 and args[3])
     if isinstance(source, OnDevice) and not blocking and target is None:
-        noted.copies += 1
-        arriving = _inner(source).clone().as_subclass(Arriving)
-        arriving.stamp = _clock
+        activity.copies += 1
+        arriving = _inner(source).clone().as_subclass(PendingHostCopy)
+        arriving.stamp = _events
         return arriving
     if isinstance(source, OnDevice) and (blocking or target is None or not is_pinned(target)):
         wait("copy to the host")
     elif isinstance(source, OnDevice):
-        noted.copies += 1
+        activity.copies += 1
     elif source.numel() and not is_pinned(source):
         wait("copy of memory that is not pinned")
     elif source.numel() and blocking:
         wait("blocking copy of pinned memory")
     else:
-        noted.copies += 1
-    result = function(*_changed(_inner, args), **_changed(_inner, kwargs))
+        activity.copies += 1
+    result = function(*_mapped(_inner, args), **_mapped(_inner, kwargs))
     if target is not None:
         return target
     to_host = isinstance(source, OnDevice)
@@ -371,9 +373,9 @@ def _carry(function: Any, name: str, args: Any, kwargs: Any) -> Any:
     return result if to_host else wrapped(result)
 
 
-def _check(function: Any, name: str, tensors: Sequence[Tensor], ours: Sequence[Tensor], args: Any) -> None:
+def _check(function: Any, name: str, tensors: Sequence[Tensor], on_device: Sequence[Tensor], args: Any) -> None:
     """Raises WrongDevice where torch would."""
-    others = [one for one in tensors if not isinstance(one, OnDevice)]
+    on_host = [one for one in tensors if not isinstance(one, OnDevice)]
     if name in INDEXING:
         if not isinstance(args[0], OnDevice):
             raise WrongDevice(f"{name} of a tensor on the host by one on the device")
@@ -382,8 +384,8 @@ def _check(function: Any, name: str, tensors: Sequence[Tensor], ours: Sequence[T
             wait("index from the host")
         if any(one.dtype in (torch.bool, torch.uint8) for one in indices) and not _fills(name, args):
             wait("index of bools")
-        others = [one for one in others if not any(one is index for index in indices)]
-    if any(one.dim() or not {torch.Tag.pointwise} & set(function.tags) for one in others) and not _harmless(name, others):
+        on_host = [one for one in on_host if not any(one is index for index in indices)]
+    if any(one.dim() or not {torch.Tag.pointwise} & set(function.tags) for one in on_host) and not _may_be_on_host(name, on_host):
         raise WrongDevice(f"{name} of tensors on both devices: {[(tuple(one.shape), str(one.device)) for one in tensors]}")
 
 
@@ -392,21 +394,21 @@ def _fills(name: str, args: Any) -> bool:
     return name.startswith("index_put") and len(args[1]) == 1 and args[2].numel() == 1 and not args[2].dim()
 
 
-def _harmless(name: str, others: Sequence[Tensor]) -> bool:
+def _may_be_on_host(name: str, on_host: Sequence[Tensor]) -> bool:
     """A number on the host may be an operand."""
-    return not any(one.dim() for one in others) and (name in INDEXING or name.startswith(("fill_", "masked_fill", "index_fill_")))
+    return not any(one.dim() for one in on_host) and (name in INDEXING or name.startswith(("fill_", "masked_fill", "index_fill_")))
 
 
 class Device(TorchDispatchMode):
-    """Under this, what is made on a CUDA device is made: in the thread that enters it."""
+    """Within this, tensors can be created on a CUDA device. It holds for the thread that enters it only."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """It costs every operation something, and nothing is compiled here."""
+        """The check would slow down every operation, and nothing is compiled by torch here."""
         return False
 
     def __enter__(self) -> "Device":
-        self._before = torch._C._only_lift_cpu_tensors()  # a thread's own, too: `torch.tensor` brings its data to the device later
+        self._before = torch._C._only_lift_cpu_tensors()  # also per thread: `torch.tensor` moves its data to the device later
         torch._C._set_only_lift_cpu_tensors(True)
         super().__enter__()
         return self
@@ -423,7 +425,7 @@ class Device(TorchDispatchMode):
 
 
 def launch(kernel: Any, grid: Any, args: Any, kwargs: Any) -> None:
-    """Stands for a launch: looks at it, and makes up what it would have written."""
+    """Replaces a kernel's launch: checks the arguments, and makes up the outputs that are read later (`EFFECTS`)."""
     options = {key: value for key, value in kwargs.items() if key in OPTIONS}
     names = list(kernel.arg_names)
     given = dict(zip(names, args, strict=False)) | {key: value for key, value in kwargs.items() if key not in options}
@@ -443,32 +445,32 @@ def launch(kernel: Any, grid: Any, args: Any, kwargs: Any) -> None:
     plain, unaligned = _unspecialized(kernel)
     types = tuple((key, _type(value, key in plain, key in unaligned)) for key, value in given.items() if key not in constant)
     constants = tuple((key, value) for key, value in (given | options).items() if key in constant | OPTIONS)
-    noted.launches.append(Launch(name, types, constants))
-    _work()
+    activity.launches.append(Launch(name, types, constants))
+    _count_operation()
     effect = EFFECTS.get(name)
     if large is not None and any(isinstance(value, Tensor) and value.numel() > large for value in given.values()):
         effect = SHAPED.get(name)
     if effect is not None:
-        inner = SimpleNamespace(**_changed(_inner, given))
+        inner = SimpleNamespace(**_mapped(_inner, given))
         with torch._C._DisableTorchDispatch():
             effect(inner)
         if _tape is not None:
             _tape.append(lambda: effect(inner))
-    if watching is not None:
-        watching(kernel, grid, given, options)
+    if launch_hook is not None:
+        launch_hook(kernel, grid, given, options)
 
 
-watching: Callable[[Any, Any, dict[str, Any], dict[str, Any]], None] | None = None
+launch_hook: Callable[[Any, Any, dict[str, Any], dict[str, Any]], None] | None = None
 
 
 def _unspecialized(kernel: Any) -> tuple[Sequence[str], Sequence[str]]:
-    """Arguments that Triton does not specialize, and those of which it does not look at the alignment."""
-    told = kernel.kwargs if hasattr(kernel, "kwargs") else vars(kernel)  # in its interpreter, and else
-    return told.get("do_not_specialize") or (), told.get("do_not_specialize_on_alignment") or ()
+    """Arguments that Triton does not specialize, and arguments whose alignment it does not specialize on."""
+    settings = kernel.kwargs if hasattr(kernel, "kwargs") else vars(kernel)  # the interpreter's kernels have kwargs
+    return settings.get("do_not_specialize") or (), settings.get("do_not_specialize_on_alignment") or ()
 
 
 def _type(value: Any, plain: bool, unaligned: bool) -> str:
-    """As Triton specializes it: for aligned pointers, and for what is 1 or divisible by 16."""
+    """The argument's type as Triton specializes it: pointers by alignment, integers by being 1 or divisible by 16."""
     if isinstance(value, OnDevice):
         aligned = not (plain or unaligned or value.inner.data_ptr() % 16)
         return f"*{str(value.dtype).removeprefix('torch.')}{':16' if aligned else ''}"
@@ -518,7 +520,7 @@ def _top(given: Any) -> None:
     given.totals.fill_(-torch.inf)[:, 0].copy_(given.logits.logsumexp(-1))
 
 
-# What the host, or plain torch, goes on with. All others write nothing: what they were to write into is zeros.
+# Kernels whose outputs are read by the host or by plain torch. All other kernels write nothing: their outputs stay zeros.
 EFFECTS: dict[str, Callable[[Any], None]] = {
     "norm_kernel": _norm,
     "gated_kernel": _gated,
@@ -530,7 +532,7 @@ EFFECTS: dict[str, Callable[[Any], None]] = {
     "settle_kernel": lambda given: given.logprobs.fill_(-1),
     "top_kernel": _top,
 }
-# Where the logits hold nothing.
+# The same where the logits are too large to hold numbers.
 SHAPED: dict[str, Callable[[Any], Any]] = {
     "survey_kernel": lambda given: given.sums.fill_(1 / given.sums.shape[1]),
     "draw_kernel": lambda given: given.sums.fill_(1),
@@ -540,42 +542,42 @@ SHAPED: dict[str, Callable[[Any], Any]] = {
 # torch.cuda
 
 
-_made = torch.Generator.__new__
+_new_generator = torch.Generator.__new__
 
 
 class Generator(torch.Generator):
-    """Of random numbers: all are made on the host."""
+    """A generator of random numbers that is always on the host."""
 
     @staticmethod
     def __new__(cls: Any, device: object = "cpu") -> Any:
-        return _made(cls, "cpu")
+        return _new_generator(cls, "cpu")
 
 
 def current() -> int:
-    """This thread's device: 0 in one that has not chosen."""
+    """This thread's current device: 0 if it has not set one."""
     return int(getattr(_current, "index", 0))
 
 
-def _choose(device: Any) -> None:
+def _set_device(device: Any) -> None:
     _current.index = device.index if isinstance(device, torch.device) else int(device)
 
 
 class Graph:
-    """What was recorded, to be done again on the same memory."""
+    """`torch.cuda.CUDAGraph`: the recorded operations, which `replay` executes again on the same memory."""
 
     def __init__(self) -> None:
         self.tape: list[Callable[[], None]] = []
-        self.operations: int | None = None  # None: nothing was recorded
+        self.operations: int | None = None  # None: nothing has been recorded
 
     def reset(self) -> None:
-        """Forgets it."""
+        """Drops the recorded operations."""
         self.__init__()  # type: ignore[misc]
 
     def replay(self) -> None:
-        """All of it, as one launch."""
+        """Executes all operations, which counts as one launch."""
         assert self.operations is not None, "a graph is replayed that was not recorded"
-        noted.replays += 1
-        noted.seconds += self.operations * OPERATION
+        activity.replays += 1
+        activity.seconds += self.operations * OPERATION
         with torch.inference_mode(), torch._C._DisableTorchDispatch():
             for operation in self.tape:
                 operation()
@@ -587,28 +589,28 @@ def recording(graph: Graph, pool: object = None) -> Iterator[None]:
     global _tape
     assert _tape is None
     assert graph.operations is None, "a graph is recorded twice"
-    before = noted.operations
+    before = activity.operations
     _tape = graph.tape
     try:
         yield
     finally:
         _tape = None
-    graph.operations = noted.operations - before
+    graph.operations = activity.operations - before
 
 
 def stream(device: object = None) -> SimpleNamespace:
-    """All are one."""
+    """A stand-in for `torch.cuda.Stream`: all streams are the same."""
     return SimpleNamespace(device_index=current(), device=DEVICE, wait_stream=lambda other: None)
 
 
 @contextmanager
-def device(monkeypatch: pytest.MonkeyPatch, shapes: int | None = None) -> Iterator[Noted]:
-    """There is a CUDA device. Yields what is noted from now on. shapes: tensors of more elements are nothing but shapes."""
-    global noted, large
+def device(monkeypatch: pytest.MonkeyPatch, shapes: int | None = None) -> Iterator[Activity]:
+    """Simulates a CUDA device. Yields what is recorded from now on. shapes: tensors with more elements hold no numbers."""
+    global activity, large
     triton = pytest.importorskip("triton")
     from triton.runtime.interpreter import InterpretedFunction
 
-    noted, large = Noted(), shapes
+    activity, large = Activity(), shapes
     sizes = {"total_memory": HBM, "L2_cache_size": L2}
     properties = SimpleNamespace(multi_processor_count=PROCESSORS, name="no GPU at all", is_integrated=0, **sizes)
     torch_cuda: dict[str, Any] = {
@@ -616,15 +618,15 @@ def device(monkeypatch: pytest.MonkeyPatch, shapes: int | None = None) -> Iterat
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "current_device": current,
-        "set_device": _choose,
+        "set_device": _set_device,
         "get_device_properties": lambda device=None: properties,
         "get_device_capability": lambda device=None: (9, 0),
         "get_arch_list": lambda: ["sm_80", "sm_90", "compute_90"],
-        "mem_get_info": lambda device=None: (1 << 27, 1 << 28) if shapes is None else (HBM - noted.held, HBM),
+        "mem_get_info": lambda device=None: (1 << 27, 1 << 28) if shapes is None else (HBM - activity.held, HBM),
         "reset_peak_memory_stats": lambda device=None: None,
         "max_memory_allocated": lambda device=None: 1 << 20,
         "empty_cache": lambda: wait("empty_cache"),
-        "synchronize": lambda device=None: _all_over(),
+        "synchronize": lambda device=None: _synchronize(),
         "graph_pool_handle": object,
         "CUDAGraph": Graph,
         "Event": Event,
@@ -633,7 +635,7 @@ def device(monkeypatch: pytest.MonkeyPatch, shapes: int | None = None) -> Iterat
         "current_stream": stream,
         "Stream": stream,
         "stream": lambda stream: nullcontext(),
-        "_sleep": lambda cycles: _work(cycles / 2e9),
+        "_sleep": lambda cycles: _count_operation(cycles / 2e9),
     }
     monkeypatch.setattr(torch, "Generator", Generator)
     monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(get_current_target=lambda: None))
@@ -643,8 +645,8 @@ def device(monkeypatch: pytest.MonkeyPatch, shapes: int | None = None) -> Iterat
         monkeypatch.setattr(kind, "__getitem__", lambda self, grid: lambda *args, **kwargs: launch(self, grid, args, kwargs))
     try:
         with Device():
-            yield noted
+            yield activity
     finally:
         large = None
         _pinned.clear()
-        _choose(0)
+        _set_device(0)

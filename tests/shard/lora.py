@@ -1,4 +1,4 @@
-"""Random adapters as peft saves them, and models into which they are merged."""
+"""Random LoRA adapters as peft saves them, and tiny models into which they are merged."""
 
 import json
 import random
@@ -28,26 +28,32 @@ def adapter(model: Path, folder: Path, seed: int, rank: int = 4, **config: Any) 
     stored = weights_of(model)
     found = {}
     for key, weight in stored.items():
-        others = any(part in key for part in ("experts", "vision_tower", "visual.", "compressor"))
-        if key.split(".")[-2] in MATRICES and weight.dim() == 2 and not others and chance.random() < 0.8:
+        excluded = any(part in key for part in ("experts", "vision_tower", "visual.", "compressor"))
+        if key.split(".")[-2] in MATRICES and weight.dim() == 2 and not excluded and chance.random() < 0.8:
             place = f"base_model.model.{key.removesuffix('.weight')}"
             outputs, inputs = weight.shape
             found[f"{place}.lora_A.weight"] = torch.randn(rank, inputs, generator=generator) * 0.6
             found[f"{place}.lora_B.weight"] = torch.randn(outputs, rank, generator=generator) * 0.3
     safetensors.torch.save_file(found, folder / WEIGHTS)
-    said = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "bias": "none", "target_modules": list(MATRICES)} | config
-    (folder / "adapter_config.json").write_text(json.dumps(said))
+    config_fields = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "bias": "none",
+        "target_modules": list(MATRICES),
+    } | config
+    (folder / "adapter_config.json").write_text(json.dumps(config_fields))
     return folder
 
 
 def weights_of(model: Path) -> dict[str, torch.Tensor]:
-    """Of one file or of several."""
+    """All tensors of a checkpoint, from one file or several."""
     files = [safetensors.torch.load_file(path) for path in model.glob("*.safetensors")]
     return {name: tensor for file in files for name, tensor in file.items()}
 
 
 def merged(model: Path, adapter: Path, target: Path, factor: float = 2.0) -> Path:
-    """The model with the adapter in its weights. factor: by hand, what products are multiplied by."""
+    """The model with the adapter merged into its weights. factor: the scale of the adapter's products, computed by hand."""
     target.mkdir()
     for path in model.glob("*.json"):
         shutil.copy(path, target)
@@ -62,9 +68,9 @@ def merged(model: Path, adapter: Path, target: Path, factor: float = 2.0) -> Pat
     return target
 
 
-def of(name: str, folder: Path, count: int = 2) -> tuple[tuple[tuple[str, str], ...], dict[str, Path]]:
-    """Adapters of different ranks for a tiny model, as a shard is told, and by name the models it becomes; "" is itself."""
+def adapters_for(name: str, folder: Path, count: int = 2) -> tuple[tuple[tuple[str, str], ...], dict[str, Path]]:
+    """Adapters of different ranks for a tiny model, as in a shard's settings, and the merged models by name; "" is the original."""
     model = tiny.folder(name)
-    made = {str(i): adapter(model, folder / f"adapter-{i}", i + 1, rank=3 + 4 * i) for i in range(count)}
-    models = {key: merged(model, place, folder / f"merged-{key}") for key, place in made.items()}
-    return tuple((key, str(place)) for key, place in made.items()), {"": model} | models
+    folders = {str(i): adapter(model, folder / f"adapter-{i}", i + 1, rank=3 + 4 * i) for i in range(count)}
+    models = {key: merged(model, place, folder / f"merged-{key}") for key, place in folders.items()}
+    return tuple((key, str(place)) for key, place in folders.items()), {"": model} | models

@@ -1,5 +1,6 @@
 """Beam search against transformers' generate(num_beams=...): the same answers in the same order with the same scores, also in mixed
-traffic, in pools where groups are paused, on two ranks. There it is a part of the cases each; PENSTOCK_BEAM_PARTS=1: all of them.
+traffic, in small pools where groups are paused, and on two ranks. Those tests run a part of the cases each; with
+PENSTOCK_BEAM_PARTS=1 all of them.
 """
 
 import functools
@@ -28,16 +29,16 @@ from penstock.tests.shard.driver import UNLIMITED, Habits, World, drive
 from penstock.tests.shard.test_oracle import at_rest, prompt
 
 NAME = "llama"
-PROMPTS = 16  # of a combination of parameters: as many cases
+PROMPTS = 16  # for each combination of parameters
 COMBINATIONS = 65
 PARTS = int(os.environ.get("PENSTOCK_BEAM_PARTS", "6"))
-NEVER = 1 << 20  # a token that the model does not know: without any, transformers takes the model's own
+NEVER = 1 << 20  # a token outside the vocabulary: without end tokens, transformers would take the model's own
 STOPS: dict[Stop, bool | str] = {Stop.WORSE: False, Stop.FULL: True, Stop.NEVER: "never"}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A combination of parameters."""
+    """A combination of parameters of beam search."""
 
     seed: int
     length: int  # of the prompts
@@ -48,30 +49,32 @@ class Case:
     stop: Stop
     end_ids: tuple[int, ...]
     repetition: float
-    least: int
+    min_tokens: int
 
     @property
     def prompts(self) -> list[tuple[int, ...]]:
         return [prompt(self.seed * PROMPTS + index, self.length) for index in range(PROMPTS)]
 
     def groups(self, first: int = 0) -> list[Group]:
-        """As the shard gets them."""
+        """The groups as the shard receives them."""
         search = Search(self.width, self.wanted, self.penalty, self.stop)
         sampling = Sampling(repetition_penalty=self.repetition)
         return [
-            tiny.group(first + index, tokens, self.count, sampling, end_ids=self.end_ids, min_new_tokens=self.least, search=search)
+            tiny.group(
+                first + index, tokens, self.count, sampling, end_ids=self.end_ids, min_new_tokens=self.min_tokens, search=search
+            )
             for index, tokens in enumerate(self.prompts)
         ]
 
 
 @functools.cache
 def cases(count: int) -> list[Case]:
-    """Random ones. What ends an answer is what the model likes to say."""
+    """Random cases. End tokens are among the model's most frequent tokens."""
     chance = random.Random(count)
-    made = []
+    found = []
     for seed in range(count):
         width = chance.choice([2, 2, 3, 4, 4, 5, 6, 7, 8])
-        made.append(
+        found.append(
             Case(
                 seed=seed,
                 length=chance.choice([1, 3, 8, 15, 16, 17, 30]),
@@ -82,24 +85,24 @@ def cases(count: int) -> list[Case]:
                 stop=chance.choice(list(Stop)),
                 end_ids=tuple(chance.sample(frequent(), chance.choice([0, 1, 1, 2, 3]))),
                 repetition=chance.choice([1.0, 1.0, 1.0, 1.3]),
-                least=chance.choice([0, 0, 0, 1]) * min(count, 3),
+                min_tokens=chance.choice([0, 0, 0, 1]) * min(count, 3),
             )
         )
-    return made
+    return found
 
 
 @functools.cache
 def frequent() -> list[int]:
-    """The model's favourite tokens."""
-    asked = tuple(prompt(seed, 8) for seed in range(40))
-    said = [token for answer in tiny.greedy(NAME, asked, 8) for token in answer]
-    return sorted(set(said), key=lambda token: (-said.count(token), token))[:12]
+    """The model's most frequent tokens."""
+    prompts = tuple(prompt(seed, 8) for seed in range(40))
+    answer_tokens = [token for answer in tiny.greedy(NAME, prompts, 8) for token in answer]
+    return sorted(set(answer_tokens), key=lambda token: (-answer_tokens.count(token), token))[:12]
 
 
 @functools.cache
 @torch.inference_mode()
 def by_transformers(case: Case) -> list[list[tuple[list[int], float]]]:
-    """Of each prompt the answers with their scores."""
+    """For each prompt the answers of transformers with their scores."""
     given = torch.tensor(case.prompts)
     settings = transformers.GenerationConfig(
         num_beams=case.width,
@@ -108,7 +111,7 @@ def by_transformers(case: Case) -> list[list[tuple[list[int], float]]]:
         length_penalty=case.penalty,
         early_stopping=STOPS[case.stop],
         eos_token_id=list(case.end_ids) or [NEVER],
-        min_new_tokens=(case.least if case.end_ids else 0) or None,
+        min_new_tokens=(case.min_tokens if case.end_ids else 0) or None,
         repetition_penalty=case.repetition,
         pad_token_id=0,
         bos_token_id=None,
@@ -124,13 +127,13 @@ def by_transformers(case: Case) -> list[list[tuple[list[int], float]]]:
     return [answers[start : start + case.wanted] for start in range(0, len(answers), case.wanted)]
 
 
-def found_of(world: World, group: Group) -> list[tuple[list[int], float]]:
-    """The same, of a group that a shard has answered."""
-    return [(world.tokens[group.uid, choice], score) for choice, score in enumerate(world.scores[group.uid])]
+def answers_of(results: World, group: Group) -> list[tuple[list[int], float]]:
+    """A group's answers from the shard with their scores."""
+    return [(results.tokens[group.uid, choice], score) for choice, score in enumerate(results.scores[group.uid])]
 
 
 def same(found: Sequence[tuple[list[int], float]], expected: Sequence[tuple[list[int], float]]) -> bool:
-    """Where two scores are as good as equal, either order is right. A negative length penalty makes sums of hundreds."""
+    """If two scores are equal but for rounding, either order is right. A negative length penalty makes scores of hundreds."""
     if len(found) != len(expected):
         return False
     if any(abs(ours - theirs) > 1e-4 + 2e-6 * abs(theirs) for (_, ours), (_, theirs) in zip(found, expected, strict=True)):
@@ -140,67 +143,67 @@ def same(found: Sequence[tuple[list[int], float]], expected: Sequence[tuple[list
     return tied == sorted(tokens for tokens, score in expected if any(abs(score - one) < 1e-5 for one in near))
 
 
-def answered(some: Sequence[Case]) -> list[tuple[Case, list[list[tuple[list[int], float]]]]]:
-    """Cases and what transformers makes of them."""
-    return [(case, by_transformers(case)) for case in some]
+def with_transformers_answers(part_of_cases: Sequence[Case]) -> list[tuple[Case, list[list[tuple[list[int], float]]]]]:
+    """Cases and transformers' answers to them."""
+    return [(case, by_transformers(case)) for case in part_of_cases]
 
 
-def check(world: World, asked: Sequence[tuple[Case, Any]]) -> None:
+def check(results: World, cases_and_answers: Sequence[tuple[Case, Any]]) -> None:
     """Group i * PROMPTS + j is of prompt j of case i."""
-    assert not world.failed
-    for index, (case, expected) in enumerate(asked):
+    assert not results.failed
+    for index, (case, expected) in enumerate(cases_and_answers):
         for group, answers in zip(case.groups(index * PROMPTS), expected, strict=True):
-            assert same(found_of(world, group), answers), (case, group.uid, found_of(world, group), answers)
+            assert same(answers_of(results, group), answers), (case, group.uid, answers_of(results, group), answers)
 
 
-def test_a_thousand_answers_are_those_of_transformers() -> None:
-    asked = answered(cases(COMBINATIONS))
+def test_a_thousand_beam_searches_match_transformers() -> None:
+    cases_and_answers = with_transformers_answers(cases(COMBINATIONS))
     engine = tiny.engine(NAME, 16, 4000)
-    groups = [group for index, (case, _) in enumerate(asked) for group in case.groups(index * PROMPTS)]
-    world = drive(engine, groups, Habits())
+    groups = [group for index, (case, _) in enumerate(cases_and_answers) for group in case.groups(index * PROMPTS)]
+    results = drive(engine, groups, Habits())
     assert len(groups) > 1000
-    check(world, asked)
+    check(results, cases_and_answers)
     assert at_rest(engine)
 
 
-def others(first: int, count: int = 12) -> list[Group]:
-    """What runs beside them: greedy ones, and seeded ones with one choice or three."""
-    made = []
+def other_groups(first: int, count: int = 12) -> list[Group]:
+    """Other groups in the batch: greedy ones, and seeded ones with one choice or three."""
+    groups = []
     for index in range(count):
         sampling = Sampling(temperature=0.9, top_p=0.95, seed=index) if index % 2 else Sampling()
         tokens = prompt(500 + index, 3 + 5 * (index % 4))
-        made.append(tiny.group(first + index, tokens, 15, sampling, choices=3 if index % 4 == 1 else 1))
-    return made
+        groups.append(tiny.group(first + index, tokens, 15, sampling, choices=3 if index % 4 == 1 else 1))
+    return groups
 
 
-def some(part: int, parts: int = PARTS) -> list[tuple[Case, list[list[tuple[list[int], float]]]]]:
-    """A part of the thousand."""
-    return answered(cases(COMBINATIONS)[part % parts :: parts])
+def part_of_cases(part: int, parts: int = PARTS) -> list[tuple[Case, list[list[tuple[list[int], float]]]]]:
+    """A part of the cases, with transformers' answers."""
+    return with_transformers_answers(cases(COMBINATIONS)[part % parts :: parts])
 
 
-def mixed(asked: Sequence[tuple[Case, Any]]) -> tuple[list[Group], list[Group]]:
-    """Beams and what runs beside them, and all of them in an order of their own."""
-    beams = [group for index, (case, _) in enumerate(asked) for group in case.groups(index * PROMPTS)]
-    beside = others(len(beams))
-    together = beams + beside
+def mixed_with_other_groups(cases_and_answers: Sequence[tuple[Case, Any]]) -> tuple[list[Group], list[Group]]:
+    """The beam searches together with other groups, shuffled; and the other groups alone."""
+    beams = [group for index, (case, _) in enumerate(cases_and_answers) for group in case.groups(index * PROMPTS)]
+    others = other_groups(len(beams))
+    together = beams + others
     random.Random(len(beams)).shuffle(together)
-    return together, beside
+    return together, others
 
 
 @functools.cache
-def beside_alone() -> dict[int, list[int]]:
-    """What the others answer when there are no beams, by index and choice."""
-    world = drive(tiny.engine(NAME, 16, 2000, prefix_caching=False), others(0), Habits())
-    return {100 * uid + choice: tokens for (uid, choice), tokens in world.tokens.items()}
+def others_without_beams() -> dict[int, list[int]]:
+    """The other groups' tokens without beam searches in the batch, by 100 * index + choice."""
+    results = drive(tiny.engine(NAME, 16, 2000, prefix_caching=False), other_groups(0), Habits())
+    return {100 * uid + choice: tokens for (uid, choice), tokens in results.tokens.items()}
 
 
-def check_beside(world: World, first: int) -> None:
-    for uid_and_choice, tokens in beside_alone().items():
-        assert world.tokens[first + uid_and_choice // 100, uid_and_choice % 100] == tokens
+def check_others(results: World, first: int) -> None:
+    for uid_and_choice, tokens in others_without_beams().items():
+        assert results.tokens[first + uid_and_choice // 100, uid_and_choice % 100] == tokens
 
 
 def most_pages(groups: Sequence[Group], page_size: int) -> int:
-    """Of the largest group alone, at its full length."""
+    """Pages that the largest group holds at its full length, if it runs alone."""
     most = 0
     for group in groups:
         shared = group.prompt_length // page_size
@@ -214,51 +217,51 @@ def most_pages(groups: Sequence[Group], page_size: int) -> int:
     ("part", "page_size", "chunk", "prefix_caching"),
     [(0, 16, 7, True), (1, 4, 7, False), (2, 1, 7, True), (3, 4, UNLIMITED, True), (4, 1, UNLIMITED, False)],
 )
-def test_nothing_that_runs_beside_them_changes_them(part: int, page_size: int, chunk: int, prefix_caching: bool) -> None:
-    """Nor do they change anything; some are cancelled, all are paused, and the pool has room for hardly more than the largest."""
-    asked = some(part)
-    groups, beside = mixed(asked)
+def test_beam_searches_in_mixed_traffic_match_transformers(part: int, page_size: int, chunk: int, prefix_caching: bool) -> None:
+    """Other groups aren't changed either. Groups are paused, and the pool is hardly larger than the largest group needs."""
+    cases_and_answers = part_of_cases(part)
+    groups, others = mixed_with_other_groups(cases_and_answers)
     engine = tiny.engine(NAME, page_size, most_pages(groups, page_size) + 8 // page_size, prefix_caching)
-    world = drive(engine, groups, Habits(chunk, pause=0.02), seed=part)
-    check(world, asked)
-    check_beside(world, beside[0].uid)
-    assert sum(1 for group in groups if group.search and world.pauses[group.uid]) > len(groups) // 10
+    results = drive(engine, groups, Habits(chunk, pause=0.02), seed=part)
+    check(results, cases_and_answers)
+    check_others(results, others[0].uid)
+    assert sum(1 for group in groups if group.search and results.pauses[group.uid]) > len(groups) // 10
     assert at_rest(engine)
 
 
-def test_two_ranks_agree() -> None:
-    asked = some(5)
-    groups, beside = mixed(asked)
+def test_beam_searches_on_two_ranks_match_transformers() -> None:
+    cases_and_answers = part_of_cases(5)
+    groups, others = mixed_with_other_groups(cases_and_answers)
     pages = most_pages(groups, 4) + 2
 
     def work(ranks: Ranks) -> tuple[World, bool]:
         engine = tiny.engine_of(NAME, ranks, 4, pages)
         return drive(engine, groups, Habits(16, pause=0.02), seed=5), at_rest(engine)
 
-    (world, first), (twin, second) = tiny.Threads().run(work)
-    check(world, asked)
-    check_beside(world, beside[0].uid)
-    assert twin.tokens == world.tokens
+    (results, first), (other_rank, second) = tiny.Threads().run(work)
+    check(results, cases_and_answers)
+    check_others(results, others[0].uid)
+    assert other_rank.tokens == results.tokens
     assert (first, second) == (True, True)
 
 
-def test_pages_stay_within_their_bound_and_come_back_from_anywhere() -> None:
-    """Never more than k independent continuations of one prompt would take; copies are of partial pages only."""
-    for index, (case, _) in enumerate(some(0, 5)):
+def test_pages_stay_within_their_bound_and_are_freed_at_any_end() -> None:
+    """Never more than as many independent continuations of the prompt would need; only partial pages are copied."""
+    for index, (case, _) in enumerate(part_of_cases(0, 5)):
         for page_size in (1, 4, 16):
             [group, *_] = case.groups()
             engine = tiny.engine(NAME, page_size, 600, prefix_caching=False)
-            peak, forks = watch(engine)
-            world = drive(engine, [group], Habits(cancel=0.1 * (index % 2)), seed=index)
-            assert world.cancelled or world.scores
+            peak, forks = record_pages_and_forks(engine)
+            results = drive(engine, [group], Habits(cancel=0.1 * (index % 2)), seed=index)
+            assert results.cancelled or results.scores
             bound = -(-case.length // page_size) + case.width * (1 + -(-case.count // page_size))
             assert max(peak) <= bound
             assert engine.books.forks.copied <= forks[0] * (page_size - 1)
             assert at_rest(engine)
 
 
-def watch(engine: Engine) -> tuple[list[int], list[int]]:
-    """Pages held whenever some are taken; forks."""
+def record_pages_and_forks(engine: Engine) -> tuple[list[int], list[int]]:
+    """Records the pages held whenever some are taken, and the number of forks."""
     peak, forks = [0], [0]
     take, fork = engine.pool.take, engine.books.forks.fork
 
@@ -275,8 +278,8 @@ def watch(engine: Engine) -> tuple[list[int], list[int]]:
     return peak, forks
 
 
-def test_drawn_beams_are_a_function_of_their_seed() -> None:
-    """Whatever runs beside them; and other seeds draw others."""
+def test_sampled_beams_depend_only_on_their_seed() -> None:
+    """Whatever else is in the batch; other seeds sample other beams."""
 
     def groups(first: int) -> list[Group]:
         search = Search(4, 4)
@@ -286,30 +289,30 @@ def test_drawn_beams_are_a_function_of_their_seed() -> None:
         ]
 
     alone = [drive(tiny.engine(NAME), [group], Habits()) for group in groups(0)]
-    expected = [found_of(world, group) for world, group in zip(alone, groups(0), strict=True)]
-    beside = others(100)
+    expected = [answers_of(results, group) for results, group in zip(alone, groups(0), strict=True)]
+    others = other_groups(100)
     engine = tiny.engine(NAME, 4, 60)
-    world = drive(engine, groups(0) + beside, Habits(7, pause=0.05), seed=1)
-    assert [[tokens for tokens, _ in found_of(world, group)] for group in groups(0)] == [
+    results = drive(engine, groups(0) + others, Habits(7, pause=0.05), seed=1)
+    assert [[tokens for tokens, _ in answers_of(results, group)] for group in groups(0)] == [
         [tokens for tokens, _ in answers] for answers in expected
     ]
     assert len({tuple(answers[0][0]) for answers in expected}) == 8
 
 
 @pytest.mark.parametrize("stop", [Stop.WORSE, Stop.NEVER])
-def test_a_beam_that_is_as_good_as_the_worst_that_is_kept_ends_the_search(stop: Stop) -> None:
-    """As in transformers, where the search goes on for what is better only."""
+def test_search_ends_when_the_best_beam_only_ties_the_worst_kept_hypothesis(stop: Stop) -> None:
+    """As in transformers, where the search continues only for better beams."""
     kept = [Hypothesis(array("I", [1]), Path(), score) for score in (-0.5, -1.0)]
     search = Search(2, 2, 0.0, stop, kept=kept)
     assert search.over(-1.0, 3, 9)
     assert search.over(-1.5, 3, 9)
     assert not search.over(-0.75, 3, 9)
-    assert not Search(3, 2, 0.0, stop, kept=kept).over(-1.5, 3, 9), "there are fewer than it is wide"
+    assert not Search(3, 2, 0.0, stop, kept=kept).over(-1.5, 3, 9), "fewer hypotheses are kept than the search is wide"
 
 
 @pytest.mark.parametrize("score", [-1.0, -2.0])
-def test_who_is_told_to_be_among_the_best_is_not_known_by_its_score(score: float) -> None:
-    """Of two that are as good as each other one has a place: beside a better one, or beside one that had the same score before."""
+def test_only_the_kept_one_of_two_equal_complete_beams_is_reported(score: float) -> None:
+    """Of two with equal scores only one is kept: beside a better one, or beside one that had the same score before."""
     group = tiny.group(1, [4, 5], 9, end_ids=(7, 8), search=Search(2, 2, 0.0, watched=True))
     assert group.search is not None
     group.search.kept = [Hypothesis(array("I", [1]), Path(score, array("f", [score])), score)]
@@ -324,43 +327,43 @@ def test_who_is_told_to_be_among_the_best_is_not_known_by_its_score(score: float
         ("a", "b", "abcdefgh", False),
         ("abcdefg", "h", "abcdefgh", True),
         ("xabcdefg", "h", "abcdefgh", True),
-        ("bcdefg", "h", "abcdefgh", False),  # the prompt has the beginning, and doesn't count
+        ("bcdefg", "h", "abcdefgh", False),  # the prompt has the beginning, but doesn't count
         ("", "ab", "b", True),
         ("", "b", "ab", False),
         ("ac", "b", "ab", False),
         ("ü", "ber", "über", True),
-        ("a\0\0\0\0\0", "b", "ab", True),  # special tokens, of which nothing is seen
+        ("a\0\0\0\0\0", "b", "ab", True),  # special tokens, which have no text
         ("a\0\0\0\0\0", "bcd", "ab", True),
         ("\0\0", "b", "ab", False),
     ],
 )
-def test_a_text_is_complete_as_soon_as_it_holds_a_stop(answer: str, token: str, stop: str, expected: bool) -> None:
-    """Tokens are single characters here, but for the new one; \\0 is a special one."""
+def test_stop_strings_complete_a_text_at_the_token_that_ends_them(answer: str, token: str, stop: str, expected: bool) -> None:
+    """Tokens are single characters here, except the new one; \\0 is a special token."""
 
     class Characters:
         def bytes_of(self, tokens: Sequence[int]) -> bytes:
             return b"".join(token.encode() if place == NEVER else chr(place).encode() for place in tokens if place)
 
     stops = StopStrings(Characters())
-    for asked in ("a", "abcdefghijkl"):
-        tokens = [ord(letter) for letter in asked + answer]
-        assert stops.completed_by(tokens, len(asked), NEVER, [stop]) == expected
-        assert stops.completed_by(tokens, len(asked), NEVER, ["no", stop, "neither"]) == expected
+    for prompt_text in ("a", "abcdefghijkl"):
+        tokens = [ord(letter) for letter in prompt_text + answer]
+        assert stops.completed_by(tokens, len(prompt_text), NEVER, [stop]) == expected
+        assert stops.completed_by(tokens, len(prompt_text), NEVER, ["no", stop, "neither"]) == expected
 
 
-def test_a_faulty_rule_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Complete beams are divided by their length, end token included; candidates behind the first `width` can't be complete."""
-    asked = some(0, 20)
-    groups = [group for index, (case, _) in enumerate(asked) for group in case.groups(index * PROMPTS)]
-    right = Search.final
-    monkeypatch.setattr(Search, "final", lambda self, score, length: right(self, score, max(1, length - 1)))
+def test_check_catches_a_wrong_length_in_final_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores of complete beams are divided by their length, end token included; here the length is 1 less."""
+    cases_and_answers = part_of_cases(0, 20)
+    groups = [group for index, (case, _) in enumerate(cases_and_answers) for group in case.groups(index * PROMPTS)]
+    original = Search.final
+    monkeypatch.setattr(Search, "final", lambda self, score, length: original(self, score, max(1, length - 1)))
     with pytest.raises(AssertionError):
-        check(drive(tiny.engine(NAME), groups, Habits()), asked)
+        check(drive(tiny.engine(NAME), groups, Habits()), cases_and_answers)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(repetition_penalty=1.3), Sampling(temperature=0.8, seed=2)])
-def test_alternatives_are_the_models_own(sampling: Sampling) -> None:
-    """As beams' log-probabilities are, whatever their scores are made of, and whoever asks."""
+def test_top_alternatives_of_beams_have_the_models_own_logprobs(sampling: Sampling) -> None:
+    """Like the beams' log-probabilities: penalties, temperature and final_logprobs change only the scores."""
     logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(3))
     rows = [Row(replace(sampling, final_logprobs=True), [4, 7], 1, rank, top_n=3) for rank in range(2)]
     [found] = expand(logits, [Beams(rows, [-1.0, -2.0], 4, 2, frozenset())]).pending().take()
@@ -374,7 +377,7 @@ def test_alternatives_are_the_models_own(sampling: Sampling) -> None:
 
 @pytest.mark.parametrize("given", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}, {"typical_p": 0.5}], ids=str)
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_where_a_grammar_leaves_a_beam_nothing_the_others_go_on(temperature: float, given: dict[str, Any]) -> None:
+def test_other_beams_continue_when_a_grammar_mask_forbids_all_tokens_of_one(temperature: float, given: dict[str, Any]) -> None:
     logits = torch.randn(2, 64, generator=torch.Generator().manual_seed(1))
     rows = [Row(Sampling(temperature=temperature, seed=1, **given), [1], 1, rank) for rank in range(2)]
     for dead in (0, 1):
@@ -386,7 +389,7 @@ def test_where_a_grammar_leaves_a_beam_nothing_the_others_go_on(temperature: flo
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.2])
-def test_a_wider_neighbour_does_not_decide_between_equal_ones(penalty: float) -> None:
+def test_ties_between_candidates_do_not_depend_on_a_wider_search_in_the_batch(penalty: float) -> None:
     for seed in range(40):
         logits = (torch.randn(10, 300, generator=torch.Generator().manual_seed(seed)) * 3).bfloat16().float()
 
@@ -399,13 +402,13 @@ def test_a_wider_neighbour_does_not_decide_between_equal_ones(penalty: float) ->
         assert alone.pending().take()[0] == among.pending().take()[0]
 
 
-@pytest.mark.parametrize(("filters", "wide"), [({"top_k": 1}, 5), ({"top_k": 1}, 20), ({"min_p": 0.4}, 20), ({}, 20)])
-def test_a_neighbour_that_wants_more_does_not_decide_which_alternatives_are_told(filters: dict[str, Any], wide: int) -> None:
-    """Of the distribution that is left, where most are equally impossible, and of the model's own."""
+@pytest.mark.parametrize(("filters", "more_alternatives"), [({"top_k": 1}, 5), ({"top_k": 1}, 20), ({"min_p": 0.4}, 20), ({}, 20)])
+def test_top_alternatives_do_not_depend_on_a_larger_top_n_in_the_batch(filters: dict[str, Any], more_alternatives: int) -> None:
+    """Both for the filtered distribution, in which most tokens are equally impossible, and for the model's own."""
     logits = (torch.randn(2, 2048, generator=torch.Generator().manual_seed(0)) * 2).bfloat16().float()
     for final in (False, True):
         mine = Row(Sampling(temperature=1.0, seed=1, final_logprobs=final, **filters), [1], 1, 0, top_n=3)
-        other = Row(Sampling(temperature=1.0, seed=2, final_logprobs=final, top_k=5), [1], 1, 0, top_n=wide)
+        other = Row(Sampling(temperature=1.0, seed=2, final_logprobs=final, top_k=5), [1], 1, 0, top_n=more_alternatives)
         alone, among = pick(logits[:1], [mine])[0], pick(logits, [mine, other])[0]
         assert alone is not None
         assert among is not None

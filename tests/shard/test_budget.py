@@ -1,4 +1,5 @@
-"""Drafts go where they bring most, and nowhere if that is slower; who has a latency target comes first; what is off comes back."""
+"""The draft budget: drafts go to the sequences that gain most, and to none if that is faster; latency targets come first;
+speculation that was switched off is probed, and returns when it pays."""
 
 import itertools
 import random
@@ -29,8 +30,8 @@ SEEDS = range(40)
 
 
 @dataclass(frozen=True)
-class Steps:
-    """A device that takes so many tokens at once, and twice the time for one more."""
+class SteppedCost:
+    """A device that computes `at_once` tokens at a time: one more token takes another second."""
 
     at_once: int
 
@@ -46,17 +47,17 @@ def draft_value(chance: random.Random, most: int) -> DraftValue:
 
 def cost(chance: random.Random) -> Cost:
     if chance.random() < 0.5:
-        return Steps(chance.randint(1, 9))
+        return SteppedCost(chance.randint(1, 9))
     return LinearCost(1.0, chance.choice([0.0, 0.05, 0.3, 1.0]), chance.choice([0.0, 0.1, 0.5]))
 
 
 def rate(demands: Sequence[DraftDemand], counts: Sequence[int], rounds: int, price: Cost) -> float:
-    """Tokens per second, if nobody gets drafts that take more rounds."""
+    """Tokens per second, with at most so many draft rounds."""
     tokens = float(len(demands))
     for demand, count in zip(demands, counts, strict=True):
-        able = [gain for gain, own in zip(demand.value.gains, demand.value.rounds, strict=True) if own <= rounds]
-        assert count <= len(able)
-        tokens += sum(able[:count])
+        reachable_gains = [gain for gain, own in zip(demand.value.gains, demand.value.rounds, strict=True) if own <= rounds]
+        assert count <= len(reachable_gains)
+        tokens += sum(reachable_gains[:count])
     return tokens / price.seconds(sum(counts), rounds)
 
 
@@ -64,8 +65,8 @@ def rate(demands: Sequence[DraftDemand], counts: Sequence[int], rounds: int, pri
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_no_division_brings_more_tokens_per_second(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against all divisions."""
+def test_no_division_of_the_budget_gives_more_tokens_per_second(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compared with all possible divisions."""
     monkeypatch.setattr(budget, "MARGIN", 1.0)
     monkeypatch.setattr(budget, "FLOOR", 0.0)
     chance = random.Random(seed)
@@ -73,15 +74,15 @@ def test_no_division_brings_more_tokens_per_second(seed: int, monkeypatch: pytes
     price, most = cost(chance), chance.randint(0, 8)
     best = 0.0
     for rounds in range(4):
-        able = [sum(own <= rounds for own in demand.value.rounds) for demand in demands]
-        for some in itertools.product(*(range(count + 1) for count in able)):
-            if sum(some) <= most:
-                best = max(best, rate(demands, some, rounds, price))
+        max_counts = [sum(own <= rounds for own in demand.value.rounds) for demand in demands]
+        for division in itertools.product(*(range(count + 1) for count in max_counts)):
+            if sum(division) <= most:
+                best = max(best, rate(demands, division, rounds, price))
     assert rate(demands, *divide(demands, price, most), price) == pytest.approx(best)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_nobody_gets_more_than_there_is_and_nothing_makes_it_slower(seed: int) -> None:
+def test_division_stays_within_the_budget_and_is_never_slower_than_no_drafts(seed: int) -> None:
     chance = random.Random(seed)
     demands = [DraftDemand(draft_value(chance, 9)) for _ in range(chance.randint(0, 9))]
     price, most = cost(chance), chance.randint(0, 30)
@@ -93,34 +94,34 @@ def test_nobody_gets_more_than_there_is_and_nothing_makes_it_slower(seed: int) -
     assert (counts, rounds) == divide(demands, price, most)
 
 
-def test_what_is_worth_next_to_nothing_is_not_drafted() -> None:
+def test_drafts_with_a_gain_below_the_floor_are_not_made() -> None:
     assert divide([DraftDemand(DraftValue([0.5, FLOOR / 2], [1, 2]))], LinearCost(1.0, 0.0), 4) == ([1], 1)
 
 
-def test_the_order_of_equals_is_theirs() -> None:
-    """All ranks decide the same, and not by chance."""
+def test_ties_are_broken_by_the_order_of_sequences() -> None:
+    """So all ranks decide the same."""
     demands = [DraftDemand(DraftValue([0.5, 0.5, 0.5], [1, 1, 1])) for _ in range(3)]
     assert divide(demands, LinearCost(1.0, 0.0), 4) == ([3, 1, 0], 1)
 
 
-def test_there_is_nothing_to_be_had_where_drafts_cost_as_much_as_steps() -> None:
-    sure = Acceptance()
+def test_no_drafts_are_made_if_they_cost_as_much_as_steps() -> None:
+    certain = Acceptance()
     for _ in range(99):
-        sure.observe([0] * 4, [1] * 4)
-    demands = [DraftDemand(sure.chain(4)) for _ in range(8)]
+        certain.observe([0] * 4, [1] * 4)
+    demands = [DraftDemand(certain.chain(4)) for _ in range(8)]
     assert divide(demands, LinearCost(0.001, 0.001), 99) == ([0] * 8, 0)
     assert divide(demands, LinearCost(1.0, 0.001), 99) == ([4] * 8, 4)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_latency_target_comes_before_throughput(seed: int) -> None:
-    """Whoever has one gets what it needs, the most urgent first, as long as there is any."""
+    """Sequences with a target get the drafts that they need, the most urgent first, as far as the budget allows."""
     chance = random.Random(seed)
     demands = [
         DraftDemand(draft_value(chance, 6), chance.choice([0.0, 0.0, chance.uniform(0, 4)])) for _ in range(chance.randint(1, 6))
     ]
     most = chance.randint(0, 12)
-    counts, _ = divide(demands, LinearCost(1.0, 5.0), most)  # drafts never pay
+    counts, _ = divide(demands, LinearCost(1.0, 5.0), most)  # drafts never increase throughput
     left = most
     for i in sorted(range(len(demands)), key=lambda i: -demands[i].needed):
         own = 1.0
@@ -132,7 +133,7 @@ def test_a_latency_target_comes_before_throughput(seed: int) -> None:
         left -= wanted
 
 
-def test_what_targets_leave_goes_to_whoever_gains_most() -> None:
+def test_budget_left_by_latency_targets_goes_to_the_largest_gain() -> None:
     slow, fast = DraftValue([0.3, 0.2], [1, 2]), DraftValue([0.9, 0.8, 0.7], [1, 2, 3])
     assert divide([DraftDemand(fast), DraftDemand(slow, needed=1.2)], LinearCost(1.0, 0.01), 2) == ([1, 1], 1)
     assert divide([DraftDemand(fast), DraftDemand(slow)], LinearCost(1.0, 0.01), 2) == ([2, 0], 2)
@@ -143,7 +144,7 @@ def test_what_targets_leave_goes_to_whoever_gains_most() -> None:
 
 
 def chain_of(rates: Sequence[float], chance: random.Random) -> tuple[list[int], list[int]]:
-    """A verified chain as long as `rates`, each draft accepted with its probability."""
+    """Ranks and widths of a verified chain as long as `rates`, each draft accepted with its probability."""
     accepted = 0
     while accepted < len(rates) and chance.random() < rates[accepted]:
         accepted += 1
@@ -174,10 +175,10 @@ def test_acceptance_is_learned_by_rank() -> None:
     assert tracker.tree(3, 1, 3).gains == pytest.approx(shares[:3])
 
 
-def test_what_was_long_ago_is_forgotten() -> None:
-    """Of a sequence soon, of all together later."""
-    every = Acceptance()
-    for tracker, trials in ((Acceptance(every), 60), (every, 300)):
+def test_old_observations_are_forgotten() -> None:
+    """Soon for a sequence, later for all sequences together."""
+    all_sequences = Acceptance()
+    for tracker, trials in ((Acceptance(all_sequences), 60), (all_sequences, 300)):
         for _ in range(500):
             tracker.observe([0], [1])
         for _ in range(trials):
@@ -188,8 +189,8 @@ def test_what_was_long_ago_is_forgotten() -> None:
         assert tracker.shares(1)[0][0] > 0.8
 
 
-def test_what_was_not_tried_for_long_is_as_the_depth_above() -> None:
-    """Else bad luck at some depth would end all drafts that deep for ever."""
+def test_acceptance_of_untried_depths_approaches_that_of_the_depth_above() -> None:
+    """Otherwise bad luck at some depth would end all drafts of that depth for ever."""
     tracker = Acceptance()
     for _ in range(20):
         tracker.observe([0, 0], [1, 1, 1])
@@ -199,20 +200,20 @@ def test_what_was_not_tried_for_long_is_as_the_depth_above() -> None:
     assert tracker.shares(3)[2][0] > 0.9 * tracker.shares(3)[1][0]
 
 
-def test_what_nothing_is_known_of_is_as_with_others() -> None:
-    others = Acceptance()
-    fresh = Acceptance(others)
+def test_acceptance_of_a_new_sequence_starts_with_that_of_all() -> None:
+    all_sequences = Acceptance()
+    fresh = Acceptance(all_sequences)
     assert fresh.shares(1) == Acceptance().shares(1)
     for _ in range(60):
-        others.observe([0], [1])
-    assert fresh.shares(3)[2][0] == pytest.approx(others.shares(1)[0][0])
+        all_sequences.observe([0], [1])
+    assert fresh.shares(3)[2][0] == pytest.approx(all_sequences.shares(1)[0][0])
     for _ in range(60):
         fresh.observe([], [1])
     assert fresh.shares(1)[0][0] < 0.2
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_shares_are_probabilities_and_worths_are_those_of_the_best_tree(seed: int) -> None:
+def test_shares_are_probabilities_and_gains_are_those_of_the_best_tree(seed: int) -> None:
     chance, tracker = random.Random(seed), Acceptance()
     for _ in range(chance.randint(0, 60)):
         widths = [chance.randint(1, RANKS + 3) for _ in range(chance.randint(1, DEPTHS + 3))]
@@ -236,29 +237,29 @@ def test_shares_are_probabilities_and_worths_are_those_of_the_best_tree(seed: in
         assert tracker.tree(depth, depth, 1).gains == pytest.approx(tracker.chain(depth).gains)
 
 
-def test_the_closed_form_of_a_chain() -> None:
+def test_gains_of_a_chain_match_the_closed_form() -> None:
     """Leviathan et al. 2023: (1 - a^(k + 1)) / (1 - a) tokens per step."""
-    sure = Acceptance()
-    a = sure.shares(1)[0][0]
-    assert 1 + sum(sure.chain(5).gains) == pytest.approx((1 - a**6) / (1 - a))
+    certain = Acceptance()
+    a = certain.shares(1)[0][0]
+    assert 1 + sum(certain.chain(5).gains) == pytest.approx((1 - a**6) / (1 - a))
 
 
-# Off, and back again
+# Switched off, and on again
 
 
-def test_one_that_waits_is_tried_now_and_then() -> None:
-    """No more than one in a step; less often if it is in vain, as often as before when it is not."""
+def test_sequences_without_drafts_are_probed_with_growing_patience() -> None:
+    """No more than one in a step; less often after failed probes, as often as before after a successful one."""
     trackers, probes = [Acceptance() for _ in range(5)], Probes()
-    tries: list[list[int]] = [[] for _ in trackers]
+    probe_steps: list[list[int]] = [[] for _ in trackers]
     for step in range(3000):
         counts, rounds = probes.add(trackers, [0] * 5, 0, LinearCost(1.0, 0.005))
         assert sum(counts) == rounds <= 1
         for i, count in enumerate(counts):
             if count:
-                tries[i].append(step)
+                probe_steps[i].append(step)
                 trackers[i].observe([], [1])
-    for own in tries:
-        gaps = [later - sooner for sooner, later in itertools.pairwise([-1, *own])]
+    for own in probe_steps:
+        gaps = [later - earlier for earlier, later in itertools.pairwise([-1, *own])]
         assert gaps[0] <= PATIENCE + 5
         assert MOST_PATIENCE <= gaps[-1] <= MOST_PATIENCE + 5
     trackers[0].observe([0], [1])
@@ -266,7 +267,7 @@ def test_one_that_waits_is_tried_now_and_then() -> None:
 
 
 @pytest.mark.parametrize("price", [LinearCost(1.0, 0.5), LinearCost(1.0, 0.03, 0.2), LinearCost(1.0, 0.0, 0.0)])
-def test_tries_take_a_hundredth_of_the_time(price: LinearCost) -> None:
+def test_probes_take_at_most_a_hundredth_of_the_time(price: LinearCost) -> None:
     trackers, probes = [Acceptance() for _ in range(40)], Probes()
     seconds = 0.0
     for _ in range(1000):
@@ -276,7 +277,7 @@ def test_tries_take_a_hundredth_of_the_time(price: LinearCost) -> None:
     assert any(tracker.waited < 1000 for tracker in trackers)
 
 
-def test_who_has_drafts_does_not_wait() -> None:
+def test_sequences_with_drafts_are_not_probed() -> None:
     trackers, probes = [Acceptance(), Acceptance()], Probes()
     for _ in range(3 * PATIENCE):
         counts, rounds = probes.add(trackers, [2, 0], 2, LinearCost(1.0, 0.01))
@@ -284,7 +285,7 @@ def test_who_has_drafts_does_not_wait() -> None:
         assert trackers[0].waited == 0
 
 
-def test_who_has_waited_longest_beyond_its_patience_is_tried_first() -> None:
+def test_sequence_that_exceeds_its_patience_most_is_probed_first() -> None:
     trackers, probes = [Acceptance() for _ in range(3)], Probes()
     for tracker, waited in zip(trackers, (3, 5, 4), strict=True):
         tracker.waited = tracker.patience + waited
@@ -293,8 +294,8 @@ def test_who_has_waited_longest_beyond_its_patience_is_tried_first() -> None:
     assert tried == [[0, 1, 0], [0, 0, 1], [1, 0, 0]]
 
 
-class World:
-    """Sequences whose drafts are accepted with some probability, on a device with some cost."""
+class SimulatedSequences:
+    """Simulated sequences whose drafts are accepted with given probabilities, on a device with a given cost."""
 
     def __init__(self, seed: int, sequences: int, rates: Sequence[float], price: Cost, most: int = 4) -> None:
         self._chance = random.Random(seed)
@@ -306,8 +307,8 @@ class World:
         self.tokens = self.seconds = 0.0
         self.drafts = 0
 
-    def run(self, steps: int) -> "World":
-        """So many; counts anew."""
+    def run(self, steps: int) -> "SimulatedSequences":
+        """Runs so many steps, with counters reset."""
         self.tokens = self.seconds = 0.0
         self.drafts = 0
         for _ in range(steps):
@@ -322,54 +323,54 @@ class World:
         return self
 
     @property
-    def against_none(self) -> float:
-        """Tokens per second, by those without speculation."""
+    def relative_throughput(self) -> float:
+        """Tokens per second, relative to those without speculation."""
         return self.tokens / self.seconds / (len(self.trackers) / self.price.seconds(0, 0))
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_speculation_is_never_slower_than_none(seed: int) -> None:
-    """Whatever is accepted and whatever it costs, once it is known."""
+    """Whatever the acceptance rates and costs are, once they are known."""
     chance = random.Random(seed)
     count = chance.choice([1, 2, 8, 32])
     draft = chance.choice([0.002, 0.02, 0.1, 0.5])
     price = LinearCost(1.0 + count * draft, draft, chance.choice([0.0, 0.1]))  # each sequence is a token of the step itself
-    world = World(seed, count, [chance.choice([0.0, 0.3, 0.6, 0.9]) for _ in range(count)], price)
-    world.run(60)
-    assert world.run(200).against_none > 0.97
+    simulation = SimulatedSequences(seed, count, [chance.choice([0.0, 0.3, 0.6, 0.9]) for _ in range(count)], price)
+    simulation.run(60)
+    assert simulation.run(200).relative_throughput > 0.97
 
 
 def test_speculation_pays_where_it_can() -> None:
-    """At least nine tenths of what is possible: (1 - a^(k + 1)) / (1 - a) over what it costs."""
+    """At least nine tenths of the optimum: (1 - a^(k + 1)) / (1 - a) over the cost."""
     price = LinearCost(1.0, 0.02, 0.05)
-    world = World(1, 1, [0.8], price).run(3000)
-    assert world.against_none > 0.9 * (1 - 0.8**5) / (1 - 0.8) / price.seconds(4, 4)
+    simulation = SimulatedSequences(1, 1, [0.8], price).run(3000)
+    assert simulation.relative_throughput > 0.9 * (1 - 0.8**5) / (1 - 0.8) / price.seconds(4, 4)
 
 
-def test_speculation_goes_under_load_and_comes_back() -> None:
-    world = World(2, 8, [0.8] * 8, LinearCost(1.0, 0.005))
-    assert world.run(200).drafts > 200 * 8 * 3
-    world.price = LinearCost(1.0, 0.5)
-    assert world.run(200).drafts < 200 / 8
-    world.price = LinearCost(1.0, 0.005)
-    assert world.run(50).drafts > 50 * 8 * 3
+def test_speculation_stops_under_load_and_returns() -> None:
+    simulation = SimulatedSequences(2, 8, [0.8] * 8, LinearCost(1.0, 0.005))
+    assert simulation.run(200).drafts > 200 * 8 * 3
+    simulation.price = LinearCost(1.0, 0.5)
+    assert simulation.run(200).drafts < 200 / 8
+    simulation.price = LinearCost(1.0, 0.005)
+    assert simulation.run(50).drafts > 50 * 8 * 3
 
 
-def test_speculation_goes_where_nothing_is_accepted_and_comes_back() -> None:
-    world = World(3, 4, [0.9, 0.9, 0.0, 0.9], LinearCost(1.0, 0.06))
-    world.run(200)
-    assert world.trackers[2].shares(1)[0][0] < 0.4
-    world.rates = [0.0, 0.0, 0.9, 0.0]
-    world.run(MOST_PATIENCE + 400)
-    assert world.trackers[2].shares(1)[0][0] > 0.6
-    assert world.run(200).drafts < 200 * (4 + 3)
+def test_speculation_stops_where_nothing_is_accepted_and_returns() -> None:
+    simulation = SimulatedSequences(3, 4, [0.9, 0.9, 0.0, 0.9], LinearCost(1.0, 0.06))
+    simulation.run(200)
+    assert simulation.trackers[2].shares(1)[0][0] < 0.4
+    simulation.rates = [0.0, 0.0, 0.9, 0.0]
+    simulation.run(MOST_PATIENCE + 400)
+    assert simulation.trackers[2].shares(1)[0][0] > 0.6
+    assert simulation.run(200).drafts < 200 * (4 + 3)
 
 
-def test_without_probes_it_would_never_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test above needs them."""
+def test_speculation_does_not_return_without_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This shows that the test above depends on probes."""
     monkeypatch.setattr(budget, "PATIENCE", 10**9)
     monkeypatch.setattr(budget, "MOST_PATIENCE", 10**9)
-    world = World(3, 1, [0.0], LinearCost(1.0, 0.06))
-    world.run(200)
-    world.rates = [0.9]
-    assert world.run(MOST_PATIENCE + 400).drafts == 0
+    simulation = SimulatedSequences(3, 1, [0.0], LinearCost(1.0, 0.06))
+    simulation.run(200)
+    simulation.rates = [0.9]
+    assert simulation.run(MOST_PATIENCE + 400).drafts == 0

@@ -1,5 +1,5 @@
-"""What a tree leaves in the cache is what plain decoding would have left there: a real model goes on from it as if nothing had been
-drafted, over pages of every size."""
+"""After an accepted path of a draft tree is moved, the KV cache is as after plain decoding: a real model continues with the same
+tokens, for several page sizes. Planted faults show that the check finds them."""
 
 import random
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ COUNT = 40
 SAMPLINGS = {"greedy": Sampling(), "sampled": Sampling(temperature=0.9, seed=5, frequency_penalty=0.3)}
 
 
-def begun(engine: Engine, sampling: Sampling) -> Group:
-    """A group whose prompt is computed but for its last token."""
+def group_with_prompt(engine: Engine, sampling: Sampling) -> Group:
+    """A group whose prompt is computed except for its last token."""
     group = tiny.group(0, PROMPT, COUNT, sampling)
     group.waiting = []
     run(engine, group, Span(group.sequences[0], 0, PROMPT[:-1], wanted=0))
@@ -38,7 +38,7 @@ def run(engine: Engine, group: Group, span: Span) -> torch.Tensor | None:
 
 
 def step(engine: Engine, group: Group, drafts: Tree) -> list[int]:
-    """One step; the path that was accepted."""
+    """Runs one step; the accepted path."""
     [sequence] = group.sequences
     start = sequence.computed
     tokens = [*sequence.tokens[start:], *drafts.tokens]
@@ -59,50 +59,50 @@ def step(engine: Engine, group: Group, drafts: Tree) -> list[int]:
     return accepted.path
 
 
-def plainly(sampling: Sampling) -> list[int]:
+def decode_plainly(sampling: Sampling) -> list[int]:
     engine = tiny.engine("llama")
-    group = begun(engine, sampling)
+    group = group_with_prompt(engine, sampling)
     while group.sequences[0].generated < COUNT:
         step(engine, group, Tree())
     return list(group.sequences[0].tokens)
 
 
-def speculatively(sampling: Sampling, page_size: int, text: Sequence[int]) -> tuple[list[int], int, int]:
-    """Its tokens, steps and moves: by random trees, the right path somewhere in them and seldom first."""
+def decode_with_random_trees(sampling: Sampling, page_size: int, text: Sequence[int]) -> tuple[list[int], int, int]:
+    """Tokens, steps and moves with random trees that contain the right path, seldom as the first one."""
     chance = random.Random(page_size)
     engine = tiny.engine("llama", page_size)
-    group = begun(engine, sampling)
+    group = group_with_prompt(engine, sampling)
     [sequence] = group.sequences
-    steps = moves = 0
+    steps = move_count = 0
     while sequence.generated < COUNT:
         room = verify.room(group, sequence)
-        right = text[len(sequence.tokens) :][: min(room, chance.randint(0, 5))]
-        wrong = [
-            [*right[: chance.randint(0, 3)], *(chance.randrange(configurations.VOCABULARY) for _ in range(4))] for _ in range(4)
+        correct = text[len(sequence.tokens) :][: min(room, chance.randint(0, 5))]
+        incorrect = [
+            [*correct[: chance.randint(0, 3)], *(chance.randrange(configurations.VOCABULARY) for _ in range(4))] for _ in range(4)
         ]
-        trees = [chain(path, [-chance.random() for _ in path]) for path in (some[:room] for some in wrong)]
-        drafts = merge([chain(right, [-1.5 for _ in right]), *trees])
+        trees = [chain(path, [-chance.random() for _ in path]) for path in (tokens[:room] for tokens in incorrect)]
+        drafts = merge([chain(correct, [-1.5 for _ in correct]), *trees])
         path = step(engine, group, drafts)
-        steps, moves = steps + 1, moves + len(tree.moves(path))
-    return list(sequence.tokens), steps, moves
+        steps, move_count = steps + 1, move_count + len(tree.moves(path))
+    return list(sequence.tokens), steps, move_count
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("name", list(SAMPLINGS))
-def test_a_model_goes_on_as_if_nothing_had_been_drafted(name: str, page_size: int) -> None:
-    text = plainly(SAMPLINGS[name])
-    found, steps, moves = speculatively(SAMPLINGS[name], page_size, text)
+def test_model_continues_after_accepted_drafts_as_in_plain_decoding(name: str, page_size: int) -> None:
+    text = decode_plainly(SAMPLINGS[name])
+    found, steps, move_count = decode_with_random_trees(SAMPLINGS[name], page_size, text)
     assert found == text
     assert steps < COUNT / 2
-    assert moves >= 8
+    assert move_count >= 8
 
 
 @pytest.mark.parametrize("fault", ["nothing is moved", "parents are forgotten"])
-def test_the_check_finds(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = plainly(SAMPLINGS["sampled"])
+def test_check_catches_planted_faults(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = decode_plainly(SAMPLINGS["sampled"])
     if fault == "nothing is moved":
         monkeypatch.setattr(tree, "moves", lambda path: [])
     else:
         monkeypatch.setattr(Tree, "query", lambda self, lacking: None)
-    found, _, _ = speculatively(SAMPLINGS["sampled"], 4, text)
+    found, _, _ = decode_with_random_trees(SAMPLINGS["sampled"], 4, text)
     assert found != text

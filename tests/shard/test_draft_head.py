@@ -1,4 +1,5 @@
-"""EAGLE-3: heads that guess by what their target makes of tokens, against a computation of their own from the beginning."""
+"""Draft heads that read the target model's hidden states (EAGLE-3, and a model's own MTP layer): their logits are compared with
+references that recompute every draft from the beginning, for MTP with transformers' layers."""
 
 import dataclasses
 import functools
@@ -40,18 +41,18 @@ from penstock.shard.speculator import Speculator
 from penstock.shard.weights import Weights
 from penstock.tests.shard import configurations, tiny
 from penstock.tests.shard.driver import UNLIMITED, Habits, World, drive
-from penstock.tests.shard.test_drafter import all_of, free
+from penstock.tests.shard.test_drafter import max_drafts, with_free_drafts
 from penstock.tests.shard.test_oracle import at_rest
-from penstock.tests.shard.test_sharing import room
-from penstock.tests.shard.test_speculation import asked, expected
+from penstock.tests.shard.test_sharing import pages_of_largest_group
+from penstock.tests.shard.test_speculation import plain_results, sample_groups
 
-KNOWN = 100  # tokens that the head can guess
-LAYERS = [0, 1]
+DRAFT_VOCABULARY = 100  # the head's draft vocabulary
+FEATURE_LAYERS = [0, 1]
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLMEagle3"],
     "model_type": "llama",
     "vocab_size": configurations.VOCABULARY,
-    "draft_vocab_size": KNOWN,
+    "draft_vocab_size": DRAFT_VOCABULARY,
     "hidden_size": 64,
     "intermediate_size": 80,
     "num_hidden_layers": 1,
@@ -60,8 +61,8 @@ CONFIG: dict[str, Any] = {
     "head_dim": 16,
     "rope_theta": 500.0,
     "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 48,  # fewer than are used
-    "eagle_aux_hidden_state_layer_ids": LAYERS,
+    "max_position_embeddings": 48,  # fewer positions than the tests use
+    "eagle_aux_hidden_state_layer_ids": FEATURE_LAYERS,
 }
 SHAPES = {
     "fc.weight": (64, 128),
@@ -76,18 +77,21 @@ SHAPES = {
     "midlayer.mlp.up_proj.weight": (80, 64),
     "midlayer.mlp.down_proj.weight": (64, 80),
     "norm.weight": (64,),
-    "lm_head.weight": (KNOWN, 64),
+    "lm_head.weight": (DRAFT_VOCABULARY, 64),
 }
 
 
 def weights() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(7)
     found = {name: torch.randn(size, generator=generator) * 0.3 + ("norm" in name) for name, size in SHAPES.items()}
-    targets = torch.randperm(configurations.VOCABULARY, generator=generator)[:KNOWN].sort().values
-    return found | {"d2t": targets - torch.arange(KNOWN), "t2d": torch.isin(torch.arange(configurations.VOCABULARY), targets)}
+    targets = torch.randperm(configurations.VOCABULARY, generator=generator)[:DRAFT_VOCABULARY].sort().values
+    return found | {
+        "d2t": targets - torch.arange(DRAFT_VOCABULARY),
+        "t2d": torch.isin(torch.arange(configurations.VOCABULARY), targets),
+    }
 
 
-def written(folder: Path, config: dict[str, Any] = CONFIG, tensors: dict[str, Tensor] | None = None) -> Path:
+def write_head(folder: Path, config: dict[str, Any] = CONFIG, tensors: dict[str, Tensor] | None = None) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     safetensors.torch.save_file(tensors or weights(), folder / "model.safetensors")
@@ -96,35 +100,35 @@ def written(folder: Path, config: dict[str, Any] = CONFIG, tensors: dict[str, Te
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return written(tmp_path_factory.mktemp("eagle") / "head")
+    return write_head(tmp_path_factory.mktemp("eagle") / "head")
 
 
 def engine(
-    folder: Path, said: str, page_size: int = 16, pages: int = 2000, prefix_caching: bool = True, name: str = "llama"
+    folder: Path, options: str, page_size: int = 16, pages: int = 2000, prefix_caching: bool = True, name: str = "llama"
 ) -> Engine:
-    asked = f"draft={folder},{said}"
+    speculate = f"draft={folder},{options}"
     where = {"folder": str(tiny.folder(name)), "model": name, "page_size": page_size}
-    config = ShardConfig(**where, speculate=asked, prefix_caching=prefix_caching)
-    found = load(config, lambda stage: None)
-    found.resize(pages)
-    return found
+    config = ShardConfig(**where, speculate=speculate, prefix_caching=prefix_caching)
+    loaded = load(config, lambda stage: None)
+    loaded.resize(pages)
+    return loaded
 
 
-class Oracle:
-    """Logits after a text and drafts, of a head as its authors have it: pair i is of token i + 1 and the features of token i."""
+class Eagle3Oracle:
+    """Logits after a text and drafts, of an EAGLE-3 head as its authors define it: input i is token i + 1, features of token i."""
 
     def __init__(self, name: str, normalized: bool = False) -> None:
         self.name = name
         self.normalized = normalized
         self.own = weights()
-        self.known: dict[tuple[int, ...], Tensor] = {}  # features of texts
+        self.known: dict[tuple[int, ...], Tensor] = {}  # the target's features, by text
         self.after = functools.cache(self._after)
 
     def __call__(self, text: Sequence[int], drafts: Sequence[int]) -> Tensor:
         return self._logits(self.after(tuple(text), tuple(drafts))[1])
 
     def _after(self, text: tuple[int, ...], drafts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """The features of all tokens but the last, and what comes of them."""
+        """The features of all tokens but the last, and the head's hidden state at the last."""
         if drafts:
             before, last = self.after(text, drafts[:-1])
             features = torch.cat((before, last.unsqueeze(0)))
@@ -133,7 +137,7 @@ class Oracle:
         return features, self._hidden([*text, *drafts][1 : len(features) + 1], features)[-1]
 
     def features(self, text: tuple[int, ...]) -> Tensor:
-        """A text has those that it has as the beginning of another."""
+        """The target's features of a text. A prefix of a known text has the known text's features."""
         for longer, found in self.known.items():
             if longer[: len(text)] == text:
                 return found
@@ -141,13 +145,13 @@ class Oracle:
 
     def _logits(self, hidden: Tensor) -> Tensor:
         whole = torch.full((configurations.VOCABULARY,), -torch.inf)
-        whole[self.own["d2t"] + torch.arange(KNOWN)] = self.own["lm_head.weight"] @ self._norm(hidden, "norm")
+        whole[self.own["d2t"] + torch.arange(DRAFT_VOCABULARY)] = self.own["lm_head.weight"] @ self._norm(hidden, "norm")
         return whole
 
     @torch.inference_mode()
     def _features(self, text: tuple[int, ...]) -> Tensor:
         states = tiny.reference(self.name)(torch.tensor([text]), output_hidden_states=True).hidden_states
-        return torch.cat([states[layer][0] for layer in LAYERS], 1) @ self.own["fc.weight"].t()
+        return torch.cat([states[layer][0] for layer in FEATURE_LAYERS], 1) @ self.own["fc.weight"].t()
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         return functional.rms_norm(x, (64,), self.own[f"{name}.weight"], 1e-5)
@@ -160,26 +164,27 @@ class Oracle:
         seen = self._norm(features, "midlayer.hidden_norm")
         both = torch.cat((self._norm(embedded, "midlayer.input_layernorm"), seen), 1)
         query, key, value = (self._linear(both, f"self_attn.{name}").view(len(both), -1, 16).transpose(0, 1) for name in "qkv")
-        found = functional.scaled_dot_product_attention(turned(query), turned(key), value, is_causal=True, enable_gqa=True)
+        found = functional.scaled_dot_product_attention(rotated(query), rotated(key), value, is_causal=True, enable_gqa=True)
         hidden = (seen if self.normalized else features) + self._linear(found.transpose(0, 1).flatten(1), "self_attn.o")
         x = self._norm(hidden, "midlayer.post_attention_layernorm")
         return hidden + self._linear(functional.silu(self._linear(x, "mlp.gate")) * self._linear(x, "mlp.up"), "mlp.down")
 
 
-def turned(x: Tensor) -> Tensor:
-    """[heads, positions, 16]."""
+def rotated(x: Tensor) -> Tensor:
+    """Rotary embedding of [heads, positions, 16]."""
     angles = torch.arange(x.shape[1]).unsqueeze(1) * 500.0 ** (-torch.arange(8) / 8)
     cosines, sines = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
     return x * cosines + torch.cat((-x[..., 8:], x[..., :8]), 2) * sines
 
 
-def watched(own: Engine, oracle: Callable[[Sequence[int], Sequence[int]], Tensor]) -> Callable[[], list[float]]:
-    """Tells how far its draft model's logits were from those of the oracle, of all nodes that were asked for from now on."""
-    drafter, told = own.speculator.drafter, list[tuple[list[int], list[int], Tensor]]()
+def record_logit_errors(own: Engine, oracle: Callable[[Sequence[int], Sequence[int]], Tensor]) -> Callable[[], list[float]]:
+    """Records the draft head's logits of all nodes from now on. The returned function gives their largest error against the oracle,
+    for each node."""
+    drafter, recorded = own.speculator.drafter, list[tuple[list[int], list[int], Tensor]]()
     assert drafter is not None
     logits = drafter.logits
 
-    def seen(wanted: Sequence[Frontier]) -> Tensor:
+    def record(wanted: Sequence[Frontier]) -> Tensor:
         found = logits(wanted)
         nodes = [(one, node) for one in wanted for node in one.nodes]
         for row, (one, node) in zip(found, nodes, strict=True):
@@ -187,47 +192,49 @@ def watched(own: Engine, oracle: Callable[[Sequence[int], Sequence[int]], Tensor
             while node >= 0:
                 path.insert(0, one.tokens[node])
                 node = one.parents[node]
-            told.append((list(one.sequence.tokens), path, row.clone()))
+            recorded.append((list(one.sequence.tokens), path, row.clone()))
         return found
 
-    def off() -> list[float]:
-        """The longest texts first: what transformers makes of their beginnings is told with them."""
+    def errors() -> list[float]:
+        """The longest texts first: their features contain those of their prefixes."""
         found = []
-        for text, path, row in sorted(told, key=lambda one: -len(one[0])):
+        for text, path, row in sorted(recorded, key=lambda one: -len(one[0])):
             truth = oracle(text, path)
             assert row.isinf().equal(truth.isinf())
             found.append((row - truth)[~truth.isinf()].abs().max().item())
         return found
 
-    drafter.logits = seen  # type: ignore[method-assign]
-    return off
+    drafter.logits = record  # type: ignore[method-assign]
+    return errors
 
 
 @pytest.mark.parametrize(
-    ("said", "page_size", "chunk"),
+    ("options", "page_size", "chunk"),
     [("tokens=4", 16, 7), ("tokens=3", 1, UNLIMITED), ("tree=3x2x1", 4, 7), ("nodes=12", 16, 9), ("nodes=12", 1, 5)],
 )
-def test_what_it_computes_is_what_its_authors_mean(head: Path, said: str, page_size: int, chunk: int) -> None:
-    """In chunks, after pauses, beside others. No token changes."""
-    groups = [group for group in asked(all_of(said)) if len(group.waiting) == 1]
-    own = free(engine(head, said, page_size, room(groups, page_size) + 300 // page_size, prefix_caching=False))
-    off = watched(own, Oracle("llama"))
-    world = drive(own, groups, Habits(chunk, pause=0.05), seed=page_size)
-    assert max(told := off()) < 1e-3
-    assert len(told) > 100
-    assert world.tokens == {one: expected().tokens[one] for one in world.tokens}
-    assert world.pauses
-    assert world.drafted > 50
+def test_draft_head_logits_match_the_eagle3_reference(head: Path, options: str, page_size: int, chunk: int) -> None:
+    """In chunks, after preemption, in a batch. No token changes."""
+    groups = [group for group in sample_groups(max_drafts(options)) if len(group.waiting) == 1]
+    own = with_free_drafts(
+        engine(head, options, page_size, pages_of_largest_group(groups, page_size) + 300 // page_size, prefix_caching=False)
+    )
+    errors = record_logit_errors(own, Eagle3Oracle("llama"))
+    results = drive(own, groups, Habits(chunk, pause=0.05), seed=page_size)
+    assert max(deviations := errors()) < 1e-3
+    assert len(deviations) > 100
+    assert results.tokens == {one: plain_results().tokens[one] for one in results.tokens}
+    assert results.pauses
+    assert results.drafted > 50
     assert at_rest(own)
 
 
-@pytest.mark.parametrize(("name", "said"), [("llama", "tree=2x2x1"), ("glm4-moe", "tokens=3"), ("qwen3.5", "tokens=3")])
-def test_two_ranks_keep_what_one_of_them_guesses_by(
-    name: str, said: str, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("name", "options"), [("llama", "tree=2x2x1"), ("glm4-moe", "tokens=3"), ("qwen3.5", "tokens=3")])
+def test_features_on_two_ranks_are_kept_alike_for_the_head_on_rank_0(
+    name: str, options: str, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both compute the same rows of the last layer, though only rank 0 has a draft model."""
+    """Both ranks compute the same rows of the last layer, though only rank 0 has a draft model."""
     if name != "llama":
-        predicting(name, tmp_path, tables=False)
+        write_mtp_model(name, tmp_path, tables=False)
     folder, draft = (tiny.folder(name), str(head)) if name == "llama" else (tmp_path, "mtp")
     own = threading.local()
     monkeypatch.setattr(
@@ -236,49 +243,59 @@ def test_two_ranks_keep_what_one_of_them_guesses_by(
 
     def work(ranks: Ranks) -> tuple[World, list[float]]:
         own.ranks = ranks
-        config = ShardConfig(folder=str(folder), model=name, speculate=f"draft={draft},{said}", prefix_caching=False, page_size=4)
-        half = load(dataclasses.replace(config, rank=ranks.rank, ranks=2, meeting="here"), lambda stage: None)
-        half.resize(300)
-        free(half)
-        off = watched(half, Oracle("llama")) if name == "llama" and not ranks.rank else list
-        world = drive(half, [group for group in asked(all_of(said)) if len(group.waiting) == 1][:8], Habits(16), seed=5)
-        return world, off()
+        config = ShardConfig(
+            folder=str(folder), model=name, speculate=f"draft={draft},{options}", prefix_caching=False, page_size=4
+        )
+        rank_engine = load(dataclasses.replace(config, rank=ranks.rank, ranks=2, meeting="here"), lambda stage: None)
+        rank_engine.resize(300)
+        with_free_drafts(rank_engine)
+        errors = record_logit_errors(rank_engine, Eagle3Oracle("llama")) if name == "llama" and not ranks.rank else list
+        results = drive(
+            rank_engine, [group for group in sample_groups(max_drafts(options)) if len(group.waiting) == 1][:8], Habits(16), seed=5
+        )
+        return results, errors()
 
-    (world, off), (twin, _) = tiny.Threads().run(work)
-    plain = drive(tiny.engine(name, prefix_caching=False), [group for group in asked(0) if group.uid in world.answers], Habits())
-    assert world.tokens == twin.tokens == plain.tokens
-    assert world.drafted == twin.drafted > 50
-    assert max(off, default=0.0) < 1e-3
+    (results, errors), (other_rank, _) = tiny.Threads().run(work)
+    plain = drive(
+        tiny.engine(name, prefix_caching=False), [group for group in sample_groups(0) if group.uid in results.answers], Habits()
+    )
+    assert results.tokens == other_rank.tokens == plain.tokens
+    assert results.drafted == other_rank.drafted > 50
+    assert max(errors, default=0.0) < 1e-3
 
 
-def in_speculators(name: str) -> str:
-    """What that library calls a tensor."""
+def speculators_name(name: str) -> str:
+    """A tensor's name in checkpoints of the library speculators."""
     return name.replace("midlayer.", "layers.0.")
 
 
-@pytest.mark.parametrize("said", [{"norm_before_residual": True, "model_type": None}, {"speculators_model_type": "eagle3"}])
-def test_heads_as_speculators_has_them(said: dict[str, Any], tmp_path: Path) -> None:
-    """With the layer's fields in an object of their own, another name of the layer, features that begin behind their norm, which
-    need not be said, and the target's table once more."""
+@pytest.mark.parametrize("changes", [{"norm_before_residual": True, "model_type": None}, {"speculators_model_type": "eagle3"}])
+def test_head_in_the_format_of_speculators_matches_the_reference(changes: dict[str, Any], tmp_path: Path) -> None:
+    """The layer's fields are in an object of their own, the layer has another name, features are taken after their norm, which need
+    not be stated, and the target's embedding is stored once more."""
     outer = ("architectures", "draft_vocab_size", "eagle_aux_hidden_state_layer_ids")
-    config: dict[str, Any] = {"architectures": ["Eagle3Speculator"], "draft_vocab_size": KNOWN, "target_hidden_size": None} | said
-    config |= {"eagle_aux_hidden_state_layer_ids": LAYERS[::-1]}
+    config: dict[str, Any] = {
+        "architectures": ["Eagle3Speculator"],
+        "draft_vocab_size": DRAFT_VOCABULARY,
+        "target_hidden_size": None,
+    } | changes
+    config |= {"eagle_aux_hidden_state_layer_ids": FEATURE_LAYERS[::-1]}
     config |= {"transformer_layer_config": {name: value for name, value in CONFIG.items() if name not in outer}}
-    tensors = {in_speculators(name): tensor for name, tensor in weights().items()}
+    tensors = {speculators_name(name): tensor for name, tensor in weights().items()}
     tensors["embed_tokens.weight"] = tiny.reference("llama").get_input_embeddings().weight.detach().clone()
-    own = free(engine(written(tmp_path, config, tensors), "tree=2x2x1", 4, prefix_caching=False))
+    own = with_free_drafts(engine(write_head(tmp_path, config, tensors), "tree=2x2x1", 4, prefix_caching=False))
     drafter = own.speculator.drafter
     assert drafter is not None
     assert drafter.decoder.embedding is own.decoder.embedding
-    off = watched(own, Oracle("llama", normalized=True))
-    world = drive(own, [group for group in asked(10) if len(group.waiting) == 1], Habits(7), seed=4)
-    assert max(told := off()) < 1e-3
-    assert len(told) > 100
-    assert world.tokens == {one: expected().tokens[one] for one in world.tokens}
-    assert world.drafted > 20
+    errors = record_logit_errors(own, Eagle3Oracle("llama", normalized=True))
+    results = drive(own, [group for group in sample_groups(10) if len(group.waiting) == 1], Habits(7), seed=4)
+    assert max(deviations := errors()) < 1e-3
+    assert len(deviations) > 100
+    assert results.tokens == {one: plain_results().tokens[one] for one in results.tokens}
+    assert results.drafted > 20
 
 
-def test_what_a_token_takes_is_what_is_set_aside_for_it(head: Path) -> None:
+def test_token_bytes_and_plan_count_the_heads_cache_and_features(head: Path) -> None:
     own = engine(head, "tokens=3", page_size=4, pages=9)
     drafter = own.speculator.drafter
     assert drafter is not None
@@ -290,8 +307,8 @@ def test_what_a_token_takes_is_what_is_set_aside_for_it(head: Path) -> None:
 
 
 @torch.inference_mode()
-def test_padding_has_no_features(head: Path) -> None:
-    """Pages are cleared by what is in the first one, where all that has no slot is written."""
+def test_padding_rows_write_no_features(head: Path) -> None:
+    """Rows without a slot are written to the first page, by which pages are cleared: it must stay zero."""
     own = engine(head, "tokens=3", page_size=4, pages=9)
     assert own.decoder.kept is not None
     assert own.cache.features is not None
@@ -301,20 +318,21 @@ def test_padding_has_no_features(head: Path) -> None:
 
 
 @pytest.mark.parametrize(("page_size", "exact"), [(16, 0.95), (4, 0.9), (1, 0.5)])
-def test_a_page_that_is_shared_knows_one_token_of_its_first(head: Path, page_size: int, exact: float) -> None:
-    """That behind its last one. All else is exact, and tokens do not change."""
-    own = free(engine(head, "tree=2x2x1", page_size))
-    off = watched(own, Oracle("llama"))
-    world = drive(own, asked(10), Habits(7, pause=0.05), seed=3)
-    assert world.tokens == expected().tokens
-    assert world.finishes == expected().finishes
-    assert world.cached > 50
-    told = off()
-    assert sum(value < 1e-3 for value in told) > exact * len(told)
+def test_shared_prefix_pages_miss_only_one_tokens_features(head: Path, page_size: int, exact: float) -> None:
+    """The features of one token are missing: the one behind the page's last token. All other features are exact, and no token
+    changes."""
+    own = with_free_drafts(engine(head, "tree=2x2x1", page_size))
+    errors = record_logit_errors(own, Eagle3Oracle("llama"))
+    results = drive(own, sample_groups(10), Habits(7, pause=0.05), seed=3)
+    assert results.tokens == plain_results().tokens
+    assert results.finishes == plain_results().finishes
+    assert results.cached > 50
+    deviations = errors()
+    assert sum(value < 1e-3 for value in deviations) > exact * len(deviations)
 
 
-class NextOracle(Oracle):
-    """The same of a model's own layer for predicting several tokens, by transformers' layer of that kind."""
+class MtpOracle(Eagle3Oracle):
+    """The same for a model's own MTP layer, computed by transformers' layer of that kind."""
 
     def __init__(self, name: str, own: dict[str, Tensor], larger: Any) -> None:
         super().__init__(name)
@@ -346,8 +364,8 @@ class NextOracle(Oracle):
         return functional.rms_norm(x, (64,), gains, tiny.reference(self.name).config.rms_norm_eps)
 
 
-def predicting(name: str, folder: Path, tables: bool) -> NextOracle:
-    """Writes a model with such a layer, with tables of its own or without."""
+def write_mtp_model(name: str, folder: Path, tables: bool) -> MtpOracle:
+    """Writes a model with an MTP layer, with or without embedding and output matrices of its own."""
     config = tiny.reference(name).config
     count = config.num_hidden_layers
     prefix = f"model.layers.{count}."
@@ -370,22 +388,22 @@ def predicting(name: str, folder: Path, tables: bool) -> NextOracle:
     layer = {key: value for key, value in saved.items() if key.startswith(prefix)}
     added = layer | {prefix + key: value for key, value in own.items()}
     whole = stored | (
-        {in_qwen(key.removeprefix(prefix)): value for key, value in added.items()} if name in configurations.HYBRIDS else added
+        {qwen_name(key.removeprefix(prefix)): value for key, value in added.items()} if name in configurations.HYBRIDS else added
     )
     fields = json.loads((tiny.folder(name) / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
-    written(folder, fields, {key: value.contiguous() for key, value in whole.items()})
-    return NextOracle(name, own, larger)
+    write_head(folder, fields, {key: value.contiguous() for key, value in whole.items()})
+    return MtpOracle(name, own, larger)
 
 
-def in_qwen(name: str) -> str:
-    """What Qwen calls a tensor of such a layer."""
+def qwen_name(name: str) -> str:
+    """A tensor's name in the MTP layer of Qwen's checkpoints."""
     names = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "shared_head.norm": "norm"}
     own = names.get(name.removesuffix(".weight"))
     return f"mtp.{own}.weight" if own else f"mtp.layers.0.{name}"
 
 
 @pytest.mark.parametrize(
-    ("name", "tables", "said"),
+    ("name", "tables", "options"),
     [
         ("deepseek-v3", True, "tokens=3"),
         ("glm4-moe", False, "tree=2x2x1"),
@@ -396,56 +414,56 @@ def in_qwen(name: str) -> str:
         ("qwen3.5-moe", False, "tokens=2"),
     ],
 )
-def test_a_layer_for_predicting_several_tokens(name: str, tables: bool, said: str, tmp_path: Path) -> None:
-    oracle = predicting(name, tmp_path, tables)
-    groups = [group for group in asked(all_of(said)) if len(group.waiting) == 1][:8]
-    config = ShardConfig(folder=str(tmp_path), model=name, speculate=f"draft=mtp,{said}", prefix_caching=False, page_size=4)
-    own = free(load(config, lambda stage: None))
+def test_mtp_layer_logits_match_transformers_layer(name: str, tables: bool, options: str, tmp_path: Path) -> None:
+    oracle = write_mtp_model(name, tmp_path, tables)
+    groups = [group for group in sample_groups(max_drafts(options)) if len(group.waiting) == 1][:8]
+    config = ShardConfig(folder=str(tmp_path), model=name, speculate=f"draft=mtp,{options}", prefix_caching=False, page_size=4)
+    own = with_free_drafts(load(config, lambda stage: None))
     own.resize(500)
-    off, most = watched(own, oracle), 5e-3 if name in configurations.HYBRIDS else 1e-3
-    world = drive(own, groups, Habits(7, pause=0.05), seed=3)
+    errors, tolerance = record_logit_errors(own, oracle), 5e-3 if name in configurations.HYBRIDS else 1e-3
+    results = drive(own, groups, Habits(7, pause=0.05), seed=3)
     plain = drive(
         tiny.engine(name, 16, 2000, prefix_caching=False),
-        [group for group in asked(0) if group.uid in {group.uid for group in groups}],
+        [group for group in sample_groups(0) if group.uid in {group.uid for group in groups}],
         Habits(),
     )
-    assert max(told := off()) < most
-    assert len(told) > 50
-    assert world.tokens == plain.tokens
+    assert max(deviations := errors()) < tolerance
+    assert len(deviations) > 50
+    assert results.tokens == plain.tokens
     assert at_rest(own)
 
 
-def test_a_table_of_its_own_is_kept(head: Path, tmp_path: Path) -> None:
+def test_heads_own_embedding_is_used(head: Path, tmp_path: Path) -> None:
     table = torch.randn(configurations.VOCABULARY, 64)
-    own = engine(written(tmp_path, CONFIG, weights() | {"embed_tokens.weight": table}), "tokens=2")
+    own = engine(write_head(tmp_path, CONFIG, weights() | {"embed_tokens.weight": table}), "tokens=2")
     assert own.speculator.drafter is not None
     assert own.speculator.drafter.decoder.embedding.equal(table)
 
 
-def test_two_ranks_guess_what_one_does(head: Path) -> None:
-    said = "tree=2x2x1"
+def test_two_ranks_draft_and_accept_like_one(head: Path) -> None:
+    options = "tree=2x2x1"
 
     def work(ranks: Ranks) -> World:
-        half = tiny.engine_of("llama", ranks, 4, 300)
+        rank_engine = tiny.engine_of("llama", ranks, 4, 300)
         config = ShardConfig(folder=str(tiny.folder("llama")), model="llama", rank=ranks.rank, ranks=2)
         whole = Weights(tiny.folder("llama"), torch.float32, tiny.CPU, lambda read: None)
-        speculation = parse(f"draft={head},{said}")
-        form = draft_shape(CONFIG, half.decoder.shape)
-        drafter = _drafter(config, speculation, form, half.decoder, whole, lambda stage: None)
+        speculation = parse(f"draft={head},{options}")
+        form = draft_shape(CONFIG, rank_engine.decoder.shape)
+        drafter = _drafter(config, speculation, form, rank_engine.decoder, whole, lambda stage: None)
         assert (drafter is None) == (ranks.rank == 1)
-        half.speculator = Speculator(ranks, tiny.CPU, speculation, drafter)
-        half.resize(300)
-        return drive(free(half), asked(8), Habits(16, pause=0.03), seed=5)
+        rank_engine.speculator = Speculator(ranks, tiny.CPU, speculation, drafter)
+        rank_engine.resize(300)
+        return drive(with_free_drafts(rank_engine), sample_groups(8), Habits(16, pause=0.03), seed=5)
 
-    world, twin = tiny.Threads().run(work)
-    alone = drive(free(engine(head, said, 4, 300)), asked(8), Habits(16, pause=0.03), seed=5)
-    assert world.tokens == twin.tokens == alone.tokens == expected().tokens
-    assert world.drafted == twin.drafted
-    assert world.accepted == twin.accepted > 0
+    results, other_rank = tiny.Threads().run(work)
+    alone = drive(with_free_drafts(engine(head, options, 4, 300)), sample_groups(8), Habits(16, pause=0.03), seed=5)
+    assert results.tokens == other_rank.tokens == alone.tokens == plain_results().tokens
+    assert results.drafted == other_rank.drafted
+    assert results.accepted == other_rank.accepted > 0
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"hidden_size": 128}, "hidden_size 128, and for this model it must be 64"),
         ({"target_hidden_size": 128}, "target_hidden_size 128, and"),
@@ -459,12 +477,12 @@ def test_two_ranks_guess_what_one_does(head: Path) -> None:
         ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
     ],
 )
-def test_heads_that_do_not_fit(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(Unsupported, match=words):
+def test_head_config_that_does_not_fit_the_model_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(Unsupported, match=message):
         draft_shape(CONFIG | changes, shape(tiny.reference("llama").config.to_dict() | {"architectures": ["LlamaForCausalLM"]}))
 
 
-def test_a_field_that_is_missing() -> None:
+def test_missing_field_architecture_or_mtp_layer_is_reported() -> None:
     target = tiny.decoder("llama").shape
     with pytest.raises(Unsupported, match=r"config.json of an EAGLE-3 head lacks 'intermediate_size': is it complete"):
         draft_shape({key: value for key, value in CONFIG.items() if key != "intermediate_size"}, target)
@@ -474,14 +492,18 @@ def test_a_field_that_is_missing() -> None:
         draft_shape({}, target, own=True)
 
 
-def test_tokens_that_lead_nowhere(tmp_path: Path) -> None:
-    for wrong in (torch.arange(KNOWN), torch.zeros(KNOWN - 1, dtype=torch.int64), -torch.arange(KNOWN)):
+def test_invalid_d2t_is_refused(tmp_path: Path) -> None:
+    for wrong in (
+        torch.arange(DRAFT_VOCABULARY),
+        torch.zeros(DRAFT_VOCABULARY - 1, dtype=torch.int64),
+        -torch.arange(DRAFT_VOCABULARY),
+    ):
         with pytest.raises(Unsupported, match="d2t does not lead 100 tokens to as many of 131"):
-            engine(written(tmp_path, CONFIG, weights() | {"d2t": wrong}), "tokens=2")
+            engine(write_head(tmp_path, CONFIG, weights() | {"d2t": wrong}), "tokens=2")
 
 
-def test_numbers_of_weights_are_as_planned(head: Path) -> None:
-    """Of a head's own, without the table that it shares."""
+def test_head_parameters_and_cache_sizes_are_as_planned(head: Path) -> None:
+    """The head's own parameters, without the shared embedding."""
     own = engine(head, "tokens=2")
     assert own.speculator.drafter is not None
     decoder = own.speculator.drafter.decoder
@@ -491,59 +513,61 @@ def test_numbers_of_weights_are_as_planned(head: Path) -> None:
     assert own.cache.features.shape == (2001 * 16, 64)
 
 
-def test_trees_are_not_for_linear_attention(head: Path) -> None:
-    for said in ("tree=2x1", "nodes=4", "tokens=3,ngram=2"):
+def test_draft_trees_are_refused_with_linear_attention(head: Path) -> None:
+    for options in ("tree=2x1", "nodes=4", "tokens=3,ngram=2"):
         with pytest.raises(Unsupported, match="with linear attention drafts must be a chain"):
-            engine(head, said, name="qwen3.5")
+            engine(head, options, name="qwen3.5")
 
 
-def test_eagle_beside_linear_attention(tmp_path: Path) -> None:
+def test_eagle3_chain_with_linear_attention_changes_no_token(tmp_path: Path) -> None:
     config = CONFIG | {"eagle_aux_hidden_state_layer_ids": [1, 2]}
-    own = free(engine(written(tmp_path, config), "tokens=3", 4, name="qwen3.5"))
-    world = drive(own, asked(3), Habits(7, pause=0.05), seed=2)
-    assert world.tokens == drive(tiny.engine("qwen3.5", 16, 2000, prefix_caching=False), asked(0), Habits()).tokens
-    assert world.drafted > 50
+    own = with_free_drafts(engine(write_head(tmp_path, config), "tokens=3", 4, name="qwen3.5"))
+    results = drive(own, sample_groups(3), Habits(7, pause=0.05), seed=2)
+    assert results.tokens == drive(tiny.engine("qwen3.5", 16, 2000, prefix_caching=False), sample_groups(0), Habits()).tokens
+    assert results.drafted > 50
 
 
-def test_the_demos_head_guesses_what_its_trainer_does() -> None:
-    """Another program, which computes everything from the beginning: the same drafts, but for near ties, and most are right."""
+def test_demo_heads_drafts_match_its_trainers() -> None:
+    """The trainer recomputes everything from the beginning: the drafts are the same but for near ties, and most are accepted."""
     target, trained = eagle.load_target(tiny.DEMO), eagle.load(hub.DRAFTS["demo-eagle"])
     config = ShardConfig(folder=str(tiny.DEMO), model="demo", speculate=f"draft={hub.DRAFTS['demo-eagle']},tokens=4")
-    own = free(load(config, lambda stage: None))
+    own = with_free_drafts(load(config, lambda stage: None))
     own.resize(500)
     tokenizer = Tokenizer.from_file(str(tiny.DEMO / "tokenizer.json"))
     chats = [
         f"<|begin|><|user|>{text}<|end|><|assistant|>" for text in ("Tell me a story.", "What is 3 + 4?", "Count from 3 to 9.")
     ]
     prompts = [tokenizer.encode(text, add_special_tokens=False).ids for text in chats]
-    asked = list[tuple[list[int], list[int]]]()
+    proposals = list[tuple[list[int], list[int]]]()
     propose = own.speculator.proposer.propose
 
-    def noted(wanted: Sequence[DraftRequest]) -> Proposal:
+    def recording_propose(wanted: Sequence[DraftRequest]) -> Proposal:
         found = propose(wanted)
-        asked.extend((list(one.sequence.tokens), list(draft.tree.tokens)) for one, draft in zip(wanted, found.drafts, strict=True))
+        proposals.extend(
+            (list(one.sequence.tokens), list(draft.tree.tokens)) for one, draft in zip(wanted, found.drafts, strict=True)
+        )
         return found
 
-    own.speculator.proposer.propose = noted  # type: ignore[method-assign]
-    world = drive(own, [tiny.group(uid, prompt, 90, end_ids=[2], drafts=4) for uid, prompt in enumerate(prompts)], Habits(7))
-    same = sum(drafts == eagle.drafts(target, trained, text, len(drafts)) for text, drafts in asked)
-    assert same >= len(asked) - 1 > 20
-    assert world.accepted > 0.6 * world.drafted
+    own.speculator.proposer.propose = recording_propose  # type: ignore[method-assign]
+    results = drive(own, [tiny.group(uid, prompt, 90, end_ids=[2], drafts=4) for uid, prompt in enumerate(prompts)], Habits(7))
+    same = sum(drafts == eagle.drafts(target, trained, text, len(drafts)) for text, drafts in proposals)
+    assert same >= len(proposals) - 1 > 20
+    assert results.accepted > 0.6 * results.drafted
 
 
-def test_a_model_that_is_its_own_draft_model_guesses_as_a_whole() -> None:
-    """Its folder is named, and not its own layer, which it may lack."""
-    own = free(engine(tiny.folder("llama"), "tokens=4"))
+def test_model_as_its_own_draft_model_uses_no_features() -> None:
+    """`draft=` names its folder rather than its MTP layer, which it may lack."""
+    own = with_free_drafts(engine(tiny.folder("llama"), "tokens=4"))
     assert own.speculator.drafter is not None
     assert own.speculator.drafter.decoder.shape.features is None
-    world = drive(own, asked(4)[:6], Habits())
-    assert world.accepted > 20
+    results = drive(own, sample_groups(4)[:6], Habits())
+    assert results.accepted > 20
 
 
 @pytest.mark.parametrize("name", ["glm4-moe", "qwen3.5-moe"])
-def test_tables_that_a_model_has_too_are_held_once(name: str, tmp_path: Path) -> None:
-    """Checkpoints may have them once more, for the layer."""
-    predicting(name, tmp_path, tables=name == "glm4-moe")
+def test_embedding_and_output_matrix_shared_with_the_target_are_held_once(name: str, tmp_path: Path) -> None:
+    """Checkpoints may contain copies for the MTP layer."""
+    write_mtp_model(name, tmp_path, tables=name == "glm4-moe")
     stored = safetensors.torch.load_file(tmp_path / "model.safetensors")
     layer = f"model.layers.{tiny.reference(name).config.num_hidden_layers}."
     if name == "glm4-moe":
@@ -557,11 +581,11 @@ def test_tables_that_a_model_has_too_are_held_once(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["llama", "glm4-moe", "qwen3.5"])
-def test_what_a_head_takes_beside_two_ranks_is_planned(name: str, head: Path, tmp_path: Path) -> None:
-    """Which have parts of the tables that it needs whole."""
+def test_planned_bytes_of_a_head_match_its_weights_with_two_ranks(name: str, head: Path, tmp_path: Path) -> None:
+    """Each rank has a part of the embedding and output matrices, which the head needs whole."""
     folder, own = (tiny.folder(name), head) if name == "llama" else (tmp_path, tmp_path)
     if name != "llama":
-        predicting(name, tmp_path, tables=False)
+        write_mtp_model(name, tmp_path, tables=False)
     target, config = (json.loads((place / "config.json").read_text()) for place in (folder, own))
 
     def work(ranks: Ranks) -> int:
@@ -574,25 +598,25 @@ def test_what_a_head_takes_beside_two_ranks_is_planned(name: str, head: Path, tm
             return MtpHead(form, decoder, source).weight_bytes
         return Eagle3(form, Weights(own, torch.bfloat16, tiny.CPU, lambda read: None), decoder, source).weight_bytes
 
-    bytes, _ = tiny.Threads().run(work)
+    head_bytes, _ = tiny.Threads().run(work)
     model = checkpoint.read(folder, "dummy")
     draft = model if name != "llama" else checkpoint.read(own, "dummy")
     planned = plan.divide(
         Options(num_shard=2, dtype="bfloat16"), model, Machine(cores=2, memory=1 << 32, fast_bfloat16=False), draft
     )
-    assert planned.draft_bytes == pytest.approx(bytes, rel=0.02)
+    assert planned.draft_bytes == pytest.approx(head_bytes, rel=0.02)
 
 
-def test_graphs_of_a_head_are_planned_though_its_model_has_fewer() -> None:
-    """Steps of linear attention that carry prompts have none."""
+def test_plan_counts_prefill_graphs_of_a_head_whose_model_has_none() -> None:
+    """The model's own prefill steps with linear attention have none."""
     model = checkpoint.read(tiny.folder("qwen3.5"), "dummy")
-    asked = Options(device="cuda", speculate="draft=mtp,tokens=3", max_batch_prefill_tokens=512)
-    planned = plan.divide(asked, model, Machine(cores=2, memory=1 << 32, fast_bfloat16=False, gpu_memory=(1 << 36,)), model)
+    options = Options(device="cuda", speculate="draft=mtp,tokens=3", max_batch_prefill_tokens=512)
+    planned = plan.divide(options, model, Machine(cores=2, memory=1 << 32, fast_bfloat16=False, gpu_memory=(1 << 36,)), model)
     assert planned.graphs == 2 * len(graph_sizes.decodes(None, planned.sequences)) + len(graph_sizes.mixed(None, 512, drafts=True))
 
 
-def deep(name: str, **more: Any) -> Shape:
-    """Of a tiny model's family, with 48 layers."""
+def deep_shape(name: str, **more: Any) -> Shape:
+    """The shape of a tiny model's family, with 48 layers."""
     config = json.loads((tiny.folder(name) / "config.json").read_text())
     return shape(config | {"num_hidden_layers": 48, "layer_types": None} | more)
 
@@ -603,7 +627,7 @@ def features(found: Shape) -> DraftFeatures:
 
 
 @pytest.mark.parametrize(
-    ("said", "enters"),
+    ("fields", "feature_layers"),
     [
         ({}, (2, 24, 45)),
         ({"eagle_aux_hidden_state_layer_ids": [0, 24, 47]}, (0, 24, 47)),
@@ -612,14 +636,16 @@ def features(found: Shape) -> DraftFeatures:
         ({"eagle_config": {"use_aux_hidden_state": True}}, (2, 24, 45)),
     ],
 )
-def test_layers_are_told_by_what_they_make_or_by_what_enters_them(said: dict[str, Any], enters: tuple[int, ...]) -> None:
-    """SpecForge's and SGLang's part of config.json means what comes out of layers, vLLM's field what enters them."""
+def test_feature_layers_are_read_from_both_conventions_of_config_json(
+    fields: dict[str, Any], feature_layers: tuple[int, ...]
+) -> None:
+    """SpecForge's and SGLang's object in config.json numbers layers by their outputs, vLLM's field by their inputs."""
     config = {name: value for name, value in CONFIG.items() if "eagle" not in name}
-    assert features(draft_shape(config | said, deep("llama"))).layers == enters
+    assert features(draft_shape(config | fields, deep_shape("llama"))).layers == feature_layers
 
 
 @pytest.mark.parametrize(
-    ("said", "words"),
+    ("fields", "message"),
     [
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 23, 47]}}, r"\[1, 23, 47\].* from 0 to 46 are needed"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 48]}, "from 0 to 47 are needed"),
@@ -631,13 +657,13 @@ def test_layers_are_told_by_what_they_make_or_by_what_enters_them(said: dict[str
         ({"norm_output": True}, "norm_output true"),
     ],
 )
-def test_what_a_head_means_that_the_decoder_does_not_have_is_refused(said: dict[str, Any], words: str) -> None:
-    with pytest.raises(Unsupported, match=words):
-        draft_shape(CONFIG | said, deep("llama"))
+def test_unsupported_head_options_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(Unsupported, match=message):
+        draft_shape(CONFIG | fields, deep_shape("llama"))
 
 
-def test_the_own_layer_of_a_model_with_images() -> None:
-    """Whose text has another name than by itself."""
+def test_mtp_layer_of_a_model_with_images_is_found() -> None:
+    """Its text model has another architecture name than a text model alone."""
     text = json.loads((tiny.folder("qwen3.5") / "config.json").read_text())
     config = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": text}
     assert features(draft_shape(config, shape(config), own=True)).behind
@@ -647,8 +673,8 @@ def test_the_own_layer_of_a_model_with_images() -> None:
 
 
 @pytest.mark.parametrize("name", ["ernie-moe", "exaone-moe", "llama", "granite-4-h"])
-def test_own_layers_of_another_kind_are_refused_before_weights_are_read(name: str) -> None:
-    """Of models whose config.json has the field, and whose layers have neither DeepSeek's names nor their tables."""
+def test_unknown_kinds_of_mtp_layers_are_refused_before_weights_are_read(name: str) -> None:
+    """config.json has the field, but the layers have neither DeepSeek's tensor names nor their embedding and output matrices."""
     config = json.loads((tiny.folder(name) / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
     with pytest.raises(Unsupported, match="no layer for predicting several tokens that is known here"):
         draft_shape(config, shape(config), own=True)
@@ -657,8 +683,8 @@ def test_own_layers_of_another_kind_are_refused_before_weights_are_read(name: st
 @pytest.mark.parametrize(
     ("name", "lacking"), [("glm4-moe", r"model.layers.\d.enorm.weight"), ("qwen3.5", "mtp.pre_fc_norm_embedding.weight")]
 )
-def test_a_checkpoint_without_its_layer(name: str, lacking: str, tmp_path: Path) -> None:
-    """As quantized copies often are; random weights have whatever is asked for."""
+def test_checkpoint_without_its_mtp_layer_is_refused(name: str, lacking: str, tmp_path: Path) -> None:
+    """Quantized copies often lack it; random weights (load_format dummy) have every tensor."""
     folder = Path(shutil.copytree(tiny.folder(name), tmp_path / "model"))
     fields = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
     (folder / "config.json").write_text(json.dumps(fields))

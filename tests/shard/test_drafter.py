@@ -1,4 +1,4 @@
-"""A draft model: with the target itself as its own, every guess is right, whatever becomes of pages."""
+"""Drafting by a draft model. If the target drafts for itself, every draft is accepted, whatever happens to its pages."""
 
 import random
 from collections.abc import Sequence
@@ -23,22 +23,22 @@ from penstock.shard.step import Span, Step
 from penstock.tests.shard import configurations, tiny
 from penstock.tests.shard.driver import UNLIMITED, Habits, World, drive
 from penstock.tests.shard.test_oracle import at_rest, prompt
-from penstock.tests.shard.test_sharing import room
-from penstock.tests.shard.test_speculation import asked, expected
+from penstock.tests.shard.test_sharing import pages_of_largest_group
+from penstock.tests.shard.test_speculation import plain_results, sample_groups
 
 
-def engine(said: str, page_size: int = 16, pages: int = 1024, prefix_caching: bool = True, draft: str = "llama") -> Engine:
+def engine(options: str, page_size: int = 16, pages: int = 1024, prefix_caching: bool = True, draft: str = "llama") -> Engine:
     """A tiny model with another, or itself, as its draft model."""
     target = tiny.decoder("llama")
-    drafter = Drafter(tiny.decoder(draft), configurations.VOCABULARY, tiny.CPU, all_of(said))
-    speculator = Speculator(target.ranks, tiny.CPU, parse(f"draft=x,{said}"), drafter)
+    drafter = Drafter(tiny.decoder(draft), configurations.VOCABULARY, tiny.CPU, max_drafts(options))
+    speculator = Speculator(target.ranks, tiny.CPU, parse(f"draft=x,{options}"), drafter)
     result = Engine(target, tiny.CPU, page_size, prefix_caching, speculator=speculator)
     result.resize(pages)
     return result
 
 
-def free(engine: Engine) -> Engine:
-    """Drafts cost nothing there, so that there are as many as can be."""
+def with_free_drafts(engine: Engine) -> Engine:
+    """Makes drafts cost nothing, so that the engine drafts as many tokens as possible."""
     plain_prefill, plain_decode = engine.prefill, engine.decode
     allowance = Allowance(LinearCost(1.0, 0.0, 0.0), 1000)
 
@@ -52,12 +52,12 @@ def free(engine: Engine) -> Engine:
     return engine
 
 
-def all_of(said: str) -> int:
-    return parse(f"draft=x,{said}").most
+def max_drafts(options: str) -> int:
+    return parse(f"draft=x,{options}").most
 
 
 @pytest.mark.parametrize(
-    ("said", "page_size", "chunk", "prefix_caching", "draft"),
+    ("options", "page_size", "chunk", "prefix_caching", "draft"),
     [
         ("tokens=8", 16, 7, True, "llama"),
         ("tokens=8", 1, 7, True, "llama-tied"),
@@ -67,47 +67,49 @@ def all_of(said: str) -> int:
         ("nodes=64", 4, UNLIMITED, False, "llama"),
         ("tree=2x2,ngram=3", 16, 7, True, "llama"),
         ("tree=2x2,ngram=3", 1, 7, True, "llama-tied"),
-        ("tokens=8", 4, 7, True, "gemma2"),  # of a window each round is planned anew
+        ("tokens=8", 4, 7, True, "gemma2"),  # with a sliding window each round is planned anew
     ],
 )
-def test_a_draft_model_changes_no_token(said: str, page_size: int, chunk: int, prefix_caching: bool, draft: str) -> None:
-    plain, groups = expected(), asked(all_of(said))
-    own = free(engine(said, page_size, room(groups, page_size) + 200 // page_size, prefix_caching, draft))
-    world = drive(own, groups, Habits(chunk, pause=0.1), seed=page_size)
-    assert world.tokens == plain.tokens
-    assert world.finishes == plain.finishes
-    assert world.pauses
-    assert world.drafted > 50
-    assert draft != "llama" or world.accepted > 150
-    assert at_rest(own)
+def test_a_draft_model_changes_no_token(options: str, page_size: int, chunk: int, prefix_caching: bool, draft: str) -> None:
+    plain, groups = plain_results(), sample_groups(max_drafts(options))
+    drafting = with_free_drafts(
+        engine(options, page_size, pages_of_largest_group(groups, page_size) + 200 // page_size, prefix_caching, draft)
+    )
+    results = drive(drafting, groups, Habits(chunk, pause=0.1), seed=page_size)
+    assert results.tokens == plain.tokens
+    assert results.finishes == plain.finishes
+    assert results.pauses
+    assert results.drafted > 50
+    assert draft != "llama" or results.accepted > 150
+    assert at_rest(drafting)
 
 
 @pytest.mark.parametrize(("page_size", "prefix_caching"), [(1, True), (4, False), (16, True)])
-def test_who_drafts_for_itself_is_always_right(page_size: int, prefix_caching: bool) -> None:
-    groups = asked(4)
-    own = free(engine("tokens=4", page_size, 2000, prefix_caching))
-    world = drive(own, groups, Habits(7, pause=0.1), seed=3)
-    assert world.tokens == expected().tokens
-    assert world.accepted > 300
-    assert world.drafted - world.accepted <= wasted(world, groups)
+def test_target_as_its_own_draft_model_has_all_drafts_accepted(page_size: int, prefix_caching: bool) -> None:
+    groups = sample_groups(4)
+    drafting = with_free_drafts(engine("tokens=4", page_size, 2000, prefix_caching))
+    results = drive(drafting, groups, Habits(7, pause=0.1), seed=3)
+    assert results.tokens == plain_results().tokens
+    assert results.accepted > 300
+    assert results.drafted - results.accepted <= wasted_drafts(results, groups)
 
 
-def wasted(world: World, groups: Sequence[Group]) -> int:
-    """Speculator behind an end."""
+def wasted_drafts(results: World, groups: Sequence[Group]) -> int:
+    """The most drafts that can be wasted behind end tokens."""
     return sum(4 for group in groups for _ in range(len(group.waiting)) if group.end_ids)
 
 
-def test_trees_contain_what_the_target_says() -> None:
-    own = free(engine("tree=3x2x1", 4, 2000))
-    world = drive(own, asked(15), Habits(), seed=3)
-    assert world.tokens == expected().tokens
-    assert world.accepted > 200
+def test_trees_of_the_target_as_draft_model_contain_the_targets_tokens() -> None:
+    drafting = with_free_drafts(engine("tree=3x2x1", 4, 2000))
+    results = drive(drafting, sample_groups(15), Habits(), seed=3)
+    assert results.tokens == plain_results().tokens
+    assert results.accepted > 200
 
 
 @pytest.mark.parametrize("page_size", [4, 16])
-def test_chains_that_go_on_see_what_plain_forwards_would(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounds are planned from those before them: for sequences of different lengths, two of which share their first pages, and of
-    which two have more to compute at first."""
+def test_logits_of_later_draft_rounds_match_plain_forwards(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each round's plan is derived from the previous one's: for sequences of different lengths, two of which share their first
+    pages, and two of which have more tokens to compute at first."""
     drafter = Drafter(tiny.decoder("llama"), configurations.VOCABULARY, tiny.CPU, 8)
     drafter.resize(500, page_size)
     shared = prompt(1, 2 * SHORTEST_RUN)
@@ -126,29 +128,29 @@ def test_chains_that_go_on_see_what_plain_forwards_would(page_size: int, monkeyp
     planned: list[int] = []
     plan = step.plan
 
-    def counted(spans: Sequence[Span], *rest: Any, **more: Any) -> Step:
+    def counting_plan(spans: Sequence[Span], *rest: Any, **more: Any) -> Step:
         planned.append(len(spans))
         return plan(spans, *rest, **more)
 
-    monkeypatch.setattr(step, "plan", counted)
+    monkeypatch.setattr(step, "plan", counting_plan)
     drafts = [5, 6, 7, 8]
     for depth in range(len(drafts)):
         parents = list(range(-1, depth - 1))
         found = drafter.logits([Frontier(sequence, drafts[:depth], parents, [depth - 1]) for sequence in sequences])
         for row, text in zip(found, texts, strict=True):
             assert torch.allclose(row, tiny.expected_logits("llama", [*text, *drafts[:depth]])[-1], atol=1e-4)
-    assert planned == [4]  # the first round, where two have two tokens
+    assert planned == [4]  # only the first round, in which two sequences have two tokens
 
 
-def test_long_prompts_are_caught_up_with_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_model_catches_up_with_long_prompts_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.shard.drafter.CATCH_UP", 100)
-    own = free(engine("tokens=4", 16))
-    own.prefill(0, [tiny.group(0, prompt(3, 2 * 100 + SHORT + 5), 40, drafts=4)], [(0, UNLIMITED)], UNLIMITED, [])
-    assert [own.decode([0]).drafted for _ in range(5)] == [0, 0, 4, 4, 4]
+    drafting = with_free_drafts(engine("tokens=4", 16))
+    drafting.prefill(0, [tiny.group(0, prompt(3, 2 * 100 + SHORT + 5), 40, drafts=4)], [(0, UNLIMITED)], UNLIMITED, [])
+    assert [drafting.decode([0]).drafted for _ in range(5)] == [0, 0, 4, 4, 4]
 
 
-def test_who_finds_no_room_to_catch_up_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No span without tokens is computed for it."""
+def test_catch_up_budget_is_given_to_one_sequence_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No empty span is computed for it."""
     monkeypatch.setattr("penstock.shard.drafter.CATCH_UP", 100)
     drafter = Drafter(tiny.decoder("llama"), configurations.VOCABULARY, tiny.CPU, 8)
     drafter.resize(200, 16)
@@ -158,19 +160,19 @@ def test_who_finds_no_room_to_catch_up_waits(monkeypatch: pytest.MonkeyPatch) ->
     computed: list[list[int]] = []
     forward = drafter.forward
 
-    def noted(spans: Sequence[Span]) -> torch.Tensor:
+    def recording_forward(spans: Sequence[Span]) -> torch.Tensor:
         computed.append([len(span.tokens) for span in spans])
         return forward(spans)
 
-    monkeypatch.setattr(drafter, "forward", noted)
+    monkeypatch.setattr(drafter, "forward", recording_forward)
     assert [drafter.ready(sequences) for _ in range(3)] == [[False] * 3, [True, False, False], [True, False, False]]
     assert computed == [[100]] * 3
 
 
-def test_what_the_draft_model_did_not_come_to_compute_is_not_taken_for_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory runs out in a round, at the first and at later ones: drafts are as good as ever after that."""
-    own = free(engine("tokens=4", 4, 400))
-    drafter, count = own.speculator.drafter, iter(range(999))
+def test_draft_rounds_that_run_out_of_memory_do_not_count_as_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory runs out in first and later rounds: drafts are as good as before afterwards."""
+    drafting = with_free_drafts(engine("tokens=4", 4, 400))
+    drafter, count = drafting.speculator.drafter, iter(range(999))
     assert drafter is not None
     forward, follow = drafter.forward, drafter.forward.follow
 
@@ -188,28 +190,28 @@ def test_what_the_draft_model_did_not_come_to_compute_is_not_taken_for_computed(
 
     monkeypatch.setattr(drafter, "forward", Failing())
     groups = [tiny.group(uid, prompt(uid, 9 + uid), 60, drafts=4) for uid in range(3)]
-    world = drive(own, groups, Habits())
-    assert own.memory_fallback._count > 5
-    assert world.accepted == world.drafted > 60
+    results = drive(drafting, groups, Habits())
+    assert drafting.memory_fallback._count > 5
+    assert results.accepted == results.drafted > 60
     assert (
-        world.answers
+        results.answers
         == drive(tiny.engine("llama"), [tiny.group(uid, prompt(uid, 9 + uid), 60) for uid in range(3)], Habits()).answers
     )
 
 
-def test_a_draft_model_with_fewer_positions_helps_as_far_as_these_go() -> None:
-    own, drafted = free(engine("tokens=4", 16, draft="short")), []
-    own.prefill(0, [tiny.group(0, prompt(3, 41), 60, drafts=4)], [(0, UNLIMITED)], UNLIMITED, [])
-    while own.books.groups:
-        drafted.append((len(own.books.groups[0].sequences[0].tokens), own.decode([0]).drafted))
+def test_draft_model_with_fewer_positions_drafts_up_to_its_limit() -> None:
+    drafting, drafted = with_free_drafts(engine("tokens=4", 16, draft="short")), []
+    drafting.prefill(0, [tiny.group(0, prompt(3, 41), 60, drafts=4)], [(0, UNLIMITED)], UNLIMITED, [])
+    while drafting.books.groups:
+        drafted.append((len(drafting.books.groups[0].sequences[0].tokens), drafting.decode([0]).drafted))
     assert [length for length, count in drafted if count] == [42, 47, 52, 57]
     assert [length for length, count in drafted if not count] == list(range(62, 101))
-    own.prefill(0, [tiny.group(1, prompt(4, 300), 10, drafts=4)], [(1, UNLIMITED)], UNLIMITED, [])
-    assert own.decode([0]).drafted == 0
+    drafting.prefill(0, [tiny.group(1, prompt(4, 300), 10, drafts=4)], [(1, UNLIMITED)], UNLIMITED, [])
+    assert drafting.decode([0]).drafted == 0
 
 
-def test_drafts_see_what_the_target_would() -> None:
-    """Its logits after a tree's nodes are those of plain forwards over the same tokens."""
+def test_draft_logits_of_tree_nodes_match_plain_forwards() -> None:
+    """The draft model's logits after a tree's nodes are those of plain forward passes over the same tokens."""
     drafter = Drafter(tiny.decoder("llama"), configurations.VOCABULARY + 3, tiny.CPU, 8)
     drafter.resize(64, 4)
     tokens = prompt(1, 21)
@@ -225,7 +227,7 @@ def test_drafts_see_what_the_target_would() -> None:
         assert found[configurations.VOCABULARY :].tolist() == [-torch.inf] * 3
 
 
-def test_a_draft_model_with_another_vocabulary_only_drafts_worse() -> None:
+def test_draft_model_may_have_a_smaller_vocabulary() -> None:
     small = Drafter(tiny.decoder("llama"), configurations.VOCABULARY - 20, tiny.CPU, 8)
     small.resize(8, 16)
     sequence = tiny.group(0, [1, 2, 3], 20).sequences[0]
@@ -234,48 +236,52 @@ def test_a_draft_model_with_another_vocabulary_only_drafts_worse() -> None:
     assert small.logits([Frontier(sequence, [], [], [-1])]).shape == (1, configurations.VOCABULARY - 20)
 
 
-def test_two_ranks_draft_the_same() -> None:
-    plain = expected()
+def test_two_ranks_draft_and_accept_alike() -> None:
+    plain = plain_results()
 
     def work(ranks: Ranks) -> World:
         drafter = Drafter(tiny.decoder("llama"), configurations.VOCABULARY, tiny.CPU, 10) if ranks.rank == 0 else None
-        half = tiny.engine_of("llama", ranks, 4, 300)
-        half.speculator = Speculator(ranks, tiny.CPU, parse("draft=x,tree=2x2x1"), drafter)
-        half.resize(300)
-        return drive(free(half), asked(10), Habits(16, pause=0.03), seed=5)
+        rank_engine = tiny.engine_of("llama", ranks, 4, 300)
+        rank_engine.speculator = Speculator(ranks, tiny.CPU, parse("draft=x,tree=2x2x1"), drafter)
+        rank_engine.resize(300)
+        return drive(with_free_drafts(rank_engine), sample_groups(10), Habits(16, pause=0.03), seed=5)
 
-    world, twin = tiny.Threads().run(work)
-    assert world.tokens == twin.tokens == plain.tokens
-    assert (world.drafted, world.accepted) == (twin.drafted, twin.accepted)
-    assert world.accepted > 200
+    results, other_rank = tiny.Threads().run(work)
+    assert results.tokens == other_rank.tokens == plain.tokens
+    assert (results.drafted, results.accepted) == (other_rank.drafted, other_rank.accepted)
+    assert results.accepted > 200
 
 
-@pytest.mark.parametrize("said", ["tokens=3,verify=rejection", "tree=3x2,verify=rejection", "tree=3x2,verify=typical"])
-def test_other_rules_are_greedy_without_a_temperature_and_alike_on_all_ranks(said: str) -> None:
-    groups = [tiny.group(uid, prompt(uid, 9), 20, Sampling(), drafts=all_of(said)) for uid in range(6)]
-    drawn = [tiny.group(uid, prompt(uid, 9), 20, Sampling(temperature=2.0, seed=uid), drafts=all_of(said)) for uid in range(6, 16)]
+@pytest.mark.parametrize("options", ["tokens=3,verify=rejection", "tree=3x2,verify=rejection", "tree=3x2,verify=typical"])
+def test_rejection_and_typical_are_greedy_at_temperature_0_and_agree_on_both_ranks(options: str) -> None:
+    groups = [tiny.group(uid, prompt(uid, 9), 20, Sampling(), drafts=max_drafts(options)) for uid in range(6)]
+    drawn = [
+        tiny.group(uid, prompt(uid, 9), 20, Sampling(temperature=2.0, seed=uid), drafts=max_drafts(options)) for uid in range(6, 16)
+    ]
     plain = drive(engine("tokens=1"), [tiny.group(uid, prompt(uid, 9), 20) for uid in range(6)], Habits())
 
     def work(ranks: Ranks) -> World:
         drafter = (
-            Drafter(tiny.decoder("llama-tied"), configurations.VOCABULARY, tiny.CPU, all_of(said)) if ranks.rank == 0 else None
+            Drafter(tiny.decoder("llama-tied"), configurations.VOCABULARY, tiny.CPU, max_drafts(options))
+            if ranks.rank == 0
+            else None
         )
-        half = tiny.engine_of("llama", ranks, 4, 300)
-        half.speculator = Speculator(ranks, tiny.CPU, parse(f"draft=x,{said}"), drafter)
-        half.resize(300)
-        return drive(free(half), [*groups, *drawn], Habits(16), seed=5)
+        rank_engine = tiny.engine_of("llama", ranks, 4, 300)
+        rank_engine.speculator = Speculator(ranks, tiny.CPU, parse(f"draft=x,{options}"), drafter)
+        rank_engine.resize(300)
+        return drive(with_free_drafts(rank_engine), [*groups, *drawn], Habits(16), seed=5)
 
-    world, twin = tiny.Threads().run(work)
-    assert world.tokens == twin.tokens
-    assert {key: world.tokens[key] for key in plain.tokens} == plain.tokens
-    assert not world.failed
-    assert world.accepted > 0
-
-
-# Sketches
+    results, other_rank = tiny.Threads().run(work)
+    assert results.tokens == other_rank.tokens
+    assert {key: results.tokens[key] for key in plain.tokens} == plain.tokens
+    assert not results.failed
+    assert results.accepted > 0
 
 
-def test_accepted_drafts_stay_computed() -> None:
+# DraftProgress
+
+
+def test_accepted_drafts_count_as_computed_by_the_draft_model() -> None:
     draft_progress = DraftProgress(10, [1, 2, 3], [7, 8])
     assert draft_progress.accept([0] * 10 + [1, 2, 9], 4) == [7]
     assert (draft_progress.computed, draft_progress.drafts) == (12, [])
@@ -287,11 +293,11 @@ def test_accepted_drafts_stay_computed() -> None:
     assert draft_progress.computed == 10
 
 
-def test_pages_that_others_have_computed_count() -> None:
+def test_shared_pages_computed_by_the_draft_model_count_as_computed() -> None:
     draft_progress = DraftProgress()
     draft_progress.look(13, [1, 2, 3, 4], 4, {1, 2, 4}, 0)
     assert draft_progress.computed == 8
-    draft_progress.look(13, [1, 9, 3, 4], 4, {1, 2, 3, 4}, 0)  # the second was swapped for one that isn't
+    draft_progress.look(13, [1, 9, 3, 4], 4, {1, 2, 3, 4}, 0)  # the second page was swapped for one that isn't computed
     assert draft_progress.computed == 4
     draft_progress.look(13, [1, 2, 3, 4], 4, {1, 2, 3, 4}, 3)
     assert (draft_progress.computed, draft_progress.settled) == (12, 1)
@@ -299,7 +305,7 @@ def test_pages_that_others_have_computed_count() -> None:
     assert (draft_progress.computed, draft_progress.settled) == (16, 3)
 
 
-def test_pages_that_can_still_be_swapped_are_looked_at_again() -> None:
+def test_pages_that_can_still_be_swapped_are_checked_again() -> None:
     draft_progress = DraftProgress()
     for _ in range(2):
         draft_progress.look(13, [1, 2, 3, 4], 4, {1, 2, 3, 4}, 1)
@@ -309,17 +315,17 @@ def test_pages_that_can_still_be_swapped_are_looked_at_again() -> None:
     assert draft_progress.computed == 4
 
 
-def test_sampled_answers_are_guessed_with_their_noise() -> None:
+def test_sampled_drafts_use_the_targets_noise_and_are_all_accepted() -> None:
     groups = [tiny.group(uid, prompt(uid, 9), 24, Sampling(temperature=1.0, seed=uid), drafts=3) for uid in range(8)]
-    own = free(engine("tokens=3", 16))
-    world = drive(own, groups, Habits())
-    assert world.accepted == world.drafted > 100
+    drafting = with_free_drafts(engine("tokens=3", 16))
+    results = drive(drafting, groups, Habits())
+    assert results.accepted == results.drafted > 100
 
 
 @pytest.mark.parametrize("page", [4, 8])
-def test_who_guesses_for_itself_is_always_right_though_pages_are_swapped(page: int) -> None:
-    """Of those with the same prompt, pages go for which another has the same: what was computed there is computed no more."""
-    self_drafting = free(engine(f"tokens={page}", page, 2000, True))
+def test_all_own_drafts_are_accepted_though_pages_are_swapped(page: int) -> None:
+    """Sequences with the same prompt give up pages for equal ones of others: those are not computed by the draft model again."""
+    self_drafting = with_free_drafts(engine(f"tokens={page}", page, 2000, True))
     chance = random.Random(0)
     shared = [chance.randrange(2, 130) for _ in range(9)]
     groups = [

@@ -1,6 +1,6 @@
-"""The shard on a CUDA device that isn't there: what is where, what makes the host wait, what is compiled, where threads are.
+"""The shard on a simulated CUDA device (`fake_cuda`): devices of tensors, host waits, kernel compilation, graph capture, threads.
 
-Numbers are made up where kernels would compute them; see `fake_cuda`.
+Outputs of kernels are made up, so no numbers are checked here.
 """
 
 import json
@@ -41,7 +41,7 @@ from penstock.shard.sequence import Group, Sampling, sequences
 from penstock.shard.service import Service
 from penstock.shard.weights import Weights
 from penstock.tests.shard import fake_cuda, lora, packing, seeing, test_draft_head, tiny
-from penstock.tests.shard.fake_cuda import Noted
+from penstock.tests.shard.fake_cuda import Activity
 from penstock.tests.shard.test_weights import Alone
 
 triton = pytest.importorskip("triton")
@@ -50,11 +50,11 @@ fused_penalties = pytest.importorskip("penstock.kernels.fused_penalties")
 skinny_gemm = pytest.importorskip("penstock.kernels.fused_skinny_gemm")
 
 FOLDER = Path(__file__).parents[2] / "demo"
-PROMPT = list(range(5, 65))  # so many that answers take pages
+PROMPT = list(range(5, 65))  # long enough that answers take further pages
 END = frozenset([2])
-WORDS = llguidance.LLMatcher.grammar_from_regex("[a-z ]{1,200}")
+LETTERS = llguidance.LLMatcher.grammar_from_regex("[a-z ]{1,200}")
 TOKENS, ROWS, TOTAL, PAGES, PAGE = 256, 16, 512, 256, 16
-# Where the host may wait in a decode step of greedy or sampled sequences: for the tokens of the step before.
+# The only wait of the host in a decode step of greedy or sampled sequences: for the previous step's tokens.
 WAITS = {("kernels.transfer:wait", "event")}
 
 
@@ -91,28 +91,28 @@ SCENARIOS: dict[str, Callable[[], list[Group]]] = PLAIN | {
         group(1, Sampling(repetition_penalty=1.2, bias=((4, 2.0),)), search=beams(3), end_ids=END, min_new_tokens=4)
     ],
     "drawn beams": lambda: [group(1, hot(top_p=0.9, repetition_penalty=1.1), search=beams(3), end_ids=END, top_n=2)],
-    "grammar": lambda: [group(1, grammar=WORDS, end_ids=END), group(2, hot(frequency_penalty=0.5), grammar=WORDS), group(3)],
-    "beams of a grammar": lambda: [group(1, grammar=WORDS, search=beams(3), end_ids=END), group(2)],
+    "grammar": lambda: [group(1, grammar=LETTERS, end_ids=END), group(2, hot(frequency_penalty=0.5), grammar=LETTERS), group(3)],
+    "beams of a grammar": lambda: [group(1, grammar=LETTERS, search=beams(3), end_ids=END), group(2)],
 }
 
-DRAFTED = ("greedy", "sampled", "penalties", "grammar")  # what drafts make another step of
+DRAFT_SCENARIOS = ("greedy", "sampled", "penalties", "grammar")  # scenarios whose steps differ with drafts
 
 
 @pytest.fixture
-def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
-    """Inputs of products are cut, as those of larger models are."""
+def activity(monkeypatch: pytest.MonkeyPatch) -> Iterator[Activity]:
+    """The simulated device's activity. The skinny GEMM's inputs are split into parts, as larger models' are."""
     monkeypatch.setattr(skinny_gemm, "SHORTEST", 16)
-    with fake_cuda.device(monkeypatch) as found:
-        yield found
+    with fake_cuda.device(monkeypatch) as recorded:
+        yield recorded
 
 
 def config(speculate: str = "", **more: Any) -> ShardConfig:
-    said = speculate.replace("DRAFT", f"{FOLDER}/draft").replace("EAGLE", f"{FOLDER}/eagle")
-    return ShardConfig(folder=str(FOLDER / "model"), model="demo", device="cuda", dtype="bfloat16", speculate=said, **more)
+    resolved = speculate.replace("DRAFT", f"{FOLDER}/draft").replace("EAGLE", f"{FOLDER}/eagle")
+    return ShardConfig(folder=str(FOLDER / "model"), model="demo", device="cuda", dtype="bfloat16", speculate=resolved, **more)
 
 
 def engine_of(speculate: str = "", graphs: bool = True, **more: Any) -> Engine:
-    """One that has warmed up, as the service has it do."""
+    """An engine that has warmed up, as the service does it."""
     engine = load(config(speculate, **more), lambda stage: None)
     engine.compile(8)
     size_pool(engine, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL, [1, 2, 4])
@@ -125,7 +125,7 @@ def engine_of(speculate: str = "", graphs: bool = True, **more: Any) -> Engine:
 
 @pytest.fixture(scope="module")
 def resting() -> Callable[[bool], Engine]:
-    """An engine with graphs or without that several tests run, one after the other: it has no groups and knows no prefixes."""
+    """An engine with or without graphs, shared by several tests: emptied of groups and cached prefixes for each."""
     made = cache(lambda graphs: engine_of(graphs=graphs))
 
     def cleared(graphs: bool) -> Engine:
@@ -148,7 +148,7 @@ def checked(outcome: Outcome) -> Outcome:
 
 
 def run(engine: Engine, groups: Sequence[Group], step: Callable[[], object] = lambda: None) -> list[tuple[int, int, int]]:
-    """All tokens, as (uid, choice, token). Prompts come in chunks, beside decodes. step: is called before each decode step."""
+    """All tokens, as (uid, choice, token). Prompts come in chunks, beside decodes. `step` is called before each decode step."""
     outcomes = []
     for one in groups:
         if not one.search:
@@ -161,7 +161,7 @@ def run(engine: Engine, groups: Sequence[Group], step: Callable[[], object] = la
 
 
 def overlapped(engine: Engine, groups: Sequence[Group], step: Callable[[], object] = lambda: None) -> list[tuple[int, int, int]]:
-    """`run`, but every step is begun before the one before it has landed, where it can be."""
+    """Like `run`, but every step is begun before the previous one has landed, where possible."""
     begun = []
     for one in groups:
         if not one.search:
@@ -186,14 +186,14 @@ def overlapped(engine: Engine, groups: Sequence[Group], step: Callable[[], objec
         ("draft=EAGLE,tree=2x2", {}),
     ],
 )
-def test_nothing_is_on_the_wrong_device(noted: Noted, speculate: str, more: dict[str, Any]) -> None:
-    """`fake_cuda` raises WrongDevice where it is, and says so where the host waits while a graph is recorded."""
+def test_all_tensors_of_a_step_are_on_the_device(activity: Activity, speculate: str, more: dict[str, Any]) -> None:
+    """`fake_cuda` raises WrongDevice otherwise, and fails if the host waits while a graph is recorded."""
     engine = engine_of(speculate, **more)
-    for make in [SCENARIOS[name] for name in DRAFTED] if speculate else SCENARIOS.values():
+    for make in [SCENARIOS[name] for name in DRAFT_SCENARIOS] if speculate else SCENARIOS.values():
         run(engine, make())
     assert engine.forward.replayed > 20
-    engine.cache.move([[(40, 36), (41, 37)], [(70, 66)]])  # as where a tree's second branch was right
-    names = {launched.kernel for launched in noted.launches}
+    engine.cache.move([[(40, 36), (41, 37)], [(70, 66)]])  # as when a tree's second branch was accepted
+    names = {launched.kernel for launched in activity.launches}
     assert names >= {"attend", "merge", "rotary_kernel", "norm_kernel", "gated_kernel", "move_kernel", "top_kernel"}
     assert names >= {
         "product_kernel",
@@ -205,36 +205,38 @@ def test_nothing_is_on_the_wrong_device(noted: Noted, speculate: str, more: dict
         "restore_kernel",
     }
     assert speculate or "copy_kernel" in names
-    assert {dict(one.constants)["PARTS"] for one in noted.launches if one.kernel in ("product_kernel", "norm_kernel")} >= {1, 4}
+    assert {dict(one.constants)["PARTS"] for one in activity.launches if one.kernel in ("product_kernel", "norm_kernel")} >= {1, 4}
 
 
-EARLY = {"rotary_kernel", "attend", "merge"}
+EARLY_KERNELS = {"rotary_kernel", "attend", "merge"}
 
 
-@pytest.mark.parametrize("begins", [False, True])
-def test_kernels_begin_early_where_they_wait_themselves(noted: Noted, monkeypatch: pytest.MonkeyPatch, begins: bool) -> None:
-    """Both or neither: one that is launched early and does not wait reads what is not there yet."""
-    monkeypatch.setattr(dependent_launch, "enabled", begins)
+@pytest.mark.parametrize("enabled", [False, True])
+def test_kernels_are_launched_early_only_if_they_wait_for_their_inputs(
+    activity: Activity, monkeypatch: pytest.MonkeyPatch, enabled: bool
+) -> None:
+    """A kernel that is launched early (launch_pdl) and does not wait itself would read inputs that are not written yet."""
+    monkeypatch.setattr(dependent_launch, "enabled", enabled)
     engine = engine_of()
     run(engine, SCENARIOS["sampled"]())
-    told = {
+    launches = {
         (one.kernel, dict(one.constants).get("launch_pdl", False), dict(one.constants).get("EARLY", False))
-        for one in noted.launches
+        for one in activity.launches
     }
-    assert {kernel for kernel, launched, _ in told if launched} == (EARLY if begins else set())
-    assert all(launched == waits for _, launched, waits in told)
+    assert {kernel for kernel, launched, _ in launches if launched} == (EARLY_KERNELS if enabled else set())
+    assert all(launched == waits for _, launched, waits in launches)
 
 
-def test_graphs_replay_what_was_planned(noted: Noted) -> None:
-    """Nothing of a step is baked into a graph: the made-up tokens are those that come without one."""
+def test_tokens_are_the_same_with_and_without_cuda_graphs(activity: Activity) -> None:
+    """No value of the recorded step is fixed in the graph: the made-up tokens are the same as without graphs."""
     eager, replaying = engine_of(graphs=False), engine_of()
     for make in PLAIN.values():
         assert run(replaying, make()) == run(eager, make())
     assert eager.forward.replayed == replaying.forward.eager == 0
 
 
-def test_steps_overlap(noted: Noted, resting: Callable[[bool], Engine]) -> None:
-    """With the tokens that they have without. What is read on the host before it is there is a WrongDevice."""
+def test_overlapped_steps_give_the_same_tokens(activity: Activity, resting: Callable[[bool], Engine]) -> None:
+    """Reading a result on the host before its copy has finished raises WrongDevice."""
     engine = resting(True)
     for make in [*PLAIN.values(), SCENARIOS["tops"], SCENARIOS["grammar"], SCENARIOS["beams"]]:
         assert sorted(overlapped(engine, make())) == sorted(run(engine, make()))
@@ -242,52 +244,54 @@ def test_steps_overlap(noted: Noted, resting: Callable[[bool], Engine]) -> None:
 
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("name", [*PLAIN, "beams alone", "beams with penalties"])
-def test_an_overlapped_decode_step_waits_once(noted: Noted, resting: Callable[[bool], Engine], name: str, graphs: bool) -> None:
+def test_host_waits_once_per_overlapped_decode_step(
+    activity: Activity, resting: Callable[[bool], Engine], name: str, graphs: bool
+) -> None:
     engine = resting(graphs)
     counts: list[list[fake_cuda.Wait]] = []
 
-    def note() -> None:
-        counts.append(list(noted.waits))
-        noted.waits.clear()
+    def record_waits() -> None:
+        counts.append(list(activity.waits))
+        activity.waits.clear()
 
-    overlapped(engine, SCENARIOS[name](), note)
+    overlapped(engine, SCENARIOS[name](), record_waits)
     assert {(one.place, one.why) for some in counts[1:] for one in some} == WAITS
     assert max(map(len, counts[1:])) == 1
 
 
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("name", PLAIN)
-def test_a_plain_decode_step_waits_for_its_tokens_only(
-    noted: Noted, resting: Callable[[bool], Engine], name: str, graphs: bool
+def test_host_waits_only_for_tokens_in_a_plain_decode_step(
+    activity: Activity, resting: Callable[[bool], Engine], name: str, graphs: bool
 ) -> None:
     engine = resting(graphs)
     found = set()
     counts = []
 
-    def note() -> None:
-        found.update((one.place, one.why) for one in noted.waits)
-        counts.append(len(noted.waits))
-        noted.waits.clear()
+    def record_waits() -> None:
+        found.update((one.place, one.why) for one in activity.waits)
+        counts.append(len(activity.waits))
+        activity.waits.clear()
 
-    run(engine, PLAIN[name](), lambda: note() if counts else (noted.waits.clear(), counts.append(0)))
-    note()
+    run(engine, PLAIN[name](), lambda: record_waits() if counts else (activity.waits.clear(), counts.append(0)))
+    record_waits()
     assert found == WAITS
     assert max(counts) == len(WAITS)
 
 
 @torch.inference_mode()
-def test_pages_are_zeroed_by_one_launch(noted: Noted) -> None:
-    """In nearly every step some are taken, between whose launches and those of the one before the device may stand still."""
+def test_cleared_pages_are_zeroed_by_one_launch(activity: Activity) -> None:
+    """Nearly every step takes pages, and the device may idle between the previous step's launches and those that zero them."""
     cache = engine_of(graphs=False).cache
-    noted.launches.clear()
-    before = noted.operations
+    activity.launches.clear()
+    before = activity.operations
     cache.clear([5, 7])
     cache.clear([])
-    assert [one.kernel for one in noted.launches] == ["copy_kernel"]
-    assert noted.operations - before == 1
+    assert [one.kernel for one in activity.launches] == ["copy_kernel"]
+    assert activity.operations - before == 1
     [pages] = cache.pages
     pages[:, 1:].fill_(1)
-    dispatch.force("reference")  # which computes numbers
+    dispatch.force("reference")  # this one computes numbers
     try:
         cache.clear([5, 7])
     finally:
@@ -296,46 +300,46 @@ def test_pages_are_zeroed_by_one_launch(noted: Noted) -> None:
 
 
 @torch.inference_mode()
-def test_pages_go_to_the_host_and_come_back_without_a_wait(noted: Noted) -> None:
+def test_pages_are_offloaded_and_restored_without_host_waits(activity: Activity) -> None:
     host = HostPages(engine_of(graphs=False).cache.pages, 3)
     [pages] = host._parts
     pages.copy_(torch.randint(9, pages.shape))
     before = [pages[:, page].clone() for page in (5, 7)]
-    noted.waits.clear()
+    activity.waits.clear()
     host.save([(5, 3), (7, 1)])
     pages.zero_()
     host.load([(1, 2), (3, 4)])
-    assert not noted.waits
+    assert not activity.waits
     assert [page for page in range(PAGES + 1) if pages[:, page].any().item()] == [2, 4]
     assert all((pages[:, page] == was).all().item() for page, was in zip((4, 2), before, strict=True))
 
 
 @torch.inference_mode()
-def test_noise_takes_one_launch(noted: Noted) -> None:
-    """By torch's operations it takes hundreds, and drafts of rows that are drawn want it in each of their rounds."""
+def test_gumbel_noise_takes_one_launch(activity: Activity) -> None:
+    """With torch's operations it takes hundreds, and drafting for sampled rows needs it in every round."""
     for rows in (1, 8):
         keys = torch.arange(rows, device="cuda")
-        noted.launches.clear()
-        before = noted.operations
+        activity.launches.clear()
+        before = activity.operations
         noise.gumbel_all(keys, keys, keys, 1 << 17)
         noise.gumbel(keys, keys, keys, keys.unsqueeze(1))
-        assert [one.kernel for one in noted.launches] == ["all_kernel", "some_kernel"]
-        assert noted.operations - before < 10
+        assert [one.kernel for one in activity.launches] == ["all_kernel", "some_kernel"]
+        assert activity.operations - before < 10
 
 
 @pytest.mark.parametrize(("speculate", "graphs"), [("", True), ("", False), ("draft=EAGLE,tokens=2", True)])
-def test_kernels_are_compiled_before_the_first_request(noted: Noted, speculate: str, graphs: bool) -> None:
-    """Whatever the number of rows. Those that copy and move keys and values take no time worth mentioning."""
+def test_all_kernels_are_compiled_during_warm_up(activity: Activity, speculate: str, graphs: bool) -> None:
+    """For any number of rows. Kernels that copy and move keys and values are excluded: they compile in no time worth mentioning."""
     engine = engine_of(speculate, graphs)
-    known = {fake_cuda.Launch(one.kernel, one.types, one.constants) for one in noted.launches}
-    for make in [SCENARIOS[name] for name in DRAFTED] if speculate else SCENARIOS.values():
+    known = {fake_cuda.Launch(one.kernel, one.types, one.constants) for one in activity.launches}
+    for make in [SCENARIOS[name] for name in DRAFT_SCENARIOS] if speculate else SCENARIOS.values():
         run(engine, make())
     for rows in range(1, 5):
         run(engine, [group(uid, hot(top_p=0.9)) for uid in range(rows)])
-    prefill(engine, [group(uid) for uid in range(linear.FEWER + 1)], 1000, [])  # more than graphs are for
+    prefill(engine, [group(uid) for uid in range(linear.FEWER + 1)], 1000, [])  # more rows than any graph has
     run(engine, [])
-    later = {one for one in noted.launches if one.kernel not in ("copy_kernel", "move_kernel")} - known
-    assert not later
+    compiled_later = {one for one in activity.launches if one.kernel not in ("copy_kernel", "move_kernel")} - known
+    assert not compiled_later
 
 
 @pytest.mark.parametrize(
@@ -352,51 +356,54 @@ def test_kernels_are_compiled_before_the_first_request(noted: Noted, speculate: 
         ),
     ],
 )
-def test_heads_without_keys_are_compiled_before_the_first_request(
-    noted: Noted, fields: dict[str, Any], sizes: dict[str, tuple[int, ...]], tmp_path: Path
+def test_kernels_of_medusa_and_mlp_speculator_heads_are_compiled_during_warm_up(
+    activity: Activity, fields: dict[str, Any], sizes: dict[str, tuple[int, ...]], tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(fields))
     save_file({name: numpy.zeros(size, numpy.float32) for name, size in sizes.items()}, tmp_path / "model.safetensors")
     engine = engine_of(f"draft={tmp_path},tree=2")
-    products = [one for one in noted.launches if one.kernel == "product_kernel"]
+    products = [one for one in activity.launches if one.kernel == "product_kernel"]
     known = {(one.types, one.constants) for one in products}
-    for name in DRAFTED:
+    for name in DRAFT_SCENARIOS:
         run(engine, SCENARIOS[name]())
     assert engine.speculator.drafter is not None
     assert engine.speculator.drafter.rounds > 10
-    later = [one for one in noted.launches if one.kernel == "product_kernel"][len(products) :]
-    assert len(later) > 20
-    assert not {(one.types, one.constants) for one in later} - known
+    products_later = [one for one in activity.launches if one.kernel == "product_kernel"][len(products) :]
+    assert len(products_later) > 20
+    assert not {(one.types, one.constants) for one in products_later} - known
 
 
 @pytest.mark.parametrize("name", ["words-wide", "qwen3-moe", "bloom", "qwen3-next", "falcon-h1"])
-def test_nothing_is_compiled_in_the_step_that_is_measured(noted: Noted, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The router takes its time for what tokens cost, and compiling takes longer. A step of many tokens has kernels of its own."""
+def test_no_kernel_is_compiled_in_the_step_whose_time_is_measured(
+    activity: Activity, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The router derives the cost of tokens from this step's time, and compiling takes longer. A step of many tokens uses kernels
+    that small steps don't."""
     counts: list[int] = []
 
     def run(engine: Engine, lengths: list[int], choices: int, sampling: Sampling) -> Outcome:
-        counts.append(len(noted.launches))
-        return honest(engine, lengths, choices, sampling)
+        counts.append(len(activity.launches))
+        return original_run(engine, lengths, choices, sampling)
 
-    honest = memory._run
+    original_run = memory._run
     monkeypatch.setattr(memory, "_run", run)
     engine = load(ShardConfig(folder=str(tiny.folder(name)), model="m", device="cuda", dtype="bfloat16"), lambda stage: None)
     engine.compile(8)
     size_pool(engine, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL)
     chunks = {"chunk_convolution_kernel", "chunk_systems_kernel", "chunk_state_kernel"} if engine.decoder.shape.recurrent else set()
-    assert {one.kernel for one in noted.launches[counts[-1] :]} >= {"attend", "rotary_kernel"} | chunks
-    assert not {*noted.launches[counts[-1] :]} - {*noted.launches[: counts[-1]]}
+    assert {one.kernel for one in activity.launches[counts[-1] :]} >= {"attend", "rotary_kernel"} | chunks
+    assert not {*activity.launches[counts[-1] :]} - {*activity.launches[: counts[-1]]}
 
 
 @pytest.mark.parametrize("name", ["qwen3-next", "nemotron-h-moe", "falcon-h1"])
-def test_prompts_that_go_by_chunks_ask_nothing(noted: Noted, name: str) -> None:
-    """Alone and beside others that decode; nor is a kernel compiled for them, wherever they begin."""
+def test_chunked_linear_attention_prefill_makes_no_extra_host_wait_and_compiles_nothing(activity: Activity, name: str) -> None:
+    """Alone and beside decodes. No kernel is compiled for them later, wherever chunks begin."""
     engine = load(ShardConfig(folder=str(tiny.folder(name)), model="m", device="cuda", dtype="bfloat16"), lambda stage: None)
     engine.compile(8)
     size_pool(engine, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL)
     engine.resize(PAGES)
-    known, before = {*noted.launches}, len(noted.launches)
-    noted.waits.clear()
+    known, before = {*activity.launches}, len(activity.launches)
+    activity.waits.clear()
     for lengths in ((70,), (3, 65, 64), (129, 1, 2)):
         assert len(run(engine, [tiny.group(uid, range(length), 4) for uid, length in enumerate(lengths)])) == 4 * len(lengths)
     kernels = {
@@ -406,10 +413,10 @@ def test_prompts_that_go_by_chunks_ask_nothing(noted: Noted, name: str) -> None:
         "recurrent_kernel",
         "convolution_window_kernel",
     }
-    later = {one for one in noted.launches[before:] if one.kernel in kernels}
-    assert {one.kernel for one in later} == kernels
-    assert not later - known
-    assert {(one.place, one.why) for one in noted.waits} <= WAITS
+    chunk_launches = {one for one in activity.launches[before:] if one.kernel in kernels}
+    assert {one.kernel for one in chunk_launches} == kernels
+    assert not chunk_launches - known
+    assert {(one.place, one.why) for one in activity.waits} <= WAITS
 
 
 @pytest.mark.parametrize(
@@ -426,26 +433,26 @@ def test_prompts_that_go_by_chunks_ask_nothing(noted: Noted, name: str) -> None:
         "deepseek-v4",
     ],
 )
-def test_kernels_of_what_is_chosen_are_compiled_before_the_first_request(noted: Noted, name: str) -> None:
-    """By any number of rows, in texts that are long enough for it."""
+def test_kernels_of_sparse_attention_are_compiled_during_warm_up(activity: Activity, name: str) -> None:
+    """For any number of rows, in contexts that are long enough for sparse selection."""
     engine = load(ShardConfig(folder=str(tiny.folder(name)), model="m", device="cuda", dtype="bfloat16"), lambda stage: None)
     engine.compile(8)
     size_pool(engine, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL)
     engine.resize(PAGES)
-    known = {*noted.launches}
+    known = {*activity.launches}
     most = engine.decoder.shape.choosy
     for rows in (1, 3, linear.FEWER + 1):
         assert len(run(engine, [tiny.group(uid, range(10, 10 + most + uid % 3), 4) for uid in range(1, rows + 1)])) == 4 * rows
-    assert "scores_kernel" in {one.kernel for one in noted.launches}
-    later = {one for one in noted.launches if one.kernel not in ("copy_kernel", "move_kernel")} - known
-    assert not later
+    assert "scores_kernel" in {one.kernel for one in activity.launches}
+    compiled_later = {one for one in activity.launches if one.kernel not in ("copy_kernel", "move_kernel")} - known
+    assert not compiled_later
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "glm4-moe-lite", "kimi-linear", "mistral4"])
-def test_what_attends_to_expanded_latents_is_compiled_before_the_first_request(
-    noted: Noted, name: str, monkeypatch: pytest.MonkeyPatch
+def test_kernels_of_expanded_latent_attention_are_compiled_during_warm_up(
+    activity: Activity, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In long contexts fewer heads are expanded at once. The host waits for nothing."""
+    """In long contexts fewer heads are expanded at once. The host does not wait."""
     for module in (expanded, expanded_attention):
         monkeypatch.setattr(module, "MIN_QUERIES_TRITON", 32)
     monkeypatch.setattr(expanded, "MARGIN", -1e9)
@@ -457,38 +464,38 @@ def test_what_attends_to_expanded_latents_is_compiled_before_the_first_request(
     engine.compile(8)
     size_pool(engine, 0, 0.9, 64, ROWS, ROWS, TOTAL)
     engine.resize(PAGES)
-    known, heads = {*noted.launches}, set[int]()
-    right = expanded_attention.attend
+    known, heads = {*activity.launches}, set[int]()
+    original_attend = expanded_attention.attend
 
     def attend(query: Tensor, latents: Tensor, part: expanded.Part, *rest: Any) -> None:
         heads.add(part.heads)
-        right(query, latents, part, *rest)
+        original_attend(query, latents, part, *rest)
 
     monkeypatch.setattr(expanded_attention, "attend", attend)
-    noted.waits.clear()
+    activity.waits.clear()
     for uid, length in enumerate((40, 232, 296, 488)):
         begun, waiting = sequences([uid] * length, 1)
-        asked = [Group(uid, begun, waiting, Sampling(), 2, frozenset())]
+        groups = [Group(uid, begun, waiting, Sampling(), 2, frozenset())]
         for _ in range(0, length, 64):
-            checked(engine.prefill(0, asked, [(uid, 64)], 64, []))
-            asked = []
+            checked(engine.prefill(0, groups, [(uid, 64)], 64, []))
+            groups = []
     assert len(heads) > 1
-    later = {one for one in noted.launches if one.kernel in ("attend", "merge", "attend_many")} - known
-    assert not later
-    assert {(one.place, one.why) for one in noted.waits} <= WAITS
+    compiled_later = {one for one in activity.launches if one.kernel in ("attend", "merge", "attend_many")} - known
+    assert not compiled_later
+    assert {(one.place, one.why) for one in activity.waits} <= WAITS
 
 
 @pytest.mark.parametrize(("rows", "prompts"), [(2, 3), (16, 16)])
-def test_the_step_that_is_measured_attends_to_latents(
-    noted: Noted, rows: int, prompts: int, monkeypatch: pytest.MonkeyPatch
+def test_measured_step_attends_to_unexpanded_latents(
+    activity: Activity, rows: int, prompts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which takes more memory than what a step of few prompts would do: expand them all. Scratch is counted beside it."""
+    """This takes more memory than expanding the latents, as a step of few prompts would do. Scratch is counted separately."""
     lengths: list[int] = []
-    honest = memory._run
+    original_run = memory._run
 
     def run(engine: Engine, own: list[int], *rest: Any) -> Outcome:
         lengths[:] = own
-        return honest(engine, own, *rest)
+        return original_run(engine, own, *rest)
 
     monkeypatch.setattr(memory, "_run", run)
     folder = str(tiny.folder("deepseek-v3"))
@@ -500,16 +507,16 @@ def test_the_step_that_is_measured_attends_to_latents(
 
 
 @pytest.mark.parametrize("name", ["llama", "hy-4", "glm-5-next", "deepseek-v4"])
-def test_layers_of_few_rows_are_compiled_by_themselves(noted: Noted, name: str) -> None:
-    """Also beside an output matrix of float32, as Hy 4's, which no kernel of few rows multiplies."""
+def test_compile_covers_skinny_gemm_kernels_of_all_layers(activity: Activity, name: str) -> None:
+    """Also with an output matrix in float32, as Hy 4's, which no skinny kernel multiplies."""
     engine = load(ShardConfig(folder=str(tiny.folder(name)), model="m", device="cuda", dtype="bfloat16"), lambda stage: None)
-    noted.launches.clear()
+    activity.launches.clear()
     engine.compile(8)
-    assert "product_kernel" in {one.kernel for one in noted.launches}
+    assert "product_kernel" in {one.kernel for one in activity.launches}
 
 
-def test_what_is_kept_for_penalties_is_there_before_memory_is_measured(noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of as many rows as a step may have: else the pool would have that memory, too."""
+def test_penalty_buffers_are_allocated_before_memory_is_measured(activity: Activity, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For as many rows as a step may have: otherwise the page pool would be given that memory, too."""
     kept = list[int]()
 
     def peak(device: torch.device, reset: bool = False) -> int:
@@ -524,7 +531,7 @@ def test_what_is_kept_for_penalties_is_there_before_memory_is_measured(noted: No
 
 
 @pytest.mark.parametrize(
-    ("capability", "cache", "word"),
+    ("capability", "cache", "message"),
     [
         ((7, 5), "auto", "PENSTOCK_KERNELS=reference"),
         ((8, 0), "auto", ""),
@@ -533,17 +540,17 @@ def test_what_is_kept_for_penalties_is_there_before_memory_is_measured(noted: No
         ((12, 0), "fp8_e4m3fn", ""),
     ],
 )
-def test_an_accelerator_that_the_kernels_can_not_be_compiled_for(
-    noted: Noted, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], cache: str, word: str
+def test_gpu_with_unsupported_compute_capability_is_refused(
+    activity: Activity, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], cache: str, message: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(torch.cuda, "get_arch_list", list)
-    with pytest.raises(Unsupported, match=word) if word else nullcontext():
+    with pytest.raises(Unsupported, match=message) if message else nullcontext():
         load(config(kv_cache_dtype=cache), lambda stage: None)
 
 
 @pytest.mark.parametrize(
-    ("capability", "able", "runs"),
+    ("capability", "arch_list", "supported"),
     [
         ((8, 9), ["sm_75", "sm_80", "sm_90a"], True),
         ((9, 0), ["sm_75", "sm_80", "sm_90a"], True),
@@ -554,20 +561,22 @@ def test_an_accelerator_that_the_kernels_can_not_be_compiled_for(
         ((7, 0), ["sm_75", "sm_80"], False),
     ],
 )
-def test_a_gpu_that_torch_was_not_built_for(
-    noted: Noted, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], able: list[str], runs: bool
+def test_gpu_missing_from_torchs_arch_list_is_refused(
+    activity: Activity, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], arch_list: list[str], supported: bool
 ) -> None:
-    """Else the first operation fails, without a word on what to do. Without kernels of our own, too."""
+    """Otherwise the first operation fails with no hint at the remedy. This also holds without Triton kernels."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: able)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: arch_list)
     with dispatch.forced("reference"):
-        told = f"torch is for {', '.join(able)}, and the GPU is sm_{capability[0]}{capability[1]}: install a build"
-        with pytest.raises(Unsupported, match=told) if not runs else nullcontext():
+        message = f"torch is for {', '.join(arch_list)}, and the GPU is sm_{capability[0]}{capability[1]}: install a build"
+        with pytest.raises(Unsupported, match=message) if not supported else nullcontext():
             _check_able(fake_cuda.DEVICE, "auto")
 
 
-def test_why_torch_sees_no_gpu(noted: Noted, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """A build for CPUs is the operator's to change. What the driver says may pass, as when it has lost a GPU that it had."""
+def test_missing_cuda_device_is_reported_with_torchs_reason_and_exit_code(
+    activity: Activity, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A CPU build of torch is the operator's to change: exit code 2. The driver's errors may pass, as when a GPU was lost: 1."""
     codes: list[int] = []
 
     def start(error: Exception) -> str:
@@ -581,16 +590,16 @@ def test_why_torch_sees_no_gpu(noted: Noted, monkeypatch: pytest.MonkeyPatch, ca
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-    said = start(RuntimeError("The driver on your system is too old (found version 11040).\nPlease update it"))
-    assert said.startswith(
+    message = start(RuntimeError("The driver on your system is too old (found version 11040).\nPlease update it"))
+    assert message.startswith(
         "torch sees no CUDA device: The driver on your system is too old (found version 11040). Please update it (or"
     )
     assert "install its build for CUDA" in start(AssertionError("Torch not compiled with CUDA enabled"))
     assert codes == [1, 2]
 
 
-def test_memory_that_a_gpu_shares_with_the_machine(noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of which CUDA counts cached files as used: those of the weights, above all."""
+def test_available_memory_of_an_integrated_gpu_is_the_machines(activity: Activity, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA counts the page cache as used, above all the cached files of the weights."""
     properties = torch.cuda.get_device_properties(0)
     monkeypatch.setattr(memory, "available_memory", lambda: 1 << 40)
     assert memory._available(fake_cuda.DEVICE) == 1 << 27
@@ -601,24 +610,28 @@ def test_memory_that_a_gpu_shares_with_the_machine(noted: Noted, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("kind", "cache", "word"),
+    ("architecture", "cache", "message"),
     [
         ("gfx942:sramecc+:xnack-", "auto", ""),
         ("gfx803", "auto", "this build of torch is for gfx90a, gfx942, and the GPU is gfx803: use --device cpu"),
         ("gfx942", "fp8_e4m3fn", "8 bits are not there for AMD's GPUs: leave --kv-cache-dtype out"),
     ],
 )
-def test_a_gpu_of_amds(noted: Noted, monkeypatch: pytest.MonkeyPatch, kind: str, cache: str, word: str) -> None:
+def test_amd_gpu_is_accepted_only_if_torch_supports_it_and_without_fp8_kv_cache(
+    activity: Activity, monkeypatch: pytest.MonkeyPatch, architecture: str, cache: str, message: str
+) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["gfx90a", "gfx942"])
     properties = torch.cuda.get_device_properties(0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=kind, **vars(properties)))
-    with pytest.raises(Unsupported, match=word) if word else nullcontext():
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=architecture, **vars(properties))
+    )
+    with pytest.raises(Unsupported, match=message) if message else nullcontext():
         load(config(kv_cache_dtype=cache), lambda stage: None)
 
 
 @pytest.mark.parametrize(
-    ("problem", "words"),
+    ("problem", "message"),
     [
         (
             RuntimeError("Failed to find C compiler. Please specify via CC environment variable."),
@@ -628,26 +641,26 @@ def test_a_gpu_of_amds(noted: Noted, monkeypatch: pytest.MonkeyPatch, kind: str,
         (PermissionError(13, "Permission denied", "/.triton"), "Permission denied: '/.triton'.*TRITON_CACHE_DIR"),
     ],
 )
-def test_a_machine_where_triton_can_not_build_what_launches_kernels(
-    problem: Exception, words: str, noted: Noted, monkeypatch: pytest.MonkeyPatch
+def test_failed_build_of_tritons_launcher_is_reported_with_a_remedy(
+    problem: Exception, message: str, activity: Activity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It tries when it is first asked for its driver."""
+    """Triton builds it when its driver is first requested."""
 
     def build() -> None:
         raise problem
 
     monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(get_current_target=build))
-    with pytest.raises(Unsupported, match=f"(?s){words}"):
+    with pytest.raises(Unsupported, match=f"(?s){message}"):
         load(config(), lambda stage: None)
 
 
-def test_commands_are_executed_on_the_engines_device(noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several. Every thread begins with the first one, and Triton launches where the thread is."""
+def test_service_executes_commands_on_the_engines_device(activity: Activity, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With several devices. Every thread starts on the first one, and Triton launches on the thread's current device."""
     monkeypatch.setattr(fake_cuda, "DEVICE", torch.device("cuda", 1))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    own = config(local_rank=1)
+    settings = config(local_rank=1)
     codes: list[int] = []
-    service = Service(own, codes.append)
+    service = Service(settings, codes.append)
     measure = service._measure
 
     def measured(request: wire.WarmupRequest) -> wire.WarmupReply:
@@ -656,7 +669,7 @@ def test_commands_are_executed_on_the_engines_device(noted: Noted, monkeypatch: 
             return measure(request)
 
     monkeypatch.setattr(service, "_measure", measured)
-    service.start(load(own, lambda stage: None), None)  # type: ignore[arg-type]  # it has no other ranks
+    service.start(load(settings, lambda stage: None), None)  # type: ignore[arg-type]  # there are no other ranks
     context: Any = None
     reply = service.Warmup(wire.WarmupRequest(max_step_tokens=64, max_step_rows=4, max_total_tokens=TOTAL), context)
     assert reply.pages
@@ -673,32 +686,34 @@ def test_commands_are_executed_on_the_engines_device(noted: Noted, monkeypatch: 
         *("glm-5-next", "glm-5-pools", "qwen4-exp", "deepseek-v4"),
     ],
 )
-def test_no_family_asks_the_host(noted: Noted, name: str) -> None:
-    """While a graph is recorded, nor in a step: experts are chosen on the device."""
+def test_no_model_family_makes_the_host_wait_within_a_step(activity: Activity, name: str) -> None:
+    """Neither while a graph is recorded nor in a step: experts are routed on the device."""
     folder = str(tiny.folder(name))
     engine = load(ShardConfig(folder=folder, model="m", device="cuda", dtype="bfloat16"), lambda stage: None)
     size_pool(engine, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL, [1, 2, 4])
     engine.resize(PAGES)
     engine.record(Recorder(), GraphExtent(TOKENS, ROWS, TOTAL, PAGES, None, False, False), lambda stage: None)
     groups = [tiny.group(uid, range(20 + uid), 6) for uid in range(1, 4)]
-    noted.waits.clear()
+    activity.waits.clear()
     assert len(run(engine, groups)) == 18
     shape = engine.decoder.shape
     assert engine.forward.replayed > 5 or shape.choosy
-    assert {(one.place, one.why) for one in noted.waits} <= WAITS
-    names = {launched.kernel for launched in noted.launches}
+    assert {(one.place, one.why) for one in activity.waits} <= WAITS
+    names = {launched.kernel for launched in activity.launches}
     assert ("scores_kernel" in names) == (shape.choosy > 0)
     assert ("experts_kernel" in names) == any(shape.mixtures)
     assert ("latents_kernel" in names) == (shape.latent is not None and not shape.compressed)
     assert ("entries_kernel" in names) == (shape.compressed is not None)
-    # Numbers that differ from step to step: else some steps wait for a kernel that is compiled for theirs.
-    counts = {value for one in noted.launches for key, value in one.types if key in ("pairs", "first", "count", "length", "rows")}
+    # These numbers differ from step to step and must not be specialized: otherwise some steps wait for a compilation.
+    counts = {
+        value for one in activity.launches for key, value in one.types if key in ("pairs", "first", "count", "length", "rows")
+    }
     assert counts <= {"int"} | {value for value in counts if value.startswith("*")}
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[seeing.Seen]]]:
-    """By name a model that sees images, and prompts with some. Made where there is no device."""
+def image_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[seeing.Seen]]]:
+    """By name, a model with image input and prompts with images. Created outside the simulated device."""
     found = {}
     for name in ("Gemma3", "Gemma4Both", "InternVL", "LlavaOnevision", "Mistral3", "Qwen3VL", "Qwen3_5"):
         folder = tmp_path_factory.mktemp(name)
@@ -708,52 +723,56 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list
 
 
 @pytest.mark.parametrize("name", ["Gemma3", "Gemma4Both", "InternVL", "LlavaOnevision", "Mistral3", "Qwen3VL", "Qwen3_5"])
-def test_images_are_encoded_on_the_device(seen: dict[str, tuple[Path, list[seeing.Seen]]], noted: Noted, name: str) -> None:
-    """Nobody but transformers looks at it for that, which has the host count what it has itself given to the device."""
-    folder, prompts = seen[name]
-    said = ShardConfig(folder=str(folder), model="m", device="cuda", dtype="bfloat16", image_pixels=1 << 14, images_asked=True)
-    engine = load(said, lambda stage: None)
+def test_images_are_encoded_on_the_device_with_no_host_wait_but_the_encoders(
+    image_models: dict[str, tuple[Path, list[seeing.Seen]]], activity: Activity, name: str
+) -> None:
+    """Only transformers' encoders make the host wait: they compute sizes on the host from what they have put on the device."""
+    folder, prompts = image_models[name]
+    settings = ShardConfig(folder=str(folder), model="m", device="cuda", dtype="bfloat16", image_pixels=1 << 14, images_asked=True)
+    engine = load(settings, lambda stage: None)
     size_pool(engine, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL, [1, 2, 4])
     engine.resize(PAGES)
     engine.record(Recorder(), GraphExtent(TOKENS, ROWS, TOTAL, PAGES, None, False, False), lambda stage: None)
-    noted.waits.clear()
+    activity.waits.clear()
     groups = [tiny.group(uid, prompt.tokens, 6, images=prompt.pictures) for uid, prompt in enumerate(prompts)]
     assert len(overlapped(engine, groups)) == 18
     assert engine.forward.replayed > 5
-    waiting = {one.place.partition(":")[0] for one in noted.waits if (one.place, one.why) not in WAITS}
+    waiting = {one.place.partition(":")[0] for one in activity.waits if (one.place, one.why) not in WAITS}
     assert waiting == (set() if name in ("Gemma3", "InternVL") else {"shard.models.encoders"})
 
 
-@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("loaded_later", [False, True])
 @pytest.mark.parametrize("name", ["words-wide", "qwen3.5-wide", "kimi-linear", "deepseek-v3", "falcon-h1"])
-def test_adapters_ask_nothing(noted: Noted, tmp_path: Path, name: str, later: bool) -> None:
-    """Graphs hold what they add, whichever of them is asked for, those that come later, too; nothing of it is compiled after the
+def test_lora_adapters_make_no_extra_host_wait_and_compile_nothing_after_warm_up(
+    activity: Activity, tmp_path: Path, name: str, loaded_later: bool
+) -> None:
+    """Graphs contain the adapters' products, whichever adapter is requested, also those loaded later; nothing is compiled after the
     warm-up."""
-    changes, _ = lora.of(name, tmp_path)
-    room: dict[str, Any] = {"max_loras": 2, "max_lora_rank": 8} if later else {"adapters": changes}
+    adapters, _ = lora.adapters_for(name, tmp_path)
+    room: dict[str, Any] = {"max_loras": 2, "max_lora_rank": 8} if loaded_later else {"adapters": adapters}
     folder = str(tiny.folder(name))
     engine = load(ShardConfig(folder=folder, model="m", device="cuda", dtype="bfloat16", **room), print)
     engine.compile(TOKENS)
     size_pool(engine, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL, [1, 2, 4])
     engine.resize(PAGES)
     engine.record(Recorder(), GraphExtent(TOKENS, ROWS, TOTAL, PAGES, None, False, False), lambda stage: None)
-    known = {one for one in noted.launches if one.kernel == "experts_kernel"}
+    known = {one for one in activity.launches if one.kernel == "experts_kernel"}
     assert known
     assert not engine.decoder.adapters.later
-    for name, place in changes if later else ():
+    for name, place in adapters if loaded_later else ():
         adapter = Adapter(name, Path(place), torch.bfloat16, torch.device("cpu"))
         assert engine.adapt(name, engine.decoder.adapters.prepared(adapter)) == ""
-    noted.waits.clear()
+    activity.waits.clear()
     groups = [tiny.group(uid, range(20 + uid), 6, adapter=adapter) for uid, adapter in enumerate(("", "0", "1", "1"), 1)]
     assert len(run(engine, groups)) == 24
     assert engine.forward.replayed > 5
-    assert {(one.place, one.why) for one in noted.waits} <= WAITS
-    assert {one for one in noted.launches if one.kernel == "experts_kernel"} == known
+    assert {(one.place, one.why) for one in activity.waits} <= WAITS
+    assert {one for one in activity.launches if one.kernel == "experts_kernel"} == known
 
 
 @pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
-def test_weights_of_few_bits_ask_nothing(noted: Noted, kind: str) -> None:
-    """Graphs hold their products, of few rows and of many."""
+def test_quantized_weights_make_no_extra_host_wait_and_are_captured_in_graphs(activity: Activity, kind: str) -> None:
+    """Graphs contain their products, of few rows and of many."""
     engine = load(
         ShardConfig(folder=str(tiny.folder("words-wide")), model="m", device="cuda", dtype="bfloat16", quantize=kind), print
     )
@@ -762,76 +781,76 @@ def test_weights_of_few_bits_ask_nothing(noted: Noted, kind: str) -> None:
     size_pool(engine, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL, [1, 2, 4])
     engine.resize(PAGES)
     engine.record(Recorder(), GraphExtent(TOKENS, ROWS, TOTAL, PAGES, None, False, False), lambda stage: None)
-    noted.waits.clear()
+    activity.waits.clear()
     assert len(run(engine, [tiny.group(uid, range(20 + uid), 6) for uid in range(1, 4)])) == 18
     assert engine.forward.replayed > 5
-    assert {(one.place, one.why) for one in noted.waits} <= WAITS
-    assert "quantized_kernel" in {launched.kernel for launched in noted.launches}
+    assert {(one.place, one.why) for one in activity.waits} <= WAITS
+    assert "quantized_kernel" in {launched.kernel for launched in activity.launches}
 
 
 @pytest.mark.parametrize("name", ["words-wide", "gemma4-e-wide", "llama4-wide", "mixtral-wide", "few-heads-mixtral"])
-@pytest.mark.usefixtures("noted")
-def test_the_plan_knows_what_a_rank_holds(name: str) -> None:
-    """Of 192 inputs in groups of 64 each of two has 96, in groups of 32; of 88 it has 44, so that experts are unpacked, and all of
-    them if some."""
+@pytest.mark.usefixtures("activity")
+def test_planned_weight_bytes_of_a_rank_match_the_loaded_int4_decoder(name: str) -> None:
+    """Of 192 inputs in groups of 64 each of two ranks has 96, in groups of 32. Of 88 inputs it has 44, so experts are dequantized:
+    if some are, all of them."""
     path, device = tiny.folder(name), torch.device("cuda", 0)
     model = shape(json.loads((path / "config.json").read_text())).quantized("int4")
     decoder = Decoder(model, Weights(path, torch.bfloat16, device, lambda read: None), Alone(1), device)
     assert model.weight_bytes(2, 2, "cuda", "bfloat16", False) == pytest.approx(decoder.weight_bytes, rel=0.003)
 
 
-FEW = [("words-wide", "modelopt-nvfp4"), ("words-wide", "mxfp4"), ("mixtral-wide", "nvfp4"), ("mixtral-wide", "mxfp4")]
+FP4_CHECKPOINTS = [("words-wide", "modelopt-nvfp4"), ("words-wide", "mxfp4"), ("mixtral-wide", "nvfp4"), ("mixtral-wide", "mxfp4")]
 
 
 @pytest.fixture(scope="module")
-def few(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
-    """Checkpoints of floats of 4 bits, made where there is no device."""
-    return {one: packing.checkpoints(*one, tmp_path_factory.mktemp("few"))[0] for one in FEW}
+def fp4_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
+    """Checkpoints of 4-bit floats, created outside the simulated device."""
+    return {one: packing.checkpoints(*one, tmp_path_factory.mktemp("few"))[0] for one in FP4_CHECKPOINTS}
 
 
-@pytest.mark.parametrize("one", FEW)
-@pytest.mark.usefixtures("noted")
-def test_floats_of_4_bits_stay_small(one: tuple[str, str], few: dict[tuple[str, str], Path]) -> None:
-    """As planned, all of them and what one of two ranks has, 96 of 192 inputs."""
+@pytest.mark.parametrize("one", FP4_CHECKPOINTS)
+@pytest.mark.usefixtures("activity")
+def test_4_bit_float_weights_take_the_planned_memory(one: tuple[str, str], fp4_folders: dict[tuple[str, str], Path]) -> None:
+    """They take the planned memory: all weights, and those of one of two ranks, which has 96 of 192 inputs."""
     device = torch.device("cuda", 0)
-    model = shape(json.loads((few[one] / "config.json").read_text()))
+    model = shape(json.loads((fp4_folders[one] / "config.json").read_text()))
     for ranks in (Ranks(0, 1, device), Alone(1)):
-        decoder = Decoder(model, Weights(few[one], torch.bfloat16, device, lambda read: None), ranks, device)
+        decoder = Decoder(model, Weights(fp4_folders[one], torch.bfloat16, device, lambda read: None), ranks, device)
         planned = model.weight_bytes(ranks.size, 2, "cuda", "bfloat16", False)
         assert planned == pytest.approx(decoder.weight_bytes, rel=0.001)
         assert model.saved(ranks.size, 2, "cuda", "bfloat16") > 0
 
 
 @pytest.fixture(scope="module")
-def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]]:
-    """By name a model, and the draft model that goes by what it makes of tokens. Made where there is no device."""
-    made = {"llama": (tiny.folder("llama"), str(test_draft_head.written(tmp_path_factory.mktemp("eagle") / "head")))}
+def draft_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]]:
+    """By name, a model and a draft head that reads its hidden states. Created outside the simulated device."""
+    made = {"llama": (tiny.folder("llama"), str(test_draft_head.write_head(tmp_path_factory.mktemp("eagle") / "head")))}
     for name in ("deepseek-v3", "qwen3.5"):
         folder = tmp_path_factory.mktemp(name)
-        test_draft_head.predicting(name, folder, tables=False)
+        test_draft_head.write_mtp_model(name, folder, tables=False)
         made[name] = folder, "mtp"
     return made
 
 
 @pytest.mark.parametrize(("name", "shape"), [("llama", "tree=2x2"), ("deepseek-v3", "tokens=2"), ("qwen3.5", "tokens=2")])
-def test_heads_read_what_the_model_has_put_on_the_device(
-    heads: dict[str, tuple[Path, str]], noted: Noted, name: str, shape: str
+def test_draft_heads_read_hidden_states_on_the_device_from_graphs(
+    draft_models: dict[str, tuple[Path, str]], activity: Activity, name: str, shape: str
 ) -> None:
-    """From graphs, of which there are as many as are planned, and without a look at it."""
-    folder, draft = heads[name]
-    said = ShardConfig(folder=str(folder), model=name, device="cuda", dtype="bfloat16", speculate=f"draft={draft},{shape}")
-    service = Service(said, lambda code: None)
-    service._engine = engine = load(said, lambda stage: None)
-    told: list[Any] = []
+    """From graphs, as many as are planned, and without any wait of the host."""
+    folder, draft = draft_models[name]
+    settings = ShardConfig(folder=str(folder), model=name, device="cuda", dtype="bfloat16", speculate=f"draft={draft},{shape}")
+    service = Service(settings, lambda code: None)
+    service._engine = engine = load(settings, lambda stage: None)
+    size_arguments: list[Any] = []
 
     def size(engine: Engine, *rest: Any) -> tuple[int, int, memory.Measured]:
-        told.extend(rest)
+        size_arguments.extend(rest)
         return PAGES, ROWS, memory.Measured(TOKENS, 0, 1.0)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("penstock.shard.service.size_pool", size)
         service._measure(wire.WarmupRequest(max_step_tokens=TOKENS, max_step_rows=ROWS, max_total_tokens=TOTAL - 2))
-    *_, recorded, _ = told
+    *_, recorded, _ = size_arguments
     drafter = engine.speculator.drafter
     assert drafter is not None
     assert len(recorded) == sum(len(own._decodes) + len(own._mixed) for own in (engine.forward, drafter.forward))

@@ -1,4 +1,4 @@
-"""Experts that are all in one tensor, as transformers 5 saves them where it isn't asked for the original format."""
+"""Checkpoints with all experts in one fused tensor, as transformers 5 saves them without save_original_format."""
 
 import functools
 import json
@@ -21,9 +21,9 @@ from penstock.tests.shard.test_oracle import prompt
 from penstock.tests.shard.test_quantized import logits
 from penstock.tests.shard.test_weights import WEIGHTS, Alone, decoder, refuses, same
 
-Saved = Callable[[str], Path]
-# Every family whose experts are apart in the original format, or together under other names. Their names for them, and for what is
-# added to scores, differ.
+SaveModel = Callable[[str], Path]
+# Every family whose experts are separate in the original format, or fused under other names. Their names for experts, and for the
+# router's bias, differ.
 NAMES = [
     "mixtral",
     "qwen3-moe",
@@ -45,7 +45,7 @@ TENSOR = "model.layers.0.mlp.experts.gate_up_proj"
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+def saved_fused(tmp_path_factory: pytest.TempPathFactory) -> SaveModel:
     @functools.cache
     def save(name: str) -> Path:
         folder = tmp_path_factory.mktemp(name)
@@ -55,81 +55,86 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return save
 
 
-def part(folder: Path, rank: Ranks, quantize: str = "") -> Decoder:
+def decoder_of_rank(folder: Path, rank: Ranks, quantize: str = "") -> Decoder:
     model = shape(json.loads((folder / "config.json").read_text())).quantized(quantize)
     return Decoder(model, Weights(folder, torch.float32, tiny.CPU, lambda read: None), rank, tiny.CPU)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_model_is_transformers(name: str, saved: Saved) -> None:
-    """By its logits on one rank; and on each of two ranks all weights are those of the original format."""
+def test_fused_experts_equal_transformers_and_the_original_format(name: str, saved_fused: SaveModel) -> None:
+    """Logits on one rank equal transformers'; on each of two ranks all weights equal those of the original format."""
     assert any(
-        key.endswith((".experts.gate_up_proj", ".experts.up_proj")) for key in safetensors.torch.load_file(saved(name) / WEIGHTS)
+        key.endswith((".experts.gate_up_proj", ".experts.up_proj"))
+        for key in safetensors.torch.load_file(saved_fused(name) / WEIGHTS)
     )
     tokens = prompt(3, 40)
-    model = decoder(saved(name))
+    model = decoder(saved_fused(name))
     torch.testing.assert_close(logits(model, tokens), tiny.expected_logits(name, tokens), rtol=0, atol=1e-4)
     same(model, tiny.decoder(name))
     for rank in range(2):
-        same(part(saved(name), Alone(rank)), part(tiny.folder(name), Alone(rank)))
+        same(decoder_of_rank(saved_fused(name), Alone(rank)), decoder_of_rank(tiny.folder(name), Alone(rank)))
 
 
 @pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
-def test_they_are_rounded_as_others_are(kind: str, saved: Saved) -> None:
-    same(decoder(saved("mixtral"), quantize=kind), decoder(tiny.folder("mixtral"), quantize=kind))
-    same(part(saved("mixtral"), Alone(1), kind), part(tiny.folder("mixtral"), Alone(1), kind))
+def test_fused_experts_are_quantized_like_separate_ones(kind: str, saved_fused: SaveModel) -> None:
+    same(decoder(saved_fused("mixtral"), quantize=kind), decoder(tiny.folder("mixtral"), quantize=kind))
+    same(decoder_of_rank(saved_fused("mixtral"), Alone(1), kind), decoder_of_rank(tiny.folder("mixtral"), Alone(1), kind))
 
 
-def spoiled(folder: Path, target: Path, **changes: Tensor) -> Path:
-    """The same with other tensors, or more."""
+def changed_checkpoint(folder: Path, target: Path, **changes: Tensor) -> Path:
+    """A copy of the checkpoint with changed or further tensors."""
     shutil.copytree(folder, target, dirs_exist_ok=True)
     stored = safetensors.torch.load_file(target / WEIGHTS)
     safetensors.torch.save_file(stored | changes, target / WEIGHTS)
     return target
 
 
-def test_another_number_of_experts(saved: Saved, tmp_path: Path) -> None:
-    folder = spoiled(saved("qwen3-moe"), tmp_path, **{TENSOR: torch.zeros(8, 40, 64)})
+def test_fused_tensor_with_another_number_of_experts_is_refused(saved_fused: SaveModel, tmp_path: Path) -> None:
+    folder = changed_checkpoint(saved_fused("qwen3-moe"), tmp_path, **{TENSOR: torch.zeros(8, 40, 64)})
     refuses(folder, f"tensor {TENSOR} is [8, 40, 64], config.json says [9, 40, 64]")
 
 
 @pytest.mark.parametrize("end", ["_scale_inv", "_scale", "_blocks", "_weight_scale"])
-def test_experts_of_few_bits(end: str, saved: Saved, tmp_path: Path) -> None:
-    folder = spoiled(saved("qwen3-moe"), tmp_path, **{f"{TENSOR}{end}": torch.ones(9, 1, 1)})
+def test_fused_experts_with_unsupported_scales_are_refused(end: str, saved_fused: SaveModel, tmp_path: Path) -> None:
+    folder = changed_checkpoint(saved_fused("qwen3-moe"), tmp_path, **{f"{TENSOR}{end}": torch.ones(9, 1, 1)})
     refuses(folder, f"{TENSOR}{end} says that experts", "in one tensor", "save_original_format=True")
 
 
-def few_bits(target: Path, block: tuple[int, int], told: list[int] | None) -> tuple[Path, Path]:
-    """Mistral Small 4 with experts of fp8, and the same in float32."""
-    few, plain = (Path(shutil.copytree(tiny.folder("mistral4"), target / kind)) for kind in ("few", "plain"))
+def fp8_checkpoints(target: Path, block: tuple[int, int], block_in_config: list[int] | None) -> tuple[Path, Path]:
+    """Mistral Small 4 with fp8 experts, and the same weights in float32."""
+    quantized, plain = (Path(shutil.copytree(tiny.folder("mistral4"), target / kind)) for kind in ("few", "plain"))
     stored = safetensors.torch.load_file(plain / WEIGHTS)
-    how = replace(packing.FORMATS["fp8-blocks"], more={"name": "scale", "block": block})
+    format = replace(packing.FORMATS["fp8-blocks"], more={"name": "scale", "block": block})
     packed: dict[str, Tensor] = {}
     for name in [name for name in stored if ".mlp.experts." in name]:
-        found = [packing.floats(how, one) for one in stored[name]]
+        found = [packing.floats(format, one) for one in stored[name]]
         packed[name] = torch.stack([parts["weight"] for parts, _ in found])
         packed[f"{name}_scale_inv"] = torch.stack([parts["scale"] for parts, _ in found])
         packed[f"{name}_activation_scale"] = torch.ones(len(found))
         stored[name] = torch.stack([one for _, one in found])
-    safetensors.torch.save_file(stored | packed, few / WEIGHTS)
+    safetensors.torch.save_file(stored | packed, quantized / WEIGHTS)
     safetensors.torch.save_file(stored, plain / WEIGHTS)
-    config = json.loads((few / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": told}
-    (few / "config.json").write_text(json.dumps(config))
-    return few, plain
+    config = json.loads((quantized / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": block_in_config}
+    (quantized / "config.json").write_text(json.dumps(config))
+    return quantized, plain
 
 
-@pytest.mark.parametrize(("block", "told"), [((0, 0), None), ((16, 16), [16, 16])])
-def test_floats_of_eight_bits(block: tuple[int, int], told: list[int] | None, tmp_path: Path) -> None:
-    """As Mistral's own folder has them, of each expert one scale; or in blocks."""
-    few, plain = few_bits(tmp_path, block, told)
-    same(decoder(few), decoder(plain))
+@pytest.mark.parametrize(("block", "block_in_config"), [((0, 0), None), ((16, 16), [16, 16])])
+def test_fused_fp8_experts_equal_their_float32_values(
+    block: tuple[int, int], block_in_config: list[int] | None, tmp_path: Path
+) -> None:
+    """With one scale for each expert, as in Mistral's own checkpoint, or with scales of blocks."""
+    quantized, plain = fp8_checkpoints(tmp_path, block, block_in_config)
+    same(decoder(quantized), decoder(plain))
     for rank in range(2):
-        same(part(few, Alone(rank)), part(plain, Alone(rank)))
+        same(decoder_of_rank(quantized, Alone(rank)), decoder_of_rank(plain, Alone(rank)))
 
 
-def test_floats_of_another_model(tmp_path: Path) -> None:
-    few, _ = few_bits(tmp_path, (0, 0), None)
+def test_fused_fp8_experts_with_mismatched_scales_are_refused(tmp_path: Path) -> None:
+    quantized, _ = fp8_checkpoints(tmp_path, (0, 0), None)
     name = "model.layers.1.mlp.experts.down_proj_scale_inv"
-    refuses(spoiled(few, tmp_path / "fewer", **{name: torch.ones(7, 1, 1)}), "scales [7, 1, 1]", "different models")
-    refuses(spoiled(few, tmp_path / "more", **{name: torch.ones(8, 1, 13)}), "13 scales for 24 numbers")
+    refuses(
+        changed_checkpoint(quantized, tmp_path / "fewer", **{name: torch.ones(7, 1, 1)}), "scales [7, 1, 1]", "different models"
+    )
+    refuses(changed_checkpoint(quantized, tmp_path / "more", **{name: torch.ones(8, 1, 13)}), "13 scales for 24 numbers")

@@ -1,4 +1,5 @@
-"""More ranks than key heads: several have the same one, and together they are transformers' model."""
+"""More ranks than key/value heads: several ranks hold the same head. Logits equal transformers', and each rank's weights take the
+planned bytes."""
 
 import json
 import shutil
@@ -23,16 +24,15 @@ from penstock.shard.sequence import sequences
 from penstock.shard.step import Span
 from penstock.shard.weights import Weights
 from penstock.tests.shard import lora, packing, tiny
-from penstock.tests.shard.test_adapters import generator
+from penstock.tests.shard.test_adapters import transformers_model
 from penstock.tests.shard.test_oracle import close, prompt
 from penstock.tests.shard.test_quantized import made
 from penstock.tests.shard.test_weights import WEIGHTS, Alone, same
 
-# With biases, joint matrices, norms over all heads, gates, sinks, rotary features in another order, heads of another size in some
-# layers.
+# With biases, fused matrices, norms over all heads, gates, sinks, permuted rotary features, heads of another size in some layers.
 FAMILIES = [
     ("ax-k2", 4),
-    ("bamba", 8),  # groups of state spaces are its key heads
+    ("bamba", 8),  # groups of the state space take the place of key heads
     ("falcon-h1", 8),
     ("falcon-h1-norms", 4),
     ("gemma3n", 8),
@@ -70,7 +70,7 @@ TOKENS = prompt(3, 40)
 
 
 def logits(folder: Path, size: int, adapter: Path | None = None) -> Tensor:
-    """[TOKENS, vocabulary] of so many ranks: two chunks and a token by itself, with keys and values from the cache."""
+    """[TOKENS, vocabulary] of so many ranks: two chunks and a single token, with keys and values from the cache."""
 
     @torch.inference_mode()
     def work(ranks: Ranks) -> list[Tensor | None]:
@@ -92,40 +92,40 @@ def logits(folder: Path, size: int, adapter: Path | None = None) -> Tensor:
 
 
 @pytest.mark.parametrize(("name", "ranks"), FAMILIES)
-def test_logits_equal_transformers(name: str, ranks: int) -> None:
+def test_logits_equal_transformers_with_repeated_key_heads(name: str, ranks: int) -> None:
     close(logits(tiny.folder(name), ranks), tiny.expected_logits(name, TOKENS))
 
 
-def test_a_table_of_layers_is_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_per_layer_embedding_is_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "FEATURES", 10_000)  # not a divisor of its rows
     close(logits(tiny.folder("gemma4-e"), 2), tiny.expected_logits("gemma4-e", TOKENS))
 
 
-def test_adapters(tmp_path: Path) -> None:
-    """Of matrices side by side, and of one that three are stored as."""
+def test_adapters_with_repeated_key_heads_match_merged_models(tmp_path: Path) -> None:
+    """For separate matrices, and for three stored as one fused matrix."""
     for name in ("two-keys-qwen2", "two-keys-phi3"):
         place = lora.adapter(tiny.folder(name), tmp_path / name, 1)
         merged = lora.merged(tiny.folder(name), place, tmp_path / f"{name}-merged")
         with torch.inference_mode():
-            expected = generator(merged)(torch.tensor([TOKENS])).logits[0]
+            expected = transformers_model(merged)(torch.tensor([TOKENS])).logits[0]
         torch.testing.assert_close(logits(tiny.folder(name), 4, place), expected, rtol=0, atol=1e-3)
         assert (expected - tiny.expected_logits(name, TOKENS)).abs().max() > 1
 
 
 @pytest.mark.parametrize("form", ["awq", "fp8-blocks", "packed-zeros"])
-def test_few_bits(form: str, tmp_path: Path) -> None:
-    few, plain = packing.checkpoints("two-keys-qwen2", form, tmp_path)
+def test_quantized_weights_with_repeated_key_heads_equal_unquantized_ones(form: str, tmp_path: Path) -> None:
+    quantized, plain = packing.checkpoints("two-keys-qwen2", form, tmp_path)
     for rank in range(4):
-        same(made(few, Alone(rank, 4)), made(plain, Alone(rank, 4)))
+        same(made(quantized, Alone(rank, 4)), made(plain, Alone(rank, 4)))
 
 
 @pytest.mark.parametrize(("name", "ranks"), FAMILIES)
-def test_the_plan_knows_what_ranks_hold(name: str, ranks: int) -> None:
+def test_planned_weight_bytes_match_each_rank(name: str, ranks: int) -> None:
     model = made(tiny.folder(name), Alone(0, ranks))
     assert model.shape.weight_bytes(ranks, 4, "cpu", "float32", not model.head.shared) == model.weight_bytes
 
 
-def test_scales_of_keys_and_values(tmp_path: Path) -> None:
+def test_kv_cache_scales_follow_the_repeated_heads(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny.folder("two-keys-qwen2"), tmp_path / "model"))
     stored = safetensors.torch.load_file(folder / WEIGHTS)
     for layer in range(2):
@@ -136,8 +136,8 @@ def test_scales_of_keys_and_values(tmp_path: Path) -> None:
         assert all(own is not None and own.equal(torch.full((2, 1), expected + i)) for i, own in enumerate(found))
 
 
-def test_how_many_ranks_fit() -> None:
-    """All query heads are divided, and linear attention's; key heads may also be repeated, as often each."""
+def test_fitting_rank_counts_divide_or_repeat_heads() -> None:
+    """Query heads, and heads of linear attention, are divided among ranks; key heads may be repeated, each equally often."""
     model = shape(json.loads((tiny.folder("gemma4") / "config.json").read_text()))
     wide = replace(model, heads=24, kv_heads=6, intermediate=240)
     assert replace(wide, far=None).fitting == [1, 2, 3, 6, 12, 24]

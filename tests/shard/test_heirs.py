@@ -1,4 +1,4 @@
-"""Which beams live on, as the device says while the host does not know it yet: those that the books say later."""
+"""Heirs: the beams that the device selects before the host knows them are those that the host's beam search selects later."""
 
 import math
 import random
@@ -19,12 +19,12 @@ from penstock.shard.step import Run
 from penstock.tests.shard import tiny
 
 
-def test_the_device_lets_those_live_on_that_the_books_do() -> None:
-    """Whatever the logits are: with ties, with what can't be, with no numbers; and of sets of different sizes."""
-    chance, lived = random.Random(6), 0
+def test_beams_selected_on_the_device_match_the_hosts_beam_search() -> None:
+    """For any logits: with ties, impossible tokens and NaN; and for searches of different widths in one step."""
+    chance, survivors = random.Random(6), 0
     for trial in range(400):
         vocabulary = chance.choice([12, 17, 40])
-        groups = [searching(chance, uid, vocabulary) for uid in range(chance.randint(1, 4))]
+        groups = [random_search(chance, uid, vocabulary) for uid in range(chance.randint(1, 4))]
         sets = [
             Beams(BEAM_SEARCH.rows(group), [score_of(one) for one in group.sequences], count, search.width, group.end_ids)
             for group, search, count in groups
@@ -34,7 +34,7 @@ def test_the_device_lets_those_live_on_that_the_books_do() -> None:
         if trial % 3 == 0:
             logits = logits.sign()
         if trial % 4 == 0:
-            logits[:, chance.randrange(1, 5) :] = -torch.inf  # fewer are left than are looked at
+            logits[:, chance.randrange(1, 5) :] = -torch.inf  # fewer tokens are left than candidates are taken
         if trial % 5 == 0:
             logits[chance.randrange(rows), 0] = chance.choice([torch.nan, torch.inf])
         pending = expand(logits, sets).pending()
@@ -43,22 +43,22 @@ def test_the_device_lets_those_live_on_that_the_books_do() -> None:
         assert picked.parents is not None
         first = 0
         for (group, search, _), found in zip(groups, pending.take(), strict=True):
-            told = list(zip(picked.parents.tolist(), picked.tokens.tolist(), strict=True))[first : first + search.width]
-            assert all(0 <= parent < len(group.sequences) and 0 <= token < vocabulary for parent, token in told)
+            on_device = list(zip(picked.parents.tolist(), picked.tokens.tolist(), strict=True))[first : first + search.width]
+            assert all(0 <= parent < len(group.sequences) and 0 <= token < vocabulary for parent, token in on_device)
             first += search.width
             children = BEAM_SEARCH.judge(group, found).children
-            own = [([one is child.parent for one in group.sequences].index(True), child.token) for child in children]
-            assert told[: len(own)] == own
-            lived += len(own)
-    assert lived > 1000
+            on_host = [([one is child.parent for one in group.sequences].index(True), child.token) for child in children]
+            assert on_device[: len(on_host)] == on_host
+            survivors += len(on_host)
+    assert survivors > 1000
 
 
-def searching(chance: random.Random, uid: int, vocabulary: int) -> tuple[Group, Search, int]:
-    """A group in the middle of a search, perhaps with fewer beams than it is wide; and how many candidates it looks at."""
+def random_search(chance: random.Random, uid: int, vocabulary: int) -> tuple[Group, Search, int]:
+    """A group in the middle of a search, perhaps with fewer beams than its width; its search, and its number of candidates."""
     search = Search(chance.randint(2, 4), 1, 1.0, Stop.FULL)
     end_ids = frozenset(chance.sample(range(vocabulary), chance.randint(0, 2)))
     if candidates_of(search.width, len(end_ids)) > vocabulary:
-        return searching(chance, uid, vocabulary)
+        return random_search(chance, uid, vocabulary)
     kinds: list[dict[str, Any]] = [
         {},
         {"temperature": 0.7, "top_k": 3, "seed": uid},
@@ -81,8 +81,8 @@ def score_of(sequence: Sequence) -> float:
 
 
 @pytest.mark.parametrize(("size", "length", "most", "grow"), [(4, 6, 4, 0), (4, 6, 9, 2), (2, 4, 4, 2)])
-def test_room_for_heirs_is_asked_for_within_their_bound(size: int, length: int, most: int, grow: int) -> None:
-    """And what beams without heirs take, whatever that is."""
+def test_pages_requested_for_heirs_stay_within_their_bound(size: int, length: int, most: int, grow: int) -> None:
+    """And the pages that the beams already hold are counted, however many they are."""
     group = tiny.group(1, (1, 2, 3), 9, search=Search(2, 1))
     first, second = ([1, 2], [3, 4]) if size == 4 else ([1, 2], [1, 3])
     group.sequences = [Sequence(array("I", [1] * length), 3, computed=length - 1, pages=pages) for pages in (first, second)]
@@ -91,8 +91,8 @@ def test_room_for_heirs_is_asked_for_within_their_bound(size: int, length: int, 
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_who_ends_is_known_on_the_host_where_somebody_has_to_read(ranks: int) -> None:
-    """Texts and grammars: such beams are not left under way."""
+def test_steps_with_stop_strings_or_grammars_are_not_left_in_flight(ranks: int) -> None:
+    """Stop strings and grammars are checked on the host: steps of such beams are not left in flight."""
     begun = []
     for more in ({}, {"stops": ("a",)}, {"grammar": "x"}):
         for search in (None, Search(2, 1)):
@@ -101,8 +101,8 @@ def test_who_ends_is_known_on_the_host_where_somebody_has_to_read(ranks: int) ->
     assert begun == ([True, True, True, False, True, False] if ranks == 1 else [True, True, True, False, False, False])
 
 
-def test_only_pages_that_are_settled_are_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What stands in the tables of heirs behind those is nobody's."""
+def test_shared_runs_contain_only_settled_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries of the heirs' page tables behind the settled ones are meaningless."""
     monkeypatch.setattr(work_list, "SHORTEST_RUN", 4)
     pages = [5, 6, 0, 0, 9]
     for settled, end in ((2, 2), (1, 1), (None, 4)):

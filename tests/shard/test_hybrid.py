@@ -35,8 +35,8 @@ from penstock.tests.shard import configurations, fake_cuda, lora, packing, test_
 from penstock.tests.shard.driver import UNLIMITED, Habits, World, drive
 from penstock.tests.shard.test_oracle import at_rest, prompt
 from penstock.tests.shard.test_quantized import WHOLE, logits, made
-from penstock.tests.shard.test_sharing import room
-from penstock.tests.shard.test_speculation import asked
+from penstock.tests.shard.test_sharing import pages_of_largest_group
+from penstock.tests.shard.test_speculation import sample_groups
 from penstock.tests.shard.test_weights import WEIGHTS, Alone, decoder, same
 
 ARCHITECTURES = {
@@ -748,7 +748,7 @@ def test_copies_lie_nowhere_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @functools.cache
 def calm(name: str) -> World:
-    return drive(tiny.engine(name, 16, 2000, prefix_caching=False), asked(0), Habits())
+    return drive(tiny.engine(name, 16, 2000, prefix_caching=False), sample_groups(0), Habits())
 
 
 @pytest.mark.parametrize(
@@ -775,9 +775,9 @@ def calm(name: str) -> World:
 def test_drafts_are_remembered_once_they_are_right(
     name: str, proposer: str, drafts: int, page_size: int, chunk: int, prefix_caching: bool
 ) -> None:
-    plain, groups = calm(name), asked(drafts)
-    own = tiny.engine(name, page_size, room(groups, page_size) + 40 // page_size, prefix_caching)
-    test_speculation.choose(own, proposer, plain)
+    plain, groups = calm(name), sample_groups(drafts)
+    own = tiny.engine(name, page_size, pages_of_largest_group(groups, page_size) + 40 // page_size, prefix_caching)
+    test_speculation.set_proposer(own, proposer, plain)
     world = drive(own, groups, Habits(chunk, pause=0.05), seed=drafts)
     assert world.tokens == plain.tokens
     assert world.finishes == plain.finishes
@@ -789,8 +789,8 @@ def test_drafts_are_remembered_once_they_are_right(
 
 def test_a_perfect_guesser_takes_few_steps() -> None:
     own = tiny.engine("qwen3.5")
-    test_speculation.choose(own, "right", calm("qwen3.5"))
-    world = drive(own, asked(6), Habits())
+    test_speculation.set_proposer(own, "right", calm("qwen3.5"))
+    world = drive(own, sample_groups(6), Habits())
     assert world.accepted == world.drafted > 200
 
 
@@ -830,8 +830,8 @@ def test_pages_are_asked_for_as_if_right_drafts_were_not_computed_once_more(choi
 
 def test_what_is_computed_once_more_counts_for_no_sequence() -> None:
     """The router takes all tokens of decodes but drafts for sequences, by whose number it learns what drafts bring."""
-    own, [group] = tiny.engine("qwen3.5"), [one for one in asked(4) if one.uid == 3]
-    test_speculation.choose(own, "right", calm("qwen3.5"))
+    own, [group] = tiny.engine("qwen3.5"), [one for one in sample_groups(4) if one.uid == 3]
+    test_speculation.set_proposer(own, "right", calm("qwen3.5"))
     own.prefill(0, [group], [(3, UNLIMITED)], UNLIMITED, [])
     [sequence], most = group.sequences, 0
     while group.uid in own.books.groups:

@@ -35,7 +35,7 @@ from penstock.shard.weights import Weights
 from penstock.tests.shard import configurations, tiny
 from penstock.tests.shard.configurations import CHUNK
 from penstock.tests.shard.driver import Habits, World, drive
-from penstock.tests.shard.test_drafter import free
+from penstock.tests.shard.test_drafter import with_free_drafts
 from penstock.tests.shard.test_oracle import Bench, at_rest, check_greedy, close, prompt
 from penstock.tests.shard.test_quantized import made
 from penstock.tests.shard.test_weights import Alone, change, same
@@ -342,7 +342,7 @@ def test_steps_may_be_asked_for_ahead(plain: World, ahead: bool) -> None:
 def test_drafts_change_no_token(said: str, page_size: int, draft: str, plain: World) -> None:
     """By a model that sees the same chunks, or none."""
     engine = guessing("llama4", draft, said, page_size)
-    world = drive(free(engine), requests(engine.speculator.most), Habits(7, pause=0.05), seed=page_size)
+    world = drive(with_free_drafts(engine), requests(engine.speculator.most), Habits(7, pause=0.05), seed=page_size)
     assert world.tokens == plain.tokens
     assert world.drafted > 100
     assert world.accepted > (300 if draft == "llama4" else 0)
@@ -362,7 +362,7 @@ def test_a_draft_model_may_see_chunks_that_its_model_does_not() -> None:
     """Its trees then go beyond their ends, which costs right drafts at most."""
     asked = [tiny.group(uid, prompt(uid, 9 + uid), 30, drafts=9) for uid in range(8)]
     expected = drive(tiny.engine("llama", 16, 2000), copy.deepcopy(asked), Habits()).tokens
-    assert drive(free(guessing("llama", "llama4", "tree=3x2x1", 4)), asked, Habits()).tokens == expected
+    assert drive(with_free_drafts(guessing("llama", "llama4", "tree=3x2x1", 4)), asked, Habits()).tokens == expected
 
 
 def test_drafts_end_with_their_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,7 +381,7 @@ def test_drafts_end_with_their_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = guessing("llama4", "llama", "tree=2x2x1x1", 4)
     monkeypatch.setattr("penstock.shard.forward.step.plan", plan)
     engine.speculator.drafter = None  # whose own trees are no matter here
-    drive(free(engine), requests(engine.speculator.most), Habits(7), seed=1)
+    drive(with_free_drafts(engine), requests(engine.speculator.most), Habits(7), seed=1)
     assert CHUNK - 1 in ends
     assert max(ends) < CHUNK
 

@@ -25,7 +25,7 @@ from penstock.shard.models.shape import Shape, Unsupported
 from penstock.shard.models.traits import BlockIndex
 from penstock.tests.shard import lora, tiny
 from penstock.tests.shard.driver import Habits
-from penstock.tests.shard.test_adapters import check, engine_of, mixed
+from penstock.tests.shard.test_adapters import check_tokens, engine_of, mixed_prompts
 from penstock.tests.shard.test_oracle import prompt
 from penstock.tests.shard.test_quantized import logits
 from penstock.tests.shard.test_weights import WEIGHTS, decoder, same
@@ -127,10 +127,10 @@ def test_its_own_checkpoint(tmp_path: Path) -> None:
 
 def test_adapters_of_its_own_checkpoint_may_be_of_transformers_modules(tmp_path: Path) -> None:
     """Where gates and what they let through are one."""
-    changes, models = lora.of("minimax-m3", tmp_path)
+    changes, models = lora.adapters_for("minimax-m3", tmp_path)
     assert any("mlp.gate_up_proj" in key for key in safetensors.torch.load_file(Path(changes[0][1]) / "adapter_model.safetensors"))
     folder = own_checkpoint(tmp_path)
-    check(engine_of(folder, adapters=changes), mixed(9, 3), models, Habits(chunk=7, pauses=1))
+    check_tokens(engine_of(folder, adapters=changes), mixed_prompts(9, 3), models, Habits(chunk=7, pauses=1))
     both = Path(shutil.copytree(changes[0][1], tmp_path / "both"))
     stored = safetensors.torch.load_file(both / "adapter_model.safetensors")
     joint = {

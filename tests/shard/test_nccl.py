@@ -24,151 +24,153 @@ from penstock.shard.memory import size_pool
 from penstock.shard.sequence import Group
 from penstock.shard.service import Service
 from penstock.tests.shard import fake_cuda, tiny
-from penstock.tests.shard.fake_cuda import Noted, OnDevice
+from penstock.tests.shard.fake_cuda import Activity, OnDevice
 from penstock.tests.shard.test_fake_device import (  # noqa: F401
-    DRAFTED,
+    DRAFT_SCENARIOS,
     PAGES,
     ROWS,
     SCENARIOS,
     TOKENS,
     TOTAL,
+    activity,
     engine_of,
-    noted,
     overlapped,
     run,
 )
 
-# What torch's backend for NCCL sends.
+# The dtypes that torch's NCCL backend can send.
 TYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8}
 
 
-class Nccl:
-    """Stands for torch.distributed in the processes of two ranks, which run one after the other: what rank 0 broadcasts is kept for
-    rank 1."""
+class FakeNccl:
+    """A stand-in for torch.distributed in the processes of two ranks, which run one after the other: what rank 0 broadcasts is kept
+    for rank 1."""
 
     ReduceOp = SimpleNamespace(MIN="min")
 
     def __init__(self) -> None:
         self.rank = 0
-        self.asked: list[tuple[object, ...]] = []
-        self._told: list[Tensor] = []
+        self.calls: list[tuple[object, ...]] = []
+        self._broadcasts: list[Tensor] = []
 
-    def init_process_group(self, backend: str, **how: Any) -> None:
-        self.asked.append(("begin", backend))
+    def init_process_group(self, backend: str, **options: Any) -> None:
+        self.calls.append(("begin", backend))
 
     def all_reduce(self, x: Tensor, op: object = None) -> None:
-        self._ask("all_reduce", x, op)
+        self._record("all_reduce", x, op)
 
     def gather(self, x: Tensor, parts: list[Tensor] | None, dst: int) -> None:
-        self._ask("gather", x, dst)
+        self._record("gather", x, dst)
         for part in parts or ():
             part.copy_(x)
 
     def broadcast(self, x: Tensor, src: int) -> None:
-        self._ask("broadcast", x, src)
+        self._record("broadcast", x, src)
         assert isinstance(x, OnDevice)
         if self.rank:
-            x.inner.copy_(self._told.pop(0))
+            x.inner.copy_(self._broadcasts.pop(0))
         else:
-            self._told.append(x.inner.clone())
+            self._broadcasts.append(x.inner.clone())
 
-    def _ask(self, what: str, x: Tensor, *how: object) -> None:
-        assert isinstance(x, OnDevice), f"{what} of what is on the host"
-        assert x.is_contiguous(), f"{what} of {x.shape} with strides {x.stride()}"
+    def _record(self, name: str, x: Tensor, *options: object) -> None:
+        assert isinstance(x, OnDevice), f"{name} of what is on the host"
+        assert x.is_contiguous(), f"{name} of {x.shape} with strides {x.stride()}"
         assert x.dtype in TYPES
-        self.asked.append((what, *how, tuple(x.shape), x.dtype, fake_cuda._tape is not None))
+        self.calls.append((name, *options, tuple(x.shape), x.dtype, fake_cuda._tape is not None))
 
 
 @pytest.fixture
-def nccl(noted: Noted, monkeypatch: pytest.MonkeyPatch) -> Nccl:  # noqa: F811
-    found = Nccl()
-    store = SimpleNamespace(set=lambda key, value: found.asked.append(("here",)), wait=lambda keys, timeout: None)
+def nccl(activity: Activity, monkeypatch: pytest.MonkeyPatch) -> FakeNccl:  # noqa: F811
+    found = FakeNccl()
+    store = SimpleNamespace(set=lambda key, value: found.calls.append(("here",)), wait=lambda keys, timeout: None)
     monkeypatch.setattr(parallel, "distributed", found)
     monkeypatch.setattr(parallel, "_store", lambda *given: store)
     return found
 
 
-def both(nccl: Nccl, make: Callable[[int], Engine], groups: Sequence[Callable[[], list[Group]]]) -> list[tuple[object, ...]]:
-    """What either rank asks NCCL for. Fails where that, or the tokens, differ."""
-    tokens, asked = [], []
+def calls_of_both_ranks(
+    nccl: FakeNccl, make: Callable[[int], Engine], groups: Sequence[Callable[[], list[Group]]]
+) -> list[tuple[object, ...]]:
+    """Runs both ranks; the NCCL calls of either. Fails if the calls or the tokens differ between them."""
+    tokens, calls = [], []
     for nccl.rank in range(2):
-        nccl.asked = []
+        nccl.calls = []
         engine = make(nccl.rank)
         tokens.append([sorted(way(engine, each())) for each in groups for way in (run, overlapped)])
-        asked.append(nccl.asked)
-    assert asked[0] == asked[1]
+        calls.append(nccl.calls)
+    assert calls[0] == calls[1]
     assert tokens[0] == tokens[1]
-    return asked[0]
+    return calls[0]
 
 
 @pytest.mark.parametrize("speculate", ["", "draft=DRAFT,tree=2x2,ngram=3"])
-def test_both_ranks_ask_for_the_same(nccl: Nccl, speculate: str) -> None:
-    """In the same order, of the same sizes, and where one records a graph of it, the other does, too."""
-    asked = both(
+def test_both_ranks_make_the_same_nccl_calls(nccl: FakeNccl, speculate: str) -> None:
+    """In the same order, with the same sizes, and recorded into a graph on both ranks or on neither."""
+    calls = calls_of_both_ranks(
         nccl,
         lambda rank: engine_of(speculate, rank=rank, ranks=2, local_rank=0),
-        [SCENARIOS[name] for name in (DRAFTED if speculate else SCENARIOS)],
+        [SCENARIOS[name] for name in (DRAFT_SCENARIOS if speculate else SCENARIOS)],
     )
-    assert {one[0] for one in asked} == {"begin", "here", "all_reduce", "gather", "broadcast"}
-    assert {one[0] for one in asked if one[-1] is True} == {"all_reduce"}  # a gather's memory is not the graph's
+    assert {one[0] for one in calls} == {"begin", "here", "all_reduce", "gather", "broadcast"}
+    assert {one[0] for one in calls if one[-1] is True} == {"all_reduce"}  # a gather's memory is not the graph's
 
 
 @pytest.mark.parametrize("name", ["gemma3n", "minimax-m3", "nemotron-h-moe"])
-def test_both_ranks_of_a_family_ask_for_the_same(nccl: Nccl, name: str) -> None:
-    """Of those that reduce more than the sums of their layers."""
+def test_both_ranks_make_the_same_nccl_calls_for_families_with_further_reductions(nccl: FakeNccl, name: str) -> None:
+    """These families reduce more than the outputs of their layers."""
 
     def make(rank: int) -> Engine:
-        own = ShardConfig(
+        config = ShardConfig(
             folder=str(tiny.folder(name)), model="m", device="cuda", dtype="bfloat16", rank=rank, ranks=2, local_rank=0
         )
-        engine = load(own, lambda stage: None)
+        engine = load(config, lambda stage: None)
         size_pool(engine, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL, [1, 2, 4])
         engine.resize(PAGES)
         engine.record(Recorder(), GraphExtent(TOKENS, ROWS, TOTAL, PAGES, None, False, False), lambda stage: None)
         return engine
 
-    both(nccl, make, [lambda: [tiny.group(uid, range(20 + uid), 6) for uid in range(1, 4)]])
+    calls_of_both_ranks(nccl, make, [lambda: [tiny.group(uid, range(20 + uid), 6) for uid in range(1, 4)]])
 
 
-def test_both_ranks_warm_up_alike(nccl: Nccl, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever room each has: the smallest counts."""
-    asked = []
+def test_both_ranks_make_the_same_nccl_calls_during_warmup(nccl: FakeNccl, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much memory each has: the smallest decides."""
+    calls = []
     for nccl.rank in range(2):
-        nccl.asked = []
-        own = ShardConfig(
+        nccl.calls = []
+        config = ShardConfig(
             folder=str(tiny.DEMO), model="m", device="cuda", dtype="bfloat16", rank=nccl.rank, ranks=2, local_rank=0, overlap="on"
         )
-        service = Service(own, lambda code: None)
-        service._engine = load(own, lambda stage: None)
+        service = Service(config, lambda code: None)
+        service._engine = load(config, lambda stage: None)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (1 << 27 - nccl.rank, 1 << 28))
         service._measure(wire.WarmupRequest(max_step_tokens=64, max_step_rows=4, max_total_tokens=TOTAL))
-        asked.append(nccl.asked)
-    assert asked[0] == asked[1]
-    assert asked[0].count(("all_reduce", "min", (1,), torch.int64, False)) == 4
+        calls.append(nccl.calls)
+    assert calls[0] == calls[1]
+    assert calls[0].count(("all_reduce", "min", (1,), torch.int64, False)) == 4
 
 
 def test_nccl_connects_the_ranks_before_weights_are_read(
-    nccl: Nccl, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    nccl: FakeNccl, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Else torch looks for the address of the others in the first step, for no longer than they may be late, and a machine on which
-    NCCL fails reads all weights before that."""
+    """Otherwise torch would look up the other ranks' address in the first step, for no longer than they may be late, and a machine
+    on which NCCL fails would read all weights before it fails."""
     caplog.set_level("INFO")
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: nccl.asked.append(("wait",)))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: nccl.calls.append(("wait",)))
     parallel.Ranks(0, 2, fake_cuda.DEVICE, Path("meeting"))
-    assert nccl.asked == [("begin", "nccl"), ("here",), ("all_reduce", None, (1,), torch.int64, False), ("wait",)]
+    assert nccl.calls == [("begin", "nccl"), ("here",), ("all_reduce", None, (1,), torch.int64, False), ("wait",)]
     assert "NCCL connected 2 ranks in 0.0 s" in caplog.text
 
 
-def test_ranks_that_nccl_does_not_connect_are_told_of(nccl: Nccl, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its watchdog looks after what it has begun, and it has begun nothing."""
-    said = threading.Event()
+def test_slow_nccl_connection_is_warned_of(nccl: FakeNccl, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's watchdog only watches operations that it has begun, and it has begun none."""
+    warned = threading.Event()
     monkeypatch.setattr(parallel, "SLOW_SECONDS", 0.01)
-    monkeypatch.setattr(parallel.log, "warning", lambda text: said.set())
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: said.wait(9))
+    monkeypatch.setattr(parallel.log, "warning", lambda text: warned.set())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: warned.wait(9))
     parallel.Ranks(0, 2, fake_cuda.DEVICE, Path("meeting"))
-    assert said.is_set()
-    said.clear()
+    assert warned.is_set()
+    warned.clear()
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(parallel, "SLOW_SECONDS", 0.2)
     parallel.Ranks(0, 2, fake_cuda.DEVICE, Path("meeting"))
-    assert not said.wait(0.4)
+    assert not warned.wait(0.4)

@@ -1,5 +1,5 @@
-"""What others take the pages of comes back from the host's memory as it was: random worlds against a model that forgets nothing.
-That no answer changes: test_pauses.py, test_prefixes.py."""
+"""KV pages that are evicted from the prefix cache come back from the host's memory unchanged: random operations against a
+dictionary that forgets nothing. That no answer changes is checked by test_pauses.py and test_prefixes.py."""
 
 import random
 from collections import Counter, deque
@@ -14,25 +14,26 @@ from penstock.shard.host_pages import HostPages, page_bytes
 from penstock.shard.offload import Offload
 from penstock.shard.prefix import Node, PrefixCache
 from penstock.shard.sequence import Sequence
+from penstock.tests.shard.audited_engine import AuditedEngine
+from penstock.tests.shard.audited_engine import audited_engine as audited_engine  # a fixture
 from penstock.tests.shard.driver import UNLIMITED, Habits, drive
-from penstock.tests.shard.paper import Paper
-from penstock.tests.shard.paper import paper as paper  # a fixture
-from penstock.tests.shard.test_flight import fly, room_of, with_beams
-from penstock.tests.shard.test_prefix import PAGES, SIZE, World
+from penstock.tests.shard.test_flight import drive_overlapped, pages_of_largest, random_groups_with_beams
+from penstock.tests.shard.test_prefix import PAGES, SIZE, RandomOperations
 
-AMPLE = 3000  # more than there are contents
+AMPLE = 3000  # more host copies than there are different pages
 
 
-class Offloading(World):
-    """Copies of pages, of which each knows what was in its slots. What was computed and is not withdrawn is known."""
+class RandomOffloadOperations(RandomOperations):
+    """The same with host copies of pages, each of which records the content of its slots. Every page that was computed and not
+    withdrawn is known."""
 
     def __init__(self, seed: int, copies: int, prefixes: type[PrefixCache] = PrefixCache) -> None:
-        super().__init__(seed, prefixes=lambda pool: prefixes(pool, copies=copies, renew=self.renew))  # type: ignore[arg-type]
+        super().__init__(seed, prefixes=lambda pool: prefixes(pool, copies=copies, renew=self.apply_moves))  # type: ignore[arg-type]
         self.ample = copies == AMPLE
         self.copies: dict[int, list[object]] = {}
         self.saved = self.loaded = 0
 
-    def renew(self) -> None:
+    def apply_moves(self) -> None:
         taken, (saves, loads) = self.pool.taken(), self.prefixes.offload.moves()
         for page, place in saves:
             self.copies[place] = self.slots[page]
@@ -43,11 +44,11 @@ class Offloading(World):
         assert len({page for _, page in loads}) == len(loads)
         self.saved, self.loaded = self.saved + len(saves), self.loaded + len(loads)
 
-    def taking(self, holder: Sequence, tokens: int) -> None:
+    def take_pages(self, holder: Sequence, tokens: int) -> None:
         self.pool.extend(holder.pages, tokens)
 
-    def computes(self) -> None:
-        self.renew()
+    def begin_step(self) -> None:
+        self.apply_moves()
 
     def adopt(self, holder: Sequence) -> None:
         limit = self.chance.choice([len(holder.tokens), len(holder.tokens) - 1])
@@ -65,14 +66,14 @@ class Offloading(World):
         assert gained == most or not self.ample or not enough, "not for want of pages"
         self.found += gained
 
-    def told(self, holder: Sequence, tell: object) -> None:
+    def notify(self, holder: Sequence, tell: object) -> None:
         tell(holder)  # type: ignore[operator]
         if self.attached(holder):
             for page in range(holder.node.depth if holder.node else 0):
                 self.known[self.name(holder, (page + 1) * SIZE)] = 0
 
     def check(self) -> None:
-        self.renew()
+        self.apply_moves()
         pool, prefixes = self.pool, self.prefixes
         held = Counter(page for holder in self.holders for page in holder.pages)
         assert {page: count for page, count in enumerate(pool._references) if count} == held
@@ -83,9 +84,9 @@ class Offloading(World):
         assert len(prefixes.offload.held) + len(prefixes.offload._unused) <= AMPLE
         for node in nodes:
             assert node.attached
-            assert node.page or node.copy, "what is nowhere is found"
+            assert node.page or node.copy, "a node has neither a page nor a copy"
             assert node.parent is not None
-            assert not node.page or node.parent.page or not node.parent.depth, "a page without the one before it"
+            assert not node.page or node.parent.page or not node.parent.depth, "a page without its predecessor"
             name = self.name_of(node)
             for where, place in ((self.slots, node.page), (self.copies, node.copy)):
                 assert not place or where[place] == [(name[0], name[1][: len(name[1]) - SIZE + i + 1]) for i in range(SIZE)]
@@ -112,18 +113,18 @@ class Offloading(World):
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("copies", [AMPLE, 12, 3, 1])
-def test_random_worlds_find_what_was_taken(seed: int, copies: int) -> None:
-    world = Offloading(seed, copies)
-    world.run(1500)
-    assert min(world.saved, world.loaded) > (10 if copies > 3 else 0)
-    assert world.withdrawn > 3
+def test_evicted_pages_are_found_and_restored_under_random_operations(seed: int, copies: int) -> None:
+    operations = RandomOffloadOperations(seed, copies)
+    operations.run(1500)
+    assert min(operations.saved, operations.loaded) > (10 if copies > 3 else 0)
+    assert operations.withdrawn > 3
 
 
 # Planted faults
 
 
-class Hasty(Offload[Node]):
-    """A place is given to another copy before what is in it was loaded."""
+class ReusedTooEarly(Offload[Node]):
+    """Gives a place to another copy before its content was loaded."""
 
     def load(self, nodes: Listing[Node], take: Callable[[int], Listing[int]]) -> list[int]:
         def hastily(count: int) -> Listing[int]:
@@ -133,15 +134,15 @@ class Hasty(Offload[Node]):
         return super().load(nodes, hastily)
 
 
-class Still(Offload[Node]):
-    """A copy that was made before keeps its turn."""
+class NotRenewed(Offload[Node]):
+    """Saving a page again doesn't renew its copy's place in the eviction order."""
 
     def save(self, node: Node) -> bool:
         return node.copy > 0 or super().save(node)
 
 
-class Latest(Offload[Node]):
-    """The copy that was made last is given up."""
+class NewestFirst(Offload[Node]):
+    """Evicts the newest copy rather than the oldest."""
 
     def _take(self) -> int:
         self.held = dict(reversed(self.held.items()))
@@ -150,65 +151,65 @@ class Latest(Offload[Node]):
         return place
 
 
-class Forgetful(Offload[Node]):
-    """The copy is not made."""
+class MissingSave(Offload[Node]):
+    """Leaves out a copy to the host."""
 
     def moves(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         saves, loads = super().moves()
         return saves[:-1], loads
 
 
-class Idle(Offload[Node]):
-    """Nothing is copied back."""
+class MissingLoads(Offload[Node]):
+    """Copies nothing back."""
 
     def moves(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         return super().moves()[0], []
 
 
-class Sticky(Offload[Node]):
-    """Copies of what was withdrawn stay."""
+class NotDropped(Offload[Node]):
+    """Keeps the copies of withdrawn pages."""
 
     def drop(self, node: Node) -> None:
         node.copy = 0
 
 
-@pytest.mark.parametrize("offload", [Hasty, Still, Latest, Forgetful, Idle, Sticky])
-def test_the_check_finds_a_fault(offload: type[Offload[Node]], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("offload", [ReusedTooEarly, NotRenewed, NewestFirst, MissingSave, MissingLoads, NotDropped])
+def test_check_catches_faults_of_offload(offload: type[Offload[Node]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix, "Offload", offload)
     with pytest.raises((AssertionError, KeyError, IndexError)):
-        deque((Offloading(seed, 4).run(1500) for seed in range(20)), maxlen=0)
+        deque((RandomOffloadOperations(seed, 4).run(1500) for seed in range(20)), maxlen=0)
 
 
 # Engines
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_no_answer_tells_what_came_back(paper: type[Paper], ahead: bool) -> None:
-    """Beams among others, with pauses, in little room; every slot that a token sees is looked at."""
-    assert sum(loaded_of(paper, seed, ahead) for seed in range(24)) > 500
+def test_tokens_are_the_same_with_offloaded_pages(audited_engine: type[AuditedEngine], ahead: bool) -> None:
+    """Beams among other groups, with pauses, in small pools; every slot that a token attends to is checked."""
+    assert sum(loaded_pages(audited_engine, seed, ahead) for seed in range(24)) > 500
 
 
-def loaded_of(paper: type[Paper], seed: int, ahead: bool) -> int:
-    """Pages that came back in a world of its own."""
-    chance, groups = random.Random(seed), with_beams(seed)
+def loaded_pages(audited_engine: type[AuditedEngine], seed: int, ahead: bool) -> int:
+    """Runs random traffic; the number of pages that were loaded from the host."""
+    chance, groups = random.Random(seed), random_groups_with_beams(seed)
     size, copies = chance.choice([1, 2, 3, 4]), chance.choice([1, 9, 40, AMPLE])
-    expected = drive(paper(5000, size, prefix_caching=False), with_beams(seed), Habits(), seed)
-    engine = paper(room_of(groups, size) + chance.randint(2, 14), size, ahead=ahead, copies=copies)
-    habits = Habits(chance.choice([1, 3, 8, UNLIMITED]), pause=0.05, pauses=seed % 3, join=0.1)
-    world = fly(engine, groups, habits, seed)[0] if ahead else drive(engine, groups, habits, seed)
-    assert (world.failed, world.tokens) == ({}, expected.tokens)
+    expected = drive(audited_engine(5000, size, prefix_caching=False), random_groups_with_beams(seed), Habits(), seed)
+    engine = audited_engine(pages_of_largest(groups, size) + chance.randint(2, 14), size, ahead=ahead, copies=copies)
+    traffic = Habits(chance.choice([1, 3, 8, UNLIMITED]), pause=0.05, pauses=seed % 3, join=0.1)
+    results = drive_overlapped(engine, groups, traffic, seed)[0] if ahead else drive(engine, groups, traffic, seed)
+    assert (results.failed, results.tokens) == ({}, expected.tokens)
     assert engine.pool.free == engine.pool.pages
     loaded: int = engine.host.loaded
     return loaded
 
 
-@pytest.mark.parametrize("offload", [Hasty, Forgetful, Idle])
-def test_the_check_of_answers_finds_a_fault(
-    paper: type[Paper], offload: type[Offload[Node]], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("offload", [ReusedTooEarly, MissingSave, MissingLoads])
+def test_check_of_tokens_catches_faults_of_offload(
+    audited_engine: type[AuditedEngine], offload: type[Offload[Node]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefix, "Offload", offload)
     with pytest.raises((AssertionError, KeyError)):
-        deque((loaded_of(paper, seed, ahead=True) for seed in range(24)), maxlen=0)
+        deque((loaded_pages(audited_engine, seed, ahead=True) for seed in range(24)), maxlen=0)
 
 
 # Memory
@@ -216,8 +217,10 @@ def test_the_check_of_answers_finds_a_fault(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("widths", [(8,), (8, 3), (5, 6, 7)])
-def test_copies_are_what_pages_were(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, widths: tuple[int, ...]) -> None:
-    """Of several tensors of other layers and widths, in several pieces of memory, a few at once."""
+def test_host_copies_restore_pages_bit_for_bit(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, widths: tuple[int, ...]
+) -> None:
+    """With several tensors of different layers and widths, in several pieces of memory, a few pages at once."""
     chance = random.Random(len(widths))
     parts = [torch.randint(0, 100, (2 + width % 2, 9, 3, width)).to(dtype) for width in widths]
     before = [part.float().clone() for part in parts]

@@ -1,4 +1,5 @@
-"""Memory that runs out in a step changes no token: the step is computed in parts, and only what is too large alone fails."""
+"""Running out of memory in a step changes no token: the step is computed in parts, and only a group that is too large by itself
+fails. Planted faults show that the checks find them."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -22,24 +23,24 @@ from penstock.tests.shard.driver import Habits, World, drive
 from penstock.tests.shard.test_oracle import at_rest, prompt
 
 COUNT = 10  # tokens generated
-SIZE = 4  # of a page
+PAGE_SIZE = 4  # of a page
 
 
-class Scarce(Engine):
-    """Has no memory for forwards of more than so many tokens, nor for sequences beyond so many of theirs."""
+class LimitedMemoryEngine(Engine):
+    """Runs out of memory in forward passes of more than `tokens` tokens, and for sequences longer than `reach`."""
 
     def __init__(self, tokens: int = 999, reach: int = 999, ahead: bool = False) -> None:
-        super().__init__(tiny.decoder("llama"), tiny.CPU, SIZE, overlap=ahead)
+        super().__init__(tiny.decoder("llama"), tiny.CPU, PAGE_SIZE, overlap=ahead)
         self.resize(600)
         self.refuses: Callable[[Span], bool] = lambda span: span.start + len(span.tokens) > reach
         self.failures = 0
-        self.largest = 0  # number of tokens that was computed
-        right = self.forward
+        self.largest = 0  # the most tokens that one forward pass computed
+        original = self.forward
 
         def forward(spans: Sequence[Span], picked: Tensor | None = None) -> Any:
             if any(map(self.refuses, spans)):
                 self.fail()
-            hidden = right(spans, picked)  # some keys and values are written, and then memory runs out
+            hidden = original(spans, picked)  # keys and values are written before memory runs out
             count = sum(len(span.tokens) for span in spans)
             if count > tokens:
                 self.fail()
@@ -57,21 +58,21 @@ class Scarce(Engine):
 
 @pytest.fixture(autouse=True)
 def rows(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """How many rows there is memory for."""
-    most = {"rows": 999}
-    right = logits._pending
+    """The number of logit rows that there is memory for."""
+    limits = {"rows": 999}
+    original = logits._pending
 
-    def bounded(means: Any, own: Tensor, *rest: Any) -> Any:
-        if len(own) > most["rows"]:
+    def limited(means: Any, own: Tensor, *rest: Any) -> Any:
+        if len(own) > limits["rows"]:
             raise torch.OutOfMemoryError
-        return right(means, own, *rest)
+        return original(means, own, *rest)
 
-    monkeypatch.setattr(logits, "_pending", bounded)
-    return most
+    monkeypatch.setattr(logits, "_pending", limited)
+    return limits
 
 
-def requests(count: int, seed: int) -> list[Group]:
-    """Of all kinds. Many begin alike."""
+def random_requests(count: int, seed: int) -> list[Group]:
+    """Random requests of all kinds, many with a shared prefix."""
     chance = random.Random(seed)
     shared = prompt(0, 40)
     groups = []
@@ -85,149 +86,153 @@ def requests(count: int, seed: int) -> list[Group]:
     return groups
 
 
-def compare(engine: Engine, groups: Sequence[Group], expected: World, seed: int) -> None:
-    world = drive(engine, groups, Habits(chunk=chunk(seed), pause=0.05), seed)
-    assert world.failed == {}
-    assert world.tokens == expected.tokens
+def check_results(engine: Engine, groups: Sequence[Group], expected: World, seed: int) -> None:
+    results = drive(engine, groups, Habits(chunk=chunk_of(seed), pause=0.05), seed)
+    assert results.failed == {}
+    assert results.tokens == expected.tokens
     assert at_rest(engine)
 
 
-def chunk(seed: int) -> int:
+def chunk_of(seed: int) -> int:
     return (7, 40, 999)[seed % 3]
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("most", [(1, 999), (5, 3), (23, 1), (999, 2)])
-def test_the_answers_are_the_same_in_parts(seed: int, most: tuple[int, int], rows: dict[str, int]) -> None:
-    expected = drive(tiny.engine("llama", SIZE, 600), requests(12, seed), Habits())
-    engine = Scarce(most[0])
-    rows["rows"] = max(most[1], 4)  # a group's own rows are chosen from at once, those of three drafts here
-    compare(engine, requests(12, seed), expected, seed)
+@pytest.mark.parametrize("limits", [(1, 999), (5, 3), (23, 1), (999, 2)])
+def test_tokens_are_the_same_when_steps_are_computed_in_parts(seed: int, limits: tuple[int, int], rows: dict[str, int]) -> None:
+    expected = drive(tiny.engine("llama", PAGE_SIZE, 600), random_requests(12, seed), Habits())
+    engine = LimitedMemoryEngine(limits[0])
+    rows["rows"] = max(limits[1], 4)  # a group's rows are sampled together: with three drafts there are four
+    check_results(engine, random_requests(12, seed), expected, seed)
     assert engine.memory_fallback._count > 0
-    assert engine.largest <= most[0] + 3  # a tree of drafts is not divided
+    assert engine.largest <= limits[0] + 3  # the tokens of a draft tree are not divided
 
 
-def crowd() -> list[Group]:
-    """Eight that reach far and begin alike, in twos with the same prompt, and eight that don't."""
+def groups_of_which_half_are_too_long() -> list[Group]:
+    """Eight long groups with a shared prefix, each two with the same prompt, and eight short ones."""
     long = [prompt(0, 12) + prompt(1 + uid // 2, 40) for uid in range(8)]
     short = [prompt(0, 12) + prompt(50 + uid, uid) for uid in range(8)]
     return [tiny.group(uid, tokens, COUNT) for uid, tokens in enumerate([*long, *short])]
 
 
-def check_alone() -> None:
-    """What is too large fails, at its end or when it decodes; nobody else does, and nobody finds what was not computed."""
+def check_too_long_groups_fail() -> None:
+    """Too long groups fail, in their prompt or when they decode; no other group fails, and no uncomputed page is found."""
     for seed, reach in enumerate((45, 50, 54, 58)):
-        engine = Scarce(tokens=40, reach=reach)
-        expected = drive(tiny.engine("llama", SIZE, 600), crowd(), Habits()).answers
-        world = drive(engine, crowd(), Habits(chunk=chunk(seed), arrivals=16), seed)
-        assert world.failed == dict.fromkeys(range(8), ALONE)
-        assert {uid: world.answers[uid] for uid in range(8, 16)} == {uid: expected[uid] for uid in range(8, 16)}
+        engine = LimitedMemoryEngine(tokens=40, reach=reach)
+        expected = drive(tiny.engine("llama", PAGE_SIZE, 600), groups_of_which_half_are_too_long(), Habits()).answers
+        results = drive(engine, groups_of_which_half_are_too_long(), Habits(chunk=chunk_of(seed), arrivals=16), seed)
+        assert results.failed == dict.fromkeys(range(8), ALONE)
+        assert {uid: results.answers[uid] for uid in range(8, 16)} == {uid: expected[uid] for uid in range(8, 16)}
         assert at_rest(engine)
         engine.refuses = lambda span: False
-        assert drive(engine, crowd(), Habits()).answers == expected
+        assert drive(engine, groups_of_which_half_are_too_long(), Habits()).answers == expected
 
 
-def test_what_is_too_large_alone_fails_alone() -> None:
-    check_alone()
+def test_groups_too_large_for_memory_fail_alone() -> None:
+    check_too_long_groups_fail()
 
 
-def test_the_check_finds_pages_that_were_announced_and_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_catches_announced_pages_that_were_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Books, "withdraw", lambda books, group: None)
     with pytest.raises(AssertionError):
-        check_alone()
+        check_too_long_groups_fail()
 
 
-def check_twins() -> None:
-    """Two with the same prompt compute it apart, since one wants to hear of all of it, and only the other has no memory."""
-    asked = prompt(1, 30)
-    engine = Scarce()
-    poor, rich = tiny.group(1, asked, COUNT), tiny.group(2, asked, COUNT, prompt_logprobs=True)
-    engine.refuses = lambda span: span.sequence is poor.sequences[0] and span.start + len(span.tokens) > 20
-    outcome = engine.prefill(1, [poor, rich], [(1, 99), (2, 99)], 99, [])
+def check_equal_prompts() -> None:
+    """Two groups with the same prompt compute it separately, since one has prompt_logprobs; only the other runs out of memory."""
+    tokens_of_prompt = prompt(1, 30)
+    engine = LimitedMemoryEngine()
+    failing, surviving = tiny.group(1, tokens_of_prompt, COUNT), tiny.group(2, tokens_of_prompt, COUNT, prompt_logprobs=True)
+    engine.refuses = lambda span: span.sequence is failing.sequences[0] and span.start + len(span.tokens) > 20
+    outcome = engine.prefill(1, [failing, surviving], [(1, 99), (2, 99)], 99, [])
     assert outcome.failed == [(1, ALONE)]
     assert step_reply(1, outcome).step.exhausted == outcome.exhausted >= 2
     assert engine.decode([]).exhausted == 0
     tokens = [emitted.pick.token for _, emitted in outcome.emitted]
     while len(tokens) < COUNT:
         tokens += [emitted.pick.token for _, emitted in engine.decode([1]).emitted]
-    assert tokens == drive(tiny.engine("llama"), [tiny.group(1, asked, COUNT)], Habits()).answers[1]
+    assert tokens == drive(tiny.engine("llama"), [tiny.group(1, tokens_of_prompt, COUNT)], Habits()).answers[1]
     assert at_rest(engine)
 
 
-def test_a_lost_page_does_not_take_the_place_of_one_that_is_computed() -> None:
-    check_twins()
+def test_lost_page_does_not_replace_an_equal_computed_page() -> None:
+    check_equal_prompts()
 
 
-def test_the_check_for_twins_finds_lost_pages_that_others_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Books.fail
+def test_check_catches_lost_pages_that_replace_computed_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Books.fail
 
-    def late(books: Books, group: Group, *rest: Any) -> None:
+    def failing_late(books: Books, group: Group, *rest: Any) -> None:
         monkeypatch.setattr(Books, "withdraw", withdraw)
-        right(books, group, *rest)
+        original(books, group, *rest)
 
     withdraw = Books.withdraw
     monkeypatch.setattr(Books, "withdraw", lambda books, group: None)
-    monkeypatch.setattr(Books, "fail", late)
+    monkeypatch.setattr(Books, "fail", failing_late)
     with pytest.raises(AssertionError):
-        check_twins()
+        check_equal_prompts()
 
 
-def test_what_hangs_on_a_lost_page_goes_with_it() -> None:
-    """A group that found what another was about to compute, and had no token of its own left in the step."""
-    engine = Scarce()
+def test_group_that_depends_on_a_lost_page_fails_too() -> None:
+    """A group that found pages which another was about to compute, and had no token of its own in the step, fails with it."""
+    engine = LimitedMemoryEngine()
     engine.refuses = lambda span: span.sequence.tokens[0] == 1 and span.start + len(span.tokens) > 9
-    asked = (1, *prompt(2, 19))
-    groups = [tiny.group(1, asked, COUNT), tiny.group(2, (*asked, 3, 4), COUNT), tiny.group(3, prompt(4, 5), COUNT)]
+    tokens_of_prompt = (1, *prompt(2, 19))
+    groups = [
+        tiny.group(1, tokens_of_prompt, COUNT),
+        tiny.group(2, (*tokens_of_prompt, 3, 4), COUNT),
+        tiny.group(3, prompt(4, 5), COUNT),
+    ]
     outcome = engine.prefill(1, groups, [(3, 9), (1, 99), (2, 99)], 25, [])
     assert sorted(outcome.failed) == [(1, ALONE), (2, ALONE)]
     assert [uid for uid, _ in outcome.emitted] == [3]
-    assert engine.memory_fallback._tokens.most == 12  # half of the step, and not what was tried for the one that is too large
+    assert engine.memory_fallback._tokens.most == 12  # half of the step, not what was tried for the group that is too large
 
 
-def test_rows_that_are_too_many_alone_fail_alone(rows: dict[str, int]) -> None:
+def test_group_with_too_many_logit_rows_for_memory_fails_alone(rows: dict[str, int]) -> None:
     rows["rows"] = 2
     groups = [tiny.group(uid, prompt(uid, 9), COUNT, choices=3 if uid == 1 else 1) for uid in range(4)]
-    world = drive(Scarce(), groups, Habits())
-    assert world.failed == {1: ALONE}
+    results = drive(LimitedMemoryEngine(), groups, Habits())
+    assert results.failed == {1: ALONE}
     expected = drive(tiny.engine("llama"), groups_without(groups, 1), Habits()).answers
-    assert {uid: world.answers[uid] for uid in expected} == expected
+    assert {uid: results.answers[uid] for uid in expected} == expected
 
 
 def groups_without(groups: Sequence[Group], uid: int) -> list[Group]:
     return [tiny.group(one.uid, one.sequences[0].tokens[: one.prompt_length], COUNT) for one in groups if one.uid != uid]
 
 
-def test_drafts_that_memory_does_not_suffice_for_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, asked = tiny.engine("llama"), prompt(1, 5) * 4
+def test_drafts_are_left_out_when_the_proposer_runs_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, tokens_of_prompt = tiny.engine("llama"), prompt(1, 5) * 4
     propose, count = engine.speculator.propose, iter(range(999))
 
-    def fail(asked: Any) -> int:
+    def fail(requests: Any) -> int:
         if next(count) % 2:
             raise torch.OutOfMemoryError
-        return propose(asked)
+        return propose(requests)
 
     monkeypatch.setattr(engine.speculator, "propose", fail)
-    world = drive(engine, [tiny.group(1, asked, 40, drafts=4)], Habits())
-    assert world.answers == drive(tiny.engine("llama"), [tiny.group(1, asked, 40)], Habits()).answers
-    assert world.drafted > 0
+    results = drive(engine, [tiny.group(1, tokens_of_prompt, 40, drafts=4)], Habits())
+    assert results.answers == drive(tiny.engine("llama"), [tiny.group(1, tokens_of_prompt, 40)], Habits()).answers
+    assert results.drafted > 0
     assert next(count) > 3
 
 
 @pytest.mark.parametrize(
-    "said",
+    "message",
     [
         "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
-        "Triton Error [CUDA]: out of memory",  # a kernel that is launched first, or whose threads need more memory than others'
+        "Triton Error [CUDA]: out of memory",  # at a kernel's first launch, or if its threads need more memory than others'
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
         "DefaultCPUAllocator: can't allocate memory: you tried to allocate 34 bytes.",
     ],
 )
-def test_whose_errors_say_that_memory_ran_out(said: str) -> None:
-    assert ran_out(RuntimeError(said))
-    assert not ran_out(RuntimeError(said.replace("memory", "bounds").replace("ALLOC", "MAPPING")))
+def test_out_of_memory_errors_are_recognized_by_their_messages(message: str) -> None:
+    assert ran_out(RuntimeError(message))
+    assert not ran_out(RuntimeError(message.replace("memory", "bounds").replace("ALLOC", "MAPPING")))
 
 
-def test_other_errors_are_nobodys_memory() -> None:
+def test_other_errors_are_raised() -> None:
     engine = tiny.engine("llama")
 
     def fail(spans: Sequence[Span]) -> Tensor:
@@ -238,7 +243,7 @@ def test_other_errors_are_nobodys_memory() -> None:
         engine.prefill(1, [tiny.group(1, prompt(1, 9), COUNT)], [(1, 9)], 9, [])
 
 
-def test_of_several_ranks_none_tries_again() -> None:
+def test_out_of_memory_is_raised_with_several_ranks() -> None:
     def work(ranks: Ranks) -> None:
         engine = tiny.engine_of("llama", ranks)
 
@@ -252,18 +257,18 @@ def test_of_several_ranks_none_tries_again() -> None:
         tiny.Threads().run(work)
 
 
-def test_a_limit_is_lifted_when_all_goes_well() -> None:
+def test_token_limit_is_lifted_after_enough_successful_steps() -> None:
     limit = Limit()
     limit.fail(100)
     assert limit.most == 50
     for _ in range(PATIENCE):
         assert limit.most == 50
-        limit.succeed(20)  # within it: that says nothing
+        limit.succeed(20)  # far below the limit: this doesn't count
         limit.succeed(80)
     assert limit.most == 100
 
 
-def test_pieces_are_in_an_order_in_which_none_lacks_another() -> None:
+def test_pieces_of_a_step_are_ordered_by_their_dependencies() -> None:
     chance = random.Random(1)
     for _ in range(200):
         spans, rows = [], []
@@ -291,8 +296,8 @@ def test_pieces_are_in_an_order_in_which_none_lacks_another() -> None:
         assert [found[row] for row in range(len(rows))] == rows
 
 
-def test_who_can_not_try_again_says_what_helps(caplog: pytest.LogCaptureFixture) -> None:
-    """Of several ranks, and of models that remember, the shards end."""
+def test_out_of_memory_with_recurrent_states_is_logged_with_the_remedy(caplog: pytest.LogCaptureFixture) -> None:
+    """With several ranks, and with recurrent states, the shards end."""
     with pytest.raises(MemoryError):
         tiny.engine("qwen3.5").memory_fallback.attempt(lambda: (_ for _ in ()).throw(MemoryError()))
     assert caplog.messages == [f"memory ran out. {REMEDY}"]

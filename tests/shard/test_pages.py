@@ -1,4 +1,5 @@
-"""The pool never gives a page to two holders, never loses one, and takes all or nothing."""
+"""The page pool: no page is given to two holders or lost, and requests are served in full or not at all. Random operations against
+a simple model; planted faults show that the check finds them."""
 
 import random
 import time
@@ -12,9 +13,9 @@ PAGES = 7
 SIZE = 3
 
 
-def walk(pool: PagePool, seed: int, steps: int = 400) -> None:
-    """Random operations, each compared with a model: the list of every holder's pages, and the order in which kept ones were let
-    go."""
+def run_random_operations(pool: PagePool, seed: int, steps: int = 400) -> None:
+    """Random operations, each compared with a model: the list of every holder's pages, and the order in which kept pages were
+    released."""
     chance = random.Random(seed)
     holders: list[list[int]] = []
     kept: set[int] = set()
@@ -22,15 +23,15 @@ def walk(pool: PagePool, seed: int, steps: int = 400) -> None:
     evicted: list[int] = []
     pool.evicted = evicted.append
     for _ in range(steps):
-        verb = chance.choice(["take", "extend", "share", "release", "release", "release", "keep", "keep", "forget", "revive"])
-        if verb == "take":
+        operation = chance.choice(["take", "extend", "share", "release", "release", "release", "keep", "keep", "forget", "revive"])
+        if operation == "take":
             free, count = pool.free, chance.randint(0, 3)
             try:
                 holders.append(pool.take(count))
                 assert len(holders[-1]) == count
             except OutOfPages:
                 assert count > free == pool.free
-        elif verb == "extend" and holders:
+        elif operation == "extend" and holders:
             pages, tokens, free = chance.choice(holders), chance.randint(0, 12), pool.free
             before = list(pages)
             wanted = max(0, -(-tokens // SIZE) - len(before))
@@ -41,28 +42,28 @@ def walk(pool: PagePool, seed: int, steps: int = 400) -> None:
             except OutOfPages:
                 assert pages == before
                 assert wanted > free == pool.free
-        elif verb == "share" and holders:
+        elif operation == "share" and holders:
             pages = list(chance.choice(holders))
             pool.share(pages)
             holders.append(pages)
-        elif verb == "release" and holders:
-            gone = holders.pop(chance.randrange(len(holders)))
-            pool.release(gone)
+        elif operation == "release" and holders:
+            released = holders.pop(chance.randrange(len(holders)))
+            pool.release(released)
             left = {page for pages in holders for page in pages}
-            cached += [page for page in reversed(gone) if page in kept - left]
-        elif verb == "keep" and any(holders):
+            cached += [page for page in reversed(released) if page in kept - left]
+        elif operation == "keep" and any(holders):
             kept.add(page := chance.choice([page for pages in holders for page in pages]))
             pool.keep(page)
-        elif verb == "forget" and kept:
+        elif operation == "forget" and kept:
             kept.remove(page := chance.choice(sorted(kept)))
             pool.forget(page)
             cached = [other for other in cached if other != page]
-        elif verb == "revive" and cached:
+        elif operation == "revive" and cached:
             cached.remove(page := chance.choice(cached))
             pool.share([page])
             holders.append([page])
         assert evicted == cached[: len(evicted)]
-        assert not evicted or not pool._unused, "a kept page is taken though there are others"
+        assert not evicted or not pool._unused, "a kept page is evicted though there are unused ones"
         cached, kept = cached[len(evicted) :], kept - set(evicted)
         evicted.clear()
         assert list(pool._cached) == cached
@@ -80,18 +81,18 @@ def walk(pool: PagePool, seed: int, steps: int = 400) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_random_operations_agree_with_a_model(seed: int) -> None:
-    walk(PagePool(PAGES, SIZE), seed)
+    run_random_operations(PagePool(PAGES, SIZE), seed)
 
 
-class Forgetful(PagePool):
-    """Planted fault: what is shared is not counted."""
+class SharesUncounted(PagePool):
+    """Planted fault: shared pages are not counted."""
 
     def share(self, pages: object) -> None:
         pass
 
 
-class Greedy(PagePool):
-    """Planted fault: takes what it can before it refuses."""
+class TakesPartially(PagePool):
+    """Planted fault: takes some pages before it refuses."""
 
     def take(self, count: int) -> list[int]:
         if count > self.free:
@@ -99,8 +100,8 @@ class Greedy(PagePool):
         return super().take(count)
 
 
-class Hasty(PagePool):
-    """Planted fault: takes cached pages while there are others."""
+class EvictsTooEarly(PagePool):
+    """Planted fault: evicts cached pages while there are unused ones."""
 
     def take(self, count: int) -> list[int]:
         unused, self._unused = self._unused, []
@@ -109,13 +110,13 @@ class Hasty(PagePool):
         return taken + super().take(count - len(taken))
 
 
-@pytest.mark.parametrize("faulty", [Forgetful, Greedy, Hasty])
-def test_the_check_finds_a_planted_fault(faulty: type[PagePool]) -> None:
+@pytest.mark.parametrize("faulty", [SharesUncounted, TakesPartially, EvictsTooEarly])
+def test_check_catches_planted_faults(faulty: type[PagePool]) -> None:
     with pytest.raises(AssertionError):
-        walk(faulty(PAGES, SIZE), seed=0)
+        run_random_operations(faulty(PAGES, SIZE), seed=0)
 
 
-def test_releasing_twice_and_sharing_what_is_free_are_faults() -> None:
+def test_releasing_a_page_twice_or_sharing_a_free_page_is_refused() -> None:
     pool = PagePool(PAGES, SIZE)
     pages = pool.take(1)
     pool.release(pages)
@@ -125,12 +126,12 @@ def test_releasing_twice_and_sharing_what_is_free_are_faults() -> None:
         pool.share(pages)
 
 
-def test_an_empty_pool_says_how_many_are_lacking() -> None:
+def test_out_of_pages_error_names_needed_and_free_pages() -> None:
     with pytest.raises(OutOfPages, match="8 pages are needed, 7 of 7 are free"):
         PagePool(PAGES, SIZE).take(8)
 
 
-def test_taking_a_cached_page_costs_the_same_however_many_were_taken_before() -> None:
+def test_evicting_a_cached_page_takes_constant_time() -> None:
     pages, times = 60_000, dict[bool, float]()
     for kept in (False, True):
         pool = PagePool(pages, 16)

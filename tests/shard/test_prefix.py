@@ -1,4 +1,5 @@
-"""The trie finds exactly what was computed and is still there: random worlds against a model that is a dictionary."""
+"""The prefix cache (a trie of pages) finds exactly the pages that were computed and are still there: random operations against a
+dictionary. Planted faults show that the checks find them."""
 
 import random
 from array import array
@@ -17,16 +18,17 @@ LONGEST = 11
 KEYS = ("", "tenant")
 
 
-class World:
-    """Sequences over few different tokens, so that they meet often; pages in which every slot knows what was computed there."""
+class RandomOperations:
+    """Random operations on sequences of few different tokens, so that they share prefixes often. Every slot of the pages records
+    what was computed there."""
 
     def __init__(self, seed: int, pool: type[PagePool] = PagePool, prefixes: type[PrefixCache] = PrefixCache) -> None:
         self.chance = random.Random(seed)
         self.pool = pool(PAGES, SIZE)
         self.prefixes = prefixes(self.pool)
         self.holders: list[Sequence] = []
-        self.slots: dict[int, list[object]] = {}  # what is in the slots of a page: the tokens up to there, and the cache key
-        self.known: dict[tuple[str, tuple[int, ...]], int] = {}  # the model: pages by tokens up to their end
+        self.slots: dict[int, list[object]] = {}  # the content of a page's slots: the cache key and the tokens up to there
+        self.known: dict[tuple[str, tuple[int, ...]], int] = {}  # the oracle: pages by cache key and tokens up to their end
         self.found = self.swapped = self.evicted = self.withdrawn = 0
 
     def run(self, turns: int) -> None:
@@ -50,7 +52,7 @@ class World:
         self.holders.append(Sequence(array("I", tokens), len(tokens), cache_key=self.chance.choice(KEYS)))
 
     def step(self) -> None:
-        """Several sequences go on; the later ones may rely on pages that the earlier ones have only announced."""
+        """Computes tokens of several sequences; later ones may use pages that earlier ones have only announced."""
         planned: list[tuple[Sequence, int]] = []
         for holder in self.chance.sample(self.holders, min(3, len(self.holders))):
             if self.chance.random() < 0.6:
@@ -58,23 +60,23 @@ class World:
             start = holder.computed
             count = self.chance.randint(0, len(holder.tokens) - start)
             try:
-                self.taking(holder, start + count)
+                self.take_pages(holder, start + count)
             except OutOfPages:
                 continue
             holder.computed += count
             planned.append((holder, start))
-            self.told(holder, self.prefixes.announce)
-        self.computes()
+            self.notify(holder, self.prefixes.announce)
+        self.begin_step()
         for holder, start in planned:
             for place in range(start, holder.computed):
                 self.slots[holder.pages[place // SIZE]][place % SIZE] = self.name(holder, place + 1)
         for holder, _ in planned:
-            self.told(holder, self.prefixes.publish)
+            self.notify(holder, self.prefixes.publish)
 
-    def computes(self) -> None:
-        """The step begins."""
+    def begin_step(self) -> None:
+        """Called when a step begins."""
 
-    def taking(self, holder: Sequence, tokens: int) -> None:
+    def take_pages(self, holder: Sequence, tokens: int) -> None:
         before = len(holder.pages)
         self.pool.extend(holder.pages, tokens)
         for page in holder.pages[before:]:
@@ -99,7 +101,7 @@ class World:
         assert (gained, holder.computed, holder.pages) == (reach - computed, reach, expected)
         self.found += gained
 
-    def told(self, holder: Sequence, tell: object) -> None:
+    def notify(self, holder: Sequence, tell: object) -> None:
         before = list(holder.pages)
         tell(holder)  # type: ignore[operator]
         if self.attached(holder):
@@ -141,10 +143,10 @@ class World:
         assert set(self.known.values()) == set(nodes)
         assert all(page in nodes for page in pool._cached)
         if pool._cached:
-            assert not nodes[next(iter(pool._cached))].children, "the first to be taken has others after it"
+            assert not nodes[next(iter(pool._cached))].children, "the next page to be evicted has children"
         for page, node in nodes.items():
             assert node.parent is not None
-            assert held[node.parent.page] >= held[page] or not node.parent.depth, "a page is held without the one before it"
+            assert held[node.parent.page] >= held[page] or not node.parent.depth, "a page is held without its predecessor"
         for holder in self.holders:
             for place in range(holder.computed):
                 assert self.slots[holder.pages[place // SIZE]][place % SIZE] == self.name(holder, place + 1)
@@ -162,33 +164,33 @@ class World:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_random_worlds_agree_with_a_dictionary(seed: int) -> None:
-    world = World(seed)
-    world.run(1500)
-    assert min(world.found // SIZE, world.swapped, world.evicted) > 10
-    assert world.withdrawn > 3
+def test_prefix_cache_agrees_with_a_dictionary_under_random_operations(seed: int) -> None:
+    operations = RandomOperations(seed)
+    operations.run(1500)
+    assert min(operations.found // SIZE, operations.swapped, operations.evicted) > 10
+    assert operations.withdrawn > 3
 
 
 # Planted faults
 
 
 class ParentsFirst(PagePool):
-    """Pages are let go first to last."""
+    """Releases pages first to last."""
 
     def release(self, pages: object) -> None:
         super().release(list(reversed(pages)))  # type: ignore[call-overload]
 
 
-class Stack(PagePool):
-    """The page that was let go last is taken first."""
+class LastReleasedFirst(PagePool):
+    """Evicts the page that was released last first."""
 
     def _evict(self) -> int:
         self._cached.move_to_end(list(self._cached)[-1], last=False)
         return super()._evict()
 
 
-class Uncounted(PagePool):
-    """What is shared out of the cache can still be taken."""
+class EvictsShared(PagePool):
+    """Pages that are shared out of the cache can still be evicted."""
 
     def share(self, pages: object) -> None:
         cached = self._cached.copy()
@@ -196,15 +198,15 @@ class Uncounted(PagePool):
         self._cached = cached
 
 
-class Deaf(PrefixCache):
-    """Finds pages that were taken for something else."""
+class KeepsEvicted(PrefixCache):
+    """Still finds pages that were evicted and taken for other content."""
 
     def _remove(self, page: int) -> None:
         self._nodes.pop(page)
 
 
-class Twice(PrefixCache):
-    """Two pages of the same content: one of them has children that the other's holders have."""
+class AllowsDuplicates(PrefixCache):
+    """Allows two pages with the same content, of which one has children that the other's holders have."""
 
     def publish(self, holder: Holder) -> None:
         self.announce(holder)
@@ -213,44 +215,44 @@ class Twice(PrefixCache):
             holder.node = holder.node.children[key]
 
 
-class Forgiving(PrefixCache):
-    """What was withdrawn can still be found."""
+class IgnoresWithdraw(PrefixCache):
+    """Still finds pages that were withdrawn."""
 
     def withdraw(self, holder: Holder) -> None:
         pass
 
 
-class Promiscuous(PrefixCache):
-    """Knows one cache key only."""
+class IgnoresCacheKeys(PrefixCache):
+    """Ignores cache keys."""
 
     def _root(self, key: bytes) -> Node:
         return super()._root(b"")
 
 
-class Greedy(PrefixCache):
-    """Finds more than is wanted."""
+class IgnoresLimit(PrefixCache):
+    """Finds more tokens than the limit."""
 
     def adopt(self, holder: Holder, limit: int) -> int:
         return super().adopt(holder, limit + SIZE)
 
 
-POOLS = [ParentsFirst, Stack, Uncounted]
-TRIES = [Deaf, Twice, Forgiving, Promiscuous, Greedy]
+FAULTY_POOLS = [ParentsFirst, LastReleasedFirst, EvictsShared]
+FAULTY_CACHES = [KeepsEvicted, AllowsDuplicates, IgnoresWithdraw, IgnoresCacheKeys, IgnoresLimit]
 
 
-@pytest.mark.parametrize("pool", POOLS)
-def test_the_check_finds_a_fault_of_the_pool(pool: type[PagePool]) -> None:
+@pytest.mark.parametrize("pool", FAULTY_POOLS)
+def test_check_catches_faults_of_the_page_pool(pool: type[PagePool]) -> None:
     with pytest.raises((AssertionError, KeyError)):
-        World(0, pool=pool).run(1500)
+        RandomOperations(0, pool=pool).run(1500)
 
 
-@pytest.mark.parametrize("prefixes", TRIES)
-def test_the_check_finds_a_fault_of_the_trie(prefixes: type[PrefixCache]) -> None:
+@pytest.mark.parametrize("prefixes", FAULTY_CACHES)
+def test_check_catches_faults_of_the_prefix_cache(prefixes: type[PrefixCache]) -> None:
     with pytest.raises((AssertionError, KeyError)):
-        World(0, prefixes=prefixes).run(1500)
+        RandomOperations(0, prefixes=prefixes).run(1500)
 
 
-def test_a_cache_key_that_nobody_uses_leaves_nothing_behind() -> None:
+def test_unused_cache_keys_leave_no_roots() -> None:
     pool = PagePool(2, SIZE)
     prefixes = PrefixCache(pool)
     for number in range(9):
@@ -263,7 +265,7 @@ def test_a_cache_key_that_nobody_uses_leaves_nothing_behind() -> None:
     assert (pool.free, pool.cached) == (2, 2)
 
 
-def test_what_is_remembered_is_behind_a_page_that_can_be_found() -> None:
+def test_states_are_kept_only_behind_pages_that_can_be_found() -> None:
     pool = PagePool(PAGES, SIZE)
     prefixes = PrefixCache(pool, 2)
 
@@ -275,18 +277,18 @@ def test_what_is_remembered_is_behind_a_page_that_can_be_found() -> None:
         return one
 
     prefixes.remember(computed(1, 2, 3, state=1))
-    assert not prefixes.states, "it has seen more than the page"
+    assert not prefixes.states, "the state covers more than the page"
     whole = computed(4, 5, 6, 7, state=2)
     prefixes.remember(whole)
     assert list(prefixes.states) == [2]
     prefixes.withdraw(whole)
-    assert not prefixes.states, "its slot is others'"
+    assert not prefixes.states, "its slot is given to others"
     prefixes.remember(whole)
-    assert not prefixes.states, "nobody would find it"
+    assert not prefixes.states, "it could not be found"
 
 
 @pytest.mark.parametrize(("states", "found"), [(None, 4), (0, 0)])
-def test_where_states_are_needed_and_none_is_kept_nothing_is_found(states: int | None, found: int) -> None:
+def test_no_prefix_is_found_if_states_are_needed_and_none_is_kept(states: int | None, found: int) -> None:
     pool = PagePool(PAGES, SIZE)
     prefixes = PrefixCache(pool, states)
     first, second = (Sequence(array("I", [1, 2, 3, 4]), 4) for _ in range(2))
@@ -296,24 +298,24 @@ def test_where_states_are_needed_and_none_is_kept_nothing_is_found(states: int |
     assert prefixes.adopt(second, 4) == found
 
 
-class Counting(array):  # type: ignore[type-arg]
+class CountingArray(array):  # type: ignore[type-arg]
     """Tokens that count how many were read."""
 
     read = 0
 
     def __getitem__(self, place: Any) -> Any:
         found = super().__getitem__(place)
-        Counting.read += len(found) if isinstance(place, slice) else 1
+        CountingArray.read += len(found) if isinstance(place, slice) else 1
         return found
 
 
-def test_a_prompt_that_waits_is_not_read_as_a_whole_in_each_step() -> None:
-    """Only as far as it is found, and a page more."""
+def test_prompt_that_waits_is_not_rescanned_in_each_step() -> None:
+    """Only its cached tokens are read, and one page more."""
     pool = PagePool(9, SIZE)
     prefixes = PrefixCache(pool)
     known = Sequence(array("I", range(2 * SIZE)), 2 * SIZE, computed=2 * SIZE, pages=pool.take(2))
     prefixes.publish(known)
-    other = Sequence(Counting("I", [*range(2 * SIZE), *range(99, 9999)]), 9000)
+    other = Sequence(CountingArray("I", [*range(2 * SIZE), *range(99, 9999)]), 9000)
     assert prefixes.known(other, 9000) == prefixes.adopt(other, 9000) == 2 * SIZE
     assert not prefixes.adopt(other, 9000)
-    assert Counting.read == (3 + 3 + 1) * SIZE
+    assert CountingArray.read == (3 + 3 + 1) * SIZE

@@ -1,4 +1,4 @@
-"""Two ranks as real processes: the same tokens as transformers, and clean ends."""
+"""Ranks as real processes: startup and rendezvous, transformers' tokens from two ranks, and exits by signals and lost ranks."""
 
 import ctypes
 import os
@@ -31,12 +31,12 @@ from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import Habits, Remote, drive
 from penstock.tests.shard.test_oracle import COUNT, prompts, requests
 
-SECONDS = 60  # to start
+SECONDS = 60  # timeout of a start
 WARMUP = wire.WarmupRequest(max_step_tokens=256, max_step_rows=64, max_total_tokens=512)
 
 
 class Ranks:
-    """Two processes of one model, which leave their steps under way."""
+    """Two rank processes of one model, with overlapped steps."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.folder = folder
@@ -59,22 +59,22 @@ class Ranks:
         self.channels = [grpc.insecure_channel(f"unix:{folder}/rank-{rank}") for rank in range(2)]
 
     def warm(self) -> list[wire.WarmupReply]:
-        """Both have to be asked at once: they measure together."""
+        """Calls Warmup on both at once: they measure together."""
         with ThreadPoolExecutor(2) as threads:
             return list(threads.map(self._warm, self.channels))
 
     def _warm(self, channel: grpc.Channel) -> wire.WarmupReply:
-        until = time.monotonic() + SECONDS
+        deadline = time.monotonic() + SECONDS
         while True:
             try:
                 return rpc.Stub(channel).Warmup(WARMUP, timeout=SECONDS)  # type: ignore[no-any-return]
             except grpc.RpcError as error:
-                if error.code() != grpc.StatusCode.UNAVAILABLE or time.monotonic() > until:
+                if error.code() != grpc.StatusCode.UNAVAILABLE or time.monotonic() > deadline:
                     raise
                 time.sleep(0.05)
 
     def codes(self, seconds: float) -> list[int]:
-        """Exit codes of both, which have to end within `seconds`."""
+        """The exit codes of both, which have to exit within `seconds`."""
         return [process.wait(seconds) for process in self.processes]
 
     def close(self) -> None:
@@ -94,7 +94,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Ranks]:
         result.close()
 
 
-def test_a_rank_that_does_not_come_is_not_waited_for_longer_than_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rendezvous_without_the_other_rank_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "RENDEZVOUS_SECONDS", 0.2)
     began = time.monotonic()
     with pytest.raises(RuntimeError, match="timeout"):
@@ -102,8 +102,8 @@ def test_a_rank_that_does_not_come_is_not_waited_for_longer_than_said(tmp_path: 
     assert time.monotonic() - began < 20
 
 
-def test_ranks_meet_though_the_backend_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As NCCL, which returns at once."""
+def test_rendezvous_waits_for_all_ranks_even_if_the_backend_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Like NCCL, whose init_process_group returns at once."""
     monkeypatch.setattr(parallel.distributed, "init_process_group", lambda *given, **named: None)
     with ThreadPoolExecutor(2) as threads:
         assert len([*threads.map(lambda rank: parallel.Ranks(rank, 2, tiny.CPU, tmp_path / "both"), range(2))]) == 2
@@ -113,14 +113,14 @@ def test_ranks_meet_though_the_backend_does_not(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("error", "traced", "words"),
+    ("error", "traceback", "message"),
     [
         (torch.OutOfMemoryError("2 GiB"), False, "another process has taken the memory: 2 GiB"),
         (RuntimeError("odd"), True, "failed"),
     ],
 )
-def test_memory_that_runs_out_while_loading_is_told_in_one_line(
-    error: Exception, traced: bool, words: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_out_of_memory_while_loading_is_logged_in_one_line(
+    error: Exception, traceback: bool, message: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def load(config: ShardConfig, stage: Callable[[str], None]) -> None:
         raise error
@@ -129,24 +129,24 @@ def test_memory_that_runs_out_while_loading_is_told_in_one_line(
     codes: list[int] = []
     entry._work(ShardConfig(folder="", model="m"), SimpleNamespace(stage=""), load, codes.append)  # type: ignore[arg-type]
     assert codes == [1]
-    [told] = [one for one in caplog.records if one.levelname == "ERROR"]
-    assert (bool(told.exc_info), told.getMessage().endswith(words)) == (traced, True)
+    [record] = [one for one in caplog.records if one.levelname == "ERROR"]
+    assert (bool(record.exc_info), record.getMessage().endswith(message)) == (traceback, True)
 
 
-def test_no_rank_begins_before_all_have_their_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where one begins it waits inside torch, which gives up after RENDEZVOUS_SECONDS."""
+def test_no_rank_begins_before_all_have_loaded_their_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that begins waits for the others inside torch, which gives up after RENDEZVOUS_SECONDS."""
     monkeypatch.setattr(entry.gc, "freeze", lambda: None)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     listens, loaded = threading.Event(), threading.Event()
     begun, ended = queue.SimpleQueue[int](), queue.SimpleQueue[int]()
-    links = list[Sender | Receiver]()
+    relays = list[Sender | Receiver]()
 
     def receiver(config: ShardConfig) -> Receiver:
-        links.append(Receiver(config))
-        return links[-1]  # type: ignore[return-value]
+        relays.append(Receiver(config))
+        return relays[-1]  # type: ignore[return-value]
 
     def start(rank: int, relay: Sender) -> None:
-        links.append(relay)
+        relays.append(relay)
         begun.put(rank)
 
     def work(rank: int, load: Callable[..., Any]) -> threading.Thread:
@@ -157,7 +157,7 @@ def test_no_rank_begins_before_all_have_their_weights(tmp_path: Path, monkeypatc
         return thread
 
     def load(config: ShardConfig, stage: Callable[[str], None]) -> None:
-        listens.set()  # the socket's path is there a moment before
+        listens.set()  # rank 0's socket exists by now
         loaded.wait(SECONDS)
 
     monkeypatch.setattr(entry, "Receiver", receiver)
@@ -168,7 +168,7 @@ def test_no_rank_begins_before_all_have_their_weights(tmp_path: Path, monkeypatc
         begun.get(timeout=0.3)
     loaded.set()
     assert {begun.get(timeout=10) for _ in threads} == {0, 1}
-    for link in reversed(links):
+    for link in reversed(relays):
         link.close()
     for thread in threads:
         thread.join(10)
@@ -176,17 +176,17 @@ def test_no_rank_begins_before_all_have_their_weights(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("ranks", ["demo"], indirect=True)
-def test_two_processes_answer_on_a_stream_and_end_on_sigterm(ranks: Ranks) -> None:
+def test_two_processes_answer_on_a_stream_and_exit_on_sigterm(ranks: Ranks) -> None:
     first, second = ranks.warm()
     assert (first.sample_tokens, second.sample_tokens) == (64, 64)
     first.sample_seconds = second.sample_seconds  # each has its own clock
     assert first == second
     assert (first.pages, first.page_size) == (1024, 4)
-    asked = prompts(10)
+    token_lists = prompts(10)
     shard = Remote(ranks.channels[0], stream=True, pages=1024, page_size=4)
-    world = drive(shard, requests(asked), Habits(chunk=16, pause=0.1))
-    assert world.failed == {}
-    assert world.answers == dict(enumerate(tiny.greedy("demo", asked, COUNT)))
+    results = drive(shard, requests(token_lists), Habits(chunk=16, pause=0.1))
+    assert results.failed == {}
+    assert results.answers == dict(enumerate(tiny.greedy("demo", token_lists, COUNT)))
     assert shard.clear() == 1024
     with pytest.raises(grpc.RpcError, match="rank 0"):
         Remote(ranks.channels[1], stream=False, pages=1024, page_size=4).decode([1])
@@ -194,53 +194,53 @@ def test_two_processes_answer_on_a_stream_and_end_on_sigterm(ranks: Ranks) -> No
         process.terminate()
     codes = ranks.codes(10)
     assert codes[0] == 0
-    assert codes[1] in (0, 1)  # 1 when it learns of rank 0's end before its own signal
+    assert codes[1] in (0, 1)  # 1 if it learns of rank 0's exit before its own signal
     assert list(ranks.folder.iterdir()) == []
 
 
 @pytest.mark.parametrize("ranks", ["demo"], indirect=True)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="threads of another process are named by numbers of Linux")
-def test_sigterm_is_heard_whichever_thread_takes_it(ranks: Ranks) -> None:
-    """As that of a process that was stopped meanwhile: any of its threads may be the first that goes on."""
+def test_sigterm_is_handled_whichever_thread_receives_it(ranks: Ranks) -> None:
+    """As in a process that was stopped (SIGSTOP) meanwhile: any of its threads may be the first to continue."""
     ranks.warm()
     pid = ranks.processes[0].pid
     thread = next(int(name) for name in os.listdir(f"/proc/{pid}/task") if int(name) != pid)
     assert ctypes.CDLL(None).tgkill(pid, thread, signal.SIGTERM) == 0
-    assert ranks.codes(10) == [0, 1]  # the other has lost rank 0
+    assert ranks.codes(10) == [0, 1]  # rank 1 has lost rank 0
 
 
 @pytest.mark.parametrize("ranks", ["one-key-llama"], indirect=True)
-def test_a_rank_that_dies_ends_the_other(ranks: Ranks) -> None:
+def test_killed_rank_ends_the_other(ranks: Ranks) -> None:
     ranks.warm()
-    asked = prompts(10)
+    token_lists = prompts(10)
     shard = Remote(ranks.channels[0], stream=False, pages=1024, page_size=4)
     sampling = Sampling(temperature=0.8, top_p=0.9, seed=11)
-    world = drive(shard, requests(asked, sampling), Habits(chunk=7, pause=0.1, cancel=0.05), seed=3)
-    alone = drive(tiny.engine("one-key-llama"), requests(asked, sampling), Habits()).answers
-    assert all(tokens == alone[uid][: len(tokens)] for uid, tokens in world.answers.items())
-    assert {uid for uid in alone if world.answers[uid] == alone[uid]} >= set(alone) - world.cancelled
+    results = drive(shard, requests(token_lists, sampling), Habits(chunk=7, pause=0.1, cancel=0.05), seed=3)
+    alone = drive(tiny.engine("one-key-llama"), requests(token_lists, sampling), Habits()).answers
+    assert all(tokens == alone[uid][: len(tokens)] for uid, tokens in results.answers.items())
+    assert {uid for uid in alone if results.answers[uid] == alone[uid]} >= set(alone) - results.cancelled
     assert shard.clear() == 1024
 
     os.kill(ranks.processes[1].pid, signal.SIGKILL)
     ranks.processes[1].wait(5)
     began = time.monotonic()
     with pytest.raises(grpc.RpcError, match="the shard failed"):
-        drive(shard, requests(asked), Habits())
+        drive(shard, requests(token_lists), Habits())
     assert ranks.codes(10) == [1, -signal.SIGKILL]
     assert time.monotonic() - began < 10
-    assert list(ranks.folder.iterdir()) == [ranks.folder / "rank-1"]  # of the one that had no time to clean up
+    assert list(ranks.folder.iterdir()) == [ranks.folder / "rank-1"]  # the killed rank could not clean up
 
 
-def test_a_port_that_another_has_is_named() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+def test_rendezvous_port_in_use_is_reported() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
         expected = f"127.0.0.1, port {port}: Address already in use"
         with pytest.raises(RendezvousFailed, match=expected):
             parallel.Ranks(0, 2, tiny.CPU, ("127.0.0.1", port))
 
 
-# Whether the sum of seven rows begins with that of the first alone.
-ADDING = """
+# Prints whether the all-reduced sum of seven rows begins with that of the first row alone.
+ALL_REDUCE_SCRIPT = """
 import sys, torch
 from pathlib import Path
 from penstock.shard.parallel import Ranks
@@ -253,14 +253,14 @@ if not ranks.rank:
 """
 
 
-def test_sums_of_three_ranks_depend_on_no_neighbour(tmp_path: Path) -> None:
-    """torch cuts what it adds up into as many parts as there are ranks, and adds up each in another order."""
+def test_invariant_all_reduce_of_a_row_does_not_depend_on_other_rows(tmp_path: Path) -> None:
+    """torch cuts a tensor into as many parts as there are ranks, and sums each in another order of ranks."""
 
-    def found(how: str) -> str:
-        commands = [[sys.executable, "-c", ADDING, str(rank), str(tmp_path / how), how] for rank in range(3)]
+    def all_reduce_is_invariant(mode: str) -> str:
+        commands = [[sys.executable, "-c", ALL_REDUCE_SCRIPT, str(rank), str(tmp_path / mode), mode] for rank in range(3)]
         started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
-        told = [process.communicate(timeout=SECONDS)[0] for process in started]
-        return told[0].strip()
+        outputs = [process.communicate(timeout=SECONDS)[0] for process in started]
+        return outputs[0].strip()
 
-    assert found("invariant") == "True"
-    assert found("usual") == "False"
+    assert all_reduce_is_invariant("invariant") == "True"
+    assert all_reduce_is_invariant("usual") == "False"

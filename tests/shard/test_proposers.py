@@ -1,4 +1,5 @@
-"""What is proposed: what a text repeats, found without reading it again; what a draft model draws, by the target's noise."""
+"""Draft proposers: n-gram lookup of repeated text with an incremental index, against a scan; trees and chains sampled from a draft
+model with the target's noise, against plain sampling of a toy model."""
 
 import functools
 import random
@@ -30,7 +31,7 @@ def paths(tree: Tree) -> set[tuple[int, ...]]:
 
 
 def earlier_by_scan(text: Sequence[int]) -> tuple[int, int]:
-    """How many of the last tokens came before, and the place behind them where they did most recently."""
+    """The length of the longest repeated suffix, and the place behind its most recent earlier occurrence."""
     for length in range(min(LONGEST, len(text)), 0, -1):
         for place in range(len(text) - 1, length - 1, -1):
             if text[place - length : place] == text[len(text) - length :]:
@@ -39,7 +40,7 @@ def earlier_by_scan(text: Sequence[int]) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_repeats_are_those_that_a_scan_finds_however_they_have_grown(seed: int) -> None:
+def test_ngram_index_finds_the_repeats_of_a_full_scan(seed: int) -> None:
     chance = random.Random(seed)
     text = [chance.randrange(3) for _ in range(chance.randint(1, 60))]
     index, known = NgramIndex(), 0
@@ -50,7 +51,7 @@ def test_repeats_are_those_that_a_scan_finds_however_they_have_grown(seed: int) 
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_the_longest_repeated_end_is_continued_as_it_was_the_last_time(seed: int) -> None:
+def test_lookup_continues_the_longest_repeated_suffix(seed: int) -> None:
     chance = random.Random(seed)
     text = [chance.randrange(4) for _ in range(chance.randint(1, 40))]
     index = NgramIndex()
@@ -59,12 +60,12 @@ def test_the_longest_repeated_end_is_continued_as_it_was_the_last_time(seed: int
     length, place = earlier_by_scan(text)
     wanted = list(text)
     for _ in range(5 if length else 0):
-        wanted.append(wanted[place + len(wanted) - len(text)])  # what reaches the end goes on with itself
+        wanted.append(wanted[place + len(wanted) - len(text)])  # beyond the text's end it goes on with itself
     assert list(tree.tokens) == wanted[len(text) :]
     assert tree.is_chain
 
 
-def test_of_several_continuations_it_is_the_most_recent_one() -> None:
+def test_lookup_takes_the_most_recent_continuation() -> None:
     index = NgramIndex()
     index.follow([1, 2, 7, 7, 1, 2, 8, 8, 1, 2, 7, 9, 1, 2])
     assert look_up(index, 9, 2).tokens == (7, 9)
@@ -72,7 +73,7 @@ def test_of_several_continuations_it_is_the_most_recent_one() -> None:
     assert len(look_up(index, 3, 9)) == 3
 
 
-def test_what_followed_a_longer_end_is_surer() -> None:
+def test_lookup_is_more_confident_after_longer_matches() -> None:
     longer, shorter = NgramIndex(), NgramIndex()
     longer.follow([1, 2, 7, 7, 1, 2])
     shorter.follow([1, 2, 7, 7, 2])
@@ -80,7 +81,7 @@ def test_what_followed_a_longer_end_is_surer() -> None:
     assert look_up(longer, 9, 1).logprobs[0] > look_up(shorter, 9, 1).logprobs[0]
 
 
-def test_nothing_is_found_for_a_new_token_nor_in_no_text() -> None:
+def test_lookup_finds_nothing_for_a_new_token_or_an_empty_text() -> None:
     index = NgramIndex()
     assert look_up(index, 4, 4) == Tree()
     index.follow([1, 2, 3])
@@ -89,10 +90,10 @@ def test_nothing_is_found_for_a_new_token_nor_in_no_text() -> None:
     assert look_up(index, 0, 4) == look_up(index, 4, 0) == Tree()
 
 
-def test_a_step_costs_what_is_new() -> None:
-    """Of a long text only its last tokens are looked at."""
+def test_index_reads_only_new_tokens() -> None:
+    """Only the new tokens of a long text are read."""
 
-    class Watched(Sequence[int]):
+    class CountingText(Sequence[int]):
         def __init__(self, length: int) -> None:
             self.length = length
             self.read = 0
@@ -107,51 +108,51 @@ def test_a_step_costs_what_is_new() -> None:
             return own
 
     index = NgramIndex()
-    index.follow(Watched(10_000))
-    last = Watched(10_001)
+    index.follow(CountingText(10_000))
+    last = CountingText(10_001)
     index.follow(last)
     assert last.read == 1
     assert look_up(index, 4, 4).tokens == (5, 5, 5, 5)
 
 
-def test_lookup_is_asked_for_many() -> None:
+def test_ngram_proposer_serves_several_sequences() -> None:
     proposer = NgramProposer()
-    asked = [
+    requests = [
         DraftRequest(one := group(uid, Sampling(), 9, text), one.sequences[0], 4, 3) for uid, text in enumerate([(1, 1), (1, 2)])
     ]
-    first, second = proposer.propose(asked).drafts
+    first, second = proposer.propose(requests).drafts
     assert first.tree.tokens == (1, 1, 1)
     assert not len(second.tree)
-    asked[1].sequence.tokens.extend([1])
-    assert proposer.propose(asked).drafts[1].tree.tokens == (2, 1, 2)
+    requests[1].sequence.tokens.extend([1])
+    assert proposer.propose(requests).drafts[1].tree.tokens == (2, 1, 2)
 
 
-def test_a_long_text_is_indexed_over_several_steps_and_holds_nobody_up() -> None:
+def test_long_texts_are_indexed_over_several_steps_without_delaying_others() -> None:
     proposer, chance = NgramProposer(), random.Random(1)
     texts = [[chance.randrange(9) for _ in range(3 * CATCH_UP)], [3] * 9, [chance.randrange(9) for _ in range(2 * CATCH_UP)]]
-    asked = [DraftRequest(one := group(uid, Sampling(), 9, text), one.sequences[0], 4, 3) for uid, text in enumerate(texts)]
+    requests = [DraftRequest(one := group(uid, Sampling(), 9, text), one.sequences[0], 4, 3) for uid, text in enumerate(texts)]
     ready = list[list[bool]]()
     for _ in range(8):
-        before = [len(one.sequence.ngram_index.tokens) if one.sequence.ngram_index else 0 for one in asked]
-        ready.append([len(draft.tree) > 0 for draft in proposer.propose(asked).drafts])
-        lengths = [len(one.sequence.ngram_index.tokens) for one in asked if one.sequence.ngram_index]
-        assert sum(lengths) - sum(before) <= CATCH_UP + SHORT * len(asked)
-        for one in asked:
+        before = [len(one.sequence.ngram_index.tokens) if one.sequence.ngram_index else 0 for one in requests]
+        ready.append([len(draft.tree) > 0 for draft in proposer.propose(requests).drafts])
+        lengths = [len(one.sequence.ngram_index.tokens) for one in requests if one.sequence.ngram_index]
+        assert sum(lengths) - sum(before) <= CATCH_UP + SHORT * len(requests)
+        for one in requests:
             one.sequence.tokens.append(3)
     assert ready[0] == [False, True, False]
     assert all(short for _, short, _ in ready)
     assert ready[-1] == [True, True, True]
     whole = NgramIndex()
-    whole.follow(asked[0].sequence.tokens[:-1])
-    assert asked[0].sequence.ngram_index is not None
-    assert asked[0].sequence.ngram_index.earlier() == whole.earlier()
+    whole.follow(requests[0].sequence.tokens[:-1])
+    assert requests[0].sequence.ngram_index is not None
+    assert requests[0].sequence.ngram_index.earlier() == whole.earlier()
 
 
 # A draft model
 
 
-class Watch:
-    """A model that sees to it that it is asked as the protocol says."""
+class CheckedModel:
+    """A draft model that checks that it is called as the protocol says."""
 
     def __init__(self, model: Toy) -> None:
         self._model = model
@@ -184,8 +185,8 @@ GROWTHS: dict[str, TreeShape] = {
 
 
 @functools.cache
-def asked(temperature: float = 1.0) -> list[DraftRequest]:
-    """For very different numbers."""
+def requests(temperature: float = 1.0) -> list[DraftRequest]:
+    """Requests for very different numbers of nodes and depths."""
     chance = random.Random(3)
     result = []
     for uid in range(30):
@@ -196,28 +197,28 @@ def asked(temperature: float = 1.0) -> list[DraftRequest]:
 
 @pytest.mark.parametrize("name", list(GROWTHS))
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_trees_are_no_larger_and_no_deeper_than_asked_for(name: str, temperature: float) -> None:
-    watch, shape = Watch(MODEL), GROWTHS[name]
-    drafts = Drafting(watch, shape).propose(asked(temperature)).drafts
-    assert len(watch.rounds) <= shape.rounds
-    for one, draft in zip(asked(temperature), drafts, strict=True):
+def test_trees_are_no_larger_and_no_deeper_than_requested(name: str, temperature: float) -> None:
+    checked, shape = CheckedModel(MODEL), GROWTHS[name]
+    drafts = Drafting(checked, shape).propose(requests(temperature)).drafts
+    assert len(checked.rounds) <= shape.rounds
+    for one, draft in zip(requests(temperature), drafts, strict=True):
         assert len(draft.tree) <= one.nodes
         assert max(draft.tree.depths, default=-1) < one.depth
         assert paths(draft.tree) == {path for path in paths(draft.tree) if len(path) == 1 or path[:-1] in paths(draft.tree)}
     assert sum(len(draft.tree) for draft in drafts) > 60
 
 
-def test_nothing_is_asked_of_the_model_where_nothing_is_wanted() -> None:
-    watch = Watch(MODEL)
+def test_draft_model_is_not_called_if_no_drafts_are_requested() -> None:
+    checked = CheckedModel(MODEL)
     one = group(0, Sampling(), 9)
     none = [DraftRequest(one, one.sequences[0], 0, 5), DraftRequest(one, one.sequences[0], 5, 0)]
     for shape in GROWTHS.values():
-        assert [len(draft.tree) for draft in Drafting(watch, shape).propose(none).drafts] == [0, 0]
-    assert watch.rounds == []
+        assert [len(draft.tree) for draft in Drafting(checked, shape).propose(none).drafts] == [0, 0]
+    assert checked.rounds == []
 
 
 @pytest.mark.parametrize("nodes", [15, 14, 8, 3, 2, 1])
-def test_an_expansion_keeps_its_most_probable_nodes(nodes: int) -> None:
+def test_layered_tree_keeps_its_most_probable_nodes(nodes: int) -> None:
     one = group(0, Sampling(temperature=1.0), 50)
     [whole] = Drafting(MODEL, LayeredTree((3, 2, 1))).propose([DraftRequest(one, one.sequences[0], 15, 9)]).drafts
     [draft] = Drafting(MODEL, LayeredTree((3, 2, 1))).propose([DraftRequest(one, one.sequences[0], nodes, 9)]).drafts
@@ -227,7 +228,7 @@ def test_an_expansion_keeps_its_most_probable_nodes(nodes: int) -> None:
 
 
 @pytest.mark.parametrize(("nodes", "widths"), [(15, (3, 2, 1)), (14, (3, 2)), (8, (3, 1)), (4, (3,)), (2, (2,)), (0, ())])
-def test_where_drafts_are_drawn_an_expansion_is_narrowed_whatever_they_are(nodes: int, widths: tuple[int, ...]) -> None:
+def test_layered_tree_for_rejection_is_narrowed_independently_of_samples(nodes: int, widths: tuple[int, ...]) -> None:
     for seed in range(20):
         one = group(0, Sampling(temperature=1.0, seed=seed), 50)
         drafting = Drafting(MODEL, LayeredTree((3, 2, 1)), VerificationRule.REJECTION)
@@ -238,8 +239,8 @@ def test_where_drafts_are_drawn_an_expansion_is_narrowed_whatever_they_are(nodes
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_chain_is_what_plain_sampling_from_the_draft_would_say(temperature: float) -> None:
-    """With the target's noise: so a draft that agrees with the target proposes what the target draws."""
+def test_chain_equals_plain_sampling_from_the_draft_model(temperature: float) -> None:
+    """With the target's noise, so that a draft model that agrees with the target proposes what the target samples."""
     for uid in range(20):
         one = group(uid, Sampling(temperature=temperature, seed=uid, frequency_penalty=0.5), 50, (uid, 2))
         [draft] = Drafting(MODEL, LayeredTree((1,) * 5)).propose([DraftRequest(one, one.sequences[0], 5, 9)]).drafts
@@ -250,7 +251,7 @@ def test_a_chain_is_what_plain_sampling_from_the_draft_would_say(temperature: fl
             one.sequences[0].tokens.append(token)
 
 
-def test_children_are_the_best_by_noise_and_as_probable_as_that_makes_them() -> None:
+def test_children_are_the_best_logits_plus_noise_with_matching_logprobs() -> None:
     from penstock.kernels.noise import gumbel_all
 
     one = group(0, Sampling(temperature=0.7, seed=11), 50)
@@ -262,8 +263,8 @@ def test_children_are_the_best_by_noise_and_as_probable_as_that_makes_them() -> 
     torch.testing.assert_close(logprobs, sums.log_softmax(-1).topk(4).values)
 
 
-def test_what_filters_leave_out_is_not_proposed() -> None:
-    """Not even if more children are wanted than there are tokens left."""
+def test_filtered_tokens_are_not_proposed() -> None:
+    """Not even if more children are requested than there are tokens left."""
     one = group(0, Sampling(temperature=1.0, top_k=2), 50)
     [draft] = Drafting(MODEL, LayeredTree((5,))).propose([DraftRequest(one, one.sequences[0], 9, 9)]).drafts
     allowed = {token for token, own in enumerate(next_token(MODEL, Sampling(temperature=1.0, top_k=2), (1, 1), 2)) if own}
@@ -274,8 +275,8 @@ def test_what_filters_leave_out_is_not_proposed() -> None:
     assert set(ids[0, :2].tolist()) == allowed
 
 
-def whole(one: DraftRequest, depth: int) -> dict[tuple[int, ...], float]:
-    """Greedily: every path, and its log-probability by the model."""
+def path_logprobs(one: DraftRequest, depth: int) -> dict[tuple[int, ...], float]:
+    """Every path up to a depth, and its log-probability by the model."""
     found: dict[tuple[int, ...], float] = {(): 0.0}
     layer = [()]
     for _ in range(depth):
@@ -287,23 +288,23 @@ def whole(one: DraftRequest, depth: int) -> dict[tuple[int, ...], float]:
     return found
 
 
-def test_growing_best_first_finds_the_most_probable_nodes_of_all() -> None:
+def test_best_first_tree_finds_the_most_probable_nodes() -> None:
     one = group(0, Sampling(), 50, (7, 8))
     wanted = DraftRequest(one, one.sequences[0], 8, 2)
     [draft] = Drafting(MODEL, BestFirstTree(9, together=8, width=8)).propose([wanted]).drafts
-    known = whole(wanted, 2)
+    known = path_logprobs(wanted, 2)
     assert paths(draft.tree) == set(sorted(known, key=lambda path: -known[path])[:8])
 
 
-def test_growing_best_first_stops_where_nothing_more_could_stay() -> None:
-    watch = Watch(MODEL)
+def test_best_first_tree_stops_when_no_further_node_could_be_kept() -> None:
+    checked = CheckedModel(MODEL)
     one = group(0, Sampling(), 50, (7, 8))
-    Drafting(watch, BestFirstTree(100, together=1, width=8)).propose([DraftRequest(one, one.sequences[0], 3, 50)])
-    assert len(watch.rounds) < 8
+    Drafting(checked, BestFirstTree(100, together=1, width=8)).propose([DraftRequest(one, one.sequences[0], 3, 50)])
+    assert len(checked.rounds) < 8
 
 
-def test_best_first_brings_more_than_a_chain_of_as_many_nodes() -> None:
-    """By a draft that is often wrong; a tree that beats nothing would be a fault of the order."""
+def test_best_first_tree_has_more_accepted_than_a_chain_of_as_many_nodes() -> None:
+    """With a draft model that is often wrong. If the tree were no better than the chain, its order would be at fault."""
     target, counts = MODEL.near(9, 1.0), {}
     groups = [group(uid, Sampling(temperature=1.0, seed=uid), 50, (uid % 30, 3)) for uid in range(400)]
     for name, shape in (("chain", LayeredTree((1,) * 8)), ("tree", BestFirstTree(4, together=4, width=4))):
@@ -319,10 +320,10 @@ def test_best_first_brings_more_than_a_chain_of_as_many_nodes() -> None:
     assert counts["tree"] > 1.15 * counts["chain"]
 
 
-# Several
+# Several proposers
 
 
-def test_several_proposers_make_one_tree() -> None:
+def test_drafts_of_several_proposers_are_merged_into_one_tree() -> None:
     text = (1, 2, 3, 1, 2, 4, 1, 2)
     one = group(0, Sampling(), 50, text)
     wanted = [DraftRequest(one, one.sequences[0], 6, 4)]

@@ -1,4 +1,5 @@
-"""Medusa's heads and the MLP speculator, which guess by what their target makes of a token, against a computation of their own."""
+"""Medusa's heads and the MLP speculator, which draft from the target model's last hidden state, against a reference that follows
+the papers and recomputes everything from the beginning."""
 
 import functools
 import json
@@ -33,17 +34,17 @@ from penstock.shard.speculator import Speculator
 from penstock.tests.shard import configurations, test_distribution, tiny
 from penstock.tests.shard import test_speculation_grammar as grammars
 from penstock.tests.shard.driver import UNLIMITED, Habits, World, drive
-from penstock.tests.shard.test_draft_head import engine, watched, written
-from penstock.tests.shard.test_drafter import all_of, free
+from penstock.tests.shard.test_draft_head import engine, record_logit_errors, write_head
+from penstock.tests.shard.test_drafter import max_drafts, with_free_drafts
 from penstock.tests.shard.test_oracle import at_rest, prompt
-from penstock.tests.shard.test_sharing import room
-from penstock.tests.shard.test_speculation import asked
+from penstock.tests.shard.test_sharing import pages_of_largest_group
+from penstock.tests.shard.test_speculation import sample_groups
 from penstock.tests.shard.toy import g_test
 
 COUNT = 11  # groups
 LEVELS = 3
 INNER = 48
-# Of each kind: config.json, and what tensors are shaped like for a model of that vocabulary.
+# config.json of each kind; `sizes` has the shapes of the tensors.
 MEDUSA = {"medusa_num_heads": LEVELS, "medusa_num_layers": 2, "base_model_name_or_path": "somewhere/else"}
 SPECULATOR = {
     "architectures": ["MLPSpeculatorPreTrainedModel"],
@@ -91,35 +92,35 @@ def weights(kind: str) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Of the heads, by kind. Medusa's file has a name of its own."""
+    """The folders of the heads, by kind. Medusa's file of weights has a name of its own."""
     found = {}
     for kind, config in CONFIGS.items():
-        found[kind] = written(tmp_path_factory.mktemp("heads") / kind.replace(" ", "-"), config, weights(kind))
+        found[kind] = write_head(tmp_path_factory.mktemp("heads") / kind.replace(" ", "-"), config, weights(kind))
         if "medusa" in kind:
             (found[kind] / "model.safetensors").rename(found[kind] / "medusa_lm_head.safetensors")
     return found
 
 
-KNOWN: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+KNOWN_FEATURES: dict[tuple[str, tuple[int, ...]], Tensor] = {}
 
 
 @torch.inference_mode()
 def features(name: str, text: tuple[int, ...]) -> Tensor:
-    """What the model's last norm gives for the last token: as it is where the text goes on, if that is known."""
-    for (known, longer), found in KNOWN.items():
+    """The output of the model's last norm at the text's last token: from a longer known text with this prefix, if there is one."""
+    for (known, longer), found in KNOWN_FEATURES.items():
         if known == name and longer[: len(text)] == text:
             return found[len(text) - 1]
     states = tiny.reference(name)(torch.tensor([text]), output_hidden_states=True).hidden_states
-    return KNOWN.setdefault((name, text), states[-1][0])[-1]
+    return KNOWN_FEATURES.setdefault((name, text), states[-1][0])[-1]
 
 
 @functools.cache
-def expected() -> World:
-    return drive(tiny.engine("llama"), asked(0)[:COUNT], Habits())
+def plain_results() -> World:
+    return drive(tiny.engine("llama"), sample_groups(0)[:COUNT], Habits())
 
 
 class Oracle:
-    """Logits after a text and drafts, from the beginning, as the papers have it."""
+    """Logits after a text and drafts, computed from the beginning, as the papers define them."""
 
     def __init__(self, kind: str, name: str = "llama", own: dict[str, Tensor] | None = None) -> None:
         self.kind = kind
@@ -127,8 +128,8 @@ class Oracle:
         self.own = own or weights(kind)
 
     def __call__(self, text: Sequence[int], drafts: Sequence[int]) -> Tensor:
-        seen = features(self.name, tuple(text[:-1]))
-        return self._medusa(seen, len(drafts)) if "medusa" in self.kind else self._speculator(seen, [text[-1], *drafts])
+        hidden = features(self.name, tuple(text[:-1]))
+        return self._medusa(hidden, len(drafts)) if "medusa" in self.kind else self._speculator(hidden, [text[-1], *drafts])
 
     def _medusa(self, x: Tensor, level: int) -> Tensor:
         for block in range(CONFIGS[self.kind]["medusa_num_layers"]):
@@ -139,8 +140,8 @@ class Oracle:
             return model.get_output_embeddings()(x).detach() * getattr(model.config, "logit_scale", 1)  # type: ignore[no-any-return]
         return output @ x
 
-    def _speculator(self, seen: Tensor, tokens: Sequence[int]) -> Tensor:
-        x, config = seen, CONFIGS[self.kind]
+    def _speculator(self, hidden: Tensor, tokens: Sequence[int]) -> Tensor:
+        x, config = hidden, CONFIGS[self.kind]
         if config.get("scale_input"):
             x = x / x.square().mean().add(1e-6).sqrt() / math.sqrt(2)
         share, tied = 2 ** (-0.5 / LEVELS), config.get("tie_weights", False)
@@ -154,21 +155,21 @@ class Oracle:
         return self.own[f"speculator.head.{own}.weight"] @ x
 
 
-def check(own: Engine, oracle: Oracle, groups: Sequence[Group], habits: Habits) -> World:
-    """Logits of every node, and the tokens of plain decoding."""
-    off = watched(own, oracle)
-    world = drive(own, groups, habits, seed=own.page_size)
-    assert max(told := off()) < 1e-3
-    assert len(told) > 50
-    assert world.tokens == {one: expected().tokens[one] for one in world.tokens}
-    assert world.finishes == {one: expected().finishes[one] for one in world.tokens}
-    assert world.drafted > 50
+def check_drafts(own: Engine, oracle: Oracle, groups: Sequence[Group], traffic: Habits) -> World:
+    """Checks the logits of every node, and that the tokens are those of plain decoding."""
+    errors = record_logit_errors(own, oracle)
+    results = drive(own, groups, traffic, seed=own.page_size)
+    assert max(deviations := errors()) < 1e-3
+    assert len(deviations) > 50
+    assert results.tokens == {one: plain_results().tokens[one] for one in results.tokens}
+    assert results.finishes == {one: plain_results().finishes[one] for one in results.tokens}
+    assert results.drafted > 50
     assert at_rest(own)
-    return world
+    return results
 
 
 @pytest.mark.parametrize(
-    ("kind", "said", "page_size", "chunk"),
+    ("kind", "options", "page_size", "chunk"),
     [
         ("medusa", "tree=3x2x1", 4, 7),
         ("medusa", "nodes=20", 16, 9),
@@ -178,149 +179,149 @@ def check(own: Engine, oracle: Oracle, groups: Sequence[Group], habits: Habits) 
         ("tied speculator", "tokens=3", 16, 7),
     ],
 )
-def test_what_they_compute_is_what_the_papers_say(
-    kind: str, said: str, page_size: int, chunk: int, folders: dict[str, Path]
+def test_head_logits_match_the_papers_reference(
+    kind: str, options: str, page_size: int, chunk: int, folders: dict[str, Path]
 ) -> None:
-    """In chunks, after pauses, on few pages that others know, too."""
-    groups = asked(all_of(said))[:COUNT]
-    own = free(engine(folders[kind], said, page_size, room(groups, page_size) + 50))
-    world = check(own, Oracle(kind), groups, Habits(chunk, pause=0.05))
-    assert world.pauses
-    assert world.restored or world.cached
+    """In chunks, after preemption, in small pools with shared prefixes."""
+    groups = sample_groups(max_drafts(options))[:COUNT]
+    own = with_free_drafts(engine(folders[kind], options, page_size, pages_of_largest_group(groups, page_size) + 50))
+    results = check_drafts(own, Oracle(kind), groups, Habits(chunk, pause=0.05))
+    assert results.pauses
+    assert results.restored or results.cached
 
 
-def test_beside_an_output_matrix_in_float32(folders: dict[str, Path]) -> None:
-    """Hy 4's, whatever it is computed in: heads that lack such matrices take it."""
+def test_heads_without_output_matrices_use_a_float32_output_matrix(folders: dict[str, Path]) -> None:
+    """Hy 4's output matrix is float32 whatever the dtype is: heads without output matrices use it."""
     draft = f"draft={folders['medusa without outputs']},tokens=3"
     own = load(ShardConfig(folder=str(tiny.folder("hy-4")), model="m", dtype="bfloat16", speculate=draft), lambda stage: None)
     own.resize(64)
-    world = drive(free(own), [tiny.group(1, prompt(1, 20), 10, drafts=3)], Habits(), seed=1)
-    assert world.failed == {}
-    assert world.drafted > 3
+    results = drive(with_free_drafts(own), [tiny.group(1, prompt(1, 20), 10, drafts=3)], Habits(), seed=1)
+    assert results.failed == {}
+    assert results.drafted > 3
 
 
-def test_beside_linear_attention(folders: dict[str, Path]) -> None:
-    """Where right drafts are computed once more with the next step."""
-    groups = [group for group in asked(3) if len(group.waiting) == 1][:3]
-    own = free(engine(folders["speculator"], "tokens=3", 4, name="qwen3.5"))
-    off = watched(own, Oracle("speculator", "qwen3.5"))
-    world = drive(own, groups, Habits(7, pause=0.05), seed=2)
+def test_mlp_speculator_with_linear_attention_changes_no_token(folders: dict[str, Path]) -> None:
+    """With linear attention accepted drafts are computed again with the next step."""
+    groups = [group for group in sample_groups(3) if len(group.waiting) == 1][:3]
+    own = with_free_drafts(engine(folders["speculator"], "tokens=3", 4, name="qwen3.5"))
+    errors = record_logit_errors(own, Oracle("speculator", "qwen3.5"))
+    results = drive(own, groups, Habits(7, pause=0.05), seed=2)
     plain = drive(tiny.engine("qwen3.5", 16, 2000, prefix_caching=False), [replace(group, drafts=0) for group in groups], Habits())
-    assert max(off()) < 5e-3
-    assert world.tokens == plain.tokens
-    assert world.drafted > 30
+    assert max(errors()) < 5e-3
+    assert results.tokens == plain.tokens
+    assert results.drafted > 30
 
 
 @pytest.mark.parametrize(
     ("kind", "name"),
     [("speculator", "llama"), *(("medusa without outputs", name) for name in ("phi", "cohere", "gpt2"))],
 )
-def test_two_ranks_keep_what_one_of_them_guesses_by(
+def test_heads_on_two_ranks_match_the_reference(
     kind: str, name: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Heads without output matrices take the model's, of which rank 0 has a part: with biases, tied, scaled, otherwise named."""
-    own, said = threading.local(), "tree=2x2x1"
+    """Heads without output matrices use the model's, of which rank 0 has a part: with biases, tied, scaled, under other names."""
+    own, options = threading.local(), "tree=2x2x1"
     monkeypatch.setattr(
         "penstock.shard.loading.Ranks", lambda rank, size, *rest: own.ranks if size > 1 else Ranks(rank, size, *rest)
     )
-    groups = [group for group in asked(all_of(said)) if len(group.waiting) == 1][:4]
+    groups = [group for group in sample_groups(max_drafts(options)) if len(group.waiting) == 1][:4]
 
     def work(ranks: Ranks) -> tuple[World, list[float]]:
         own.ranks = ranks
-        half = halved(name, folders[kind], said, ranks)
-        off = watched(half, Oracle(kind, name)) if not ranks.rank else list
-        return drive(half, copied(groups), Habits(16, pause=0.05), seed=5), off()
+        rank_engine = engine_of_rank(name, folders[kind], options, ranks)
+        errors = record_logit_errors(rank_engine, Oracle(kind, name)) if not ranks.rank else list
+        return drive(rank_engine, copies_of(groups), Habits(16, pause=0.05), seed=5), errors()
 
-    (world, off), (twin, _) = tiny.Threads().run(work)
-    assert max(off) < 1e-3
-    assert len(off) > 20
-    assert world.tokens == twin.tokens == drive(tiny.engine(name), copied(groups, 0), Habits()).tokens
-    assert world.drafted == twin.drafted > 20
+    (results, errors), (other_rank, _) = tiny.Threads().run(work)
+    assert max(errors) < 1e-3
+    assert len(errors) > 20
+    assert results.tokens == other_rank.tokens == drive(tiny.engine(name), copies_of(groups, 0), Habits()).tokens
+    assert results.drafted == other_rank.drafted > 20
 
 
-def halved(name: str, folder: Path, said: str, ranks: Ranks) -> Engine:
-    config = ShardConfig(folder=str(tiny.folder(name)), model=name, speculate=f"draft={folder},{said}", page_size=4)
+def engine_of_rank(name: str, folder: Path, options: str, ranks: Ranks) -> Engine:
+    config = ShardConfig(folder=str(tiny.folder(name)), model=name, speculate=f"draft={folder},{options}", page_size=4)
     found = load(replace(config, rank=ranks.rank, ranks=2, meeting="here"), lambda stage: None)
     found.resize(300)
-    return free(found)
+    return with_free_drafts(found)
 
 
-def copied(groups: Sequence[Group], drafts: int | None = None) -> list[Group]:
-    """Not begun yet, for another engine; with other numbers of drafts, if these are given."""
-    made = {group.uid: group for group in asked(0)}
-    return [replace(made[group.uid], drafts=group.drafts if drafts is None else drafts) for group in groups]
+def copies_of(groups: Sequence[Group], drafts: int | None = None) -> list[Group]:
+    """New copies of the groups for another engine, with another number of drafts if it is given."""
+    fresh = {group.uid: group for group in sample_groups(0)}
+    return [replace(fresh[group.uid], drafts=group.drafts if drafts is None else drafts) for group in groups]
 
 
-def planted(kind: str, texts: Sequence[Sequence[int]], begins: int) -> dict[str, Tensor]:
-    """Heads whose output matrices are such that they guess what these texts say, all of it: of fewer tokens than features, behind
-    the first `begins`."""
+def solved_heads(kind: str, texts: Sequence[Sequence[int]], start: int) -> dict[str, Tensor]:
+    """Heads whose output matrices are solved for so that they draft all tokens of these texts behind the first `begins`: there are
+    fewer tokens than features."""
     own = dict(weights(kind))
     for level in range(LEVELS):
         name = f"{level}.2.weight" if kind == "medusa" else f"speculator.head.{level}.weight"
-        states, said = list[Tensor](), list[int]()
-        own[name] = torch.eye(64 if kind == "medusa" else INNER)  # so that states come out
+        states, next_tokens = list[Tensor](), list[int]()
+        own[name] = torch.eye(64 if kind == "medusa" else INNER)  # so that the oracle returns hidden states
         for text in texts:
-            for end in range(begins, len(text) - level):
+            for end in range(start, len(text) - level):
                 states.append(Oracle(kind, own=own)(text[:end], text[end : end + level]))
-                said.append(text[end + level])
-        wanted = functional.one_hot(torch.tensor(said), configurations.VOCABULARY).double()
+                next_tokens.append(text[end + level])
+        wanted = functional.one_hot(torch.tensor(next_tokens), configurations.VOCABULARY).double()
         own[name] = torch.linalg.lstsq(torch.stack(states).double(), wanted, driver="gelsd").solution.t().float().contiguous()
     return own
 
 
 @pytest.mark.parametrize("kind", ["medusa", "speculator"])
-def test_heads_that_are_right_are_believed(kind: str, tmp_path: Path) -> None:
-    """All but the last guesses, behind the ends of answers."""
+def test_all_drafts_of_correct_heads_are_accepted(kind: str, tmp_path: Path) -> None:
+    """All but the last drafts, which are behind the ends of answers."""
     prompts = [prompt(uid, 9) for uid in (3, 4)]
-    said = drive(tiny.engine("llama"), [tiny.group(uid, one, 22) for uid, one in enumerate(prompts)], Habits()).tokens
-    texts = [[*one, *said[uid, 0]] for uid, one in enumerate(prompts)]
-    own = free(engine(written(tmp_path, CONFIGS[kind], planted(kind, texts, 10)), "tokens=3", 4))
-    world = drive(own, [tiny.group(uid, one, 22, drafts=3) for uid, one in enumerate(prompts)], Habits(5))
-    assert world.tokens == said
-    assert world.accepted >= world.drafted - 2 * LEVELS
-    assert world.accepted > 25
+    plain_tokens = drive(tiny.engine("llama"), [tiny.group(uid, one, 22) for uid, one in enumerate(prompts)], Habits()).tokens
+    texts = [[*one, *plain_tokens[uid, 0]] for uid, one in enumerate(prompts)]
+    own = with_free_drafts(engine(write_head(tmp_path, CONFIGS[kind], solved_heads(kind, texts, 10)), "tokens=3", 4))
+    results = drive(own, [tiny.group(uid, one, 22, drafts=3) for uid, one in enumerate(prompts)], Habits(5))
+    assert results.tokens == plain_tokens
+    assert results.accepted >= results.drafted - 2 * LEVELS
+    assert results.accepted > 25
 
 
-def test_grammars_are_kept(folders: dict[str, Path]) -> None:
-    said = "nodes=9"
-    own = free(engine(folders["medusa without outputs"], said, 4, name="words"))
+def test_grammars_are_respected_with_drafts_of_heads(folders: dict[str, Path]) -> None:
+    options = "nodes=9"
+    own = with_free_drafts(engine(folders["medusa without outputs"], options, 4, name="words"))
     masks, plain = Masks(grammars.GRAMMAR_TOKENS, grammars.VOCABULARY), grammars.with_masks(tiny.engine("words"))
-    own.speculator = Speculator(own.decoder.ranks, tiny.CPU, parse(f"draft=x,{said}"), own.speculator.drafter, masks, LEVELS)
+    own.speculator = Speculator(own.decoder.ranks, tiny.CPU, parse(f"draft=x,{options}"), own.speculator.drafter, masks, LEVELS)
     own._masks = masks
-    world = drive(own, grammars.asked(all_of(said), range(8)), Habits(7, pauses=1), seed=2)
-    grammars.check(world, drive(plain, grammars.asked(0, range(8)), Habits()))
-    assert world.accepted > 10
+    results = drive(own, grammars.grammar_groups(max_drafts(options), range(8)), Habits(7, pauses=1), seed=2)
+    grammars.check_results(results, drive(plain, grammars.grammar_groups(0, range(8)), Habits()))
+    assert results.accepted > 10
 
 
-@pytest.mark.parametrize(("said", "count"), [("tree=3x2,verify=rejection", 250), ("tree=2x2", 100)])
+@pytest.mark.parametrize(("options", "count"), [("tree=3x2,verify=rejection", 250), ("tree=2x2", 100)])
 def test_answers_have_the_distribution_of_plain_sampling(
-    said: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a model with four tokens: see `test_distribution`."""
+    """For a model with four tokens: see `test_distribution`."""
     hidden, generator = tiny.decoder("four").shape.hidden, torch.Generator().manual_seed(1)
     shapes = {f"{level}.0.linear.{part}": (hidden, hidden)[: 2 - (part == "bias")] for level in range(2) for part in PARTS}
     tensors = {name: 0.3 * torch.randn(size, generator=generator) for name, size in shapes.items()}
-    written(tmp_path, {"medusa_num_heads": 2, "medusa_num_layers": 1}, tensors)
-    monkeypatch.setattr(test_distribution, "engine", lambda said: engine(tmp_path, said, pages=6000, name="four"))
-    found, drafted, accepted = test_distribution.answers(said, count)
+    write_head(tmp_path, {"medusa_num_heads": 2, "medusa_num_layers": 1}, tensors)
+    monkeypatch.setattr(test_distribution, "engine", lambda options: engine(tmp_path, options, pages=6000, name="four"))
+    found, drafted, accepted = test_distribution.answers(options, count)
     exact = test_distribution.exact(test_distribution.PLAIN)
     assert drafted > accepted > count
     assert g_test(found, exact) > test_distribution.FAIR
 
 
-def test_whole_models_that_hold_their_heads(tmp_path: Path) -> None:
-    """As those that were trained together: named twice, as the model and as what drafts for it."""
+def test_model_folder_with_medusa_heads_drafts_for_itself(tmp_path: Path) -> None:
+    """As of models trained together with their heads: the folder is given both as the model and as its draft model."""
     fields = json.loads((tiny.folder("llama") / "config.json").read_text()) | MEDUSA
     stored = safetensors.torch.load_file(tiny.folder("llama") / "model.safetensors")
-    written(tmp_path, fields, stored | {f"medusa_head.{name}": tensor for name, tensor in weights("medusa").items()})
+    write_head(tmp_path, fields, stored | {f"medusa_head.{name}": tensor for name, tensor in weights("medusa").items()})
     config = ShardConfig(folder=str(tmp_path), model="llama", speculate=f"draft={tmp_path},tokens=2", page_size=4)
     own = load(config, lambda stage: None)
     own.resize(500)
-    check(free(own), Oracle("medusa"), asked(2)[:4], Habits(7))
+    check_drafts(with_free_drafts(own), Oracle("medusa"), sample_groups(2)[:4], Habits(7))
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_what_they_take_is_planned(kind: str, folders: dict[str, Path]) -> None:
+def test_planned_bytes_of_heads_match_their_weights(kind: str, folders: dict[str, Path]) -> None:
     own = engine(folders[kind], "tokens=3", page_size=4, pages=9)
     drafter = own.speculator.drafter
     assert isinstance(drafter, Readout)
@@ -328,28 +329,31 @@ def test_what_they_take_is_planned(kind: str, folders: dict[str, Path]) -> None:
     assert sum(part.nbytes for part in own.cache.pages) == 10 * 4 * own.token_bytes
     model, draft = checkpoint.read(tiny.folder("llama"), "auto", text=False), checkpoint.read(folders[kind], "auto", text=False)
     draft = replace(draft, config=with_sizes(draft.config, checkpoint.elements(folders[kind])))
-    machine, bytes = Machine(cores=2, memory=1 << 32, fast_bfloat16=False), sum(tensor.nbytes for tensor in weights(kind).values())
+    machine, weight_bytes = (
+        Machine(cores=2, memory=1 << 32, fast_bfloat16=False),
+        sum(tensor.nbytes for tensor in weights(kind).values()),
+    )
     one, two = (plan.divide(Options(dtype="float32", num_shard=ranks), model, machine, draft) for ranks in (1, 2))
     assert one.draft_token_bytes == drafter.token_bytes
-    assert one.draft_bytes == bytes
-    assert two.draft_bytes - bytes == (4 * configurations.VOCABULARY * 64 if "without" in kind else 0)
+    assert one.draft_bytes == weight_bytes
+    assert two.draft_bytes - weight_bytes == (4 * configurations.VOCABULARY * 64 if "without" in kind else 0)
     assert "3 heads" in plan.table(one, "llama")
     assert "\n  features " in plan.table(one, "llama")
 
 
 @pytest.mark.parametrize("kind", ["medusa", "speculator"])
-def test_weights_that_are_made_up(kind: str, folders: dict[str, Path]) -> None:
-    asked = f"draft={folders[kind]},tokens=2"
+def test_heads_with_dummy_weights_can_draft(kind: str, folders: dict[str, Path]) -> None:
+    speculate = f"draft={folders[kind]},tokens=2"
     own = load(
-        ShardConfig(folder=str(tiny.folder("llama")), model="llama", speculate=asked, load_format="dummy"), lambda stage: None
+        ShardConfig(folder=str(tiny.folder("llama")), model="llama", speculate=speculate, load_format="dummy"), lambda stage: None
     )
     own.resize(100)
-    world = drive(free(own), [tiny.group(1, [1, 2, 3], 6, drafts=2)], Habits())
-    assert world.drafted > 2
+    results = drive(with_free_drafts(own), [tiny.group(1, [1, 2, 3], 6, drafts=2)], Habits())
+    assert results.drafted > 2
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("config", "message"),
     [
         (MEDUSA | {"medusa_num_heads": 0}, "medusa_num_heads 0, an integer from 1 to 127 is needed"),
         (MEDUSA | {"medusa_num_layers": None}, "medusa_num_layers null, an integer"),
@@ -366,23 +370,23 @@ def test_weights_that_are_made_up(kind: str, folders: dict[str, Path]) -> None:
         (SPECULATOR | {"tie_weights": 1}, "tie_weights 1, true or false is needed"),
     ],
 )
-def test_heads_that_do_not_fit(config: dict[str, Any], words: str) -> None:
-    with pytest.raises(Unsupported, match=words):
+def test_head_config_that_does_not_fit_the_model_is_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(Unsupported, match=message):
         draft_shape(config, tiny.decoder("llama").shape)
 
 
-def test_as_many_tokens_as_heads() -> None:
+def test_number_of_drafts_is_limited_by_the_number_of_heads() -> None:
     found = readout_shape(MEDUSA, 64, 131)
     assert shaped(found, parse("draft=x"), said=False).widths == (1, 1, 1)
     assert shaped(found, parse("draft=x,nodes=30")).nodes == 30
-    for said in ("tokens=4", "tree=2x1x1x1"):
+    for options in ("tokens=4", "tree=2x1x1x1"):
         with pytest.raises(Unsupported, match="4 tokens in a chain are asked for, and its 3 heads draft one each: say tokens=3"):
-            shaped(found, parse(f"draft=x,{said}"))
+            shaped(found, parse(f"draft=x,{options}"))
     with pytest.raises(Unsupported, match=r"no tensor is named 0.0.linear.weight"):
         with_sizes(MEDUSA, {"blocks.0.layers.0.weight": 4096})
 
 
-def test_a_tensor_that_is_missing(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_missing_head_tensor_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     tensors = {name: tensor for name, tensor in weights("medusa").items() if not name.startswith("2.")}
     with pytest.raises(Unsupported, match=r"has no tensor 2.0.linear.weight: is the download complete"):
-        engine(written(tmp_path, MEDUSA, tensors), "tokens=2")
+        engine(write_head(tmp_path, MEDUSA, tensors), "tokens=2")

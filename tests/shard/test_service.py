@@ -1,4 +1,5 @@
-"""The service on a unix socket, one rank in this process: who is refused, what is repeated, what the columns hold."""
+"""The shard's gRPC service on a unix socket, with one rank in this process: refused calls, repeated steps, warmup, the columns of
+replies, and adapters that are loaded while it serves."""
 
 import dataclasses
 import resource
@@ -34,8 +35,8 @@ NAME = "llama"
 WARMUP = wire.WarmupRequest(max_step_tokens=128, max_step_rows=8, max_total_tokens=256)
 
 
-class Process:
-    """What `__main__` builds, without a process."""
+class InProcessShard:
+    """A shard's service as `__main__` builds it, without a process of its own."""
 
     def __init__(self, socket: Path, **settings: Any) -> None:
         self.config = ShardConfig(folder=str(tiny.folder(NAME)), model=NAME, page_size=4, **{"kv_pages": 500} | settings)
@@ -48,7 +49,7 @@ class Process:
         self.stub = rpc.Stub(self.channel)
 
     def start(self) -> None:
-        """The model is loaded."""
+        """Starts the service, as when the model has been loaded."""
         self.service.start(tiny.engine(NAME, page_size=4, pages=0), Sender(ShardConfig(folder="", model="")))
 
     def close(self) -> None:
@@ -57,14 +58,14 @@ class Process:
 
 
 @pytest.fixture
-def process(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Process]:
-    result = Process(tmp_path / "socket", **getattr(request, "param", {}))
+def process(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[InProcessShard]:
+    result = InProcessShard(tmp_path / "socket", **getattr(request, "param", {}))
     yield result
     result.close()
 
 
 @pytest.fixture
-def warm(process: Process) -> Process:
+def warm(process: InProcessShard) -> InProcessShard:
     process.start()
     process.stub.Warmup(WARMUP, timeout=30)
     return process
@@ -79,7 +80,7 @@ def prefill(step: int, uid: int, tokens: list[int], count: int = 4, **fields: An
     return wire.PrefillRequest(step=step, batch=1, groups=[one], chunk_uids=[uid], chunk_lengths=[1], prompt_tokens=len(tokens))
 
 
-def test_info_and_health_answer_before_the_model_is_there(process: Process) -> None:
+def test_info_and_health_answer_before_the_model_is_there(process: InProcessShard) -> None:
     process.service.stage = "loading weights 40 %"
     info = process.stub.Info(wire.InfoRequest(), timeout=5)
     assert (info.model, info.ranks, info.page_size, info.dtype, info.device) == (NAME, 1, 4, "float32", "cpu")
@@ -91,7 +92,7 @@ def test_info_and_health_answer_before_the_model_is_there(process: Process) -> N
     assert (info.loaded, info.vocabulary, info.max_positions) == (True, configurations.VOCABULARY, 512)
 
 
-def test_warmup_sizes_the_pool_and_repeats_its_answer(warm: Process) -> None:
+def test_warmup_sizes_the_pool_and_repeats_its_answer(warm: InProcessShard) -> None:
     reply = warm.stub.Warmup(WARMUP, timeout=5)
     shape = warm.service.engine.decoder.shape
     assert (reply.pages, reply.page_size) == (500, 4)
@@ -104,21 +105,21 @@ def test_warmup_sizes_the_pool_and_repeats_its_answer(warm: Process) -> None:
 
 
 @pytest.mark.parametrize("process", [{"kv_pages": 0}], indirect=True)
-def test_a_pool_without_a_given_size_is_never_larger_than_what_can_be_used(process: Process) -> None:
+def test_default_pool_is_no_larger_than_the_largest_batch_can_use(process: InProcessShard) -> None:
     process.start()
     assert process.stub.Warmup(WARMUP, timeout=30).pages == 8 * 256 // 4
 
 
 @pytest.mark.parametrize("process", [{"kv_pages": 0}], indirect=True)
-def test_drafts_are_rows_and_no_sequences(process: Process) -> None:
-    """The pool is not larger for them."""
+def test_rows_of_drafts_do_not_enlarge_the_pool(process: InProcessShard) -> None:
+    """The pool doesn't grow with the rows of drafts."""
     process.start()
-    few = wire.WarmupRequest(max_step_tokens=128, max_step_rows=72, max_total_tokens=256, max_sequences=8)
-    assert process.stub.Warmup(few, timeout=30).pages == 8 * 256 // 4
+    request = wire.WarmupRequest(max_step_tokens=128, max_step_rows=72, max_total_tokens=256, max_sequences=8)
+    assert process.stub.Warmup(request, timeout=30).pages == 8 * 256 // 4
 
 
 @pytest.mark.parametrize("process", [{"kv_pages": 1 << 31}], indirect=True)
-def test_too_many_pages_are_refused_with_the_remedy(process: Process) -> None:
+def test_too_many_pages_are_refused_with_the_remedy(process: InProcessShard) -> None:
     process.start()
     with pytest.raises(grpc.RpcError, match=r"room for \d+ pages of 2048 bytes, 2147483648 are wanted\. Lower --kv-pages") as error:
         process.stub.Warmup(WARMUP, timeout=30)
@@ -127,10 +128,10 @@ def test_too_many_pages_are_refused_with_the_remedy(process: Process) -> None:
 
 
 @pytest.mark.parametrize("process", [{"kv_pages": 0}], indirect=True)
-def test_memory_that_runs_out_in_warmup_is_told_in_one_line(
-    process: Process, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_out_of_memory_in_warmup_is_logged_in_one_line_with_the_remedy(
+    process: InProcessShard, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As on a GPU whose memory the weights nearly fill. It may be another process's, so a restart may help."""
+    """As on a GPU whose memory the weights nearly fill. Another process may hold the memory, so a restart may help: exit code 1."""
 
     def measure(*given: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has 1 GiB free.")
@@ -140,50 +141,50 @@ def test_memory_that_runs_out_in_warmup_is_told_in_one_line(
     with pytest.raises(grpc.RpcError, match="the shard failed and ends"):
         process.stub.Warmup(WARMUP, timeout=30)
     assert process.codes == [1]
-    [told] = [one for one in caplog.records if one.levelname == "ERROR"]
-    assert told.exc_info is None
-    assert "A lower --max-batch-prefill-tokens" in told.getMessage()
-    assert told.getMessage().endswith("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1 GiB free.")
+    [record] = [one for one in caplog.records if one.levelname == "ERROR"]
+    assert record.exc_info is None
+    assert "A lower --max-batch-prefill-tokens" in record.getMessage()
+    assert record.getMessage().endswith("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1 GiB free.")
 
 
-def test_the_measured_step_keeps_within_the_positions(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU it is as large as the largest step."""
+def test_measured_step_stays_within_the_models_positions(process: InProcessShard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the measured step is as large as the largest step."""
     monkeypatch.setattr("penstock.shard.memory.SAMPLE_TOKENS", 2000)  # of 512 positions
     process.start()
-    few = wire.WarmupRequest(max_step_tokens=2000, max_step_rows=1, max_total_tokens=512)
-    assert process.stub.Warmup(few, timeout=30).sample_tokens == 2000
+    request = wire.WarmupRequest(max_step_tokens=2000, max_step_rows=1, max_total_tokens=512)
+    assert process.stub.Warmup(request, timeout=30).sample_tokens == 2000
 
 
-@pytest.mark.parametrize("absent", [("clear_refs",), ("clear_refs", "status")], ids=["read-only", "no /proc"])
+@pytest.mark.parametrize("unreadable", [("clear_refs",), ("clear_refs", "status")], ids=["read-only", "no /proc"])
 @pytest.mark.parametrize("process", [{"kv_pages": 0}], indirect=True)
-def test_memory_is_measured_where_proc_is_not_as_on_linux(
-    process: Process, absent: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_memory_is_measured_without_writable_or_readable_proc_files(
+    process: InProcessShard, unreadable: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of a step that takes more than anything before: the peak can't be reset."""
+    """The peak can't be reset: only memory beyond the previous peak is measured."""
 
-    def away(own: Callable[..., Any]) -> Callable[..., Any]:
-        def either(path: Path, *rest: Any, **more: Any) -> Any:
-            if path.parent == Path("/proc/self") and path.name in absent:
+    def denied(original: Callable[..., Any]) -> Callable[..., Any]:
+        def deny_absent(path: Path, *rest: Any, **more: Any) -> Any:
+            if path.parent == Path("/proc/self") and path.name in unreadable:
                 raise PermissionError(13, "Permission denied", str(path))
-            return own(path, *rest, **more)
+            return original(path, *rest, **more)
 
-        return either
+        return deny_absent
 
-    monkeypatch.setattr(Path, "write_text", away(Path.write_text))
-    monkeypatch.setattr(Path, "read_text", away(Path.read_text))
+    monkeypatch.setattr(Path, "write_text", denied(Path.write_text))
+    monkeypatch.setattr(Path, "read_text", denied(Path.read_text))
     process.start()
     assert process.stub.Warmup(WARMUP, timeout=30).pages == 8 * 256 // 4
     assert any("can't be reset ([Errno 13] Permission denied: '/proc/self/clear_refs')" in line for line in caplog.messages)
     before = memory._peak(tiny.CPU, reset=True)
     taken: list[torch.Tensor] = []
-    while memory._peak(tiny.CPU) - before <= 32 << 20:  # what else is in memory may leave it meanwhile
+    while memory._peak(tiny.CPU) - before <= 32 << 20:  # other memory may be freed meanwhile
         now = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
         assert len(taken) < 10
         taken.append(torch.ones(max(0, before - now) + (64 << 20), dtype=torch.uint8))
     assert all(part.all() for part in taken)
 
 
-def test_commands_before_warmup_are_refused(process: Process) -> None:
+def test_commands_before_warmup_are_refused(process: InProcessShard) -> None:
     process.start()
     calls = [
         lambda: process.stub.Decode(wire.DecodeRequest(step=1), timeout=5),
@@ -197,14 +198,14 @@ def test_commands_before_warmup_are_refused(process: Process) -> None:
 
 
 @pytest.mark.parametrize("process", [{"rank": 1, "ranks": 2}], indirect=True)
-def test_other_ranks_refuse_commands(process: Process) -> None:
+def test_other_ranks_refuse_commands(process: InProcessShard) -> None:
     with pytest.raises(grpc.RpcError, match="send commands to rank 0") as error:
         process.stub.Decode(wire.DecodeRequest(step=1), timeout=5)
     assert code_of(error) == grpc.StatusCode.FAILED_PRECONDITION
     assert process.stub.Info(wire.InfoRequest(), timeout=5).rank == 1
 
 
-def test_a_repeated_step_is_answered_from_memory_and_an_older_one_refused(warm: Process) -> None:
+def test_repeated_step_is_answered_from_memory_and_older_step_is_refused(warm: InProcessShard) -> None:
     request = prefill(5, 7, [1, 2, 3])
     first = warm.stub.Prefill(request, timeout=5)
     assert warm.stub.Prefill(request, timeout=5).SerializeToString() == first.SerializeToString()
@@ -221,27 +222,27 @@ def test_a_repeated_step_is_answered_from_memory_and_an_older_one_refused(warm: 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_driver_gets_transformers_tokens_over_the_wire(warm: Process, stream: bool) -> None:
-    asked = prompts(12, 40)
+def test_random_traffic_over_grpc_gets_transformers_tokens(warm: InProcessShard, stream: bool) -> None:
+    token_lists = prompts(12, 40)
     shard = Remote(warm.channel, stream, pages=500, page_size=4)
-    world = drive(shard, requests(asked), Habits(chunk=16, pause=0.1))
-    assert (world.failed, world.answers) == ({}, dict(enumerate(tiny.greedy(NAME, asked, COUNT))))
+    results = drive(shard, requests(token_lists), Habits(chunk=16, pause=0.1))
+    assert (results.failed, results.answers) == ({}, dict(enumerate(tiny.greedy(NAME, token_lists, COUNT))))
     assert warm.service.engine.pool.free == 500
 
 
-def test_the_end_of_a_stream_drops_everything(warm: Process) -> None:
+def test_end_of_a_stream_drops_all_its_groups(warm: InProcessShard) -> None:
     commands = [wire.Command(prefill=prefill(step, step, [1, 2, 3])) for step in (1, 2)]
     replies = list(warm.stub.Steps(iter(commands), timeout=10))
     assert [reply.step.free for reply in replies] == [499, 498]
-    until = time.monotonic() + 5
-    while warm.service.engine.books.batches and time.monotonic() < until:  # the client has the end before the shard is done with it
+    deadline = time.monotonic() + 5
+    while warm.service.engine.books.batches and time.monotonic() < deadline:  # the client sees the end before the shard has cleared
         time.sleep(0.01)
     assert warm.service.engine.books.batches == {}
     assert warm.service.engine.pool.free == 500
     assert warm.codes == []
 
 
-def test_the_end_of_an_old_stream_leaves_a_new_router_alone(warm: Process) -> None:
+def test_end_of_an_old_stream_keeps_the_groups_of_a_new_router(warm: InProcessShard) -> None:
     old = Remote(warm.channel, stream=True, pages=500, page_size=4)
     old.call("Prefill", prefill=prefill(0, 1, [1, 2, 3]))
     warm.stub.ClearCache(wire.ClearCacheRequest(step=1), timeout=5)
@@ -251,7 +252,7 @@ def test_the_end_of_an_old_stream_leaves_a_new_router_alone(warm: Process) -> No
     assert list(warm.stub.Decode(wire.DecodeRequest(step=3, batches=[1]), timeout=5).uids) == [2]
 
 
-def test_filter_and_concat_over_the_wire(warm: Process) -> None:
+def test_filter_and_concat_over_grpc(warm: InProcessShard) -> None:
     warm.stub.Prefill(prefill(1, 1, [1, 2, 3], 9, end_ids=[5]), timeout=5)
     other = prefill(2, 2, [4, 5], 9, top_n=2)
     other.batch = 6
@@ -268,7 +269,7 @@ def test_filter_and_concat_over_the_wire(warm: Process) -> None:
     assert (part.choice, list(part.tokens)) == (0, [first.tokens[0], reply.tokens[1]])
 
 
-def test_choices_end_and_a_pause_hands_back_the_others(warm: Process) -> None:
+def test_pause_returns_continuations_of_the_choices_that_have_not_ended(warm: InProcessShard) -> None:
     request = prefill(1, 1, [1, 2, 3, 4, 5], 9, choices=3, sampling=wire.Sampling(temperature=1, seed=5))
     first = warm.stub.Prefill(request, timeout=5)
     assert (list(first.choices), list(first.held), list(first.grow), first.prompt_tokens) == ([0, 1, 2], [4], [0], 5)
@@ -280,7 +281,7 @@ def test_choices_end_and_a_pause_hands_back_the_others(warm: Process) -> None:
     [paused] = reply.paused
     answers = {part.choice: list(part.tokens) for part in paused.continuations}
     assert answers == {0: [first.tokens[0], second.tokens[0]], 2: [first.tokens[2], second.tokens[1]]}
-    assert (paused.grow, paused.lacking) == (1 + 2, 5 + 1 + 1)  # they get through two more steps in their second pages
+    assert (paused.grow, paused.lacking) == (1 + 2, 5 + 1 + 1)  # two more steps fit into their second pages
     again = prefill(5, 1, [1, 2, 3, 4, 5], 9, choices=3, sampling=request.groups[0].sampling, continuations=paused.continuations)
     third = warm.stub.Prefill(again, timeout=5)
     assert (list(third.lacking), third.cached_tokens, third.prompt_tokens, third.restored_tokens) == ([1], 4, 2, 2)
@@ -289,13 +290,13 @@ def test_choices_end_and_a_pause_hands_back_the_others(warm: Process) -> None:
     assert list(warm.stub.Decode(wire.DecodeRequest(step=7, batches=[1]), timeout=5).choices) == [0, 2]
 
 
-def test_prefix_caching_is_a_setting() -> None:
+def test_prefix_caching_follows_the_setting() -> None:
     for wanted in (True, False):
         config = ShardConfig(folder=str(tiny.folder(NAME)), model=NAME, prefix_caching=wanted)
         assert (load(config, lambda stage: None).books.prefixes is not None) == wanted
 
 
-def test_a_group_survives_the_wire() -> None:
+def test_group_survives_serialization() -> None:
     sampling = Sampling(
         temperature=0.5,
         top_k=3,
@@ -318,16 +319,16 @@ def test_a_group_survives_the_wire() -> None:
         assert group_from(wire.Group.FromString(message(one).SerializeToString())) == one
     plain = tiny.group(1, [1], 1)
     assert group_from(message(plain)) == plain
-    told = message(tiny.group(1, [1, 2, 3], 9, prompt_logprobs=True, continuations=[(0, [9])]))
-    assert not group_from(told).prompt_logprobs, "they were reported before it was paused"
+    resumed = message(tiny.group(1, [1, 2, 3], 9, prompt_logprobs=True, continuations=[(0, [9])]))
+    assert not group_from(resumed).prompt_logprobs, "they were reported before it was paused"
     assert group_from(wire.Group(tokens=[1])).sampling == Sampling()
 
 
-def test_what_drafts_may_cost_survives_the_wire() -> None:
-    told = wire.Allowance(step_seconds=0.5, first_seconds=0.25, draft_seconds=0.125, round_seconds=2.0, most=7)
-    told.needed_uids.extend([1 << 40, 3])
-    told.needed.extend([1.5, 0.0])
-    for request in (wire.DecodeRequest(allowance=told), wire.PrefillRequest(allowance=told)):
+def test_draft_allowance_survives_serialization() -> None:
+    allowance = wire.Allowance(step_seconds=0.5, first_seconds=0.25, draft_seconds=0.125, round_seconds=2.0, most=7)
+    allowance.needed_uids.extend([1 << 40, 3])
+    allowance.needed.extend([1.5, 0.0])
+    for request in (wire.DecodeRequest(allowance=allowance), wire.PrefillRequest(allowance=allowance)):
         found = allowance_from(type(request).FromString(request.SerializeToString()))
         assert found is not None
         assert found == Allowance(LinearCost(step=0.5, draft=0.125, round=2.0, first=0.25), 7, {1 << 40: 1.5, 3: 0.0})
@@ -336,7 +337,7 @@ def test_what_drafts_may_cost_survives_the_wire() -> None:
         assert allowance_from(type(request)()) is None
 
 
-def test_what_was_drafted_is_in_columns() -> None:
+def test_reply_columns_hold_draft_counts() -> None:
     outcome = Outcome(
         drafted=5,
         accepted=3,
@@ -354,8 +355,8 @@ def test_what_was_drafted_is_in_columns() -> None:
     assert (step.draft_seconds, step.later_seconds, step.rounds) == (0.5, 0.375, 4)
 
 
-def test_columns_hold_log_probabilities_of_transformers(warm: Process) -> None:
-    """Of the tokens, of the alternatives and of the prompt, which is computed in two chunks."""
+def test_reply_columns_hold_transformers_logprobs(warm: InProcessShard) -> None:
+    """Log-probabilities of the tokens, of the alternatives, and of the prompt, which is computed in two chunks."""
     tokens = list(prompt(8, 30))
     request = prefill(1, 1, tokens, top_n=3, prompt_logprobs=True)
     request.prompt_tokens = 13
@@ -385,7 +386,7 @@ def test_columns_hold_log_probabilities_of_transformers(warm: Process) -> None:
     assert reply.seconds > 0
 
 
-def test_failures_are_columns_too(warm: Process) -> None:
+def test_reply_columns_hold_failures(warm: InProcessShard) -> None:
     request = prefill(1, 1, [1, 2])
     request.groups.append(wire.Group(uid=2, tokens=[configurations.VOCABULARY], max_new_tokens=1))
     request.chunk_uids.append(2)
@@ -395,7 +396,7 @@ def test_failures_are_columns_too(warm: Process) -> None:
     assert "token 131 is not in the model's vocabulary" in reply.failed_messages[0]
 
 
-def test_a_fault_of_our_own_ends_the_process(warm: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_error_ends_the_process_with_code_1(warm: InProcessShard, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*rest: object) -> None:
         raise RuntimeError("planted")
 
@@ -406,195 +407,199 @@ def test_a_fault_of_our_own_ends_the_process(warm: Process, monkeypatch: pytest.
     assert warm.codes == [1]
 
 
-# Adapters that come while it serves
+# Adapters that are loaded while the shard serves
 
 
 @pytest.fixture
-def roomy(tmp_path: Path) -> Iterator[Process]:
-    result = Process(tmp_path / "roomy", max_loras=2, max_lora_rank=4)
+def with_adapter_room(tmp_path: Path) -> Iterator[InProcessShard]:
+    result = InProcessShard(tmp_path / "roomy", max_loras=2, max_lora_rank=4)
     engine = load(result.config, lambda stage: None)
     result.service.start(engine, Sender(ShardConfig(folder="", model="")))
     yield result
     result.close()
 
 
-def test_adapters_come_and_go(roomy: Process, tmp_path: Path) -> None:
+def test_adapters_are_loaded_replaced_and_dropped_while_serving(with_adapter_room: InProcessShard, tmp_path: Path) -> None:
     first, second = (lora.adapter(tiny.folder(NAME), tmp_path / name, seed) for seed, name in enumerate(("first", "second")))
-    stub, one = roomy.stub, wire.LoadedAdapter(key="k1", name="one", folder=str(first))
+    stub, one = with_adapter_room.stub, wire.LoadedAdapter(key="k1", name="one", folder=str(first))
     with pytest.raises(grpc.RpcError, match="call Warmup first"):
         stub.LoadAdapter(wire.LoadAdapterRequest(adapter=one), timeout=10)
     stub.Warmup(WARMUP, timeout=30)
     assert (stub.Info(wire.InfoRequest()).max_loras, list(stub.Info(wire.InfoRequest()).later)) == (2, [])
-    plain = answered(stub, 1, "")
+    plain = tokens_of_adapter(stub, 1, "")
     assert stub.Adapt(wire.AdaptRequest(step=10, add="k1")).problem == "adapter k1 was not loaded"
     stub.LoadAdapter(wire.LoadAdapterRequest(adapter=one), timeout=10)
     assert list(stub.Info(wire.InfoRequest()).later) == []
     assert stub.Adapt(wire.AdaptRequest(step=11, add="k1")).problem == ""
-    assert known(stub) == [("k1", "one", str(first), False)]
-    changed = answered(stub, 12, "k1")
+    assert later_adapters(stub) == [("k1", "one", str(first), False)]
+    changed = tokens_of_adapter(stub, 12, "k1")
     again = wire.LoadedAdapter(key="k2", name="one", folder=str(second))
     stub.LoadAdapter(wire.LoadAdapterRequest(adapter=again), timeout=10)
     stub.Adapt(wire.AdaptRequest(step=20, add="k2", retire="k1"))
-    assert known(stub) == [("k1", "one", str(first), True), ("k2", "one", str(second), False)]
-    assert answered(stub, 21, "k1") == changed
-    assert len({tuple(plain), tuple(changed), tuple(answered(stub, 30, "k2"))}) == 3
+    assert later_adapters(stub) == [("k1", "one", str(first), True), ("k2", "one", str(second), False)]
+    assert tokens_of_adapter(stub, 21, "k1") == changed
+    assert len({tuple(plain), tuple(changed), tuple(tokens_of_adapter(stub, 30, "k2"))}) == 3
     stub.Adapt(wire.AdaptRequest(step=40, drop="k1"))
-    assert known(stub) == [("k2", "one", str(second), False)]
+    assert later_adapters(stub) == [("k2", "one", str(second), False)]
     assert stub.Prefill(prefill(41, 1, [3, 4], adapter="k1")).failed_messages == ["the shards have no adapter 'k1'"]
-    assert roomy.codes == []
+    assert with_adapter_room.codes == []
 
 
-def test_an_adapter_that_can_not_be_loaded_changes_nothing(
-    roomy: Process, warm: Process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_adapter_that_cannot_be_loaded_is_refused_and_changes_nothing(
+    with_adapter_room: InProcessShard, warm: InProcessShard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = wire.LoadAdapterRequest(adapter=wire.LoadedAdapter(key="k", name="mine", folder=str(tmp_path)))
+    request = wire.LoadAdapterRequest(adapter=wire.LoadedAdapter(key="k", name="mine", folder=str(tmp_path)))
     with pytest.raises(grpc.RpcError, match="no room for other adapters: see --max-loras") as error:
-        warm.stub.LoadAdapter(asked, timeout=10)
+        warm.stub.LoadAdapter(request, timeout=10)
     assert code_of(error) == grpc.StatusCode.FAILED_PRECONDITION
-    roomy.stub.Warmup(WARMUP, timeout=30)
+    with_adapter_room.stub.Warmup(WARMUP, timeout=30)
     with pytest.raises(grpc.RpcError, match=r"adapter mine: .*adapter_config.json can't be read") as error:
-        roomy.stub.LoadAdapter(asked, timeout=10)
+        with_adapter_room.stub.LoadAdapter(request, timeout=10)
     assert code_of(error) == grpc.StatusCode.INVALID_ARGUMENT
-    asked.adapter.folder = "x" * 300
+    request.adapter.folder = "x" * 300
     with pytest.raises(grpc.RpcError, match=r"adapter mine: .*File name too long") as error:
-        roomy.stub.LoadAdapter(asked, timeout=10)
+        with_adapter_room.stub.LoadAdapter(request, timeout=10)
     assert code_of(error) == grpc.StatusCode.INVALID_ARGUMENT
     high = lora.adapter(tiny.folder(NAME), tmp_path / "high", 1, rank=5)
-    asked.adapter.folder = str(high)
+    request.adapter.folder = str(high)
     with pytest.raises(grpc.RpcError, match="adapter mine has rank 5, and there is room for 4"):
-        roomy.stub.LoadAdapter(asked, timeout=10)
+        with_adapter_room.stub.LoadAdapter(request, timeout=10)
     monkeypatch.setattr(LoraAdapters, "prepared", lambda *given: 1 / 0)
-    asked.adapter.folder = str(lora.adapter(tiny.folder(NAME), tmp_path / "good", 1))
+    request.adapter.folder = str(lora.adapter(tiny.folder(NAME), tmp_path / "good", 1))
     with pytest.raises(grpc.RpcError, match="adapter mine can't be loaded: ZeroDivisionError") as error:
-        roomy.stub.LoadAdapter(asked, timeout=10)
+        with_adapter_room.stub.LoadAdapter(request, timeout=10)
     assert code_of(error) == grpc.StatusCode.INVALID_ARGUMENT
-    assert roomy.stub.Adapt(wire.AdaptRequest(step=1, add="k")).problem == "adapter k was not loaded"
-    assert answered(roomy.stub, 2, "")
-    assert roomy.codes == []
+    assert with_adapter_room.stub.Adapt(wire.AdaptRequest(step=1, add="k")).problem == "adapter k was not loaded"
+    assert tokens_of_adapter(with_adapter_room.stub, 2, "")
+    assert with_adapter_room.codes == []
 
 
-def slow_reading(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
-    """Adapters are read no faster than the test says: the first event comes when one is begun, at the second it goes on."""
-    reading, slow = threading.Event(), threading.Event()
-    usual = LoraAdapters.prepared
+def block_adapter_reading(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Blocks the reading of adapters: the first event is set when reading begins, and reading goes on when the second is set."""
+    begun, proceed = threading.Event(), threading.Event()
+    original = LoraAdapters.prepared
 
     def prepared(changes: LoraAdapters, adapter: Any) -> Any:
-        reading.set()
-        assert slow.wait(10)
-        return usual(changes, adapter)
+        begun.set()
+        assert proceed.wait(10)
+        return original(changes, adapter)
 
     monkeypatch.setattr(LoraAdapters, "prepared", prepared)
-    return reading, slow
+    return begun, proceed
 
 
-@pytest.mark.parametrize("gone", ["router", "deadline"])
-def test_an_adapter_for_which_nobody_waits_is_not_kept(
-    roomy: Process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: str
+@pytest.mark.parametrize("cause", ["router", "deadline"])
+def test_adapter_is_dropped_if_no_router_waits_for_it_any_more(
+    with_adapter_room: InProcessShard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: str
 ) -> None:
-    """Another router has come, or its own has given up: nobody would say that it is to go."""
+    """Another router has connected, or its own has given up: no one would ask for it to be dropped."""
     place = lora.adapter(tiny.folder(NAME), tmp_path / "one", 1)
-    roomy.stub.Warmup(WARMUP, timeout=30)
-    reading, slow = slow_reading(monkeypatch)
+    with_adapter_room.stub.Warmup(WARMUP, timeout=30)
+    begun, proceed = block_adapter_reading(monkeypatch)
     monkeypatch.setattr(adapter_loading, "WAIT", 0.1)
     waiting: list[Any] = []
     read = adapter_loading.AdapterLoader.read
-    monkeypatch.setattr(adapter_loading.AdapterLoader, "read", lambda own, *asked: waiting.append(asked[-1]) or read(own, *asked))
-    asked = wire.LoadAdapterRequest(adapter=wire.LoadedAdapter(key="k", name="one", folder=str(place)))
-    call = roomy.stub.LoadAdapter.future(asked, timeout=10 if gone == "router" else 0.3)
-    assert reading.wait(5)
+    monkeypatch.setattr(
+        adapter_loading.AdapterLoader, "read", lambda loader, *request: waiting.append(request[-1]) or read(loader, *request)
+    )
+    request = wire.LoadAdapterRequest(adapter=wire.LoadedAdapter(key="k", name="one", folder=str(place)))
+    call = with_adapter_room.stub.LoadAdapter.future(request, timeout=10 if cause == "router" else 0.3)
+    assert begun.wait(5)
     with pytest.raises(grpc.RpcError, match="another one is being read yet: come again later"):
-        roomy.stub.LoadAdapter(asked, timeout=10)
-    if gone == "router":
-        roomy.stub.ClearCache(wire.ClearCacheRequest(step=1, router="another"))
-        slow.set()
+        with_adapter_room.stub.LoadAdapter(request, timeout=10)
+    if cause == "router":
+        with_adapter_room.stub.ClearCache(wire.ClearCacheRequest(step=1, router="another"))
+        proceed.set()
         with pytest.raises(grpc.RpcError, match="adapter one: nobody waits for it any more"):
             call.result()
     else:
         with pytest.raises(grpc.RpcError, match="Deadline"):
             call.result()
-        while waiting[0]():  # the server goes by a clock of its own
+        while waiting[0]():  # the server has a clock of its own
             time.sleep(0.01)
-        slow.set()
+        proceed.set()
     monkeypatch.undo()
-    asked.adapter.key = "another"
-    roomy.stub.LoadAdapter(asked, timeout=10)  # when the thread that reads the first one is done
-    assert list(roomy.service.adapter_loader._read) == ["another"]
+    request.adapter.key = "another"
+    with_adapter_room.stub.LoadAdapter(request, timeout=10)  # once the thread that reads the first one is done
+    assert list(with_adapter_room.service.adapter_loader._read) == ["another"]
 
 
-def test_a_router_may_be_heard_of_after_what_it_asks_for(roomy: Process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By ranks to which commands are passed on: it has come before it asked, and what it has loaded stays."""
+def test_load_adapter_may_arrive_before_its_routers_first_clear_cache(
+    with_adapter_room: InProcessShard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On ranks to which commands are passed on, its first ClearCache may arrive after its LoadAdapter: loaded adapters stay."""
     place = lora.adapter(tiny.folder(NAME), tmp_path / "one", 1)
-    roomy.stub.Warmup(WARMUP, timeout=30)
-    roomy.stub.ClearCache(wire.ClearCacheRequest(step=1, router="first"))
-    asked = wire.LoadAdapterRequest(adapter=wire.LoadedAdapter(key="k1", name="one", folder=str(place)), router="second")
-    roomy.stub.LoadAdapter(asked, timeout=10)
-    roomy.stub.ClearCache(wire.ClearCacheRequest(step=2))  # the first one's stream has ended
-    reading, slow = slow_reading(monkeypatch)
-    asked.adapter.key = "k2"
-    call = roomy.stub.LoadAdapter.future(asked, timeout=10)
-    assert reading.wait(5)
-    roomy.stub.ClearCache(wire.ClearCacheRequest(step=3, router="second"))
-    slow.set()
+    with_adapter_room.stub.Warmup(WARMUP, timeout=30)
+    with_adapter_room.stub.ClearCache(wire.ClearCacheRequest(step=1, router="first"))
+    request = wire.LoadAdapterRequest(adapter=wire.LoadedAdapter(key="k1", name="one", folder=str(place)), router="second")
+    with_adapter_room.stub.LoadAdapter(request, timeout=10)
+    with_adapter_room.stub.ClearCache(wire.ClearCacheRequest(step=2))  # the first one's stream has ended
+    begun, proceed = block_adapter_reading(monkeypatch)
+    request.adapter.key = "k2"
+    call = with_adapter_room.stub.LoadAdapter.future(request, timeout=10)
+    assert begun.wait(5)
+    with_adapter_room.stub.ClearCache(wire.ClearCacheRequest(step=3, router="second"))
+    proceed.set()
     call.result()
-    assert [roomy.stub.Adapt(wire.AdaptRequest(step=step, add=f"k{step - 3}")).problem for step in (4, 5)] == ["", ""]
-    asked.adapter.key = "k3"
-    roomy.stub.LoadAdapter(asked, timeout=10)
-    roomy.stub.ClearCache(wire.ClearCacheRequest(step=6, router="third"))
-    assert not roomy.service.adapter_loader._read
+    assert [with_adapter_room.stub.Adapt(wire.AdaptRequest(step=step, add=f"k{step - 3}")).problem for step in (4, 5)] == ["", ""]
+    request.adapter.key = "k3"
+    with_adapter_room.stub.LoadAdapter(request, timeout=10)
+    with_adapter_room.stub.ClearCache(wire.ClearCacheRequest(step=6, router="third"))
+    assert not with_adapter_room.service.adapter_loader._read
 
 
-def test_an_adapter_is_known_again_by_its_files(roomy: Process, tmp_path: Path) -> None:
+def test_adapter_digest_detects_changed_files(with_adapter_room: InProcessShard, tmp_path: Path) -> None:
     place = lora.adapter(tiny.folder(NAME), tmp_path / "one", 1)
-    roomy.stub.Warmup(WARMUP, timeout=30)
-    asked = wire.LoadAdapterRequest(adapter=wire.LoadedAdapter(key="k", name="one", folder=str(place)))
-    first = roomy.stub.LoadAdapter(asked, timeout=10)
+    with_adapter_room.stub.Warmup(WARMUP, timeout=30)
+    request = wire.LoadAdapterRequest(adapter=wire.LoadedAdapter(key="k", name="one", folder=str(place)))
+    first = with_adapter_room.stub.LoadAdapter(request, timeout=10)
     assert first.folder == str(place)
-    asked.adapter.digest = first.digest
-    assert roomy.stub.LoadAdapter(asked, timeout=10) == first
+    request.adapter.digest = first.digest
+    assert with_adapter_room.stub.LoadAdapter(request, timeout=10) == first
     config = place / "adapter_config.json"
     config.write_text(config.read_text().replace('"lora_alpha": 8', '"lora_alpha": 9'))
     with pytest.raises(grpc.RpcError, match=r"adapter one: its files in .* are not those that were loaded first"):
-        roomy.stub.LoadAdapter(asked, timeout=10)
-    asked.adapter.digest = ""
-    assert roomy.stub.LoadAdapter(asked, timeout=10).digest != first.digest
+        with_adapter_room.stub.LoadAdapter(request, timeout=10)
+    request.adapter.digest = ""
+    assert with_adapter_room.stub.LoadAdapter(request, timeout=10).digest != first.digest
 
 
-def known(stub: Any) -> list[tuple[str, str, str, bool]]:
-    """Of adapters that came later what Info tells."""
+def later_adapters(stub: Any) -> list[tuple[str, str, str, bool]]:
+    """The adapters that were loaded later, as Info reports them."""
     return [(one.key, one.name, one.folder, one.retired) for one in stub.Info(wire.InfoRequest()).later]
 
 
-def answered(stub: Any, step: int, adapter: str) -> list[int]:
-    """Three tokens of an adapter's answer, by which nothing is found that another has computed."""
+def tokens_of_adapter(stub: Any, step: int, adapter: str) -> list[int]:
+    """Three tokens of an adapter's answer; its cache key keeps it from finding pages of other adapters."""
     found = list(stub.Prefill(prefill(step, step, [3, 4, 5], 3, adapter=adapter, cache_key=adapter)).tokens)
     return found + [token for more in (1, 2) for token in stub.Decode(wire.DecodeRequest(step=step + more, batches=[1])).tokens]
 
 
 @pytest.mark.parametrize(("source", "revision"), [("some/adapter", None), ("some/adapter@v2", "v2")])
-def test_an_adapter_of_the_hub(
-    roomy: Process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, revision: str | None
+def test_adapter_is_downloaded_from_the_hub_at_a_revision(
+    with_adapter_room: InProcessShard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, revision: str | None
 ) -> None:
-    place, asked = lora.adapter(tiny.folder(NAME), tmp_path / "0123abc", 1), list[object]()
+    place, downloads = lora.adapter(tiny.folder(NAME), tmp_path / "0123abc", 1), list[object]()
 
     def download(repository: str, **given: object) -> str:
-        asked.append((repository, given["revision"], given["allow_patterns"]))
+        downloads.append((repository, given["revision"], given["allow_patterns"]))
         return str(place)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    roomy.stub.Warmup(WARMUP, timeout=30)
+    with_adapter_room.stub.Warmup(WARMUP, timeout=30)
     one = wire.LoadedAdapter(key="k", name="one", folder=source)
-    assert roomy.stub.LoadAdapter(wire.LoadAdapterRequest(adapter=one), timeout=10).folder == "some/adapter@0123abc"
-    assert asked == [("some/adapter", revision, ["adapter_config.json", "adapter_model.safetensors"])]
-    assert roomy.stub.Adapt(wire.AdaptRequest(step=1, add="k")).problem == ""
-    assert known(roomy.stub) == [("k", "one", "some/adapter@0123abc", False)]
+    assert with_adapter_room.stub.LoadAdapter(wire.LoadAdapterRequest(adapter=one), timeout=10).folder == "some/adapter@0123abc"
+    assert downloads == [("some/adapter", revision, ["adapter_config.json", "adapter_model.safetensors"])]
+    assert with_adapter_room.stub.Adapt(wire.AdaptRequest(step=1, add="k")).problem == ""
+    assert later_adapters(with_adapter_room.stub) == [("k", "one", "some/adapter@0123abc", False)]
 
 
-def test_an_adapter_that_the_hub_does_not_have(roomy: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapter_missing_from_the_hub_is_refused(with_adapter_room: InProcessShard, monkeypatch: pytest.MonkeyPatch) -> None:
     def download(repository: str, **given: object) -> str:
         raise huggingface_hub.errors.LocalEntryNotFoundError("offline")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    roomy.stub.Warmup(WARMUP, timeout=30)
-    asked = wire.LoadAdapterRequest(adapter=wire.LoadedAdapter(key="k", name="mine", folder="some/adapter"))
+    with_adapter_room.stub.Warmup(WARMUP, timeout=30)
+    request = wire.LoadAdapterRequest(adapter=wire.LoadedAdapter(key="k", name="mine", folder="some/adapter"))
     with pytest.raises(grpc.RpcError, match=r"adapter mine: no folder some/adapter, no copy .* in the cache"):
-        roomy.stub.LoadAdapter(asked, timeout=10)
+        with_adapter_room.stub.LoadAdapter(request, timeout=10)

@@ -1,4 +1,5 @@
-"""Drafts change no token: the same answers with and without them, whoever guesses, whatever else happens."""
+"""Speculative decoding changes no token: answers are the same with and without drafts, by every proposer, also with preemption,
+prefix caching and two ranks."""
 
 import functools
 import random
@@ -21,34 +22,34 @@ from penstock.tests.shard.test_sharing import room
 COUNT = 18
 
 
-class Oracle:
-    """Knows what will be said, and now and then says something else; makes trees of any shape of it."""
+class OracleProposer:
+    """Proposes the tokens that plain decoding would emit, each with probability `right`, as chains or trees of any shape."""
 
-    def __init__(self, said: dict[tuple[int, int], list[int]], right: float, width: int = 1) -> None:
-        self._said = said
+    def __init__(self, answers: dict[tuple[int, int], list[int]], right: float, width: int = 1) -> None:
+        self._answers = answers
         self._right = right
         self._width = width
 
-    def propose(self, asked: Sequence[DraftRequest]) -> Proposal:
-        return Proposal([Draft(self._tree(one)) for one in asked])
+    def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
+        return Proposal([Draft(self._tree(one)) for one in requests])
 
-    def _tree(self, asked: DraftRequest) -> Tree:
-        sequence = asked.sequence
-        chance = random.Random(1000 * asked.group.uid + sequence.generated)
-        said = self._said[asked.group.uid, sequence.choice][sequence.generated : -1]  # nothing follows the last one
-        count = chance.randint(0, asked.depth)
+    def _tree(self, request: DraftRequest) -> Tree:
+        sequence = request.sequence
+        chance = random.Random(1000 * request.group.uid + sequence.generated)
+        answers = self._answers[request.group.uid, sequence.choice][sequence.generated : -1]  # the last token is never a draft
+        count = chance.randint(0, request.depth)
         paths = []
         for _ in range(self._width):
             drafts = [
-                token if chance.random() < self._right else chance.randrange(configurations.VOCABULARY) for token in said[:count]
+                token if chance.random() < self._right else chance.randrange(configurations.VOCABULARY) for token in answers[:count]
             ]
             paths.append(chain(drafts, [-chance.random() for _ in drafts]))
-        return merge(paths).cut(asked.nodes)
+        return merge(paths).cut(request.nodes)
 
 
-def asked(drafts: int) -> list[Group]:
-    """Greedy and seeded ones, with penalties, filters, choices, ends, log-probabilities."""
-    made = []
+def sample_groups(drafts: int) -> list[Group]:
+    """Greedy and seeded requests, with penalties, filters, choices, end tokens, log-probabilities."""
+    groups = []
     frequent = sorted(
         {token for answer in tiny.greedy("llama", tuple(prompt(seed, 8) for seed in range(20)), 6) for token in answer}
     )
@@ -57,7 +58,7 @@ def asked(drafts: int) -> list[Group]:
         if uid % 4 == 3:
             sampling = replace(sampling, repetition_penalty=1.2, presence_penalty=0.3, bias=((3, 1.5),))
         repeated = prompt(uid, 6) * 4 if uid % 2 else prompt(uid, 5 + uid)
-        made.append(
+        groups.append(
             tiny.group(
                 uid,
                 repeated,
@@ -71,12 +72,12 @@ def asked(drafts: int) -> list[Group]:
                 drafts=drafts,
             )
         )
-    return made
+    return groups
 
 
 @functools.cache
-def expected() -> World:
-    return drive(tiny.engine("llama", 16, 2000, prefix_caching=False), asked(0), Habits())
+def plain_results() -> World:
+    return drive(tiny.engine("llama", 16, 2000, prefix_caching=False), sample_groups(0), Habits())
 
 
 @pytest.mark.parametrize(
@@ -93,53 +94,53 @@ def expected() -> World:
     ],
 )
 def test_drafts_change_no_token(proposer: str, drafts: int, page_size: int, chunk: int, prefix_caching: bool) -> None:
-    plain = expected()
-    groups = asked(drafts)
+    plain = plain_results()
+    groups = sample_groups(drafts)
     engine = tiny.engine("llama", page_size, room(groups, page_size) + 40 // page_size, prefix_caching)
-    choose(engine, proposer, plain)
-    world = drive(engine, groups, Habits(chunk, pause=0.05), seed=drafts)
-    assert world.tokens == plain.tokens
-    assert world.finishes == plain.finishes
-    assert world.drafted > 0
-    assert world.accepted > 0 or proposer == "lookup"  # these answers hardly repeat
-    assert world.pauses
+    set_proposer(engine, proposer, plain)
+    results = drive(engine, groups, Habits(chunk, pause=0.05), seed=drafts)
+    assert results.tokens == plain.tokens
+    assert results.finishes == plain.finishes
+    assert results.drafted > 0
+    assert results.accepted > 0 or proposer == "lookup"  # these answers hardly repeat themselves
+    assert results.pauses
     assert at_rest(engine)
 
 
-def choose(engine: Engine, name: str, plain: World) -> None:
-    said = plain.tokens
+def set_proposer(engine: Engine, name: str, plain: World) -> None:
+    answers = plain.tokens
     engine.speculator.proposer = {
         "lookup": NgramProposer(),
-        "right": Oracle(said, 1.0),
-        "chains": Oracle(said, 0.7),
-        "trees": Oracle(said, 0.6, width=3),
+        "right": OracleProposer(answers, 1.0),
+        "chains": OracleProposer(answers, 0.7),
+        "trees": OracleProposer(answers, 0.6, width=3),
     }[name]
 
 
-def test_a_perfect_guesser_is_always_right() -> None:
-    plain = expected()
+def test_all_drafts_are_accepted_if_the_proposer_is_always_right() -> None:
+    plain = plain_results()
     engine = tiny.engine("llama")
-    choose(engine, "right", plain)
-    world = drive(engine, asked(6), Habits())
-    assert world.accepted == world.drafted > 200
+    set_proposer(engine, "right", plain)
+    results = drive(engine, sample_groups(6), Habits())
+    assert results.accepted == results.drafted > 200
 
 
-def test_who_guesses_wrong_is_hardly_asked_again() -> None:
-    plain = expected()
+def test_few_drafts_are_requested_from_a_proposer_that_is_always_wrong() -> None:
+    plain = plain_results()
     engine = tiny.engine("llama")
-    engine.speculator.proposer = Oracle(plain.tokens, 0.0)
-    world = drive(engine, asked(4), Habits())
-    assert world.tokens == plain.tokens
-    assert world.drafted < len(plain.tokens) * 16  # of the 4 a step that it may have had
+    engine.speculator.proposer = OracleProposer(plain.tokens, 0.0)
+    results = drive(engine, sample_groups(4), Habits())
+    assert results.tokens == plain.tokens
+    assert results.drafted < len(plain.tokens) * 16  # it could have had 4 in each step
 
 
-def test_two_ranks_guess_the_same() -> None:
-    plain = expected()
+def test_two_ranks_draft_and_accept_alike() -> None:
+    plain = plain_results()
 
     def work(ranks: Ranks) -> World:
-        return drive(tiny.engine_of("llama", ranks, 4, 200), asked(4), Habits(16, pause=0.03), seed=5)
+        return drive(tiny.engine_of("llama", ranks, 4, 200), sample_groups(4), Habits(16, pause=0.03), seed=5)
 
-    world, twin = tiny.Threads().run(work)
-    assert world.tokens == twin.tokens == plain.tokens
-    assert world.accepted == twin.accepted
-    assert world.drafted == twin.drafted > 0
+    results, other_rank = tiny.Threads().run(work)
+    assert results.tokens == other_rank.tokens == plain.tokens
+    assert results.accepted == other_rank.accepted
+    assert results.drafted == other_rank.drafted > 0

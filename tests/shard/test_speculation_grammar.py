@@ -1,4 +1,5 @@
-"""Speculator change no token where a grammar is kept: every draft is bound by what may follow its own path."""
+"""Speculative decoding with grammars changes no token: every draft is masked by what the grammar allows after its own path. Planted
+faults show that the check finds them."""
 
 import functools
 import json
@@ -27,7 +28,7 @@ from penstock.shard.sequence import Group, Sampling
 from penstock.shard.speculator import Speculator
 from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import Habits, World, drive
-from penstock.tests.shard.test_drafter import free
+from penstock.tests.shard.test_drafter import with_free_drafts
 from penstock.tests.shard.test_grammar import DEMO, END, VOCABULARY, allowed, regex
 from penstock.tests.shard.test_oracle import at_rest
 
@@ -44,65 +45,65 @@ GRAMMARS = [
     regex("Once upon a time|Once there was|One day"),
     regex("(yes|no|maybe)(, (yes|no|maybe)){2}"),
 ]
-NOWHERE = llguidance.LLMatcher.grammar_from_lark('start: /[ab]{3}/ x\nx: x "b"')  # after the third letter
-TWO_NOWHERE = 19  # a group of two choices that comes to where nothing goes on
+NO_CONTINUATION = llguidance.LLMatcher.grammar_from_lark('start: /[ab]{3}/ x\nx: x "b"')  # no continuation after the third letter
+TWO_WITHOUT_CONTINUATION = 19  # a group of two choices whose grammar has no continuation
 
 
 GRAMMAR_TOKENS = Grammars(DEMO, VOCABULARY)
 
 
-class Oracle:
-    """Knows what will be said. Beside it, it proposes paths that leave it and keep the grammar for a while."""
+class OracleProposer:
+    """Proposes the tokens that plain decoding would emit, and beside them other paths that follow the grammar at first."""
 
-    def __init__(self, said: dict[tuple[int, int], list[int]], right: float = 1.0, width: int = 0) -> None:
-        self._said = said
-        self._right = right  # how likely it leaves a token as it is
+    def __init__(self, answers: dict[tuple[int, int], list[int]], right: float = 1.0, width: int = 0) -> None:
+        self._answers = answers
+        self._right = right  # the probability that a proposed token is right
         self._width = width
 
-    def propose(self, asked: Sequence[DraftRequest]) -> Proposal:
-        return Proposal([Draft(self._tree(one)) for one in asked])
+    def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
+        return Proposal([Draft(self._tree(one)) for one in requests])
 
-    def _tree(self, asked: DraftRequest) -> Tree:
-        sequence = asked.sequence
-        chance = random.Random(1000 * asked.group.uid + 7 * sequence.choice + sequence.generated)
-        said = self._said[asked.group.uid, sequence.choice][sequence.generated :][: asked.depth]
-        said = [token if chance.random() < self._right else chance.randrange(VOCABULARY) for token in said]
+    def _tree(self, request: DraftRequest) -> Tree:
+        sequence = request.sequence
+        chance = random.Random(1000 * request.group.uid + 7 * sequence.choice + sequence.generated)
+        answers = self._answers[request.group.uid, sequence.choice][sequence.generated :][: request.depth]
+        answers = [token if chance.random() < self._right else chance.randrange(VOCABULARY) for token in answers]
         own = list(sequence.tokens[sequence.prompt_length :])
-        paths = [said, *(self._other(asked.group.grammar, own, said, chance)[: asked.depth] for _ in range(self._width))]
-        return merge(chain(path, [-chance.random() for _ in path]) for path in paths).cut(asked.nodes)
+        paths = [answers, *(self._other(request.group.grammar, own, answers, chance)[: request.depth] for _ in range(self._width))]
+        return merge(chain(path, [-chance.random() for _ in path]) for path in paths).cut(request.nodes)
 
-    def _other(self, grammar: str, own: list[int], said: list[int], chance: random.Random) -> list[int]:
-        path = said[: chance.randint(0, len(said))]
+    def _other(self, grammar: str, generated: list[int], answers: list[int], chance: random.Random) -> list[int]:
+        path = answers[: chance.randint(0, len(answers))]
         for _ in range(chance.randint(1, 3)):
             state = GRAMMAR_TOKENS.compile(grammar).result().copy()
-            state.follow([*own, *path])
+            state.follow([*generated, *path])
             ids = allowed(GRAMMAR_TOKENS.masks([state])[0])
             path.append(chance.choice(ids) if ids else END)
         return [*path, chance.randrange(VOCABULARY), END]
 
 
-def asked(drafts: int, uids: Sequence[int] = range(20)) -> list[Group]:
-    """Greedy and seeded ones, with ends and without, with choices, penalties, filters, and at least so many tokens."""
-    made = []
+def grammar_groups(drafts: int, uids: Sequence[int] = range(20)) -> list[Group]:
+    """Greedy and seeded groups, with and without end tokens, with choices, penalties, filters, and min_new_tokens."""
+    groups = []
     for uid in uids:
         sampling = Sampling(temperature=1.0, top_p=0.95, seed=uid) if uid % 3 else Sampling()
         if uid % 4 == 3:
             sampling = replace(sampling, repetition_penalty=1.2, presence_penalty=0.3, final_logprobs=True)
-        made.append(
+        groups.append(
             tiny.group(
                 uid,
                 [1, 5 + uid, 9, 300 + uid],
                 9 if uid == 7 else 30,
                 sampling,
-                grammar=NOWHERE if uid % 10 == 9 else GRAMMARS[uid % len(GRAMMARS)],
-                choices=2 if uid % 5 == 1 or uid == TWO_NOWHERE else 1,
+                grammar=NO_CONTINUATION if uid % 10 == 9 else GRAMMARS[uid % len(GRAMMARS)],
+                choices=2 if uid % 5 == 1 or uid == TWO_WITHOUT_CONTINUATION else 1,
                 end_ids=[END] if uid % 2 else [],
                 min_new_tokens=uid % 4 * 3,
                 top_n=uid % 2,
                 drafts=drafts,
             )
         )
-    return [*made, tiny.group(99, [1, 70, 71], 20, drafts=drafts)]  # which is free
+    return [*groups, tiny.group(99, [1, 70, 71], 20, drafts=drafts)]  # without a grammar
 
 
 def with_masks(engine: Engine) -> Engine:
@@ -111,32 +112,37 @@ def with_masks(engine: Engine) -> Engine:
 
 
 @functools.cache
-def expected() -> World:
-    return drive(with_masks(tiny.engine("words", prefix_caching=False)), asked(0), Habits())
+def plain_results() -> World:
+    return drive(with_masks(tiny.engine("words", prefix_caching=False)), grammar_groups(0), Habits())
 
 
 def proposers() -> dict[str, Proposer]:
-    said = expected().tokens
-    return {"lookup": NgramProposer(), "right": Oracle(said), "chains": Oracle(said, 0.8), "trees": Oracle(said, 0.8, 4)}
+    answers = plain_results().tokens
+    return {
+        "lookup": NgramProposer(),
+        "right": OracleProposer(answers),
+        "chains": OracleProposer(answers, 0.8),
+        "trees": OracleProposer(answers, 0.8, 4),
+    }
 
 
-def check(world: World, plain: World) -> None:
-    """The same tokens with the same log-probabilities, and the same groups that can't go on. A choice beside one that can't goes as
-    far as it has come until then."""
-    assert dict(sorted(world.failed.items())) == dict(sorted(plain.failed.items()))
-    assert world.finishes == plain.finishes
+def check_results(results: World, plain: World) -> None:
+    """The same tokens with the same log-probabilities, and the same failed groups. When one choice of a group fails, the other has
+    emitted any number of its tokens."""
+    assert dict(sorted(results.failed.items())) == dict(sorted(plain.failed.items()))
+    assert results.finishes == plain.finishes
     for key, tokens in plain.tokens.items():
-        count = min(len(tokens), len(world.tokens[key])) if key[0] == TWO_NOWHERE else len(tokens)
-        assert world.tokens[key][:count] == tokens[:count]
-        found, wanted = (torch.tensor(one.logprobs[key][:count]) for one in (world, plain))
+        count = min(len(tokens), len(results.tokens[key])) if key[0] == TWO_WITHOUT_CONTINUATION else len(tokens)
+        assert results.tokens[key][:count] == tokens[:count]
+        found, wanted = (torch.tensor(one.logprobs[key][:count]) for one in (results, plain))
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
-        assert key[0] == TWO_NOWHERE or len(world.tokens[key]) == count
+        assert key[0] == TWO_WITHOUT_CONTINUATION or len(results.tokens[key]) == count
 
 
-def test_without_drafts_grammars_are_kept() -> None:
-    """So that what the others are compared with means something."""
-    plain = expected()
-    assert sorted(plain.failed) == [9, TWO_NOWHERE]
+def test_plain_results_cover_all_kinds_of_ends() -> None:
+    """The results that the other tests compare with have failures and ends of all kinds."""
+    plain = plain_results()
+    assert sorted(plain.failed) == [9, TWO_WITHOUT_CONTINUATION]
     assert len({len(tokens) for tokens in plain.tokens.values()}) > 8
     assert {plain.finishes[uid, 0] for uid in range(8)} == {Finish.END, Finish.LENGTH}
 
@@ -153,74 +159,80 @@ def test_without_drafts_grammars_are_kept() -> None:
         ("trees", 16, 4),
     ],
 )
-def test_drafts_change_no_token(name: str, drafts: int, page_size: int) -> None:
+def test_drafts_change_no_token_of_grammar_groups(name: str, drafts: int, page_size: int) -> None:
     engine = with_masks(tiny.engine("words", page_size))
     engine.speculator.proposer = proposers()[name]
-    world = drive(engine, asked(drafts), Habits(7, pauses=1), seed=drafts)
-    check(world, expected())
-    assert world.drafted > 0
-    assert world.accepted > 100 or name == "lookup"
-    assert world.pauses
+    results = drive(engine, grammar_groups(drafts), Habits(7, pauses=1), seed=drafts)
+    check_results(results, plain_results())
+    assert results.drafted > 0
+    assert results.accepted > 100 or name == "lookup"
+    assert results.pauses
     assert at_rest(engine)
 
 
-def test_who_is_always_right_is_always_believed() -> None:
-    """But of the last token, which is never accepted: nothing comes after it."""
+def test_all_drafts_are_accepted_if_the_proposer_is_always_right() -> None:
+    """All but the last token, which is never accepted as a draft: nothing comes after it."""
     engine = with_masks(tiny.engine("words"))
-    engine.speculator.proposer = Oracle(expected().tokens)
-    groups = [group for group in asked(8) if group.uid not in expected().failed]
-    world = drive(engine, groups, Habits())
-    assert 0 <= world.drafted - world.accepted <= len(world.tokens)
-    assert world.accepted > 300
+    engine.speculator.proposer = OracleProposer(plain_results().tokens)
+    groups = [group for group in grammar_groups(8) if group.uid not in plain_results().failed]
+    results = drive(engine, groups, Habits())
+    assert 0 <= results.drafted - results.accepted <= len(results.tokens)
+    assert results.accepted > 300
 
 
-@pytest.mark.parametrize("said", ["tokens=4", "tree=3x2x1", "tokens=3,verify=rejection"])
-def test_a_draft_model_keeps_grammars(said: str) -> None:
-    """So that one which is the target is nearly always right: but of what comes after the end."""
-    target, own_masks, shape = tiny.decoder("words"), Masks(Grammars(DEMO, VOCABULARY), VOCABULARY), parse(f"draft=x,{said}")
+@pytest.mark.parametrize("options", ["tokens=4", "tree=3x2x1", "tokens=3,verify=rejection"])
+def test_draft_model_drafts_within_the_grammar(options: str) -> None:
+    """So drafts of the target itself are nearly always accepted, except behind the end."""
+    target, own_masks, shape = tiny.decoder("words"), Masks(Grammars(DEMO, VOCABULARY), VOCABULARY), parse(f"draft=x,{options}")
     speculator = Speculator(target.ranks, tiny.CPU, shape, Drafter(target, VOCABULARY, tiny.CPU, shape.most), own_masks)
     engine = Engine(target, tiny.CPU, 4, masks=own_masks, speculator=speculator)
     engine.resize(2000)
-    world = drive(free(engine), asked(shape.most), Habits(7, pauses=1), seed=2)
-    if "rejection" not in said:
-        check(world, expected())
-    assert world.accepted > 200
-    if "tree" not in said:
-        assert world.accepted > 0.9 * world.drafted - 3 * len(world.tokens)
+    results = drive(with_free_drafts(engine), grammar_groups(shape.most), Habits(7, pauses=1), seed=2)
+    if "rejection" not in options:
+        check_results(results, plain_results())
+    assert results.accepted > 200
+    if "tree" not in options:
+        assert results.accepted > 0.9 * results.drafted - 3 * len(results.tokens)
 
 
-def test_two_ranks_keep_the_same_books() -> None:
-    """Only one of them sees masks."""
+def test_rank_without_masks_keeps_the_same_bookkeeping() -> None:
+    """Only rank 0 has masks."""
 
     def work(ranks: Ranks) -> World:
         engine = tiny.engine_of("words", ranks, 4, 400)
         if not ranks.rank:
             with_masks(engine)
-        engine.speculator.proposer = Oracle(expected().tokens, 0.8, 4)
-        return drive(engine, asked(9), Habits(16, pause=0.03), seed=5)
+        engine.speculator.proposer = OracleProposer(plain_results().tokens, 0.8, 4)
+        return drive(engine, grammar_groups(9), Habits(16, pause=0.03), seed=5)
 
-    world, twin = tiny.Threads().run(work)
-    check(world, expected())
-    assert (world.tokens, world.finishes, list(world.failed)) == (twin.tokens, twin.finishes, list(twin.failed))
-    assert world.accepted == twin.accepted > 100
+    results, other_rank = tiny.Threads().run(work)
+    check_results(results, plain_results())
+    assert (results.tokens, results.finishes, list(results.failed)) == (
+        other_rank.tokens,
+        other_rank.finishes,
+        list(other_rank.failed),
+    )
+    assert results.accepted == other_rank.accepted > 100
 
 
 @pytest.mark.parametrize(
     "fault", ["the parent's mask", "no way back", "ends as at the root", "only the first token completes", "nothing is closed"]
 )
-def test_the_check_finds(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = expected()
-    plant(fault, monkeypatch)
+def test_check_catches_planted_faults(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = plain_results()
+    plant_fault(fault, monkeypatch)
     engine = with_masks(tiny.engine("words"))
-    engine.speculator.proposer = Oracle(plain.tokens, 0.8, 4)
+    engine.speculator.proposer = OracleProposer(plain.tokens, 0.8, 4)
     with pytest.raises(AssertionError):
-        check(drive(engine, asked(16), Habits(), seed=1), plain)
+        check_results(drive(engine, grammar_groups(16), Habits(), seed=1), plain)
 
 
-def plant(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def plant_fault(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     along, allowing, completed = Grammars.masks_along, Masks._allowed, GrammarState.completed_by
 
-    def parents(self: Grammars, states: Sequence[GrammarState], trees: Sequence[Tree]) -> tuple[NDArray[numpy.int32], list[bool]]:
+    def parents_masks(
+        self: Grammars, states: Sequence[GrammarState], trees: Sequence[Tree]
+    ) -> tuple[NDArray[numpy.int32], list[bool]]:
         mask, complete = along(self, states, trees)
         start = 0
         for tree in trees:
@@ -229,20 +241,20 @@ def plant(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
             start += len(rows)
         return mask, complete
 
-    def staying(self: GrammarState, path: list[int], depth: int, tree: Tree, spare: object) -> None:
+    def without_rollback(self: GrammarState, path: list[int], depth: int, tree: Tree, spare: object) -> None:
         del path[depth:]
 
-    def opened(self: Masks, bound: Any, problems: dict[int, str]) -> tuple[NDArray[numpy.int32], list[bool]]:
+    def never_complete(self: Masks, bound: Any, problems: dict[int, str]) -> tuple[NDArray[numpy.int32], list[bool]]:
         mask, closed = allowing(self, bound, problems)
         return mask, [False] * len(closed)
 
     if fault == "the parent's mask":
-        monkeypatch.setattr(Grammars, "masks_along", parents)
+        monkeypatch.setattr(Grammars, "masks_along", parents_masks)
     elif fault == "no way back":
-        monkeypatch.setattr(GrammarState, "_back", staying)
+        monkeypatch.setattr(GrammarState, "_back", without_rollback)
     elif fault == "ends as at the root":
         monkeypatch.setattr(Tree, "depths", property(lambda self: [-1] * len(self)))
     elif fault == "only the first token completes":
         monkeypatch.setattr(GrammarState, "completed_by", lambda self, tokens: completed(self, tokens[:1]))
     else:
-        monkeypatch.setattr(Masks, "_allowed", opened)
+        monkeypatch.setattr(Masks, "_allowed", never_complete)

@@ -1,4 +1,5 @@
-"""What sequences remember, of models with linear attention: by an engine without a model, whose every slot says what was seen."""
+"""Recurrent states of models with linear attention: their slots, their copies for prefixes, and their memory. `audited_engine`,
+whose fake model has states, checks which tokens each state covers; real models are compared with transformers."""
 
 import random
 from collections.abc import Callable
@@ -14,56 +15,56 @@ from penstock.shard.prefix import PrefixCache
 from penstock.shard.prompts import Prompts
 from penstock.shard.sequence import Group, Sampling, Sequence
 from penstock.tests.shard import tiny
+from penstock.tests.shard.audited_engine import KEPT, VOCABULARY, AuditedEngine, FakeCache
+from penstock.tests.shard.audited_engine import audited_engine as audited_engine  # a fixture
 from penstock.tests.shard.driver import UNLIMITED, Habits, drive
-from penstock.tests.shard.paper import KEPT, WORDS, Paper, Slots
-from penstock.tests.shard.paper import paper as paper  # a fixture
-from penstock.tests.shard.test_flight import fly, room_of, with_beams
+from penstock.tests.shard.test_flight import drive_overlapped, pages_of_largest, random_groups_with_beams
 from penstock.tests.shard.test_oracle import COUNT, at_rest, prompt
 
-SEQUENCES = 96  # of a crowd, at most
+SEQUENCES = 96  # the most sequences of random_groups_with_beams
 
 
 @pytest.fixture(autouse=True)
-def worth(monkeypatch: pytest.MonkeyPatch) -> None:
+def low_worth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompts, "WORTH", 2)
 
 
-def check(paper: type[Paper], seeds: range, ahead: bool) -> tuple[int, int, int]:
-    """Answers are those of a model that remembers nothing. How often some were paused, how many steps were begun ahead, and how
-    many tokens were found."""
+def check(audited_engine: type[AuditedEngine], seeds: range, ahead: bool) -> tuple[int, int, int]:
+    """Tokens equal those of a model without states. Returns the number of pauses, of overlapped steps, and of tokens found in the
+    prefix cache."""
     pauses = overlaps = cached = 0
     for seed in seeds:
-        chance, groups = random.Random(seed), with_beams(seed)
+        chance, groups = random.Random(seed), random_groups_with_beams(seed)
         size = chance.choice([1, 2, 3, 4])
-        expected = drive(paper(5000, size, prefix_caching=False), with_beams(seed), Habits(), seed)
-        engine = paper(room_of(groups, size) + chance.randint(2, 14), size, seed % 4 > 0, ahead, SEQUENCES + KEPT)
-        habits = Habits(chance.choice([1, 3, 8, UNLIMITED]), pause=0.05, pauses=seed % 2, join=0.1)
-        world, count = fly(engine, groups, habits, seed) if ahead else (drive(engine, groups, habits, seed), 0)
-        assert (world.failed, world.tokens) == ({}, expected.tokens)
+        expected = drive(audited_engine(5000, size, prefix_caching=False), random_groups_with_beams(seed), Habits(), seed)
+        engine = audited_engine(pages_of_largest(groups, size) + chance.randint(2, 14), size, seed % 4 > 0, ahead, SEQUENCES + KEPT)
+        traffic = Habits(chance.choice([1, 3, 8, UNLIMITED]), pause=0.05, pauses=seed % 2, join=0.1)
+        results, count = drive_overlapped(engine, groups, traffic, seed) if ahead else (drive(engine, groups, traffic, seed), 0)
+        assert (results.failed, results.tokens) == ({}, expected.tokens)
         assert engine.pool.free == engine.pool.pages
-        pauses, overlaps, cached = pauses + world.pauses.total(), overlaps + count, cached + world.cached
+        pauses, overlaps, cached = pauses + results.pauses.total(), overlaps + count, cached + results.cached
     return pauses, overlaps, cached
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_every_sequence_remembers_what_is_before_it(paper: type[Paper], ahead: bool) -> None:
-    pauses, overlaps, cached = check(paper, range(16), ahead)
+def test_states_cover_the_tokens_before_each_span_under_random_traffic(audited_engine: type[AuditedEngine], ahead: bool) -> None:
+    pauses, overlaps, cached = check(audited_engine, range(16), ahead)
     assert pauses > 100
     assert overlaps > 100 or not ahead
     assert cached > 100
 
 
-def all_of(right: Callable[..., Any]) -> Callable[..., Any]:
+def whole_prompt(original: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, group, sequence: group.goal(sequence)
 
 
-def regardless(right: Callable[..., Any]) -> Callable[..., Any]:
-    """Finds pages, whether or not anybody remembers what is behind them."""
+def without_states(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A fault: finds cached pages without regard to whether a state is kept for their end."""
 
     def adopt(self: PrefixCache, holder: Sequence, limit: int) -> Any:
         most, self.most = self.most, None
         try:
-            return right(self, holder, limit)
+            return original(self, holder, limit)
         finally:
             self.most = most
 
@@ -73,90 +74,94 @@ def regardless(right: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     ("place", "name", "fault"),
     [
-        (Slots, "copy_states", lambda right: lambda self, copies: None),
-        (Prompts, "_goal", all_of),  # goes beyond what others want to be remembered
-        (PrefixCache, "adopt", regardless),
-        (Sequence, "twin", lambda right: lambda self, pages: forgetful(right(self, pages))),
+        (FakeCache, "copy_states", lambda original: lambda self, copies: None),
+        (Prompts, "_goal", whole_prompt),  # doesn't halt where a state should be kept for others
+        (PrefixCache, "adopt", without_states),
+        (Sequence, "twin", lambda original: lambda self, pages: without_state(original(self, pages))),
     ],
 )
-def test_the_check_finds_faults(paper: type[Paper], monkeypatch: pytest.MonkeyPatch, place: Any, name: str, fault: Any) -> None:
+def test_check_catches_wrong_or_missing_states(
+    audited_engine: type[AuditedEngine], monkeypatch: pytest.MonkeyPatch, place: Any, name: str, fault: Any
+) -> None:
     monkeypatch.setattr(place, name, fault(getattr(place, name)))
     with pytest.raises(AssertionError):
-        check(paper, range(10), ahead=False)
+        check(audited_engine, range(10), ahead=False)
 
 
-def forgetful(sequence: Sequence) -> Sequence:
+def without_state(sequence: Sequence) -> Sequence:
     sequence.state = 0
     return sequence
 
 
-def test_what_ends_leaves_its_slot_to_others(paper: type[Paper]) -> None:
-    engine = paper(200, 4, prefix_caching=False, states=4)
+def test_state_slots_of_ended_sequences_are_reused(audited_engine: type[AuditedEngine]) -> None:
+    engine = audited_engine(200, 4, prefix_caching=False, states=4)
     for round_ in range(3):
         groups = [tiny.group(4 * round_ + number, (1, 2, number % 4), 3) for number in range(4)]
         assert not drive(engine, groups, Habits()).failed
 
 
-def test_who_finds_no_slot_fails_alone(paper: type[Paper]) -> None:
-    """The router asks for no more than there are; if one came all the same, the others would go on. Nobody finds what it would have
-    computed."""
-    engine = paper(200, 4, states=3)
+def test_group_without_a_free_state_slot_fails_alone(audited_engine: type[AuditedEngine]) -> None:
+    """The router never asks for more sequences than there are slots. If it did, the other groups would go on, and no prefix of the
+    failed group would be found."""
+    engine = audited_engine(200, 4, states=3)
     assert engine.books.prefixes is not None
-    engine.books.prefixes.most = 0  # all slots are for sequences
+    engine.books.prefixes.most = 0  # all state slots are for sequences, none for cached prefixes
 
     def groups() -> list[Group]:
         return [tiny.group(uid, (uid, 1, 2, 3, 1, 2), 6, choices=1 + uid % 2) for uid in range(3)]
 
-    expected = drive(paper(200, 4), groups(), Habits()).tokens
-    world = drive(engine, groups(), Habits(arrivals=9))
-    [failed] = world.failed
-    assert world.failed[failed] == "what 3 sequences remember has room, and there are more"
-    assert all(tokens == expected[key] for key, tokens in world.tokens.items() if key[0] != failed)
+    expected = drive(audited_engine(200, 4), groups(), Habits()).tokens
+    results = drive(engine, groups(), Habits(arrivals=9))
+    [failed] = results.failed
+    assert results.failed[failed] == "what 3 sequences remember has room, and there are more"
+    assert all(tokens == expected[key] for key, tokens in results.tokens.items() if key[0] != failed)
     assert drive(engine, groups()[failed : failed + 1], Habits()).tokens == {(failed, 0): expected[failed, 0]}
     assert engine.pool.free == engine.pool.pages
 
 
-def test_slots_are_given_and_copied() -> None:
-    def of(*numbers: int) -> Group:
-        made = tiny.group(1, (1, 2), 3)
-        made.sequences = [Sequence(made.sequences[0].tokens, 2, computed=2, state=number) for number in numbers]
-        return made
+def test_settle_assigns_state_slots_and_copies_shared_states() -> None:
+    def group_with_states(*numbers: int) -> Group:
+        group = tiny.group(1, (1, 2), 3)
+        group.sequences = [Sequence(group.sequences[0].tokens, 2, computed=2, state=number) for number in numbers]
+        return group
 
-    first, second = of(2, 2, 0), of(5)
+    first, second = group_with_states(2, 2, 0), group_with_states(5)
     assert states.settle([first, second], 6) == ([(2, 1)], [])
     assert [sequence.state for sequence in (*first.sequences, *second.sequences)] == [2, 1, 3, 5]
     assert states.settle([first, second], 6) == ([], [])
-    third = of(0, 5)
+    third = group_with_states(0, 5)
     assert states.settle([first, second, third], 5) == ([], [third])
 
 
-def test_a_prompt_is_found_where_others_ended_and_where_they_parted(paper: type[Paper], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefixes_are_found_where_prompts_ended_and_where_they_diverged(
+    audited_engine: type[AuditedEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(prompts, "WORTH", 8)
-    engine = paper(400, 4, states=9)
-    common = [number % WORDS for number in range(41)]
+    engine = audited_engine(400, 4, states=9)
+    common = [number % VOCABULARY for number in range(41)]
 
     def cached(uid: int, *more: int) -> int:
         return drive(engine, [tiny.group(uid, (*common, *more), 3)], Habits()).cached
 
     assert cached(1, *[1] * 20) == 0
-    assert cached(2, *[1] * 20) == 60, "the same prompt, but for its last token, which is wanted"
+    assert cached(2, *[1] * 20) == 60, "the same prompt, but for its last token, whose logits are needed"
     assert cached(3, *[1] * 20, *[3] * 9) == 60, "a second turn"
-    assert cached(4, *[2] * 20) == 0, "nobody has remembered what is where it parts"
+    assert cached(4, *[2] * 20) == 0, "no state is kept where it diverges"
     assert cached(5, *[3] * 20) == 40
 
 
-def test_what_is_found_most_seldom_gives_way(paper: type[Paper], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_least_used_state_is_evicted(audited_engine: type[AuditedEngine], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompts, "WORTH", 8)
-    engine = paper(400, 4, states=9)
+    engine = audited_engine(400, 4, states=9)
 
     def cached(number: int) -> int:
-        return drive(engine, [tiny.group(1, [number % WORDS] * (20 + number), 1)], Habits()).cached
+        return drive(engine, [tiny.group(1, [number % VOCABULARY] * (20 + number), 1)], Habits()).cached
 
-    assert [cached(number) for number in (0, 1, 2, 0, 3)] == [0, 0, 0, 16, 0]  # one more than can be kept
+    assert [cached(number) for number in (0, 1, 2, 0, 3)] == [0, 0, 0, 16, 0]  # one more state than can be kept
     assert [cached(number) for number in (0, 2, 3, 1)] == [16, 20, 20, 0]
 
 
-def test_halts_are_where_others_are_saved_enough() -> None:
+def test_halts_are_at_boundaries_that_save_others_enough_tokens() -> None:
     few, many = prompts.WORTH - 2, prompts.WORTH
     assert prompts.halts(0, 0, few) == ()
     assert prompts.halts(0, 0, many) == (many,)
@@ -165,22 +170,22 @@ def test_halts_are_where_others_are_saved_enough() -> None:
     assert prompts.halts(many, many, many + few) == ()
 
 
-def asked() -> list[Group]:
-    """Prompts that begin alike in part: for one answer, several, and beams."""
-    made, stem = [], prompt(3, 40)
+def sample_groups() -> list[Group]:
+    """Prompts with partly shared prefixes: with one choice, several, and beams."""
+    groups, stem = [], prompt(3, 40)
     for uid in range(12):
         tokens = (*stem[: (0, 17, 33, 40)[uid % 4]], *prompt(uid, 5 + uid * 3))
         if uid % 5 == 0:
-            made.append(tiny.group(uid, tokens, COUNT, search=Search(3, 2)))
+            groups.append(tiny.group(uid, tokens, COUNT, search=Search(3, 2)))
         elif uid % 5 == 1:
-            made.append(tiny.group(uid, tokens, COUNT, Sampling(temperature=0.8, seed=uid), choices=3))
+            groups.append(tiny.group(uid, tokens, COUNT, Sampling(temperature=0.8, seed=uid), choices=3))
         else:
-            made.append(tiny.group(uid, tokens, COUNT))
-    return made
+            groups.append(tiny.group(uid, tokens, COUNT))
+    return groups
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "habits"),
+    ("name", "size", "traffic"),
     [
         *(("lfm2", 4, Habits(7, pauses=1)), ("qwen3-next", 4, Habits(7, pauses=1)), ("qwen3.5", 16, Habits(pauses=1))),
         ("olmo-hybrid", 4, Habits(7, pauses=1)),
@@ -188,20 +193,22 @@ def asked() -> list[Group]:
         ("qwen4-exp", 4, Habits(7, pauses=1)),
     ],
 )
-def test_answers_are_the_same_whoever_remembers(name: str, size: int, habits: Habits, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_of_real_models_are_the_same_with_cached_states(
+    name: str, size: int, traffic: Habits, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(prompts, "WORTH", 8)
-    expected = drive(tiny.engine(name, 16, 2000, prefix_caching=False), asked(), Habits(arrivals=1)).tokens
-    for group in asked()[2:5]:
+    expected = drive(tiny.engine(name, 16, 2000, prefix_caching=False), sample_groups(), Habits(arrivals=1)).tokens
+    for group in sample_groups()[2:5]:
         assert [expected[group.uid, 0]] == tiny.greedy(name, (tuple(group.sequences[0].tokens),), COUNT)
     engine = tiny.engine(name, size, 1200 // size, ahead=True)
-    world, _ = fly(engine, asked(), habits, seed=size)
-    assert (world.failed, world.tokens) == ({}, expected)
-    assert world.cached > 0
+    results, _ = drive_overlapped(engine, sample_groups(), traffic, seed=size)
+    assert (results.failed, results.tokens) == ({}, expected)
+    assert results.cached > 0
     assert at_rest(engine)
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
-def test_what_is_remembered_takes_half_of_the_memory_at_most(prefix_caching: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_take_at_most_half_of_the_memory(prefix_caching: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = tiny.engine("qwen3.5", prefix_caching=prefix_caching)
     state = engine.decoder.shape.state_bytes(1, 4)
     for room in (0, state, 5 * state, 40 * state, 101 * state, 10_000 * state):
@@ -218,18 +225,19 @@ def test_what_is_remembered_takes_half_of_the_memory_at_most(prefix_caching: boo
     assert 0.9 < taken / keys <= 1.1, "the other half is for keys and values"
 
 
-def test_a_step_of_many_tokens_of_which_few_are_drawn_is_measured() -> None:
-    """As with --max-batch-size 1: of the part that is measured on a CPU, less than one token would be."""
+def test_measured_step_has_sample_tokens_though_few_rows_are_sampled() -> None:
+    """As with --max-batch-size 1, where the sample measured on a CPU would have less than one sampled token."""
     *_, sample = memory.size_pool(tiny.engine("llama"), 4, 0.9, 512, 1, 1, 100)
     assert sample.tokens == memory.SAMPLE_TOKENS
 
 
-def test_what_is_measured_remembers_no_more_than_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where more tokens are drawn, as with drafts, prompts have several: memory for as many prompts would end the start."""
-    engine, outcomes, honest = tiny.engine("qwen3.5"), list[Outcome](), memory._run
+def test_measured_step_has_no_more_states_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If more tokens are sampled than sequences fit, as with drafts, each prompt has several: one state for each sampled token
+    would not fit, and the start would fail."""
+    engine, outcomes, original_run = tiny.engine("qwen3.5"), list[Outcome](), memory._run
 
     def run(engine: Engine, lengths: list[int], choices: int, sampling: Sampling) -> Outcome:
-        outcomes.append(honest(engine, lengths, choices, sampling))
+        outcomes.append(original_run(engine, lengths, choices, sampling))
         assert engine.cache.slots == len(lengths)
         return outcomes[-1]
 

@@ -1,5 +1,5 @@
-"""Thoughts end in time, whatever else is asked of the answer and of the shard, and behind their end all is as if the model had
-ended them itself."""
+"""The thinking budget: thinking ends within its number of tokens, with any sampling parameters, preemption and overlapped steps;
+the tokens after a forced end are as if the model had ended its thinking itself."""
 
 import random
 from dataclasses import replace
@@ -9,7 +9,7 @@ import pytest
 from penstock.shard.engine import Engine
 from penstock.shard.sequence import Group, Sampling, Thinking
 from penstock.tests.shard import tiny
-from penstock.tests.shard.driver import Flying, Habits, World, drive
+from penstock.tests.shard.driver import Habits, OverlappingEngine, World, drive
 from penstock.tests.shard.test_oracle import at_rest, prompt
 
 END, BEGIN, COUNT = 7, 9, 24
@@ -21,76 +21,76 @@ SAMPLINGS = [
 ]
 
 
-def asked(thinking: Thinking | None, **more: object) -> list[Group]:
+def sample_groups(thinking: Thinking | None, **more: object) -> list[Group]:
     return [tiny.group(uid, prompt(uid, 9), COUNT, one, thinking=thinking, **more) for uid, one in enumerate(SAMPLINGS)]
 
 
-def plain(groups: list[Group]) -> dict[int, list[int]]:
+def plain_answers(groups: list[Group]) -> dict[int, list[int]]:
     return drive(tiny.engine("llama"), groups, Habits()).answers
 
 
-def expected(most: int) -> dict[int, list[int]]:
-    """What is said without a bound, up to it; the end, if it has not come; then what follows these."""
+def expected(budget: int) -> dict[int, list[int]]:
+    """The tokens without a budget, cut at the budget; the end token, if it is not among them; then the continuation of these."""
     found = {}
-    for uid, said in plain(asked(None)).items():
-        begun = said[:most] if END in said[:most] else [*said[:most], END]
-        [group] = [one for one in asked(None, continuations=[(0, begun)]) if one.uid == uid]
-        found[uid] = begun + drive(tiny.engine("llama"), [group], Habits()).answers[uid]
+    for uid, answer in plain_answers(sample_groups(None)).items():
+        forced = answer[:budget] if END in answer[:budget] else [*answer[:budget], END]
+        [group] = [one for one in sample_groups(None, continuations=[(0, forced)]) if one.uid == uid]
+        found[uid] = forced + drive(tiny.engine("llama"), [group], Habits()).answers[uid]
     return found
 
 
-@pytest.mark.parametrize("most", [0, 1, 5, COUNT - 1, COUNT])
-def test_thoughts_end_in_time(most: int) -> None:
-    answers = plain(asked(Thinking(most, END)))
-    assert answers == (expected(most) if most < COUNT - 1 else answers)
+@pytest.mark.parametrize("budget", [0, 1, 5, COUNT - 1, COUNT])
+def test_thinking_ends_within_its_budget(budget: int) -> None:
+    answers = plain_answers(sample_groups(Thinking(budget, END)))
+    assert answers == (expected(budget) if budget < COUNT - 1 else answers)
     for answer in answers.values():
         assert len(answer) == COUNT
-        assert END in answer[: most + 1] or most == COUNT
+        assert END in answer[: budget + 1] or budget == COUNT
 
 
-def test_an_end_that_comes_by_itself_is_the_end() -> None:
-    for uid, said in plain(asked(None)).items():
-        most = 10
-        end = said[most - 1]
-        first = said.index(end)
-        for bound, same in ((first + 1, True), (most, True), (first, True), (max(first - 1, 0), first == 0)):
-            [group] = [one for one in asked(Thinking(bound, end)) if one.uid == uid]
-            assert (plain([group])[uid] == said) == same or not same
+def test_end_token_sampled_within_the_budget_changes_nothing() -> None:
+    for uid, answer in plain_answers(sample_groups(None)).items():
+        budget = 10
+        end = answer[budget - 1]
+        first = answer.index(end)
+        for budget_tried, unchanged in ((first + 1, True), (budget, True), (first, True), (max(first - 1, 0), first == 0)):
+            [group] = [one for one in sample_groups(Thinking(budget_tried, end)) if one.uid == uid]
+            assert (plain_answers([group])[uid] == answer) == unchanged or not unchanged
 
 
-def test_who_does_not_think_is_left_alone() -> None:
-    said = plain(asked(None))
-    never = max({*range(100)} - {token for answer in said.values() for token in answer})
-    assert plain(asked(Thinking(0, END, never))) == said
-    for uid, answer in said.items():
+def test_answers_without_thinking_are_unchanged() -> None:
+    answers = plain_answers(sample_groups(None))
+    unused = max({*range(100)} - {token for answer in answers.values() for token in answer})
+    assert plain_answers(sample_groups(Thinking(0, END, unused))) == answers
+    for uid, answer in answers.items():
         for place, begins in ((0, True), (3, True), (9, False)):
             begin = answer[place]
-            [group] = [one for one in asked(Thinking(2, never, begin)) if one.uid == uid]
-            found = plain([group])[uid]
+            [group] = [one for one in sample_groups(Thinking(2, unused, begin)) if one.uid == uid]
+            found = plain_answers([group])[uid]
             first = answer.index(begin)
             if begins or first < 4:
-                assert found.index(never) == first + 3
-                assert found.count(never) == 1
+                assert found.index(unused) == first + 3
+                assert found.count(unused) == 1
             else:
                 assert found == answer
 
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("choices", [1, 3])
-def test_neither_pauses_nor_chunks_nor_steps_ahead_change_a_token(ahead: bool, choices: int) -> None:
-    groups = asked(Thinking(4, END), choices=choices, top_n=2)
-    calm = drive(tiny.engine("llama"), groups, Habits())
+def test_thinking_tokens_are_the_same_with_pauses_chunks_and_overlapped_steps(ahead: bool, choices: int) -> None:
+    groups = sample_groups(Thinking(4, END), choices=choices, top_n=2)
+    undisturbed = drive(tiny.engine("llama"), groups, Habits())
     engine = tiny.engine("llama", 4, 150, ahead=ahead)
-    shard: Engine | Flying = Flying(engine, random.Random(1)) if ahead else engine
-    world: World = drive(shard, groups, Habits(chunk=3, pause=0.2), seed=choices)
-    assert world.pauses
-    assert (world.tokens, world.failed) == (calm.tokens, {})
+    shard: Engine | OverlappingEngine = OverlappingEngine(engine, random.Random(1)) if ahead else engine
+    results: World = drive(shard, groups, Habits(chunk=3, pause=0.2), seed=choices)
+    assert results.pauses
+    assert (results.tokens, results.failed) == (undisturbed.tokens, {})
     engine.land()
     assert at_rest(engine)
 
 
-def test_what_the_vocabulary_lacks_is_refused() -> None:
+def test_thinking_tokens_outside_the_vocabulary_are_refused() -> None:
     for thinking in (Thinking(1, 100_000), Thinking(1, 1, 100_000)):
-        world = drive(tiny.engine("llama"), [replace(one, thinking=thinking) for one in asked(None)], Habits())
-        assert len(world.failed) == len(SAMPLINGS)
-        assert "what thoughts begin and end with" in world.failed[0]
+        results = drive(tiny.engine("llama"), [replace(one, thinking=thinking) for one in sample_groups(None)], Habits())
+        assert len(results.failed) == len(SAMPLINGS)
+        assert "what thoughts begin and end with" in results.failed[0]

@@ -1,5 +1,5 @@
-"""Trees hold every path once, the most probable first; what is cut off is what is least probable; and what is accepted moves to
-where plain decoding would have put it."""
+"""Draft trees: depth-first layout with the most probable children first, merging, cutting the least probable nodes, acceptance, and
+the moves of accepted nodes to the slots of plain decoding; against exhaustive search and simple definitions."""
 
 import itertools
 import math
@@ -16,8 +16,8 @@ SEEDS = range(25)
 EMPTY = Tree()
 
 
-def some(seed: int, nodes: int, vocabulary: int = 5) -> tuple[list[int], list[int], list[float]]:
-    """Nodes of a random tree, in an order of growth."""
+def random_nodes(seed: int, nodes: int, vocabulary: int = 5) -> tuple[list[int], list[int], list[float]]:
+    """Tokens, parents and log-probabilities of a random tree, in the order of its growth."""
     chance = random.Random(seed)
     tokens: list[int] = []
     parents: list[int] = []
@@ -35,23 +35,23 @@ def some(seed: int, nodes: int, vocabulary: int = 5) -> tuple[list[int], list[in
 
 
 def random_tree(seed: int, nodes: int | None = None) -> Tree:
-    return lay(*some(seed, random.Random(-seed).randint(0, 20) if nodes is None else nodes))[0]
+    return lay(*random_nodes(seed, random.Random(-seed).randint(0, 20) if nodes is None else nodes))[0]
 
 
 def path_to(tree: Tree, node: int) -> list[int]:
-    """The nodes from the first on that lead to `node`, which is the last of them."""
+    """The nodes on the path from the root to `node`, including it."""
     return [*path_to(tree, tree.parents[node]), node] if node != ROOT else []
 
 
 def paths(tree: Tree) -> dict[tuple[int, ...], float]:
-    """Tokens of every node's path, and its log-probability."""
+    """The tokens of every node's path, and the node's log-probability."""
     found = {tuple(tree.tokens[i] for i in path_to(tree, node)): tree.logprobs[node] for node in range(len(tree))}
     assert len(found) == len(tree)
     return found
 
 
-def check(tree: Tree) -> None:
-    """It is as the module says."""
+def check_layout(tree: Tree) -> None:
+    """Checks the layout that `decoding/tree.py` promises."""
     assert len(tree.tokens) == len(tree.parents) == len(tree.logprobs)
     paths(tree)
     open_nodes = [ROOT]
@@ -66,16 +66,16 @@ def check(tree: Tree) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_laying_keeps_paths_and_puts_the_most_probable_first(seed: int) -> None:
-    tokens, parents, logprobs = some(seed, seed % 40)
+def test_layout_keeps_paths_and_puts_the_most_probable_first(seed: int) -> None:
+    tokens, parents, logprobs = random_nodes(seed, seed % 40)
     tree, order = lay(tokens, parents, logprobs)
-    check(tree)
+    check_layout(tree)
     assert sorted(order) == list(range(len(tokens)))
     assert [tokens[node] for node in order] == list(tree.tokens)
     assert [logprobs[node] for node in order] == list(tree.logprobs)
     assert [parents[node] for node in order] == [order[parent] if parent >= 0 else ROOT for parent in tree.parents]
     node = ROOT
-    for place in itertools.count():  # the first chain is that of the best children
+    for place in itertools.count():  # the first chain is that of the most probable children
         family = [i for i, parent in enumerate(parents) if parent == node]
         if not family:
             break
@@ -83,21 +83,21 @@ def test_laying_keeps_paths_and_puts_the_most_probable_first(seed: int) -> None:
         assert order[place] == node
 
 
-def test_rounding_makes_no_child_more_probable_than_its_parent() -> None:
+def test_children_are_never_more_probable_than_their_parent() -> None:
     tree, _ = lay([1, 2, 3], [-1, 0, 1], [-0.5, -0.4, -0.6])
     assert tree.logprobs == (-0.5, -0.5, -0.6)
 
 
-def test_a_parent_comes_before_its_children() -> None:
+def test_layout_refuses_nodes_before_their_parents() -> None:
     with pytest.raises(AssertionError, match="node 0 stands before its parent 1"):
         lay([1, 2], [1, -1], [0.0, 0.0])
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_merging_keeps_every_path_once(seed: int) -> None:
+def test_merge_keeps_every_path_once_with_its_best_probability(seed: int) -> None:
     trees = [random_tree(5 * seed + i) for i in range(seed % 4)]
     merged = merge(trees)
-    check(merged)
+    check_layout(merged)
     known = [paths(tree) for tree in trees]
     wanted = {path: max(own[path] for own in known if path in own) for path in {path for own in known for path in own}}
     assert paths(merged) == wanted
@@ -110,19 +110,19 @@ def test_equal_tokens_at_one_depth_under_different_parents_are_different_nodes()
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_what_is_cut_off_is_what_is_least_probable(seed: int) -> None:
+def test_cut_keeps_the_most_probable_subtree(seed: int) -> None:
     tree = random_tree(seed, 9)
     for nodes in range(10):
         kept = tree.cut(nodes)
-        check(kept)
+        check_layout(kept)
         assert len(kept) == nodes
         assert paths(kept).items() <= paths(tree).items()
-        assert math.fsum(map(math.exp, kept.logprobs)) == pytest.approx(most_worth(tree, nodes))
+        assert math.fsum(map(math.exp, kept.logprobs)) == pytest.approx(best_subtree_probability(tree, nodes))
     assert tree.cut(100) == tree
 
 
-def most_worth(tree: Tree, nodes: int) -> float:
-    """Of all so many nodes that are a tree, by trying all."""
+def best_subtree_probability(tree: Tree, nodes: int) -> float:
+    """The largest total probability of a subtree with so many nodes, by trying all."""
     best = 0.0
     for chosen in itertools.combinations(range(len(tree)), nodes):
         if all(tree.parents[node] in (ROOT, *chosen) for node in chosen):
@@ -131,23 +131,23 @@ def most_worth(tree: Tree, nodes: int) -> float:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_depths_are_those_that_attention_sees(seed: int) -> None:
+def test_depths_match_the_ancestry_used_by_attention(seed: int) -> None:
     tree = random_tree(seed)
     assert tree.depths == [len(path_to(tree, node)) - 1 for node in range(len(tree))] == ancestry(tree.parents)[1]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_span_holds_what_a_sequence_lacks_and_then_the_tree(seed: int) -> None:
+def test_query_of_a_span_attends_to_lacking_tokens_and_ancestors(seed: int) -> None:
     tree, lacking = random_tree(seed), 1 + seed % 3
     parents = tree.query(lacking)
     if parents is None:
         assert tree.is_chain
         parents = list(range(-1, lacking + len(tree) - 1))
-    sees, depths = ancestry(parents)
+    visible, depths = ancestry(parents)
     assert depths == [*range(lacking), *(lacking + depth for depth in tree.depths)]
     for node in range(len(tree)):
         own = {lacking + i for i in path_to(tree, node)} | set(range(lacking))
-        assert {i for i, seen in enumerate(sees[lacking + node]) if seen} == own
+        assert {i for i, is_visible in enumerate(visible[lacking + node]) if is_visible} == own
 
 
 def test_a_chain_needs_no_parents() -> None:
@@ -157,7 +157,7 @@ def test_a_chain_needs_no_parents() -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_path_is_followed_as_far_as_there_are_nodes(seed: int) -> None:
+def test_accepted_path_follows_the_picked_tokens(seed: int) -> None:
     tree, chance = random_tree(seed), random.Random(seed)
     picked = [chance.randrange(5) for _ in range(len(tree) + 1)]
     accepted = tree.accepted(picked)
@@ -173,30 +173,30 @@ def test_a_path_is_followed_as_far_as_there_are_nodes(seed: int) -> None:
     assert widths == [len(families[node + 1]) for node in (ROOT, *accepted) if families[node + 1]]
 
 
-def test_where_nothing_was_picked_nothing_is_followed() -> None:
+def test_accepted_path_ends_at_a_missing_pick() -> None:
     assert chain([4, 5, 6]).accepted([4, 5, None, 6]) == [0, 1]
     assert chain([4, 5, 6]).accepted([None, 5, 6, 6]) == []
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_what_is_accepted_moves_to_where_it_belongs(seed: int) -> None:
+def test_moves_bring_accepted_nodes_to_consecutive_slots(seed: int) -> None:
     tree, chance = random_tree(seed, 12), random.Random(seed)
     path = path_to(tree, chance.randrange(12))
     slots: list[object] = list(range(12))
     for source, target in moves(path):
-        assert target < source, "it would overwrite what is still to be moved"
+        assert target < source, "a slot would be overwritten before it is moved"
         slots[target] = slots[source]
     assert slots[: len(path)] == path
 
 
-def test_the_check_finds_moves_in_the_wrong_order() -> None:
+def test_check_catches_moves_in_reverse_order() -> None:
     slots = list(range(3))
     for source, target in reversed(moves([1, 2])):
         slots[target] = slots[source]
     assert slots[:2] != [1, 2]
 
 
-def test_nothing_moves_when_the_first_chain_is_accepted() -> None:
+def test_accepting_the_first_chain_needs_no_moves() -> None:
     tree = random_tree(1, 20)
     node, first = ROOT, []
     while tree.children[node + 1]:
@@ -206,5 +206,5 @@ def test_nothing_moves_when_the_first_chain_is_accepted() -> None:
 
 
 @pytest.mark.parametrize(("widths", "nodes"), [((), 0), ((1, 1, 1), 3), ((4, 2, 2, 1), 44), ((1, 1, 3, 1, 1, 1, 1, 1), 20)])
-def test_sizes_of_expansions(widths: Sequence[int], nodes: int) -> None:
+def test_node_count_of_layered_trees_is_within_the_limit(widths: Sequence[int], nodes: int) -> None:
     assert Speculation(widths=tuple(widths)).grown == nodes <= MOST_NODES == MOST_DRAFTS

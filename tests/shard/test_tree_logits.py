@@ -1,5 +1,5 @@
-"""Logits after every node of a tree are those of a plain forward over its path, by transformers; and so are those after what was
-accepted, once it has been moved to where it belongs."""
+"""Logits at every node of a draft tree equal transformers' logits of the node's path; so do logits after an accepted path, once its
+keys and values have been moved to their slots. Planted faults show that the check finds them."""
 
 import random
 
@@ -18,13 +18,13 @@ from penstock.tests.shard.test_tree import path_to, random_tree
 
 PROMPT = prompt(5, 19)
 NEAR = 1e-4
-FAR = 1e-2  # what a fault makes of it, at least
+FAR = 1e-2  # a fault makes at least this difference
 NEXT = 7
 
 
 @torch.inference_mode()
 def forward(engine: Engine, sequence: Sequence, tokens: list[int], parents: list[int] | None = None) -> torch.Tensor:
-    """Logits of all tokens that follow what is computed."""
+    """Logits of all given tokens, which follow the computed ones."""
     engine.pool.extend(sequence.pages, sequence.computed + len(tokens))
     span = Span(sequence, sequence.computed, tokens, parents, wanted=len(tokens))
     logits = engine.decoder.logits(engine.forward([span]))
@@ -32,8 +32,8 @@ def forward(engine: Engine, sequence: Sequence, tokens: list[int], parents: list
     return logits
 
 
-def farthest(family: str, tree: Tree, page_size: int, chance: random.Random) -> tuple[float, float]:
-    """From transformers' logits: of the tree's nodes, and of what follows an accepted path and one token more."""
+def largest_differences(family: str, tree: Tree, page_size: int, chance: random.Random) -> tuple[float, float]:
+    """The largest differences from transformers' logits: at the tree's nodes, and after an accepted path and one more token."""
     engine = tiny.engine(family, page_size)
     sequence = tiny.group(0, PROMPT, 99).sequences[0]
     forward(engine, sequence, PROMPT[:-1])
@@ -47,7 +47,7 @@ def farthest(family: str, tree: Tree, page_size: int, chance: random.Random) -> 
         [sequence.pages[(start + at) // page_size] * page_size + (start + at) % page_size for at in pair]
         for pair in moves(path_to(tree, node))
     ]
-    assert slots, "a path that stays where it is shows nothing"
+    assert slots, "a path whose slots aren't moved tests nothing"
     engine.cache.move([[(source, target) for source, target in slots]])
     sequence.computed = start + len(paths[1 + node])
     after = forward(engine, sequence, [NEXT])
@@ -57,30 +57,30 @@ def farthest(family: str, tree: Tree, page_size: int, chance: random.Random) -> 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
-def test_a_tree_is_computed_as_its_paths_are(family: str, page_size: int) -> None:
-    """mistral's window is shorter than the text, so that ancestors leave it."""
+def test_tree_logits_match_transformers_logits_of_each_path(family: str, page_size: int) -> None:
+    """mistral's sliding window is shorter than the text, so ancestors fall out of it."""
     for seed in range(3):
-        own, after = farthest(family, random_tree(seed, 30), page_size, random.Random(seed))
-        assert own < NEAR
+        at_nodes, after = largest_differences(family, random_tree(seed, 30), page_size, random.Random(seed))
+        assert at_nodes < NEAR
         assert after < NEAR
 
 
 @pytest.mark.parametrize("fault", ["depths", "a bit", "moves"])
-def test_the_check_finds(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_catches_planted_faults(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = attention.ancestry
 
-    def faulty(parents: list[int]) -> tuple[list[list[bool]], list[int]]:
-        sees, depths = plain(parents)
+    def without_the_parent(parents: list[int]) -> tuple[list[list[bool]], list[int]]:
+        visible, depths = plain(parents)
         deepest = depths.index(max(depths))
-        sees[deepest][parents[deepest]] = False
-        return sees, depths
+        visible[deepest][parents[deepest]] = False
+        return visible, depths
 
     if fault == "moves":
         monkeypatch.setattr(Cache, "move", lambda self, rows: None)
     elif fault == "depths":
         monkeypatch.setattr(attention, "depths", lambda parents: list(range(len(parents))))
     else:
-        monkeypatch.setattr(attention, "ancestry", faulty)
-    own, after = farthest("llama", random_tree(0, 30), 4, random.Random(0))
-    assert (own > FAR) == (fault != "moves")
+        monkeypatch.setattr(attention, "ancestry", without_the_parent)
+    at_nodes, after = largest_differences("llama", random_tree(0, 30), 4, random.Random(0))
+    assert (at_nodes > FAR) == (fault != "moves")
     assert after > FAR

@@ -1,6 +1,7 @@
-"""An engine without a model: every slot of its cache says what was computed there, and every step is checked against that.
+"""An engine with a fake model and a fake KV cache that records what was computed in each slot: every step is checked against that,
+and the engine's bookkeeping is audited.
 
-Tokens follow from those before them, so that the same request always gets the same answer. Runs thousands of steps a second.
+Each token is a function of those before it, so the same request always gets the same answer. Runs thousands of steps a second.
 """
 
 import zlib
@@ -26,22 +27,22 @@ from penstock.shard.sequence import Group
 from penstock.shard.step import DeviceSamples, Run, Span
 
 CPU = torch.device("cpu")
-WORDS = 4  # tokens that are drawn
-KEPT = 3  # states, of models that remember, for others to go on from
-POISON = 9  # a token whose logits are not finite, and those of all that comes after it
+VOCABULARY = 4  # tokens that are sampled
+KEPT = 3  # recurrent states that the prefix cache keeps
+POISON = 9  # a token after which the logits of the sequence are not finite
 
 Content = tuple[str, tuple[int, ...]] | None  # cache key and all tokens up to and including this one; None: zeros
 
 
-class Slots:
-    """Stands for the cache."""
+class FakeCache:
+    """Stands in for the KV cache and the recurrent states."""
 
     def __init__(self, page_size: int, states: int = 0) -> None:
         self.page_size = page_size
         self.content: dict[int, Content] = {}
         self.evicted = 0
         self.slots = states
-        self.states: dict[int, Content] = dict.fromkeys(range(1, states + 1))  # what the sequences there have seen
+        self.states: dict[int, Content] = dict.fromkeys(range(1, states + 1))  # the tokens that each state covers
 
     def clear(self, pages: Sequence[int]) -> None:
         for page in pages:
@@ -62,10 +63,10 @@ class Slots:
         self.copy(list(zip(sources.tolist(), targets.tolist(), rows.tolist(), strict=True)))
 
 
-class Host:
-    """Stands for the host's memory."""
+class FakeHostPages:
+    """Stands in for offloaded pages in the host's memory."""
 
-    def __init__(self, slots: Slots, places: int) -> None:
+    def __init__(self, slots: FakeCache, places: int) -> None:
         self.places = places
         self.loaded = 0
         self._slots = slots
@@ -83,8 +84,8 @@ class Host:
             content |= {page * size + i: self._held[place][i] for i in range(size)}
 
 
-class Model:
-    """Stands for the decoder: writes all of a step, then looks at what its rows see."""
+class FakeModel:
+    """Stands in for the decoder: writes all slots of a step, then checks the slots that its rows attend to."""
 
     shape = SimpleNamespace(
         max_positions=1 << 20,
@@ -127,9 +128,9 @@ class Model:
     def __init__(self) -> None:
         self.engine: Any = None
 
-    def __call__(self, spans: Sequence[Span], cache: Slots, picked: DeviceSamples | None) -> torch.Tensor:
+    def __call__(self, spans: Sequence[Span], cache: FakeCache, picked: DeviceSamples | None) -> torch.Tensor:
         size, written = cache.page_size, set()
-        named = [(span, *self.known(span, picked)) for span in spans]
+        named = [(span, *self.tokens_and_pages(span, picked)) for span in spans]
         for span, tokens, pages in named:
             for place in range(span.start, span.start + len(span.tokens)):
                 slot = pages[place // size] * size + place % size
@@ -139,7 +140,7 @@ class Model:
                 written.add(slot)
                 cache.content[slot] = span.sequence.cache_key, tokens[: place + 1]
         if cache.states:
-            self.remember([(span, tokens) for span, tokens, _ in named], cache)
+            self.update_states([(span, tokens) for span, tokens, _ in named], cache)
         for span, tokens, pages in named:
             for place in range(span.start + len(span.tokens)):
                 slot = pages[place // size] * size + place % size
@@ -147,8 +148,8 @@ class Model:
         return torch.zeros(sum(span.wanted for span in spans), 1)
 
     @staticmethod
-    def remember(spans: Sequence[tuple[Span, tuple[int, ...]]], cache: Slots) -> None:
-        """What sequences have seen before is in their slots, and then what they see now as well."""
+    def update_states(spans: Sequence[tuple[Span, tuple[int, ...]]], cache: FakeCache) -> None:
+        """Checks that the sequences' states cover the tokens before the spans, and updates them."""
         assert len({span.sequence.state for span, _ in spans}) == len(spans), "two sequences have one state"
         for span, tokens in spans:
             slot, end = span.sequence.state, span.start + len(span.tokens)
@@ -156,8 +157,8 @@ class Model:
             cache.states[slot] = span.sequence.cache_key, tokens[:end]
 
     @staticmethod
-    def known(span: Span, picked: DeviceSamples | None) -> tuple[tuple[int, ...], Sequence[int]]:
-        """All tokens of a span's sequence, with that which only the device knows, and their pages."""
+    def tokens_and_pages(span: Span, picked: DeviceSamples | None) -> tuple[tuple[int, ...], Sequence[int]]:
+        """All tokens of a span's sequence, including the one that only the device knows, and its pages."""
         tokens, pages = tuple(span.sequence.tokens), span.sequence.pages
         if span.source < 0:
             return tokens, pages
@@ -173,11 +174,11 @@ class Model:
 
 
 def choose(decoder: object, runs: Sequence[Run], hidden: object, *rest: object) -> StepPicks:
-    """Stands for what makes tokens of logits."""
+    """Stands in for `logits.choose`: each token is a hash of the tokens before it."""
 
     def draw(row: Any) -> Pick | None:
         key = repr((list(row.tokens), row.choice, row.sampling.seed))
-        return None if POISON in row.tokens else Pick(zlib.crc32(key.encode()) % WORDS, 0.0)
+        return None if POISON in row.tokens else Pick(zlib.crc32(key.encode()) % VOCABULARY, 0.0)
 
     sampled = [run.group for run in runs if run.sampled]
     found = {
@@ -190,7 +191,7 @@ def choose(decoder: object, runs: Sequence[Run], hidden: object, *rest: object) 
 
 
 def candidates(group: Group) -> list[Pick | None]:
-    """Of beams: every continuation has a score that follows from its tokens."""
+    """Candidates of a beam search: the score of each continuation is a function of its tokens."""
     if any(POISON in sequence.tokens for sequence in group.sequences):
         return [None]
     assert group.search is not None
@@ -205,30 +206,30 @@ def candidates(group: Group) -> list[Pick | None]:
 
 
 def heirs(group: Group, found: Sequence[Pick | None]) -> list[tuple[int, int]]:
-    """Tokens and parents of the beams that live on; some, where fewer do."""
+    """Tokens and parents of the surviving beams, padded with zeros to the search's width."""
     assert group.search is not None
     living = [(one.token, one.row) for one in found if isinstance(one, Candidate) and one.token not in group.end_ids]
     return [*living, *[(0, 0)] * group.search.width][: group.search.width]
 
 
-class Paper(Engine):
-    """Checks its own books after every step."""
+class AuditedEngine(Engine):
+    """Audits its own bookkeeping after every step."""
 
     def __init__(
         self, pages: int, page_size: int, prefix_caching: bool = True, ahead: bool = False, states: int = 0, copies: int = 0
     ) -> None:
-        """states: the model remembers something of so many sequences; copies: of pages, on the host."""
+        """states: the model has recurrent states, for so many sequences; copies: places for offloaded pages on the host."""
         self._states, self._copies = states, copies
-        super().__init__(Model(), CPU, page_size, prefix_caching, overlap=ahead)  # type: ignore[arg-type]
+        super().__init__(FakeModel(), CPU, page_size, prefix_caching, overlap=ahead)  # type: ignore[arg-type]
         self.resize(pages)
         self.evictions = self.computed = 0
 
     def resize(self, pages: int, sequences: int = 0) -> None:  # type: ignore[override]
         super().resize(pages, sequences)
-        self.cache: Any = Slots(self.page_size, self._states)
-        self.host: Any = Host(self.cache, self._copies)
-        kept = 0 if self._states else None
-        self.books = Books(self.pool, self.cache, self._prefix_caching, kept, self.host if self._copies else None)
+        self.cache: Any = FakeCache(self.page_size, self._states)
+        self.host: Any = FakeHostPages(self.cache, self._copies)
+        kept_states = 0 if self._states else None
+        self.books = Books(self.pool, self.cache, self._prefix_caching, kept_states, self.host if self._copies else None)
         if self._states and self.books.prefixes is not None:
             self.books.prefixes.most = KEPT
         self.forward: Any = lambda spans, picked=None: self.decoder(spans, self.cache, picked)
@@ -250,10 +251,10 @@ class Paper(Engine):
     def audit(self) -> None:
         pool, size = self.pool, self.pool.page_size
         sequences = [sequence for group in self.books.groups.values() for sequence in group.sequences]
-        held = Counter(page for sequence in sequences for page in sequence.pages)
+        references = Counter(page for sequence in sequences for page in sequence.pages)
         assert not any(group.heirs for group in self.books.groups.values())
-        assert {page: count for page, count in enumerate(pool._references) if count} == held
-        assert pool.free == pool.pages - len(held)
+        assert {page: count for page, count in enumerate(pool._references) if count} == references
+        assert pool.free == pool.pages - len(references)
         for group in self.books.groups.values():
             pages = {page for sequence in group.sequences for page in sequence.pages}
             assert group.reported == (len(pages), self.most(group) - len(pages), group.lacking)
@@ -264,13 +265,13 @@ class Paper(Engine):
             for page, node in self.books.prefixes._nodes.items():
                 assert all(self.cache.content[page * size + place] is not None for place in range(size)), "not computed"
                 assert node.parent is not None
-                assert held[node.parent.page] >= held[page] or not node.parent.depth, "held without the page before it"
+                assert references[node.parent.page] >= references[page] or not node.parent.depth, "held without the page before it"
             assert {node.state: node for node in self.books.prefixes._nodes.values() if node.state} == self.books.prefixes.states
             for slot, node in self.books.prefixes.states.items():
                 assert self.cache.states[slot] == self.cache.content[(node.page + 1) * size - 1], "something else is remembered"
 
     def most(self, group: Any) -> int:
-        """Pages with which the group gets through the next two steps in which it decodes, and what is shared counts once."""
+        """Pages that the group needs for its next two decode steps; shared pages count once."""
         size, full = self.pool.page_size, group.prompt_length // self.pool.page_size
         if not group.decodes:
             return int(group.worst(size))
@@ -283,8 +284,8 @@ class Paper(Engine):
 
 
 @pytest.fixture
-def paper(monkeypatch: pytest.MonkeyPatch) -> type[Paper]:
-    """The engine, with a step that is not made of tensors."""
+def audited_engine(monkeypatch: pytest.MonkeyPatch) -> type[AuditedEngine]:
+    """The engine, with steps that compute no tensors."""
     monkeypatch.setattr(engine_module, "choose", choose)
     monkeypatch.setattr(engine_module, "score_prompts", lambda *rest: None)
-    return Paper
+    return AuditedEngine
