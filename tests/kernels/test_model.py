@@ -37,7 +37,7 @@ from penstock.shard.sequence import Group, Sampling
 from penstock.shard.speculator import Speculator
 from penstock.tests.kernels import sanitizer
 from penstock.tests.shard import configurations, packing, test_invariance, test_quantized, tiny
-from penstock.tests.shard.driver import Driver, Habits, OverlappingEngine, World, drive, message
+from penstock.tests.shard.driver import Driver, OverlappingEngine, Results, Traffic, drive, message
 from penstock.tests.shard.test_weights import decoder
 
 # The results of padding are undefined, and not used.
@@ -106,12 +106,12 @@ def groups(filters: bool = False) -> list[Group]:
     ]
 
 
-def run_groups(engine: Engine, chunk: int = 5, filters: bool = False) -> World:
-    return drive(engine, groups(filters), Habits(chunk), seed=4)
+def run_groups(engine: Engine, chunk: int = 5, filters: bool = False) -> Results:
+    return drive(engine, groups(filters), Traffic(chunk), seed=4)
 
 
 @functools.cache
-def reference_run(name: str, filters: bool = False) -> World:
+def reference_run(name: str, filters: bool = False) -> Results:
     """The result with the reference implementations."""
     dispatch.force("reference")
     return run_groups(tiny.engine(name, 4, PAGES), filters=filters)
@@ -285,7 +285,7 @@ def test_speculative_decoding_steps_run_as_graphs_and_generate_the_reference_tok
     for group in requests:
         group.drafts = engine.speculator.most
     extent = replace(USUAL, drafts=True, trees=engine.speculator.trees)
-    found = drive(with_graphs(engine, monkeypatch, extent), requests, Habits(chunk=5), seed=4)
+    found = drive(with_graphs(engine, monkeypatch, extent), requests, Traffic(chunk=5), seed=4)
     assert found.tokens == expected.tokens
     assert found.accepted > 0
     assert engine.forward.replayed > 3 * engine.forward.eager
@@ -307,7 +307,7 @@ def test_beams_in_overlapped_steps_take_over_pages_on_the_device(name: str, grap
     """Where steps overlap, only the device knows which beam each beam continues, and so its pages."""
     monkeypatch.setattr(work_list, "SHORTEST_RUN", 4)
     dispatch.force("reference")
-    expected = drive(tiny.engine(name, 4, 2 * PAGES), searches(), Habits())
+    expected = drive(tiny.engine(name, 4, 2 * PAGES), searches(), Traffic())
     dispatch.force("triton")
     engine = tiny.engine(name, 4, 2 * PAGES, ahead=True)
     if graphs:
@@ -322,7 +322,7 @@ def test_beams_in_overlapped_steps_take_over_pages_on_the_device(name: str, grap
 
     monkeypatch.setattr(step, "_inherit", inheriting)
     overlapping = OverlappingEngine(engine, random.Random(1))
-    found = Driver(overlapping, [message(group) for group in searches()], Habits(), 4).run()
+    found = Driver(overlapping, [message(group) for group in searches()], Traffic(), 4).run()
     assert found.tokens == expected.tokens
     assert found.scores == {uid: pytest.approx(scores, abs=1e-4) for uid, scores in expected.scores.items()}
     assert overlapping.ahead > 5

@@ -65,7 +65,7 @@ class Shard(Protocol):
 
 
 @dataclass
-class World:
+class Results:
     """What the groups were answered, and what happened on the way."""
 
     tokens: dict[tuple[int, int], list[int]] = field(default_factory=dict)  # by uid and choice
@@ -89,7 +89,7 @@ class World:
 
 
 @dataclass(frozen=True)
-class Habits:
+class Traffic:
     """What traffic the driver makes; fractions are probabilities per step."""
 
     chunk: int = UNLIMITED  # the most tokens of a prompt in a step
@@ -102,7 +102,7 @@ class Habits:
     careful: bool = True  # admits groups only if there are pages for them
 
 
-def drive(shard: Shard, groups: Sequence[Group], traffic: Habits, seed: int = 0) -> World:
+def drive(shard: Shard, groups: Sequence[Group], traffic: Traffic, seed: int = 0) -> Results:
     """Runs `groups` to their ends."""
     return Driver(shard, [message(group) for group in groups], traffic, seed).run()
 
@@ -135,11 +135,11 @@ class OverlappingEngine:
 class Driver:
     """One run of random traffic."""
 
-    def __init__(self, shard: Shard, requests: Sequence[wire.Group], traffic: Habits, seed: int) -> None:
+    def __init__(self, shard: Shard, requests: Sequence[wire.Group], traffic: Traffic, seed: int) -> None:
         self.shard = shard
         self.traffic = traffic
         self.chance = random.Random(seed)
-        self.results = World({(one.uid, choice): [] for one in requests for choice in range(one.choices or 1)})
+        self.results = Results({(one.uid, choice): [] for one in requests for choice in range(one.choices or 1)})
         self.requests = {one.uid: one for one in requests}
         self.waiting = list(requests)
         self.grow: dict[int, int] = {}  # pages that each admitted group may still need
@@ -152,7 +152,7 @@ class Driver:
         self.batches: list[int] = []
         self.number = 0
 
-    def run(self) -> World:
+    def run(self) -> Results:
         turns = 0
         while self.waiting or self.grow or self.unread:
             turns += 1

@@ -29,7 +29,7 @@ from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group, Sampling
 from penstock.shard.weights import Weights
 from penstock.tests.shard import lora, packing, tiny
-from penstock.tests.shard.driver import Habits, World, drive
+from penstock.tests.shard.driver import Results, Traffic, drive
 from penstock.tests.shard.test_oracle import COUNT, at_rest, prompts
 from penstock.tests.shard.test_quantized import few_bits
 from penstock.tests.shard.test_weights import Alone
@@ -88,7 +88,7 @@ def mixed_prompts(count: int, seed: int) -> list[tuple[tuple[int, ...], str]]:
     return [(tokens, chance.choice(["", "0", "1"])) for tokens in prompts(count, 40)]
 
 
-def check_tokens(loaded: Engine, prompts_with_adapters: PromptsWithAdapters, models: dict[str, Path], traffic: Habits) -> World:
+def check_tokens(loaded: Engine, prompts_with_adapters: PromptsWithAdapters, models: dict[str, Path], traffic: Traffic) -> Results:
     results = drive(loaded, requests(prompts_with_adapters), traffic)
     assert results.failed == {}
     assert results.answers == {uid: greedy(models[adapter], tokens) for uid, (tokens, adapter) in enumerate(prompts_with_adapters)}
@@ -101,7 +101,7 @@ def test_mixed_batch_of_adapters_matches_merged_models(name: str, tmp_path: Path
     adapters, models = lora.adapters_for(name, tmp_path)
     prompts_with_adapters = mixed_prompts(9, 3)
     assert len({adapter for _, adapter in prompts_with_adapters}) == 3
-    results = check_tokens(engine(name, adapters), prompts_with_adapters, models, Habits(chunk=7, pauses=1))
+    results = check_tokens(engine(name, adapters), prompts_with_adapters, models, Traffic(chunk=7, pauses=1))
     for uid, (tokens, adapter) in enumerate(prompts_with_adapters):
         merged_logprob, original = (first_logprob(models[key], tokens, results.answers[uid][0]) for key in (adapter, ""))
         assert results.logprobs[uid, 0][0] == pytest.approx(merged_logprob, abs=3e-4)
@@ -126,8 +126,8 @@ def test_adapters_on_two_ranks_match_merged_models(name: str, tmp_path: Path) ->
         own = [Adapter(key, Path(folder), torch.float32, tiny.CPU) for key, folder in adapters]
         loaded = Engine(Decoder(model, weights, rank, tiny.CPU, adapters=LoraAdapters(own)), tiny.CPU, 16)
         loaded.resize(256)
-        check_tokens(loaded, prompts_with_adapters, models, Habits(chunk=9)) if rank.rank == 0 else drive(
-            loaded, requests(prompts_with_adapters), Habits(chunk=9)
+        check_tokens(loaded, prompts_with_adapters, models, Traffic(chunk=9)) if rank.rank == 0 else drive(
+            loaded, requests(prompts_with_adapters), Traffic(chunk=9)
         )
 
     [[greedy(models[adapter], tokens)] for tokens, adapter in prompts_with_adapters]  # the ranks' threads would wait for each other
@@ -152,7 +152,7 @@ def test_adapters_with_quantized_weights_match_unquantized_merged_models(name: s
     ]
     assert all(one.gating is not None for one in linear_layers)
     tokens = prompts(1, 40)[0]
-    check_tokens(loaded, [(tokens, "a")], {"a": lora.merged(plain, folder, tmp_path / "merged")}, Habits(chunk=9))
+    check_tokens(loaded, [(tokens, "a")], {"a": lora.merged(plain, folder, tmp_path / "merged")}, Traffic(chunk=9))
 
 
 @pytest.mark.parametrize("name", ["words-wide", "qwen3.5-wide", "granite-4-h-wide"])
@@ -162,7 +162,7 @@ def test_adapters_leave_quantized_weights_quantized(name: str, tmp_path: Path, m
     folder = lora.adapter(plain, tmp_path / "adapter", 3)
     loaded, tokens = engine_of(quantized, adapters=(("a", str(folder)),), dtype="bfloat16"), prompts(1, 40)[0]
     assert few_bits(loaded.decoder)
-    results = drive(loaded, [tiny.group(1, tokens, COUNT, adapter="a")], Habits())
+    results = drive(loaded, [tiny.group(1, tokens, COUNT, adapter="a")], Traffic())
     token, logprob = results.tokens[1, 0][0], results.logprobs[1, 0][0]
     expected, original = (first_logprob(model, tokens, token) for model in (lora.merged(plain, folder, tmp_path / "merged"), plain))
     assert 10 * abs(logprob - expected) < abs(original - expected)
@@ -174,10 +174,10 @@ def test_sampled_tokens_do_not_depend_on_other_adapters_in_the_batch(tmp_path: P
     loaded = engine("llama", adapters)
     prompts_with_adapters = mixed_prompts(8, 5)
     sampling = Sampling(temperature=1.0, seed=11)
-    together = drive(loaded, requests(prompts_with_adapters, sampling), Habits(chunk=5, pauses=1))
+    together = drive(loaded, requests(prompts_with_adapters, sampling), Traffic(chunk=5, pauses=1))
     assert together.failed == {}
     for uid, one in enumerate(requests(prompts_with_adapters, sampling)):
-        alone = drive(loaded, [one], Habits())
+        alone = drive(loaded, [one], Traffic())
         assert alone.tokens[uid, 0] == together.tokens[uid, 0]
         assert alone.logprobs[uid, 0] == pytest.approx(together.logprobs[uid, 0], abs=1e-4)
 
@@ -198,13 +198,15 @@ def test_choices_beams_and_drafts_use_the_adapter(ahead: bool, tmp_path: Path) -
             tiny.group(2, token_lists[2], COUNT, adapter=adapter, drafts=4),
         ]
 
-    changed, expected = drive(loaded, groups("1"), Habits(pauses=1)), drive(whole, groups(""), Habits())
+    changed, expected = drive(loaded, groups("1"), Traffic(pauses=1)), drive(whole, groups(""), Traffic())
     assert changed.failed == expected.failed == {}
     assert changed.tokens == expected.tokens
 
 
 def test_unknown_adapter_fails_only_its_group() -> None:
-    results = drive(tiny.engine("llama"), [tiny.group(1, (1, 2, 3), COUNT, adapter="x"), tiny.group(2, (1, 2, 3), COUNT)], Habits())
+    results = drive(
+        tiny.engine("llama"), [tiny.group(1, (1, 2, 3), COUNT, adapter="x"), tiny.group(2, (1, 2, 3), COUNT)], Traffic()
+    )
     assert results.failed == {1: "the shards have no adapter 'x'"}
     assert len(results.tokens[2, 0]) == COUNT
 
@@ -233,7 +235,7 @@ def test_adapter_loaded_later_matches_merged_model(name: str, tmp_path: Path) ->
     assert loaded.decoder.adapters.later == planned_bytes(loaded)
     load_later(loaded, "1", second)
     assert loaded.decoder.adapters.later == 0
-    check_tokens(loaded, mixed_prompts(9, 3), models, Habits(chunk=7, pauses=1))
+    check_tokens(loaded, mixed_prompts(9, 3), models, Traffic(chunk=7, pauses=1))
 
 
 def planned_bytes(loaded: Engine) -> int:
@@ -265,7 +267,7 @@ def test_adapters_are_loaded_and_dropped_in_any_order(tmp_path: Path) -> None:
             present.add(key)
         prompts_with_adapters = [(tokens, chance.choice(["", *sorted(present)])) for tokens in prompts(5, 30)]
         loaded.clear()  # the adapter of a key never changes outside of this test
-        check_tokens(loaded, prompts_with_adapters, models, Habits(chunk=9))
+        check_tokens(loaded, prompts_with_adapters, models, Traffic(chunk=9))
 
 
 def test_adapters_loaded_later_on_two_ranks_match_merged_models(tmp_path: Path) -> None:
@@ -279,8 +281,8 @@ def test_adapters_loaded_later_on_two_ranks_match_merged_models(tmp_path: Path) 
         loaded.resize(256)
         for key, folder in adapters:
             load_later(loaded, key, folder)
-        check_tokens(loaded, prompts_with_adapters, models, Habits(chunk=9)) if rank.rank == 0 else drive(
-            loaded, requests(prompts_with_adapters), Habits(chunk=9)
+        check_tokens(loaded, prompts_with_adapters, models, Traffic(chunk=9)) if rank.rank == 0 else drive(
+            loaded, requests(prompts_with_adapters), Traffic(chunk=9)
         )
 
     [[greedy(models[adapter], tokens)] for tokens, adapter in prompts_with_adapters]  # the ranks' threads would wait for each other
@@ -391,7 +393,7 @@ def test_lora_scale_is_computed_from_alpha_rank_rslora_and_alpha_pattern(
     model = tiny.folder("llama")
     folder = lora.adapter(model, tmp_path / "a", 1, rank=4, **config)
     merged = lora.merged(model, folder, tmp_path / "b", factor)
-    check_tokens(engine("llama", (("a", str(folder)),)), [((5, 6, 7), "a")], {"a": merged}, Habits())
+    check_tokens(engine("llama", (("a", str(folder)),)), [((5, 6, 7), "a")], {"a": merged}, Traffic())
 
 
 def change_config(folder: Path, **fields: Any) -> None:

@@ -25,7 +25,7 @@ from penstock.shard.engine import Engine
 from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group, Sampling
 from penstock.tests.shard import tiny
-from penstock.tests.shard.driver import UNLIMITED, Habits, World, drive
+from penstock.tests.shard.driver import UNLIMITED, Results, Traffic, drive
 from penstock.tests.shard.test_oracle import at_rest, prompt
 
 NAME = "llama"
@@ -127,7 +127,7 @@ def by_transformers(case: Case) -> list[list[tuple[list[int], float]]]:
     return [answers[start : start + case.wanted] for start in range(0, len(answers), case.wanted)]
 
 
-def answers_of(results: World, group: Group) -> list[tuple[list[int], float]]:
+def answers_of(results: Results, group: Group) -> list[tuple[list[int], float]]:
     """A group's answers from the shard with their scores."""
     return [(results.tokens[group.uid, choice], score) for choice, score in enumerate(results.scores[group.uid])]
 
@@ -148,7 +148,7 @@ def with_transformers_answers(part_of_cases: Sequence[Case]) -> list[tuple[Case,
     return [(case, by_transformers(case)) for case in part_of_cases]
 
 
-def check(results: World, cases_and_answers: Sequence[tuple[Case, Any]]) -> None:
+def check(results: Results, cases_and_answers: Sequence[tuple[Case, Any]]) -> None:
     """Group i * PROMPTS + j is of prompt j of case i."""
     assert not results.failed
     for index, (case, expected) in enumerate(cases_and_answers):
@@ -160,7 +160,7 @@ def test_a_thousand_beam_searches_match_transformers() -> None:
     cases_and_answers = with_transformers_answers(cases(COMBINATIONS))
     engine = tiny.engine(NAME, 16, 4000)
     groups = [group for index, (case, _) in enumerate(cases_and_answers) for group in case.groups(index * PROMPTS)]
-    results = drive(engine, groups, Habits())
+    results = drive(engine, groups, Traffic())
     assert len(groups) > 1000
     check(results, cases_and_answers)
     assert at_rest(engine)
@@ -193,11 +193,11 @@ def mixed_with_other_groups(cases_and_answers: Sequence[tuple[Case, Any]]) -> tu
 @functools.cache
 def others_without_beams() -> dict[int, list[int]]:
     """The other groups' tokens without beam searches in the batch, by 100 * index + choice."""
-    results = drive(tiny.engine(NAME, 16, 2000, prefix_caching=False), other_groups(0), Habits())
+    results = drive(tiny.engine(NAME, 16, 2000, prefix_caching=False), other_groups(0), Traffic())
     return {100 * uid + choice: tokens for (uid, choice), tokens in results.tokens.items()}
 
 
-def check_others(results: World, first: int) -> None:
+def check_others(results: Results, first: int) -> None:
     for uid_and_choice, tokens in others_without_beams().items():
         assert results.tokens[first + uid_and_choice // 100, uid_and_choice % 100] == tokens
 
@@ -222,7 +222,7 @@ def test_beam_searches_in_mixed_traffic_match_transformers(part: int, page_size:
     cases_and_answers = part_of_cases(part)
     groups, others = mixed_with_other_groups(cases_and_answers)
     engine = tiny.engine(NAME, page_size, most_pages(groups, page_size) + 8 // page_size, prefix_caching)
-    results = drive(engine, groups, Habits(chunk, pause=0.02), seed=part)
+    results = drive(engine, groups, Traffic(chunk, pause=0.02), seed=part)
     check(results, cases_and_answers)
     check_others(results, others[0].uid)
     assert sum(1 for group in groups if group.search and results.pauses[group.uid]) > len(groups) // 10
@@ -234,9 +234,9 @@ def test_beam_searches_on_two_ranks_match_transformers() -> None:
     groups, others = mixed_with_other_groups(cases_and_answers)
     pages = most_pages(groups, 4) + 2
 
-    def work(ranks: Ranks) -> tuple[World, bool]:
+    def work(ranks: Ranks) -> tuple[Results, bool]:
         engine = tiny.engine_of(NAME, ranks, 4, pages)
-        return drive(engine, groups, Habits(16, pause=0.02), seed=5), at_rest(engine)
+        return drive(engine, groups, Traffic(16, pause=0.02), seed=5), at_rest(engine)
 
     (results, first), (other_rank, second) = tiny.Threads().run(work)
     check(results, cases_and_answers)
@@ -252,7 +252,7 @@ def test_pages_stay_within_their_bound_and_are_freed_at_any_end() -> None:
             [group, *_] = case.groups()
             engine = tiny.engine(NAME, page_size, 600, prefix_caching=False)
             peak, forks = record_pages_and_forks(engine)
-            results = drive(engine, [group], Habits(cancel=0.1 * (index % 2)), seed=index)
+            results = drive(engine, [group], Traffic(cancel=0.1 * (index % 2)), seed=index)
             assert results.cancelled or results.scores
             bound = -(-case.length // page_size) + case.width * (1 + -(-case.count // page_size))
             assert max(peak) <= bound
@@ -288,11 +288,11 @@ def test_sampled_beams_depend_only_on_their_seed() -> None:
             for seed in range(8)
         ]
 
-    alone = [drive(tiny.engine(NAME), [group], Habits()) for group in groups(0)]
+    alone = [drive(tiny.engine(NAME), [group], Traffic()) for group in groups(0)]
     expected = [answers_of(results, group) for results, group in zip(alone, groups(0), strict=True)]
     others = other_groups(100)
     engine = tiny.engine(NAME, 4, 60)
-    results = drive(engine, groups(0) + others, Habits(7, pause=0.05), seed=1)
+    results = drive(engine, groups(0) + others, Traffic(7, pause=0.05), seed=1)
     assert [[tokens for tokens, _ in answers_of(results, group)] for group in groups(0)] == [
         [tokens for tokens, _ in answers] for answers in expected
     ]
@@ -358,7 +358,7 @@ def test_check_catches_a_wrong_length_in_final_scores(monkeypatch: pytest.Monkey
     original = Search.final
     monkeypatch.setattr(Search, "final", lambda self, score, length: original(self, score, max(1, length - 1)))
     with pytest.raises(AssertionError):
-        check(drive(tiny.engine(NAME), groups, Habits()), cases_and_answers)
+        check(drive(tiny.engine(NAME), groups, Traffic()), cases_and_answers)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(repetition_penalty=1.3), Sampling(temperature=0.8, seed=2)])

@@ -40,7 +40,7 @@ from penstock.shard.parallel import Ranks
 from penstock.shard.speculator import Speculator
 from penstock.shard.weights import Weights
 from penstock.tests.shard import configurations, tiny
-from penstock.tests.shard.driver import UNLIMITED, Habits, World, drive
+from penstock.tests.shard.driver import UNLIMITED, Results, Traffic, drive
 from penstock.tests.shard.test_drafter import max_drafts, with_free_drafts
 from penstock.tests.shard.test_oracle import at_rest
 from penstock.tests.shard.test_sharing import pages_of_largest_group
@@ -219,7 +219,7 @@ def test_draft_head_logits_match_the_eagle3_reference(head: Path, options: str, 
         engine(head, options, page_size, pages_of_largest_group(groups, page_size) + 300 // page_size, prefix_caching=False)
     )
     errors = record_logit_errors(own, Eagle3Oracle("llama"))
-    results = drive(own, groups, Habits(chunk, pause=0.05), seed=page_size)
+    results = drive(own, groups, Traffic(chunk, pause=0.05), seed=page_size)
     assert max(deviations := errors()) < 1e-3
     assert len(deviations) > 100
     assert results.tokens == {one: plain_results().tokens[one] for one in results.tokens}
@@ -241,7 +241,7 @@ def test_features_on_two_ranks_are_kept_alike_for_the_head_on_rank_0(
         "penstock.shard.loading.Ranks", lambda rank, size, *rest: own.ranks if size > 1 else Ranks(rank, size, *rest)
     )
 
-    def work(ranks: Ranks) -> tuple[World, list[float]]:
+    def work(ranks: Ranks) -> tuple[Results, list[float]]:
         own.ranks = ranks
         config = ShardConfig(
             folder=str(folder), model=name, speculate=f"draft={draft},{options}", prefix_caching=False, page_size=4
@@ -251,13 +251,13 @@ def test_features_on_two_ranks_are_kept_alike_for_the_head_on_rank_0(
         with_free_drafts(rank_engine)
         errors = record_logit_errors(rank_engine, Eagle3Oracle("llama")) if name == "llama" and not ranks.rank else list
         results = drive(
-            rank_engine, [group for group in sample_groups(max_drafts(options)) if len(group.waiting) == 1][:8], Habits(16), seed=5
+            rank_engine, [group for group in sample_groups(max_drafts(options)) if len(group.waiting) == 1][:8], Traffic(16), seed=5
         )
         return results, errors()
 
     (results, errors), (other_rank, _) = tiny.Threads().run(work)
     plain = drive(
-        tiny.engine(name, prefix_caching=False), [group for group in sample_groups(0) if group.uid in results.answers], Habits()
+        tiny.engine(name, prefix_caching=False), [group for group in sample_groups(0) if group.uid in results.answers], Traffic()
     )
     assert results.tokens == other_rank.tokens == plain.tokens
     assert results.drafted == other_rank.drafted > 50
@@ -288,7 +288,7 @@ def test_head_in_the_format_of_speculators_matches_the_reference(changes: dict[s
     assert drafter is not None
     assert drafter.decoder.embedding is own.decoder.embedding
     errors = record_logit_errors(own, Eagle3Oracle("llama", normalized=True))
-    results = drive(own, [group for group in sample_groups(10) if len(group.waiting) == 1], Habits(7), seed=4)
+    results = drive(own, [group for group in sample_groups(10) if len(group.waiting) == 1], Traffic(7), seed=4)
     assert max(deviations := errors()) < 1e-3
     assert len(deviations) > 100
     assert results.tokens == {one: plain_results().tokens[one] for one in results.tokens}
@@ -323,7 +323,7 @@ def test_shared_prefix_pages_miss_only_one_tokens_features(head: Path, page_size
     changes."""
     own = with_free_drafts(engine(head, "tree=2x2x1", page_size))
     errors = record_logit_errors(own, Eagle3Oracle("llama"))
-    results = drive(own, sample_groups(10), Habits(7, pause=0.05), seed=3)
+    results = drive(own, sample_groups(10), Traffic(7, pause=0.05), seed=3)
     assert results.tokens == plain_results().tokens
     assert results.finishes == plain_results().finishes
     assert results.cached > 50
@@ -421,11 +421,11 @@ def test_mtp_layer_logits_match_transformers_layer(name: str, tables: bool, opti
     own = with_free_drafts(load(config, lambda stage: None))
     own.resize(500)
     errors, tolerance = record_logit_errors(own, oracle), 5e-3 if name in configurations.HYBRIDS else 1e-3
-    results = drive(own, groups, Habits(7, pause=0.05), seed=3)
+    results = drive(own, groups, Traffic(7, pause=0.05), seed=3)
     plain = drive(
         tiny.engine(name, 16, 2000, prefix_caching=False),
         [group for group in sample_groups(0) if group.uid in {group.uid for group in groups}],
-        Habits(),
+        Traffic(),
     )
     assert max(deviations := errors()) < tolerance
     assert len(deviations) > 50
@@ -443,7 +443,7 @@ def test_heads_own_embedding_is_used(head: Path, tmp_path: Path) -> None:
 def test_two_ranks_draft_and_accept_like_one(head: Path) -> None:
     options = "tree=2x2x1"
 
-    def work(ranks: Ranks) -> World:
+    def work(ranks: Ranks) -> Results:
         rank_engine = tiny.engine_of("llama", ranks, 4, 300)
         config = ShardConfig(folder=str(tiny.folder("llama")), model="llama", rank=ranks.rank, ranks=2)
         whole = Weights(tiny.folder("llama"), torch.float32, tiny.CPU, lambda read: None)
@@ -453,10 +453,10 @@ def test_two_ranks_draft_and_accept_like_one(head: Path) -> None:
         assert (drafter is None) == (ranks.rank == 1)
         rank_engine.speculator = Speculator(ranks, tiny.CPU, speculation, drafter)
         rank_engine.resize(300)
-        return drive(with_free_drafts(rank_engine), sample_groups(8), Habits(16, pause=0.03), seed=5)
+        return drive(with_free_drafts(rank_engine), sample_groups(8), Traffic(16, pause=0.03), seed=5)
 
     results, other_rank = tiny.Threads().run(work)
-    alone = drive(with_free_drafts(engine(head, options, 4, 300)), sample_groups(8), Habits(16, pause=0.03), seed=5)
+    alone = drive(with_free_drafts(engine(head, options, 4, 300)), sample_groups(8), Traffic(16, pause=0.03), seed=5)
     assert results.tokens == other_rank.tokens == alone.tokens == plain_results().tokens
     assert results.drafted == other_rank.drafted
     assert results.accepted == other_rank.accepted > 0
@@ -522,8 +522,8 @@ def test_draft_trees_are_refused_with_linear_attention(head: Path) -> None:
 def test_eagle3_chain_with_linear_attention_changes_no_token(tmp_path: Path) -> None:
     config = CONFIG | {"eagle_aux_hidden_state_layer_ids": [1, 2]}
     own = with_free_drafts(engine(write_head(tmp_path, config), "tokens=3", 4, name="qwen3.5"))
-    results = drive(own, sample_groups(3), Habits(7, pause=0.05), seed=2)
-    assert results.tokens == drive(tiny.engine("qwen3.5", 16, 2000, prefix_caching=False), sample_groups(0), Habits()).tokens
+    results = drive(own, sample_groups(3), Traffic(7, pause=0.05), seed=2)
+    assert results.tokens == drive(tiny.engine("qwen3.5", 16, 2000, prefix_caching=False), sample_groups(0), Traffic()).tokens
     assert results.drafted > 50
 
 
@@ -549,7 +549,7 @@ def test_demo_heads_drafts_match_its_trainers() -> None:
         return found
 
     own.speculator.proposer.propose = recording_propose  # type: ignore[method-assign]
-    results = drive(own, [tiny.group(uid, prompt, 90, end_ids=[2], drafts=4) for uid, prompt in enumerate(prompts)], Habits(7))
+    results = drive(own, [tiny.group(uid, prompt, 90, end_ids=[2], drafts=4) for uid, prompt in enumerate(prompts)], Traffic(7))
     same = sum(drafts == eagle.drafts(target, trained, text, len(drafts)) for text, drafts in proposals)
     assert same >= len(proposals) - 1 > 20
     assert results.accepted > 0.6 * results.drafted
@@ -560,7 +560,7 @@ def test_model_as_its_own_draft_model_uses_no_features() -> None:
     own = with_free_drafts(engine(tiny.folder("llama"), "tokens=4"))
     assert own.speculator.drafter is not None
     assert own.speculator.drafter.decoder.shape.features is None
-    results = drive(own, sample_groups(4)[:6], Habits())
+    results = drive(own, sample_groups(4)[:6], Traffic())
     assert results.accepted > 20
 
 

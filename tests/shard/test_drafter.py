@@ -21,7 +21,7 @@ from penstock.shard.sequence import Group, Sampling
 from penstock.shard.speculator import Speculator
 from penstock.shard.step import Span, Step
 from penstock.tests.shard import configurations, tiny
-from penstock.tests.shard.driver import UNLIMITED, Habits, World, drive
+from penstock.tests.shard.driver import UNLIMITED, Results, Traffic, drive
 from penstock.tests.shard.test_oracle import at_rest, prompt
 from penstock.tests.shard.test_sharing import pages_of_largest_group
 from penstock.tests.shard.test_speculation import plain_results, sample_groups
@@ -75,7 +75,7 @@ def test_a_draft_model_changes_no_token(options: str, page_size: int, chunk: int
     drafting = with_free_drafts(
         engine(options, page_size, pages_of_largest_group(groups, page_size) + 200 // page_size, prefix_caching, draft)
     )
-    results = drive(drafting, groups, Habits(chunk, pause=0.1), seed=page_size)
+    results = drive(drafting, groups, Traffic(chunk, pause=0.1), seed=page_size)
     assert results.tokens == plain.tokens
     assert results.finishes == plain.finishes
     assert results.pauses
@@ -88,20 +88,20 @@ def test_a_draft_model_changes_no_token(options: str, page_size: int, chunk: int
 def test_target_as_its_own_draft_model_has_all_drafts_accepted(page_size: int, prefix_caching: bool) -> None:
     groups = sample_groups(4)
     drafting = with_free_drafts(engine("tokens=4", page_size, 2000, prefix_caching))
-    results = drive(drafting, groups, Habits(7, pause=0.1), seed=3)
+    results = drive(drafting, groups, Traffic(7, pause=0.1), seed=3)
     assert results.tokens == plain_results().tokens
     assert results.accepted > 300
     assert results.drafted - results.accepted <= wasted_drafts(results, groups)
 
 
-def wasted_drafts(results: World, groups: Sequence[Group]) -> int:
+def wasted_drafts(results: Results, groups: Sequence[Group]) -> int:
     """The most drafts that can be wasted behind end tokens."""
     return sum(4 for group in groups for _ in range(len(group.waiting)) if group.end_ids)
 
 
 def test_trees_of_the_target_as_draft_model_contain_the_targets_tokens() -> None:
     drafting = with_free_drafts(engine("tree=3x2x1", 4, 2000))
-    results = drive(drafting, sample_groups(15), Habits(), seed=3)
+    results = drive(drafting, sample_groups(15), Traffic(), seed=3)
     assert results.tokens == plain_results().tokens
     assert results.accepted > 200
 
@@ -190,12 +190,12 @@ def test_draft_rounds_that_run_out_of_memory_do_not_count_as_computed(monkeypatc
 
     monkeypatch.setattr(drafter, "forward", Failing())
     groups = [tiny.group(uid, prompt(uid, 9 + uid), 60, drafts=4) for uid in range(3)]
-    results = drive(drafting, groups, Habits())
+    results = drive(drafting, groups, Traffic())
     assert drafting.memory_fallback._count > 5
     assert results.accepted == results.drafted > 60
     assert (
         results.answers
-        == drive(tiny.engine("llama"), [tiny.group(uid, prompt(uid, 9 + uid), 60) for uid in range(3)], Habits()).answers
+        == drive(tiny.engine("llama"), [tiny.group(uid, prompt(uid, 9 + uid), 60) for uid in range(3)], Traffic()).answers
     )
 
 
@@ -239,12 +239,12 @@ def test_draft_model_may_have_a_smaller_vocabulary() -> None:
 def test_two_ranks_draft_and_accept_alike() -> None:
     plain = plain_results()
 
-    def work(ranks: Ranks) -> World:
+    def work(ranks: Ranks) -> Results:
         drafter = Drafter(tiny.decoder("llama"), configurations.VOCABULARY, tiny.CPU, 10) if ranks.rank == 0 else None
         rank_engine = tiny.engine_of("llama", ranks, 4, 300)
         rank_engine.speculator = Speculator(ranks, tiny.CPU, parse("draft=x,tree=2x2x1"), drafter)
         rank_engine.resize(300)
-        return drive(with_free_drafts(rank_engine), sample_groups(10), Habits(16, pause=0.03), seed=5)
+        return drive(with_free_drafts(rank_engine), sample_groups(10), Traffic(16, pause=0.03), seed=5)
 
     results, other_rank = tiny.Threads().run(work)
     assert results.tokens == other_rank.tokens == plain.tokens
@@ -258,9 +258,9 @@ def test_rejection_and_typical_are_greedy_at_temperature_0_and_agree_on_both_ran
     drawn = [
         tiny.group(uid, prompt(uid, 9), 20, Sampling(temperature=2.0, seed=uid), drafts=max_drafts(options)) for uid in range(6, 16)
     ]
-    plain = drive(engine("tokens=1"), [tiny.group(uid, prompt(uid, 9), 20) for uid in range(6)], Habits())
+    plain = drive(engine("tokens=1"), [tiny.group(uid, prompt(uid, 9), 20) for uid in range(6)], Traffic())
 
-    def work(ranks: Ranks) -> World:
+    def work(ranks: Ranks) -> Results:
         drafter = (
             Drafter(tiny.decoder("llama-tied"), configurations.VOCABULARY, tiny.CPU, max_drafts(options))
             if ranks.rank == 0
@@ -269,7 +269,7 @@ def test_rejection_and_typical_are_greedy_at_temperature_0_and_agree_on_both_ran
         rank_engine = tiny.engine_of("llama", ranks, 4, 300)
         rank_engine.speculator = Speculator(ranks, tiny.CPU, parse(f"draft=x,{options}"), drafter)
         rank_engine.resize(300)
-        return drive(with_free_drafts(rank_engine), [*groups, *drawn], Habits(16), seed=5)
+        return drive(with_free_drafts(rank_engine), [*groups, *drawn], Traffic(16), seed=5)
 
     results, other_rank = tiny.Threads().run(work)
     assert results.tokens == other_rank.tokens
@@ -318,7 +318,7 @@ def test_pages_that_can_still_be_swapped_are_checked_again() -> None:
 def test_sampled_drafts_use_the_targets_noise_and_are_all_accepted() -> None:
     groups = [tiny.group(uid, prompt(uid, 9), 24, Sampling(temperature=1.0, seed=uid), drafts=3) for uid in range(8)]
     drafting = with_free_drafts(engine("tokens=3", 16))
-    results = drive(drafting, groups, Habits())
+    results = drive(drafting, groups, Traffic())
     assert results.accepted == results.drafted > 100
 
 

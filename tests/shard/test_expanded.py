@@ -17,7 +17,7 @@ from penstock.shard.models.families import shape
 from penstock.shard.parallel import Ranks
 from penstock.shard.step import Span
 from penstock.tests.shard import test_latents, test_oracle, tiny
-from penstock.tests.shard.driver import Habits, drive
+from penstock.tests.shard.driver import Traffic, drive
 from penstock.tests.shard.test_oracle import COUNT, Bench, close, prompt, prompts, requests
 
 FAMILIES = [
@@ -150,7 +150,7 @@ def test_the_check_finds_what_sees_no_context(monkeypatch: pytest.MonkeyPatch) -
 def test_decodes_go_on_from_what_was_expanded(counted: list[int]) -> None:
     """Steps of chunks and decodes: tokens are transformers'."""
     asked = prompts(10)
-    world = drive(tiny.engine("deepseek-v2", 4), requests(asked), Habits(chunk=25), 3)
+    world = drive(tiny.engine("deepseek-v2", 4), requests(asked), Traffic(chunk=25), 3)
     assert world.answers == tiny.following("deepseek-v2", asked, world.answers, COUNT)
     assert world.mixed > 0
     assert counted

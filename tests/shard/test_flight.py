@@ -28,10 +28,16 @@ from penstock.tests.shard import audited_engine as audited_engine_module
 from penstock.tests.shard import tiny
 from penstock.tests.shard.audited_engine import POISON, AuditedEngine
 from penstock.tests.shard.audited_engine import audited_engine as audited_engine  # a fixture
-from penstock.tests.shard.driver import Driver, Habits, OverlappingEngine, World, drive, message
-from penstock.tests.shard.test_beams import NAME, check_beside, most_pages, part_of_cases, record_pages_and_forks
+from penstock.tests.shard.driver import Driver, OverlappingEngine, Results, Traffic, drive, message
+from penstock.tests.shard.test_beams import (
+    NAME,
+    check_others,
+    mixed_with_other_groups,
+    most_pages,
+    part_of_cases,
+    record_pages_and_forks,
+)
 from penstock.tests.shard.test_beams import check as check_beams
-from penstock.tests.shard.test_beams import mixed_groups as mixed_with_other_groups
 from penstock.tests.shard.test_grammar import grammar_groups, with_masks
 from penstock.tests.shard.test_oracle import COUNT, at_rest, prompt
 from penstock.tests.shard.test_out_of_memory import (
@@ -45,7 +51,7 @@ from penstock.tests.shard.test_sharing import mixed_groups, pages_of_largest_gro
 SEEDED = Sampling(temperature=0.9, top_p=0.95, seed=77)
 
 
-def drive_overlapped(engine: Engine, groups: Sequence[Group], traffic: Habits, seed: int = 0) -> tuple[World, int]:
+def drive_overlapped(engine: Engine, groups: Sequence[Group], traffic: Traffic, seed: int = 0) -> tuple[Results, int]:
     """`drive` with overlapped steps: its results, and how many steps were begun before the previous one had landed."""
     overlapping = OverlappingEngine(engine, random.Random(seed))
     results = Driver(overlapping, [message(group) for group in groups], traffic, seed).run()
@@ -58,17 +64,17 @@ def pages_of_largest(groups: Sequence[Group], page_size: int) -> int:
 
 
 def check(
-    audited_engine: type[AuditedEngine], seeds: range, random_small_groups: Callable[[int], list[Group]] = random_small_groups
+    audited_engine: type[AuditedEngine], seeds: range, make_groups: Callable[[int], list[Group]] = random_small_groups
 ) -> int:
     """Runs random groups, some of which end early, in small pools; the number of overlapped steps."""
     ahead = 0
     for seed in seeds:
         chance = random.Random(seed)
         size = chance.choice([1, 2, 3, 4])
-        groups = random_small_groups(seed)
-        expected = drive(audited_engine(5000, size, prefix_caching=False), random_small_groups(seed), Habits(), seed)
+        groups = make_groups(seed)
+        expected = drive(audited_engine(5000, size, prefix_caching=False), make_groups(seed), Traffic(), seed)
         engine = audited_engine(pages_of_largest(groups, size) + chance.randint(2, 14), size, chance.random() < 0.8, ahead=True)
-        traffic = Habits(chance.choice([1, 3, 8, 1 << 20]), pause=0.05, pauses=seed % 2, join=0.1)
+        traffic = Traffic(chance.choice([1, 3, 8, 1 << 20]), pause=0.05, pauses=seed % 2, join=0.1)
         results, count = drive_overlapped(engine, groups, traffic, seed)
         assert results.failed == {}
         assert results.tokens == expected.tokens
@@ -108,15 +114,15 @@ def test_beams_fork_the_same_with_overlapped_steps(audited_engine: type[AuditedE
     assert heirs > 1000
 
 
-@pytest.mark.parametrize("random_small_groups", [random_small_groups, random_groups_with_beams])
+@pytest.mark.parametrize("make_groups", [random_small_groups, random_groups_with_beams])
 def test_cancelled_and_failed_groups_free_all_pages_with_overlapped_steps(
-    audited_engine: type[AuditedEngine], random_small_groups: Callable[[int], list[Group]]
+    audited_engine: type[AuditedEngine], make_groups: Callable[[int], list[Group]]
 ) -> None:
     for seed in range(30):
-        groups = random_small_groups(seed)
+        groups = make_groups(seed)
         poisoned = [tiny.group(100 + i, (1, 2, POISON, i), 6, search=Search(2, 1) if i else None) for i in range(3)]
         engine = audited_engine(pages_of_largest(groups, 3) + 9, 3, ahead=True)
-        traffic = Habits(5, pause=0.05, cancel=0.1, end=0.1)
+        traffic = Traffic(5, pause=0.05, cancel=0.1, end=0.1)
         results, _ = drive_overlapped(engine, groups + poisoned, traffic, seed)
         assert set(results.failed) <= {100, 101, 102}
         assert set(results.failed) | results.cancelled >= {100, 101, 102}
@@ -186,9 +192,9 @@ def test_overlapped_beam_searches_match_transformers(part: int, page_size: int, 
     cases = part_of_cases(part)
     groups, beside = mixed_with_other_groups(cases)
     engine = tiny.engine(NAME, page_size, most_pages(groups, page_size) + 8 // page_size, prefix_caching, ahead=True)
-    results, ahead = drive_overlapped(engine, groups, Habits(chunk, pause=0.02), seed=part)
+    results, ahead = drive_overlapped(engine, groups, Traffic(chunk, pause=0.02), seed=part)
     check_beams(results, cases)
-    check_beside(results, beside[0].uid)
+    check_others(results, beside[0].uid)
     assert ahead > 100
     assert at_rest(engine)
 
@@ -205,7 +211,7 @@ def test_fewer_surviving_beams_than_planned_leak_no_page() -> None:
     """As when filters leave each beam one token: one beam goes on, while there was room for two."""
     engine = tiny.engine(NAME, 4, ahead=True)
     group = tiny.group(1, prompt(1, 10), COUNT, Sampling(temperature=1.0, top_k=1), search=Search(2, 1))
-    results, ahead = drive_overlapped(engine, [group], Habits())
+    results, ahead = drive_overlapped(engine, [group], Traffic())
     assert results.failed == {}
     assert ahead > 0
     assert at_rest(engine)
@@ -227,7 +233,7 @@ def test_pages_of_overlapped_beams_stay_within_their_bound(
         peak, _ = record_pages_and_forks(engine)
         tokens = [chance.randrange(3) for _ in range(length)]
         drive_overlapped(
-            engine, [tiny.group(0, tokens, count, search=Search(width, 1, 0.0))], Habits(cancel=0.1 * (seed % 2)), seed
+            engine, [tiny.group(0, tokens, count, search=Search(width, 1, 0.0))], Traffic(cancel=0.1 * (seed % 2)), seed
         )
         bound = -(-length // size) + width * (1 + -(-count // size))
         assert max(peak) <= bound
@@ -253,9 +259,9 @@ def all_kinds_of_groups() -> list[Group]:
 
 
 def check_tokens(page_size: int, chunk: int) -> None:
-    expected = drive(tiny.engine("llama", 16, 2000, prefix_caching=False), all_kinds_of_groups(), Habits())
+    expected = drive(tiny.engine("llama", 16, 2000, prefix_caching=False), all_kinds_of_groups(), Traffic())
     engine = tiny.engine("llama", page_size, pages_of_largest_group(all_kinds_of_groups(), page_size) + 40 // page_size, ahead=True)
-    results, ahead = drive_overlapped(engine, all_kinds_of_groups(), Habits(chunk, pauses=1), seed=page_size)
+    results, ahead = drive_overlapped(engine, all_kinds_of_groups(), Traffic(chunk, pauses=1), seed=page_size)
     ends = [{len(expected.tokens[uid, choice]) for choice in range(4)} for uid in range(15, 19)]
     assert any(len(lengths) > 1 for lengths in ends), "choices end at different times"
     assert results.tokens == expected.tokens
@@ -291,10 +297,10 @@ def test_non_finite_logits_fail_only_their_group_with_overlapped_steps(monkeypat
         return [*good, tiny.group(9, prompt(9, 4), 12, replace(SEEDED, seed=999), choices=choices)]
 
     monkeypatch.setattr(logits, "begin", begin)
-    expected = drive(tiny.engine("llama", 4, 600), groups(), Habits())
+    expected = drive(tiny.engine("llama", 4, 600), groups(), Traffic())
     for seed, chunk in enumerate((3, 7, 99)):
         engine = tiny.engine("llama", 4, 600, ahead=True)
-        results, ahead = drive_overlapped(engine, groups(), Habits(chunk), seed)
+        results, ahead = drive_overlapped(engine, groups(), Traffic(chunk), seed)
         assert results.failed.keys() == {9}
         assert {key: tokens for key, tokens in results.tokens.items() if key[0] < 9} == {
             key: tokens for key, tokens in expected.tokens.items() if key[0] < 9
@@ -309,9 +315,9 @@ def test_out_of_memory_in_overlapped_steps_changes_no_token(seed: int, most: int
     def groups() -> list[Group]:
         return [group for group in random_requests(20, seed) if not group.drafts]
 
-    expected = drive(tiny.engine("llama", PAGE_SIZE, 600), groups(), Habits())
+    expected = drive(tiny.engine("llama", PAGE_SIZE, 600), groups(), Traffic())
     engine = LimitedMemoryEngine(most, ahead=True)
-    results, ahead = drive_overlapped(engine, groups(), Habits((7, 40, 999)[seed % 3], pause=0.05), seed)
+    results, ahead = drive_overlapped(engine, groups(), Traffic((7, 40, 999)[seed % 3], pause=0.05), seed)
     assert results.failed == {}
     assert results.tokens == expected.tokens
     assert engine.memory_fallback._count > 0
@@ -322,9 +328,9 @@ def test_out_of_memory_in_overlapped_steps_changes_no_token(seed: int, most: int
 @pytest.mark.parametrize("seed", range(8))
 def test_groups_too_large_for_memory_fail_alone_with_overlapped_steps(seed: int) -> None:
     engine = LimitedMemoryEngine(tokens=40, reach=(45, 50, 54, 58)[seed % 4], ahead=True)
-    expected = drive(tiny.engine("llama", PAGE_SIZE, 600), groups_of_which_half_are_too_long(), Habits()).answers
+    expected = drive(tiny.engine("llama", PAGE_SIZE, 600), groups_of_which_half_are_too_long(), Traffic()).answers
     results, _ = drive_overlapped(
-        engine, groups_of_which_half_are_too_long(), Habits(chunk=(3, 13, 40, 999)[seed % 4], arrivals=16), seed
+        engine, groups_of_which_half_are_too_long(), Traffic(chunk=(3, 13, 40, 999)[seed % 4], arrivals=16), seed
     )
     assert results.failed == dict.fromkeys(range(8), ALONE)
     assert {uid: results.answers[uid] for uid in range(8, 16)} == {uid: expected[uid] for uid in range(8, 16)}
@@ -381,8 +387,8 @@ def test_beams_too_large_for_memory_in_a_planned_step_fail_alone(audited_engine:
     def groups() -> list[Group]:
         return [tiny.group(uid, [1] * (6 + uid), 12, search=Search(3, 1, 0.0)) for uid in range(3)]
 
-    expected = drive(audited_engine(300, 3), groups(), Habits())
-    results, _ = drive_overlapped(engine, groups(), Habits(), seed=1)
+    expected = drive(audited_engine(300, 3), groups(), Traffic())
+    results, _ = drive_overlapped(engine, groups(), Traffic(), seed=1)
     assert results.failed == {1: ALONE}
     assert {key: tokens for key, tokens in results.tokens.items() if key[0] != 1} == {
         key: tokens for key, tokens in expected.tokens.items() if key[0] != 1
@@ -447,9 +453,9 @@ def test_beams_and_drafts_in_one_batch_are_the_same_with_overlapped_steps() -> N
         drafts = [tiny.group(60 + i, prompt(1, 5) * 4, COUNT, replace(SEEDED, seed=i), drafts=3) for i in range(2)]
         return [*mixed_groups(5), beams, *drafts]
 
-    expected = drive(tiny.engine("llama", 16, 2000), groups(), Habits())
+    expected = drive(tiny.engine("llama", 16, 2000), groups(), Traffic())
     engine = tiny.engine("llama", 4, 2000, ahead=True)
-    results, ahead = drive_overlapped(engine, groups(), Habits(9), seed=2)
+    results, ahead = drive_overlapped(engine, groups(), Traffic(9), seed=2)
     assert results.tokens == expected.tokens
     assert results.scores.keys() == expected.scores.keys()
     assert ahead
@@ -463,7 +469,7 @@ def test_steps_overlap_while_no_drafts_are_allowed() -> None:
     def groups() -> list[Group]:
         return [tiny.group(uid, prompt(1, 5) * 4, 30, drafts=3) for uid in range(3)]
 
-    expected = drive(tiny.engine("llama", 16, 2000), groups(), Habits()).tokens
+    expected = drive(tiny.engine("llama", 16, 2000), groups(), Traffic()).tokens
     engine = tiny.engine("llama", 16, 2000, ahead=True)
     steps = [engine.begin_prefill(1, groups(), [(uid, 99) for uid in range(3)], 999, [])]
     underway = []
@@ -484,9 +490,9 @@ def test_steps_overlap_while_no_drafts_are_allowed() -> None:
 
 def test_grammars_are_the_same_with_overlapped_steps() -> None:
     """Masks are computed after the forward pass has begun; groups whose grammar is complete or has no continuation end as usual."""
-    expected = drive(with_masks(tiny.engine("demo")), grammar_groups(), Habits())
+    expected = drive(with_masks(tiny.engine("demo")), grammar_groups(), Traffic())
     engine = with_masks(tiny.engine("demo", 4, 400, ahead=True))
-    results, ahead = drive_overlapped(engine, grammar_groups(), Habits(chunk=2, pauses=1), seed=3)
+    results, ahead = drive_overlapped(engine, grammar_groups(), Traffic(chunk=2, pauses=1), seed=3)
     assert (results.tokens, results.finishes, results.failed) == (expected.tokens, expected.finishes, expected.failed)
     assert ahead > 5
     assert at_rest(engine)
@@ -497,13 +503,13 @@ def test_two_ranks_agree_on_overlapped_beams() -> None:
     groups, beside = mixed_with_other_groups(cases)
     pages = most_pages(groups, 4) + 9
 
-    def work(ranks: Ranks) -> tuple[World, int, bool]:
+    def work(ranks: Ranks) -> tuple[Results, int, bool]:
         engine = tiny.engine_of(NAME, ranks, 4, pages, ahead=True)
-        return *drive_overlapped(engine, groups, Habits(16, pause=0.02), seed=6), at_rest(engine)
+        return *drive_overlapped(engine, groups, Traffic(16, pause=0.02), seed=6), at_rest(engine)
 
     (results, ahead, first), (other_rank, _, second) = tiny.Threads().run(work)
     check_beams(results, cases)
-    check_beside(results, beside[0].uid)
+    check_others(results, beside[0].uid)
     assert other_rank.tokens == results.tokens
     assert ahead > 100
     assert first
@@ -514,13 +520,13 @@ def test_two_ranks_agree_on_overlapped_beams() -> None:
 def test_two_ranks_agree_with_overlapped_steps(masks: bool) -> None:
     name, groups = ("demo", grammar_groups) if masks else ("qwen2", lambda: mixed_groups(8))
     alone = tiny.engine(name, 16, 2000, prefix_caching=False)
-    expected = drive(with_masks(alone) if masks else alone, groups(), Habits()).tokens
+    expected = drive(with_masks(alone) if masks else alone, groups(), Traffic()).tokens
 
-    def work(ranks: Ranks) -> tuple[World, int]:
+    def work(ranks: Ranks) -> tuple[Results, int]:
         engine = tiny.engine_of(name, ranks, 4, pages_of_largest_group(groups(), 4) + 9, ahead=True)
         if masks and not ranks.rank:
             with_masks(engine)
-        return drive_overlapped(engine, groups(), Habits(9, pauses=1), seed=5)
+        return drive_overlapped(engine, groups(), Traffic(9, pauses=1), seed=5)
 
     (first, ahead), (second, _) = tiny.Threads().run(work)
     assert first.tokens == second.tokens == expected

@@ -14,7 +14,7 @@ from penstock.shard.models.families import shape
 from penstock.shard.models.shape import Unsupported
 from penstock.shard.step import Span
 from penstock.tests.shard import tiny
-from penstock.tests.shard.driver import Habits
+from penstock.tests.shard.driver import Traffic
 from penstock.tests.shard.test_oracle import Bench, check_greedy, close, prompt
 
 GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
@@ -111,7 +111,7 @@ def test_the_text_of_a_model_with_images(tmp_path: Path) -> None:
 def test_rows_that_could_share_do_not_with_a_cap() -> None:
     """Sums of a merge are not told of capped logits."""
     asked = (prompt(1, 40),) * 3
-    check_greedy("gemma2-full", tiny.engine("gemma2-full"), asked, Habits())
+    check_greedy("gemma2-full", tiny.engine("gemma2-full"), asked, Traffic())
 
 
 def test_gains_are_not_rounded_with_what_they_lack() -> None:

@@ -15,7 +15,7 @@ from penstock.shard.models.shape import Unsupported
 from penstock.shard.models.traits import Keys
 from penstock.shard.step import Span
 from penstock.tests.shard import tiny
-from penstock.tests.shard.driver import Habits, drive
+from penstock.tests.shard.driver import Traffic, drive
 from penstock.tests.shard.test_oracle import Bench, check_pauses, close, prompt
 
 # In sizes those of the hub's; what is left out is transformers' default.
@@ -108,9 +108,9 @@ def test_behind_the_last_keys_only_what_is_wanted_is_computed(seed: int, monkeyp
     asked = [*groups, tiny.group(9, prompt(9, 20), 3, prompt_logprobs=True)]
     expected = tiny.engine("gemma4-e", page_size=4, pages=200)
     expected.forward.narrows = False
-    whole = drive(expected, copy.deepcopy(asked), Habits(7), seed=seed)
+    whole = drive(expected, copy.deepcopy(asked), Traffic(7), seed=seed)
     monkeypatch.setattr(Layer, "transform", counted)
-    found = drive(tiny.engine("gemma4-e", page_size=4, pages=200), asked, Habits(7), seed=seed)
+    found = drive(tiny.engine("gemma4-e", page_size=4, pages=200), asked, Traffic(7), seed=seed)
     assert found.tokens == whole.tokens
     for key, logprobs in whole.logprobs.items():
         assert found.logprobs[key] == pytest.approx(logprobs, abs=1e-4)

@@ -30,7 +30,7 @@ from penstock.shard.outcome import Outcome
 from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group
 from penstock.tests.shard import tiny
-from penstock.tests.shard.driver import Habits, drive
+from penstock.tests.shard.driver import Traffic, drive
 from penstock.tests.shard.test_tree import path_to
 
 DEMO = Path(__file__).parents[2] / "demo" / "model"
@@ -328,8 +328,8 @@ def with_masks(engine: Engine) -> Engine:
     return engine
 
 
-@pytest.mark.parametrize("traffic", [Habits(), Habits(chunk=2, pause=0.2, pauses=2)], ids=["calm", "restless"])
-def test_rank_without_masks_keeps_the_same_bookkeeping(traffic: Habits) -> None:
+@pytest.mark.parametrize("traffic", [Traffic(), Traffic(chunk=2, pause=0.2, pauses=2)], ids=["calm", "restless"])
+def test_rank_without_masks_keeps_the_same_bookkeeping(traffic: Traffic) -> None:
     """Rank 0 tells the others which groups end, fail or wait because of their grammars."""
 
     def work(ranks: Ranks) -> tuple[Any, ...]:
@@ -346,7 +346,7 @@ def test_rank_without_masks_keeps_the_same_bookkeeping(traffic: Habits) -> None:
     found, finishes, failed = first
     assert failed == [4]
     assert all(len(found[2, choice]) <= 4 and finishes[2, choice] == 1 for choice in (0, 1))
-    alone = drive(with_masks(tiny.engine("demo")), grammar_groups(), Habits())
+    alone = drive(with_masks(tiny.engine("demo")), grammar_groups(), Traffic())
     assert alone.tokens == found
 
 
@@ -392,7 +392,7 @@ def test_group_waiting_for_its_grammar_holds_its_cached_prefix(monkeypatch: pyte
 def test_resumed_group_lacks_tokens_until_its_grammar_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if all its tokens are cached: the router requests no chunk for a group that lacks nothing."""
     engine, prompt, fields = with_masks(tiny.engine("demo", 4)), list(range(1, 10)), {"grammar": regex("[a-z ]*"), "end_ids": [END]}
-    [answer] = drive(engine, [tiny.group(1, prompt, 9, **fields)], Habits()).tokens.values()
+    [answer] = drive(engine, [tiny.group(1, prompt, 9, **fields)], Traffic()).tokens.values()
     monkeypatch.setattr(engine._masks, "ready", lambda groups, wait: [wait] * len(groups))
     waiting = tiny.group(2, prompt, 9, continuations=[(0, answer[:4])], **fields)
     other = tiny.group(3, [1, 2], 9)

@@ -32,7 +32,7 @@ from penstock.shard.models.short_convolutions import ShortConvolutions
 from penstock.shard.service import Service
 from penstock.shard.weights import DummyWeights
 from penstock.tests.shard import configurations, fake_cuda, lora, packing, test_speculation, tiny
-from penstock.tests.shard.driver import UNLIMITED, Habits, World, drive
+from penstock.tests.shard.driver import UNLIMITED, Results, Traffic, drive
 from penstock.tests.shard.test_oracle import at_rest, prompt
 from penstock.tests.shard.test_quantized import WHOLE, logits, made
 from penstock.tests.shard.test_sharing import pages_of_largest_group
@@ -747,8 +747,8 @@ def test_copies_lie_nowhere_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @functools.cache
-def calm(name: str) -> World:
-    return drive(tiny.engine(name, 16, 2000, prefix_caching=False), sample_groups(0), Habits())
+def calm(name: str) -> Results:
+    return drive(tiny.engine(name, 16, 2000, prefix_caching=False), sample_groups(0), Traffic())
 
 
 @pytest.mark.parametrize(
@@ -778,7 +778,7 @@ def test_drafts_are_remembered_once_they_are_right(
     plain, groups = calm(name), sample_groups(drafts)
     own = tiny.engine(name, page_size, pages_of_largest_group(groups, page_size) + 40 // page_size, prefix_caching)
     test_speculation.set_proposer(own, proposer, plain)
-    world = drive(own, groups, Habits(chunk, pause=0.05), seed=drafts)
+    world = drive(own, groups, Traffic(chunk, pause=0.05), seed=drafts)
     assert world.tokens == plain.tokens
     assert world.finishes == plain.finishes
     assert world.drafted > 0
@@ -790,7 +790,7 @@ def test_drafts_are_remembered_once_they_are_right(
 def test_a_perfect_guesser_takes_few_steps() -> None:
     own = tiny.engine("qwen3.5")
     test_speculation.set_proposer(own, "right", calm("qwen3.5"))
-    world = drive(own, sample_groups(6), Habits())
+    world = drive(own, sample_groups(6), Traffic())
     assert world.accepted == world.drafted > 200
 
 

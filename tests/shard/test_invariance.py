@@ -22,7 +22,7 @@ from penstock.shard.models.latents import PerHeadWeight
 from penstock.shard.models.shape import Unsupported
 from penstock.shard.sequence import Group, Sampling
 from penstock.tests.shard import test_speculation, tiny
-from penstock.tests.shard.driver import UNLIMITED, Habits, World, drive
+from penstock.tests.shard.driver import UNLIMITED, Results, Traffic, drive
 from penstock.tests.shard.test_oracle import at_rest
 from penstock.tests.shard.test_sharing import pages_of_largest_group, prompts_with_common_prefixes
 
@@ -69,18 +69,18 @@ def mixed_groups(drafts: int = 0) -> list[Group]:
     return result
 
 
-def alone(make: Callable[[], Engine], groups: Sequence[Group]) -> World:
+def alone(make: Callable[[], Engine], groups: Sequence[Group]) -> Results:
     """The results of each group alone, in an engine of its own."""
-    merged = World()
+    merged = Results()
     for group in groups:
-        one = drive(make(), [group], Habits())
+        one = drive(make(), [group], Traffic())
         for name in ("tokens", "logprobs", "finishes", "scores"):
             getattr(merged, name).update(getattr(one, name))
         assert not one.failed
     return merged
 
 
-def differences(found: World, expected: World) -> list[object]:
+def differences(found: Results, expected: Results) -> list[object]:
     """The keys whose tokens or numbers are not equal to the last bit."""
     names = ("tokens", "logprobs", "finishes", "scores")
     pairs = [(getattr(found, name), getattr(expected, name)) for name in names]
@@ -88,7 +88,7 @@ def differences(found: World, expected: World) -> list[object]:
 
 
 @functools.cache
-def results_alone(name: str, dtype: str) -> World:
+def results_alone(name: str, dtype: str) -> Results:
     return alone(lambda: engine(name, dtype, prefix_caching=False), mixed_groups())
 
 
@@ -110,7 +110,7 @@ def test_mixed_batch_in_a_tiny_pool_equals_each_request_alone(page_size: int, ch
         page_size,
         pages_of_largest_group([group for group in groups if not group.search], page_size) + 60 // page_size,
     )
-    results = drive(tested, groups, Habits(chunk, pause=0.05, pauses=1), seed=page_size)
+    results = drive(tested, groups, Traffic(chunk, pause=0.05, pauses=1), seed=page_size)
     assert differences(results, results_alone("llama", dtype)) == []
     assert results.pauses.total() > 5
     assert results.cached > 50
@@ -120,7 +120,7 @@ def test_mixed_batch_in_a_tiny_pool_equals_each_request_alone(page_size: int, ch
 
 @pytest.mark.parametrize(("name", "dtype"), [*zip(FAMILIES[1:], itertools.cycle(("bfloat16", "float32")), strict=False)])
 def test_mixed_batch_of_each_family_equals_each_request_alone(name: str, dtype: str) -> None:
-    results = drive(engine(name, dtype, page_size=4), mixed_groups(), Habits(9, pause=0.03), seed=3)
+    results = drive(engine(name, dtype, page_size=4), mixed_groups(), Traffic(9, pause=0.03), seed=3)
     assert differences(results, results_alone(name, dtype)) == []
     assert results.mixed > 3
 
@@ -128,7 +128,7 @@ def test_mixed_batch_of_each_family_equals_each_request_alone(name: str, dtype: 
 def test_check_catches_differences_without_batch_invariance() -> None:
     """Without `batch_invariant` the comparison finds differences."""
     make = functools.partial(engine, "llama", "bfloat16", invariant=False)
-    results = drive(make(page_size=4), mixed_groups(), Habits(7, pause=0.05), seed=4)
+    results = drive(make(page_size=4), mixed_groups(), Traffic(7, pause=0.05), seed=4)
     assert len(differences(results, alone(lambda: make(prefix_caching=False), mixed_groups()))) > 10
 
 
@@ -136,7 +136,7 @@ def test_results_with_drafts_equal_those_without() -> None:
     plain, groups = results_alone("llama", "bfloat16"), mixed_groups(drafts=4)
     tested = engine("llama", page_size=4)
     test_speculation.set_proposer(tested, "chains", plain)
-    results = drive(tested, groups, Habits(7, pause=0.02), seed=5)
+    results = drive(tested, groups, Traffic(7, pause=0.02), seed=5)
     assert differences(results, plain) == []
     assert results.accepted > 30
     assert results.drafted > results.accepted + 5

@@ -34,7 +34,7 @@ from penstock.shard.step import Span
 from penstock.shard.weights import Weights
 from penstock.tests.shard import configurations, tiny
 from penstock.tests.shard.configurations import CHUNK
-from penstock.tests.shard.driver import Habits, World, drive
+from penstock.tests.shard.driver import Results, Traffic, drive
 from penstock.tests.shard.test_drafter import with_free_drafts
 from penstock.tests.shard.test_oracle import Bench, at_rest, check_greedy, close, prompt
 from penstock.tests.shard.test_quantized import made
@@ -303,7 +303,7 @@ def test_it_is_paused_and_goes_on_with_pages_that_others_had(name: str, page_siz
     base = prompt(1, 70)
     asked = tuple(base[:length] + prompt(length, own) for length, own in ((15, 3), (16, 1), (17, 9), (48, 30), (64, 1), (70, 4)))
     for seed in range(2):
-        world = check_greedy(name, tiny.engine(name, page_size, 400 // page_size), asked, Habits(pause=0.2, chunk=7), seed)
+        world = check_greedy(name, tiny.engine(name, page_size, 400 // page_size), asked, Traffic(pause=0.2, chunk=7), seed)
         assert world.pauses
 
 
@@ -318,14 +318,14 @@ def requests(drafts: int) -> list[Group]:
 
 
 @pytest.fixture(scope="module")
-def plain() -> World:
-    return drive(tiny.engine("llama4", 16, 2000, prefix_caching=False), requests(0), Habits())
+def plain() -> Results:
+    return drive(tiny.engine("llama4", 16, 2000, prefix_caching=False), requests(0), Traffic())
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_steps_may_be_asked_for_ahead(plain: World, ahead: bool) -> None:
+def test_steps_may_be_asked_for_ahead(plain: Results, ahead: bool) -> None:
     engine = tiny.engine("llama4", 4, 300, ahead=ahead)
-    assert drive(engine, requests(0), Habits(9, pause=0.05), seed=3).tokens == plain.tokens
+    assert drive(engine, requests(0), Traffic(9, pause=0.05), seed=3).tokens == plain.tokens
 
 
 @pytest.mark.parametrize(
@@ -339,10 +339,10 @@ def test_steps_may_be_asked_for_ahead(plain: World, ahead: bool) -> None:
         ("tokens=6", 1, "llama"),
     ],
 )
-def test_drafts_change_no_token(said: str, page_size: int, draft: str, plain: World) -> None:
+def test_drafts_change_no_token(said: str, page_size: int, draft: str, plain: Results) -> None:
     """By a model that sees the same chunks, or none."""
     engine = guessing("llama4", draft, said, page_size)
-    world = drive(with_free_drafts(engine), requests(engine.speculator.most), Habits(7, pause=0.05), seed=page_size)
+    world = drive(with_free_drafts(engine), requests(engine.speculator.most), Traffic(7, pause=0.05), seed=page_size)
     assert world.tokens == plain.tokens
     assert world.drafted > 100
     assert world.accepted > (300 if draft == "llama4" else 0)
@@ -361,8 +361,8 @@ def guessing(name: str, draft: str, said: str, page_size: int) -> Engine:
 def test_a_draft_model_may_see_chunks_that_its_model_does_not() -> None:
     """Its trees then go beyond their ends, which costs right drafts at most."""
     asked = [tiny.group(uid, prompt(uid, 9 + uid), 30, drafts=9) for uid in range(8)]
-    expected = drive(tiny.engine("llama", 16, 2000), copy.deepcopy(asked), Habits()).tokens
-    assert drive(with_free_drafts(guessing("llama", "llama4", "tree=3x2x1", 4)), asked, Habits()).tokens == expected
+    expected = drive(tiny.engine("llama", 16, 2000), copy.deepcopy(asked), Traffic()).tokens
+    assert drive(with_free_drafts(guessing("llama", "llama4", "tree=3x2x1", 4)), asked, Traffic()).tokens == expected
 
 
 def test_drafts_end_with_their_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,7 +381,7 @@ def test_drafts_end_with_their_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = guessing("llama4", "llama", "tree=2x2x1x1", 4)
     monkeypatch.setattr("penstock.shard.forward.step.plan", plan)
     engine.speculator.drafter = None  # whose own trees are no matter here
-    drive(with_free_drafts(engine), requests(engine.speculator.most), Habits(7), seed=1)
+    drive(with_free_drafts(engine), requests(engine.speculator.most), Traffic(7), seed=1)
     assert CHUNK - 1 in ends
     assert max(ends) < CHUNK
 
@@ -393,7 +393,7 @@ def test_beams_are_those_of_transformers(page_size: int, ahead: bool) -> None:
     asked = [prompt(seed, length) for seed, length in enumerate((3, 15, 16, 17, 31))]
     groups = [tiny.group(uid, tokens, 24, search=Search(4, 2, 1.0, Stop.WORSE)) for uid, tokens in enumerate(asked)]
     engine = tiny.engine("llama4", page_size, 600 // page_size, ahead=ahead)
-    world = drive(engine, groups, Habits(7, pause=0.0 if ahead else 0.02), seed=page_size)
+    world = drive(engine, groups, Traffic(7, pause=0.0 if ahead else 0.02), seed=page_size)
     assert world.failed == {}
     for uid, tokens in enumerate(asked):
         given = torch.tensor([tokens])

@@ -24,7 +24,7 @@ from penstock.shard.models.families import shape
 from penstock.shard.models.shape import Shape, Unsupported
 from penstock.shard.models.traits import BlockIndex
 from penstock.tests.shard import lora, tiny
-from penstock.tests.shard.driver import Habits
+from penstock.tests.shard.driver import Traffic
 from penstock.tests.shard.test_adapters import check_tokens, engine_of, mixed_prompts
 from penstock.tests.shard.test_oracle import prompt
 from penstock.tests.shard.test_quantized import logits
@@ -130,7 +130,7 @@ def test_adapters_of_its_own_checkpoint_may_be_of_transformers_modules(tmp_path:
     changes, models = lora.adapters_for("minimax-m3", tmp_path)
     assert any("mlp.gate_up_proj" in key for key in safetensors.torch.load_file(Path(changes[0][1]) / "adapter_model.safetensors"))
     folder = own_checkpoint(tmp_path)
-    check_tokens(engine_of(folder, adapters=changes), mixed_prompts(9, 3), models, Habits(chunk=7, pauses=1))
+    check_tokens(engine_of(folder, adapters=changes), mixed_prompts(9, 3), models, Traffic(chunk=7, pauses=1))
     both = Path(shutil.copytree(changes[0][1], tmp_path / "both"))
     stored = safetensors.torch.load_file(both / "adapter_model.safetensors")
     joint = {

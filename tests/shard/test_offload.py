@@ -16,7 +16,7 @@ from penstock.shard.prefix import Node, PrefixCache
 from penstock.shard.sequence import Sequence
 from penstock.tests.shard.audited_engine import AuditedEngine
 from penstock.tests.shard.audited_engine import audited_engine as audited_engine  # a fixture
-from penstock.tests.shard.driver import UNLIMITED, Habits, drive
+from penstock.tests.shard.driver import UNLIMITED, Traffic, drive
 from penstock.tests.shard.test_flight import drive_overlapped, pages_of_largest, random_groups_with_beams
 from penstock.tests.shard.test_prefix import PAGES, SIZE, RandomOperations
 
@@ -193,9 +193,9 @@ def loaded_pages(audited_engine: type[AuditedEngine], seed: int, ahead: bool) ->
     """Runs random traffic; the number of pages that were loaded from the host."""
     chance, groups = random.Random(seed), random_groups_with_beams(seed)
     size, copies = chance.choice([1, 2, 3, 4]), chance.choice([1, 9, 40, AMPLE])
-    expected = drive(audited_engine(5000, size, prefix_caching=False), random_groups_with_beams(seed), Habits(), seed)
+    expected = drive(audited_engine(5000, size, prefix_caching=False), random_groups_with_beams(seed), Traffic(), seed)
     engine = audited_engine(pages_of_largest(groups, size) + chance.randint(2, 14), size, ahead=ahead, copies=copies)
-    traffic = Habits(chance.choice([1, 3, 8, UNLIMITED]), pause=0.05, pauses=seed % 3, join=0.1)
+    traffic = Traffic(chance.choice([1, 3, 8, UNLIMITED]), pause=0.05, pauses=seed % 3, join=0.1)
     results = drive_overlapped(engine, groups, traffic, seed)[0] if ahead else drive(engine, groups, traffic, seed)
     assert (results.failed, results.tokens) == ({}, expected.tokens)
     assert engine.pool.free == engine.pool.pages

@@ -19,7 +19,7 @@ from penstock.shard.sequence import Sequence as Tokens
 from penstock.shard.sequence import sequences as tokens_of
 from penstock.tests.shard import configurations, tiny
 from penstock.tests.shard.configurations import VOCABULARY, WINDOW
-from penstock.tests.shard.driver import UNLIMITED, Habits, World, drive
+from penstock.tests.shard.driver import UNLIMITED, Results, Traffic, drive
 
 FAMILIES = sorted(configurations.FAMILIES)
 COUNT = 12  # tokens generated
@@ -203,7 +203,7 @@ def test_what_follows_differs_from_every_other_answer() -> None:
     assert tiny.following("llama", asked, {uid: said[uid] for uid in range(3)}, 5).keys() == said.keys()
 
 
-def check_greedy(name: str, engine: Engine, asked: tuple[tuple[int, ...], ...], habits: Habits, seed: int = 0) -> World:
+def check_greedy(name: str, engine: Engine, asked: tuple[tuple[int, ...], ...], habits: Traffic, seed: int = 0) -> Results:
     world = drive(engine, requests(asked), habits, seed)
     assert world.failed == {}
     assert world.answers == tiny.following(name, asked, world.answers, COUNT)
@@ -215,24 +215,24 @@ def check_pauses(name: str, chunk: int) -> None:
     """Forgotten and computed anew, with pages that others had, and prefixes that are found: tokens stay."""
     asked = tuple(prompt(seed, length) for seed, length in ((1, 40), (1, 60), (3, 9), (1, 33)))
     for seed in range(2):
-        check_greedy(name, tiny.engine(name, page_size=4, pages=90), asked, Habits(pause=0.2, chunk=chunk), seed)
+        check_greedy(name, tiny.engine(name, page_size=4, pages=90), asked, Traffic(pause=0.2, chunk=chunk), seed)
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16, 64])
 @pytest.mark.parametrize("chunk", [1, 7, 64, UNLIMITED])
 def test_64_staggered_requests_get_transformers_tokens(page_size: int, chunk: int) -> None:
     pages = 64 * -(-(90 + COUNT) // page_size)
-    world = check_greedy("mistral", tiny.engine("mistral", page_size, pages), prompts(64), Habits(chunk), page_size + chunk)
+    world = check_greedy("mistral", tiny.engine("mistral", page_size, pages), prompts(64), Traffic(chunk), page_size + chunk)
     assert world.mixed > 5
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "demo"])
 def test_every_family_gets_transformers_tokens(name: str) -> None:
-    check_greedy(name, tiny.engine(name), prompts(*SOME), Habits(chunk=7, pause=0.1))
+    check_greedy(name, tiny.engine(name), prompts(*SOME), Traffic(chunk=7, pause=0.1))
 
 
 def test_64_staggered_requests_get_the_trained_models_tokens() -> None:
-    check_greedy("demo", tiny.engine("demo", 4, 64 * 9), prompts(64, 24), Habits(chunk=7))
+    check_greedy("demo", tiny.engine("demo", 4, 64 * 9), prompts(64, 24), Traffic(chunk=7))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -242,7 +242,7 @@ def test_every_family_on_two_ranks(name: str) -> None:
 
     def work(ranks: Ranks) -> dict[int, list[int]]:
         engine = tiny.engine_of(name, ranks)
-        answers = drive(engine, requests(asked), Habits(chunk=16, pause=0.1)).answers
+        answers = drive(engine, requests(asked), Traffic(chunk=16, pause=0.1)).answers
         assert at_rest(engine)
         return answers
 
@@ -276,7 +276,7 @@ def test_the_token_check_finds_a_page_that_is_not_written(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(operations, "write", forgetful)
     with pytest.raises(AssertionError):
-        check_greedy("llama", tiny.engine("llama"), prompts(10), Habits())
+        check_greedy("llama", tiny.engine("llama"), prompts(10), Traffic())
 
 
 # Seeds
@@ -309,7 +309,7 @@ def neighbours(count: int) -> list[Group]:
 
 @functools.cache
 def alone(uid: int, asked: tuple[int, ...], sampling: Sampling) -> list[int]:
-    return drive(tiny.engine("qwen3"), [tiny.group(uid, asked, 24, sampling)], Habits()).answers[uid]
+    return drive(tiny.engine("qwen3"), [tiny.group(uid, asked, 24, sampling)], Traffic()).answers[uid]
 
 
 OBSERVED = [Sampling(), SEEDED, Sampling(temperature=1.0, seed=2**64 - 1)]
@@ -322,7 +322,7 @@ def test_answers_are_the_same_alone_and_among_64_neighbours(page_size: int, chun
     asked = prompt(5, 33)
     for uid, sampling in enumerate(OBSERVED):
         groups.insert(10 + 20 * uid, tiny.group(uid, asked, 24, sampling))
-    world = drive(tiny.engine("qwen3", page_size, 8192 // page_size), groups, Habits(chunk, pause), seed=chunk)
+    world = drive(tiny.engine("qwen3", page_size, 8192 // page_size), groups, Traffic(chunk, pause), seed=chunk)
     for uid, sampling in enumerate(OBSERVED):
         assert world.answers[uid] == alone(uid, asked, sampling)
         assert len(world.answers[uid]) == 24
@@ -355,8 +355,8 @@ def test_a_group_that_was_dropped_goes_on_where_it_was(sampling: Sampling, compu
     assert at_rest(engine)
     assert list(paused.sequences[0].tokens) == [*asked, *got]
     again = tiny.group(1, asked, 12, sampling, continuations=[(0, got)] if got else [])
-    got += drive(engine, [again], Habits(chunk=5)).answers[1]
-    expected = drive(tiny.engine("llama"), [tiny.group(1, asked, 12, sampling)], Habits()).answers[1]
+    got += drive(engine, [again], Traffic(chunk=5)).answers[1]
+    expected = drive(tiny.engine("llama"), [tiny.group(1, asked, 12, sampling)], Traffic()).answers[1]
     assert got == expected
 
 
@@ -388,7 +388,7 @@ def test_an_end_token_ends_its_sequence_and_is_part_of_it() -> None:
     full = tiny.greedy("llama", asked, COUNT)
     groups = [tiny.group(uid, tokens, COUNT, end_ids={full[uid][uid], VOCABULARY - 1}) for uid, tokens in enumerate(asked)]
     engine = tiny.engine("llama")
-    world = drive(engine, groups, Habits())
+    world = drive(engine, groups, Traffic())
     for uid, tokens in enumerate(full):
         ends = [i for i, token in enumerate(tokens) if token in (full[uid][uid], VOCABULARY - 1)]
         assert world.answers[uid] == tokens[: ends[0] + 1]
@@ -400,7 +400,7 @@ def test_an_end_token_ends_its_sequence_and_is_part_of_it() -> None:
 def test_random_cancels_and_pauses_leave_every_page_free(seed: int) -> None:
     engine = tiny.engine("llama", page_size=4, pages=64 * 26)
     asked = prompts(64)
-    world = drive(engine, requests(asked), Habits(chunk=16, cancel=0.6, pause=0.1), seed)
+    world = drive(engine, requests(asked), Traffic(chunk=16, cancel=0.6, pause=0.1), seed)
     expected = tiny.greedy("llama", asked, COUNT)
     assert len(world.cancelled) > 15
     assert at_rest(engine)
@@ -429,7 +429,7 @@ def test_a_full_pool_fails_only_who_asked() -> None:
     asked = prompts(10)
     expected = tiny.greedy("llama", asked, COUNT)
     engine = tiny.engine("llama", page_size=4, pages=60)
-    world = drive(engine, requests(asked), Habits(arrivals=10, careful=False))
+    world = drive(engine, requests(asked), Traffic(arrivals=10, careful=False))
     assert 0 < len(world.failed) < 10
     assert all(message.startswith("the pool is full") for message in world.failed.values())
     for uid, tokens in world.answers.items():
@@ -460,14 +460,14 @@ def poisoned(monkeypatch: pytest.MonkeyPatch, poison: int) -> Engine:
 def unharmed(engine: Engine) -> None:
     """Later users of the pool's pages get what they should."""
     assert at_rest(engine)
-    world = drive(engine, requests(AFTER), Habits(arrivals=5))
+    world = drive(engine, requests(AFTER), Traffic(arrivals=5))
     assert (world.failed, world.answers) == ({}, tiny.following("mistral", AFTER, world.answers, COUNT))
 
 
 def test_logits_that_are_not_numbers_fail_only_their_group(poisoned: Engine, poison: int) -> None:
     groups = requests(BEFORE)
     groups.insert(2, tiny.group(9, [1, 2, poison, *range(30)], COUNT))
-    world = drive(poisoned, groups, Habits(arrivals=6))
+    world = drive(poisoned, groups, Traffic(arrivals=6))
     assert world.failed.keys() == {9}
     assert "non_finite_logits" in world.failed[9]
     assert [world.answers[uid] for uid in range(4)] == tiny.greedy("mistral", BEFORE, COUNT)
@@ -481,7 +481,7 @@ def test_both_ranks_fail_what_has_no_token() -> None:
         engine = tiny.engine_of("llama", ranks)
         if ranks.rank == 1:
             engine.decoder.embedding[-2] = torch.nan  # of the last token: this rank's table has a row of padding
-        world = drive(engine, [tiny.group(9, [1, VOCABULARY - 1], COUNT), tiny.group(1, [1, 2, 3], 2)], Habits())
+        world = drive(engine, [tiny.group(9, [1, VOCABULARY - 1], COUNT), tiny.group(1, [1, 2, 3], 2)], Traffic())
         assert at_rest(engine)
         return world.answers, list(world.failed)
 

@@ -19,7 +19,7 @@ from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group, Sampling, sequences
 from penstock.shard.step import Span
 from penstock.tests.shard import tiny
-from penstock.tests.shard.driver import Habits, World, drive
+from penstock.tests.shard.driver import Results, Traffic, drive
 from penstock.tests.shard.test_oracle import at_rest, prompt
 
 COUNT = 10  # tokens generated
@@ -86,8 +86,8 @@ def random_requests(count: int, seed: int) -> list[Group]:
     return groups
 
 
-def check_results(engine: Engine, groups: Sequence[Group], expected: World, seed: int) -> None:
-    results = drive(engine, groups, Habits(chunk=chunk_of(seed), pause=0.05), seed)
+def check_results(engine: Engine, groups: Sequence[Group], expected: Results, seed: int) -> None:
+    results = drive(engine, groups, Traffic(chunk=chunk_of(seed), pause=0.05), seed)
     assert results.failed == {}
     assert results.tokens == expected.tokens
     assert at_rest(engine)
@@ -100,7 +100,7 @@ def chunk_of(seed: int) -> int:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("limits", [(1, 999), (5, 3), (23, 1), (999, 2)])
 def test_tokens_are_the_same_when_steps_are_computed_in_parts(seed: int, limits: tuple[int, int], rows: dict[str, int]) -> None:
-    expected = drive(tiny.engine("llama", PAGE_SIZE, 600), random_requests(12, seed), Habits())
+    expected = drive(tiny.engine("llama", PAGE_SIZE, 600), random_requests(12, seed), Traffic())
     engine = LimitedMemoryEngine(limits[0])
     rows["rows"] = max(limits[1], 4)  # a group's rows are sampled together: with three drafts there are four
     check_results(engine, random_requests(12, seed), expected, seed)
@@ -119,13 +119,13 @@ def check_too_long_groups_fail() -> None:
     """Too long groups fail, in their prompt or when they decode; no other group fails, and no uncomputed page is found."""
     for seed, reach in enumerate((45, 50, 54, 58)):
         engine = LimitedMemoryEngine(tokens=40, reach=reach)
-        expected = drive(tiny.engine("llama", PAGE_SIZE, 600), groups_of_which_half_are_too_long(), Habits()).answers
-        results = drive(engine, groups_of_which_half_are_too_long(), Habits(chunk=chunk_of(seed), arrivals=16), seed)
+        expected = drive(tiny.engine("llama", PAGE_SIZE, 600), groups_of_which_half_are_too_long(), Traffic()).answers
+        results = drive(engine, groups_of_which_half_are_too_long(), Traffic(chunk=chunk_of(seed), arrivals=16), seed)
         assert results.failed == dict.fromkeys(range(8), ALONE)
         assert {uid: results.answers[uid] for uid in range(8, 16)} == {uid: expected[uid] for uid in range(8, 16)}
         assert at_rest(engine)
         engine.refuses = lambda span: False
-        assert drive(engine, groups_of_which_half_are_too_long(), Habits()).answers == expected
+        assert drive(engine, groups_of_which_half_are_too_long(), Traffic()).answers == expected
 
 
 def test_groups_too_large_for_memory_fail_alone() -> None:
@@ -151,7 +151,7 @@ def check_equal_prompts() -> None:
     tokens = [emitted.pick.token for _, emitted in outcome.emitted]
     while len(tokens) < COUNT:
         tokens += [emitted.pick.token for _, emitted in engine.decode([1]).emitted]
-    assert tokens == drive(tiny.engine("llama"), [tiny.group(1, tokens_of_prompt, COUNT)], Habits()).answers[1]
+    assert tokens == drive(tiny.engine("llama"), [tiny.group(1, tokens_of_prompt, COUNT)], Traffic()).answers[1]
     assert at_rest(engine)
 
 
@@ -192,9 +192,9 @@ def test_group_that_depends_on_a_lost_page_fails_too() -> None:
 def test_group_with_too_many_logit_rows_for_memory_fails_alone(rows: dict[str, int]) -> None:
     rows["rows"] = 2
     groups = [tiny.group(uid, prompt(uid, 9), COUNT, choices=3 if uid == 1 else 1) for uid in range(4)]
-    results = drive(LimitedMemoryEngine(), groups, Habits())
+    results = drive(LimitedMemoryEngine(), groups, Traffic())
     assert results.failed == {1: ALONE}
-    expected = drive(tiny.engine("llama"), groups_without(groups, 1), Habits()).answers
+    expected = drive(tiny.engine("llama"), groups_without(groups, 1), Traffic()).answers
     assert {uid: results.answers[uid] for uid in expected} == expected
 
 
@@ -212,8 +212,8 @@ def test_drafts_are_left_out_when_the_proposer_runs_out_of_memory(monkeypatch: p
         return propose(requests)
 
     monkeypatch.setattr(engine.speculator, "propose", fail)
-    results = drive(engine, [tiny.group(1, tokens_of_prompt, 40, drafts=4)], Habits())
-    assert results.answers == drive(tiny.engine("llama"), [tiny.group(1, tokens_of_prompt, 40)], Habits()).answers
+    results = drive(engine, [tiny.group(1, tokens_of_prompt, 40, drafts=4)], Traffic())
+    assert results.answers == drive(tiny.engine("llama"), [tiny.group(1, tokens_of_prompt, 40)], Traffic()).answers
     assert results.drafted > 0
     assert next(count) > 3
 

@@ -33,7 +33,7 @@ from penstock.shard.sequence import Group
 from penstock.shard.speculator import Speculator
 from penstock.tests.shard import configurations, test_distribution, tiny
 from penstock.tests.shard import test_speculation_grammar as grammars
-from penstock.tests.shard.driver import UNLIMITED, Habits, World, drive
+from penstock.tests.shard.driver import UNLIMITED, Results, Traffic, drive
 from penstock.tests.shard.test_draft_head import engine, record_logit_errors, write_head
 from penstock.tests.shard.test_drafter import max_drafts, with_free_drafts
 from penstock.tests.shard.test_oracle import at_rest, prompt
@@ -115,8 +115,8 @@ def features(name: str, text: tuple[int, ...]) -> Tensor:
 
 
 @functools.cache
-def plain_results() -> World:
-    return drive(tiny.engine("llama"), sample_groups(0)[:COUNT], Habits())
+def plain_results() -> Results:
+    return drive(tiny.engine("llama"), sample_groups(0)[:COUNT], Traffic())
 
 
 class Oracle:
@@ -155,7 +155,7 @@ class Oracle:
         return self.own[f"speculator.head.{own}.weight"] @ x
 
 
-def check_drafts(own: Engine, oracle: Oracle, groups: Sequence[Group], traffic: Habits) -> World:
+def check_drafts(own: Engine, oracle: Oracle, groups: Sequence[Group], traffic: Traffic) -> Results:
     """Checks the logits of every node, and that the tokens are those of plain decoding."""
     errors = record_logit_errors(own, oracle)
     results = drive(own, groups, traffic, seed=own.page_size)
@@ -185,7 +185,7 @@ def test_head_logits_match_the_papers_reference(
     """In chunks, after preemption, in small pools with shared prefixes."""
     groups = sample_groups(max_drafts(options))[:COUNT]
     own = with_free_drafts(engine(folders[kind], options, page_size, pages_of_largest_group(groups, page_size) + 50))
-    results = check_drafts(own, Oracle(kind), groups, Habits(chunk, pause=0.05))
+    results = check_drafts(own, Oracle(kind), groups, Traffic(chunk, pause=0.05))
     assert results.pauses
     assert results.restored or results.cached
 
@@ -195,7 +195,7 @@ def test_heads_without_output_matrices_use_a_float32_output_matrix(folders: dict
     draft = f"draft={folders['medusa without outputs']},tokens=3"
     own = load(ShardConfig(folder=str(tiny.folder("hy-4")), model="m", dtype="bfloat16", speculate=draft), lambda stage: None)
     own.resize(64)
-    results = drive(with_free_drafts(own), [tiny.group(1, prompt(1, 20), 10, drafts=3)], Habits(), seed=1)
+    results = drive(with_free_drafts(own), [tiny.group(1, prompt(1, 20), 10, drafts=3)], Traffic(), seed=1)
     assert results.failed == {}
     assert results.drafted > 3
 
@@ -205,8 +205,8 @@ def test_mlp_speculator_with_linear_attention_changes_no_token(folders: dict[str
     groups = [group for group in sample_groups(3) if len(group.waiting) == 1][:3]
     own = with_free_drafts(engine(folders["speculator"], "tokens=3", 4, name="qwen3.5"))
     errors = record_logit_errors(own, Oracle("speculator", "qwen3.5"))
-    results = drive(own, groups, Habits(7, pause=0.05), seed=2)
-    plain = drive(tiny.engine("qwen3.5", 16, 2000, prefix_caching=False), [replace(group, drafts=0) for group in groups], Habits())
+    results = drive(own, groups, Traffic(7, pause=0.05), seed=2)
+    plain = drive(tiny.engine("qwen3.5", 16, 2000, prefix_caching=False), [replace(group, drafts=0) for group in groups], Traffic())
     assert max(errors()) < 5e-3
     assert results.tokens == plain.tokens
     assert results.drafted > 30
@@ -226,16 +226,16 @@ def test_heads_on_two_ranks_match_the_reference(
     )
     groups = [group for group in sample_groups(max_drafts(options)) if len(group.waiting) == 1][:4]
 
-    def work(ranks: Ranks) -> tuple[World, list[float]]:
+    def work(ranks: Ranks) -> tuple[Results, list[float]]:
         own.ranks = ranks
         rank_engine = engine_of_rank(name, folders[kind], options, ranks)
         errors = record_logit_errors(rank_engine, Oracle(kind, name)) if not ranks.rank else list
-        return drive(rank_engine, copies_of(groups), Habits(16, pause=0.05), seed=5), errors()
+        return drive(rank_engine, copies_of(groups), Traffic(16, pause=0.05), seed=5), errors()
 
     (results, errors), (other_rank, _) = tiny.Threads().run(work)
     assert max(errors) < 1e-3
     assert len(errors) > 20
-    assert results.tokens == other_rank.tokens == drive(tiny.engine(name), copies_of(groups, 0), Habits()).tokens
+    assert results.tokens == other_rank.tokens == drive(tiny.engine(name), copies_of(groups, 0), Traffic()).tokens
     assert results.drafted == other_rank.drafted > 20
 
 
@@ -273,10 +273,10 @@ def solved_heads(kind: str, texts: Sequence[Sequence[int]], start: int) -> dict[
 def test_all_drafts_of_correct_heads_are_accepted(kind: str, tmp_path: Path) -> None:
     """All but the last drafts, which are behind the ends of answers."""
     prompts = [prompt(uid, 9) for uid in (3, 4)]
-    plain_tokens = drive(tiny.engine("llama"), [tiny.group(uid, one, 22) for uid, one in enumerate(prompts)], Habits()).tokens
+    plain_tokens = drive(tiny.engine("llama"), [tiny.group(uid, one, 22) for uid, one in enumerate(prompts)], Traffic()).tokens
     texts = [[*one, *plain_tokens[uid, 0]] for uid, one in enumerate(prompts)]
     own = with_free_drafts(engine(write_head(tmp_path, CONFIGS[kind], solved_heads(kind, texts, 10)), "tokens=3", 4))
-    results = drive(own, [tiny.group(uid, one, 22, drafts=3) for uid, one in enumerate(prompts)], Habits(5))
+    results = drive(own, [tiny.group(uid, one, 22, drafts=3) for uid, one in enumerate(prompts)], Traffic(5))
     assert results.tokens == plain_tokens
     assert results.accepted >= results.drafted - 2 * LEVELS
     assert results.accepted > 25
@@ -288,8 +288,8 @@ def test_grammars_are_respected_with_drafts_of_heads(folders: dict[str, Path]) -
     masks, plain = Masks(grammars.GRAMMAR_TOKENS, grammars.VOCABULARY), grammars.with_masks(tiny.engine("words"))
     own.speculator = Speculator(own.decoder.ranks, tiny.CPU, parse(f"draft=x,{options}"), own.speculator.drafter, masks, LEVELS)
     own._masks = masks
-    results = drive(own, grammars.grammar_groups(max_drafts(options), range(8)), Habits(7, pauses=1), seed=2)
-    grammars.check_results(results, drive(plain, grammars.grammar_groups(0, range(8)), Habits()))
+    results = drive(own, grammars.grammar_groups(max_drafts(options), range(8)), Traffic(7, pauses=1), seed=2)
+    grammars.check_results(results, drive(plain, grammars.grammar_groups(0, range(8)), Traffic()))
     assert results.accepted > 10
 
 
@@ -317,7 +317,7 @@ def test_model_folder_with_medusa_heads_drafts_for_itself(tmp_path: Path) -> Non
     config = ShardConfig(folder=str(tmp_path), model="llama", speculate=f"draft={tmp_path},tokens=2", page_size=4)
     own = load(config, lambda stage: None)
     own.resize(500)
-    check_drafts(with_free_drafts(own), Oracle("medusa"), sample_groups(2)[:4], Habits(7))
+    check_drafts(with_free_drafts(own), Oracle("medusa"), sample_groups(2)[:4], Traffic(7))
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -348,7 +348,7 @@ def test_heads_with_dummy_weights_can_draft(kind: str, folders: dict[str, Path])
         ShardConfig(folder=str(tiny.folder("llama")), model="llama", speculate=speculate, load_format="dummy"), lambda stage: None
     )
     own.resize(100)
-    results = drive(with_free_drafts(own), [tiny.group(1, [1, 2, 3], 6, drafts=2)], Habits())
+    results = drive(with_free_drafts(own), [tiny.group(1, [1, 2, 3], 6, drafts=2)], Traffic())
     assert results.drafted > 2
 
 

@@ -22,7 +22,7 @@ from penstock.shard.sequence import Group, Sampling
 from penstock.tests.shard import tiny
 from penstock.tests.shard.audited_engine import POISON, VOCABULARY, AuditedEngine, FakeCache
 from penstock.tests.shard.audited_engine import audited_engine as audited_engine  # a fixture
-from penstock.tests.shard.driver import UNLIMITED, Habits, World, drive
+from penstock.tests.shard.driver import UNLIMITED, Results, Traffic, drive
 from penstock.tests.shard.test_oracle import COUNT, at_rest, prompt
 
 SEEDED = Sampling(temperature=0.9, top_p=0.95, seed=77)
@@ -52,7 +52,7 @@ def mixed_groups(count: int = 11) -> list[Group]:
 @functools.cache
 def undisturbed_tokens(name: str, count: int = 11) -> dict[tuple[int, int], list[int]]:
     """The tokens of `mixed_groups` in a large pool without prefix caching and preemption."""
-    return drive(tiny.engine(name, 16, 2000, prefix_caching=False), mixed_groups(count), Habits()).tokens
+    return drive(tiny.engine(name, 16, 2000, prefix_caching=False), mixed_groups(count), Traffic()).tokens
 
 
 def pages_of_largest_group(groups: Sequence[Group], page_size: int) -> int:
@@ -78,7 +78,7 @@ def test_pauses_in_a_tiny_pool_change_no_token(prefix_caching: bool, page_size: 
     assert [expected[uid, 0] for uid in greedy] == tiny.greedy("llama", greedy_prompts, COUNT)
     engine = tiny.engine("llama", page_size, pages_of_largest_group(groups, page_size) + 8 // page_size, prefix_caching)
     evicted = record_evictions(engine)
-    results = drive(engine, groups, Habits(chunk, pauses=2), seed=page_size)
+    results = drive(engine, groups, Traffic(chunk, pauses=2), seed=page_size)
     assert results.tokens == expected
     assert min(results.pauses[uid] for uid in range(len(groups))) >= 2
     assert at_rest(engine)
@@ -103,7 +103,7 @@ def test_cancellations_ended_choices_and_pauses_change_no_other_tokens(seed: int
     groups = mixed_groups(22)
     expected = undisturbed_tokens("qwen3", 22)
     engine = tiny.engine("qwen3", 4, pages_of_largest_group(groups, 4) + 10)
-    results = drive(engine, groups, Habits(chunk=16, pause=0.1, cancel=0.2, end=0.3), seed)
+    results = drive(engine, groups, Traffic(chunk=16, pause=0.1, cancel=0.2, end=0.3), seed)
     for key, tokens in results.tokens.items():
         whole = key[0] not in results.cancelled and key not in results.ended
         assert tokens == (expected[key] if whole else expected[key][: len(tokens)])
@@ -119,10 +119,10 @@ def test_two_ranks_evict_the_same_pages(prefix_caching: bool) -> None:
     groups = mixed_groups(8)
     expected = undisturbed_tokens("qwen2", 8)
 
-    def work(ranks: Ranks) -> tuple[World, list[int]]:
+    def work(ranks: Ranks) -> tuple[Results, list[int]]:
         engine = tiny.engine_of("qwen2", ranks, 4, pages_of_largest_group(groups, 4) + 3, prefix_caching)
         evicted = record_evictions(engine)
-        return drive(engine, groups, Habits(chunk=9, pauses=2), seed=5), evicted
+        return drive(engine, groups, Traffic(chunk=9, pauses=2), seed=5), evicted
 
     (first, evicted), (second, others) = tiny.Threads().run(work)
     assert first.tokens == second.tokens == expected
@@ -138,7 +138,7 @@ def test_two_ranks_evict_the_same_pages(prefix_caching: bool) -> None:
 def test_choices_equal_single_requests_with_the_same_choice_number(length: int, prefix_caching: bool) -> None:
     prompt_tokens = prompt(3, length)
     together = drive(
-        tiny.engine("llama", 16, 99, prefix_caching), [tiny.group(1, prompt_tokens, COUNT, SEEDED, choices=5)], Habits()
+        tiny.engine("llama", 16, 99, prefix_caching), [tiny.group(1, prompt_tokens, COUNT, SEEDED, choices=5)], Traffic()
     ).tokens
     for choice in range(5):
         single = tiny.group(1, prompt_tokens, COUNT, SEEDED)
@@ -231,7 +231,7 @@ def test_resumed_group_is_computed_within_the_token_budget() -> None:
 @pytest.mark.parametrize("computed", [0, 3, 10])
 def test_resumed_group_survives_the_end_of_the_choice_computing_its_prompt(computed: int) -> None:
     prompt_tokens, engine = prompt(1, 10), tiny.engine("llama", 4)
-    expected = drive(engine, [tiny.group(1, prompt_tokens, COUNT, SEEDED, choices=3)], Habits()).tokens
+    expected = drive(engine, [tiny.group(1, prompt_tokens, COUNT, SEEDED, choices=3)], Traffic()).tokens
     again = tiny.group(1, prompt_tokens, COUNT, SEEDED, continuations=[(choice, expected[1, choice][:4]) for choice in range(3)])
     engine = tiny.engine("llama", 4)
     engine.prefill(1, [again], [(1, 99)], computed, [])
@@ -253,7 +253,7 @@ def test_resumed_group_survives_the_end_of_the_choice_with_a_cached_answer() -> 
     """The choice ends before a step computes any token of the group, as when its grammar is still being compiled. The page with the
     prompt's end also holds that answer's first tokens, which no other choice shares."""
     prompt_tokens, engine = prompt(1, 10), tiny.engine("llama", 4)
-    expected = drive(engine, [tiny.group(1, prompt_tokens, COUNT, SEEDED, choices=3)], Habits()).tokens
+    expected = drive(engine, [tiny.group(1, prompt_tokens, COUNT, SEEDED, choices=3)], Traffic()).tokens
     again = tiny.group(1, prompt_tokens, COUNT, SEEDED, continuations=[(choice, expected[1, choice][:4]) for choice in range(3)])
     engine.prefill(1, [again], [], 99, [])
     assert again.sequences[0].computed == 12
@@ -312,9 +312,9 @@ def test_ten_identical_prompts_get_transformers_tokens_from_one_computation() ->
 def test_second_turn_of_a_chat_recomputes_less_than_a_page(page_size: int) -> None:
     engine = tiny.engine("qwen3", page_size)
     prompt_tokens = prompt(1, 33)
-    answer = drive(engine, [tiny.group(1, prompt_tokens, COUNT)], Habits()).answers[1]
+    answer = drive(engine, [tiny.group(1, prompt_tokens, COUNT)], Traffic()).answers[1]
     second = (*prompt_tokens, *answer, *prompt(2, 9))
-    results = drive(engine, [tiny.group(2, second, COUNT)], Habits(arrivals=1))
+    results = drive(engine, [tiny.group(2, second, COUNT)], Traffic(arrivals=1))
     computed = len(prompt_tokens) + COUNT - 1  # the last token of an answer is never computed
     assert results.cached == computed // page_size * page_size
     assert results.answers[2] == tiny.greedy("qwen3", (second,), COUNT)[0]
@@ -377,7 +377,7 @@ def check_tight_pools(audited_engine: type[AuditedEngine], seeds: range) -> tupl
         size = chance.choice([1, 2, 3, 4])
         groups = random_small_groups(seed)
         engine = audited_engine(pages_of_largest_group(groups, size) + chance.randint(0, 12), size, chance.random() < 0.8)
-        habits = Habits(chance.choice([1, 3, 8, UNLIMITED]), pause=0.1, pauses=seed % 2, cancel=0.05, end=0.1, join=0.1)
+        habits = Traffic(chance.choice([1, 3, 8, UNLIMITED]), pause=0.1, pauses=seed % 2, cancel=0.05, end=0.1, join=0.1)
         results = drive(engine, groups, habits, seed)
         assert results.failed == {}
         assert engine.pool.free == engine.pool.pages
@@ -393,9 +393,9 @@ def test_admitted_groups_never_exhaust_a_pool_that_is_just_large_enough(audited_
 
 def test_tokens_do_not_depend_on_shared_pages(audited_engine: type[AuditedEngine]) -> None:
     for seed in range(20):
-        alone = drive(audited_engine(5000, 4, prefix_caching=False), random_small_groups(seed), Habits(), seed).tokens
+        alone = drive(audited_engine(5000, 4, prefix_caching=False), random_small_groups(seed), Traffic(), seed).tokens
         groups = random_small_groups(seed)
-        assert drive(audited_engine(pages_of_largest_group(groups, 3) + 5, 3), groups, Habits(5, pauses=2), seed).tokens == alone
+        assert drive(audited_engine(pages_of_largest_group(groups, 3) + 5, 3), groups, Traffic(5, pauses=2), seed).tokens == alone
 
 
 def one_step_less(original: Any) -> Any:
@@ -459,7 +459,7 @@ def check_failures(audited_engine: type[AuditedEngine], seeds: range) -> None:
             tokens = group.sequences[0].tokens
             tokens[min(len(tokens) - 1, 3 * number)] = POISON
         engine = audited_engine(pages_of_largest_group(groups, 2) + 20, 2)
-        results = drive(engine, groups, Habits(4, pause=0.05), seed)
+        results = drive(engine, groups, Traffic(4, pause=0.05), seed)
         assert set(results.failed) == set(range(6))
         assert engine.books.prefixes is not None
         found = [engine.cache.content[2 * page + 1] for page in engine.books.prefixes._nodes]

@@ -15,9 +15,9 @@ from penstock.shard.engine import Engine
 from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group, Sampling, Thinking
 from penstock.tests.shard import configurations, tiny
-from penstock.tests.shard.driver import UNLIMITED, Habits, World, drive
+from penstock.tests.shard.driver import UNLIMITED, Results, Traffic, drive
 from penstock.tests.shard.test_oracle import at_rest, prompt
-from penstock.tests.shard.test_sharing import room
+from penstock.tests.shard.test_sharing import pages_of_largest_group
 
 COUNT = 18
 
@@ -76,8 +76,8 @@ def sample_groups(drafts: int) -> list[Group]:
 
 
 @functools.cache
-def plain_results() -> World:
-    return drive(tiny.engine("llama", 16, 2000, prefix_caching=False), sample_groups(0), Habits())
+def plain_results() -> Results:
+    return drive(tiny.engine("llama", 16, 2000, prefix_caching=False), sample_groups(0), Traffic())
 
 
 @pytest.mark.parametrize(
@@ -96,9 +96,9 @@ def plain_results() -> World:
 def test_drafts_change_no_token(proposer: str, drafts: int, page_size: int, chunk: int, prefix_caching: bool) -> None:
     plain = plain_results()
     groups = sample_groups(drafts)
-    engine = tiny.engine("llama", page_size, room(groups, page_size) + 40 // page_size, prefix_caching)
+    engine = tiny.engine("llama", page_size, pages_of_largest_group(groups, page_size) + 40 // page_size, prefix_caching)
     set_proposer(engine, proposer, plain)
-    results = drive(engine, groups, Habits(chunk, pause=0.05), seed=drafts)
+    results = drive(engine, groups, Traffic(chunk, pause=0.05), seed=drafts)
     assert results.tokens == plain.tokens
     assert results.finishes == plain.finishes
     assert results.drafted > 0
@@ -107,7 +107,7 @@ def test_drafts_change_no_token(proposer: str, drafts: int, page_size: int, chun
     assert at_rest(engine)
 
 
-def set_proposer(engine: Engine, name: str, plain: World) -> None:
+def set_proposer(engine: Engine, name: str, plain: Results) -> None:
     answers = plain.tokens
     engine.speculator.proposer = {
         "lookup": NgramProposer(),
@@ -121,7 +121,7 @@ def test_all_drafts_are_accepted_if_the_proposer_is_always_right() -> None:
     plain = plain_results()
     engine = tiny.engine("llama")
     set_proposer(engine, "right", plain)
-    results = drive(engine, sample_groups(6), Habits())
+    results = drive(engine, sample_groups(6), Traffic())
     assert results.accepted == results.drafted > 200
 
 
@@ -129,7 +129,7 @@ def test_few_drafts_are_requested_from_a_proposer_that_is_always_wrong() -> None
     plain = plain_results()
     engine = tiny.engine("llama")
     engine.speculator.proposer = OracleProposer(plain.tokens, 0.0)
-    results = drive(engine, sample_groups(4), Habits())
+    results = drive(engine, sample_groups(4), Traffic())
     assert results.tokens == plain.tokens
     assert results.drafted < len(plain.tokens) * 16  # it could have had 4 in each step
 
@@ -137,8 +137,8 @@ def test_few_drafts_are_requested_from_a_proposer_that_is_always_wrong() -> None
 def test_two_ranks_draft_and_accept_alike() -> None:
     plain = plain_results()
 
-    def work(ranks: Ranks) -> World:
-        return drive(tiny.engine_of("llama", ranks, 4, 200), sample_groups(4), Habits(16, pause=0.03), seed=5)
+    def work(ranks: Ranks) -> Results:
+        return drive(tiny.engine_of("llama", ranks, 4, 200), sample_groups(4), Traffic(16, pause=0.03), seed=5)
 
     results, other_rank = tiny.Threads().run(work)
     assert results.tokens == other_rank.tokens == plain.tokens

@@ -27,7 +27,7 @@ from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group, Sampling
 from penstock.shard.speculator import Speculator
 from penstock.tests.shard import tiny
-from penstock.tests.shard.driver import Habits, World, drive
+from penstock.tests.shard.driver import Results, Traffic, drive
 from penstock.tests.shard.test_drafter import with_free_drafts
 from penstock.tests.shard.test_grammar import DEMO, END, VOCABULARY, allowed, regex
 from penstock.tests.shard.test_oracle import at_rest
@@ -112,8 +112,8 @@ def with_masks(engine: Engine) -> Engine:
 
 
 @functools.cache
-def plain_results() -> World:
-    return drive(with_masks(tiny.engine("words", prefix_caching=False)), grammar_groups(0), Habits())
+def plain_results() -> Results:
+    return drive(with_masks(tiny.engine("words", prefix_caching=False)), grammar_groups(0), Traffic())
 
 
 def proposers() -> dict[str, Proposer]:
@@ -126,7 +126,7 @@ def proposers() -> dict[str, Proposer]:
     }
 
 
-def check_results(results: World, plain: World) -> None:
+def check_results(results: Results, plain: Results) -> None:
     """The same tokens with the same log-probabilities, and the same failed groups. When one choice of a group fails, the other has
     emitted any number of its tokens."""
     assert dict(sorted(results.failed.items())) == dict(sorted(plain.failed.items()))
@@ -162,7 +162,7 @@ def test_plain_results_cover_all_kinds_of_ends() -> None:
 def test_drafts_change_no_token_of_grammar_groups(name: str, drafts: int, page_size: int) -> None:
     engine = with_masks(tiny.engine("words", page_size))
     engine.speculator.proposer = proposers()[name]
-    results = drive(engine, grammar_groups(drafts), Habits(7, pauses=1), seed=drafts)
+    results = drive(engine, grammar_groups(drafts), Traffic(7, pauses=1), seed=drafts)
     check_results(results, plain_results())
     assert results.drafted > 0
     assert results.accepted > 100 or name == "lookup"
@@ -175,7 +175,7 @@ def test_all_drafts_are_accepted_if_the_proposer_is_always_right() -> None:
     engine = with_masks(tiny.engine("words"))
     engine.speculator.proposer = OracleProposer(plain_results().tokens)
     groups = [group for group in grammar_groups(8) if group.uid not in plain_results().failed]
-    results = drive(engine, groups, Habits())
+    results = drive(engine, groups, Traffic())
     assert 0 <= results.drafted - results.accepted <= len(results.tokens)
     assert results.accepted > 300
 
@@ -187,7 +187,7 @@ def test_draft_model_drafts_within_the_grammar(options: str) -> None:
     speculator = Speculator(target.ranks, tiny.CPU, shape, Drafter(target, VOCABULARY, tiny.CPU, shape.most), own_masks)
     engine = Engine(target, tiny.CPU, 4, masks=own_masks, speculator=speculator)
     engine.resize(2000)
-    results = drive(with_free_drafts(engine), grammar_groups(shape.most), Habits(7, pauses=1), seed=2)
+    results = drive(with_free_drafts(engine), grammar_groups(shape.most), Traffic(7, pauses=1), seed=2)
     if "rejection" not in options:
         check_results(results, plain_results())
     assert results.accepted > 200
@@ -198,12 +198,12 @@ def test_draft_model_drafts_within_the_grammar(options: str) -> None:
 def test_rank_without_masks_keeps_the_same_bookkeeping() -> None:
     """Only rank 0 has masks."""
 
-    def work(ranks: Ranks) -> World:
+    def work(ranks: Ranks) -> Results:
         engine = tiny.engine_of("words", ranks, 4, 400)
         if not ranks.rank:
             with_masks(engine)
         engine.speculator.proposer = OracleProposer(plain_results().tokens, 0.8, 4)
-        return drive(engine, grammar_groups(9), Habits(16, pause=0.03), seed=5)
+        return drive(engine, grammar_groups(9), Traffic(16, pause=0.03), seed=5)
 
     results, other_rank = tiny.Threads().run(work)
     check_results(results, plain_results())
@@ -224,7 +224,7 @@ def test_check_catches_planted_faults(fault: str, monkeypatch: pytest.MonkeyPatc
     engine = with_masks(tiny.engine("words"))
     engine.speculator.proposer = OracleProposer(plain.tokens, 0.8, 4)
     with pytest.raises(AssertionError):
-        check_results(drive(engine, grammar_groups(16), Habits(), seed=1), plain)
+        check_results(drive(engine, grammar_groups(16), Traffic(), seed=1), plain)
 
 
 def plant_fault(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:

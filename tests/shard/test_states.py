@@ -17,7 +17,7 @@ from penstock.shard.sequence import Group, Sampling, Sequence
 from penstock.tests.shard import tiny
 from penstock.tests.shard.audited_engine import KEPT, VOCABULARY, AuditedEngine, FakeCache
 from penstock.tests.shard.audited_engine import audited_engine as audited_engine  # a fixture
-from penstock.tests.shard.driver import UNLIMITED, Habits, drive
+from penstock.tests.shard.driver import UNLIMITED, Traffic, drive
 from penstock.tests.shard.test_flight import drive_overlapped, pages_of_largest, random_groups_with_beams
 from penstock.tests.shard.test_oracle import COUNT, at_rest, prompt
 
@@ -36,9 +36,9 @@ def check(audited_engine: type[AuditedEngine], seeds: range, ahead: bool) -> tup
     for seed in seeds:
         chance, groups = random.Random(seed), random_groups_with_beams(seed)
         size = chance.choice([1, 2, 3, 4])
-        expected = drive(audited_engine(5000, size, prefix_caching=False), random_groups_with_beams(seed), Habits(), seed)
+        expected = drive(audited_engine(5000, size, prefix_caching=False), random_groups_with_beams(seed), Traffic(), seed)
         engine = audited_engine(pages_of_largest(groups, size) + chance.randint(2, 14), size, seed % 4 > 0, ahead, SEQUENCES + KEPT)
-        traffic = Habits(chance.choice([1, 3, 8, UNLIMITED]), pause=0.05, pauses=seed % 2, join=0.1)
+        traffic = Traffic(chance.choice([1, 3, 8, UNLIMITED]), pause=0.05, pauses=seed % 2, join=0.1)
         results, count = drive_overlapped(engine, groups, traffic, seed) if ahead else (drive(engine, groups, traffic, seed), 0)
         assert (results.failed, results.tokens) == ({}, expected.tokens)
         assert engine.pool.free == engine.pool.pages
@@ -97,7 +97,7 @@ def test_state_slots_of_ended_sequences_are_reused(audited_engine: type[AuditedE
     engine = audited_engine(200, 4, prefix_caching=False, states=4)
     for round_ in range(3):
         groups = [tiny.group(4 * round_ + number, (1, 2, number % 4), 3) for number in range(4)]
-        assert not drive(engine, groups, Habits()).failed
+        assert not drive(engine, groups, Traffic()).failed
 
 
 def test_group_without_a_free_state_slot_fails_alone(audited_engine: type[AuditedEngine]) -> None:
@@ -110,12 +110,12 @@ def test_group_without_a_free_state_slot_fails_alone(audited_engine: type[Audite
     def groups() -> list[Group]:
         return [tiny.group(uid, (uid, 1, 2, 3, 1, 2), 6, choices=1 + uid % 2) for uid in range(3)]
 
-    expected = drive(audited_engine(200, 4), groups(), Habits()).tokens
-    results = drive(engine, groups(), Habits(arrivals=9))
+    expected = drive(audited_engine(200, 4), groups(), Traffic()).tokens
+    results = drive(engine, groups(), Traffic(arrivals=9))
     [failed] = results.failed
     assert results.failed[failed] == "what 3 sequences remember has room, and there are more"
     assert all(tokens == expected[key] for key, tokens in results.tokens.items() if key[0] != failed)
-    assert drive(engine, groups()[failed : failed + 1], Habits()).tokens == {(failed, 0): expected[failed, 0]}
+    assert drive(engine, groups()[failed : failed + 1], Traffic()).tokens == {(failed, 0): expected[failed, 0]}
     assert engine.pool.free == engine.pool.pages
 
 
@@ -141,7 +141,7 @@ def test_prefixes_are_found_where_prompts_ended_and_where_they_diverged(
     common = [number % VOCABULARY for number in range(41)]
 
     def cached(uid: int, *more: int) -> int:
-        return drive(engine, [tiny.group(uid, (*common, *more), 3)], Habits()).cached
+        return drive(engine, [tiny.group(uid, (*common, *more), 3)], Traffic()).cached
 
     assert cached(1, *[1] * 20) == 0
     assert cached(2, *[1] * 20) == 60, "the same prompt, but for its last token, whose logits are needed"
@@ -155,7 +155,7 @@ def test_the_least_used_state_is_evicted(audited_engine: type[AuditedEngine], mo
     engine = audited_engine(400, 4, states=9)
 
     def cached(number: int) -> int:
-        return drive(engine, [tiny.group(1, [number % VOCABULARY] * (20 + number), 1)], Habits()).cached
+        return drive(engine, [tiny.group(1, [number % VOCABULARY] * (20 + number), 1)], Traffic()).cached
 
     assert [cached(number) for number in (0, 1, 2, 0, 3)] == [0, 0, 0, 16, 0]  # one more state than can be kept
     assert [cached(number) for number in (0, 2, 3, 1)] == [16, 20, 20, 0]
@@ -187,17 +187,17 @@ def sample_groups() -> list[Group]:
 @pytest.mark.parametrize(
     ("name", "size", "traffic"),
     [
-        *(("lfm2", 4, Habits(7, pauses=1)), ("qwen3-next", 4, Habits(7, pauses=1)), ("qwen3.5", 16, Habits(pauses=1))),
-        ("olmo-hybrid", 4, Habits(7, pauses=1)),
-        *(("glm-5-next", 4, Habits(7, pauses=1)), ("glm-5-next", 16, Habits(pauses=1))),
-        ("qwen4-exp", 4, Habits(7, pauses=1)),
+        *(("lfm2", 4, Traffic(7, pauses=1)), ("qwen3-next", 4, Traffic(7, pauses=1)), ("qwen3.5", 16, Traffic(pauses=1))),
+        ("olmo-hybrid", 4, Traffic(7, pauses=1)),
+        *(("glm-5-next", 4, Traffic(7, pauses=1)), ("glm-5-next", 16, Traffic(pauses=1))),
+        ("qwen4-exp", 4, Traffic(7, pauses=1)),
     ],
 )
 def test_tokens_of_real_models_are_the_same_with_cached_states(
-    name: str, size: int, traffic: Habits, monkeypatch: pytest.MonkeyPatch
+    name: str, size: int, traffic: Traffic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prompts, "WORTH", 8)
-    expected = drive(tiny.engine(name, 16, 2000, prefix_caching=False), sample_groups(), Habits(arrivals=1)).tokens
+    expected = drive(tiny.engine(name, 16, 2000, prefix_caching=False), sample_groups(), Traffic(arrivals=1)).tokens
     for group in sample_groups()[2:5]:
         assert [expected[group.uid, 0]] == tiny.greedy(name, (tuple(group.sequences[0].tokens),), COUNT)
     engine = tiny.engine(name, size, 1200 // size, ahead=True)

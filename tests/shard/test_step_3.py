@@ -20,7 +20,7 @@ from penstock.shard.models.shape import Shape, Unsupported
 from penstock.shard.parallel import Ranks
 from penstock.shard.weights import Weights
 from penstock.tests.shard import tiny
-from penstock.tests.shard.driver import Habits, drive
+from penstock.tests.shard.driver import Traffic, drive
 from penstock.tests.shard.test_oracle import Bench, close, prompt
 from penstock.tests.shard.test_weights import WEIGHTS, decoder, same
 
@@ -146,7 +146,7 @@ def test_two_ranks_and_many_requests(made: tuple[Any, Path, Path]) -> None:
         weights = Weights(folder, torch.float32, tiny.CPU, lambda read: None)
         engine = Engine(Decoder(shape(json.loads((folder / "config.json").read_text())), weights, rank, tiny.CPU), tiny.CPU, 4)
         engine.resize(64)
-        return drive(engine, [tiny.group(uid, tokens, 5) for uid, tokens in enumerate(asked)], Habits(7, pause=0.1)).tokens
+        return drive(engine, [tiny.group(uid, tokens, 5) for uid, tokens in enumerate(asked)], Traffic(7, pause=0.1)).tokens
 
     first, second = tiny.Threads(2).run(work)
     assert first == second

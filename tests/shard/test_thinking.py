@@ -9,7 +9,7 @@ import pytest
 from penstock.shard.engine import Engine
 from penstock.shard.sequence import Group, Sampling, Thinking
 from penstock.tests.shard import tiny
-from penstock.tests.shard.driver import Habits, OverlappingEngine, World, drive
+from penstock.tests.shard.driver import OverlappingEngine, Results, Traffic, drive
 from penstock.tests.shard.test_oracle import at_rest, prompt
 
 END, BEGIN, COUNT = 7, 9, 24
@@ -26,7 +26,7 @@ def sample_groups(thinking: Thinking | None, **more: object) -> list[Group]:
 
 
 def plain_answers(groups: list[Group]) -> dict[int, list[int]]:
-    return drive(tiny.engine("llama"), groups, Habits()).answers
+    return drive(tiny.engine("llama"), groups, Traffic()).answers
 
 
 def expected(budget: int) -> dict[int, list[int]]:
@@ -35,7 +35,7 @@ def expected(budget: int) -> dict[int, list[int]]:
     for uid, answer in plain_answers(sample_groups(None)).items():
         forced = answer[:budget] if END in answer[:budget] else [*answer[:budget], END]
         [group] = [one for one in sample_groups(None, continuations=[(0, forced)]) if one.uid == uid]
-        found[uid] = forced + drive(tiny.engine("llama"), [group], Habits()).answers[uid]
+        found[uid] = forced + drive(tiny.engine("llama"), [group], Traffic()).answers[uid]
     return found
 
 
@@ -79,10 +79,10 @@ def test_answers_without_thinking_are_unchanged() -> None:
 @pytest.mark.parametrize("choices", [1, 3])
 def test_thinking_tokens_are_the_same_with_pauses_chunks_and_overlapped_steps(ahead: bool, choices: int) -> None:
     groups = sample_groups(Thinking(4, END), choices=choices, top_n=2)
-    undisturbed = drive(tiny.engine("llama"), groups, Habits())
+    undisturbed = drive(tiny.engine("llama"), groups, Traffic())
     engine = tiny.engine("llama", 4, 150, ahead=ahead)
     shard: Engine | OverlappingEngine = OverlappingEngine(engine, random.Random(1)) if ahead else engine
-    results: World = drive(shard, groups, Habits(chunk=3, pause=0.2), seed=choices)
+    results: Results = drive(shard, groups, Traffic(chunk=3, pause=0.2), seed=choices)
     assert results.pauses
     assert (results.tokens, results.failed) == (undisturbed.tokens, {})
     engine.land()
@@ -91,6 +91,6 @@ def test_thinking_tokens_are_the_same_with_pauses_chunks_and_overlapped_steps(ah
 
 def test_thinking_tokens_outside_the_vocabulary_are_refused() -> None:
     for thinking in (Thinking(1, 100_000), Thinking(1, 1, 100_000)):
-        results = drive(tiny.engine("llama"), [replace(one, thinking=thinking) for one in sample_groups(None)], Habits())
+        results = drive(tiny.engine("llama"), [replace(one, thinking=thinking) for one in sample_groups(None)], Traffic())
         assert len(results.failed) == len(SAMPLINGS)
         assert "what thoughts begin and end with" in results.failed[0]
