@@ -136,7 +136,7 @@ class FakeModel:
                 slot = pages[place // size] * size + place % size
                 assert slot >= size * (PADDING + 1)
                 assert slot not in written, "two tokens are written to one slot"
-                assert cache.content[slot] is None, "a token is written where another one is"
+                assert cache.content[slot] is None, "a token is written to a slot in use"
                 written.add(slot)
                 cache.content[slot] = span.sequence.cache_key, tokens[: place + 1]
         if cache.states:
@@ -144,13 +144,15 @@ class FakeModel:
         for span, tokens, pages in named:
             for place in range(span.start + len(span.tokens)):
                 slot = pages[place // size] * size + place % size
-                assert cache.content[slot] == (span.sequence.cache_key, tokens[: place + 1]), "a token sees what is not before it"
+                assert cache.content[slot] == (span.sequence.cache_key, tokens[: place + 1]), (
+                    "a token attends to a slot with other content than its prefix"
+                )
         return torch.zeros(sum(span.wanted for span in spans), 1)
 
     @staticmethod
     def update_states(spans: Sequence[tuple[Span, tuple[int, ...]]], cache: FakeCache) -> None:
         """Checks that the sequences' states cover the tokens before the spans, and updates them."""
-        assert len({span.sequence.state for span, _ in spans}) == len(spans), "two sequences have one state"
+        assert len({span.sequence.state for span, _ in spans}) == len(spans), "two sequences share a state slot"
         for span, tokens in spans:
             slot, end = span.sequence.state, span.start + len(span.tokens)
             assert not span.start or cache.states[slot] == (span.sequence.cache_key, tokens[: span.start])
@@ -265,10 +267,14 @@ class AuditedEngine(Engine):
             for page, node in self.books.prefixes._nodes.items():
                 assert all(self.cache.content[page * size + place] is not None for place in range(size)), "not computed"
                 assert node.parent is not None
-                assert references[node.parent.page] >= references[page] or not node.parent.depth, "held without the page before it"
+                assert references[node.parent.page] >= references[page] or not node.parent.depth, (
+                    "a page is held without its predecessor"
+                )
             assert {node.state: node for node in self.books.prefixes._nodes.values() if node.state} == self.books.prefixes.states
             for slot, node in self.books.prefixes.states.items():
-                assert self.cache.states[slot] == self.cache.content[(node.page + 1) * size - 1], "something else is remembered"
+                assert self.cache.states[slot] == self.cache.content[(node.page + 1) * size - 1], (
+                    "a kept state covers other tokens than its page"
+                )
 
     def most(self, group: Any) -> int:
         """Pages that the group needs for its next two decode steps; shared pages count once."""

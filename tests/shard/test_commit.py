@@ -97,10 +97,10 @@ def test_model_continues_after_accepted_drafts_as_in_plain_decoding(name: str, p
     assert move_count >= 8
 
 
-@pytest.mark.parametrize("fault", ["nothing is moved", "parents are forgotten"])
+@pytest.mark.parametrize("fault", ["no moves", "no parents"])
 def test_check_catches_planted_faults(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     text = decode_plainly(SAMPLINGS["sampled"])
-    if fault == "nothing is moved":
+    if fault == "no moves":
         monkeypatch.setattr(tree, "moves", lambda path: [])
     else:
         monkeypatch.setattr(Tree, "query", lambda self, lacking: None)

@@ -151,10 +151,10 @@ def of_another_draft(*given: Any, plain: Callable[..., Tensor] = verify._propose
 
 
 FAULTS = {
-    "whatever is likely is accepted": ("tokens=3", (verify, "_accepts", lambda target, proposed, uniform: target > 0.25)),
-    "p and q are swapped": ("tokens=3", (verify, "_accepts", lambda target, proposed, uniform: uniform * target < proposed)),
-    "nothing is subtracted": ("tokens=3", (verify, "_residual", lambda target, proposed: target)),
-    "repeats are left out": ("tree=6x2", (logits, "_drafts", without_repeats)),
+    "probable drafts always accepted": ("tokens=3", (verify, "_accepts", lambda target, proposed, uniform: target > 0.25)),
+    "p and q swapped": ("tokens=3", (verify, "_accepts", lambda target, proposed, uniform: uniform * target < proposed)),
+    "nothing subtracted": ("tokens=3", (verify, "_residual", lambda target, proposed: target)),
+    "repeats left out": ("tree=6x2", (logits, "_drafts", without_repeats)),
     "another draft's distribution": ("tree=3x2x1", (verify, "_proposed", of_another_draft)),
 }
 

@@ -161,11 +161,11 @@ class Eagle3Oracle:
 
     def _hidden(self, tokens: Sequence[int], features: Tensor) -> Tensor:
         embedded = tiny.reference(self.name).get_input_embeddings().weight.detach()[list(tokens)]
-        seen = self._norm(features, "midlayer.hidden_norm")
-        both = torch.cat((self._norm(embedded, "midlayer.input_layernorm"), seen), 1)
+        normalized = self._norm(features, "midlayer.hidden_norm")
+        both = torch.cat((self._norm(embedded, "midlayer.input_layernorm"), normalized), 1)
         query, key, value = (self._linear(both, f"self_attn.{name}").view(len(both), -1, 16).transpose(0, 1) for name in "qkv")
         found = functional.scaled_dot_product_attention(rotated(query), rotated(key), value, is_causal=True, enable_gqa=True)
-        hidden = (seen if self.normalized else features) + self._linear(found.transpose(0, 1).flatten(1), "self_attn.o")
+        hidden = (normalized if self.normalized else features) + self._linear(found.transpose(0, 1).flatten(1), "self_attn.o")
         x = self._norm(hidden, "midlayer.post_attention_layernorm")
         return hidden + self._linear(functional.silu(self._linear(x, "mlp.gate")) * self._linear(x, "mlp.up"), "mlp.down")
 

@@ -81,18 +81,18 @@ PLAIN: dict[str, Callable[[], list[Group]]] = {
 SCENARIOS: dict[str, Callable[[], list[Group]]] = PLAIN | {
     "penalties": lambda: [group(1, hot(repetition_penalty=1.2, frequency_penalty=0.3, presence_penalty=0.1)), group(2)],
     "bias": lambda: [group(1, Sampling(bias=((4, 2.0), (9, -1.0)))), group(2, end_ids=END, min_new_tokens=3)],
-    "tops": lambda: [group(1, top_n=5), group(2, hot(final_logprobs=True)), group(3, hot(final_logprobs=True), top_n=3)],
+    "top_n": lambda: [group(1, top_n=5), group(2, hot(final_logprobs=True)), group(3, hot(final_logprobs=True), top_n=3)],
     "typical": lambda: [group(1, hot(typical_p=0.9)), group(2)],
     "choices": lambda: [group(1, hot(), choices=4), group(2)],
-    "prompt": lambda: [group(1, prompt_logprobs=True, prompt_top_n=3)],
+    "prompt_logprobs": lambda: [group(1, prompt_logprobs=True, prompt_top_n=3)],
     "beams": lambda: [group(1, search=beams(4, 2), end_ids=END), group(2), group(4, search=beams(2))],
     "beams alone": lambda: [group(1, search=beams(4, 2), end_ids=END, top_n=2), group(4, search=beams(2))],
     "beams with penalties": lambda: [
         group(1, Sampling(repetition_penalty=1.2, bias=((4, 2.0),)), search=beams(3), end_ids=END, min_new_tokens=4)
     ],
-    "drawn beams": lambda: [group(1, hot(top_p=0.9, repetition_penalty=1.1), search=beams(3), end_ids=END, top_n=2)],
+    "sampled beams": lambda: [group(1, hot(top_p=0.9, repetition_penalty=1.1), search=beams(3), end_ids=END, top_n=2)],
     "grammar": lambda: [group(1, grammar=LETTERS, end_ids=END), group(2, hot(frequency_penalty=0.5), grammar=LETTERS), group(3)],
-    "beams of a grammar": lambda: [group(1, grammar=LETTERS, search=beams(3), end_ids=END), group(2)],
+    "beams with a grammar": lambda: [group(1, grammar=LETTERS, search=beams(3), end_ids=END), group(2)],
 }
 
 DRAFT_SCENARIOS = ("greedy", "sampled", "penalties", "grammar")  # scenarios whose steps differ with drafts
@@ -238,7 +238,7 @@ def test_tokens_are_the_same_with_and_without_cuda_graphs(activity: Activity) ->
 def test_overlapped_steps_give_the_same_tokens(activity: Activity, resting: Callable[[bool], Engine]) -> None:
     """Reading a result on the host before its copy has finished raises WrongDevice."""
     engine = resting(True)
-    for make in [*PLAIN.values(), SCENARIOS["tops"], SCENARIOS["grammar"], SCENARIOS["beams"]]:
+    for make in [*PLAIN.values(), SCENARIOS["top_n"], SCENARIOS["grammar"], SCENARIOS["beams"]]:
         assert sorted(overlapped(engine, make())) == sorted(run(engine, make()))
 
 

@@ -105,10 +105,10 @@ def test_following_tokens_at_once_or_one_by_one_gives_the_same_mask(grammars: Gr
     chance = random.Random(2)
     slow, tokens = state_of(grammars, grammar), []
     for _ in range(60):
-        restored, twin = state_of(grammars, grammar), slow.copy()
-        for one in (restored, twin, slow):
+        restored, copied = state_of(grammars, grammar), slow.copy()
+        for one in (restored, copied, slow):
             one.follow(tokens)
-        first, second, third = grammars.masks([slow, restored, twin])
+        first, second, third = grammars.masks([slow, restored, copied])
         assert (first == second).all()
         assert (first == third).all()
         ids = allowed(first)
@@ -166,7 +166,9 @@ def test_masks_along_a_draft_tree_equal_masks_of_states_following_each_path(name
     assert followed > 50 or name == "short"
 
 
-@pytest.mark.parametrize("drafts", [[b'{"', b' "'], [b' "', b'{"'], [b'{"']], ids=["a name first", "a text first", "a name alone"])
+@pytest.mark.parametrize(
+    "drafts", [[b'{"', b' "'], [b' "', b'{"'], [b'{"']], ids=["property name first", "string value first", "property name alone"]
+)
 def test_masks_of_sibling_drafts_are_not_confused(drafts: list[bytes], grammars: Grammars, pieces: list[bytes]) -> None:
     """Property names and string values of JSON share a lexer state, but different tokens end them. llguidance caches its last mask
     by the lexer's state."""
@@ -328,7 +330,7 @@ def with_masks(engine: Engine) -> Engine:
     return engine
 
 
-@pytest.mark.parametrize("traffic", [Traffic(), Traffic(chunk=2, pause=0.2, pauses=2)], ids=["calm", "restless"])
+@pytest.mark.parametrize("traffic", [Traffic(), Traffic(chunk=2, pause=0.2, pauses=2)], ids=["no pauses", "chunks and pauses"])
 def test_rank_without_masks_keeps_the_same_bookkeeping(traffic: Traffic) -> None:
     """Rank 0 tells the others which groups end, fail or wait because of their grammars."""
 
@@ -569,8 +571,8 @@ def test_prompt_is_not_delayed_by_another_groups_grammar() -> None:
 NO_CONTINUATION = llguidance.LLMatcher.grammar_from_lark('start: /[ab]{3}/ x\nx: x "b"')
 FAILING: dict[str, dict[str, Any]] = {
     "grammar": {"grammar": NO_CONTINUATION},
-    "at once": {"grammar": llguidance.LLMatcher.grammar_from_lark('start: x\nx: x "b"')},
-    "no text": {"search": Search(2, 1), "stops": ("x",)},
+    "grammar at once": {"grammar": llguidance.LLMatcher.grammar_from_lark('start: x\nx: x "b"')},
+    "no tokenizer": {"search": Search(2, 1), "stops": ("x",)},
 }
 
 
@@ -606,7 +608,7 @@ def test_non_finite_logits_take_precedence_over_a_failing_grammar(monkeypatch: p
     engine = with_masks(tiny.engine("demo", 4, 200))
     logits = engine.decoder.logits
     monkeypatch.setattr(engine.decoder, "logits", lambda hidden: logits(hidden) * torch.nan)
-    outcome = engine.prefill(1, [tiny.group(1, list(range(100, 120)), 20, **FAILING["at once"])], [(1, 99)], 99, [])
+    outcome = engine.prefill(1, [tiny.group(1, list(range(100, 120)), 20, **FAILING["grammar at once"])], [(1, 99)], 99, [])
     assert outcome.failed == [(1, NOT_FINITE)]
     assert engine.books.prefixes is not None
     assert not engine.books.prefixes._nodes

@@ -1,6 +1,6 @@
-"""Several ranks on simulated GPUs: what NCCL is asked for. That it does it, only GPUs can tell.
+"""NCCL calls of several ranks on simulated GPUs. Whether NCCL executes them correctly, only real GPUs can show.
 
-NCCL checks nothing across ranks: where two of them ask for different things they hang, or get wrong numbers.
+NCCL checks nothing across ranks: if two ranks make different calls, they hang or get wrong numbers.
 """
 
 import threading

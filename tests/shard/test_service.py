@@ -155,7 +155,9 @@ def test_measured_step_stays_within_the_models_positions(process: InProcessShard
     assert process.stub.Warmup(request, timeout=30).sample_tokens == 2000
 
 
-@pytest.mark.parametrize("unreadable", [("clear_refs",), ("clear_refs", "status")], ids=["read-only", "no /proc"])
+@pytest.mark.parametrize(
+    "unreadable", [("clear_refs",), ("clear_refs", "status")], ids=["clear_refs unwritable", "status unreadable too"]
+)
 @pytest.mark.parametrize("process", [{"kv_pages": 0}], indirect=True)
 def test_memory_is_measured_without_writable_or_readable_proc_files(
     process: InProcessShard, unreadable: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

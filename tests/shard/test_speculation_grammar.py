@@ -216,7 +216,7 @@ def test_rank_without_masks_keeps_the_same_bookkeeping() -> None:
 
 
 @pytest.mark.parametrize(
-    "fault", ["the parent's mask", "no way back", "ends as at the root", "only the first token completes", "nothing is closed"]
+    "fault", ["parent's mask", "no rollback", "depths of the root", "only the first token completes", "never complete"]
 )
 def test_check_catches_planted_faults(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = plain_results()
@@ -248,11 +248,11 @@ def plant_fault(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
         mask, closed = allowing(self, bound, problems)
         return mask, [False] * len(closed)
 
-    if fault == "the parent's mask":
+    if fault == "parent's mask":
         monkeypatch.setattr(Grammars, "masks_along", parents_masks)
-    elif fault == "no way back":
+    elif fault == "no rollback":
         monkeypatch.setattr(GrammarState, "_back", without_rollback)
-    elif fault == "ends as at the root":
+    elif fault == "depths of the root":
         monkeypatch.setattr(Tree, "depths", property(lambda self: [-1] * len(self)))
     elif fault == "only the first token completes":
         monkeypatch.setattr(GrammarState, "completed_by", lambda self, tokens: completed(self, tokens[:1]))

@@ -65,7 +65,7 @@ def test_tree_logits_match_transformers_logits_of_each_path(family: str, page_si
         assert after < NEAR
 
 
-@pytest.mark.parametrize("fault", ["depths", "a bit", "moves"])
+@pytest.mark.parametrize("fault", ["depths", "ancestry", "moves"])
 def test_check_catches_planted_faults(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = attention.ancestry
 

@@ -155,16 +155,16 @@ def with_the_roots_tokens(original: Callable[..., Row]) -> Callable[..., Row]:
     return lambda one, sequence, path: replace(original(one, sequence, path), tokens=original(one, sequence, []).tokens)
 
 
-@pytest.mark.parametrize("fault", ["position", "too early", "beyond the end", "too long"])
+@pytest.mark.parametrize("fault", ["tokens of the root", "min_new_tokens", "end tokens ignored", "too long"])
 def test_check_of_token_identity_catches_planted_faults(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Faults: noise and penalties of the root at all nodes; min_new_tokens counted from the root; tokens behind an end."""
     expected()  # without the fault
     original, accept = verify.row, verify.accept
-    if fault == "position":
+    if fault == "tokens of the root":
         monkeypatch.setattr(verify, "row", with_the_roots_tokens(original))
-    elif fault == "too early":
+    elif fault == "min_new_tokens":
         monkeypatch.setattr(verify, "sampling_of", lambda one, generated: one.sampling)
-    elif fault == "beyond the end":
+    elif fault == "end tokens ignored":
         without_end_ids = lambda one: replace(one, end_ids=frozenset())  # noqa: E731
         monkeypatch.setattr(verify, "accept", lambda one, *rest: accept(without_end_ids(one), *rest))
     else:
@@ -311,15 +311,15 @@ FAULTS: dict[str, tuple[LayeredTree, str, Any]] = {
     "always accepted": (CHAIN, "_accepts", lambda target, proposed, uniform: uniform < 2),
     "never more than target": (CHAIN, "_accepts", lambda target, proposed, uniform: uniform < target),
     "nothing subtracted": (CHAIN, "_residual", lambda target, proposed: target),
-    "the wrong way round": (CHAIN, "_residual", lambda target, proposed: verify_residual(proposed, target)),
+    "subtracted the wrong way round": (CHAIN, "_residual", lambda target, proposed: verify_residual(proposed, target)),
     "not renormalised": (TREE, "_residual", lambda target, proposed: (target - proposed).clamp(min=0)),
-    "accepted by what was drawn with": (CHAIN, "_uniform", stream_of_the_drafts),
-    "one number for all tries": (TREE, "_uniform", one_number_for_all_tries),
-    "one number for all positions": (CHAIN, "_uniform", same_for_all_positions),
+    "random numbers of the drafts": (CHAIN, "_uniform", stream_of_the_drafts),
+    "one random number for all tries": (TREE, "_uniform", one_number_for_all_tries),
+    "one random number for all positions": (CHAIN, "_uniform", same_for_all_positions),
     "repeats left out": (LayeredTree((8,)), "_by_rejection", without_repeats(verify._by_rejection)),
     "likeliest first": (TREE, "_by_rejection", likeliest_first(verify._by_rejection)),
 }
-SMALL = {"one number for all tries", "repeats left out"}
+SMALL = {"one random number for all tries", "repeats left out"}
 verify_residual = verify._residual
 
 
