@@ -1,8 +1,8 @@
 """A simulated CUDA device: tensors that claim to be on it and hold real numbers, as far as plain torch computes them.
 
-The outputs of Triton kernels are made up, but their launches are checked: the devices and types of their arguments, and the thread's
-current device. Every operation that would make the host wait for a real device is recorded, with the line that asks for it. This
-finds faults that otherwise show only on a GPU; it doesn't check that numbers are right.
+The outputs of Triton kernels are made up, but their launches are checked: the devices and types of their arguments, and the
+thread's current device. Every operation that would make the host wait for a real device is recorded, with the line that asks for
+it. This finds faults that otherwise show only on a GPU; it doesn't check that numbers are right.
 
 If `device` is called with a limit (`shapes`), larger tensors hold no numbers: their memory is never touched, and operations on them
 compute shapes only.

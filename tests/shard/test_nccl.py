@@ -73,7 +73,7 @@ class FakeNccl:
             self._broadcasts.append(x.inner.clone())
 
     def _record(self, name: str, x: Tensor, *options: object) -> None:
-        assert isinstance(x, OnDevice), f"{name} of what is on the host"
+        assert isinstance(x, OnDevice), f"{name} of a tensor on the host"
         assert x.is_contiguous(), f"{name} of {x.shape} with strides {x.stride()}"
         assert x.dtype in TYPES
         self.calls.append((name, *options, tuple(x.shape), x.dtype, fake_cuda._tape is not None))
