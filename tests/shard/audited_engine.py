@@ -171,7 +171,7 @@ class FakeModel:
             tokens, pages = tuple(span.front.beams[parent].tokens), span.front.pages_of(span.sequence, parent)
             settled = {tuple(beam.pages[: span.front.settled]) for beam in span.front.beams}
             assert settled == {tuple(pages[: span.front.settled])}
-        assert len(tokens) == span.start, "the token is known"
+        assert len(tokens) == span.start, "the span's token is known on the host"
         return (*tokens, max(0, int(picked.tokens[span.source]))), pages
 
 
@@ -265,7 +265,9 @@ class AuditedEngine(Engine):
                 assert len(sequence.pages) == -(-sequence.computed // size)
         if self.books.prefixes is not None:
             for page, node in self.books.prefixes._nodes.items():
-                assert all(self.cache.content[page * size + place] is not None for place in range(size)), "not computed"
+                assert all(self.cache.content[page * size + place] is not None for place in range(size)), (
+                    "a cached page is not computed"
+                )
                 assert node.parent is not None
                 assert references[node.parent.page] >= references[page] or not node.parent.depth, (
                     "a page is held without its predecessor"

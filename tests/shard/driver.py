@@ -156,7 +156,7 @@ class Driver:
         turns = 0
         while self.waiting or self.grow or self.unread:
             turns += 1
-            assert turns < 20_000, "it never ends"
+            assert turns < 20_000, "the run does not end"
             self._step()
             self._read_replies(1)
             self._concat()

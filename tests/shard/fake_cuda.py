@@ -146,7 +146,7 @@ class Event:
 
     def record(self, stream: object = None) -> None:
         global _events
-        assert _tape is None, "an event to be looked at in a graph"
+        assert _tape is None, "an event is recorded in a graph"
         _events += 1
         self._stamp = _events
         self._seconds = activity.seconds

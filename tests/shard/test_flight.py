@@ -239,7 +239,7 @@ def test_pages_of_overlapped_beams_stay_within_their_bound(
         assert max(peak) <= bound
         full += max(peak) == bound
         assert engine.pool.free == engine.pool.pages
-    assert full, "some search reaches the bound"
+    assert full, "no search reaches the bound"
 
 
 def all_kinds_of_groups() -> list[Group]:
@@ -263,7 +263,7 @@ def check_tokens(page_size: int, chunk: int) -> None:
     engine = tiny.engine("llama", page_size, pages_of_largest_group(all_kinds_of_groups(), page_size) + 40 // page_size, ahead=True)
     results, ahead = drive_overlapped(engine, all_kinds_of_groups(), Traffic(chunk, pauses=1), seed=page_size)
     ends = [{len(expected.tokens[uid, choice]) for choice in range(4)} for uid in range(15, 19)]
-    assert any(len(lengths) > 1 for lengths in ends), "choices end at different times"
+    assert any(len(lengths) > 1 for lengths in ends), "no group has choices of different lengths"
     assert results.tokens == expected.tokens
     assert results.finishes == expected.finishes
     for key, logprobs in expected.logprobs.items():

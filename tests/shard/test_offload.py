@@ -63,7 +63,7 @@ class RandomOffloadOperations(RandomOperations):
         enough = path.count(0) + sum(page in self.pool._cached for page in path) <= self.pool.free
         gained = self.prefixes.adopt(holder, limit)
         assert gained <= most
-        assert gained == most or not self.ample or not enough, "not for want of pages"
+        assert gained == most or not self.ample or not enough, "fewer tokens are found than there are pages for"
         self.found += gained
 
     def notify(self, holder: Sequence, tell: object) -> None:

@@ -168,7 +168,7 @@ class CheckedModel:
         for one in wanted:
             known = self._known.setdefault(id(one.sequence), set())
             assert one.nodes
-            assert not known & set(one.nodes), "asked for twice"
+            assert not known & set(one.nodes), "a node is requested twice"
             assert len(set(one.nodes)) == len(one.nodes)
             assert all(node == ROOT or one.parents[node] in known for node in one.nodes), "a parent was never computed"
             known.update(one.nodes)
