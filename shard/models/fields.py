@@ -111,6 +111,9 @@ LEAST_OF = {  # the same, by model_type
     "granitemoehybrid": {"num_local_experts": 0, "num_experts_per_tok": 0},
     "granitemoeshared": {"shared_intermediate_size": 0},
     "granitemoe_swa": {"shared_intermediate_size": 0},
+    # Fields of other models with experts, which these have not: MiniMax M2's own config.json and Qwen 3 Coder's say 0.
+    "minimax_m2": {"shared_intermediate_size": 0},
+    "qwen3_moe": {"shared_expert_intermediate_size": 0},
 }
 # Integer fields that may be null, which means that there is none.
 MAY_BE_NULL = (
@@ -190,6 +193,12 @@ MODEL_TYPES = {
     "SolarOpenForCausalLM": "solar_open",
 }
 
+# Architectures as checkpoints name them that were published before transformers had a class, and its name for them.
+PUBLISHED = {
+    "Ernie4_5_ForCausalLM": "Ernie4_5ForCausalLM",
+    "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
+    "PhiMoEForCausalLM": "PhimoeForCausalLM",
+}
 ALIASES = {"kimi_k2": "deepseek_v3", "youtu_llm": "youtu", "AXK1": "axk1"}  # of model_type
 
 

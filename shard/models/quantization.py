@@ -57,7 +57,7 @@ def quantization(config: Config) -> Quantization | None:
         return None
     if not isinstance(found, dict):
         raise Unsupported(f"config.json says quantization_config {shown(found)}, an object is needed: {REMEDY}")
-    method = found.get("quant_method")
+    method = found.get("quant_method", _made_by(found))
     if method == "gptq":
         return _gptq(found)
     if method == "awq":
@@ -70,6 +70,12 @@ def quantization(config: Config) -> Quantization | None:
     if method in MODELOPT:
         return _modelopt(found)
     raise Unsupported(f"quantized checkpoints of quant_method {shown(method)} are not supported: {REMEDY}")
+
+
+def _made_by(found: Config) -> str | None:
+    """The method of a tool that names itself instead, as ModelOpt does up to 0.31."""
+    producer = found.get("producer")
+    return "modelopt" if isinstance(producer, dict) and producer.get("name") == "modelopt" else None
 
 
 def _gptq(found: Config) -> Quantization:

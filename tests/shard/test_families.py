@@ -15,6 +15,7 @@ import transformers
 from penstock.shard.config import ShardConfig
 from penstock.shard.loading import load
 from penstock.shard.models.families import FAMILIES, shape
+from penstock.shard.models.fields import PUBLISHED
 from penstock.shard.models.heads import HeadAttention
 from penstock.shard.models.image_families import IMAGES
 from penstock.shard.models.mlp import MixtureOfExperts
@@ -232,7 +233,7 @@ def test_bytes_are_planned_as_they_are_held(name: str, dtype: str) -> None:
 def test_the_documents_name_every_architecture() -> None:
     text = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
     named = set(re.findall(r"`(\w+(?:For\w+|LMHeadModel))`", text))
-    assert named == set(FAMILIES | IMAGES)
+    assert named == set(FAMILIES | IMAGES) | set(PUBLISHED)
 
 
 def test_experts_are_transformers_by_default() -> None:
@@ -661,6 +662,20 @@ def test_ranks_divide_what_is_there() -> None:
         shape(odd | {"mlp_only_layers": [0]}).check_ranks(2)
     with pytest.raises(Unsupported, match=r"21 intermediate features of an expert .* use --num-shard 1$"):
         shape(odd | {"moe_intermediate_size": 21}).check_ranks(2)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "field"),
+    [("MiniMaxM2ForCausalLM", "shared_intermediate_size"), ("Qwen3MoeForCausalLM", "shared_expert_intermediate_size")],
+)
+def test_shared_experts_that_are_none(architecture: str, field: str) -> None:
+    """As in the config.json of MiniMax M2 and of Qwen 3 Coder 480B."""
+    assert shape(config(architecture, **{field: 0})) == shape(config(architecture))
+
+
+@pytest.mark.parametrize(("published", "ours"), PUBLISHED.items())
+def test_architectures_by_the_names_of_their_own_code(published: str, ours: str) -> None:
+    assert shape(config(published)) == shape(config(ours))
 
 
 PARTS = {"full_attention": {"partial_rotary_factor": 0.5}, "sliding_attention": {"partial_rotary_factor": 0.25}}
