@@ -119,7 +119,8 @@ def _mixtral(config: Config) -> Shape:
 
 def _qwen3_moe(config: Config) -> Shape:
     """Qwen 3 MoE: experts in every layer, or in some. All layers have a sliding window, if any."""
-    base = qwen3({"num_key_value_heads": 4} | config | {"max_window_layers": 0})
+    size = config["hidden_size"] // config["num_attention_heads"]  # of a head, which need not be said, unlike in Qwen 3
+    base = qwen3({"num_key_value_heads": 4, "head_dim": size} | config | {"max_window_layers": 0})
     experts: int = config.get("num_experts") or config.get("num_local_experts", 128)
     mixture = Mixture(
         experts=experts,

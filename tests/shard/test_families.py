@@ -673,6 +673,18 @@ def test_shared_experts_that_are_none(architecture: str, field: str) -> None:
     assert shape(config(architecture, **{field: 0})) == shape(config(architecture))
 
 
+@pytest.mark.parametrize(
+    ("architecture", "theirs"),
+    [("Qwen3ForCausalLM", transformers.Qwen3Config), ("Qwen3MoeForCausalLM", transformers.Qwen3MoeConfig)],
+)
+def test_heads_whose_size_is_not_said(architecture: str, theirs: Any) -> None:
+    """Of Qwen 3 it is a number of its own, of its MoE it follows from the number of heads."""
+    said = {"vocab_size": 99, "hidden_size": 2048, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 32}
+    model = transformers.AutoModelForCausalLM.from_config(theirs(**said, num_key_value_heads=4, num_experts=8))
+    found = shape({"architectures": [architecture], "num_key_value_heads": 4} | said)
+    assert found.head_size == model.model.layers[0].self_attn.head_dim
+
+
 @pytest.mark.parametrize(("published", "ours"), PUBLISHED.items())
 def test_architectures_by_the_names_of_their_own_code(published: str, ours: str) -> None:
     assert shape(config(published)) == shape(config(ours))
