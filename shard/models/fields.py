@@ -123,7 +123,7 @@ MAY_BE_NULL = (
 )
 NULL_OF = {  # the same, by model_type: no experts, or the default number of features
     "cohere2_moe": ("prefix_dense_intermediate_size",),
-    "gemma4_text": ("num_experts", "moe_intermediate_size"),
+    **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), ("num_experts", "moe_intermediate_size")),
     "minicpm3": ("v_head_dim",),
     "olmo_hybrid": ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
 }
