@@ -202,7 +202,7 @@ def _mixtures(given: Config, base: Shape, limit: float) -> tuple[Mixture, ...]:
 
 
 def _experts_bits(given: Config, beside: Quantization | None) -> Quantization | None:
-    """The experts' quantization, where it differs from that of other weights. NVIDIA's checkpoints say it in a field of their own."""
+    """The experts' quantization, where it differs from that of other weights. NVIDIA's checkpoints have a field of their own."""
     named, theirs = _said_of_experts(given, "expert_dtype"), _said_of_experts(given, "moe_quant_algo")
     if beside is None or (theirs is None and named in (None, "fp8")):
         return None
