@@ -124,10 +124,14 @@ MAY_BE_NULL = (
 NULL_OF = {  # the same, by model_type: no experts, or the default number of features
     "cohere2_moe": ("prefix_dense_intermediate_size",),
     **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), ("num_experts", "moe_intermediate_size")),
+    "hunyuan_v1_moe": ("moe_intermediate_size",),
     "minicpm3": ("v_head_dim",),
     "olmo_hybrid": ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
 }
-LISTS_OF = {"gemma3n_text": ("intermediate_size",)}  # fields that may be a list, with a number for each layer, by model_type
+LISTS_OF = {  # fields that may be a list, with a number for each layer, by model_type
+    "gemma3n_text": ("intermediate_size",),
+    "hunyuan_v1_moe": ("moe_intermediate_size",),
+}
 AGAIN = "is it the model's own? Download it again"
 ELSE = "take a draft model that was made for this one, or a small model of the same family"
 # Values of `layer_types`.

@@ -285,6 +285,10 @@ def _hunyuan_moe(config: Config) -> Shape:
         raise Unsupported(
             f"config.json says moe_topk {shown(config.get('moe_topk'))}, a number above 0 is needed, or one for each layer: {AGAIN}"
         )
+    for name, only in (("moe_intermediate_size", base.intermediate), ("num_shared_expert", 1)):
+        said = config.get(name)
+        if said is not None and any(value != only for value in (said if isinstance(said, list) else [said])):
+            raise Unsupported(f"{name} {shown(said)} is not supported: for this family the decoder has {only} in each layer")
     mixture = Mixture(
         experts=config.get("num_experts", 1),
         chosen=1,

@@ -685,6 +685,16 @@ def test_heads_whose_size_is_not_said(architecture: str, theirs: Any) -> None:
     assert found.head_size == model.model.layers[0].self_attn.head_dim
 
 
+def test_what_hunyuan_a13b_says_of_each_layer() -> None:
+    """As in its own config.json; transformers reads the first alone."""
+    lists = {"moe_topk": [2, 2], "moe_intermediate_size": [96, 96], "num_shared_expert": [1, 1]}
+    given = config("HunYuanMoEV1ForCausalLM", intermediate_size=96, num_hidden_layers=2, num_experts=4)
+    assert shape(given | lists) == shape(given | {"moe_topk": 2})
+    for name, value in (("moe_intermediate_size", [96, 48]), ("num_shared_expert", [1, 2])):
+        with pytest.raises(Unsupported, match=f"{name} .* is not supported"):
+            shape(given | lists | {name: value})
+
+
 @pytest.mark.parametrize(("published", "ours"), PUBLISHED.items())
 def test_architectures_by_the_names_of_their_own_code(published: str, ours: str) -> None:
     assert shape(config(published)) == shape(config(ours))
