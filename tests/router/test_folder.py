@@ -95,6 +95,17 @@ def test_special_tokens_that_are_only_listed(tmp_path: Path, field: str, mapped:
     assert_as_transformers(tmp_path)
 
 
+def test_ends_that_only_the_description_of_the_text_names(tmp_path: Path) -> None:
+    """As of Llama 4, Qwen 3 VL and Qwen 3.5, where generation_config.json is missing: transformers goes by them, too."""
+    write(tmp_path)
+    fields: dict[str, Any] = {"text_config": {"eos_token_id": [5, 7]}}
+    for said, expected in ({}, (5, 7, 1)), ({"eos_token_id": None}, (5, 7, 1)), ({"eos_token_id": 6}, (6, 1)):
+        (tmp_path / "config.json").write_text(json.dumps(fields | said))
+        assert Tokenizer(tmp_path).eos_ids == expected
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 8}))
+    assert Tokenizer(tmp_path).eos_ids == (8, 1)
+
+
 def test_a_named_token_of_the_vocabulary_is_special(tmp_path: Path) -> None:
     size = write(tmp_path, known=("<|im_end|>",), eos_token="<|im_end|>")
     ours = Tokenizer(tmp_path)

@@ -21,7 +21,7 @@ from penstock.shard.models.traits import HyperConnections, Quantization, Rope
 from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import sequences as tokens_of
 from penstock.shard.step import Span
-from penstock.tests.shard import tiny
+from penstock.tests.shard import packing, tiny
 from penstock.tests.shard.test_oracle import close, prompt
 from penstock.tests.shard.test_weights import WEIGHTS, decoder, same
 
@@ -115,6 +115,7 @@ def test_older_fields_are_read() -> None:
         ({"swiglu_limit": 0}, "swiglu_limit 0, a number above 0"),
         ({"hc_sinkhorn_iters": 0}, "hc_sinkhorn_iters 0, an integer from 1"),
         ({"quantization_config": QUANTIZED, "expert_dtype": "fp3"}, "expert_dtype 'fp3' is not supported beside fp8"),
+        ({"quantization_config": QUANTIZED | {"moe_quant_algo": "MXFP8"}}, "moe_quant_algo 'MXFP8' is not supported beside fp8"),
     ],
 )
 def test_what_is_refused(field: dict[str, Any], words: str) -> None:
@@ -137,16 +138,17 @@ def test_what_it_asks_of_others() -> None:
 
 
 def test_experts_may_have_fewer_bits() -> None:
-    """As one or the other place says: 158 GB of the hub's."""
-    expected = Quantization(method="fp8", kind="fp4", group=32)
-    for given in (
-        {"quantization_config": QUANTIZED, "expert_dtype": "fp4"},
-        {"quantization_config": QUANTIZED | {"expert_dtype": "fp4"}},
+    """As one or the other place says: 158 GB of the hub's, and 167 of NVIDIA's."""
+    hubs, nvidias = Quantization(method="fp8", kind="fp4", group=32), Quantization(method="modelopt", kind="nvfp4", group=16)
+    for expected, size, given in (
+        (hubs, 158, {"quantization_config": QUANTIZED, "expert_dtype": "fp4"}),
+        (hubs, 158, {"quantization_config": QUANTIZED | {"expert_dtype": "fp4"}}),
+        (nvidias, 167, {"quantization_config": QUANTIZED | {"moe_quant_algo": "NVFP4"}, "expert_dtype": "fp4"}),
     ):
         found = made(**given)
         assert found.quantization == Quantization(method="fp8", kind="fp8", group=128, block=128, others=(expected,))
         assert {mixture and mixture.quantization for mixture in found.mixtures} == {expected}
-        assert round(found.weight_bytes(1, 2, "cuda", "bfloat16", packed=False) / 1e9) == 158
+        assert round(found.weight_bytes(1, 2, "cuda", "bfloat16", packed=False) / 1e9) == size
 
 
 def test_the_estimate_reads_windows_and_entries() -> None:
@@ -213,9 +215,28 @@ def test_bits_of_the_hubs_checkpoints(tmp_path: Path) -> None:
             few[name], few[name.replace("weight", "scale")] = weight.to(torch.float8_e4m3fn), blocks.view(torch.float8_e8m0fnu)
             plain[name] = few[name].float() / 4
     assert sum(values.dtype == torch.int8 for values in few.values()) > 8
-    config = {"quantization_config": QUANTIZED | {"weight_block_size": [16, 16]}, "expert_dtype": "fp4"}
+    config = {"quantization_config": QUANTIZED | {"weight_block_size": [16, 16]}}
+    expected = decoder(written(plain, tmp_path / "plain", "deepseek-v4-entries"))
+    for place, told in (("few", {"expert_dtype": "fp4"}), ("unsaid", {})):  # the first of V4 Flash's own says nothing
+        same(decoder(written(few, tmp_path / place, "deepseek-v4-entries", **config, **told)), expected)
+
+
+def test_nvidias_experts_beside_the_hubs_matrices(tmp_path: Path) -> None:
+    """As in its NVFP4 checkpoints of V4 Flash: a field of their own says so, and `expert_dtype` what they were before."""
+    held = stored("deepseek-v4-entries")
+    plain, few = dict(held), dict(held)
+    for name, weight in held.items():
+        if ".experts." in name:
+            codes, plain[name] = packing.nvfp4(packing.FORMATS["modelopt-nvfp4"], weight)
+            few |= {name.replace("weight", part): values for part, values in codes.items()}
+        elif ".wq_a." in name:
+            blocks = torch.full((-(-len(weight) // 16), -(-weight.shape[1] // 16)), 125, dtype=torch.uint8)
+            few[name], few[name.replace("weight", "scale")] = weight.to(torch.float8_e4m3fn), blocks.view(torch.float8_e8m0fnu)
+            plain[name] = few[name].float() / 4
+    assert sum(values.dtype == torch.uint8 for values in few.values()) > 8
+    told = QUANTIZED | {"weight_block_size": [16, 16], "quant_algo": "MIXED_PRECISION", "moe_quant_algo": "NVFP4"}
     same(
-        decoder(written(few, tmp_path / "few", "deepseek-v4-entries", **config)),
+        decoder(written(few, tmp_path / "few", "deepseek-v4-entries", quantization_config=told, expert_dtype="fp4")),
         decoder(written(plain, tmp_path / "plain", "deepseek-v4-entries")),
     )
 

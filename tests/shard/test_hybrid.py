@@ -390,6 +390,7 @@ def test_shapes_of_short_convolutions_with_experts_are_transformers() -> None:
         ([0, inf], (0, inf)),
         ([0.0, {"__float__": "Infinity"}], (0, inf)),
         ([0.1, {"__float__": "Infinity"}], (0.1, inf)),
+        ([0.0, 1e308], (0, inf)),
         ([0.0, 2], (0, 2)),
     ],
 )
@@ -397,6 +398,10 @@ def test_limits_of_steps(said: Any, limits: tuple[float, float]) -> None:
     linear = shape(granite(time_step_limit=said)).recurrent
     assert linear is not None
     assert linear.limits == limits
+
+
+def test_limits_that_nemotron_3_ultra_says_are_none() -> None:
+    assert shape(nemotron(time_step_limit=[0.0, 1e308])) == shape(nemotron())
 
 
 def test_models_without_linear_attention_have_the_gates() -> None:
