@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-# Set before numpy is imported: its idle threads spin, and take cores from the processes that compute. For shards the launcher sets them.
+# Set before numpy is imported: its idle threads spin, and take cores from the processes that compute. For shards the launcher sets
+# them.
 for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
     os.environ.setdefault(name, "1")
 
@@ -16,8 +17,8 @@ gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """Imported modules are exempt from garbage collection. Otherwise each collection, some of which bench and the servers request, would
-    take half a second to scan them all."""
+    """Imported modules are exempt from garbage collection. Otherwise each collection, some of which bench and the servers request,
+    would take half a second to scan them all."""
     gc.freeze()
     gc.enable()
     atexit.register(gc.unfreeze)  # some objects raise errors if they are still frozen when Python exits

@@ -93,8 +93,8 @@ def _set_result(future: "asyncio.Future[shard_pb2.Reply]", reply: shard_pb2.Repl
 
 
 class PreemptingScheduler(Scheduler):
-    """Preempts jobs at random though memory suffices, until each was preempted `least_preemptions` times. Jobs that decode are preempted
-    at once, since with draft tokens an answer takes few steps; others with a probability."""
+    """Preempts jobs at random though memory suffices, until each was preempted `least_preemptions` times. Jobs that decode are
+    preempted at once, since with draft tokens an answer takes few steps; others with a probability."""
 
     least_preemptions = 2
 
@@ -131,7 +131,10 @@ def run(
         batcher_module.Scheduler, original_scheduler = scheduler, batcher_module.Scheduler  # type: ignore[misc]
         try:
             batcher = Batcher(
-                RouterConfig(folder=str(folder), model="test", **(router or {})), Tokenizer(folder), InProcessShards(service), Metrics()
+                RouterConfig(folder=str(folder), model="test", **(router or {})),
+                Tokenizer(folder),
+                InProcessShards(service),
+                Metrics(),
             )
             async with asyncio.timeout(120):
                 await batcher.start()

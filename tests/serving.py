@@ -145,10 +145,10 @@ def scratch() -> Iterator[Path]:
 def serve(
     *flags: str, folder: Path | None = None, stop: int = signal.SIGINT, environment: Mapping[str, str] | None = None
 ) -> Iterator[Server]:
-    """A server that is ready. At the end it is stopped by the signal `stop`, unless it has exited already, and must leave nothing behind.
+    """A server that is ready. At the end it is stopped by the signal `stop`, unless it has exited already, and must leave nothing
+    behind.
 
-    `folder` is for tests that start several servers in the same folder. `environment`: see Server.
-    """
+    `folder` is for tests that start several servers in the same folder. `environment`: see Server."""
     with scratch() as own:
         server = Server(folder or own, *flags, environment=environment)
         try:
