@@ -64,7 +64,7 @@ def modules(root: Path) -> dict[str, Path]:
 
 
 def imports(name: str, path: Path, known: Iterable[str]) -> Iterator[str]:
-    """What module `name` imports: penstock's modules by their name within the package (the deepest known one), others by full name."""
+    """What module `name` imports: penstock's modules by name within the package (the deepest known one), others by full name."""
     known = set(known)
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
