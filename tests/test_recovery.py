@@ -134,12 +134,12 @@ async def until_generated(session: aiohttp.ClientSession, count: int) -> None:
     await until_metrics(session, lambda values: values[name] >= goal, 20)
 
 
-@pytest.mark.parametrize(("name", "last", "crowd"), [("one_rank", 0, None), ("two_ranks", 1, 3)])
+@pytest.mark.parametrize(("name", "rank", "most_requests"), [("one_rank", 0, None), ("two_ranks", 1, 3)])
 def test_streams_continue_with_the_same_tokens_after_a_shard_is_killed_or_stopped(
-    name: str, last: int, crowd: int | None, request: pytest.FixtureRequest
+    name: str, rank: int, most_requests: int | None, request: pytest.FixtureRequest
 ) -> None:
     server: Server = request.getfixturevalue(name)
-    bodies = requests()[:crowd]
+    bodies = requests()[:most_requests]
 
     async def answers(session: aiohttp.ClientSession) -> list[dict[int, str]]:
         return list(await asyncio.gather(*(answer_texts(session, path, body) for path, body in bodies)))
@@ -150,7 +150,7 @@ def test_streams_continue_with_the_same_tokens_after_a_shard_is_killed_or_stoppe
         for restarts, number in enumerate((signal.SIGKILL, signal.SIGSTOP), 1):
             again = asyncio.create_task(answers(session))
             await until_generated(session, 10 * len(bodies) * restarts)
-            os.kill(server.child(f'"rank":{last},'), number)
+            os.kill(server.child(f'"rank":{rank},'), number)
             await until_ready(session, ready=False)
             assert (await status(session, "/health"), await status(session, "/health/live")) == (200, 200)
             waiting = asyncio.create_task(answer_texts(session, *bodies[0]))
@@ -164,7 +164,7 @@ def test_streams_continue_with_the_same_tokens_after_a_shard_is_killed_or_stoppe
         assert values["penstock_restored_tokens_total"] > 100
 
     with_session(server, work)
-    assert f"penstock: shard {last} was killed by SIGKILL" in server.log
+    assert f"penstock: shard {rank} was killed by SIGKILL" in server.log
     assert "penstock: the router has lost the shards: shard rank 0 has not answered for" in server.log
     assert server.log.count("penstock: ready again after") == 2
     assert "ERROR router" not in server.log

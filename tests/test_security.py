@@ -77,8 +77,8 @@ def test_planted_violation_is_reported(tmp_path: Path, text: str, fault: str) ->
 
 
 def test_serving_modules_use_no_http_client_but_for_images_and_adapters() -> None:
-    """An address in a prompt or a template is never fetched, but for images. Adapters are fetched from the hub if the operator
-    allows loading them at run time."""
+    """No other HTTP client is in the modules that clients and models reach, so an address in a prompt or a template is never
+    fetched. Adapters are fetched from the hub if the operator allows loading them at run time."""
     clients = ("http.client", "urllib.request", "urllib3", "requests", "httpx", "huggingface_hub", "ftplib", "smtplib")
     known = modules(ROOT)
     serving_modules = {name: path for name, path in known.items() if name.split(".")[0] in ("router", "shard", "proto", "kernels")}

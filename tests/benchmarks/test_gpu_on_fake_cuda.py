@@ -34,7 +34,7 @@ OTHER_IMPLEMENTATIONS = ("FlashInfer", "vLLM's Triton", "SGLang's Triton", "SDPA
 
 
 @pytest.fixture
-def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
     """The fake device, with every measurement done only once."""
     for name, value in {"MOST_CALLS": 2, "MOST": 1, "LEAST": 1}.items():
         monkeypatch.setattr(gpu_measure, name, value)
@@ -66,23 +66,23 @@ def unmeasured_lines(lines: list[Line]) -> list[Line]:
 
 
 @pytest.mark.parametrize("section", [gpu_ceilings.measure, gpu_attention.measure, gpu_operations.measure, gpu_tuning.measure])
-def test_section_with_real_shapes_measures_every_line_within_20_gb(noted: Noted, section: Callable[[Bench], object]) -> None:
+def test_section_with_real_shapes_measures_every_line_within_20_gb(fake_gpu: Noted, section: Callable[[Bench], object]) -> None:
     lines = lines_of(section)
     assert not unmeasured_lines(lines)
     assert len(lines) >= 20
-    assert noted.most < 20e9
+    assert fake_gpu.most < 20e9
     eager = [line.what for line in lines if line.timing is not None and line.timing.way == "eager"]
     assert all("plain torch" in what or "best 8" in what or "the host" in what for what in eager)
 
 
-def test_model_steps_measure_every_case_that_fits_in_memory(noted: Noted) -> None:
+def test_model_steps_measure_every_case_that_fits_in_memory(fake_gpu: Noted) -> None:
     lines = lines_of(gpu_model.steps)
     assert [line.what for line in unmeasured_lines(lines)] == ["256 x 8192"]  # its keys and values do not fit
     assert {line.what for line in lines if line.goal is not None} >= {"1 x 1024, graph: step", "256 x 1024, graph: step"}
-    assert 40e9 < noted.most < 100e9
+    assert 40e9 < fake_gpu.most < 100e9
 
 
-def test_all_checks_run_on_the_fake_device(noted: Noted) -> None:
+def test_all_checks_run_on_the_fake_device(fake_gpu: Noted) -> None:
     """Their results are wrong, since they are fake, but none fails to run."""
     bench = Bench(torch.device("cuda"), False, print)
     with torch.inference_mode():
@@ -90,7 +90,7 @@ def test_all_checks_run_on_the_fake_device(noted: Noted) -> None:
     assert not [line for line in lines if line.verdict == UNMEASURED]
 
 
-def test_failing_measurement_does_not_stop_the_others(noted: Noted) -> None:
+def test_failing_measurement_does_not_stop_the_others(fake_gpu: Noted) -> None:
     def broken(bench: Bench) -> Any:
         raise ValueError("no")
 
@@ -102,7 +102,9 @@ def test_failing_measurement_does_not_stop_the_others(noted: Noted) -> None:
     assert lines[1].verdict == UNMEASURED
 
 
-def test_failed_graph_capture_falls_back_to_eager_calls_and_restores_torch(noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_graph_capture_falls_back_to_eager_calls_and_restores_torch(
+    fake_gpu: Noted, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recovered: list[object] = []
     monkeypatch.setattr(gpu_measure, "_recover", lambda graph, stream: recovered.append(graph))
 

@@ -101,12 +101,12 @@ def test_each_of_a_thousand_connections_gets_200_or_429_within_bounded_memory(
     server: Local, capsys: pytest.CaptureFixture[str]
 ) -> None:
     connections = raised(CONNECTIONS)
-    crowd = asyncio.run(gather(server, connections, 12))
-    assert set(crowd.answers) == {"200", "429"}, crowd
-    assert crowd.answers.total() == connections
-    assert crowd.answers["200"] >= CONCURRENT
-    assert (crowd.endless, crowd.unfinished) == (0, 0)
+    result = asyncio.run(gather(server, connections, 12))
+    assert set(result.answers) == {"200", "429"}, result
+    assert result.answers.total() == connections
+    assert result.answers["200"] >= CONCURRENT
+    assert (result.endless, result.unfinished) == (0, 0)
     with capsys.disabled():
-        print(f"\n{connections} connections: the router's memory grew by {crowd.growth / MIB:.0f} MiB")
-    assert crowd.growth < MOST_GROWTH
+        print(f"\n{connections} connections: the router's memory grew by {result.growth / MIB:.0f} MiB")
+    assert result.growth < MOST_GROWTH
     assert json.loads(asyncio.run(get(server, "/health/ready")).partition("\r\n\r\n")[2])["ready"]
