@@ -123,11 +123,8 @@ def test_wrong_answers_and_errors_are_reported(server: Local, monkeypatch: pytes
     summary = chaos_report.summary(plan, result)
     assert f"wrong: {len(result.wrong)}; errors: {len(result.errors)}" in summary[1]
     first = result.wrong[0]
-    assert any(
-        line.endswith(chaos_requests.difference(first["came"], first["expected"]))
-        for line in summary
-        if line.startswith("wrong: /")
-    )
+    difference = chaos_requests.difference(first["came"], first["expected"])
+    assert any(line.endswith(difference) for line in summary if line.startswith("wrong: /"))
 
 
 def openai_answer(*texts: str, reason: str = "length", tokens: int = 3, end: str = "data: [DONE]\n\n") -> bytes:
