@@ -15,6 +15,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from penstock.shard import masks as shard_masks
 from penstock.shard.decoding import grammar as module
 from penstock.shard.decoding.background import Background
 from penstock.shard.decoding.grammar import Grammars, GrammarState, Unusable, bit
@@ -604,3 +605,27 @@ def test_logits_that_are_no_numbers_are_a_worse_problem_than_a_grammar(monkeypat
     assert outcome.failed == [(1, NOT_FINITE)]
     assert engine.books.prefixes is not None
     assert not engine.books.prefixes._nodes
+
+
+def test_step_without_other_work_waits_only_a_moment_for_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request that comes next is computed while the first one's grammar is still being compiled."""
+    monkeypatch.setattr(shard_masks, "PATIENCE", 0.05)
+    compiled = Event()
+
+    class Slow(Grammars):
+        def _state(self, grammar: str) -> GrammarState:
+            assert compiled.wait(60)
+            return super()._state(grammar)
+
+    engine = tiny.engine("demo")
+    engine._masks = Masks(Slow(DEMO, VOCABULARY), VOCABULARY)
+    try:
+        outcome = engine.prefill(1, [tiny.group(1, [1, 2, 3], 9, grammar=regex("a"), end_ids=[END])], [(1, 3)], 99, [])
+        assert not outcome.emitted
+        outcome = engine.prefill(1, [tiny.group(2, [1, 2, 3], 9)], [(1, 3), (2, 3)], 99, [])
+        assert [uid for uid, _ in outcome.emitted] == [2]
+    finally:
+        compiled.set()
+    monkeypatch.setattr(shard_masks, "PATIENCE", 60)
+    engine.filter([2])
+    assert [uid for uid, _ in engine.prefill(1, [], [(1, 3)], 99, []).emitted] == [1]
