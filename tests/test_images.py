@@ -21,7 +21,7 @@ from penstock.tests import serving
 from penstock.tests.router.sights import encoded, make_folder, picture
 from penstock.tests.serving import Server, serve
 from penstock.tests.shard.configurations import SMALL
-from penstock.tests.shard.test_images import SECTIONS
+from penstock.tests.shard.test_multimodal_text import SECTIONS
 
 COUNT = 24
 BOS = {"add_special_tokens": True}

@@ -15,7 +15,7 @@ from penstock.launcher.mistake import Mistake
 from penstock.launcher.options import Options
 from penstock.proto import images, rpc
 
-from ..shard.seeing import made
+from ..shard.vision_models import made
 
 MACHINE = Machine(cores=2, memory=1 << 30, fast_bfloat16=False)
 

@@ -29,7 +29,7 @@ from penstock.shard.sequence import Group, Sampling
 from penstock.shard.weights import Weights
 from penstock.tests.shard import lora, packing, tiny
 from penstock.tests.shard.driver import Habits, World, drive
-from penstock.tests.shard.test_oracle import COUNT, at_rest, prompts
+from penstock.tests.shard.test_against_transformers import COUNT, at_rest, prompts
 from penstock.tests.shard.test_quantized import few_bits
 from penstock.tests.shard.test_weights import Alone
 

@@ -25,7 +25,7 @@ from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group, Sampling
 from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import UNLIMITED, Habits, World, drive
-from penstock.tests.shard.test_oracle import at_rest, prompt
+from penstock.tests.shard.test_against_transformers import at_rest, prompt
 
 NAME = "llama"
 PROMPTS = 16  # of a combination of parameters: as many cases

@@ -1,5 +1,5 @@
 """DeepSeek V4: what config.json says of it, what its parts ask of pages, ranks and guesses, and the names of its tensors. What it
-computes: test_oracle.py."""
+computes: test_against_transformers.py."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import sequences as tokens_of
 from penstock.shard.step import Span
 from penstock.tests.shard import tiny
-from penstock.tests.shard.test_oracle import close, prompt
+from penstock.tests.shard.test_against_transformers import close, prompt
 from penstock.tests.shard.test_weights import WEIGHTS, decoder, same
 
 # What the hub's config.json of the smaller one says.

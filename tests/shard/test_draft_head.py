@@ -40,8 +40,8 @@ from penstock.shard.parallel import Ranks
 from penstock.shard.weights import Weights
 from penstock.tests.shard import configurations, tiny
 from penstock.tests.shard.driver import UNLIMITED, Habits, World, drive
+from penstock.tests.shard.test_against_transformers import at_rest
 from penstock.tests.shard.test_drafter import all_of, free
-from penstock.tests.shard.test_oracle import at_rest
 from penstock.tests.shard.test_sharing import room
 from penstock.tests.shard.test_speculation import asked, expected
 

@@ -22,7 +22,7 @@ from penstock.shard.sequence import Group, Sampling
 from penstock.shard.step import Span, Step
 from penstock.tests.shard import configurations, tiny
 from penstock.tests.shard.driver import UNLIMITED, Habits, World, drive
-from penstock.tests.shard.test_oracle import at_rest, prompt
+from penstock.tests.shard.test_against_transformers import at_rest, prompt
 from penstock.tests.shard.test_sharing import room
 from penstock.tests.shard.test_speculation import asked, expected
 

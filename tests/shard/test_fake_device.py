@@ -39,7 +39,7 @@ from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group, Sampling, sequences
 from penstock.shard.service import Service
 from penstock.shard.weights import Weights
-from penstock.tests.shard import fake_cuda, lora, packing, seeing, test_draft_head, tiny
+from penstock.tests.shard import fake_cuda, lora, packing, test_draft_head, tiny, vision_models
 from penstock.tests.shard.fake_cuda import Noted
 from penstock.tests.shard.test_weights import Alone
 
@@ -637,18 +637,18 @@ def test_no_family_asks_the_host(noted: Noted, name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[seeing.Seen]]]:
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[vision_models.Seen]]]:
     """By name a model that sees images, and prompts with some. Made where there is no device."""
     found = {}
     for name in ("Gemma3", "Gemma4Both", "InternVL", "LlavaOnevision", "Mistral3", "Qwen3VL", "Qwen3_5"):
         folder = tmp_path_factory.mktemp(name)
-        kind = seeing.made(name, folder).config.model_type
-        found[name] = folder, [seeing.seen(name, kind, random.Random(seed), [(2, 3), (1, 1)]) for seed in range(3)]
+        kind = vision_models.made(name, folder).config.model_type
+        found[name] = folder, [vision_models.seen(name, kind, random.Random(seed), [(2, 3), (1, 1)]) for seed in range(3)]
     return found
 
 
 @pytest.mark.parametrize("name", ["Gemma3", "Gemma4Both", "InternVL", "LlavaOnevision", "Mistral3", "Qwen3VL", "Qwen3_5"])
-def test_images_are_encoded_on_the_device(seen: dict[str, tuple[Path, list[seeing.Seen]]], noted: Noted, name: str) -> None:
+def test_images_are_encoded_on_the_device(seen: dict[str, tuple[Path, list[vision_models.Seen]]], noted: Noted, name: str) -> None:
     """Nobody but transformers looks at it for that, which has the host count what it has itself given to the device."""
     folder, prompts = seen[name]
     said = ShardConfig(folder=str(folder), model="m", device="cuda", dtype="bfloat16", image_pixels=1 << 14, images_asked=True)

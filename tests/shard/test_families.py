@@ -24,7 +24,7 @@ from penstock.shard.sequence import sequences
 from penstock.shard.step import Span
 from penstock.tests.shard import configurations, tiny
 from penstock.tests.shard.configurations import LONGROPE, SMALL, YARN
-from penstock.tests.shard.test_oracle import close, prompt
+from penstock.tests.shard.test_against_transformers import close, prompt
 from penstock.tests.shard.test_weights import same
 
 

@@ -28,12 +28,12 @@ from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import Driver, Flying, Habits, World, drive, message
 from penstock.tests.shard.paper import POISON, Paper
 from penstock.tests.shard.paper import paper as paper  # a fixture
+from penstock.tests.shard.test_against_transformers import COUNT, at_rest, prompt
 from penstock.tests.shard.test_beams import NAME, check_beside, most_pages, some, watch
 from penstock.tests.shard.test_beams import check as check_beams
 from penstock.tests.shard.test_beams import mixed as among_others
 from penstock.tests.shard.test_grammar import groups as bound
 from penstock.tests.shard.test_grammar import with_masks
-from penstock.tests.shard.test_oracle import COUNT, at_rest, prompt
 from penstock.tests.shard.test_out_of_memory import SIZE, Scarce, requests
 from penstock.tests.shard.test_out_of_memory import crowd as many
 from penstock.tests.shard.test_sharing import crowd, mixed, room

@@ -17,7 +17,7 @@ from penstock.shard.models.families import shape
 from penstock.shard.parallel import Ranks
 from penstock.shard.weights import Weights
 from penstock.tests.shard import packing, tiny
-from penstock.tests.shard.test_oracle import prompt
+from penstock.tests.shard.test_against_transformers import prompt
 from penstock.tests.shard.test_quantized import logits
 from penstock.tests.shard.test_weights import WEIGHTS, Alone, decoder, refuses, same
 

@@ -1,4 +1,4 @@
-"""What Gemma's config.json files say and leave out is what transformers takes them for; answers are in test_oracle.py."""
+"""What Gemma's config.json files say and leave out is what transformers takes them for; answers are in test_against_transformers.py."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from penstock.shard.models.shape import Unsupported
 from penstock.shard.step import Span
 from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import Habits
-from penstock.tests.shard.test_oracle import Bench, check_greedy, close, prompt
+from penstock.tests.shard.test_against_transformers import Bench, check_greedy, close, prompt
 
 GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
 # As on the hub: most of what is left out is transformers' default.

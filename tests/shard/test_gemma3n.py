@@ -1,5 +1,5 @@
 """What Gemma 3n's config.json files say and leave out is what transformers takes them for, and what is known of its layers; answers
-are in test_oracle.py."""
+are in test_against_transformers.py."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ from penstock.shard.parallel import Ranks
 from penstock.shard.step import Span
 from penstock.shard.weights import Weights
 from penstock.tests.shard import tiny
-from penstock.tests.shard.test_oracle import Bench, check_pauses, close, prompt
+from penstock.tests.shard.test_against_transformers import Bench, check_pauses, close, prompt
 from penstock.tests.shard.test_weights import WEIGHTS
 
 NAMED = {"architectures": ["Gemma3nForCausalLM"], "model_type": "gemma3n_text"}

@@ -1,4 +1,4 @@
-"""What Gemma 4's config.json files say and leave out is what transformers takes them for; answers are in test_oracle.py."""
+"""What Gemma 4's config.json files say and leave out is what transformers takes them for; answers are in test_against_transformers.py."""
 
 import copy
 from pathlib import Path
@@ -16,7 +16,7 @@ from penstock.shard.models.traits import Keys
 from penstock.shard.step import Span
 from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import Habits, drive
-from penstock.tests.shard.test_oracle import Bench, check_pauses, close, prompt
+from penstock.tests.shard.test_against_transformers import Bench, check_pauses, close, prompt
 
 # In sizes those of the hub's; what is left out is transformers' default.
 TEXT = {

@@ -1,4 +1,4 @@
-"""GLM 5 Next: what config.json says of it, and what its parts ask of pages and guesses. What it computes: test_oracle.py."""
+"""GLM 5 Next: what config.json says of it, and what its parts ask of pages and guesses. What it computes: test_against_transformers.py."""
 
 import shutil
 from pathlib import Path

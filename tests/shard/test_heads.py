@@ -24,7 +24,7 @@ from penstock.shard.step import Span
 from penstock.shard.weights import Weights
 from penstock.tests.shard import lora, packing, tiny
 from penstock.tests.shard.test_adapters import generator
-from penstock.tests.shard.test_oracle import close, prompt
+from penstock.tests.shard.test_against_transformers import close, prompt
 from penstock.tests.shard.test_quantized import made
 from penstock.tests.shard.test_weights import WEIGHTS, Alone, same
 

@@ -1,5 +1,5 @@
 """Models with linear attention: what their config.json files say and leave out is what transformers takes them for, and checkpoints
-are read as they are. Answers are in test_oracle.py."""
+are read as they are. Answers are in test_against_transformers.py."""
 
 import functools
 import json
@@ -33,7 +33,7 @@ from penstock.shard.service import Service
 from penstock.shard.weights import DummyWeights
 from penstock.tests.shard import configurations, fake_cuda, lora, packing, test_speculation, tiny
 from penstock.tests.shard.driver import UNLIMITED, Habits, World, drive
-from penstock.tests.shard.test_oracle import at_rest, prompt
+from penstock.tests.shard.test_against_transformers import at_rest, prompt
 from penstock.tests.shard.test_quantized import WHOLE, logits, made
 from penstock.tests.shard.test_sharing import room
 from penstock.tests.shard.test_speculation import asked

@@ -23,7 +23,7 @@ from penstock.shard.models.shape import Unsupported
 from penstock.shard.sequence import Group, Sampling
 from penstock.tests.shard import test_speculation, tiny
 from penstock.tests.shard.driver import UNLIMITED, Habits, World, drive
-from penstock.tests.shard.test_oracle import at_rest
+from penstock.tests.shard.test_against_transformers import at_rest
 from penstock.tests.shard.test_sharing import family, room
 
 COUNT = 12

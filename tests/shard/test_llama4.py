@@ -1,5 +1,5 @@
 """Llama 4: what its config.json files say is what transformers takes them for, and layers that see chunks of positions get along
-with all that requests may ask for. What tiny models of other shapes answer is in test_oracle.py."""
+with all that requests may ask for. What tiny models of other shapes answer is in test_against_transformers.py."""
 
 import copy
 import itertools
@@ -35,8 +35,8 @@ from penstock.shard.weights import Weights
 from penstock.tests.shard import configurations, tiny
 from penstock.tests.shard.configurations import CHUNK
 from penstock.tests.shard.driver import Habits, World, drive
+from penstock.tests.shard.test_against_transformers import Bench, at_rest, check_greedy, close, prompt
 from penstock.tests.shard.test_drafter import free
-from penstock.tests.shard.test_oracle import Bench, at_rest, check_greedy, close, prompt
 from penstock.tests.shard.test_quantized import made
 from penstock.tests.shard.test_weights import Alone, change, same
 

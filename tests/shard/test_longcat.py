@@ -1,5 +1,5 @@
 """What LongCat Flash's config.json files say is what transformers takes them for, and where tensors are; answers are in
-test_oracle.py."""
+test_against_transformers.py."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import sequences
 from penstock.shard.step import Span
 from penstock.tests.shard import tiny
-from penstock.tests.shard.test_oracle import Bench, check_pauses, close, prompt
+from penstock.tests.shard.test_against_transformers import Bench, check_pauses, close, prompt
 from penstock.tests.shard.test_quantized import made
 from penstock.tests.shard.test_weights import WEIGHTS, Alone, same
 

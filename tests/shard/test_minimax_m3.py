@@ -1,5 +1,5 @@
 """MiniMax M3: what its config.json says, by its own names or transformers', its checkpoint, and what is not served of it. What it
-computes: test_oracle.py."""
+computes: test_against_transformers.py."""
 
 import json
 import re
@@ -26,7 +26,7 @@ from penstock.shard.models.traits import BlockIndex
 from penstock.tests.shard import lora, tiny
 from penstock.tests.shard.driver import Habits
 from penstock.tests.shard.test_adapters import check, engine_of, mixed
-from penstock.tests.shard.test_oracle import prompt
+from penstock.tests.shard.test_against_transformers import prompt
 from penstock.tests.shard.test_quantized import logits
 from penstock.tests.shard.test_weights import WEIGHTS, decoder, same
 

@@ -19,7 +19,7 @@ from penstock.shard.sequence import Group, Sampling, sequences
 from penstock.shard.step import Span
 from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import Habits, World, drive
-from penstock.tests.shard.test_oracle import at_rest, prompt
+from penstock.tests.shard.test_against_transformers import at_rest, prompt
 
 COUNT = 10  # tokens generated
 SIZE = 4  # of a page

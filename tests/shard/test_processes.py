@@ -29,7 +29,7 @@ from penstock.shard.relay import Receiver, Sender
 from penstock.shard.sequence import Sampling
 from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import Habits, Remote, drive
-from penstock.tests.shard.test_oracle import COUNT, prompts, requests
+from penstock.tests.shard.test_against_transformers import COUNT, prompts, requests
 
 SECONDS = 60  # to start
 WARMUP = wire.WarmupRequest(max_step_tokens=256, max_step_rows=64, max_total_tokens=512)

@@ -28,7 +28,7 @@ from penstock.shard.sequence import sequences
 from penstock.shard.step import Span
 from penstock.shard.weights import Weights
 from penstock.tests.shard import configurations, packing, tiny
-from penstock.tests.shard.test_oracle import prompt
+from penstock.tests.shard.test_against_transformers import prompt
 from penstock.tests.shard.test_weights import WEIGHTS, Alone, change, decoder, refuses, same
 
 WHOLE = Ranks(0, 1, tiny.CPU)

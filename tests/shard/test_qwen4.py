@@ -1,5 +1,5 @@
 """Qwen 4 Exp: what config.json says of it, what its checkpoints hold, and what its parts ask of pages and guesses. What it
-computes: test_oracle.py."""
+computes: test_against_transformers.py."""
 
 import json
 import random
@@ -23,8 +23,8 @@ from penstock.shard.models.recurrent_shapes import LinearAttentionShape
 from penstock.shard.models.shape import Shape, Unsupported
 from penstock.shard.models.traits import GatedHyperConnections, PoolIndex
 from penstock.shard.step import Span
-from penstock.tests.shard import seeing, tiny
-from penstock.tests.shard.test_oracle import prompt
+from penstock.tests.shard import tiny, vision_models
+from penstock.tests.shard.test_against_transformers import prompt
 from penstock.tests.shard.test_quantized import logits, made
 from penstock.tests.shard.test_vision import bench_of
 from penstock.tests.shard.test_weights import WEIGHTS, Alone, decoder
@@ -175,8 +175,8 @@ def test_a_table_in_one_tensor_or_by_parts(tmp_path: Path) -> None:
 
 def test_pools_that_begin_with_an_image_have_no_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """These know no positions but those of their tokens: of pools of 4 the last that an image's token begins ends 3 behind it."""
-    reference, asked = seeing.made("Qwen4Exp", tmp_path), list[int]()
-    prompt = seeing.seen("Qwen4Exp", reference.config.model_type, random.Random(1), [(1, 2)])
+    reference, asked = vision_models.made("Qwen4Exp", tmp_path), list[int]()
+    prompt = vision_models.seen("Qwen4Exp", reference.config.model_type, random.Random(1), [(1, 2)])
     bench, sequence = bench_of(tmp_path, prompt)
     monkeypatch.setattr(forward, "_fitting", lambda graphs, tokens: asked.append(sequence.computed))
     for start, token in enumerate(prompt.tokens):

@@ -33,9 +33,9 @@ from penstock.shard.sequence import Group
 from penstock.tests.shard import configurations, test_distribution, tiny
 from penstock.tests.shard import test_speculation_grammar as grammars
 from penstock.tests.shard.driver import UNLIMITED, Habits, World, drive
+from penstock.tests.shard.test_against_transformers import at_rest, prompt
 from penstock.tests.shard.test_draft_head import engine, watched, written
 from penstock.tests.shard.test_drafter import all_of, free
-from penstock.tests.shard.test_oracle import at_rest, prompt
 from penstock.tests.shard.test_sharing import room
 from penstock.tests.shard.test_speculation import asked
 from penstock.tests.shard.toy import g_test

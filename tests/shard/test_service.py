@@ -28,7 +28,7 @@ from penstock.shard.sequence import Sampling
 from penstock.shard.service import Service
 from penstock.tests.shard import configurations, lora, tiny
 from penstock.tests.shard.driver import Habits, Remote, drive, message
-from penstock.tests.shard.test_oracle import COUNT, prompt, prompts, requests
+from penstock.tests.shard.test_against_transformers import COUNT, prompt, prompts, requests
 
 NAME = "llama"
 WARMUP = wire.WarmupRequest(max_step_tokens=128, max_step_rows=8, max_total_tokens=256)

@@ -21,7 +21,7 @@ from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import UNLIMITED, Habits, World, drive
 from penstock.tests.shard.paper import POISON, WORDS, Paper, Slots
 from penstock.tests.shard.paper import paper as paper  # a fixture
-from penstock.tests.shard.test_oracle import COUNT, at_rest, prompt
+from penstock.tests.shard.test_against_transformers import COUNT, at_rest, prompt
 
 SEEDED = Sampling(temperature=0.9, top_p=0.95, seed=77)
 

@@ -15,7 +15,7 @@ from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group, Sampling, Thinking
 from penstock.tests.shard import configurations, tiny
 from penstock.tests.shard.driver import UNLIMITED, Habits, World, drive
-from penstock.tests.shard.test_oracle import at_rest, prompt
+from penstock.tests.shard.test_against_transformers import at_rest, prompt
 from penstock.tests.shard.test_sharing import room
 
 COUNT = 18

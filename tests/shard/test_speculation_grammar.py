@@ -27,9 +27,9 @@ from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group, Sampling
 from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import Habits, World, drive
+from penstock.tests.shard.test_against_transformers import at_rest
 from penstock.tests.shard.test_drafter import free
 from penstock.tests.shard.test_grammar import DEMO, END, VOCABULARY, allowed, regex
-from penstock.tests.shard.test_oracle import at_rest
 
 RECORD = {
     "type": "object",

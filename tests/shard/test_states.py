@@ -17,8 +17,8 @@ from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import UNLIMITED, Habits, drive
 from penstock.tests.shard.paper import KEPT, WORDS, Paper, Slots
 from penstock.tests.shard.paper import paper as paper  # a fixture
+from penstock.tests.shard.test_against_transformers import COUNT, at_rest, prompt
 from penstock.tests.shard.test_flight import fly, room_of, with_beams
-from penstock.tests.shard.test_oracle import COUNT, at_rest, prompt
 
 SEQUENCES = 96  # of a crowd, at most
 

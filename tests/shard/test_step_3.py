@@ -21,7 +21,7 @@ from penstock.shard.parallel import Ranks
 from penstock.shard.weights import Weights
 from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import Habits, drive
-from penstock.tests.shard.test_oracle import Bench, close, prompt
+from penstock.tests.shard.test_against_transformers import Bench, close, prompt
 from penstock.tests.shard.test_weights import WEIGHTS, decoder, same
 
 KINDS = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]

@@ -10,7 +10,7 @@ from penstock.shard.engine import Engine
 from penstock.shard.sequence import Group, Sampling, Thinking
 from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import Flying, Habits, World, drive
-from penstock.tests.shard.test_oracle import at_rest, prompt
+from penstock.tests.shard.test_against_transformers import at_rest, prompt
 
 END, BEGIN, COUNT = 7, 9, 24
 SAMPLINGS = [

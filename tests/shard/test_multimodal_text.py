@@ -17,7 +17,7 @@ from penstock.shard.models.shape import Unsupported
 from penstock.shard.step import Span
 
 from .configurations import GLM_MOE, HYBRID, HYBRID_MOE, LATENT, SMALL
-from .test_oracle import Bench, close, prompt
+from .test_against_transformers import Bench, close, prompt
 
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
 SECTIONS = {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [2, 1, 1]}

@@ -1,4 +1,4 @@
-"""Models whose keys and values are made of latents: what config.json says of them. What they compute: test_oracle.py."""
+"""Models whose keys and values are made of latents: what config.json says of them. What they compute: test_against_transformers.py."""
 
 import shutil
 from dataclasses import replace

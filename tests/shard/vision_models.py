@@ -41,7 +41,7 @@ from .configurations import (
     SMALL,
     VOCABULARY,
 )
-from .test_images import QUARTER, SECTIONS, TEXTS, model
+from .test_multimodal_text import QUARTER, SECTIONS, TEXTS, model
 from .test_step_3 import TEXT as STEP
 from .tiny import CPU, MAKING
 

@@ -20,8 +20,8 @@ from penstock.shard.models.families import shape
 from penstock.shard.models.shape import Shape, Unsupported
 from penstock.shard.step import Span
 from penstock.tests.shard import lora, tiny
+from penstock.tests.shard.test_against_transformers import Bench, close, prompt
 from penstock.tests.shard.test_heads import TOKENS, logits
-from penstock.tests.shard.test_oracle import Bench, close, prompt
 from penstock.tests.shard.test_weights import WEIGHTS
 
 CONFIGS = {

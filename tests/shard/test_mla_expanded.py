@@ -16,9 +16,9 @@ from penstock.shard.forward import expansion_of
 from penstock.shard.models.families import shape
 from penstock.shard.parallel import Ranks
 from penstock.shard.step import Span
-from penstock.tests.shard import test_latents, test_oracle, tiny
+from penstock.tests.shard import test_against_transformers, test_mla, tiny
 from penstock.tests.shard.driver import Habits, drive
-from penstock.tests.shard.test_oracle import COUNT, Bench, close, prompt, prompts, requests
+from penstock.tests.shard.test_against_transformers import COUNT, Bench, close, prompt, prompts, requests
 
 FAMILIES = [
     *("ax-k1", "deepseek-v2", "deepseek-v2-sets", "deepseek-v3", "deepseek-v3-biases", "glm4-moe-lite", "kimi-linear", "longcat"),
@@ -58,25 +58,25 @@ def test_logits_of_a_long_prompt_equal_transformers(name: str, cut: int, counted
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_of_chunks_equal_transformers(name: str, counted: list[int]) -> None:
     """Beside chunks that are too short, and decodes."""
-    test_oracle.test_logits_of_chunks_equal_transformers(name)
+    test_against_transformers.test_logits_of_chunks_equal_transformers(name)
     assert len(set(counted)) > 5
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_trees_beside_long_chunks(page_size: int, counted: list[int]) -> None:
-    test_oracle.check_tree("deepseek-v3", page_size)
+    test_against_transformers.check_tree("deepseek-v3", page_size)
     assert 9 + 25 in counted  # two chains of five spans
 
 
 @pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v3", "glm4-moe-lite"])
 def test_pauses_and_prefixes(name: str, counted: list[int]) -> None:
-    test_oracle.check_pauses(name, 20)
+    test_against_transformers.check_pauses(name, 20)
     assert len(counted) > 10
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_two_ranks(name: str, counted: list[int]) -> None:
-    test_oracle.test_every_family_on_two_ranks(name)
+    test_against_transformers.test_every_family_on_two_ranks(name)
     assert counted
 
 
@@ -105,8 +105,8 @@ def test_where_bits_may_not_depend_on_a_chunk_nothing_is_expanded(monkeypatch: p
 
 @pytest.mark.parametrize(
     ("config", "said"),
-    [(test_latents.V2, True), (test_latents.V3, True), (test_latents.K2, True)]
-    + [(config, False) for config in (test_latents.V32, test_latents.GLM_5, test_latents.HY_4, test_latents.AX_K2)],
+    [(test_mla.V2, True), (test_mla.V3, True), (test_mla.K2, True)]
+    + [(config, False) for config in (test_mla.V32, test_mla.GLM_5, test_mla.HY_4, test_mla.AX_K2)],
 )
 def test_which_models_are_expanded(config: dict[str, Any], said: bool) -> None:
     """Not those of which an index chooses."""
@@ -115,7 +115,7 @@ def test_which_models_are_expanded(config: dict[str, Any], said: bool) -> None:
 
 def test_a_prompt_costs_fewer_operations() -> None:
     """By `penstock plan`: per pair of tokens and head 320 multiplications instead of 1,152."""
-    model = shape(test_latents.V3)
+    model = shape(test_mla.V3)
     group = roofline.Group(shape=model, ranks=8, nodes=1, item=2, token_bytes=1)
     on = roofline.Accelerator(memory=1, bandwidth=1e30, flops=1e12, link=1e30, network=1e30, latency=0, network_latency=0)
     pairs = 8192 * 8193 // 2
@@ -144,7 +144,7 @@ def test_the_check_finds_what_sees_no_context(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(expanded, "_causal", blind)
     with pytest.raises(AssertionError):
-        test_oracle.test_logits_of_chunks_equal_transformers("deepseek-v3")
+        test_against_transformers.test_logits_of_chunks_equal_transformers("deepseek-v3")
 
 
 def test_decodes_go_on_from_what_was_expanded(counted: list[int]) -> None:
