@@ -39,7 +39,7 @@ from penstock.shard.sequence import Group, Sampling
 from penstock.tests.kernels import sanitizer
 from penstock.tests.shard import configurations, packing, test_invariance, test_quantized, tiny
 from penstock.tests.shard.driver import Driver, Flying, Habits, World, drive, message
-from penstock.tests.shard.test_weights import decoder
+from penstock.tests.shard.test_weights import load_decoder
 
 # What padding computes is said nowhere, and nobody sees it.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value", "ignore:divide by zero")
@@ -195,7 +195,7 @@ def test_products_of_few_rows_give_the_same_tokens(name: str, cut: bool, monkeyp
     norms = []
     norm = operations.add_rms_norm
     monkeypatch.setattr(stream, "add_rms_norm", lambda x, *given: norms.append(x.shape) or norm(x, *given))
-    found = run(tiny.engine_of(name, Ranks(0, 1, tiny.DEVICE), 4, PAGES))
+    found = run(tiny.rank_engine(name, Ranks(0, 1, tiny.DEVICE), 4, PAGES))
     assert found.tokens == expected.tokens
     added = {"add"} if name not in (GEMMA4, OLMO) else set()  # which have a norm before it is added
     assert {how for _, *names in calls for how in names} == {"gains", "epsilon", "gated", "gelu"} | added
@@ -369,10 +369,10 @@ def test_floats_of_4_bits_are_what_the_checkpoint_says(form: str, tmp_path: Path
     """From the file through the kernels; as near as bfloat16 is to the same numbers in float32."""
     few, plain = packing.checkpoints("words-wide", form, tmp_path)
     tokens = tuple(range(3, 15))
-    expected = test_quantized.logits(decoder(plain), tokens)
-    rounded = test_quantized.logits(decoder(plain, dtype="bfloat16"), tokens)
+    expected = test_quantized.logits(load_decoder(plain), tokens)
+    rounded = test_quantized.logits(load_decoder(plain, dtype="bfloat16"), tokens)
     dispatch.force("triton")
-    model = decoder(few, dtype="bfloat16")
-    assert len(test_quantized.few_bits(model)) == 4
+    model = load_decoder(few, dtype="bfloat16")
+    assert len(test_quantized.quantized_weights(model)) == 4
     found = test_quantized.logits(model, tokens)
     assert (found - expected).norm() < 1.5 * (rounded - expected).norm()

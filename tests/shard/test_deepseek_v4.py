@@ -22,8 +22,8 @@ from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import sequences as tokens_of
 from penstock.shard.step import Span
 from penstock.tests.shard import tiny
-from penstock.tests.shard.test_against_transformers import close, prompt
-from penstock.tests.shard.test_weights import WEIGHTS, decoder, same
+from penstock.tests.shard.test_against_transformers import assert_logits_close, prompt
+from penstock.tests.shard.test_weights import WEIGHTS, assert_same_weights, load_decoder
 
 # What the hub's config.json of the smaller one says.
 SAID: dict[str, Any] = {
@@ -178,16 +178,16 @@ def test_tensors_by_the_hubs_names(tmp_path: Path) -> None:
     hub = {name.removeprefix("model.").replace(".attn.norm.", ".attn.kv_norm."): values for name, values in held.items()}
     hub |= {"embed.weight": hub.pop("embed_tokens.weight"), "mtp.0.norm.weight": torch.zeros(3)}
     hub = {name.replace("hc_head.hc_", "hc_head_"): values for name, values in hub.items()}
-    same(decoder(written(hub, tmp_path / "hub", "deepseek-v4-entries")), tiny.decoder("deepseek-v4-entries"))
+    assert_same_weights(load_decoder(written(hub, tmp_path / "hub", "deepseek-v4-entries")), tiny.decoder("deepseek-v4-entries"))
 
 
 def test_a_table_that_lacks_is_named(tmp_path: Path) -> None:
     held = {name: values for name, values in stored("deepseek-v4").items() if "tid2eid" not in name}
     with pytest.raises(Unsupported, match=r"there is no tensor model\.layers\.0\.mlp\.gate\.tid2eid"):
-        decoder(written(held, tmp_path / "lacking", "deepseek-v4"))
+        load_decoder(written(held, tmp_path / "lacking", "deepseek-v4"))
     held["model.layers.0.mlp.gate.tid2eid"] = torch.full((131, 2), 6)
     with pytest.raises(Unsupported, match=r"tid2eid is \[131, 2\], \[131, 2\] numbers of 6 experts"):
-        decoder(written(held, tmp_path / "beyond", "deepseek-v4"))
+        load_decoder(written(held, tmp_path / "beyond", "deepseek-v4"))
 
 
 def few_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -214,9 +214,9 @@ def test_bits_of_the_hubs_checkpoints(tmp_path: Path) -> None:
             plain[name] = few[name].float() / 4
     assert sum(values.dtype == torch.int8 for values in few.values()) > 8
     config = {"quantization_config": QUANTIZED | {"weight_block_size": [16, 16]}, "expert_dtype": "fp4"}
-    same(
-        decoder(written(few, tmp_path / "few", "deepseek-v4-entries", **config)),
-        decoder(written(plain, tmp_path / "plain", "deepseek-v4-entries")),
+    assert_same_weights(
+        load_decoder(written(few, tmp_path / "few", "deepseek-v4-entries", **config)),
+        load_decoder(written(plain, tmp_path / "plain", "deepseek-v4-entries")),
     )
 
 
@@ -226,11 +226,11 @@ def test_four_ranks_have_parts_of_groups(name: str) -> None:
     tokens = prompt(3, 60)
 
     def work(ranks: Ranks) -> torch.Tensor:
-        engine = tiny.engine_of(name, ranks)
+        engine = tiny.rank_engine(name, ranks)
         [sequence], _ = tokens_of(tokens, 1)
         with torch.inference_mode():
             engine.pool.extend(sequence.pages, len(tokens))
             logits = engine.decoder.logits(engine.forward([Span(sequence, 0, sequence.tokens, wanted=60)]))
         return torch.empty(0) if logits is None else logits.clone()
 
-    close(tiny.Threads(4).run(work)[0], tiny.expected_logits(name, tokens))
+    assert_logits_close(tiny.ThreadedRanks(4).run(work)[0], tiny.expected_logits(name, tokens))

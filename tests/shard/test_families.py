@@ -24,8 +24,8 @@ from penstock.shard.sequence import sequences
 from penstock.shard.step import Span
 from penstock.tests.shard import configurations, tiny
 from penstock.tests.shard.configurations import LONGROPE, SMALL, YARN
-from penstock.tests.shard.test_against_transformers import close, prompt
-from penstock.tests.shard.test_weights import same
+from penstock.tests.shard.test_against_transformers import assert_logits_close, prompt
+from penstock.tests.shard.test_weights import assert_same_weights
 
 
 def config(architecture: str, **more: Any) -> dict[str, Any]:
@@ -256,10 +256,14 @@ def test_experts_are_transformers_by_default() -> None:
     first, second = transformers.MixtralConfig(), shape(config("MixtralForCausalLM")).mixtures[0]
     assert second is not None
     assert (second.experts, second.chosen) == (first.num_local_experts, first.num_experts_per_tok)
-    granite, [same, _] = transformers.GraniteMoeConfig(), shape(config("GraniteMoeForCausalLM")).mixtures
-    assert same is not None
-    assert (same.experts, same.chosen, same.shared) == (granite.num_local_experts, granite.num_experts_per_tok, 0)
-    assert shape(config("GraniteMoeSharedForCausalLM")).mixtures == (same,) * 2
+    granite, [assert_same_weights, _] = transformers.GraniteMoeConfig(), shape(config("GraniteMoeForCausalLM")).mixtures
+    assert assert_same_weights is not None
+    assert (assert_same_weights.experts, assert_same_weights.chosen, assert_same_weights.shared) == (
+        granite.num_local_experts,
+        granite.num_experts_per_tok,
+        0,
+    )
+    assert shape(config("GraniteMoeSharedForCausalLM")).mixtures == (assert_same_weights,) * 2
     assert shape(config("MixtralForCausalLM")).windows == (first.sliding_window or 0,) * 2
 
 
@@ -575,7 +579,7 @@ def test_the_text_of_a_model_with_images_and_a_head_of_its_own(name: str, tmp_pa
     tensors = {f"language_model.{name}": values.contiguous() for name, values in own.state_dict().items()}
     safetensors.torch.save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     found = load(ShardConfig(folder=str(tmp_path), model="m"), lambda stage: None).decoder
-    same(found, tiny.decoder(name))
+    assert_same_weights(found, tiny.decoder(name))
     assert replace(found.shape, architecture="") == replace(tiny.decoder(name).shape, architecture="")
 
 
@@ -616,15 +620,15 @@ def test_longropes_factors_go_by_the_longest_context(longest: int, tokens: int) 
     engine.pool.extend(sequence.pages, tokens)
     found = engine.decoder.logits(engine.forward([Span(sequence, 0, asked, wanted=tokens)]))
     assert found is not None
-    close(found, tiny.expected_logits("longrope", asked))
+    assert_logits_close(found, tiny.expected_logits("longrope", asked))
     assert engine.decoder.shape.max_positions == (longest or 64)
 
 
 @pytest.mark.parametrize("names", [("qkv_bias", "bias"), ("attention_bias", "mlp_bias")])
 def test_either_names_of_internlms_biases(names: tuple[str, str]) -> None:
     found = shape(config("InternLM3ForCausalLM", head_dim=8, **dict.fromkeys(names, True)))
-    same = config("LlamaForCausalLM", attention_bias=True, mlp_bias=True, rms_norm_eps=1e-5)
-    assert replace(found, architecture="LlamaForCausalLM") == shape(same)
+    assert_same_weights = config("LlamaForCausalLM", attention_bias=True, mlp_bias=True, rms_norm_eps=1e-5)
+    assert replace(found, architecture="LlamaForCausalLM") == shape(assert_same_weights)
 
 
 @pytest.mark.parametrize("name", ["num_experts", "num_local_experts"])

@@ -1,4 +1,5 @@
-"""What Gemma's config.json files say and leave out is what transformers takes them for; answers are in test_against_transformers.py."""
+"""What Gemma's config.json files say and leave out is what transformers takes them for; answers are in
+test_against_transformers.py."""
 
 import json
 from pathlib import Path
@@ -15,7 +16,7 @@ from penstock.shard.models.shape import Unsupported
 from penstock.shard.step import Span
 from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import Habits
-from penstock.tests.shard.test_against_transformers import Bench, check_greedy, close, prompt
+from penstock.tests.shard.test_against_transformers import SpanRunner, assert_logits_close, check_greedy, prompt
 
 GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
 # As on the hub: most of what is left out is transformers' default.
@@ -100,12 +101,12 @@ def test_the_text_of_a_model_with_images(tmp_path: Path) -> None:
     both.model.language_model.load_state_dict(own.model.state_dict())
     both.save_pretrained(tmp_path)
     assert "text_config" in json.loads((tmp_path / "config.json").read_text())
-    bench = Bench("gemma3", 16)
+    bench = SpanRunner("gemma3", 16)
     bench.engine.decoder = load(ShardConfig(folder=str(tmp_path), model="m"), lambda stage: None).decoder
     bench.engine.resize(64)
     tokens = prompt(3, 40)
     sequence = bench.start(())
-    close(bench.run([Span(sequence, 0, tokens, wanted=40)]), tiny.expected_logits("gemma3", tokens))
+    assert_logits_close(bench.run([Span(sequence, 0, tokens, wanted=40)]), tiny.expected_logits("gemma3", tokens))
 
 
 def test_rows_that_could_share_do_not_with_a_cap() -> None:

@@ -27,7 +27,7 @@ from penstock.shard.parallel import Ranks
 from penstock.shard.step import Span
 from penstock.shard.weights import Weights
 from penstock.tests.shard import tiny
-from penstock.tests.shard.test_against_transformers import Bench, check_pauses, close, prompt
+from penstock.tests.shard.test_against_transformers import SpanRunner, assert_logits_close, check_preemption, prompt
 from penstock.tests.shard.test_weights import WEIGHTS
 
 NAMED = {"architectures": ["Gemma3nForCausalLM"], "model_type": "gemma3n_text"}
@@ -135,7 +135,7 @@ def test_layers_without_keys_see_those_of_others() -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("chunk", [7, 13])
 def test_it_is_paused_and_goes_on_with_pages_that_others_had(name: str, chunk: int) -> None:
-    check_pauses(name, chunk)
+    check_preemption(name, chunk)
 
 
 def whole(name: str, folder: Path) -> Path:
@@ -159,11 +159,11 @@ def whole(name: str, folder: Path) -> Path:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_text_of_a_whole_checkpoint(name: str, tmp_path: Path) -> None:
-    bench = Bench(name, 16)
+    bench = SpanRunner(name, 16)
     bench.engine.decoder = load(ShardConfig(folder=str(whole(name, tmp_path / "m")), model="m"), lambda stage: None).decoder
     bench.engine.resize(64)
     tokens = prompt(3, 40)
-    close(bench.run([Span(bench.start(()), 0, tokens, wanted=40)]), tiny.expected_logits(name, tokens))
+    assert_logits_close(bench.run([Span(bench.start(()), 0, tokens, wanted=40)]), tiny.expected_logits(name, tokens))
 
 
 class Noted(Stream):
@@ -187,7 +187,7 @@ def test_gates_are_closed_by_those_of_all_ranks(ranks: int) -> None:
         part = slice(own.rank * 88 // ranks, (own.rank + 1) * 88 // ranks)
         return mlp.inner(Noted(torch.cat((gates[:, part], ups[:, part]), 1), own, 1e-6), None)
 
-    found = torch.cat(tiny.Threads(ranks).run(work), 1)
+    found = torch.cat(tiny.ThreadedRanks(ranks).run(work), 1)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert 0 < (found != 0).sum() < 0.3 * found.numel()
 

@@ -1,4 +1,5 @@
-"""What Gemma 4's config.json files say and leave out is what transformers takes them for; answers are in test_against_transformers.py."""
+"""What Gemma 4's config.json files say and leave out is what transformers takes them for; answers are in
+test_against_transformers.py."""
 
 import copy
 from pathlib import Path
@@ -16,7 +17,7 @@ from penstock.shard.models.traits import Keys
 from penstock.shard.step import Span
 from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import Habits, drive
-from penstock.tests.shard.test_against_transformers import Bench, check_pauses, close, prompt
+from penstock.tests.shard.test_against_transformers import SpanRunner, assert_logits_close, check_preemption, prompt
 
 # In sizes those of the hub's; what is left out is transformers' default.
 TEXT = {
@@ -142,7 +143,7 @@ def test_layers_without_keys_see_those_of_others() -> None:
 @pytest.mark.parametrize("name", ["gemma4", "gemma4-e", "gemma4-experts", "gemma4-values"])
 @pytest.mark.parametrize("computed", [0, 6])
 def test_it_is_paused_and_goes_on_with_pages_that_others_had(name: str, computed: int) -> None:
-    check_pauses(name, 7 + computed)
+    check_preemption(name, 7 + computed)
 
 
 @pytest.mark.parametrize(
@@ -203,8 +204,8 @@ def test_the_text_of_a_model_with_images(name: str, described: Any, made: Any, t
     both.model.language_model.load_state_dict(own.model.state_dict())
     both.lm_head.load_state_dict(own.lm_head.state_dict())
     both.save_pretrained(tmp_path)
-    bench = Bench(name, 16)
+    bench = SpanRunner(name, 16)
     bench.engine.decoder = load(ShardConfig(folder=str(tmp_path), model="m"), lambda stage: None).decoder
     bench.engine.resize(64)
     tokens = prompt(3, 40)
-    close(bench.run([Span(bench.start(()), 0, tokens, wanted=40)]), tiny.expected_logits(name, tokens))
+    assert_logits_close(bench.run([Span(bench.start(()), 0, tokens, wanted=40)]), tiny.expected_logits(name, tokens))

@@ -1,4 +1,5 @@
-"""GLM 5 Next: what config.json says of it, and what its parts ask of pages and guesses. What it computes: test_against_transformers.py."""
+"""GLM 5 Next: what config.json says of it, and what its parts ask of pages and guesses. What it computes:
+test_against_transformers.py."""
 
 import shutil
 from pathlib import Path
@@ -17,7 +18,7 @@ from penstock.shard.models.recurrent_shapes import KimiDeltaShape
 from penstock.shard.models.shape import Shape, Unsupported
 from penstock.shard.models.traits import HyperConnections, Index, Latent
 from penstock.tests.shard import tiny
-from penstock.tests.shard.test_weights import WEIGHTS, decoder, same
+from penstock.tests.shard.test_weights import WEIGHTS, assert_same_weights, load_decoder
 
 NEEDED = {
     "vocab_size": 154_880,
@@ -151,7 +152,7 @@ def test_tensors_by_transformers_names(tmp_path: Path) -> None:
     stored = {name.replace("hc_attn_", "attn_hc.").replace("hc_ffn_", "ffn_hc."): values for name, values in stored.items()}
     folder = Path(shutil.copytree(tiny.folder("glm-5-next"), tmp_path / "other"))
     safetensors.torch.save_file(stored, folder / WEIGHTS)
-    same(decoder(folder), tiny.decoder("glm-5-next"))
+    assert_same_weights(load_decoder(folder), tiny.decoder("glm-5-next"))
 
 
 def test_the_estimate_reads_a_key_of_each_pool() -> None:

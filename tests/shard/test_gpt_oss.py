@@ -19,8 +19,8 @@ from penstock.shard.models.families import shape
 from penstock.shard.models.mlp import MixtureOfExperts
 from penstock.shard.models.shape import Unsupported
 from penstock.tests.shard import tiny
-from penstock.tests.shard.test_quantized import made
-from penstock.tests.shard.test_weights import WEIGHTS, Alone, change, decoder, refuses, same
+from penstock.tests.shard.test_quantized import build_decoder
+from penstock.tests.shard.test_weights import WEIGHTS, LoadingRank, assert_refused, assert_same_weights, change_config, load_decoder
 
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]}
 SMALLER: dict[str, Any] = {  # as the hub has it
@@ -115,18 +115,18 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         numbers[name] = values.transpose(1, 2).contiguous()
     safetensors.torch.save_file(packed, few / WEIGHTS, {"format": "pt"})
     safetensors.torch.save_file(numbers, plain / WEIGHTS, {"format": "pt"})
-    change(few, quantization_config=MXFP4)
+    change_config(few, quantization_config=MXFP4)
     return few, plain
 
 
 def test_experts_of_4_bits_are_their_numbers(pair: tuple[Path, Path]) -> None:
     few, plain = pair
-    same(decoder(few), decoder(plain))
+    assert_same_weights(load_decoder(few), load_decoder(plain))
 
 
 def test_ranks_have_whole_blocks(pair: tuple[Path, Path]) -> None:
     """Of three the first of two ranks has two. Together they make what one makes alone; and the plan knows what they hold."""
-    whole, ranks = made(pair[1]), [made(pair[0], Alone(rank)) for rank in range(2)]
+    whole, ranks = build_decoder(pair[1]), [build_decoder(pair[0], LoadingRank(rank)) for rank in range(2)]
     x = torch.randn(7, whole.shape.hidden)
     routed = route(torch.randn(7, 5), 2, True)
     for index in range(len(whole.layers)):
@@ -148,7 +148,7 @@ def experts_of(model: Decoder, layer: int) -> Experts:
 def test_quantize_rounds_experts_that_are_stored_as_they_are(kind: str) -> None:
     """A checkpoint of gpt-oss in bfloat16, as there are; the plan counts them so."""
     folder = tiny.folder("gpt-oss-blocks")
-    found, plain = made(folder, quantized=kind), made(folder)
+    found, plain = build_decoder(folder, quantized=kind), build_decoder(folder)
     for one, other in zip(experts_of(found, 0).weights, experts_of(plain, 0).weights, strict=True):
         assert isinstance(one, Weight)
         assert isinstance(other, Weight)
@@ -165,7 +165,7 @@ def test_blocks_of_another_model(pair: tuple[Path, Path], tmp_path: Path) -> Non
     held = safetensors.torch.load_file(copy / WEIGHTS)
     name = "model.layers.1.mlp.experts.down_proj_blocks"
     safetensors.torch.save_file(held | {name: held[name][:, :, :2].contiguous()}, copy / WEIGHTS, {"format": "pt"})
-    refuses(copy, "layers.1.mlp.experts.down_proj has blocks [5, 64, 2, 16]", "they belong to different models")
+    assert_refused(copy, "layers.1.mlp.experts.down_proj has blocks [5, 64, 2, 16]", "they belong to different models")
 
 
 def test_the_config_of_a_folder_is_read(pair: tuple[Path, Path]) -> None:

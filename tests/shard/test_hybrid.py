@@ -33,11 +33,11 @@ from penstock.shard.service import Service
 from penstock.shard.weights import DummyWeights
 from penstock.tests.shard import configurations, fake_cuda, lora, packing, test_speculation, tiny
 from penstock.tests.shard.driver import UNLIMITED, Habits, World, drive
-from penstock.tests.shard.test_against_transformers import at_rest, prompt
-from penstock.tests.shard.test_quantized import WHOLE, logits, made
+from penstock.tests.shard.test_against_transformers import all_pages_free, prompt
+from penstock.tests.shard.test_quantized import SINGLE_RANK, build_decoder, logits
 from penstock.tests.shard.test_sharing import room
 from penstock.tests.shard.test_speculation import asked
-from penstock.tests.shard.test_weights import WEIGHTS, Alone, decoder, same
+from penstock.tests.shard.test_weights import WEIGHTS, LoadingRank, assert_same_weights, load_decoder
 
 ARCHITECTURES = {
     "Qwen3NextForCausalLM": transformers.Qwen3NextConfig,
@@ -132,7 +132,7 @@ def test_kimis_mlps_have_a_name_of_their_own(tmp_path: Path) -> None:
         stored[name.replace("block_sparse_moe", "mlp")] = stored.pop(name)
     stored |= {name: values.flatten() for name, values in stored.items() if "A_log" in name}
     safetensors.torch.save_file(stored, folder / WEIGHTS, {"format": "pt"})
-    same(decoder(folder), tiny.decoder("kimi-linear"))
+    assert_same_weights(load_decoder(folder), tiny.decoder("kimi-linear"))
 
 
 def granite(**more: Any) -> dict[str, Any]:
@@ -502,10 +502,10 @@ def test_olmo_hybrids_names(name: str, rank: int, tmp_path: Path) -> None:
         place = f"model.layers.{layer}."
         stored[f"{place}post_attention_layernorm.weight"] = stored.pop(f"{place}feedforward_layer_norm.weight")
     safetensors.torch.save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
-    same(made(folder, Alone(rank)), made(tiny.folder(name), Alone(rank)))
+    assert_same_weights(build_decoder(folder, LoadingRank(rank)), build_decoder(tiny.folder(name), LoadingRank(rank)))
     tiny.reference(name).save_pretrained(tmp_path / "own", save_original_format=False)
     assert f"model.layers.{min(linear.layers)}.linear_attn.conv1d.weight" in safetensors.torch.load_file(tmp_path / "own" / WEIGHTS)
-    same(made(tmp_path / "own", Alone(rank)), made(tiny.folder(name), Alone(rank)))
+    assert_same_weights(build_decoder(tmp_path / "own", LoadingRank(rank)), build_decoder(tiny.folder(name), LoadingRank(rank)))
 
 
 @pytest.mark.parametrize(
@@ -637,10 +637,10 @@ def test_rates_are_not_rounded(tmp_path: Path) -> None:
     """Nor offsets: small errors of the rate at which something fades add up. Other numbers are of the model's type."""
     folder = Path(shutil.copytree(tiny.folder("qwen3.5"), tmp_path / "model"))
     stored = safetensors.torch.load_file(folder / WEIGHTS)
-    exact = decoder(folder)
+    exact = load_decoder(folder)
     few = {key: value if key.endswith(("A_log", "dt_bias")) else value.bfloat16() for key, value in stored.items()}
     safetensors.torch.save_file(few, folder / WEIGHTS, metadata={"format": "pt"})
-    found, expected = memories(decoder(folder, dtype="bfloat16")), memories(exact)
+    found, expected = memories(load_decoder(folder, dtype="bfloat16")), memories(exact)
     assert isinstance(found, GatedDelta)
     assert found.rates.equal(expected.rates)
     assert found.rates.equal(-stored["model.layers.0.linear_attn.A_log"].exp())
@@ -653,7 +653,7 @@ def test_layers_that_predict_more_are_left_out(tmp_path: Path) -> None:
     stored = safetensors.torch.load_file(folder / WEIGHTS)
     more = {f"mtp.{key.removeprefix('model.')}": value + 1 for key, value in stored.items() if "layers.1." in key}
     safetensors.torch.save_file(stored | more | {"mtp.fc.weight": torch.ones(64, 128)}, folder / WEIGHTS, metadata={"format": "pt"})
-    same(decoder(folder), tiny.decoder("qwen3-next"))
+    assert_same_weights(load_decoder(folder), tiny.decoder("qwen3-next"))
 
 
 @pytest.mark.parametrize("name", ["qwen3-next", "qwen3.5"])
@@ -661,8 +661,8 @@ def test_strengths_and_fades_may_have_few_bits(name: str, tmp_path: Path, monkey
     ends = ("in_proj_ba.weight", "in_proj_b.weight", "in_proj_a.weight")
     monkeypatch.setattr(packing, "PROJECTIONS", (*packing.PROJECTIONS, *ends))
     few, plain = packing.checkpoints(name, "float8", tmp_path)
-    same(decoder(few), decoder(plain))
-    same(made(few, Alone(1)), made(plain, Alone(1)))
+    assert_same_weights(load_decoder(few), load_decoder(plain))
+    assert_same_weights(build_decoder(few, LoadingRank(1)), build_decoder(plain, LoadingRank(1)))
 
 
 @pytest.mark.parametrize("name", ["granite-4-h-wide", "qwen3.5-wide"])
@@ -672,9 +672,10 @@ def test_others_are_kept_in_few_bits(form: str, name: str, tmp_path: Path, monke
     monkeypatch.setattr(packing.FORMATS["packed-zeros"], "size", 32)
     tokens = prompt(2, 50)
     few, plain = packing.checkpoints(name, form, tmp_path) if form else (tiny.folder(name), tiny.folder(name))
-    for rank in (WHOLE, Alone(1)):
+    for rank in (SINGLE_RANK, LoadingRank(1)):
         found, expected = (
-            memories(made(folder, rank, torch.bfloat16, few)) for folder, few in ((few, "" if form else "int4"), (plain, ""))
+            memories(build_decoder(folder, rank, torch.bfloat16, few))
+            for folder, few in ((few, "" if form else "int4"), (plain, ""))
         )
         assert isinstance(found.inward, Quantized)
         assert isinstance(found.output, Quantized)
@@ -682,8 +683,8 @@ def test_others_are_kept_in_few_bits(form: str, name: str, tmp_path: Path, monke
         rows = torch.eye(64, dtype=torch.bfloat16)
         assert found.gating(rows).equal(expected.inward(rows)[:, -found.gating.shape[0] :])
     if form:
-        exact = logits(decoder(plain), tokens)
-        errors = [(logits(decoder(folder, dtype="bfloat16"), tokens) - exact).norm() for folder in (few, plain)]
+        exact = logits(load_decoder(plain), tokens)
+        errors = [(logits(load_decoder(folder, dtype="bfloat16"), tokens) - exact).norm() for folder in (few, plain)]
         assert errors[0] < 1.5 * errors[1]
 
 
@@ -692,9 +693,9 @@ def test_random_weights_need_a_config_alone(tmp_path: Path) -> None:
         said = json.loads((tiny.folder(name) / "config.json").read_text())
         model = shape(said)
         source = DummyWeights(torch.float32, tiny.CPU, lambda read: None)
-        halves = [Decoder(model, source, Alone(rank), tiny.CPU) for rank in range(2)]
+        halves = [Decoder(model, source, LoadingRank(rank), tiny.CPU) for rank in range(2)]
         found = torch.cat([remembered(half) for half in halves])
-        assert found.equal(remembered(Decoder(model, source, WHOLE, tiny.CPU)))
+        assert found.equal(remembered(Decoder(model, source, SINGLE_RANK, tiny.CPU)))
 
 
 def test_adapters_that_change_convolutions(tmp_path: Path) -> None:
@@ -703,7 +704,7 @@ def test_adapters_that_change_convolutions(tmp_path: Path) -> None:
     more = {f"base_model.model.model.layers.0.linear_attn.conv1d.lora_{factor}.weight": torch.ones(4, 4) for factor in "AB"}
     safetensors.torch.save_file(stored | more, place / lora.WEIGHTS)
     with pytest.raises(Unsupported, match=r"adapter a changes layers.0.linear_attn.conv1d, which is not supported.*merge it"):
-        decoder(tiny.folder("qwen3.5"), adapters=(("a", str(place)),))
+        load_decoder(tiny.folder("qwen3.5"), adapters=(("a", str(place)),))
 
 
 # Memory
@@ -723,7 +724,7 @@ def test_what_sequences_remember_is_no_part_of_a_step() -> None:
     """64 times 4 MiB are: they don't grow with its tokens."""
     said = config("Qwen3_5ForCausalLM", hidden_size=64, num_hidden_layers=2, full_attention_interval=2, linear_num_value_heads=64)
     model = shape(said | {"linear_num_key_heads": 1, "num_attention_heads": 2, "num_key_value_heads": 1})
-    engine = Engine(Decoder(model, DummyWeights(torch.float32, tiny.CPU, lambda read: None), WHOLE, tiny.CPU), tiny.CPU, 16)
+    engine = Engine(Decoder(model, DummyWeights(torch.float32, tiny.CPU, lambda read: None), SINGLE_RANK, tiny.CPU), tiny.CPU, 16)
     *_, sample = memory.size_pool(engine, 4, 0.9, 64, 64, 64, 64)
     assert sample.tokens == 64
     assert sample.bytes < 128 << 20
@@ -784,7 +785,7 @@ def test_guesses_are_remembered_once_they_are_right(
     assert world.drafted > 0
     assert world.accepted > 100 or proposer == "lookup" or drafts == 1
     assert world.pauses
-    assert at_rest(own)
+    assert all_pages_free(own)
 
 
 def test_a_perfect_guesser_takes_few_steps() -> None:

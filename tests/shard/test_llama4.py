@@ -33,12 +33,12 @@ from penstock.shard.sequence import Group, Sampling, sequences
 from penstock.shard.step import Span
 from penstock.shard.weights import Weights
 from penstock.tests.shard import configurations, tiny
-from penstock.tests.shard.configurations import CHUNK
+from penstock.tests.shard.configurations import ATTENTION_CHUNK
 from penstock.tests.shard.driver import Habits, World, drive
-from penstock.tests.shard.test_against_transformers import Bench, at_rest, check_greedy, close, prompt
+from penstock.tests.shard.test_against_transformers import SpanRunner, all_pages_free, assert_logits_close, check_greedy, prompt
 from penstock.tests.shard.test_drafter import free
-from penstock.tests.shard.test_quantized import made
-from penstock.tests.shard.test_weights import Alone, change, same
+from penstock.tests.shard.test_quantized import build_decoder
+from penstock.tests.shard.test_weights import LoadingRank, assert_same_weights, change_config
 
 # As on the hub, but for what doesn't matter here.
 SCOUT = {
@@ -174,7 +174,7 @@ def test_pages_end_where_chunks_do() -> None:
     config = ShardConfig(folder=str(tiny.folder("llama4")), model="m", page_size=32)
     with pytest.raises(Unsupported, match="use --page-size 16"):
         load(config, lambda stage: None)
-    assert load(ShardConfig(**vars_of(config) | {"longest": CHUNK}), lambda stage: None).decoder.shape.chunk == 0
+    assert load(ShardConfig(**vars_of(config) | {"longest": ATTENTION_CHUNK}), lambda stage: None).decoder.shape.chunk == 0
 
 
 def vars_of(config: ShardConfig) -> dict[str, Any]:
@@ -224,7 +224,7 @@ def test_random_models_give_transformers_logits(seed: int, tmp_path: Path) -> No
         for name, value in theirs.named_parameters():
             value.normal_(1 if "norm" in name else 0, 0.2)
     theirs.save_pretrained(tmp_path)
-    tokens, cuts = prompt(seed, 5 * CHUNK + 7), [0]
+    tokens, cuts = prompt(seed, 5 * ATTENTION_CHUNK + 7), [0]
     while cuts[-1] < len(tokens):
         cuts.append(min(len(tokens), cuts[-1] + chance.choice([1, 2, 15, 16, 17, 40])))
     with torch.inference_mode():
@@ -242,20 +242,20 @@ def test_random_models_give_transformers_logits(seed: int, tmp_path: Path) -> No
         spans = [Span(sequence, start, tokens[start:stop], wanted=stop - start) for start, stop in parts]
         return [decoder.logits(engine.forward([span])) for span in spans]
 
-    close(torch.cat(work(Ranks(0, 1, tiny.CPU))), expected)
-    close(torch.cat(tiny.Threads().run(work)[0]), expected)
+    assert_logits_close(torch.cat(work(Ranks(0, 1, tiny.CPU))), expected)
+    assert_logits_close(torch.cat(tiny.ThreadedRanks().run(work)[0]), expected)
 
 
 def test_of_a_long_span_as_much_is_wanted_as_is_asked_for() -> None:
     """However it is cut."""
     tokens = prompt(3, 70)
     expected = tiny.expected_logits("llama4", tokens)
-    bench = Bench("llama4", 16)
+    bench = SpanRunner("llama4", 16)
     for wanted in (0, 1, 6, 7, 23, 70):
         spans = [Span(bench.start(()), 0, tokens, wanted=wanted), Span(bench.start(()), 0, tokens[:20], wanted=1)]
         found = bench.run(spans)
-        close(found[:wanted], expected[70 - wanted :])
-        close(found[wanted:], expected[19:20])
+        assert_logits_close(found[:wanted], expected[70 - wanted :])
+        assert_logits_close(found[wanted:], expected[19:20])
 
 
 def test_chosen_experts_may_have_scores_that_do_not_differ() -> None:
@@ -284,13 +284,13 @@ def test_experts_of_8_bits_are_the_same_model(name: str, tmp_path: Path) -> None
         kept[f"{key}_scale"] = scales.transpose(1, 2).contiguous() if "gate_up" in key else scales
     for folder, tensors in ((few, kept), (plain, stored)):
         safetensors.torch.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    change(few, quantization_config={"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["self_attn"]})
-    for rank in (Ranks(0, 1, tiny.CPU), Alone(1)):
-        same(made(few, rank), made(plain, rank))
+    change_config(few, quantization_config={"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["self_attn"]})
+    for rank in (Ranks(0, 1, tiny.CPU), LoadingRank(1)):
+        assert_same_weights(build_decoder(few, rank), build_decoder(plain, rank))
     del kept[next(key for key in kept if key.endswith("down_proj_scale"))]
     safetensors.torch.save_file(kept, few / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(Unsupported, match=r"has no tensor .*down_proj_scale"):
-        made(few)
+        build_decoder(few)
 
 
 # Tokens
@@ -309,12 +309,12 @@ def test_it_is_paused_and_goes_on_with_pages_that_others_had(name: str, page_siz
 
 def requests(drafts: int) -> list[Group]:
     """That cross borders at all places."""
-    made = []
+    build_decoder = []
     for uid in range(20):
         sampling = Sampling(temperature=0.9, seed=uid) if uid % 3 == 1 else Sampling()
         repeated = prompt(uid % 4, 5) * (1 + uid % 5)
-        made.append(tiny.group(uid, repeated, 20 + uid, sampling, choices=1 + (uid % 7 == 2), drafts=drafts))
-    return made
+        build_decoder.append(tiny.group(uid, repeated, 20 + uid, sampling, choices=1 + (uid % 7 == 2), drafts=drafts))
+    return build_decoder
 
 
 @pytest.fixture(scope="module")
@@ -346,7 +346,7 @@ def test_guesses_change_no_token(said: str, page_size: int, draft: str, plain: W
     assert world.tokens == plain.tokens
     assert world.drafted > 100
     assert world.accepted > (300 if draft == "llama4" else 0)
-    assert at_rest(engine)
+    assert all_pages_free(engine)
 
 
 def guessing(name: str, draft: str, said: str, page_size: int) -> Engine:
@@ -374,16 +374,16 @@ def test_guesses_end_with_their_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
         for span in spans:
             if span.parents is not None:
                 depth = max(step.attention.depths(span.parents))
-                assert span.start // CHUNK == (span.start + depth) // CHUNK
-                ends.append((span.start + depth) % CHUNK)
+                assert span.start // ATTENTION_CHUNK == (span.start + depth) // ATTENTION_CHUNK
+                ends.append((span.start + depth) % ATTENTION_CHUNK)
         return planned(spans, layout, *rest)
 
     engine = guessing("llama4", "llama", "tree=2x2x1x1", 4)
     monkeypatch.setattr("penstock.shard.forward.step.plan", plan)
     engine.guesses.drafter = None  # whose own trees are no matter here
     drive(free(engine), requests(engine.guesses.most), Habits(7), seed=1)
-    assert CHUNK - 1 in ends
-    assert max(ends) < CHUNK
+    assert ATTENTION_CHUNK - 1 in ends
+    assert max(ends) < ATTENTION_CHUNK
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -408,7 +408,7 @@ def test_beams_are_those_of_transformers(page_size: int, ahead: bool) -> None:
             pad_token_id=0,
         )
         assert [world.tokens[uid, choice] for choice in range(2)] == found[:, len(tokens) :].tolist()
-    assert at_rest(engine)
+    assert all_pages_free(engine)
 
 
 def test_the_text_of_a_model_with_images(tmp_path: Path) -> None:
@@ -421,8 +421,8 @@ def test_the_text_of_a_model_with_images(tmp_path: Path) -> None:
     )
     both.language_model.load_state_dict(own.state_dict())
     both.save_pretrained(tmp_path)
-    bench = Bench("llama4", 16)
+    bench = SpanRunner("llama4", 16)
     bench.engine.decoder = load(ShardConfig(folder=str(tmp_path), model="m"), lambda stage: None).decoder
     bench.engine.resize(64)
     tokens = prompt(3, 40)
-    close(bench.run([Span(bench.start(()), 0, tokens, wanted=40)]), tiny.expected_logits("llama4", tokens))
+    assert_logits_close(bench.run([Span(bench.start(()), 0, tokens, wanted=40)]), tiny.expected_logits("llama4", tokens))

@@ -21,9 +21,9 @@ from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import sequences
 from penstock.shard.step import Span
 from penstock.tests.shard import tiny
-from penstock.tests.shard.test_against_transformers import Bench, check_pauses, close, prompt
-from penstock.tests.shard.test_quantized import made
-from penstock.tests.shard.test_weights import WEIGHTS, Alone, same
+from penstock.tests.shard.test_against_transformers import SpanRunner, assert_logits_close, check_preemption, prompt
+from penstock.tests.shard.test_quantized import build_decoder
+from penstock.tests.shard.test_weights import WEIGHTS, LoadingRank, assert_same_weights
 
 NAMED = {"architectures": ["LongcatFlashForCausalLM"], "model_type": "longcat_flash"}
 FLASH = NAMED | {
@@ -154,22 +154,22 @@ def test_its_names(name: str, rank: int, tmp_path: Path) -> None:
         del stored[key]
     stored |= {"model.mtp.layers.0.self_attn.q_a_proj.weight": torch.ones(3)}
     safetensors.torch.save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
-    same(made(folder, Alone(rank)), made(tiny.folder(name), Alone(rank)))
+    assert_same_weights(build_decoder(folder, LoadingRank(rank)), build_decoder(tiny.folder(name), LoadingRank(rank)))
     tiny.reference(name).save_pretrained(tmp_path / "own", save_original_format=False)
     together = safetensors.torch.load_file(tmp_path / "own" / WEIGHTS)["model.layers.0.mlp.experts.gate_up_proj"]
     assert len(together) == mixture.routed
-    same(made(tmp_path / "own", Alone(rank)), made(tiny.folder(name), Alone(rank)))
+    assert_same_weights(build_decoder(tmp_path / "own", LoadingRank(rank)), build_decoder(tiny.folder(name), LoadingRank(rank)))
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("chunk", [7, 13])
 def test_it_is_paused_and_goes_on_with_pages_that_others_had(name: str, chunk: int) -> None:
-    check_pauses(name, chunk)
+    check_preemption(name, chunk)
 
 
 def test_experts_may_all_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """For all tokens at once, and for none; what they give back is what is left of the answer."""
-    bench, tokens = Bench("longcat", 16), prompt(3, 30)
+    bench, tokens = SpanRunner("longcat", 16), prompt(3, 30)
     theirs = tiny.reference("longcat")
     monkeypatch.setattr(MixtureOfExperts, "route", lambda self, x: alike(len(x), chosen))
     for layer in theirs.model.layers:
@@ -179,7 +179,7 @@ def test_experts_may_all_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         chosen = case
         with torch.inference_mode():
             expected = theirs(torch.tensor([tokens])).logits[0]
-        close(bench.run([Span(bench.start(()), 0, tokens, wanted=30)]), expected)
+        assert_logits_close(bench.run([Span(bench.start(()), 0, tokens, wanted=30)]), expected)
 
 
 def alike(count: int, chosen: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -193,7 +193,7 @@ def test_ranks_add_up_twice_in_a_layer() -> None:
 
     @torch.inference_mode()
     def work(ranks: Ranks) -> None:
-        engine = tiny.engine_of("longcat", ranks)
+        engine = tiny.rank_engine("longcat", ranks)
         added, add = [0], ranks.add
 
         def counted(x: torch.Tensor) -> torch.Tensor:
@@ -206,7 +206,7 @@ def test_ranks_add_up_twice_in_a_layer() -> None:
         engine.forward([Span(sequence, 0, sequence.tokens)])
         counts.append((added[0], engine.decoder.shape.sums + 1))
 
-    tiny.Threads(2).run(work)
+    tiny.ThreadedRanks(2).run(work)
     assert counts == [(9, 9)] * 2
 
 

@@ -28,7 +28,7 @@ from penstock.tests.shard.driver import Habits
 from penstock.tests.shard.test_adapters import check, engine_of, mixed
 from penstock.tests.shard.test_against_transformers import prompt
 from penstock.tests.shard.test_quantized import logits
-from penstock.tests.shard.test_weights import WEIGHTS, decoder, same
+from penstock.tests.shard.test_weights import WEIGHTS, assert_same_weights, load_decoder
 
 SPARSE = {
     "sparse_num_index_heads": 4,
@@ -120,9 +120,9 @@ def own_checkpoint(tmp_path: Path) -> Path:
 
 
 def test_its_own_checkpoint(tmp_path: Path) -> None:
-    model, tokens = decoder(own_checkpoint(tmp_path)), prompt(3, 90)
+    model, tokens = load_decoder(own_checkpoint(tmp_path)), prompt(3, 90)
     torch.testing.assert_close(logits(model, tokens), tiny.expected_logits("minimax-m3", tokens), rtol=1e-4, atol=1e-4)
-    same(model, tiny.decoder("minimax-m3"))
+    assert_same_weights(model, tiny.decoder("minimax-m3"))
 
 
 def test_adapters_of_its_own_checkpoint_may_be_of_transformers_modules(tmp_path: Path) -> None:

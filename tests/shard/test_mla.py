@@ -1,4 +1,5 @@
-"""Models whose keys and values are made of latents: what config.json says of them. What they compute: test_against_transformers.py."""
+"""Models whose keys and values are made of latents: what config.json says of them. What they compute:
+test_against_transformers.py."""
 
 import shutil
 from dataclasses import replace
@@ -20,7 +21,7 @@ from penstock.shard.models.families import shape
 from penstock.shard.models.shape import Shape, Unsupported
 from penstock.shard.models.traits import HyperConnections, Index, Latent, Mixture
 from penstock.tests.shard import tiny
-from penstock.tests.shard.test_weights import WEIGHTS, decoder, same
+from penstock.tests.shard.test_weights import WEIGHTS, assert_same_weights, load_decoder
 
 NEEDED = {
     "vocab_size": 129_280,
@@ -361,7 +362,7 @@ def test_hy_4s_names(beginnings: dict[str, str], tmp_path: Path) -> None:
         stored = {name.replace(ours, theirs): values for name, values in stored.items()}
     folder = Path(shutil.copytree(tiny.folder("hy-4"), tmp_path / "other"))
     safetensors.torch.save_file(stored, folder / WEIGHTS)
-    same(decoder(folder), tiny.decoder("hy-4"))
+    assert_same_weights(load_decoder(folder), tiny.decoder("hy-4"))
 
 
 def test_deepseek_ocr_2_is_transformers() -> None:

@@ -18,7 +18,14 @@ from penstock.shard.parallel import Ranks
 from penstock.shard.step import Span
 from penstock.tests.shard import test_against_transformers, test_mla, tiny
 from penstock.tests.shard.driver import Habits, drive
-from penstock.tests.shard.test_against_transformers import COUNT, Bench, close, prompt, prompts, requests
+from penstock.tests.shard.test_against_transformers import (
+    ANSWER_LENGTH,
+    SpanRunner,
+    assert_logits_close,
+    greedy_requests,
+    prompt,
+    prompts,
+)
 
 FAMILIES = [
     *("ax-k1", "deepseek-v2", "deepseek-v2-sets", "deepseek-v3", "deepseek-v3-biases", "glm4-moe-lite", "kimi-linear", "longcat"),
@@ -47,18 +54,18 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("cut", [0, 65])
 def test_logits_of_a_long_prompt_equal_transformers(name: str, cut: int, counted: list[int]) -> None:
     """In one piece, or behind what is computed; 64 queries at once, and less."""
-    bench = Bench(name, 16)
+    bench = SpanRunner(name, 16)
     tokens = prompt(cut, 140)
     sequence = bench.start(tokens[:cut])
     found = bench.run([Span(sequence, cut, tokens[cut:], wanted=140 - cut)])
-    close(found, tiny.expected_logits(name, tokens)[cut:])
+    assert_logits_close(found, tiny.expected_logits(name, tokens)[cut:])
     assert set(counted) == {140 - cut, *([cut] if cut else [])}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_of_chunks_equal_transformers(name: str, counted: list[int]) -> None:
     """Beside chunks that are too short, and decodes."""
-    test_against_transformers.test_logits_of_chunks_equal_transformers(name)
+    test_against_transformers.test_logits_of_randomly_chunked_prompts_equal_transformers(name)
     assert len(set(counted)) > 5
 
 
@@ -70,13 +77,13 @@ def test_trees_beside_long_chunks(page_size: int, counted: list[int]) -> None:
 
 @pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v3", "glm4-moe-lite"])
 def test_pauses_and_prefixes(name: str, counted: list[int]) -> None:
-    test_against_transformers.check_pauses(name, 20)
+    test_against_transformers.check_preemption(name, 20)
     assert len(counted) > 10
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_two_ranks(name: str, counted: list[int]) -> None:
-    test_against_transformers.test_every_family_on_two_ranks(name)
+    test_against_transformers.test_greedy_tokens_of_every_family_on_two_ranks_equal_transformers(name)
     assert counted
 
 
@@ -144,22 +151,22 @@ def test_the_check_finds_what_sees_no_context(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(expanded, "_causal", blind)
     with pytest.raises(AssertionError):
-        test_against_transformers.test_logits_of_chunks_equal_transformers("deepseek-v3")
+        test_against_transformers.test_logits_of_randomly_chunked_prompts_equal_transformers("deepseek-v3")
 
 
 def test_decodes_go_on_from_what_was_expanded(counted: list[int]) -> None:
     """Steps of chunks and decodes: tokens are transformers'."""
     asked = prompts(10)
-    world = drive(tiny.engine("deepseek-v2", 4), requests(asked), Habits(chunk=25), 3)
-    assert world.answers == tiny.following("deepseek-v2", asked, world.answers, COUNT)
+    world = drive(tiny.engine("deepseek-v2", 4), greedy_requests(asked), Habits(chunk=25), 3)
+    assert world.answers == tiny.expected_next_tokens("deepseek-v2", asked, world.answers, ANSWER_LENGTH)
     assert world.mixed > 0
     assert counted
 
 
 def test_ranks_have_their_own_heads(counted: list[int]) -> None:
     def work(ranks: Ranks) -> int:
-        found = expansion_of(tiny.engine_of("deepseek-v3", ranks).decoder)
+        found = expansion_of(tiny.rank_engine("deepseek-v3", ranks).decoder)
         assert found is not None
         return found.heads
 
-    assert tiny.Threads().run(work) == [4, 4]
+    assert tiny.ThreadedRanks().run(work) == [4, 4]

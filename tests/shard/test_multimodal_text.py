@@ -16,12 +16,12 @@ from penstock.shard.models.families import shape
 from penstock.shard.models.shape import Unsupported
 from penstock.shard.step import Span
 
-from .configurations import GLM_MOE, HYBRID, HYBRID_MOE, LATENT, SMALL
-from .test_against_transformers import Bench, close, prompt
+from .configurations import GLM_MOE, HYBRID, HYBRID_MOE, MLA, SMALL
+from .test_against_transformers import SpanRunner, assert_logits_close, prompt
 
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
 SECTIONS = {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [2, 1, 1]}
-MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
+MOE_FIELDS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
 GLM_SECTIONS = SECTIONS | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}
 QUARTER = SECTIONS | {"mrope_interleaved": True}
 TEXTS: dict[str, dict[str, Any]] = {
@@ -29,18 +29,18 @@ TEXTS: dict[str, dict[str, Any]] = {
     "Qwen2_5_VL": SMALL | {"rope_parameters": SECTIONS},
     "Qwen3VL": SMALL | {"rope_parameters": SECTIONS | {"mrope_interleaved": True}, "head_dim": 8, "num_hidden_layers": 3},
     "Qwen3VLMoe": SMALL
-    | MOE
+    | MOE_FIELDS
     | {"rope_parameters": SECTIONS | {"mrope_interleaved": True}, "num_hidden_layers": 3, "mlp_only_layers": [1]},
     "Qwen3_5": HYBRID | {"rope_parameters": QUARTER},
     "Qwen3_5Moe": HYBRID_MOE | {"rope_parameters": QUARTER | {"partial_rotary_factor": 0.5}},
     "Glm4v": SMALL | {"rope_parameters": GLM_SECTIONS},
     "GlmOcr": SMALL | {"rope_parameters": GLM_SECTIONS | {"mrope_section": [2, 1, 1]}, "head_dim": 16},
     "Glm4vMoe": {name: value for name, value in GLM_MOE.items() if name != "head_dim"} | {"rope_parameters": GLM_SECTIONS},
-    "Kimi_K25": LATENT | {"model_type": "deepseek_v3", "n_group": 1, "topk_group": 1},
+    "Kimi_K25": MLA | {"model_type": "deepseek_v3", "n_group": 1, "topk_group": 1},
 }
 
 
-def model(name: str, seeing: Mapping[str, Any] = {}, **more: Any) -> Any:
+def text_and_vision_model(name: str, seeing: Mapping[str, Any] = {}, **more: Any) -> Any:
     """A tiny one with random weights. seeing: of what encodes images, beside VISION."""
     vision = VISION | seeing
     if name == "Kimi_K25":
@@ -57,35 +57,35 @@ def model(name: str, seeing: Mapping[str, Any] = {}, **more: Any) -> Any:
     return made
 
 
-def check(made: Any, folder: Path) -> None:
+def check_text_logits(made: Any, folder: Path) -> None:
     tokens = prompt(3, 40)
     with torch.inference_mode():
         expected = made(input_ids=torch.tensor([tokens])).logits[0]
-    bench = Bench("llama", 16)
+    bench = SpanRunner("llama", 16)
     bench.engine = load(ShardConfig(folder=str(folder), model="m"), lambda stage: None)
     bench.engine.resize(64)
     sequence = bench.start(())
-    close(bench.run([Span(sequence, 0, tokens, wanted=40)]), expected)
+    assert_logits_close(bench.run([Span(sequence, 0, tokens, wanted=40)]), expected)
 
 
 @pytest.mark.parametrize("name", [name for name in TEXTS if name != "Kimi_K25"])
 def test_as_transformers_saves_it(name: str, tmp_path: Path) -> None:
-    made = model(name)
+    made = text_and_vision_model(name)
     made.save_pretrained(tmp_path)
     assert "text_config" in json.loads((tmp_path / "config.json").read_text())
-    check(made, tmp_path)
+    check_text_logits(made, tmp_path)
 
 
 def test_as_the_hub_has_qwen_3s_experts(tmp_path: Path) -> None:
     """All in one tensor, inputs first."""
-    made = model("Qwen3VLMoe")
+    made = text_and_vision_model("Qwen3VLMoe")
     made.save_pretrained(tmp_path)
     stored = safetensors.torch.load_file(tmp_path / "model.safetensors")
     turned = [key for key in stored if ".experts." in key]
     assert len(turned) == 4
     stored |= {key: stored[key].transpose(1, 2).contiguous() for key in turned}
     safetensors.torch.save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
-    check(made, tmp_path)
+    check_text_logits(made, tmp_path)
 
 
 def save_as_qwen_2(name: str, made: Any, folder: Path) -> None:
@@ -110,14 +110,14 @@ def save_as_qwen_2(name: str, made: Any, folder: Path) -> None:
 @pytest.mark.parametrize("name", ["Qwen2VL", "Qwen2_5_VL"])
 def test_as_the_hub_has_qwen_2(name: str, tmp_path: Path) -> None:
     """Text is described beside all else, and its tensors have no name of their own."""
-    made = model(name)
+    made = text_and_vision_model(name)
     save_as_qwen_2(name, made, tmp_path)
-    check(made, tmp_path)
+    check_text_logits(made, tmp_path)
 
 
 def test_as_the_hub_has_kimi(tmp_path: Path) -> None:
     """transformers saves its layers as `blocks`, which only its images' are."""
-    made = model("Kimi_K25", tie_word_embeddings=False)
+    made = text_and_vision_model("Kimi_K25", tie_word_embeddings=False)
     text = made.config.text_config.to_dict() | {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]}
     said = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "text_config": text}
     made.save_pretrained(tmp_path)
@@ -126,7 +126,7 @@ def test_as_the_hub_has_kimi(tmp_path: Path) -> None:
     assert {"language_model.model.layers.1.mlp.experts.0.up_proj.weight", "language_model.lm_head.weight"} < stored.keys()
     safetensors.torch.save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
     (tmp_path / "config.json").write_text(json.dumps(said))
-    check(made, tmp_path)
+    check_text_logits(made, tmp_path)
 
 
 def test_which_says_that_tables_are_tied() -> None:
@@ -142,10 +142,10 @@ def test_which_says_that_tables_are_tied() -> None:
 @pytest.mark.parametrize("name", ["Qwen3_5", "Qwen3_5Moe"])
 def test_whose_text_says_nothing_of_it(name: str, tmp_path: Path) -> None:
     """But transformers writes its default there."""
-    made = model(name, tie_word_embeddings=True)
+    made = text_and_vision_model(name, tie_word_embeddings=True)
     made.save_pretrained(tmp_path)
     assert not json.loads((tmp_path / "config.json").read_text())["text_config"]["tie_word_embeddings"]
-    check(made, tmp_path)
+    check_text_logits(made, tmp_path)
 
 
 NEEDED = {

@@ -20,7 +20,7 @@ from penstock.shard.models.families import shape
 from penstock.shard.models.shape import Shape, Unsupported
 from penstock.shard.step import Span
 from penstock.tests.shard import lora, tiny
-from penstock.tests.shard.test_against_transformers import Bench, close, prompt
+from penstock.tests.shard.test_against_transformers import SpanRunner, assert_logits_close, prompt
 from penstock.tests.shard.test_heads import TOKENS, logits
 from penstock.tests.shard.test_weights import WEIGHTS
 
@@ -80,14 +80,14 @@ def copy(name: str, tmp_path: Path) -> Path:
     ],
 )
 def test_logits_equal_transformers(name: str, ranks: int) -> None:
-    close(logits(tiny.folder(name), ranks), tiny.expected_logits(name, TOKENS))
+    assert_logits_close(logits(tiny.folder(name), ranks), tiny.expected_logits(name, TOKENS))
 
 
 @pytest.mark.parametrize(
     "name", ["falcon-7b", "falcon-one-norm", "falcon-serial", "gpt-bigcode-heads", "gpt-neox-serial", "opt-plain"]
 )
 def test_one_rank(name: str) -> None:
-    close(logits(tiny.folder(name), 1), tiny.expected_logits(name, TOKENS))
+    assert_logits_close(logits(tiny.folder(name), 1), tiny.expected_logits(name, TOKENS))
 
 
 @pytest.mark.parametrize("architecture", CONFIGS)
@@ -109,7 +109,7 @@ def test_names_without_what_they_usually_begin_with(name: str, root: str, other:
     folder = copy(name, tmp_path)
     stored = safetensors.torch.load_file(folder / WEIGHTS)
     safetensors.torch.save_file({key.replace(root, other, 1): value for key, value in stored.items()}, folder / WEIGHTS)
-    close(logits(folder, 1), tiny.expected_logits(name, TOKENS))
+    assert_logits_close(logits(folder, 1), tiny.expected_logits(name, TOKENS))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "falcon", "gpt-neox"])
@@ -174,12 +174,12 @@ def test_what_is_not_supported_is_named(architecture: str, fields: dict[str, Any
 @pytest.mark.parametrize("name", ["bloom", "falcon-rw", "mpt"])
 def test_logits_far_from_the_first_position(name: str) -> None:
     """So far that transformers rounds Falcon's positions."""
-    bench, tokens = Bench(name, 16), prompt(5, 500)
+    bench, tokens = SpanRunner(name, 16), prompt(5, 500)
     sequence = bench.start(tokens[:300])
     found = [
         bench.run([Span(sequence, start, tokens[start:stop], wanted=stop - start)]) for start, stop in ((300, 499), (499, 500))
     ]
-    close(torch.cat(found), tiny.expected_logits(name, tokens)[300:])
+    assert_logits_close(torch.cat(found), tiny.expected_logits(name, tokens)[300:])
 
 
 @pytest.mark.parametrize("heads", [*range(1, 20), 32, 40, 64, 71, 112])

@@ -29,14 +29,14 @@ from penstock.shard.step import Span
 from penstock.shard.weights import Weights
 from penstock.tests.shard import configurations, packing, tiny
 from penstock.tests.shard.test_against_transformers import prompt
-from penstock.tests.shard.test_weights import WEIGHTS, Alone, change, decoder, refuses, same
+from penstock.tests.shard.test_weights import WEIGHTS, LoadingRank, assert_refused, assert_same_weights, change_config, load_decoder
 
-WHOLE = Ranks(0, 1, tiny.CPU)
+SINGLE_RANK = Ranks(0, 1, tiny.CPU)
 
 
-def made(folder: Path, rank: Ranks = WHOLE, dtype: torch.dtype = torch.float32, quantized: str = "") -> Decoder:
+def build_decoder(folder: Path, rank: Ranks = SINGLE_RANK, dtype: torch.dtype = torch.float32, quantized: str = "") -> Decoder:
     model = shape(beside(json.loads((folder / "config.json").read_text()), folder)).quantized(quantized)
-    return Decoder(model, Weights(folder, dtype, tiny.CPU, lambda read: None), rank, tiny.CPU)
+    return Decoder(model, Weights(folder, dtype, tiny.CPU, lambda dequantized_matrix: None), rank, tiny.CPU)
 
 
 @pytest.mark.parametrize("form", packing.FORMATS)
@@ -44,19 +44,19 @@ def test_every_format_is_the_same_model_in_float32(form: str, tmp_path: Path) ->
     """On one rank, and each half of two; of biases, too."""
     few, plain = packing.checkpoints("qwen2", form, tmp_path)
     tolerance = 1e-6 if form == "nvfp4" else 0.0  # where one number is divided by, and has a reciprocal here
-    same(decoder(few), decoder(plain), tolerance)
+    assert_same_weights(load_decoder(few), load_decoder(plain), tolerance)
     for rank in range(2):
-        same(made(few, Alone(rank)), made(plain, Alone(rank)), tolerance)
+        assert_same_weights(build_decoder(few, LoadingRank(rank)), build_decoder(plain, LoadingRank(rank)), tolerance)
 
 
-def coarse(form: str, size: int) -> packing.Format:
+def packed_in_groups_of(form: str, size: int) -> packing.Format:
     """A format with other groups."""
-    weights = packing.INTEGERS | {"group_size": size}
+    weights = packing.INT4_GROUPS | {"group_size": size}
     return replace(packing.FORMATS[form], size=size, config=packing.compressed("pack-quantized", weights))
 
 
 # By what is in their names: also of those that are read as one.
-MIXTURES: list[dict[str, packing.Format]] = [
+MIXED_FORMATS: list[dict[str, packing.Format]] = [
     {part: packing.FORMATS[form] for part, form in parts.items()}
     for parts in (
         {"mlp": "modelopt-nvfp4", "q_proj": "modelopt-nvfp4", "": "modelopt"},
@@ -68,7 +68,7 @@ MIXTURES: list[dict[str, packing.Format]] = [
         {"mlp": "packed-8", "": "float8-blocks"},
         {"mlp": "int8", "": "packed"},
     )
-] + [{"mlp": coarse("packed", 8), "": packing.FORMATS["packed"]}]
+] + [{"mlp": packed_in_groups_of("packed", 8), "": packing.FORMATS["packed"]}]
 
 
 def test_of_several_sizes_of_groups_the_right_one_is_taken() -> None:
@@ -79,30 +79,30 @@ def test_of_several_sizes_of_groups_the_right_one_is_taken() -> None:
         parts, plain = how.pack(how, weight)
         cut = {"weight_packed": (..., slice(inputs // 8)), "weight_scale": (..., slice(-(-inputs // size)))}
         parts = {name: part[cut[name]] if name in cut else part for name, part in parts.items()}
-        groups = {f"g{other}": {"weights": packing.INTEGERS | {"group_size": other}} for other in (64, 128)}
-        assert read("packed", parts, (16, inputs), config_groups=groups).equal(plain[:, :inputs])
+        groups = {f"g{other}": {"weights": packing.INT4_GROUPS | {"group_size": other}} for other in (64, 128)}
+        assert dequantized_matrix("packed", parts, (16, inputs), config_groups=groups).equal(plain[:, :inputs])
 
 
 @pytest.mark.parametrize("name", ["qwen2", "mixtral-wide"])
-@pytest.mark.parametrize("number", range(len(MIXTURES)))
+@pytest.mark.parametrize("number", range(len(MIXED_FORMATS)))
 def test_matrices_may_be_stored_in_different_ways(number: int, name: str, tmp_path: Path) -> None:
-    few, plain = packing.mixed(name, MIXTURES[number], tmp_path)
-    for rank in (WHOLE, Alone(1)):
-        same(made(few, rank), made(plain, rank), 1e-6)
+    few, plain = packing.mixed_checkpoints(name, MIXED_FORMATS[number], tmp_path)
+    for rank in (SINGLE_RANK, LoadingRank(1)):
+        assert_same_weights(build_decoder(few, rank), build_decoder(plain, rank), 1e-6)
     how = shape(beside(json.loads((few / "config.json").read_text()), few)).quantization
     assert how is not None
     assert all(how.saved(2, "cuda", "bfloat16", 4096, 4096) <= one.saved(2, "cuda", "bfloat16", 4096, 4096) for one in how.others)
 
 
 # With matrices that are stored as one, rotary features in another order, factors of what is added, and norms of their own.
-NAMES = ["phi3", "glm4", "granite", "gemma2", "olmo2", "mixtral", "deepseek-v3", "deepseek-v32"]
+FAMILIES_WITH_SPECIAL_LAYOUTS = ["phi3", "glm4", "granite", "gemma2", "olmo2", "mixtral", "deepseek-v3", "deepseek-v32"]
 
 
 @pytest.mark.parametrize(
     ("name", "form"),
     [
-        *itertools.product(NAMES, ["gptq", "packed-zeros", "float8"]),
-        *itertools.product(NAMES, ["gptq-ordered"]),
+        *itertools.product(FAMILIES_WITH_SPECIAL_LAYOUTS, ["gptq", "packed-zeros", "float8"]),
+        *itertools.product(FAMILIES_WITH_SPECIAL_LAYOUTS, ["gptq-ordered"]),
         *itertools.product(["granite", "mixtral", "phi3", "qwen3-moe", "words-wide"], ["modelopt-nvfp4"]),
         *itertools.product(["granite", "mixtral-wide"], ["mxfp4"]),
         ("deepseek-v3", "nvfp4"),
@@ -148,15 +148,15 @@ def test_every_family_is_the_same_model(name: str, form: str, tmp_path: Path) ->
     tolerance = (
         1e-6 if name.startswith(("falcon", "granite", "longcat", "mimo")) or form == "nvfp4" else 0.0
     )  # whose factors go to the scales
-    same(decoder(few), decoder(plain), tolerance)
-    same(made(few, Alone(1)), made(plain, Alone(1)), tolerance)
+    assert_same_weights(load_decoder(few), load_decoder(plain), tolerance)
+    assert_same_weights(build_decoder(few, LoadingRank(1)), build_decoder(plain, LoadingRank(1)), tolerance)
 
 
-class Held(Weights):
+class InMemoryWeights(Weights):
     """A few tensors and no file."""
 
     def __init__(self, held: dict[str, Tensor]) -> None:
-        self.dtype, self.device, self.progress, self._held = torch.float32, tiny.CPU, lambda read: None, held
+        self.dtype, self.device, self.progress, self._held = torch.float32, tiny.CPU, lambda dequantized_matrix: None, held
 
     def has(self, name: str, shape: tuple[int, ...] | None = None) -> bool:
         return name in self._held
@@ -165,9 +165,9 @@ class Held(Weights):
         return self._held[name]
 
 
-def read(form: str, parts: dict[str, Tensor], size: tuple[int, int], **fields: Any) -> Tensor:
+def dequantized_matrix(form: str, parts: dict[str, Tensor], size: tuple[int, int], **fields: Any) -> Tensor:
     how = quantization({"quantization_config": packing.FORMATS[form].config | fields})
-    found = matrix(Held({f"m.{name}": part for name, part in parts.items()}), "m", size, how, None)
+    found = matrix(InMemoryWeights({f"m.{name}": part for name, part in parts.items()}), "m", size, how, None)
     assert isinstance(found, QuantizedWeight)
     return dequantized(found, torch.float32)
 
@@ -184,8 +184,8 @@ def test_the_last_group_may_be_cut_off(form: str) -> None:
     parts = {name: part[each[name]] if name in each else part for name, part in parts.items()}
     fields: dict[str, Any] = {"group_size": 64}
     if form == "packed-zeros":
-        fields = packing.compressed("pack-quantized", packing.INTEGERS | {"group_size": 64})
-    assert read(form, parts, (16, 96), **fields).equal(plain[:, :96])
+        fields = packing.compressed("pack-quantized", packing.INT4_GROUPS | {"group_size": 64})
+    assert dequantized_matrix(form, parts, (16, 96), **fields).equal(plain[:, :96])
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_the_last_group_may_be_cut_off(form: str) -> None:
 def test_blocks_that_config_json_does_not_say(size: tuple[int, int], block: tuple[int, int]) -> None:
     how = replace(packing.FORMATS["fp8-blocks"], more={"name": "weight_scale_inv", "block": block})
     parts, plain = how.pack(how, torch.randn(size))
-    assert read("fp8-blocks", parts, size, weight_block_size=None).equal(plain)
+    assert dequantized_matrix("fp8-blocks", parts, size, weight_block_size=None).equal(plain)
 
 
 @pytest.mark.parametrize("size", [(96, 64), (64, 96), (88, 64)])
@@ -211,8 +211,8 @@ def test_blocks_that_nobody_knows(size: tuple[int, int]) -> None:
     how = replace(packing.FORMATS["fp8-blocks"], more={"name": "weight_scale_inv", "block": block})
     parts, plain = how.pack(how, torch.randn(size))
     with pytest.raises(Unsupported, match=r"^m has \d scales for \d\d numbers.* says no weight_block_size .* add it to quantiz"):
-        read("fp8-blocks", parts, size, weight_block_size=None)
-    assert read("fp8-blocks", parts, size, weight_block_size=list(block)).equal(plain)
+        dequantized_matrix("fp8-blocks", parts, size, weight_block_size=None)
+    assert dequantized_matrix("fp8-blocks", parts, size, weight_block_size=list(block)).equal(plain)
 
 
 @pytest.mark.parametrize("block", [None, [32, 16], [16, 32], [8, 16]])
@@ -222,25 +222,27 @@ def test_scales_that_are_not_of_these_blocks(block: list[int] | None) -> None:
     if block is None:
         parts = {"weight": torch.zeros(10, 64).to(torch.float8_e4m3fn), "weight_scale_inv": torch.ones(7, 4)}
     with pytest.raises(Unsupported, match=r"^m has \d scales for \d\d numbers, .*: they belong to different models"):
-        read("fp8-blocks", parts, tuple(parts["weight"].shape), weight_block_size=block)
+        dequantized_matrix("fp8-blocks", parts, tuple(parts["weight"].shape), weight_block_size=block)
 
 
 def test_bytes_in_groups_of_which_the_last_is_cut_off() -> None:
     how = replace(packing.FORMATS["int8-zeros"], size=64)
     parts, plain = how.pack(how, torch.randn(16, 128))
     parts["weight"] = parts["weight"][:, :96].contiguous()
-    fields = packing.compressed("int-quantized", packing.BYTES | {"strategy": "group", "group_size": 64, "symmetric": False})
-    assert read("int8-zeros", parts, (16, 96), **fields).equal(plain[:, :96])
+    fields = packing.compressed(
+        "int-quantized", packing.INT8_CHANNELS | {"strategy": "group", "group_size": 64, "symmetric": False}
+    )
+    assert dequantized_matrix("int8-zeros", parts, (16, 96), **fields).equal(plain[:, :96])
 
 
 def test_zeros_of_gptq_that_are_0() -> None:
     """The ones are taken from whole words, so that a 0 borrows from what stands beside it."""
     for bits, ones in ((4, 0x11111111), (8, 0x01010101)):
-        kept = packing.rounded(torch.randn(16, 64), bits, 32, centered=False)
+        kept = packing.round_to_groups(torch.randn(16, 64), bits, 32, centered=False)
         kept.zeros[::3] = 0
-        qzeros = packing.words(kept.zeros.t(), bits) - ones
-        parts = {"qweight": packing.words(kept.codes, bits).t(), "qzeros": qzeros, "scales": kept.scales.t().half()}
-        found = read("gptq-v2", parts, (16, 64), bits=bits, group_size=32, checkpoint_format="gptq")
+        qzeros = packing.pack_words(kept.zeros.t(), bits) - ones
+        parts = {"qweight": packing.pack_words(kept.codes, bits).t(), "qzeros": qzeros, "scales": kept.scales.t().half()}
+        found = dequantized_matrix("gptq-v2", parts, (16, 64), bits=bits, group_size=32, checkpoint_format="gptq")
         assert found.equal(kept.plain())
 
 
@@ -268,10 +270,10 @@ def test_logits_are_transformers(form: str, tmp_path: Path) -> None:
     tokens = prompt(1, 40)
     with torch.no_grad():
         expected = reference(torch.tensor([tokens])).logits[0]
-    torch.testing.assert_close(logits(decoder(few), tokens), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(logits(load_decoder(few), tokens), expected, rtol=0, atol=1e-4)
 
 
-OLD_AWQ = {"zero_point": True, "q_group_size": 64, "w_bit": 4, "version": "GEMM"}
+AUTOAWQ_FIELDS = {"zero_point": True, "q_group_size": 64, "w_bit": 4, "version": "GEMM"}
 
 
 @pytest.mark.parametrize("apart", [True, False])
@@ -279,12 +281,12 @@ def test_names_that_awq_had_first(apart: bool, tmp_path: Path, monkeypatch: pyte
     """In a file of their own, or in config.json."""
     monkeypatch.setattr(packing.FORMATS["awq"], "size", 32)
     few, plain = packing.checkpoints("words-wide", "awq", tmp_path)
-    old = OLD_AWQ | {"q_group_size": 32}
-    change(few, quantization_config=None if apart else old | {"quant_method": "awq"})
+    old = AUTOAWQ_FIELDS | {"q_group_size": 32}
+    change_config(few, quantization_config=None if apart else old | {"quant_method": "awq"})
     if apart:
         (few / "quant_config.json").write_text(json.dumps(old))
-    found = decoder(few)
-    same(found, decoder(plain))
+    found = load_decoder(few)
+    assert_same_weights(found, load_decoder(plain))
     assert found.shape.quantization == Quantization(method="awq", kind="int4", group=32)
 
 
@@ -296,76 +298,78 @@ def test_the_newer_names_count_more() -> None:
 @pytest.mark.parametrize(("fields", "words"), [({"w_bit": 3}, "of 3 bits are"), ({"version": "GEMV"}, "version 'gemv'")])
 def test_what_is_not_supported_by_awqs_first_names(fields: dict[str, Any], words: str, tmp_path: Path) -> None:
     few, _ = packing.checkpoints("llama", "awq", tmp_path)
-    change(few, quantization_config=None)
-    (few / "quant_config.json").write_text(json.dumps(OLD_AWQ | fields))
-    refuses(few, words, "use the model's unquantized weights")
+    change_config(few, quantization_config=None)
+    (few / "quant_config.json").write_text(json.dumps(AUTOAWQ_FIELDS | fields))
+    assert_refused(few, words, "use the model's unquantized weights")
 
 
 # NVIDIA's ModelOpt, which says what it does in a file of its own
 
-MODELOPT = "hf_quant_config.json"
+MODELOPT_FILE = "hf_quant_config.json"
 
 
-def modelopt(target: Path, name: str = "qwen2", form: str = "modelopt", **fields: Any) -> tuple[Path, Path]:
+def modelopt_checkpoint(target: Path, name: str = "qwen2", form: str = "modelopt", **fields: Any) -> tuple[Path, Path]:
     few, plain = packing.checkpoints(name, form, target)
-    change(few, quantization_config=None)
+    change_config(few, quantization_config=None)
     inner = {"quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]} | fields
-    (few / MODELOPT).write_text(json.dumps({"producer": {"name": "modelopt", "version": "0.33.0"}, "quantization": inner}))
+    (few / MODELOPT_FILE).write_text(json.dumps({"producer": {"name": "modelopt", "version": "0.33.0"}, "quantization": inner}))
     return few, plain
 
 
 def test_a_file_beside_config_json(tmp_path: Path) -> None:
-    few, plain = modelopt(tmp_path)
-    same(decoder(few), decoder(plain))
-    assert len(few_bits(decoder(few, quantize="fp8"))) == 0  # a CPU unpacks them
-    refuses(few, "--quantize int4, but the checkpoint is modelopt with fp8 already", quantize="int4")
+    few, plain = modelopt_checkpoint(tmp_path)
+    assert_same_weights(load_decoder(few), load_decoder(plain))
+    assert len(quantized_weights(load_decoder(few, quantize="fp8"))) == 0  # a CPU unpacks them
+    assert_refused(few, "--quantize int4, but the checkpoint is modelopt with fp8 already", quantize="int4")
 
 
 @pytest.mark.parametrize("algorithm", ["NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8"])
 def test_nvfp4_in_a_file_beside_config_json(algorithm: str, tmp_path: Path) -> None:
-    few, plain = modelopt(tmp_path, "words-wide", "modelopt-nvfp4", quant_algo=algorithm, group_size=16)
+    few, plain = modelopt_checkpoint(tmp_path, "words-wide", "modelopt-nvfp4", quant_algo=algorithm, group_size=16)
     kinds = [tensor.dtype for tensor in safetensors.torch.load_file(few / WEIGHTS).values()]
     assert kinds.count(torch.uint8) == kinds.count(torch.float8_e4m3fn) == 2 * 7  # all of both layers
-    found = decoder(few)
-    same(found, decoder(plain))
+    found = load_decoder(few)
+    assert_same_weights(found, load_decoder(plain))
     assert found.shape.quantization == Quantization(method="modelopt", kind="nvfp4", group=16)
 
 
 def test_an_output_matrix_of_4_bits(tmp_path: Path) -> None:
     """Of which the shape alone would speak of another model."""
     few, _ = packing.checkpoints("words-wide", "modelopt-nvfp4", tmp_path)
-    spoil(few, "lm_head.weight", lambda found: packing.halves(found)[0])
-    refuses(few, "tensor lm_head.weight is stored as U8", "no matrix of a layer, of which alone few bits are read")
+    change_tensor(few, "lm_head.weight", lambda found: packing.fp4_codes(found)[0])
+    assert_refused(few, "tensor lm_head.weight is stored as U8", "no matrix of a layer, of which alone few bits are read")
 
 
 def test_another_name_of_modelopts_method(tmp_path: Path) -> None:
     few, plain = packing.checkpoints("qwen2", "modelopt-nvfp4", tmp_path)
-    broken(few, quant_method="modelopt_fp4")
-    same(decoder(few), decoder(plain))
+    change_quantization_config(few, quant_method="modelopt_fp4")
+    assert_same_weights(load_decoder(few), load_decoder(plain))
 
 
 def test_modules_that_are_left_out(tmp_path: Path) -> None:
     """One of three that we have side by side, and one by itself."""
-    few, plain = modelopt(tmp_path, exclude_modules=["lm_head", "model.layers.0.self_attn.k_proj", "model.layers.1.mlp.down_proj*"])
+    few, plain = modelopt_checkpoint(
+        tmp_path, exclude_modules=["lm_head", "model.layers.0.self_attn.k_proj", "model.layers.1.mlp.down_proj*"]
+    )
     stored, numbers = (safetensors.torch.load_file(folder / WEIGHTS) for folder in (few, plain))
     for name in ("model.layers.0.self_attn.k_proj", "model.layers.1.mlp.down_proj"):
         stored[f"{name}.weight"] = numbers[f"{name}.weight"]
         del stored[f"{name}.weight_scale"], stored[f"{name}.input_scale"]
     safetensors.torch.save_file(stored, few / WEIGHTS)
-    same(decoder(few), decoder(plain))
+    assert_same_weights(load_decoder(few), load_decoder(plain))
     for rank in range(2):
-        same(made(few, Alone(rank)), made(plain, Alone(rank)))
+        assert_same_weights(build_decoder(few, LoadingRank(rank)), build_decoder(plain, LoadingRank(rank)))
 
 
 def test_scales_of_keys_and_values_by_modelopts_names(tmp_path: Path) -> None:
     """Also where nothing else has few bits."""
-    few, plain = modelopt(tmp_path, quant_algo=None, kv_cache_quant_algo="FP8")
+    few, plain = modelopt_checkpoint(tmp_path, quant_algo=None, kv_cache_quant_algo="FP8")
     stored = safetensors.torch.load_file(plain / WEIGHTS)
     for layer in range(2):
         for name, scale in (("k", 0.5), ("v", 0.25)):
             stored[f"model.layers.{layer}.self_attn.{name}_proj.{name}_scale"] = torch.tensor(scale + layer)
     safetensors.torch.save_file(stored, few / WEIGHTS)
-    found = decoder(few)
+    found = load_decoder(few)
     assert found.shape.quantization is None
     scales = [layer.attention.scales for layer in found.layers]
     assert all(own is not None and own.equal(torch.tensor([[0.5 + i], [0.25 + i]]).expand(2, 4)) for i, own in enumerate(scales))
@@ -373,35 +377,35 @@ def test_scales_of_keys_and_values_by_modelopts_names(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layers", [None, [], {}, {"a": "FP8"}, {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "W4A8_AWQ"}}])
 def test_mixtures_of_modelopt_that_are_none(layers: Any, tmp_path: Path) -> None:
-    few, _ = modelopt(tmp_path, quant_algo="MIXED_PRECISION", quantized_layers=layers)
+    few, _ = modelopt_checkpoint(tmp_path, quant_algo="MIXED_PRECISION", quantized_layers=layers)
     words = "quant_algo 'W4A8_AWQ' is not supported" if layers and "b" in layers else "MIXED_PRECISION has quantized_layers"
-    refuses(few, words, "use the model's unquantized weights")
+    assert_refused(few, words, "use the model's unquantized weights")
 
 
 @pytest.mark.parametrize("algorithm", ["NVFP4_AWQ", "W4A8_AWQ", "MXFP8", "FP8_PB_WO"])
 def test_other_algorithms_of_modelopt(algorithm: str, tmp_path: Path) -> None:
-    few, _ = modelopt(tmp_path, quant_algo=algorithm)
+    few, _ = modelopt_checkpoint(tmp_path, quant_algo=algorithm)
     words = f"ModelOpt's quant_algo '{algorithm}' is not supported, FP8, NVFP4, W4A16_NVFP4, W4A8_NVFP4_FP8 and MIXED_PRECISION of"
-    refuses(few, words, "use the model's unquantized weights")
+    assert_refused(few, words, "use the model's unquantized weights")
 
 
 @pytest.mark.parametrize(
     ("text", "words"), [("{", "can't be read"), ("[1]", "holds [1], an object"), ("[" * 9999, "download it again")]
 )
 def test_a_file_that_is_broken(text: str, words: str, tmp_path: Path) -> None:
-    few, _ = modelopt(tmp_path)
-    (few / MODELOPT).write_text(text)
-    refuses(few, MODELOPT, words)
+    few, _ = modelopt_checkpoint(tmp_path)
+    (few / MODELOPT_FILE).write_text(text)
+    assert_refused(few, MODELOPT_FILE, words)
 
 
 # Rounded when they are loaded
 
 
-class Rounded(Weights):
+class RoundedWeights(Weights):
     """A checkpoint whose matrices, or a rank's parts of them, are the nearest of few bits."""
 
     def __init__(self, folder: Path, kind: str) -> None:
-        super().__init__(folder, torch.float32, tiny.CPU, lambda read: None)
+        super().__init__(folder, torch.float32, tiny.CPU, lambda dequantized_matrix: None)
         self._kind = kind
 
     def tensor(
@@ -411,21 +415,21 @@ class Rounded(Weights):
         return dequantized(quantize(found, self._kind), torch.float32) if name.endswith(packing.PROJECTIONS) else found
 
 
-@pytest.mark.parametrize("rank", [WHOLE, Alone(1)])
+@pytest.mark.parametrize("rank", [SINGLE_RANK, LoadingRank(1)])
 @pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
 def test_quantize_rounds_the_layers_matrices(kind: str, rank: Ranks) -> None:
     """And nothing else: not tables, biases and norms."""
     folder = tiny.folder("qwen2")
-    found, plain = made(folder, rank, quantized=kind), made(folder, rank)
-    same(found, Decoder(plain.shape, Rounded(folder, kind), rank, tiny.CPU))
+    found, plain = build_decoder(folder, rank, quantized=kind), build_decoder(folder, rank)
+    assert_same_weights(found, Decoder(plain.shape, RoundedWeights(folder, kind), rank, tiny.CPU))
     with pytest.raises(AssertionError):
-        same(found, plain)
+        assert_same_weights(found, plain)
 
 
 # Kept as they are stored
 
 
-def few_bits(model: Decoder) -> list[str]:
+def quantized_weights(model: Decoder) -> list[str]:
     """The weights of a layer that are kept in few bits."""
     layer = model.layers[0]
     named = {**vars(layer), **vars(layer.attention), **vars(layer.mlp)}
@@ -438,13 +442,13 @@ def test_orders_may_differ_between_matrices_that_are_read_as_one(form: str, tmp_
     few, plain = packing.checkpoints("llama", form, tmp_path)
     end = "weight_g_idx" if form.startswith("packed") else "g_idx"
     name = "model.layers.0.self_attn.k_proj"
-    spoil(few, f"{name}.{end}", lambda groups: groups.flip(0))
+    change_tensor(few, f"{name}.{end}", lambda groups: groups.flip(0))
     stored = safetensors.torch.load_file(few / WEIGHTS)
     parts = {part.removeprefix(f"{name}."): tensor for part, tensor in stored.items() if part.startswith(f"{name}.")}
-    wanted = read(form, parts, tuple(safetensors.torch.load_file(plain / WEIGHTS)[f"{name}.weight"].shape))
-    spoil(plain, f"{name}.weight", lambda weight: wanted)
-    same(decoder(few), decoder(plain))
-    same(made(few, Alone(1)), made(plain, Alone(1)))
+    wanted = dequantized_matrix(form, parts, tuple(safetensors.torch.load_file(plain / WEIGHTS)[f"{name}.weight"].shape))
+    change_tensor(plain, f"{name}.weight", lambda weight: wanted)
+    assert_same_weights(load_decoder(few), load_decoder(plain))
+    assert_same_weights(build_decoder(few, LoadingRank(1)), build_decoder(plain, LoadingRank(1)))
 
 
 def test_parts_of_inputs_in_an_order() -> None:
@@ -454,7 +458,7 @@ def test_parts_of_inputs_in_an_order() -> None:
         weight = torch.randn(64, inputs)
         parts, plain = how.pack(how, weight)
         given = {"quantization_config": how.config | {"bits": bits, "group_size": size}}
-        source = Held({f"m.{name}": part for name, part in parts.items()})
+        source = InMemoryWeights({f"m.{name}": part for name, part in parts.items()})
         for ranks in (1, 2, 3, 4):
             for rank in range(ranks):
                 start, stop = rank * inputs // ranks, (rank + 1) * inputs // ranks
@@ -475,12 +479,12 @@ def test_4_bits_are_kept_beside_bfloat16(form: str, tmp_path: Path, monkeypatch:
     """By torch's product of them, on one rank and on two; close to the same numbers in float32."""
     monkeypatch.setattr(packing.FORMATS[form], "size", 32)
     few, plain = packing.checkpoints("words-wide", form, tmp_path)
-    model, exact = decoder(few, dtype="bfloat16"), decoder(plain)
-    assert len(few_bits(model)) == 4
-    assert len(few_bits(made(few, Alone(1), torch.bfloat16))) == 4
+    model, exact = load_decoder(few, dtype="bfloat16"), load_decoder(plain)
+    assert len(quantized_weights(model)) == 4
+    assert len(quantized_weights(build_decoder(few, LoadingRank(1), torch.bfloat16))) == 4
     tokens = prompt(2, 50, 2048)
     found, expected = logits(model, tokens), logits(exact, tokens)
-    rounded = logits(decoder(plain, dtype="bfloat16"), tokens)
+    rounded = logits(load_decoder(plain, dtype="bfloat16"), tokens)
     assert (found - expected).norm() < 1.5 * (rounded - expected).norm()
 
 
@@ -503,7 +507,7 @@ def test_4_bits_are_kept_beside_bfloat16(form: str, tmp_path: Path, monkeypatch:
     ],
 )
 def test_the_plan_knows_the_bytes(name: str, quantize: str, dtype: str) -> None:
-    model = decoder(tiny.folder(name), dtype=dtype, quantize=quantize)
+    model = load_decoder(tiny.folder(name), dtype=dtype, quantize=quantize)
     planned = model.shape.weight_bytes(1, 2 if dtype == "bfloat16" else 4, "cpu", dtype, not model.head.shared)
     assert planned == pytest.approx(model.weight_bytes, rel=0.02)
 
@@ -532,18 +536,18 @@ def test_the_plan_knows_what_ranks_hold(name: str, form: str, size: int, tmp_pat
     if form:
         monkeypatch.setattr(packing.FORMATS[form], "size", size)
         folder, _ = packing.checkpoints(name, form, tmp_path)
-        broken(folder, **told(form, size))
-    for rank in (WHOLE, Alone(1)):
-        model = made(folder, rank, torch.bfloat16, "" if form else "int4")
+        change_quantization_config(folder, **group_size_fields(form, size))
+    for rank in (SINGLE_RANK, LoadingRank(1)):
+        model = build_decoder(folder, rank, torch.bfloat16, "" if form else "int4")
         packed = not model.head.shared
         planned = model.shape.weight_bytes(rank.size, 2, "cpu", "bfloat16", packed)
         assert planned == pytest.approx(model.weight_bytes, rel=0.003)
 
 
-def told(form: str, size: int) -> dict[str, Any]:
+def group_size_fields(form: str, size: int) -> dict[str, Any]:
     """Fields that say how large groups are."""
     if form.startswith("packed"):
-        return packing.compressed("pack-quantized", packing.INTEGERS | {"group_size": size})
+        return packing.compressed("pack-quantized", packing.INT4_GROUPS | {"group_size": size})
     return {"group_size": size or -1}
 
 
@@ -557,15 +561,15 @@ def test_parts_with_too_few_blocks_for_products() -> None:
 # What is wrong, and what helps
 
 
-def broken(folder: Path, **changes: Any) -> None:
+def change_quantization_config(folder: Path, **changes: Any) -> None:
     """Fields of quantization_config; None takes one away."""
     config = json.loads((folder / "config.json").read_text())["quantization_config"] | changes
-    change(folder, quantization_config={name: value for name, value in config.items() if value is not None})
+    change_config(folder, quantization_config={name: value for name, value in config.items() if value is not None})
 
 
-def told_tiny(form: str, **changes: Any) -> dict[str, Any]:
+def fp4_fields(form: str, **changes: Any) -> dict[str, Any]:
     """The same of floats of 4 bits."""
-    return packing.compressed(f"{form}-pack-quantized", packing.TINY | changes)
+    return packing.compressed(f"{form}-pack-quantized", packing.FP4_BLOCKS | changes)
 
 
 @pytest.mark.parametrize(
@@ -582,11 +586,11 @@ def told_tiny(form: str, **changes: Any) -> dict[str, Any]:
         ("modelopt", {"quant_algo": "NVFP4_AWQ"}, ["ModelOpt's quant_algo 'NVFP4_AWQ'", "FP8, NVFP4, W4A16_NVFP4"]),
         ("modelopt", {"quant_algo": ["NVFP4"]}, ["ModelOpt's quant_algo ['NVFP4']"]),
         ("modelopt-nvfp4", {"group_size": 32}, ["NVFP4 with group_size 32", "with 16 it is"]),
-        ("nvfp4", told_tiny("nvfp4", group_size=32), ["nvfp4-pack-quantized with group_size 32", "with 16 it is"]),
-        ("nvfp4", told_tiny("nvfp4", num_bits=8), ["format 'nvfp4-pack-quantized'", "type 'float' and 8 bits"]),
-        ("nvfp4", told_tiny("nvfp4", type="int"), ["format 'nvfp4-pack-quantized'", "type 'int'"]),
+        ("nvfp4", fp4_fields("nvfp4", group_size=32), ["nvfp4-pack-quantized with group_size 32", "with 16 it is"]),
+        ("nvfp4", fp4_fields("nvfp4", num_bits=8), ["format 'nvfp4-pack-quantized'", "type 'float' and 8 bits"]),
+        ("nvfp4", fp4_fields("nvfp4", type="int"), ["format 'nvfp4-pack-quantized'", "type 'int'"]),
         ("nvfp4", {"format": "pack-quantized"}, ["format 'pack-quantized'", "type 'float' and 4 bits"]),
-        ("mxfp4", told_tiny("mxfp4", group_size=True), ["mxfp4-pack-quantized with group_size true", "with 32 it is"]),
+        ("mxfp4", fp4_fields("mxfp4", group_size=True), ["mxfp4-pack-quantized with group_size true", "with 32 it is"]),
         ("modelopt", {"quant_algo": None}, ["quant_algo null"]),
         ("modelopt", {"quantization": ["FP8"]}, ["quantization is ['FP8']"]),
         ("awq", {"version": "gemv"}, ["version 'gemv'", "gemm is"]),
@@ -605,31 +609,31 @@ def told_tiny(form: str, **changes: Any) -> dict[str, Any]:
 )
 def test_what_is_not_supported(form: str, fields: dict[str, Any], words: list[str], tmp_path: Path) -> None:
     few, _ = packing.checkpoints("llama", form, tmp_path)
-    broken(few, **fields)
-    refuses(few, *words, "use the model's unquantized weights")
+    change_quantization_config(few, **fields)
+    assert_refused(few, *words, "use the model's unquantized weights")
 
 
 def test_a_config_that_is_no_object(tmp_path: Path) -> None:
     few, _ = packing.checkpoints("llama", "gptq", tmp_path)
-    change(few, quantization_config="gptq")
-    refuses(few, "quantization_config 'gptq'", "an object is needed")
+    change_config(few, quantization_config="gptq")
+    assert_refused(few, "quantization_config 'gptq'", "an object is needed")
 
 
 @pytest.mark.parametrize(("form", "end"), [("gptq", "qweight"), ("packed", "weight_packed")])
 def test_a_config_that_does_not_speak_of_few_bits(form: str, end: str, tmp_path: Path) -> None:
     """As those have that keep it in a file of its own."""
     few, _ = packing.checkpoints("llama", form, tmp_path)
-    change(few, quantization_config=None)
-    refuses(few, f"q_proj.{end} instead of model.layers.0.self_attn.q_proj.weight", "quantization_config")
+    change_config(few, quantization_config=None)
+    assert_refused(few, f"q_proj.{end} instead of model.layers.0.self_attn.q_proj.weight", "quantization_config")
 
 
-def spoil(folder: Path, name: str, work: Callable[[Tensor], Tensor | None]) -> None:
+def change_tensor(folder: Path, name: str, work: Callable[[Tensor], Tensor | None]) -> None:
     stored = safetensors.torch.load_file(folder / WEIGHTS)
     changed = work(stored.pop(name))
     safetensors.torch.save_file(stored | ({name: changed.contiguous()} if changed is not None else {}), folder / WEIGHTS)
 
 
-LAYER = "model.layers.1.mlp.down_proj"
+DOWN_PROJ = "model.layers.1.mlp.down_proj"
 
 
 @pytest.mark.parametrize(
@@ -656,8 +660,8 @@ def test_tensors_that_do_not_fit(
     form: str, end: str, work: Callable[[Tensor], Tensor | None], words: list[str], tmp_path: Path
 ) -> None:
     few, _ = packing.checkpoints("llama", form, tmp_path)
-    spoil(few, f"{LAYER}.{end}", work)
-    refuses(few, LAYER, *words)
+    change_tensor(few, f"{DOWN_PROJ}.{end}", work)
+    assert_refused(few, DOWN_PROJ, *words)
 
 
 @pytest.mark.parametrize(
@@ -684,11 +688,11 @@ def test_floats_of_4_bits_that_do_not_fit(
     form: str, end: str, work: Callable[[Tensor], Tensor | None], words: list[str], tmp_path: Path
 ) -> None:
     few, _ = packing.checkpoints("words-wide", form, tmp_path)
-    spoil(few, f"{LAYER}.{end}", work)
-    refuses(few, LAYER, *words)
+    change_tensor(few, f"{DOWN_PROJ}.{end}", work)
+    assert_refused(few, DOWN_PROJ, *words)
 
 
-ODD: dict[str, Callable[[Tensor], Tensor]] = {
+MALFORMED_SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
     "empty": lambda part: part.new_empty(0),
     "empty rows": lambda part: part.new_empty(64, 0),
     "stacked": lambda part: part.reshape(1, 1, -1),
@@ -696,7 +700,7 @@ ODD: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("odd", MALFORMED_SHAPES)
 @pytest.mark.parametrize("form", packing.FORMATS)
 def test_shapes_that_nobody_would_write(form: str, odd: str) -> None:
     """In each part, one line says that it is wrong."""
@@ -704,29 +708,31 @@ def test_shapes_that_nobody_would_write(form: str, odd: str) -> None:
     parts, _ = how.pack(how, torch.randn(64, 96))
     for name in parts.keys() - {"weight_shape", "input_scale", "input_global_scale"}:
         with pytest.raises(Unsupported, match=r"^[^\n]*\bm\b[^\n]*$"):
-            read(form, parts | {name: ODD[odd](parts[name])}, (64, 96))
+            dequantized_matrix(form, parts | {name: MALFORMED_SHAPES[odd](parts[name])}, (64, 96))
 
 
 def test_zeros_that_mean_nothing_in_a_shape_that_nobody_would_write() -> None:
     how = packing.FORMATS["packed-tensor"]
     parts, _ = how.pack(how, torch.randn(64, 48))
     with pytest.raises(Unsupported, match=r"^m has .* zeros \[3, 1\].*: they belong to different models"):
-        read("packed-tensor", parts | {"weight_zero_point": torch.zeros(3, dtype=torch.int8)}, (64, 48))
+        dequantized_matrix("packed-tensor", parts | {"weight_zero_point": torch.zeros(3, dtype=torch.int8)}, (64, 48))
 
 
 def test_more_groups_than_inputs() -> None:
     parts, _ = packing.gptq(packing.FORMATS["gptq"], torch.randn(64, 48))
     with pytest.raises(Unsupported, match=r"^m has .*: they belong to different models"):
-        read("gptq", {name: part for name, part in parts.items() if name != "g_idx"} | {"scales": torch.ones(64, 64)}, (64, 48))
+        dequantized_matrix(
+            "gptq", {name: part for name, part in parts.items() if name != "g_idx"} | {"scales": torch.ones(64, 64)}, (64, 48)
+        )
     with pytest.raises(Unsupported, match=r"^m has "):
-        read("gptq", parts | {"scales": torch.ones(64, 64)}, (64, 48))
+        dequantized_matrix("gptq", parts | {"scales": torch.ones(64, 64)}, (64, 48))
 
 
 def test_one_row_of_scales_for_blocks_of_outputs() -> None:
     parts = {"weight": torch.zeros(64, 48).to(torch.float8_e4m3fn), "weight_scale_inv": torch.ones(1, 3)}
     with pytest.raises(Unsupported, match=r"^m has 1 scales for 64 numbers, in blocks of 16: they belong to different models"):
-        read("fp8-blocks", parts, (64, 48))
-    assert read("fp8-blocks", parts, (64, 48), weight_block_size=[128, 16]).equal(torch.zeros(64, 48))
+        dequantized_matrix("fp8-blocks", parts, (64, 48))
+    assert dequantized_matrix("fp8-blocks", parts, (64, 48), weight_block_size=[128, 16]).equal(torch.zeros(64, 48))
 
 
 @pytest.mark.parametrize(
@@ -739,23 +745,23 @@ def test_one_row_of_scales_for_blocks_of_outputs() -> None:
 )
 def test_a_method_that_is_not_the_checkpoints(form: str, asked: str, words: list[str], tmp_path: Path) -> None:
     folder = packing.checkpoints("llama", form, tmp_path)[0] if form else tiny.folder("llama")
-    refuses(folder, *words, quantize=asked)
+    assert_refused(folder, *words, quantize=asked)
 
 
 @pytest.mark.parametrize("asked", ["gptq", "int4", ""])
 def test_a_method_that_is(asked: str, tmp_path: Path) -> None:
     few, plain = packing.checkpoints("llama", "gptq", tmp_path)
-    same(decoder(few, quantize=asked), decoder(plain))
+    assert_same_weights(load_decoder(few, quantize=asked), load_decoder(plain))
 
 
 def test_a_config_as_it_is_written_today(tmp_path: Path) -> None:
     """With fields that say nothing of what is stored."""
     few, plain = packing.checkpoints("llama", "packed", tmp_path)
     more = {"transform_config": {}, "sparsity_config": {}, "kv_cache_scheme": None, "quantization_status": "compressed"}
-    broken(few, **more)
-    same(decoder(few), decoder(plain))
-    broken(few, sparsity_config={"format": "dense", "sparsity_structure": "unstructured"})
-    same(decoder(few), decoder(plain))
+    change_quantization_config(few, **more)
+    assert_same_weights(load_decoder(few), load_decoder(plain))
+    change_quantization_config(few, sparsity_config={"format": "dense", "sparsity_structure": "unstructured"})
+    assert_same_weights(load_decoder(few), load_decoder(plain))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -785,6 +791,6 @@ def test_a_config_as_it_is_written_today(tmp_path: Path) -> None:
 def test_the_plan_knows_each_byte(name: str, dtype: str) -> None:
     """Routers with scores of their own are held in float32; norms without gains or biases as if they had some, and so
     are queries without biases beside latents that have them."""
-    model = decoder(tiny.folder(name), dtype=dtype)
+    model = load_decoder(tiny.folder(name), dtype=dtype)
     planned = model.shape.weight_bytes(1, 2 if dtype == "bfloat16" else 4, "cpu", dtype, not model.head.shared)
     assert planned == model.weight_bytes

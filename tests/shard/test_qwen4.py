@@ -25,9 +25,9 @@ from penstock.shard.models.traits import GatedHyperConnections, PoolIndex
 from penstock.shard.step import Span
 from penstock.tests.shard import tiny, vision_models
 from penstock.tests.shard.test_against_transformers import prompt
-from penstock.tests.shard.test_quantized import logits, made
+from penstock.tests.shard.test_quantized import build_decoder, logits
 from penstock.tests.shard.test_vision import bench_of
-from penstock.tests.shard.test_weights import WEIGHTS, Alone, decoder
+from penstock.tests.shard.test_weights import WEIGHTS, LoadingRank, load_decoder
 
 INDEX = {
     "indexer_n_heads": 16,
@@ -164,9 +164,11 @@ def test_a_table_in_one_tensor_or_by_parts(tmp_path: Path) -> None:
     stored = {name.replace("model.", "model.language_model.", 1): values for name, values in stored.items()}
     safetensors.torch.save_file(stored, folder / WEIGHTS)
     tokens = prompt(3, 40)
-    torch.testing.assert_close(logits(decoder(folder), tokens), tiny.expected_logits("qwen4-exp", tokens), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        logits(load_decoder(folder), tokens), tiny.expected_logits("qwen4-exp", tokens), rtol=1e-4, atol=1e-4
+    )
     for place in (folder, plain):
-        ranks = [made(place, Alone(rank, 2)) for rank in range(2)]
+        ranks = [build_decoder(place, LoadingRank(rank, 2)) for rank in range(2)]
         for layer, whole in tables.items():
             found = torch.cat([rank.layers[layer].ngrams.table for rank in ranks])  # type: ignore[union-attr]
             assert found[: len(whole)].equal(whole)
@@ -175,8 +177,8 @@ def test_a_table_in_one_tensor_or_by_parts(tmp_path: Path) -> None:
 
 def test_pools_that_begin_with_an_image_have_no_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """These know no positions but those of their tokens: of pools of 4 the last that an image's token begins ends 3 behind it."""
-    reference, asked = vision_models.made("Qwen4Exp", tmp_path), list[int]()
-    prompt = vision_models.seen("Qwen4Exp", reference.config.model_type, random.Random(1), [(1, 2)])
+    reference, asked = vision_models.make_model("Qwen4Exp", tmp_path), list[int]()
+    prompt = vision_models.image_prompt("Qwen4Exp", reference.config.model_type, random.Random(1), [(1, 2)])
     bench, sequence = bench_of(tmp_path, prompt)
     monkeypatch.setattr(forward, "_fitting", lambda graphs, tokens: asked.append(sequence.computed))
     for start, token in enumerate(prompt.tokens):
@@ -190,7 +192,7 @@ def test_hashes_of_another_model(tmp_path: Path) -> None:
     said = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(said | {"seed": 4321}))
     with pytest.raises(Unsupported, match=r"layers.0.ple.*layer_multipliers is not what follows from config.json"):
-        decoder(folder)
+        load_decoder(folder)
 
 
 def test_the_estimate_reads_a_key_of_each_pool() -> None:

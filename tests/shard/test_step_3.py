@@ -21,8 +21,8 @@ from penstock.shard.parallel import Ranks
 from penstock.shard.weights import Weights
 from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import Habits, drive
-from penstock.tests.shard.test_against_transformers import Bench, close, prompt
-from penstock.tests.shard.test_weights import WEIGHTS, decoder, same
+from penstock.tests.shard.test_against_transformers import SpanRunner, assert_logits_close, prompt
+from penstock.tests.shard.test_weights import WEIGHTS, assert_same_weights, load_decoder
 
 KINDS = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
 TEXT: dict[str, Any] = {
@@ -105,7 +105,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, Path]:
     """transformers' model, saved in the original format and in its own."""
     torch.manual_seed(3)
     config = transformers.Step3p7Config(text_config=TEXT, vision_config=VISION, image_token_id=7)
-    with tiny.MAKING:
+    with tiny.MODEL_LOCK:
         model = transformers.Step3p7ForConditionalGeneration(config).eval()
         with torch.no_grad():
             for key, values in (*model.named_parameters(), *model.named_buffers()):
@@ -126,13 +126,13 @@ def expected(model: Any, tokens: tuple[int, ...]) -> torch.Tensor:
 def test_logits_are_transformers(made: tuple[Any, Path, Path]) -> None:
     """In chunks, longer than a window."""
     model, folder, own = made
-    bench, tokens = Bench("llama", 4), prompt(3, 60)
+    bench, tokens = SpanRunner("llama", 4), prompt(3, 60)
     bench.engine = load(ShardConfig(folder=str(folder), model="m", page_size=4), lambda stage: None)
     bench.engine.resize(64)
     sequence = bench.start(tokens[:23])
     found = bench.run([step.Span(sequence, 23, tokens[23:], wanted=37)])
-    close(found, expected(model, tokens)[23:])
-    same(decoder(own), decoder(folder))
+    assert_logits_close(found, expected(model, tokens)[23:])
+    assert_same_weights(load_decoder(own), load_decoder(folder))
     names = safetensors.torch.load_file(folder / WEIGHTS).keys() | safetensors.torch.load_file(own / WEIGHTS).keys()
     assert {"model.layers.1.moe.gate_proj.weight", "model.language_model.layers.1.mlp.experts.gate_up_proj"} <= names
 
@@ -148,7 +148,7 @@ def test_two_ranks_and_many_requests(made: tuple[Any, Path, Path]) -> None:
         engine.resize(64)
         return drive(engine, [tiny.group(uid, tokens, 5) for uid, tokens in enumerate(asked)], Habits(7, pause=0.1)).tokens
 
-    first, second = tiny.Threads(2).run(work)
+    first, second = tiny.ThreadedRanks(2).run(work)
     assert first == second
     for uid, tokens in enumerate(asked):
         row = list(tokens)
@@ -197,4 +197,4 @@ def test_experts_of_few_bits_are_refused(made: tuple[Any, Path, Path], tmp_path:
     stored["model.layers.1.moe.gate_proj.weight_scale_inv"] = torch.ones(8, 1, 1)
     safetensors.torch.save_file(stored, folder / WEIGHTS)
     with pytest.raises(Unsupported, match="says that experts that are all in one tensor have few bits"):
-        decoder(folder)
+        load_decoder(folder)

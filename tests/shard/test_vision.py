@@ -25,23 +25,23 @@ from penstock.shard.step import Span, parted
 
 from . import tiny, vision_models
 from .driver import Flying, Habits, drive
-from .test_against_transformers import Bench, close
+from .test_against_transformers import SpanRunner, assert_logits_close
 from .test_multimodal_text import save_as_qwen_2
-from .vision_models import SEEING, Seen
+from .vision_models import MODELS, ImagePrompt
 
 Made = tuple[str, Any, Path]  # its name, transformers' model, its folder
 REMEMBERING = ("Qwen3_5", "Qwen4Exp", "Lfm3", "Glm5Next")  # not keys and values alone
 SIZES = [(2, 3), (1, 1), (3, 2)]
 
 
-@pytest.fixture(scope="module", params=SEEING)
+@pytest.fixture(scope="module", params=MODELS)
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
-    folder = tmp_path_factory.mktemp("vision_models")
-    return request.param, vision_models.made(request.param, folder), folder
+    folder = tmp_path_factory.mktemp("seeing")
+    return request.param, vision_models.make_model(request.param, folder), folder
 
 
-def bench_of(folder: Path, prompt: Seen, **more: Any) -> tuple[Bench, Any]:
-    bench = Bench("llama", 16)
+def bench_of(folder: Path, prompt: ImagePrompt, **more: Any) -> tuple[SpanRunner, Any]:
+    bench = SpanRunner("llama", 16)
     bench.engine = vision_models.engine(folder, **more)
     sequence = bench.start(())
     sequence.tokens.extend(prompt.tokens)
@@ -53,7 +53,7 @@ def bench_of(folder: Path, prompt: Seen, **more: Any) -> tuple[Bench, Any]:
 @pytest.mark.parametrize("cut", [1, 4, 7, 100])
 def test_logits_of_chunks_equal_transformers(world: Made, cut: int) -> None:
     name, reference, folder = world
-    prompt = vision_models.seen(name, reference.config.model_type, random.Random(cut), SIZES)
+    prompt = vision_models.image_prompt(name, reference.config.model_type, random.Random(cut), SIZES)
     bench, sequence = bench_of(folder, prompt)
     found, start = [], 0
     while start < len(prompt.tokens):
@@ -61,13 +61,13 @@ def test_logits_of_chunks_equal_transformers(world: Made, cut: int) -> None:
         own = prompt.tokens[start : last if last > start else first]
         found.append(bench.run(parted([Span(sequence, start, own, wanted=len(own))])))
         start += len(own)
-    close(torch.cat(found), vision_models.logits(reference, name, prompt))
+    assert_logits_close(torch.cat(found), vision_models.logits(reference, name, prompt))
 
 
 def test_an_image_s_logits_behind_the_last_keys(tmp_path: Path) -> None:
     """Where its tokens see each other, and others of the step are computed no further than that."""
-    reference = vision_models.made("Gemma4Both", tmp_path)
-    prompts = [vision_models.seen("Gemma4Both", "gemma4", random.Random(seed), SIZES) for seed in range(2)]
+    reference = vision_models.make_model("Gemma4Both", tmp_path)
+    prompts = [vision_models.image_prompt("Gemma4Both", "gemma4", random.Random(seed), SIZES) for seed in range(2)]
     bench, sequence = bench_of(tmp_path, prompts[0])
     other = bench.start(())
     other.pictures = bench.engine.decoder.vision.pictures(prompts[1].pictures, array("I", prompts[1].tokens), "")  # type: ignore[union-attr]
@@ -77,27 +77,27 @@ def test_an_image_s_logits_behind_the_last_keys(tmp_path: Path) -> None:
     spans += [Span(other, 0, prompts[1].tokens, wanted=len(prompts[1].tokens) - 1)]
     expected = [vision_models.logits(reference, "Gemma4Both", own) for own in prompts]
     wanted = [expected[0][end - spans[0].wanted : end], expected[1][1:]]
-    close(bench.run(parted(spans)), torch.cat(wanted))
+    assert_logits_close(bench.run(parted(spans)), torch.cat(wanted))
 
 
-def asked(world: Made, seed: int, sizes: list[tuple[int, int]] = SIZES, words: int = 5) -> Seen:
+def asked(world: Made, seed: int, sizes: list[tuple[int, int]] = SIZES, words: int = 5) -> ImagePrompt:
     name, reference, _ = world
-    return vision_models.seen(name, reference.config.model_type, random.Random(seed), sizes, words)
+    return vision_models.image_prompt(name, reference.config.model_type, random.Random(seed), sizes, words)
 
 
-def group(uid: int, prompt: Seen, count: int = 9, sampling: Sampling | None = None, **more: Any) -> Group:
+def group(uid: int, prompt: ImagePrompt, count: int = 9, sampling: Sampling | None = None, **more: Any) -> Group:
     return tiny.group(uid, prompt.tokens, count, sampling, images=prompt.pictures, **more)
 
 
 @torch.inference_mode()
-def generated(world: Made, prompt: Seen, **more: Any) -> Any:
+def generated(world: Made, prompt: ImagePrompt, **more: Any) -> Any:
     name, reference, _ = world
     settings = transformers.GenerationConfig(max_new_tokens=9, do_sample=False, eos_token_id=[1 << 20], pad_token_id=0, **more)
     found = reference.generate(**vision_models.inputs(name, prompt), generation_config=settings)
     return found[:, len(prompt.ids) :].tolist()
 
 
-def score(world: Made, prompt: Seen, answer: list[int]) -> float:
+def score(world: Made, prompt: ImagePrompt, answer: list[int]) -> float:
     """An answer's mean log-probability by transformers."""
     whole = replace(prompt, ids=prompt.ids + answer, kinds=prompt.kinds + [0] * len(answer))
     found = vision_models.logits(world[1], world[0], whole)[len(prompt.ids) - 1 : -1].log_softmax(-1)
@@ -124,7 +124,7 @@ def test_tokens_equal_transformers(world: Made) -> None:
 
 def test_answers_do_not_depend_on_others(world: Made) -> None:
     """Of prompts with images in common, in chunks, paused and gone on with, on top of what others have computed."""
-    page_size = (1, 4, 16)[SEEING.index(world[0]) % 3]
+    page_size = (1, 4, 16)[MODELS.index(world[0]) % 3]
     prompts = [asked(world, seed % 3, [SIZES[seed % 2], SIZES[seed // 3]], words=9) for seed in range(6)]
     sampling = [Sampling(temperature=0.8, seed=seed, repetition_penalty=1.2, frequency_penalty=0.3) for seed in range(6)]
     more = [{"choices": 2}, {"search": Search(2, 1)}, {}]
@@ -149,12 +149,12 @@ def test_answers_do_not_depend_on_others(world: Made) -> None:
 
 def test_two_ranks_see_what_one_does(world: Made) -> None:
     def work(ranks: Ranks) -> dict[tuple[int, int], list[int]]:
-        return drive(vision_models.half(world[2], ranks, 4), groups(), Habits(7, pause=0.05), seed=2).tokens
+        return drive(vision_models.rank_engine(world[2], ranks, 4), groups(), Habits(7, pause=0.05), seed=2).tokens
 
     def groups() -> list[Group]:
         return [group(uid, asked(world, uid)) for uid in range(4)]
 
-    world_of_two, twin = tiny.Threads().run(work)
+    world_of_two, twin = tiny.ThreadedRanks().run(work)
     assert world_of_two == twin == drive(vision_models.engine(world[2], 128, 4), groups(), Habits(7), seed=2).tokens
 
 
@@ -263,7 +263,7 @@ def counted(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Counted:
     return found
 
 
-def about(image: Seen, question: int) -> Seen:
+def about(image: ImagePrompt, question: int) -> ImagePrompt:
     """Another question about the same image, which is all before its last words."""
     return replace(image, tokens=[*image.tokens[:-1], 10 + question])
 
@@ -322,7 +322,7 @@ def test_what_an_image_takes_is_measured(world: Made) -> None:
     assert seconds > 0
     _, _, sample = size_pool(engine, 4, 0.9, 64, 64, 64, 64)
     assert sample.image_seconds > 0
-    if world[0] in vision_models.TILED:
+    if world[0] in vision_models.TILED_MODELS:
         assert vision.largest == replace(vision_models.TILING, most=int(world[0] == "LlavaOnevision")).longest
     else:
         square = world[0] in ("Gemma3", "Idefics2", "Idefics3", "Llama4", "Llava", "SmolVLM", "Step3p7")
@@ -359,11 +359,11 @@ def test_random_weights_see(world: Made) -> None:
 @pytest.mark.parametrize("name", ["Qwen2VL", "Qwen2_5_VL", "PaddleOCRVL"])
 def test_as_the_hub_has_qwen_2(name: str, tmp_path: Path) -> None:
     """Text is described beside all else, and what encodes images has no model's name before its own. So has PaddleOCR."""
-    reference = vision_models.made(name, tmp_path)
+    reference = vision_models.make_model(name, tmp_path)
     save_as_qwen_2(name, reference, tmp_path)
     prompt = asked((name, reference, tmp_path), 1)
     bench, sequence = bench_of(tmp_path, prompt)
-    close(
+    assert_logits_close(
         bench.run(parted([Span(sequence, 0, prompt.tokens, wanted=len(prompt.tokens))])),
         vision_models.logits(reference, name, prompt),
     )
@@ -371,7 +371,7 @@ def test_as_the_hub_has_qwen_2(name: str, tmp_path: Path) -> None:
 
 def test_deepseek_ocr_2_sees(tmp_path: Path) -> None:
     """By itself: its pictures have hundreds of tokens, however small it is."""
-    reference = vision_models.made("DeepseekOcr2", tmp_path)
+    reference = vision_models.make_model("DeepseekOcr2", tmp_path)
     world = "DeepseekOcr2", reference, tmp_path
     prompts = [asked(world, seed) for seed in range(2)]
     for prompt, chunk in zip(prompts, (150, 1000), strict=True):
@@ -380,7 +380,7 @@ def test_deepseek_ocr_2_sees(tmp_path: Path) -> None:
         for start in range(0, length, chunk):
             tokens = prompt.tokens[start : start + chunk]
             found.append(bench.run(parted([Span(sequence, start, tokens, wanted=len(tokens))])))
-        close(torch.cat(found), vision_models.logits(reference, "DeepseekOcr2", prompt))
+        assert_logits_close(torch.cat(found), vision_models.logits(reference, "DeepseekOcr2", prompt))
     engine = vision_models.engine(tmp_path, 256, 16)
     habits = Habits(200, pause=0.1)
     world_of = drive(engine, [group(uid, prompt) for uid, prompt in enumerate([*prompts, prompts[0]])], habits, seed=3)
@@ -405,7 +405,7 @@ MINIMAX = {  # names as transformers has them, and as the hub
 
 
 def test_as_the_hub_has_minimax(tmp_path: Path) -> None:
-    reference = vision_models.made("MiniMaxM3", tmp_path)
+    reference = vision_models.make_model("MiniMaxM3", tmp_path)
     stored = reference.state_dict()
     for name in [*stored]:
         own = name
@@ -416,7 +416,7 @@ def test_as_the_hub_has_minimax(tmp_path: Path) -> None:
     safetensors.torch.save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
     prompt = asked(("MiniMaxM3", reference, tmp_path), 1)
     bench, sequence = bench_of(tmp_path, prompt)
-    close(
+    assert_logits_close(
         bench.run(parted([Span(sequence, 0, prompt.tokens, wanted=len(prompt.tokens))])),
         vision_models.logits(reference, "MiniMaxM3", prompt),
     )
@@ -425,9 +425,9 @@ def test_as_the_hub_has_minimax(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["Step3p7", "Gemma4Unified", "MiniMaxM3", "PaddleOCRVL", "HYV4VL", "Lfm3Vl", "DeepseekOcr2"])
 def test_as_transformers_modules_are_called(name: str, tmp_path: Path) -> None:
     """What transformers saves has the hub's names, and its parts: Step 3.7's queries, keys and values are one matrix."""
-    reference = vision_models.made(name, tmp_path)
+    reference = vision_models.make_model(name, tmp_path)
     prompt = asked((name, reference, tmp_path), 1)
-    vision = vision_models._loaded(tmp_path, 1 << 20).decoder.vision
+    vision = vision_models.load_engine(tmp_path, 1 << 20).decoder.vision
     stored = safetensors.torch.load_file(tmp_path / "model.safetensors")
     beginnings = ("vi", "embed_vision", "mlp_AR", "multi_modal_projector", "patch_merge_mlp", "sam_", "qwen2_", "projector")
     text = {key: values for key, values in stored.items() if not key.removeprefix("model.").startswith(beginnings)}
@@ -435,7 +435,7 @@ def test_as_transformers_modules_are_called(name: str, tmp_path: Path) -> None:
     own = {f"model.{key}": values.contiguous() for key, values in vision._model.state_dict().items()}
     assert not own.keys() <= stored.keys()
     safetensors.torch.save_file(text | own, tmp_path / "model.safetensors", {"format": "pt"})
-    again = vision_models._loaded(tmp_path, 1 << 20).decoder.vision
+    again = vision_models.load_engine(tmp_path, 1 << 20).decoder.vision
     assert again is not None
     torch.testing.assert_close(again.encode(prompt.pictures[0]), vision.encode(prompt.pictures[0]), rtol=0, atol=0)
 
@@ -454,13 +454,13 @@ def changed(folder: Path, tmp_path: Path, **changes: Any) -> Path:
 
 def test_where_the_text_does_not_say_what_it_is(tmp_path: Path) -> None:
     """Its images' tokens have the positions of the family all the same."""
-    reference = vision_models.made("Qwen3VL", tmp_path)
+    reference = vision_models.make_model("Qwen3VL", tmp_path)
     said = json.loads((tmp_path / "config.json").read_text())
     del said["text_config"]["model_type"]
     (tmp_path / "config.json").write_text(json.dumps(said))
     prompt = asked(("Qwen3VL", reference, tmp_path), 1)
     bench, sequence = bench_of(tmp_path, prompt)
-    close(
+    assert_logits_close(
         bench.run(parted([Span(sequence, 0, prompt.tokens, wanted=len(prompt.tokens))])),
         vision_models.logits(reference, "Qwen3VL", prompt),
     )
@@ -494,7 +494,7 @@ def test_text_is_served_where_images_can_not_be(tmp_path: Path, changes: dict[st
     """And the same text. If the operator asks for images, nothing is."""
     whole = tmp_path / "whole"
     whole.mkdir()
-    vision_models.made("Qwen2_5_VL", whole)
+    vision_models.make_model("Qwen2_5_VL", whole)
     other = tmp_path / "other"
     other.mkdir()
     text = changes.pop("preprocessor_config", None) if "preprocessor_config" in changes else None
@@ -514,8 +514,8 @@ def test_text_is_served_where_images_can_not_be(tmp_path: Path, changes: dict[st
 @pytest.mark.parametrize("name", ["Gemma3", "Idefics3", "Llava"])
 def test_images_of_one_size_have_no_other_grid(name: str, tmp_path: Path) -> None:
     """Whatever a router says of their pixels, which are as many."""
-    reference = vision_models.made(name, tmp_path)
-    [picture] = vision_models.seen(name, reference.config.model_type, random.Random(1), [(1, 1)]).pictures
+    reference = vision_models.make_model(name, tmp_path)
+    [picture] = vision_models.image_prompt(name, reference.config.model_type, random.Random(1), [(1, 1)]).pictures
     vision = vision_models.engine(tmp_path).decoder.vision
     assert vision is not None
     assert vision.places([picture]) == [*range(picture.start, picture.start + picture.tokens)]
@@ -523,8 +523,8 @@ def test_images_of_one_size_have_no_other_grid(name: str, tmp_path: Path) -> Non
 
 
 def test_images_of_all_sizes_have_a_patch_at_least_and_no_more_pixels_than_they_may(tmp_path: Path) -> None:
-    vision_models.made("Idefics2", tmp_path)
-    [picture] = vision_models.seen("Idefics2", "idefics2", random.Random(1), [(1, 1)]).pictures
+    vision_models.make_model("Idefics2", tmp_path)
+    [picture] = vision_models.image_prompt("Idefics2", "idefics2", random.Random(1), [(1, 1)]).pictures
     vision = vision_models.engine(tmp_path, image_pixels=600).decoder.vision
     assert vision is not None
     for high, wide, fits in ((20, 30, True), (2, 300, True), (1, 30, False), (30, 1, False), (2, 301, False)):
@@ -535,12 +535,12 @@ def test_images_of_all_sizes_have_a_patch_at_least_and_no_more_pixels_than_they_
 
 def test_tiles_are_those_of_the_pixels_that_an_image_may_have(tmp_path: Path) -> None:
     """And of the size that a router says, whatever else it says."""
-    reference = vision_models.made("LlavaNext", tmp_path)
+    reference = vision_models.make_model("LlavaNext", tmp_path)
     prompt = asked(("LlavaNext", reference, tmp_path), 1, [(4, 4)])
     [picture] = prompt.pictures
     assert len(picture.pixels) == 5  # type: ignore[arg-type]
     bench, sequence = bench_of(tmp_path, prompt, image_pixels=5 * vision_models.TILING.side**2)
-    close(
+    assert_logits_close(
         bench.run(parted([Span(sequence, 0, prompt.tokens, wanted=len(prompt.tokens))])),
         vision_models.logits(reference, "LlavaNext", prompt),
     )
@@ -564,7 +564,7 @@ def test_resolutions_that_are_none(resolutions: Any, words: str, tmp_path: Path)
     whole, other = tmp_path / "whole", tmp_path / "other"
     whole.mkdir()
     other.mkdir()
-    vision_models.made("LlavaNext", whole)
+    vision_models.make_model("LlavaNext", whole)
     changed(whole, other, image_grid_pinpoints=resolutions)
     with pytest.raises(Unsupported, match=words):
         vision_models.engine(other, images_asked=True)
@@ -573,7 +573,7 @@ def test_resolutions_that_are_none(resolutions: Any, words: str, tmp_path: Path)
 @pytest.mark.parametrize("name", ["Gemma3", "Llava", "LlavaOnevision"])
 def test_as_the_hub_has_it(name: str, tmp_path: Path) -> None:
     """What encodes images is within a model of its own."""
-    reference = vision_models.made(name, tmp_path)
+    reference = vision_models.make_model(name, tmp_path)
     stored = safetensors.torch.load_file(tmp_path / "model.safetensors")
     renamed = {key.replace("vision_tower.", "vision_tower.vision_model."): value for key, value in stored.items()}
     assert "vision_tower.vision_model.embeddings.patch_embedding.weight" in renamed
@@ -581,7 +581,7 @@ def test_as_the_hub_has_it(name: str, tmp_path: Path) -> None:
     prompt = asked((name, reference, tmp_path), 1)
     bench, sequence = bench_of(tmp_path, prompt)
     spans = parted([Span(sequence, 0, prompt.tokens, wanted=len(prompt.tokens))])
-    close(bench.run(spans), vision_models.logits(reference, name, prompt))
+    assert_logits_close(bench.run(spans), vision_models.logits(reference, name, prompt))
 
 
 def test_features_that_are_no_tokens_are_refused(tmp_path: Path) -> None:
@@ -589,7 +589,7 @@ def test_features_that_are_no_tokens_are_refused(tmp_path: Path) -> None:
     whole, other = tmp_path / "whole", tmp_path / "other"
     whole.mkdir()
     other.mkdir()
-    vision_models.made("Qwen2_5_VL", whole)
+    vision_models.make_model("Qwen2_5_VL", whole)
     changed(whole, other, vision_config__out_hidden_size=8)
     with pytest.raises(Unsupported, match="features of images have 8 numbers, and tokens 64"):
         vision_models.engine(other, load_format="dummy", images_asked=True)

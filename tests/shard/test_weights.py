@@ -26,11 +26,11 @@ from penstock.tests.shard import configurations, tiny
 WEIGHTS = "model.safetensors"
 
 
-def decoder(folder: Path, **settings: Any) -> Decoder:
+def load_decoder(folder: Path, **settings: Any) -> Decoder:
     return load(ShardConfig(folder=str(folder), model="m", **settings), lambda stage: None).decoder
 
 
-def tensors(model: Decoder) -> dict[str, Tensor]:
+def plain_weights(model: Decoder) -> dict[str, Tensor]:
     """Every weight, in its plain layout."""
     found: dict[str, Tensor] = {}
     parts = [("", vars(model)), *((f"{layer.index}.", vars(layer)) for layer in model.layers)]
@@ -48,8 +48,8 @@ def tensors(model: Decoder) -> dict[str, Tensor]:
     return found
 
 
-def same(first: Decoder, second: Decoder, tolerance: float = 0.0) -> None:
-    one, other = tensors(first), tensors(second)
+def assert_same_weights(first: Decoder, second: Decoder, tolerance: float = 0.0) -> None:
+    one, other = plain_weights(first), plain_weights(second)
     assert one.keys() == other.keys()
     for name in one:
         torch.testing.assert_close(one[name], other[name], rtol=0, atol=tolerance, msg=name)
@@ -70,7 +70,7 @@ def sharded(tmp_path: Path) -> Path:
 
 
 def test_a_sharded_checkpoint_is_the_same_model(sharded: Path) -> None:
-    same(decoder(sharded), tiny.decoder("qwen2"))
+    assert_same_weights(load_decoder(sharded), tiny.decoder("qwen2"))
 
 
 def test_a_bfloat16_checkpoint_is_the_same_model_in_float32(tmp_path: Path) -> None:
@@ -78,10 +78,10 @@ def test_a_bfloat16_checkpoint_is_the_same_model_in_float32(tmp_path: Path) -> N
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny.folder("qwen2"), dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "half")
     model.float().save_pretrained(tmp_path / "full")
-    half = decoder(tmp_path / "half")
+    half = load_decoder(tmp_path / "half")
     assert half.embedding.dtype == torch.float32
-    same(half, decoder(tmp_path / "full"))
-    assert decoder(tmp_path / "half", dtype="bfloat16").embedding.dtype == torch.bfloat16
+    assert_same_weights(half, load_decoder(tmp_path / "full"))
+    assert load_decoder(tmp_path / "half", dtype="bfloat16").embedding.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(("most", "dtype"), [(10**6, torch.float32), (0, torch.bfloat16)])
@@ -97,14 +97,14 @@ def test_a_small_draft_model_is_computed_in_float32(monkeypatch: pytest.MonkeyPa
 
 def test_a_tied_model_has_no_second_table() -> None:
     model = tiny.decoder("llama-tied")
-    torch.testing.assert_close(tensors(model)["head"][:-1].t(), model.embedding, rtol=0, atol=0)
+    torch.testing.assert_close(plain_weights(model)["head"][:-1].t(), model.embedding, rtol=0, atol=0)
     assert "lm_head.weight" not in safetensors.torch.load_file(tiny.folder("llama-tied") / WEIGHTS)
 
 
 # Slices
 
 
-class Counting(Weights):
+class CountingWeights(Weights):
     """Notes the full shape of what is asked for, and what is handed out."""
 
     def __init__(self, folder: Path) -> None:
@@ -123,7 +123,7 @@ class Counting(Weights):
         return result
 
 
-class Alone(Ranks):
+class LoadingRank(Ranks):
     """A rank that only loads."""
 
     def __init__(self, rank: int, size: int = 2) -> None:
@@ -134,9 +134,9 @@ class Alone(Ranks):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_reads_only_its_slices(rank: int) -> None:
     folder = tiny.folder("llama-biases")
-    source = Counting(folder)
+    source = CountingWeights(folder)
     model = shape(json.loads((folder / "config.json").read_text()))
-    built = Decoder(model, source, Alone(rank), tiny.CPU)
+    built = Decoder(model, source, LoadingRank(rank), tiny.CPU)
     for name, (given, full) in source.given.items():
         whole = "norm" in name or re.search(r"(o|down)_proj\.bias", name)
         wanted = torch.Size(full).numel() / (1 if whole else 2)
@@ -146,7 +146,7 @@ def test_a_rank_reads_only_its_slices(rank: int) -> None:
     assert built.weight_bytes == 4 * (source.read + model.rotary_elements)
 
 
-class Interleaved(Weights):
+class InterleavedWeights(Weights):
     """A checkpoint in which features of queries and keys that turn together stand side by side."""
 
     size = 0  # of a head
@@ -165,7 +165,7 @@ def test_features_of_heads_are_put_in_order(name: str) -> None:
     """Of weights, biases and gains alike."""
     folder = tiny.folder(name)
     model = replace(shape(json.loads((folder / "config.json").read_text())), rotary_neighbours=True)
-    source = Interleaved(folder, torch.float32, tiny.CPU, lambda read: None)
+    source = InterleavedWeights(folder, torch.float32, tiny.CPU, lambda read: None)
     source.size = model.head_size
     found, expected = (
         own.layers[0].attention for own in (Decoder(model, source, Ranks(0, 1, tiny.CPU), tiny.CPU), tiny.decoder(name))
@@ -200,22 +200,22 @@ def test_dummy_weights_of_two_ranks_fit_together(tmp_path: Path) -> None:
     columns = torch.cat([dummy.tensor("a.weight", (7, 6), (1, start, start + 3)) for start in (0, 3)], 1)
     assert columns.equal(full)
     shutil.copy(tiny.folder("llama") / "config.json", tmp_path)  # a config alone is enough
-    assert decoder(tmp_path, load_format="dummy").shape == tiny.decoder("llama").shape
+    assert load_decoder(tmp_path, load_format="dummy").shape == tiny.decoder("llama").shape
 
 
 # What is wrong, and what helps
 
 
-def refuses(folder: Path, *words: str, **settings: Any) -> None:
+def assert_refused(folder: Path, *words: str, **settings: Any) -> None:
     with pytest.raises(Unsupported) as error:
-        decoder(folder, **settings)
+        load_decoder(folder, **settings)
     line = str(error.value)
     assert "\n" not in line
     for word in words:
         assert word in line
 
 
-def change(folder: Path, **fields: Any) -> None:
+def change_config(folder: Path, **fields: Any) -> None:
     """Fields of config.json; None takes one away."""
     path = folder / "config.json"
     config = json.loads(path.read_text()) | fields
@@ -226,7 +226,7 @@ def test_a_missing_tensor(copy: Path) -> None:
     stored = safetensors.torch.load_file(copy / WEIGHTS)
     del stored["model.layers.1.mlp.up_proj.weight"]
     safetensors.torch.save_file(stored, copy / WEIGHTS)
-    refuses(copy, "has no tensor model.layers.1.mlp.up_proj.weight", "is the download complete")
+    assert_refused(copy, "has no tensor model.layers.1.mlp.up_proj.weight", "is the download complete")
 
 
 def test_a_tensor_that_the_index_puts_elsewhere(sharded: Path) -> None:
@@ -236,16 +236,16 @@ def test_a_tensor_that_the_index_puts_elsewhere(sharded: Path) -> None:
     assert index["weight_map"][name] != other
     index["weight_map"][name] = other
     (sharded / INDEX).write_text(json.dumps(index))
-    refuses(sharded, name, other, "download it again")
+    assert_refused(sharded, name, other, "download it again")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_wrong_shape(copy: Path, ranks: int) -> None:
-    change(copy, intermediate_size=90)
+    change_config(copy, intermediate_size=90)
     model = shape(json.loads((copy / "config.json").read_text()))
     source = Weights(copy, torch.float32, tiny.CPU, lambda read: None)
     with pytest.raises(Unsupported, match=r"mlp.gate_proj.weight is \[88, 64\], config.json says \[90, 64\]: they belong to"):
-        Decoder(model, source, Alone(0) if ranks == 2 else Ranks(0, 1, tiny.CPU), tiny.CPU)
+        Decoder(model, source, LoadingRank(0) if ranks == 2 else Ranks(0, 1, tiny.CPU), tiny.CPU)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.uint8, torch.bool])
@@ -254,26 +254,28 @@ def test_quantized_tensors_without_a_word_in_the_config(copy: Path, dtype: torch
     stored = safetensors.torch.load_file(copy / WEIGHTS)
     stored["model.layers.1.mlp.up_proj.weight"] = stored["model.layers.1.mlp.up_proj.weight"].to(dtype)
     safetensors.torch.save_file(stored, copy / WEIGHTS)
-    refuses(copy, "model.layers.1.mlp.up_proj.weight is stored as", "by config.json it is not quantized", "Download it again")
+    assert_refused(
+        copy, "model.layers.1.mlp.up_proj.weight is stored as", "by config.json it is not quantized", "Download it again"
+    )
 
 
 @pytest.mark.parametrize("name", ["model_ema.safetensors", "training_state.safetensors", "zz.safetensors"])
 def test_only_the_models_own_file_is_read(copy: Path, name: str) -> None:
-    expected = decoder(copy).embedding.clone()
+    expected = load_decoder(copy).embedding.clone()
     other = {key: torch.zeros_like(tensor) for key, tensor in safetensors.torch.load_file(copy / WEIGHTS).items()}
     safetensors.torch.save_file(other, copy / name) if name[0] != "z" else (copy / name).write_bytes(b"no weights")
-    assert decoder(copy).embedding.equal(expected)
+    assert load_decoder(copy).embedding.equal(expected)
 
 
 def test_a_single_file_counts_more_than_an_index(copy: Path) -> None:
     """As in transformers: whoever merges parts may leave their index."""
-    expected = decoder(copy).embedding.clone()
+    expected = load_decoder(copy).embedding.clone()
     zeros = {key: torch.zeros_like(tensor) for key, tensor in safetensors.torch.load_file(copy / WEIGHTS).items()}
     safetensors.torch.save_file(zeros, copy / "model-00001-of-00001.safetensors")
     (copy / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(zeros, "model-00001-of-00001.safetensors")}))
-    assert decoder(copy).embedding.equal(expected)
+    assert load_decoder(copy).embedding.equal(expected)
     (copy / WEIGHTS).unlink()
-    assert not decoder(copy).embedding.any()
+    assert not load_decoder(copy).embedding.any()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -281,13 +283,13 @@ def test_an_output_matrix_beside_tied_embeddings(tmp_path: Path, ranks: int) -> 
     """transformers does not tie where both are there and differ: who says otherwise is asked which is meant."""
     folder = Path(shutil.copytree(tiny.folder("llama"), tmp_path / "model"))
     stored = safetensors.torch.load_file(folder / WEIGHTS)
-    change(folder, tie_word_embeddings=True)
+    change_config(folder, tie_word_embeddings=True)
     for extra in (0.0, 0.01):
         stored["lm_head.weight"] = stored["model.embed_tokens.weight"] + extra
         safetensors.torch.save_file(stored, folder / WEIGHTS)
         source = Weights(folder, torch.float32, tiny.CPU, lambda read: None)
         model = shape(json.loads((folder / "config.json").read_text()))
-        own = Alone(0) if ranks == 2 else Ranks(0, 1, tiny.CPU)
+        own = LoadingRank(0) if ranks == 2 else Ranks(0, 1, tiny.CPU)
         if not extra:
             Decoder(model, source, own, tiny.CPU)
             continue
@@ -298,30 +300,30 @@ def test_an_output_matrix_beside_tied_embeddings(tmp_path: Path, ranks: int) -> 
 def test_a_missing_file(sharded: Path) -> None:
     gone = min(sharded.glob("*.safetensors"))
     gone.unlink()
-    refuses(sharded, gone.name, INDEX, "complete the download")
+    assert_refused(sharded, gone.name, INDEX, "complete the download")
 
 
 def test_no_file_at_all(copy: Path) -> None:
     (copy / WEIGHTS).rename(copy / "pytorch_model.bin")
-    refuses(copy, "no safetensors files", "convert the checkpoint")
+    assert_refused(copy, "no safetensors files", "convert the checkpoint")
 
 
 def test_no_config(copy: Path) -> None:
     (copy / "config.json").unlink()
-    refuses(copy, "has no config.json", "is it a model's folder?")
+    assert_refused(copy, "has no config.json", "is it a model's folder?")
 
 
 @pytest.mark.parametrize("length", [0, 5, 5000])
 def test_a_corrupt_file(copy: Path, length: int) -> None:
     content = (copy / WEIGHTS).read_bytes()
     (copy / WEIGHTS).write_bytes(content[:length])
-    refuses(copy, WEIGHTS, "can't be read", "download it again")
+    assert_refused(copy, WEIGHTS, "can't be read", "download it again")
 
 
 def test_a_corrupt_file_of_several(sharded: Path) -> None:
     spoilt = max(sharded.glob("*.safetensors"))
     spoilt.write_bytes(b"no tensors here, at least not that anyone could read")
-    refuses(sharded, spoilt.name, "can't be read", "download it again")
+    assert_refused(sharded, spoilt.name, "can't be read", "download it again")
 
 
 @pytest.mark.parametrize("file", ["config.json", INDEX])
@@ -330,19 +332,21 @@ def test_a_corrupt_file_of_several(sharded: Path) -> None:
 )
 def test_json_of_an_interrupted_download(sharded: Path, file: str, content: bytes) -> None:
     (sharded / file).write_bytes(content)
-    refuses(sharded, *(("names no architectures",) if (file, content) == ("config.json", b"{}") else (file, "download it again")))
+    assert_refused(
+        sharded, *(("names no architectures",) if (file, content) == ("config.json", b"{}") else (file, "download it again"))
+    )
 
 
 def test_a_config_that_is_no_file(copy: Path) -> None:
     (copy / "config.json").unlink()
     (copy / "config.json").mkdir()
-    refuses(copy, "config.json can't be read (Is a directory)", "is it a model's folder")
+    assert_refused(copy, "config.json can't be read (Is a directory)", "is it a model's folder")
 
 
 @pytest.mark.parametrize(("content", "said"), [([], "holds []"), ("no", "holds 'no'"), (None, "holds None")])
 def test_a_config_that_is_no_object(copy: Path, content: Any, said: str) -> None:
     (copy / "config.json").write_text(json.dumps(content))
-    refuses(copy, "config.json", said, "an object is needed: download it again")
+    assert_refused(copy, "config.json", said, "an object is needed: download it again")
 
 
 @pytest.mark.parametrize("file", [7, None, ["a"], {}, True])
@@ -350,7 +354,7 @@ def test_an_index_that_names_no_file(sharded: Path, file: Any) -> None:
     index = json.loads((sharded / INDEX).read_text())
     index["weight_map"]["model.norm.weight"] = file
     (sharded / INDEX).write_text(json.dumps(index))
-    refuses(sharded, INDEX, f"model.norm.weight is in {file!r}, a file's name is needed", "download it again")
+    assert_refused(sharded, INDEX, f"model.norm.weight is in {file!r}, a file's name is needed", "download it again")
 
 
 def test_a_scale_that_the_index_puts_elsewhere(sharded: Path) -> None:
@@ -390,8 +394,8 @@ def test_a_scale_that_the_index_puts_elsewhere(sharded: Path) -> None:
     ],
 )
 def test_what_the_decoder_does_not_have(copy: Path, fields: dict[str, Any], words: list[str]) -> None:
-    change(copy, **fields)
-    refuses(copy, *words)
+    change_config(copy, **fields)
+    assert_refused(copy, *words)
 
 
 @pytest.mark.parametrize(
@@ -402,13 +406,13 @@ def test_what_the_decoder_does_not_have(copy: Path, fields: dict[str, Any], word
     ],
 )
 def test_heads_that_the_ranks_do_not_divide(ranks: int, words: list[str]) -> None:
-    refuses(tiny.folder("llama"), *words, ranks=ranks)
+    assert_refused(tiny.folder("llama"), *words, ranks=ranks)
 
 
 def test_no_cuda_device() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    refuses(tiny.folder("llama"), "torch sees no CUDA device", "--device cpu", device="cuda")
+    assert_refused(tiny.folder("llama"), "torch sees no CUDA device", "--device cpu", device="cuda")
 
 
 # Configs of older transformers

@@ -41,9 +41,9 @@ from .configurations import (
     SMALL,
     VOCABULARY,
 )
-from .test_multimodal_text import QUARTER, SECTIONS, TEXTS, model
-from .test_step_3 import TEXT as STEP
-from .tiny import CPU, MAKING
+from .test_multimodal_text import QUARTER, SECTIONS, TEXTS, text_and_vision_model
+from .test_step_3 import TEXT as STEP_TEXT
+from .tiny import CPU, MODEL_LOCK
 
 PATCH, MERGE, SIDE = 2, 2, 4  # pixels of a patch, patches of a token, pixels of a token: each along one side
 PLACEHOLDER, BREAK, END = 7, 8, 9  # ids of the vocabulary
@@ -83,7 +83,7 @@ PROCESSORS = {
         "Pixtral": "PixtralImageProcessor",
     },
 }
-SEEING = (
+MODELS = (
     *(name for name in TEXTS if name != "Kimi_K25"),
     "Mistral3",
     "MistralLarge4",
@@ -114,7 +114,7 @@ SEEING = (
 
 
 @dataclass(frozen=True)
-class Seen:
+class ImagePrompt:
     """A prompt with images: as transformers has it, and as the shards do."""
 
     ids: list[int]  # with placeholders
@@ -123,11 +123,11 @@ class Seen:
     pictures: tuple[PromptImage, ...]
 
 
-def made(name: str, folder: Path, seed: int = 5) -> Any:
+def make_model(name: str, folder: Path, seed: int = 5) -> Any:
     """transformers' model, saved in the folder with what prepares pictures for it."""
     torch.manual_seed(seed)
-    if name in OTHERS:
-        found: Any = OTHERS[name]().eval()
+    if name in BUILDERS:
+        found: Any = BUILDERS[name]().eval()
         with torch.no_grad():
             for key, values in (*found.named_parameters(), *found.named_buffers()):
                 if (values.dim() > 1 and values.is_floating_point()) or "bias" in key or "std_" in key:
@@ -136,7 +136,7 @@ def made(name: str, folder: Path, seed: int = 5) -> Any:
                 found.get_input_embeddings().weight[PLACEHOLDER] = 0
     else:
         more = {"deepstack_visual_indexes": [0, 2]} if name.startswith("Qwen3VL") else {}
-        found = model(name, VISION | more, image_token_id=PLACEHOLDER)
+        found = text_and_vision_model(name, VISION | more, image_token_id=PLACEHOLDER)
     found.save_pretrained(folder)
     kind = PROCESSORS.get(name, "Qwen2VLImageProcessor")
     said = {"image_processor_type": kind, "patch_size": PATCH, "merge_size": MERGE, "image_mean": MEAN, "image_std": DEVIATION}
@@ -259,7 +259,7 @@ def _lfm3() -> Any:
 def _step() -> Any:
     vision = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": PATCH, "mlp_ratio": 1.5}
     config = transformers.Step3p7Config(
-        text_config=STEP, vision_config=vision | {"image_size": SQUARE * STEP_SIDE}, image_token_id=PLACEHOLDER
+        text_config=STEP_TEXT, vision_config=vision | {"image_size": SQUARE * STEP_SIDE}, image_token_id=PLACEHOLDER
     )
     return transformers.Step3p7ForConditionalGeneration(config)
 
@@ -272,12 +272,12 @@ def _gemma3() -> Any:
     )
 
 
-def _gemma4(seen: str | None, small: bool) -> Any:
+def _gemma4(image_prompt: str | None, small: bool) -> Any:
     """seen: whether its image tokens see each other; small: layers are told of tokens apart, and the last have no keys."""
     text = GEMMA4_E if small else GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 2}
     config = transformers.Gemma4Config(
-        text_config=text | {"use_bidirectional_attention": seen},
-        vision_config=GEMMA4_VISION | {"standardize": bool(seen)},
+        text_config=text | {"use_bidirectional_attention": image_prompt},
+        vision_config=GEMMA4_VISION | {"standardize": bool(image_prompt)},
         audio_config=None,
         image_token_id=PLACEHOLDER,
         boi_token_id=5,
@@ -401,7 +401,7 @@ def _pixtral() -> Any:
     return transformers.LlavaForConditionalGeneration(config)
 
 
-OTHERS = {
+BUILDERS = {
     "Idefics2": _idefics2,
     "Idefics3": lambda: _idefics("Idefics3"),
     "SmolVLM": lambda: _idefics("SmolVLM"),
@@ -430,9 +430,9 @@ OTHERS = {
     "Gemma4Both": lambda: _gemma4("vision", small=True),
     "Gemma4Unified": _gemma4_unified,
 }
-TILED = ("LlavaNext", "LlavaOnevision", "GraniteVision")
-WHOLE = tuple(
-    name for name in OTHERS if name not in ("PaddleOCRVL", "Exaone4_5", "MiniMaxM3", "HYV4VL", "Lfm3Vl", "Glm5Next", "Qwen4Exp")
+TILED_MODELS = ("LlavaNext", "LlavaOnevision", "GraniteVision")
+UNPATCHED_MODELS = tuple(
+    name for name in BUILDERS if name not in ("PaddleOCRVL", "Exaone4_5", "MiniMaxM3", "HYV4VL", "Lfm3Vl", "Glm5Next", "Qwen4Exp")
 )  # pixels are no patches
 
 
@@ -445,7 +445,7 @@ def engine(folder: Path, pages: int = 64, page_size: int = 16, image_pixels: int
             decoder.vision._cache = ImageCache()
         found = Engine(decoder, CPU, page_size, more.get("prefix_caching", True), ahead=more.get("overlap") == "on")
     else:
-        found = _loaded(folder, image_pixels, page_size=page_size, **more)
+        found = load_engine(folder, image_pixels, page_size=page_size, **more)
     found.resize(pages)
     return found
 
@@ -453,27 +453,27 @@ def engine(folder: Path, pages: int = 64, page_size: int = 16, image_pixels: int
 @functools.cache
 def _decoder(folder: Path, image_pixels: int) -> Decoder:
     """What fresh engines share: weights."""
-    return _loaded(folder, image_pixels).decoder
+    return load_engine(folder, image_pixels).decoder
 
 
-def _loaded(folder: Path, image_pixels: int, **more: Any) -> Engine:
+def load_engine(folder: Path, image_pixels: int, **more: Any) -> Engine:
     return load(ShardConfig(folder=str(folder), model="m", image_pixels=image_pixels, **more), lambda stage: None)
 
 
-def half(folder: Path, ranks: Ranks, page_size: int) -> Engine:
+def rank_engine(folder: Path, ranks: Ranks, page_size: int) -> Engine:
     """One rank's engine."""
     config = json.loads((folder / "config.json").read_text())
     weights = Weights(folder, torch.float32, CPU, lambda read: None)
     form = shape(config)
     decoder = Decoder(form, weights, ranks, CPU)
-    with MAKING:  # while its modules are made, all that the process makes have no memory
+    with MODEL_LOCK:  # while its modules are made, all that the process makes have no memory
         decoder.vision = Vision(config, folder, weights, 1 << 20, form)
     found = Engine(decoder, CPU, page_size)
     found.resize(128)
     return found
 
 
-def seen(name: str, kind: str, chance: random.Random, sizes: list[tuple[int, int]], words: int = 5) -> Seen:
+def image_prompt(name: str, kind: str, chance: random.Random, sizes: list[tuple[int, int]], words: int = 5) -> ImagePrompt:
     """A prompt with images of these sizes, as rows and columns, and words before, between and behind them. kind: model_type."""
     form = MISTRAL if name == "Pixtral" else FORMS[kind]
     sizes = [(SQUARE, SQUARE)] * len(sizes) if form.fixed or (form.tiles and name != "Idefics2") else sizes
@@ -487,7 +487,11 @@ def seen(name: str, kind: str, chance: random.Random, sizes: list[tuple[int, int
         generator = torch.Generator().manual_seed(chance.randrange(1 << 30))
         size: tuple[int, ...] = ()
         tiles = rows // TILE if name == "InternVL" else 1
-        shape = (tiles, 3, rows // tiles * SIDE, columns * SIDE) if name in WHOLE else (rows * columns * MERGE**2, 3, PATCH, PATCH)
+        shape = (
+            (tiles, 3, rows // tiles * SIDE, columns * SIDE)
+            if name in UNPATCHED_MODELS
+            else (rows * columns * MERGE**2, 3, PATCH, PATCH)
+        )
         if name == "LightOnOcr" and rows > 1:  # sides are of patches
             shape = (1, 3, rows * SIDE + PATCH, columns * SIDE)
         if name == "Step3p7":
@@ -497,7 +501,7 @@ def seen(name: str, kind: str, chance: random.Random, sizes: list[tuple[int, int
             rows, columns, shape = 1, 144 if side == OCR_TILE else 257, (1, 3, side, side)
         if name == "Idefics2":  # whose sizes no patches divide
             rows, columns, shape = 1, SQUARE**2, (1, 3, 5 * rows, 7 * columns)
-        if name in TILED:
+        if name in TILED_MODELS:
             rows, columns, shape, size = _tiled(name, (5 * rows, 5 * columns), bool(pictures) and len(sizes) > 2)
         columns += name == "HYV4VL"  # rows have an end
         pixels = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
@@ -511,7 +515,7 @@ def seen(name: str, kind: str, chance: random.Random, sizes: list[tuple[int, int
                 tokens.append(ids[-1])
     tail = [chance.randrange(10, VOCABULARY) for _ in range(words)]
     ids, tokens = ids + tail, tokens + tail
-    return Seen(ids, [int(token == PLACEHOLDER) for token in ids], tokens, tuple(pictures))
+    return ImagePrompt(ids, [int(token == PLACEHOLDER) for token in ids], tokens, tuple(pictures))
 
 
 def _tiled(name: str, size: tuple[int, int], among: bool) -> tuple[int, int, tuple[int, ...], tuple[int, int]]:
@@ -522,7 +526,7 @@ def _tiled(name: str, size: tuple[int, int], among: bool) -> tuple[int, int, tup
     return 1, own.length(size), (own.tiles(own.best(size)), 3, TILING.side, TILING.side), size
 
 
-def inputs(name: str, prompt: Seen) -> dict[str, Any]:
+def inputs(name: str, prompt: ImagePrompt) -> dict[str, Any]:
     """What transformers' model takes."""
     mean, deviation = (torch.tensor(values).view(3, 1, 1) for values in (MEAN, DEVIATION))
     pixels = [(picture.pixels.float() / 255 - mean) / deviation for picture in prompt.pictures]
@@ -544,7 +548,7 @@ def inputs(name: str, prompt: Seen) -> dict[str, Any]:
         return found | {"pixel_values": wholes, "pixel_values_local": tile, "num_local_patches": torch.tensor([0, 1])}
     if name in ("Idefics3", "SmolVLM"):
         return found | {"pixel_values": torch.cat(pixels).unsqueeze(0)}
-    if name in TILED:
+    if name in TILED_MODELS:
         found |= {"image_sizes": torch.tensor([picture.size for picture in prompt.pictures])}
     if name == "LlavaOnevision":
         among = sum(len(picture.pixels) == 1 for picture in prompt.pictures)
@@ -552,7 +556,7 @@ def inputs(name: str, prompt: Seen) -> dict[str, Any]:
     if name == "Llama4":  # as its own processor computes
         rough = [(picture.pixels.bfloat16() * (1 / 255) - mean.bfloat16()) / deviation.bfloat16() for picture in prompt.pictures]
         return found | {"pixel_values": torch.cat(rough).float()}
-    if name in ("InternVL", "Llava", *TILED):
+    if name in ("InternVL", "Llava", *TILED_MODELS):
         return found | {"pixel_values": torch.cat(pixels)}
     if name.startswith("Gemma4"):
         return found | _gemma4_inputs(prompt, name == "Gemma4Unified") | {"mm_token_type_ids": torch.tensor([prompt.kinds])}
@@ -570,7 +574,7 @@ def inputs(name: str, prompt: Seen) -> dict[str, Any]:
     )
 
 
-def _gemma4_inputs(prompt: Seen, merged: bool) -> dict[str, Tensor]:
+def _gemma4_inputs(prompt: ImagePrompt, merged: bool) -> dict[str, Tensor]:
     """Patches, and where they are; those of smaller images are filled up. merged: a token is a patch."""
     each, side = (1, SIDE) if merged else (MERGE, PATCH)
     most = max(picture.tokens for picture in prompt.pictures) * each**2
@@ -587,7 +591,7 @@ def _gemma4_inputs(prompt: Seen, merged: bool) -> dict[str, Tensor]:
 
 
 @torch.inference_mode()
-def logits(reference: Any, name: str, prompt: Seen) -> Tensor:
+def logits(reference: Any, name: str, prompt: ImagePrompt) -> Tensor:
     """[tokens, vocabulary], by transformers, whose LLaVA-NeXT has not what makes logits of Granite's products."""
     found: Tensor = reference(**inputs(name, prompt)).logits[0]
     return found / GRANITE["logits_scaling"] if name == "GraniteVision" else found
