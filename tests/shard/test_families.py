@@ -34,7 +34,7 @@ def config(architecture: str, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "theirs"),
+    ("architecture", "config_class"),
     [
         ("AfmoeForCausalLM", transformers.AfmoeConfig),
         ("ApertusForCausalLM", transformers.ApertusConfig),
@@ -94,7 +94,7 @@ def config(architecture: str, **more: Any) -> dict[str, Any]:
         ("VaultGemmaForCausalLM", transformers.VaultGemmaConfig),
     ],
 )
-def test_fields_missing_in_config_json_have_transformers_defaults(architecture: str, theirs: Any) -> None:
+def test_fields_missing_in_config_json_have_transformers_defaults(architecture: str, config_class: Any) -> None:
     fields = {
         "vocab_size": 32_064,
         "hidden_size": 4096,
@@ -102,7 +102,7 @@ def test_fields_missing_in_config_json_have_transformers_defaults(architecture: 
         "num_hidden_layers": 2,
         "num_attention_heads": 32,
     }
-    expected, found = theirs(**fields), shape({"architectures": [architecture]} | fields)
+    expected, found = config_class(**fields), shape({"architectures": [architecture]} | fields)
     ropes = expected.rope_parameters
     assert found.rope.theta == ropes.get("full_attention", ropes)["rope_theta"]
     epsilons = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps")
@@ -128,7 +128,7 @@ def test_fields_missing_in_config_json_have_transformers_defaults(architecture: 
     ],
 )
 @pytest.mark.parametrize(
-    ("architecture", "theirs"),
+    ("architecture", "config_class"),
     [
         ("AfmoeForCausalLM", transformers.AfmoeConfig),
         ("Cohere2ForCausalLM", transformers.Cohere2Config),
@@ -141,10 +141,12 @@ def test_fields_missing_in_config_json_have_transformers_defaults(architecture: 
         ("SmolLM3ForCausalLM", transformers.SmolLM3Config),
     ],
 )
-def test_layer_types_missing_in_config_json_are_those_of_transformers(architecture: str, theirs: Any, more: dict[str, Any]) -> None:
+def test_layer_types_missing_in_config_json_are_those_of_transformers(
+    architecture: str, config_class: Any, more: dict[str, Any]
+) -> None:
     """Configs that transformers saves list layer types; others may leave them out."""
     fields = SMALL | {"num_hidden_layers": 9} | more
-    expected, found = theirs(**fields), shape({"architectures": [architecture]} | fields)
+    expected, found = config_class(**fields), shape({"architectures": [architecture]} | fields)
     assert [window > 0 for window in found.windows] == [kind == "sliding_attention" for kind in expected.layer_types]
     assert set(found.windows) <= {0, expected.sliding_window}
     layers_without_rope = [layer for layer, has_rope in enumerate(getattr(expected, "no_rope_layers", [])) if not has_rope]
@@ -162,7 +164,7 @@ def test_layer_types_missing_in_config_json_are_those_of_transformers(architectu
 
 
 @pytest.mark.parametrize(
-    ("architecture", "theirs"),
+    ("architecture", "config_class"),
     [
         ("AXK1ForCausalLM", transformers.AXK1Config),
         ("AXK2ForCausalLM", transformers.AXK2Config),
@@ -176,9 +178,9 @@ def test_layer_types_missing_in_config_json_are_those_of_transformers(architectu
         ("MiniCPM3ForCausalLM", transformers.MiniCPM3Config),
     ],
 )
-def test_minimal_config_gives_the_same_shape_as_one_saved_by_transformers(architecture: str, theirs: Any) -> None:
+def test_minimal_config_gives_the_same_shape_as_one_saved_by_transformers(architecture: str, config_class: Any) -> None:
     """Defaults of layer types, sliding windows, rotary embeddings and experts."""
-    written = theirs(num_hidden_layers=14).to_dict() | {"architectures": [architecture]}
+    written = config_class(num_hidden_layers=14).to_dict() | {"architectures": [architecture]}
     names = ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "architectures")
     required_fields = {"intermediate_size": 88} | {name: written[name] for name in names if name in written}
     assert shape(required_fields) == shape(required_fields | written)
@@ -481,10 +483,13 @@ def test_total_and_active_parameters_match_the_published_models(
     assert found.parameters(tokens=1) - embedding_and_output < (active + 0.5) * 1e9 < found.parameters(tokens=1) + 1e9
 
 
-@pytest.mark.parametrize(("said", "expected"), [(131_072, 131_072), (4096, 8192), (None, 8192)])
-def test_command_r_context_length_comes_from_model_max_length(said: int | None, expected: int) -> None:
+@pytest.mark.parametrize(("model_max_length", "expected"), [(131_072, 131_072), (4096, 8192), (None, 8192)])
+def test_command_r_context_length_comes_from_model_max_length(model_max_length: int | None, expected: int) -> None:
     """The hub's config.json has 8,192 in max_position_embeddings."""
-    assert shape(config("CohereForCausalLM", max_position_embeddings=8192, model_max_length=said)).max_positions == expected
+    assert (
+        shape(config("CohereForCausalLM", max_position_embeddings=8192, model_max_length=model_max_length)).max_positions
+        == expected
+    )
 
 
 def test_router_with_score_correction_stays_float32_in_a_bfloat16_model() -> None:
@@ -695,7 +700,7 @@ DIFFERENT_PARTIAL_ROTARY_FACTORS = {
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("config_json", "message"),
     [
         (config("MixtralForCausalLM", num_local_experts=2, num_experts_per_tok=3), "num_experts_per_tok 3, of 2 experts"),
         (config("MixtralForCausalLM", num_local_experts="8"), "num_local_experts '8', an integer"),
@@ -795,6 +800,6 @@ DIFFERENT_PARTIAL_ROTARY_FACTORS = {
         (config("SmolLM3ForCausalLM", layer_types=["full_attention", "sliding_attention"]), "layer's window is none"),
     ],
 )
-def test_unsupported_or_invalid_config_is_refused_by_field_name(given: dict[str, Any], message: str) -> None:
+def test_unsupported_or_invalid_config_is_refused_by_field_name(config_json: dict[str, Any], message: str) -> None:
     with pytest.raises(Unsupported, match=message):
-        shape(given)
+        shape(config_json)

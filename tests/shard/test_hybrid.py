@@ -52,11 +52,13 @@ def config(architecture: str = "Qwen3NextForCausalLM", **more: Any) -> dict[str,
     return REQUIRED_FIELDS | {"intermediate_size": 512, "architectures": [architecture]} | more
 
 
-@pytest.mark.parametrize("more", [{}, {"full_attention_interval": 2}, {"layer_types": ["full_attention", "linear_attention"] * 4}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"full_attention_interval": 2}, {"layer_types": ["full_attention", "linear_attention"] * 4}]
+)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_qwen_hybrid_shapes_equal_transformers_config(architecture: str, more: dict[str, Any]) -> None:
-    more |= {"num_hidden_layers": len(more.get("layer_types", "123456789"))}
-    found, expected = shape(config(architecture, **more)), ARCHITECTURES[architecture](**REQUIRED_FIELDS | more)
+def test_qwen_hybrid_shapes_equal_transformers_config(architecture: str, fields: dict[str, Any]) -> None:
+    fields |= {"num_hidden_layers": len(fields.get("layer_types", "123456789"))}
+    found, expected = shape(config(architecture, **fields)), ARCHITECTURES[architecture](**REQUIRED_FIELDS | fields)
     layers = [layer for layer, kind in enumerate(expected.layer_types) if kind == "linear_attention"]
     assert found.recurrent == LinearAttentionShape(
         layers=frozenset(layers),
@@ -105,11 +107,11 @@ KIMI_LINEAR_ON_THE_HUB = {  # fields of the hub's config.json, with fewer layers
 
 
 @pytest.mark.parametrize(
-    "said", [{}, KIMI_LINEAR_ON_THE_HUB, {"layer_types": ["full_attention", *["linear_attention"] * 8], "linear_num_heads": 8}]
+    "fields", [{}, KIMI_LINEAR_ON_THE_HUB, {"layer_types": ["full_attention", *["linear_attention"] * 8], "linear_num_heads": 8}]
 )
-def test_kimi_linear_shapes_equal_transformers_config(said: dict[str, Any]) -> None:
+def test_kimi_linear_shapes_equal_transformers_config(fields: dict[str, Any]) -> None:
     """Whether config.json has the hub's field names or those of transformers."""
-    found, expected = shape(config("KimiLinearForCausalLM", **said)), transformers.KimiLinearConfig(**REQUIRED_FIELDS | said)
+    found, expected = shape(config("KimiLinearForCausalLM", **fields)), transformers.KimiLinearConfig(**REQUIRED_FIELDS | fields)
     assert found == shape(expected.to_dict() | config("KimiLinearForCausalLM", num_hidden_layers=found.layers))
     layers = [layer for layer, kind in enumerate(expected.layer_types) if kind == "linear_attention"]
     heads, size = expected.linear_num_heads, expected.linear_head_dim
@@ -394,7 +396,7 @@ def test_lfm2_moe_shapes_equal_transformers_config() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "limits"),
+    ("time_step_limit", "limits"),
     [
         (None, (0, inf)),
         ([0, inf], (0, inf)),
@@ -403,8 +405,8 @@ def test_lfm2_moe_shapes_equal_transformers_config() -> None:
         ([0.0, 2], (0, 2)),
     ],
 )
-def test_time_step_limit_is_read_with_json_infinities(said: Any, limits: tuple[float, float]) -> None:
-    linear = shape(granite_config(time_step_limit=said)).recurrent
+def test_time_step_limit_is_read_with_json_infinities(time_step_limit: Any, limits: tuple[float, float]) -> None:
+    linear = shape(granite_config(time_step_limit=time_step_limit)).recurrent
     assert linear is not None
     assert linear.limits == limits
 
@@ -520,7 +522,7 @@ def test_olmo_hybrid_checkpoints_with_hub_and_transformers_names_are_loaded(name
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("config_json", "message"),
     [
         (olmo_hybrid_config(layer_types=["linear_attention"] * 32), "layers of linear attention alone"),
         (olmo_hybrid_config(layer_types=["linear_attention", "sliding_attention"] * 16), "sliding_attention are not supported"),
@@ -638,9 +640,9 @@ def test_olmo_hybrid_checkpoints_with_hub_and_transformers_names_are_loaded(name
         ),
     ],
 )
-def test_unsupported_or_invalid_config_is_refused_by_field_name(given: dict[str, Any], message: str) -> None:
+def test_unsupported_or_invalid_config_is_refused_by_field_name(config_json: dict[str, Any], message: str) -> None:
     with pytest.raises(Unsupported, match=message):
-        shape(given)
+        shape(config_json)
 
 
 def first_linear_attention(model: Decoder) -> LinearAttention:
@@ -826,8 +828,10 @@ def test_all_drafts_of_a_perfect_proposer_are_accepted() -> None:
     assert result.accepted == result.drafted > 200
 
 
-@pytest.mark.parametrize(("name", "more"), [("qwen3.5", 8 * 4), ("llama", 0)])
-def test_measured_step_includes_accepted_drafts_that_are_recomputed(name: str, more: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "recomputed_tokens"), [("qwen3.5", 8 * 4), ("llama", 0)])
+def test_measured_step_includes_accepted_drafts_that_are_recomputed(
+    name: str, recomputed_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a step filled by prompts, as many accepted draft tokens as possible are recomputed beside max_step_tokens."""
     measured_tokens: list[int] = []
 
@@ -840,7 +844,7 @@ def test_measured_step_includes_accepted_drafts_that_are_recomputed(name: str, m
     service = Service(config, lambda code: None)
     service._engine = load(config, lambda stage: None)
     service._measure(WarmupRequest(max_step_tokens=48, max_step_rows=40, max_total_tokens=256, max_sequences=8))
-    assert measured_tokens == [48 + more]
+    assert measured_tokens == [48 + recomputed_tokens]
 
 
 @pytest.mark.parametrize("choices", [1, 2])
