@@ -1,4 +1,5 @@
-"""Tiny random models that see, pictures for them, and what transformers computes with both."""
+"""Tiny vision-language models with random weights, prompts with images for them, and the logits that transformers computes (the
+oracle)."""
 
 import copy
 import functools
@@ -41,26 +42,31 @@ from .configurations import (
     SMALL,
     VOCABULARY,
 )
-from .test_multimodal_text import QUARTER, SECTIONS, TEXTS, text_and_vision_model
+from .test_multimodal_text import INTERLEAVED_MROPE, MROPE, TEXTS, text_and_vision_model
 from .test_step_3 import TEXT as STEP_TEXT
 from .tiny import CPU, MODEL_LOCK
 
-PATCH, MERGE, SIDE = 2, 2, 4  # pixels of a patch, patches of a token, pixels of a token: each along one side
-PLACEHOLDER, BREAK, END = 7, 8, 9  # ids of the vocabulary
+PATCH, MERGE, SIDE = 2, 2, 4  # along one side: pixels of a patch, patches of a token, pixels of a token
+PLACEHOLDER, BREAK, END = 7, 8, 9  # token ids: an image token, the end of a row, the end of an image
 MEAN, DEVIATION = [0.4, 0.5, 0.6], [0.2, 0.25, 0.3]
-VISION = {"patch_size": PATCH, "spatial_merge_size": MERGE, "temporal_patch_size": 2, "in_channels": 3, "depth": 3}
-PIXTRAL = {
+QWEN_VISION = {"patch_size": PATCH, "spatial_merge_size": MERGE, "temporal_patch_size": 2, "in_channels": 3, "depth": 3}
+PIXTRAL_VISION = {
     **{"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2},
     **{"patch_size": PATCH, "image_size": 64, "head_dim": 8},
 }
-TILE = 2  # tokens along a side of InternVL's tiles
+TILE = 2  # tokens along a side of an InternVL tile
 TILING = Tiling(resolutions=((8, 16), (16, 8), (16, 16), (24, 8)), side=TILE * SIDE, tokens=TILE)  # LLaVA-NeXT's
-STEP_SIDE = 4 * PATCH  # pixels of a token of Step 3.7
-OCR_WHOLE, OCR_TILE = 13 * 4 * PATCH, 4 * 4 * PATCH  # pixels of a side of DeepSeek-OCR 2's
-SQUARE = 3  # tokens along a side of each of Gemma 3's images
-SIGLIP = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": PATCH}
-GEMMA4_VISION = SIGLIP | {"num_key_value_heads": 2, "head_dim": 8, "pooling_kernel_size": MERGE, "position_embedding_size": 64}
-GEMMA3 = GEMMA | {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+STEP_SIDE = 4 * PATCH  # pixels along a side of a Step 3.7 token
+OCR_WHOLE, OCR_TILE = 13 * 4 * PATCH, 4 * 4 * PATCH  # pixels along a side of DeepSeek-OCR 2's whole images and tiles
+SQUARE = 3  # tokens along a side of images that all have one size, as Gemma 3's
+SIGLIP_VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": PATCH}
+GEMMA4_VISION = SIGLIP_VISION | {
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pooling_kernel_size": MERGE,
+    "position_embedding_size": 64,
+}
+GEMMA3_TEXT = GEMMA | {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 PROCESSORS = {
     **dict.fromkeys(("Glm4v", "Glm4vMoe", "GlmOcr"), "Glm4vImageProcessor"),
     **{"LightOnOcr": "PixtralImageProcessor", "PaddleOCRVL": "PaddleOCRVLImageProcessor"},
@@ -115,70 +121,86 @@ MODELS = (
 
 @dataclass(frozen=True)
 class ImagePrompt:
-    """A prompt with images: as transformers has it, and as the shards do."""
+    """A prompt with images, for transformers and for shards."""
 
-    ids: list[int]  # with placeholders
-    kinds: list[int]  # 1 where they are
-    tokens: list[int]  # with ids that are in no vocabulary
+    ids: list[int]  # for transformers: image tokens are PLACEHOLDER
+    kinds: list[int]  # 1 for image tokens, 0 for text
+    tokens: list[int]  # for shards: image tokens have ids beyond the vocabulary
     pictures: tuple[PromptImage, ...]
 
 
 def make_model(name: str, folder: Path, seed: int = 5) -> Any:
-    """transformers' model, saved in the folder with what prepares pictures for it."""
+    """transformers' model, saved in the folder together with the config of its image processor."""
     torch.manual_seed(seed)
     if name in BUILDERS:
-        found: Any = BUILDERS[name]().eval()
+        model: Any = BUILDERS[name]().eval()
         with torch.no_grad():
-            for key, values in (*found.named_parameters(), *found.named_buffers()):
+            for key, values in (*model.named_parameters(), *model.named_buffers()):
                 if (values.dim() > 1 and values.is_floating_point()) or "bias" in key or "std_" in key:
                     values.normal_(0, 0.1)
-            if name == "Gemma4Unified":  # nothing generates these, which transformers embeds otherwise then
-                found.get_input_embeddings().weight[PLACEHOLDER] = 0
+            if name == "Gemma4Unified":  # transformers embeds a generated placeholder differently: never generate it
+                model.get_input_embeddings().weight[PLACEHOLDER] = 0
     else:
-        more = {"deepstack_visual_indexes": [0, 2]} if name.startswith("Qwen3VL") else {}
-        found = text_and_vision_model(name, VISION | more, image_token_id=PLACEHOLDER)
-    found.save_pretrained(folder)
+        deepstack = {"deepstack_visual_indexes": [0, 2]} if name.startswith("Qwen3VL") else {}
+        model = text_and_vision_model(name, QWEN_VISION | deepstack, image_token_id=PLACEHOLDER)
+    model.save_pretrained(folder)
     kind = PROCESSORS.get(name, "Qwen2VLImageProcessor")
-    said = {"image_processor_type": kind, "patch_size": PATCH, "merge_size": MERGE, "image_mean": MEAN, "image_std": DEVIATION}
-    (folder / "preprocessor_config.json").write_text(json.dumps(said))
-    return found
+    preprocessor_config = {
+        "image_processor_type": kind,
+        "patch_size": PATCH,
+        "merge_size": MERGE,
+        "image_mean": MEAN,
+        "image_std": DEVIATION,
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor_config))
+    return model
 
 
 def _mistral() -> Any:
     text = SMALL | {"model_type": "mistral", "head_dim": 8, "sliding_window": None}
     config = transformers.Mistral3Config(
-        text_config=text, vision_config=PIXTRAL, image_token_index=PLACEHOLDER, spatial_merge_size=MERGE, tie_word_embeddings=False
+        text_config=text,
+        vision_config=PIXTRAL_VISION,
+        image_token_index=PLACEHOLDER,
+        spatial_merge_size=MERGE,
+        tie_word_embeddings=False,
     )
     return transformers.Mistral3ForConditionalGeneration(config)
 
 
 def _mistral_large() -> Any:
-    """Its checkpoint is by Mistral's own names, as transformers writes it."""
+    """transformers saves its checkpoint with Mistral's own tensor names."""
     config = transformers.MistralLarge4Config(
-        text_config=MISTRAL_LARGE_4, vision_config=PIXTRAL, image_token_index=PLACEHOLDER, spatial_merge_size=MERGE
+        text_config=MISTRAL_LARGE_4, vision_config=PIXTRAL_VISION, image_token_index=PLACEHOLDER, spatial_merge_size=MERGE
     )
     return transformers.MistralLarge4ForConditionalGeneration(config)
 
 
-def _light_on() -> Any:
-    """Its output matrix is the embedding table, whatever its text says."""
+def _lighton_ocr() -> Any:
+    """Its output matrix is the embedding table, whatever text_config says."""
     text = SMALL | {"model_type": "qwen3", "head_dim": 16}
     config = transformers.LightOnOcrConfig(
-        text_config=text, vision_config=PIXTRAL, image_token_id=PLACEHOLDER, spatial_merge_size=MERGE
+        text_config=text, vision_config=PIXTRAL_VISION, image_token_id=PLACEHOLDER, spatial_merge_size=MERGE
     )
     return transformers.LightOnOcrForConditionalGeneration(config)
 
 
 def _paddle() -> Any:
-    text = SMALL | {"head_dim": 16, "rope_parameters": SECTIONS | {"mrope_section": [4, 2, 2]}}
-    vision = SIGLIP | {"image_size": 8 * PATCH, "spatial_merge_size": MERGE}
+    text = SMALL | {"head_dim": 16, "rope_parameters": MROPE | {"mrope_section": [4, 2, 2]}}
+    vision = SIGLIP_VISION | {"image_size": 8 * PATCH, "spatial_merge_size": MERGE}
     config = transformers.PaddleOCRVLConfig(text_config=text, vision_config=vision, image_token_id=PLACEHOLDER)
     return transformers.PaddleOCRVLForConditionalGeneration(config)
 
 
 def _exaone() -> Any:
     text = SMALL | {"model_type": "exaone4", "num_hidden_layers": 4, "sliding_window": 8, "sliding_window_pattern": 2}
-    vision = VISION | {"hidden_size": 16, "intermediate_size": 16, "num_heads": 4, "num_key_value_heads": 2, "out_hidden_size": 64}
+    vision = QWEN_VISION | {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 4,
+        "num_key_value_heads": 2,
+        "out_hidden_size": 64,
+    }
     config = transformers.Exaone4_5_Config(
         text_config=text, vision_config=vision | {"fullatt_block_indexes": [1], "window_size": 16}, image_token_id=PLACEHOLDER
     )
@@ -186,7 +208,7 @@ def _exaone() -> Any:
 
 
 def _minimax() -> Any:
-    vision = SIGLIP | {"spatial_merge_size": MERGE, "temporal_patch_size": 2}
+    vision = SIGLIP_VISION | {"spatial_merge_size": MERGE, "temporal_patch_size": 2}
     config = transformers.MiniMaxM3VLConfig(
         text_config=MINIMAX_3, vision_config=vision, projector_hidden_size=24, image_token_index=PLACEHOLDER
     )
@@ -194,18 +216,18 @@ def _minimax() -> Any:
 
 
 def _llama4() -> Any:
-    """transformers 5.24 asks of what its text comes to for what that hasn't."""
+    """transformers 5.24 reads an attribute of the text model's output that is missing there."""
     transformers.modeling_outputs.MoeCausalLMOutputWithPast.image_outputs = None
-    inner = SIGLIP["hidden_size"] * MERGE**2
-    vision = SIGLIP | {"image_size": SQUARE * SIDE, "pixel_shuffle_ratio": 1 / MERGE, "intermediate_size": inner}
+    inner = SIGLIP_VISION["hidden_size"] * MERGE**2
+    vision = SIGLIP_VISION | {"image_size": SQUARE * SIDE, "pixel_shuffle_ratio": 1 / MERGE, "intermediate_size": inner}
     vision |= {"vision_output_dim": 24, "projector_input_dim": 24, "projector_output_dim": 24}
     config = transformers.Llama4Config(text_config=LLAMA4, vision_config=vision, image_token_index=PLACEHOLDER)
     return transformers.Llama4ForConditionalGeneration(config)
 
 
 def _hy_4() -> Any:
-    """Latents have norms like others."""
-    vision = SIGLIP | {"spatial_merge_size": MERGE, "max_image_size": 16 * PATCH, "out_hidden_size": HY_4["hidden_size"]}
+    """The norms of latents have the epsilon of other norms."""
+    vision = SIGLIP_VISION | {"spatial_merge_size": MERGE, "max_image_size": 16 * PATCH, "out_hidden_size": HY_4["hidden_size"]}
     text = HY_4 | {
         "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [2, 1, 1]},
         "rms_norm_eps": 0.1,
@@ -215,8 +237,8 @@ def _hy_4() -> Any:
 
 
 def _glm_5_next() -> Any:
-    """Of an encoder whose limits show."""
-    vision = VISION | {"hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "projection_intermediate_size": 20}
+    """With an activation limit that the encoder's values reach."""
+    vision = QWEN_VISION | {"hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "projection_intermediate_size": 20}
     config = transformers.Glm5NextConfig(
         text_config=GLM_5_NEXT | {"rms_norm_eps": 0.1},
         vision_config=vision | {"out_hidden_size": GLM_5_NEXT["hidden_size"], "swiglu_limit": 0.1},
@@ -226,17 +248,17 @@ def _glm_5_next() -> Any:
 
 
 def _qwen_4() -> Any:
-    """Pools begin within images, and n-grams within what stands for these."""
+    """Pools of the indexer begin within images, and n-grams among image tokens."""
     text = QWEN_4 | {"num_hidden_layers": 2, "layer_types": QWEN_4["layer_types"][:2], "ple_layer_ids": [1]}
-    text |= {"rope_parameters": QUARTER | {"partial_rotary_factor": 0.5}}
-    vision = VISION | {"hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": QWEN_4["hidden_size"]}
+    text |= {"rope_parameters": INTERLEAVED_MROPE | {"partial_rotary_factor": 0.5}}
+    vision = QWEN_VISION | {"hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": QWEN_4["hidden_size"]}
     config = transformers.Qwen4ExpConfig(text_config=text, vision_config=vision, image_token_id=PLACEHOLDER)
     return transformers.Qwen4ExpForConditionalGeneration(config)
 
 
-def _ocr() -> Any:
-    """Of as few pixels as a whole may have that has other tokens than a tile."""
-    sam = SIGLIP | {"image_size": OCR_WHOLE, "num_hidden_layers": 1, "global_attn_indexes": [0], "output_channels": 8}
+def _deepseek_ocr_2() -> Any:
+    """Whole images have as few pixels as possible while they have other numbers of tokens than tiles."""
+    sam = SIGLIP_VISION | {"image_size": OCR_WHOLE, "num_hidden_layers": 1, "global_attn_indexes": [0], "output_channels": 8}
     vision = {"sam_config": sam | {"downsample_channels": [12, 16]}, "encoder_config": SMALL | {"hidden_size": 16, "head_dim": 4}}
     text = SMALL | {"n_routed_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "routed_scaling_factor": 1.7}
     text |= {
@@ -251,12 +273,12 @@ def _ocr() -> Any:
 
 def _lfm3() -> Any:
     text = LFM3 | {"model_type": "lfm3", "layer_types": ["conv", "full_attention", "sliding_attention", "conv"]}
-    vision = SIGLIP | {"spatial_merge_size": MERGE, "layer_types": ["conv", "full_attention"], "num_key_value_heads": 1}
+    vision = SIGLIP_VISION | {"spatial_merge_size": MERGE, "layer_types": ["conv", "full_attention"], "num_key_value_heads": 1}
     config = transformers.Lfm3VlConfig(text_config=text, vision_config=vision, projector_hidden_size=24, image_token_id=PLACEHOLDER)
     return transformers.Lfm3VlForConditionalGeneration(config)
 
 
-def _step() -> Any:
+def _step_3_7() -> Any:
     vision = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": PATCH, "mlp_ratio": 1.5}
     config = transformers.Step3p7Config(
         text_config=STEP_TEXT, vision_config=vision | {"image_size": SQUARE * STEP_SIDE}, image_token_id=PLACEHOLDER
@@ -265,43 +287,44 @@ def _step() -> Any:
 
 
 def _gemma3() -> Any:
-    vision = SIGLIP | {"image_size": SQUARE * SIDE, "model_type": "siglip_vision_model", "vision_use_head": False}
+    vision = SIGLIP_VISION | {"image_size": SQUARE * SIDE, "model_type": "siglip_vision_model", "vision_use_head": False}
     tokens = {"image_token_index": PLACEHOLDER, "mm_tokens_per_image": SQUARE**2, "boi_token_index": 5, "eoi_token_index": 6}
     return transformers.Gemma3ForConditionalGeneration(
-        transformers.Gemma3Config(text_config=GEMMA3, vision_config=vision, **tokens)
+        transformers.Gemma3Config(text_config=GEMMA3_TEXT, vision_config=vision, **tokens)
     )
 
 
-def _gemma4(image_prompt: str | None, small: bool) -> Any:
-    """seen: whether its image tokens see each other; small: layers are told of tokens apart, and the last have no keys."""
+def _gemma4(bidirectional: str | None, small: bool) -> Any:
+    """bidirectional: "vision" if image tokens attend to each other; small: with per-layer embeddings, and last layers without
+    keys."""
     text = GEMMA4_E if small else GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 2}
     config = transformers.Gemma4Config(
-        text_config=text | {"use_bidirectional_attention": image_prompt},
-        vision_config=GEMMA4_VISION | {"standardize": bool(image_prompt)},
+        text_config=text | {"use_bidirectional_attention": bidirectional},
+        vision_config=GEMMA4_VISION | {"standardize": bool(bidirectional)},
         audio_config=None,
         image_token_id=PLACEHOLDER,
         boi_token_id=5,
         eoi_token_id=6,
-        video_token_id=1000,  # nothing generates these
+        video_token_id=1000,  # outside the vocabulary
         audio_token_id=1001,
     )
     return transformers.Gemma4ForConditionalGeneration(config)
 
 
 def _gemma4_unified() -> Any:
-    """What encodes images is one matrix, with norms and vectors of positions.
+    """Its image encoder is one matrix, with norms and position embeddings.
 
-    transformers 5.24 has masks for it of which an image's tokens see each other in layers with windows alone, as in other models of
-    the family, and as vLLM has it; but its `forward` takes others.
+    transformers 5.24 has a mask for it in which an image's tokens attend to each other only in layers with sliding windows, as in
+    other models of the family, and as in vLLM; but its `forward` uses another mask. This replaces it.
     """
-    theirs, plain = gemma4_unified, gemma4_unified.create_masks_for_generate
+    module, original = gemma4_unified, gemma4_unified.create_masks_for_generate
 
     def masks(block_sequence_ids: Tensor | None = None, **more: Any) -> Any:
         if block_sequence_ids is None:
-            return plain(**more)
-        return theirs.create_masks_for_vision_model(block_sequence_ids=block_sequence_ids, **more)
+            return original(**more)
+        return module.create_masks_for_vision_model(block_sequence_ids=block_sequence_ids, **more)
 
-    theirs.create_masks_for_generate = masks
+    module.create_masks_for_generate = masks
     text = GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 2, "use_bidirectional_attention": "vision"}
     vision = {"patch_size": PATCH, "pooling_kernel_size": MERGE, "mm_embed_dim": 24, "mm_posemb_size": 64, "output_proj_dims": 24}
     config = transformers.Gemma4UnifiedConfig(
@@ -318,7 +341,7 @@ def _gemma4_unified() -> Any:
 
 
 def _internvl() -> Any:
-    vision = SIGLIP | {"image_size": [TILE * SIDE] * 2, "patch_size": [PATCH] * 2}
+    vision = SIGLIP_VISION | {"image_size": [TILE * SIDE] * 2, "patch_size": [PATCH] * 2}
     config = transformers.InternVLConfig(
         text_config=SMALL | {"model_type": "qwen2"},
         vision_config=vision,
@@ -330,14 +353,24 @@ def _internvl() -> Any:
 
 
 def _llava() -> Any:
-    vision = SIGLIP | {"image_size": SQUARE * SIDE, "patch_size": SIDE, "num_hidden_layers": 3, "model_type": "clip_vision_model"}
+    vision = SIGLIP_VISION | {
+        "image_size": SQUARE * SIDE,
+        "patch_size": SIDE,
+        "num_hidden_layers": 3,
+        "model_type": "clip_vision_model",
+    }
     text = SMALL | {"model_type": "llama"}
     config = transformers.LlavaConfig(text_config=text, vision_config=vision | {"projection_dim": 8}, image_token_index=PLACEHOLDER)
     return transformers.LlavaForConditionalGeneration(config)
 
 
 def _llava_next() -> Any:
-    vision = SIGLIP | {"image_size": TILING.side, "patch_size": SIDE, "num_hidden_layers": 3, "model_type": "clip_vision_model"}
+    vision = SIGLIP_VISION | {
+        "image_size": TILING.side,
+        "patch_size": SIDE,
+        "num_hidden_layers": 3,
+        "model_type": "clip_vision_model",
+    }
     config = transformers.LlavaNextConfig(
         text_config=SMALL | {"model_type": "mistral", "sliding_window": None},
         vision_config=vision | {"projection_dim": 8},
@@ -348,8 +381,13 @@ def _llava_next() -> Any:
 
 
 def _granite() -> Any:
-    """Its text multiplies images' features, too, which are those of several layers."""
-    vision = SIGLIP | {"image_size": TILING.side, "patch_size": SIDE, "model_type": "siglip_vision_model", "vision_use_head": False}
+    """The text's embedding multiplier also applies to image features, which are taken from several layers."""
+    vision = SIGLIP_VISION | {
+        "image_size": TILING.side,
+        "patch_size": SIDE,
+        "model_type": "siglip_vision_model",
+        "vision_use_head": False,
+    }
     config = transformers.LlavaNextConfig(
         text_config=GRANITE | {"model_type": "granite"},
         vision_config=vision | {"num_hidden_layers": 3},
@@ -362,8 +400,13 @@ def _granite() -> Any:
 
 
 def _llava_onevision() -> Any:
-    """Of larger pictures no more tokens are left than of a tile."""
-    vision = SIGLIP | {"image_size": TILING.side, "patch_size": SIDE, "model_type": "siglip_vision_model", "vision_use_head": False}
+    """Larger images are reduced to as many tokens as a tile has."""
+    vision = SIGLIP_VISION | {
+        "image_size": TILING.side,
+        "patch_size": SIDE,
+        "model_type": "siglip_vision_model",
+        "vision_use_head": False,
+    }
     config = transformers.LlavaOnevisionConfig(
         text_config=SMALL | {"model_type": "qwen2"},
         vision_config=vision,
@@ -376,7 +419,7 @@ def _llava_onevision() -> Any:
 
 
 def _idefics(name: str) -> Any:
-    vision = SIGLIP | {"image_size": SQUARE * SIDE}
+    vision = SIGLIP_VISION | {"image_size": SQUARE * SIDE}
     config = getattr(transformers, f"{name}Config")(
         text_config=SMALL | {"model_type": "llama"}, vision_config=vision, image_token_id=PLACEHOLDER, scale_factor=MERGE
     )
@@ -387,7 +430,7 @@ def _idefics2() -> Any:
     perceiver = {"resampler_n_latents": SQUARE**2, "resampler_depth": 2, "resampler_n_heads": 4, "resampler_head_dim": 8}
     config = transformers.Idefics2Config(
         text_config=SMALL | {"model_type": "mistral", "sliding_window": None},
-        vision_config=SIGLIP | {"image_size": SQUARE * SIDE},
+        vision_config=SIGLIP_VISION | {"image_size": SQUARE * SIDE},
         perceiver_config=perceiver | {"num_key_value_heads": 2, "hidden_size": SMALL["hidden_size"]},
         image_token_id=PLACEHOLDER,
     )
@@ -395,9 +438,9 @@ def _idefics2() -> Any:
 
 
 def _pixtral() -> Any:
-    vision, text = PIXTRAL | {"patch_size": SIDE}, SMALL | {"model_type": "mistral", "sliding_window": None}
-    how = {"vision_feature_select_strategy": "full", "vision_feature_layer": -1}
-    config = transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_index=PLACEHOLDER, **how)
+    vision, text = PIXTRAL_VISION | {"patch_size": SIDE}, SMALL | {"model_type": "mistral", "sliding_window": None}
+    feature_fields = {"vision_feature_select_strategy": "full", "vision_feature_layer": -1}
+    config = transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_index=PLACEHOLDER, **feature_fields)
     return transformers.LlavaForConditionalGeneration(config)
 
 
@@ -413,10 +456,10 @@ BUILDERS = {
     "InternVL": _internvl,
     "Mistral3": _mistral,
     "MistralLarge4": _mistral_large,
-    "LightOnOcr": _light_on,
+    "LightOnOcr": _lighton_ocr,
     "Llama4": _llama4,
-    "Step3p7": _step,
-    "DeepseekOcr2": _ocr,
+    "Step3p7": _step_3_7,
+    "DeepseekOcr2": _deepseek_ocr_2,
     "HYV4VL": _hy_4,
     "Glm5Next": _glm_5_next,
     "Lfm3Vl": _lfm3,
@@ -433,26 +476,26 @@ BUILDERS = {
 TILED_MODELS = ("LlavaNext", "LlavaOnevision", "GraniteVision")
 UNPATCHED_MODELS = tuple(
     name for name in BUILDERS if name not in ("PaddleOCRVL", "Exaone4_5", "MiniMaxM3", "HYV4VL", "Lfm3Vl", "Glm5Next", "Qwen4Exp")
-)  # pixels are no patches
+)  # these take whole images or tiles as pixels, not patches
 
 
 def engine(folder: Path, pages: int = 64, page_size: int = 16, image_pixels: int = 1 << 20, **more: Any) -> Engine:
-    """A fresh one. more: settings of the shard."""
+    """A new engine with an empty pool and an empty image cache. more: settings of the shard."""
     if more.keys() <= {"prefix_caching", "overlap"}:
         decoder = copy.copy(_decoder(folder, image_pixels))
         if decoder.vision is not None:
             decoder.vision = copy.copy(decoder.vision)
             decoder.vision._cache = ImageCache()
-        found = Engine(decoder, CPU, page_size, more.get("prefix_caching", True), ahead=more.get("overlap") == "on")
+        new_engine = Engine(decoder, CPU, page_size, more.get("prefix_caching", True), ahead=more.get("overlap") == "on")
     else:
-        found = load_engine(folder, image_pixels, page_size=page_size, **more)
-    found.resize(pages)
-    return found
+        new_engine = load_engine(folder, image_pixels, page_size=page_size, **more)
+    new_engine.resize(pages)
+    return new_engine
 
 
 @functools.cache
 def _decoder(folder: Path, image_pixels: int) -> Decoder:
-    """What fresh engines share: weights."""
+    """Weights, which new engines share."""
     return load_engine(folder, image_pixels).decoder
 
 
@@ -461,29 +504,29 @@ def load_engine(folder: Path, image_pixels: int, **more: Any) -> Engine:
 
 
 def rank_engine(folder: Path, ranks: Ranks, page_size: int) -> Engine:
-    """One rank's engine."""
+    """An engine with one rank's part of the weights."""
     config = json.loads((folder / "config.json").read_text())
     weights = Weights(folder, torch.float32, CPU, lambda read: None)
-    form = shape(config)
-    decoder = Decoder(form, weights, ranks, CPU)
-    with MODEL_LOCK:  # while its modules are made, all that the process makes have no memory
-        decoder.vision = Vision(config, folder, weights, 1 << 20, form)
-    found = Engine(decoder, CPU, page_size)
-    found.resize(128)
-    return found
+    text_shape = shape(config)
+    decoder = Decoder(text_shape, weights, ranks, CPU)
+    with MODEL_LOCK:  # creates modules on the meta device, for all threads of the process
+        decoder.vision = Vision(config, folder, weights, 1 << 20, text_shape)
+    new_engine = Engine(decoder, CPU, page_size)
+    new_engine.resize(128)
+    return new_engine
 
 
-def image_prompt(name: str, kind: str, chance: random.Random, sizes: list[tuple[int, int]], words: int = 5) -> ImagePrompt:
-    """A prompt with images of these sizes, as rows and columns, and words before, between and behind them. kind: model_type."""
-    form = MISTRAL if name == "Pixtral" else FORMS[kind]
-    sizes = [(SQUARE, SQUARE)] * len(sizes) if form.fixed or (form.tiles and name != "Idefics2") else sizes
+def image_prompt(name: str, model_type: str, chance: random.Random, sizes: list[tuple[int, int]], words: int = 5) -> ImagePrompt:
+    """A prompt with images of these sizes (rows and columns of tokens), and random words before, between and behind them."""
+    image_form = MISTRAL if name == "Pixtral" else FORMS[model_type]
+    sizes = [(SQUARE, SQUARE)] * len(sizes) if image_form.fixed or (image_form.tiles and name != "Idefics2") else sizes
     sizes = [(TILE * rows, TILE) for rows, _ in sizes] if name == "InternVL" else sizes
-    if name == "Step3p7":  # wholes are as large as can be, and a tile is smaller
+    if name == "Step3p7":  # whole images have the largest size, tiles are smaller
         sizes = [(SQUARE, SQUARE), (1, 1), (SQUARE, SQUARE)][: len(sizes)]
     ids, tokens, pictures = list[int](), list[int](), []
     for rows, columns in sizes:
-        said = [chance.randrange(10, VOCABULARY) for _ in range(words)]
-        ids, tokens = ids + said, tokens + said
+        words_before = [chance.randrange(10, VOCABULARY) for _ in range(words)]
+        ids, tokens = ids + words_before, tokens + words_before
         generator = torch.Generator().manual_seed(chance.randrange(1 << 30))
         size: tuple[int, ...] = ()
         tiles = rows // TILE if name == "InternVL" else 1
@@ -492,25 +535,25 @@ def image_prompt(name: str, kind: str, chance: random.Random, sizes: list[tuple[
             if name in UNPATCHED_MODELS
             else (rows * columns * MERGE**2, 3, PATCH, PATCH)
         )
-        if name == "LightOnOcr" and rows > 1:  # sides are of patches
+        if name == "LightOnOcr" and rows > 1:  # its sizes need only be multiples of a patch, not of a token
             shape = (1, 3, rows * SIDE + PATCH, columns * SIDE)
         if name == "Step3p7":
             shape = (1, 3, rows * STEP_SIDE, columns * STEP_SIDE)
         if name == "DeepseekOcr2":
             side = OCR_TILE if len(pictures) == 1 else OCR_WHOLE
             rows, columns, shape = 1, 144 if side == OCR_TILE else 257, (1, 3, side, side)
-        if name == "Idefics2":  # whose sizes no patches divide
+        if name == "Idefics2":  # its images need not be multiples of a patch
             rows, columns, shape = 1, SQUARE**2, (1, 3, 5 * rows, 7 * columns)
         if name in TILED_MODELS:
-            rows, columns, shape, size = _tiled(name, (5 * rows, 5 * columns), bool(pictures) and len(sizes) > 2)
-        columns += name == "HYV4VL"  # rows have an end
+            rows, columns, shape, size = _tiled_layout(name, (5 * rows, 5 * columns), bool(pictures) and len(sizes) > 2)
+        columns += name == "HYV4VL"  # a token ends each row
         pixels = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
-        own = random.Random(hash((pixels.numpy().tobytes(), rows)))  # ids follow from what is shown
+        generator_of_ids = random.Random(hash((pixels.numpy().tobytes(), rows)))  # ids depend on the image's content only
         pictures.append(PromptImage(len(ids), rows, columns, columns, pixels, size=size))
         for row in range(rows):
             ids += [PLACEHOLDER] * columns
-            tokens += (own.randrange(VOCABULARY, 1 << 32) for _ in range(columns))
-            if form.breaks:
+            tokens += (generator_of_ids.randrange(VOCABULARY, 1 << 32) for _ in range(columns))
+            if image_form.breaks:
                 ids.append(END if row == rows - 1 else BREAK)
                 tokens.append(ids[-1])
     tail = [chance.randrange(10, VOCABULARY) for _ in range(words)]
@@ -518,80 +561,94 @@ def image_prompt(name: str, kind: str, chance: random.Random, sizes: list[tuple[
     return ImagePrompt(ids, [int(token == PLACEHOLDER) for token in ids], tokens, tuple(pictures))
 
 
-def _tiled(name: str, size: tuple[int, int], among: bool) -> tuple[int, int, tuple[int, ...], tuple[int, int]]:
-    """Rows, columns and shape of a picture of this size. That these are right transformers tells. among: it is one of several."""
-    own = replace(TILING, most=int(name == "LlavaOnevision"))
-    if name == "LlavaOnevision" and among:
+def _tiled_layout(name: str, size: tuple[int, int], among_several: bool) -> tuple[int, int, tuple[int, ...], tuple[int, int]]:
+    """Rows, columns, shape of the pixels and size of an image of this size; transformers would raise an error if they were wrong.
+    among_several: the image is one of several."""
+    tiling = replace(TILING, most=int(name == "LlavaOnevision"))
+    if name == "LlavaOnevision" and among_several:
         return 1, TILE**2 + 1, (1, 3, TILING.side, TILING.side), size
-    return 1, own.length(size), (own.tiles(own.best(size)), 3, TILING.side, TILING.side), size
+    return 1, tiling.length(size), (tiling.tiles(tiling.best(size)), 3, TILING.side, TILING.side), size
 
 
-def inputs(name: str, prompt: ImagePrompt) -> dict[str, Any]:
-    """What transformers' model takes."""
+def model_inputs(name: str, prompt: ImagePrompt) -> dict[str, Any]:
+    """The arguments of transformers' model."""
     mean, deviation = (torch.tensor(values).view(3, 1, 1) for values in (MEAN, DEVIATION))
     pixels = [(picture.pixels.float() / 255 - mean) / deviation for picture in prompt.pictures]
-    found: dict[str, Any] = {"input_ids": torch.tensor([prompt.ids])}
+    model_arguments: dict[str, Any] = {"input_ids": torch.tensor([prompt.ids])}
     if name in ("Mistral3", "MistralLarge4", "Pixtral", "LightOnOcr", "Idefics2"):
-        sizes = [one.shape[-2:] for one in pixels]
+        sizes = [image.shape[-2:] for image in pixels]
         height, width = (max(size[axis] for size in sizes) for axis in range(2))
         padded, mask = torch.zeros(len(pixels), 3, height, width), torch.zeros(len(pixels), height, width, dtype=torch.int64)
-        for own, covered, one in zip(padded, mask, pixels, strict=True):
-            own[:, : one.shape[-2], : one.shape[-1]] = one[0]
-            covered[: one.shape[-2], : one.shape[-1]] = 1
+        for padded_image, image_mask, image in zip(padded, mask, pixels, strict=True):
+            padded_image[:, : image.shape[-2], : image.shape[-1]] = image[0]
+            image_mask[: image.shape[-2], : image.shape[-1]] = 1
         if name == "Idefics2":
-            return found | {"pixel_values": padded.unsqueeze(0), "pixel_attention_mask": mask.unsqueeze(0)}
-        return found | {"pixel_values": padded, "image_sizes": torch.tensor(sizes)}
+            return model_arguments | {"pixel_values": padded.unsqueeze(0), "pixel_attention_mask": mask.unsqueeze(0)}
+        return model_arguments | {"pixel_values": padded, "image_sizes": torch.tensor(sizes)}
     if name == "Gemma3":
-        return found | {"pixel_values": torch.cat(pixels), "token_type_ids": torch.tensor([prompt.kinds])}
-    if name in ("Step3p7", "DeepseekOcr2"):  # the tile is of the second picture
+        return model_arguments | {"pixel_values": torch.cat(pixels), "token_type_ids": torch.tensor([prompt.kinds])}
+    if name in ("Step3p7", "DeepseekOcr2"):  # only the second image has a tile
         wholes, tile = torch.cat(pixels[::2]), pixels[1]
-        return found | {"pixel_values": wholes, "pixel_values_local": tile, "num_local_patches": torch.tensor([0, 1])}
+        return model_arguments | {"pixel_values": wholes, "pixel_values_local": tile, "num_local_patches": torch.tensor([0, 1])}
     if name in ("Idefics3", "SmolVLM"):
-        return found | {"pixel_values": torch.cat(pixels).unsqueeze(0)}
+        return model_arguments | {"pixel_values": torch.cat(pixels).unsqueeze(0)}
     if name in TILED_MODELS:
-        found |= {"image_sizes": torch.tensor([picture.size for picture in prompt.pictures])}
+        model_arguments |= {"image_sizes": torch.tensor([picture.size for picture in prompt.pictures])}
     if name == "LlavaOnevision":
-        among = sum(len(picture.pixels) == 1 for picture in prompt.pictures)
-        found |= {"batch_num_images": torch.tensor([1] * (len(pixels) - among) + [among] * bool(among))}
-    if name == "Llama4":  # as its own processor computes
-        rough = [(picture.pixels.bfloat16() * (1 / 255) - mean.bfloat16()) / deviation.bfloat16() for picture in prompt.pictures]
-        return found | {"pixel_values": torch.cat(rough).float()}
+        single_tiles = sum(len(picture.pixels) == 1 for picture in prompt.pictures)
+        model_arguments |= {
+            "batch_num_images": torch.tensor([1] * (len(pixels) - single_tiles) + [single_tiles] * bool(single_tiles))
+        }
+    if name == "Llama4":  # in bfloat16, as its own processor computes
+        normalized = [
+            (picture.pixels.bfloat16() * (1 / 255) - mean.bfloat16()) / deviation.bfloat16() for picture in prompt.pictures
+        ]
+        return model_arguments | {"pixel_values": torch.cat(normalized).float()}
     if name in ("InternVL", "Llava", *TILED_MODELS):
-        return found | {"pixel_values": torch.cat(pixels)}
+        return model_arguments | {"pixel_values": torch.cat(pixels)}
     if name.startswith("Gemma4"):
-        return found | _gemma4_inputs(prompt, name == "Gemma4Unified") | {"mm_token_type_ids": torch.tensor([prompt.kinds])}
-    patches = [one.flatten(1) for one in pixels]
+        return (
+            model_arguments | _gemma4_inputs(prompt, name == "Gemma4Unified") | {"mm_token_type_ids": torch.tensor([prompt.kinds])}
+        )
+    patches = [image.flatten(1) for image in pixels]
     if name == "PaddleOCRVL":
         patches = pixels
     elif name != "HYV4VL":
-        patches = [one.unsqueeze(2).repeat(1, 1, 2, 1, 1).flatten(1) for one in pixels]
+        patches = [image.unsqueeze(2).repeat(1, 1, 2, 1, 1).flatten(1) for image in pixels]
     grids = [(1, picture.rows * MERGE, (picture.columns - (name == "HYV4VL")) * MERGE) for picture in prompt.pictures]
-    found |= {"pixel_values": torch.cat(patches), "image_grid_thw": torch.tensor(grids)}
+    model_arguments |= {"pixel_values": torch.cat(patches), "image_grid_thw": torch.tensor(grids)}
     return (
-        found
+        model_arguments
         if name in ("Exaone4_5", "MiniMaxM3", "Lfm3Vl", "Glm5Next")
-        else found | {"mm_token_type_ids": torch.tensor([prompt.kinds])}
+        else model_arguments | {"mm_token_type_ids": torch.tensor([prompt.kinds])}
     )
 
 
 def _gemma4_inputs(prompt: ImagePrompt, merged: bool) -> dict[str, Tensor]:
-    """Patches, and where they are; those of smaller images are filled up. merged: a token is a patch."""
-    each, side = (1, SIDE) if merged else (MERGE, PATCH)
-    most = max(picture.tokens for picture in prompt.pictures) * each**2
-    patches, places = [], []
+    """Patches and their positions, padded to the largest image. merged: a patch is as large as a token."""
+    patches_per_side, side = (1, SIDE) if merged else (MERGE, PATCH)
+    most_patches = max(picture.tokens for picture in prompt.pictures) * patches_per_side**2
+    patches, all_positions = [], []
     for picture in prompt.pictures:
-        high, wide = picture.rows * each, picture.columns * each
+        patch_rows, patch_columns = picture.rows * patches_per_side, picture.columns * patches_per_side
         assert picture.pixels is not None
-        own = picture.pixels[0].float().div(255).view(3, high, side, wide, side).permute(1, 3, 2, 4, 0).reshape(high * wide, -1)
-        place = torch.tensor([(x, y) for y in range(high) for x in range(wide)])
-        lacking = most - len(own)
-        patches.append(torch.nn.functional.pad(own, (0, 0, 0, lacking)))
-        places.append(torch.nn.functional.pad(place, (0, 0, 0, lacking), value=-1))
-    return {"pixel_values": torch.stack(patches), "image_position_ids": torch.stack(places)}
+        image_patches = (
+            picture.pixels[0]
+            .float()
+            .div(255)
+            .view(3, patch_rows, side, patch_columns, side)
+            .permute(1, 3, 2, 4, 0)
+            .reshape(patch_rows * patch_columns, -1)
+        )
+        positions = torch.tensor([(x, y) for y in range(patch_rows) for x in range(patch_columns)])
+        padding = most_patches - len(image_patches)
+        patches.append(torch.nn.functional.pad(image_patches, (0, 0, 0, padding)))
+        all_positions.append(torch.nn.functional.pad(positions, (0, 0, 0, padding), value=-1))
+    return {"pixel_values": torch.stack(patches), "image_position_ids": torch.stack(all_positions)}
 
 
 @torch.inference_mode()
 def logits(reference: Any, name: str, prompt: ImagePrompt) -> Tensor:
-    """[tokens, vocabulary], by transformers, whose LLaVA-NeXT has not what makes logits of Granite's products."""
-    found: Tensor = reference(**inputs(name, prompt)).logits[0]
+    """[tokens, vocabulary], by transformers. Its LLaVA-NeXT does not divide by Granite's logits_scaling, which is done here."""
+    found: Tensor = reference(**model_inputs(name, prompt)).logits[0]
     return found / GRANITE["logits_scaling"] if name == "GraniteVision" else found
