@@ -233,9 +233,9 @@ def rank_engine(
     """An engine with one rank's part of the weights."""
     model = shape(json.loads((folder(name) / "config.json").read_text()))
     weights = Weights(folder(name), torch.float32, DEVICE, lambda read: None)
-    engine = Engine(Decoder(model, weights, ranks, DEVICE), DEVICE, page_size, prefix_caching, ahead=ahead)
-    engine.resize(pages)
-    return engine
+    new_engine = Engine(Decoder(model, weights, ranks, DEVICE), DEVICE, page_size, prefix_caching, ahead=ahead)
+    new_engine.resize(pages)
+    return new_engine
 
 
 def group(uid: int, tokens: Sequence[int], count: int, sampling: Sampling | None = None, **more: Any) -> Group:
