@@ -119,7 +119,7 @@ def test_shared_prefix_attention_is_off_with_logit_softcapping() -> None:
     check_greedy("gemma2-full", tiny.engine("gemma2-full"), prompts, Habits())
 
 
-def test_norm_gains_are_stored_in_bfloat16_before_1_is_added() -> None:
+def test_norm_gains_are_rounded_to_bfloat16_before_1_is_added() -> None:
     """Gains are stored as differences from 1, and 1 + 0.002 would be 1 in bfloat16."""
     folder = tiny.folder("gemma2")
     found = load(ShardConfig(folder=str(folder), model="m", dtype="bfloat16"), lambda stage: None).decoder

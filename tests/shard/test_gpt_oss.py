@@ -154,7 +154,7 @@ def experts_of(model: Decoder, layer: int) -> Experts:
 
 @pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
 def test_quantize_option_rounds_unquantized_experts(kind: str) -> None:
-    """As in checkpoints of gpt-oss in bfloat16."""
+    """As in checkpoints of gpt-oss in bfloat16; the plan counts these experts as quantized."""
     folder = tiny.folder("gpt-oss-blocks")
     found, plain = build_decoder(folder, quantized=kind), build_decoder(folder)
     for found_weight, plain_weight in zip(experts_of(found, 0).weights, experts_of(plain, 0).weights, strict=True):
