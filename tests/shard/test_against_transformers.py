@@ -499,15 +499,15 @@ def test_nan_logits_on_one_rank_fail_the_group_on_both_ranks() -> None:
     assert first == second == ({9: [], 1: tiny.greedy("llama", ((1, 2, 3),), 2)[0]}, [9])
 
 
-@pytest.mark.parametrize("how", ["cancelled", "paused", "out of pages", "cleared"])
-def test_pages_of_an_unfinished_nan_prompt_do_not_affect_later_requests(nan_engine: Engine, nan_token: int, how: str) -> None:
+@pytest.mark.parametrize("ending", ["cancelled", "paused", "out of pages", "cleared"])
+def test_pages_of_an_unfinished_nan_prompt_do_not_affect_later_requests(nan_engine: Engine, nan_token: int, ending: str) -> None:
     slots = nan_engine.pool.pages * nan_engine.pool.page_size
     nan_engine.prefill(1, [tiny.group(9, [nan_token] * (slots + 1), ANSWER_LENGTH)], [(9, slots)], slots, [])
-    if how == "cancelled":
+    if ending == "cancelled":
         nan_engine.filter([9])
-    elif how == "paused":
+    elif ending == "paused":
         nan_engine.pause([9])
-    elif how == "cleared":
+    elif ending == "cleared":
         nan_engine.clear()
     else:
         assert nan_engine.prefill(1, [], [(9, 1)], 1, []).failed

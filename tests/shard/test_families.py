@@ -191,24 +191,24 @@ def test_minimal_config_gives_the_same_shape_as_one_saved_by_transformers(archit
 def test_layer_types_of_command_a_plus_are_those_of_transformers(pattern: int, dense: int) -> None:
     """Dense layers have a sliding window pattern of their own."""
     more = {"num_hidden_layers": 9, "first_k_dense_replace": dense, "prefix_dense_sliding_window_pattern": pattern}
-    theirs = transformers.Cohere2MoeConfig(**SMALL | more | {"sliding_window_pattern": 3})
+    expected = transformers.Cohere2MoeConfig(**SMALL | more | {"sliding_window_pattern": 3})
     found = shape(config("Cohere2MoeForCausalLM", sliding_window_pattern=3, **more))
-    kinds = {"layer_types": theirs.layer_types, "mlp_layer_types": theirs.mlp_layer_types}
+    kinds = {"layer_types": expected.layer_types, "mlp_layer_types": expected.mlp_layer_types}
     assert found == shape(
         config("Cohere2MoeForCausalLM", prefix_dense_sliding_window_pattern=pattern, num_hidden_layers=9, **kinds)
     )
-    assert [mixture is None for mixture in found.mixtures] == [kind == "dense" for kind in theirs.mlp_layer_types]
+    assert [mixture is None for mixture in found.mixtures] == [kind == "dense" for kind in expected.mlp_layer_types]
 
 
 @pytest.mark.parametrize("name", sorted(configurations.FAMILIES))
 def test_parameter_count_equals_transformers(name: str) -> None:
-    theirs = tiny.reference(name)
-    corrections = [values for key, values in theirs.named_buffers() if "correction" in key or "expert_bias" in key]
+    reference = tiny.reference(name)
+    corrections = [values for key, values in reference.named_buffers() if "correction" in key or "expert_bias" in key]
     found = tiny.decoder(name).shape
     not_text = ["vision_tower", "projector", "visual."]
     if found.index and not found.index.pool:
         not_text.append("index_kpool")  # no parameters if pools have one token, whose key is the token's own
-    parameters = [values for key, values in theirs.named_parameters() if not any(part in key for part in not_text)]
+    parameters = [values for key, values in reference.named_parameters() if not any(part in key for part in not_text)]
     unused = (found.learned or 0) * found.hidden  # rows of OPT's position table that are never read
     mixtures = filter(None, found.mixtures)
     unused += sum(
@@ -250,21 +250,21 @@ def test_docs_list_every_supported_architecture() -> None:
 
 
 def test_moe_defaults_of_softmax_routers_are_those_of_transformers() -> None:
-    theirs = transformers.Qwen3MoeConfig()
+    defaults = transformers.Qwen3MoeConfig()
     expected = Mixture(
-        experts=theirs.num_experts,
-        chosen=theirs.num_experts_per_tok,
-        size=theirs.moe_intermediate_size,
-        normalized=theirs.norm_topk_prob,
+        experts=defaults.num_experts,
+        chosen=defaults.num_experts_per_tok,
+        size=defaults.moe_intermediate_size,
+        normalized=defaults.norm_topk_prob,
     )
     assert shape(config("Qwen3MoeForCausalLM")).mixtures == (expected,) * 2
-    theirs = transformers.Qwen2MoeConfig()
+    defaults = transformers.Qwen2MoeConfig()
     shared = Mixture(
-        experts=theirs.num_experts,
-        chosen=theirs.num_experts_per_tok,
-        size=theirs.moe_intermediate_size,
-        normalized=theirs.norm_topk_prob,
-        shared=theirs.shared_expert_intermediate_size,
+        experts=defaults.num_experts,
+        chosen=defaults.num_experts_per_tok,
+        size=defaults.moe_intermediate_size,
+        normalized=defaults.norm_topk_prob,
+        shared=defaults.shared_expert_intermediate_size,
     )
     assert shape(config("Qwen2MoeForCausalLM")).mixtures == (shared,) * 2
     mixtral, mixtral_mixture = transformers.MixtralConfig(), shape(config("MixtralForCausalLM")).mixtures[0]
@@ -287,55 +287,55 @@ def mixtures_of(name: str) -> tuple[Mixture | None, ...]:
 
 def test_moe_defaults_of_sigmoid_routers_are_those_of_transformers() -> None:
     glm, dots, minimax, ernie, olmoe = map(mixtures_of, ("Glm4Moe", "Dots1", "MiniMaxM2", "Ernie4_5_Moe", "Olmoe"))
-    theirs = transformers.Glm4MoeConfig()
+    defaults = transformers.Glm4MoeConfig()
     glm_mixture = Mixture(
-        experts=theirs.n_routed_experts,
-        chosen=theirs.num_experts_per_tok,
-        size=theirs.moe_intermediate_size,
-        normalized=theirs.norm_topk_prob,
+        experts=defaults.n_routed_experts,
+        chosen=defaults.num_experts_per_tok,
+        size=defaults.moe_intermediate_size,
+        normalized=defaults.norm_topk_prob,
         sigmoid=True,
         correction="gate.e_score_correction_bias",
-        groups=theirs.n_group,
-        groups_chosen=theirs.topk_group,
-        factor=theirs.routed_scaling_factor,
-        shared=theirs.n_shared_experts * theirs.moe_intermediate_size,
+        groups=defaults.n_group,
+        groups_chosen=defaults.topk_group,
+        factor=defaults.routed_scaling_factor,
+        shared=defaults.n_shared_experts * defaults.moe_intermediate_size,
         shared_name="shared_experts",
         shared_gate="",
     )
     assert glm == (None, glm_mixture, glm_mixture)
-    assert theirs.first_k_dense_replace == 1
-    theirs = transformers.Dots1Config()
-    assert dots == (replace(glm_mixture, normalized=theirs.norm_topk_prob, shared=0),) * 3
-    theirs = transformers.ExaoneMoeConfig()
-    names = {"experts": theirs.num_experts, "size": theirs.moe_intermediate_size, "factor": theirs.routed_scaling_factor}
-    expected = replace(glm_mixture, **names, shared=theirs.moe_intermediate_size, correction="e_score_correction_bias")
+    assert defaults.first_k_dense_replace == 1
+    defaults = transformers.Dots1Config()
+    assert dots == (replace(glm_mixture, normalized=defaults.norm_topk_prob, shared=0),) * 3
+    defaults = transformers.ExaoneMoeConfig()
+    names = {"experts": defaults.num_experts, "size": defaults.moe_intermediate_size, "factor": defaults.routed_scaling_factor}
+    expected = replace(glm_mixture, **names, shared=defaults.moe_intermediate_size, correction="e_score_correction_bias")
     assert mixtures_of("ExaoneMoe") == (None, expected, expected)
-    theirs = transformers.SolarOpenConfig()
-    names = {"experts": theirs.n_routed_experts, "size": theirs.moe_intermediate_size, "factor": theirs.routed_scaling_factor}
-    assert mixtures_of("SolarOpen") == (replace(glm_mixture, **names, shared=theirs.moe_intermediate_size),) * 3
-    theirs = transformers.AfmoeConfig()
-    names = {"experts": theirs.num_experts, "chosen": theirs.num_experts_per_tok, "factor": theirs.route_scale}
+    defaults = transformers.SolarOpenConfig()
+    names = {"experts": defaults.n_routed_experts, "size": defaults.moe_intermediate_size, "factor": defaults.routed_scaling_factor}
+    assert mixtures_of("SolarOpen") == (replace(glm_mixture, **names, shared=defaults.moe_intermediate_size),) * 3
+    defaults = transformers.AfmoeConfig()
+    names = {"experts": defaults.num_experts, "chosen": defaults.num_experts_per_tok, "factor": defaults.route_scale}
     expected = replace(
-        glm_mixture, **names, shared=2 * theirs.moe_intermediate_size, correction="expert_bias", router="router.gate"
+        glm_mixture, **names, shared=2 * defaults.moe_intermediate_size, correction="expert_bias", router="router.gate"
     )
     assert mixtures_of("Afmoe") == (None, expected, expected)
-    theirs = transformers.HYV3Config()
-    names = {"experts": theirs.num_experts, "size": theirs.moe_intermediate_size, "factor": theirs.router_scaling_factor}
-    expected = replace(glm_mixture, **names, shared=theirs.moe_intermediate_size, correction="expert_bias")
+    defaults = transformers.HYV3Config()
+    names = {"experts": defaults.num_experts, "size": defaults.moe_intermediate_size, "factor": defaults.router_scaling_factor}
+    expected = replace(glm_mixture, **names, shared=defaults.moe_intermediate_size, correction="expert_bias")
     assert mixtures_of("HYV3") == (None, *(replace(expected, router="router.gate", shared_name="shared_mlp"),) * 2)
-    theirs = transformers.MellumConfig()
+    defaults = transformers.MellumConfig()
     [mellum] = set(mixtures_of("Mellum"))
-    assert mellum == Mixture(experts=theirs.num_experts, chosen=theirs.num_experts_per_tok, size=896, normalized=True)
-    theirs = transformers.MiniMaxM2Config()
-    assert [(one.experts, one.chosen, one.size) for one in minimax if one] == [(theirs.num_experts, 8, 88)] * 3
-    theirs = transformers.Ernie4_5_MoeConfig(num_hidden_layers=3)
+    assert mellum == Mixture(experts=defaults.num_experts, chosen=defaults.num_experts_per_tok, size=896, normalized=True)
+    defaults = transformers.MiniMaxM2Config()
+    assert [(one.experts, one.chosen, one.size) for one in minimax if one] == [(defaults.num_experts, 8, 88)] * 3
+    defaults = transformers.Ernie4_5_MoeConfig(num_hidden_layers=3)
     found = [(one.experts, one.chosen, one.size, one.shared) for one in ernie if one]
-    size = theirs.moe_intermediate_size
-    assert found == [(theirs.moe_num_experts, theirs.moe_k, size, theirs.moe_num_shared_experts * size)] * 2
+    size = defaults.moe_intermediate_size
+    assert found == [(defaults.moe_num_experts, defaults.moe_k, size, defaults.moe_num_shared_experts * size)] * 2
     assert ernie[0] is None
-    theirs = transformers.OlmoeConfig()
+    defaults = transformers.OlmoeConfig()
     assert [(one.experts, one.chosen, one.normalized) for one in olmoe if one] == [
-        (theirs.num_experts, 8, theirs.norm_topk_prob)
+        (defaults.num_experts, 8, defaults.norm_topk_prob)
     ] * 3
 
 
@@ -349,10 +349,12 @@ def test_moe_defaults_of_sigmoid_routers_are_those_of_transformers() -> None:
 def test_ernie_moe_layers_are_those_of_transformers(more: dict[str, Any]) -> None:
     fields = SMALL | {"num_hidden_layers": 9, "moe_num_experts": 3, "moe_k": 2} | more
     with torch.device("meta"):
-        theirs = transformers.Ernie4_5_MoeForCausalLM(transformers.Ernie4_5_MoeConfig(**fields))
+        reference = transformers.Ernie4_5_MoeForCausalLM(transformers.Ernie4_5_MoeConfig(**fields))
     found = shape({"architectures": ["Ernie4_5_MoeForCausalLM"]} | fields)
-    assert [mixture is not None for mixture in found.mixtures] == [hasattr(layer.mlp, "experts") for layer in theirs.model.layers]
-    assert found.parameters() == theirs.num_parameters()
+    assert [mixture is not None for mixture in found.mixtures] == [
+        hasattr(layer.mlp, "experts") for layer in reference.model.layers
+    ]
+    assert found.parameters() == reference.num_parameters()
 
 
 def test_dots1_without_a_sliding_window_has_full_attention_in_all_layers() -> None:
@@ -512,11 +514,11 @@ def test_router_with_score_correction_stays_float32_in_a_bfloat16_model() -> Non
 
 def test_lfm2_moe_expert_weights_of_tiny_scores_sum_to_less_than_1() -> None:
     """LFM2 adds a constant to the sum by which scores are divided."""
-    found, theirs = tiny.decoder("lfm2-moe").layers[1].mlp, tiny.reference("lfm2-moe").model.layers[1].feed_forward
+    found, reference = tiny.decoder("lfm2-moe").layers[1].mlp, tiny.reference("lfm2-moe").model.layers[1].feed_forward
     assert isinstance(found, MixtureOfExperts)
     with torch.inference_mode():
-        x = torch.linalg.lstsq(theirs.gate.weight, torch.full((7, 1), -12.0)).solution.T
-        _, shares, chosen = theirs.gate(x, theirs.expert_bias)
+        x = torch.linalg.lstsq(reference.gate.weight, torch.full((7, 1), -12.0)).solution.T
+        _, shares, chosen = reference.gate(x, reference.expert_bias)
     weights, experts = found.route(x)
     assert (experts.tolist(), weights.sum().item()) == (chosen.tolist(), pytest.approx(shares.sum().item(), rel=1e-5))
     assert weights.sum() < 0.96

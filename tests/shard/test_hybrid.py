@@ -372,8 +372,8 @@ def test_lfm2_shapes_equal_transformers_config(more: dict[str, Any]) -> None:
         biased=expected.conv_bias,
     )
     with torch.device("meta"):
-        theirs = transformers.models.lfm2.modeling_lfm2.Lfm2MLP(expected)
-    assert (found.intermediate, found.norm_epsilon) == (theirs.w1.out_features, expected.norm_eps)
+        reference_mlp = transformers.models.lfm2.modeling_lfm2.Lfm2MLP(expected)
+    assert (found.intermediate, found.norm_epsilon) == (reference_mlp.w1.out_features, expected.norm_eps)
     assert (found.tied, found.rope.theta) == (expected.tie_word_embeddings, expected.rope_parameters["rope_theta"])
     assert shape(lfm2_config(block_ffn_dim_multiplier=None)).intermediate == 512 * 2 // 3  # transformers 5 no longer accepts this
 
@@ -724,8 +724,8 @@ def test_dummy_weights_of_two_ranks_join_to_those_of_one(tmp_path: Path) -> None
         config_json = json.loads((tiny.folder(name) / "config.json").read_text())
         model = shape(config_json)
         source = DummyWeights(torch.float32, tiny.CPU, lambda read: None)
-        halves = [Decoder(model, source, LoadingRank(rank), tiny.CPU) for rank in range(2)]
-        found = torch.cat([recurrent_weights(half) for half in halves])
+        rank_models = [Decoder(model, source, LoadingRank(rank), tiny.CPU) for rank in range(2)]
+        found = torch.cat([recurrent_weights(rank_model) for rank_model in rank_models])
         assert found.equal(recurrent_weights(Decoder(model, source, SINGLE_RANK, tiny.CPU)))
 
 

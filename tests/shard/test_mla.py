@@ -196,28 +196,28 @@ def test_ranks_that_do_not_divide_the_attention_heads_are_refused() -> None:
         shape(V3).check_ranks(3)
 
 
-def expected_latent(theirs: Any) -> Latent:
+def expected_latent(config: Any) -> Latent:
     return Latent(
-        size=theirs.kv_lora_rank,
-        turned=theirs.qk_rope_head_dim,
-        plain=theirs.qk_nope_head_dim,
-        values=theirs.v_head_dim,
-        queries=theirs.q_lora_rank or 0,
+        size=config.kv_lora_rank,
+        turned=config.qk_rope_head_dim,
+        plain=config.qk_nope_head_dim,
+        values=config.v_head_dim,
+        queries=config.q_lora_rank or 0,
     )
 
 
-def expected_mixture(theirs: Any, **more: Any) -> Mixture:
+def expected_mixture(config: Any, **more: Any) -> Mixture:
     return Mixture(
-        experts=theirs.n_routed_experts,
-        chosen=theirs.num_experts_per_tok,
-        size=theirs.moe_intermediate_size,
-        groups=theirs.n_group or 1,
-        groups_chosen=theirs.topk_group or 1,
-        factor=theirs.routed_scaling_factor,
-        shared=theirs.moe_intermediate_size * theirs.n_shared_experts,
+        experts=config.n_routed_experts,
+        chosen=config.num_experts_per_tok,
+        size=config.moe_intermediate_size,
+        groups=config.n_group or 1,
+        groups_chosen=config.topk_group or 1,
+        factor=config.routed_scaling_factor,
+        shared=config.moe_intermediate_size * config.n_shared_experts,
         shared_name="shared_experts",
         shared_gate="",
-        normalized=theirs.norm_topk_prob,
+        normalized=config.norm_topk_prob,
         **more,
     )
 
@@ -228,20 +228,20 @@ def shape_of(name: str, **more: Any) -> Shape:
 
 def test_defaults_of_mla_models_are_those_of_transformers() -> None:
     router_fields: dict[str, Any] = {"sigmoid": True, "correction": "gate.e_score_correction_bias"}
-    theirs: Any = transformers.DeepseekV3Config()
+    config: Any = transformers.DeepseekV3Config()
     found = shape_of("DeepseekV3")
-    assert found.latent == expected_latent(theirs)
-    assert found.mixtures == (None,) * 3 + (expected_mixture(theirs, **router_fields),) * 2
-    assert found.max_positions == theirs.max_position_embeddings
-    theirs = transformers.Glm4MoeLiteConfig()
+    assert found.latent == expected_latent(config)
+    assert found.mixtures == (None,) * 3 + (expected_mixture(config, **router_fields),) * 2
+    assert found.max_positions == config.max_position_embeddings
+    config = transformers.Glm4MoeLiteConfig()
     found = shape_of("Glm4MoeLite")
-    assert found.latent == expected_latent(theirs)
-    assert found.mixtures == (None,) + (expected_mixture(theirs, **router_fields),) * 4
-    assert (found.max_positions, found.norm_epsilon) == (theirs.max_position_embeddings, theirs.rms_norm_eps)
-    theirs = transformers.DeepseekV2Config(num_experts_per_tok=6)
+    assert found.latent == expected_latent(config)
+    assert found.mixtures == (None,) + (expected_mixture(config, **router_fields),) * 4
+    assert (found.max_positions, found.norm_epsilon) == (config.max_position_embeddings, config.rms_norm_eps)
+    config = transformers.DeepseekV2Config(num_experts_per_tok=6)
     found = shape_of("DeepseekV2", num_experts_per_tok=6)
-    assert found.latent == expected_latent(theirs)
-    assert found.mixtures == (expected_mixture(theirs, best=1, precise=True),) * 5
+    assert found.latent == expected_latent(config)
+    assert found.mixtures == (expected_mixture(config, best=1, precise=True),) * 5
 
 
 @pytest.mark.parametrize(

@@ -180,15 +180,15 @@ class ThreadedRanks:
     def __init__(self, size: int = 2) -> None:
         self.size = size
         self._barrier = threading.Barrier(size, timeout=60)
-        self._shown: list[Any] = [None] * size
+        self._values: list[Any] = [None] * size
 
-    def show(self, rank: int, value: Any) -> list[Any]:
+    def exchange(self, rank: int, value: Any) -> list[Any]:
         """Every rank's value, once all ranks have called this."""
-        self._shown[rank] = value
+        self._values[rank] = value
         self._barrier.wait()
-        every = list(self._shown)
+        values = list(self._values)
         self._barrier.wait()
-        return every
+        return values
 
     def run(self, work: Callable[[Ranks], Result]) -> list[Result]:
         """Calls `work` on each rank, in a thread of its own; returns the results in the order of ranks."""
@@ -213,18 +213,18 @@ class ThreadedRank(Ranks):
         self._threads = threads
 
     def add(self, x: Tensor) -> Tensor:
-        first, *others = self._threads.show(self.rank, x.clone())
+        first, *others = self._threads.exchange(self.rank, x.clone())
         return x.copy_(sum(others, first))
 
     def join(self, x: Tensor) -> Tensor | None:
-        every = self._threads.show(self.rank, x)
+        every = self._threads.exchange(self.rank, x)
         return torch.cat(every, -1) if self.rank == 0 else None
 
     def tell(self, x: Tensor) -> Tensor:
-        return x.copy_(self._threads.show(self.rank, x.clone())[0])
+        return x.copy_(self._threads.exchange(self.rank, x.clone())[0])
 
     def least(self, value: int) -> int:
-        return min(self._threads.show(self.rank, value))
+        return min(self._threads.exchange(self.rank, value))
 
 
 def rank_engine(

@@ -476,7 +476,7 @@ BUILDERS = {
 TILED_MODELS = ("LlavaNext", "LlavaOnevision", "GraniteVision")
 UNPATCHED_MODELS = tuple(
     name for name in BUILDERS if name not in ("PaddleOCRVL", "Exaone4_5", "MiniMaxM3", "HYV4VL", "Lfm3Vl", "Glm5Next", "Qwen4Exp")
-)  # these take whole images or tiles as pixels, not patches
+)  # models that take whole images or tiles as pixels, not patches
 
 
 def engine(folder: Path, pages: int = 64, page_size: int = 16, image_pixels: int = 1 << 20, **more: Any) -> Engine:
@@ -516,7 +516,7 @@ def rank_engine(folder: Path, ranks: Ranks, page_size: int) -> Engine:
     return new_engine
 
 
-def image_prompt(name: str, model_type: str, chance: random.Random, sizes: list[tuple[int, int]], words: int = 5) -> ImagePrompt:
+def image_prompt(name: str, model_type: str, generator: random.Random, sizes: list[tuple[int, int]], words: int = 5) -> ImagePrompt:
     """A prompt with images of these sizes (rows and columns of tokens), and random words before, between and behind them."""
     image_form = MISTRAL if name == "Pixtral" else FORMS[model_type]
     sizes = [(SQUARE, SQUARE)] * len(sizes) if image_form.fixed or (image_form.tiles and name != "Idefics2") else sizes
@@ -525,9 +525,9 @@ def image_prompt(name: str, model_type: str, chance: random.Random, sizes: list[
         sizes = [(SQUARE, SQUARE), (1, 1), (SQUARE, SQUARE)][: len(sizes)]
     ids, tokens, pictures = list[int](), list[int](), []
     for rows, columns in sizes:
-        words_before = [chance.randrange(10, VOCABULARY) for _ in range(words)]
+        words_before = [generator.randrange(10, VOCABULARY) for _ in range(words)]
         ids, tokens = ids + words_before, tokens + words_before
-        generator = torch.Generator().manual_seed(chance.randrange(1 << 30))
+        pixel_generator = torch.Generator().manual_seed(generator.randrange(1 << 30))
         size: tuple[int, ...] = ()
         tiles = rows // TILE if name == "InternVL" else 1
         shape = (
@@ -547,7 +547,7 @@ def image_prompt(name: str, model_type: str, chance: random.Random, sizes: list[
         if name in TILED_MODELS:
             rows, columns, shape, size = _tiled_layout(name, (5 * rows, 5 * columns), bool(pictures) and len(sizes) > 2)
         columns += name == "HYV4VL"  # a token ends each row
-        pixels = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+        pixels = torch.randint(0, 256, shape, generator=pixel_generator, dtype=torch.uint8)
         generator_of_ids = random.Random(hash((pixels.numpy().tobytes(), rows)))  # ids depend on the image's content only
         pictures.append(PromptImage(len(ids), rows, columns, columns, pixels, size=size))
         for row in range(rows):
@@ -556,7 +556,7 @@ def image_prompt(name: str, model_type: str, chance: random.Random, sizes: list[
             if image_form.breaks:
                 ids.append(END if row == rows - 1 else BREAK)
                 tokens.append(ids[-1])
-    tail = [chance.randrange(10, VOCABULARY) for _ in range(words)]
+    tail = [generator.randrange(10, VOCABULARY) for _ in range(words)]
     ids, tokens = ids + tail, tokens + tail
     return ImagePrompt(ids, [int(token == PLACEHOLDER) for token in ids], tokens, tuple(pictures))
 
