@@ -350,10 +350,10 @@ LONGCAT: dict[str, Any] = {
 }
 
 # A suffix says what a variant has: -plain few optional parts, -biases biases, -window sliding windows, -full full attention in all
-# layers, -part partial rotary features, -still no rotary embeddings, -steps and -step experts in every second layer, -sets group-
-# limited routing, -groups groups of experts, -busy no zero-computation experts, -borrowing layers that share an indexer, -pools an
-# indexer that selects pools of tokens, -entries compressed entries in all layers, -values values that are not the keys, -narrow
-# MLPs of one width, -elements gates per element, -limit clamped activations, -rms RMS norms.
+# layers, -part partial rotary features, -still no rotary embeddings, -steps and -step experts in every second layer, -sets and
+# -groups group-limited routing, -busy no zero-computation experts, -borrowing layers that share an indexer, -pools an indexer that
+# selects pools of tokens, -entries compressed entries in all layers, -values values that are not the keys, -narrow MLPs of one
+# width, -elements gates per element, -limit clamped activations, -rms RMS norms.
 FAMILIES: dict[str, Callable[[], Any]] = {
     "afmoe": lambda: transformers.AfmoeConfig(**AFMOE, global_attn_every_n_layers=2, mup_enabled=True),
     "apertus": lambda: transformers.ApertusConfig(**SMALL, attention_bias=True),

@@ -1,5 +1,5 @@
-"""LongCat Flash: shapes and parameters from config.json against transformers, layers that become two decoder layers, zero-
-computation experts, and tensor names. Logits and tokens: test_against_transformers.py."""
+"""LongCat Flash: shapes and parameters from config.json against transformers, layers that become two decoder layers,
+zero-computation experts, and tensor names. Logits and tokens: test_against_transformers.py."""
 
 import json
 import shutil

@@ -50,14 +50,14 @@ def test_mrope_positions_of_any_part_of_a_prompt_with_several_images(seed: int) 
 
 
 def test_positions_without_mrope_are_the_token_indices() -> None:
-    found = PromptImages([image_at(2, 2, 3, breaks=True)], turned=False)
+    found = PromptImages([image_at(2, 2, 3, row_ends=True)], turned=False)
     assert found.positions(0, 1, 14) == [*range(1, 14)]
     assert found.position(20) == 20
     assert not found.turned
 
 
 def test_tokens_of_a_span_are_mapped_to_rows_of_image_features() -> None:
-    first, second = image_at(1, 2, 2, breaks=True), image_at(9, 1, 2, breaks=True)
+    first, second = image_at(1, 2, 2, row_ends=True), image_at(9, 1, 2, row_ends=True)
     found = PromptImages([first, second], turned=False)
     assert [*found.between(0, 20)] == [(first, [1, 2, 4, 5], [0, 1, 2, 3]), (second, [9, 10], [0, 1])]
     assert [*found.between(2, 5)] == [(first, [2, 4], [1, 2])]
@@ -67,7 +67,7 @@ def test_tokens_of_a_span_are_mapped_to_rows_of_image_features() -> None:
 
 def test_steps_do_not_cut_images_whose_tokens_attend_to_each_other() -> None:
     """Images and the text between them are separate parts; a step ends before or behind an image."""
-    found = PromptImages([image_at(2, 2, 3), image_at(8, 1, 2, breaks=True)], turned=False, whole=True)
+    found = PromptImages([image_at(2, 2, 3), image_at(8, 1, 2, row_ends=True)], turned=False, whole=True)
     assert [*found.parts(0, 20)] == [(2, False), (8, True), (11, True), (20, False)]
     assert [*found.parts(4, 9)] == [(8, True), (9, True)]
     assert [*found.parts(11, 12)] == [(12, False)]
