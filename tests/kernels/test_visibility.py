@@ -11,7 +11,7 @@ from penstock.shard.step import Span, parted
 
 from ..shard import vision_models
 from ..shard.test_against_transformers import assert_logits_close
-from ..shard.test_vision import SIZES, bench_of
+from ..shard.test_vision import SIZES, runner_with_prompt
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's tensors are a CPU's")
@@ -20,7 +20,7 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     reference = vision_models.make_model(name, tmp_path)
     prompt = vision_models.image_prompt(name, reference.config.model_type, random.Random(1), SIZES)
     with dispatch.forced("triton"):
-        bench, sequence = bench_of(tmp_path, prompt)
+        bench, sequence = runner_with_prompt(tmp_path, prompt)
         _, first = sequence.pictures.reach(0, 7)  # within no image that is computed at once
         parts = prompt.tokens[:first], prompt.tokens[first:]
         spans = [Span(sequence, start, part, wanted=len(part)) for start, part in zip((0, first), parts, strict=True)]

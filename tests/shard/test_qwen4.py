@@ -26,7 +26,7 @@ from penstock.shard.step import Span
 from penstock.tests.shard import tiny, vision_models
 from penstock.tests.shard.test_against_transformers import prompt
 from penstock.tests.shard.test_quantized import build_decoder, logits
-from penstock.tests.shard.test_vision import bench_of
+from penstock.tests.shard.test_vision import runner_with_prompt
 from penstock.tests.shard.test_weights import WEIGHTS, LoadingRank, load_decoder
 
 INDEXER_FIELDS = {
@@ -181,7 +181,7 @@ def test_steps_with_indexer_pools_that_begin_in_an_image_use_no_cuda_graph(tmp_p
     behind it."""
     reference, graph_lookups = vision_models.make_model("Qwen4Exp", tmp_path), list[int]()
     image_prompt = vision_models.image_prompt("Qwen4Exp", reference.config.model_type, random.Random(1), [(1, 2)])
-    runner, sequence = bench_of(tmp_path, image_prompt)
+    runner, sequence = runner_with_prompt(tmp_path, image_prompt)
     monkeypatch.setattr(forward, "_fitting", lambda graphs, tokens: graph_lookups.append(sequence.computed))
     for start, token in enumerate(image_prompt.tokens):
         runner.run([Span(sequence, start, [token])])
