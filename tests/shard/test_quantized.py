@@ -37,7 +37,7 @@ SINGLE_RANK = Ranks(0, 1, tiny.CPU)
 
 def build_decoder(folder: Path, rank: Ranks = SINGLE_RANK, dtype: torch.dtype = torch.float32, quantized: str = "") -> Decoder:
     model = shape(beside(json.loads((folder / "config.json").read_text()), folder)).quantized(quantized)
-    return Decoder(model, Weights(folder, dtype, tiny.CPU, lambda dequantized_matrix: None), rank, tiny.CPU)
+    return Decoder(model, Weights(folder, dtype, tiny.CPU, lambda read: None), rank, tiny.CPU)
 
 
 @pytest.mark.parametrize("form", packing.FORMATS)
@@ -159,7 +159,7 @@ class InMemoryWeights(Weights):
     """Tensors from memory instead of from files."""
 
     def __init__(self, held: dict[str, Tensor]) -> None:
-        self.dtype, self.device, self.progress, self._held = torch.float32, tiny.CPU, lambda dequantized_matrix: None, held
+        self.dtype, self.device, self.progress, self._held = torch.float32, tiny.CPU, lambda read: None, held
 
     def has(self, name: str, shape: tuple[int, ...] | None = None) -> bool:
         return name in self._held
@@ -415,7 +415,7 @@ class RoundedWeights(Weights):
     """A checkpoint whose matrices, or a rank's parts of them, are quantized and dequantized again."""
 
     def __init__(self, folder: Path, kind: str) -> None:
-        super().__init__(folder, torch.float32, tiny.CPU, lambda dequantized_matrix: None)
+        super().__init__(folder, torch.float32, tiny.CPU, lambda read: None)
         self._kind = kind
 
     def tensor(
