@@ -23,13 +23,13 @@ from penstock.tests import serving
 from penstock.tests.router.vision_models import encoded, make_folder, picture
 from penstock.tests.serving import Server, serve
 from penstock.tests.shard.configurations import SMALL
-from penstock.tests.shard.test_images import SECTIONS
+from penstock.tests.shard.test_multimodal_text import MROPE
 
 COUNT = 24
 BOS = {"add_special_tokens": True}
 PICTURES = [picture(112, 84), picture(61, 90, seed=1), picture(300, 40, seed=2)]
 URLS = [f"data:image/png;base64,{base64.b64encode(encoded(one)).decode()}" for one in PICTURES]
-TEXT = SMALL | {"vocab_size": 300, "rope_parameters": SECTIONS}
+TEXT = SMALL | {"vocab_size": 300, "rope_parameters": MROPE}
 VISION = {
     "depth": 2,
     "hidden_size": 32,

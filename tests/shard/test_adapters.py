@@ -29,9 +29,9 @@ from penstock.shard.sequence import Group, Sampling
 from penstock.shard.weights import Weights
 from penstock.tests.shard import lora, packing, tiny
 from penstock.tests.shard.driver import Habits, World, drive
-from penstock.tests.shard.test_oracle import COUNT, at_rest, prompts
-from penstock.tests.shard.test_quantized import few_bits
-from penstock.tests.shard.test_weights import Alone
+from penstock.tests.shard.test_against_transformers import ANSWER_LENGTH, all_pages_free, prompts
+from penstock.tests.shard.test_quantized import quantized_weights
+from penstock.tests.shard.test_weights import LoadingRank
 
 # With joint matrices, biases, rotary features in another order, factors, experts beside attention, linear attention, short
 # convolutions.
@@ -52,7 +52,7 @@ def generator(model: Path) -> Any:
 
 
 @torch.inference_mode()
-def greedy(model: Path, tokens: tuple[int, ...], count: int = COUNT) -> list[int]:
+def greedy(model: Path, tokens: tuple[int, ...], count: int = ANSWER_LENGTH) -> list[int]:
     row = list(tokens)
     for _ in range(count):
         row.append(int(generator(model)(torch.tensor([row])).logits[0, -1].argmax()))
@@ -77,7 +77,7 @@ def engine(name: str, changes: tuple[tuple[str, str], ...], ahead: bool = False)
 
 def requests(asked: Asked, sampling: Sampling | None = None, **more: Any) -> list[Group]:
     return [
-        tiny.group(uid, tokens, COUNT, sampling, adapter=adapter, cache_key=adapter, **more)
+        tiny.group(uid, tokens, ANSWER_LENGTH, sampling, adapter=adapter, cache_key=adapter, **more)
         for uid, (tokens, adapter) in enumerate(asked)
     ]
 
@@ -91,7 +91,7 @@ def check(found: Engine, asked: Asked, models: dict[str, Path], habits: Habits) 
     world = drive(found, requests(asked), habits)
     assert world.failed == {}
     assert world.answers == {uid: greedy(models[adapter], tokens) for uid, (tokens, adapter) in enumerate(asked)}
-    assert at_rest(found)
+    assert all_pages_free(found)
     return world
 
 
@@ -128,7 +128,7 @@ def test_two_ranks_divide_them(name: str, tmp_path: Path) -> None:
         check(found, asked, models, Habits(chunk=9)) if rank.rank == 0 else drive(found, requests(asked), Habits(chunk=9))
 
     [[greedy(models[adapter], tokens)] for tokens, adapter in asked]  # the ranks' threads would wait for each other
-    tiny.Threads().run(work)
+    tiny.ThreadedRanks().run(work)
 
 
 @pytest.mark.parametrize(
@@ -158,8 +158,8 @@ def test_weights_of_few_bits_stay_so(name: str, tmp_path: Path, monkeypatch: pyt
     few, plain = packing.checkpoints(name, "packed-zeros", tmp_path)
     place = lora.adapter(plain, tmp_path / "adapter", 3)
     found, tokens = engine_of(few, adapters=(("a", str(place)),), dtype="bfloat16"), prompts(1, 40)[0]
-    assert few_bits(found.decoder)
-    world = drive(found, [tiny.group(1, tokens, COUNT, adapter="a")], Habits())
+    assert quantized_weights(found.decoder)
+    world = drive(found, [tiny.group(1, tokens, ANSWER_LENGTH, adapter="a")], Habits())
     token, logprob = world.tokens[1, 0][0], world.logprobs[1, 0][0]
     expected, usual = (first_logprob(model, tokens, token) for model in (lora.merged(plain, place, tmp_path / "merged"), plain))
     assert 10 * abs(logprob - expected) < abs(usual - expected)
@@ -190,9 +190,9 @@ def test_choices_and_beams_go_by_them_as_well(ahead: bool, tmp_path: Path) -> No
     def groups(adapter: str) -> list[Group]:
         search = Search(3, 2, 1.0, Stop.FULL, 0, False, [])
         return [
-            tiny.group(0, asked[0], COUNT, sampling, choices=3, adapter=adapter),
-            tiny.group(1, asked[1], COUNT, search=search, end_ids=[7], adapter=adapter),
-            tiny.group(2, asked[2], COUNT, adapter=adapter, drafts=4),
+            tiny.group(0, asked[0], ANSWER_LENGTH, sampling, choices=3, adapter=adapter),
+            tiny.group(1, asked[1], ANSWER_LENGTH, search=search, end_ids=[7], adapter=adapter),
+            tiny.group(2, asked[2], ANSWER_LENGTH, adapter=adapter, drafts=4),
         ]
 
     changed, expected = drive(found, groups("1"), Habits(pauses=1)), drive(whole, groups(""), Habits())
@@ -201,9 +201,13 @@ def test_choices_and_beams_go_by_them_as_well(ahead: bool, tmp_path: Path) -> No
 
 
 def test_a_shard_without_it_says_so() -> None:
-    world = drive(tiny.engine("llama"), [tiny.group(1, (1, 2, 3), COUNT, adapter="x"), tiny.group(2, (1, 2, 3), COUNT)], Habits())
+    world = drive(
+        tiny.engine("llama"),
+        [tiny.group(1, (1, 2, 3), ANSWER_LENGTH, adapter="x"), tiny.group(2, (1, 2, 3), ANSWER_LENGTH)],
+        Habits(),
+    )
     assert world.failed == {1: "the shards have no adapter 'x'"}
-    assert len(world.tokens[2, 0]) == COUNT
+    assert len(world.tokens[2, 0]) == ANSWER_LENGTH
 
 
 # Those that come later
@@ -279,7 +283,7 @@ def test_two_ranks_divide_those_that_come_later(tmp_path: Path) -> None:
         check(found, asked, models, Habits(chunk=9)) if rank.rank == 0 else drive(found, requests(asked), Habits(chunk=9))
 
     [[greedy(models[adapter], tokens)] for tokens, adapter in asked]  # the ranks' threads would wait for each other
-    tiny.Threads().run(work)
+    tiny.ThreadedRanks().run(work)
 
 
 def test_what_can_not_come_changes_nothing(place: Path) -> None:
@@ -298,7 +302,7 @@ def test_what_can_not_come_changes_nothing(place: Path) -> None:
 def test_one_that_is_asked_for_stays(place: Path) -> None:
     found = with_room("llama", 1)
     bring(found, "x", place)
-    found.prefill(1, [tiny.group(1, (1, 2, 3), COUNT, adapter="x")], [(1, 3)], 3, [])
+    found.prefill(1, [tiny.group(1, (1, 2, 3), ANSWER_LENGTH, adapter="x")], [(1, 3)], 3, [])
     assert found.adapt(drop="x") == "there are groups that go by adapter x: it can't be dropped"
     other = prepared(found, place)
     assert found.adapt("y", other) == "there is no room for adapter y: all 1 places are taken"
@@ -500,7 +504,7 @@ def test_matrices_have_the_names_of_transformers_modules(name: str) -> None:
     """By which peft knows them, whatever the checkpoint calls them."""
     found, folder = Asking(), tiny.folder(name)
     weights = Weights(folder, torch.float32, tiny.CPU, lambda read: None)
-    Decoder(shape(json.loads((folder / "config.json").read_text())), weights, Alone(0, 1), tiny.CPU, adapters=found)
+    Decoder(shape(json.loads((folder / "config.json").read_text())), weights, LoadingRank(0, 1), tiny.CPU, adapters=found)
     modules = [key for key, module in tiny.reference(name).named_modules() if isinstance(module, torch.nn.Linear)]
     named = {key[key.index("layers.") :] for key in modules if "layers." in key and "vision_tower" not in key}
     named = {key for key in named if ".compressor." not in key}  # DeepSeek V4's, which nobody changes

@@ -25,7 +25,7 @@ from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group, Sampling
 from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import UNLIMITED, Habits, World, drive
-from penstock.tests.shard.test_oracle import at_rest, prompt
+from penstock.tests.shard.test_against_transformers import all_pages_free, prompt
 
 NAME = "llama"
 PROMPTS = 16  # of a combination of parameters: as many cases
@@ -160,7 +160,7 @@ def test_a_thousand_answers_are_those_of_transformers() -> None:
     world = drive(engine, groups, Habits())
     assert len(groups) > 1000
     check(world, asked)
-    assert at_rest(engine)
+    assert all_pages_free(engine)
 
 
 def others(first: int, count: int = 12) -> list[Group]:
@@ -223,7 +223,7 @@ def test_nothing_that_runs_beside_them_changes_them(part: int, page_size: int, c
     check(world, asked)
     check_beside(world, beside[0].uid)
     assert sum(1 for group in groups if group.search and world.pauses[group.uid]) > len(groups) // 10
-    assert at_rest(engine)
+    assert all_pages_free(engine)
 
 
 def test_two_ranks_agree() -> None:
@@ -232,10 +232,10 @@ def test_two_ranks_agree() -> None:
     pages = most_pages(groups, 4) + 2
 
     def work(ranks: Ranks) -> tuple[World, bool]:
-        engine = tiny.engine_of(NAME, ranks, 4, pages)
-        return drive(engine, groups, Habits(16, pause=0.02), seed=5), at_rest(engine)
+        engine = tiny.rank_engine(NAME, ranks, 4, pages)
+        return drive(engine, groups, Habits(16, pause=0.02), seed=5), all_pages_free(engine)
 
-    (world, first), (twin, second) = tiny.Threads().run(work)
+    (world, first), (twin, second) = tiny.ThreadedRanks().run(work)
     check(world, asked)
     check_beside(world, beside[0].uid)
     assert twin.tokens == world.tokens
@@ -254,7 +254,7 @@ def test_pages_stay_within_their_bound_and_come_back_from_anywhere() -> None:
             bound = -(-case.length // page_size) + case.width * (1 + -(-case.count // page_size))
             assert max(peak) <= bound
             assert engine.books.forks.copied <= forks[0] * (page_size - 1)
-            assert at_rest(engine)
+            assert all_pages_free(engine)
 
 
 def watch(engine: Engine) -> tuple[list[int], list[int]]:

@@ -40,8 +40,8 @@ from penstock.shard.speculator import Speculator
 from penstock.shard.weights import Weights
 from penstock.tests.shard import configurations, tiny
 from penstock.tests.shard.driver import UNLIMITED, Habits, World, drive
+from penstock.tests.shard.test_against_transformers import all_pages_free
 from penstock.tests.shard.test_drafter import all_of, free
-from penstock.tests.shard.test_oracle import at_rest
 from penstock.tests.shard.test_sharing import room
 from penstock.tests.shard.test_speculation import asked, expected
 
@@ -218,7 +218,7 @@ def test_what_it_computes_is_what_its_authors_mean(head: Path, said: str, page_s
     assert world.tokens == {one: expected().tokens[one] for one in world.tokens}
     assert world.pauses
     assert world.drafted > 50
-    assert at_rest(own)
+    assert all_pages_free(own)
 
 
 @pytest.mark.parametrize(("name", "said"), [("llama", "tree=2x2x1"), ("glm4-moe", "tokens=3"), ("qwen3.5", "tokens=3")])
@@ -244,7 +244,7 @@ def test_two_ranks_keep_what_one_of_them_guesses_by(
         world = drive(half, [group for group in asked(all_of(said)) if len(group.waiting) == 1][:8], Habits(16), seed=5)
         return world, off()
 
-    (world, off), (twin, _) = tiny.Threads().run(work)
+    (world, off), (twin, _) = tiny.ThreadedRanks().run(work)
     plain = drive(tiny.engine(name, prefix_caching=False), [group for group in asked(0) if group.uid in world.answers], Habits())
     assert world.tokens == twin.tokens == plain.tokens
     assert world.drafted == twin.drafted > 50
@@ -412,7 +412,7 @@ def test_a_layer_for_predicting_several_tokens(name: str, tables: bool, said: st
     assert max(told := off()) < most
     assert len(told) > 50
     assert world.tokens == plain.tokens
-    assert at_rest(own)
+    assert all_pages_free(own)
 
 
 def test_a_table_of_its_own_is_kept(head: Path, tmp_path: Path) -> None:
@@ -426,7 +426,7 @@ def test_two_ranks_guess_what_one_does(head: Path) -> None:
     said = "tree=2x2x1"
 
     def work(ranks: Ranks) -> World:
-        half = tiny.engine_of("llama", ranks, 4, 300)
+        half = tiny.rank_engine("llama", ranks, 4, 300)
         config = ShardConfig(folder=str(tiny.folder("llama")), model="llama", rank=ranks.rank, ranks=2)
         whole = Weights(tiny.folder("llama"), torch.float32, tiny.CPU, lambda read: None)
         speculation = parse(f"draft={head},{said}")
@@ -437,7 +437,7 @@ def test_two_ranks_guess_what_one_does(head: Path) -> None:
         half.resize(300)
         return drive(free(half), asked(8), Habits(16, pause=0.03), seed=5)
 
-    world, twin = tiny.Threads().run(work)
+    world, twin = tiny.ThreadedRanks().run(work)
     alone = drive(free(engine(head, said, 4, 300)), asked(8), Habits(16, pause=0.03), seed=5)
     assert world.tokens == twin.tokens == alone.tokens == expected().tokens
     assert world.drafted == twin.drafted
@@ -574,7 +574,7 @@ def test_what_a_head_takes_beside_two_ranks_is_planned(name: str, head: Path, tm
             return MtpHead(form, decoder, source).weight_bytes
         return Eagle3(form, Weights(own, torch.bfloat16, tiny.CPU, lambda read: None), decoder, source).weight_bytes
 
-    bytes, _ = tiny.Threads().run(work)
+    bytes, _ = tiny.ThreadedRanks().run(work)
     model = checkpoint.read(folder, "dummy")
     draft = model if name != "llama" else checkpoint.read(own, "dummy")
     planned = plan.divide(

@@ -22,7 +22,7 @@ from penstock.shard.speculator import Speculator
 from penstock.shard.step import Span, Step
 from penstock.tests.shard import configurations, tiny
 from penstock.tests.shard.driver import UNLIMITED, Habits, World, drive
-from penstock.tests.shard.test_oracle import at_rest, prompt
+from penstock.tests.shard.test_against_transformers import all_pages_free, prompt
 from penstock.tests.shard.test_sharing import room
 from penstock.tests.shard.test_speculation import asked, expected
 
@@ -79,7 +79,7 @@ def test_a_draft_model_changes_no_token(said: str, page_size: int, chunk: int, p
     assert world.pauses
     assert world.drafted > 50
     assert draft != "llama" or world.accepted > 150
-    assert at_rest(own)
+    assert all_pages_free(own)
 
 
 @pytest.mark.parametrize(("page_size", "prefix_caching"), [(1, True), (4, False), (16, True)])
@@ -239,12 +239,12 @@ def test_two_ranks_draft_the_same() -> None:
 
     def work(ranks: Ranks) -> World:
         drafter = Drafter(tiny.decoder("llama"), configurations.VOCABULARY, tiny.CPU, 10) if ranks.rank == 0 else None
-        half = tiny.engine_of("llama", ranks, 4, 300)
+        half = tiny.rank_engine("llama", ranks, 4, 300)
         half.speculator = Speculator(ranks, tiny.CPU, parse("draft=x,tree=2x2x1"), drafter)
         half.resize(300)
         return drive(free(half), asked(10), Habits(16, pause=0.03), seed=5)
 
-    world, twin = tiny.Threads().run(work)
+    world, twin = tiny.ThreadedRanks().run(work)
     assert world.tokens == twin.tokens == plain.tokens
     assert (world.drafted, world.accepted) == (twin.drafted, twin.accepted)
     assert world.accepted > 200
@@ -260,12 +260,12 @@ def test_other_rules_are_greedy_without_a_temperature_and_alike_on_all_ranks(sai
         drafter = (
             Drafter(tiny.decoder("llama-tied"), configurations.VOCABULARY, tiny.CPU, all_of(said)) if ranks.rank == 0 else None
         )
-        half = tiny.engine_of("llama", ranks, 4, 300)
+        half = tiny.rank_engine("llama", ranks, 4, 300)
         half.speculator = Speculator(ranks, tiny.CPU, parse(f"draft=x,{said}"), drafter)
         half.resize(300)
         return drive(free(half), [*groups, *drawn], Habits(16), seed=5)
 
-    world, twin = tiny.Threads().run(work)
+    world, twin = tiny.ThreadedRanks().run(work)
     assert world.tokens == twin.tokens
     assert {key: world.tokens[key] for key in plain.tokens} == plain.tokens
     assert not world.failed

@@ -40,9 +40,9 @@ from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group, Sampling, sequences
 from penstock.shard.service import Service
 from penstock.shard.weights import Weights
-from penstock.tests.shard import fake_cuda, lora, packing, seeing, test_draft_head, tiny
+from penstock.tests.shard import fake_cuda, lora, packing, test_draft_head, tiny, vision_models
 from penstock.tests.shard.fake_cuda import Noted
-from penstock.tests.shard.test_weights import Alone
+from penstock.tests.shard.test_weights import LoadingRank
 
 triton = pytest.importorskip("triton")
 expanded_attention = pytest.importorskip("penstock.kernels.expanded_attention")
@@ -697,18 +697,20 @@ def test_no_family_asks_the_host(noted: Noted, name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[seeing.Seen]]]:
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[vision_models.ImagePrompt]]]:
     """By name a model that sees images, and prompts with some. Made where there is no device."""
     found = {}
     for name in ("Gemma3", "Gemma4Both", "InternVL", "LlavaOnevision", "Mistral3", "Qwen3VL", "Qwen3_5"):
         folder = tmp_path_factory.mktemp(name)
-        kind = seeing.made(name, folder).config.model_type
-        found[name] = folder, [seeing.seen(name, kind, random.Random(seed), [(2, 3), (1, 1)]) for seed in range(3)]
+        kind = vision_models.make_model(name, folder).config.model_type
+        found[name] = folder, [vision_models.image_prompt(name, kind, random.Random(seed), [(2, 3), (1, 1)]) for seed in range(3)]
     return found
 
 
 @pytest.mark.parametrize("name", ["Gemma3", "Gemma4Both", "InternVL", "LlavaOnevision", "Mistral3", "Qwen3VL", "Qwen3_5"])
-def test_images_are_encoded_on_the_device(seen: dict[str, tuple[Path, list[seeing.Seen]]], noted: Noted, name: str) -> None:
+def test_images_are_encoded_on_the_device(
+    seen: dict[str, tuple[Path, list[vision_models.ImagePrompt]]], noted: Noted, name: str
+) -> None:
     """Nobody but transformers looks at it for that, which has the host count what it has itself given to the device."""
     folder, prompts = seen[name]
     said = ShardConfig(folder=str(folder), model="m", device="cuda", dtype="bfloat16", image_pixels=1 << 14, images_asked=True)
@@ -776,7 +778,7 @@ def test_the_plan_knows_what_a_rank_holds(name: str) -> None:
     them if some."""
     path, device = tiny.folder(name), torch.device("cuda", 0)
     model = shape(json.loads((path / "config.json").read_text())).quantized("int4")
-    decoder = Decoder(model, Weights(path, torch.bfloat16, device, lambda read: None), Alone(1), device)
+    decoder = Decoder(model, Weights(path, torch.bfloat16, device, lambda read: None), LoadingRank(1), device)
     assert model.weight_bytes(2, 2, "cuda", "bfloat16", False) == pytest.approx(decoder.weight_bytes, rel=0.003)
 
 
@@ -795,7 +797,7 @@ def test_floats_of_4_bits_stay_small(one: tuple[str, str], few: dict[tuple[str, 
     """As planned, all of them and what one of two ranks has, 96 of 192 inputs."""
     device = torch.device("cuda", 0)
     model = shape(json.loads((few[one] / "config.json").read_text()))
-    for ranks in (Ranks(0, 1, device), Alone(1)):
+    for ranks in (Ranks(0, 1, device), LoadingRank(1)):
         decoder = Decoder(model, Weights(few[one], torch.bfloat16, device, lambda read: None), ranks, device)
         planned = model.weight_bytes(ranks.size, 2, "cuda", "bfloat16", False)
         assert planned == pytest.approx(decoder.weight_bytes, rel=0.001)

@@ -28,12 +28,12 @@ from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import Driver, Flying, Habits, World, drive, message
 from penstock.tests.shard.paper import POISON, Paper
 from penstock.tests.shard.paper import paper as paper  # a fixture
+from penstock.tests.shard.test_against_transformers import ANSWER_LENGTH, all_pages_free, prompt
 from penstock.tests.shard.test_beams import NAME, check_beside, most_pages, some, watch
 from penstock.tests.shard.test_beams import check as check_beams
 from penstock.tests.shard.test_beams import mixed as among_others
 from penstock.tests.shard.test_grammar import groups as bound
 from penstock.tests.shard.test_grammar import with_masks
-from penstock.tests.shard.test_oracle import COUNT, at_rest, prompt
 from penstock.tests.shard.test_out_of_memory import SIZE, Scarce, requests
 from penstock.tests.shard.test_out_of_memory import crowd as many
 from penstock.tests.shard.test_sharing import crowd, mixed, room
@@ -180,7 +180,7 @@ def test_beams_are_those_of_transformers_in_flight(part: int, page_size: int, ch
     check_beams(world, asked)
     check_beside(world, beside[0].uid)
     assert ahead > 100
-    assert at_rest(engine)
+    assert all_pages_free(engine)
 
 
 def apart(group: Group) -> list[Pick | None]:
@@ -194,11 +194,11 @@ def apart(group: Group) -> list[Pick | None]:
 def test_beams_that_are_fewer_than_their_heirs_leave_no_page() -> None:
     """As where filters leave each one token: then one goes on, and for two there was room."""
     engine = tiny.engine(NAME, 4, ahead=True)
-    group = tiny.group(1, prompt(1, 10), COUNT, Sampling(temperature=1.0, top_k=1), search=Search(2, 1))
+    group = tiny.group(1, prompt(1, 10), ANSWER_LENGTH, Sampling(temperature=1.0, top_k=1), search=Search(2, 1))
     world, ahead = fly(engine, [group], Habits())
     assert world.failed == {}
     assert ahead > 0
-    assert at_rest(engine)
+    assert all_pages_free(engine)
 
 
 def test_pages_of_beams_in_flight_stay_within_their_bound(paper: type[Paper], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +234,7 @@ def everything() -> list[Group]:
     ]
     for uid, kind in enumerate(kinds, len(groups)):
         sampling = kind.pop("sampling", Sampling())
-        groups.append(tiny.group(uid, prompt(uid, 9 + uid), COUNT, sampling, **kind))
+        groups.append(tiny.group(uid, prompt(uid, 9 + uid), ANSWER_LENGTH, sampling, **kind))
     return groups
 
 
@@ -249,7 +249,7 @@ def check_tokens(page_size: int, chunk: int) -> None:
     for key, logprobs in expected.logprobs.items():
         assert world.logprobs[key] == pytest.approx(logprobs, abs=1e-4)
     assert ahead > 20
-    assert at_rest(engine)
+    assert all_pages_free(engine)
 
 
 @pytest.mark.parametrize(("page_size", "chunk"), [(1, 20), (4, 7), (16, 1 << 20)])
@@ -286,7 +286,7 @@ def test_logits_that_are_no_numbers_fail_their_group_alone(monkeypatch: pytest.M
             key: own for key, own in expected.tokens.items() if key[0] < 9
         }
         assert ahead > 5
-        assert at_rest(engine)
+        assert all_pages_free(engine)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -302,7 +302,7 @@ def test_memory_that_runs_out_in_flight_changes_no_token(seed: int, most: int) -
     assert world.tokens == expected.tokens
     assert engine.memory_fallback._count > 0
     assert ahead
-    assert at_rest(engine)
+    assert all_pages_free(engine)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -312,7 +312,7 @@ def test_what_is_too_large_alone_fails_alone_in_flight(seed: int) -> None:
     world, _ = fly(engine, many(), Habits(chunk=(3, 13, 40, 999)[seed % 4], arrivals=16), seed)
     assert world.failed == dict.fromkeys(range(8), ALONE)
     assert {uid: world.answers[uid] for uid in range(8, 16)} == {uid: expected[uid] for uid in range(8, 16)}
-    assert at_rest(engine)
+    assert all_pages_free(engine)
 
 
 def test_who_can_not_go_on_is_told_at_once(paper: type[Paper]) -> None:
@@ -426,8 +426,8 @@ def test_the_seconds_of_steps_are_no_more_than_there_were(paper: type[Paper]) ->
 
 def test_beams_and_drafts_beside_others_in_flight() -> None:
     def groups() -> list[Group]:
-        beams = tiny.group(50, prompt(50, 11), COUNT, search=Search(3, 2))
-        drafts = [tiny.group(60 + i, prompt(1, 5) * 4, COUNT, replace(SEEDED, seed=i), drafts=3) for i in range(2)]
+        beams = tiny.group(50, prompt(50, 11), ANSWER_LENGTH, search=Search(3, 2))
+        drafts = [tiny.group(60 + i, prompt(1, 5) * 4, ANSWER_LENGTH, replace(SEEDED, seed=i), drafts=3) for i in range(2)]
         return [*mixed(5), beams, *drafts]
 
     expected = drive(tiny.engine("llama", 16, 2000), groups(), Habits())
@@ -436,7 +436,7 @@ def test_beams_and_drafts_beside_others_in_flight() -> None:
     assert world.tokens == expected.tokens
     assert world.scores.keys() == expected.scores.keys()
     assert ahead
-    assert at_rest(engine)
+    assert all_pages_free(engine)
 
 
 def test_steps_overlap_while_drafts_are_not_allowed() -> None:
@@ -472,7 +472,7 @@ def test_grammars_in_flight() -> None:
     world, ahead = fly(engine, bound(), Habits(chunk=2, pauses=1), seed=3)
     assert (world.tokens, world.finishes, world.failed) == (expected.tokens, expected.finishes, expected.failed)
     assert ahead > 5
-    assert at_rest(engine)
+    assert all_pages_free(engine)
 
 
 def test_two_ranks_agree_on_beams_in_flight() -> None:
@@ -481,10 +481,10 @@ def test_two_ranks_agree_on_beams_in_flight() -> None:
     pages = most_pages(groups, 4) + 9
 
     def work(ranks: Ranks) -> tuple[World, int, bool]:
-        engine = tiny.engine_of(NAME, ranks, 4, pages, ahead=True)
-        return *fly(engine, groups, Habits(16, pause=0.02), seed=6), at_rest(engine)
+        engine = tiny.rank_engine(NAME, ranks, 4, pages, ahead=True)
+        return *fly(engine, groups, Habits(16, pause=0.02), seed=6), all_pages_free(engine)
 
-    (world, ahead, first), (twin, _, second) = tiny.Threads().run(work)
+    (world, ahead, first), (twin, _, second) = tiny.ThreadedRanks().run(work)
     check_beams(world, asked)
     check_beside(world, beside[0].uid)
     assert twin.tokens == world.tokens
@@ -500,11 +500,11 @@ def test_two_ranks_agree_in_flight(masks: bool) -> None:
     expected = drive(with_masks(alone) if masks else alone, groups(), Habits()).tokens
 
     def work(ranks: Ranks) -> tuple[World, int]:
-        engine = tiny.engine_of(name, ranks, 4, room(groups(), 4) + 9, ahead=True)
+        engine = tiny.rank_engine(name, ranks, 4, room(groups(), 4) + 9, ahead=True)
         if masks and not ranks.rank:
             with_masks(engine)
         return fly(engine, groups(), Habits(9, pauses=1), seed=5)
 
-    (first, ahead), (second, _) = tiny.Threads().run(work)
+    (first, ahead), (second, _) = tiny.ThreadedRanks().run(work)
     assert first.tokens == second.tokens == expected
     assert ahead > 3

@@ -17,9 +17,9 @@ from penstock.shard.models.families import shape
 from penstock.shard.parallel import Ranks
 from penstock.shard.weights import Weights
 from penstock.tests.shard import packing, tiny
-from penstock.tests.shard.test_oracle import prompt
+from penstock.tests.shard.test_against_transformers import prompt
 from penstock.tests.shard.test_quantized import logits
-from penstock.tests.shard.test_weights import WEIGHTS, Alone, decoder, refuses, same
+from penstock.tests.shard.test_weights import WEIGHTS, LoadingRank, assert_refused, assert_same_weights, load_decoder
 
 Saved = Callable[[str], Path]
 # Every family whose experts are apart in the original format, or together under other names. Their names for them, and for what is
@@ -67,17 +67,17 @@ def test_the_model_is_transformers(name: str, saved: Saved) -> None:
         key.endswith((".experts.gate_up_proj", ".experts.up_proj")) for key in safetensors.torch.load_file(saved(name) / WEIGHTS)
     )
     tokens = prompt(3, 40)
-    model = decoder(saved(name))
+    model = load_decoder(saved(name))
     torch.testing.assert_close(logits(model, tokens), tiny.expected_logits(name, tokens), rtol=0, atol=1e-4)
-    same(model, tiny.decoder(name))
+    assert_same_weights(model, tiny.decoder(name))
     for rank in range(2):
-        same(part(saved(name), Alone(rank)), part(tiny.folder(name), Alone(rank)))
+        assert_same_weights(part(saved(name), LoadingRank(rank)), part(tiny.folder(name), LoadingRank(rank)))
 
 
 @pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
 def test_they_are_rounded_as_others_are(kind: str, saved: Saved) -> None:
-    same(decoder(saved("mixtral"), quantize=kind), decoder(tiny.folder("mixtral"), quantize=kind))
-    same(part(saved("mixtral"), Alone(1), kind), part(tiny.folder("mixtral"), Alone(1), kind))
+    assert_same_weights(load_decoder(saved("mixtral"), quantize=kind), load_decoder(tiny.folder("mixtral"), quantize=kind))
+    assert_same_weights(part(saved("mixtral"), LoadingRank(1), kind), part(tiny.folder("mixtral"), LoadingRank(1), kind))
 
 
 def spoiled(folder: Path, target: Path, **changes: Tensor) -> Path:
@@ -90,13 +90,13 @@ def spoiled(folder: Path, target: Path, **changes: Tensor) -> Path:
 
 def test_another_number_of_experts(saved: Saved, tmp_path: Path) -> None:
     folder = spoiled(saved("qwen3-moe"), tmp_path, **{TENSOR: torch.zeros(8, 40, 64)})
-    refuses(folder, f"tensor {TENSOR} is [8, 40, 64], config.json says [9, 40, 64]")
+    assert_refused(folder, f"tensor {TENSOR} is [8, 40, 64], config.json says [9, 40, 64]")
 
 
 @pytest.mark.parametrize("end", ["_scale_inv", "_scale", "_blocks", "_weight_scale"])
 def test_experts_of_few_bits(end: str, saved: Saved, tmp_path: Path) -> None:
     folder = spoiled(saved("qwen3-moe"), tmp_path, **{f"{TENSOR}{end}": torch.ones(9, 1, 1)})
-    refuses(folder, f"{TENSOR}{end} says that experts", "in one tensor", "save_original_format=True")
+    assert_refused(folder, f"{TENSOR}{end} says that experts", "in one tensor", "save_original_format=True")
 
 
 def few_bits(target: Path, block: tuple[int, int], told: list[int] | None) -> tuple[Path, Path]:
@@ -106,7 +106,7 @@ def few_bits(target: Path, block: tuple[int, int], told: list[int] | None) -> tu
     how = replace(packing.FORMATS["fp8-blocks"], more={"name": "scale", "block": block})
     packed: dict[str, Tensor] = {}
     for name in [name for name in stored if ".mlp.experts." in name]:
-        found = [packing.floats(how, one) for one in stored[name]]
+        found = [packing.fp8(how, one) for one in stored[name]]
         packed[name] = torch.stack([parts["weight"] for parts, _ in found])
         packed[f"{name}_scale_inv"] = torch.stack([parts["scale"] for parts, _ in found])
         packed[f"{name}_activation_scale"] = torch.ones(len(found))
@@ -123,13 +123,13 @@ def few_bits(target: Path, block: tuple[int, int], told: list[int] | None) -> tu
 def test_floats_of_eight_bits(block: tuple[int, int], told: list[int] | None, tmp_path: Path) -> None:
     """As Mistral's own folder has them, of each expert one scale; or in blocks."""
     few, plain = few_bits(tmp_path, block, told)
-    same(decoder(few), decoder(plain))
+    assert_same_weights(load_decoder(few), load_decoder(plain))
     for rank in range(2):
-        same(part(few, Alone(rank)), part(plain, Alone(rank)))
+        assert_same_weights(part(few, LoadingRank(rank)), part(plain, LoadingRank(rank)))
 
 
 def test_floats_of_another_model(tmp_path: Path) -> None:
     few, _ = few_bits(tmp_path, (0, 0), None)
     name = "model.layers.1.mlp.experts.down_proj_scale_inv"
-    refuses(spoiled(few, tmp_path / "fewer", **{name: torch.ones(7, 1, 1)}), "scales [7, 1, 1]", "different models")
-    refuses(spoiled(few, tmp_path / "more", **{name: torch.ones(8, 1, 13)}), "13 scales for 24 numbers")
+    assert_refused(spoiled(few, tmp_path / "fewer", **{name: torch.ones(7, 1, 1)}), "scales [7, 1, 1]", "different models")
+    assert_refused(spoiled(few, tmp_path / "more", **{name: torch.ones(8, 1, 13)}), "13 scales for 24 numbers")

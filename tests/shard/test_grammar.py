@@ -328,7 +328,7 @@ def test_ranks_that_see_no_masks_keep_the_same_books(habits: Habits) -> None:
     """What ends by its grammar, what fails by it and what waits for it is told."""
 
     def work(ranks: Ranks) -> tuple[Any, ...]:
-        engine = tiny.engine_of("demo", ranks)
+        engine = tiny.rank_engine("demo", ranks)
         if not ranks.rank:
             with_masks(engine)
         world = drive(engine, groups(), habits)
@@ -336,7 +336,7 @@ def test_ranks_that_see_no_masks_keep_the_same_books(habits: Habits) -> None:
         assert engine.pool.free == engine.pool.pages
         return world.tokens, world.finishes, list(world.failed)
 
-    first, second = tiny.Threads().run(work)
+    first, second = tiny.ThreadedRanks().run(work)
     assert first == second
     found, finishes, failed = first
     assert failed == [4]
@@ -406,7 +406,7 @@ def test_ranks_find_the_same_prefixes_after_a_grammar_that_leads_nowhere() -> No
     nowhere = llguidance.LLMatcher.grammar_from_lark('start: /[ab]{4}/ x\nx: x "b"')
 
     def work(ranks: Ranks) -> tuple[Any, ...]:
-        engine = tiny.engine_of("demo", ranks)
+        engine = tiny.rank_engine("demo", ranks)
         engine.resize(64)
         if not ranks.rank:
             with_masks(engine)
@@ -430,7 +430,7 @@ def test_ranks_find_the_same_prefixes_after_a_grammar_that_leads_nowhere() -> No
         assert engine.books.prefixes is not None
         return found, ask(4, full), sorted(engine.books.prefixes._nodes), engine.pool._unused
 
-    first, second = tiny.Threads().run(work)
+    first, second = tiny.ThreadedRanks().run(work)
     assert first == second
 
 
@@ -576,7 +576,7 @@ def test_a_group_that_can_not_go_on_takes_no_prefix_from_others(why: str, severa
     prefix = list(range(100, 140))
 
     def work(ranks: Ranks) -> tuple[int, list[int]]:
-        engine = tiny.engine_of("demo", ranks, 4, 200)
+        engine = tiny.rank_engine("demo", ranks, 4, 200)
         if not ranks.rank:
             with_masks(engine)._stops = StopStrings(Grammars(tmp_path, VOCABULARY))  # there is no tokenizer
         engine.prefill(1, [tiny.group(1, [*prefix, 150], 90)], [(1, 99)], 99, [])
@@ -591,7 +591,7 @@ def test_a_group_that_can_not_go_on_takes_no_prefix_from_others(why: str, severa
         assert engine.books.prefixes is not None
         return found, sorted(engine.books.prefixes._nodes)
 
-    both = tiny.Threads().run(work) if several else [work(Ranks(0, 1, tiny.CPU))]
+    both = tiny.ThreadedRanks().run(work) if several else [work(Ranks(0, 1, tiny.CPU))]
     assert both[0] == both[-1]
     assert both[0][0] == len(prefix)
 

@@ -24,9 +24,9 @@ from penstock.shard.step import Span
 from penstock.shard.weights import Weights
 from penstock.tests.shard import lora, packing, tiny
 from penstock.tests.shard.test_adapters import generator
-from penstock.tests.shard.test_oracle import close, prompt
-from penstock.tests.shard.test_quantized import made
-from penstock.tests.shard.test_weights import WEIGHTS, Alone, same
+from penstock.tests.shard.test_against_transformers import assert_logits_close, prompt
+from penstock.tests.shard.test_quantized import build_decoder
+from penstock.tests.shard.test_weights import WEIGHTS, LoadingRank, assert_same_weights
 
 # With biases, joint matrices, norms over all heads, gates, sinks, rotary features in another order, heads of another size in some
 # layers.
@@ -88,17 +88,17 @@ def logits(folder: Path, size: int, adapter: Path | None = None) -> Tensor:
             sequence.computed = stop
         return found
 
-    return torch.cat([part for part in tiny.Threads(size).run(work)[0] if part is not None])
+    return torch.cat([part for part in tiny.ThreadedRanks(size).run(work)[0] if part is not None])
 
 
 @pytest.mark.parametrize(("name", "ranks"), FAMILIES)
 def test_logits_equal_transformers(name: str, ranks: int) -> None:
-    close(logits(tiny.folder(name), ranks), tiny.expected_logits(name, TOKENS))
+    assert_logits_close(logits(tiny.folder(name), ranks), tiny.expected_logits(name, TOKENS))
 
 
 def test_a_table_of_layers_is_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "FEATURES", 10_000)  # not a divisor of its rows
-    close(logits(tiny.folder("gemma4-e"), 2), tiny.expected_logits("gemma4-e", TOKENS))
+    assert_logits_close(logits(tiny.folder("gemma4-e"), 2), tiny.expected_logits("gemma4-e", TOKENS))
 
 
 def test_adapters(tmp_path: Path) -> None:
@@ -116,12 +116,12 @@ def test_adapters(tmp_path: Path) -> None:
 def test_few_bits(form: str, tmp_path: Path) -> None:
     few, plain = packing.checkpoints("two-keys-qwen2", form, tmp_path)
     for rank in range(4):
-        same(made(few, Alone(rank, 4)), made(plain, Alone(rank, 4)))
+        assert_same_weights(build_decoder(few, LoadingRank(rank, 4)), build_decoder(plain, LoadingRank(rank, 4)))
 
 
 @pytest.mark.parametrize(("name", "ranks"), FAMILIES)
 def test_the_plan_knows_what_ranks_hold(name: str, ranks: int) -> None:
-    model = made(tiny.folder(name), Alone(0, ranks))
+    model = build_decoder(tiny.folder(name), LoadingRank(0, ranks))
     assert model.shape.weight_bytes(ranks, 4, "cpu", "float32", not model.head.shared) == model.weight_bytes
 
 
@@ -132,7 +132,7 @@ def test_scales_of_keys_and_values(tmp_path: Path) -> None:
         stored |= {f"model.layers.{layer}.self_attn.{name}_scale": torch.tensor([1.0, 2.0]) + layer for name in "kv"}
     safetensors.torch.save_file(stored, folder / WEIGHTS)
     for rank, expected in enumerate((1.0, 1.0, 2.0, 2.0)):
-        found = [layer.attention.scales for layer in made(folder, Alone(rank, 4)).layers]
+        found = [layer.attention.scales for layer in build_decoder(folder, LoadingRank(rank, 4)).layers]
         assert all(own is not None and own.equal(torch.full((2, 1), expected + i)) for i, own in enumerate(found))
 
 

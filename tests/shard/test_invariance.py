@@ -23,7 +23,7 @@ from penstock.shard.models.shape import Unsupported
 from penstock.shard.sequence import Group, Sampling
 from penstock.tests.shard import test_speculation, tiny
 from penstock.tests.shard.driver import UNLIMITED, Habits, World, drive
-from penstock.tests.shard.test_oracle import at_rest
+from penstock.tests.shard.test_against_transformers import all_pages_free
 from penstock.tests.shard.test_sharing import family, room
 
 COUNT = 12
@@ -110,7 +110,7 @@ def test_a_crowd_in_a_tiny_pool(page_size: int, chunk: int, dtype: str) -> None:
     assert world.pauses.total() > 5
     assert world.cached > 50
     assert world.mixed > 5
-    assert at_rest(own)
+    assert all_pages_free(own)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [*zip(FAMILIES[1:], itertools.cycle(("bfloat16", "float32")), strict=False)])

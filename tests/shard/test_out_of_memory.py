@@ -19,7 +19,7 @@ from penstock.shard.sequence import Group, Sampling, sequences
 from penstock.shard.step import Span
 from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import Habits, World, drive
-from penstock.tests.shard.test_oracle import at_rest, prompt
+from penstock.tests.shard.test_against_transformers import all_pages_free, prompt
 
 COUNT = 10  # tokens generated
 SIZE = 4  # of a page
@@ -89,7 +89,7 @@ def compare(engine: Engine, groups: Sequence[Group], expected: World, seed: int)
     world = drive(engine, groups, Habits(chunk=chunk(seed), pause=0.05), seed)
     assert world.failed == {}
     assert world.tokens == expected.tokens
-    assert at_rest(engine)
+    assert all_pages_free(engine)
 
 
 def chunk(seed: int) -> int:
@@ -122,7 +122,7 @@ def check_alone() -> None:
         world = drive(engine, crowd(), Habits(chunk=chunk(seed), arrivals=16), seed)
         assert world.failed == dict.fromkeys(range(8), ALONE)
         assert {uid: world.answers[uid] for uid in range(8, 16)} == {uid: expected[uid] for uid in range(8, 16)}
-        assert at_rest(engine)
+        assert all_pages_free(engine)
         engine.refuses = lambda span: False
         assert drive(engine, crowd(), Habits()).answers == expected
 
@@ -151,7 +151,7 @@ def check_twins() -> None:
     while len(tokens) < COUNT:
         tokens += [emitted.pick.token for _, emitted in engine.decode([1]).emitted]
     assert tokens == drive(tiny.engine("llama"), [tiny.group(1, asked, COUNT)], Habits()).answers[1]
-    assert at_rest(engine)
+    assert all_pages_free(engine)
 
 
 def test_a_lost_page_does_not_take_the_place_of_one_that_is_computed() -> None:
@@ -240,7 +240,7 @@ def test_other_errors_are_nobodys_memory() -> None:
 
 def test_of_several_ranks_none_tries_again() -> None:
     def work(ranks: Ranks) -> None:
-        engine = tiny.engine_of("llama", ranks)
+        engine = tiny.rank_engine("llama", ranks)
 
         def fail(spans: Sequence[Span]) -> Tensor:
             raise torch.OutOfMemoryError
@@ -249,7 +249,7 @@ def test_of_several_ranks_none_tries_again() -> None:
         engine.prefill(1, [tiny.group(1, prompt(1, 9), COUNT)], [(1, 9)], 9, [])
 
     with pytest.raises(torch.OutOfMemoryError):
-        tiny.Threads().run(work)
+        tiny.ThreadedRanks().run(work)
 
 
 def test_a_limit_is_lifted_when_all_goes_well() -> None:

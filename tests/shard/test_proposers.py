@@ -17,9 +17,9 @@ from penstock.shard.decoding.tree import ROOT, Tree
 from penstock.shard.decoding.verify import VerificationRule
 from penstock.shard.sequence import Sampling
 from penstock.tests.shard.test_tree import path_to
-from penstock.tests.shard.toy import Toy, end, group, next_token
+from penstock.tests.shard.toy import TableModel, group, last_two_tokens, next_token_distribution
 
-MODEL = Toy(30, 5)
+MODEL = TableModel(30, 5)
 
 
 def paths(tree: Tree) -> set[tuple[int, ...]]:
@@ -153,7 +153,7 @@ def test_a_long_text_is_indexed_over_several_steps_and_holds_nobody_up() -> None
 class Watch:
     """A model that sees to it that it is asked as the protocol says."""
 
-    def __init__(self, model: Toy) -> None:
+    def __init__(self, model: TableModel) -> None:
         self._model = model
         self.rounds: list[int] = []
         self._known: dict[int, set[int]] = {}
@@ -172,7 +172,7 @@ class Watch:
             assert all(node == ROOT or one.parents[node] in known for node in one.nodes), "a parent was never computed"
             known.update(one.nodes)
         self.rounds.append(sum(len(one.nodes) for one in wanted))
-        return self._model.after([end(one, node) for one in wanted for node in one.nodes])
+        return self._model.logits_after([last_two_tokens(one, node) for one in wanted for node in one.nodes])
 
 
 GROWTHS: dict[str, TreeShape] = {
@@ -244,7 +244,7 @@ def test_a_chain_is_what_plain_sampling_from_the_draft_would_say(temperature: fl
         one = group(uid, Sampling(temperature=temperature, seed=uid, frequency_penalty=0.5), 50, (uid, 2))
         [draft] = Drafting(MODEL, LayeredTree((1,) * 5)).propose([DraftRequest(one, one.sequences[0], 5, 9)]).drafts
         for token in draft.tree.tokens:
-            [pick] = sampler.pick(MODEL.after([one.sequences[0].tokens[-2:]]), [verify.row(one, one.sequences[0], [])])
+            [pick] = sampler.pick(MODEL.logits_after([one.sequences[0].tokens[-2:]]), [verify.row(one, one.sequences[0], [])])
             assert pick is not None
             assert pick.token == token
             one.sequences[0].tokens.append(token)
@@ -254,7 +254,7 @@ def test_children_are_the_best_by_noise_and_as_probable_as_that_makes_them() -> 
     from penstock.kernels.noise import gumbel_all
 
     one = group(0, Sampling(temperature=0.7, seed=11), 50)
-    logits = MODEL.after([(3, 4)])
+    logits = MODEL.logits_after([(3, 4)])
     ids, logprobs = best(logits, [verify.row(one, one.sequences[0], [5, 6])], 4)
     noise = gumbel_all(torch.tensor([11]), torch.tensor([0]), torch.tensor([2]), MODEL.vocabulary)
     sums = logits / 0.7 + noise
@@ -266,10 +266,12 @@ def test_what_filters_leave_out_is_not_proposed() -> None:
     """Not even if more children are wanted than there are tokens left."""
     one = group(0, Sampling(temperature=1.0, top_k=2), 50)
     [draft] = Drafting(MODEL, LayeredTree((5,))).propose([DraftRequest(one, one.sequences[0], 9, 9)]).drafts
-    allowed = {token for token, own in enumerate(next_token(MODEL, Sampling(temperature=1.0, top_k=2), (1, 1), 2)) if own}
+    allowed = {
+        token for token, own in enumerate(next_token_distribution(MODEL, Sampling(temperature=1.0, top_k=2), (1, 1), 2)) if own
+    }
     assert set(draft.tree.tokens) == allowed
     mixed = [verify.row(one, one.sequences[0], []), verify.row(group(1, Sampling(), 9), one.sequences[0], [])]
-    ids, logprobs = best(MODEL.after([(1, 1), (1, 1)]), mixed, 5)
+    ids, logprobs = best(MODEL.logits_after([(1, 1), (1, 1)]), mixed, 5)
     assert logprobs.isfinite().sum(-1).tolist() == [2, 5]
     assert set(ids[0, :2].tolist()) == allowed
 
@@ -304,13 +306,13 @@ def test_growing_best_first_stops_where_nothing_more_could_stay() -> None:
 
 def test_best_first_brings_more_than_a_chain_of_as_many_nodes() -> None:
     """By a draft that is often wrong; a tree that beats nothing would be a fault of the order."""
-    target, counts = MODEL.near(9, 1.0), {}
+    target, counts = MODEL.perturbed(9, 1.0), {}
     groups = [group(uid, Sampling(temperature=1.0, seed=uid), 50, (uid % 30, 3)) for uid in range(400)]
     for name, shape in (("chain", LayeredTree((1,) * 8)), ("tree", BestFirstTree(4, together=4, width=4))):
         wanted = [DraftRequest(one, one.sequences[0], 8, 8) for one in groups]
         drafts = Drafting(MODEL, shape).propose(wanted).drafts
         rows = [row for one, draft in zip(groups, drafts, strict=True) for row in verify.rows(one, one.sequences[0], draft.tree)]
-        picks = verify.pick(target.after([row.tokens[-2:] for row in rows]), rows, drafts, VerificationRule.GUMBEL)
+        picks = verify.pick(target.logits_after([row.tokens[-2:] for row in rows]), rows, drafts, VerificationRule.GUMBEL)
         first, accepted = 0, 0
         for draft in drafts:
             accepted += len(draft.tree.accepted([pick.token if pick else None for pick in picks[first:]]))

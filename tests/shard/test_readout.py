@@ -33,9 +33,9 @@ from penstock.shard.speculator import Speculator
 from penstock.tests.shard import configurations, test_distribution, tiny
 from penstock.tests.shard import test_speculation_grammar as grammars
 from penstock.tests.shard.driver import UNLIMITED, Habits, World, drive
+from penstock.tests.shard.test_against_transformers import all_pages_free, prompt
 from penstock.tests.shard.test_draft_head import engine, watched, written
 from penstock.tests.shard.test_drafter import all_of, free
-from penstock.tests.shard.test_oracle import at_rest, prompt
 from penstock.tests.shard.test_sharing import room
 from penstock.tests.shard.test_speculation import asked
 from penstock.tests.shard.toy import g_test
@@ -163,7 +163,7 @@ def check(own: Engine, oracle: Oracle, groups: Sequence[Group], habits: Habits) 
     assert world.tokens == {one: expected().tokens[one] for one in world.tokens}
     assert world.finishes == {one: expected().finishes[one] for one in world.tokens}
     assert world.drafted > 50
-    assert at_rest(own)
+    assert all_pages_free(own)
     return world
 
 
@@ -231,7 +231,7 @@ def test_two_ranks_keep_what_one_of_them_guesses_by(
         off = watched(half, Oracle(kind, name)) if not ranks.rank else list
         return drive(half, copied(groups), Habits(16, pause=0.05), seed=5), off()
 
-    (world, off), (twin, _) = tiny.Threads().run(work)
+    (world, off), (twin, _) = tiny.ThreadedRanks().run(work)
     assert max(off) < 1e-3
     assert len(off) > 20
     assert world.tokens == twin.tokens == drive(tiny.engine(name), copied(groups, 0), Habits()).tokens

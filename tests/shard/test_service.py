@@ -28,7 +28,7 @@ from penstock.shard.sequence import Sampling
 from penstock.shard.service import Service
 from penstock.tests.shard import configurations, lora, tiny
 from penstock.tests.shard.driver import Habits, Remote, drive, message
-from penstock.tests.shard.test_oracle import COUNT, prompt, prompts, requests
+from penstock.tests.shard.test_against_transformers import ANSWER_LENGTH, greedy_requests, prompt, prompts
 
 NAME = "llama"
 WARMUP = wire.WarmupRequest(max_step_tokens=128, max_step_rows=8, max_total_tokens=256)
@@ -224,8 +224,8 @@ def test_a_repeated_step_is_answered_from_memory_and_an_older_one_refused(warm: 
 def test_a_driver_gets_transformers_tokens_over_the_wire(warm: Process, stream: bool) -> None:
     asked = prompts(12, 40)
     shard = Remote(warm.channel, stream, pages=500, page_size=4)
-    world = drive(shard, requests(asked), Habits(chunk=16, pause=0.1))
-    assert (world.failed, world.answers) == ({}, dict(enumerate(tiny.greedy(NAME, asked, COUNT))))
+    world = drive(shard, greedy_requests(asked), Habits(chunk=16, pause=0.1))
+    assert (world.failed, world.answers) == ({}, dict(enumerate(tiny.greedy(NAME, asked, ANSWER_LENGTH))))
     assert warm.service.engine.pool.free == 500
 
 

@@ -21,7 +21,7 @@ from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import UNLIMITED, Habits, World, drive
 from penstock.tests.shard.paper import POISON, WORDS, Paper, Slots
 from penstock.tests.shard.paper import paper as paper  # a fixture
-from penstock.tests.shard.test_oracle import COUNT, at_rest, prompt
+from penstock.tests.shard.test_against_transformers import ANSWER_LENGTH, all_pages_free, prompt
 
 SEEDED = Sampling(temperature=0.9, top_p=0.95, seed=77)
 
@@ -43,7 +43,7 @@ def mixed(count: int = 11) -> list[Group]:
     for uid, tokens in enumerate(family(count)):
         choices = 4 if uid % 3 == 1 else 1
         sampling = replace(SEEDED, seed=uid) if uid % 3 else Sampling()
-        made.append(tiny.group(uid, tokens, COUNT, sampling, choices=choices, prompt_logprobs=uid % 5 == 4))
+        made.append(tiny.group(uid, tokens, ANSWER_LENGTH, sampling, choices=choices, prompt_logprobs=uid % 5 == 4))
     return made
 
 
@@ -73,13 +73,13 @@ def test_pauses_in_a_tiny_pool_change_no_token(prefix_caching: bool, page_size: 
     expected = calm("llama")
     greedy = [uid for uid in range(len(groups)) if uid % 3 == 0]
     asked = tuple(tuple(groups[uid].sequences[0].tokens) for uid in greedy)
-    assert [expected[uid, 0] for uid in greedy] == tiny.greedy("llama", asked, COUNT)
+    assert [expected[uid, 0] for uid in greedy] == tiny.greedy("llama", asked, ANSWER_LENGTH)
     engine = tiny.engine("llama", page_size, room(groups, page_size) + 8 // page_size, prefix_caching)
     evicted = watch(engine)
     world = drive(engine, groups, Habits(chunk, pauses=2), seed=page_size)
     assert world.tokens == expected
     assert min(world.pauses[uid] for uid in range(len(groups))) >= 2
-    assert at_rest(engine)
+    assert all_pages_free(engine)
     assert (world.cached > 100, len(evicted) > 10) == (prefix_caching, prefix_caching)
 
 
@@ -109,7 +109,7 @@ def test_aborts_ends_and_pauses_change_nobodys_tokens(seed: int) -> None:
     assert len(world.ended) > 2
     assert world.pauses.total() > 5
     assert world.failed == {}
-    assert at_rest(engine)
+    assert all_pages_free(engine)
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
@@ -118,11 +118,11 @@ def test_two_ranks_agree_on_every_page(prefix_caching: bool) -> None:
     expected = calm("qwen2", 8)
 
     def work(ranks: Ranks) -> tuple[World, list[int]]:
-        engine = tiny.engine_of("qwen2", ranks, 4, room(groups, 4) + 3, prefix_caching)
+        engine = tiny.rank_engine("qwen2", ranks, 4, room(groups, 4) + 3, prefix_caching)
         evicted = watch(engine)
         return drive(engine, groups, Habits(chunk=9, pauses=2), seed=5), evicted
 
-    (first, evicted), (second, others) = tiny.Threads().run(work)
+    (first, evicted), (second, others) = tiny.ThreadedRanks().run(work)
     assert first.tokens == second.tokens == expected
     assert evicted == others
     assert bool(evicted) == prefix_caching
@@ -136,13 +136,13 @@ def test_two_ranks_agree_on_every_page(prefix_caching: bool) -> None:
 def test_choices_are_what_single_requests_with_their_number_get(length: int, prefix_caching: bool) -> None:
     asked = prompt(3, length)
     together = drive(
-        tiny.engine("llama", 16, 99, prefix_caching), [tiny.group(1, asked, COUNT, SEEDED, choices=5)], Habits()
+        tiny.engine("llama", 16, 99, prefix_caching), [tiny.group(1, asked, ANSWER_LENGTH, SEEDED, choices=5)], Habits()
     ).tokens
     for choice in range(5):
-        single = tiny.group(1, asked, COUNT, SEEDED)
+        single = tiny.group(1, asked, ANSWER_LENGTH, SEEDED)
         single.waiting = [choice]
         engine = tiny.engine("llama")
-        outcomes = [engine.prefill(1, [single], [(1, 99)], 99, []), *(engine.decode([1]) for _ in range(COUNT - 1))]
+        outcomes = [engine.prefill(1, [single], [(1, 99)], 99, []), *(engine.decode([1]) for _ in range(ANSWER_LENGTH - 1))]
         assert [emitted.pick.token for outcome in outcomes for _, emitted in outcome.emitted] == together[1, choice]
     assert len({tuple(tokens) for tokens in together.values()}) > 2
 
@@ -180,7 +180,7 @@ def test_a_prompt_is_held_once_and_its_last_page_copied(prefix_caching: bool) ->
     assert engine.pool.free == 99 - 4 - 2
     assert [standing for standing in engine.decode([1]).standing if standing[0] == 1] == [(1, 4, 0, 0)]
     engine.end([(1, 1), (1, 3), (2, 0), (2, 1), (2, 2), (2, 3), (3, 0)])
-    assert at_rest(engine)
+    assert all_pages_free(engine)
     assert engine.books.groups == engine.books.batches == {}
 
 
@@ -214,13 +214,13 @@ def test_a_group_whose_choices_all_end_before_they_begin_is_gone() -> None:
     engine = tiny.engine("llama", 4)
     engine.prefill(1, [tiny.group(1, prompt(1, 10), 9, SEEDED, choices=2)], [(1, 99)], 7, [])
     engine.end([(1, 0), (1, 1)])
-    assert at_rest(engine)
+    assert all_pages_free(engine)
     assert engine.books.groups == engine.books.batches == {}
 
 
 def test_a_restored_group_gets_no_more_tokens_than_there_are() -> None:
     engine = tiny.engine("llama", 4, prefix_caching=False)
-    again = tiny.group(1, prompt(1, 10), COUNT, SEEDED, continuations=[(choice, [5] * 8) for choice in range(3)])
+    again = tiny.group(1, prompt(1, 10), ANSWER_LENGTH, SEEDED, continuations=[(choice, [5] * 8) for choice in range(3)])
     outcomes = [engine.prefill(1, groups, [(1, 99)], 8, []) for groups in ([again], [], [], [])]
     assert [outcome.prompt_tokens for outcome in outcomes] == [8, 8, 8, 7]
     assert [lacking for outcome in outcomes for *_, lacking in outcome.standing] == [23, 15, 7, 0]
@@ -229,19 +229,22 @@ def test_a_restored_group_gets_no_more_tokens_than_there_are() -> None:
 @pytest.mark.parametrize("computed", [0, 3, 10])
 def test_a_restored_group_loses_the_choice_that_computes_its_prompt(computed: int) -> None:
     asked, engine = prompt(1, 10), tiny.engine("llama", 4)
-    expected = drive(engine, [tiny.group(1, asked, COUNT, SEEDED, choices=3)], Habits()).tokens
-    again = tiny.group(1, asked, COUNT, SEEDED, continuations=[(choice, expected[1, choice][:4]) for choice in range(3)])
+    expected = drive(engine, [tiny.group(1, asked, ANSWER_LENGTH, SEEDED, choices=3)], Habits()).tokens
+    again = tiny.group(1, asked, ANSWER_LENGTH, SEEDED, continuations=[(choice, expected[1, choice][:4]) for choice in range(3)])
     engine = tiny.engine("llama", 4)
     engine.prefill(1, [again], [(1, 99)], computed, [])
     engine.end([(1, 0)])
     assert rest(engine) == {choice: expected[1, choice][4:] for choice in (1, 2)}
-    assert at_rest(engine)
+    assert all_pages_free(engine)
 
 
 def rest(engine: Engine) -> dict[int, list[int]]:
     """Tokens of the choices of group 1, which is restored."""
     tokens: dict[int, list[int]] = {}
-    for outcome in [engine.prefill(1, [], [(1, 99)], 99, []), *(engine.prefill(1, [], [(1, 99)], 99, [1]) for _ in range(COUNT))]:
+    for outcome in [
+        engine.prefill(1, [], [(1, 99)], 99, []),
+        *(engine.prefill(1, [], [(1, 99)], 99, [1]) for _ in range(ANSWER_LENGTH)),
+    ]:
         for _, emitted in outcome.emitted:
             tokens.setdefault(emitted.choice, []).append(emitted.pick.token)
     return tokens
@@ -251,14 +254,14 @@ def test_a_restored_group_loses_the_choice_whose_answer_is_cached() -> None:
     """Before a step computes anything of it, as where its grammar is being compiled. In a page with the prompt's end are that
     answer's first tokens, which are nobody else's."""
     asked, engine = prompt(1, 10), tiny.engine("llama", 4)
-    expected = drive(engine, [tiny.group(1, asked, COUNT, SEEDED, choices=3)], Habits()).tokens
-    again = tiny.group(1, asked, COUNT, SEEDED, continuations=[(choice, expected[1, choice][:4]) for choice in range(3)])
+    expected = drive(engine, [tiny.group(1, asked, ANSWER_LENGTH, SEEDED, choices=3)], Habits()).tokens
+    again = tiny.group(1, asked, ANSWER_LENGTH, SEEDED, continuations=[(choice, expected[1, choice][:4]) for choice in range(3)])
     engine.prefill(1, [again], [], 99, [])
     assert again.sequences[0].computed == 12
     engine.end([(1, 0)])
     assert again.sequences[0].computed == 8
     assert rest(engine) == {choice: expected[1, choice][4:] for choice in (1, 2)}
-    assert at_rest(engine)
+    assert all_pages_free(engine)
 
 
 # Computed once
@@ -294,26 +297,28 @@ def test_ten_identical_prompts_get_transformers_tokens_from_one_computation() ->
     """Full pages only: the last one is computed by everybody, since its last row is wanted."""
     asked = prompt(1, 64)
     engine = tiny.engine("llama")
-    outcome = engine.prefill(1, [tiny.group(uid, asked, COUNT) for uid in range(10)], [(uid, 99) for uid in range(10)], 999, [])
+    outcome = engine.prefill(
+        1, [tiny.group(uid, asked, ANSWER_LENGTH) for uid in range(10)], [(uid, 99) for uid in range(10)], 999, []
+    )
     assert outcome.prompt_tokens == 64 + 9 * 16
     tokens = [[emitted.pick.token] for _, emitted in outcome.emitted]
-    for _ in range(COUNT - 1):
+    for _ in range(ANSWER_LENGTH - 1):
         for uid, emitted in engine.decode([1]).emitted:
             tokens[uid].append(emitted.pick.token)
-    assert tokens == tiny.greedy("llama", (asked,), COUNT) * 10
-    assert at_rest(engine)
+    assert tokens == tiny.greedy("llama", (asked,), ANSWER_LENGTH) * 10
+    assert all_pages_free(engine)
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_a_second_turn_recomputes_less_than_a_page(page_size: int) -> None:
     engine = tiny.engine("qwen3", page_size)
     asked = prompt(1, 33)
-    answer = drive(engine, [tiny.group(1, asked, COUNT)], Habits()).answers[1]
+    answer = drive(engine, [tiny.group(1, asked, ANSWER_LENGTH)], Habits()).answers[1]
     second = (*asked, *answer, *prompt(2, 9))
-    world = drive(engine, [tiny.group(2, second, COUNT)], Habits(arrivals=1))
-    seen = len(asked) + COUNT - 1  # the last token of an answer is never computed
+    world = drive(engine, [tiny.group(2, second, ANSWER_LENGTH)], Habits(arrivals=1))
+    seen = len(asked) + ANSWER_LENGTH - 1  # the last token of an answer is never computed
     assert world.cached == seen // page_size * page_size
-    assert world.answers[2] == tiny.greedy("qwen3", (second,), COUNT)[0]
+    assert world.answers[2] == tiny.greedy("qwen3", (second,), ANSWER_LENGTH)[0]
 
 
 def test_other_cache_keys_and_no_caching_share_nothing() -> None:
@@ -332,7 +337,7 @@ def test_a_cleared_cache_is_empty() -> None:
     engine.prefill(1, [tiny.group(1, prompt(1, 33), 1), tiny.group(2, prompt(2, 33), 9)], [(1, 99), (2, 99)], 99, [])
     assert engine.pool.cached == 2
     engine.clear()
-    assert at_rest(engine)
+    assert all_pages_free(engine)
     assert engine.pool.cached == 0
     assert engine.prefill(1, [tiny.group(1, prompt(1, 33), 1)], [(1, 99)], 99, []).cached_tokens == 0
 

@@ -15,7 +15,7 @@ from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group, Sampling, Thinking
 from penstock.tests.shard import configurations, tiny
 from penstock.tests.shard.driver import UNLIMITED, Habits, World, drive
-from penstock.tests.shard.test_oracle import at_rest, prompt
+from penstock.tests.shard.test_against_transformers import all_pages_free, prompt
 from penstock.tests.shard.test_sharing import room
 
 COUNT = 18
@@ -103,7 +103,7 @@ def test_drafts_change_no_token(proposer: str, drafts: int, page_size: int, chun
     assert world.drafted > 0
     assert world.accepted > 0 or proposer == "lookup"  # these answers hardly repeat
     assert world.pauses
-    assert at_rest(engine)
+    assert all_pages_free(engine)
 
 
 def choose(engine: Engine, name: str, plain: World) -> None:
@@ -137,9 +137,9 @@ def test_two_ranks_guess_the_same() -> None:
     plain = expected()
 
     def work(ranks: Ranks) -> World:
-        return drive(tiny.engine_of("llama", ranks, 4, 200), asked(4), Habits(16, pause=0.03), seed=5)
+        return drive(tiny.rank_engine("llama", ranks, 4, 200), asked(4), Habits(16, pause=0.03), seed=5)
 
-    world, twin = tiny.Threads().run(work)
+    world, twin = tiny.ThreadedRanks().run(work)
     assert world.tokens == twin.tokens == plain.tokens
     assert world.accepted == twin.accepted
     assert world.drafted == twin.drafted > 0

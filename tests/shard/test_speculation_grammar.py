@@ -27,9 +27,9 @@ from penstock.shard.sequence import Group, Sampling
 from penstock.shard.speculator import Speculator
 from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import Habits, World, drive
+from penstock.tests.shard.test_against_transformers import all_pages_free
 from penstock.tests.shard.test_drafter import free
 from penstock.tests.shard.test_grammar import DEMO, END, VOCABULARY, allowed, regex
-from penstock.tests.shard.test_oracle import at_rest
 
 RECORD = {
     "type": "object",
@@ -161,7 +161,7 @@ def test_drafts_change_no_token(name: str, drafts: int, page_size: int) -> None:
     assert world.drafted > 0
     assert world.accepted > 100 or name == "lookup"
     assert world.pauses
-    assert at_rest(engine)
+    assert all_pages_free(engine)
 
 
 def test_who_is_always_right_is_always_believed() -> None:
@@ -193,13 +193,13 @@ def test_two_ranks_keep_the_same_books() -> None:
     """Only one of them sees masks."""
 
     def work(ranks: Ranks) -> World:
-        engine = tiny.engine_of("words", ranks, 4, 400)
+        engine = tiny.rank_engine("words", ranks, 4, 400)
         if not ranks.rank:
             with_masks(engine)
         engine.speculator.proposer = Oracle(expected().tokens, 0.8, 4)
         return drive(engine, asked(9), Habits(16, pause=0.03), seed=5)
 
-    world, twin = tiny.Threads().run(work)
+    world, twin = tiny.ThreadedRanks().run(work)
     check(world, expected())
     assert (world.tokens, world.finishes, list(world.failed)) == (twin.tokens, twin.finishes, list(twin.failed))
     assert world.accepted == twin.accepted > 100

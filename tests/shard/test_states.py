@@ -17,8 +17,8 @@ from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import UNLIMITED, Habits, drive
 from penstock.tests.shard.paper import KEPT, WORDS, Paper, Slots
 from penstock.tests.shard.paper import paper as paper  # a fixture
+from penstock.tests.shard.test_against_transformers import ANSWER_LENGTH, all_pages_free, prompt
 from penstock.tests.shard.test_flight import fly, room_of, with_beams
-from penstock.tests.shard.test_oracle import COUNT, at_rest, prompt
 
 SEQUENCES = 96  # of a crowd, at most
 
@@ -171,11 +171,11 @@ def asked() -> list[Group]:
     for uid in range(12):
         tokens = (*stem[: (0, 17, 33, 40)[uid % 4]], *prompt(uid, 5 + uid * 3))
         if uid % 5 == 0:
-            made.append(tiny.group(uid, tokens, COUNT, search=Search(3, 2)))
+            made.append(tiny.group(uid, tokens, ANSWER_LENGTH, search=Search(3, 2)))
         elif uid % 5 == 1:
-            made.append(tiny.group(uid, tokens, COUNT, Sampling(temperature=0.8, seed=uid), choices=3))
+            made.append(tiny.group(uid, tokens, ANSWER_LENGTH, Sampling(temperature=0.8, seed=uid), choices=3))
         else:
-            made.append(tiny.group(uid, tokens, COUNT))
+            made.append(tiny.group(uid, tokens, ANSWER_LENGTH))
     return made
 
 
@@ -192,12 +192,12 @@ def test_answers_are_the_same_whoever_remembers(name: str, size: int, habits: Ha
     monkeypatch.setattr(prompts, "WORTH", 8)
     expected = drive(tiny.engine(name, 16, 2000, prefix_caching=False), asked(), Habits(arrivals=1)).tokens
     for group in asked()[2:5]:
-        assert [expected[group.uid, 0]] == tiny.greedy(name, (tuple(group.sequences[0].tokens),), COUNT)
+        assert [expected[group.uid, 0]] == tiny.greedy(name, (tuple(group.sequences[0].tokens),), ANSWER_LENGTH)
     engine = tiny.engine(name, size, 1200 // size, ahead=True)
     world, _ = fly(engine, asked(), habits, seed=size)
     assert (world.failed, world.tokens) == ({}, expected)
     assert world.cached > 0
-    assert at_rest(engine)
+    assert all_pages_free(engine)
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])

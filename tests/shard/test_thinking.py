@@ -10,7 +10,7 @@ from penstock.shard.engine import Engine
 from penstock.shard.sequence import Group, Sampling, Thinking
 from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import Flying, Habits, World, drive
-from penstock.tests.shard.test_oracle import at_rest, prompt
+from penstock.tests.shard.test_against_transformers import all_pages_free, prompt
 
 END, BEGIN, COUNT = 7, 9, 24
 SAMPLINGS = [
@@ -86,7 +86,7 @@ def test_neither_pauses_nor_chunks_nor_steps_ahead_change_a_token(ahead: bool, c
     assert world.pauses
     assert (world.tokens, world.failed) == (calm.tokens, {})
     engine.land()
-    assert at_rest(engine)
+    assert all_pages_free(engine)
 
 
 def test_what_the_vocabulary_lacks_is_refused() -> None:

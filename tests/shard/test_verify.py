@@ -23,7 +23,16 @@ from penstock.shard.decoding.strategy import Finish
 from penstock.shard.decoding.tree import Tree, chain, merge
 from penstock.shard.decoding.verify import Draft, DraftToken, TokensView, VerificationRule, deterministic_draft
 from penstock.shard.sequence import Group, Sampling, Thinking
-from penstock.tests.shard.toy import Toy, exact, g_test, group, next_token, plainly, seeded, speculate
+from penstock.tests.shard.toy import (
+    TableModel,
+    exact_distribution,
+    g_test,
+    group,
+    next_token_distribution,
+    sample_plainly,
+    seeded_groups,
+    speculate,
+)
 
 Answers = list[list[tuple[Pick, Finish]]]
 
@@ -32,8 +41,8 @@ FEWER = 5_000  # where it is much the same as another
 SOME = 3_000  # that show a small fault
 FEW = 1_000  # that show another
 FAIR, FAULTY = 1e-3, 1e-6  # p values
-TARGET = Toy(4, 10)
-DRAFT = TARGET.near(20, 1.2)
+TARGET = TableModel(4, 10)
+DRAFT = TARGET.perturbed(20, 1.2)
 FILTERED = Sampling(temperature=0.8, top_p=0.95, min_p=0.02, frequency_penalty=0.4, repetition_penalty=1.2, bias=((2, 0.3),))
 PLAIN = Sampling(temperature=1.1)
 CHAIN, PAIRS, TREE = LayeredTree((1, 1)), LayeredTree((2, 2)), LayeredTree((3, 2))
@@ -72,7 +81,7 @@ class Wild:
         return merge(trees).cut(min(self._nodes, one.nodes))
 
 
-WIDE = Toy(40, 3)
+WIDE = TableModel(40, 3)
 LONGEST = 17
 
 
@@ -105,7 +114,7 @@ def requests(count: int, seed: int) -> list[Group]:
 @functools.cache
 def expected() -> Answers:
     """What plain sampling answers them."""
-    return plainly(WIDE, requests(200, 5), LONGEST)
+    return sample_plainly(WIDE, requests(200, 5), LONGEST)
 
 
 def same(found: Answers, wanted: Answers) -> bool:
@@ -122,7 +131,7 @@ def same(found: Answers, wanted: Answers) -> bool:
 
 
 def proposers() -> dict[str, Proposer]:
-    near = WIDE.near(4, 0.7)
+    near = WIDE.perturbed(4, 0.7)
     return {
         "wild": Wild(1),
         "chain": Drafting(near, LayeredTree((1,) * 5)),
@@ -144,7 +153,7 @@ def test_speculation_says_what_plain_sampling_says(name: str) -> None:
         VerificationRule.GUMBEL,
         LONGEST,
         nodes=lambda uid: uid % 14,
-        told=lambda nodes, accepted: told.append(accepted),
+        record=lambda nodes, accepted: told.append(accepted),
     )
     assert same(found, expected())
     assert {own[-1][1] for own in found} == {Finish.END, Finish.LENGTH}
@@ -179,13 +188,14 @@ def test_without_a_temperature_every_rule_is_greedy(rule: VerificationRule) -> N
     calm = [replace(one, sampling=replace(one.sampling, temperature=0.0)) for one in requests(100, 6)]
     again = [replace(one, sampling=replace(one.sampling, temperature=0.0)) for one in requests(100, 6)]
     assert same(
-        speculate(WIDE, calm, Drafting(WIDE.near(4, 0.7), LayeredTree((3, 2, 1)), rule), rule, 17), plainly(WIDE, again, 17)
+        speculate(WIDE, calm, Drafting(WIDE.perturbed(4, 0.7), LayeredTree((3, 2, 1)), rule), rule, 17),
+        sample_plainly(WIDE, again, 17),
     )
 
 
 def test_without_drafts_rejection_is_plain_sampling() -> None:
     found = speculate(WIDE, requests(100, 7), Wild(1, nodes=0), VerificationRule.REJECTION, 17)
-    assert same(found, plainly(WIDE, requests(100, 7), 17))
+    assert same(found, sample_plainly(WIDE, requests(100, 7), 17))
 
 
 @pytest.mark.parametrize("rule", [VerificationRule.GUMBEL, VerificationRule.REJECTION])
@@ -196,7 +206,7 @@ def test_a_draft_that_is_the_target_is_always_right(rule: VerificationRule, coun
     sampled = [one for one in requests(120, 8) if one.sampling.temperature > 0 or rule is VerificationRule.GUMBEL]
     groups = [replace(one, end_ids=frozenset(), max_new_tokens=40) for one in sampled]
     proposer = Drafting(WIDE, LayeredTree((1,) * count), rule)
-    speculate(WIDE, groups, proposer, rule, 30, told=lambda nodes, accepted: told.append((nodes, accepted)))
+    speculate(WIDE, groups, proposer, rule, 30, record=lambda nodes, accepted: told.append((nodes, accepted)))
     assert len(told) > 400
     assert all(accepted == nodes == count for nodes, accepted in told)
 
@@ -204,9 +214,9 @@ def test_a_draft_that_is_the_target_is_always_right(rule: VerificationRule, coun
 # Distribution: the joint one of three tokens
 
 
-def p_value(shape: LayeredTree, rule: VerificationRule, sampling: Sampling, count: int, model: Toy = DRAFT) -> float:
-    answers = speculate(TARGET, seeded(sampling, count, 9), Drafting(model, shape, rule), rule, 3)
-    return g_test(answers, exact(TARGET, sampling, 3))
+def p_value(shape: LayeredTree, rule: VerificationRule, sampling: Sampling, count: int, model: TableModel = DRAFT) -> float:
+    answers = speculate(TARGET, seeded_groups(sampling, count, 9), Drafting(model, shape, rule), rule, 3)
+    return g_test(answers, exact_distribution(TARGET, sampling, 3))
 
 
 @pytest.mark.parametrize(
@@ -238,18 +248,18 @@ class Same:
 def test_what_is_certain_is_accepted_as_often_as_it_is_drawn(proposer: Proposer, least: int) -> None:
     """Certain to be proposed: a distribution that is all on one token."""
     text = (0, 1, 2, 0, 1, 3, 0, 1, 1, 0, 1)
-    groups = [replace(one, sequences=group(0, PLAIN, 9, text).sequences) for one in seeded(PLAIN, FEWER, 9)]
+    groups = [replace(one, sequences=group(0, PLAIN, 9, text).sequences) for one in seeded_groups(PLAIN, FEWER, 9)]
     told: list[int] = []
     answers = speculate(
         TARGET, groups, proposer, VerificationRule.REJECTION, 3, lambda uid: 6, lambda nodes, accepted: told.append(accepted)
     )
     assert sum(told) > least
-    assert g_test(answers, exact(TARGET, PLAIN, 3, text)) > FAIR
+    assert g_test(answers, exact_distribution(TARGET, PLAIN, 3, text)) > FAIR
 
 
 def test_siblings_repeat() -> None:
     """In the tests of trees, and each token stands once in the tree."""
-    groups = seeded(PLAIN, 200, 9)
+    groups = seeded_groups(PLAIN, 200, 9)
     asked = [DraftRequest(one, one.sequences[0], 127, 8) for one in groups]
     drafts = [one for shape in (PAIRS, TREE) for one in Drafting(DRAFT, shape, VerificationRule.REJECTION).propose(asked).drafts]
     repeats = [own for draft in drafts for own in draft.drawn if len({one.token for one in own}) < len(own)]
@@ -350,7 +360,7 @@ def accepted_first(width: int, rule: VerificationRule) -> float:
     """How often one of so many first tokens is."""
     told: list[int] = []
     proposer = Drafting(DRAFT, LayeredTree((width,)), rule)
-    speculate(TARGET, seeded(PLAIN, SOME, 9), proposer, rule, 1, told=lambda nodes, accepted: told.append(accepted))
+    speculate(TARGET, seeded_groups(PLAIN, SOME, 9), proposer, rule, 1, record=lambda nodes, accepted: told.append(accepted))
     return sum(told) / len(told)
 
 
@@ -360,8 +370,8 @@ def test_several_tries_are_accepted_more_often_than_one_and_gumbel_nearly_as_oft
         "three": accepted_first(3, VerificationRule.REJECTION),
         "gumbel": accepted_first(1, VerificationRule.GUMBEL),
     }
-    p = next_token(TARGET, PLAIN, (1, 1), 2)
-    q = next_token(DRAFT, PLAIN, (1, 1), 2)
+    p = next_token_distribution(TARGET, PLAIN, (1, 1), 2)
+    q = next_token_distribution(DRAFT, PLAIN, (1, 1), 2)
     common = float(numpy.minimum(p, q).sum())  # 1 - the distance in total variation
     assert found["one"] == pytest.approx(common, abs=0.03)
     assert found["three"] > common + 0.03
@@ -374,12 +384,12 @@ def test_several_tries_are_accepted_more_often_than_one_and_gumbel_nearly_as_oft
 def test_log_probabilities_of_rejection_are_those_asked_for() -> None:
     for final in (False, True):
         sampling = replace(FILTERED, final_logprobs=final)
-        groups = seeded(sampling, 300, 9)
+        groups = seeded_groups(sampling, 300, 9)
         answers = speculate(TARGET, groups, Drafting(DRAFT, TREE, VerificationRule.REJECTION), VerificationRule.REJECTION, 4)
         for own, one in zip(answers, groups, strict=True):
             text = list(one.sequences[0].tokens[:3])
             for pick, _ in own:
-                wanted = next_token(TARGET, sampling if final else Sampling(temperature=1.0), text, 3)
+                wanted = next_token_distribution(TARGET, sampling if final else Sampling(temperature=1.0), text, 3)
                 assert pick.logprob == pytest.approx(float(numpy.log(wanted[pick.token])), abs=1e-4)
                 text.append(pick.token)
 
@@ -461,7 +471,7 @@ def test_logits_that_are_not_finite_matter_where_the_answer_goes(rule: Verificat
 
 def test_a_mask_binds_rejection() -> None:
     """What it forbids is not accepted, nor drawn."""
-    groups = seeded(PLAIN, 500, 9)
+    groups = seeded_groups(PLAIN, 500, 9)
     asked = [DraftRequest(one, one.sequences[0], 127, 8) for one in groups]
     proposed = Drafting(DRAFT, LayeredTree((3,)), VerificationRule.REJECTION).propose(asked)
     rows, ends = [], []
@@ -470,7 +480,7 @@ def test_a_mask_binds_rejection() -> None:
         rows += own
         ends += [line.tokens[-2:] for line in own]
     mask = torch.full((len(rows), 1), 0b0110, dtype=torch.int32)
-    picks = verify.pick(TARGET.after(ends), rows, proposed.drafts, VerificationRule.REJECTION, mask, proposed.probabilities)
+    picks = verify.pick(TARGET.logits_after(ends), rows, proposed.drafts, VerificationRule.REJECTION, mask, proposed.probabilities)
     assert {pick.token for pick in picks if pick} == {1, 2}
 
 

@@ -1,4 +1,5 @@
-"""Families of 2019 to 2023: whose checkpoints have other names and layouts, config.json other fields, and positions vectors."""
+"""Model families of 2019 to 2023 (GPT-2 to Falcon and DBRX), with other tensor names, layouts and config fields, learned positions
+and ALiBi: logits and defaults against transformers, and refusals."""
 
 import json
 import shutil
@@ -20,11 +21,11 @@ from penstock.shard.models.families import shape
 from penstock.shard.models.shape import Shape, Unsupported
 from penstock.shard.step import Span
 from penstock.tests.shard import lora, tiny
+from penstock.tests.shard.test_against_transformers import SpanRunner, assert_logits_close, prompt
 from penstock.tests.shard.test_heads import TOKENS, logits
-from penstock.tests.shard.test_oracle import Bench, close, prompt
 from penstock.tests.shard.test_weights import WEIGHTS
 
-CONFIGS = {
+CONFIG_CLASSES = {
     "BloomForCausalLM": transformers.BloomConfig,
     "DbrxForCausalLM": transformers.DbrxConfig,
     "FalconForCausalLM": transformers.FalconConfig,
@@ -36,7 +37,7 @@ CONFIGS = {
     "MptForCausalLM": transformers.MptConfig,
     "OPTForCausalLM": transformers.OPTConfig,
 }
-# By the names of each family's config.json, beside what all have.
+# Required sizes, by the field names of each family's config.json.
 SIZES: dict[str, dict[str, Any]] = {
     "BloomForCausalLM": {"hidden_size": 256, "n_layer": 24, "n_head": 8},
     "DbrxForCausalLM": {"d_model": 256, "n_layers": 24, "n_heads": 8},
@@ -50,7 +51,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def copy(name: str, tmp_path: Path) -> Path:
+def copy_checkpoint(name: str, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny.folder(name), tmp_path / "copy"))
 
 
@@ -79,42 +80,42 @@ def copy(name: str, tmp_path: Path) -> Path:
         ("opt-plain", 2),
     ],
 )
-def test_logits_equal_transformers(name: str, ranks: int) -> None:
-    close(logits(tiny.folder(name), ranks), tiny.expected_logits(name, TOKENS))
+def test_logits_on_several_ranks_equal_transformers(name: str, ranks: int) -> None:
+    assert_logits_close(logits(tiny.folder(name), ranks), tiny.expected_logits(name, TOKENS))
 
 
 @pytest.mark.parametrize(
     "name", ["falcon-7b", "falcon-one-norm", "falcon-serial", "gpt-bigcode-heads", "gpt-neox-serial", "opt-plain"]
 )
-def test_one_rank(name: str) -> None:
-    close(logits(tiny.folder(name), 1), tiny.expected_logits(name, TOKENS))
+def test_logits_on_one_rank_equal_transformers(name: str) -> None:
+    assert_logits_close(logits(tiny.folder(name), 1), tiny.expected_logits(name, TOKENS))
 
 
-@pytest.mark.parametrize("architecture", CONFIGS)
-def test_what_is_left_out_is_transformers_default(architecture: str) -> None:
-    said = {"vocab_size": 99} | SIZES[architecture]
-    written = json.loads(CONFIGS[architecture](**said).to_json_string(use_diff=False))
+@pytest.mark.parametrize("architecture", CONFIG_CLASSES)
+def test_fields_missing_in_config_json_have_transformers_defaults(architecture: str) -> None:
+    fields = {"vocab_size": 99} | SIZES[architecture]
+    full_config = json.loads(CONFIG_CLASSES[architecture](**fields).to_json_string(use_diff=False))
 
-    def of(config: dict[str, Any]) -> Shape:
+    def shape_of(config: dict[str, Any]) -> Shape:
         return shape(config | {"architectures": [architecture]})
 
-    assert of(said) == of(written)
-    lengths = [written[name] for name in ("max_position_embeddings", "n_positions", "max_seq_len") if name in written]
-    assert [of(said).max_positions] == (lengths or [2048])  # of BLOOM transformers knows no length
+    assert shape_of(fields) == shape_of(full_config)
+    lengths = [full_config[name] for name in ("max_position_embeddings", "n_positions", "max_seq_len") if name in full_config]
+    assert [shape_of(fields).max_positions] == (lengths or [2048])  # transformers has no maximum for BLOOM
 
 
 @pytest.mark.parametrize(("name", "root", "other"), [("gpt2", "transformer.", ""), ("opt", "model.decoder.", "decoder.")])
-def test_names_without_what_they_usually_begin_with(name: str, root: str, other: str, tmp_path: Path) -> None:
-    """As the first checkpoints of these families have them."""
-    folder = copy(name, tmp_path)
+def test_tensor_names_without_the_usual_prefix_are_read(name: str, root: str, other: str, tmp_path: Path) -> None:
+    """As in the first checkpoints of these families."""
+    folder = copy_checkpoint(name, tmp_path)
     stored = safetensors.torch.load_file(folder / WEIGHTS)
     safetensors.torch.save_file({key.replace(root, other, 1): value for key, value in stored.items()}, folder / WEIGHTS)
-    close(logits(folder, 1), tiny.expected_logits(name, TOKENS))
+    assert_logits_close(logits(folder, 1), tiny.expected_logits(name, TOKENS))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "falcon", "gpt-neox"])
-def test_a_joint_tensor_is_read_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its numbers count once in what people are told."""
+def test_joint_qkv_tensor_counts_once_in_loading_progress(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though queries, keys and values are cut from it separately."""
     read: list[int] = []
     monkeypatch.setattr("penstock.shard.loading.Progress.__call__", lambda progress, count: read.append(count))
     loaded = load(ShardConfig(folder=str(tiny.folder(name)), model=name), lambda stage: None)
@@ -122,7 +123,7 @@ def test_a_joint_tensor_is_read_once(name: str, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
-def test_positions_end_where_their_table_does(load_format: str) -> None:
+def test_learned_positions_omit_the_offset_rows_of_opt(load_format: str) -> None:
     decoder = load(ShardConfig(folder=str(tiny.folder("opt")), model="m", load_format=load_format), lambda stage: None).decoder
     assert decoder.positions is not None
     assert decoder.positions.shape == (decoder.shape.max_positions, 64)
@@ -166,68 +167,68 @@ def test_positions_end_where_their_table_does(load_format: str) -> None:
         ("OPTForCausalLM", {"word_embed_proj_dim": 128}, "word_embed_proj_dim 128 is not supported"),
     ],
 )
-def test_what_is_not_supported_is_named(architecture: str, fields: dict[str, Any], words: str) -> None:
+def test_unsupported_or_invalid_config_is_refused_by_field_name(architecture: str, fields: dict[str, Any], words: str) -> None:
     with pytest.raises(Unsupported) as refused:
         shape({"architectures": [architecture], "vocab_size": 99} | SIZES[architecture] | fields)
     assert words in str(refused.value)
 
 
 @pytest.mark.parametrize("name", ["bloom", "falcon-rw", "mpt"])
-def test_logits_far_from_the_first_position(name: str) -> None:
-    """So far that transformers rounds Falcon's positions."""
-    bench, tokens = Bench(name, 16), prompt(5, 500)
-    sequence = bench.start(tokens[:300])
+def test_alibi_logits_at_large_positions_equal_transformers(name: str) -> None:
+    """At positions that transformers rounds for Falcon."""
+    runner, tokens = SpanRunner(name, 16), prompt(5, 500)
+    sequence = runner.start(tokens[:300])
     found = [
-        bench.run([Span(sequence, start, tokens[start:stop], wanted=stop - start)]) for start, stop in ((300, 499), (499, 500))
+        runner.run([Span(sequence, start, tokens[start:stop], wanted=stop - start)]) for start, stop in ((300, 499), (499, 500))
     ]
-    close(torch.cat(found), tiny.expected_logits(name, tokens)[300:])
+    assert_logits_close(torch.cat(found), tiny.expected_logits(name, tokens)[300:])
 
 
 @pytest.mark.parametrize("heads", [*range(1, 20), 32, 40, 64, 71, 112])
-def test_slopes_are_transformers(heads: int) -> None:
+def test_alibi_slopes_equal_transformers(heads: int) -> None:
     sizes = {"hidden_size": 8 * heads, "num_hidden_layers": 1, "num_attention_heads": heads, "vocab_size": 9}
     bloom, mpt = (shape(sizes | {"architectures": [f"{name}ForCausalLM"], "alibi_bias_max": 5}) for name in ("Bloom", "MPT"))
     assert bloom.alibi is not None
     assert mpt.alibi is not None
-    found, other = (torch.tensor(one.alibi.slopes) * 8**-0.5 for one in (bloom, mpt))
+    found, mpt_slopes = (torch.tensor(alibi_shape.alibi.slopes) * 8**-0.5 for alibi_shape in (bloom, mpt))
     torch.testing.assert_close(found, _get_alibi_slopes(heads, tiny.CPU))
-    torch.testing.assert_close(other, -build_mpt_alibi_tensor(heads, 2, 5)[:, 0, 0])
+    torch.testing.assert_close(mpt_slopes, -build_mpt_alibi_tensor(heads, 2, 5)[:, 0, 0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["bloom", "falcon-rw", "mpt"])
-def test_no_bit_of_alibi_is_lost(name: str, dtype: torch.dtype) -> None:
-    form = replace(tiny.decoder(name).shape, max_positions=40_000)
-    assert form.alibi is not None
-    found = table_of(form, 1, 2, dtype, tiny.CPU).double().sum(2)
-    slopes = torch.tensor(form.alibi.slopes[form.heads // 2 :])
+def test_alibi_table_is_exact_in_16_bit_formats(name: str, dtype: torch.dtype) -> None:
+    model_shape = replace(tiny.decoder(name).shape, max_positions=40_000)
+    assert model_shape.alibi is not None
+    found = table_of(model_shape, 1, 2, dtype, tiny.CPU).double().sum(2)
+    slopes = torch.tensor(model_shape.alibi.slopes[model_shape.heads // 2 :])
     positions = torch.arange(40_000).unsqueeze(1)
-    expected = (slopes.bfloat16() * positions if form.alibi.rounded else slopes * positions).double()
-    lost = (found - expected).abs() / expected.clamp(min=1)
-    assert lost.max() < (1e-7 if dtype == torch.float16 else 1e-30)  # of little float16 has fewer bits
+    expected = (slopes.bfloat16() * positions if model_shape.alibi.rounded else slopes * positions).double()
+    relative_error = (found - expected).abs() / expected.clamp(min=1)
+    assert relative_error.max() < (1e-7 if dtype == torch.float16 else 1e-30)  # small values have fewer bits in float16
 
 
-def test_positions_beyond_float16_are_refused() -> None:
-    form = replace(tiny.decoder("bloom").shape, max_positions=1 << 20)
-    table_of(form, 0, 1, torch.bfloat16, tiny.CPU)
+def test_alibi_with_too_many_positions_for_float16_is_refused() -> None:
+    model_shape = replace(tiny.decoder("bloom").shape, max_positions=1 << 20)
+    table_of(model_shape, 0, 1, torch.bfloat16, tiny.CPU)
     with pytest.raises(Unsupported, match="1048576 positions with ALiBi are too many for float16: use --dtype bfloat16"):
-        table_of(form, 0, 1, torch.float16, tiny.CPU)
+        table_of(model_shape, 0, 1, torch.float16, tiny.CPU)
 
 
-def test_keys_of_8_bits_are_refused() -> None:
+def test_alibi_with_an_8_bit_kv_cache_is_refused() -> None:
     with pytest.raises(Unsupported, match="ALiBi has more bits than keys of fp8_e4m3fn: leave --kv-cache-dtype out"):
         load(ShardConfig(folder=str(tiny.folder("bloom")), model="m", kv_cache_dtype="fp8_e4m3fn"), lambda stage: None)
 
 
-def test_adapters_are_refused_by_name(tmp_path: Path) -> None:
-    """Their tensors have the family's names, by which nothing is looked up."""
-    place = lora.adapter(tiny.folder("gptj"), tmp_path / "adapter", seed=1)
+def test_adapters_for_families_with_their_own_tensor_names_are_refused(tmp_path: Path) -> None:
+    """Adapters have the family's tensor names, which are not translated."""
+    adapter = lora.adapter(tiny.folder("gptj"), tmp_path / "adapter", seed=1)
     with pytest.raises(Unsupported, match=r"adapter a changes .*attn\.._proj.*, which is not supported"):
-        load(ShardConfig(folder=str(tiny.folder("gptj")), model="m", adapters=(("a", str(place)),)), lambda stage: None)
+        load(ShardConfig(folder=str(tiny.folder("gptj")), model="m", adapters=(("a", str(adapter)),)), lambda stage: None)
 
 
-def test_a_wrong_shape_is_named_as_it_is_stored(tmp_path: Path) -> None:
-    folder = copy("gpt-neox", tmp_path)
+def test_tensor_of_the_wrong_shape_is_refused_with_its_stored_name(tmp_path: Path) -> None:
+    folder = copy_checkpoint("gpt-neox", tmp_path)
     stored = safetensors.torch.load_file(folder / WEIGHTS)
     name = "gpt_neox.layers.1.attention.query_key_value.weight"
     safetensors.torch.save_file(stored | {name: torch.zeros(64, 64)}, folder / WEIGHTS)
