@@ -222,7 +222,8 @@ class Fleet(PeerReplicas):
         return self._members[placed.name].batcher
 
     def _waiting_room(self, request: Request) -> Batcher:
-        """A batcher in whose queue a request waits while no replica has shards. Raises NotReady if none ever had, or will have."""
+        """A batcher in whose queue a request waits that fits no replica now: mostly, none has shards. Raises NotReady if none ever
+        had, or will have."""
         known = [member for member in self._members.values() if member.batcher.limits is not None and not member.failed]
         if not known or self._draining:  # those that were ready have left, and no others will come
             raise self._metrics.ended(NotReady(f"not ready: {self.stage}"), "unavailable")
@@ -230,7 +231,10 @@ class Fleet(PeerReplicas):
         def cost(member: Member) -> tuple[bool, bool, int]:
             return member.batcher.refuses(request), member.leaving, len(member.batcher.streams)
 
-        return min(known, key=cost).batcher
+        chosen = min(known, key=cost).batcher
+        if self._placement is not None:
+            self._placement.assign(chosen.name, work_of(request))  # until `ended`
+        return chosen
 
     # Called by batchers: see `batcher.PeerReplicas`
 
@@ -262,7 +266,7 @@ class Fleet(PeerReplicas):
     def ended(self, batcher: Batcher, stream: Stream) -> None:
         """The load of the stream's replica falls."""
         if self._placement is not None and self._known(batcher) is not None:
-            self._placement.lift(batcher.name, work_of(stream.request))
+            self._placement.release(batcher.name, work_of(stream.request))
 
     def refuge(self, stream: Stream) -> Batcher | None:
         """Another replica; none while the server shuts down."""

@@ -45,6 +45,7 @@ SLOW = f"it takes more than {MOST_WORK:g} s to compile; make it simpler"
 HALF = "it has half of a surrogate pair, which is no character"
 BYTES = 256
 LEAST, MOST = {"minimum", "exclusiveMinimum"}, {"maximum", "exclusiveMaximum"}
+BOUNDING = {*LEAST, *MOST, "allOf"}  # keywords without which a schema has no numeric bounds
 LOWEST = -(2**63) + 1024  # lowest bound of an integer that llguidance accepts; generators write -(2**63)
 HIGHEST = 2**63 - 1  # it treats every integer beyond as this one
 FARTHEST = 1e17  # bound of a number; generators write the largest of 32 or 64 bits
@@ -66,12 +67,31 @@ Verdict = tuple[str, Grammar]  # the problem with a grammar, if any, and the gra
 
 
 def json_schema(schema: Mapping[str, Any] | bool) -> Grammar:
-    """A JSON text that validates against the schema. Raises Refused if it is nested too deeply."""
+    """A JSON text that validates against the schema. Raises Refused if it is too large, or nested too deeply."""
+    if too_large(schema):
+        raise Refused(f"`grammar` must have at most {MOST_CHARACTERS} characters", "grammar")
     try:
         meant = {} if schema is True else objects(schema)
         return Grammar("json_schema", json.dumps(meant, ensure_ascii=False, separators=(",", ":")))
     except RecursionError:
         raise Refused("`grammar` is not possible: it is nested too deeply", "grammar") from None
+
+
+def too_large(schema: Any) -> bool:
+    """Whether the schema's JSON has more characters than a grammar may have. Looks at no more of it than that: all else that is
+    done with a schema here takes a few us of the event loop for each of its parts."""
+    left, parts = MOST_CHARACTERS, [schema]
+    while parts and left >= 0:
+        part = parts.pop()
+        if isinstance(part, Mapping):
+            left -= max(2, 1 + sum(map(len, part)) + 4 * len(part))  # quotes, a colon, and a comma or the last bracket
+            parts += part.values()
+        elif isinstance(part, list):
+            left -= max(2, 1 + len(part))
+            parts += part
+        else:
+            left -= len(part) + 2 if isinstance(part, str) else 1
+    return left < 0
 
 
 def objects(schema: Any) -> Any:
@@ -142,6 +162,8 @@ def _all(schema: Any) -> list[Mapping[str, Any]]:
 
 def _bounded(schema: Mapping[str, Any], known: Known) -> dict[str, Any]:
     """The schema, with its own numeric bounds as llguidance can enforce them: where it had others they become a little narrower."""
+    if not schema.keys() & BOUNDING:
+        return dict(schema)
     bounds = {name: _inward(name, bound) for name, bound in _bounds(schema).items()}
     types = schema.get("type", "number")
     whole = "number" not in (types if isinstance(types, list) else [types])

@@ -2,7 +2,8 @@
 nothing of what a replica is.
     join, leave      replicas come and go: one that has left, or died, has an empty cache
     place -> Placed  a request goes to one of them; its prompt counts as cached there from now on
-    lift             it has ended, or moved away
+    assign           a request goes to a certain one
+    release          it has ended, or moved away
 
 What each replica has cached is estimated from what it was sent, in an index of prompt prefixes; the shards are not asked.
 
@@ -160,8 +161,14 @@ class Placement:
             refused |= chosen.bit
         return None
 
-    def lift(self, name: str, work: int) -> None:
-        """A request that was placed there is there no more."""
+    def assign(self, name: str, work: int) -> None:
+        """A request goes there that was not placed. Nothing happens if the replica isn't here."""
+        place = self._places.get(name)
+        if place is not None:
+            self._change(place, work)
+
+    def release(self, name: str, work: int) -> None:
+        """A request that was placed or assigned there has gone. Nothing happens if the replica isn't here."""
         place = self._places.get(name)
         if place is not None:
             self._change(place, -work)

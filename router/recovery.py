@@ -77,11 +77,12 @@ class Inquest:
 
     def hear(self, place: Callable[[int], int | None]) -> bool:
         """place: progress of requests on trial; None: it has ended, or was cancelled. Returns whether others are admitted now."""
-        if not self._trial or not all(self._further(uid, place(uid)) for uid in self._trial):
-            return False
-        self._passed |= self._trial
-        self._try_next()
-        return True
+        heard = False
+        while self._trial and all(self._further(uid, place(uid)) for uid in self._trial):
+            self._passed |= self._trial
+            self._try_next()  # of whom all may have ended meanwhile: then nothing would come of them
+            heard = True
+        return heard
 
     def _count(self, uid: int, place: int) -> float:
         count, before = self._deaths.get(uid, (0, 0))

@@ -30,6 +30,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heapreplace
 
 from .drafting import Allowance, DraftBudget
 from .policies import ChunkedPrefill, Measured, Policy, SchedulerState
@@ -418,14 +419,17 @@ class Scheduler:
 
     def _candidates(self) -> Iterator[Job]:
         """Waiting jobs in the order of admission. Lazy: what one tenant got so far counts when the next is chosen."""
-        places = dict.fromkeys(self._lines, 0)
-        while places:
-            tenant = min(places, key=lambda name: (self._loads.get(name, 0), self._lines[name][places[name]].order))
-            line, place = self._lines[tenant], places[tenant]
+        heap = [(self._loads.get(tenant, 0), line[0].order, tenant, 0) for tenant, line in self._lines.items()]
+        heapify(heap)
+        while heap:
+            _, _, tenant, place = heap[0]
+            line = self._lines[tenant]
             yield line[place]
-            places[tenant] += 1
-            if place + 1 == len(line):
-                del places[tenant]
+            place += 1
+            if place < len(line):
+                heapreplace(heap, (self._loads.get(tenant, 0), line[place].order, tenant, place))
+            else:
+                heappop(heap)
 
     def _patience(self, job: Job) -> int:
         """How many more later jobs may be admitted before this one."""

@@ -220,7 +220,9 @@ class Readers:
 
     def remove(self, tenant: str) -> None:
         """A reader leaves."""
-        self.counts -= Counter((tenant,))  # drops zeros
+        self.counts[tenant] -= 1
+        if not self.counts[tenant]:
+            del self.counts[tenant]
         if not self.counts:
             self.none.set()
             self._left = monotonic()

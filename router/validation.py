@@ -225,11 +225,9 @@ class Validator:
             if not truncate:
                 self._check_length(prompt, most)
             ids: Sequence[int] = await self.encode(prompt, add_special_tokens)
-            if max(ids, default=0) >= limits.vocabulary:  # a tokenizer may have more tokens than the model
-                _check_ids(ids, "inputs", limits)
         else:
-            _check_ids(prompt, "inputs", limits)
             ids = prompt
+        _check_ids(ids, "inputs", limits)  # a tokenizer, too, may have more tokens than the model
         return ids[-truncate:] if truncate else ids
 
     def _check_length(self, text: str, most: int) -> None:
@@ -244,19 +242,13 @@ class Validator:
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The text's tokens, without blocking the event loop."""
-        if len(text) <= LONG_TEXT:
-            return self._tokenizer.encode(text, add_special_tokens)
-        return await self._beside(lambda: self._tokenizer.encode(text, add_special_tokens))
+        return await self.beside(text, lambda: self._tokenizer.encode(text, add_special_tokens))
 
-    async def offsets(self, text: str, add_special_tokens: bool = True) -> list[tuple[int, int, int]]:
-        """The same with each token's place in the text's bytes."""
+    async def beside(self, text: str, work: Callable[[], Result]) -> Result:
+        """Tokenizes a text by `work`: if it is long, on one of few threads, beside the event loop; each holds hundreds of times its
+        text in memory. Raises Overloaded."""
         if len(text) <= LONG_TEXT:
-            return self._tokenizer.offsets(text, add_special_tokens)
-        return await self._beside(lambda: self._tokenizer.offsets(text, add_special_tokens))
-
-    async def _beside(self, work: Callable[[], Result]) -> Result:
-        """Runs `work` on one of few threads, beside the event loop: each holds hundreds of times its text in memory. Raises
-        Overloaded."""
+            return work()
         if self._long >= MOST_LONG:
             raise Overloaded(f"{self._long} long texts are being tokenized")
         self._long += 1
@@ -438,9 +430,9 @@ def _between(name: str, value: float | None, low: float, high: float) -> None:
 
 
 def _check_ids(ids: Sequence[int] | Mapping[int, float], name: str, limits: Limits) -> None:
-    for id in ids:
-        if not 0 <= id < limits.vocabulary:
-            raise Refused(f"`{name}` has the token id {id}; the model knows 0 to {limits.vocabulary - 1}", name)
+    if ids and not 0 <= min(ids) <= max(ids) < limits.vocabulary:  # there may be millions
+        unknown = next(id for id in ids if not 0 <= id < limits.vocabulary)
+        raise Refused(f"`{name}` has the token id {unknown}; the model knows 0 to {limits.vocabulary - 1}", name)
 
 
 def _priority(given: object) -> Priority:

@@ -165,9 +165,9 @@ class _Process:
 
 
 def _ended(process: "subprocess.Popen[bytes]", connection: socket.socket) -> None:
-    connection.close()
-    process.kill()
+    process.kill()  # first: else it may see the closed connection, and complain
     process.wait()
+    connection.close()
 
 
 def serve(work: Callable[[bytes], bytes]) -> None:

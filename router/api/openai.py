@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from time import monotonic
+from typing import cast
 
 import msgspec
 from aiohttp import web
@@ -415,9 +416,7 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]
     """`prompt` as a list of prompts, each a text or token ids."""
     if isinstance(prompt, str):
         return [prompt]
-    texts = [entry for entry in prompt if isinstance(entry, str)]
-    ids = [entry for entry in prompt if isinstance(entry, int)]
-    lists = [entry for entry in prompt if isinstance(entry, list)]
-    if not prompt or len(prompt) not in (len(texts), len(ids), len(lists)):
+    kinds = {*map(type, prompt)}
+    if len(kinds) != 1:
         raise Refused("`prompt` must be a string, a list of strings, a list of token ids or a list of such lists", "prompt")
-    return [ids] if ids else [*texts, *lists]
+    return cast("list[str | list[int]]", [prompt] if kinds == {int} else prompt)

@@ -54,7 +54,10 @@ def _json_schema(schema: Any, name: str) -> Grammar:
             raise Refused(f"`{name}` is no JSON: {error}", name) from error
     if not isinstance(schema, dict | bool):
         raise Refused(f"`{name}` must be a JSON schema: an object", name)
-    return grammar.json_schema(schema)
+    try:
+        return grammar.json_schema(schema)
+    except Refused as refused:
+        raise Refused(str(refused).replace("`grammar`", f"`{name}`"), name) from None
 
 
 def _grammar(name: str, value: Any) -> Grammar | None:

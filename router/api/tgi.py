@@ -123,26 +123,31 @@ class Tgi:
 
     async def count(self, text: str, special: bool, strings: bool = False) -> web.Response:
         """A text's tokens in the shape of vLLM's /tokenize."""
-        ids, limits = await self._validator.encode(text, special), self._batcher.limits
+        ids, texts = await self._validator.beside(text, lambda: self._tokens(text, special, strings))
+        limits = self._batcher.limits
         return json_response(
-            {
-                "count": len(ids),
-                "max_model_len": limits and limits.max_total_tokens,
-                "tokens": ids,
-                "token_strs": [self._tokenizer.token_text(id) for id in ids] if strings else None,
-            }
+            {"count": len(ids), "max_model_len": limits and limits.max_total_tokens, "tokens": ids, "token_strs": texts}
         )
+
+    def _tokens(self, text: str, special: bool, strings: bool) -> tuple[list[int], list[str] | None]:
+        ids = self._tokenizer.encode(text, special)
+        return ids, [self._tokenizer.token_text(id) for id in ids] if strings else None
 
     async def detokenize(self, http: web.Request) -> web.Response:
         """POST /detokenize, which is vLLM's."""
         body = await read(http, self._detokenize, self._config.payload_limit)
         return json_response({"prompt": await asyncio.to_thread(self._tokenizer.decode, body.tokens, False)})
 
-    async def spans(self, text: str, special: bool, truncate: int = 0) -> list[SpanJson]:
-        """A text's tokens with their byte offsets; the last `truncate` of them, if that is not 0."""
+    async def spans(self, text: str, special: bool, truncate: int = 0) -> msgspec.Raw:
+        """A text's tokens with their byte offsets, as JSON; the last `truncate` of them, if that is not 0."""
+        return await self._validator.beside(text, lambda: self._spans(text, special, truncate))
+
+    def _spans(self, text: str, special: bool, truncate: int) -> msgspec.Raw:
         data = text.encode()
-        found = (await self._validator.offsets(text, special))[-truncate:]
-        return [SpanJson(id, data[start:stop].decode(errors="replace"), start, stop) for id, start, stop in found]
+        found = self._tokenizer.offsets(text, special)[-truncate:]
+        spans = (SpanJson(id, data[start:stop].decode(errors="replace"), start, stop) for id, start, stop in found)
+        # one at a time: the encoder would keep the event loop waiting for all of them
+        return msgspec.Raw(b"[%b]" % b",".join(map(msgspec.json.encode, spans)))
 
     async def info(self, http: web.Request) -> web.Response:
         """GET /info."""

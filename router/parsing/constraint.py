@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..grammar import objects, within
+from ..grammar import objects, too_large, within
 from ..request import Grammar, Refused
 from . import gemma, harmony
 from .calls import MAX_NAME
@@ -104,6 +104,8 @@ def _call(lark: Lark, parser: str, function: Json, header: bool) -> str:
     """The rule of one call of this function. `header`: the prompt ends behind a role, where gpt-oss often continues with the
     recipient."""
     name, schema = function["name"], function.get("parameters") or NO_PARAMETERS
+    if too_large(schema):
+        raise lark.too_large
     schema = objects(schema if "$ref" in schema else {**schema, "type": "object"})
     if parser == HARMONY:
         to = f"to=functions.{name}"

@@ -37,8 +37,13 @@ class Lark:
         self._rules.append(f"{name}{options}: {body}")
         self._size += len(self._rules[-1]) + 1
         if self._size > MOST_CHARACTERS:
-            raise Refused(f"`{self._field}` is too large: its grammar has more than {MOST_CHARACTERS} characters", self._field)
+            raise self.too_large
         return name
+
+    @property
+    def too_large(self) -> Refused:
+        """The refusal of rules that exceed a grammar's maximum size."""
+        return Refused(f"`{self._field}` is too large: its grammar has more than {MOST_CHARACTERS} characters", self._field)
 
     def new(self, body: str, options: str = "") -> str:
         """Adds a rule under a generated name."""

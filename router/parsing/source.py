@@ -106,19 +106,20 @@ def before(source: Source, markers: Markers, make: Callable[[str], Part], spaces
 
     `spaces` before the marker belong to it, and are not read either. Only for where nothing will be read again.
     """
+    held = 0  # spaces that are not read: they are not searched again, since a model may write any number of them
     while True:
-        found = markers.find(source.text, source.at)
+        fresh = source.at + held
+        found = markers.find(source.text, fresh)
+        start = found[0] if found else len(source.text) if source.ended else markers.begun(source.text, fresh)
+        kept = source.text[fresh:start].rstrip(spaces)
         if found is None and source.ended:
-            stop = len(source.text)
+            stop = start
         else:
-            start = found[0] if found else markers.begun(source.text, source.at)
-            stop = source.at + len(source.text[source.at : start].rstrip(spaces))
+            stop = fresh + len(kept) if kept else source.at
         if stop > source.at:
             yield make(source.text[source.at : stop])
-        length = stop if found is None else found[0]
         marker = source.text[found[0] : found[1]] if found else ""
-        source.at = stop
-        assert length >= stop
+        source.at, held = stop, start - stop
         source.forget()
         if found or source.ended:
             return marker

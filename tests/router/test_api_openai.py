@@ -400,6 +400,7 @@ def test_nulls_are_nothing(tokenizer: Tokenizer, path: str, body: dict[str, Any]
         ({"functions": [{"name": "f"}]}, "functions", "`functions` is not supported: use `tools`"),
         ({"response_format": {}}, "response_format.type", FORMATS + "null"),
         ({"response_format": {"type": "xml"}}, "response_format.type", FORMATS + '"xml"'),
+        ({"guided_json": {"enum": ["x" * 65_536]}}, "guided_json", "`guided_json` must have at most 65536 characters"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
             "response_format.json_schema.schema",

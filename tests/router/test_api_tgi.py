@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import io
 import json
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from penstock.router.api import stream
+from penstock.router.api import stream, tgi
 from penstock.router.request import Broken, Expired, Limits, Overloaded
-from penstock.router.text import Tokenizer
+from penstock.router.text import LONG_TEXT, Tokenizer
 from penstock.tests.router.fake_batcher import LIMITS, Server, make_tokenizer, serve, until
 
 TOO_MANY = "`inputs` tokens + `max_new_tokens` must be <= 128. Given: 3 `inputs` tokens and 10000 `max_new_tokens`"
@@ -471,6 +472,31 @@ def test_line_ends_of_others_are_escaped(tokenizer: Tokenizer) -> None:
         assert "".join(texts) == "a\u2028b\u2029c\u0085d</s>"
 
     serve(tokenizer, test, says="a\u2028b\u2029c\u0085d</s>")
+
+
+def test_spans_of_long_texts_are_made_beside_the_event_loop(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As their tokens are: a text of 2 MB has a million of them."""
+    threads = []
+
+    class Spied(tgi.SpanJson):
+        def __post_init__(self) -> None:
+            threads.append(threading.current_thread() is threading.main_thread())
+
+    def text_of(id: int) -> str:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return "x"
+
+    monkeypatch.setattr(tgi, "SpanJson", Spied)
+    monkeypatch.setattr(tokenizer, "token_text", text_of)
+
+    async def test(server: Server) -> None:
+        for text in ("short", "x" * (LONG_TEXT + 1)):
+            for body in ({"inputs": text}, {"prompt": text, "return_token_strs": True}):
+                threads.clear()
+                await server.post("/tokenize", body)
+                assert set(threads) == {text == "short"}
+
+    serve(tokenizer, test)
 
 
 def test_tokenize_speaks_two_dialects(tokenizer: Tokenizer) -> None:

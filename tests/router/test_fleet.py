@@ -63,6 +63,8 @@ async def quiet(fleet: Fleet, shards: Shards) -> None:
     for name in ("penstock_waiting", "penstock_running", "penstock_paused"):
         assert value(fleet, name) == 0
     assert [(replica.requests, replica.load) for replica in fleet.replicas] == [(0, 0)] * len(names)
+    if fleet._placement is not None:
+        assert [fleet._placement.load(name) for name in fleet._placement.names] == [0] * len(fleet._placement.names)
 
 
 def value(fleet: Fleet, name: str) -> float:
@@ -449,6 +451,17 @@ def test_limits_hold_on_every_replica() -> None:
     run(test, make=lambda: FakeShards(next(sizes), seconds=0.001))
 
 
+def test_what_no_replica_can_take_is_no_load_of_any() -> None:
+    """Neither before it fails nor after: a load below zero would draw all other requests to its replica."""
+
+    async def test(fleet: Fleet, shards: Shards) -> None:
+        with pytest.raises(Broken):
+            await read(fleet, ask("a" * 60, 60, choices=9))
+        await quiet(fleet, shards)
+
+    run(test, 2)
+
+
 def test_each_replica_takes_as_many_requests_as_the_operator_says() -> None:
     async def test(fleet: Fleet, shards: Shards) -> None:
         reading = begin(fleet, [ask("a", 200)] * 6)
@@ -742,7 +755,7 @@ def test_who_has_left_is_not_heard_any_more(monkeypatch: pytest.MonkeyPatch) -> 
         assert not fleet._members["1"].up
         placement = fleet._placement
         assert placement is not None
-        monkeypatch.setattr(type(placement), "lift", lambda *arguments: pytest.fail("another has its name"))
+        monkeypatch.setattr(type(placement), "release", lambda *arguments: pytest.fail("another has its name"))
         stream = next(iter(fleet._members.values())).batcher.open(ask("a"), None)
         fleet.ended(gone, stream)
         monkeypatch.undo()

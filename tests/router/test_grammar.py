@@ -116,7 +116,7 @@ BAD = [
         json_schema({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"allOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}),
         "without end",
     ),
-    (json_schema({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(5000)}}), "65536 characters"),
+    (lark("start: " + "x" * 65_536), "65536 characters"),
     (json_schema(nested(400)), "recursion limit exceeded"),
     (Grammar("json_schema", "{"), "EOF"),
     (Grammar("json_schema", "[" * 60_000), "nested too deeply"),
@@ -600,6 +600,34 @@ def test_what_is_nested_too_deeply_is_refused() -> None:
         schema = {"items": schema}
     with pytest.raises(Refused, match="nested too deeply"):
         json_schema(schema)
+
+
+@pytest.mark.parametrize("part", [{}, [], "é", 1, {"a": {"b": []}}, {"": [{}, [""]]}, ["x", ["y", {}]]])
+def test_the_size_of_a_schema_is_known_before_anything_is_done_with_it(part: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the last character; and what is done takes long for each of its parts."""
+    schema = {
+        "enum": [part] * (module.MOST_CHARACTERS // (1 + len(json.dumps(part, ensure_ascii=False, separators=(",", ":")))) - 9)
+    }
+    schema["x"] = "x" * (module.MOST_CHARACTERS - len(json.dumps(schema | {"x": ""}, ensure_ascii=False, separators=(",", ":"))))
+    assert len(json_schema(schema).source) == module.MOST_CHARACTERS
+    schema["x"] += "x"
+    monkeypatch.setattr(module, "objects", None)
+    with pytest.raises(Refused, match="`grammar` must have at most 65536 characters"):
+        json_schema(schema)
+
+
+def test_little_of_a_large_schema_is_looked_at() -> None:
+    class Watched(list[object]):
+        def __len__(self) -> int:
+            return 1 << 30
+
+        def __iter__(self) -> Iterator[object]:
+            seen.append(self)
+            return super().__iter__()
+
+    seen: list[object] = []
+    assert module.too_large({"anyOf": [[0] * module.MOST_CHARACTERS, *[Watched()] * 1000]})
+    assert len(seen) <= 1
 
 
 def test_a_schema_says_how_white_space_may_look() -> None:

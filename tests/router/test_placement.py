@@ -49,7 +49,7 @@ class World:
         self.work[placed.name] += work
         self.live.append((placed.name, work))
         if len(self.live) > together:
-            self.placement.lift(*self.live.pop(self.chance.randrange(len(self.live))))
+            self.placement.release(*self.live.pop(self.chance.randrange(len(self.live))))
 
 
 @pytest.mark.parametrize(("replicas", "together"), [(2, 20), (3, 12), (3, 24), (8, 64)])
@@ -83,7 +83,7 @@ def test_while_there_is_little_to_do_a_prefix_stays_where_it_is() -> None:
             assert placed is not None
             homes.setdefault(prompt, set()).add(placed.name)
             assert (placed.reason, placed.hit) == (("prefix", 64) if round else ("load", 0))
-            placement.lift(placed.name, 100)
+            placement.release(placed.name, 100)
     assert all(len(home) == 1 for home in homes.values())
     assert sorted(Counter(next(iter(home)) for home in homes.values()).values()) == [3, 3, 4]
 
@@ -106,8 +106,8 @@ def test_the_longest_prefix_wins_and_an_overloaded_replica_does_not() -> None:
     assert first is not None
     assert second is not None
     assert (second.reason, second.name != first.name) == ("load", True)  # it is full, though it knows the beginning
-    placement.lift(first.name, 1000)
-    placement.lift(second.name, 1000)
+    placement.release(first.name, 1000)
+    placement.release(second.name, 1000)
     third = placement.place(long, 10)
     assert third is not None
     assert third.hit == 32
@@ -133,7 +133,7 @@ def test_a_replica_that_left_is_chosen_no_more_and_knows_nothing_when_it_comes_b
     assert home is not None
     placement.leave(home.name)
     assert home.name not in placement
-    placement.lift(home.name, 10)  # too late: nothing happens
+    placement.release(home.name, 10)  # too late: nothing happens
     placement.leave(home.name)
     elsewhere = placement.place(prompt, 10, session="s")
     assert elsewhere is not None
@@ -170,13 +170,13 @@ def test_memory_is_bounded_and_what_is_used_is_kept() -> None:
         prompt = tuple(chance.choices(range(2000), k=100))
         placed = placement.place(prompt, 10, session=str(number))
         assert placed is not None
-        placement.lift(placed.name, 10)
+        placement.release(placed.name, 10)
         assert placement.remembered <= 2 * 500 + 2 * 100
         if number % 50 == 0:
             found = placement.place((*kept, number), 10)
             assert found is not None
             assert found.hit == (64 if number else 0)
-            placement.lift(found.name, 10)
+            placement.release(found.name, 10)
     old = placement.place(prompt, 10, session="0")
     assert old is not None
     assert old.reason == "prefix"  # the session is forgotten, the prompt of a moment ago is not
@@ -200,6 +200,6 @@ def test_loads_never_drift() -> None:
     for _ in range(2000):
         world.ask(world.chance.randint(1, 30))
     for live in world.live:
-        world.placement.lift(*live)
+        world.placement.release(*live)
     assert [world.placement.load(str(number)) for number in range(3)] == [0, 0, 0]
     assert world.placement._total == 0

@@ -141,6 +141,16 @@ def test_a_trial_ends_when_those_on_trial_have_left() -> None:
     assert inquest.admits(3)
 
 
+def test_nobody_waits_for_a_trial_of_those_who_have_left() -> None:
+    """There is no later step in which they could be heard."""
+    inquest = Inquest()
+    for _ in range(2):
+        inquest.died({1: 5, 2: 5, 3: 5, 4: 5})
+    assert inquest.hear({}.get)
+    assert not inquest.open
+    assert inquest.admits(5)
+
+
 # A batcher whose shards die
 
 
@@ -333,7 +343,7 @@ def test_a_suspect_that_leaves_is_tried_no_more() -> None:
         inquest.died({1: 5, 2: 5, 3: 5, 4: 5})
     assert inquest.release(3) == (2, 5)
     assert not inquest.suspects(3)
-    assert inquest.hear({1: 6 + FURTHER, 2: 6 + FURTHER}.get)
+    assert inquest.hear({1: 6 + FURTHER, 2: 6 + FURTHER, 4: 5}.get)
     assert (inquest.admits(4), inquest.admits(3)) == (True, False)
     assert inquest.hear({4: 6 + FURTHER}.get)
     assert not inquest.open
@@ -343,7 +353,7 @@ def test_of_who_was_acquitted_nothing_goes_along() -> None:
     inquest = Inquest()
     for _ in range(2):
         inquest.died({1: 5, 2: 5})
-    assert inquest.hear({1: 6 + FURTHER}.get)
+    assert inquest.hear({1: 6 + FURTHER, 2: 5}.get)
     assert inquest.release(1) is None
     assert inquest.release(2) == (2, 5)
 
@@ -367,11 +377,16 @@ async def suspected(batcher: Batcher, shards: FakeShards) -> list["asyncio.Task[
     """Two streams of which one has its trial, and the other waits for it."""
     reading = [asyncio.create_task(read(batcher, ask(text, 100))) for text in ("a", "b")]
     for _ in range(2):
-        while batcher._scheduler is None or len(batcher._scheduler.in_hand) < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+        await computed(batcher, 2)
         await restart(shards)
     assert batcher.trying
     return reading
+
+
+async def computed(batcher: Batcher, count: int) -> None:
+    """Returns when a step that computes so many is in flight."""
+    while batcher._scheduler is None or len(batcher._scheduler.in_hand) < count:  # noqa: ASYNC110
+        await asyncio.sleep(0)
 
 
 def test_who_leaves_while_others_have_their_trial_is_not_admitted_after_it() -> None:
@@ -384,6 +399,30 @@ def test_who_leaves_while_others_have_their_trial_is_not_admitted_after_it() -> 
         await asyncio.wait([late])
         assert [len(items) for items in await asyncio.gather(*reading)] == [102] * 2
         assert not batcher.trying
+        await quiet(batcher, shards)
+
+    run(test, FakeShards(pages=512, seconds=0.005))
+
+
+def test_who_waits_for_trials_goes_on_when_all_suspects_leave() -> None:
+    """Here while there are no shards, so that no reply of theirs wakes the loop."""
+
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        reading = [asyncio.create_task(read(batcher, ask(text, 100))) for text in ("a", "b")]
+        await computed(batcher, 2)
+        await restart(shards)
+        await computed(batcher, 2)
+        shards.break_at = 1
+        shards.die()
+        while not batcher.trying:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        late = asyncio.create_task(read(batcher, ask("late")))
+        for one in reading:
+            one.cancel()
+        await asyncio.wait(reading)
+        assert batcher._held
+        shards.break_at = 0
+        assert len(await asyncio.wait_for(late, 10)) == 7
         await quiet(batcher, shards)
 
     run(test, FakeShards(pages=512, seconds=0.005))

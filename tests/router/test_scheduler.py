@@ -294,6 +294,19 @@ def test_the_tenant_with_less_running_comes_first() -> None:
     assert uids(it.next()) == (11, 3)
 
 
+def test_many_tenants_wait_at_the_cost_of_one_look_at_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no key is needed each token that clients send is a tenant; and some that do not fit are asked for in each step."""
+    it, looks = scheduler(), []
+    for uid in range(1, 1001):
+        it.arrive(Job(uid, 390, 4, rank=uid, tenant=f"{uid}"))
+    it.next()
+    order = Job.order.fget
+    assert order is not None
+    monkeypatch.setattr(Job, "order", property(lambda job: looks.append(job.uid) or order(job)))
+    it.next()
+    assert len(looks) < 2000
+
+
 def test_answers_that_may_become_long_count_for_no_more_than_some_tokens() -> None:
     """Most end long before `max_new_tokens`, which many clients leave at what it can be."""
     it = scheduler(pages=10_000, step_tokens=2000, sequences=4)

@@ -3,8 +3,10 @@
 import asyncio
 import json
 import os
+import select
 import signal
 import subprocess
+import time
 from typing import Any
 
 import pytest
@@ -173,3 +175,26 @@ def test_a_process_that_is_late_is_ended(workers: WorkerProcesses, monkeypatch: 
         assert not process.alive
 
     asyncio.run(run())
+
+
+def test_a_process_that_is_ended_before_its_answer_was_read_says_nothing(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection that is closed with an answer in it is an error to who reads from it: a traceback in the log."""
+    kill = subprocess.Popen.kill
+
+    def late(process: "subprocess.Popen[bytes]") -> None:
+        time.sleep(0.3)
+        kill(process)
+
+    monkeypatch.setattr(subprocess.Popen, "kill", late)
+
+    async def run() -> None:
+        process = module._Process("penstock.router.grammar")
+        await process.ready()
+        process._socket.sendall(module.HEAD.pack(len(JOB)) + JOB)
+        select.select([process._socket], [], [], 10)
+        process.close()
+
+    asyncio.run(run())
+    assert capfd.readouterr().err == ""

@@ -2,6 +2,7 @@
 
 import json
 import random
+import sys
 import time
 from typing import Any
 
@@ -63,6 +64,14 @@ def test_definitions_are_not_repeated_without_an_end(parser: str) -> None:
     assert len(source({f"p{i}": {"type": "integer"} for i in range(250)}, {})) < 65_536
     with pytest.raises(Refused, match="its grammar has more than 65536 characters"):
         source({f"p{i}": {"$ref": "#/$defs/x"} for i in range(1000)}, {"x": BIG})
+
+
+@pytest.mark.parametrize("parser", TOOL_PARSERS)
+def test_parameters_that_are_too_large_are_not_looked_at(parser: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[constraint.__module__], "objects", None)
+    parameters = {"type": "object", "properties": {f"p{i}": {} for i in range(65_536 // 8)}}
+    with pytest.raises(Refused, match="`tools` is too large: its grammar has more than 65536 characters"):
+        constraint(parser, [{"type": "function", "function": {"name": "f", "parameters": parameters}}], None, True)
 
 
 DSML = (

@@ -738,3 +738,13 @@ def test_every_parser_can_be_chosen() -> None:
         for reasoning in (None, *REASONING_PARSERS):
             text = "Hello <b>, [1] {2}"
             assert parts_of(list(text), reasoning, tools) == [Text(text)]
+
+
+@pytest.mark.parametrize("parser", TOOL_PARSERS)
+def test_space_without_end_takes_no_longer_for_each_character(parser: str) -> None:
+    """Small models go on with it, and where it may belong to a marker it is held back: it is searched once."""
+    parsing, start = reader(None, parser), time.thread_time()
+    for _ in range(60_000):
+        parsing.push("\n")
+    parsing.push("x")
+    assert time.thread_time() - start < 3  # 0.1, and 10 if it is searched again each time
