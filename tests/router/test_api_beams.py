@@ -1,4 +1,4 @@
-"""Beam search in TGI's and OpenAI's APIs: parameters, answers and scores, events, and searches that find fewer answers than requested."""
+"""Beam search in TGI's and OpenAI's APIs: parameters, answers, scores, events, and searches that find too few answers."""
 
 import asyncio
 import json
@@ -9,7 +9,7 @@ import pytest
 from penstock.router.request import Beams, Stopping
 from penstock.router.text import Tokenizer
 from penstock.tests.router.fake_batcher import Server, make_tokenizer, serve
-from penstock.tests.router.test_openapi import check
+from penstock.tests.router.test_openapi import check_schema
 
 CHAT_AND_COMPLETION = pytest.mark.parametrize(
     ("path", "body"),
@@ -41,7 +41,7 @@ async def events(server: Server, body: object) -> tuple[list[Any], list[Any]]:
             assert name == ("event: beams" if found else "")
             (named if found else plain).append(json.loads(rest.removeprefix("data: ")))
     for event in [*plain, *named]:
-        check("/generate_stream", 200, "text/event-stream", event, "properties", "data", "contentSchema")
+        check_schema("/generate_stream", 200, "text/event-stream", event, "properties", "data", "contentSchema")
     return plain, named
 
 
@@ -61,7 +61,7 @@ def test_generate_returns_the_best_beam_and_the_others_in_details(tokenizer: Tok
             num_beams=4, num_return_sequences=3, length_penalty=-0.5, early_stopping="never", details=True, top_n_tokens=1
         )
         status, body, response = await server.post("/generate", request_body)
-        check("/generate", status, "application/json", body)
+        check_schema("/generate", status, "application/json", body)
         assert body["generated_text"] == BEAM_TEXTS[0]
         details = body["details"]
         assert (details["score"], details["seed"], details["finish_reason"]) == (-0.25, None, "eos_token")
@@ -280,7 +280,7 @@ def test_openai_choices_are_the_best_beams_with_scores(
     async def test(server: Server) -> None:
         choice_texts = {"length_penalty": 2.0, "early_stopping": True, **parameters}
         status, answer, response = await server.post(path, body | choice_texts)
-        check(path, status, "application/json", answer)
+        check_schema(path, status, "application/json", answer)
         assert "x-ignored-fields" not in response.headers
         assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
         assert [choice["score"] for choice in answer["choices"]] == [-0.25, -0.5, -0.75]
@@ -327,7 +327,7 @@ def test_openai_stream_has_all_beams_texts_and_their_scores_at_the_end(
         request_body = body | {"num_beams": 4, "n": 3, "stream": True, "stream_options": {"include_usage": True}}
         stream = await server.events(path, request_body)
         for event in stream[:-1]:
-            check(path, 200, "text/event-stream", event, "properties", "data", "contentSchema")
+            check_schema(path, 200, "text/event-stream", event, "properties", "data", "contentSchema")
         field = "delta" if "chat" in path else "text"
         assert choice_texts(stream, field) == dict(enumerate(BEAM_TEXTS))
         ends = [choice for event in stream[:-1] for choice in event["choices"] if choice["finish_reason"]]

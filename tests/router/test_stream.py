@@ -429,7 +429,7 @@ def test_cancelled_handler_cancels_its_write() -> None:
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_blocked_event_loop_does_not_count_as_a_slow_client(whole: bool) -> None:
-    """Whatever blocked the router may have blocked the client too. Eight checks of the unread bytes are needed, however late they are."""
+    """What blocked the router may have blocked the client too. Eight checks of unread bytes are needed, however late they are."""
     checks, aborted = 0, asyncio.Event()
 
     def size() -> int:

@@ -373,19 +373,19 @@ def test_all_beams_must_fit_the_kv_cache_however_few_are_returned(tokenizer: Tok
     assert ask().max_new_tokens == 12, "as many as fit"
 
 
-@pytest.mark.parametrize(("given", "candidates_per_beam"), [({}, 2), ({"ignore_eos": True}, 2), ({"end_ids": [5, 6]}, 4)])
-def test_num_beams_is_limited_by_the_vocabulary(tokenizer: Tokenizer, given: dict[str, Any], candidates_per_beam: int) -> None:
-    """Each step takes the best max(2, 1 + end tokens) * num_beams tokens, as transformers does, so that enough of them do not end."""
+@pytest.mark.parametrize(("given", "each"), [({}, 2), ({"ignore_eos": True}, 2), ({"end_ids": [5, 6]}, 4)])
+def test_num_beams_is_limited_by_the_vocabulary(tokenizer: Tokenizer, given: dict[str, Any], each: int) -> None:
+    """Each step takes the best max(2, 1 + end tokens) * num_beams tokens, like transformers, so that enough of them do not end."""
 
     def ask(vocabulary: int) -> Request:
         limits = replace(LIMITS, vocabulary=vocabulary)
         return asyncio.run(Validator(CONFIG, tokenizer).request([5] * 3, Parameters(num_beams=6, **given), limits))
 
-    assert ask(6 * candidates_per_beam).beams == Beams(width=6)
+    assert ask(6 * each).beams == Beams(width=6)
     with pytest.raises(Refused) as refused:
-        ask(6 * candidates_per_beam - 1)
+        ask(6 * each - 1)
     assert str(refused.value) == (
-        f"`num_beams` must be <= 5: each step weighs {candidates_per_beam} tokens for each beam, of which the model has {6 * candidates_per_beam - 1}. Given: 6"
+        f"`num_beams` must be <= 5: each step weighs {each} tokens for each beam, of which the model has {6 * each - 1}. Given: 6"
     )
 
 
