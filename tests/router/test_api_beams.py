@@ -170,7 +170,7 @@ def test_search_that_finds_fewer_answers_than_requested_returns_those(tokenizer:
         started = [choice["index"] for event in stream[:-1] for choice in event["choices"] if "role" in choice["delta"]]
         assert started == list(range(found))
 
-    serve(tokenizer, test, finds=found)
+    serve(tokenizer, test, max_beams_found=found)
 
 
 def test_stream_beams_sends_live_and_complete_beams_at_each_step(tokenizer: Tokenizer) -> None:

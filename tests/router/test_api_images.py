@@ -13,7 +13,7 @@ from penstock.router.record import begin
 from penstock.router.request import Item, Limits, Request, Sink
 from penstock.router.text import Tokenizer
 from penstock.tests.router.fake_batcher import Server, serve, until
-from penstock.tests.router.sights import encoded, make_folder, picture
+from penstock.tests.router.image_models import encoded, make_image_model, noise_image
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 LIMITS = Limits(max_input_tokens=100, max_total_tokens=128, vocabulary=300, images=True)
@@ -23,7 +23,7 @@ def data_url(image: bytes) -> str:
     return "data:image/png;base64," + base64.b64encode(image).decode()
 
 
-RED, BLUE = (data_url(encoded(picture(112, 56, seed=seed))) for seed in (1, 2))  # 2 rows of 4 tokens
+RED, BLUE = (data_url(encoded(noise_image(112, 56, seed=seed))) for seed in (1, 2))  # 2 rows of 4 tokens
 TEXT = {"type": "text", "text": "What is in "}
 PART = {"type": "image_url", "image_url": {"url": RED}}
 
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tokenizer(folder: Path) -> Tokenizer:
-    return make_folder(folder)
+    return make_image_model(folder)
 
 
 def prompt_text(tokenizer: Tokenizer, request: Request) -> str:
@@ -209,7 +209,7 @@ def test_invalid_or_unsupported_images_are_refused(
 
 
 def test_image_is_refused_if_the_chat_template_takes_only_text(tmp_path: Path) -> None:
-    make_folder(tmp_path)
+    make_image_model(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}")
     tokenizer = Tokenizer(tmp_path)
 
@@ -251,7 +251,7 @@ def test_images_are_released_after_the_response(folder: Path, tokenizer: Tokeniz
 def test_failing_image_preprocessing_is_logged_at_startup_and_refuses_images(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tokenizer = make_folder(tmp_path)
+    tokenizer = make_image_model(tmp_path)
     (tmp_path / "preprocessor_config.json").unlink()
 
     async def test(server: Server) -> None:

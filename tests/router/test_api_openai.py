@@ -606,7 +606,7 @@ def test_client_disconnect_closes_all_streams(
         assert server.batcher.pace is not None
         for _ in range(tokens):
             server.batcher.pace.release()
-        await until(lambda: server.batcher.told == tokens)
+        await until(lambda: server.batcher.tokens_sent == tokens)
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task

@@ -176,13 +176,13 @@ def test_watchers_share_one_snapshot_per_second_and_none_is_taken_without_watche
         return found
 
     async def test(server: Server) -> None:
-        assert server.metrics.looks == 0
+        assert server.metrics.samplings == 0
         watched = await asyncio.gather(*(watch(server, 2.2) for _ in range(5)))
         assert all(3 <= len(found) <= 5 for found in watched)
-        assert server.metrics.looks <= 5
-        samplings = server.metrics.looks
+        assert server.metrics.samplings <= 5
+        samplings = server.metrics.samplings
         await asyncio.sleep(1.5)
-        assert server.metrics.looks == samplings
+        assert server.metrics.samplings == samplings
 
     serve(tokenizer, test)
 

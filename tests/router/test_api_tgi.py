@@ -407,7 +407,7 @@ def test_each_event_is_sent_before_the_next_token_is_generated(tokenizer: Tokeni
             for count in range(1, 11):
                 line = await response.content.readline()
                 assert json.loads(line.removeprefix(b"data: "))["index"] == count
-                assert server.batcher.told == count
+                assert server.batcher.tokens_sent == count
                 assert await response.content.readline() == b"\n"
                 server.batcher.pace.release()
 
@@ -423,7 +423,7 @@ def test_client_disconnect_closes_the_stream(tokenizer: Tokenizer, path: str, to
         assert server.batcher.pace is not None
         for _ in range(tokens):
             server.batcher.pace.release()
-        await until(lambda: server.batcher.told == tokens)
+        await until(lambda: server.batcher.tokens_sent == tokens)
         assert server.batcher.closed == 0
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -441,8 +441,8 @@ def test_client_that_stops_reading_pauses_its_stream_and_disconnecting_closes_it
     async def test(server: Server) -> None:
         response = await server.client.post("/generate_stream", json=with_parameters(max_new_tokens=max_new_tokens, top_n_tokens=5))
         sent = -1
-        while sent != server.batcher.told:  # until the socket buffers are full
-            sent = server.batcher.told
+        while sent != server.batcher.tokens_sent:  # until the socket buffers are full
+            sent = server.batcher.tokens_sent
             await asyncio.sleep(0.3)
         assert sent < max_new_tokens
         assert server.batcher.closed == 0

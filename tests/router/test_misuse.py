@@ -174,7 +174,7 @@ def test_client_that_waits_for_a_slow_model_is_not_disconnected(tokenizer: Token
 
     async def test(server: Server) -> None:
         reading = asyncio.create_task(server.events("/generate_stream", {"inputs": "Hi", "parameters": {"max_new_tokens": 5}}))
-        await until(lambda: server.batcher.told == 3)
+        await until(lambda: server.batcher.tokens_sent == 3)
         await asyncio.sleep(0.3)
         pace.release()
         pace.release()

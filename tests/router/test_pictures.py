@@ -17,11 +17,11 @@ from penstock.router.prefix_keys import PrefixKeys
 from penstock.router.request import Limits, Overloaded, Refused, Request
 from penstock.router.text import Tokenizer
 from penstock.router.validation import Parameters, Validator
-from penstock.tests.router.sights import encoded, make_folder, picture
+from penstock.tests.router.image_models import encoded, make_image_model, noise_image
 
 LIMITS = Limits(max_input_tokens=4000, max_total_tokens=4200, vocabulary=300, images=True)
-IMAGE = encoded(picture(112, 56))  # 2 rows of 4 tokens
-OTHER_IMAGE = encoded(picture(112, 56, seed=1))
+IMAGE = encoded(noise_image(112, 56))  # 2 rows of 4 tokens
+OTHER_IMAGE = encoded(noise_image(112, 56, seed=1))
 PLACEHOLDER = "<|image_pad|>"
 
 
@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tokenizer(folder: Path) -> Tokenizer:
-    return make_folder(folder)
+    return make_image_model(folder)
 
 
 def validate(
@@ -101,7 +101,7 @@ REPLACED_PLACEHOLDERS = {
     ],
 )
 def test_request_has_image_tokens_and_pixels_in_the_order_of_placeholders(tmp_path: Path, family: str) -> None:
-    tokenizer = make_folder(tmp_path, family)
+    tokenizer = make_image_model(tmp_path, family)
     validator = Validator(RouterConfig(folder=str(tmp_path), model="m", max_images=3), tokenizer)
     assert validator.pictures is not None
     word = validator.pictures.text
@@ -126,9 +126,9 @@ def test_idefics_3_tiles_have_transformers_text_between_them(tmp_path: Path, fam
     """Each tile is an image of the request."""
     from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
-    tokenizer = make_folder(tmp_path, family)
+    tokenizer = make_image_model(tmp_path, family)
     validator = Validator(RouterConfig(folder=str(tmp_path), model="m", max_images=2), tokenizer)
-    small = encoded(picture(60, 60))
+    small = encoded(noise_image(60, 60))
     request = asyncio.run(validator.request("a<image>b<image>", Parameters(images=[OTHER_IMAGE, small]), LIMITS))
     wide, whole = (
         get_image_prompt_string(rows, columns, 16, "<fake_token_around_image>", "<image>", "<global-img>")
@@ -149,9 +149,9 @@ def test_llama_4_tiles_have_transformers_text_between_them(tmp_path: Path) -> No
     """Each tile is an image of the request."""
     from transformers import Llama4Processor
 
-    tokenizer = make_folder(tmp_path, "llama4")
+    tokenizer = make_image_model(tmp_path, "llama4")
     validator = Validator(RouterConfig(folder=str(tmp_path), model="m", max_images=2), tokenizer)
-    small = encoded(picture(60, 60))
+    small = encoded(noise_image(60, 60))
     request = asyncio.run(validator.request("a<|image|>b<|image|>", Parameters(images=[OTHER_IMAGE, small]), LIMITS))
     wide, whole = (Llama4Processor._prompt_split_image(None, tiles, 16) for tiles in ((1, 2), (1, 1)))
     place = tokenizer.added_id("<|patch|>")
@@ -166,9 +166,9 @@ def test_step_3_tiles_have_transformers_text_between_them(tmp_path: Path) -> Non
     """Each tile is an image of the request; the global view has more tokens than a tile."""
     from transformers import Step3p7Processor
 
-    tokenizer = make_folder(tmp_path, "step3p7")
+    tokenizer = make_image_model(tmp_path, "step3p7")
     validator = Validator(RouterConfig(folder=str(tmp_path), model="m", max_images=2, max_image_pixels=1 << 21), tokenizer)
-    large, small = (encoded(picture(*size)) for size in ((1000, 700), (60, 60)))
+    large, small = (encoded(noise_image(*size)) for size in ((1000, 700), (60, 60)))
     request = asyncio.run(validator.request("a<im_patch>b<im_patch>", Parameters(images=[large, small]), LIMITS))
     own = SimpleNamespace(patch_feature_placeholder="<im_patch>" * 81, image_feature_placeholder="<im_patch>" * 169)
     masks = {"num_local_patches": [4, 0], "patch_newline_masks": [[False, True, False, False], [False] * 4]}
@@ -179,10 +179,10 @@ def test_step_3_tiles_have_transformers_text_between_them(tmp_path: Path) -> Non
 
 
 def test_deepseek_ocr_2_tiles_follow_each_other_without_text_between(tmp_path: Path) -> None:
-    tokenizer = make_folder(tmp_path, "deepseek_ocr2")
+    tokenizer = make_image_model(tmp_path, "deepseek_ocr2")
     config = RouterConfig(folder=str(tmp_path), model="m", max_images=2, max_image_pixels=1 << 23)
     request = asyncio.run(
-        Validator(config, tokenizer).request("a<image>b", Parameters(images=[encoded(picture(1600, 800))]), LIMITS)
+        Validator(config, tokenizer).request("a<image>b", Parameters(images=[encoded(noise_image(1600, 800))]), LIMITS)
     )
     assert [one.columns for one in request.images] == [144, 144, 257]
     assert [one.start for one in request.images] == [2, 146, 290]
@@ -191,7 +191,7 @@ def test_deepseek_ocr_2_tiles_follow_each_other_without_text_between(tmp_path: P
 
 def test_idefics_2_quarters_share_the_token_between_them(tmp_path: Path) -> None:
     """Each quarter is an image of the request; the token between adjacent images is there once."""
-    tokenizer = make_folder(tmp_path, "idefics2")
+    tokenizer = make_image_model(tmp_path, "idefics2")
     validator = Validator(RouterConfig(folder=str(tmp_path), model="m", max_images=3), tokenizer)
     request = asyncio.run(
         validator.request("a<image><image>b<image>", Parameters(images=[OTHER_IMAGE, IMAGE, OTHER_IMAGE]), LIMITS)
@@ -205,7 +205,7 @@ def test_idefics_2_quarters_share_the_token_between_them(tmp_path: Path) -> None
 
 
 def test_image_token_id_that_is_not_the_placeholders_is_refused_at_startup(tmp_path: Path) -> None:
-    tokenizer = make_folder(tmp_path, "smolvlm")
+    tokenizer = make_image_model(tmp_path, "smolvlm")
     model = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(model | {"image_token_id": 1000}))
     with pytest.raises(Misconfigured, match="image_token_id 1000, which the tokenizer does not make of <image>"):
@@ -291,7 +291,7 @@ def test_max_images_for_a_model_without_images_is_refused_at_startup(
     tmp_path: Path, changes: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Only if the option was given; otherwise text alone is served."""
-    make_folder(tmp_path)
+    make_image_model(tmp_path)
     if "mistral3" in changes.values():
         text = (tmp_path / "tokenizer.json").read_text().replace("[IMG_", "[NOT_")
         (tmp_path / "tokenizer.json").write_text(text)

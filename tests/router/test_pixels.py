@@ -19,7 +19,7 @@ from penstock.router import pixels
 from penstock.router.pixels import MOST_PIXELS, ImagePreparer, Pixels
 from penstock.router.request import Refused
 from penstock.router.resizing import UnusableImage, longest_side, rounded
-from penstock.tests.router.sights import PATCH, PROCESSORS, bomb, encoded, make_folder, picture
+from penstock.tests.router.image_models import PATCH_SIZES, PROCESSORS, encoded, make_image_model, noise_image, oversized_png
 
 MAX_PIXELS = 1 << 20
 SIZES = [(57, 211), (640, 480), (33, 30), (901, 1099), (28, 28), (1000, 9)]
@@ -37,7 +37,7 @@ def prepared(folder: Path, *images: bytes, max_pixels: int = MAX_PIXELS, seconds
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("model")
-    make_folder(found)
+    make_image_model(found)
     return found
 
 
@@ -67,11 +67,11 @@ def normalized(found: Pixels, processor: Any) -> numpy.ndarray[Any, Any]:
     "family", ["qwen2_vl", "qwen3_vl", "glm4v", "glm5_next", "paddleocr_vl", "minimax_m3_vl", "hy_v4_vl", "lfm3_vl"]
 )
 def test_patches_equal_transformers(tmp_path: Path, family: str) -> None:
-    make_folder(tmp_path, family)
+    make_image_model(tmp_path, family)
     processor = transformers_processor(tmp_path)
     max_pixels = 1 << 26  # the processor's own limit is lower
-    images = [picture(*size, seed=seed) for seed, size in enumerate(SIZES)]
-    side = PATCH[family]
+    images = [noise_image(*size, seed=seed) for seed, size in enumerate(SIZES)]
+    side = PATCH_SIZES[family]
     for image, found in zip(images, prepared(tmp_path, *map(encoded, images), max_pixels=max_pixels), strict=True):
         expected = processor(image, return_tensors="np")
         columns = found.columns - (family == "hy_v4_vl")  # its rows end with a token
@@ -82,9 +82,9 @@ def test_patches_equal_transformers(tmp_path: Path, family: str) -> None:
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "glm4v", "paddleocr_vl", "minimax_m3_vl"])
 def test_large_image_is_resized_to_the_pixel_limit(tmp_path: Path, family: str) -> None:
-    make_folder(tmp_path, family)
+    make_image_model(tmp_path, family)
     processor = transformers_processor(tmp_path)
-    image = picture(1601, 1999)
+    image = noise_image(1601, 1999)
     [found] = prepared(tmp_path, encoded(image), max_pixels=200_000)
     frames = 2 if family == "glm4v" else 1
     expected = processor(image, size={"shortest_edge": 4096, "longest_edge": 200_000 * frames}, return_tensors="np")
@@ -96,8 +96,8 @@ def test_large_image_is_resized_to_the_pixel_limit(tmp_path: Path, family: str) 
 @pytest.mark.parametrize(("max_pixels", "tokens"), [(200_000, 255), (20 * 28 * 28, 20), (3 * 28 * 28 + 5, 3)])
 def test_glm_5_next_image_is_resized_to_the_limit_in_tokens(tmp_path: Path, max_pixels: int, tokens: int) -> None:
     """Even if the limit is below the processor's own minimum."""
-    make_folder(tmp_path, "glm5_next")
-    processor, image = transformers_processor(tmp_path), picture(1601, 1999)
+    make_image_model(tmp_path, "glm5_next")
+    processor, image = transformers_processor(tmp_path), noise_image(1601, 1999)
     [found] = prepared(tmp_path, encoded(image), max_pixels=max_pixels)
     expected = processor(image, min_image_tokens=min(16, tokens), max_image_tokens=tokens, return_tensors="np")
     assert (1, 2 * found.rows, 2 * found.columns) == tuple(expected["image_grid_thw"][0])
@@ -109,7 +109,7 @@ def test_glm_5_next_image_is_resized_to_the_limit_in_tokens(tmp_path: Path, max_
 
 @pytest.mark.usefixtures("own_processes")
 def test_processor_that_fails_for_every_image_is_logged_at_startup(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    make_folder(tmp_path, "minimax_m3_vl")
+    make_image_model(tmp_path, "minimax_m3_vl")
     path = tmp_path / "preprocessor_config.json"
 
     def startup_log() -> str:
@@ -135,7 +135,7 @@ def test_minimax_m3_processor_settings_are_read_from_the_folder(
 ) -> None:
     import transformers
 
-    make_folder(tmp_path, "minimax_m3_vl")
+    make_image_model(tmp_path, "minimax_m3_vl")
     settings = {name: value for name, value in (PROCESSORS["minimax_m3_vl"] | changes).items() if name in changes or name != "size"}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings | {"image_mean": [0.1, 0.2, 0.3], "crop_size": 7}))
     found = image_processor(transformers, tmp_path)
@@ -151,9 +151,9 @@ def _assert_equal_patches(found: Pixels, processor: Any, expected: numpy.ndarray
 
 @pytest.mark.parametrize(("family", "longest", "side"), [("mistral3", 1540, 28), ("pixtral", 1024, 16)])
 def test_images_of_any_aspect_ratio_equal_transformers(tmp_path: Path, family: str, longest: int, side: int) -> None:
-    make_folder(tmp_path, family)
+    make_image_model(tmp_path, family)
     processor = transformers_processor(tmp_path)
-    images = [picture(*size, seed=seed) for seed, size in enumerate([*SIZES, (30, 1600)])]
+    images = [noise_image(*size, seed=seed) for seed, size in enumerate([*SIZES, (30, 1600)])]
     for image, found in zip(images, prepared(tmp_path, *map(encoded, images), max_pixels=1 << 24), strict=True):
         expected = processor(image, patch_size=side, return_tensors="np")["pixel_values"]
         assert found.shape == expected.shape == (1, 3, side * found.rows, side * found.columns)
@@ -167,11 +167,11 @@ def test_images_of_any_aspect_ratio_equal_transformers(tmp_path: Path, family: s
 @pytest.mark.parametrize("unit", [14, 28])
 def test_lighton_ocr_images_equal_transformers_and_have_a_token_per_28_pixels(tmp_path: Path, unit: int) -> None:
     """What an image has beyond whole tokens of 28 x 28 pixels has no token."""
-    make_folder(tmp_path, "lighton_ocr")
+    make_image_model(tmp_path, "lighton_ocr")
     path = tmp_path / "preprocessor_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"patch_size": unit}))
     processor = transformers_processor(tmp_path)
-    images = [picture(*size, seed=seed) for seed, size in enumerate([(90, 90), (310, 200), (57, 211), (28, 28)])]
+    images = [noise_image(*size, seed=seed) for seed, size in enumerate([(90, 90), (310, 200), (57, 211), (28, 28)])]
     for image, found in zip(images, prepared(tmp_path, *map(encoded, images), max_pixels=1 << 24), strict=True):
         expected = processor(image, return_tensors="np")["pixel_values"]
         assert found.shape == expected.shape
@@ -182,15 +182,15 @@ def test_lighton_ocr_images_equal_transformers_and_have_a_token_per_28_pixels(tm
     if unit == 14:
         for size, what in (((1000, 9), "thin"), ((9, 14), "small")):
             with pytest.raises(Refused, match=f"is too {what}: a token is of 28 x 28 pixels"):
-                prepared(tmp_path, encoded(picture(*size)))
+                prepared(tmp_path, encoded(noise_image(*size)))
 
 
 @pytest.mark.parametrize(("family", "tokens", "side"), [("gemma3", 16, 896), ("llava", 24, 336)])
 def test_square_images_of_fixed_size_equal_transformers(tmp_path: Path, family: str, tokens: int, side: int) -> None:
     """Their size doesn't depend on the pixel limit."""
-    make_folder(tmp_path, family)
+    make_image_model(tmp_path, family)
     processor = transformers_processor(tmp_path)
-    images = [picture(*size, seed=seed) for seed, size in enumerate(SIZES)]
+    images = [noise_image(*size, seed=seed) for seed, size in enumerate(SIZES)]
     for image, found in zip(images, prepared(tmp_path, *map(encoded, images), max_pixels=1000), strict=True):
         assert (found.rows, found.columns, found.shape) == (tokens, tokens, (1, 3, side, side))
         numpy.testing.assert_allclose(
@@ -207,9 +207,9 @@ def test_square_images_of_fixed_size_equal_transformers(tmp_path: Path, family: 
 )
 def test_gemma_4_images_equal_transformers_for_each_token_budget(tmp_path: Path, family: str, max_pixels: int, budget: int) -> None:
     """transformers returns patches; they are put together again for the comparison."""
-    make_folder(tmp_path, family)
+    make_image_model(tmp_path, family)
     processor = transformers_processor(tmp_path)
-    images = [picture(*size, seed=seed) for seed, size in enumerate(SIZES)]
+    images = [noise_image(*size, seed=seed) for seed, size in enumerate(SIZES)]
     for image, found in zip(images, prepared(tmp_path, *map(encoded, images), max_pixels=max_pixels), strict=True):
         expected = processor(image, max_soft_tokens=budget, return_tensors="np")
         assert found.rows * found.columns == expected["num_soft_tokens_per_image"][0] <= budget
@@ -233,24 +233,24 @@ def test_gemma_4_images_equal_transformers_for_each_token_budget(tmp_path: Path,
 @pytest.mark.parametrize("family", ["idefics3", "smolvlm"])
 def test_idefics_3_tiles_equal_transformers(tmp_path: Path, family: str, max_pixels: int, longest: int, count: int) -> None:
     """longest: longest edge of a square image within the pixel limit; count: parts that a longer image is split into."""
-    make_folder(tmp_path, family)
+    make_image_model(tmp_path, family)
     processor = transformers_processor(tmp_path)
-    image = picture(301, 299)
+    image = noise_image(301, 299)
     found = prepared(tmp_path, encoded(image), max_pixels=max_pixels)
     expected = processor(image, size={"longest_edge": longest}, return_tensors="np")["pixel_values"][0]
     assert [(one.rows, one.columns, one.shape) for one in found] == [(4, 4, (1, 3, 64, 64))] * len(expected)
     for one, values in zip(found, expected, strict=True):
         numpy.testing.assert_allclose(normalized(one, processor), values[None], atol=1e-6)
     assert sum(len(one.pixels) for one in found) <= 3 * max_pixels
-    assert len(prepared(tmp_path, encoded(picture(400, 90)), max_pixels=max_pixels)) == count
+    assert len(prepared(tmp_path, encoded(noise_image(400, 90)), max_pixels=max_pixels)) == count
 
 
 def test_idefics_3_tiles_with_a_longest_edge_that_is_no_multiple_of_the_tile(tmp_path: Path) -> None:
     """The processor's own size is tried first, then smaller ones."""
-    make_folder(tmp_path, "smolvlm")
+    make_image_model(tmp_path, "smolvlm")
     settings = PROCESSORS["smolvlm"] | {"size": {"longest_edge": 150}}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
-    processor, image = transformers_processor(tmp_path), picture(301, 299)
+    processor, image = transformers_processor(tmp_path), noise_image(301, 299)
     for max_pixels, longest in ((MAX_PIXELS, 150), (10 * 64**2 - 1, 128), (5 * 64**2 - 1, 64)):
         found = prepared(tmp_path, encoded(image), max_pixels=max_pixels)
         expected = processor(image, size={"longest_edge": longest}, return_tensors="np")["pixel_values"][0]
@@ -259,9 +259,9 @@ def test_idefics_3_tiles_with_a_longest_edge_that_is_no_multiple_of_the_tile(tmp
 
 @pytest.mark.parametrize(("max_pixels", "tiles"), [(1 << 26, 12), (1 << 20, 4), (3 * 448**2 - 1, 1), (448**2, 1)])
 def test_internvl_tiles_equal_transformers(tmp_path: Path, max_pixels: int, tiles: int) -> None:
-    make_folder(tmp_path, "internvl")
+    make_image_model(tmp_path, "internvl")
     processor = transformers_processor(tmp_path)
-    images = [picture(*size, seed=seed) for seed, size in enumerate([*SIZES, (900, 450)])]
+    images = [noise_image(*size, seed=seed) for seed, size in enumerate([*SIZES, (900, 450)])]
     counts = set()
     for image, found in zip(images, prepared(tmp_path, *map(encoded, images), max_pixels=max_pixels), strict=True):
         expected = processor(image, crop_to_patches=True, max_patches=tiles, return_tensors="np")["pixel_values"]
@@ -275,9 +275,9 @@ def test_internvl_tiles_equal_transformers(tmp_path: Path, max_pixels: int, tile
 @pytest.mark.parametrize(("max_pixels", "tiles"), [(1 << 26, 6), (1024**2 + 4 * 768**2, 4), (MAX_PIXELS, 0), (1024**2 + 768**2, 0)])
 def test_deepseek_ocr_2_views_equal_transformers(tmp_path: Path, max_pixels: int, tiles: int) -> None:
     """The fewest tiles are two: an image that would have one has only the global view."""
-    make_folder(tmp_path, "deepseek_ocr2")
+    make_image_model(tmp_path, "deepseek_ocr2")
     processor = transformers_processor(tmp_path)
-    images = [picture(*size, seed=seed) for seed, size in enumerate([(57, 211), (901, 1099), (2000, 300), (768, 768)])]
+    images = [noise_image(*size, seed=seed) for seed, size in enumerate([(57, 211), (901, 1099), (2000, 300), (768, 768)])]
     resizing = pixels._resizing.__wrapped__(str(tmp_path))
     for image in images:
         found = pixels._prepared(resizing, image, max_pixels)
@@ -321,14 +321,14 @@ def test_llama_4_tiles_and_padding(
 ) -> None:
     """Expected values are from transformers 5.24 with torchvision, which is not needed here: rows and columns of tiles, and the
     part that is not black padding. 40,000 sizes were equal (2026-11-26), and pixels up to rounding, by 1 of 255."""
-    make_folder(tmp_path, "llama4")
+    make_image_model(tmp_path, "llama4")
     changes = {"size": {"height": 336, "width": 336}, "max_patches": max_tiles, "resize_to_max_canvas": largest}
     for name, settings in (("preprocessor_config.json", changes), ("config.json", {})):
         content = json.loads((tmp_path / name).read_text())
         if name == "config.json":
             content["vision_config"] |= {"image_size": 336, "patch_size": 14}
         (tmp_path / name).write_text(json.dumps(content | settings))
-    image = picture(size[1], size[0])
+    image = noise_image(size[1], size[0])
     found = pixels._prepared(pixels._resizing.__wrapped__(str(tmp_path)), image, 1 << 26)
     values = [numpy.frombuffer(one.pixels, numpy.uint8).reshape(one.shape)[0] for one in found.parts]
     assert {(one.rows, one.columns, one.shape) for one in found.parts} == {(12, 12, (1, 3, 336, 336))}
@@ -372,8 +372,8 @@ def test_step_3_tiles_and_resized_sizes(
     """Expected values are from transformers 5.24 with torchvision, which is not needed here: the sizes (width and height) that an
     image is resized to for the global view and for tiles. 40,000 sizes were equal (2026-11-26), and pixels up to rounding, by 2 of
     255."""
-    make_folder(tmp_path, "step3p7")
-    image = picture(*size)
+    make_image_model(tmp_path, "step3p7")
+    image = noise_image(*size)
     found = pixels._prepared(pixels._resizing.__wrapped__(str(tmp_path)), image, 1 << 26)
     assert found.grid == tiles
     assert [(one.rows, one.columns) for one in found.parts] == [(9, 9)] * (tiles[0] * tiles[1]) + [(13, 13)]
@@ -392,20 +392,20 @@ def test_step_3_tiles_and_resized_sizes(
 
 @pytest.mark.parametrize(("family", "size"), [("deepseek_ocr2", (1, 3000)), ("step3p7", (9000, 31))])
 def test_too_thin_image_is_refused(family: str, size: tuple[int, int], tmp_path: Path) -> None:
-    make_folder(tmp_path, family)
+    make_image_model(tmp_path, family)
     resizing = pixels._resizing.__wrapped__(str(tmp_path))
     with pytest.raises(UnusableImage, match="is too thin"):
-        resizing(picture(*size), 1 << 26)
+        resizing(noise_image(*size), 1 << 26)
 
 
 def test_hy_v4_images_stay_within_the_models_token_limit(tmp_path: Path) -> None:
     """Each row has a token for its end besides those of its pixels."""
-    make_folder(tmp_path, "hy_v4_vl")
+    make_image_model(tmp_path, "hy_v4_vl")
     resizing = pixels._resizing.__wrapped__(str(tmp_path))
     for max_pixels in (300_000, 1 << 20):
         tokens = max_pixels // 32**2
         for wide, high in ((40, 7960), (47, 9400), (60, 12_000), (79, 15_800), (80, 16_000)):
-            [one] = pixels._prepared(resizing, picture(wide, high), max_pixels).parts
+            [one] = pixels._prepared(resizing, noise_image(wide, high), max_pixels).parts
             assert one.rows * one.columns <= tokens + math.isqrt(300 * tokens)
 
 
@@ -414,8 +414,8 @@ def test_step_3_pixel_limit_counts_tiles_and_global_view(
     tmp_path: Path, size: tuple[int, int], grids: list[tuple[int, int]]
 ) -> None:
     """Above the limit the longer side is reduced; if that doesn't suffice, there are no tiles."""
-    make_folder(tmp_path, "step3p7")
-    resizing, image = pixels._resizing.__wrapped__(str(tmp_path)), picture(*size)
+    make_image_model(tmp_path, "step3p7")
+    resizing, image = pixels._resizing.__wrapped__(str(tmp_path)), noise_image(*size)
     for grid in grids:
         max_pixels = 728**2 + 504**2 * grid[0] * grid[1]
         found = pixels._prepared(resizing, image, max_pixels)
@@ -433,8 +433,8 @@ def _resized(image: Image.Image, size: tuple[int, int]) -> numpy.ndarray[Any, An
 
 
 def test_llama_4_pixel_limit_counts_tiles_and_global_view(tmp_path: Path) -> None:
-    make_folder(tmp_path, "llama4")
-    resizing, image = pixels._resizing(str(tmp_path)), picture(190, 120)
+    make_image_model(tmp_path, "llama4")
+    resizing, image = pixels._resizing(str(tmp_path)), noise_image(190, 120)
     counts = {max_pixels: len(pixels._prepared(resizing, image, max_pixels * 64**2).parts) for max_pixels in (1, 2, 3, 6, 7, 20)}
     assert counts == {1: 1, 2: 1, 3: 3, 6: 5, 7: 7, 20: 7}
     with pytest.raises(ValueError, match="--max-image-pixels must be at least 4096 for this model"):
@@ -445,7 +445,7 @@ def images_of_many_sizes(seed: int) -> list[Image.Image]:
     """For tests that call `pixels._prepared` directly: the worker process runs the same code."""
     rng = random.Random(seed)
     sizes = [*SIZES, (1, 5000), *((rng.randrange(8, 300), rng.randrange(8, 300)) for _ in range(40))]
-    return [picture(*size, seed=seed) for seed, size in enumerate(sizes)]
+    return [noise_image(*size, seed=seed) for seed, size in enumerate(sizes)]
 
 
 def transformers_token_count(family: str, processor: Any, image: Image.Image) -> int:
@@ -473,7 +473,7 @@ def test_llava_next_and_onevision_tiles_and_token_counts_equal_transformers(
     tmp_path: Path, family: str, max_pixels: int, tiles: int
 ) -> None:
     """tiles: number in the largest resolution within the pixel limit."""
-    make_folder(tmp_path, family)
+    make_image_model(tmp_path, family)
     processor, resizing = transformers_processor(tmp_path), pixels._resizing(str(tmp_path))
     least = 56**2 * (1 + min(one[0] * one[1] for one in processor.image_grid_pinpoints) // 56**2)
     processor.image_grid_pinpoints = [one for one in processor.image_grid_pinpoints if one[0] * one[1] <= tiles * 56**2]
@@ -493,12 +493,12 @@ def test_llava_next_and_onevision_tiles_and_token_counts_equal_transformers(
 @pytest.mark.parametrize(("splits", "max_pixels"), [(True, MAX_PIXELS), (True, 9000), (True, 4500), (True, 4499), (False, 900)])
 def test_idefics_2_quarters_equal_transformers(tmp_path: Path, splits: bool, max_pixels: int) -> None:
     """At the largest size whose parts are within the pixel limit together; if five parts exceed it at any size, there is one."""
-    make_folder(tmp_path, "idefics2")
+    make_image_model(tmp_path, "idefics2")
     settings = PROCESSORS["idefics2"] | {"do_image_splitting": splits}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
     processor, resizing = transformers_processor(tmp_path), pixels._resizing(str(tmp_path))
     options: dict[str, Any] = {"return_tensors": "np"}
-    for image in [*images_of_many_sizes(max_pixels)[-5:], picture(1, 40)]:
+    for image in [*images_of_many_sizes(max_pixels)[-5:], noise_image(1, 40)]:
         found = pixels._prepared(resizing, image, max_pixels)
         sizes = list[int]()
         for longest in range(98, 29, -1):
@@ -517,7 +517,7 @@ def test_idefics_2_quarters_equal_transformers(tmp_path: Path, splits: bool, max
 
 
 def test_llava_onevision_has_one_tile_per_image_if_there_are_several(tmp_path: Path) -> None:
-    make_folder(tmp_path, "llava_onevision")
+    make_image_model(tmp_path, "llava_onevision")
     processor, resizing = transformers_processor(tmp_path), pixels._resizing(str(tmp_path))
     images = images_of_many_sizes(1)
     expected = processor([images], return_tensors="np")["pixel_values"]
@@ -545,11 +545,11 @@ def test_llava_onevision_has_one_tile_per_image_if_there_are_several(tmp_path: P
 def test_unsupported_processor_settings_refuse_images_and_log_why(
     tmp_path: Path, family: str, changes: dict[str, Any], max_pixels: int, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    make_folder(tmp_path, family)
+    make_image_model(tmp_path, family)
     path = tmp_path / "preprocessor_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(Refused, match="its log says why"):
-        prepared(tmp_path, encoded(picture(84, 84)), max_pixels=max_pixels)
+        prepared(tmp_path, encoded(noise_image(84, 84)), max_pixels=max_pixels)
     assert reason in caplog.text
 
 
@@ -565,17 +565,17 @@ def test_longest_side_is_the_largest_within_the_pixel_limit() -> None:
 @pytest.mark.usefixtures("own_processes")
 def test_processor_config_of_transformers_5_is_read(tmp_path: Path) -> None:
     """It saves one file, with the image processor within it."""
-    make_folder(tmp_path, "mistral3")
-    [expected] = prepared(tmp_path, encoded(picture(99, 120)))
+    make_image_model(tmp_path, "mistral3")
+    [expected] = prepared(tmp_path, encoded(noise_image(99, 120)))
     (tmp_path / "preprocessor_config.json").unlink()
     (tmp_path / "config.json").write_text('{"model_type": "mistral3"}')
     whole = {"processor_class": "PixtralProcessor", "patch_size": 14, "spatial_merge_size": 2}
     (tmp_path / "processor_config.json").write_text(json.dumps(whole | {"image_processor": PROCESSORS["mistral3"]}))
-    assert prepared(tmp_path, encoded(picture(99, 120))) == [expected]
+    assert prepared(tmp_path, encoded(noise_image(99, 120))) == [expected]
 
 
 def test_all_image_formats_and_colour_modes_are_read(folder: Path) -> None:
-    image = picture(84, 112)
+    image = noise_image(84, 112)
     others = [image.rotate(180), image.rotate(90)]
     first = encoded(image.convert("P"), "GIF", save_all=True, append_images=[one.convert("P") for one in others])
     lossless = prepared(
@@ -595,7 +595,7 @@ def test_all_image_formats_and_colour_modes_are_read(folder: Path) -> None:
 
 
 def test_exif_orientation_is_applied(folder: Path) -> None:
-    image, exif = picture(56, 112), Image.Exif()
+    image, exif = noise_image(56, 112), Image.Exif()
     exif[0x0112] = 6  # rotate by 90 degrees
     [turned, expected] = prepared(folder, encoded(image, exif=exif), encoded(image.transpose(Image.Transpose.ROTATE_270)))
     assert (turned.rows, turned.columns) == (2, 4)
@@ -607,34 +607,34 @@ def test_exif_orientation_is_applied(folder: Path) -> None:
     [
         (b"", "is no image that can be read: PNG, JPEG, WEBP, GIF, BMP can"),
         (b"<svg/>", "is no image that can be read: PNG, JPEG, WEBP, GIF, BMP can"),
-        (encoded(picture(64, 64), "TIFF"), "is no image that can be read: PNG, JPEG, WEBP, GIF, BMP can"),
-        (encoded(picture(64, 64))[:2000], "can't be read: image file is truncated"),
-        (encoded(picture(64, 64), "JPEG")[:500], "can't be read: Truncated File Read"),
-        (bomb(30000, 20000), "has too many pixels: at most 67108864 are read"),
-        (bomb(8193, 8192), f"has 8193 x 8192 pixels: at most {MOST_PIXELS} are read"),
-        (bomb(64, 64), "can't be read: image file is truncated (0 bytes not processed)"),
-        (encoded(picture(1000, 4)), "can't be prepared: absolute aspect ratio must be smaller than 200, got 250.0"),
+        (encoded(noise_image(64, 64), "TIFF"), "is no image that can be read: PNG, JPEG, WEBP, GIF, BMP can"),
+        (encoded(noise_image(64, 64))[:2000], "can't be read: image file is truncated"),
+        (encoded(noise_image(64, 64), "JPEG")[:500], "can't be read: Truncated File Read"),
+        (oversized_png(30000, 20000), "has too many pixels: at most 67108864 are read"),
+        (oversized_png(8193, 8192), f"has 8193 x 8192 pixels: at most {MOST_PIXELS} are read"),
+        (oversized_png(64, 64), "can't be read: image file is truncated (0 bytes not processed)"),
+        (encoded(noise_image(1000, 4)), "can't be prepared: absolute aspect ratio must be smaller than 200, got 250.0"),
     ],
 )
 def test_unusable_image_is_refused_with_its_number_and_the_reason(folder: Path, data: bytes, reason: str) -> None:
     with pytest.raises(Refused) as refused:
-        prepared(folder, encoded(picture(60, 60)), data)
+        prepared(folder, encoded(noise_image(60, 60)), data)
     assert str(refused.value).partition(" (")[0] == f"image 2 {reason}".partition(" (")[0]
     assert refused.value.parameter == "inputs"
 
 
 def test_image_too_thin_for_the_pixel_limit_is_refused(folder: Path) -> None:
     with pytest.raises(Refused, match="image 1 is too thin"):
-        prepared(folder, encoded(picture(3000, 20)), max_pixels=20_000)
+        prepared(folder, encoded(noise_image(3000, 20)), max_pixels=20_000)
 
 
 def test_image_that_takes_longer_than_the_time_limit_is_refused(folder: Path) -> None:
     with pytest.raises(Refused, match=r"takes more than 0\.001 s to be read"):
-        prepared(folder, encoded(picture(2000, 2000), "JPEG"), seconds=0.001)
+        prepared(folder, encoded(noise_image(2000, 2000), "JPEG"), seconds=0.001)
 
 
 def test_digests_of_images_depend_on_pixels_and_shape(folder: Path) -> None:
-    one, again, other = prepared(folder, *(encoded(picture(60, 90, seed=seed)) for seed in (1, 1, 2)))
+    one, again, other = prepared(folder, *(encoded(noise_image(60, 90, seed=seed)) for seed in (1, 1, 2)))
     assert one == again
     assert one.digest != other.digest
     tall, wide = prepared(folder, encoded(Image.new("RGB", (56, 112))), encoded(Image.new("RGB", (112, 56))))
@@ -645,23 +645,23 @@ def test_digests_of_images_depend_on_pixels_and_shape(folder: Path) -> None:
 @pytest.mark.usefixtures("own_processes")
 def test_code_in_a_models_folder_is_never_run(tmp_path: Path) -> None:
     """Nor does transformers ask whether it may: its question would go to the pipe to the router."""
-    make_folder(tmp_path)
+    make_image_model(tmp_path)
     (tmp_path / "canary.py").write_text(f"open({str(tmp_path / 'sings')!r}, 'w')\nclass Canary: pass\n")
     code = {"auto_map": {"AutoImageProcessor": "canary.Canary", "AutoConfig": "canary.Canary"}}
     path = tmp_path / "preprocessor_config.json"
     path.write_text(json.dumps(PROCESSORS["qwen2_vl"] | code))
-    assert prepared(tmp_path, encoded(picture(60, 60)))
+    assert prepared(tmp_path, encoded(noise_image(60, 60)))
     path.write_text(json.dumps(code | {"image_processor_type": "Canary"}))
     with pytest.raises(Refused, match="the server can't prepare images: its log says why"):
-        prepared(tmp_path, encoded(picture(60, 60)))
+        prepared(tmp_path, encoded(noise_image(60, 60)))
     assert not (tmp_path / "sings").exists()
 
 
 def test_processor_of_the_wrong_type_refuses_images_and_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    make_folder(tmp_path, "mistral3")
+    make_image_model(tmp_path, "mistral3")
     (tmp_path / "preprocessor_config.json").write_text('{"image_processor_type": "CLIPImageProcessor"}')
     with caplog.at_level(logging.ERROR), pytest.raises(Refused, match="the server can't prepare images"):
-        prepared(tmp_path, encoded(picture(60, 60)))
+        prepared(tmp_path, encoded(noise_image(60, 60)))
     assert "images can't be prepared" in caplog.text
 
 
@@ -669,10 +669,10 @@ def test_processor_of_the_wrong_type_refuses_images_and_is_logged(tmp_path: Path
 def test_folder_without_a_processor_refuses_images_and_is_logged_at_startup(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    make_folder(tmp_path)
+    make_image_model(tmp_path)
     (tmp_path / "preprocessor_config.json").unlink()
     with caplog.at_level(logging.ERROR):
         asyncio.run(ImagePreparer(str(tmp_path), MAX_PIXELS).start())
     assert f"images can't be prepared, and requests with any are refused: {tmp_path} has neither preprocessor_config" in caplog.text
     with pytest.raises(Refused, match="the server can't prepare images: its log says why"):
-        prepared(tmp_path, encoded(picture(60, 60)))
+        prepared(tmp_path, encoded(noise_image(60, 60)))

@@ -406,18 +406,18 @@ def test_malformed_call_stays_text(parser: str, text: str) -> None:
     assert parts_of(list(text), None, parser, schemas=SCHEMAS) == [Text(text)]
 
 
-def random_deltas(text: str, luck: random.Random) -> list[str]:
+def random_deltas(text: str, rng: random.Random) -> list[str]:
     """Splits a text at random places, as tokens do; some deltas are empty."""
-    places = sorted(luck.randrange(len(text) + 1) for _ in range(luck.randrange(1, 2 + len(text) // luck.choice([1, 4, 20]))))
+    places = sorted(rng.randrange(len(text) + 1) for _ in range(rng.randrange(1, 2 + len(text) // rng.choice([1, 4, 20]))))
     return [text[start:stop] for start, stop in zip([0, *places], [*places, len(text)], strict=True)]
 
 
 @pytest.mark.parametrize(("parser", "text", "expected"), CASES)
 def test_parts_do_not_depend_on_how_text_is_split_into_deltas(parser: str, text: str, expected: list[Part]) -> None:
-    luck = random.Random(text)
+    rng = random.Random(text)
     assert parts_of(list(text), None, parser, schemas=SCHEMAS) == expected
     for _ in range(60):
-        assert parts_of(random_deltas(text, luck), None, parser, schemas=SCHEMAS) == expected
+        assert parts_of(random_deltas(text, rng), None, parser, schemas=SCHEMAS) == expected
     for length in range(0, len(text), 3):  # a truncated answer
         short = text[:length]
         assert parts_of(list(short), None, parser, schemas=SCHEMAS) == parts_of([short], None, parser, schemas=SCHEMAS)
@@ -454,17 +454,17 @@ WORDS = [
 @pytest.mark.parametrize("parser", TOOL_PARSERS)
 def test_random_texts_give_equal_parts_for_any_split_and_lose_no_text(parser: str) -> None:
     """Malformed text included. No character outside a call is lost but for white space next to one."""
-    luck = random.Random(parser)
+    rng = random.Random(parser)
     parser_markers = [*markers(None, parser), *(marker[: len(marker) // 2] for marker in markers(None, parser))]
     kind = {"deepseek_v31": "deepseek_v3", "mistral_args": "mistral"}.get(parser, parser)
     examples = [case[1] for case in CASES if case[0] == kind]
     texts_with_calls = 0
     for _ in range(500):
-        text = luck.choice(examples)[: luck.randrange(400)] if luck.random() < 0.4 else ""
-        text += "".join(luck.choice(parser_markers if luck.random() < 0.3 else WORDS) for _ in range(luck.randrange(1, 25)))
-        schemas = SCHEMAS if luck.random() < 0.7 else None
+        text = rng.choice(examples)[: rng.randrange(400)] if rng.random() < 0.4 else ""
+        text += "".join(rng.choice(parser_markers if rng.random() < 0.3 else WORDS) for _ in range(rng.randrange(1, 25)))
+        schemas = SCHEMAS if rng.random() < 0.7 else None
         whole = parts_of([text], None, parser, schemas=schemas)
-        assert parts_of(random_deltas(text, luck), None, parser, schemas=schemas) == whole, text
+        assert parts_of(random_deltas(text, rng), None, parser, schemas=schemas) == whole, text
         assert parts_of(list(text), None, parser, schemas=schemas) == whole, text
         texts_with_calls += any(isinstance(part, Call) for part in whole)
         if not any(isinstance(part, Call | Reasoning) for part in whole) and parser != "harmony":
@@ -479,15 +479,15 @@ def test_random_texts_give_equal_parts_for_any_split_and_lose_no_text(parser: st
     assert texts_with_calls > 10
 
 
-def random_answer(parser: str, luck: random.Random) -> tuple[str, list[Part]]:
+def random_answer(parser: str, rng: random.Random) -> tuple[str, list[Part]]:
     """Random text around calls as models of this parser's family write them, and the expected parts."""
     text, count = "", 0
     parts: list[Part] = []
     examples = [(case[1], case[2]) for case in CASES if case[0] == parser and not isinstance(case[2][0], Text)]
-    for _ in range(luck.randrange(1, 4)):
-        words = " ".join(luck.choice(["So", "the", "answer", "is <b>", "{x}", "naïve 🦊"]) for _ in range(luck.randrange(1, 6)))
-        example, found = luck.choice([example for example in examples if not isinstance(example[1][-1], Text)])
-        text += luck.choice(["", "\n", "  "] if count else [""]) + words + luck.choice(["", "\n\n", " "]) + example
+    for _ in range(rng.randrange(1, 4)):
+        words = " ".join(rng.choice(["So", "the", "answer", "is <b>", "{x}", "naïve 🦊"]) for _ in range(rng.randrange(1, 6)))
+        example, found = rng.choice([example for example in examples if not isinstance(example[1][-1], Text)])
+        text += rng.choice(["", "\n", "  "] if count else [""]) + words + rng.choice(["", "\n\n", " "]) + example
         parts.append(Text(words))
         for part in found:
             assert isinstance(part, Call | Arguments)
@@ -498,10 +498,10 @@ def random_answer(parser: str, luck: random.Random) -> tuple[str, list[Part]]:
 
 @pytest.mark.parametrize("parser", ["hermes", "mistral", "deepseek_v3", "kimi_k2", "gemma4", "glm45", "qwen3_coder", "seed_oss"])
 def test_text_around_calls_is_kept_for_any_split(parser: str) -> None:
-    luck = random.Random(parser)
+    rng = random.Random(parser)
     for _ in range(200):
-        text, expected = random_answer(parser, luck)
-        assert parts_of(random_deltas(text, luck), None, parser, schemas=SCHEMAS) == expected, text
+        text, expected = random_answer(parser, rng)
+        assert parts_of(random_deltas(text, rng), None, parser, schemas=SCHEMAS) == expected, text
 
 
 @pytest.mark.parametrize("name", REASONING_FORMS)
@@ -604,8 +604,8 @@ ASSISTANT = "<|start|>user<|message|>Hi<|end|><|start|>assistant"
     ],
 )
 def test_harmony_message_that_begins_in_the_prompt_is_parsed(prompt: str, text: str, expected: list[Part]) -> None:
-    luck = random.Random(text)
-    for deltas in ([text], list(text), *(random_deltas(text, luck) for _ in range(20))):
+    rng = random.Random(text)
+    for deltas in ([text], list(text), *(random_deltas(text, rng) for _ in range(20))):
         assert parts_of(deltas, "harmony", "harmony", prompt=prompt, schemas=SCHEMAS) == expected
 
 
