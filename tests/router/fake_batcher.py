@@ -138,7 +138,7 @@ class FakeBatcher:
         shared = next(
             (
                 position
-                for position, tokens in enumerate(zip(*(own for own, _ in found), strict=False))
+                for position, tokens in enumerate(zip(*(tokens_of_one for tokens_of_one, _ in found), strict=False))
                 if len({t.id for t in tokens}) > 1
             ),
             longest - 1,
@@ -180,8 +180,8 @@ class FakeBatcher:
         parents = [last, min(count - 2, 1), *range(1, last)] if count > 1 else [0] * (last + 1)
         ids = [id, id if count > 1 else 2, *range(3, 2 + last)]
         beams = tuple(
-            Beam(parent, id, self.tokenizer.token_text(id), -0.5 * count - place)
-            for place, (parent, id) in enumerate(zip(parents, ids, strict=True))
+            Beam(parent, id, self.tokenizer.token_text(id), -0.5 * count - rank)
+            for rank, (parent, id) in enumerate(zip(parents, ids, strict=True))
         )
         return Grown(beams, (Beam(1, best[-1].id, best[-1].text, -0.25),) if count == len(best) else ())
 
@@ -234,7 +234,7 @@ class FakeMetrics:
 
     def samples(self, names: Sequence[str]) -> dict[str, float]:
         self.samplings += 1
-        return {name: float(place) for place, name in enumerate(names)}
+        return {name: float(index) for index, name in enumerate(names)}
 
 
 @dataclass

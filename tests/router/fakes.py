@@ -174,11 +174,11 @@ class FakeShards:
         if request.add:
             assert len(later) + len(self.info.adapters) < self.info.max_loras
             later.append(self.read.pop(request.add))
-        for place in reversed(range(len(later))):
-            if later[place].key == request.retire:
-                later[place].retired = True
-            if later[place].key == request.drop:
-                del later[place]
+        for index in reversed(range(len(later))):
+            if later[index].key == request.retire:
+                later[index].retired = True
+            if later[index].key == request.drop:
+                del later[index]
         self.read.pop(request.drop, None)
         return ""
 
@@ -204,8 +204,8 @@ class FakeShards:
         decoding = self._decoding() if request.decode_batches else []
         chunks = list(zip(request.chunk_uids, request.chunk_lengths, strict=True))
         new = [self._new_group(group) for group in request.groups]
-        for asked in new if self.groups_met > 1 or self.adopts else ():
-            self.model.expect(asked.uid, asked.continuations)
+        for expected_group in new if self.groups_met > 1 or self.adopts else ():
+            self.model.expect(expected_group.uid, expected_group.continuations)
         return self._reply(decoding, self.model.prefill(new, chunks, request.prompt_tokens, bool(request.decode_batches)))
 
     def _new_group(self, group: shard_pb2.Group) -> Asked:

@@ -125,16 +125,16 @@ def make_image_model(folder: Path, family: str = "qwen2_vl") -> Tokenizer:
     make_tokenizer(folder)
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     form = FORMS["mistral3" if family == "pixtral" else family]
-    words = form.around[0], form.word, form.around[1]
+    image_tokens = form.around[0], form.word, form.around[1]
     if form.tiles:
-        words_between = set(re.findall("<[^<>]+>", form.tiles.written("", 1, 2)))
-        tokenizer.add_special_tokens(sorted(word for word in words_between if not word.startswith("<row_")))
-    tokenizer.add_special_tokens([word for word in (*words, "[IMG_BREAK]", "[IMG_END]") if word])
+        text_between = set(re.findall("<[^<>]+>", form.tiles.written("", 1, 2)))
+        tokenizer.add_special_tokens(sorted(token for token in text_between if not token.startswith("<row_")))
+    tokenizer.add_special_tokens([token for token in (*image_tokens, "[IMG_BREAK]", "[IMG_END]") if token])
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = json.loads((folder / "tokenizer_config.json").read_text())
-    settings["chat_template"] = TEMPLATE.replace("IMAGE", form.written or "".join(words))
+    settings["chat_template"] = TEMPLATE.replace("IMAGE", form.written or "".join(image_tokens))
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    model: dict[str, Any] = {"model_type": family, "image_token_id": tokenizer.token_to_id(words[1])}
+    model: dict[str, Any] = {"model_type": family, "image_token_id": tokenizer.token_to_id(image_tokens[1])}
     if family in ("mistral3", "lighton_ocr"):
         model |= {"spatial_merge_size": 2, "vision_config": {"patch_size": 14}}
     if family.startswith("llava"):

@@ -367,16 +367,16 @@ def test_body_of_one_byte_chunks_is_read_quickly(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("failure", [Overloaded("all busy", 2.0), NotReady("not ready: loading"), Refused("no")])
-@pytest.mark.parametrize("counted", [False, True])
-def test_refused_request_is_counted_once_in_the_metrics(tokenizer: Tokenizer, failure: Failure, counted: bool) -> None:
+@pytest.mark.parametrize("already_counted", [False, True])
+def test_refused_request_is_counted_once_in_the_metrics(tokenizer: Tokenizer, failure: Failure, already_counted: bool) -> None:
     """By the API, unless whatever refused it has counted it already."""
 
     async def test(server: Server) -> None:
-        failure.counted = counted
+        failure.counted = already_counted
         server.batcher.refuses = failure
         for path, body in (("/generate", {"inputs": "Hi"}), ("/v1/completions", {"prompt": "Hi"})):
             assert (await server.post(path, body))[0] >= 400
-        assert len(server.metrics.failures) == 2 * (not counted)
+        assert len(server.metrics.failures) == 2 * (not already_counted)
 
     serve(tokenizer, test)
 

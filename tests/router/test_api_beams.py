@@ -32,17 +32,17 @@ def tgi_body(**parameters: Any) -> dict[str, Any]:
 
 async def events(server: Server, body: object) -> tuple[list[Any], list[Any]]:
     """Events of /generate_stream: those without a name, and those named `beams`."""
-    plain: list[Any] = []
+    unnamed: list[Any] = []
     named: list[Any] = []
     async with server.client.post("/generate_stream", json=body) as response:
         assert response.status == 200
         for block in (await response.read()).decode().split("\n\n")[:-1]:
             name, found, rest = block.rpartition("\n")
             assert name == ("event: beams" if found else "")
-            (named if found else plain).append(json.loads(rest.removeprefix("data: ")))
-    for event in [*plain, *named]:
+            (named if found else unnamed).append(json.loads(rest.removeprefix("data: ")))
+    for event in [*unnamed, *named]:
         check_schema("/generate_stream", 200, "text/event-stream", event, "properties", "data", "contentSchema")
-    return plain, named
+    return unnamed, named
 
 
 def choice_texts(events: list[Any], field: str) -> dict[int, str]:
@@ -111,21 +111,21 @@ def test_other_parameters_work_together_with_beams(tokenizer: Tokenizer) -> None
 
 def test_stream_has_the_best_beam_and_the_others_in_its_last_event(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
-        plain, named = await events(server, tgi_body(num_beams=4, num_return_sequences=3, details=True, return_full_text=True))
+        unnamed, named = await events(server, tgi_body(num_beams=4, num_return_sequences=3, details=True, return_full_text=True))
         assert not named
-        assert [event["index"] for event in plain] == list(range(1, 11))
-        assert "".join(event["token"]["text"] for event in plain) == "Hello you</s>"
-        assert [event["generated_text"] for event in plain] == [None] * 9 + ["hiHello you"]
-        details = plain[-1]["details"]
+        assert [event["index"] for event in unnamed] == list(range(1, 11))
+        assert "".join(event["token"]["text"] for event in unnamed) == "Hello you</s>"
+        assert [event["generated_text"] for event in unnamed] == [None] * 9 + ["hiHello you"]
+        details = unnamed[-1]["details"]
         assert (details["score"], details["input_length"], details["generated_tokens"]) == (-0.25, 3, 10)
         assert [one["generated_text"] for one in details["best_of_sequences"]] == ["hiHello you1", "hiHello you2"]
         assert [token["text"] for token in details["best_of_sequences"][0]["tokens"]] == [*"Hello you1", "</s>"]
         assert details["best_of_sequences"][1]["score"] == -0.75
         del details["best_of_sequences"]
-        plain, _ = await events(server, tgi_body(num_beams=4, details=True))
-        assert plain[-1]["details"] == details
-        plain, _ = await events(server, tgi_body(num_beams=4, num_return_sequences=2))
-        assert (plain[-1]["generated_text"], plain[-1]["details"]) == ("Hello you", None)
+        unnamed, _ = await events(server, tgi_body(num_beams=4, details=True))
+        assert unnamed[-1]["details"] == details
+        unnamed, _ = await events(server, tgi_body(num_beams=4, num_return_sequences=2))
+        assert (unnamed[-1]["generated_text"], unnamed[-1]["details"]) == ("Hello you", None)
 
     serve(tokenizer, test)
 
@@ -152,9 +152,9 @@ def test_search_that_finds_fewer_answers_than_requested_returns_those(tokenizer:
         request_body = tgi_body(num_beams=4, num_return_sequences=3, details=True)
         _, body, _ = await server.post("/generate", request_body)
         assert len(body["details"].get("best_of_sequences", [])) == found - 1
-        plain, _ = await events(server, request_body)
-        assert plain[-1]["generated_text"] == "Hello you"
-        assert len(plain[-1]["details"].get("best_of_sequences", [])) == found - 1
+        unnamed, _ = await events(server, request_body)
+        assert unnamed[-1]["generated_text"] == "Hello you"
+        assert len(unnamed[-1]["details"].get("best_of_sequences", [])) == found - 1
         body = {"prompt": ["hi", "ho"], "num_beams": 4, "n": 3, "max_tokens": 20}
         _, unstreamed, _ = await server.post("/v1/completions", body)
         indices = [prompt * 3 + index for prompt in range(2) for index in range(found)]
@@ -175,12 +175,12 @@ def test_search_that_finds_fewer_answers_than_requested_returns_those(tokenizer:
 
 def test_stream_beams_sends_live_and_complete_beams_at_each_step(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
-        plain, named = await events(server, tgi_body(num_beams=3, stream_beams=True))
+        unnamed, named = await events(server, tgi_body(num_beams=3, stream_beams=True))
         assert [event["step"] for event in named] == list(range(1, 11))
         assert named[0] == {
             "step": 1,
             "live": [
-                {"parent": 0, "id": plain[0]["token"]["id"], "text": "H", "score": -0.5},
+                {"parent": 0, "id": unnamed[0]["token"]["id"], "text": "H", "score": -0.5},
                 {"parent": 0, "id": 2, "text": "!", "score": -1.5},
                 {"parent": 0, "id": 3, "text": '"', "score": -2.5},
             ],
@@ -188,7 +188,7 @@ def test_stream_beams_sends_live_and_complete_beams_at_each_step(tokenizer: Toke
         }
         assert [[beam["parent"] for beam in event["live"]] for event in named[1:3]] == [[2, 0, 1], [2, 1, 1]]
         assert named[-1]["complete"] == [{"parent": 1, "id": 1, "text": "</s>", "score": -0.25}]
-        assert "".join(event["token"]["text"] for event in plain) == "Hello you</s>"
+        assert "".join(event["token"]["text"] for event in unnamed) == "Hello you</s>"
         assert server.batcher.requests[0].beams == Beams(width=3, watched=True)
 
     serve(tokenizer, test)

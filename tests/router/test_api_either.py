@@ -88,8 +88,8 @@ def test_vertex_returns_a_prediction_for_each_instance(tokenizer: Tokenizer) -> 
         status, body, response = await server.post("/vertex", {"instances": instances})
         assert (status, body) == (200, {"predictions": ["Hello you", "hoHell", "Hello"]})
         assert response.headers["x-generated-tokens"] == "19"
-        plain, truncated, chat = server.batcher.requests
-        assert plain.sampling.temperature == 1.0, "no parameters: sampled, as /generate"
+        default, truncated, chat = server.batcher.requests
+        assert default.sampling.temperature == 1.0, "no parameters: sampled, as /generate"
         assert truncated.max_new_tokens == 4
         assert (chat.max_new_tokens, chat.sampling.temperature, chat.sampling.top_p) == (5, 0.7, 0.9)
         assert len(chat.prompt) == 3

@@ -113,11 +113,11 @@ def test_completion_stream_reports_usage_at_the_end_or_in_every_chunk(tokenizer:
 def test_text_ends_before_the_stop_string(tokenizer: Tokenizer, path: str, body: dict[str, Any]) -> None:
     async def test(server: Server) -> None:
         for stop in ("o y", ["zz", "o y"]):
-            _, whole, _ = await server.post(path, {**body, "stop": stop})
+            _, unstreamed, _ = await server.post(path, {**body, "stop": stop})
             chunks = await server.events(path, {**body, "stop": stop, "stream": True})
             choices = [chunk["choices"][0] for chunk in chunks[:-1]]
             text = "".join(choice["text"] if "text" in choice else choice["delta"].get("content", "") for choice in choices)
-            choice = whole["choices"][0]
+            choice = unstreamed["choices"][0]
             assert text == (choice["text"] if "text" in choice else choice["message"]["content"]) == "Hell"
             assert choice["finish_reason"] == choices[-1]["finish_reason"] == "stop"
 
@@ -191,17 +191,17 @@ def test_return_token_ids_gives_all_generated_ids_and_the_prompts_ids_once(
         return tokenizer.decode(ids, skip_special_tokens=False).lstrip("0123")  # a later choice begins with its number
 
     async def test(server: Server) -> None:
-        _, plain, _ = await server.post(path, request_body | {"return_token_ids": False})
-        _, whole, _ = await server.post(path, request_body)
+        _, without_ids, _ = await server.post(path, request_body | {"return_token_ids": False})
+        _, with_ids, _ = await server.post(path, request_body)
         prompts = [list(request.prompt) for request in server.batcher.requests[-1 - several_prompts :]]
         choices_per_prompt = parameters.get("n", 1)
-        for choice, plain_choice in zip(whole["choices"], plain["choices"], strict=True):
+        for choice, plain_choice in zip(with_ids["choices"], without_ids["choices"], strict=True):
             assert decoded(choice.pop("token_ids")) == expected_text
             if several_prompts:
                 assert choice.pop("prompt_token_ids") == prompts[choice["index"] // choices_per_prompt]
             assert choice == plain_choice
-        assert whole.pop("prompt_token_ids", None) == (None if several_prompts else prompts[0])
-        assert whole["usage"] == plain["usage"]
+        assert with_ids.pop("prompt_token_ids", None) == (None if several_prompts else prompts[0])
+        assert with_ids["usage"] == without_ids["usage"]
         *chunks, _ = await server.events(path, request_body | {"stream": True, "stream_options": {"include_usage": True}})
         ids_by_index: dict[int, list[int]] = {}
         prompts_sent = [chunk["prompt_token_ids"] for chunk in chunks if "prompt_token_ids" in chunk]
@@ -303,8 +303,8 @@ def test_final_assistant_message_is_continued_unless_a_generation_prompt_is_adde
         assert new_turn == "[user]hi[assistant]Well[assistant]"
         without_content = [*CHAT["messages"], {"role": "assistant", "content": None, "tool_calls": []}]  # type: ignore[misc]
         assert (await server.post(CHAT_PATH, {"messages": without_content}))[0] == 200
-        both = {"messages": messages, "continue_final_message": True, "add_generation_prompt": True}
-        assert (await server.post(CHAT_PATH, both))[0] == 400
+        contradiction = {"messages": messages, "continue_final_message": True, "add_generation_prompt": True}
+        assert (await server.post(CHAT_PATH, contradiction))[0] == 400
 
     serve(tokenizer, test)
 

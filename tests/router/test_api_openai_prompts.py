@@ -24,17 +24,17 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def choice_from_chunks(chunks: list[Any]) -> dict[str, Any]:
     """The only choice of a stream, put together."""
     assert chunks[-1] == "[DONE]"
-    whole: dict[str, Any] = {"text": "", "logprobs": None}
+    joined: dict[str, Any] = {"text": "", "logprobs": None}
     for chunk in chunks[:-1]:
         for choice in chunk["choices"]:
-            whole["text"] += choice["text"]
-            whole["finish_reason"] = choice["finish_reason"]
+            joined["text"] += choice["text"]
+            joined["finish_reason"] = choice["finish_reason"]
             if choice["logprobs"] is not None:
-                parts = whole["logprobs"] or {name: [] for name in choice["logprobs"]}
-                whole["logprobs"] = {
+                parts = joined["logprobs"] or {name: [] for name in choice["logprobs"]}
+                joined["logprobs"] = {
                     name: None if values is None else parts[name] + values for name, values in choice["logprobs"].items()
                 }
-    return whole
+    return joined
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -68,7 +68,7 @@ def test_echo_returns_text_and_logprobs_of_prompt_then_answer(
         assert all(top["!"] == -2.5 for top in found["top_logprobs"][1 : len(ids)])
         offsets = [0, 1, 2, 2]  # the last character has two byte tokens; its text is the second's
         offsets = offsets if as_tokens else [0, *offsets]
-        assert found["text_offset"] == offsets + [3 + place for place in range(count)]
+        assert found["text_offset"] == offsets + [3 + position for position in range(count)]
 
     serve(tokenizer, test)
 
@@ -164,11 +164,11 @@ def test_max_tokens_0_without_echo_is_a_400(tokenizer: Tokenizer) -> None:
 
 def test_prompt_logprobs_have_vllms_format_and_are_refused_in_streams(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
-        own, last = tokenizer.encode("h")[1], tokenizer.encode("u")[1]
+        prompt_id, last_chat_id = tokenizer.encode("h")[1], tokenizer.encode("u")[1]
         expected = [
             None,
             {
-                str(own): {"logprob": -1.0, "rank": None, "decoded_token": "h"},
+                str(prompt_id): {"logprob": -1.0, "rank": None, "decoded_token": "h"},
                 "2": {"logprob": -2.5, "rank": 1, "decoded_token": "!"},
                 "3": {"logprob": -3.5, "rank": 2, "decoded_token": '"'},
             },
@@ -179,10 +179,10 @@ def test_prompt_logprobs_have_vllms_format_and_are_refused_in_streams(tokenizer:
         assert [choice["prompt_logprobs"] for choice in body["choices"]] == [expected] * 4
         assert body["usage"]["completion_tokens"] == 0
         _, body, _ = await server.post(CHAT_PATH, {**CHAT, "prompt_logprobs": 0, "max_tokens": 1})
-        assert body["prompt_logprobs"][1] == {str(last): {"logprob": -1.0, "rank": None, "decoded_token": "u"}}
+        assert body["prompt_logprobs"][1] == {str(last_chat_id): {"logprob": -1.0, "rank": None, "decoded_token": "u"}}
         assert len(body["prompt_logprobs"]) == body["usage"]["prompt_tokens"]
-        for path, asked in ((PATH, {"prompt": "h"}), (CHAT_PATH, CHAT)):
-            status, body, _ = await server.post(path, {**asked, "prompt_logprobs": 2, "stream": True})
+        for path, request_body in ((PATH, {"prompt": "h"}), (CHAT_PATH, CHAT)):
+            status, body, _ = await server.post(path, {**request_body, "prompt_logprobs": 2, "stream": True})
             message = "`prompt_logprobs` is not supported when streaming tokens"
             assert (status, body["error"]["message"]) == (400, message)
 
@@ -272,8 +272,8 @@ def test_usage_reports_cached_tokens(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         _, body, _ = await server.post(PATH, {"prompt": ["hi", "you"]})
         assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
-        asked = {**CHAT, "stream": True, "stream_options": {"include_usage": True}}
-        *_, last, _ = await server.events(CHAT_PATH, asked)
+        request_body = {**CHAT, "stream": True, "stream_options": {"include_usage": True}}
+        *_, last, _ = await server.events(CHAT_PATH, request_body)
         assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
 
     serve(tokenizer, test, cached=2)

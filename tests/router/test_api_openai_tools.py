@@ -330,11 +330,11 @@ def test_response_formats_and_guided_parameters_become_grammars(
     serve(tokenizer, test)
 
 
-@pytest.mark.parametrize("more", [{}, {"tools": [F]}])
-def test_reasoning_before_structured_output_is_separated(tokenizer: Tokenizer, more: dict[str, Any]) -> None:
+@pytest.mark.parametrize("tools_fields", [{}, {"tools": [F]}])
+def test_reasoning_before_structured_output_is_separated(tokenizer: Tokenizer, tools_fields: dict[str, Any]) -> None:
     async def test(server: Server) -> None:
         for given in ({"response_format": {"type": "json_object"}}, {"guided_choice": ["{}", '{"a": "<think>"}']}):
-            message, _ = await post_and_stream(server, **given, **more)
+            message, _ = await post_and_stream(server, **given, **tools_fields)
             assert message == {"role": "assistant", "content": '{"a": "<think>"}', "reasoning_content": "Hm?"}
 
     serve(tokenizer, test, says='<think>Hm?</think>\n\n{"a": "<think>"}</s>')
@@ -355,9 +355,9 @@ def token_marked_tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pyt
     """Reasoning begins and ends with single tokens; with the second template the prompt begins it."""
     folder = tmp_path_factory.mktemp("thinker")
     make_tokenizer(folder, request.param)
-    whole = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    whole.add_tokens(["<think>", "</think>"])
-    whole.save(str(folder / "tokenizer.json"))
+    with_tokens = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    with_tokens.add_tokens(["<think>", "</think>"])
+    with_tokens.save(str(folder / "tokenizer.json"))
     return Tokenizer(folder)
 
 

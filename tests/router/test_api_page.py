@@ -131,13 +131,13 @@ def test_stats_map_metrics_to_fields_and_pages_add_up(tokenizer: Tokenizer) -> N
         assert (status, response.headers["Content-Type"]) == (200, "application/json")
         assert response.headers["Cache-Control"] == "no-store"
         stats = json.loads(body)
-        place = {name: index for index, name in enumerate(page.SAMPLES)}
+        sample_index = {name: index for index, name in enumerate(page.SAMPLES)}
         assert stats["model"] == "some/model"
-        assert stats["requests"] == {name: place[f"penstock_{name}"] for name in ("running", "waiting", "paused")}
-        assert stats["counted"]["generated_tokens"] == place["penstock_generated_tokens_total"]
-        assert stats["counted"]["step_seconds"] == place["penstock_step_seconds_sum"]
+        assert stats["requests"] == {name: sample_index[f"penstock_{name}"] for name in ("running", "waiting", "paused")}
+        assert stats["counted"]["generated_tokens"] == sample_index["penstock_generated_tokens_total"]
+        assert stats["counted"]["step_seconds"] == sample_index["penstock_step_seconds_sum"]
         pages = stats["pages"]
-        assert pages["held"] + pages["cached"] + pages["free"] == pages["total"] == place["penstock_pages_total"]
+        assert pages["held"] + pages["cached"] + pages["free"] == pages["total"] == sample_index["penstock_pages_total"]
         assert stats["limits"] == {
             "max_input_tokens": 100,
             "max_total_tokens": 128,
@@ -177,8 +177,8 @@ def test_watchers_share_one_snapshot_per_second_and_none_is_taken_without_watche
 
     async def test(server: Server) -> None:
         assert server.metrics.samplings == 0
-        watched = await asyncio.gather(*(watch(server, 2.2) for _ in range(5)))
-        assert all(3 <= len(found) <= 5 for found in watched)
+        snapshots = await asyncio.gather(*(watch(server, 2.2) for _ in range(5)))
+        assert all(3 <= len(found) <= 5 for found in snapshots)
         assert server.metrics.samplings <= 5
         samplings = server.metrics.samplings
         await asyncio.sleep(1.5)
@@ -195,11 +195,11 @@ def test_open_statistics_stream_does_not_delay_shutdown(tokenizer: Tokenizer) ->
         async with asyncio.timeout(20), aiohttp.ClientSession() as session:
             async with serving(tokenizer, config, FakeBatcher(tokenizer)) as server:
                 _, _, response = await server.get("/stats")
-                watched = await session.get(response.url, headers=EVENTS)
-                await watched.content.readline()
+                stream = await session.get(response.url, headers=EVENTS)
+                await stream.content.readline()
                 start = monotonic()
             seconds = monotonic() - start
-            watched.close()
+            stream.close()
             return seconds
 
     assert asyncio.run(least(0.8, run)) < 0.8

@@ -113,10 +113,10 @@ def test_streamed_and_unstreamed_responses_have_equal_text_tokens_and_finish_rea
     async def test(server: Server) -> None:
         body = with_parameters(details=True, **parameters)
         events = await server.events("/generate_stream", body)
-        _, whole, _ = await server.post("/generate", body)
-        assert events[-1]["generated_text"] == whole["generated_text"] == text
-        assert events[-1]["details"]["finish_reason"] == whole["details"]["finish_reason"] == reason
-        assert [event["token"] for event in events] == whole["details"]["tokens"]
+        _, unstreamed, _ = await server.post("/generate", body)
+        assert events[-1]["generated_text"] == unstreamed["generated_text"] == text
+        assert events[-1]["details"]["finish_reason"] == unstreamed["details"]["finish_reason"] == reason
+        assert [event["token"] for event in events] == unstreamed["details"]["tokens"]
 
     serve(tokenizer, test)
 

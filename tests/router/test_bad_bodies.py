@@ -108,16 +108,16 @@ def test_invalid_body_is_a_quick_4xx_that_names_the_field(tokenizer: Tokenizer, 
             start = time.monotonic()
             status, body, _ = await server.post(path, data)
             seconds = time.monotonic() - start
-            shown = (data[:80], status, body)
-            assert 400 <= status < 500, shown
+            details = (data[:80], status, body)
+            assert 400 <= status < 500, details
             error = body["error"]
             assert error["type"] == "invalid_request_error"
-            assert not field or field in error["message"], shown
-            assert not field or field in (error["param"] or field), shown
-            assert seconds < 1, (shown, seconds)
-            assert "0x" not in error["message"], shown
-            assert "Traceback" not in error["message"], shown
-            assert server.batcher.requests == [], shown
+            assert not field or field in error["message"], details
+            assert not field or field in (error["param"] or field), details
+            assert seconds < 1, (details, seconds)
+            assert "0x" not in error["message"], details
+            assert "Traceback" not in error["message"], details
+            assert server.batcher.requests == [], details
             assert (await server.post(path, VALID[path]))[0] == 200
             server.batcher.requests.clear()
 
@@ -224,8 +224,8 @@ def test_unusual_value_of_any_field_never_causes_a_500(tokenizer: Tokenizer, pat
     async def test(server: Server) -> None:
         for name in sorted({*body.__struct_fields__} - {"stream", "ignore_eos"}):
             for value in UNUSUAL_VALUES:
-                for more in ({}, {"tools": [FUNCTION]}) if name in BESIDE_TOOLS else ({},):
-                    status, answer, _ = await server.post(path, {**VALID[path], **more, name: value})
+                for tools_fields in ({}, {"tools": [FUNCTION]}) if name in BESIDE_TOOLS else ({},):
+                    status, answer, _ = await server.post(path, {**VALID[path], **tools_fields, name: value})
                     assert status < 500, (name, value, answer)
                     assert (status < 400) == ("error" not in answer or answer["error"] is None), (name, value, answer)
 

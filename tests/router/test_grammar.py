@@ -252,11 +252,11 @@ def test_time_limit_refuses_a_request_and_caches_the_result_that_comes_later(mon
     """On a busy machine a check that is late says nothing about the grammar."""
     monkeypatch.setattr(module, "MOST_SECONDS", 0.05)
 
-    async def slowly(job: int) -> bytes:
+    async def answer_slowly(job: int) -> bytes:
         await asyncio.sleep(0.3)
         return ANSWER
 
-    replace_workers(monkeypatch, slowly)
+    replace_workers(monkeypatch, answer_slowly)
 
     async def test(grammars: Grammars) -> None:
         with pytest.raises(Refused, match="to compile; make it simpler"):
@@ -307,12 +307,12 @@ def test_grammar_that_kills_its_worker_is_refused_and_retried_after_a_while(monk
 
     monkeypatch.setattr(asyncio.BaseEventLoop, "call_later", call_later)
 
-    async def fails(job: int) -> bytes:
+    async def die_once(job: int) -> bytes:
         if job < 1:
             raise Died
         return ANSWER
 
-    replace_workers(monkeypatch, fails)
+    replace_workers(monkeypatch, die_once)
 
     async def test(grammars: Grammars) -> None:
         for _ in range(2):
@@ -418,16 +418,16 @@ def test_exclusive_and_extreme_bounds_of_numbers_are_enforced(
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize(("least", "most"), [("minimum", "maximum"), ("exclusiveMinimum", "exclusiveMaximum")])
+@pytest.mark.parametrize(("lower_keyword", "upper_keyword"), [("minimum", "maximum"), ("exclusiveMinimum", "exclusiveMaximum")])
 def test_integer_bounds_beyond_53_bits_allow_nothing_outside(
-    checked: Callable[[Grammar], str], least: str, most: str, sign: int
+    checked: Callable[[Grammar], str], lower_keyword: str, upper_keyword: str, sign: int
 ) -> None:
     """llguidance holds them as floats, which lie inside or outside of such a bound, but not on it."""
     for low, high in ((2**53, 2**54), (2**60 + 1, 2**61 + 300), (2**60 + 200, 2**62), (2**53 + 1, 2**53 + 7), (2**62, 2**63 - 1)):
         first, last = sorted((sign * low, sign * high))
-        grammar = json_schema({"type": "integer", least: first, most: last})
+        grammar = json_schema({"type": "integer", lower_keyword: first, upper_keyword: last})
         assert checked(grammar) == ""
-        exclusive = least != "minimum"
+        exclusive = lower_keyword != "minimum"
         around = [
             number
             for bound in (first, last)
@@ -560,7 +560,7 @@ def test_additional_properties_are_forbidden_by_default(checked: Callable[[Gramm
 
 
 @pytest.mark.parametrize(
-    "more",
+    "keywords",
     [
         {"additionalProperties": True},
         {"additionalProperties": {"type": "integer"}},
@@ -572,10 +572,10 @@ def test_additional_properties_are_forbidden_by_default(checked: Callable[[Gramm
         {"$ref": "#/$defs/other", "$defs": {"other": {"properties": {"z": {}}}}},
     ],
 )
-def test_object_that_needs_or_allows_other_properties_stays_open(more: dict[str, Any]) -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, **more}
+def test_object_that_needs_or_allows_other_properties_stays_open(keywords: dict[str, Any]) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, **keywords}
     found = json.loads(json_schema(schema).source)
-    assert found.get("additionalProperties", "nothing") == more.get("additionalProperties", "nothing")
+    assert found.get("additionalProperties", "nothing") == keywords.get("additionalProperties", "nothing")
     assert "False" not in str(found.get("allOf", found.get("anyOf", found.get("$defs"))))
 
 

@@ -62,10 +62,10 @@ EXCESSIVE = [
 
 
 @pytest.mark.parametrize(
-    "place", range(len(EXCESSIVE)), ids=[f"{path} {name} {place}" for place, (name, (path, _)) in enumerate(EXCESSIVE)]
+    "index", range(len(EXCESSIVE)), ids=[f"{path} {name} {index}" for index, (name, (path, _)) in enumerate(EXCESSIVE)]
 )
-def test_excessive_parameter_is_refused_quickly_and_by_name(tokenizer: Tokenizer, place: int) -> None:
-    name, (path, body) = EXCESSIVE[place]
+def test_excessive_parameter_is_refused_quickly_and_by_name(tokenizer: Tokenizer, index: int) -> None:
+    name, (path, body) = EXCESSIVE[index]
 
     async def test(server: Server) -> None:
         start = time.process_time()  # of test and server, however busy the machine is

@@ -109,9 +109,11 @@ def test_request_has_image_tokens_and_pixels_in_the_order_of_placeholders(tmp_pa
     first, second, third = request.images
     assert first.columns == 17 or family != "llava_onevision"  # with several images, each is one tile
     length = FORMS["mistral3" if family == "pixtral" else family].length(first.rows, first.columns)
-    own = [request.prompt[one.start : one.start + length] for one in request.images]
-    assert own[0] == own[2] != own[1]
-    rest = [id for place, id in enumerate(request.prompt) if not any(0 <= place - one.start < length for one in request.images)]
+    image_ids = [request.prompt[one.start : one.start + length] for one in request.images]
+    assert image_ids[0] == image_ids[2] != image_ids[1]
+    rest = [
+        id for position, id in enumerate(request.prompt) if not any(0 <= position - one.start < length for one in request.images)
+    ]
     word = REPLACED_PLACEHOLDERS.get(family, word)
     assert rest == [id for id in tokenizer.encode(f"a{word}b{word}{word}") if id != validator.pictures._place]
     assert first.pixels == third.pixels != second.pixels
@@ -130,15 +132,15 @@ def test_idefics_3_tiles_have_transformers_text_between_them(tmp_path: Path, fam
     validator = Validator(RouterConfig(folder=str(tmp_path), model="m", max_images=2), tokenizer)
     small = encoded(noise_image(60, 60))
     request = asyncio.run(validator.request("a<image>b<image>", Parameters(images=[OTHER_IMAGE, small]), LIMITS))
-    wide, whole = (
+    wide, square = (
         get_image_prompt_string(rows, columns, 16, "<fake_token_around_image>", "<image>", "<global-img>")
         for rows, columns in ((2, 4), (4, 4))
     )
-    place = tokenizer.added_id("<image>")
-    expected = tokenizer.encode(f"a{wide}b{whole}")
-    assert [id if id < 300 else place for id in request.prompt] == expected
+    image_id = tokenizer.added_id("<image>")
+    expected = tokenizer.encode(f"a{wide}b{square}")
+    assert [id if id < 300 else image_id for id in request.prompt] == expected
     assert [(one.rows, one.columns, one.shape) for one in request.images] == [(4, 4, (1, 3, 64, 64))] * (9 + 17)
-    starts = [at for at, id in enumerate(expected) if id == place][::16]
+    starts = [at for at, id in enumerate(expected) if id == image_id][::16]
     assert [one.start for one in request.images] == starts
     assert len({request.prompt[start : start + 16] for start in starts}) == 9 + 17
     assert validator.pictures is not None
@@ -153,10 +155,10 @@ def test_llama_4_tiles_have_transformers_text_between_them(tmp_path: Path) -> No
     validator = Validator(RouterConfig(folder=str(tmp_path), model="m", max_images=2), tokenizer)
     small = encoded(noise_image(60, 60))
     request = asyncio.run(validator.request("a<|image|>b<|image|>", Parameters(images=[OTHER_IMAGE, small]), LIMITS))
-    wide, whole = (Llama4Processor._prompt_split_image(None, tiles, 16) for tiles in ((1, 2), (1, 1)))
-    place = tokenizer.added_id("<|patch|>")
-    expected = tokenizer.encode(f"a{wide}b{whole}")
-    assert [id if id < 300 else place for id in request.prompt] == expected
+    wide, square = (Llama4Processor._prompt_split_image(None, tiles, 16) for tiles in ((1, 2), (1, 1)))
+    image_id = tokenizer.added_id("<|patch|>")
+    expected = tokenizer.encode(f"a{wide}b{square}")
+    assert [id if id < 300 else image_id for id in request.prompt] == expected
     assert [(one.rows, one.columns, one.shape) for one in request.images] == [(4, 4, (1, 3, 64, 64))] * 4
     with pytest.raises(Refused, match="2 places for images"):
         asyncio.run(validator.request("a<|image|><|patch|>", Parameters(images=[OTHER_IMAGE]), LIMITS))
@@ -170,11 +172,11 @@ def test_step_3_tiles_have_transformers_text_between_them(tmp_path: Path) -> Non
     validator = Validator(RouterConfig(folder=str(tmp_path), model="m", max_images=2, max_image_pixels=1 << 21), tokenizer)
     large, small = (encoded(noise_image(*size)) for size in ((1000, 700), (60, 60)))
     request = asyncio.run(validator.request("a<im_patch>b<im_patch>", Parameters(images=[large, small]), LIMITS))
-    own = SimpleNamespace(patch_feature_placeholder="<im_patch>" * 81, image_feature_placeholder="<im_patch>" * 169)
+    stub = SimpleNamespace(patch_feature_placeholder="<im_patch>" * 81, image_feature_placeholder="<im_patch>" * 169)
     masks = {"num_local_patches": [4, 0], "patch_newline_masks": [[False, True, False, False], [False] * 4]}
-    texts = [Step3p7Processor.replace_image_token(own, masks, number) for number in range(2)]
-    place = tokenizer.added_id("<im_patch>")
-    assert [id if id < 300 else place for id in request.prompt] == tokenizer.encode(f"a{texts[0]}b{texts[1]}")
+    texts = [Step3p7Processor.replace_image_token(stub, masks, number) for number in range(2)]
+    image_id = tokenizer.added_id("<im_patch>")
+    assert [id if id < 300 else image_id for id in request.prompt] == tokenizer.encode(f"a{texts[0]}b{texts[1]}")
     assert [(one.rows, one.columns) for one in request.images] == [(9, 9)] * 4 + [(13, 13)] * 2
 
 
@@ -196,12 +198,12 @@ def test_idefics_2_quarters_share_the_token_between_them(tmp_path: Path) -> None
     request = asyncio.run(
         validator.request("a<image><image>b<image>", Parameters(images=[OTHER_IMAGE, IMAGE, OTHER_IMAGE]), LIMITS)
     )
-    around, place = "<fake_token_around_image>", tokenizer.added_id("<image>")
+    around, image_id = "<fake_token_around_image>", tokenizer.added_id("<image>")
     text = "a<image><image>b<image>".replace("<image>", f"{around}{'<image>' * 6}{around}" * 5).replace(around * 2, around)
-    assert [id if id < 300 else place for id in request.prompt] == tokenizer.encode(text)
+    assert [id if id < 300 else image_id for id in request.prompt] == tokenizer.encode(text)
     assert len(request.images) == 15
-    own = [request.prompt[one.start : one.start + 6] for one in request.images]
-    assert own[:5] == own[10:] != own[5:10]
+    image_ids = [request.prompt[one.start : one.start + 6] for one in request.images]
+    assert image_ids[:5] == image_ids[10:] != image_ids[5:10]
 
 
 def test_image_token_id_that_is_not_the_placeholders_is_refused_at_startup(tmp_path: Path) -> None:

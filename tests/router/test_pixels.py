@@ -57,7 +57,7 @@ def transformers_processor(folder: Path) -> Any:
 def normalized(found: Pixels, processor: Any) -> numpy.ndarray[Any, Any]:
     """Pixels normalized as the shards do it."""
     values = numpy.frombuffer(found.pixels, numpy.uint8).reshape(found.shape).astype(numpy.float64) / 255
-    each = [-1 if length == 3 and place == 1 else 1 for place, length in enumerate(found.shape)]
+    each = [-1 if length == 3 and axis == 1 else 1 for axis, length in enumerate(found.shape)]
     mean, deviation = (numpy.reshape(numbers, each) for numbers in (processor.image_mean, processor.image_std))
     normal: numpy.ndarray[Any, Any] = (values - mean) / deviation
     return normal
@@ -180,8 +180,8 @@ def test_lighton_ocr_images_equal_transformers_and_have_a_token_per_28_pixels(tm
     [small] = prepared(tmp_path, encoded(images[1]), max_pixels=10_000)
     assert 7_000 < len(small.pixels) // 3 <= 10_000
     if unit == 14:
-        for size, what in (((1000, 9), "thin"), ((9, 14), "small")):
-            with pytest.raises(Refused, match=f"is too {what}: a token is of 28 x 28 pixels"):
+        for size, fault in (((1000, 9), "thin"), ((9, 14), "small")):
+            with pytest.raises(Refused, match=f"is too {fault}: a token is of 28 x 28 pixels"):
                 prepared(tmp_path, encoded(noise_image(*size)))
 
 
@@ -286,9 +286,9 @@ def test_deepseek_ocr_2_views_equal_transformers(tmp_path: Path, max_pixels: int
         assert [(one.rows, one.columns) for one in found.parts] == [(1, 144)] * count + [(1, 257)]
         assert count <= tiles
         assert found.grid == (min(count, 1), count)
-        own = [normalized(one, processor)[0] for one in found.parts]
-        numpy.testing.assert_allclose(own.pop(), expected["pixel_values"][0], atol=1e-6)
-        numpy.testing.assert_allclose(own, [*expected.get("pixel_values_local", ())], atol=1e-6)
+        views = [normalized(one, processor)[0] for one in found.parts]
+        numpy.testing.assert_allclose(views.pop(), expected["pixel_values"][0], atol=1e-6)
+        numpy.testing.assert_allclose(views, [*expected.get("pixel_values_local", ())], atol=1e-6)
     with pytest.raises(ValueError, match="--max-image-pixels must be at least 1048576 for this model"):
         resizing(images[0], 1024**2 - 1)
 
@@ -346,7 +346,7 @@ def test_llama_4_tiles_and_padding(
 
 
 @pytest.mark.parametrize(
-    ("size", "whole", "crop", "window", "tiles"),
+    ("size", "global_size", "crop", "window", "tiles"),
     [
         ((30, 50), (30, 50), (30, 60), 30, (2, 1)),
         ((1000, 700), (1000, 700), (1008, 1008), 504, (2, 2)),
@@ -364,7 +364,7 @@ def test_llama_4_tiles_and_padding(
 def test_step_3_tiles_and_resized_sizes(
     tmp_path: Path,
     size: tuple[int, int],
-    whole: tuple[int, int],
+    global_size: tuple[int, int],
     crop: tuple[int, int],
     window: int,
     tiles: tuple[int, int],
@@ -382,12 +382,12 @@ def test_step_3_tiles_and_resized_sizes(
         filled.paste(image)
         image = filled
     values = [numpy.frombuffer(one.pixels, numpy.uint8).reshape(one.shape)[0] for one in found.parts]
-    numpy.testing.assert_array_equal(values.pop(), _resized(image.resize(whole, Image.Resampling.BILINEAR), (728, 728)))
+    numpy.testing.assert_array_equal(values.pop(), _resized(image.resize(global_size, Image.Resampling.BILINEAR), (728, 728)))
     cropped = image.resize(crop, Image.Resampling.BILINEAR)
-    for number, own in enumerate(values):
+    for number, tile in enumerate(values):
         left, top = (number % tiles[1]) * window, (number // tiles[1]) * window
         box = left, top, min(left + window, crop[0]), min(top + window, crop[1])
-        numpy.testing.assert_array_equal(own, _resized(cropped.crop(box), (504, 504)))
+        numpy.testing.assert_array_equal(tile, _resized(cropped.crop(box), (504, 504)))
 
 
 @pytest.mark.parametrize(("family", "size"), [("deepseek_ocr2", (1, 3000)), ("step3p7", (9000, 31))])
@@ -558,8 +558,8 @@ def test_longest_side_is_the_largest_within_the_pixel_limit() -> None:
         for max_pixels in (1 << 20, 100_000, 30_000):
             longest = longest_side(1540, 28, size, max_pixels)
             assert rounded(longest, 28, size) <= max_pixels
-            further = range(longest + 1, min(1540, max(size)) + 1)
-            assert all(rounded(more, 28, size) > max_pixels for more in further)
+            longer = range(longest + 1, min(1540, max(size)) + 1)
+            assert all(rounded(length, 28, size) > max_pixels for length in longer)
 
 
 @pytest.mark.usefixtures("own_processes")
@@ -569,8 +569,8 @@ def test_processor_config_of_transformers_5_is_read(tmp_path: Path) -> None:
     [expected] = prepared(tmp_path, encoded(noise_image(99, 120)))
     (tmp_path / "preprocessor_config.json").unlink()
     (tmp_path / "config.json").write_text('{"model_type": "mistral3"}')
-    whole = {"processor_class": "PixtralProcessor", "patch_size": 14, "spatial_merge_size": 2}
-    (tmp_path / "processor_config.json").write_text(json.dumps(whole | {"image_processor": PROCESSORS["mistral3"]}))
+    settings = {"processor_class": "PixtralProcessor", "patch_size": 14, "spatial_merge_size": 2}
+    (tmp_path / "processor_config.json").write_text(json.dumps(settings | {"image_processor": PROCESSORS["mistral3"]}))
     assert prepared(tmp_path, encoded(noise_image(99, 120))) == [expected]
 
 

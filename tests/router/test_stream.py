@@ -333,7 +333,7 @@ def test_first_failure_closes_all_streams_of_a_request() -> None:
             await asyncio.sleep(0)
             closed.append(index)
 
-    async def fails() -> AsyncGenerator[list[Item], None]:
+    async def failing() -> AsyncGenerator[list[Item], None]:
         yield []
         await asyncio.sleep(0)
         raise Broken("lost")
@@ -344,7 +344,7 @@ def test_first_failure_closes_all_streams_of_a_request() -> None:
     async def run() -> None:
         async with asyncio.timeout(10):
             with pytest.raises(Broken, match="lost"):
-                await stream.read_all([endless(0), fails(), endless(2)], take)
+                await stream.read_all([endless(0), failing(), endless(2)], take)
         assert sorted(closed) == [0, 2]
         assert len(asyncio.all_tasks()) == 1
 
@@ -427,8 +427,8 @@ def test_cancelled_handler_cancels_its_write() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_blocked_event_loop_does_not_count_as_a_slow_client(whole: bool) -> None:
+@pytest.mark.parametrize("is_unstreamed", [True, False])
+def test_blocked_event_loop_does_not_count_as_a_slow_client(is_unstreamed: bool) -> None:
     """What blocked the router may have blocked the client too. Eight checks of unread bytes are needed, however late they are."""
     checks, aborted = 0, asyncio.Event()
 
@@ -440,7 +440,7 @@ def test_blocked_event_loop_does_not_count_as_a_slow_client(whole: bool) -> None
     async def run() -> None:
         timeout, loop = stream.SlowClientTimeout(0.4), asyncio.get_running_loop()
         http: Any = SimpleNamespace(transport=SimpleNamespace(get_write_buffer_size=size, abort=aborted.set))
-        if whole:
+        if is_unstreamed:
             writing = asyncio.create_task(timeout.until(loop.create_future(), http))
         else:
             http.app, http.protocol = {stream.PATIENT: timeout, stream.OUTBOX: None}, SimpleNamespace(writing_paused=True)

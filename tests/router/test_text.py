@@ -110,9 +110,9 @@ def streamed(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int], **
 def decoded_after(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int], skip: bool) -> str:
     """The text that the ids add to the prompt's, by `decode`."""
     before = tokenizer.decode(prompt, skip)
-    whole = tokenizer.decode([*prompt, *ids], skip)
-    assert whole.startswith(before)
-    return whole[len(before) :]
+    text = tokenizer.decode([*prompt, *ids], skip)
+    assert text.startswith(before)
+    return text[len(before) :]
 
 
 def random_ids(tokenizer: Tokenizer, rng: random.Random) -> list[int]:
@@ -195,8 +195,8 @@ def test_special_token_has_token_text_but_no_delta_unless_not_skipped(tokenizer:
     piece = stream.push(end)
     assert (piece.text.strip(), piece.delta) == ("</s>", "")  # WordPiece puts a space before every word
     assert tokenizer.is_special(end)
-    shown = tokenizer.stream(tokenizer.encode("a"), skip_special_tokens=False).push(end)
-    assert (shown.text.strip(), shown.delta.strip()) == ("</s>", "</s>")
+    not_skipped = tokenizer.stream(tokenizer.encode("a"), skip_special_tokens=False).push(end)
+    assert (not_skipped.text.strip(), not_skipped.delta.strip()) == ("</s>", "</s>")
 
 
 def test_id_without_a_token_has_no_text(tokenizer: Tokenizer) -> None:
@@ -269,8 +269,8 @@ def test_stop_string_that_ends_first_and_is_longest_wins(
     for string in (text, " " + text + " and more" * (without_stop != text)):
         prompt = tokenizer.encode("the", add_special_tokens=False)
         ids = [id for letter in string for id in tokenizer.encode(letter, add_special_tokens=False)]
-        whole = decoded_after(tokenizer, prompt, ids, True)
-        if any(tokenizer.token_text(id) == "<unk>" for id in ids) or string not in whole:
+        decoded = decoded_after(tokenizer, prompt, ids, True)
+        if any(tokenizer.token_text(id) == "<unk>" for id in ids) or string not in decoded:
             continue
         assert streamed(tokenizer, prompt, ids, stop=stops).strip() == with_stop
         assert streamed(tokenizer, prompt, ids, stop=stops, include_stop=False).strip() == without_stop
@@ -479,10 +479,10 @@ def test_special_tokens_in_shown_are_part_of_the_text(tmp_path: Path) -> None:
 
 def test_longest_token_is_known_before_the_first_request(tmp_path: Path) -> None:
     tokenizer = save(tmp_path, byte_level())
-    whole = tokenizer._tokenizer
+    original = tokenizer._tokenizer
     tokenizer._tokenizer = object()
     found = tokenizer.longest
-    assert found == max(map(len, whole.get_vocab(with_added_tokens=True)))
+    assert found == max(map(len, original.get_vocab(with_added_tokens=True)))
 
 
 def test_long_prompt_does_not_block_the_event_loop(tmp_path: Path) -> None:

@@ -100,15 +100,15 @@ class ConstrainedModel:
         self.tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         self.tokenizer.decoder = decoders.ByteLevel()
         self.tokenizer.add_special_tokens(["<end>", *special])
-        words = [] if special else END_MARKER_TOKENS.get(parser, ["\n</parameter>", "</arg_value>"])
-        self.tokenizer.add_tokens(words)
+        end_markers = [] if special else END_MARKER_TOKENS.get(parser, ["\n</parameter>", "</arg_value>"])
+        self.tokenizer.add_tokens(end_markers)
         self.end = self.tokenizer.token_to_id("<end>")
         self.size = self.tokenizer.get_vocab_size()
-        self.special = {text: self.tokenizer.token_to_id(text) for text in [*special, *words]}
+        self.special = {text: self.tokenizer.token_to_id(text) for text in [*special, *end_markers]}
         self.llguidance = llguidance.LLTokenizer(self.tokenizer.to_str(), n_vocab=self.size, eos_token=self.end)
         self.matchers: dict[str, Any] = {}  # by grammar, in their initial state
         self.closing_ids = (
-            {self.tokenizer.token_to_id(char) for char in [*'"}])</>', *words]} | set(self.special.values()) | {self.end}
+            {self.tokenizer.token_to_id(char) for char in [*'"}])</>', *end_markers]} | set(self.special.values()) | {self.end}
         )
 
     def matcher(self, source: str) -> Any:

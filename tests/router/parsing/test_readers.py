@@ -337,11 +337,11 @@ STRING_OR_INTEGERS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {
 )
 def test_unquoted_argument_gets_a_type_that_its_schema_allows(schema: Any, text: str, value: str) -> None:
     definitions = {"id": {"type": "string"}, "itself": {"anyOf": [{"$ref": "#/$defs/itself"}]}}
-    plain = {"type": "object", "properties": {"a": schema}, "$defs": definitions}
+    direct = {"type": "object", "properties": {"a": schema}, "$defs": definitions}
     by_reference = {"$ref": "#/$defs/f", "$defs": definitions | {"f": {"properties": {"a": schema}}}}
     in_all_of = {"allOf": [{"additionalProperties": schema}, {"properties": {"b": {}}}], "$defs": definitions}
     in_any_of = {"anyOf": [{"properties": {"a": schema}}, {"properties": {"b": {"type": "null"}}}], "$defs": definitions}
-    for parameters in (plain, by_reference, in_all_of, in_any_of):
+    for parameters in (direct, by_reference, in_all_of, in_any_of):
         for parser, form in (
             ("qwen3_coder", "<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>"),
             ("glm45", "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>"),
@@ -485,10 +485,10 @@ def random_answer(parser: str, rng: random.Random) -> tuple[str, list[Part]]:
     parts: list[Part] = []
     examples = [(case[1], case[2]) for case in CASES if case[0] == parser and not isinstance(case[2][0], Text)]
     for _ in range(rng.randrange(1, 4)):
-        words = " ".join(rng.choice(["So", "the", "answer", "is <b>", "{x}", "naïve 🦊"]) for _ in range(rng.randrange(1, 6)))
+        prose = " ".join(rng.choice(["So", "the", "answer", "is <b>", "{x}", "naïve 🦊"]) for _ in range(rng.randrange(1, 6)))
         example, found = rng.choice([example for example in examples if not isinstance(example[1][-1], Text)])
-        text += rng.choice(["", "\n", "  "] if count else [""]) + words + rng.choice(["", "\n\n", " "]) + example
-        parts.append(Text(words))
+        text += rng.choice(["", "\n", "  "] if count else [""]) + prose + rng.choice(["", "\n\n", " "]) + example
+        parts.append(Text(prose))
         for part in found:
             assert isinstance(part, Call | Arguments)
             parts.append(replace(part, index=count + part.index))
