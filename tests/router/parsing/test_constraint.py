@@ -226,14 +226,9 @@ def test_grammar_allows_reasoning_before_structured_output(
     reasoning: str, special: bool, format: Grammar, answer: str, invalid: str
 ) -> None:
     analysis = "<|channel|>analysis<|message|>"
-    opened, closed, user, answer_header = analysis, "<|end|><|start|>assistant", "<|start|>assistant", "<|channel|>final<|message|>"
+    opened, closed, user, header = analysis, "<|end|><|start|>assistant", "<|start|>assistant", "<|channel|>final<|message|>"
     if reasoning != "harmony":
-        [opened, *_], [closed, *_], user, answer_header = (
-            REASONING_FORMS[reasoning].opens,
-            REASONING_FORMS[reasoning].closes,
-            "<user>",
-            "",
-        )
+        [opened, *_], [closed, *_], user, header = REASONING_FORMS[reasoning].opens, REASONING_FORMS[reasoning].closes, "<user>", ""
     model = ConstrainedModel([*markers(reasoning, None)] if special or reasoning == "harmony" else [], "letters")
 
     def accepts(prompt: str, text: str, continued: str = "") -> bool:
@@ -246,16 +241,16 @@ def test_grammar_allows_reasoning_before_structured_output(
             assert last == Text(answer)
         return accepted
 
-    assert accepts(user, answer_header + answer)
-    assert accepts(user, f"{opened}Hm{closed}{answer_header}{answer}")
-    assert accepts(f"{user}{opened}", f"Hm{closed}{answer_header}{answer}")
-    assert not accepts(f"{user}{opened}", answer_header + answer)
-    assert not accepts(user, answer_header + invalid)
-    assert not accepts(user, f"{opened}Hm{closed}{answer_header}{invalid}")
+    assert accepts(user, header + answer)
+    assert accepts(user, f"{opened}Hm{closed}{header}{answer}")
+    assert accepts(f"{user}{opened}", f"Hm{closed}{header}{answer}")
+    assert not accepts(f"{user}{opened}", header + answer)
+    assert not accepts(user, header + invalid)
+    assert not accepts(user, f"{opened}Hm{closed}{header}{invalid}")
     assert not accepts(user, f"So {answer}")
     if reasoning == "harmony":
-        assert accepts(f"{user}{answer_header}", answer)
-        assert not accepts(f"{user}{answer_header}", answer_header + answer)
+        assert accepts(f"{user}{header}", answer)
+        assert not accepts(f"{user}{header}", header + answer)
 
 
 def test_lark_and_ebnf_formats_are_not_combined_with_reasoning_or_tools() -> None:
@@ -447,10 +442,8 @@ def test_random_arguments_under_the_grammar_validate_against_the_schema(parser: 
     rng = random.Random(f"{parser} {form}")
     model = ConstrainedModel([], parser)
     generated: set[str] = set()
-    full_schema = {"type": "object", "properties": PROPERTIES, "required": [*PROPERTIES]}
-    jsonschema.Draft202012Validator.check_schema(
-        equivalent_schema(full_schema, form)
-    )  # once: it takes longer than everything below
+    full = {"type": "object", "properties": PROPERTIES, "required": [*PROPERTIES]}
+    jsonschema.Draft202012Validator.check_schema(equivalent_schema(full, form))  # once: it takes longer than everything below
     for round in range(30):
         names = [[*PROPERTIES][round % len(PROPERTIES)], *rng.sample([*PROPERTIES], rng.randrange(2))]
         # llguidance 1.9.1 allows a token whose text is part of a constant in its mask, but doesn't accept it.
