@@ -18,14 +18,14 @@ import transformers
 
 from penstock.router.text import Tokenizer
 from penstock.tests import serving
-from penstock.tests.router.image_models import encoded, make_image_model, noise_image
+from penstock.tests.router.sights import encoded, make_folder, picture
 from penstock.tests.serving import Server, serve
 from penstock.tests.shard.configurations import SMALL
 from penstock.tests.shard.test_images import SECTIONS
 
 COUNT = 24
 BOS = {"add_special_tokens": True}
-PICTURES = [noise_image(112, 84), noise_image(61, 90, seed=1), noise_image(300, 40, seed=2)]
+PICTURES = [picture(112, 84), picture(61, 90, seed=1), picture(300, 40, seed=2)]
 URLS = [f"data:image/png;base64,{base64.b64encode(encoded(one)).decode()}" for one in PICTURES]
 TEXT = SMALL | {"vocab_size": 300, "rope_parameters": SECTIONS}
 VISION = {
@@ -42,7 +42,7 @@ VISION = {
 def folder() -> Iterator[Path]:
     """Of a tiny random model, whose tokenizer has a token for each byte."""
     with serving.scratch() as found:
-        tokenizer = make_image_model(found)
+        tokenizer = make_folder(found)
         word = tokenizer.special_id("<|image_pad|>")
         config = transformers.Qwen2_5_VLConfig(text_config=TEXT, vision_config=VISION, image_token_id=word)
         torch.manual_seed(3)

@@ -25,7 +25,7 @@ from penstock.router.request import Beams, Limits, Overloaded, Refused
 from penstock.router.text import Tokenizer
 from penstock.tests import serving as real
 from penstock.tests.router.fake_batcher import FakeBatcher, make_tokenizer, serving
-from penstock.tests.router.image_models import encoded, make_image_model, noise_image
+from penstock.tests.router.sights import encoded, make_folder, picture
 
 playwright = pytest.importorskip("playwright.sync_api")
 expect = playwright.expect
@@ -737,7 +737,7 @@ def test_beams_are_seen_as_they_grow(tokenizer: Tokenizer, new_page: Any) -> Non
 
 
 def test_answers_that_are_not_there_are_named_as_such(tokenizer: Tokenizer, new_page: Any) -> None:
-    with served(tokenizer, max_beams_found=1) as server:
+    with served(tokenizer, finds=1) as server:
         page = new_page(server.url)
         page.fill("#num_beams", "2")
         page.fill("#n", "2")
@@ -758,7 +758,7 @@ def test_what_beams_are_refused_for_is_marked(tokenizer: Tokenizer, new_page: An
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Tokenizer]:
     folder = tmp_path_factory.mktemp("seeing")
-    tokenizer = make_image_model(folder)
+    tokenizer = make_folder(folder)
     return str(folder), tokenizer
 
 
@@ -777,7 +777,7 @@ def test_images_go_with_a_message(seeing: tuple[str, Tokenizer], new_page: Any) 
         expect(page.locator("#image-add")).to_be_hidden()  # a completion has no place for one
         page.click("text=Chat")
         expect(page.locator("#image-add")).to_be_visible()
-        page.set_input_files("#image-files", chosen(noise_image(112, 56), noise_image(56, 56, seed=1), noise_image(56, 56, seed=2)))
+        page.set_input_files("#image-files", chosen(picture(112, 56), picture(56, 56, seed=1), picture(56, 56, seed=2)))
         expect(page.locator("#images img")).to_have_count(2)
         expect(page.locator("#problem")).to_have_text("A chat has at most 2 images here.")
         page.click("#images button >> nth=1")
@@ -794,10 +794,10 @@ def test_images_go_with_a_message(seeing: tuple[str, Tokenizer], new_page: Any) 
         assert (first.rows, first.columns) == (2, 4)
         run(page, "And now?")
         assert server.batcher.requests[-1].images[0].pixels == first.pixels
-        page.set_input_files("#image-files", chosen(noise_image(56, 56)))
+        page.set_input_files("#image-files", chosen(picture(56, 56)))
         run(page, "")  # without a word
         assert len(server.batcher.requests[-1].images) == 2
-        page.set_input_files("#image-files", chosen(noise_image(56, 56)))
+        page.set_input_files("#image-files", chosen(picture(56, 56)))
         expect(page.locator("#problem")).to_have_text("A chat has at most 2 images here.")
 
 
@@ -810,7 +810,7 @@ def test_large_images_are_made_smaller_and_others_are_no_images(seeing: tuple[st
         page.click("text=Chat")
         page.set_input_files("#image-files", {"name": "b.png", "mimeType": "image/png", "buffer": b"nothing"})
         expect(page.locator("#problem")).to_have_text("b.png is no image that this browser can read.")
-        page.set_input_files("#image-files", chosen(noise_image(2400, 1800)))
+        page.set_input_files("#image-files", chosen(picture(2400, 1800)))
         run(page, "What is this?")
         [found] = server.batcher.requests[-1].images
         assert 0.95 < found.rows / found.columns / 0.75 < 1.05

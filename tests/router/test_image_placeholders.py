@@ -17,7 +17,7 @@ from penstock.router.prefix_keys import PrefixKeys
 from penstock.router.request import Limits, Overloaded, Refused, Request
 from penstock.router.text import Tokenizer
 from penstock.router.validation import Parameters, Validator
-from penstock.tests.router.image_models import encoded, make_image_model, noise_image
+from penstock.tests.router.vision_models import encoded, make_image_model, noise_image
 
 LIMITS = Limits(max_input_tokens=4000, max_total_tokens=4200, vocabulary=300, images=True)
 IMAGE = encoded(noise_image(112, 56))  # 2 rows of 4 tokens
