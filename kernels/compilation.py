@@ -8,7 +8,7 @@ from triton import JITFunction
 NVIDIA, AMD = ("sm_80", "sm_90", "sm_100", "sm_120"), ("gfx942",)
 EIGHT_BIT_TARGETS = ("sm_90", "sm_100", "sm_120")  # targets with instructions for float8_e4m3fn; gfx942 has another such format
 WARP = 64  # most threads of a warp: AMD's; NVIDIA's have 32
-EARLY_TARGETS = ("sm_90", "sm_100")  # targets on which kernels can begin early (`dependent_launch`)
+EARLY_TARGETS = ("sm_90", "sm_100", "sm_120")  # targets on which kernels can begin early (`dependent_launch`)
 GENERATIONS = {0: "amd", 8: "ampere", 9: ""}  # names of the classes of `paged_attention.device_class` in the report
 
 

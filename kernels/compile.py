@@ -1,8 +1,8 @@
 """Ahead-of-time compilation of every kernel for every kind of accelerator, on a machine that may have none.
 
 Run as `python -m penstock.kernels.compile [words]`. Every module of kernels that has `compilations()` takes part; words select
-kernels whose names begin with one of them. It fails when a hot kernel spills registers, or when one needs more shared memory than
-the accelerator has. Triton caches what it has compiled on disk, so that a second run takes seconds.
+kernels whose names begin with one of them. It fails when a hot kernel spills registers, or when one needs more shared or tensor
+memory than the accelerator has. Triton caches what it has compiled on disk, so that a second run takes seconds.
 """
 
 import importlib
@@ -36,6 +36,7 @@ class Target:
     gpu: GPUTarget
     shared: int  # most bytes of shared memory per program
     tuned: bool = True  # hot kernels must not spill
+    columns: int = 0  # of tensor memory, which holds the results of tensor cores
 
 
 # CUDA C++ Programming Guide, "Technical specifications per compute capability"; AMD CDNA 3 ISA guide, "Local data share".
@@ -43,7 +44,7 @@ class Target:
 TARGETS = (
     Target("sm_80", GPUTarget("cuda", 80, 32), 99 * KIB),
     Target("sm_90", GPUTarget("cuda", 90, 32), 227 * KIB),
-    Target("sm_100", GPUTarget("cuda", 100, 32), 227 * KIB),
+    Target("sm_100", GPUTarget("cuda", 100, 32), 227 * KIB, columns=512),
     Target("sm_120", GPUTarget("cuda", 120, 32), 99 * KIB, tuned=False),
     Target("gfx942", GPUTarget("hip", "gfx942", 64), 64 * KIB),
 )
@@ -84,8 +85,9 @@ def build(compilation: Compilation, target: Target) -> Result:
         return Result(compilation.name, target.name, 0, 0, 0, time.perf_counter() - before, f"does not compile: {reason}")
     registers, spilled = _amd_usage(made.asm["amdgcn"]) if target.gpu.backend == "hip" else _cuda_usage(made.asm["cubin"])
     seconds = time.perf_counter() - before
-    shared = int(made.metadata.shared)
-    return Result(compilation.name, target.name, registers, spilled, shared, seconds, _fault(compilation, target, spilled, shared))
+    shared, columns = int(made.metadata.shared), getattr(made.metadata, "tmem_size", None) or 0
+    fault = _fault(compilation, target, spilled, shared, columns)
+    return Result(compilation.name, target.name, registers, spilled, shared, seconds, fault)
 
 
 def _compiled(compilation: Compilation, target: Target) -> Any:
@@ -100,9 +102,11 @@ def _compiled(compilation: Compilation, target: Target) -> Any:
     return triton.compile(source, target=target.gpu, options=options | dependent_launch.options(compilation.early))
 
 
-def _fault(compilation: Compilation, target: Target, spilled: int, shared: int) -> str:
+def _fault(compilation: Compilation, target: Target, spilled: int, shared: int, columns: int) -> str:
     if shared > target.shared:
         return f"{shared} bytes of shared memory, {target.name} has {target.shared}"
+    if columns > target.columns:
+        return f"{columns} columns of tensor memory, {target.name} has {target.columns}"
     if compilation.hot and target.tuned and spilled:
         return f"spills {spilled} bytes"
     return ""

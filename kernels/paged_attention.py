@@ -20,7 +20,7 @@ from triton import knobs
 from . import hopper_attention
 from . import work_list as cutting
 from .attention import AttentionOptions, CapacityExceeded, Row
-from .compilation import Compilation
+from .compilation import EARLY_TARGETS, Compilation
 from .dependent_launch import on, options
 from .layout import LayerKind
 from .paged_kernels import attend, merge
@@ -518,7 +518,7 @@ def compilations() -> list[Compilation]:
                 *(_compilation(kind, size, generation, dtype=torch.float32, hot=True) for size in (64, 128, 256)),
             ]
             result.append(_compilation(kind, 128, generation, eight_bits=True, page_size=64, hot=True))
-            if generation == 9:
+            if generation:  # AMD's begin none early
                 result.append(_compilation(kind, 128, generation, early=True, hot=True))
         result += [
             *(_compilation(kind, 512, generation, turned=64, ratio=16, page_size=64, hot=True) for kind in range(3)),
@@ -559,7 +559,7 @@ def _merge_compilation(size: int, *, entries: int = 1, early: bool = False, sink
         fuse=True,
         early=early,
         hot=True,
-        targets=TARGETS[9] if early else (),
+        targets=EARLY_TARGETS if early else (),
     )
 
 
@@ -630,5 +630,6 @@ def _compilation(
         fuse=True,
         early=early,
         hot=hot,
-        targets=tuple(name for name in TARGETS[generation] if not (eight_bits and name == "sm_80")),  # e4m3 needs Ada
+        # e4m3 needs Ada, and early beginnings Hopper.
+        targets=tuple(name for name in TARGETS[generation] if not ((eight_bits or early) and name == "sm_80")),
     )

@@ -33,6 +33,7 @@ class Machine:
     packs_bfloat16: bool = False  # oneDNN multiplies bfloat16 by AVX-512, for which it repacks matrices, too
     gpu_memory: tuple[int, ...] = ()
     amd: tuple[str, ...] = ()  # the index of each GPU if they are AMD's, see `amd.Found`
+    nvidia: tuple[str, ...] = ()  # the UUID of each GPU if they are NVIDIA's and others are visible, see `nvidia.Found`
     obstacle: str = ""  # why GPUs that are here cannot be used, with a remedy
 
     def share(self, parts: int, gpus: int) -> "Machine":
@@ -54,6 +55,7 @@ def inspect() -> Machine:
         packs_bfloat16=flags >= {"avx512vl", "avx512bw", "avx512dq"},
         gpu_memory=gpu_memory,
         amd=of_amd.numbers,
+        nvidia=of_nvidia.uuids,
         obstacle="" if gpu_memory else of_amd.obstacle or of_nvidia.obstacle,
     )
 

@@ -37,6 +37,7 @@ class Plan:
     checkpoint: Checkpoint
     device: str
     amd: tuple[str, ...] = ()  # AMD GPUs by name, see `Machine`
+    nvidia: tuple[str, ...] = ()  # likewise NVIDIA's
     unused: str = ""  # why GPUs of this machine are not used; "" if they are, or if the operator wants it so
     ranks: int
     local_ranks: int  # on this machine
@@ -121,6 +122,7 @@ def divide(
         checkpoint=model,
         device=device,
         amd=machine.amd if device == "cuda" else (),
+        nvidia=machine.nvidia if device == "cuda" else (),
         unused=machine.obstacle if options.device == "auto" else "",
         ranks=ranks,
         replicas=options.local_replicas,

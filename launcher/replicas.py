@@ -73,16 +73,22 @@ def sockets(groups: int, ranks: int) -> list[list[str]]:
 
 
 def divide(
-    options: Options, ranks: int, cuda: bool, paths: Sequence[str], environment: Mapping[str, str], amd: Sequence[str] = ()
+    options: Options,
+    ranks: int,
+    cuda: bool,
+    paths: Sequence[str],
+    environment: Mapping[str, str],
+    amd: Sequence[str] = (),
+    nvidia: Sequence[str] = (),
 ) -> list[Place]:
-    """The places of all groups of so many ranks. paths: as `sockets` names them, in its order; amd: see `Machine`."""
+    """The places of all groups of so many ranks. paths: as `sockets` names them, in its order; amd, nvidia: see `Machine`."""
     groups, size = options.local_replicas, ranks + 2
     listening = _listening(options, groups * ranks)
     places = []
     for group in range(groups):
         *own, relay, meeting = paths[group * size : (group + 1) * size]
         listen = listening[group * ranks : (group + 1) * ranks]
-        devices = _devices(group, ranks, environment, amd) if cuda and (groups > 1 or amd) else {}
+        devices = _devices(group, ranks, environment, amd, nvidia) if cuda and (groups > 1 or amd or nvidia) else {}
         places.append(Place(group, groups == 1, own, relay, meeting, listen, devices))
     return places
 
@@ -105,11 +111,13 @@ def _listening(options: Options, count: int) -> list[str]:
     return [f"{host}:{int(port) + number}" for number in range(count)]
 
 
-def _devices(group: int, ranks: int, environment: Mapping[str, str], amd: Sequence[str]) -> dict[str, str]:
+def _devices(group: int, ranks: int, environment: Mapping[str, str], amd: Sequence[str], nvidia: Sequence[str]) -> dict[str, str]:
     """The variable that shows a group its GPUs: the next of those that are visible to the launcher, in their order."""
     numbers = range(group * ranks, (group + 1) * ranks)
     if amd:  # integrated GPUs between them are left out
         return {VISIBLE_AMD: ",".join(amd[number] for number in numbers)}
+    if nvidia:  # others that are visible have failed, or are divided
+        return {VISIBLE: ",".join(nvidia[number] for number in numbers)}
     given = [name.strip() for name in environment.get(VISIBLE, "").split(",") if name.strip()]
     if given:
         return {VISIBLE: ",".join(given[number] for number in numbers)}

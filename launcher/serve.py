@@ -128,7 +128,8 @@ def _places(asked: Options, planned: Plan, private: Path, environment: Mapping[s
     names = replicas.sockets(asked.local_replicas, planned.local_ranks)
     prefix = asked.shard_uds_path or str(private / "shard")
     with rundir.prefixed(prefix, [each for one in names for each in one]) as paths:
-        places = replicas.divide(asked, planned.local_ranks, planned.device == "cuda", paths, environment, planned.amd)
+        cuda = planned.device == "cuda"
+        places = replicas.divide(asked, planned.local_ranks, cuda, paths, environment, planned.amd, planned.nvidia)
         for host, port in replicas.listening(places):
             machine.check_port(host, port, "--shard-listen", "--shard-listen")
         yield places

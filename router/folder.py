@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,10 @@ def _tokenizer(path: Path) -> tokenizers.Tokenizer:
     if not path.is_file():
         raise Unusable(f"{path} does not exist. Save the tokenizer in the fast format first: {AGAIN}")
     try:
-        found = tokenizers.Tokenizer.from_buffer(path.read_bytes())
+        data = path.read_bytes()
+        found = tokenizers.Tokenizer.from_buffer(data)
+        if any(map(partial(_is_changed, found.normalizer), found.get_added_tokens_decoder().values())):
+            found = tokenizers.Tokenizer.from_str(_as_written(data))
     except OSError as error:
         raise Unusable(f"{path} can't be read: {error.strerror}") from None
     except Exception as error:  # the library has no narrower one
@@ -67,6 +71,26 @@ def _tokenizer(path: Path) -> tokenizers.Tokenizer:
     found.no_truncation()
     found.no_padding()
     return found
+
+
+def _is_changed(normalizer: Any, token: tokenizers.AddedToken) -> bool:
+    """Whether a special token is searched for in a text as the normalizer would write it."""
+    return bool(
+        token.special and token.normalized and normalizer is not None and normalizer.normalize_str(token.content) != token.content
+    )
+
+
+def _as_written(data: bytes) -> str:
+    """tokenizer.json with special tokens that stand in a text as they are. Older files of Llama 2 and Yi have them normalized: the
+    library then finds `<s>` only behind a space, and shows it in answers. transformers 5 finds them everywhere."""
+    content = json.loads(data)
+    content["added_tokens"] = [_unnormalized(token) for token in content["added_tokens"]]
+    return json.dumps(content)
+
+
+def _unnormalized(token: Mapping[str, Any]) -> Mapping[str, Any]:
+    """An added token; if it is special, one that is found in texts as it is written."""
+    return {**token, "normalized": False} if token.get("special") else token
 
 
 def _add_tokens(tokenizer: tokenizers.Tokenizer, folder: Path, settings: Mapping[str, Any], names: Mapping[str, str]) -> None:
@@ -100,7 +124,7 @@ def _listed(folder: Path, settings: Mapping[str, Any], names: Mapping[str, str])
             id: {"content": text, "normalized": text not in special, "special": text in special} for text, id in found.items()
         }
     try:
-        tokens = {int(id): tokenizers.AddedToken(**token) for id, token in listed.items()}
+        tokens = {int(id): tokenizers.AddedToken(**_unnormalized(token)) for id, token in listed.items()}
     except (TypeError, ValueError, AttributeError) as error:
         raise Unusable(f"{folder / file} lists added tokens in a way of its own ({_line(error)}): download it again") from None
     yield from sorted(tokens.items(), key=lambda item: item[0])
@@ -116,9 +140,13 @@ def _unnamed(settings: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _eos_ids(folder: Path, tokenizer: tokenizers.Tokenizer, named: str | None) -> tuple[int, ...]:
-    """All that generation_config.json names (config.json where that has none), and the tokenizer's own."""
+    """All that generation_config.json names (config.json where that has none, or its description of the text), and the tokenizer's
+    own."""
     for name in ("generation_config.json", "config.json"):
-        found = _read(folder / name).get("eos_token_id")
+        fields = _read(folder / name)
+        text, found = fields.get("text_config"), fields.get("eos_token_id")
+        if found is None and isinstance(text, dict):
+            found = text.get("eos_token_id")
         if found is not None:
             break
     ids = [] if found is None else [found] if isinstance(found, int) else found

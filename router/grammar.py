@@ -37,6 +37,7 @@ PROCESSES = 2
 # Bytes of the stack on which it is compiled. The shards have more, so what is too deeply nested for them ends a process here.
 STACK = 1 << 21
 SPECIAL = re.compile(r"<[^<>\s]+>")  # in a lark grammar: perhaps a special token's name
+NUMBERED = re.compile(r"<\[([0-9]{1,9})\]>")
 PART = re.compile(r"%json\s*")  # in a lark grammar: a schema follows
 # Between the parts of a JSON text: none, a space, or a line's end and an indentation. Without a bound, a model may go on with
 # spaces for ever, and small models do.
@@ -284,11 +285,12 @@ def written(grammar: Grammar) -> str:
 class Grammars:
     """Checks grammars in worker processes, each once as long as the result is cached."""
 
-    def __init__(self, added_id: Callable[[str], int | None]) -> None:
-        """added_id: the id of an added token with this text, special or not, if there is one."""
+    def __init__(self, added_id: Callable[[str], int | None], is_added: Callable[[int], bool] = lambda id: False) -> None:
+        """added_id: the id of an added token with this text, special or not, if there is one; is_added: whether it is one's id."""
         self.found = 0  # cache hits
         self.compiled = 0
         self._added_id = added_id
+        self._is_added = is_added
         self._workers = WorkerProcesses("penstock.router.grammar", PROCESSES)
         self._kept: OrderedDict[Grammar, asyncio.Task[Verdict]] = OrderedDict()  # checks by grammar, the most recent last
         self._size = 0  # characters of their sources
@@ -331,7 +333,7 @@ class Grammars:
     async def _verdict(self, grammar: Grammar) -> Verdict:
         """Runs the check; it goes on when the client was told to retry, who then gets its result. Raises Busy."""
         names = SPECIAL.findall(grammar.source) if grammar.kind == "lark" else ()
-        specials = [name for name in names if self._added_id(name) is not None]
+        specials = [name for name in names if self._added_id(name) is not None or self._numbers(name)]
         job = json.dumps([grammar.kind, grammar.source, specials]).encode()
         try:
             problem, spent, kind, source = json.loads(await self._workers.ask(job, LONGEST, MOST_SECONDS / 2))
@@ -342,6 +344,11 @@ class Grammars:
             asyncio.get_running_loop().call_later(DOUBT, self._forget, grammar)
             return "the library that compiles grammars fails for it; make it simpler", grammar
         return problem or (SLOW if spent > MOST_WORK else ""), Grammar(kind, source)
+
+    def _numbers(self, name: str) -> bool:
+        """Whether this is how a grammar names an added token by its id, as it must where the text is not between < and >."""
+        match = NUMBERED.fullmatch(name)
+        return match is not None and self._is_added(int(match[1]))
 
 
 def verdict(grammar: Grammar, specials: Sequence[str] = ()) -> Verdict:
@@ -377,7 +384,10 @@ def problem(grammar: Grammar, specials: Sequence[str] = ()) -> str:
         return "it is nested too deeply"
     except ValueError as error:
         return str(error)
-    matcher = llguidance.LLMatcher(_byte_tokenizer(tuple(specials)), source, log_level=0, limits=limits())
+    for name in filter(NUMBERED.fullmatch, specials):  # here are no tokens with such ids
+        source = source.replace(name, f"<{name[2:-2]}>")
+    names = tuple(f"<{name[2:-2]}>" if NUMBERED.fullmatch(name) else name for name in specials)
+    matcher = llguidance.LLMatcher(_byte_tokenizer(names), source, log_level=0, limits=limits())
     said = _said(matcher.get_error())
     if said:
         return said

@@ -137,14 +137,24 @@ class ChatTemplate:
     @cached_property
     def _text_arguments(self) -> bool:
         """Whether it inserts a tool call's arguments as text, rather than as JSON or in its own form."""
+        content = None if self._keeps_none else ""
+        return not self._writes_call(content, {MARK: 1}) and self._writes_call(content, json.dumps({MARK: 1}))
 
-        def writes(arguments: object) -> bool:
-            function = {"name": "f", "arguments": arguments}
-            call = {"id": "abcdefghi", "type": "function", "function": function}
-            asked = {"role": "assistant", "content": None if self._asks_for_none else "", "tool_calls": [call]}
-            return bool(self._writes({"role": "user", "content": "x"}, asked))
+    @cached_property
+    def _keeps_none(self) -> bool:
+        """Whether a message with calls may have no content. Some templates test for that, but fail before they get there."""
+        return self._asks_for_none and (self._calls_beside[None] or not self._calls_beside[""])
 
-        return not writes({MARK: 1}) and writes(json.dumps({MARK: 1}))
+    @cached_property
+    def _calls_beside(self) -> dict[str | None, bool]:
+        """Whether it writes calls beside no content, and beside an empty one: some drop them beside any text."""
+        forms = ({MARK: 1}, json.dumps({MARK: 1}))
+        return {content: any(self._writes_call(content, form) for form in forms) for content in (None, "")}
+
+    def _writes_call(self, content: str | None, arguments: object) -> bool:
+        call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        asked = {"role": "assistant", "content": content, "tool_calls": [call]}
+        return bool(self._writes({"role": "user", "content": "x"}, asked))
 
     def _writes(self, *messages: Message) -> bool | None:
         """Whether MARK appears in the output, and not within Python's or JSON's notation of its container. None: refused."""
@@ -159,8 +169,10 @@ class ChatTemplate:
         found = dict(message)
         content = found.get("content")
         calls = found.get("tool_calls")
-        if content is None and not (calls and self._asks_for_none):
+        if content is None and not (calls and self._keeps_none):
             content = found["content"] = ""  # templates concatenate it with other texts
+        elif content == "" and calls and self._asks_for_none and self._calls_beside[None] and not self._calls_beside[""]:
+            content = found["content"] = None
         if isinstance(content, list) and not self.takes_parts:
             found["content"] = "".join(map(_part_text, content))
         elif isinstance(content, str) and not self._writes_strings:

@@ -43,6 +43,7 @@ class Tokenizer:
         self._tokenizer, self._names, self._templates, self.eos_ids = words.tokenizer, words.names, words.templates, words.eos_ids
         added = self._tokenizer.get_added_tokens_decoder()
         self._added = {token.content: id for id, token in added.items()}
+        self._added_ids = frozenset(added)
         self._special = frozenset(id for id, token in added.items() if token.special) | frozenset(self.eos_ids)
         for name, source in self._templates.items():
             compiled = _compile(name, source, self._names)
@@ -110,6 +111,8 @@ class Tokenizer:
             )
         if not self.eos_ids:
             yield "no file of the model names a token that ends answers (eos_token_id): they go on to their full length"
+        if self.decode(self.encode("a a", add_special_tokens=False)) == "aa":
+            yield "the tokenizer's decoder takes the spaces between words away: answers will have none; save the tokenizer again"
         if not self._templates:
             yield "the model has no chat template: chats are refused; --chat-template FILE gives it one"
 
@@ -120,6 +123,10 @@ class Tokenizer:
     def added_id(self, text: str) -> int | None:
         """The added token with this text, which stands for these characters wherever they come, special or not."""
         return self._added.get(text)
+
+    def is_added(self, id: int) -> bool:
+        """Whether it is the id of an added token."""
+        return id in self._added_ids
 
     def special_id(self, text: str) -> int | None:
         """The special token with this text, if there is one."""
@@ -248,7 +255,8 @@ class TextStream:
         self._pending = b""  # the beginning of an incomplete character
         self._held = ""  # text held back, which may be the beginning of a stop string; "" if stop strings are included
         self._parts: list[str] = []
-        self._fresh = skip_special_tokens and all(tokenizer.is_special(id) for id in prompt)  # no visible text precedes
+        # No visible text precedes.
+        self._fresh = all(map(tokenizer.is_special, prompt)) if skip_special_tokens else not prompt
         for id in prompt[-CONTEXT:]:
             self._decode(id)
 
@@ -282,7 +290,7 @@ class TextStream:
 
     def _decode(self, id: int) -> str:
         piece = self._tokenizer.starts_text(id) if self._fresh else self._tokenizer.piece(id)
-        self._fresh = self._fresh and self._tokenizer.is_special(id)
+        self._fresh = self._fresh and self._skip and self._tokenizer.is_special(id)
         if isinstance(piece, str):
             if not self._pending or not piece:
                 return piece

@@ -22,8 +22,9 @@ from ..proto import certificates, rpc, settings
 from ..proto.process import configure_logging, die_with_parent
 from .config import ShardConfig
 from .engine import Engine
-from .loading import load
+from .loading import DeviceMissing, load
 from .models.shape import Unsupported
+from .out_of_memory import log_failure
 from .parallel import RendezvousFailed
 from .relay import READY, Receiver, Sender
 from .service import Service
@@ -110,7 +111,12 @@ def _work(config: ShardConfig, service: Service, load: Load, end: Callable[[int]
         force(config.kernels)
         began = time.perf_counter()
         relay = Sender(config)
-        engine = load(config, lambda stage: setattr(service, "stage", stage))
+        try:
+            engine = load(config, lambda stage: setattr(service, "stage", stage))
+        except (MemoryError, RuntimeError) as error:
+            log_failure(error)
+            end(1)
+            return
         receiver = Receiver(config) if config.rank else None
         relay.connect()
         # All ranks have loaded. None may begin earlier: torch's collectives give up after two minutes, and loading may take one
@@ -126,9 +132,9 @@ def _work(config: ShardConfig, service: Service, load: Load, end: Callable[[int]
     except Unsupported as error:
         log.error(str(error))
         end(2)
-    except RendezvousFailed as error:
+    except (RendezvousFailed, DeviceMissing) as error:
         log.error(str(error))
-        end(1)  # what has taken the port since the launcher looked may be gone when it tries again
+        end(1)  # what has taken the port since the launcher looked, or ails the GPU, may be gone when it tries again
     except EOFError as error:
         log.error(f"rank 0 is gone{f': {error}' if str(error) else ''}")
         end(1)

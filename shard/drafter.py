@@ -36,7 +36,7 @@ CATCH_UP = 512  # tokens beyond that which are computed in a step; sequences tha
 
 
 class Drafter(Rounds):
-    """A draft model with a KV cache of its own, on the rank that samples; see `guesses.DraftModel`."""
+    """A draft model with a KV cache of its own, on the rank that samples; see `speculator.DraftModel`."""
 
     recorded = True
 
@@ -111,7 +111,7 @@ class Drafter(Rounds):
         size, final = self.cache.page_size, sequence.node.depth if sequence.node else 0
         tokens = self._own(sequence)
         if self._made:
-            draft_progress.ahead = []  # computed from its own outputs; now the target's features are there
+            draft_progress.drafts = []  # computed from its own outputs; now the target's features are there
         filled = draft_progress.accept(tokens, size)
         self._full.update(page for page in filled if page in sequence.pages)  # else another page took its place meanwhile
         draft_progress.look(len(tokens) - 1, sequence.pages, size, self._full, final)
@@ -156,12 +156,12 @@ class Drafter(Rounds):
         assert draft_progress is not None
         if last == ROOT:
             span = self._advance(sequence, draft_progress, end - draft_progress.computed, wanted=1)
-            draft_progress.behind = sequence.pages[end // self.cache.page_size :]
+            draft_progress.draft_pages = sequence.pages[end // self.cache.page_size :]
             return span, one.nodes
-        if not others and last == len(draft_progress.ahead) and list(one.parents[: last + 1]) == list(range(ROOT, last)):
-            draft_progress.ahead.append(one.tokens[last])
+        if not others and last == len(draft_progress.drafts) and list(one.parents[: last + 1]) == list(range(ROOT, last)):
+            draft_progress.drafts.append(one.tokens[last])
             return Span(sequence, end + last, self._known(one.tokens[last : last + 1])), one.nodes
-        draft_progress.ahead = []
+        draft_progress.drafts = []
         needed = sorted(_with_ancestors(one))
         place = {ROOT: ROOT} | {node: i for i, node in enumerate(needed)}
         parents = [place[one.parents[node]] for node in needed]

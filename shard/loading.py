@@ -19,14 +19,13 @@ from .decoding.grammar import Grammars
 from .decoding.stops import StopStrings
 from .drafter import Drafter
 from .engine import Engine
-from .guesses import DraftModel, Guesses
 from .masks import Masks
-from .models.changes import LoraAdapters
 from .models.decoder import Decoder
-from .models.draft_families import DraftShape, check_guesses, draft_shape, heard, levels, shaped
+from .models.draft_families import DraftShape, check_speculation, draft_shape, heard, levels, shaped
 from .models.draft_head import Eagle3, MtpHead
 from .models.families import beside, shape
 from .models.fields import Config
+from .models.lora import LoraAdapters
 from .models.readout_families import ReadoutShape
 from .models.readout_heads import readout_head
 from .models.renamed import LegacySource
@@ -35,6 +34,7 @@ from .models.taps import Taps
 from .models.vision import Vision
 from .parallel import Ranks
 from .readout import Readout
+from .speculator import DraftModel, Speculator
 from .weights import DummyWeights, Source, Weights
 
 log = logging.getLogger(__name__)
@@ -44,6 +44,10 @@ SECONDS_BETWEEN_LINES = 2.0
 # Parameters of draft models small enough to be held as float32 on a CPU: there the overhead per call exceeds the arithmetic, most
 # of all with 16-bit types.
 SMALL_DRAFT = 4_000_000
+
+
+class DeviceMissing(Exception):
+    """The device, which the launcher has seen, can't be used now: another start may find it. Its text is for the operator."""
 
 
 class Progress:
@@ -74,7 +78,7 @@ def load(config: ShardConfig, stage: Callable[[str], None]) -> Engine:
     model.check_pages(config.page_size)
     model.check_cache(config.kv_cache_dtype, config.kv_offload_gib > 0)
     speculation = parse(config.speculate) if config.speculate else Speculation()
-    check_guesses(model, speculation)
+    check_speculation(model, speculation)
     device = _device(config)
     if triton_on(device) and find_spec("triton") is None:
         raise Unsupported(
@@ -95,17 +99,17 @@ def load(config: ShardConfig, stage: Callable[[str], None]) -> Engine:
     cache_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8_e4m3fn" else None
     source = _source(config.load_format, folder, DTYPES[config.dtype], device, progress)
     first = [Adapter(name, Path(place), source.dtype, device) for name, place in config.adapters]
-    changes = LoraAdapters(first, config.max_loras, config.max_lora_rank)
-    decoder = Decoder(model, source, ranks, device, exact, changes)
+    adapters = LoraAdapters(first, config.max_loras, config.max_lora_rank)
+    decoder = Decoder(model, source, ranks, device, exact, adapters)
     if config.image_pixels:
         stage("loading what encodes images")
         decoder.vision = _vision(config, said, source, model)
     stops = StopStrings(grammars) if grammars else None
     small = _draft_shape(config, speculation, model) if speculation.draft else None
     drafter = _drafter(config, speculation, small, decoder, source, stage) if small else None
-    guesses = Guesses(ranks, device, speculation, drafter, masks, levels(small) if small else 0)
-    ahead = config.overlap == "on" or (config.overlap == "auto" and device.type == "cuda")
-    return Engine(decoder, device, config.page_size, config.prefix_caching, cache_dtype, masks, stops, guesses, ahead)
+    speculator = Speculator(ranks, device, speculation, drafter, masks, levels(small) if small else 0)
+    overlap = config.overlap == "on" or (config.overlap == "auto" and device.type == "cuda")
+    return Engine(decoder, device, config.page_size, config.prefix_caching, cache_dtype, masks, stops, speculator, overlap)
 
 
 def _vision(config: ShardConfig, said: Config, source: Source, model: Shape) -> Vision | None:
@@ -125,7 +129,7 @@ def _check_able(device: torch.device, cache: str) -> None:
         return
     if torch.version.hip is not None:
         _check_amd(device, cache)
-    elif triton_on(device):
+    else:
         _check_nvidia(device, cache)
     if triton_on(device):
         _check_launcher()
@@ -142,16 +146,30 @@ def _check_amd(device: torch.device, cache: str) -> None:
 
 def _check_nvidia(device: torch.device, cache: str) -> None:
     major, minor = torch.cuda.get_device_capability(device)
-    if major < 8:
+    if triton_on(device) and major < 8:
         raise Unsupported(
             f"the kernels need an accelerator of compute capability 8.0 (Ampere) or newer, this one has {major}.{minor}: "
             "PENSTOCK_KERNELS=reference does without them, and is slow"
         )
-    if cache == "fp8_e4m3fn" and (major, minor) < (8, 9):
+    able = torch.cuda.get_arch_list()
+    if able and not any(_runs(name, major, minor) for name in able):
+        raise Unsupported(
+            f"this build of torch is for {', '.join(able)}, and the GPU is sm_{major}{minor}: install a build that includes it, or "
+            "use --device cpu"
+        )
+    if triton_on(device) and cache == "fp8_e4m3fn" and (major, minor) < (8, 9):
         raise Unsupported(
             f"keys and values of 8 bits need compute capability 8.9 (Ada) or newer, this accelerator has {major}.{minor}: "
             "leave --kv-cache-dtype out"
         )
+
+
+def _runs(name: str, major: int, minor: int) -> bool:
+    """Whether a GPU of this compute capability runs what was compiled for `name`, such as "sm_86": machine code runs on later
+    ones of a generation, PTX ("compute_90") on all later ones."""
+    kind, _, number = name.partition("_")
+    generation, own = divmod(int("".join(filter(str.isdigit, number)) or 0), 10)
+    return (generation, own) <= (major, minor) and (generation == major or kind == "compute")
 
 
 def _check_launcher() -> None:
@@ -259,9 +277,21 @@ def _device(config: ShardConfig) -> torch.device:
     if config.device != "cuda":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise Unsupported("torch sees no CUDA device: install its build for CUDA (AMD's GPUs: for ROCm), or use --device cpu")
+        raise _no_device()
     if config.device_number >= torch.cuda.device_count():
         raise Unsupported(f"rank {config.rank} has no device: there are {torch.cuda.device_count()}; use a smaller --num-shard")
     device = torch.device("cuda", config.device_number)
     torch.cuda.set_device(device)
     return device
+
+
+def _no_device() -> Exception:
+    """Why torch sees no device: it is a build for CPUs; or what the driver says: that it is too old, not ready, or has lost it."""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        why = " ".join(str(error).split())[:300]
+        return DeviceMissing(f"torch sees no CUDA device: {why} (or install a build of torch that fits the driver)")
+    except AssertionError:
+        pass
+    return Unsupported("torch sees no CUDA device: install its build for CUDA (AMD's GPUs: for ROCm), or use --device cpu")

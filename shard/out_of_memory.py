@@ -21,9 +21,14 @@ log = logging.getLogger(__name__)
 
 # Divided steps that succeed before twice as much is tried at once.
 PATIENCE = 64
+SAID = 300  # characters that are quoted of an error
 # Found in messages of errors that have no type of their own.
 SIGNS = ("can't allocate memory", "CUDA error: out of memory", "[CUDA]: out of memory", "ALLOC_FAILED")
 REMEDY = "A lower --cuda-memory-fraction, --kv-pages or --max-batch-prefill-tokens leaves steps more"
+AT_START = (
+    "memory ran out before the first request. A lower --max-batch-prefill-tokens or --max-batch-size makes steps smaller, "
+    "--num-shard or --quantize each rank's weights; nvidia-smi shows whether another process has taken the memory"
+)
 ALONE = "memory ran out even when nothing else was computed with it; a shorter prompt takes less, and so does a smaller n"
 
 Result = TypeVar("Result")
@@ -109,14 +114,14 @@ class MemoryFallback:
     def __init__(self, able: bool) -> None:
         """able: whether to retry; otherwise errors are raised as they come."""
         self._count = 0  # times that memory ran out ...
-        self._told = 0  # ... and of these, already reported by `take`
+        self._reported = 0  # ... and of these, already reported by `take`
         self._able = able
         self._tokens = Limit()  # of a forward
         self._rows = Limit()  # that are sampled
 
     def take(self) -> int:
         """How often memory ran out since the last call."""
-        new, self._told = self._count - self._told, self._count
+        new, self._reported = self._count - self._reported, self._count
         return new
 
     def attempt(self, work: Callable[[], Result]) -> Result | None:
@@ -235,6 +240,14 @@ class Parts:
         return hidden
 
 
-def ran_out(error: Exception) -> bool:
+def ran_out(error: BaseException) -> bool:
     """Whether an error says that memory ran out."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(sign in str(error) for sign in SIGNS)
+
+
+def log_failure(error: BaseException) -> None:
+    """Logs what ends the process before it has served: with its trace, unless memory ran out."""
+    if ran_out(error):
+        log.error("%s: %s", AT_START, " ".join(str(error).split())[:SAID])
+    else:
+        log.error("the shard failed", exc_info=error)

@@ -3,8 +3,13 @@
 With one rank everything here does nothing, and torch.distributed is not started.
 """
 
+import logging
 import os
 import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,10 +18,17 @@ import torch
 import torch.distributed as distributed
 from torch import Tensor
 
+log = logging.getLogger(__name__)
+
 RENDEZVOUS_SECONDS = 120
 # How long NCCL waits for a rank, which may be compiling what others don't need. A hang in a step is ended by the router long
 # before.
 ANSWER_SECONDS = 900
+SLOW_SECONDS = 60  # after which the operator is told that NCCL has not connected the ranks
+SLOW = (
+    f"NCCL has not connected the ranks within {SLOW_SECONDS} s: NCCL_DEBUG=INFO says what it does; NCCL_P2P_DISABLE=1 helps where "
+    "GPUs can't reach each other although they report that they can"
+)
 
 Meeting = Path | tuple[str, int]  # a file that does not exist yet, for ranks of one machine; else an address and a port
 
@@ -36,6 +48,7 @@ class Ranks:
         self.rank = rank
         self.size = size
         self.neighbours = neighbours or size
+        self._device = device
         self._invariant = invariant and size > 2  # two have only one order
         if size > 1:
             timeout = timedelta(seconds=RENDEZVOUS_SECONDS)
@@ -43,12 +56,25 @@ class Ranks:
             store = _store(rank, size, meeting, timeout)
             answer = timedelta(seconds=ANSWER_SECONDS) if backend == "nccl" else timeout  # Gloo's rendezvous uses it, too
             distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=answer)
-            # Gloo connects here, NCCL only at its first collective, after weights were loaded.
             store.set(f"here {rank}", "")
             store.wait([f"here {other}" for other in range(size)], timeout)
+            if backend == "nccl":
+                self._connect(device)
 
-    def add(self, x: Tensor) -> Tensor:
-        """All-reduce: x, overwritten by the sum of all ranks' x."""
+    def _connect(self, device: torch.device) -> None:
+        """Has NCCL connect the ranks, as it does at the first collective: before the weights are read, so that what keeps it from
+        it is seen early, and while no rank is late: torch looks for the others' address for `RENDEZVOUS_SECONDS` only.
+
+        Not by init_process_group's `device_id`, which lets NCCL connect beside us; it has hung then (pytorch issue 153960).
+        """
+        began = time.perf_counter()
+        with _told_if_slow():
+            distributed.all_reduce(torch.zeros(1, dtype=torch.int64, device=device))
+            torch.cuda.synchronize(device)
+        log.info(f"NCCL connected {self.size} ranks in {time.perf_counter() - began:.1f} s")
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """x, overwritten by the sum of all ranks' x."""
         if self._invariant:
             parts = [torch.empty_like(x) for _ in range(self.size)]
             distributed.all_gather(parts, x.contiguous())
@@ -59,28 +85,38 @@ class Ranks:
             distributed.all_reduce(x)
         return x
 
-    def join(self, x: Tensor) -> Tensor | None:
-        """Gather. On rank 0: all ranks' x [rows, n] side by side, [rows, size * n]. Elsewhere: None."""
+    def gather(self, x: Tensor) -> Tensor | None:
+        """On rank 0: all ranks' x [rows, n] side by side, [rows, size * n]. Elsewhere: None."""
         if self.size == 1:
             return x
         parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else None
         distributed.gather(x.contiguous(), parts, dst=0)
         return torch.cat(parts, dim=-1) if parts else None
 
-    def tell(self, x: Tensor) -> Tensor:
-        """Broadcast: rank 0's x, written over the other ranks' x of the same shape."""
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Rank 0's x, written over the other ranks' x of the same shape."""
         if self.size > 1:
             distributed.broadcast(x, src=0)
         return x
 
-    def least(self, value: int) -> int:
+    def minimum(self, value: int) -> int:
         """The smallest of all ranks' values."""
         if self.size == 1:
             return value
-        device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
-        tensor = torch.tensor([value], dtype=torch.int64, device=device)
+        tensor = torch.tensor([value], dtype=torch.int64, device=self._device)
         distributed.all_reduce(tensor, op=distributed.ReduceOp.MIN)
         return int(tensor.item())
+
+
+@contextmanager
+def _told_if_slow() -> Iterator[None]:
+    timer = threading.Timer(SLOW_SECONDS, log.warning, [SLOW])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _store(rank: int, size: int, meeting: Meeting, timeout: timedelta) -> Any:

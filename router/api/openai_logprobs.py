@@ -5,6 +5,7 @@ alternatives for each of 125,000 tokens that takes seconds.
 """
 
 import asyncio
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ import msgspec
 from ..request import Alternative, Prompt, Request, Token
 from ..text import Tokenizer
 
+SPACES = re.compile(r"\s{1,64}")
 LOWEST_LOGPROB = -9999.0  # JSON knows no infinity, and clients expect a number
 PART = 1024  # log-probabilities encoded at a time, or tokens parsed: 2 ms (x86, one core)
 
@@ -58,21 +60,21 @@ class LogprobWriter:
             if echo.text and self._tokenizer.is_special(id):  # sent as text, or added by the tokenizer
                 length += len(piece.text) * echo.text.startswith(piece.text, length)
             else:
-                length += len(piece.delta)
+                length = _behind(echo.text or "", length, piece.delta)
             return before
 
         offsets = await self.listed(len(ids), 0, offset)
-        length += len(stream.end())
+        stream.end()
         text = echo.text or stream.text
         if logprobs is None:
-            return PromptEcho(text, length, None)
+            return PromptEcho(text, len(text), None)
         content = {
             "tokens": await self.listed(len(ids), 0, lambda place: self._tokenizer.token_text(ids[place])),
             "token_logprobs": await self.listed(len(ids), 0, lambda place: _bounded(prompt.logprobs[place])),
             "top_logprobs": await self._tops(echo.request, prompt) if logprobs else None,
             "text_offset": offsets,
         }
-        return PromptEcho(text, length, content)
+        return PromptEcho(text, len(text), content)
 
     async def entries(self, request: Request, prompt: Prompt) -> msgspec.Raw:
         """vLLM's `prompt_logprobs`: by token id. `rank` is null for a token that is not among the most probable ones asked for."""
@@ -146,6 +148,18 @@ def _top(request: Request, prompt: Prompt, place: int) -> Sequence[tuple[int, fl
     """The alternatives of a prompt token that is not the first."""
     wide = request.prompt_top_n
     return prompt.top[(place - 1) * wide : place * wide]
+
+
+def _behind(text: str, place: int, piece: str) -> int:
+    """Where the text goes on behind a token's text, which stands at this place. SentencePiece adds a space behind a special token,
+    and some special tokens take the spaces behind them away."""
+    if text.startswith(piece, place):
+        return place + len(piece)
+    if piece.startswith(" ") and text.startswith(piece[1:], place):
+        return place + len(piece) - 1
+    spaces = SPACES.match(text, place)
+    start = spaces.end() if spaces else place
+    return (start if text.startswith(piece, start) else place) + len(piece)
 
 
 def _bounded(logprob: float | None) -> float | None:

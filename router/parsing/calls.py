@@ -47,13 +47,14 @@ class Calls:
 
     def declares(self, name: str, parameter: str) -> bool:
         """Whether the tool certainly has such a parameter."""
-        return self._parameters(name).declares(parameter)
+        return self.parameters(name).declares(parameter)
 
     def types(self, name: str, parameter: str) -> Types:
         """The types that a tool's parameter may have, as far as they are known."""
-        return self._parameters(name).types(parameter)
+        return self.parameters(name).types(parameter)
 
-    def _parameters(self, name: str) -> Parameters:
+    def parameters(self, name: str) -> Parameters:
+        """What the schema says of a tool's parameters; nothing, if it is not known."""
         return (self._tools or {}).get(name) or Parameters({})
 
 
@@ -89,41 +90,41 @@ def json_call(source: Source, calls: Calls, strict: bool) -> Steps[bool]:
     if not (yield from expect(source, "{")):
         return False
     name = held = ""
-    told = False
+    begun = False
     while (yield from space(source)) == '"':
-        key = yield from _decoded(source)
-        if key not in NAME_KEYS + ARGUMENTS_KEYS + OTHER_KEYS and not told:
+        key = yield from decoded(source)
+        if key not in NAME_KEYS + ARGUMENTS_KEYS + OTHER_KEYS and not begun:
             return False
         if not (yield from after_space(source, ":")):
-            return told
+            return begun
         first = yield from space(source)
-        if key in NAME_KEYS and not told:
-            name = (yield from _decoded(source)) if first == '"' else ""
+        if key in NAME_KEYS and not begun:
+            name = (yield from decoded(source)) if first == '"' else ""
             if not usable(name) or (strict and not calls.known(name)):
                 return False
-        elif key in ARGUMENTS_KEYS and name and not told and first == "{":
+        elif key in ARGUMENTS_KEYS and name and not begun and first == "{":
             yield calls.begin(name)
-            told = True
+            begun = True
             if not (yield from stream(follow_json(source), calls)):
                 return True
         else:
             value = yield from whole(follow_json(source))
             if not value:
-                return told
+                return begun
             held = value if key in ARGUMENTS_KEYS else held
         if not (yield from after_space(source, ",")):
             break
     if not (yield from after_space(source, "}")):
-        return told
+        return begun
     arguments = _object(held)
-    if not told and name and arguments is not None:
+    if not begun and name and arguments is not None:
         yield calls.begin(name)
         yield calls.arguments(arguments)
         return True
-    return told
+    return begun
 
 
-def _decoded(source: Source) -> Steps[str]:
+def decoded(source: Source) -> Steps[str]:
     """The text of a JSON string; "" if it is broken."""
     found = yield from whole(string(source))
     return str(json.loads(found)) if found else ""

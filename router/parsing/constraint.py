@@ -11,7 +11,7 @@ from typing import Any
 
 from ..grammar import objects, too_large, within
 from ..request import Grammar, Refused
-from . import gemma, harmony
+from . import gemma, harmony, nested
 from .calls import MAX_NAME
 from .lark import MOST_KEYWORDS, Lark, Special, quoted
 from .marked import MarkedForm
@@ -22,6 +22,7 @@ from .tagged import TaggedForm
 from .values import dump, typed
 
 Json = Mapping[str, Any]
+GIGACHAT = "<|function_call|>"
 SLASH = re.compile(r"\\?[\s\S]")  # a character of a pattern, with its escape
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -124,6 +125,8 @@ def _call(lark: Lark, parser: str, function: Json, header: bool) -> str:
         return lark.new(f"{lark.text(f'{name}(')} {_keywords(lark, schema)} {lark.text(')')}")
     if parser == MISTRAL_ARGS:
         return lark.new(f"{lark.text('[TOOL_CALLS]', name, '[ARGS]')} {lark.json(schema)}")
+    if parser == "apertus":
+        return lark.new(f"{lark.text(f'{{{quoted(name)}: ')} {lark.json(schema)} {lark.text('}')}")
     key = "parameters" if parser in ("llama3_json", "internlm", "cohere") else "arguments"
     named = '"tool_call_id": "0", "tool_name"' if parser == "cohere" else '"name"'
     head = f'{{{named}: {quoted(name)}, "{key}": '
@@ -161,12 +164,22 @@ def _around(lark: Lark, parser: str, several: bool) -> str:
             before, between, after = ["functools["], ", ", ["]"]
         case "mistral":
             before, between, after = ["[TOOL_CALLS]", "["], ", ", ["]"]
+        case "apertus":
+            before, between, after = ["<|tools_prefix|>", "["], ", ", ["]", "<|tools_suffix|>"]
+        case "minimax_m3":
+            before, between, after = [nested.MARK, "<tool_call>", "\n"], "\n", ["\n", nested.MARK, "</tool_call>"]
+        case "gigachat3":
+            before, between = [GIGACHAT], ", "
+            if not lark.is_token(GIGACHAT):  # an older model, whose calls are messages of a role of their own
+                before = ["<|message_sep|>", "\n\nfunction call", "<|role_sep|>", "\n"]
     if isinstance(form, MarkedForm):
         before, after = [form.section], [form.section_end]
     if isinstance(form, TaggedForm):
         between = "\n"
         if form.kinds is not None:  # all calls in one tag
             before, after = [form.call, "\n"], ["\n", form.call_end]
+        elif form.section:
+            before, after = [form.section, "\n"], ["\n", form.section_end]
     more = f"({lark.text(between)} call)*" if several else ""
     return f"{lark.text(*before)} call {more} {lark.text(*after)}"
 
@@ -229,7 +242,10 @@ def _bare(lark: Lark, form: TaggedForm, schema: Any, parameters: Parameters) -> 
     listed = parameters.listed(schema)
     if listed is not None:
         texts = [value if isinstance(value, str) else dump(value) for value in listed]
-        read = [form.value_end not in text and typed(text, types) == dump(value) for text, value in zip(texts, listed, strict=True)]
+        read = [
+            form.value_end not in text and typed(text, types, form.python) == dump(value)
+            for text, value in zip(texts, listed, strict=True)
+        ]
         return f"({' | '.join(map(quoted, texts))}) {end}" if texts and all(read) else None
     lengths = parameters.lengths(schema)
     if lengths is None or types & {"array", "object"}:

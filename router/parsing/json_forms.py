@@ -3,12 +3,12 @@
 import re
 from dataclasses import dataclass
 
-from .calls import MAX_NAME, Calls, json_call, stream, usable
+from .calls import MAX_NAME, Calls, decoded, json_call, stream, usable
 from .source import Source, Steps, after_space, expect, space, up_to
 from .values import follow_json
 
 MISTRAL = "[TOOL_CALLS]"
-TOKEN = re.compile(r"<\|.*?\|>|.+")  # some models begin a call with two special tokens
+TOKEN = re.compile(r"<\|.*?\|>|(?:(?!<\|).)+")  # some models begin a call with two special tokens
 MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 
@@ -58,6 +58,55 @@ class MistralForm:
             return False
         source.at -= 1
         yield calls.begin(name.strip(), id if MISTRAL_ID.fullmatch(id) else "")
+        yield from stream(follow_json(source), calls)
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class NamingForm:
+    """A list of objects of one key each, the function's name: `[{"f": {...}}, {"g": {}}]`."""
+
+    open: str
+    close: str
+
+    @property
+    def opens(self) -> tuple[str, ...]:
+        return (self.open,)
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return (self.open, self.close)
+
+    def first(self, source: Source, calls: Calls) -> Steps[bool]:
+        return False
+        yield
+
+    def read(self, source: Source, calls: Calls, marker: str) -> Steps[bool]:
+        if not (yield from after_space(source, "[")):
+            return False
+        found = False
+        while True:
+            start = source.at
+            if found and not (yield from after_space(source, ",")):
+                break
+            if not (yield from self._call(source, calls)):
+                source.at = start
+                return found
+            found = True
+            if not (yield from after_space(source, "}")):
+                return True
+        if (yield from after_space(source, "]")):
+            yield from after_space(source, self.close)
+        return True
+
+    def _call(self, source: Source, calls: Calls) -> Steps[bool]:
+        """Reads a call up to the end of its arguments, or to where they break."""
+        if not (yield from after_space(source, "{")) or (yield from space(source)) != '"':
+            return False
+        name = yield from decoded(source)
+        if not usable(name) or not (yield from after_space(source, ":")) or (yield from space(source)) != "{":
+            return False
+        yield calls.begin(name)
         yield from stream(follow_json(source), calls)
         return True
 

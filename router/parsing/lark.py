@@ -54,6 +54,10 @@ class Lark:
         pieces = chain.from_iterable(map(self._pieces, texts))
         return " ".join(map(self._one, filter(None, pieces)))
 
+    def is_token(self, text: str) -> bool:
+        """Whether the text is one token wherever it stands."""
+        return self._special(text) is not None
+
     def _pieces(self, text: str) -> Sequence[str]:
         """The text split around the token within it."""
         before, token, after = text.partition(self._within) if self._within else (text, "", "")

@@ -92,6 +92,22 @@ class Parameters:
             found += values
         return found
 
+    @property
+    def schema(self) -> Any:
+        """The schema of all parameters together."""
+        return self._root
+
+    def part(self, schema: Any, key: str | None) -> Any:
+        """The schema of an object's value with this key; None: of a list's items. {} if nothing is said of it."""
+        for found in self.alternatives(schema):
+            inner = None if found is None else found.get("items") if key is None else _properties(found).get(key)
+            if isinstance(inner, Mapping):
+                return inner
+            inner = None if found is None or key is None else found.get("additionalProperties")
+            if isinstance(inner, Mapping):
+                return inner
+        return {}
+
     def lengths(self, schema: Any) -> tuple[int, int | None] | None:
         """The minimum and maximum length of strings that a part of the schema allows freely; None if there are none."""
         for part in self.alternatives(schema):
@@ -160,8 +176,8 @@ class Parameters:
         for key in EITHER:
             either = [types for part in _parts(schema, key) if (types := self._types(part, own, seen)) is not None]
             found += [frozenset().union(*either)] if either else []
-        told = [types for types in found if types is not None]
-        return frozenset.intersection(*told) if told else None
+        known = [types for types in found if types is not None]
+        return frozenset.intersection(*known) if known else None
 
 
 def _own_types(level: Json) -> Types:

@@ -5,14 +5,16 @@ To add a family: a line in REASONING_FORMS or FORMS, if it uses an existing form
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 from ..config import AUTO, NONE
 from . import harmony
 from .calls import Calls, Schemas, mistral_id, openai_id
 from .gemma import GemmaForm
-from .json_forms import JsonForm, MistralForm
+from .json_forms import JsonForm, MistralForm, NamingForm
 from .marked import MarkedForm
+from .nested import NestedForm
 from .parts import Part, Reader, Text
 from .pythonic import PythonicForm
 from .source import IncrementalReader, Markers, Source, Steps, before, space
@@ -57,9 +59,19 @@ REASONING_FORMS = {
     "gemma4": ReasoningMarkers(("<|channel>",), ("<channel|>",), name="thought"),
     "hunyuan_a13b": ReasoningMarkers(("<think>",), ("</think>",), answer=("<answer>", "</answer>")),
     "ernie45": ReasoningMarkers(("<think>",), ("</think>",), answer=("<response>", "</response>")),
+    "hy_v3": ReasoningMarkers(("<think:opensource>",), ("</think:opensource>",)),
+    "minimax_m3": ReasoningMarkers(("<mm:think>",), ("</mm:think>",)),
 }
 DEEPSEEK = MarkedForm(
     "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
+)
+DSML = TaggedForm(
+    *('<｜DSML｜invoke name="', '">', '<｜DSML｜parameter name="', '"', "", "</｜DSML｜parameter>", "</｜DSML｜invoke>"),
+    lines=False,
+    call="<｜DSML｜function_calls>",
+    call_end="</｜DSML｜function_calls>",
+    kinds=('string="true">', 'string="false">'),
+    within="｜DSML｜",
 )
 MISTRAL_ARGS = "mistral_args"  # reads the same as "mistral"; when forced, newer models write names outside of the JSON
 FORMS: dict[str, Form] = {
@@ -86,12 +98,13 @@ FORMS: dict[str, Form] = {
         "<|tool_call_end|>",
         "<|tool_calls_section_end|>",
     ),
-    "qwen3_coder": TaggedForm("<function=", ">", "<parameter=", ">", "", "</parameter>", "</function>", lines=True),
+    "qwen3_coder": TaggedForm("<function=", ">", "<parameter=", ">", "", "</parameter>", "</function>", lines=True, python=True),
     "seed_oss": TaggedForm(
         *("<function=", ">", "<parameter=", ">", "", "</parameter>", "</function>"),
         lines=False,
         call="<seed:tool_call>",
         call_end="</seed:tool_call>",
+        python=True,
     ),
     "minimax_m2": TaggedForm(
         *('<invoke name="', '">', '<parameter name="', '">', "", "</parameter>", "</invoke>"),
@@ -99,14 +112,20 @@ FORMS: dict[str, Form] = {
         call="<minimax:tool_call>",
         call_end="</minimax:tool_call>",
     ),
-    "deepseek_v32": TaggedForm(
-        *('<｜DSML｜invoke name="', '">', '<｜DSML｜parameter name="', '"', "", "</｜DSML｜parameter>", "</｜DSML｜invoke>"),
+    "minimax_m3": NestedForm(),
+    "deepseek_v32": DSML,
+    "deepseek_v4": replace(DSML, call="<｜DSML｜tool_calls>", call_end="</｜DSML｜tool_calls>"),
+    "hy_v3": TaggedForm(
+        *("", "<tool_sep:opensource>", "<arg_key:opensource>", "</arg_key:opensource>"),
+        *("<arg_value:opensource>", "</arg_value:opensource>", "</tool_call:opensource>"),
         lines=False,
-        call="<｜DSML｜function_calls>",
-        call_end="</｜DSML｜function_calls>",
-        kinds=('string="true">', 'string="false">'),
-        within="｜DSML｜",
+        call="<tool_call:opensource>",
+        call_end="</tool_call:opensource>",
+        section="<tool_calls:opensource>",
+        section_end="</tool_calls:opensource>",
     ),
+    "gigachat3": JsonForm(("<|function_call|>", "<|message_sep|>\n\nfunction call<|role_sep|>")),
+    "apertus": NamingForm("<|tools_prefix|>", "<|tools_suffix|>"),
     "gemma4": GemmaForm(),
     "glm45": TaggedForm("", "", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</tool_call>", lines=False),
 }
@@ -119,6 +138,12 @@ TOOL_HINTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (HARMONY, ("<|channel|>", "<|start|>")),
     ("gemma4", ("<|tool_call>", "<tool_call|>")),
     ("deepseek_v32", ("｜DSML｜", "function_calls")),
+    ("deepseek_v4", ("｜DSML｜", "tool_calls")),
+    ("hy_v3", (":opensource", "<tool_sep")),
+    ("minimax_m3", ("]<]minimax[>[",)),
+    ("gigachat3", ("<|function_call|>", "function descriptions")),
+    ("gigachat3", ("'function call'", "<|role_sep|>")),
+    ("apertus", ("<|tools_prefix|>",)),
     ("minimax_m2", ("<minimax:tool_call>",)),
     ("seed_oss", ("<seed:tool_call>",)),
     ("cohere", ("<|START_ACTION|>",)),
@@ -151,6 +176,9 @@ REASONING_HINTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("seed_oss", ("<seed:think>",)),
     ("cohere", ("<|START_THINKING|>",)),
     ("granite", ("Here is my thought process:",)),
+    ("hy_v3", (":opensource", "<think")),
+    ("minimax_m3", ("<mm:think>",)),
+    ("deepseek_r1", ("<minimax:tool_call>", "</think>")),  # its <response> is a tool's
     ("hunyuan_a13b", ("<think>", "<answer>")),
     ("ernie45", ("</think>", "<response>")),
     ("deepseek_r1", ("<think>",)),

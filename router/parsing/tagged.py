@@ -1,4 +1,4 @@
-"""Tool calls whose arguments stand in tags, without quotes: Qwen3-Coder's, GLM's, MiniMax's, DeepSeek V3.2's.
+"""Tool calls whose arguments stand in tags, without quotes: Qwen3-Coder's, GLM's, MiniMax M2's, DeepSeek V3.2's, Hy 3's.
 
 Types come from the tool's schema, or, in DeepSeek V3.2, from the tag.
 """
@@ -16,7 +16,7 @@ from .values import dump, typed
 @dataclass(frozen=True, slots=True)
 class TaggedForm:
     """The form `{call}{function}f{function_end} ({key}k{key_end}{value}v{value_end})* {end}{call_end}`; there may be several
-    within.
+    within. Calls may all stand between a `section` and its end.
 
     With `kinds` one of them stands behind `{key_end}`: the first before a string, the second before any other value, as JSON.
     """
@@ -33,21 +33,35 @@ class TaggedForm:
     call_end: str = "</tool_call>"
     kinds: tuple[str, str] | None = None
     within: str = ""  # a token that all these markers contain
+    section: str = ""
+    section_end: str = ""
+    python: bool = False  # chat templates write null, lists and objects as Python does
 
     @property
     def opens(self) -> tuple[str, ...]:
-        return (self.call, self.function) if self.function else (self.call,)
+        return tuple(filter(None, (self.section, self.call, self.function)))
 
     @property
     def markers(self) -> tuple[str, ...]:
-        found = (*self.opens, self.key, self.key_end, self.value, self.value_end, self.end, self.call_end, self.within)
-        return tuple(filter(None, found))
+        name_end = "" if self.function else self.function_end
+        found = (*self.opens, name_end, self.key, self.key_end, self.value, self.value_end, self.end, self.call_end, self.within)
+        return tuple(filter(None, (*found, self.section_end)))
 
     def first(self, source: Source, calls: Calls) -> Steps[bool]:
         return False
         yield
 
     def read(self, source: Source, calls: Calls, marker: str) -> Steps[bool]:
+        if marker == self.section:
+            if not (yield from after_space(source, self.call)):
+                return False
+            marker = self.call
+        found = yield from self._call(source, calls, marker)
+        if found and self.section_end:
+            yield from after_space(source, self.section_end)
+        return found
+
+    def _call(self, source: Source, calls: Calls, marker: str) -> Steps[bool]:
         if marker == self.call and (yield from space(source)) == "{":  # Hermes's form, which such models sometimes write
             if not (yield from json_call(source, calls, strict=False)):
                 return False
@@ -81,6 +95,10 @@ class TaggedForm:
                 return ""
             return ((yield from up_to(source, self.function_end, MAX_NAME)) or "").strip()
         start = source.at
+        if self.function_end:
+            name = ((yield from up_to(source, self.function_end, MAX_NAME)) or "").strip()
+            source.at = source.at if usable(name) else start
+            return name
         found = yield from up_to(source, "<", MAX_NAME)
         if found is None:
             return ""
@@ -106,18 +124,18 @@ class TaggedForm:
                 return False
             types = calls.types(name, key.strip())
             if self.kinds is not None:
-                told = yield from self._told(source, self.kinds, types)
-                if told is None:
+                stated = yield from self._stated_types(source, self.kinds, types)
+                if stated is None:
                     source.at = start
                     return False
-                types = told
+                types = stated
             yield calls.arguments(f"{opening}{dump(key.strip())}: ")
             if not (yield from self._string(source, calls) if types == STRING else self._value(source, calls, types)):
                 return False
             opening = ", "
         return True
 
-    def _told(self, source: Source, kinds: tuple[str, str], types: Types) -> Steps[Types | None]:
+    def _stated_types(self, source: Source, kinds: tuple[str, str], types: Types) -> Steps[Types | None]:
         """What the tag says about the type of a value that may have these types; None if it says nothing."""
         string, other = kinds
         if (yield from after_space(source, string)):
@@ -148,8 +166,12 @@ class TaggedForm:
             yield None
         text = source.text[source.at : stop]
         source.at = stop + len(self.value_end)
-        yield calls.arguments(typed(text.removeprefix("\n").removesuffix("\n") if self.lines else text, types))
+        yield calls.arguments(typed(_inner(text) if self.lines else text, types, self.python))
         return True
+
+
+def _inner(text: str) -> str:
+    return text.removeprefix("\n").removesuffix("\n")
 
 
 def _line_end(source: Source) -> Steps[None]:

@@ -40,6 +40,14 @@ class ReasoningMarkers:
         yield from space(source)
         return closed
 
+    def _closed(self, source: Source) -> Steps[bool]:
+        """Reads over the end of a reasoning that has not begun, by which a model may say that it doesn't reason."""
+        for marker in self.closes:
+            if (yield from expect(source, marker)):
+                yield from space(source)
+                return True
+        return False
+
     def read(self, source: Source, prompt: str, continued: str) -> Steps[None]:
         """Reads the reasoning if the answer begins with it or inside it, and nothing otherwise."""
         begun = self.begun(prompt, continued)
@@ -49,7 +57,8 @@ class ReasoningMarkers:
                 if (yield from expect(source, marker)):
                     break
             else:
-                source.at = 0
+                if continued.strip() or not (yield from self._closed(source)):
+                    source.at = 0
                 return
         if not begun or self.begun(prompt, ""):  # an opening marker has just been read, here or at the prompt's end
             if self.name:

@@ -16,6 +16,7 @@ ATOM = re.compile(r"[-+.\w]*")
 NUMBER_OR_NAME = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null")
 PYTHON_NAMES = {"True": True, "False": False, "None": None}
 BEGINNINGS = {"n": "null", "[": "array", "{": "object"}
+PYTHON_BEGINNINGS = tuple("N[{")  # of what Python writes in another way than JSON
 CLOSING = {"{": "}", "[": "]"}
 
 
@@ -153,17 +154,19 @@ def literal(text: str) -> str | None:
         return None
 
 
-def typed(text: str, types: Types) -> str:
+def typed(text: str, types: Types, python: bool = False) -> str:
     """A value that was written without quotes, as JSON of one of the `types`; a string if it is none of them.
 
     Where a string is one of several types, text that looks like a number or a boolean is a string, too, since it could not be
-    written otherwise. Where the type is unknown, the value is what it looks like.
+    written otherwise. Where the type is unknown, the value is what it looks like. `python`: null, lists and objects may be written
+    as Python writes them.
     """
+    found = literal(text) if python and text.lstrip()[:1] in PYTHON_BEGINNINGS else text.strip() if _is_json(text) else None
     if "string" in types and types != TYPES:
-        return text.strip() if BEGINNINGS.get(text.lstrip()[:1]) in types and _is_json(text) else dump(text)
+        return found if found is not None and BEGINNINGS.get(found[:1]) in types else dump(text)
     if text in PYTHON_NAMES:
         return dump(PYTHON_NAMES[text])
-    return text.strip() if _is_json(text) else dump(text)
+    return dump(text) if found is None else found
 
 
 def _is_json(text: str) -> bool:

@@ -4,11 +4,13 @@ correctness and speed rely on, and planted faults (spills, too much shared memor
 Other processes compile, since this one interprets kernels.
 """
 
+import importlib
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -75,7 +77,7 @@ def test_a_sample_of_kernels_compiles_for_all_targets() -> None:
     assert process.stdout.splitlines()[-1].startswith(
         "12 kernels, 5 targets, 0 faults"
     )  # rotary also with an fp8 cache, and two that are launched early
-    assert len(process.stdout.splitlines()) == 2 + 5 * 6 + 3 + 2 + 2 + 5  # the latter have fewer targets
+    assert len(process.stdout.splitlines()) == 2 + 5 * 6 + 3 + 3 + 3 + 5  # the latter have fewer targets
 
 
 INSPECTION_SCRIPT = """
@@ -198,6 +200,17 @@ def test_compile_reports_planted_faults_and_exits_with_1(tmp_path: Path) -> None
     # Spills are allowed in kernels that are not hot, and a small kernel has none.
     assert lines[-2].startswith("2 kernels, 2 targets, 0 faults")
     assert lines[-1] == "0"
+
+
+@pytest.mark.parametrize(("columns", "fault"), [(512, ""), (1024, "1024 columns of tensor memory, sm_100 has 512")])
+def test_compile_reports_too_much_tensor_memory(monkeypatch: pytest.MonkeyPatch, columns: int, fault: str) -> None:
+    """Triton compiles kernels that need more tensor memory than there is, and fails when they are launched."""
+    gate = importlib.import_module("penstock.kernels.compile")
+    made = SimpleNamespace(asm={"cubin": b""}, metadata=SimpleNamespace(shared=0, tmem_size=columns))
+    monkeypatch.setattr(gate, "_compiled", lambda compilation, target: made)
+    monkeypatch.setattr(gate, "_cuda_usage", lambda binary: (32, 0))
+    [target] = [target for target in gate.TARGETS if target.name == "sm_100"]
+    assert gate.build(SimpleNamespace(name="one", hot=True), target).fault == fault
 
 
 def test_make_kernels_runs_the_compilation() -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from penstock.kernels import attention as plain
-from penstock.kernels import paged_attention, ragged, work_list
+from penstock.kernels import compilation, dependent_launch, paged_attention, ragged, work_list
 from penstock.kernels.attention import AttentionOptions, Row
 from penstock.kernels.layout import AttentionLayout, LayerKind
 from penstock.kernels.paged_attention import Capacity, attention, plan, tiles_of
@@ -668,11 +668,31 @@ def test_devices_with_little_shared_memory_use_small_tiles(
     assert paged_attention.device_class(torch.device("cuda", 0)) == generation
 
 
+def test_early_launched_kernels_are_compiled_for_every_gpu_that_launches_kernels_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each tile shape: kernels that are launched early have code of their own."""
+    for name in compilation.NVIDIA:
+        capability = divmod(int(name.removeprefix("sm_")), 10)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, own=capability: own)
+        dependent_launch._able.cache_clear()
+        device = torch.device("cuda", 0)
+        begins, generation = dependent_launch.on(device), paged_attention.device_class(device)
+        assert (name in compilation.EARLY_TARGETS) == begins, name
+        tiles = {
+            (one.constants["ROWS"], one.constants["KEYS"], one.stages)
+            for one in paged_attention.compilations()
+            if one.early and name in one.targets and one.kernel is paged_attention.attend
+        }
+        kind = LayerKind(0, 8, 4, 128)
+        wanted = {(tile.rows, tile.keys, tile.stages) for tile in paged_attention.tiles_of(kind, torch.bfloat16, generation)}
+        assert tiles == (wanted if begins else set()), name
+    dependent_launch._able.cache_clear()
+
+
 def test_compilations_have_unique_names_and_all_kernel_parameters() -> None:
     found = paged_attention.compilations()
-    assert len({compilation.name for compilation in found}) == len(found)
-    for compilation in found:
-        assert [*compilation.signature, *compilation.constants] == list(compilation.kernel.arg_names)
+    assert len({one.name for one in found}) == len(found)
+    for one in found:
+        assert [*one.signature, *one.constants] == list(one.kernel.arg_names)
 
 
 @pytest.mark.parametrize(

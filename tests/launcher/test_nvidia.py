@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.launcher import children, machine, nvidia
+from penstock.launcher import children, machine, nvidia, replicas
+from penstock.launcher.options import Options
 from penstock.proto import process
 
 GIB = 1 << 30
@@ -25,6 +26,7 @@ def no_real_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(process, "SYSTEM", tmp_path)  # so that no AMD GPU of this machine is found
+    monkeypatch.setattr(nvidia, "DEVICES", tmp_path / "dev")
 
 
 def write_fake_nvidia_smi(folder: Path, rows: str, listed: str = "") -> None:
@@ -87,12 +89,73 @@ def test_unknown_or_failed_gpus_are_reported(tmp_path: Path, monkeypatch: pytest
         "CUDA_VISIBLE_DEVICES=MIG-9 names first what nvidia-smi does not list (0 MIG-7c00, 0 MIG-7c11, 1 MIG-c222): correct it, or "
         "leave it out"
     )
-    write_fake_nvidia_smi(tmp_path, "0, GPU-aa11, [N/A], Disabled\n")
+    write_fake_nvidia_smi(tmp_path, "0, GPU-aa11, [Unknown Error], Disabled\n")
     assert "no free memory of GPU-aa11" in nvidia.find({}).obstacle
-    write_fake_nvidia_smi(tmp_path, "No devices were found\n")
+
+
+@pytest.mark.parametrize("visible", ["0,0", "0,1,0", "GPU-aa11,GPU-aa11"])
+def test_cuda_visible_devices_that_names_a_gpu_twice_is_reported(tmp_path: Path, visible: str) -> None:
+    write_fake_nvidia_smi(tmp_path, WITHOUT_MIG)
+    found = nvidia.find({"CUDA_VISIBLE_DEVICES": visible})
+    assert (found.memory, "names a GPU twice" in found.obstacle) == ((), True)
+
+
+def add_device_files(folder: Path) -> None:
+    """Device files of a machine, or a container, with a GPU."""
+    (folder / "dev").mkdir()
+    for name in ("nvidia0", "nvidiactl", "nvidia-uvm"):
+        (folder / "dev" / name).touch()
+
+
+@pytest.mark.parametrize(
+    ("said", "code"), [("No devices were found", 6), ("NVIDIA-SMI has failed\nbecause it couldn't reach the driver.", 9)]
+)
+def test_gpu_that_nvidia_smi_does_not_list_is_reported(tmp_path: Path, said: str, code: int) -> None:
+    """Otherwise the server would run on the CPU without a word."""
+    write_fake_nvidia_smi(tmp_path, said)
+    with (tmp_path / "nvidia-smi").open("a") as tool:
+        tool.write(f"exit {code}\n")
     assert nvidia.find({}) == nvidia.Found()
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'could not communicate with the driver'; exit 9\n")
+    add_device_files(tmp_path)
+    found = nvidia.find({})
+    assert found.memory == ()
+    assert f"dev/nvidia0 is a GPU, and nvidia-smi can't list it ({' '.join(said.split())}): mend" in found.obstacle
+
+
+def test_gpu_without_nvidia_smi_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
     assert nvidia.find({}) == nvidia.Found()
+    add_device_files(tmp_path)
+    assert "NVIDIA_DRIVER_CAPABILITIES=compute,utility" in nvidia.find({}).obstacle
+    assert nvidia.find({"CUDA_VISIBLE_DEVICES": ""}).obstacle == ""  # as the operator wants it
+
+
+def test_ranks_get_the_other_gpus_by_uuid_when_one_has_failed(tmp_path: Path) -> None:
+    """By number they would get the failed one."""
+    write_fake_nvidia_smi(
+        tmp_path, "0, GPU-aa11, [GPU is lost], [N/A]\n" + WITHOUT_MIG.splitlines()[1] + "\n2, GPU-cc33, 7168, [N/A]\n"
+    )
+    found = nvidia.find({})
+    assert (found.memory, found.uuids) == ((9 * GIB, 7 * GIB), ("GPU-bb22", "GPU-cc33"))
+    assert nvidia.find({"CUDA_VISIBLE_DEVICES": "2,1"}).uuids == ()
+    assert nvidia.find({"CUDA_VISIBLE_DEVICES": "2,0"}).uuids == ("GPU-cc33",)
+    write_fake_nvidia_smi(
+        tmp_path, WITHOUT_MIG.splitlines()[1] + "\nUnable to determine the device handle for GPU 0000:0B:00.0: Unknown Error\n"
+    )
+    found = nvidia.find({})
+    assert (found.memory, found.uuids) == ((9 * GIB,), ("GPU-bb22",))
+    options = Options(replicas=2)
+    places = replicas.divide(options, 1, True, [f"/{number}" for number in range(6)], {}, nvidia=("GPU-bb22", "GPU-cc33"))
+    assert [place.environment for place in places] == [{"CUDA_VISIBLE_DEVICES": "GPU-bb22"}, {"CUDA_VISIBLE_DEVICES": "GPU-cc33"}]
+    [place] = replicas.divide(Options(), 1, True, ["/0", "/1", "/2"], {}, nvidia=("GPU-bb22",))
+    assert place.environment == {"CUDA_VISIBLE_DEVICES": "GPU-bb22"}
+
+
+def test_memory_of_a_gpu_that_shares_the_machines_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As nvidia-smi lists a DGX Spark's."""
+    monkeypatch.setattr(nvidia, "available_memory", lambda: 100 * GIB)
+    write_fake_nvidia_smi(tmp_path, "0, GPU-aa11, [N/A], [N/A]\n")
+    assert nvidia.find({}) == nvidia.Found((100 * GIB,))
 
 
 def test_cuda_device_order_defaults_to_pci_bus_id() -> None:

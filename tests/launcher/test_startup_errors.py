@@ -245,7 +245,7 @@ def test_failed_gpu_is_skipped_and_a_hung_nvidia_smi_is_an_error(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(process, "PROC", tmp_path)
-    fake.write_text("#!/bin/sh\necho 0, GPU-a, '[N/A]'; echo 1, GPU-b, 1024\n")
+    fake.write_text("#!/bin/sh\necho 0, GPU-a, '[GPU is lost]'; echo 1, GPU-b, 1024\n")
     fake.chmod(0o755)
     assert nvidia.find({}).memory == (1 << 30,)
     fake.write_text("#!/bin/sh\nexec sleep 60\n")

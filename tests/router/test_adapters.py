@@ -360,6 +360,30 @@ def test_who_comes_while_one_replica_is_lost_and_another_is_new_waits() -> None:
     served(test, 1)
 
 
+def test_who_comes_while_a_new_replica_still_loads_it_waits_for_one_that_will_have_it() -> None:
+    async def test(fleet: Fleet, shards: Shards) -> None:
+        shards["0"].reading.clear()
+        loading = asyncio.create_task(fleet.adapters.load("a", "/a"))
+        await asyncio.sleep(0.01)
+        fleet.join(["unix:/9"], "late")
+        await until(lambda: states(fleet)["late"] == "ready")
+        shards["late"].reading.clear()
+        shards["0"].reading.set()
+        await until(lambda: "a" in fleet.adapters.names)
+        shards["0"].break_at = 1
+        shards["0"].die()
+        await until(lambda: states(fleet)["0"] == "recovering")
+        reading = begin(fleet, [ask(text, 9, adapter="a#1") for text in "xyz"])
+        await asyncio.sleep(0.02)
+        assert not any(command.prefill.groups for command in shards["late"].commands)
+        shards["0"].break_at = 0
+        assert [len(items) for items in await asyncio.gather(*reading)] == [11] * 3
+        shards["late"].reading.set()
+        await loading
+
+    served(test, 1)
+
+
 def test_all_replicas_that_come_meanwhile_have_it_though_one_is_lost() -> None:
     async def test(fleet: Fleet, shards: Shards) -> None:
         for name in ("1", "2"):

@@ -2,14 +2,17 @@
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from penstock.router.api import openai_logprobs, openai_shapes
 from penstock.router.rendering import Renderer
 from penstock.router.text import Tokenizer
 from penstock.tests.router.fake_batcher import Server, make_tokenizer, serve
+from penstock.tests.router.test_text import byte_fallback, save
 
 CHAT_PATH = "/v1/chat/completions"
 PATH = "/v1/completions"
@@ -92,6 +95,28 @@ def test_text_offsets_are_positions_in_the_returned_text(tokenizer: Tokenizer) -
         assert choice["logprobs"]["text_offset"][-7:] == [0, 1, 5, 6, 7, 11, 12]
 
     serve(tokenizer, test, says="a</s>BC")
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("strips_spaces", [True, False])
+def test_text_offsets_skip_spaces_that_only_the_tokens_text_has(tmp_path: Path, skip: bool, strips_spaces: bool) -> None:
+    """SentencePiece tokenizers put a space before a text and after special tokens, and some special tokens strip spaces."""
+    sentencepiece = byte_fallback()
+    sentencepiece.add_special_tokens([tokenizers.AddedToken("<end>", rstrip=strips_spaces)])
+    sentencepiece.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    prompt = "the cat<end>sat <end>  on <end>"
+
+    async def test(server: Server) -> None:
+        request_body = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 9, "skip_special_tokens": skip}
+        _, body, _ = await server.post(PATH, request_body)
+        choice = body["choices"][0]
+        text, found = choice["text"], choice["logprobs"]
+        assert text.startswith(prompt)
+        for token, offset in zip(found["tokens"][1:-1], found["text_offset"][1:-1], strict=True):
+            assert text.startswith(token, offset) or text[offset:].lstrip().startswith(token.strip()), (token, offset)
+        assert found["text_offset"][found["tokens"].index("x")] == text.index("x")
+
+    serve(save(tmp_path, sentencepiece, eos_token="</s>"), test, says="x a</s>")
 
 
 def test_lm_eval_computes_loglikelihoods_from_echo_with_logprobs(tokenizer: Tokenizer) -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import decoders
 
 from penstock.router.config import RouterConfig
 from penstock.router.folder import Unusable
@@ -13,6 +14,7 @@ from penstock.router.request import Limits, Refused
 from penstock.router.text import Tokenizer
 from penstock.router.validation import Parameters, Validator
 from penstock.tests.router.fake_batcher import make_tokenizer
+from penstock.tests.router.test_text import byte_fallback, save
 
 
 @pytest.fixture
@@ -90,6 +92,18 @@ def test_what_a_model_lacks_is_told_at_the_start(folder: Path) -> None:
     ends, chats = Tokenizer(folder).missing(whole.size)
     assert "no file of the model names a token that ends answers" in ends
     assert "no chat template: chats are refused; --chat-template" in chats
+
+
+def test_a_decoder_that_loses_spaces_is_told_at_the_start(tmp_path: Path) -> None:
+    """As in a tokenizer.json of Yi, which strips each token where the text as a whole was meant."""
+    raw = byte_fallback()
+    said = [*save(tmp_path, raw).missing(raw.get_vocab_size())]
+    raw.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.Strip(" ", 1, 0), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    more = [one for one in save(tmp_path, raw).missing(raw.get_vocab_size()) if one not in said]
+    assert len(more) == 1
+    assert "takes the spaces between words away" in more[0]
 
 
 def test_ids_without_a_token_have_no_text(folder: Path) -> None:

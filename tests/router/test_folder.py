@@ -95,6 +95,17 @@ def test_special_tokens_that_are_only_listed(tmp_path: Path, field: str, mapped:
     assert_as_transformers(tmp_path)
 
 
+def test_ends_that_only_the_description_of_the_text_names(tmp_path: Path) -> None:
+    """As of Llama 4, Qwen 3 VL and Qwen 3.5, where generation_config.json is missing: transformers goes by them, too."""
+    write(tmp_path)
+    fields: dict[str, Any] = {"text_config": {"eos_token_id": [5, 7]}}
+    for said, expected in ({}, (5, 7, 1)), ({"eos_token_id": None}, (5, 7, 1)), ({"eos_token_id": 6}, (6, 1)):
+        (tmp_path / "config.json").write_text(json.dumps(fields | said))
+        assert Tokenizer(tmp_path).eos_ids == expected
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 8}))
+    assert Tokenizer(tmp_path).eos_ids == (8, 1)
+
+
 def test_a_named_token_of_the_vocabulary_is_special(tmp_path: Path) -> None:
     size = write(tmp_path, known=("<|im_end|>",), eos_token="<|im_end|>")
     ours = Tokenizer(tmp_path)
@@ -133,3 +144,35 @@ def test_a_list_of_another_kind_is_refused(tmp_path: Path, found: Any) -> None:
 def test_tokenizer_json_decides_what_begins_and_ends_a_text(tmp_path: Path, marks: str, flags: dict[str, bool]) -> None:
     write(tmp_path, marks, **flags)
     assert_as_transformers(tmp_path)
+
+
+def prepending(folder: Path, normalized: bool, **settings: Any) -> Tokenizer:
+    """As Llama 2's: a space before each part of a text that is no special token."""
+    pieces = ["<s>", "</s>", "\u2581", "a", "b", "<", "s", ">", "/", "[", "]", "I", "\u2581a"]
+    found = tokenizers.Tokenizer(tokenizers.models.BPE({piece: id for id, piece in enumerate(pieces)}, [("\u2581", "a")]))
+    found.normalizer = tokenizers.normalizers.Sequence(
+        [tokenizers.normalizers.Prepend("\u2581"), tokenizers.normalizers.Replace(" ", "\u2581")]
+    )
+    found.decoder = tokenizers.decoders.Sequence(
+        [tokenizers.decoders.Replace("\u2581", " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+    )
+    found.add_special_tokens([tokenizers.AddedToken(token, normalized=normalized) for token in ("<s>", "</s>")])
+    found.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>", **settings}))
+    return Tokenizer(folder)
+
+
+def test_special_tokens_are_found_where_the_normalizer_would_hide_them(tmp_path: Path) -> None:
+    """As in the first conversions of Llama 2: `</s><s>` between two turns would be letters, and `<s>` a part of answers."""
+    found = prepending(tmp_path, normalized=True)
+    text = "<s>[I]a</s><s>[I]b"
+    assert found.encode(text) == prepending(tmp_path, normalized=False).encode(text)
+    assert [id for id in found.encode(text) if id < 2] == [0, 1, 0]
+    assert found.decode(found.encode("<s>a</s>")).strip() == "a"
+    assert [found.special_id(token) for token in ("<s>", "</s>")] == [0, 1]
+
+
+def test_special_tokens_of_the_settings_are_found_where_the_normalizer_would_hide_them(tmp_path: Path) -> None:
+    mark = {"content": "<sep>", "lstrip": False, "rstrip": False, "single_word": False, "normalized": True, "special": True}
+    found = prepending(tmp_path, normalized=False, added_tokens_decoder={**listed(*BASE), "13": mark})
+    assert found.encode("a<sep>b<sep>").count(13) == 2

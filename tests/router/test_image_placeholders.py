@@ -11,7 +11,7 @@ import pytest
 from penstock.proto.images import FORMS
 from penstock.router.commands import group
 from penstock.router.config import Misconfigured, RouterConfig
-from penstock.router.pictures import TIMES, expanded, marked, own_ids
+from penstock.router.image_placeholders import TIMES, expanded, marked, own_ids
 from penstock.router.pixels import Pixels
 from penstock.router.prefix_keys import PrefixKeys
 from penstock.router.request import Limits, Overloaded, Refused, Request
@@ -103,8 +103,8 @@ REPLACED_PLACEHOLDERS = {
 def test_request_has_image_tokens_and_pixels_in_the_order_of_placeholders(tmp_path: Path, family: str) -> None:
     tokenizer = make_image_model(tmp_path, family)
     validator = Validator(RouterConfig(folder=str(tmp_path), model="m", max_images=3), tokenizer)
-    assert validator.pictures is not None
-    word = validator.pictures.text
+    assert validator.image_placer is not None
+    word = validator.image_placer.text
     request = asyncio.run(validator.request(f"a{word}b{word}{word}", Parameters(images=[IMAGE, OTHER_IMAGE, IMAGE]), LIMITS))
     first, second, third = request.images
     assert first.columns == 17 or family != "llava_onevision"  # with several images, each is one tile
@@ -115,7 +115,7 @@ def test_request_has_image_tokens_and_pixels_in_the_order_of_placeholders(tmp_pa
         id for position, id in enumerate(request.prompt) if not any(0 <= position - one.start < length for one in request.images)
     ]
     word = REPLACED_PLACEHOLDERS.get(family, word)
-    assert rest == [id for id in tokenizer.encode(f"a{word}b{word}{word}") if id != validator.pictures._place]
+    assert rest == [id for id in tokenizer.encode(f"a{word}b{word}{word}") if id != validator.image_placer._place]
     assert first.pixels == third.pixels != second.pixels
     message = group(1, request)
     assert [one.start for one in message.images] == [one.start for one in request.images]
@@ -143,8 +143,8 @@ def test_idefics_3_tiles_have_transformers_text_between_them(tmp_path: Path, fam
     starts = [at for at, id in enumerate(expected) if id == image_id][::16]
     assert [one.start for one in request.images] == starts
     assert len({request.prompt[start : start + 16] for start in starts}) == 9 + 17
-    assert validator.pictures is not None
-    assert sum(len(one.pixels) for one in request.images) == validator.pictures._held
+    assert validator.image_placer is not None
+    assert sum(len(one.pixels) for one in request.images) == validator.image_placer._held
 
 
 def test_llama_4_tiles_have_transformers_text_between_them(tmp_path: Path) -> None:
@@ -315,14 +315,14 @@ def test_pixels_of_all_requests_are_limited_and_released_with_the_requests(folde
     async def test() -> None:
         config = RouterConfig(folder=str(folder), model="m", max_images=3, payload_limit_total=-(-3 * image_bytes // TIMES))
         validator = Validator(config, tokenizer)
-        pictures = validator.pictures
-        assert pictures is not None
+        placer = validator.image_placer
+        assert placer is not None
 
         async def ask(count: int, limits: Limits = LIMITS, last: bytes = IMAGE) -> Request:
             return await validator.request(PLACEHOLDER * count, Parameters(images=[IMAGE] * (count - 1) + [last]), limits)
 
         first = await ask(1)
-        assert pictures._held == image_bytes
+        assert placer._held == image_bytes
         with pytest.raises(Overloaded, match=f"more than {TIMES * config.payload_limit_total} bytes together"):
             await ask(3)
         with pytest.raises(Refused, match="image 2 is no image"):
@@ -330,20 +330,20 @@ def test_pixels_of_all_requests_are_limited_and_released_with_the_requests(folde
         with pytest.raises(Refused, match="less than 8 tokens"):
             await ask(1, Limits(8, 100, 300, images=True))
         cancelled = asyncio.create_task(ask(2))
-        while pictures._held == image_bytes:  # until its first image is prepared  # noqa: ASYNC110
+        while placer._held == image_bytes:  # until its first image is prepared  # noqa: ASYNC110
             await asyncio.sleep(0)
         cancelled.cancel()
         with pytest.raises(asyncio.CancelledError):
             await cancelled
         del cancelled
-        assert pictures._held == image_bytes
+        assert placer._held == image_bytes
         second = await ask(2)
-        assert pictures._held == 3 * image_bytes
+        assert placer._held == 3 * image_bytes
         del first, second
-        assert pictures._held == 0
-        pictures._most_together = image_bytes
+        assert placer._held == 0
+        placer._most_together = image_bytes
         assert len((await ask(3)).images) == 3  # alone
-        assert pictures._held == 0
+        assert placer._held == 0
 
     asyncio.run(test())
 
@@ -352,9 +352,9 @@ def test_pixels_of_all_requests_are_limited_and_released_with_the_requests(folde
 def test_cancelled_request_keeps_the_image_process_alive(folder: Path, tokenizer: Tokenizer) -> None:
     async def test() -> None:
         validator = Validator(RouterConfig(folder=str(folder), model="m", max_images=1), tokenizer)
-        assert validator.pictures is not None
-        await validator.pictures.start()
-        workers = validator.pictures._preparer._workers
+        assert validator.image_placer is not None
+        await validator.image_placer.start()
+        workers = validator.image_placer._preparer._workers
         [process] = workers._idle
         cancelled = asyncio.create_task(validator.request(PLACEHOLDER, Parameters(images=[IMAGE]), LIMITS))
         while not workers._jobs:  # noqa: ASYNC110

@@ -236,12 +236,19 @@ PRINTED_ARGUMENTS = CONCATENATED_ARGUMENTS.replace(
 TOJSON_ARGUMENTS = CONCATENATED_ARGUMENTS.replace(
     "c.function.name + ' ' + c.function.arguments", "c.function.name }} {{ c.function.arguments | tojson"
 )
+# Like DeepSeek R1 0528's: it checks for messages without content, but fails for them.
+FAILS_WITHOUT_CONTENT = "{% for m in messages %}{{ '' if '</think>' in m.content }}{% endfor %}" + CONCATENATED_ARGUMENTS.replace(
+    "{{ m.content }}", "{% if m.content is not none %}{{ m.content }}{% endif %}"
+)
 
 
-@pytest.mark.parametrize("source", [CALLS_WITHOUT_CONTENT, CONCATENATED_ARGUMENTS, PRINTED_ARGUMENTS, TOJSON_ARGUMENTS])
-def test_tool_calls_are_given_as_text_or_object_as_each_template_needs(source: str) -> None:
-    """OpenAI's client sends no content, and arguments as JSON text."""
-    given = {**CALL, "content": None, "tool_calls": [{"function": {"name": "sun", "arguments": '{"city": "Zürich"}'}}]}
+@pytest.mark.parametrize("content", [None, ""])
+@pytest.mark.parametrize(
+    "source", [CALLS_WITHOUT_CONTENT, CONCATENATED_ARGUMENTS, PRINTED_ARGUMENTS, TOJSON_ARGUMENTS, FAILS_WITHOUT_CONTENT]
+)
+def test_tool_calls_are_given_as_text_or_object_as_each_template_needs(source: str, content: str | None) -> None:
+    """OpenAI's clients send no content, or empty content, and arguments as JSON text."""
+    given = {**CALL, "content": content, "tool_calls": [{"function": {"name": "sun", "arguments": '{"city": "Zürich"}'}}]}
     chat = Chat(messages=messages_of([QUESTION, given, TOOL_RESULT]))
     expected = '[user]What <|is> e?[assistant]sun {"city": "Zürich"}[tool]21 °C'
     assert ChatTemplate(source, SPECIAL).render(chat) == expected

@@ -137,6 +137,8 @@ def test_streamed_text_equals_decoded_text_after_any_prompt(tokenizer: Tokenizer
     assert streamed(tokenizer, [0], ids, skip_special_tokens=False) == decoded_after(tokenizer, [0], ids, False), (
         "<s> is text before it"
     )
+    for echoed in (ids, [0, *ids]):  # an echoed prompt has no text before it
+        assert streamed(tokenizer, [], echoed, skip_special_tokens=False) == tokenizer.decode(echoed, skip_special_tokens=False)
 
 
 @pytest.mark.parametrize("skip", [True, False])

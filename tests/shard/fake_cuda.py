@@ -610,7 +610,7 @@ def device(monkeypatch: pytest.MonkeyPatch, shapes: int | None = None) -> Iterat
 
     noted, large = Noted(), shapes
     sizes = {"total_memory": HBM, "L2_cache_size": L2}
-    properties = SimpleNamespace(multi_processor_count=PROCESSORS, name="no GPU at all", **sizes)
+    properties = SimpleNamespace(multi_processor_count=PROCESSORS, name="no GPU at all", is_integrated=0, **sizes)
     torch_cuda: dict[str, Any] = {
         "_lazy_init": lambda: None,
         "is_available": lambda: True,
@@ -619,6 +619,7 @@ def device(monkeypatch: pytest.MonkeyPatch, shapes: int | None = None) -> Iterat
         "set_device": _choose,
         "get_device_properties": lambda device=None: properties,
         "get_device_capability": lambda device=None: (9, 0),
+        "get_arch_list": lambda: ["sm_80", "sm_90", "compute_90"],
         "mem_get_info": lambda device=None: (1 << 27, 1 << 28) if shapes is None else (HBM - noted.held, HBM),
         "reset_peak_memory_stats": lambda device=None: None,
         "max_memory_allocated": lambda device=None: 1 << 20,

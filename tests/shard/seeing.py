@@ -443,7 +443,7 @@ def engine(folder: Path, pages: int = 64, page_size: int = 16, image_pixels: int
         if decoder.vision is not None:
             decoder.vision = copy.copy(decoder.vision)
             decoder.vision._cache = ImageCache()
-        found = Engine(decoder, CPU, page_size, more.get("prefix_caching", True), ahead=more.get("overlap") == "on")
+        found = Engine(decoder, CPU, page_size, more.get("prefix_caching", True), overlap=more.get("overlap") == "on")
     else:
         found = _loaded(folder, image_pixels, page_size=page_size, **more)
     found.resize(pages)

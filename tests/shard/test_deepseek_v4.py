@@ -1,4 +1,4 @@
-"""DeepSeek V4: what config.json says of it, what its parts ask of pages, ranks and guesses, and the names of its tensors. What it
+"""DeepSeek V4: what config.json says of it, what its parts ask of pages, ranks and drafts, and the names of its tensors. What it
 computes: test_oracle.py."""
 
 import json
@@ -14,14 +14,14 @@ import transformers
 from penstock.launcher import roofline
 from penstock.proto.speculation import Speculation
 from penstock.shard.models.compression import CompressedLatent
-from penstock.shard.models.draft_families import check_guesses
+from penstock.shard.models.draft_families import check_speculation
 from penstock.shard.models.families import shape
 from penstock.shard.models.shape import Shape, Unsupported
 from penstock.shard.models.traits import HyperConnections, Quantization, Rope
 from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import sequences as tokens_of
 from penstock.shard.step import Span
-from penstock.tests.shard import tiny
+from penstock.tests.shard import packing, tiny
 from penstock.tests.shard.test_oracle import close, prompt
 from penstock.tests.shard.test_weights import WEIGHTS, decoder, same
 
@@ -115,6 +115,7 @@ def test_older_fields_are_read() -> None:
         ({"swiglu_limit": 0}, "swiglu_limit 0, a number above 0"),
         ({"hc_sinkhorn_iters": 0}, "hc_sinkhorn_iters 0, an integer from 1"),
         ({"quantization_config": QUANTIZED, "expert_dtype": "fp3"}, "expert_dtype 'fp3' is not supported beside fp8"),
+        ({"quantization_config": QUANTIZED | {"moe_quant_algo": "MXFP8"}}, "moe_quant_algo 'MXFP8' is not supported beside fp8"),
     ],
 )
 def test_what_is_refused(field: dict[str, Any], words: str) -> None:
@@ -123,7 +124,7 @@ def test_what_is_refused(field: dict[str, Any], words: str) -> None:
 
 
 def test_what_it_asks_of_others() -> None:
-    """Pages of any size, as many ranks as groups can be divided by, keys of all bits, and guesses that follow each other."""
+    """Pages of any size, as many ranks as groups can be divided by, keys of all bits, and drafts that follow each other."""
     found = made(num_attention_heads=24, o_groups=8, moe_intermediate_size=48)
     found.check_pages(5)
     assert found.fitting == [1, 2, 4, 8, 24]
@@ -131,22 +132,23 @@ def test_what_it_asks_of_others() -> None:
         found.check_ranks(3)
     with pytest.raises(Unsupported, match="what is compressed has more bits than keys of fp8_e4m3fn"):
         found.check_cache("fp8_e4m3fn")
-    check_guesses(found, Speculation(draft="x", widths=(1, 1)))
+    check_speculation(found, Speculation(draft="x", widths=(1, 1)))
     with pytest.raises(Unsupported, match="drafts must be a chain"):
-        check_guesses(found, Speculation(draft="x", widths=(2, 1)))
+        check_speculation(found, Speculation(draft="x", widths=(2, 1)))
 
 
 def test_experts_may_have_fewer_bits() -> None:
-    """As one or the other place says: 158 GB of the hub's."""
-    expected = Quantization(method="fp8", kind="fp4", group=32)
-    for given in (
-        {"quantization_config": QUANTIZED, "expert_dtype": "fp4"},
-        {"quantization_config": QUANTIZED | {"expert_dtype": "fp4"}},
+    """As one or the other place says: 158 GB of the hub's, and 167 of NVIDIA's."""
+    hubs, nvidias = Quantization(method="fp8", kind="fp4", group=32), Quantization(method="modelopt", kind="nvfp4", group=16)
+    for expected, size, given in (
+        (hubs, 158, {"quantization_config": QUANTIZED, "expert_dtype": "fp4"}),
+        (hubs, 158, {"quantization_config": QUANTIZED | {"expert_dtype": "fp4"}}),
+        (nvidias, 167, {"quantization_config": QUANTIZED | {"moe_quant_algo": "NVFP4"}, "expert_dtype": "fp4"}),
     ):
         found = made(**given)
         assert found.quantization == Quantization(method="fp8", kind="fp8", group=128, block=128, others=(expected,))
         assert {mixture and mixture.quantization for mixture in found.mixtures} == {expected}
-        assert round(found.weight_bytes(1, 2, "cuda", "bfloat16", packed=False) / 1e9) == 158
+        assert round(found.weight_bytes(1, 2, "cuda", "bfloat16", packed=False) / 1e9) == size
 
 
 def test_the_estimate_reads_windows_and_entries() -> None:
@@ -213,9 +215,28 @@ def test_bits_of_the_hubs_checkpoints(tmp_path: Path) -> None:
             few[name], few[name.replace("weight", "scale")] = weight.to(torch.float8_e4m3fn), blocks.view(torch.float8_e8m0fnu)
             plain[name] = few[name].float() / 4
     assert sum(values.dtype == torch.int8 for values in few.values()) > 8
-    config = {"quantization_config": QUANTIZED | {"weight_block_size": [16, 16]}, "expert_dtype": "fp4"}
+    config = {"quantization_config": QUANTIZED | {"weight_block_size": [16, 16]}}
+    expected = decoder(written(plain, tmp_path / "plain", "deepseek-v4-entries"))
+    for place, told in (("few", {"expert_dtype": "fp4"}), ("unsaid", {})):  # the first of V4 Flash's own says nothing
+        same(decoder(written(few, tmp_path / place, "deepseek-v4-entries", **config, **told)), expected)
+
+
+def test_nvidias_experts_beside_the_hubs_matrices(tmp_path: Path) -> None:
+    """As in its NVFP4 checkpoints of V4 Flash: a field of their own says so, and `expert_dtype` what they were before."""
+    held = stored("deepseek-v4-entries")
+    plain, few = dict(held), dict(held)
+    for name, weight in held.items():
+        if ".experts." in name:
+            codes, plain[name] = packing.nvfp4(packing.FORMATS["modelopt-nvfp4"], weight)
+            few |= {name.replace("weight", part): values for part, values in codes.items()}
+        elif ".wq_a." in name:
+            blocks = torch.full((-(-len(weight) // 16), -(-weight.shape[1] // 16)), 125, dtype=torch.uint8)
+            few[name], few[name.replace("weight", "scale")] = weight.to(torch.float8_e4m3fn), blocks.view(torch.float8_e8m0fnu)
+            plain[name] = few[name].float() / 4
+    assert sum(values.dtype == torch.uint8 for values in few.values()) > 8
+    told = QUANTIZED | {"weight_block_size": [16, 16], "quant_algo": "MIXED_PRECISION", "moe_quant_algo": "NVFP4"}
     same(
-        decoder(written(few, tmp_path / "few", "deepseek-v4-entries", **config)),
+        decoder(written(few, tmp_path / "few", "deepseek-v4-entries", quantization_config=told, expert_dtype="fp4")),
         decoder(written(plain, tmp_path / "plain", "deepseek-v4-entries")),
     )
 

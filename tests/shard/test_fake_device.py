@@ -22,6 +22,7 @@ from torch import Tensor
 
 from penstock.kernels import dependent_launch, dispatch, expanded, linear, noise
 from penstock.proto import shard_pb2 as wire
+from penstock.shard import __main__ as entry
 from penstock.shard import memory
 from penstock.shard.adapters import Adapter
 from penstock.shard.config import ShardConfig
@@ -31,7 +32,7 @@ from penstock.shard.engine import Engine, Outcome
 from penstock.shard.forward import GraphExtent, expansion_of
 from penstock.shard.graphs import Recorder
 from penstock.shard.host_pages import HostPages
-from penstock.shard.loading import load
+from penstock.shard.loading import _check_able, load
 from penstock.shard.memory import size_pool
 from penstock.shard.models.decoder import Decoder
 from penstock.shard.models.families import Unsupported, shape
@@ -117,7 +118,7 @@ def engine_of(speculate: str = "", graphs: bool = True, **more: Any) -> Engine:
     size_pool(engine, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL, [1, 2, 4])
     engine.resize(PAGES)
     if graphs:
-        extent = GraphExtent(TOKENS, ROWS, TOTAL, PAGES, None, engine.guesses.most > 0, engine.guesses.trees)
+        extent = GraphExtent(TOKENS, ROWS, TOTAL, PAGES, None, engine.speculator.most > 0, engine.speculator.trees)
         engine.record(Recorder(), extent, lambda stage: None)
     return engine
 
@@ -151,7 +152,7 @@ def run(engine: Engine, groups: Sequence[Group], step: Callable[[], object] = la
     outcomes = []
     for one in groups:
         if not one.search:
-            one.drafts = engine.guesses.most
+            one.drafts = engine.speculator.most
         outcomes += [prefill(engine, [one], 24, [0]), prefill(engine, [], 1000, [0])]
     while engine.books.groups:
         step()
@@ -164,7 +165,7 @@ def overlapped(engine: Engine, groups: Sequence[Group], step: Callable[[], objec
     begun = []
     for one in groups:
         if not one.search:
-            one.drafts = engine.guesses.most
+            one.drafts = engine.speculator.most
         begun += [
             engine.begin_prefill(0, [one], [(one.uid, 24)], 1000, [0]),
             engine.begin_prefill(0, [], [(one.uid, 1000)], 1000, [0]),
@@ -361,8 +362,8 @@ def test_heads_without_keys_are_compiled_before_the_first_request(
     known = {(one.types, one.constants) for one in products}
     for name in DRAFTED:
         run(engine, SCENARIOS[name]())
-    assert engine.guesses.drafter is not None
-    assert engine.guesses.drafter.rounds > 10
+    assert engine.speculator.drafter is not None
+    assert engine.speculator.drafter.rounds > 10
     later = [one for one in noted.launches if one.kernel == "product_kernel"][len(products) :]
     assert len(later) > 20
     assert not {(one.types, one.constants) for one in later} - known
@@ -536,8 +537,67 @@ def test_an_accelerator_that_the_kernels_can_not_be_compiled_for(
     noted: Noted, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], cache: str, word: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", list)
     with pytest.raises(Unsupported, match=word) if word else nullcontext():
         load(config(kv_cache_dtype=cache), lambda stage: None)
+
+
+@pytest.mark.parametrize(
+    ("capability", "able", "runs"),
+    [
+        ((8, 9), ["sm_75", "sm_80", "sm_90a"], True),
+        ((9, 0), ["sm_75", "sm_80", "sm_90a"], True),
+        ((12, 0), ["sm_75", "sm_80", "sm_90a"], False),
+        ((12, 1), ["sm_90", "sm_120"], True),
+        ((12, 1), ["sm_90", "compute_90"], True),
+        ((8, 0), ["sm_86", "compute_90"], False),
+        ((7, 0), ["sm_75", "sm_80"], False),
+    ],
+)
+def test_a_gpu_that_torch_was_not_built_for(
+    noted: Noted, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], able: list[str], runs: bool
+) -> None:
+    """Else the first operation fails, without a word on what to do. Without kernels of our own, too."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: able)
+    with dispatch.forced("reference"):
+        told = f"torch is for {', '.join(able)}, and the GPU is sm_{capability[0]}{capability[1]}: install a build"
+        with pytest.raises(Unsupported, match=told) if not runs else nullcontext():
+            _check_able(fake_cuda.DEVICE, "auto")
+
+
+def test_why_torch_sees_no_gpu(noted: Noted, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A build for CPUs is the operator's to change. What the driver says may pass, as when it has lost a GPU that it had."""
+    codes: list[int] = []
+
+    def start(error: Exception) -> str:
+        def init() -> None:
+            raise error
+
+        monkeypatch.setattr(torch.cuda, "init", init)
+        caplog.clear()
+        entry._work(config(), SimpleNamespace(stage=""), load, codes.append)  # type: ignore[arg-type]
+        return caplog.messages[-1]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    said = start(RuntimeError("The driver on your system is too old (found version 11040).\nPlease update it"))
+    assert said.startswith(
+        "torch sees no CUDA device: The driver on your system is too old (found version 11040). Please update it (or"
+    )
+    assert "install its build for CUDA" in start(AssertionError("Torch not compiled with CUDA enabled"))
+    assert codes == [1, 2]
+
+
+def test_memory_that_a_gpu_shares_with_the_machine(noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which CUDA counts cached files as used: those of the weights, above all."""
+    properties = torch.cuda.get_device_properties(0)
+    monkeypatch.setattr(memory, "available_memory", lambda: 1 << 40)
+    assert memory._available(fake_cuda.DEVICE) == 1 << 27
+    monkeypatch.setattr(properties, "is_integrated", 1)
+    assert memory._available(fake_cuda.DEVICE) == 1 << 40
+    monkeypatch.setattr(memory, "available_memory", lambda: 0)
+    assert memory._available(fake_cuda.DEVICE) == 1 << 27
 
 
 @pytest.mark.parametrize(
@@ -679,10 +739,10 @@ def test_adapters_ask_nothing(noted: Noted, tmp_path: Path, name: str, later: bo
     engine.record(Recorder(), GraphExtent(TOKENS, ROWS, TOTAL, PAGES, None, False, False), lambda stage: None)
     known = {one for one in noted.launches if one.kernel == "experts_kernel"}
     assert known
-    assert not engine.decoder.changes.later
+    assert not engine.decoder.adapters.later
     for name, place in changes if later else ():
         adapter = Adapter(name, Path(place), torch.bfloat16, torch.device("cpu"))
-        assert engine.adapt(name, engine.decoder.changes.prepared(adapter)) == ""
+        assert engine.adapt(name, engine.decoder.adapters.prepared(adapter)) == ""
     noted.waits.clear()
     groups = [tiny.group(uid, range(20 + uid), 6, adapter=adapter) for uid, adapter in enumerate(("", "0", "1", "1"), 1)]
     assert len(run(engine, groups)) == 24
@@ -772,7 +832,7 @@ def test_heads_read_what_the_model_has_put_on_the_device(
         patch.setattr("penstock.shard.service.size_pool", size)
         service._measure(wire.WarmupRequest(max_step_tokens=TOKENS, max_step_rows=ROWS, max_total_tokens=TOTAL - 2))
     *_, recorded, _ = told
-    drafter = engine.guesses.drafter
+    drafter = engine.speculator.drafter
     assert drafter is not None
     assert len(recorded) == sum(len(own._decodes) + len(own._mixed) for own in (engine.forward, drafter.forward))
     for scenario in ("greedy", "sampled"):

@@ -15,6 +15,7 @@ import transformers
 from penstock.shard.config import ShardConfig
 from penstock.shard.loading import load
 from penstock.shard.models.families import FAMILIES, shape
+from penstock.shard.models.fields import PUBLISHED
 from penstock.shard.models.heads import HeadAttention
 from penstock.shard.models.image_families import IMAGES
 from penstock.shard.models.mlp import MixtureOfExperts
@@ -232,7 +233,7 @@ def test_bytes_are_planned_as_they_are_held(name: str, dtype: str) -> None:
 def test_the_documents_name_every_architecture() -> None:
     text = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
     named = set(re.findall(r"`(\w+(?:For\w+|LMHeadModel))`", text))
-    assert named == set(FAMILIES | IMAGES)
+    assert named == set(FAMILIES | IMAGES) | set(PUBLISHED)
 
 
 def test_experts_are_transformers_by_default() -> None:
@@ -661,6 +662,42 @@ def test_ranks_divide_what_is_there() -> None:
         shape(odd | {"mlp_only_layers": [0]}).check_ranks(2)
     with pytest.raises(Unsupported, match=r"21 intermediate features of an expert .* use --num-shard 1$"):
         shape(odd | {"moe_intermediate_size": 21}).check_ranks(2)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "field"),
+    [("MiniMaxM2ForCausalLM", "shared_intermediate_size"), ("Qwen3MoeForCausalLM", "shared_expert_intermediate_size")],
+)
+def test_shared_experts_that_are_none(architecture: str, field: str) -> None:
+    """As in the config.json of MiniMax M2 and of Qwen 3 Coder 480B."""
+    assert shape(config(architecture, **{field: 0})) == shape(config(architecture))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "theirs"),
+    [("Qwen3ForCausalLM", transformers.Qwen3Config), ("Qwen3MoeForCausalLM", transformers.Qwen3MoeConfig)],
+)
+def test_heads_whose_size_is_not_said(architecture: str, theirs: Any) -> None:
+    """Of Qwen 3 it is a number of its own, of its MoE it follows from the number of heads."""
+    said = {"vocab_size": 99, "hidden_size": 2048, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 32}
+    model = transformers.AutoModelForCausalLM.from_config(theirs(**said, num_key_value_heads=4, num_experts=8))
+    found = shape({"architectures": [architecture], "num_key_value_heads": 4} | said)
+    assert found.head_size == model.model.layers[0].self_attn.head_dim
+
+
+def test_what_hunyuan_a13b_says_of_each_layer() -> None:
+    """As in its own config.json; transformers reads the first alone."""
+    lists = {"moe_topk": [2, 2], "moe_intermediate_size": [96, 96], "num_shared_expert": [1, 1]}
+    given = config("HunYuanMoEV1ForCausalLM", intermediate_size=96, num_hidden_layers=2, num_experts=4)
+    assert shape(given | lists) == shape(given | {"moe_topk": 2})
+    for name, value in (("moe_intermediate_size", [96, 48]), ("num_shared_expert", [1, 2])):
+        with pytest.raises(Unsupported, match=f"{name} .* is not supported"):
+            shape(given | lists | {name: value})
+
+
+@pytest.mark.parametrize(("published", "ours"), PUBLISHED.items())
+def test_architectures_by_the_names_of_their_own_code(published: str, ours: str) -> None:
+    assert shape(config(published)) == shape(config(ours))
 
 
 PARTS = {"full_attention": {"partial_rotary_factor": 0.5}, "sliding_attention": {"partial_rotary_factor": 0.25}}

@@ -63,6 +63,17 @@ def test_shapes_are_transformers(config: dict[str, Any]) -> None:
     assert (found.local_rope.kind, found.local_rope.theta) == ("default", 1e4)
 
 
+def test_experts_that_the_unified_one_has_not() -> None:
+    """As its own config.json says."""
+    none = ("num_experts", "moe_intermediate_size")
+    text = TEXT | {"model_type": "gemma4_unified_text"}
+    told, untold = (
+        {"architectures": ["Gemma4UnifiedForConditionalGeneration"], "text_config": fields}
+        for fields in (text, {name: value for name, value in text.items() if name not in none})
+    )
+    assert shape(told) == shape(untold)
+
+
 def test_defaults_are_transformers() -> None:
     for architecture, theirs in (
         ("Gemma4ForCausalLM", transformers.Gemma4TextConfig()),

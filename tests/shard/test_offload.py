@@ -1,5 +1,5 @@
 """What others take the pages of comes back from the host's memory as it was: random worlds against a model that forgets nothing.
-That no answer changes: test_pauses.py, test_prefixes.py."""
+That no answer changes: test_preemption.py, test_prefix_cache.py."""
 
 import random
 from collections import Counter, deque

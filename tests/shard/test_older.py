@@ -135,6 +135,7 @@ def test_positions_end_where_their_table_does(load_format: str) -> None:
     ("architecture", "fields", "words"),
     [
         ("BloomForCausalLM", {"apply_residual_connection_post_layernorm": True}, "post_layernorm true is not supported"),
+        ("DbrxForCausalLM", {"ffn_config": {"ffn_act_fn": "silu"}}, "ffn_act_fn 'silu', an object with a name"),
         ("DbrxForCausalLM", {"ffn_config": {"ffn_act_fn": {"name": "gelu"}}}, "hidden_act 'gelu' is not supported"),
         ("DbrxForCausalLM", {"ffn_config": {"moe_normalize_expert_weights": 2}}, "moe_normalize_expert_weights 2 is not supported"),
         (

@@ -112,6 +112,27 @@ def test_ranks_meet_though_the_backend_does_not(tmp_path: Path, monkeypatch: pyt
         parallel.Ranks(0, 2, tiny.CPU, tmp_path / "one")
 
 
+@pytest.mark.parametrize(
+    ("error", "traced", "words"),
+    [
+        (torch.OutOfMemoryError("2 GiB"), False, "another process has taken the memory: 2 GiB"),
+        (RuntimeError("odd"), True, "failed"),
+    ],
+)
+def test_memory_that_runs_out_while_loading_is_told_in_one_line(
+    error: Exception, traced: bool, words: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def load(config: ShardConfig, stage: Callable[[str], None]) -> None:
+        raise error
+
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    codes: list[int] = []
+    entry._work(ShardConfig(folder="", model="m"), SimpleNamespace(stage=""), load, codes.append)  # type: ignore[arg-type]
+    assert codes == [1]
+    [told] = [one for one in caplog.records if one.levelname == "ERROR"]
+    assert (bool(told.exc_info), told.getMessage().endswith(words)) == (traced, True)
+
+
 def test_no_rank_begins_before_all_have_their_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where one begins it waits inside torch, which gives up after RENDEZVOUS_SECONDS."""
     monkeypatch.setattr(entry.gc, "freeze", lambda: None)
@@ -226,7 +247,7 @@ from penstock.shard.parallel import Ranks
 ranks = Ranks(int(sys.argv[1]), 3, torch.device("cpu"), Path(sys.argv[2]), invariant=sys.argv[3] == "invariant")
 torch.manual_seed(ranks.rank)
 x = torch.randn(7, 1000)
-whole, first = ranks.add(x.clone()), ranks.add(x[:1].clone())
+whole, first = ranks.all_reduce(x.clone()), ranks.all_reduce(x[:1].clone())
 if not ranks.rank:
     print(whole[:1].equal(first))
 """

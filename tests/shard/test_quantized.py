@@ -344,6 +344,27 @@ def test_another_name_of_modelopts_method(tmp_path: Path) -> None:
     same(decoder(few), decoder(plain))
 
 
+def test_a_producer_in_place_of_a_method(tmp_path: Path) -> None:
+    """As ModelOpt 0.31 has written it."""
+    few, plain = packing.checkpoints("qwen2", "modelopt", tmp_path)
+    change(few, quantization_config={"producer": {"name": "modelopt", "version": "0.31.0"}, "quant_algo": "FP8"})
+    same(decoder(few), decoder(plain))
+    change(few, quantization_config={"producer": {"name": "another"}, "quant_algo": "FP8"})
+    refuses(few, "quant_method null", "use the model's unquantized weights")
+
+
+@pytest.mark.parametrize("names", [("quantization",), ("quantization", "quantization_config")])
+def test_checkpoints_of_mlx(names: tuple[str, ...]) -> None:
+    """Which name no method, and the older ones have a field of their own alone."""
+    text = configurations.SMALL | {"model_type": "qwen3"}
+    few = {name: {"group_size": 64, "bits": 4, "mode": "affine", "model.layers.0.mlp.gate": {"bits": 8}} for name in names}
+    seeing = {"architectures": ["InternVLForConditionalGeneration"], "text_config": text}
+    for said in (text | {"architectures": ["Qwen3ForCausalLM"]}, seeing):
+        shape(said)
+        with pytest.raises(Unsupported, match="checkpoints of MLX are not supported: use the model's unquantized weights"):
+            shape(said | few)
+
+
 def test_modules_that_are_left_out(tmp_path: Path) -> None:
     """One of three that we have side by side, and one by itself."""
     few, plain = modelopt(tmp_path, exclude_modules=["lm_head", "model.layers.0.self_attn.k_proj", "model.layers.1.mlp.down_proj*"])

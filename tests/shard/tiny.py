@@ -153,7 +153,7 @@ def _decoder(name: str, device: str, by_triton: bool) -> Decoder:
 
 def engine(name: str, page_size: int = 16, pages: int = 1024, prefix_caching: bool = True, ahead: bool = False) -> Engine:
     """A fresh one with an empty pool."""
-    result = Engine(decoder(name), DEVICE, page_size, prefix_caching, ahead=ahead)
+    result = Engine(decoder(name), DEVICE, page_size, prefix_caching, overlap=ahead)
     result.resize(pages)
     return result
 
@@ -196,18 +196,18 @@ class Threaded(Ranks):
         self.size = threads.size
         self._threads = threads
 
-    def add(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor) -> Tensor:
         first, *others = self._threads.show(self.rank, x.clone())
         return x.copy_(sum(others, first))
 
-    def join(self, x: Tensor) -> Tensor | None:
+    def gather(self, x: Tensor) -> Tensor | None:
         every = self._threads.show(self.rank, x)
         return torch.cat(every, -1) if self.rank == 0 else None
 
-    def tell(self, x: Tensor) -> Tensor:
+    def broadcast(self, x: Tensor) -> Tensor:
         return x.copy_(self._threads.show(self.rank, x.clone())[0])
 
-    def least(self, value: int) -> int:
+    def minimum(self, value: int) -> int:
         return min(self._threads.show(self.rank, value))
 
 
@@ -217,7 +217,7 @@ def engine_of(
     """One rank's engine."""
     model = shape(json.loads((folder(name) / "config.json").read_text()))
     weights = Weights(folder(name), torch.float32, DEVICE, lambda read: None)
-    result = Engine(Decoder(model, weights, ranks, DEVICE), DEVICE, page_size, prefix_caching, ahead=ahead)
+    result = Engine(Decoder(model, weights, ranks, DEVICE), DEVICE, page_size, prefix_caching, overlap=ahead)
     result.resize(pages)
     return result
 

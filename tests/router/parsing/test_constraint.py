@@ -88,6 +88,8 @@ END_MARKER_TOKENS: dict[str, list[str]] = {
     "minimax_m2": ["</parameter>"],
     "seed_oss": ["</parameter>"],
     "deepseek_v32": ["</｜DSML｜parameter>"],
+    "deepseek_v4": ["</｜DSML｜parameter>"],
+    "hy_v3": ["</arg_value:opensource>"],
 }
 
 
@@ -331,6 +333,14 @@ def test_harmony_call_without_channel_is_allowed_if_the_prompt_ends_with_the_rol
         ("glm45", "<tool_call>pick\n<arg_key>b</arg_key>\n<arg_value>true</arg_value>\n</tool_call>"),
         ("pythonic", '[weather(city="Paris", place=[true, false]), now(), pick(b=true)]'),
         ("deepseek_v32", DSML),
+        ("deepseek_v4", DSML.replace("function_calls", "tool_calls")),
+        (
+            "hy_v3",
+            "<tool_calls:opensource>\n<tool_call:opensource>pick<tool_sep:opensource>\n<arg_key:opensource>b</arg_key:opensource>\n"
+            "<arg_value:opensource>true</arg_value:opensource>\n</tool_call:opensource>\n"
+            "<tool_call:opensource>now<tool_sep:opensource>\n</tool_call:opensource>\n</tool_calls:opensource>",
+        ),
+        ("apertus", '<|tools_prefix|>[{"weather": {"city": "Paris", "place": [true]}}, {"now": {}}]<|tools_suffix|>'),
         (
             "gemma4",
             '<|tool_call>call:weather{city:<|"|>Paris<|"|>,place:[true],unit:<|"|>F<|"|>}<tool_call|><|tool_call>call:now{}<tool_call|>',
@@ -343,6 +353,26 @@ def test_trained_call_format_of_each_family_is_allowed(parser: str, text: str) -
     assert model.accepts(source, text)
     assert not model.accepts(source, text.replace("name", "nome").replace("c", "k"))
     assert not model.accepts(source, f"{text} So.")
+
+
+def test_markers_of_a_format_may_be_special_tokens() -> None:
+    """MiniMax M3 has one before all its tags; GigaChat's token decides which of its two formats a model knows."""
+    call, marker = '{"name": "now", "arguments": {}}', "]<]minimax[>["
+    for special in ([], [marker]):
+        model = ConstrainedModel(special, "letters")
+        source = constraint("minimax_m3", TOOLS, None, True, special=model.special.get).source
+        for text in (
+            f"{marker}<tool_call>\n{call}\n{marker}</tool_call>",
+            f"{marker}<tool_call>\n{call}\n{call}\n{marker}</tool_call>",
+        ):
+            assert model.accepts(source, text)
+            assert check_calls(parts_of([text], None, "minimax_m3", schemas=SCHEMAS))
+        assert not model.accepts(source, f"<tool_call>\n{call}\n</tool_call>")
+    new, old = f"<|function_call|>{call}", f"<|message_sep|>\n\nfunction call<|role_sep|>\n{call}"
+    for special in ("<|function_call|>", "<|role_sep|>"):
+        model = ConstrainedModel([special])
+        source = constraint("gigachat3", TOOLS, None, False, special=model.special.get).source
+        assert [model.accepts(source, text) for text in (new, old)] == [special == "<|function_call|>", special == "<|role_sep|>"]
 
 
 @pytest.mark.parametrize("token", ["｜DSML｜", "</｜DSML｜parameter>"])

@@ -220,6 +220,65 @@ CASES: list[tuple[str, str, list[Part]]] = [
         "</｜DSML｜function_calls>",
         calls(("now", "{}"), ("weather", '{"days": 3}')),
     ),
+    (
+        "deepseek_v4",
+        'So.\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="weather">\n'
+        '<｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        '<｜DSML｜invoke name="now">\n\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
+        [Text("So."), *calls(("weather", PARIS), ("now", "{}"))],
+    ),
+    (
+        "hy_v3",
+        "So.<tool_calls:opensource>\n<tool_call:opensource>weather<tool_sep:opensource>\n"
+        "<arg_key:opensource>city</arg_key:opensource>\n<arg_value:opensource>None</arg_value:opensource>\n"
+        "<arg_key:opensource>days</arg_key:opensource>\n<arg_value:opensource>3</arg_value:opensource>\n</tool_call:opensource>\n"
+        "<tool_call:opensource>now<tool_sep:opensource>\n</tool_call:opensource>\n</tool_calls:opensource>",
+        [Text("So."), *calls(("weather", '{"city": "None", "days": 3}'), ("now", "{}"))],
+    ),
+    (
+        "hy_v3",
+        f'<tool_call:opensource>\n{{"name": "weather", "arguments": {PARIS}}}\n</tool_call:opensource> Done.',
+        [*calls(("weather", PARIS)), Text("Done.")],
+    ),
+    (
+        "minimax_m3",
+        (
+            'So.<tool_call>\n<invoke name="weather"><city>New\n"York" [b></city><days>3</days><tags><item>1</item><item>a b</item>'
+            "</tags><any><k>true</k><l><item></item></l></any></invoke>\n"
+            '<invoke name="now"></invoke>\n</tool_call>'
+        ).replace("<", "]<]minimax[>[<"),
+        [
+            Text("So."),
+            *calls(
+                ("weather", '{"city": "New\\n\\"York\\" [b>", "days": 3, "tags": [1, "a b"], "any": {"k": true, "l": [""]}}'),
+                ("now", "{}"),
+            ),
+        ],
+    ),
+    (
+        "minimax_m3",
+        f']<]minimax[>[<tool_call>\n{{"name": "weather", "arguments": {PARIS}}}\n{{"name": "now", "arguments": {{}}}}\n'
+        "]<]minimax[>[</tool_call>Done.",
+        [*calls(("weather", PARIS), ("now", "{}")), Text("Done.")],
+    ),
+    (
+        "minimax_m3",
+        ']<]minimax[>[<invoke name="weather">]<]minimax[>[<tags>]<]minimax[>[</tags>]<]minimax[>[</invoke>',
+        calls(("weather", '{"tags": []}')),
+    ),
+    ("gigachat3", f'So.<|function_call|>{{"name": "weather", "arguments": {PARIS}}}', [Text("So."), *calls(("weather", PARIS))]),
+    (
+        "gigachat3",
+        f'So.<|message_sep|>\n\nfunction call<|role_sep|>\n{{"name": "weather", "arguments": {PARIS}}}',
+        [Text("So."), *calls(("weather", PARIS))],
+    ),
+    (
+        "apertus",
+        f'So.<|tools_prefix|>[{{"weather": {PARIS}}}, {{"now": {{}}}}]<|tools_suffix|>\n',
+        [Text("So."), *calls(("weather", PARIS), ("now", "{}"))],
+    ),
+    ("apertus", '<|tools_prefix|>[{"now": {}}, {"now": 3}] ok', [*calls(("now", "{}")), Text(', {"now": 3}] ok')]),
     ("gemma4", '<|tool_call>call:weather{city:<|"|>Paris<|"|>,days:3}<tool_call|>', calls(("weather", PARIS))),
     (
         "gemma4",
@@ -285,6 +344,17 @@ TEXTS_WITHOUT_CALLS: list[tuple[str, str]] = [
     ("seed_oss", "<tool_call>\n<functions>"),
     ("deepseek_v32", "<｜DSML｜function_calls>\n</｜DSML｜function_calls>"),
     ("deepseek_v32", '<｜DSML｜function_calls>\n<｜DSML｜parameter name="city" string="true">'),
+    ("deepseek_v4", "<｜DSML｜tool_calls>\n</｜DSML｜tool_calls>"),
+    ("hy_v3", "<tool_calls:opensource>\n</tool_calls:opensource>"),
+    ("hy_v3", "<tool_calls:opensource>\n<tool_call:opensource>weather and more"),
+    ("minimax_m3", "]<]minimax[>[<tool_call>\n]<]minimax[>[</tool_call>"),
+    ("minimax_m3", ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="we\nather">'),
+    ("minimax_m3", "<tool_call> and ]<]minimax[>["),
+    ("gigachat3", "<|function_call|>weather"),
+    ("gigachat3", "<|message_sep|>\n\nfunction result<|role_sep|>\n{}"),
+    ("apertus", '<|tools_prefix|>[{"weather": 3}]<|tools_suffix|>'),
+    ("apertus", '<|tools_prefix|>[{"we\\nather": {}}]<|tools_suffix|>'),
+    ("apertus", "<|tools_prefix|>[]<|tools_suffix|>"),
 ]
 
 
@@ -307,10 +377,10 @@ STRING_OR_INTEGERS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {
         ({"type": "string"}, "12345", '"12345"'),
         (STRING_OR_NULL, "12345", '"12345"'),
         (STRING_OR_NULL, "true", '"true"'),
-        (STRING_OR_NULL, "None", '"None"'),
         (STRING_OR_NULL, '"a"', '"\\"a\\""'),
         (STRING_OR_NULL, "[1]", '"[1]"'),
         (STRING_OR_NULL, "null", "null"),
+        (STRING_OR_NULL, "Nonesuch", '"Nonesuch"'),
         (STRING_OR_NULL, "nullify", '"nullify"'),
         ({"type": ["string", "null"]}, "1e5", '"1e5"'),
         ({"type": ["string", "integer"]}, "7", '"7"'),
@@ -348,6 +418,83 @@ def test_unquoted_argument_gets_a_type_that_its_schema_allows(schema: Any, text:
         ):
             found = parts_of([form.format(text)], None, parser, schemas={"f": parameters})
             assert found == calls(("f", f'{{"a": {value}}}'))
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        (STRING_OR_NULL, "None", "null"),
+        (STRING_OR_NULL, "['a']", "\"['a']\""),
+        ({"type": "string"}, "None", '"None"'),
+        ({"type": "array"}, "['a', \"b's\", None]", '["a", "b\'s", null]'),
+        ({"type": "array"}, '["a"]', '["a"]'),
+        ({"type": "object"}, "{'a': {'b': True}}", '{"a": {"b": true}}'),
+        ({"type": "array"}, "[open('x')]", "\"[open('x')]\""),
+        (STRING_OR_INTEGERS, "[1, (2)]", "[1, 2]"),
+        ({}, "{'a': 1}", '{"a": 1}'),
+        ({"type": "integer"}, "3", "3"),
+    ],
+)
+def test_null_lists_and_objects_in_python_syntax_are_parsed(schema: Any, text: str, value: str) -> None:
+    """The chat templates of Qwen3-Coder, Nemotron 3 and Seed-OSS write them so."""
+    for parser, form in (
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>"),
+        ("seed_oss", "<seed:tool_call>\n<function=f>\n<parameter=a>{}</parameter>\n</function>\n</seed:tool_call>"),
+    ):
+        found = parts_of(list(form.format(text)), None, parser, schemas={"f": {"properties": {"a": schema}}})
+        assert found == calls(("f", f'{{"a": {value}}}'))
+    glm = f"<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>"
+    [_, arguments] = parts_of([glm], None, "glm45", schemas={"f": {"properties": {"a": STRING_OR_NULL}}})
+    assert arguments != Arguments(0, '{"a": null}'), "GLM's template writes JSON"
+
+
+NESTED_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "list": {"type": "array", "items": {"$ref": "#/$defs/one"}},
+        "map": {"type": "object", "additionalProperties": {"type": "string"}},
+        "item": {"type": "object", "properties": {"item": {"type": "integer"}}},
+        "maybe": STRING_OR_NULL,
+        "empty": {"type": "object"},
+    },
+    "$defs": {"one": {"properties": {"id": {"type": "string"}, "n": {"type": "number"}}}},
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("<list><item><id>12</id><n>1.5</n></item></list>", {"list": [{"id": "12", "n": 1.5}]}),
+        ("<map><12>true</12></map>", {"map": {"12": "true"}}),
+        ("<item><item>3</item></item>", {"item": {"item": 3}}),
+        ("<maybe>12</maybe><empty></empty><list></list>", {"maybe": "12", "empty": {}, "list": []}),
+        ("<other><item>1</item><item>x</item></other>", {"other": [1, "x"]}),
+    ],
+)
+def test_values_in_nested_tags_get_types_that_their_schemas_allow(text: str, value: Any) -> None:
+    inner = text.replace("<", "]<]minimax[>[<")
+    answer = f']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="f">{inner}]<]minimax[>[</invoke>\n]<]minimax[>[</tool_call>'
+    for deltas in ([answer], list(answer)):
+        [call, arguments] = parts_of(deltas, None, "minimax_m3", schemas={"f": NESTED_SCHEMA})
+        assert (call, json.loads(arguments.text)) == (Call(0, "", "f"), value)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("malformed", ["<list>x<item>1</item></list>", "<list><item>1</list>", "<list>" * 40, "<list", "</maybe>"])
+def test_malformed_nested_tags_continue_as_text(malformed: str) -> None:
+    inner = malformed.replace("<", "]<]minimax[>[<")
+    answer = f']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="f">{inner} So.'
+    for deltas in ([answer], list(answer)):
+        assert parts_of(deltas, None, "minimax_m3", schemas={"f": NESTED_SCHEMA}) == [*calls(("f", "{")), Text(f"{inner} So.")]
+
+
+@pytest.mark.parametrize("reasoning", REASONING_FORMS)
+def test_end_of_reasoning_marker_at_the_start_of_an_answer_is_removed(reasoning: str) -> None:
+    """MiniMax M3 starts answers without reasoning so. Later in an answer the marker is text."""
+    [closed, *_] = REASONING_FORMS[reasoning].closes
+    for deltas in ([f"{closed}\n\nYes."], list(f"\n{closed}Yes.")):
+        assert parts_of(deltas, reasoning, None, prompt="<user>x<bot>\n") == [Text("Yes.")]
+    assert parts_of([f"Yes{closed}."], reasoning, None) == [Text(f"Yes{closed}.")]
+    assert parts_of([f"{closed}."], reasoning, None, prompt="<bot>Yes", continued="Yes") == [Text(f"{closed}.")]
 
 
 def test_deep_and_fanned_out_references_in_schemas_are_resolved_quickly() -> None:
@@ -706,6 +853,13 @@ def test_plain_text_is_read_within_40_microseconds_per_token() -> None:
         ("'<|tool_call>call:' + name + '}<tool_call|>' <|channel>thought <channel|>", ("gemma4", "gemma4")),
         ("<minimax:tool_call> <invoke name= </think>", ("minimax_m2", "deepseek_r1")),
         ("<｜DSML｜function_calls> <think>", ("deepseek_v32", "deepseek_r1")),
+        ("{% set token = '｜DSML｜' %} '<' + token + 'tool_calls>' <think>", ("deepseek_v4", "deepseek_r1")),
+        ("{% set suffix = ':opensource' %} '<think{}>'.format(suffix) '<tool_sep{}>' <tool_call", ("hy_v3", "hy_v3")),
+        ("']<]minimax[>[' '<tool_call>' <mm:think> <response>", ("minimax_m3", "minimax_m3")),
+        ("<minimax:tool_call> <think> </think> <response>", ("minimax_m2", "deepseek_r1")),
+        ("tools <|function_call|> 'function descriptions'", ("gigachat3", None)),
+        ("tools {'role': 'function call'} <|role_sep|>", ("gigachat3", None)),
+        ("tools <|tools_prefix|>", ("apertus", None)),
         ("<seed:tool_call> <function=f> <parameter=x> <seed:think>", ("seed_oss", "seed_oss")),
         ("<|START_ACTION|> <|START_THINKING|>", ("cohere", "cohere")),
         ("<TOOLCALL> <think>", ("nemotron_json", "deepseek_r1")),

@@ -1,4 +1,4 @@
-"""Structured output from outside: a server of two ranks, over HTTP, asked for the possible and the impossible."""
+"""Structured output over HTTP, from a server with two ranks: answers validate, and unsupported grammars are refused quickly."""
 
 import json
 import re
@@ -31,13 +31,13 @@ PROMPT = "<|begin|><|user|>Give me a record of a dog as JSON.<|end|><|assistant|
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with_two = Server(tmp_path_factory.mktemp("structured"), "--num-shard", "2", "--page-size", "4", "--kv-pages", "1024")
+    started = Server(tmp_path_factory.mktemp("structured"), "--num-shard", "2", "--page-size", "4", "--kv-pages", "1024")
     try:
-        with_two.wait_until_ready()
-        yield with_two
-        with_two.stop()
+        started.wait_until_ready()
+        yield started
+        started.stop()
     finally:
-        with_two.process.kill()
+        started.process.kill()
 
 
 def post(server: Server, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
@@ -55,41 +55,41 @@ def body(grammar: dict[str, Any] | None, seed: int, **more: Any) -> dict[str, An
     return {"inputs": PROMPT, "parameters": parameters}
 
 
-def text(server: Server, asked: dict[str, Any]) -> str:
-    status, answer = post(server, "/generate", asked)
+def generated_text(server: Server, request_body: dict[str, Any]) -> str:
+    status, answer = post(server, "/generate", request_body)
     assert status == 200, answer
-    found: str = json.loads(answer)["generated_text"]
-    return found
+    answer_text: str = json.loads(answer)["generated_text"]
+    return answer_text
 
 
-def streamed(server: Server, asked: dict[str, Any]) -> str:
-    status, answer = post(server, "/generate_stream", asked)
+def streamed_text(server: Server, request_body: dict[str, Any]) -> str:
+    status, answer = post(server, "/generate_stream", request_body)
     assert status == 200, answer
     events = [json.loads(line.removeprefix(b"data:")) for line in answer.splitlines() if line.startswith(b"data:")]
-    found: str = events[-1]["generated_text"]
-    assert "".join(event["token"]["text"] for event in events if not event["token"]["special"]) == found
-    return found
+    answer_text: str = events[-1]["generated_text"]
+    assert "".join(event["token"]["text"] for event in events if not event["token"]["special"]) == answer_text
+    return answer_text
 
 
-def test_answers_validate_streamed_and_whole_and_again(server: Server) -> None:
+def test_answers_validate_and_are_the_same_streamed_whole_and_repeated(server: Server) -> None:
     grammar = {"type": "json", "value": SCHEMA}
-    asked = [body(grammar, seed) for seed in range(1, 7)]
-    with ThreadPoolExecutor(12) as together:
-        whole, stream = together.map(partial(text, server), asked), together.map(partial(streamed, server), asked)
+    bodies = [body(grammar, seed) for seed in range(1, 7)]
+    with ThreadPoolExecutor(12) as threads:
+        whole, streams = threads.map(partial(generated_text, server), bodies), threads.map(partial(streamed_text, server), bodies)
         found = list(whole)
-        assert list(stream) == found
-        assert list(together.map(partial(text, server), asked)) == found
-    for one in found:
-        jsonschema.validate(json.loads(one), SCHEMA)
+        assert list(streams) == found
+        assert list(threads.map(partial(generated_text, server), bodies)) == found
+    for answer in found:
+        jsonschema.validate(json.loads(answer), SCHEMA)
     assert len(set(found)) > 2
 
 
-def test_patterns_hold(server: Server) -> None:
+def test_answer_matches_its_regex(server: Server) -> None:
     pattern = "(25[0-5]|2[0-4][0-9]|1?[0-9]{1,2})(\\.(25[0-5]|2[0-4][0-9]|1?[0-9]{1,2})){3}"
-    assert re.fullmatch(pattern, text(server, body({"type": "regex", "value": pattern}, 1)))
+    assert re.fullmatch(pattern, generated_text(server, body({"type": "regex", "value": pattern}, 1)))
 
 
-BAD = [
+REFUSED_GRAMMARS = [
     {"type": "json", "value": {"type": "object", "properties": {"a": {"not": {}}}}},
     {"type": "json", "value": {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}},
     {"type": "json", "value": {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(20_000)}}},
@@ -99,26 +99,26 @@ BAD = [
 ]
 
 
-def test_the_impossible_is_refused_within_a_second_while_others_stream(server: Server) -> None:
-    """And the next answer is what it was before."""
-    good = body({"type": "json", "value": SCHEMA}, 3)
-    before = text(server, good)
-    beside: list[str] = []
+def test_unsupported_or_too_large_grammars_are_refused_quickly_while_others_stream(server: Server) -> None:
+    """A valid request gets the same answer before, during and after."""
+    valid = body({"type": "json", "value": SCHEMA}, 3)
+    before = generated_text(server, valid)
+    others: list[str] = []
     done = threading.Event()
 
     def stream() -> None:
         while not done.is_set():
-            beside.append(text(server, good))
+            others.append(generated_text(server, valid))
 
     thread = threading.Thread(target=stream)
     thread.start()
     try:
-        for grammar in BAD:
+        for grammar in REFUSED_GRAMMARS:
             began = time.monotonic()
             status, answer = post(server, "/generate", body(grammar, 1))
             assert (status, json.loads(answer)["error_type"]) == (422, "validation"), answer
-            assert time.monotonic() - began < 10  # a second, on a machine that does nothing else
+            assert time.monotonic() - began < 10  # at most a second on an idle machine
     finally:
         done.set()
         thread.join()
-    assert set(beside) == {text(server, good)} == {before}
+    assert set(others) == {generated_text(server, valid)} == {before}

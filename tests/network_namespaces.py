@@ -1,4 +1,4 @@
-"""Two network namespaces that act as two machines with a cable between them."""
+"""Two network namespaces that act as two machines connected by a network link (a veth pair)."""
 
 import ctypes
 import os
@@ -18,22 +18,22 @@ Result = TypeVar("Result")
 
 
 class Host:
-    """A namespace of its own, with the loopback interface and one other."""
+    """A network namespace with the loopback interface and one other, named `cable`."""
 
     def __init__(self, name: str, address: str) -> None:
         self.name = name
         self.address = address
-        self.prefix = ("ip", "netns", "exec", name)  # of a command that runs there
+        self.prefix = ("ip", "netns", "exec", name)  # for commands that run in the namespace
         ip("netns", "add", name)
         ip("-n", name, "link", "set", "lo", "up")
         self._threads = ThreadPoolExecutor(16, initializer=self._enter)
 
     def run(self, function: Callable[..., Result], *arguments: object) -> "Future[Result]":
-        """Calls a function on a thread whose sockets are of this machine."""
+        """Calls a function on a thread whose sockets belong to this namespace."""
         return self._threads.submit(function, *arguments)
 
-    def cable(self, plugged: bool) -> None:
-        """Plugs the other interface in, or out."""
+    def set_link(self, plugged: bool) -> None:
+        """Sets the other interface up or down, as if its cable was plugged in or pulled."""
         ip("-n", self.name, "link", "set", "cable", "up" if plugged else "down")
 
     def close(self) -> None:
@@ -51,8 +51,8 @@ def ip(*arguments: str) -> None:
 
 
 @contextmanager
-def two() -> Iterator[tuple[Host, Host]]:
-    """Skips the test where this machine can't play two."""
+def two_hosts() -> Iterator[tuple[Host, Host]]:
+    """Two connected hosts. Skips the test if this machine can't create network namespaces."""
     if os.geteuid() or not shutil.which("ip"):
         pytest.skip("network namespaces need root and the ip command (iproute2)")
     names = [f"penstock-{os.getpid()}-{number}" for number in range(2)]
@@ -66,7 +66,7 @@ def two() -> Iterator[tuple[Host, Host]]:
             pytest.skip(f"no network namespaces here: {error.stderr.strip()}")
         for host in hosts:
             ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", "cable")
-            host.cable(True)
+            host.set_link(True)
         yield hosts[0], hosts[1]
     finally:
         for host in hosts:

@@ -1,9 +1,9 @@
-"""The commands of docs/deploy.md. A block of commands is opened by ```sh and tags:
+"""The commands in docs/deploy.md. A block of commands begins with ```sh and tags:
 
-sh serve           the line that starts the server which the other blocks talk to
-sh run TOOL...     runs in a test, where these tools are there
-sh starts TOOL...  each line is a server, or one node of a server, that a test starts and ends
-sh                 needs a cluster, a container engine, a GPU or root
+sh serve           the command that starts the server to which the other blocks send requests
+sh run TOOL...     a test runs it if these tools are installed
+sh starts TOOL...  each line starts a server, or one node of a server; a test starts and stops them
+sh                 not run: needs a cluster, a container engine, a GPU or root
 """
 
 import os
@@ -31,10 +31,10 @@ def blocks(language: str = "sh") -> list[Block]:
 
 
 def path() -> str:
-    """PATH as the page asks for it: with the environment in which the tests run."""
+    """PATH as the page requires it: with the virtual environment in which the tests run."""
     return f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 
 
 def find(tool: str) -> str | None:
-    """Where a program is, in that environment or on the system."""
+    """The path of a program in that environment or on the system, or None."""
     return shutil.which(tool, path=path())

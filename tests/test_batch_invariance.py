@@ -1,5 +1,6 @@
-"""A server with --batch-invariant says the same in 16-bit numbers to a client that is alone and to one of a crowd, by tokens and
-log-probabilities: in a pool that is too small for all, with guesses, and while its shard is killed."""
+"""A server with --batch-invariant in bfloat16 gives each request the same tokens and log-probabilities alone, in a batch, and
+when its shard is killed: with a KV cache too small for all requests (so with preemption), and with n-gram draft tokens.
+"""
 
 import asyncio
 import os
@@ -9,7 +10,7 @@ from typing import Any
 import aiohttp
 
 from penstock.tests.serving import serve
-from penstock.tests.test_server import post, talk, until
+from penstock.tests.test_server import post, until_metrics, with_session
 
 FLAGS = ("--dtype", "bfloat16", "--batch-invariant", "--kv-pages", "60", "--speculate", "ngram=3", "--max-restarts", "3")
 REQUESTS = 15
@@ -17,7 +18,7 @@ STORY = "Once upon a time there was a little fox who liked the rain and the gree
 
 
 def body(number: int) -> dict[str, Any]:
-    """Greedy, seeded and beams, of prompts that begin alike, of some lengths."""
+    """Greedy, seeded and beam search requests with prompts of different lengths that share a prefix."""
     parameters: dict[str, Any] = {"max_new_tokens": 30 + number % 5, "details": True}
     if number % 3 == 1:
         parameters |= {"do_sample": True, "temperature": 1.2, "top_p": 0.9, "seed": number}
@@ -26,20 +27,20 @@ def body(number: int) -> dict[str, Any]:
     return {"inputs": (STORY * 3)[: 30 + 11 * number], "parameters": parameters}
 
 
-async def told(session: aiohttp.ClientSession, number: int) -> tuple[object, ...]:
+async def tokens_and_logprobs(session: aiohttp.ClientSession, number: int) -> tuple[object, ...]:
     answer = await post(session, "/generate", body(number))
     details = answer["details"]
     return answer["generated_text"], details.get("score"), [(token["id"], token["logprob"]) for token in details["tokens"]]
 
 
-def test_alone_and_in_a_crowd_and_across_a_death() -> None:
+def test_bfloat16_tokens_and_logprobs_are_the_same_alone_batched_and_after_a_shard_is_killed() -> None:
     async def work(session: aiohttp.ClientSession) -> None:
-        alone = [await told(session, number) for number in range(REQUESTS)]
-        assert await asyncio.gather(*(told(session, number) for number in range(REQUESTS))) == alone
-        crowd = asyncio.gather(*(told(session, number) for number in range(REQUESTS)))
-        await until(session, lambda seen: seen["penstock_running"] > 5, 10)
+        alone = [await tokens_and_logprobs(session, number) for number in range(REQUESTS)]
+        assert await asyncio.gather(*(tokens_and_logprobs(session, number) for number in range(REQUESTS))) == alone
+        batched = asyncio.gather(*(tokens_and_logprobs(session, number) for number in range(REQUESTS)))
+        await until_metrics(session, lambda values: values["penstock_running"] > 5, 10)
         os.kill(server.child("penstock.shard"), signal.SIGKILL)
-        assert await crowd == alone
+        assert await batched == alone
 
     with serve(*FLAGS) as server:
-        talk(server, work)
+        with_session(server, work)

@@ -1,5 +1,6 @@
-"""The GPU's benchmark as it runs on a GPU, at its real shapes, on one that isn't there (`fake_cuda`): what is where, what a graph
-can't hold, how much memory it takes. Speeds and results are made up."""
+"""The GPU benchmark with its real shapes on a fake GPU (`fake_cuda`), which checks on which device tensors are, what can't be
+captured in a CUDA graph, and how much memory is used. Speeds and results are fake.
+"""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -29,12 +30,12 @@ from penstock.tests.shard import fake_cuda
 from penstock.tests.shard.fake_cuda import Noted
 
 RATES = (4.3e12, 4.5e12, 7.8e14)
-PEERS = ("FlashInfer", "vLLM's Triton", "SGLang's Triton", "SDPA flash", "SDPA cuDNN", "FlexAttention")
+OTHER_IMPLEMENTATIONS = ("FlashInfer", "vLLM's Triton", "SGLang's Triton", "SDPA flash", "SDPA cuDNN", "FlexAttention")
 
 
 @pytest.fixture
-def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
-    """Every measurement once."""
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
+    """The fake device, with every measurement done only once."""
     for name, value in {"MOST_CALLS": 2, "MOST": 1, "LEAST": 1}.items():
         monkeypatch.setattr(gpu_measure, name, value)
     for name, value in {"STEPS": 3, "WARM": 1, "CASES": ((1, 1024), (256, 1024), (256, 8192))}.items():
@@ -42,13 +43,15 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
     monkeypatch.setattr(gpu_checks_products, "MIXTURES", ((16, 8),))
     watched = (Engine, "_decodes"), (Decoder, "__call__"), (Decoder, "logits"), (logits, "begin"), (graphs.Recorder, "__call__")
     for where, name in watched:
-        monkeypatch.setattr(where, name, getattr(where, name))  # `gpu_busy` watches them for the rest of a process: not of this one
+        monkeypatch.setattr(
+            where, name, getattr(where, name)
+        )  # `gpu_busy` wraps them for the rest of the process; here they are restored
     with fake_cuda.device(monkeypatch, shapes=1 << 14) as found:
         yield found
 
 
-def told(section: Callable[[Bench], object]) -> list[Line]:
-    """By a section, none of which may fail."""
+def lines_of(section: Callable[[Bench], object]) -> list[Line]:
+    """The lines of a section; it must not fail."""
     lines: list[Line] = []
     bench = Bench(torch.device("cuda"), False, lines.append)
     bench.copy_rate, bench.read_rate, bench.product_rate = RATES
@@ -57,50 +60,51 @@ def told(section: Callable[[Bench], object]) -> list[Line]:
     return lines
 
 
-def unmeasured(lines: list[Line]) -> list[Line]:
-    """But for other implementations."""
-    return [line for line in lines if line.ratio is None and line.timing is None and not line.what.endswith(PEERS)]
+def unmeasured_lines(lines: list[Line]) -> list[Line]:
+    """Lines without ratio and timing, except those of other implementations."""
+    return [line for line in lines if line.ratio is None and line.timing is None and not line.what.endswith(OTHER_IMPLEMENTATIONS)]
 
 
 @pytest.mark.parametrize("section", [gpu_ceilings.measure, gpu_attention.measure, gpu_operations.measure, gpu_tuning.measure])
-def test_a_section_at_its_real_shapes(noted: Noted, section: Callable[[Bench], object]) -> None:
-    lines = told(section)
-    assert not unmeasured(lines)
+def test_section_with_real_shapes_measures_every_line_within_20_gb(fake_gpu: Noted, section: Callable[[Bench], object]) -> None:
+    lines = lines_of(section)
+    assert not unmeasured_lines(lines)
     assert len(lines) >= 20
-    assert noted.most < 20e9
+    assert fake_gpu.most < 20e9
     eager = [line.what for line in lines if line.timing is not None and line.timing.way == "eager"]
     assert all("plain torch" in what or "best 8" in what or "the host" in what for what in eager)
 
 
-def test_steps_of_a_model(noted: Noted) -> None:
-    lines = told(gpu_model.steps)
-    assert [line.what for line in unmeasured(lines)] == ["256 x 8192"]  # its keys and values do not fit
+def test_model_steps_measure_every_case_that_fits_in_memory(fake_gpu: Noted) -> None:
+    lines = lines_of(gpu_model.steps)
+    assert [line.what for line in unmeasured_lines(lines)] == ["256 x 8192"]  # its keys and values do not fit
     assert {line.what for line in lines if line.goal is not None} >= {"1 x 1024, graph: step", "256 x 1024, graph: step"}
-    assert 40e9 < noted.most < 100e9
+    assert 40e9 < fake_gpu.most < 100e9
 
 
-def test_checks_look_at_something(noted: Noted) -> None:
-    """Nothing but made-up results is wrong with them."""
+def test_all_checks_run_on_the_fake_device(fake_gpu: Noted) -> None:
+    """Their results are wrong, since they are fake, but none fails to run."""
     bench = Bench(torch.device("cuda"), False, print)
     with torch.inference_mode():
         lines = [gpu_checks.checked(bench, 1, name) for name in gpu_checks.checks(bench)]
     assert not [line for line in lines if line.verdict == UNMEASURED]
 
 
-def test_what_fails_takes_nothing_with_it(noted: Noted) -> None:
+def test_failing_measurement_does_not_stop_the_others(fake_gpu: Noted) -> None:
     def broken(bench: Bench) -> Any:
         raise ValueError("no")
 
     def works(bench: Bench, what: str) -> Any:
         bench.add(Line(section="s", what=what, ratio=1.0))
 
-    lines = told(lambda bench: bench.each("s", (partial(works, what="first"), broken, partial(works, what="second"))))
+    lines = lines_of(lambda bench: bench.each("s", (partial(works, what="first"), broken, partial(works, what="second"))))
     assert [line.what for line in lines] == ["first", "broken", "second"]
     assert lines[1].verdict == UNMEASURED
 
 
-def test_a_capture_that_fails_leaves_no_trace(noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What can't be captured is called one by one; torch is brought back to where it was."""
+def test_failed_graph_capture_falls_back_to_eager_calls_and_restores_torch(
+    fake_gpu: Noted, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recovered: list[object] = []
     monkeypatch.setattr(gpu_measure, "_recover", lambda graph, stream: recovered.append(graph))
 

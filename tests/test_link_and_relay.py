@@ -1,4 +1,6 @@
-"""Connections between processes, and the ranks' relay over them: in order, whole, and for nobody else."""
+"""Links (TCP connections with messages, plain or TLS) and the relay of commands between ranks: messages arrive whole and in
+order, and peers without our certificate or token are refused.
+"""
 
 import socket
 import threading
@@ -17,32 +19,32 @@ from penstock.shard.config import ShardConfig
 from penstock.shard.relay import Receiver, Sender
 from penstock.tests.certificates import Authority, authorities, make
 
-LARGE = bytes(range(256)) * 20_000  # more than a socket holds, and than a record of TLS
+LARGE = bytes(range(256)) * 20_000  # larger than a socket buffer and a TLS record
 
 
 @pytest.fixture(scope="module")
-def known(tmp_path_factory: pytest.TempPathFactory) -> tuple[Authority, Authority]:
-    """Ours, and somebody else's."""
+def two_authorities(tmp_path_factory: pytest.TempPathFactory) -> tuple[Authority, Authority]:
+    """Our authority, and one that is not trusted."""
     return authorities(tmp_path_factory.mktemp("certificates"))
 
 
 @pytest.fixture(params=["plain", "tls"])
-def certified(request: pytest.FixtureRequest, known: tuple[Authority, Authority]) -> Certificates | None:
-    return None if request.param == "plain" else Certificates(*known[0].files)
+def certificates_or_none(request: pytest.FixtureRequest, two_authorities: tuple[Authority, Authority]) -> Certificates | None:
+    return None if request.param == "plain" else Certificates(*two_authorities[0].files)
 
 
 @pytest.fixture
-def pair(certified: Certificates | None) -> Iterator[tuple[Link, Link]]:
+def pair(certificates_or_none: Certificates | None) -> Iterator[tuple[Link, Link]]:
     with link.listen("127.0.0.1", 0) as listening, ThreadPoolExecutor(1) as threads:
-        accepted = threads.submit(link.accept, listening, certified)
-        near = link.connect("127.0.0.1", listening.getsockname()[1], certified)
+        accepted = threads.submit(link.accept, listening, certificates_or_none)
+        near = link.connect("127.0.0.1", listening.getsockname()[1], certificates_or_none)
         far, address = accepted.result(10)
     assert address == near.address == "127.0.0.1"
     with closing(near), closing(far):
         yield near, far
 
 
-def test_messages_are_whole_and_in_order_while_others_go_the_other_way(pair: tuple[Link, Link]) -> None:
+def test_messages_arrive_whole_and_in_order_in_both_directions_at_once(pair: tuple[Link, Link]) -> None:
     near, far = pair
     messages = [b"", b"a", LARGE, b"b", LARGE + b"c"]
 
@@ -62,7 +64,7 @@ def test_messages_are_whole_and_in_order_while_others_go_the_other_way(pair: tup
         near.receive(5)
 
 
-def test_who_waits_learns_that_its_own_end_was_closed(pair: tuple[Link, Link]) -> None:
+def test_receive_fails_when_its_own_end_is_closed_meanwhile(pair: tuple[Link, Link]) -> None:
     near, _ = pair
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(near.receive)
@@ -72,7 +74,7 @@ def test_who_waits_learns_that_its_own_end_was_closed(pair: tuple[Link, Link]) -
             waiting.result(5)
 
 
-def test_a_message_may_be_late_or_too_large(pair: tuple[Link, Link]) -> None:
+def test_receive_raises_when_a_message_is_late_or_too_large(pair: tuple[Link, Link]) -> None:
     near, far = pair
     with pytest.raises(TimeoutError):
         near.receive(0.05)
@@ -81,7 +83,7 @@ def test_a_message_may_be_late_or_too_large(pair: tuple[Link, Link]) -> None:
         near.receive(5, largest=10)
 
 
-def test_the_kernel_is_told_to_watch_a_silent_peer() -> None:
+def test_watch_sets_tcp_keepalive_and_user_timeout() -> None:
     with socket.socket() as one:
         link.watch(one, 6.0)
         found = [
@@ -93,18 +95,18 @@ def test_the_kernel_is_told_to_watch_a_silent_peer() -> None:
 
 
 @pytest.mark.parametrize("place", [("10.0.0.1", 5), ("fd00::1", 29500), ("name", 1)])
-def test_places_as_text(place: tuple[str, int]) -> None:
+def test_address_and_port_round_trip_as_text(place: tuple[str, int]) -> None:
     assert link.split(link.joined(*place)) == place
-    for wrong in ("10.0.0.1", "10.0.0.1:", "a:b"):
+    for malformed in ("10.0.0.1", "10.0.0.1:", "a:b"):
         with pytest.raises(ValueError, match="an address and a port"):
-            link.split(wrong)
+            link.split(malformed)
 
 
 # Certificates
 
 
-def test_certificates_are_tried_before_anybody_is_asked(known: tuple[Authority, Authority], tmp_path: Path) -> None:
-    ours, others = known
+def test_check_refuses_certificates_that_do_not_fit_together(two_authorities: tuple[Authority, Authority], tmp_path: Path) -> None:
+    ours, others = two_authorities
     Certificates(*ours.files).check()
     for files, reason in (
         ((others.files[0], others.files[1], ours.files[2]), "certificate"),
@@ -118,8 +120,10 @@ def test_certificates_are_tried_before_anybody_is_asked(known: tuple[Authority, 
     assert certificates.of(ShardConfig(folder="", model="")) is None
 
 
-def test_a_server_that_has_no_certificate_of_ours_is_not_talked_to(known: tuple[Authority, Authority]) -> None:
-    ours, others = known
+def test_connection_to_a_server_with_a_foreign_certificate_is_refused_by_both_sides(
+    two_authorities: tuple[Authority, Authority],
+) -> None:
+    ours, others = two_authorities
     with link.listen("127.0.0.1", 0) as listening, ThreadPoolExecutor(1) as threads:
         accepted = threads.submit(link.accept, listening, Certificates(*others.files))
         with pytest.raises(OSError, match="certificate verify failed"):
@@ -131,44 +135,47 @@ def test_a_server_that_has_no_certificate_of_ours_is_not_talked_to(known: tuple[
 # The relay
 
 
-def rank(number: int, folder: Path, port: int, authority: Authority | None = None, **settings: object) -> ShardConfig:
-    """Of four on two machines."""
+def rank_config(number: int, folder: Path, port: int, authority: Authority | None = None, **settings: object) -> ShardConfig:
+    """The settings of one of four ranks on two machines."""
     files = authority.files if authority else ("", "", "")
-    places = {"relay": str(folder / "relay") if number < 2 else "", "relay_address": f"127.0.0.1:{port}"}
+    relay_addresses = {"relay": str(folder / "relay") if number < 2 else "", "relay_address": f"127.0.0.1:{port}"}
     tls = dict(zip(("tls_cert", "tls_key", "tls_ca"), files, strict=True))
-    told = {"rank": number, "ranks": 4, "local_ranks": 2, "token": "token", **places, **tls, **settings}
-    return ShardConfig(folder="", model="", **told)  # type: ignore[arg-type]
+    rank_settings = {"rank": number, "ranks": 4, "local_ranks": 2, "token": "token", **relay_addresses, **tls, **settings}
+    return ShardConfig(folder="", model="", **rank_settings)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("tls", [False, True])
-def test_the_relay_reaches_ranks_here_and_elsewhere_and_nobody_else(
-    tls: bool, known: tuple[Authority, Authority], tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_relay_reaches_local_and_remote_ranks_and_refuses_wrong_tokens_and_transports(
+    tls: bool, two_authorities: tuple[Authority, Authority], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    authority = known[0] if tls else None
+    authority = two_authorities[0] if tls else None
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    sender = Sender(rank(0, tmp_path, port, authority))
-    with ThreadPoolExecutor(4) as threads, closing(sender):  # all listen at once: who came first is sent to first
+    sender = Sender(rank_config(0, tmp_path, port, authority))
+    with (
+        ThreadPoolExecutor(4) as threads,
+        closing(sender),
+    ):  # all receive at once: the relay sends in the order in which ranks connected
         connecting = threads.submit(sender.connect)
         near = None
         for stray in (
-            rank(1, tmp_path, port, authority, token="of an earlier start"),
-            rank(3, tmp_path, port, authority, token="of an earlier start"),
-            rank(3, tmp_path, port, None if tls else known[0]),
+            rank_config(1, tmp_path, port, authority, token="of an earlier start"),
+            rank_config(3, tmp_path, port, authority, token="of an earlier start"),
+            rank_config(3, tmp_path, port, None if tls else two_authorities[0]),
         ):
             with pytest.raises(EOFError), closing(Receiver(stray)) as receiver:
                 receiver.receive()
-            near = near or Receiver(rank(1, tmp_path, port, authority))
-        far = Receiver(rank(2, tmp_path, port, authority))
+            near = near or Receiver(rank_config(1, tmp_path, port, authority))
+        far = Receiver(rank_config(2, tmp_path, port, authority))
         assert not connecting.done()
-        last = Receiver(rank(3, tmp_path, port, authority))
+        last = Receiver(rank_config(3, tmp_path, port, authority))
         connecting.result(10)
         assert near is not None
         for message in (b"one", LARGE):
             sending = threads.submit(sender.send, message)
             assert [*threads.map(Receiver.receive, (near, far, last))] == [message] * 3
             sending.result(10)
-        with pytest.raises(OSError, match="refused"):  # nobody else is waited for
+        with pytest.raises(OSError, match="refused"):  # the relay no longer listens
             socket.create_connection(("127.0.0.1", port))
     for peer in (near, far, last):
         with pytest.raises(EOFError):
@@ -177,11 +184,11 @@ def test_the_relay_reaches_ranks_here_and_elsewhere_and_nobody_else(
     assert len([line for line in caplog.messages if "was refused" in line]) == 3
 
 
-def test_a_rank_that_comes_twice_or_to_the_wrong_place_is_sent_away(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """At once, and nobody is taken for one that is still to come."""
+def test_relay_refuses_duplicate_ranks_and_ranks_at_the_wrong_address(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They are refused at once, and don't take the place of a rank that is still expected."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    sender = Sender(rank(0, tmp_path, port))
+    sender = Sender(rank_config(0, tmp_path, port))
     here = str(tmp_path / "relay")
     with ThreadPoolExecutor(1) as threads, closing(sender):
         connecting = threads.submit(sender.connect)
@@ -191,12 +198,12 @@ def test_a_rank_that_comes_twice_or_to_the_wrong_place_is_sent_away(tmp_path: Pa
                 other.submit(receiver.receive).result(5)
 
         for number in (0, 2, 4, -1):
-            refused(rank(number, tmp_path, port, relay=here))
-        near = Receiver(rank(1, tmp_path, port))
-        far = Receiver(rank(2, tmp_path, port))
+            refused(rank_config(number, tmp_path, port, relay=here))
+        near = Receiver(rank_config(1, tmp_path, port))
+        far = Receiver(rank_config(2, tmp_path, port))
         for number in (2, 1, 4):
-            refused(rank(number, tmp_path, port, relay=""))
-        last = Receiver(rank(3, tmp_path, port))
+            refused(rank_config(number, tmp_path, port, relay=""))
+        last = Receiver(rank_config(3, tmp_path, port))
         connecting.result(10)
         sending = threads.submit(sender.send, b"one")
         assert [peer.receive() for peer in (near, far, last)] == [b"one"] * 3
@@ -208,13 +215,15 @@ def test_a_rank_that_comes_twice_or_to_the_wrong_place_is_sent_away(tmp_path: Pa
     ]
 
 
-def test_a_rank_that_is_sooner_ready_is_not_kept_waiting(known: tuple[Authority, Authority], tmp_path: Path) -> None:
-    """Its handshake is answered while rank 0, and those of rank 0's machine, still load their weights."""
+def test_relay_answers_handshakes_of_early_ranks_before_rank_0_connects(
+    two_authorities: tuple[Authority, Authority], tmp_path: Path
+) -> None:
+    """Their TLS handshakes are answered while rank 0 and the ranks on its machine are still loading weights."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    sender = Sender(rank(0, tmp_path, port, known[0]))
+    sender = Sender(rank_config(0, tmp_path, port, two_authorities[0]))
     with closing(sender):
-        others = [Receiver(rank(number, tmp_path, port, known[0])) for number in (3, 2, 1)]
+        others = [Receiver(rank_config(number, tmp_path, port, two_authorities[0])) for number in (3, 2, 1)]
         sender.connect()
         sender.send(b"one")
         assert [other.receive() for other in others] == [b"one"] * 3
@@ -222,7 +231,7 @@ def test_a_rank_that_is_sooner_ready_is_not_kept_waiting(known: tuple[Authority,
         other.close()
 
 
-def test_one_rank_has_nobody_to_wait_for(tmp_path: Path) -> None:
+def test_relay_of_a_single_rank_waits_for_nobody_and_leaves_no_socket(tmp_path: Path) -> None:
     sender = Sender(ShardConfig(folder="", model="", relay=str(tmp_path / "relay")))
     sender.connect()
     sender.send(b"x")

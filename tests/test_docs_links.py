@@ -1,4 +1,4 @@
-"""The pages: what they link to is there."""
+"""Markdown pages: the files and headings that they link to exist."""
 
 import re
 from pathlib import Path
@@ -10,18 +10,20 @@ LINK = re.compile(r"\]\((?!https?:)([\w./-]*)(?:#([^\s)]*))?\)")
 
 
 def anchor(heading: str) -> str:
-    """What GitHub calls a heading in links."""
+    """The anchor that GitHub gives a heading."""
     words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
     return re.sub(r"[^\w -]", "", words).replace(" ", "-")
 
 
-def test_links_lead_somewhere() -> None:
+def test_links_between_pages_point_to_existing_files_and_headings() -> None:
     anchors = {path: {anchor(heading) for heading in HEADING.findall(text)} for path, text in PAGES.items()}
-    dead = []
+    broken = []
     for path, text in PAGES.items():
-        for name, place in LINK.findall(text):
+        for name, heading_anchor in LINK.findall(text):
             target = (path.parent / name).resolve() if name else path
-            if name != "URL" and (not target.exists() or (place and target in anchors and place not in anchors[target])):
-                dead.append(f"{path.name}: {name}#{place}")
-    assert dead == []
+            if name != "URL" and (
+                not target.exists() or (heading_anchor and target in anchors and heading_anchor not in anchors[target])
+            ):
+                broken.append(f"{path.name}: {name}#{heading_anchor}")
+    assert broken == []
     assert len(PAGES) > 20

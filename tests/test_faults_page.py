@@ -1,4 +1,4 @@
-"""What docs/faults.md says is tried is tried, and every fault has a test or a word on why it has none."""
+"""docs/faults.md: each test that it names exists, and each fault has a test or the reason why it has none."""
 
 import ast
 import re
@@ -11,8 +11,8 @@ PAGE = TESTS.parent / "docs" / "faults.md"
 NAMED = re.compile(r"`([\w/]+\.py)::(\w+)`")
 
 
-def missing(page: str) -> list[str]:
-    """Tests that it names and that are not there."""
+def missing_tests(page: str) -> list[str]:
+    """Tests that the page names and that don't exist."""
     return [f"{file}::{name}" for file, name in NAMED.findall(page) if name not in functions(TESTS / file)]
 
 
@@ -22,20 +22,20 @@ def functions(path: Path) -> set[str]:
     return {node.name for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.FunctionDef)}
 
 
-def test_every_test_of_the_page_is_there() -> None:
+def test_each_test_that_the_page_names_exists() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    assert missing(page) == []
+    assert missing_tests(page) == []
     assert len(NAMED.findall(page)) > 80
-    assert page.count("::test_") == len(NAMED.findall(page)), "a test is written in another way"
+    assert page.count("::test_") == len(NAMED.findall(page)), "a test is not written as `file.py::name`"
 
 
-def test_every_row_says_something() -> None:
+def test_no_row_of_the_page_has_an_empty_cell() -> None:
     rows = [line.strip("|").split(" | ") for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
     assert len(rows) > 60
     for row in rows:
         assert all(cell.strip() for cell in row[:-1]), row
 
 
-@pytest.mark.parametrize("name", ["test_faults.py::test_nothing", "nowhere.py::test_every_test_of_the_page_is_there"])
-def test_a_test_that_is_not_there_is_found(name: str) -> None:
-    assert missing(f"| x | y | `test_faults.py::test_every_row_says_something`, `{name}` |") == [name]
+@pytest.mark.parametrize("name", ["test_faults_page.py::test_nothing", "nowhere.py::test_each_test_that_the_page_names_exists"])
+def test_missing_test_is_reported(name: str) -> None:
+    assert missing_tests(f"| x | y | `test_faults_page.py::test_no_row_of_the_page_has_an_empty_cell`, `{name}` |") == [name]

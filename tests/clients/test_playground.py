@@ -1,6 +1,7 @@
-"""The page in a browser: streams, probabilities, the keyboard, the key, and that no text becomes markup.
+"""The playground in a browser: streams, token probabilities, keyboard, API key, beams, images, and that no text is inserted as
+markup.
 
-Needs playwright (extra `browser`) and a Chromium of the system; skipped where one of them is missing.
+Needs playwright (extra `browser`) and an installed Chromium; skipped where one of them is missing.
 """
 
 import ast
@@ -23,9 +24,9 @@ import pytest
 from penstock.router.config import RouterConfig
 from penstock.router.request import Beams, Limits, Overloaded, Refused
 from penstock.router.text import Tokenizer
-from penstock.tests import serving as real
+from penstock.tests import serving as real_server
 from penstock.tests.router.fake_batcher import FakeBatcher, make_tokenizer, serving
-from penstock.tests.router.sights import encoded, make_folder, picture
+from penstock.tests.router.vision_models import encoded, make_image_model, noise_image
 
 playwright = pytest.importorskip("playwright.sync_api")
 expect = playwright.expect
@@ -36,38 +37,38 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is install
 MARKUP = "<script>window.hit = 1</script><img src=x onerror='window.hit = 1'><b>bold</b>"
 PHONE = {"viewport": {"width": 360, "height": 740}, "is_mobile": True, "has_touch": True}
 LIMITS = Limits(max_input_tokens=1000, max_total_tokens=2000, vocabulary=300)
-WAIT = 15_000  # milliseconds that a busy machine may take
+WAIT = 15_000  # milliseconds to wait at most, on a busy machine
 
 
 @dataclass
-class Served:
-    """A server in a thread of its own, whose batcher says what it was told to."""
+class PlaygroundServer:
+    """A server in a separate thread, whose fake batcher generates the text that a test sets."""
 
     url: str
     batcher: FakeBatcher
     loop: asyncio.AbstractEventLoop
 
-    def permit(self, tokens: int) -> None:
-        """So many more may leave."""
+    def release_tokens(self, tokens: int) -> None:
+        """Lets the fake batcher send `tokens` more tokens."""
         assert self.batcher.pace is not None
         for _ in range(tokens):
             self.loop.call_soon_threadsafe(self.batcher.pace.release)
 
     def prompt(self) -> str:
-        """Of the last request."""
+        """The prompt of the last request."""
         return self.batcher.tokenizer.decode(self.batcher.requests[-1].prompt)
 
 
 @contextmanager
-def served(tokenizer: Tokenizer, settings: dict[str, Any] | None = None, **behaviour: Any) -> Iterator[Served]:
+def serve_playground(tokenizer: Tokenizer, settings: dict[str, Any] | None = None, **behaviour: Any) -> Iterator[PlaygroundServer]:
     ready, stop = threading.Event(), asyncio.Event()
-    found: list[Served] = []
+    found: list[PlaygroundServer] = []
 
     async def run() -> None:
         batcher = FakeBatcher(tokenizer, **{"limits": LIMITS, **behaviour})
         async with serving(tokenizer, RouterConfig(**{"folder": "", "model": "some/model", **(settings or {})}), batcher) as server:
             _, _, response = await server.get("/health")
-            found.append(Served(str(response.url.origin()), batcher, asyncio.get_running_loop()))
+            found.append(PlaygroundServer(str(response.url.origin()), batcher, asyncio.get_running_loop()))
             ready.set()
             await stop.wait()
 
@@ -90,7 +91,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with playwright.sync_playwright() as driver:
-        # Containers have no user namespaces for the sandbox, and this browser sees nothing but our own page.
+        # Containers have no user namespaces for the sandbox, and this browser only loads our own page.
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser
         browser.close()
@@ -98,13 +99,13 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def errors() -> list[str]:
-    """What the browser complained of."""
+    """Errors and warnings that the browser logged."""
     return []
 
 
 @pytest.fixture
 def new_page(browser: Any, errors: list[str]) -> Iterator[Any]:
-    """Opens the page of a server. What it logs must be nothing but statuses that a test asks for."""
+    """Opens a server's page. At the end, the browser must have logged no errors but failed responses that tests cause."""
     contexts = []
 
     def open_page(url: str, **options: Any) -> Any:
@@ -124,25 +125,25 @@ def new_page(browser: Any, errors: list[str]) -> Iterator[Any]:
 
 
 def run(page: Any, text: str) -> None:
-    """Sends it and waits for all answers."""
+    """Sends a prompt and waits for all answers."""
     page.fill("#prompt", text)
     page.click("#run")
     expect(page.locator("#run")).not_to_have_text("Stop", timeout=WAIT)
     expect(page.locator("article[aria-busy=true]")).to_have_count(0)
 
 
-def test_an_answer_streams_token_by_token(tokenizer: Tokenizer, new_page: Any) -> None:
-    with served(tokenizer, pace=asyncio.Semaphore(0), says="Hello</s>") as server:
+def test_answer_is_shown_token_by_token_with_its_probabilities(tokenizer: Tokenizer, new_page: Any) -> None:
+    with serve_playground(tokenizer, pace=asyncio.Semaphore(0), says="Hello</s>") as server:
         page = new_page(server.url)
         expect(page.locator("#state")).to_have_text("ready")
         expect(page.locator("#model")).to_have_text("some/model")
         page.fill("#prompt", "hi")
         page.click("#run")
         expect(page.locator("#run")).to_have_text("Stop")
-        server.permit(2)
+        server.release_tokens(2)
         expect(page.locator(".answer .text")).to_have_text("He")
         expect(page.locator(".answer")).to_have_attribute("aria-busy", "true")
-        server.permit(4)
+        server.release_tokens(4)
         expect(page.locator(".answer .text")).to_have_text("Hello")
         expect(page.locator(".facts")).to_contain_text("finished · 6 tokens")
         expect(page.locator("#said")).to_contain_text("Answer: finished")
@@ -151,8 +152,8 @@ def test_an_answer_streams_token_by_token(tokenizer: Tokenizer, new_page: Any) -
         assert float(surprise) == pytest.approx(0.5 / 0.6931 / 7, abs=1e-3)
 
 
-def test_stopping_closes_the_stream(tokenizer: Tokenizer, new_page: Any) -> None:
-    with served(tokenizer, pace=asyncio.Semaphore(3)) as server:
+def test_escape_stops_the_answer_and_closes_the_stream(tokenizer: Tokenizer, new_page: Any) -> None:
+    with serve_playground(tokenizer, pace=asyncio.Semaphore(3)) as server:
         page = new_page(server.url)
         page.fill("#prompt", "hi")
         page.click("#run")
@@ -165,8 +166,8 @@ def test_stopping_closes_the_stream(tokenizer: Tokenizer, new_page: Any) -> None
 
 
 @pytest.mark.parametrize("mode", ["completion", "chat"])
-def test_no_text_becomes_markup(tokenizer: Tokenizer, new_page: Any, mode: str) -> None:
-    with served(tokenizer, says=MARKUP + "</s>") as server:
+def test_no_text_is_inserted_as_markup(tokenizer: Tokenizer, new_page: Any, mode: str) -> None:
+    with serve_playground(tokenizer, says=MARKUP + "</s>") as server:
         page = new_page(server.url)
         page.click(f"[name=mode][value={mode}] + span")
         run(page, MARKUP)
@@ -185,8 +186,8 @@ def test_no_text_becomes_markup(tokenizer: Tokenizer, new_page: Any, mode: str) 
         assert page.evaluate("window.hit") is None
 
 
-def test_the_keyboard_goes_from_token_to_token_and_on_from_an_alternative(tokenizer: Tokenizer, new_page: Any) -> None:
-    with served(tokenizer) as server:
+def test_keyboard_moves_between_tokens_and_continues_from_an_alternative(tokenizer: Tokenizer, new_page: Any) -> None:
+    with serve_playground(tokenizer) as server:
         page = new_page(server.url)
         run(page, "hi")
         page.locator(".answer .text").focus()
@@ -207,8 +208,8 @@ def test_the_keyboard_goes_from_token_to_token_and_on_from_an_alternative(tokeni
         assert server.prompt() == 'hiHel"'
 
 
-def test_a_chat_goes_on_from_the_chosen_sample_and_from_an_alternative(tokenizer: Tokenizer, new_page: Any) -> None:
-    with served(tokenizer, says="Yo</s>") as server:
+def test_chat_continues_from_the_chosen_sample_and_from_an_alternative(tokenizer: Tokenizer, new_page: Any) -> None:
+    with serve_playground(tokenizer, says="Yo</s>") as server:
         page = new_page(server.url)
         page.click("[name=mode][value=chat] + span")
         page.fill("#system", "Be brief")
@@ -228,8 +229,8 @@ def test_a_chat_goes_on_from_the_chosen_sample_and_from_an_alternative(tokenizer
         assert server.prompt() == "[system]Be brief[user]hi[assistant]Y!Yo[user]so?[assistant]"
 
 
-def test_what_is_refused_to_go_on_takes_nothing_away(tokenizer: Tokenizer, new_page: Any) -> None:
-    with served(tokenizer, says="Yo</s>") as server:
+def test_failed_continuation_keeps_the_turns_of_a_chat(tokenizer: Tokenizer, new_page: Any) -> None:
+    with serve_playground(tokenizer, says="Yo</s>") as server:
         page = new_page(server.url)
         page.click("[name=mode][value=chat] + span")
         for prompt in ("hi", "and?"):
@@ -244,48 +245,49 @@ def test_what_is_refused_to_go_on_takes_nothing_away(tokenizer: Tokenizer, new_p
         assert server.prompt() == "[user]hi[assistant]Yo[user]and?[assistant]Yo[user]so?[assistant]"
 
 
-def test_what_is_refused_to_go_on_leaves_all_that_was_known(tokenizer: Tokenizer, new_page: Any) -> None:
-    with served(tokenizer) as server:
+def test_failed_continuation_keeps_statistics_beams_and_end_token(tokenizer: Tokenizer, new_page: Any) -> None:
+    with serve_playground(tokenizer) as server:
         page = new_page(server.url)
         for width in ("1", "2"):
             page.fill("#num_beams", width)
             run(page, "hi")
-            known = page.locator(".facts").text_content(), page.locator(".beam").count(), page.locator(".token.end").count()
-            assert (known[1] > 0, known[2]) == (width == "2", 1)
+            before = page.locator(".facts").text_content(), page.locator(".beam").count(), page.locator(".token.end").count()
+            assert (before[1] > 0, before[2]) == (width == "2", 1)
             page.route(re.compile("completions|generate"), lambda route: route.fulfill(status=502, body="bad gateway"))
             page.locator(".token").nth(1).click()
             page.locator("#card button:enabled").first.click()
             expect(page.locator("#problem")).to_have_text("The server answered with status 502.")
-            expect(page.locator(".beam")).to_have_count(known[1])
-            expect(page.locator(".token.end")).to_have_count(known[2])
-            expect(page.locator(".facts")).to_have_text(known[0])
+            expect(page.locator(".beam")).to_have_count(before[1])
+            expect(page.locator(".token.end")).to_have_count(before[2])
+            expect(page.locator(".facts")).to_have_text(before[0])
             page.unroute_all()
 
 
-def test_a_stream_that_ends_early_is_said(tokenizer: Tokenizer, new_page: Any) -> None:
+def test_interrupted_stream_is_reported_and_its_text_is_kept(tokenizer: Tokenizer, new_page: Any) -> None:
     event = {"choices": [{"index": 0, "text": "Yo", "logprobs": None, "finish_reason": None}]}
-    with served(tokenizer) as server:
+    with serve_playground(tokenizer) as server:
         page = new_page(server.url)
-        cut = {"content_type": "text/event-stream", "body": f"data: {json.dumps(event)}\n\n"}
-        page.route("**/v1/completions", lambda route: route.fulfill(status=200, **cut))
+        truncated = {"content_type": "text/event-stream", "body": f"data: {json.dumps(event)}\n\n"}
+        page.route("**/v1/completions", lambda route: route.fulfill(status=200, **truncated))
         run(page, "hi")
         expect(page.locator("#problem")).to_have_text("The connection to the server broke: it ended before the answer did")
         expect(page.locator(".answer .text")).to_have_text("Yo")
         expect(page.locator(".facts")).to_contain_text("failed")
 
 
-def stream_of(events: list[Any]) -> dict[str, str]:
-    """What a route is fulfilled with."""
+def event_stream(events: list[Any]) -> dict[str, str]:
+    """Arguments of route.fulfill: a response with these server-sent events."""
     return {"content_type": "text/event-stream", "body": "".join(f"data: {json.dumps(event)}\n\n" for event in events)}
 
 
-def test_a_long_answer_is_shown_as_it_comes_and_its_end_stays_in_sight(tokenizer: Tokenizer, new_page: Any) -> None:
-    """To look after every token where its end is took half a minute for 2000 of them, and four times that for twice as many."""
+def test_answer_of_4000_tokens_is_rendered_and_its_end_stays_in_view(tokenizer: Tokenizer, new_page: Any) -> None:
+    """When the page measured the position of the end after every token, 2000 tokens took half a minute, and twice as many four
+    times that."""
     logprobs = {"tokens": [" word"], "token_logprobs": [-1.0]}
     events = [{"choices": [{"index": 0, "text": " word", "logprobs": logprobs}]}] * 4000
-    stream = stream_of([*events, {"choices": [{"index": 0, "text": "", "finish_reason": "length"}]}])
+    stream = event_stream([*events, {"choices": [{"index": 0, "text": "", "finish_reason": "length"}]}])
     stream["body"] += "data: [DONE]\n\n"
-    with served(tokenizer) as server:
+    with serve_playground(tokenizer) as server:
         page = new_page(server.url)
         page.route("**/v1/completions", lambda route: route.fulfill(**stream))
         run(page, "hi")
@@ -293,12 +295,12 @@ def test_a_long_answer_is_shown_as_it_comes_and_its_end_stays_in_sight(tokenizer
         expect(page.locator(".facts")).to_be_in_viewport()
 
 
-def test_a_long_search_is_shown_as_it_grows_and_its_end_stays_in_sight(tokenizer: Tokenizer, new_page: Any) -> None:
+def test_beam_search_of_999_steps_is_rendered_and_its_end_stays_in_view(tokenizer: Tokenizer, new_page: Any) -> None:
     live = [{"parent": row, "id": 5, "text": " word", "score": -1.0} for row in range(8)]
     token = {"token": {"id": 5, "text": " word", "logprob": -1.0, "special": False}}
     last = {**token, "details": {"finish_reason": "length", "input_length": 1}}
-    stream = stream_of([{"live": live, "complete": []}, token] * 999 + [last])
-    with served(tokenizer) as server:
+    stream = event_stream([{"live": live, "complete": []}, token] * 999 + [last])
+    with serve_playground(tokenizer) as server:
         page = new_page(server.url)
         page.route("**/generate_stream", lambda route: route.fulfill(**stream))
         page.fill("#num_beams", "8")
@@ -308,10 +310,10 @@ def test_a_long_search_is_shown_as_it_grows_and_its_end_stays_in_sight(tokenizer
         expect(page.locator(".beam").last).to_be_in_viewport()
 
 
-def test_a_search_that_is_cut_is_no_answer(tokenizer: Tokenizer, new_page: Any) -> None:
+def test_interrupted_beam_search_is_reported_as_failed(tokenizer: Tokenizer, new_page: Any) -> None:
     token = {"id": 5, "text": "Yo", "logprob": -1.0, "special": False}
-    stream = stream_of([{"live": [], "complete": []}, {"token": token, "details": None}])
-    with served(tokenizer) as server:
+    stream = event_stream([{"live": [], "complete": []}, {"token": token, "details": None}])
+    with serve_playground(tokenizer) as server:
         page = new_page(server.url)
         page.route("**/generate_stream", lambda route: route.fulfill(**stream))
         page.fill("#num_beams", "2")
@@ -320,13 +322,13 @@ def test_a_search_that_is_cut_is_no_answer(tokenizer: Tokenizer, new_page: Any) 
         expect(page.locator(".facts")).to_contain_text("failed")
 
 
-def test_alternatives_are_told_the_most_probable_first(tokenizer: Tokenizer, new_page: Any) -> None:
-    """A browser sorts names that are numbers."""
+def test_alternatives_are_listed_by_probability_though_their_texts_are_numbers(tokenizer: Tokenizer, new_page: Any) -> None:
+    """JavaScript sorts an object's integer keys."""
     top = {"9": -0.5, "7": -1.0, "x": -1.5, "3": -2.0, "1": -3.0}
     logprobs = {"tokens": ["9"], "token_logprobs": [-0.5], "top_logprobs": [top]}
-    stream = stream_of([{"choices": [{"index": 0, "text": "9", "logprobs": logprobs, "finish_reason": "stop"}]}])
+    stream = event_stream([{"choices": [{"index": 0, "text": "9", "logprobs": logprobs, "finish_reason": "stop"}]}])
     stream["body"] += "data: [DONE]\r\n\r\n"
-    with served(tokenizer) as server:
+    with serve_playground(tokenizer) as server:
         page = new_page(server.url)
         page.route("**/v1/completions", lambda route: route.fulfill(**stream))
         run(page, "hi")
@@ -336,8 +338,8 @@ def test_alternatives_are_told_the_most_probable_first(tokenizer: Tokenizer, new
         expect(page.locator("#said")).to_have_text("9 60.7 %; otherwise 7 36.8 %, x 22.3 %, 3 13.5 %")
 
 
-def test_a_knob_that_is_not_shown_does_not_stop_a_request(tokenizer: Tokenizer, new_page: Any) -> None:
-    with served(tokenizer) as server:
+def test_invalid_value_in_a_hidden_control_does_not_block_a_request(tokenizer: Tokenizer, new_page: Any) -> None:
+    with serve_playground(tokenizer) as server:
         page = new_page(server.url)
         page.fill("#num_beams", "2")
         page.fill("#length_penalty", "1.234")
@@ -346,8 +348,8 @@ def test_a_knob_that_is_not_shown_does_not_stop_a_request(tokenizer: Tokenizer, 
         expect(page.locator(".answer .text")).to_have_text("Hello you")
 
 
-def test_a_knob_is_blamed_until_the_next_request(tokenizer: Tokenizer, new_page: Any) -> None:
-    with served(tokenizer, refuses=Refused("`top_p` is odd", "top_p")) as server:
+def test_refused_parameter_is_marked_invalid_until_the_next_request(tokenizer: Tokenizer, new_page: Any) -> None:
+    with serve_playground(tokenizer, refuses=Refused("`top_p` is odd", "top_p")) as server:
         page = new_page(server.url)
         run(page, "hi")
         expect(page.locator("#top_p")).to_have_attribute("aria-invalid", "true")
@@ -356,8 +358,8 @@ def test_a_knob_is_blamed_until_the_next_request(tokenizer: Tokenizer, new_page:
         expect(page.locator("[aria-invalid]")).to_have_count(0)
 
 
-def test_clearing_one_mode_leaves_the_other(tokenizer: Tokenizer, new_page: Any) -> None:
-    with served(tokenizer, says="Yo</s>") as server:
+def test_clearing_the_completion_keeps_the_chat(tokenizer: Tokenizer, new_page: Any) -> None:
+    with serve_playground(tokenizer, says="Yo</s>") as server:
         page = new_page(server.url)
         page.click("[name=mode][value=chat] + span")
         run(page, "hi")
@@ -372,8 +374,8 @@ def test_clearing_one_mode_leaves_the_other(tokenizer: Tokenizer, new_page: Any)
         assert server.prompt() == "[user]so?[assistant]"
 
 
-def test_a_refused_message_goes_back_to_the_chat(tokenizer: Tokenizer, new_page: Any) -> None:
-    with served(tokenizer) as server:
+def test_refused_chat_message_returns_to_the_chats_prompt_after_a_change_of_mode(tokenizer: Tokenizer, new_page: Any) -> None:
+    with serve_playground(tokenizer) as server:
         page = new_page(server.url)
         held: list[Any] = []
         page.route("**/v1/chat/completions", lambda route: held.append(route))
@@ -390,22 +392,22 @@ def test_a_refused_message_goes_back_to_the_chat(tokenizer: Tokenizer, new_page:
         expect(page.locator("#prompt")).to_have_value("hi")
 
 
-def test_the_card_goes_with_its_answer(tokenizer: Tokenizer, new_page: Any) -> None:
-    with served(tokenizer) as server:
+def test_token_card_closes_when_its_answer_is_removed(tokenizer: Tokenizer, new_page: Any) -> None:
+    with serve_playground(tokenizer) as server:
         page = new_page(server.url)
-        for gone in ("Clear", "Run"):
+        for button in ("Clear", "Run"):
             run(page, "hi")
             page.locator(".answer .text").focus()
             page.keyboard.press("ArrowRight")
             page.keyboard.press("Enter")
             expect(page.locator("#card button:focus")).to_be_visible()
-            page.get_by_role("button", name=gone).press("Enter")
+            page.get_by_role("button", name=button).press("Enter")
             expect(page.locator("#run")).not_to_have_text("Stop")
             expect(page.locator("#card")).to_be_hidden()
 
 
-def test_who_has_no_key_is_asked_once(tokenizer: Tokenizer, new_page: Any) -> None:
-    with served(tokenizer, settings={"api_keys": ("secret",)}) as server:
+def test_api_key_dialog_stays_closed_after_escape_and_reopens_after_a_wrong_key(tokenizer: Tokenizer, new_page: Any) -> None:
+    with serve_playground(tokenizer, settings={"api_keys": ("secret",)}) as server:
         page = new_page(server.url)
         expect(page.locator("#key")).to_be_visible()
         page.keyboard.press("Escape")
@@ -419,8 +421,8 @@ def test_who_has_no_key_is_asked_once(tokenizer: Tokenizer, new_page: Any) -> No
         expect(page.locator("#key")).to_be_visible()
 
 
-def test_a_key_that_no_header_can_carry_is_refused_at_once(tokenizer: Tokenizer, new_page: Any) -> None:
-    with served(tokenizer, settings={"api_keys": ("secret",)}) as server:
+def test_api_key_with_characters_that_a_header_cannot_hold_is_not_stored(tokenizer: Tokenizer, new_page: Any) -> None:
+    with serve_playground(tokenizer, settings={"api_keys": ("secret",)}) as server:
         page = new_page(server.url)
         page.fill("#key-text", "ключ")
         page.keyboard.press("Enter")
@@ -428,8 +430,8 @@ def test_a_key_that_no_header_can_carry_is_refused_at_once(tokenizer: Tokenizer,
         assert page.evaluate("sessionStorage.length") == 0
 
 
-def test_parts_of_a_character_are_shown_when_it_is_whole(tokenizer: Tokenizer, new_page: Any) -> None:
-    with served(tokenizer, says="né!</s>") as server:
+def test_character_of_several_tokens_is_shown_when_it_is_complete(tokenizer: Tokenizer, new_page: Any) -> None:
+    with serve_playground(tokenizer, says="né!</s>") as server:
         page = new_page(server.url)
         run(page, "hi")
         assert page.locator(".token").all_text_contents() == ["n", "", "é", "!", ""]
@@ -439,7 +441,7 @@ def test_parts_of_a_character_are_shown_when_it_is_whole(tokenizer: Tokenizer, n
         assert server.prompt() == 'hiné"'
 
 
-def test_reasoning_is_shown_and_not_sent_back(tokenizer: Tokenizer, new_page: Any) -> None:
+def test_reasoning_is_shown_but_not_sent_back(tokenizer: Tokenizer, new_page: Any) -> None:
     deltas = [
         {"role": "assistant", "content": ""},
         {"reasoning_content": "Hm"},
@@ -452,12 +454,12 @@ def test_reasoning_is_shown_and_not_sent_back(tokenizer: Tokenizer, new_page: An
     usage = {"prompt_tokens": 9, "completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 5}}
     events = [*({"choices": [choice]} for choice in choices), {"choices": [], "usage": usage}]
     body = "".join(f"data: {json.dumps(event)}\r\n\r\n" for event in events) + "data: [DONE]\n\n"
-    with served(tokenizer) as server:
+    with serve_playground(tokenizer) as server:
         page = new_page(server.url)
-        asked: list[Any] = []
+        bodies: list[Any] = []
 
         def answer(route: Any) -> None:
-            asked.append(route.request.post_data_json)
+            bodies.append(route.request.post_data_json)
             route.fulfill(status=200, content_type="text/event-stream", body=body)
 
         page.route("**/v1/chat/completions", answer)
@@ -467,11 +469,11 @@ def test_reasoning_is_shown_and_not_sent_back(tokenizer: Tokenizer, new_page: An
         assert page.locator(".token.thought").all_text_contents() == ["Hm", "m."]
         expect(page.locator(".notes")).to_have_text("prompt of 9 tokens, 5 of them from the cache")
         run(page, "and?")
-        assert [message["content"] for message in asked[1]["messages"]] == ["hi", "Yes!", "and?"]
+        assert [message["content"] for message in bodies[1]["messages"]] == ["hi", "Yes!", "and?"]
 
 
-def test_a_refused_request_names_its_knob_and_gives_the_text_back(tokenizer: Tokenizer, new_page: Any) -> None:
-    with served(tokenizer, refuses=Overloaded("full", 3.0)) as server:
+def test_refused_request_marks_its_parameter_and_returns_the_prompt(tokenizer: Tokenizer, new_page: Any) -> None:
+    with serve_playground(tokenizer, refuses=Overloaded("full", 3.0)) as server:
         page = new_page(server.url)
         page.click("[name=mode][value=chat] + span")
         run(page, "hi")
@@ -486,8 +488,8 @@ def test_a_refused_request_names_its_knob_and_gives_the_text_back(tokenizer: Tok
         expect(page.locator("#problem")).to_be_hidden()
 
 
-def test_the_key_stays_in_the_tab_and_texts_stay_nowhere(tokenizer: Tokenizer, new_page: Any) -> None:
-    with served(tokenizer, settings={"api_keys": ("secret",)}) as server:
+def test_api_key_is_kept_in_session_storage_and_texts_are_stored_nowhere(tokenizer: Tokenizer, new_page: Any) -> None:
+    with serve_playground(tokenizer, settings={"api_keys": ("secret",)}) as server:
         page = new_page(server.url)
         expect(page.locator("#key")).to_be_visible()
         expect(page.locator("#state")).to_have_text("needs a key")
@@ -496,16 +498,16 @@ def test_the_key_stays_in_the_tab_and_texts_stay_nowhere(tokenizer: Tokenizer, n
         expect(page.locator("#state")).to_have_text("ready")
         run(page, "a private text")
         expect(page.locator(".answer .text")).to_have_text("Hello you")
-        kept = page.evaluate("[JSON.stringify(sessionStorage), JSON.stringify(localStorage), document.cookie, location.href]")
-        assert kept == ['{"penstock-key":"secret"}', "{}", "", f"{server.url}/"]
+        stored = page.evaluate("[JSON.stringify(sessionStorage), JSON.stringify(localStorage), document.cookie, location.href]")
+        assert stored == ['{"penstock-key":"secret"}', "{}", "", f"{server.url}/"]
         page.reload()
         expect(page.locator("#state")).to_have_text("ready")
         assert "private" not in page.content()
         assert page.input_value("#prompt") != "a private text"
 
 
-def test_the_code_does_what_the_page_did(tokenizer: Tokenizer, new_page: Any) -> None:
-    with served(tokenizer) as server:
+def test_generated_curl_and_python_code_send_the_same_request_as_the_page(tokenizer: Tokenizer, new_page: Any) -> None:
+    with serve_playground(tokenizer) as server:
         page = new_page(server.url)
         page.fill("#n", "2")
         page.fill("#top_k", "7")
@@ -519,7 +521,7 @@ def test_the_code_does_what_the_page_did(tokenizer: Tokenizer, new_page: Any) ->
         code = page.text_content("#code-text")
         exec(
             compile(code.replace("from openai import OpenAI", "from types import SimpleNamespace"), "code", "exec"),
-            stand_in(server),
+            fake_openai_module(server),
         )
         first, second, third = (msgspec.structs.replace(request, arrived=0.0) for request in server.batcher.requests)
         assert first.choices == 2
@@ -528,33 +530,33 @@ def test_the_code_does_what_the_page_did(tokenizer: Tokenizer, new_page: Any) ->
 
 
 @pytest.mark.parametrize("mode", ["completion", "chat"])
-def test_the_code_gives_the_client_what_it_takes(tokenizer: Tokenizer, new_page: Any, mode: str) -> None:
-    """Every knob's field is either one of the method's own or in `extra_body`."""
+def test_generated_python_code_passes_only_arguments_that_the_client_has(tokenizer: Tokenizer, new_page: Any, mode: str) -> None:
+    """The field of every control is a parameter of the client's method, or is in `extra_body`."""
     openai = pytest.importorskip("openai")
     resources = openai.resources.Completions, openai.resources.chat.Completions
-    with served(tokenizer) as server:
+    with serve_playground(tokenizer) as server:
         page = new_page(server.url)
         page.click(f"[name=mode][value={mode}] + span")
-        for knob in page.locator("#parameters [type=number]:visible").all():
-            knob.fill(knob.get_attribute("max") or "2")
+        for control in page.locator("#parameters [type=number]:visible").all():
+            control.fill(control.get_attribute("max") or "2")
         page.fill("#stop", "a")
         page.select_option("#priority", "batch")
         for grammar in ("json_object", "json_schema", "regex"):
             page.select_option("#grammar", grammar)
             page.click("#code-open")
             page.click("text=Python")
-            found = [ast.parse(page.text_content("#code-text")).body[2]]
+            statements = [ast.parse(page.text_content("#code-text")).body[2]]
             page.click("#code-close")
-            [call] = [node.value for node in found if isinstance(node, ast.Assign)]
+            [call] = [node.value for node in statements if isinstance(node, ast.Assign)]
             assert isinstance(call, ast.Call)
-            given = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
-            assert len(given) > 8
-            assert given["extra_body"]["top_k"] == 2
-            assert given.keys() <= inspect.signature(resources[mode == "chat"].create).parameters.keys()
+            arguments = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+            assert len(arguments) > 8
+            assert arguments["extra_body"]["top_k"] == 2
+            assert arguments.keys() <= inspect.signature(resources[mode == "chat"].create).parameters.keys()
 
 
-def stand_in(server: Served) -> dict[str, Any]:
-    """OpenAI's client, as far as the code uses it: what it is called with goes out as JSON."""
+def fake_openai_module(server: PlaygroundServer) -> dict[str, Any]:
+    """OpenAI's client as far as the generated code uses it: sends its arguments to the server as JSON."""
 
     class Completions:
         def create(self, extra_body: dict[str, Any], **body: Any) -> list[Any]:
@@ -574,10 +576,10 @@ def stand_in(server: Served) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "options", [PHONE, {"viewport": {"width": 800, "height": 600}}, {"viewport": {"width": 1400, "height": 900}}]
 )
-def test_nothing_is_wider_than_the_screen_and_everything_has_a_name(
+def test_page_fits_the_screens_width_and_every_control_has_an_accessible_name(
     tokenizer: Tokenizer, new_page: Any, options: dict[str, Any]
 ) -> None:
-    with served(tokenizer, says="word " * 20 + "x" * 90 + "</s>") as server:
+    with serve_playground(tokenizer, says="word " * 20 + "x" * 90 + "</s>") as server:
         page = new_page(server.url, **options)
         if options is PHONE:
             page.click("#knobs > summary")
@@ -591,8 +593,8 @@ def test_nothing_is_wider_than_the_screen_and_everything_has_a_name(
         assert page.evaluate(nameless) == []
 
 
-def test_the_live_view_counts_only_while_somebody_looks(tokenizer: Tokenizer, new_page: Any) -> None:
-    with served(tokenizer) as server:
+def test_live_view_sends_no_requests_while_the_page_is_hidden(tokenizer: Tokenizer, new_page: Any) -> None:
+    with serve_playground(tokenizer) as server:
         page = new_page(server.url)
         expect(page.locator("#live-waiting")).to_have_text("1")
         expect(page.locator("#live-pages")).to_have_attribute("aria-label", re.compile("Of 3 pages"))
@@ -601,10 +603,10 @@ def test_the_live_view_counts_only_while_somebody_looks(tokenizer: Tokenizer, ne
                 Object.defineProperty(document, "hidden", {value: true, configurable: true});
                 document.dispatchEvent(new Event("visibilitychange"));
             }""")
-        asked: list[str] = []
-        page.on("request", lambda request: asked.append(request.url))
+        urls: list[str] = []
+        page.on("request", lambda request: urls.append(request.url))
         page.wait_for_timeout(2500)
-        assert asked == []
+        assert urls == []
         with page.expect_request("**/stats"):
             page.evaluate("""() => {
                 Object.defineProperty(document, "hidden", {value: false, configurable: true});
@@ -613,15 +615,15 @@ def test_the_live_view_counts_only_while_somebody_looks(tokenizer: Tokenizer, ne
         expect(page.locator("#state")).to_have_text("ready")
 
 
-def test_both_pages_work_under_a_path_of_a_proxys(tokenizer: Tokenizer, new_page: Any) -> None:
+def test_playground_and_docs_page_work_behind_a_proxys_path_prefix(tokenizer: Tokenizer, new_page: Any) -> None:
     def proxy(route: Any) -> None:
         route.fulfill(response=route.fetch(url=route.request.url.replace("/llm/", "/")))
 
-    with served(tokenizer) as server:
-        asked: list[str] = []
+    with serve_playground(tokenizer) as server:
+        urls: list[str] = []
         page = new_page(server.url)
-        page.route(re.compile("/llm/(?!stats)"), proxy)  # what never ends can't be passed on here
-        page.on("request", lambda request: asked.append(request.url))
+        page.route(re.compile("/llm/(?!stats)"), proxy)  # route.fetch can't forward an endless stream
+        page.on("request", lambda request: urls.append(request.url))
         page.goto(f"{server.url}/llm/")
         run(page, "hi")
         expect(page.locator(".answer .text")).to_have_text("Hello you")
@@ -629,38 +631,38 @@ def test_both_pages_work_under_a_path_of_a_proxys(tokenizer: Tokenizer, new_page
         page.click("#post_v1_completions > summary")
         page.click("#post_v1_completions form button")
         expect(page.locator("#post_v1_completions form pre")).to_contain_text('"choices"')
-        assert all(url.startswith(f"{server.url}/llm/") for url in asked)
+        assert all(url.startswith(f"{server.url}/llm/") for url in urls)
 
 
-def test_a_description_that_does_not_come_is_said(tokenizer: Tokenizer, new_page: Any) -> None:
-    with served(tokenizer) as server:
+def test_docs_page_reports_that_the_description_could_not_be_loaded(tokenizer: Tokenizer, new_page: Any) -> None:
+    with serve_playground(tokenizer) as server:
         page = new_page(server.url)
         page.route("**/openapi.json", lambda route: route.fulfill(status=502, body="bad gateway"))
         page.goto(f"{server.url}/docs")
         expect(page.locator("#about")).to_have_text("There is no description: The server answered with status 502.")
 
 
-def test_the_description_is_no_wider_than_a_phone(tokenizer: Tokenizer, new_page: Any) -> None:
-    with served(tokenizer) as server:
+def test_docs_page_with_everything_open_fits_a_phones_width(tokenizer: Tokenizer, new_page: Any) -> None:
+    with serve_playground(tokenizer) as server:
         page = new_page(f"{server.url}/docs", **PHONE)
         expect(page.locator("#post_v1_completions")).to_be_visible()
-        for _ in range(3):  # what is opened has more to open
+        for _ in range(3):  # opened elements contain others to open
             page.evaluate("for (const one of document.querySelectorAll('details')) one.open = true")
             page.wait_for_timeout(300)
         expect(page.locator("#post_v1_completions form pre")).to_have_count(1)
         assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["viewport"]["width"]
 
 
-def test_a_lost_server_is_said(tokenizer: Tokenizer, new_page: Any, errors: list[str]) -> None:
-    with served(tokenizer) as server:
+def test_lost_connection_to_the_server_is_shown(tokenizer: Tokenizer, new_page: Any, errors: list[str]) -> None:
+    with serve_playground(tokenizer) as server:
         page = new_page(server.url)
         expect(page.locator("#state")).to_have_text("ready")
     expect(page.locator("#state")).to_have_text("no connection", timeout=WAIT)
 
 
-def test_with_the_demo_model(new_page: Any) -> None:
-    """Everything in earnest: tokens, alternatives that are better than none, numbers that move."""
-    with real.serve() as server:
+def test_playground_with_a_real_server_and_the_demo_model(new_page: Any) -> None:
+    """Samples, alternatives, continuation from one of them, live counters, and a regex grammar."""
+    with real_server.serve() as server:
         page = new_page(server.url)
         expect(page.locator("#state")).to_have_text("ready")
         page.fill("#n", "2")
@@ -695,8 +697,8 @@ def test_with_the_demo_model(new_page: Any) -> None:
         expect(page.locator("#grammar-source")).to_have_attribute("aria-invalid", "true")
 
 
-def test_beams_are_seen_as_they_grow(tokenizer: Tokenizer, new_page: Any) -> None:
-    with served(tokenizer, pace=asyncio.Semaphore(0), says="Hello</s>") as server:
+def test_beams_are_drawn_as_they_grow(tokenizer: Tokenizer, new_page: Any) -> None:
+    with serve_playground(tokenizer, pace=asyncio.Semaphore(0), says="Hello</s>") as server:
         page = new_page(server.url)
         expect(page.locator("#state")).to_have_text("ready")
         assert page.locator("#length_penalty").is_hidden()
@@ -706,18 +708,19 @@ def test_beams_are_seen_as_they_grow(tokenizer: Tokenizer, new_page: Any) -> Non
         page.fill("#n", "2")
         page.fill("#prompt", "hi")
         page.click("#run")
-        server.permit(3)
+        server.release_tokens(3)
         beams = page.locator(".beams .beam")
         expect(beams).to_have_count(9)
         expect(page.locator(".beams figcaption")).to_contain_text("3 beams · 3 steps · 0 complete")
         expect(page.locator(".beams .beam.best > text")).to_have_text(["H", "e", "l"])
-        # The second step's first beam, which says the same as the best, has no heir, and so has the one that it goes on from.
+        # The second step's first beam, which has the same text as the best, is not continued, and neither is the beam that it
+        # extends.
         expect(page.locator(".beams .beam.dropped > text")).to_have_text(['"', "e"])
         expect(page.locator(".beams path")).to_have_count(6)
         expect(page.locator(".beams path.dropped")).to_have_count(1)
         expect(page.locator(".beams .dropped.best")).to_have_count(0)
         assert "H · score −0.500" in page.locator(".beams .beam title").first.evaluate("title => title.textContent")
-        server.permit(10)
+        server.release_tokens(10)
         expect(page.locator(".answer .text")).to_have_text(["Hello", "Hello1"])
         expect(page.locator(".answer .facts").first).to_contain_text("score −0.250")
         expect(page.locator(".beams .beam.best")).to_have_count(6)
@@ -725,7 +728,7 @@ def test_beams_are_seen_as_they_grow(tokenizer: Tokenizer, new_page: Any) -> Non
         request = server.batcher.requests[-1]
         assert request.beams == Beams(width=3, length_penalty=2.0, watched=True)
         assert (request.choices, request.sampling.temperature) == (2, 0.0)
-        server.permit(100)
+        server.release_tokens(100)
         page.click("input[value=chat] + span")
         run(page, "hi")
         expect(page.locator("#chat .answer .text")).to_have_text(["Hello", "Hello1"])
@@ -736,8 +739,8 @@ def test_beams_are_seen_as_they_grow(tokenizer: Tokenizer, new_page: Any) -> Non
         assert server.batcher.requests[-1].beams is None
 
 
-def test_answers_that_are_not_there_are_named_as_such(tokenizer: Tokenizer, new_page: Any) -> None:
-    with served(tokenizer, finds=1) as server:
+def test_beam_search_that_finds_fewer_answers_than_n_says_so(tokenizer: Tokenizer, new_page: Any) -> None:
+    with serve_playground(tokenizer, max_beams_found=1) as server:
         page = new_page(server.url)
         page.fill("#num_beams", "2")
         page.fill("#n", "2")
@@ -745,8 +748,8 @@ def test_answers_that_are_not_there_are_named_as_such(tokenizer: Tokenizer, new_
         expect(page.locator(".answer .facts").last).to_contain_text("there is no other")
 
 
-def test_what_beams_are_refused_for_is_marked(tokenizer: Tokenizer, new_page: Any) -> None:
-    with served(tokenizer) as server:
+def test_parameter_that_a_beam_search_is_refused_for_is_marked_invalid(tokenizer: Tokenizer, new_page: Any) -> None:
+    with serve_playground(tokenizer) as server:
         page = new_page(server.url)
         page.fill("#num_beams", "2")
         page.fill("#n", "3")
@@ -756,28 +759,30 @@ def test_what_beams_are_refused_for_is_marked(tokenizer: Tokenizer, new_page: An
 
 
 @pytest.fixture(scope="module")
-def seeing(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Tokenizer]:
+def vision_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Tokenizer]:
     folder = tmp_path_factory.mktemp("seeing")
-    tokenizer = make_folder(folder)
+    tokenizer = make_image_model(folder)
     return str(folder), tokenizer
 
 
-def chosen(*pictures: Any, form: str = "PNG") -> list[dict[str, Any]]:
-    """As files that somebody has chosen."""
+def uploads(*pictures: Any, form: str = "PNG") -> list[dict[str, Any]]:
+    """Image files as set_input_files takes them."""
     kind = {"name": "a.png", "mimeType": f"image/{form.lower()}"}
     return [{**kind, "buffer": encoded(picture, form)} for picture in pictures]
 
 
-def test_images_go_with_a_message(seeing: tuple[str, Tokenizer], new_page: Any) -> None:
-    """And with those that follow; the chat shows them."""
-    folder, tokenizer = seeing
-    with served(tokenizer, {"folder": folder, "max_images": 2}, limits=replace(LIMITS, images=True)) as server:
+def test_images_are_sent_with_a_message_and_all_later_ones(vision_model: tuple[str, Tokenizer], new_page: Any) -> None:
+    """The chat shows them, and limits their number."""
+    folder, tokenizer = vision_model
+    with serve_playground(tokenizer, {"folder": folder, "max_images": 2}, limits=replace(LIMITS, images=True)) as server:
         page = new_page(server.url)
         expect(page.locator("#state")).to_have_text("ready")
-        expect(page.locator("#image-add")).to_be_hidden()  # a completion has no place for one
+        expect(page.locator("#image-add")).to_be_hidden()  # completions take no images
         page.click("text=Chat")
         expect(page.locator("#image-add")).to_be_visible()
-        page.set_input_files("#image-files", chosen(picture(112, 56), picture(56, 56, seed=1), picture(56, 56, seed=2)))
+        page.set_input_files(
+            "#image-files", uploads(noise_image(112, 56), noise_image(56, 56, seed=1), noise_image(56, 56, seed=2))
+        )
         expect(page.locator("#images img")).to_have_count(2)
         expect(page.locator("#problem")).to_have_text("A chat has at most 2 images here.")
         page.click("#images button >> nth=1")
@@ -794,31 +799,31 @@ def test_images_go_with_a_message(seeing: tuple[str, Tokenizer], new_page: Any) 
         assert (first.rows, first.columns) == (2, 4)
         run(page, "And now?")
         assert server.batcher.requests[-1].images[0].pixels == first.pixels
-        page.set_input_files("#image-files", chosen(picture(56, 56)))
-        run(page, "")  # without a word
+        page.set_input_files("#image-files", uploads(noise_image(56, 56)))
+        run(page, "")  # an image without text
         assert len(server.batcher.requests[-1].images) == 2
-        page.set_input_files("#image-files", chosen(picture(56, 56)))
+        page.set_input_files("#image-files", uploads(noise_image(56, 56)))
         expect(page.locator("#problem")).to_have_text("A chat has at most 2 images here.")
 
 
-def test_large_images_are_made_smaller_and_others_are_no_images(seeing: tuple[str, Tokenizer], new_page: Any) -> None:
-    folder, tokenizer = seeing
+def test_large_images_are_scaled_down_and_unreadable_files_are_refused(vision_model: tuple[str, Tokenizer], new_page: Any) -> None:
+    folder, tokenizer = vision_model
     limits = replace(LIMITS, images=True, max_input_tokens=3000, max_total_tokens=4000)
-    with served(tokenizer, {"folder": folder, "max_images": 2, "payload_limit": 2_000_000}, limits=limits) as server:
+    with serve_playground(tokenizer, {"folder": folder, "max_images": 2, "payload_limit": 2_000_000}, limits=limits) as server:
         page = new_page(server.url)
         expect(page.locator("#state")).to_have_text("ready")
         page.click("text=Chat")
         page.set_input_files("#image-files", {"name": "b.png", "mimeType": "image/png", "buffer": b"nothing"})
         expect(page.locator("#problem")).to_have_text("b.png is no image that this browser can read.")
-        page.set_input_files("#image-files", chosen(picture(2400, 1800)))
+        page.set_input_files("#image-files", uploads(noise_image(2400, 1800)))
         run(page, "What is this?")
         [found] = server.batcher.requests[-1].images
         assert 0.95 < found.rows / found.columns / 0.75 < 1.05
         assert 700_000 < len(found.pixels) // 3 <= 1 << 20
 
 
-def test_without_a_model_that_sees_there_is_no_place_for_images(tokenizer: Tokenizer, new_page: Any) -> None:
-    with served(tokenizer) as server:
+def test_image_button_is_hidden_for_models_without_vision(tokenizer: Tokenizer, new_page: Any) -> None:
+    with serve_playground(tokenizer) as server:
         page = new_page(server.url)
         expect(page.locator("#state")).to_have_text("ready")
         page.click("text=Chat")
