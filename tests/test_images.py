@@ -20,14 +20,14 @@ import transformers
 
 from penstock.router.text import Tokenizer
 from penstock.tests import serving
-from penstock.tests.router.vision_models import encoded, make_folder, picture
+from penstock.tests.router.vision_models import encoded, make_image_model, noise_image
 from penstock.tests.serving import Server, serve
 from penstock.tests.shard.configurations import SMALL
 from penstock.tests.shard.test_multimodal_text import MROPE
 
 COUNT = 24
 BOS = {"add_special_tokens": True}
-PICTURES = [picture(112, 84), picture(61, 90, seed=1), picture(300, 40, seed=2)]
+PICTURES = [noise_image(112, 84), noise_image(61, 90, seed=1), noise_image(300, 40, seed=2)]
 URLS = [f"data:image/png;base64,{base64.b64encode(encoded(one)).decode()}" for one in PICTURES]
 TEXT = SMALL | {"vocab_size": 300, "rope_parameters": MROPE}
 VISION = {
@@ -44,7 +44,7 @@ VISION = {
 def folder() -> Iterator[Path]:
     """The folder of a tiny random model, whose tokenizer has a token for each byte."""
     with serving.scratch() as model_folder:
-        tokenizer = make_folder(model_folder)
+        tokenizer = make_image_model(model_folder)
         image_token = tokenizer.special_id("<|image_pad|>")
         config = transformers.Qwen2_5_VLConfig(text_config=TEXT, vision_config=VISION, image_token_id=image_token)
         torch.manual_seed(3)

@@ -26,7 +26,7 @@ from penstock.router.request import Beams, Limits, Overloaded, Refused
 from penstock.router.text import Tokenizer
 from penstock.tests import serving as real_server
 from penstock.tests.router.fake_batcher import FakeBatcher, make_tokenizer, serving
-from penstock.tests.router.vision_models import encoded, make_folder, picture
+from penstock.tests.router.vision_models import encoded, make_image_model, noise_image
 
 playwright = pytest.importorskip("playwright.sync_api")
 expect = playwright.expect
@@ -740,7 +740,7 @@ def test_beams_are_drawn_as_they_grow(tokenizer: Tokenizer, new_page: Any) -> No
 
 
 def test_beam_search_that_finds_fewer_answers_than_n_says_so(tokenizer: Tokenizer, new_page: Any) -> None:
-    with serve_playground(tokenizer, finds=1) as server:
+    with serve_playground(tokenizer, max_beams_found=1) as server:
         page = new_page(server.url)
         page.fill("#num_beams", "2")
         page.fill("#n", "2")
@@ -761,7 +761,7 @@ def test_parameter_that_a_beam_search_is_refused_for_is_marked_invalid(tokenizer
 @pytest.fixture(scope="module")
 def vision_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Tokenizer]:
     folder = tmp_path_factory.mktemp("seeing")
-    tokenizer = make_folder(folder)
+    tokenizer = make_image_model(folder)
     return str(folder), tokenizer
 
 
@@ -780,7 +780,9 @@ def test_images_are_sent_with_a_message_and_all_later_ones(vision_model: tuple[s
         expect(page.locator("#image-add")).to_be_hidden()  # completions take no images
         page.click("text=Chat")
         expect(page.locator("#image-add")).to_be_visible()
-        page.set_input_files("#image-files", uploads(picture(112, 56), picture(56, 56, seed=1), picture(56, 56, seed=2)))
+        page.set_input_files(
+            "#image-files", uploads(noise_image(112, 56), noise_image(56, 56, seed=1), noise_image(56, 56, seed=2))
+        )
         expect(page.locator("#images img")).to_have_count(2)
         expect(page.locator("#problem")).to_have_text("A chat has at most 2 images here.")
         page.click("#images button >> nth=1")
@@ -797,10 +799,10 @@ def test_images_are_sent_with_a_message_and_all_later_ones(vision_model: tuple[s
         assert (first.rows, first.columns) == (2, 4)
         run(page, "And now?")
         assert server.batcher.requests[-1].images[0].pixels == first.pixels
-        page.set_input_files("#image-files", uploads(picture(56, 56)))
+        page.set_input_files("#image-files", uploads(noise_image(56, 56)))
         run(page, "")  # an image without text
         assert len(server.batcher.requests[-1].images) == 2
-        page.set_input_files("#image-files", uploads(picture(56, 56)))
+        page.set_input_files("#image-files", uploads(noise_image(56, 56)))
         expect(page.locator("#problem")).to_have_text("A chat has at most 2 images here.")
 
 
@@ -813,7 +815,7 @@ def test_large_images_are_scaled_down_and_unreadable_files_are_refused(vision_mo
         page.click("text=Chat")
         page.set_input_files("#image-files", {"name": "b.png", "mimeType": "image/png", "buffer": b"nothing"})
         expect(page.locator("#problem")).to_have_text("b.png is no image that this browser can read.")
-        page.set_input_files("#image-files", uploads(picture(2400, 1800)))
+        page.set_input_files("#image-files", uploads(noise_image(2400, 1800)))
         run(page, "What is this?")
         [found] = server.batcher.requests[-1].images
         assert 0.95 < found.rows / found.columns / 0.75 < 1.05
