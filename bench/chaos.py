@@ -20,8 +20,8 @@ from pathlib import Path
 import aiohttp
 from rich.console import Console
 
-from .chaos_report import Found, Plan, grown, report, told
-from .chaos_requests import Json, Stream, requests, unguessed
+from .chaos_report import Found, Plan, grown, report, summary
+from .chaos_requests import Json, Stream, requests, undrafted
 from .local import HeldResources, Local
 
 STEP_TIMEOUT = 2.0  # seconds after which a stopped shard is noticed, unless the operator's flags say otherwise
@@ -49,7 +49,7 @@ class Chaos:
     async def run(self) -> None:
         """Performs the run. Raises ValueError where the server does not work before the first fault."""
         async with self._connections() as self._session:
-            self._expected = [await self._ask(path, unguessed(body)) for path, body in self._asked]
+            self._expected = [await self._ask(path, undrafted(body)) for path, body in self._asked]
         async with self._connections() as self._session:
             await self._settled()
             before = self._server.held()
@@ -204,7 +204,7 @@ def main(plan: Plan, flags: Sequence[str], out: Path | None, console: Console) -
             found.errors.append(f"penstock serve ended with exit code {code}")
         if not found.good:
             console.print(server.log.read_text(errors="replace")[-4000:], markup=False)
-    for line in told(plan, found):
+    for line in summary(plan, found):
         print(line)
     if out is not None:
         out.write_text(json.dumps(report(plan, found), indent=1))

@@ -109,7 +109,7 @@ def report(plan: Plan, found: Found) -> Json:
     }
 
 
-def told(plan: Plan, found: Found) -> list[str]:
+def summary(plan: Plan, found: Found) -> list[str]:
     """All results as lines for people."""
     faults = ", ".join(f"{count} {name}" for name, count in sorted(found.faults.items())) or "none"
     lines = [

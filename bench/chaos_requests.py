@@ -43,7 +43,7 @@ def requests() -> list[tuple[str, Json]]:
     ]
 
 
-def unguessed(body: Json) -> Json:
+def undrafted(body: Json) -> Json:
     """The same request without speculative decoding."""
     if "parameters" in body:
         return {**body, "parameters": {**body["parameters"], "speculate": 0}}

@@ -133,8 +133,8 @@ async def _measure(options: argparse.Namespace, source: Synthetic | Recorded, co
                 watching.cancel()
                 await asyncio.wait([watching])
             found.append(figures(stage, options.slo))
-    told = {"url": options.url, "api": options.api, "model": model, "prompt_scale": [scale.fixed, scale.word]}
-    return {"asked": {**told, **asked_of(options)}, "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "stages": found}
+    target = {"url": options.url, "api": options.api, "model": model, "prompt_scale": [scale.fixed, scale.word]}
+    return {"asked": {**target, **asked_of(options)}, "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "stages": found}
 
 
 async def _scale(client: Client, seed: int) -> TokenScale:

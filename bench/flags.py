@@ -140,7 +140,7 @@ def _chaos_flags(parser: Parser) -> None:
 
 
 def _result_flags(parser: Parser) -> None:
-    add = parser.add_argument_group("what is told").add_argument
+    add = parser.add_argument_group("what is reported").add_argument
     add(
         "--slo",
         type=checked(Objective.parse),

@@ -3,7 +3,7 @@
     benchmarks/grammar.py [--tokens N] [--seconds S]
 
 For the demo model's vocabulary and for one of 128,000 tokens, made here: how long it takes to read the tokenizer, to compile a
-grammar, and to fill a token's mask, alone, in a batch of 64, and after each of 8 guesses of 16 sequences, in time of one core.
+grammar, and to fill a token's mask, alone, in a batch of 64, and after each of 8 drafts of 16 sequences, in time of one core.
 Texts are random walks through the grammars: what they come to is as new as it is in service, and odder.
 """
 
@@ -59,7 +59,7 @@ class Result:
     compiled: float
     masks: Sequence[float]
     batch: float  # median, for each of 64 sequences
-    guesses: float  # median, for each row of 16 sequences with 8 drafts
+    drafts: float  # median, for each row of 16 sequences with 8 drafts
 
 
 def main() -> None:
@@ -77,7 +77,7 @@ def main() -> None:
             grammars.compile(sources.written(sources.regex("a"))).result()
             print(f"\n{name}: {size} tokens, tokenizer read in {time.perf_counter() - began:.2f} s")
             print(
-                f"{'grammar':>16} {'compile':>10} {'first mask':>11} {'median':>9} {'p99':>9} {'of 64, each':>12} {'a guess':>11}"
+                f"{'grammar':>16} {'compile':>10} {'first mask':>11} {'median':>9} {'p99':>9} {'of 64, each':>12} {'a draft':>11}"
             )
             everything: list[float] = []
             for title, grammar in GRAMMARS.items():
@@ -88,10 +88,10 @@ def main() -> None:
                     quantile(result.masks[1:], 0.5),
                     quantile(result.masks[1:], 0.99),
                     result.batch,
-                    result.guesses,
+                    result.drafts,
                 )
-                first, median, last, each, guess = (f"{seconds * MILLION:.0f} µs" for seconds in times)
-                print(f"{title:>16} {result.compiled * 1000:7.1f} ms {first:>11} {median:>9} {last:>9} {each:>12} {guess:>11}")
+                first, median, last, each, draft = (f"{seconds * MILLION:.0f} µs" for seconds in times)
+                print(f"{title:>16} {result.compiled * 1000:7.1f} ms {first:>11} {median:>9} {last:>9} {each:>12} {draft:>11}")
             print(
                 f"{'all':>16} {'':>22} {quantile(everything, 0.5) * MILLION:6.0f} µs {quantile(everything, 0.99) * MILLION:6.0f} µs"
             )
@@ -114,15 +114,15 @@ def measure(grammars: Grammars, grammar: str, seconds: float) -> Result:
     chains: list[float] = []
     end = time.perf_counter() + seconds / 3
     while time.perf_counter() < end:
-        chains += guessed(grammars, [beginning.copy() for _ in range(16)], chance)
+        chains += drafted(grammars, [beginning.copy() for _ in range(16)], chance)
     return Result(compiled, masks, quantile(batches, 0.5), quantile(chains, 0.5))
 
 
-def guessed(grammars: Grammars, states: list[GrammarState], chance: random.Random, longest: int = 20) -> Iterator[float]:
+def drafted(grammars: Grammars, states: list[GrammarState], chance: random.Random, longest: int = 20) -> Iterator[float]:
     """Seconds per row of steps in which each sequence has a chain of drafts, of which some are accepted."""
     texts: list[list[int]] = [[] for _ in states]
     for _ in range(longest):
-        trees = [guesses(grammars, state, text, chance) for state, text in zip(states, texts, strict=True)]
+        trees = [drafts_of(grammars, state, text, chance) for state, text in zip(states, texts, strict=True)]
         began = time.process_time()
         for state, text in zip(states, texts, strict=True):
             state.follow(text)
@@ -133,7 +133,7 @@ def guessed(grammars: Grammars, states: list[GrammarState], chance: random.Rando
             return
 
 
-def guesses(grammars: Grammars, state: GrammarState, text: list[int], chance: random.Random) -> Tree:
+def drafts_of(grammars: Grammars, state: GrammarState, text: list[int], chance: random.Random) -> Tree:
     """Eight draft tokens that the grammar allows, if so many are possible."""
     ahead, path = state.copy(), list[int]()
     while len(path) < 8:

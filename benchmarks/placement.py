@@ -159,7 +159,7 @@ def run(choose: Choose, trace: Trace, replicas: int, requests: int) -> Found:
         asked = trace.next()
         while live and (len(live) >= warm or live[0][0] <= now):
             now, replica, work = heapq.heappop(live)
-            placement.lift(str(replica), work)
+            placement.release(str(replica), work)
             loads[replica] -= work
         work = len(asked.prompt) + asked.answer
         max(asked.prompt)  # brings the tokens into the CPU's cache, as validation does right before

@@ -62,7 +62,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.only != "shard":
         print(f"--speculate {options.speculate}")
-        print(f"{'streams':>8}{'plain':>10}{'guessed':>10}{'ratio':>8}{'+-':>7}{'tokens a step':>16}{'right':>8}")
+        print(f"{'streams':>8}{'plain':>10}{'speculated':>10}{'ratio':>8}{'+-':>7}{'tokens a step':>16}{'right':>8}")
         with serving("--threads", "1", "--speculate", options.speculate, "--max-total-tokens", "1024") as server:
             for streams in STREAMS:
                 line(server, streams, options.new, options.rounds)
@@ -72,7 +72,7 @@ def main() -> None:
 
 def line(server: Local, streams: int, new: int, rounds: int) -> None:
     """Measures and prints one number of streams."""
-    plain, guessed, steps, right = [], [], [], []
+    plain, speculated, steps, right = [], [], [], []
     stories = questions(streams, "story")
     count = max(FEWEST, 2 * streams)
     for turn in range(-1, rounds):
@@ -82,17 +82,17 @@ def line(server: Local, streams: int, new: int, rounds: int) -> None:
         (slow, (told, *_)), (fast, (tokens, drafted, accepted)) = found[0], found[None]
         if turn >= 0:
             plain.append(told / max(slow, 0.01))
-            guessed.append(tokens / max(fast, 0.01))
+            speculated.append(tokens / max(fast, 0.01))
             steps.append(tokens / max(1.0, tokens - accepted))
             right.append(accepted / max(1.0, drafted))
-    logs = [math.log(fast / slow) for fast, slow in zip(guessed, plain, strict=True)]
+    logs = [math.log(fast / slow) for fast, slow in zip(speculated, plain, strict=True)]
     ratio, error = math.exp(statistics.fmean(logs)), statistics.pstdev(logs) / math.sqrt(max(1, rounds - 1))
     saved = statistics.median(steps)
     verdicts = [f"goal {GOAL_NEVER_BELOW:.2f}x {'met' if ratio >= GOAL_NEVER_BELOW else 'MISSED'}"]
     if streams == 1:
         verdicts.append(f"goal {GOAL_STEPS} tokens a step {'met' if saved >= GOAL_STEPS else 'MISSED'}")
     print(
-        f"{streams:8}{statistics.median(plain):10.0f}{statistics.median(guessed):10.0f}{ratio:7.3f}x{error:7.3f}{saved:16.2f}"
+        f"{streams:8}{statistics.median(plain):10.0f}{statistics.median(speculated):10.0f}{ratio:7.3f}x{error:7.3f}{saved:16.2f}"
         f"{statistics.median(right):8.0%}  {', '.join(verdicts)}",
         flush=True,
     )

@@ -24,9 +24,9 @@ from penstock.shard.decoding.proposers import DraftRequest, NgramProposer, Propo
 from penstock.shard.decoding.tree import chain
 from penstock.shard.decoding.verify import deterministic_draft
 from penstock.shard.engine import Engine
-from penstock.shard.guesses import Guesses
 from penstock.shard.loading import load
 from penstock.shard.sequence import Group, Sampling, sequences
+from penstock.shard.speculator import Speculator
 
 ACCEPTED, DRAFTS = 0.8, 4
 DRAWS = 4  # random draws of the oracle's errors per answer: luck moves the tokens of a single step by 7 % in 160 of them
@@ -96,8 +96,8 @@ def decode(engine: Engine, prompts: Sequence[Sequence[int]], new: int, drafts: i
 
 def by(engine: Engine, proposer: Proposer) -> None:
     """Switches the engine to a proposer, without learned acceptance."""
-    engine.guesses = Guesses(engine.decoder.ranks, engine.device)
-    engine.guesses.proposer = proposer
+    engine.speculator = Speculator(engine.decoder.ranks, engine.device)
+    engine.speculator.proposer = proposer
 
 
 def prompts(count: int, length: int, vocabulary: int, seed: int) -> list[list[int]]:
@@ -119,9 +119,9 @@ def oracle(engine: Engine, new: int, rounds: int) -> None:
         speeds = []
         for draw in range(DRAWS):
             by(engine, Oracle(said, ACCEPTED, turn * DRAWS + draw))
-            guessed = decode(engine, asked, new, DRAFTS)
-            assert guessed.tokens == plain.tokens or near(guessed.tokens, plain.tokens)
-            speeds.append(guessed.speed)
+            drafted = decode(engine, asked, new, DRAFTS)
+            assert drafted.tokens == plain.tokens or near(drafted.tokens, plain.tokens)
+            speeds.append(drafted.speed)
         gains.append(statistics.harmonic_mean(speeds) / plain.speed)
         prices.append(price)
         ratios.append(gains[-1] / (brought / price))
@@ -158,9 +158,9 @@ def repeated(engine: Engine, new: int, rounds: int) -> None:
         asked = [prompt]
         plain = decode(engine, asked, new, 0)
         by(engine, NgramProposer())
-        guessed = decode(engine, asked, new, 8)
-        ratios.append(guessed.speed / plain.speed)
-        steps.append(new / guessed.steps)
+        drafted = decode(engine, asked, new, 8)
+        ratios.append(drafted.speed / plain.speed)
+        steps.append(new / drafted.steps)
     verdict = "met" if statistics.median(ratios) >= REPEATED_GOAL else "MISSED"
     print(
         f"look-up on repetitive text, 8 drafts: {statistics.median(ratios):.2f}x plain decoding, {statistics.median(steps):.1f} "
@@ -174,12 +174,12 @@ def shapes(new: int, rounds: int) -> None:
     config = ShardConfig(folder=str(DEMO_FOLDER), model="demo", kv_pages=512, speculate=f"draft={DRAFT_FOLDER},tokens=8")
     engine = load(config, lambda stage: None)
     engine.resize(512)
-    drafter, read = engine.guesses.drafter, Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json"))
+    drafter, read = engine.speculator.drafter, Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json"))
     asked = [read.encode(STORY.format(name=name)).ids for name in NAMES]
     for temperature in (0.0, 1.0):
         for said in ("tokens=8", "tree=2x1x1x1", "tree=4x1", "nodes=8"):
             wanted = parse(f"draft=x,{said}")
-            engine.guesses = Guesses(engine.decoder.ranks, engine.device, wanted, drafter)
+            engine.speculator = Speculator(engine.decoder.ranks, engine.device, wanted, drafter)
             brought = []
             for turn in range(rounds):
                 told = decode(engine, asked, new, wanted.most, Sampling(temperature=temperature, seed=turn))

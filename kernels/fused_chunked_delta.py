@@ -275,9 +275,9 @@ def chunk_state_kernel(
     home = memories + slot * memories_stride + (head * KEY + deep[:, None]) * VALUE + feature[None, :]
     memory = tl.load(home, mask=(deep[:, None] < depth) & wanted[None, :], other=0.0)
     ranked, first = tl.arange(0, CHUNK), head.to(tl.int64) * count + start - base
-    for guesses in range(2):  # committed tokens, then drafts
-        stop = tl.where(guesses == 0, kept, length)
-        for begin in range(tl.where(guesses == 0, 0, kept), stop, CHUNK):
+    for drafted in range(2):  # committed tokens, then drafts
+        stop = tl.where(drafted == 0, kept, length)
+        for begin in range(tl.where(drafted == 0, 0, kept), stop, CHUNK):
             place = begin + ranked
             there, at = place < stop, first + place
             own = features + (start - base + place)[:, None] * channels
@@ -303,7 +303,7 @@ def chunk_state_kernel(
             puts = tl.load(factors + at + PUTS * heads * count, mask=there, other=0.0)
             memory *= tl.load(factors + first + tl.minimum(begin + CHUNK, stop) - 1 + LEFT * heads * count)
             memory = tl.dot(tl.trans(key), _round_operand(puts[:, None] * change, PRECISION), memory, input_precision=PRECISION)
-        if (guesses == 0) & (slot > 0):
+        if (drafted == 0) & (slot > 0):
             tl.debug_barrier()  # in a small state several threads may have read the element that one writes
             tl.store(home, memory, mask=within[:, None] & wanted[None, :])
 

@@ -162,8 +162,8 @@ def recurrent_kernel(
     length = (end - start).to(tl.int32)
     kept = tl.load(sure + span).to(tl.int32)
     # Two passes, over committed tokens and over drafts: storing the state within one loop would leave its addresses no registers.
-    for guesses in range(2):
-        for i in range(tl.where(guesses == 0, 0, kept), tl.where(guesses == 0, kept, length)):
+    for drafted in range(2):
+        for i in range(tl.where(drafted == 0, 0, kept), tl.where(drafted == 0, kept, length)):
             token = start + i
             own = mixed + token * mixed_stride
             query = _convolved(
@@ -186,7 +186,7 @@ def recurrent_kernel(
             if not DELTA:
                 found += tl.load(skips + head) * value
             tl.store(out + (token * heads + head) * VALUE + feature, found.to(out.dtype.element_ty), mask=wanted)
-        if (guesses == 0) & (slot > 0):
+        if (drafted == 0) & (slot > 0):
             tl.store(place, memory, mask=within[:, None] & wanted[None, :])
     if span == tl.num_programs(0) - 1:
         for i in range((tokens - end).to(tl.int32)):

@@ -8,7 +8,7 @@ from pathlib import Path
 from ..proto.speculation import NOTHING, Speculation, written
 from ..router.config import RouterConfig
 from ..shard.config import ShardConfig
-from . import adapters, kinds, options
+from . import adapters, option_types, options
 from .adapters import Adapter
 from .options import Options
 from .plan import Plan
@@ -31,7 +31,7 @@ def router_config(
     if images and asked.payload_limit == options.ROUTER.payload_limit:
         given["payload_limit"] = BODY
     given["adapters"] = tuple(adapters.sources(asked, name))
-    keys = kinds.keys_of(asked.api_key)
+    keys = option_types.keys_of(asked.api_key)
     return RouterConfig(folder=str(folder), model=name, groups=addresses, complaints=complaints, api_keys=keys, **given)
 
 

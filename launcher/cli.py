@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from . import adapters, banner, checkpoint, cluster, command_line, drafts, hub, kinds, plan, serve, streams
+from . import adapters, banner, checkpoint, cluster, command_line, drafts, hub, option_types, plan, serve, streams
 from .console import Console
 from .mistake import Mistake
 from .options import Options
@@ -120,11 +120,11 @@ def _client(name: str, arguments: list[str], environment: Mapping[str, str]) -> 
 
 def _key(environment: Mapping[str, str], given: str) -> str:
     """The API key that a client sends: from the flag, else from the environment; "" for none. Raises Mistake."""
-    several = kinds.keys_of(environment.get("API_KEY", ""))[:1]  # any key will do where the server has several
+    several = option_types.keys_of(environment.get("API_KEY", ""))[:1]  # any key will do where the server has several
     other = environment.get("OPENAI_API_KEY", "")
     for source, text in (("--api-key", given), *(("API_KEY", one) for one in several), ("OPENAI_API_KEY", other)):
         try:
-            if found := kinds.key(text.strip()):
+            if found := option_types.key(text.strip()):
                 return found
         except ValueError as error:
             raise Mistake(f"{source}: {error}") from None

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from . import kinds
+from . import option_types
 from .mistake import Mistake
 from .options import BATCHING, CHATS, COMPUTE, FIELDS, HTTP, MODEL, NODES, REQUESTS, Options, check, flag
 from .tgi_flags import IGNORED, REFUSED
@@ -58,8 +58,10 @@ def add(parser: argparse.ArgumentParser) -> None:
         if details["switch"]:
             group.add_argument(*names, dest=name, action="store_const", const="true", help=help)
             continue
-        action: type[argparse.Action] | str = Joined if details["kind"] is kinds.rank_groups else "store"
-        metavar = "{" + ",".join(details["choices"]) + "}" if details["choices"] else kinds.METAVARS.get(details["kind"], "TEXT")
+        action: type[argparse.Action] | str = Joined if details["kind"] is option_types.rank_groups else "store"
+        metavar = (
+            "{" + ",".join(details["choices"]) + "}" if details["choices"] else option_types.METAVARS.get(details["kind"], "TEXT")
+        )
         group.add_argument(*names, dest=name, metavar=metavar, help=help, action=action)
         if details["also"]:
             group.add_argument(flag(details["also"]), dest=details["also"], help=argparse.SUPPRESS)
@@ -102,7 +104,7 @@ def _spellings(field: "dataclasses.Field[Any]") -> list[str]:
 
 def _is_address(text: str) -> bool:
     try:
-        kinds.address(text)
+        option_types.address(text)
     except ValueError:
         return False
     return True
@@ -114,9 +116,11 @@ def _value(field: "dataclasses.Field[Any]", source: str, text: str) -> Any:
     if choices and text not in choices:
         raise Mistake(f"{source}={text}: one of {', '.join(choices)} is needed")
     try:
-        return (kinds.boolean if field.metadata["switch"] else field.metadata["kind"])(text)
+        return (option_types.boolean if field.metadata["switch"] else field.metadata["kind"])(text)
     except ValueError as error:
-        secret = field.metadata["kind"] is kinds.keys and kinds.keys_of(text)  # what was mistyped may be most of a key
+        secret = field.metadata["kind"] is option_types.keys and option_types.keys_of(
+            text
+        )  # what was mistyped may be most of a key
         raise Mistake(f"{source}={'...' if secret else ' '.join(text.split())}: {error}") from None
 
 

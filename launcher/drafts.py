@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ..proto.speculation import OWN, Speculation, says_shape
-from ..shard.models.draft_families import check_guesses, draft_shape, is_head, shaped
+from ..shard.models.draft_families import check_speculation, draft_shape, is_head, shaped
 from ..shard.models.families import shape
 from ..shard.models.readout_families import head_count, is_readout, stands_alone, with_sizes
 from ..shard.models.shape import Shape
-from . import checkpoint, hub, kinds, options
+from . import checkpoint, hub, option_types, options
 from .checkpoint import Checkpoint
 from .mistake import Mistake
 from .options import Options
@@ -42,7 +42,7 @@ def with_base_model(asked: Options, folder: Path, weights: bool = True) -> tuple
         what = "--revision is said" if asked.revision else "its name has a comma" if "," in name else "--speculate names others"
         raise Mistake(f"{named}, and {what}: name that model, and with --speculate draft= the folder of what drafts for it")
     try:
-        speculate = kinds.speculation(_with_heads(name, head_count(config), asked.speculate))
+        speculate = option_types.speculation(_with_heads(name, head_count(config), asked.speculate))
         meant = options.check(dataclasses.replace(asked, model_id=base, speculate=speculate))
         _, there = hub.locate(base, "", asked.huggingface_hub_cache, not asked.json_output, weights)
     except (Mistake, ValueError) as error:
@@ -87,7 +87,7 @@ def _target(model: Checkpoint, said: Speculation) -> Shape:
     except ValueError as error:
         raise Mistake(f"{model.folder}: {error}") from None
     try:
-        check_guesses(found, said)
+        check_speculation(found, said)
     except ValueError as error:
         raise Mistake(str(error)) from None
     return found

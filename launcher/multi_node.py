@@ -188,7 +188,7 @@ def checked(asked: Options, address: str = "") -> Certificates | None:
 
 def _own_address(asked: Options, console: Console) -> str:
     """Node 0's address. Its name may become known later than this process starts. Raises Mistake."""
-    deadline, told = time.monotonic() + min(NAMES, asked.node_timeout), False
+    deadline, announced = time.monotonic() + min(NAMES, asked.node_timeout), False
     while True:
         try:
             address = _resolved(asked.master_addr)
@@ -196,9 +196,9 @@ def _own_address(asked: Options, console: Console) -> str:
         except OSError:
             if time.monotonic() > deadline:
                 raise Mistake(f"--master-addr {asked.master_addr} has no address: is its name known here?") from None
-        if not told:
+        if not announced:
             console.say(f"the name {asked.master_addr} is not known yet")
-            told = True
+            announced = True
         time.sleep(1)
     if link.is_loopback(address) and not link.is_loopback(asked.master_addr):
         raise Mistake(

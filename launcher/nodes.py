@@ -55,8 +55,8 @@ def settle(asked: Options, environment: Environment) -> tuple[Options, str]:
     ]
     line = f"node {rank} of {nodes}, node 0 is at {link.joined(address, port)}"
     names = ("nodes", "rank", "address", "port")
-    told = f"{line} ({', '.join(f'{name}: {source}' for name, source in zip(names, sources, strict=True))})"
-    return check(dataclasses.replace(asked, nnodes=nodes, node_rank=rank, master_addr=address, master_port=port)), told
+    description = f"{line} ({', '.join(f'{name}: {source}' for name, source in zip(names, sources, strict=True))})"
+    return check(dataclasses.replace(asked, nnodes=nodes, node_rank=rank, master_addr=address, master_port=port)), description
 
 
 def _rank(asked: Options, environment: Environment, found: Found | None) -> tuple[int, str]:

@@ -12,7 +12,7 @@ from ..proto.speculation import RULES, Speculation
 from ..proto.speculation import parse as parse_speculation
 from ..router.config import REASONING_PARSERS, TOOL_CALL_PARSERS, USUAL_BATCH, RouterConfig, addresses_of, most_sequences
 from ..shard.config import ShardConfig
-from . import kinds
+from . import option_types
 from .mistake import Mistake
 
 ROUTER = RouterConfig(folder="", model="")  # the defaults of the two configurations are the flags' defaults
@@ -92,33 +92,33 @@ class Options:
         "most adapters at once, including --lora-adapters: further ones are loaded and unloaded while the server runs "
         "(POST /v1/load_lora_adapter, with the admin key if there is one); 0: no others",
         default=ROUTER.max_loras,
-        kind=kinds.limit,
+        kind=option_types.limit,
     )
     max_lora_rank: int = option(
         MODEL,
         "highest rank of an adapter that is loaded while the server runs: memory for it is reserved",
         default=SHARD.max_lora_rank,
-        kind=kinds.count,
+        kind=option_types.count,
     )
 
     max_input_tokens: int = option(
         REQUESTS,
         "longest prompt (also --max-input-length; default: --max-total-tokens - 1)",
         default=ROUTER.max_input_tokens,
-        kind=kinds.count,
+        kind=option_types.count,
         also="max_input_length",
     )
     max_total_tokens: int = option(
         REQUESTS,
         "most tokens of prompt and answer together (default: what the model's positions and the KV cache allow)",
         default=ROUTER.max_total_tokens,
-        kind=kinds.count,
+        kind=option_types.count,
     )
     max_best_of: int = option(
         REQUESTS,
         "most answers to one prompt (best_of, n, num_return_sequences)",
         default=ROUTER.max_best_of,
-        kind=kinds.count,
+        kind=option_types.count,
     )
     num_beams: int = option(
         REQUESTS,
@@ -126,10 +126,10 @@ class Options:
         "without sampling parameters, on OpenAI's with temperature 0; 1: greedy decoding, as for those that have no room "
         "for beams",
         default=ROUTER.num_beams,
-        kind=kinds.count,
+        kind=option_types.count,
     )
     max_num_beams: int = option(
-        REQUESTS, "widest beam search of a request (num_beams)", default=ROUTER.max_num_beams, kind=kinds.count
+        REQUESTS, "widest beam search of a request (num_beams)", default=ROUTER.max_num_beams, kind=option_types.count
     )
     speculate: str = option(
         REQUESTS,
@@ -140,43 +140,46 @@ class Options:
         "of the most probable), ngram=N, verify=gumbel|rejection|typical (typical is lossy: it changes answers), such as "
         "draft=demo-draft,tokens=4. `speculate` in a request lowers it; 0: none",
         default="",
-        kind=kinds.speculation,
+        kind=option_types.speculation,
     )
     max_images: int | None = option(
         REQUESTS,
         "most images of a request, for vision models; 0: text alone, the vision encoder is not loaded (default: 8 with "
         "the extra images: pip install -e '.[images]' in the checkout)",
         default=None,
-        kind=kinds.limit,
+        kind=option_types.limit,
     )
     max_image_pixels: int = option(
         REQUESTS,
         "most pixels of an image: larger ones are scaled down",
         default=ROUTER.max_image_pixels,
-        kind=kinds.pixels,
+        kind=option_types.pixels,
     )
     image_hosts: str = option(
         REQUESTS,
         "hosts from which images given by URL may be fetched. public: any public address; none: only data: URLs are "
         "accepted; or host names separated by commas, which may be private",
         default=ROUTER.image_hosts,
-        kind=kinds.hosts,
+        kind=option_types.hosts,
     )
     max_stop_sequences: int = option(
-        REQUESTS, "most stop strings of a request", default=ROUTER.max_stop_sequences, kind=kinds.limit
+        REQUESTS, "most stop strings of a request", default=ROUTER.max_stop_sequences, kind=option_types.limit
     )
     max_top_n_tokens: int = option(
-        REQUESTS, "most alternatives per token (top_n_tokens, top_logprobs)", default=ROUTER.max_top_n_tokens, kind=kinds.limit
+        REQUESTS,
+        "most alternatives per token (top_n_tokens, top_logprobs)",
+        default=ROUTER.max_top_n_tokens,
+        kind=option_types.limit,
     )
     max_client_batch_size: int = option(
-        REQUESTS, "most prompts in one /v1/completions", default=ROUTER.max_client_batch_size, kind=kinds.count
+        REQUESTS, "most prompts in one /v1/completions", default=ROUTER.max_client_batch_size, kind=option_types.count
     )
-    payload_limit: int = option(REQUESTS, "most bytes of a request body", default=ROUTER.payload_limit, kind=kinds.size)
+    payload_limit: int = option(REQUESTS, "most bytes of a request body", default=ROUTER.payload_limit, kind=option_types.size)
     payload_limit_total: int = option(
         REQUESTS,
         "most bytes of the bodies of all requests in flight together; beyond that requests get 429",
         default=ROUTER.payload_limit_total,
-        kind=kinds.size,
+        kind=option_types.size,
     )
     unknown_fields: str = option(
         REQUESTS,
@@ -189,7 +192,7 @@ class Options:
     )
 
     chat_template: str = option(
-        CHATS, "a file with a chat template, instead of the model's own", default=ROUTER.chat_template, kind=kinds.file
+        CHATS, "a file with a chat template, instead of the model's own", default=ROUTER.chat_template, kind=option_types.file
     )
     trust_request_chat_template: bool = option(
         CHATS,
@@ -214,25 +217,25 @@ class Options:
         BATCHING,
         "most requests in flight per replica; beyond that requests get 429",
         default=ROUTER.max_concurrent_requests,
-        kind=kinds.count,
+        kind=option_types.count,
     )
     max_batch_prefill_tokens: int = option(
         BATCHING,
         "most tokens computed in a step; longer prompts are prefilled in chunks (default: 4096 on a GPU, 512 on a CPU)",
         default=ROUTER.max_batch_prefill_tokens,
-        kind=kinds.count,
+        kind=option_types.count,
     )
     max_batch_total_tokens: int = option(
         BATCHING,
         "size of the KV cache in tokens; --kv-pages is the same in pages, and has the default",
         default=0,
-        kind=kinds.count,
+        kind=option_types.count,
     )
     max_batch_size: int = option(
         BATCHING,
         f"most sequences that run at once (default: as --max-concurrent-requests, up to {USUAL_BATCH:,})",
         default=ROUTER.max_batch_size,
-        kind=kinds.count,
+        kind=option_types.count,
     )
     prefill_policy: str = option(
         BATCHING,
@@ -245,19 +248,19 @@ class Options:
         BATCHING,
         "mixed: most milliseconds between two tokens of a running stream (default: twice a pure decode step, at least 50)",
         default=ROUTER.itl_target,
-        kind=kinds.milliseconds,
+        kind=option_types.milliseconds,
     )
     max_waiting_tokens: int | None = option(
         BATCHING,
         f"pause: decode steps after which waiting prompts are computed (default: {ROUTER.max_waiting_tokens})",
         default=None,
-        kind=kinds.limit,
+        kind=option_types.limit,
     )
     waiting_served_ratio: float | None = option(
         BATCHING,
         f"pause: waiting per running request from which prompts are computed (default: {ROUTER.waiting_served_ratio})",
         default=None,
-        kind=kinds.seconds,
+        kind=option_types.seconds,
     )
     prefix_caching: str = option(
         BATCHING,
@@ -271,26 +274,26 @@ class Options:
         "nobody learns from response times what others have asked",
         default=ROUTER.isolate_tenants,
     )
-    page_size: int = option(BATCHING, "tokens per page of the KV cache", default=SHARD.page_size, kind=kinds.count)
+    page_size: int = option(BATCHING, "tokens per page of the KV cache", default=SHARD.page_size, kind=option_types.count)
     kv_pages: int = option(
         BATCHING,
         "pages of the KV cache (default: what fits into the memory left after warm-up, and no more than --max-batch-size "
         "sequences of --max-total-tokens fill)",
         default=SHARD.kv_pages,
-        kind=kinds.count,
+        kind=option_types.count,
     )
     kv_offload_gib: float = option(
         BATCHING,
         "host memory per replica for pages evicted from the KV cache: prompts that come again, and preempted requests, "
         "are copied back instead of recomputed",
         default=SHARD.kv_offload_gib,
-        kind=kinds.positive,
+        kind=option_types.positive,
     )
     cuda_memory_fraction: float = option(
         BATCHING,
         "share of the device's memory to use; on a CPU, of the available memory",
         default=SHARD.memory_fraction,
-        kind=kinds.fraction,
+        kind=option_types.fraction,
     )
 
     device: str = option(COMPUTE, "auto: cuda where there is a GPU", default="auto", choices=("auto", "cpu", "cuda"))
@@ -304,7 +307,7 @@ class Options:
         COMPUTE,
         "batch sizes whose steps are captured as CUDA graphs, such as 1,2,4,8; 0: none; auto: for decode and mixed steps",
         default=SHARD.cuda_graphs,
-        kind=kinds.graphs,
+        kind=option_types.graphs,
     )
     overlap: str = option(
         COMPUTE,
@@ -330,27 +333,27 @@ class Options:
         "tensor-parallel ranks, on all nodes together (default: 1; with --sharded true, and on several nodes, all GPUs, "
         "one rank per node if there are none)",
         default=0,
-        kind=kinds.count,
+        kind=option_types.count,
     )
     sharded: bool | None = option(
         COMPUTE,
         "true: one rank per GPU, at least 2; false: one rank (default: as --num-shard says)",
         default=None,
-        kind=kinds.boolean,
+        kind=option_types.boolean,
     )
     replicas: int | None = option(
         COMPUTE,
         "replicas started here, of --num-shard ranks each, which share the GPUs, or cores and memory; a request goes to "
         "the replica that has most of its prompt cached, as far as load allows (default: 1; 0 with --replica)",
         default=None,
-        kind=kinds.limit,
+        kind=option_types.limit,
     )
     replica: str = option(
         COMPUTE,
         "a rank group started elsewhere (--no-router), as one more replica: host:port or unix:/path of each rank, rank 0 "
         "first, separated by commas; may be given several times",
         default="",
-        kind=kinds.rank_groups,
+        kind=option_types.rank_groups,
     )
     no_router: bool = option(
         COMPUTE, "start rank groups without a router, at --shard-uds-path or --shard-listen, for a router elsewhere", default=False
@@ -359,13 +362,13 @@ class Options:
         COMPUTE,
         "with --no-router: host:port on which rank 0 listens instead of a socket; each further rank uses the next port",
         default="",
-        kind=kinds.place,
+        kind=option_types.place,
     )
     threads: int = option(
         COMPUTE,
         "compute threads per rank (default: the cores divided among ranks; fewer for small models)",
         default=0,
-        kind=kinds.threads,
+        kind=option_types.threads,
     )
     master_addr: str = option(
         NODES, "address of node 0, where nodes and their ranks rendezvous; not needed for one node", default=""
@@ -374,22 +377,22 @@ class Options:
         NODES,
         f"its port, where nodes meet (default: {SHARD.master_port}); one node does without",
         default=0,
-        kind=kinds.port,
+        kind=option_types.port,
     )
     nnodes: int = option(
         NODES,
         "machines whose ranks share the model; start penstock on each with the same flags",
         default=0,
-        kind=kinds.count,
+        kind=option_types.count,
     )
     node_rank: int | None = option(
-        NODES, "this machine's number, from 0; node 0 serves HTTP", default=None, kind=kinds.limit, environment=False
+        NODES, "this machine's number, from 0; node 0 serves HTTP", default=None, kind=option_types.limit, environment=False
     )
     node_addr: str = option(
         NODES, "address at which the other nodes reach this one (default: that of the route to node 0)", default=""
     )
     node_timeout: float = option(
-        NODES, "seconds that nodes wait for each other, at start and after a failure", default=300.0, kind=kinds.positive
+        NODES, "seconds that nodes wait for each other, at start and after a failure", default=300.0, kind=option_types.positive
     )
     insecure_nodes: bool = option(
         NODES, "allow unencrypted connections between machines, without --tls-...: for private networks only", default=False
@@ -399,10 +402,10 @@ class Options:
         "certificate of this node (PEM), valid for the name penstock, from the same authority as the others'; peers "
         "without one are refused",
         default=ROUTER.tls_cert,
-        kind=kinds.file,
+        kind=option_types.file,
     )
-    tls_key: str = option(NODES, "its key (PEM)", default=ROUTER.tls_key, kind=kinds.file)
-    tls_ca: str = option(NODES, "the authority's certificate (PEM)", default=ROUTER.tls_ca, kind=kinds.file)
+    tls_key: str = option(NODES, "its key (PEM)", default=ROUTER.tls_key, kind=option_types.file)
+    tls_ca: str = option(NODES, "the authority's certificate (PEM)", default=ROUTER.tls_ca, kind=option_types.file)
     shard_uds_path: str = option(
         COMPUTE, "prefix of the shards' Unix sockets, PREFIX-RANK (default: in a private folder)", default=""
     )
@@ -418,75 +421,75 @@ class Options:
         "address to listen on; read from the environment only if it is an IP address, as shells and containers set it to "
         "the machine's name",
         default=ROUTER.hostname,
-        kind=kinds.address,
+        kind=option_types.address,
     )
-    port: int = option(HTTP, "port to listen on", default=ROUTER.port, kind=kinds.port, short="-p")
+    port: int = option(HTTP, "port to listen on", default=ROUTER.port, kind=option_types.port, short="-p")
     api_key: str = option(
         HTTP,
         "require `Authorization: Bearer KEY`; several keys, separated by commas, share the server fairly; the environment "
         "keeps them out of `ps`",
         default="",
-        kind=kinds.keys,
+        kind=option_types.keys,
     )
     admin_key: str = option(
         HTTP,
         "key for /admin/replicas, where replicas join and leave, which nobody can use without it; the environment keeps "
         "it out of `ps`",
         default="",
-        kind=kinds.keys,
+        kind=option_types.keys,
     )
     graceful_termination_timeout: float = option(
         HTTP,
         "seconds that running streams get to finish after SIGTERM or Ctrl-C",
         default=ROUTER.graceful_termination_timeout,
-        kind=kinds.seconds,
+        kind=option_types.seconds,
         short="-g",
     )
     idle_timeout: float = option(
         HTTP,
         "seconds after which an idle keep-alive connection is closed; a load balancer in front must close its idle ones sooner",
         default=ROUTER.idle_timeout,
-        kind=kinds.positive,
+        kind=option_types.positive,
     )
     slow_client_timeout: float = option(
         HTTP,
         "seconds after which a stream is closed whose client does not read it",
         default=ROUTER.slow_client_timeout,
-        kind=kinds.positive,
+        kind=option_types.positive,
     )
     max_restarts: int = option(
         HTTP,
         "restarts of dead shards, or of the router, within ten minutes, before the server gives up",
         default=20,
-        kind=kinds.limit,
+        kind=option_types.limit,
     )
     step_timeout: float = option(
         HTTP,
         "seconds without a reply after which hanging shards are killed and restarted; at least ten times their longest step so far",
         default=ROUTER.step_timeout,
-        kind=kinds.positive,
+        kind=option_types.positive,
     )
     aip_predict_route: str = option(
         HTTP,
         "path at which Vertex AI sends its requests, beside /vertex",
         default=ROUTER.aip_predict_route,
-        kind=kinds.path,
+        kind=option_types.path,
     )
     aip_health_route: str = option(
-        HTTP, "path at which Vertex AI checks health, beside /health", default=ROUTER.aip_health_route, kind=kinds.path
+        HTTP, "path at which Vertex AI checks health, beside /health", default=ROUTER.aip_health_route, kind=option_types.path
     )
     cors_allow_origin: str = option(
         HTTP,
         "origins whose web pages may use the server from a browser, separated by commas; none: only its own",
         default=ROUTER.cors_allow_origin,
-        kind=kinds.origins,
+        kind=option_types.origins,
     )
     otlp_endpoint: str = option(
         HTTP,
         "URL of a collector for traces over OTLP/HTTP, such as http://localhost:4318; needs the extra otel: pip install "
         "-e '.[otel]' in the checkout",
         default=ROUTER.otlp_endpoint,
-        kind=kinds.url,
+        kind=option_types.url,
     )
     otlp_service_name: str = option(HTTP, "service.name of the traces", default=ROUTER.otlp_service_name)
     log_level: str = option(

@@ -14,7 +14,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from . import cli, command_line, kinds, machine, options, streams
+from . import cli, command_line, machine, option_types, options, streams
 from .console import Console
 from .mistake import Mistake
 from .options import flag
@@ -134,7 +134,7 @@ def _hostname(values: argparse.Namespace, remarks: list[str]) -> list[str]:
     if values.hostname is None:
         return []
     try:
-        return ["--hostname", kinds.address(values.hostname)]
+        return ["--hostname", option_types.address(values.hostname)]
     except ValueError:
         remarks.append(f"--hostname {values.hostname} is no IP address: listening on 0.0.0.0")
         return ["--hostname", "0.0.0.0"]
@@ -149,7 +149,7 @@ def _memory(values: argparse.Namespace, environment: Mapping[str, str]) -> list[
     try:
         return [
             "--cuda-memory-fraction",
-            f"{kinds.fraction(given or '1') * kinds.fraction(room or str(WIGGLE_ROOM)):g}",
+            f"{option_types.fraction(given or '1') * option_types.fraction(room or str(WIGGLE_ROOM)):g}",
         ]
     except ValueError as error:
         raise Mistake(f"--cuda-memory-fraction {given or 1} and TGI_WIGGLE_ROOM {room or WIGGLE_ROOM}: {error}") from None
@@ -163,7 +163,7 @@ def _collector(values: argparse.Namespace, environment: Mapping[str, str], remar
         return []
     endpoint = re.sub(r":4317/?$", ":4318", given if "://" in given else f"http://{given}")
     try:
-        kinds.url(endpoint)
+        option_types.url(endpoint)
     except ValueError as error:
         raise Mistake(f"{source}={given}: {error}") from None
     if endpoint != given:

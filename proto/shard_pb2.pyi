@@ -222,7 +222,7 @@ class Image(_message.Message):
     def __init__(self, start: _Optional[int] = ..., rows: _Optional[int] = ..., columns: _Optional[int] = ..., pixels: _Optional[bytes] = ..., shape: _Optional[_Iterable[int]] = ..., size: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Beams(_message.Message):
-    __slots__ = ("width", "length_penalty", "stop", "told", "watched")
+    __slots__ = ("width", "length_penalty", "stop", "streamed", "watched")
     class Stop(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         WORSE: _ClassVar[Beams.Stop]
@@ -234,14 +234,14 @@ class Beams(_message.Message):
     WIDTH_FIELD_NUMBER: _ClassVar[int]
     LENGTH_PENALTY_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
-    TOLD_FIELD_NUMBER: _ClassVar[int]
+    STREAMED_FIELD_NUMBER: _ClassVar[int]
     WATCHED_FIELD_NUMBER: _ClassVar[int]
     width: int
     length_penalty: float
     stop: Beams.Stop
-    told: int
+    streamed: int
     watched: bool
-    def __init__(self, width: _Optional[int] = ..., length_penalty: _Optional[float] = ..., stop: _Optional[_Union[Beams.Stop, str]] = ..., told: _Optional[int] = ..., watched: _Optional[bool] = ...) -> None: ...
+    def __init__(self, width: _Optional[int] = ..., length_penalty: _Optional[float] = ..., stop: _Optional[_Union[Beams.Stop, str]] = ..., streamed: _Optional[int] = ..., watched: _Optional[bool] = ...) -> None: ...
 
 class Continuation(_message.Message):
     __slots__ = ("choice", "tokens", "score", "complete", "logprobs", "top_counts", "top_ids", "top_logprobs")
@@ -332,7 +332,7 @@ class Allowance(_message.Message):
     def __init__(self, step_seconds: _Optional[float] = ..., draft_seconds: _Optional[float] = ..., round_seconds: _Optional[float] = ..., most: _Optional[int] = ..., needed_uids: _Optional[_Iterable[int]] = ..., needed: _Optional[_Iterable[float]] = ..., first_seconds: _Optional[float] = ...) -> None: ...
 
 class StepReply(_message.Message):
-    __slots__ = ("step", "uids", "choices", "tokens", "logprobs", "finishes", "top_counts", "top_ids", "top_logprobs", "prompt_uids", "prompt_counts", "prompt_logprobs", "prompt_tops", "prompt_top_ids", "prompt_top_logprobs", "held_uids", "held", "grow", "lacking", "free", "cached", "failed_uids", "failed_messages", "seconds", "mask_seconds", "mask_wait_seconds", "prompt_tokens", "restored_tokens", "cached_tokens", "found_uids", "found_tokens", "decode_tokens", "prompt_keys", "decode_keys", "scored_uids", "scores", "scored_counts", "grown", "drafted_tokens", "accepted_tokens", "guessed_uids", "guessed_drafted", "guessed_accepted", "tried_by_depth", "kept_by_depth", "draft_seconds", "rounds", "later_seconds", "exhausted", "ahead", "saved_pages", "loaded_pages", "searched_uids", "searched_tokens")
+    __slots__ = ("step", "uids", "choices", "tokens", "logprobs", "finishes", "top_counts", "top_ids", "top_logprobs", "prompt_uids", "prompt_counts", "prompt_logprobs", "prompt_tops", "prompt_top_ids", "prompt_top_logprobs", "held_uids", "held", "grow", "lacking", "free", "cached", "failed_uids", "failed_messages", "seconds", "mask_seconds", "mask_wait_seconds", "prompt_tokens", "restored_tokens", "cached_tokens", "found_uids", "found_tokens", "decode_tokens", "prompt_keys", "decode_keys", "scored_uids", "scores", "scored_counts", "grown", "drafted_tokens", "accepted_tokens", "draft_uids", "draft_counts", "accepted_counts", "tried_by_depth", "kept_by_depth", "draft_seconds", "rounds", "later_seconds", "exhausted", "ahead", "saved_pages", "loaded_pages", "searched_uids", "searched_tokens")
     STEP_FIELD_NUMBER: _ClassVar[int]
     UIDS_FIELD_NUMBER: _ClassVar[int]
     CHOICES_FIELD_NUMBER: _ClassVar[int]
@@ -373,9 +373,9 @@ class StepReply(_message.Message):
     GROWN_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    GUESSED_UIDS_FIELD_NUMBER: _ClassVar[int]
-    GUESSED_DRAFTED_FIELD_NUMBER: _ClassVar[int]
-    GUESSED_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_UIDS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_COUNTS_FIELD_NUMBER: _ClassVar[int]
     TRIED_BY_DEPTH_FIELD_NUMBER: _ClassVar[int]
     KEPT_BY_DEPTH_FIELD_NUMBER: _ClassVar[int]
     DRAFT_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -427,9 +427,9 @@ class StepReply(_message.Message):
     grown: _containers.RepeatedCompositeFieldContainer[Grown]
     drafted_tokens: int
     accepted_tokens: int
-    guessed_uids: _containers.RepeatedScalarFieldContainer[int]
-    guessed_drafted: _containers.RepeatedScalarFieldContainer[int]
-    guessed_accepted: _containers.RepeatedScalarFieldContainer[int]
+    draft_uids: _containers.RepeatedScalarFieldContainer[int]
+    draft_counts: _containers.RepeatedScalarFieldContainer[int]
+    accepted_counts: _containers.RepeatedScalarFieldContainer[int]
     tried_by_depth: _containers.RepeatedScalarFieldContainer[int]
     kept_by_depth: _containers.RepeatedScalarFieldContainer[int]
     draft_seconds: float
@@ -441,7 +441,7 @@ class StepReply(_message.Message):
     loaded_pages: int
     searched_uids: _containers.RepeatedScalarFieldContainer[int]
     searched_tokens: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, step: _Optional[int] = ..., uids: _Optional[_Iterable[int]] = ..., choices: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., finishes: _Optional[_Iterable[int]] = ..., top_counts: _Optional[_Iterable[int]] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., prompt_uids: _Optional[_Iterable[int]] = ..., prompt_counts: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[_Iterable[float]] = ..., prompt_tops: _Optional[_Iterable[int]] = ..., prompt_top_ids: _Optional[_Iterable[int]] = ..., prompt_top_logprobs: _Optional[_Iterable[float]] = ..., held_uids: _Optional[_Iterable[int]] = ..., held: _Optional[_Iterable[int]] = ..., grow: _Optional[_Iterable[int]] = ..., lacking: _Optional[_Iterable[int]] = ..., free: _Optional[int] = ..., cached: _Optional[int] = ..., failed_uids: _Optional[_Iterable[int]] = ..., failed_messages: _Optional[_Iterable[str]] = ..., seconds: _Optional[float] = ..., mask_seconds: _Optional[float] = ..., mask_wait_seconds: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., restored_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., found_uids: _Optional[_Iterable[int]] = ..., found_tokens: _Optional[_Iterable[int]] = ..., decode_tokens: _Optional[int] = ..., prompt_keys: _Optional[int] = ..., decode_keys: _Optional[int] = ..., scored_uids: _Optional[_Iterable[int]] = ..., scores: _Optional[_Iterable[float]] = ..., scored_counts: _Optional[_Iterable[int]] = ..., grown: _Optional[_Iterable[_Union[Grown, _Mapping]]] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., guessed_uids: _Optional[_Iterable[int]] = ..., guessed_drafted: _Optional[_Iterable[int]] = ..., guessed_accepted: _Optional[_Iterable[int]] = ..., tried_by_depth: _Optional[_Iterable[int]] = ..., kept_by_depth: _Optional[_Iterable[int]] = ..., draft_seconds: _Optional[float] = ..., rounds: _Optional[int] = ..., later_seconds: _Optional[float] = ..., exhausted: _Optional[int] = ..., ahead: _Optional[bool] = ..., saved_pages: _Optional[int] = ..., loaded_pages: _Optional[int] = ..., searched_uids: _Optional[_Iterable[int]] = ..., searched_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, step: _Optional[int] = ..., uids: _Optional[_Iterable[int]] = ..., choices: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., finishes: _Optional[_Iterable[int]] = ..., top_counts: _Optional[_Iterable[int]] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., prompt_uids: _Optional[_Iterable[int]] = ..., prompt_counts: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[_Iterable[float]] = ..., prompt_tops: _Optional[_Iterable[int]] = ..., prompt_top_ids: _Optional[_Iterable[int]] = ..., prompt_top_logprobs: _Optional[_Iterable[float]] = ..., held_uids: _Optional[_Iterable[int]] = ..., held: _Optional[_Iterable[int]] = ..., grow: _Optional[_Iterable[int]] = ..., lacking: _Optional[_Iterable[int]] = ..., free: _Optional[int] = ..., cached: _Optional[int] = ..., failed_uids: _Optional[_Iterable[int]] = ..., failed_messages: _Optional[_Iterable[str]] = ..., seconds: _Optional[float] = ..., mask_seconds: _Optional[float] = ..., mask_wait_seconds: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., restored_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., found_uids: _Optional[_Iterable[int]] = ..., found_tokens: _Optional[_Iterable[int]] = ..., decode_tokens: _Optional[int] = ..., prompt_keys: _Optional[int] = ..., decode_keys: _Optional[int] = ..., scored_uids: _Optional[_Iterable[int]] = ..., scores: _Optional[_Iterable[float]] = ..., scored_counts: _Optional[_Iterable[int]] = ..., grown: _Optional[_Iterable[_Union[Grown, _Mapping]]] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., draft_uids: _Optional[_Iterable[int]] = ..., draft_counts: _Optional[_Iterable[int]] = ..., accepted_counts: _Optional[_Iterable[int]] = ..., tried_by_depth: _Optional[_Iterable[int]] = ..., kept_by_depth: _Optional[_Iterable[int]] = ..., draft_seconds: _Optional[float] = ..., rounds: _Optional[int] = ..., later_seconds: _Optional[float] = ..., exhausted: _Optional[int] = ..., ahead: _Optional[bool] = ..., saved_pages: _Optional[int] = ..., loaded_pages: _Optional[int] = ..., searched_uids: _Optional[_Iterable[int]] = ..., searched_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class FilterRequest(_message.Message):
     __slots__ = ("step", "drop", "pause", "end_uids", "end_choices")

@@ -40,8 +40,8 @@ class RuntimeAdapter:
     users: int = 0  # requests that use it
 
     @property
-    def told(self) -> shard_pb2.LoadedAdapter:
-        """Its message for the shards."""
+    def message(self) -> shard_pb2.LoadedAdapter:
+        """It, for the shards."""
         return shard_pb2.LoadedAdapter(key=self.key, name=self.name, folder=self.folder, digest=self.digest)
 
 
@@ -237,20 +237,20 @@ class Adapters:
 
     # Replicas that come up
 
-    def adopt(self, told: shard_pb2.LoadedAdapter) -> bool:
+    def adopt(self, loaded: shard_pb2.LoadedAdapter) -> bool:
         """Registers an adapter that shards have, perhaps from an earlier router. Returns whether it is one of ours."""
         if self._begun:
-            return told.key in self._later
-        if told.retired:  # another replica's shards may not have heard that
-            self._later.pop(told.key, None)
-        before = self._named(told.name)
-        if before is not None and before.key != told.key:  # it was to be replaced: shards report later adapters later
+            return loaded.key in self._later
+        if loaded.retired:  # another replica's shards may not have heard that
+            self._later.pop(loaded.key, None)
+        before = self._named(loaded.name)
+        if before is not None and before.key != loaded.key:  # it was to be replaced: shards report later adapters later
             del self._later[before.key]
-        if told.key in self._later:
+        if loaded.key in self._later:
             return True
-        if told.retired or told.name in self._first or len(self._first) + len(self._later) >= self._room:
+        if loaded.retired or loaded.name in self._first or len(self._first) + len(self._later) >= self._room:
             return False
-        self._later[told.key] = RuntimeAdapter(told.key, told.name, told.folder, told.digest, ready=True)
+        self._later[loaded.key] = RuntimeAdapter(loaded.key, loaded.name, loaded.folder, loaded.digest, ready=True)
         return True
 
     def begin(self) -> None:

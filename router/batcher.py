@@ -200,10 +200,10 @@ class Batcher:
         """Makes the shards' LoRA adapters match the registry: loads missing ones, drops unknown ones other than those they started
         with. Adapters that an earlier router left are adopted. Raises Broken."""
         first, later = set(info.adapters), [*info.later]
-        for told in later:
-            self._adapters.adopt(told)
-        self.adapters, self._failed = first | {told.key for told in later}, set()
-        retired = {told.key for told in later if told.retired}
+        for loaded in later:
+            self._adapters.adopt(loaded)
+        self.adapters, self._failed = first | {loaded.key for loaded in later}, set()
+        retired = {loaded.key for loaded in later if loaded.retired}
         while True:  # adapters come and go meanwhile; after the last check nothing is awaited
             if gone := next((key for key in self.adapters - first if not self._adapters.knows(key)), ""):
                 await self.drop(gone)
@@ -222,7 +222,7 @@ class Batcher:
         """Loads a LoRA adapter, which requests may use from now on. Raises Refused, or Broken."""
         self._check_shards()
         try:
-            found = await self._shards.load_adapter(shard_pb2.LoadAdapterRequest(adapter=adapter.told))
+            found = await self._shards.load_adapter(shard_pb2.LoadAdapterRequest(adapter=adapter.message))
             if problem := await self._change(shard_pb2.AdaptRequest(add=adapter.key)):
                 raise Refused(problem)
         except Refused:

@@ -69,10 +69,10 @@ def group_of(stream: Stream) -> shard_pb2.Group:
 
 
 def group(
-    uid: int, request: Request, continuations: Iterable[shard_pb2.Continuation] = (), trace: str = "", told: int = 0
+    uid: int, request: Request, continuations: Iterable[shard_pb2.Continuation] = (), trace: str = "", received: int = 0
 ) -> shard_pb2.Group:
     """The message for a request. Neutral values stay absent. `continuations`: where it resumes after preemption. `trace`: its name
-    in logs and traces. `told`: tokens of its first choice that were received."""
+    in logs and traces. `received`: tokens of its first choice that were received."""
     resumes = tuple(continuations)
     sampling = request.sampling
     return shard_pb2.Group(
@@ -107,7 +107,7 @@ def group(
         grammar=written(request.grammar) if request.grammar else "",
         continuations=resumes,
         trace=trace,
-        beams=_beams(request.beams, told) if request.beams else None,
+        beams=_beams(request.beams, received) if request.beams else None,
         stops=request.stop if request.beams else (),
         cache_key=request.cache_key,
         adapter=request.adapter,
@@ -119,12 +119,12 @@ def _thinking(thinking: Thinking) -> shard_pb2.Thinking:
     return shard_pb2.Thinking(most=thinking.most, end=thinking.end, begin=thinking.begin)
 
 
-def _beams(beams: Beams, told: int) -> shard_pb2.Beams:
+def _beams(beams: Beams, received: int) -> shard_pb2.Beams:
     return shard_pb2.Beams(
         width=beams.width,
         length_penalty=beams.length_penalty,
         stop=STOPPING[beams.stopping],
-        told=told,
+        streamed=received,
         watched=beams.watched,
     )
 

@@ -109,10 +109,10 @@ class Delivery:
                     found.complete.append(stream)
                     found.touched.append(stream)
 
-    def _grown(self, told: shard_pb2.Grown) -> Grown:
+    def _grown(self, grown: shard_pb2.Grown) -> Grown:
         text = self._tokenizer.token_text
-        live = zip(told.parents, told.tokens, told.scores, strict=True)
-        complete = zip(told.complete_parents, told.complete_tokens, told.complete_scores, strict=True)
+        live = zip(grown.parents, grown.tokens, grown.scores, strict=True)
+        complete = zip(grown.complete_parents, grown.complete_tokens, grown.complete_scores, strict=True)
         return Grown(
             tuple(Beam(parent, token, text(token), score) for parent, token, score in live),
             tuple(Beam(parent, token, text(token), score) for parent, token, score in complete),
@@ -124,7 +124,7 @@ def _count(reply: shard_pb2.StepReply, streams: Streams) -> None:
     for uid, found in zip(reply.found_uids, reply.found_tokens, strict=True):
         if uid in streams:
             streams[uid].cached += found
-    for uid, drafted, accepted in zip(reply.guessed_uids, reply.guessed_drafted, reply.guessed_accepted, strict=True):
+    for uid, drafted, accepted in zip(reply.draft_uids, reply.draft_counts, reply.accepted_counts, strict=True):
         if uid in streams:
             run = streams[uid].run
             run.drafted, run.accepted = run.drafted + drafted, run.accepted + accepted

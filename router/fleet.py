@@ -435,15 +435,15 @@ class Fleet(PeerReplicas):
         self._only = next(iter(members.values())).batcher if len(members) == 1 else None
         counted = [member for member in members.values() if not member.failed and not member.leaving]
         self._most = self._config.max_concurrent_requests * max(1, len(counted))
-        told = [limits for member in members.values() if not member.failed and (limits := member.batcher.limits) is not None]
-        if len({limits.images for limits in told}) > 1 and (self.limits is None or self.limits.images):
+        known = [limits for member in members.values() if not member.failed and (limits := member.batcher.limits) is not None]
+        if len({limits.images for limits in known}) > 1 and (self.limits is None or self.limits.images):
             logger.warning("text alone is served: some replicas see images, and some don't")
-        self.limits = _least(told) if told else self.limits
-        if self._only is not None or not told:
+        self.limits = _least(known) if known else self.limits
+        if self._only is not None or not known:
             self._placement = None
             return
         if self._placement is None:
-            self._placement = Placement(told[0].page_size)
+            self._placement = Placement(known[0].page_size)
         for name, member in members.items():
             if not member.takes:
                 self._placement.leave(name)
@@ -451,12 +451,12 @@ class Fleet(PeerReplicas):
                 self._placement.join(name, sum(work_of(stream.request) for stream in member.batcher.streams))
 
 
-def _least(told: Sequence[Limits]) -> Limits:
+def _least(known: Sequence[Limits]) -> Limits:
     """The limits that hold wherever a request goes."""
     return replace(
-        min(told, key=lambda limits: limits.pages * limits.page_size),
-        sequences=min(limits.sequences for limits in told),
-        max_input_tokens=min(limits.max_input_tokens for limits in told),
-        max_total_tokens=min(limits.max_total_tokens for limits in told),
-        images=all(limits.images for limits in told),
+        min(known, key=lambda limits: limits.pages * limits.page_size),
+        sequences=min(limits.sequences for limits in known),
+        max_input_tokens=min(limits.max_input_tokens for limits in known),
+        max_total_tokens=min(limits.max_total_tokens for limits in known),
+        images=all(limits.images for limits in known),
     )

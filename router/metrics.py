@@ -238,7 +238,7 @@ class Metrics:
             self._counters["penstock_loaded_pages"].inc(reply.loaded_pages)
         self._rows["tgi_request_skipped_tokens"].observe_all(_skipped(reply))
         if action.allowance is not None:
-            self._guessed(reply)
+            self._count_drafts(reply)
         kind = "decode" if not reply.prompt_tokens else "mixed" if reply.decode_tokens else "prefill"
         self._kinds[kind].observe(reply.seconds)
         if isinstance(action, Prefill):
@@ -252,7 +252,7 @@ class Metrics:
             self._counters["penstock_cached_prompt_tokens"].inc(reply.cached_tokens)
             self._counters["penstock_restored_tokens"].inc(reply.restored_tokens)
 
-    def _guessed(self, reply: shard_pb2.StepReply) -> None:
+    def _count_drafts(self, reply: shard_pb2.StepReply) -> None:
         counters = self._counters
         counters["penstock_speculation_steps"].labels(drafts="some" if reply.drafted_tokens else "none").inc()
         counters["penstock_draft_seconds"].inc(reply.draft_seconds)

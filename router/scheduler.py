@@ -266,21 +266,21 @@ class Scheduler:
             self._ended.append((uid, choice))
         self._finish(uid)
 
-    def report(self, told: Report) -> None:
+    def report(self, report: Report) -> None:
         """The reply to the oldest Prefill or Decode in flight. Jobs that are not here any more are ignored."""
         self._underway.popleft()
-        if told.ahead:  # `lacking` already excludes what the next step computes
+        if report.ahead:  # `lacking` already excludes what the next step computes
             self._underway[0] = {}
-        self.free, self.cached = told.free, told.cached
-        for uid in told.finished:
+        self.free, self.cached = report.free, report.cached
+        for uid in report.finished:
             self._finish(uid)
-        for uid in told.failed:
+        for uid in report.failed:
             self.forget(uid)
-        if told.failed:  # the prefix cache loses what they computed, and what others computed, or still compute, on top of it
+        if report.failed:  # the prefix cache loses what they computed, and what others computed, or still compute, on top of it
             self._sharing.clear()
             for one in self._running.values():
                 one.prefix_keys = ()
-        for uid, held, grow, lacking in zip(told.uids, told.held, told.grow, told.lacking, strict=True):
+        for uid, held, grow, lacking in zip(report.uids, report.held, report.grow, report.lacking, strict=True):
             job = self._running.get(uid)
             if job is not None:
                 self._sharers.pop(uid, None)
@@ -291,7 +291,7 @@ class Scheduler:
         for job in self._sharers.values():  # pages that no other job holds any more went back to the free ones
             more = max(0, job.shared - self._sharing.pages(job.prefix_keys))
             job.shared, job.grow, self._grow = job.shared - more, job.grow + more, self._grow + more
-        self._learn(told)
+        self._learn(report)
 
     def paused(self, free: int, cached: int, groups: Iterable[tuple[int, int, int]]) -> None:
         """The reply to a Filter. groups: (uid, grow, lacking) of the preempted ones."""
@@ -560,15 +560,15 @@ class Scheduler:
             self._decodes += job.running
             self._sharing.hold(job.uid, job.prefix_keys)
 
-    def _learn(self, told: Report) -> None:
-        if told.decode_tokens:
-            self._keys = told.decode_keys / told.decode_tokens
-        prompt = told.prompt_tokens + told.cached_tokens
+    def _learn(self, report: Report) -> None:
+        if report.decode_tokens:
+            self._keys = report.decode_keys / report.decode_tokens
+        prompt = report.prompt_tokens + report.cached_tokens
         if prompt:
-            self._uncached += 0.2 * (told.prompt_tokens / prompt - self._uncached)
-        self._policy.learn(told)
+            self._uncached += 0.2 * (report.prompt_tokens / prompt - self._uncached)
+        self._policy.learn(report)
         if self._draft_budget is not None:
-            self._draft_budget.learn(told)
+            self._draft_budget.learn(report)
 
 
 def _order(job: Job) -> tuple[float, int]:

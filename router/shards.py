@@ -211,7 +211,7 @@ class GrpcShards:
 
     async def _first_answer(self, rank: int) -> shard_pb2.InfoReply:
         silent = 0.0  # seconds that it has listened without answering
-        began, told = 0.0, None
+        began, logged = 0.0, None
         while silent < self._load_timeout:
             # Check the address first: a refused connection is retried only after gRPC's back-off, a missing file at once.
             if target := _target(self._addresses[rank]):
@@ -229,9 +229,9 @@ class GrpcShards:
                     silent = silent + took if took > SOON else 0.0
                     if not target.startswith("unix:"):
                         self._stage = f"waiting for shard rank {rank} at {target}: {error.details()}"
-                        if monotonic() > began + UNREACHED and error.details() != told:
-                            told = error.details()
-                            logger.warning("shard rank %d at %s can't be reached: %s", rank, target, told)
+                        if monotonic() > began + UNREACHED and error.details() != logged:
+                            logged = error.details()
+                            logger.warning("shard rank %d at %s can't be reached: %s", rank, target, logged)
             await asyncio.sleep(POLL)
         raise self._hung(rank, silent)
 

@@ -133,13 +133,15 @@ class Steps:
     def _report(self, action: Action, seconds: float, reply: shard_pb2.Reply) -> shard_pb2.StepReply | None:
         """Reports a reply to the scheduler. Returns it if it has tokens to deliver."""
         if isinstance(action, Filter):
-            told = reply.filter
-            for paused in told.paused:
+            filtered = reply.filter
+            for paused in filtered.paused:
                 stream = self._streams.get(paused.uid)
                 # a restarted prompt finds its own computed pages in the cache: earlier cache hits don't count
                 if stream is not None:
                     stream.continuations, stream.cached = tuple(paused.continuations), 0
-            self.scheduler.paused(told.free, told.cached, [(paused.uid, paused.grow, paused.lacking) for paused in told.paused])
+            self.scheduler.paused(
+                filtered.free, filtered.cached, [(paused.uid, paused.grow, paused.lacking) for paused in filtered.paused]
+            )
             self._metrics.paused(len(action.pause))
             self._metrics.step(action, seconds, None)
             return None

@@ -20,7 +20,7 @@ import msgspec
 from .adapters import Adapters
 from .config import Misconfigured, RouterConfig
 from .grammar import Grammars
-from .pictures import NO_IMAGES, ImagePlacer
+from .image_placeholders import NO_IMAGES, ImagePlacer
 from .request import (
     Beams,
     Expired,
@@ -125,7 +125,7 @@ class Validator:
         self._tokenizer = tokenizer
         self._observe = observe
         self.grammars = Grammars(tokenizer.added_id)
-        self.pictures = _pictures(config, tokenizer) if config.max_images else None
+        self.image_placer = _image_placer(config, tokenizer) if config.max_images else None
         self._threads = ThreadPoolExecutor(THREADS, "tokenizer")
         self._long = 0  # texts being tokenized by threads, or queued
 
@@ -148,14 +148,14 @@ class Validator:
         adapter = self._adapter(parameters)
         _check_ids(parameters.logit_bias, "logit_bias", limits)
         _check_ids(parameters.end_ids, "stop_token_ids", limits)
-        pictures = self._pictures(parameters, limits)
-        if pictures is not None and isinstance(prompt, str):
-            prompt = pictures.worded(prompt)
+        placer = self._image_placer(parameters, limits)
+        if placer is not None and isinstance(prompt, str):
+            prompt = placer.worded(prompt)
         ids = await self._prompt(prompt, parameters.truncate, limits, add_special_tokens)
         images: tuple[Image, ...] = ()
-        if pictures is not None:
+        if placer is not None:
             _check_prompt(len(ids), limits)  # before its images are decoded, each of which has at least one token
-            ids, images = await pictures.put(ids, parameters.images, limits.vocabulary)
+            ids, images = await placer.put(ids, parameters.images, limits.vocabulary)
         try:
             stop, end_ids, choices, longest = self._ways(parameters, beams, len(ids), limits)
         except Refused:
@@ -196,13 +196,13 @@ class Validator:
 
     def check_images(self, count: int, limits: Limits) -> None:
         """Raises Refused if a request has more images than allowed."""
-        most = self._config.max_images if self.pictures is not None and limits.images else 0
+        most = self._config.max_images if self.image_placer is not None and limits.images else 0
         if count > most:
             if not most:
                 raise Refused(f"`inputs` has an image, and {NO_IMAGES}", "inputs")
             raise Refused(f"`inputs` must have at most {most} images (--max-images). Given: {count}", "inputs")
 
-    def _pictures(self, given: Parameters, limits: Limits) -> ImagePlacer | None:
+    def _image_placer(self, given: Parameters, limits: Limits) -> ImagePlacer | None:
         """What puts the request's images into its prompt; None if it has none."""
         self.check_images(len(given.images), limits)
         if not given.images:
@@ -210,7 +210,7 @@ class Validator:
         for name, asked in (("truncate", given.truncate), ("prompt_logprobs", given.prompt_logprobs)):
             if asked:
                 raise Refused(f"`{name}` together with images is not supported", name)
-        return self.pictures
+        return self.image_placer
 
     async def _prompt(
         self, prompt: str | Sequence[int], truncate: int | None, limits: Limits, add_special_tokens: bool
@@ -395,7 +395,7 @@ async def in_time(given: Parameters) -> AsyncIterator[None]:
         raise Expired.after(given.timeout) from None
 
 
-def _pictures(config: RouterConfig, tokenizer: Tokenizer) -> ImagePlacer | None:
+def _image_placer(config: RouterConfig, tokenizer: Tokenizer) -> ImagePlacer | None:
     """What puts images into prompts, if supported. Raises Misconfigured if it isn't, and the operator requires it."""
     try:
         return ImagePlacer(config, tokenizer.token_text, tokenizer.added_id, partial(tokenizer.encode, add_special_tokens=False))
@@ -455,13 +455,13 @@ def _stopping(given: bool | str | None) -> Stopping:
 
 def _about_beams(given: Parameters) -> str:
     """The first beam parameter given besides the width; "" if there is none."""
-    for name, told, neutral in (
+    for name, value, neutral in (
         ("num_return_sequences", given.num_return_sequences, 1),
         ("length_penalty", given.length_penalty, 1.0),
         ("early_stopping", _stopping(given.early_stopping), Stopping.WORSE),
         ("stream_beams", given.stream_beams, False),
     ):
-        if told not in (None, neutral):
+        if value not in (None, neutral):
             return name
     return ""
 

@@ -38,13 +38,13 @@ class AdapterLoader:
         if not self._reading.acquire(timeout=WAIT):
             raise Unsupported(f"adapter {asked.name}: another one is being read yet: come again later")
         try:
-            changes, dtype = self._engine.decoder.changes, self._engine.decoder.embedding.dtype
+            adapters, dtype = self._engine.decoder.adapters, self._engine.decoder.embedding.dtype
             place = place_of(asked.name, asked.folder, self._cache)
             adapter = Adapter(asked.name, place, dtype, torch.device("cpu"), tame=True)
             digest = digest_of(place)
             if asked.digest not in ("", digest):
                 raise Unsupported(f"adapter {asked.name}: its files in {place} are not those that were loaded first")
-            prepared, known = changes.prepared(adapter), wire.LoadedAdapter()
+            prepared, known = adapters.prepared(adapter), wire.LoadedAdapter()
             known.CopyFrom(asked)
             known.folder, known.digest = pinned(asked.folder, place), digest
             with self._lock:

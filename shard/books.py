@@ -117,7 +117,7 @@ class Books:
                 self.drop(group)
         elif not group.waiting and group.search is None:  # beams become choices only when they are complete
             self.end(group, [sequence for sequence in group.sequences if sequence.choice == choice])
-            if self.has(group):
+            if self.has(group) and not group.lacking:  # else the next step settles it, or fails it if the pool is full
                 self.prompts.settle(group)
         self.changed[group.uid] = group
 
@@ -141,13 +141,13 @@ class Books:
         group.decodes = False
         return group
 
-    def tell(self, outcome: Outcome) -> None:
+    def report(self, outcome: Outcome) -> None:
         """Reports the standing of groups where it has changed."""
         for uid, group in self.changed.items():
             if uid in self.groups:
                 standing = group.standing(self._pool.page_size)
-                if standing != group.told:
-                    group.told = standing
+                if standing != group.reported:
+                    group.reported = standing
                     outcome.standing.append((uid, *standing))
         self.changed.clear()
         outcome.free, outcome.cached = self._pool.free, self._pool.cached

@@ -161,14 +161,14 @@ class Executor:
     def _pass(self, step: int, command: wire.Command) -> Future[Answer]:
         """Relays a command to the other ranks, which should not begin later than this one, and queues it."""
         if self._relay is not None:
-            self._tell(command.SerializeToString())
+            self._send_on(command.SerializeToString())
         self._count += 1
         reply: Future[Answer] = Future()
         self._thread.submit(self._run, command, reply, self._count)
         self._last = (step, reply)
         return reply
 
-    def _tell(self, message: bytes) -> None:
+    def _send_on(self, message: bytes) -> None:
         if self._relay is not None and not self._failed:
             try:
                 self._relay(message)
@@ -192,7 +192,7 @@ class Executor:
         with self._order:
             if self._count > count:
                 return
-            self._tell(LAND)
+            self._send_on(LAND)
         self._guard(self._machine.land)
 
     def _guard(self, work: Callable[[], None]) -> None:

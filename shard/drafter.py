@@ -36,7 +36,7 @@ CATCH_UP = 512  # tokens beyond that which are computed in a step; sequences tha
 
 
 class Drafter(Rounds):
-    """A draft model with a KV cache of its own, on the rank that samples; see `guesses.DraftModel`."""
+    """A draft model with a KV cache of its own, on the rank that samples; see `speculator.DraftModel`."""
 
     recorded = True
 

@@ -29,7 +29,6 @@ from .decoding.sampler import compile_kernels
 from .decoding.stops import StopStrings
 from .flight import StepInFlight
 from .forward import Forward, GraphExtent, Record
-from .guesses import Guesses
 from .host_pages import HostPages
 from .logits import choose, nothing
 from .masks import Masks
@@ -39,6 +38,7 @@ from .outcome import Outcome
 from .pages import OutOfPages, PagePool
 from .scores import score_prompts
 from .sequence import Group
+from .speculator import Speculator
 from .states import settle
 from .step import Run
 
@@ -74,11 +74,11 @@ class Engine:
         cache_dtype: torch.dtype | None = None,
         masks: Masks | None = None,
         stops: StopStrings | None = None,
-        guesses: Guesses | None = None,
+        speculator: Speculator | None = None,
         ahead: bool = False,
     ) -> None:
         """cache_dtype: of the KV cache; by default, the weights' own. masks, stops: for grammars and for beams' stop strings, on
-        rank 0. guesses: the source of drafts; by default, n-gram lookup. ahead: whether a step is begun before the tokens of the
+        rank 0. speculator: the source of drafts; by default, n-gram lookup. ahead: whether a step is begun before the tokens of the
         last one are known."""
         self.decoder = decoder
         self.device = device
@@ -87,7 +87,7 @@ class Engine:
         self._cache_dtype = cache_dtype or decoder.embedding.dtype
         self._masks = masks
         self._stops = stops
-        self.guesses = guesses or Guesses(decoder.ranks, device)
+        self.speculator = speculator or Speculator(decoder.ranks, device)
         self.overlaps = ahead
         self._flight: StepInFlight | None = None  # the step in flight
         self._free = 0.0  # when the device had finished the last step
@@ -98,7 +98,7 @@ class Engine:
         keeps: whether further state slots are kept for the prefix cache; copies: pages in host memory (KV offload)."""
         shape, ranks, dtype = self.decoder.shape, self.decoder.ranks.size, self.decoder.embedding.dtype
         kept = shape.kept_states(sequences, self._prefix_caching) if keeps else 0
-        drafter = self.guesses.drafter
+        drafter = self.speculator.drafter
         features = drafter.features if drafter else 0
         self.cache = Cache(shape, ranks, pages, self.page_size, self._cache_dtype, self.device, sequences + kept, dtype, features)
         self.forward = Forward(self.decoder, self.cache)
@@ -113,7 +113,7 @@ class Engine:
     @property
     def token_bytes(self) -> int:
         """Bytes of KV cache per token on this rank, a draft model's included."""
-        drafts = self.guesses.drafter.token_bytes if self.guesses.drafter else 0
+        drafts = self.speculator.drafter.token_bytes if self.speculator.drafter else 0
         return self.decoder.shape.kv_elements(self.decoder.ranks.size) * self._cache_dtype.itemsize + drafts
 
     @property
@@ -141,15 +141,15 @@ class Engine:
         self.decoder.compile(rows)
         if triton_on(self.device) and self.decoder.ranks.rank == 0:
             compile_kernels(self.decoder.shape.vocabulary, self.device)
-        if self.guesses.drafter:
-            self.guesses.drafter.compile(rows)
+        if self.speculator.drafter:
+            self.speculator.drafter.compile(rows)
 
     @torch.inference_mode()
     def record(self, record: Record, extent: GraphExtent, progress: Callable[[str], None]) -> None:
         """Records CUDA graphs of steps over the pool as it is now; see `forward`."""
         self.forward.record(record, extent, progress)
-        if self.guesses.drafter:
-            self.guesses.drafter.record(record, extent, lambda stage: progress(f"the draft model: {stage}"))
+        if self.speculator.drafter:
+            self.speculator.drafter.record(record, extent, lambda stage: progress(f"the draft model: {stage}"))
 
     def clear(self) -> None:
         """Drops every batch and empties the prefix cache."""
@@ -224,9 +224,9 @@ class Engine:
         self.land()
         if drop and any(group.adapter == drop for group in self.books.groups.values()):
             return f"there are groups that go by adapter {drop}: it can't be dropped"
-        problem = self.decoder.changes.put(add, prepared) if add else ""
+        problem = self.decoder.adapters.put(add, prepared) if add else ""
         if drop and not problem:
-            self.decoder.changes.drop(drop)
+            self.decoder.adapters.drop(drop)
         return problem
 
     def _problem(self, group: Group) -> str:
@@ -247,7 +247,7 @@ class Engine:
             return f"a continuation has from 1 to {group.max_new_tokens - 1} tokens, one fewer than max_new_tokens"
         if group.search is not None and candidates_of(group.search.width, len(group.end_ids)) > vocabulary:
             return f"{group.search.width} beams and {len(group.end_ids)} end tokens are too many for a vocabulary of {vocabulary}"
-        if group.adapter and group.adapter not in self.decoder.changes.names:
+        if group.adapter and group.adapter not in self.decoder.adapters.names:
             return f"the shards have no adapter {group.adapter!r}"
         choices = group.waiting or [sequence.choice for sequence in group.sequences]
         return "" if len(set(choices)) == len(choices) else f"a choice comes twice among {choices}"
@@ -285,19 +285,19 @@ class Engine:
             group.images = ()
         if group.adapter:
             for sequence in group.sequences:
-                sequence.adapter = self.decoder.changes.names.index(group.adapter)
+                sequence.adapter = self.decoder.adapters.names.index(group.adapter)
         self.books.join(batch, group)
 
     def _decodes(self, batches: Iterable[int], allowance: Allowance | None, outcome: Outcome) -> list[Run]:
         """The decode runs of all groups that decode, with pages for them."""
         groups = self.books.members(batches)
-        guesses = self.guesses.allowed(allowance) and any(group.drafts for group in groups)
-        if self._flight is not None and (guesses or not all(group.roomy(self.page_size) for group in groups)):
+        speculating = self.speculator.allowed(allowance) and any(group.drafts for group in groups)
+        if self._flight is not None and (speculating or not all(group.roomy(self.page_size) for group in groups)):
             self.land()  # drafts continue the tokens, and beams without heirs take fewer pages
             groups = self.books.members(batches)
-        drafting = [group for group in groups if group.decodes and group.drafts] if guesses else []
+        drafting = [group for group in groups if group.decodes and group.drafts] if speculating else []
         if drafting:
-            self._guess(drafting, allowance, outcome)
+            self._draft(drafting, allowance, outcome)
         runs = []
         for group in groups:
             spans = self._spans(group)
@@ -319,14 +319,14 @@ class Engine:
         return following
 
     @torch.inference_mode()
-    def _guess(self, groups: Listing[Group], allowance: Allowance | None, outcome: Outcome) -> None:
+    def _draft(self, groups: Listing[Group], allowance: Allowance | None, outcome: Outcome) -> None:
         began = time.perf_counter()
-        asked = self.guesses.ask(groups, allowance, self.pool, self.decoder.shape.chunk)
+        asked = self.speculator.ask(groups, allowance, self.pool, self.decoder.shape.chunk)
         if asked:
             self.books.renew()
-            found = self.memory_fallback.attempt(lambda: self.guesses.propose(asked))
+            found = self.memory_fallback.attempt(lambda: self.speculator.propose(asked))
             if found is None:
-                self.guesses.forget(asked)
+                self.speculator.forget(asked)
             outcome.rounds, outcome.later_seconds = found or (0, 0.0)
         outcome.draft_seconds = time.perf_counter() - began
 
@@ -341,7 +341,7 @@ class Engine:
             self.land()  # rather than make it wait
         ready = self._masks.ready(asked, alone) if self._masks else [False] * len(asked)
         if self.decoder.ranks.size > 1:
-            ready = self.decoder.ranks.tell(torch.tensor(ready, dtype=torch.int64, device=self.device)).tolist()
+            ready = self.decoder.ranks.broadcast(torch.tensor(ready, dtype=torch.int64, device=self.device)).tolist()
         for group, compiled in zip(asked, ready, strict=True):
             group.compiled = bool(compiled)
         return [(group, most) for group, most in chunks if group.compiled or not group.grammar]
@@ -367,7 +367,7 @@ class Engine:
             masks = self._masks.begin(runs) if self._masks and hidden is not None else None
         if hidden is not None:
             score_prompts(self.decoder, runs, hidden, self.memory_fallback)
-            pending = choose(self.decoder, runs, hidden, self.guesses, self.memory_fallback, masks, self._stops)
+            pending = choose(self.decoder, runs, hidden, self.speculator, self.memory_fallback, masks, self._stops)
         else:
             pending = nothing(self.device)
         self._flight = StepInFlight(runs, pending, masks, outcome, began)

@@ -59,7 +59,7 @@ class Forward:
         self._decoder = decoder
         self._cache = cache
         self._layout = _layout_of(decoder, cache)
-        self._adapted = bool(decoder.changes.names)
+        self._adapted = bool(decoder.adapters.names)
         self._remembers = decoder.shape.recurrent is not None
         self._before = _before_of(decoder.shape)
         self.narrows = decoder.shape.keyless > 0

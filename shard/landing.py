@@ -26,7 +26,7 @@ def conclude(runs: Listing[Run], picks: dict[int, Found], books: Books, cache: C
         if books.has(run.group):
             _judge(run, picks, books, cache, outcome)
     books.forks.copy()
-    books.tell(outcome)
+    books.report(outcome)
 
 
 def _judge(run: Run, picks: dict[int, Found], books: Books, cache: Cache, outcome: Outcome) -> None:
@@ -43,11 +43,11 @@ def _judge(run: Run, picks: dict[int, Found], books: Books, cache: Cache, outcom
             books.fail(group, verdict.failure, outcome)
             return
         if group.drafts and any(span.drafts for span in run.spans):
-            outcome.count_guesses(group, verdict)
+            outcome.count_drafts(group, verdict)
             if verdict.moves:
                 _move(verdict.moves, cache)
             books.publish(group, group.sequences)
-        outcome.tell(group, verdict)
+        outcome.add(group, verdict)
         if verdict.ended:
             books.end(group, verdict.ended)
             if not books.has(group):

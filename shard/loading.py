@@ -19,14 +19,13 @@ from .decoding.grammar import Grammars
 from .decoding.stops import StopStrings
 from .drafter import Drafter
 from .engine import Engine
-from .guesses import DraftModel, Guesses
 from .masks import Masks
-from .models.changes import LoraAdapters
 from .models.decoder import Decoder
-from .models.draft_families import DraftShape, check_guesses, draft_shape, heard, levels, shaped
+from .models.draft_families import DraftShape, check_speculation, draft_shape, heard, levels, shaped
 from .models.draft_head import Eagle3, MtpHead
 from .models.families import beside, shape
 from .models.fields import Config
+from .models.lora import LoraAdapters
 from .models.readout_families import ReadoutShape
 from .models.readout_heads import readout_head
 from .models.renamed import LegacySource
@@ -35,6 +34,7 @@ from .models.taps import Taps
 from .models.vision import Vision
 from .parallel import Ranks
 from .readout import Readout
+from .speculator import DraftModel, Speculator
 from .weights import DummyWeights, Source, Weights
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ def load(config: ShardConfig, stage: Callable[[str], None]) -> Engine:
     model.check_pages(config.page_size)
     model.check_cache(config.kv_cache_dtype, config.kv_offload_gib > 0)
     speculation = parse(config.speculate) if config.speculate else Speculation()
-    check_guesses(model, speculation)
+    check_speculation(model, speculation)
     device = _device(config)
     if triton_on(device) and find_spec("triton") is None:
         raise Unsupported(
@@ -95,17 +95,17 @@ def load(config: ShardConfig, stage: Callable[[str], None]) -> Engine:
     cache_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8_e4m3fn" else None
     source = _source(config.load_format, folder, DTYPES[config.dtype], device, progress)
     first = [Adapter(name, Path(place), source.dtype, device) for name, place in config.adapters]
-    changes = LoraAdapters(first, config.max_loras, config.max_lora_rank)
-    decoder = Decoder(model, source, ranks, device, exact, changes)
+    adapters = LoraAdapters(first, config.max_loras, config.max_lora_rank)
+    decoder = Decoder(model, source, ranks, device, exact, adapters)
     if config.image_pixels:
         stage("loading what encodes images")
         decoder.vision = _vision(config, said, source, model)
     stops = StopStrings(grammars) if grammars else None
     small = _draft_shape(config, speculation, model) if speculation.draft else None
     drafter = _drafter(config, speculation, small, decoder, source, stage) if small else None
-    guesses = Guesses(ranks, device, speculation, drafter, masks, levels(small) if small else 0)
+    speculator = Speculator(ranks, device, speculation, drafter, masks, levels(small) if small else 0)
     ahead = config.overlap == "on" or (config.overlap == "auto" and device.type == "cuda")
-    return Engine(decoder, device, config.page_size, config.prefix_caching, cache_dtype, masks, stops, guesses, ahead)
+    return Engine(decoder, device, config.page_size, config.prefix_caching, cache_dtype, masks, stops, speculator, ahead)
 
 
 def _vision(config: ShardConfig, said: Config, source: Source, model: Shape) -> Vision | None:

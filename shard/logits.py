@@ -22,11 +22,11 @@ from .decoding.methods import strategy_of
 from .decoding.sampler import PendingPicks, Pick, Row, begin, known
 from .decoding.stops import StopStrings
 from .decoding.verify import Draft, VerificationRule
-from .guesses import Guesses
 from .masks import PendingMasks
 from .models.decoder import Decoder
 from .out_of_memory import ALONE, MemoryFallback
 from .sequence import Sequence
+from .speculator import Speculator
 from .step import DeviceSamples, Run
 
 ELSEWHERE = "rank 0 says why"
@@ -47,12 +47,12 @@ class SamplingContext:
 
     decoder: Decoder
     hidden: Tensor  # hidden states of the wanted rows
-    guesses: Guesses
+    speculator: Speculator
     memory_fallback: MemoryFallback
     masks: PendingMasks | None
 
 
-Tell = Callable[[Tensor], Tensor]  # broadcast: on rank 0 sends to the other ranks; on these waits and overwrites the tensor
+Broadcast = Callable[[Tensor], Tensor]  # on rank 0 sends to the other ranks; on these waits and overwrites the tensor
 StepPicks = PendingPicks[dict[int, Found]]  # of a step: by uid of each sampled group, row by row of its runs
 
 
@@ -72,7 +72,7 @@ def choose(
     decoder: Decoder,
     runs: Listing[Run],
     hidden: Tensor,
-    guesses: Guesses,
+    speculator: Speculator,
     memory_fallback: MemoryFallback,
     masks: PendingMasks | None = None,
     stops: StopStrings | None = None,
@@ -87,7 +87,7 @@ def choose(
     if not wanted:
         return nothing(hidden.device)
     uids = [one.run.group.uid for one in wanted]
-    context = SamplingContext(decoder, hidden, guesses, memory_fallback, masks)
+    context = SamplingContext(decoder, hidden, speculator, memory_fallback, masks)
     pending = _begin(context, wanted)
     if pending is None:
         found = _found_now(context, wanted, stops)
@@ -104,13 +104,13 @@ def choose(
 def _begin(context: SamplingContext, wanted: Listing[WantedRows]) -> PendingPicks[list[Found]] | None:
     """Sampling that the host need not wait for; None if the kind of sampling does not allow that, or memory is short."""
     ranks = context.decoder.ranks
-    if context.guesses.rule is not VerificationRule.GUMBEL or any(_on_host(one, ranks.size > 1) for one in wanted):
+    if context.speculator.rule is not VerificationRule.GUMBEL or any(_on_host(one, ranks.size > 1) for one in wanted):
         return None
 
     def work() -> PendingPicks[list[Found]]:
         logits = _logits(context, wanted)
         mask = context.masks.join(context.hidden.device) if context.masks is not None else None
-        return _pending(context, logits, wanted, mask, ranks.tell if ranks.size > 1 else None)
+        return _pending(context, logits, wanted, mask, ranks.broadcast if ranks.size > 1 else None)
 
     return context.memory_fallback.whole(work, sum(len(one.rows) for one in wanted))
 
@@ -121,13 +121,13 @@ def _on_host(one: WantedRows, several: bool) -> bool:
     return bool((several or one.candidates) and group.grammar) or bool(one.candidates and group.stops)
 
 
-def _told(tokens: Tensor) -> PendingPicks[Found]:
+def _received(tokens: Tensor) -> PendingPicks[Found]:
     """Tokens that rank 0 has sampled."""
     arrival = HostCopy(tokens)
 
     def take() -> Found:
-        [told] = arrival.lists()
-        return [Pick(token, 0.0) if token >= 0 else None for token in told]
+        [listed] = arrival.lists()
+        return [Pick(token, 0.0) if token >= 0 else None for token in listed]
 
     return PendingPicks(lambda: DeviceSamples(tokens), arrival.wait, take)
 
@@ -144,9 +144,9 @@ def _found_now(context: SamplingContext, wanted: Listing[WantedRows], stops: Sto
         samples = ranks.rank == 0
         seen = [None if one.run.problem else own for one, own in zip(wanted, found, strict=True)]
         codes = codes_of(seen, counts) if samples else [0] * length_of(counts)
-        told = ranks.tell(torch.tensor(codes, device=context.hidden.device)).tolist()
+        codes = ranks.broadcast(torch.tensor(codes, device=context.hidden.device)).tolist()
         if not samples:
-            found = [_taken(one, own) for one, own in zip(wanted, found_from(told, counts), strict=True)]
+            found = [_taken(one, own) for one, own in zip(wanted, found_from(codes, counts), strict=True)]
     return found
 
 
@@ -196,20 +196,24 @@ def _logits(context: SamplingContext, wanted: Listing[WantedRows]) -> Tensor | N
 
 
 def _pending(
-    context: SamplingContext, logits: Tensor | None, wanted: Listing[WantedRows], mask: Tensor | None, tell: Tell | None = None
+    context: SamplingContext,
+    logits: Tensor | None,
+    wanted: Listing[WantedRows],
+    mask: Tensor | None,
+    broadcast: Broadcast | None = None,
 ) -> PendingPicks[list[Found]]:
     """Picks of each run. Beams are expanded together, and all other rows sampled together; the latter come behind the former in
-    what is picked. tell: broadcasts to other ranks, which have no logits."""
+    what is picked. broadcast: sends to other ranks, which have no logits."""
     beams, others = [i for i, one in enumerate(wanted) if one.candidates], [i for i, one in enumerate(wanted) if not one.candidates]
     rest = [wanted[i] for i in others]
     if not beams:
-        return _by_run(_picks(context, logits, rest, mask, tell), rest)
+        return _by_run(_picks(context, logits, rest, mask, broadcast), rest)
     own, own_mask = _part(logits, mask, wanted, beams)
-    expansion = _expansion(own, [_set_of(wanted[i]) for i in beams], own_mask, context.hidden.device, tell).pending()
+    expansion = _expansion(own, [_set_of(wanted[i]) for i in beams], own_mask, context.hidden.device, broadcast).pending()
     if not others:
         return PendingPicks(expansion.picked, expansion.wait, lambda: [list(one) for one in expansion.take()])
     own, own_mask = _part(logits, mask, wanted, others)
-    picks = _by_run(_picks(context, own, rest, own_mask, tell), rest)
+    picks = _by_run(_picks(context, own, rest, own_mask, broadcast), rest)
 
     def wait() -> None:
         expansion.wait()
@@ -224,11 +228,11 @@ def _pending(
 
 
 def _expansion(
-    logits: Tensor | None, sets: Listing[Beams], mask: Tensor | None, device: torch.device, tell: Tell | None
+    logits: Tensor | None, sets: Listing[Beams], mask: Tensor | None, device: torch.device, broadcast: Broadcast | None
 ) -> Expansion:
     expansion = expand(logits, sets, mask) if logits is not None else elsewhere(sets, device)
-    if tell is not None:
-        tell(expansion.found)
+    if broadcast is not None:
+        broadcast(expansion.found)
     return expansion
 
 
@@ -250,20 +254,20 @@ def _set_of(one: WantedRows) -> Beams:
 
 
 def _picks(
-    context: SamplingContext, logits: Tensor | None, wanted: Listing[WantedRows], mask: Tensor | None, tell: Tell | None
+    context: SamplingContext, logits: Tensor | None, wanted: Listing[WantedRows], mask: Tensor | None, broadcast: Broadcast | None
 ) -> PendingPicks[Found]:
-    guesses, device = context.guesses, context.hidden.device
+    speculator, device = context.speculator, context.hidden.device
     rows = [row for one in wanted for row in one.rows]
     if logits is None:
-        assert tell is not None
-        return _told(tell(torch.empty(len(rows), dtype=torch.int64, device=device)))
-    if guesses.rule is VerificationRule.GUMBEL:
+        assert broadcast is not None
+        return _received(broadcast(torch.empty(len(rows), dtype=torch.int64, device=device)))
+    if speculator.rule is VerificationRule.GUMBEL:
         pending = begin(logits, rows, mask)
     else:
         drafts = [draft for one in wanted for draft in _drafts(one)]
-        pending = known(verify.pick(logits, rows, drafts, guesses.rule, mask, guesses.probabilities), device)
-    if tell is not None and pending.picked is not None:
-        tell(pending.picked().tokens)
+        pending = known(verify.pick(logits, rows, drafts, speculator.rule, mask, speculator.probabilities), device)
+    if broadcast is not None and pending.picked is not None:
+        broadcast(pending.picked().tokens)
     return pending
 
 

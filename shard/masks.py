@@ -123,6 +123,9 @@ class Masks:
         except Unusable as error:
             problems[group.uid] = str(error)
             return []
+        except RuntimeError as error:  # no thread could start
+            problems[group.uid] = f"its grammar can't be compiled now: {error}"
+            return []
         return states
 
     def _beginning(self, group: Group) -> "futures.Future[GrammarState]":

@@ -76,7 +76,7 @@ def size_pool(
     seeing, seconds = _seeing(engine, tokens) if engine.decoder.vision else (0, 0.0)
     # Graphs keep the memory of their steps, from a pool that all of them share.
     recorded = len(graphs) * GRAPH_BYTES + sample.bytes * max(graphs, default=0) // sample.tokens
-    needed = sample.bytes * -(-tokens // sample.tokens) + context + recorded + seeing + engine.decoder.changes.later + reserved
+    needed = sample.bytes * -(-tokens // sample.tokens) + context + recorded + seeing + engine.decoder.adapters.later + reserved
     available = _usable(engine, fraction)
     sequences, states = engine.sequences(sequences, available - needed)
     needed += states
@@ -188,7 +188,7 @@ def _together(engine: Engine, sequences: int, fraction: float) -> int:
     step is measured."""
     if not engine.decoder.shape.recurrent:
         return sys.maxsize
-    return engine.decoder.ranks.least(engine.sequences(sequences, _usable(engine, fraction))[0])
+    return engine.decoder.ranks.minimum(engine.sequences(sequences, _usable(engine, fraction))[0])
 
 
 def _sample(engine: Engine, tokens: int, rows: int, most: int, total: int) -> Measured:

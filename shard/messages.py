@@ -59,9 +59,9 @@ def step_reply(step: int, outcome: Outcome) -> wire.Reply:
         decode_keys=outcome.decode_keys,
         drafted_tokens=outcome.drafted,
         accepted_tokens=outcome.accepted,
-        guessed_uids=[uid for uid, _, _ in outcome.guessed],
-        guessed_drafted=[drafted for _, drafted, _ in outcome.guessed],
-        guessed_accepted=[accepted for _, _, accepted in outcome.guessed],
+        draft_uids=[uid for uid, _, _ in outcome.drafts],
+        draft_counts=[drafted for _, drafted, _ in outcome.drafts],
+        accepted_counts=[accepted for _, _, accepted in outcome.drafts],
         tried_by_depth=outcome.tried,
         kept_by_depth=outcome.kept,
         draft_seconds=outcome.draft_seconds,
@@ -149,7 +149,7 @@ def search_from(message: wire.Group) -> Search:
     asked = message.beams
     kept = [Hypothesis(array("I", part.tokens), path_from(part), part.score) for part in message.continuations if part.complete]
     wanted = message.choices or 1
-    return Search(asked.width, wanted, asked.length_penalty, Stop(asked.stop), asked.told, asked.watched, kept)
+    return Search(asked.width, wanted, asked.length_penalty, Stop(asked.stop), asked.streamed, asked.watched, kept)
 
 
 def path_from(part: wire.Continuation) -> Path:

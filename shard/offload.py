@@ -6,6 +6,7 @@ whose page was evicted least recently, be it back or not. Pages are evicted leaf
 never dropped before those that follow it.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
 from typing import Generic, Protocol, TypeVar
@@ -26,7 +27,7 @@ class Offload(Generic[Node]):
 
     def __init__(self, places: int, lost: Callable[[Node], object]) -> None:
         """lost: called with a node whose copy was dropped."""
-        self.held: dict[int, Node] = {}  # by place, least recently evicted first
+        self.held: OrderedDict[int, Node] = OrderedDict()  # by place, least recently evicted first; as in `PagePool`
         self._lost = lost
         self._unused = list(range(places, 0, -1))
         self._saves: list[tuple[int, int]] = []

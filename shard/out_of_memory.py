@@ -109,14 +109,14 @@ class MemoryFallback:
     def __init__(self, able: bool) -> None:
         """able: whether to retry; otherwise errors are raised as they come."""
         self._count = 0  # times that memory ran out ...
-        self._told = 0  # ... and of these, already reported by `take`
+        self._reported = 0  # ... and of these, already reported by `take`
         self._able = able
         self._tokens = Limit()  # of a forward
         self._rows = Limit()  # that are sampled
 
     def take(self) -> int:
         """How often memory ran out since the last call."""
-        new, self._told = self._count - self._told, self._count
+        new, self._reported = self._count - self._reported, self._count
         return new
 
     def attempt(self, work: Callable[[], Result]) -> Result | None:

@@ -35,7 +35,7 @@ class Outcome:
     decode_tokens: int = 0
     drafted: int = 0  # of these, drafts ...
     accepted: int = 0  # ... and those accepted
-    guessed: list[tuple[int, int, int]] = field(default_factory=list)  # (uid, drafted, accepted) of groups that had drafts
+    drafts: list[tuple[int, int, int]] = field(default_factory=list)  # (uid, drafted, accepted) of groups that had drafts
     tried: list[int] = field(default_factory=list)  # by depth: sequences that had a draft there ...
     kept: list[int] = field(default_factory=list)  # ... and how many of them had one accepted
     draft_seconds: float = 0.0  # time for drafting ...
@@ -66,7 +66,7 @@ class Outcome:
         spans = [span for run in runs for span in run.spans]
         self.decode_tokens, self.decode_keys = sum([span.wanted for span in spans]), sum([span.wanted_keys for span in spans])
 
-    def tell(self, group: Group, verdict: Verdict) -> None:
+    def add(self, group: Group, verdict: Verdict) -> None:
         """Collects what goes to a group's clients."""
         self.emitted += [(group.uid, emitted) for emitted in verdict.emitted]
         if verdict.scores is not None:
@@ -76,11 +76,11 @@ class Outcome:
         if verdict.grown is not None:
             self.grown.append((group.uid, verdict.grown))
 
-    def count_guesses(self, group: Group, verdict: Verdict) -> None:
+    def count_drafts(self, group: Group, verdict: Verdict) -> None:
         """Counts a group's drafts and which were accepted."""
         self.drafted += verdict.drafted
         self.accepted += verdict.accepted
-        self.guessed.append((group.uid, verdict.drafted, verdict.accepted))
+        self.drafts.append((group.uid, verdict.drafted, verdict.accepted))
         for tried, kept in verdict.trials:
             more = [0] * (tried - len(self.tried))
             self.tried, self.kept = self.tried + more, self.kept + more

@@ -6,6 +6,7 @@ beyond `computed` of a page that one sequence holds alone. A page that nobody ho
 and it is evicted only when there is no other, the least recently held first.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
 
@@ -27,7 +28,9 @@ class PagePool:
         self._unused = list(range(pages, 0, -1))  # a stack: low ids, and their memory, are reused first
         self._references = [0] * (pages + 1)
         self._kept = bytearray(pages + 1)
-        self._cached: dict[int, None] = {}  # kept and held by nobody, in the order in which they were released
+        # Kept and held by nobody, in the order in which they were released. A plain dict would look for its first entry among all
+        # those that were deleted before it.
+        self._cached: OrderedDict[int, None] = OrderedDict()
         self._taken: list[int] = []
 
     @property
@@ -93,8 +96,7 @@ class PagePool:
             self._unused.append(page)
 
     def _evict(self) -> int:
-        page = next(iter(self._cached))
-        del self._cached[page]
+        page, _ = self._cached.popitem(last=False)
         self._kept[page] = False
         self.evicted(page)
         return page

@@ -47,8 +47,8 @@ class Ranks:
             store.set(f"here {rank}", "")
             store.wait([f"here {other}" for other in range(size)], timeout)
 
-    def add(self, x: Tensor) -> Tensor:
-        """All-reduce: x, overwritten by the sum of all ranks' x."""
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """x, overwritten by the sum of all ranks' x."""
         if self._invariant:
             parts = [torch.empty_like(x) for _ in range(self.size)]
             distributed.all_gather(parts, x.contiguous())
@@ -59,21 +59,21 @@ class Ranks:
             distributed.all_reduce(x)
         return x
 
-    def join(self, x: Tensor) -> Tensor | None:
-        """Gather. On rank 0: all ranks' x [rows, n] side by side, [rows, size * n]. Elsewhere: None."""
+    def gather(self, x: Tensor) -> Tensor | None:
+        """On rank 0: all ranks' x [rows, n] side by side, [rows, size * n]. Elsewhere: None."""
         if self.size == 1:
             return x
         parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else None
         distributed.gather(x.contiguous(), parts, dst=0)
         return torch.cat(parts, dim=-1) if parts else None
 
-    def tell(self, x: Tensor) -> Tensor:
-        """Broadcast: rank 0's x, written over the other ranks' x of the same shape."""
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Rank 0's x, written over the other ranks' x of the same shape."""
         if self.size > 1:
             distributed.broadcast(x, src=0)
         return x
 
-    def least(self, value: int) -> int:
+    def minimum(self, value: int) -> int:
         """The smallest of all ranks' values."""
         if self.size == 1:
             return value

@@ -75,7 +75,7 @@ class PrefixCache:
         if node is None or not node.attached:
             return 0
         first, size = node.depth, self._pool.page_size
-        found = self._walk(node, holder.tokens[first * size : limit // size * size].tobytes(), size * holder.tokens.itemsize)
+        found = self._walk(node, holder, limit)
         while self.most is not None and found and not found[-1].state:
             found.pop()
         if (first + len(found)) * size <= holder.computed:
@@ -111,9 +111,8 @@ class PrefixCache:
 
     def known(self, holder: Holder, limit: int) -> int:
         """How many of its first `limit` tokens are in cached pages, with or without a recurrent state after them."""
-        root, size = self._roots.get(holder.cache_key.encode()), self._pool.page_size
-        tokens = holder.tokens[: limit // size * size].tobytes()
-        return size * len(self._walk(root, tokens, size * holder.tokens.itemsize)) if root is not None else 0
+        root = self._roots.get(holder.cache_key.encode())
+        return self._pool.page_size * len(self._walk(root, holder, limit)) if root is not None else 0
 
     def remember(self, holder: Holder) -> None:
         """Keeps the recurrent state after all of its tokens so far, which are full pages, so that they can be found. The sequence
@@ -166,11 +165,11 @@ class PrefixCache:
                 del self._nodes[node.page]
                 self._pool.forget(node.page)
 
-    @staticmethod
-    def _walk(node: Node, tokens: bytes, width: int) -> list[Node]:
-        found = []
-        for start in range(0, len(tokens), width):
-            child = node.children.get(tokens[start : start + width])
+    def _walk(self, node: Node, holder: Holder, limit: int) -> list[Node]:
+        """The nodes of the holder's pages below `node`, up to `limit` tokens."""
+        found, size = [], self._pool.page_size
+        for start in range(node.depth * size, limit - size + 1, size):
+            child = node.children.get(holder.tokens[start : start + size].tobytes())
             if child is None:
                 break
             found.append(child)

@@ -26,7 +26,7 @@ BEFORE = ROOT - 1  # pseudo-node: the sequence without its last token
 
 
 class Readout(Rounds):
-    """Draft heads without a KV cache, on the rank that samples; see `guesses.DraftModel`."""
+    """Draft heads without a KV cache, on the rank that samples; see `speculator.DraftModel`."""
 
     recorded = False
 

@@ -172,7 +172,7 @@ class Group:
     trace: str = ""  # its name in other processes' logs and traces
     batch: int = 0
     decodes: bool = False  # all is computed but the last tokens
-    told: tuple[int, int, int] = (-1, -1, -1)  # the standing that was last reported
+    reported: tuple[int, int, int] = (-1, -1, -1)  # the standing that was last reported
     counted: int = -1  # pages held, cached for several choices that decode; -1: to be counted anew
 
     @property

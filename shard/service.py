@@ -129,30 +129,30 @@ class Service:
         # without Triton, the operations synchronize with the device
         graphs = engine.device.type == "cuda" and triton_on(engine.device)
         chosen = parse(config.cuda_graphs) if graphs and shape.replayed else ()
-        drafts = engine.guesses.most > 0
+        drafts = engine.speculator.most > 0
         remembers = [shape.recurrent is not None]
-        remembers += [False] if engine.guesses.drafter and engine.guesses.drafter.recorded else []
+        remembers += [False] if engine.speculator.drafter and engine.speculator.drafter.recorded else []
         sizes = recorded(chosen, rows, tokens, drafts, remembers)
         self.stage = "compiling products"
         engine.compile(min(tokens, COMPILED))
         if config.batch_invariant:
             self.stage = "checking that answers don't depend on batches"
             invariance.check(engine)
-        if not ranks.least(engine.decoder.vision is not None):  # all ranks have a vision encoder, or none
+        if not ranks.minimum(engine.decoder.vision is not None):  # all ranks have a vision encoder, or none
             engine.decoder.vision = None
         self.stage = "measuring memory"
         # With recurrent states, accepted drafts are computed a second time; the router does not count these tokens in a step's
         # budget.
-        most = tokens + (sequences * engine.guesses.most if shape.recurrent is not None else 0)
+        most = tokens + (sequences * engine.speculator.most if shape.recurrent is not None else 0)
         most += engine.decoder.vision.whole if engine.decoder.vision is not None else 0
         copies, reserved = size_copies(engine, config.kv_offload_gib)
         pages, sequences, sample = size_pool(
             engine, config.kv_pages, config.memory_fraction, most, rows, sequences, total, sizes, reserved
         )
-        sequences = ranks.least(sequences)
-        engine.resize(ranks.least(pages), sequences, copies=ranks.least(copies))
+        sequences = ranks.minimum(sequences)
+        engine.resize(ranks.minimum(pages), sequences, copies=ranks.minimum(copies))
         if sizes:
-            extent = GraphExtent(tokens, rows, total, engine.pool.pages, chosen, drafts, engine.guesses.trees)
+            extent = GraphExtent(tokens, rows, total, engine.pool.pages, chosen, drafts, engine.speculator.trees)
             engine.record(Recorder(), extent, lambda stage: setattr(self, "stage", stage))
         return wire.WarmupReply(
             pages=engine.pool.pages,
@@ -212,7 +212,7 @@ class Service:
 
     def Steps(self, commands: Iterator[wire.Command], context: grpc.ServicerContext) -> Iterator[wire.Reply]:  # noqa: N802
         """See shard.proto. When the stream ends the router is gone, and its groups are dropped."""
-        with self._told(context) as executor:
+        with self._commanded(context) as executor:
             yield from executor.stream(map(checked, commands))
 
     def follow(self, message: bytes) -> None:
@@ -224,11 +224,11 @@ class Service:
                 self.execute(wire.Command.FromString(message), lambda answer: None)
 
     def _once(self, command: wire.Command, context: grpc.ServicerContext) -> wire.Reply:
-        with self._told(context) as executor:
+        with self._commanded(context) as executor:
             return executor.once(checked(command))
 
     @contextmanager
-    def _told(self, context: grpc.ServicerContext) -> Iterator[Executor]:
+    def _commanded(self, context: grpc.ServicerContext) -> Iterator[Executor]:
         """The executor, if commands can be taken; errors become gRPC statuses for the caller."""
         if self._config.rank:
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, "send commands to rank 0, which passes them on to the others")
@@ -275,23 +275,23 @@ class Service:
         engine.filter(request.drop)
         engine.end(zip(request.end_uids, request.end_choices, strict=True))
         paused = [paused_to(group, pool.page_size) for group in engine.pause(request.pause)]
-        told = wire.Reply(filter=wire.FilterReply(step=request.step, free=pool.free, paused=paused, cached=pool.cached))
-        reply(lambda: told)
+        answer = wire.Reply(filter=wire.FilterReply(step=request.step, free=pool.free, paused=paused, cached=pool.cached))
+        reply(lambda: answer)
 
     def _concat(self, request: wire.ConcatRequest, reply: Callable[[Answer], None]) -> None:
         self.engine.concat(request.into, request.batches)
-        told = wire.Reply(concat=wire.ConcatReply(step=request.step))
-        reply(lambda: told)
+        answer = wire.Reply(concat=wire.ConcatReply(step=request.step))
+        reply(lambda: answer)
 
     def _adapt(self, request: wire.AdaptRequest, reply: Callable[[Answer], None]) -> None:
-        told = wire.Reply(adapt=wire.AdaptReply(step=request.step, problem=self.adapter_loader.adapt(request)))
-        reply(lambda: told)
+        answer = wire.Reply(adapt=wire.AdaptReply(step=request.step, problem=self.adapter_loader.adapt(request)))
+        reply(lambda: answer)
 
     def _clear_cache(self, request: wire.ClearCacheRequest, reply: Callable[[Answer], None]) -> None:
         self.engine.clear()
         self.adapter_loader.welcome(request.router)
-        told = wire.Reply(clear_cache=wire.ClearCacheReply(step=request.step, free=self.engine.pool.free))
-        reply(lambda: told)
+        answer = wire.Reply(clear_cache=wire.ClearCacheReply(step=request.step, free=self.engine.pool.free))
+        reply(lambda: answer)
 
 
 def _reply_when(landed: "Future[Outcome]", step: int, reply: Callable[[Answer], None]) -> None:

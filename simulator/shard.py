@@ -112,7 +112,7 @@ class Group:
     decodes: bool = False
     tails: dict[int, Tail] = field(default_factory=dict)  # choices that have begun and not ended
     ended: set[int] = field(default_factory=set)
-    told: tuple[int, int, int] = (-1, -1, -1)
+    reported: tuple[int, int, int] = (-1, -1, -1)
 
     @property
     def held(self) -> int:
@@ -358,8 +358,8 @@ class IntegerShard:
         self.largest = max(self.largest, used)
         for group in self._changed:
             standing = group.held, group.grow, group.lacking
-            if standing != group.told:
-                group.told = standing
+            if standing != group.reported:
+                group.reported = standing
                 outcome.uids.append(group.asked.uid)
                 outcome.held.append(standing[0])
                 outcome.grow.append(standing[1])

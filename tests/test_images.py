@@ -18,7 +18,7 @@ import transformers
 
 from penstock.router.text import Tokenizer
 from penstock.tests import serving
-from penstock.tests.router.sights import encoded, make_folder, picture
+from penstock.tests.router.vision_models import encoded, make_folder, picture
 from penstock.tests.serving import Server, serve
 from penstock.tests.shard.configurations import SMALL
 from penstock.tests.shard.test_images import SECTIONS

@@ -1,5 +1,5 @@
 """A server with --batch-invariant says the same in 16-bit numbers to a client that is alone and to one of a crowd, by tokens and
-log-probabilities: in a pool that is too small for all, with guesses, and while its shard is killed."""
+log-probabilities: in a pool that is too small for all, with drafts, and while its shard is killed."""
 
 import asyncio
 import os

@@ -75,7 +75,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: ",".join(map(str, list(settings.values())[:4])))
 def test_a_pool_in_which_everybody_is_paused_twice_changes_no_token(alone: list[list[list[int]]], settings: dict[str, Any]) -> None:
-    drafts, offload = settings.get("drafts", 0), settings.get("offload", 0)  # guesses change no token either
+    drafts, offload = settings.get("drafts", 0), settings.get("offload", 0)  # drafts change no token either
     asked = [replace(request, drafts=drafts) for request in requests()]
     page_size = settings["page_size"]
     pages = max(most_pages(request, page_size) for request in asked) + 1  # room for little more than the largest of them

@@ -37,8 +37,8 @@ def observed(tracing: Tracing | None, silent: Set[str]) -> Middleware:
         record = Record(_sayable(request.headers.get(REQUEST_ID, "")) or f"req-{secrets.token_hex(12)}")
         # Never reset: headers are made when nothing here runs any more, and each request has a context of its own.
         current.set(record)
-        told = request.path not in silent
-        span = tracing.begin(request.headers, record) if tracing is not None and told and request.method == "POST" else None
+        logged = request.path not in silent
+        span = tracing.begin(request.headers, record) if tracing is not None and logged and request.method == "POST" else None
         status = GONE
         try:
             response = await handler(request)
@@ -48,8 +48,8 @@ def observed(tracing: Tracing | None, silent: Set[str]) -> Middleware:
             status = 500
             raise
         finally:
-            if told:
-                _tell(request, record, status)
+            if logged:
+                _log(request, record, status)
             if tracing is not None and span is not None:
                 tracing.end(span, record, _route(request), status)
             record.runs.clear()  # timers and tasks that outlive the request share its context: they must not keep prompt and images
@@ -82,7 +82,7 @@ def _route(http: web.Request) -> str:
     return "unknown route" if resource is None else resource.canonical
 
 
-def _tell(http: web.Request, record: Record, status: int) -> None:
+def _log(http: web.Request, record: Record, status: int) -> None:
     level = logging.WARNING if status >= 500 and status != 503 else logging.INFO
     if not logger.isEnabledFor(level):
         return
@@ -109,13 +109,13 @@ def _values(http: web.Request, record: Record, status: int) -> dict[str, Any]:
             "queue_seconds": _longest(runs, lambda run: run.started - run.arrived if run.started else run.ended - run.arrived),
             "first_token_seconds": _longest(runs, lambda run: run.first - run.arrived if run.first else 0.0),
             "inference_seconds": _longest(runs, lambda run: run.ended - run.started if run.started else 0.0),
-            **_guesses(runs),
+            **_draft_counts(runs),
             "finish_reason": ",".join(dict.fromkeys(reason for run in runs for reason in run.reasons)),
         }
     return {name: value for name, value in values.items() if value != ""}
 
 
-def _guesses(runs: list[Run]) -> dict[str, int]:
+def _draft_counts(runs: list[Run]) -> dict[str, int]:
     """Draft token counts of requests that may have had drafts."""
     if not any(run.request.drafts for run in runs):
         return {}

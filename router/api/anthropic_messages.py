@@ -19,8 +19,8 @@ BILLING = "x-anthropic-billing-header:"
 
 def messages_of(given: Sequence[Json], system: str | list[Json] | None) -> tuple[list[Json], list[str]]:
     """A chat's messages, and the place of each in the body. Tool results become messages of their own. Raises Refused."""
-    told = _texts(system or "", "system")
-    found = [{"role": "system", "content": told}] if told else []
+    instructions = _texts(system or "", "system")
+    found = [{"role": "system", "content": instructions}] if instructions else []
     places = ["system"] * len(found)
     for index, message in enumerate(given):
         role, content, place = message.get("role"), message.get("content"), f"messages[{index}]"

@@ -12,7 +12,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from ..adapters import Adapters
 from ..config import Misconfigured, RouterConfig
-from ..pictures import ImagePlacer
+from ..image_placeholders import ImagePlacer
 from ..record import current
 from ..request import Failure
 from ..text import Tokenizer
@@ -85,10 +85,10 @@ def make_app(
         return web.Response(body=metrics.render(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     probe = Probes(batcher, replicas)
-    page = Page(config, batcher, metrics, probe.health, config.max_images if validator.pictures is not None else 0)
+    page = Page(config, batcher, metrics, probe.health, config.max_images if validator.image_placer is not None else 0)
     app.on_shutdown.append(page.close)
-    if validator.pictures is not None:
-        app.cleanup_ctx.append(partial(_seeing, validator.pictures, links))
+    if validator.image_placer is not None:
+        app.cleanup_ctx.append(partial(_image_processing, validator.image_placer, links))
     app.add_routes(
         [
             web.post("/", tgi.root),
@@ -126,9 +126,9 @@ def make_app(
     return app
 
 
-async def _seeing(pictures: ImagePlacer, links: ImageLoader, app: web.Application) -> AsyncIterator[None]:
+async def _image_processing(placer: ImagePlacer, links: ImageLoader, app: web.Application) -> AsyncIterator[None]:
     """Keeps image preprocessing and image downloads running as long as the application does. The start does not wait for them."""
-    starting = asyncio.create_task(pictures.start())
+    starting = asyncio.create_task(placer.start())
     yield
     starting.cancel()
     await links.close()

@@ -119,9 +119,9 @@ class Responses:
             request, make = await self._chats.request(chat, chat.messages, asked, limits)
         clock.valid()
         output = Output(message_parser_of(make), self._writer.logprob if logprobs else None)
-        told = Asked(request, output, Response(body.model or self._config.model, _echoed(body)))
+        pending = Asked(request, output, Response(body.model or self._config.model, _echoed(body)))
         if body.stream:
-            return await send(http, self._batcher, [request], Events(told), stream_headers_of(clock, [request]) | headers)
+            return await send(http, self._batcher, [request], Events(pending), stream_headers_of(clock, [request]) | headers)
         [[answer]] = await fold([self._batcher.submit(request)])
         tokens = answer.tokens
         await self._writer.each(
@@ -130,7 +130,7 @@ class Responses:
         for _ in output.finish(answer.finish):
             pass
         usage = Usage(len(request.prompt), len(tokens), answer.prompt.cached_tokens, output.reasoning_tokens)
-        content = told.response.json(_status(answer.finish), output.items, usage)
+        content = pending.response.json(_status(answer.finish), output.items, usage)
         return json_response(content, headers_of(clock, [request], [answer]) | headers)
 
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from ..config import RouterConfig
 from ..grammar import json_schema, regex
-from ..pictures import marked
+from ..image_placeholders import marked
 from ..record import arrival
 from ..request import Alternative, Beam, Finish, Grammar, Grown, Item, Limits, Prompt, Refused, Request, Speculation, Token
 from ..text import Tokenizer
@@ -229,8 +229,8 @@ class Tgi:
 
     def _marked(self, inputs: str, limits: Limits | None) -> tuple[str, list[str]]:
         """The text with each Markdown image replaced by the model's image placeholder, and the images' URLs."""
-        pictures = self._validator.pictures
-        return marked(inputs, pictures.text) if pictures is not None and limits and limits.images else (inputs, [])
+        placer = self._validator.image_placer
+        return marked(inputs, placer.text) if placer is not None and limits and limits.images else (inputs, [])
 
     async def _whole(self, asked: Asked, clock: Clock, *, wrapped: bool) -> web.Response:
         (answers,) = await fold([self._batcher.submit(asked.request)], asked.request.choices)

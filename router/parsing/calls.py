@@ -89,38 +89,38 @@ def json_call(source: Source, calls: Calls, strict: bool) -> Steps[bool]:
     if not (yield from expect(source, "{")):
         return False
     name = held = ""
-    told = False
+    begun = False
     while (yield from space(source)) == '"':
         key = yield from _decoded(source)
-        if key not in NAME_KEYS + ARGUMENTS_KEYS + OTHER_KEYS and not told:
+        if key not in NAME_KEYS + ARGUMENTS_KEYS + OTHER_KEYS and not begun:
             return False
         if not (yield from after_space(source, ":")):
-            return told
+            return begun
         first = yield from space(source)
-        if key in NAME_KEYS and not told:
+        if key in NAME_KEYS and not begun:
             name = (yield from _decoded(source)) if first == '"' else ""
             if not usable(name) or (strict and not calls.known(name)):
                 return False
-        elif key in ARGUMENTS_KEYS and name and not told and first == "{":
+        elif key in ARGUMENTS_KEYS and name and not begun and first == "{":
             yield calls.begin(name)
-            told = True
+            begun = True
             if not (yield from stream(follow_json(source), calls)):
                 return True
         else:
             value = yield from whole(follow_json(source))
             if not value:
-                return told
+                return begun
             held = value if key in ARGUMENTS_KEYS else held
         if not (yield from after_space(source, ",")):
             break
     if not (yield from after_space(source, "}")):
-        return told
+        return begun
     arguments = _object(held)
-    if not told and name and arguments is not None:
+    if not begun and name and arguments is not None:
         yield calls.begin(name)
         yield calls.arguments(arguments)
         return True
-    return told
+    return begun
 
 
 def _decoded(source: Source) -> Steps[str]:

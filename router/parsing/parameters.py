@@ -160,8 +160,8 @@ class Parameters:
         for key in EITHER:
             either = [types for part in _parts(schema, key) if (types := self._types(part, own, seen)) is not None]
             found += [frozenset().union(*either)] if either else []
-        told = [types for types in found if types is not None]
-        return frozenset.intersection(*told) if told else None
+        known = [types for types in found if types is not None]
+        return frozenset.intersection(*known) if known else None
 
 
 def _own_types(level: Json) -> Types:

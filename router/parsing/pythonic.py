@@ -65,7 +65,7 @@ def _call(source: Source, calls: Calls, strict: bool) -> Steps[bool]:
     known = calls.given(name) or (NAME.fullmatch(name) and (calls.known(name) or not strict))
     if not known or not (yield from expect(source, "(")):
         return False
-    told = False
+    begun = False
     while True:
         start = source.at
         if (yield from after_space(source, ")")):
@@ -74,16 +74,16 @@ def _call(source: Source, calls: Calls, strict: bool) -> Steps[bool]:
         argument = yield from _argument(source, calls, name)
         if argument is None:
             source.at = start
-            return told
-        if argument and not told:
+            return begun
+        if argument and not begun:
             yield calls.begin(name)
         if argument:
-            yield calls.arguments(f"{', ' if told else '{'}{argument}")
-            told = True
+            yield calls.arguments(f"{', ' if begun else '{'}{argument}")
+            begun = True
         yield from after_space(source, ",")
-    if not told:
+    if not begun:
         yield calls.begin(name)
-    yield calls.arguments("}" if told else "{}")
+    yield calls.arguments("}" if begun else "{}")
     return True
 
 

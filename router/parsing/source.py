@@ -112,10 +112,9 @@ def before(source: Source, markers: Markers, make: Callable[[str], Part], spaces
         found = markers.find(source.text, fresh)
         start = found[0] if found else len(source.text) if source.ended else markers.begun(source.text, fresh)
         kept = source.text[fresh:start].rstrip(spaces)
+        stop = fresh + len(kept) if kept else source.at
         if found is None and source.ended:
-            stop = start
-        else:
-            stop = fresh + len(kept) if kept else source.at
+            stop = start  # there is no marker that they could belong to
         if stop > source.at:
             yield make(source.text[source.at : stop])
         marker = source.text[found[0] : found[1]] if found else ""

@@ -106,18 +106,18 @@ class TaggedForm:
                 return False
             types = calls.types(name, key.strip())
             if self.kinds is not None:
-                told = yield from self._told(source, self.kinds, types)
-                if told is None:
+                stated = yield from self._stated_types(source, self.kinds, types)
+                if stated is None:
                     source.at = start
                     return False
-                types = told
+                types = stated
             yield calls.arguments(f"{opening}{dump(key.strip())}: ")
             if not (yield from self._string(source, calls) if types == STRING else self._value(source, calls, types)):
                 return False
             opening = ", "
         return True
 
-    def _told(self, source: Source, kinds: tuple[str, str], types: Types) -> Steps[Types | None]:
+    def _stated_types(self, source: Source, kinds: tuple[str, str], types: Types) -> Steps[Types | None]:
         """What the tag says about the type of a value that may have these types; None if it says nothing."""
         string, other = kinds
         if (yield from after_space(source, string)):

@@ -54,10 +54,10 @@ class BeamSearch:
             return Verdict([], [], failure=NOTHING)
         if not live or search.over(live[0].score, length, group.max_new_tokens):
             answers = search.kept[: search.wanted]
-            rows = [row for choice, answer in enumerate(answers) for row in _rest(choice, answer, search.told)]
+            rows = [row for choice, answer in enumerate(answers) for row in _rest(choice, answer, search.streamed)]
             return Verdict(rows, list(group.sequences), scores=[answer.score for answer in answers], grown=grown)
         emitted = _certain(group, live)
-        search.told += len(emitted)
+        search.streamed += len(emitted)
         children = [Child(group.sequences[one.row], one.token, one.score, one.logprob, one.top) for one in live]
         return Verdict(emitted, [], children=children, grown=grown, searched=length)
 
@@ -88,7 +88,7 @@ def _certain(group: Group, live: Listing[Candidate]) -> list[Emitted]:
     search, emitted = _search(group), []
     first = live[0]
     parent, path = group.sequences[first.row], _path(group.sequences[first.row])
-    for place in range(search.told, parent.generated + 1):
+    for place in range(search.streamed, parent.generated + 1):
         token = _token(group, first, place)
         same = all(_token(group, other, place) == token for other in live) and all(
             place < len(kept.tokens) and kept.tokens[place] == token for kept in search.kept
@@ -106,8 +106,8 @@ def _token(group: Group, candidate: Candidate, place: int) -> int:
     return candidate.token if place == parent.generated else parent.tokens[parent.prompt_length + place]
 
 
-def _rest(choice: int, answer: Hypothesis, told: int) -> list[Emitted]:
-    """The tokens to emit at the end. Part of the best answer has been streamed (`told`); the others are emitted whole."""
+def _rest(choice: int, answer: Hypothesis, streamed: int) -> list[Emitted]:
+    """The tokens to emit at the end. Part of the best answer has been streamed (`streamed`); the others are emitted whole."""
     path, last = answer.path, len(answer.tokens) - 1
     finish = Finish.END if answer.ended else Finish.LENGTH
     return [
@@ -116,7 +116,7 @@ def _rest(choice: int, answer: Hypothesis, told: int) -> list[Emitted]:
             Pick(answer.tokens[place], path.logprobs[place], path.tops[place] if path.tops else ()),
             finish if place == last else Finish.NOT,
         )
-        for place in range(0 if choice else told, len(answer.tokens))
+        for place in range(0 if choice else streamed, len(answer.tokens))
     ]
 
 

@@ -139,7 +139,8 @@ class Grammars:
         """A state at the grammar's start, to be copied; its future raises Unusable. Whoever waits for it has to hold it: the cache
         may evict it."""
         compiled = self._compiled.get(grammar)
-        if compiled is None:
+        if compiled is None or _failed(compiled):  # perhaps for lack of a thread
+            self._size -= len(grammar) if compiled else 0
             compiled = self._compiled[grammar] = self._background.submit(lambda: self._state(grammar))
             self._size += len(grammar)
             while len(self._compiled) > KEPT or (self._size > KEPT_CHARACTERS and len(self._compiled) > 1):
@@ -214,6 +215,10 @@ class Grammars:
         if not matcher.is_error():
             matcher.compute_bitmask()
         return GrammarState(matcher)
+
+
+def _failed(future: "Future[GrammarState]") -> bool:
+    return future.done() and future.exception() is not None
 
 
 def bit(token: int) -> int:

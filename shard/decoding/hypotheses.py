@@ -60,7 +60,7 @@ class Search:
     wanted: int  # hypotheses to return as answers
     length_penalty: float = 1.0
     stop: Stop = Stop.WORSE
-    told: int = 0  # tokens already streamed: the best answer begins with them, whichever it will be
+    streamed: int = 0  # tokens already streamed: the best answer begins with them, whichever it will be
     watched: bool = False  # a client watches the beams (`stream_beams`): each step reports them
     kept: list[Hypothesis] = field(default_factory=list)  # complete hypotheses, best first, at most `width`
 

@@ -2,6 +2,7 @@
 prompt or in the output (Saxena 2023; Yang et al. 2023, arXiv:2304.04487). Plain ints; knows no sequence and no model."""
 
 import math
+import sys
 from array import array
 from collections.abc import Sequence as Listing
 
@@ -21,15 +22,18 @@ class NgramIndex:
         # by length - 1: the position after the previous occurrence of the last tokens; 0: there is none
         self._before = [0] * LONGEST
 
-    def follow(self, tokens: Listing[int]) -> None:
-        """Extends the index to all of `tokens`, which begin with those that it has."""
-        first = len(self.tokens) + 1
-        self.tokens.extend(tokens[first - 1 :])
-        text, width = memoryview(self.tokens).cast("B"), self.tokens.itemsize
+    def follow(self, tokens: Listing[int], most: int = sys.maxsize) -> int:
+        """Extends the index towards all of `tokens`, which begin with those that it has, by at most so many. Returns by how
+        many."""
+        before = len(self.tokens)
+        self.tokens.extend(tokens[before : before + most])
+        begin = max(0, before + 1 - LONGEST)
+        text, width = self.tokens[begin:].tobytes(), self.tokens.itemsize
         for length, last in enumerate(self._last, 1):
-            for place in range(max(first, length), len(self.tokens) + 1):
-                gram = bytes(text[(place - length) * width : place * width])
+            for place in range(max(before + 1, length), len(self.tokens) + 1):
+                gram = text[(place - length - begin) * width : (place - begin) * width]
                 self._before[length - 1], last[gram] = last.get(gram, 0), place
+        return len(self.tokens) - before
 
     def earlier(self) -> tuple[int, int]:
         """The length of the longest last n-gram that occurred before, and the position after its most recent occurrence; (0, 0):

@@ -16,6 +16,10 @@ from .lookup import NgramIndex, look_up
 from .tree import Tree, merge
 from .verify import Draft, deterministic_draft
 
+# Tokens that are indexed for look-up in a step, some 5 us each: of each sequence, and of all together where some lack more than
+# that, which wait for their drafts.
+SHORT, CATCH_UP = 128, 2048
+
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
@@ -63,9 +67,10 @@ class NgramProposer:
 
     def propose(self, asked: Listing[DraftRequest]) -> Proposal:
         """See Proposer."""
-        drafts = []
+        drafts, left = [], CATCH_UP
         for one in asked:
             index = one.sequence.ngram_index = one.sequence.ngram_index or NgramIndex()
-            index.follow(one.sequence.tokens)
-            drafts.append(deterministic_draft(look_up(index, one.nodes, one.depth)))
+            left -= index.follow(one.sequence.tokens, max(left, SHORT))
+            whole = len(index.tokens) == len(one.sequence.tokens)
+            drafts.append(deterministic_draft(look_up(index, one.nodes, one.depth)) if whole else Draft())
         return Proposal(drafts)

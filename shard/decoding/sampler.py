@@ -7,11 +7,11 @@ Everything runs on rank 0: the other ranks receive the tokens.
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, Generic, TypeVar
 
 import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ...kernels import noise
@@ -22,6 +22,8 @@ from ...kernels.transfer import HostCopy, list_to_device, lists_to_device, to_de
 from ..sequence import Sampling
 from ..step import DeviceSamples
 from .hypotheses import Top
+
+NONE = numpy.empty(0, numpy.int64)
 
 
 @dataclass(slots=True)  # created many times a step: frozen ones take three times as long
@@ -185,20 +187,16 @@ def penalized(logits: Tensor, rows: Listing[Row]) -> Tensor:
 def _penalties(rows: Listing[Row], logits: Tensor) -> Penalties:
     """The rows' penalties and biases as tensors. Rows without any have no entries, and neither have image tokens."""
     device = logits.device
-    lengths = [len(row.tokens) if row.sampling.penalized else 0 for row in rows]
-    counts = torch.tensor(lengths)
-    # position of each token in its sequence
-    places = torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts).repeat_interleave(counts)
-    prompts = torch.tensor([row.prompt_length for row in rows]).repeat_interleave(counts)
-    listed = chain.from_iterable(row.tokens for row, length in zip(rows, lengths, strict=True) if length)
-    tokens = torch.tensor(list(listed), dtype=torch.int64)
-    words = tokens < logits.shape[1]
+    parts = [part for row in rows for part in _counted(row)]  # of each row: prompt, output
+    ids, numbers = numpy.concatenate(parts), numpy.arange(len(parts)).repeat([*map(len, parts)])
+    words = ids < logits.shape[1]
+    ids, numbers = ids[words], numbers[words]
     bias = [(k, token, value) for k, row in enumerate(rows) for token, value in row.sampling.bias]
     samplings = [row.sampling for row in rows]
     return Penalties(
-        rows=to_device(torch.arange(len(rows)).repeat_interleave(counts)[words], device),
-        ids=to_device(tokens[words], device),
-        output=to_device((places >= prompts).float()[words], device),
+        rows=to_device(torch.from_numpy(numbers >> 1), device),
+        ids=to_device(torch.from_numpy(ids), device),
+        output=to_device(torch.from_numpy((numbers & 1).astype(numpy.float32)), device),
         repetition=to_device(torch.tensor([sampling.repetition_penalty for sampling in samplings]), device),
         frequency=to_device(torch.tensor([sampling.frequency_penalty for sampling in samplings]), device),
         presence=to_device(torch.tensor([sampling.presence_penalty for sampling in samplings]), device),
@@ -206,6 +204,15 @@ def _penalties(rows: Listing[Row], logits: Tensor) -> Penalties:
         bias_ids=list_to_device(device, [entry[1] for entry in bias]),
         bias_values=to_device(torch.tensor([entry[2] for entry in bias], dtype=torch.float32), device),
     )
+
+
+def _counted(row: Row) -> Listing[NDArray[numpy.int64]]:
+    """A row's prompt and its output, each as far as penalties count its tokens."""
+    repeated = row.sampling.repetition_penalty != 1
+    if not (repeated or row.sampling.frequency_penalty or row.sampling.presence_penalty):
+        return NONE, NONE
+    prompt, output = numpy.split(numpy.asarray(row.tokens, numpy.int64), [row.prompt_length])
+    return prompt if repeated else NONE, output
 
 
 def _choose(scores: Tensor, rows: Listing[Row]) -> list[tuple[Filtered, Tensor]]:

@@ -18,9 +18,11 @@ from collections.abc import Sequence as Listing
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import chain
-from typing import overload
+from typing import Any, overload
 
+import numpy
 import torch
+from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
 from ...kernels import noise
@@ -87,7 +89,14 @@ class TokensView(Listing[int]):
     def __getitem__(self, place: slice) -> list[int]: ...
 
     def __getitem__(self, place: int | slice) -> int | list[int]:
-        return [*self._tokens, *self._more][place]
+        if isinstance(place, slice):
+            return [self[i] for i in range(self._length)[place]]
+        place, before = range(self._length)[place], len(self._tokens)
+        return self._tokens[place] if place < before else self._more[place - before]
+
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
+        """For numpy, which would ask for each token by itself."""
+        return numpy.concatenate((numpy.asarray(self._tokens, dtype), numpy.asarray(self._more, dtype)))
 
 
 def row(group: Group, sequence: Sequence, path: Listing[int]) -> Row:

@@ -9,10 +9,10 @@ from ...kernels.entries import EntryParameters, write_entries, write_series
 from ...kernels.partial_rotary import rotate_last, write_keys
 from ...kernels.ragged import AttentionOptions, attention, attention_with_entries, completed_entries
 from ..step import Step
-from .changes import side_by_side
 from .compression import CompressedLatent
 from .latents import LatentAttention, PerHeadWeight
 from .loader import Loader
+from .lora import side_by_side
 from .rotary import Places
 from .stream import Stream
 
@@ -89,11 +89,11 @@ class CompressedAttention(LatentAttention):
         first = load.matrix(QUERIES, latent.queries, shape.hidden, whole=True)
         keys = load.matrix(KEYS, size, shape.hidden, whole=True)[order]
         changes = (
-            load.changed([QUERIES], [latent.queries], wholes=(latent.queries,)),
-            load.changed([KEYS], [size], wholes=(size,), order=order),
+            load.lora([QUERIES], [latent.queries], wholes=(latent.queries,)),
+            load.lora([KEYS], [size], wholes=(size,), order=order),
         )
         self.inward = load.laid_out(load.joined([first, keys]), None, side_by_side(*changes))
-        changed = load.changed([MORE_QUERIES], [asked], order=queries, inputs=latent.queries)
+        changed = load.lora([MORE_QUERIES], [asked], order=queries, inputs=latent.queries)
         self.query = load.laid_out(load.matrix(MORE_QUERIES, asked, latent.queries)[queries], None, changed)
         self.query_norm = load.gains("self_attn.q_a_norm", latent.queries)
         self.latent_norm = load.gains("self_attn.kv_norm", size)[order]

@@ -21,7 +21,6 @@ from ..step import ImageTokens, Step
 from ..weights import Source
 from .alibi import table_of as leanings_of
 from .altup import AltUp, AltUpStream, Ends
-from .changes import LoraAdapters
 from .compressed_latents import CompressedAttention
 from .compression import CompressedLatent
 from .deepseek_v4_names import DeepseekV4Names
@@ -34,10 +33,11 @@ from .hyper_stream import HyperStream
 from .indexed_heads import SparseHeadAttention
 from .kimi_linear_attention import KimiDeltaAttention
 from .latents import LatentAttention
-from .laurels import LaurelBlock
+from .laurel import LaurelBlock
 from .layer_inputs import PerLayerEmbedding, PerLayerInput
 from .linear_attention import GatedDelta, RecurrentAttention
 from .loader import Loader
+from .lora import LoraAdapters
 from .mlp import (
     ClampedMlp,
     InputScaledExperts,
@@ -232,14 +232,14 @@ class Decoder:
         ranks: Ranks,
         device: torch.device,
         exact: Invariance = Invariance.USUAL,
-        changes: LoraAdapters | None = None,
+        adapters: LoraAdapters | None = None,
     ) -> None:
-        """exact: see `Weight`; changes: LoRA adapters that tokens may use."""
+        """exact: see `Weight`; adapters: LoRA adapters that tokens may use."""
         self.shape = shape
         self.ranks = ranks
         self.invariant = exact is Invariance.INVARIANT
-        self.changes = changes or LoraAdapters()
-        changes = self.changes if self.changes.names else None
+        self.adapters = adapters or LoraAdapters()
+        loaded = self.adapters if self.adapters.names else None
         self.kept: Taps | None = None  # set for a draft model that reads this model's features
         source = LegacySource(source, shape, shape.layout) if shape.layout else source
         source = PairedSource(source, shape.paired) if shape.paired else source
@@ -249,7 +249,7 @@ class Decoder:
         load = Loader(source, shape, ranks, root, exact)
         self.embedding = self._table(load)
         self.layers = [
-            self.LAYER(index, shape, Loader(source, shape, ranks, f"{root}layers.{index}.", exact, changes))
+            self.LAYER(index, shape, Loader(source, shape, ranks, f"{root}layers.{index}.", exact, loaded))
             for index in range(shape.layers)
         ]
         for layer in self.layers:
@@ -259,7 +259,7 @@ class Decoder:
                 layer.attention.scales = seen.scales
         self.positions = load.positions() if shape.learned is not None else None
         self.inputs = PerLayerEmbedding(load, shape.inputs) if shape.inputs else None
-        self.changes.check()
+        self.adapters.check()
         self.first_norm = load.gains(shape.first_norm, shape.hidden) if shape.first_norm else None
         self.ngrams = NgramHasher(shape.ngrams, device) if shape.ngrams else None
         self.norm = load.gains(shape.last_norm, shape.hidden) if shape.last_norm else None
@@ -326,7 +326,7 @@ class Decoder:
         return found
 
     def _begin(self, step: Step, cache: Cache) -> Stream:
-        chosen = choose(step.adapters, len(self.changes.names)) if step.adapters is not None else None
+        chosen = choose(step.adapters, len(self.adapters.names)) if step.adapters is not None else None
         rows = self.embed(step.tokens)
         if self.positions is not None:
             rows.add_(self.positions.index_select(0, step.positions))
@@ -426,7 +426,7 @@ class Decoder:
         own = tokens - self.ranks.rank * len(self.embedding)
         elsewhere = (own < 0) | (own >= len(self.embedding))
         rows = functional.embedding(own.masked_fill(elsewhere, 0), self.embedding)
-        return self.ranks.add(rows.masked_fill_(elsewhere.unsqueeze(1), 0))
+        return self.ranks.all_reduce(rows.masked_fill_(elsewhere.unsqueeze(1), 0))
 
     def _stream(self, sums: Tensor, chosen: RowAdapters | None = None) -> Stream:
         shape = self.shape
@@ -461,7 +461,7 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """Logits of hidden states [rows, hidden]: on rank 0 [rows, vocabulary] in float32, elsewhere None."""
-        joined = self.ranks.join(self.head(self.precise(hidden)))
+        joined = self.ranks.gather(self.head(self.precise(hidden)))
         return None if joined is None else self.scaled(joined)
 
     def precise(self, hidden: Tensor) -> Tensor:
@@ -485,7 +485,7 @@ class Decoder:
         for shape, lora in alike.values():
             for count in (1, rows):
                 x, out = (self.embedding.new_zeros(count, size) for size in reversed(shape))
-                lora.add(x, out, choose(torch.zeros(count, dtype=torch.int64, device=x.device), len(self.changes.names)))
+                lora.add(x, out, choose(torch.zeros(count, dtype=torch.int64, device=x.device), len(self.adapters.names)))
         few = self.embedding.new_zeros(1, self.shape.hidden)
         if any(weight.streams(few) for weight in weights):
             for count in SAMPLES:

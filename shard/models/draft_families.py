@@ -75,7 +75,7 @@ def draft_shape(config: Config, target: Shape, own: bool = False) -> DraftShape:
     return found
 
 
-def check_guesses(target: Shape, speculation: Speculation) -> None:
+def check_speculation(target: Shape, speculation: Speculation) -> None:
     """Raises Unsupported for drafts that the model can't verify: trees, where it has recurrent state or sparse attention by
     blocks."""
     if speculation.chain or (target.recurrent is None and not target.placed):

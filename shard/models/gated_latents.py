@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from ...kernels.codes import QuantizedWeight
-from .changes import ColumnLora
 from .latents import LatentAttention
 from .loader import Loader
+from .lora import ColumnLora
 from .stream import Stream
 
 NAME = "self_attn.q_gate_proj"
@@ -25,7 +25,7 @@ class GatedLatentAttention(LatentAttention):
         order = torch.cat((gates, queries[self._order(len(queries), latent.plain)]))
         self.opened = len(gates)  # number of columns of the query projection that are gates, the first ones
         outputs = load.shape.heads * (size + latent.values)
-        return load.matrix(NAME, outputs, inputs)[order], load.changed([NAME], [outputs], order=order, inputs=inputs)
+        return load.matrix(NAME, outputs, inputs)[order], load.lora([NAME], [outputs], order=order, inputs=inputs)
 
     def _made(self, stream: Stream, latents: Tensor, gates: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """See `LatentAttention`."""

@@ -157,7 +157,7 @@ def normalize_parts(joint: Tensor, gains: tuple[Tensor, Tensor], epsilon: float,
     which this rank has as many columns as gains. Keys that several ranks hold are counted as often as they are summed."""
     queries, keys = map(len, gains)
     parts = joint[:, :queries], joint[:, queries : queries + keys]
-    squares = ranks.add(torch.stack([part.float().square().sum(1, keepdim=True) for part in parts]))
+    squares = ranks.all_reduce(torch.stack([part.float().square().sum(1, keepdim=True) for part in parts]))
     for part, own, total in zip(parts, gains, squares, strict=True):
         scale = (total / (len(own) * ranks.size) + epsilon).rsqrt()
         part.copy_(part.float().mul_(scale).mul_(own))

@@ -8,9 +8,9 @@ from ...kernels.indexed import BlockSelection
 from ...kernels.operations import rotate_and_write
 from ...kernels.ragged import needs_selection
 from ..step import Step
-from .changes import side_by_side
 from .heads import HeadAttention
 from .loader import Loader
+from .lora import side_by_side
 from .mean_indexer import MeanIndexer
 from .rotary import Places
 from .stream import Stream
@@ -31,8 +31,8 @@ class BlockIndexer:
         features = load.shape.order(0)
         own, wholes = index.own(load.ranks.size) * index.size, [index.size]
         order = load.ordered(torch.arange(own + index.size), features)
-        change = load.changed(*asked, wholes=wholes, order=order[:own])
-        other = load.changed([f"{key}_proj"], [index.size], wholes=wholes, order=order[: index.size])
+        change = load.lora(*asked, wholes=wholes, order=order[:own])
+        other = load.lora([f"{key}_proj"], [index.size], wholes=wholes, order=order[: index.size])
         self.inward = load.laid_out(both[order], None, side_by_side(change, other))
         self.query_norm, self.key_norm = (load.ordered(load.gains(f"{one}_norm", index.size), features) for one in (query, key))
 

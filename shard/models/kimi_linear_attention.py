@@ -27,8 +27,8 @@ class KimiDeltaAttention(RecurrentAttention):
         mixed, making = ([f"{NAME}.{part}_proj" for part in "qkv"], linear.sizes), [f"{NAME}.{part}_a_proj" for part in "fg"]
         made = [load.all_bits(name, few) for name in making]
         gating = torch.cat((*made, load.unrounded([f"{NAME}.b_proj"], [heads])))
-        change = load.changed([*making, f"{NAME}.b_proj"], [few, few, heads], wholes=(few, few, 1))
-        self.inward, self.gating = fuse_projections(load, (load.outwards(*mixed), load.changed(*mixed)), (gating, change))
+        change = load.lora([*making, f"{NAME}.b_proj"], [few, few, heads], wholes=(few, few, 1))
+        self.inward, self.gating = fuse_projections(load, (load.outwards(*mixed), load.lora(*mixed)), (gating, change))
         self.fades, self.gates = (self._by_heads(load, f"{NAME}.{part}_b_proj", linear.sizes[-1]) for part in "fg")
         self.rates = -load.each_head(f"{NAME}.A_log", heads, within=2).exp()
         self.offsets = load.each_head(f"{NAME}.dt_bias", linear.sizes[-1])
@@ -39,7 +39,7 @@ class KimiDeltaAttention(RecurrentAttention):
         self.output = load.rows(f"{NAME}.o_proj", linear.sizes[-1], bias=False)
 
     def _by_heads(self, load: Loader, name: str, size: int) -> Weight:
-        return load.laid_out(load.all_bits(name, size, self.few, cut=True), None, load.changed([name], [size], inputs=self.few))
+        return load.laid_out(load.all_bits(name, size, self.few, cut=True), None, load.lora([name], [size], inputs=self.few))
 
     def __call__(self, stream: Stream, norm: Tensor | None, step: Step, states: RecurrentStates) -> Tensor:
         """See `RecurrentAttention`. The result: [tokens, this rank's heads * value size]."""

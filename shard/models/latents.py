@@ -20,9 +20,9 @@ from ...kernels.operations import rms_norm, rotate_and_write_latents
 from ...kernels.ragged import AttentionOptions, Plan, attention, attention_to_expanded
 from ...kernels.reference import lane_invariant
 from ..step import Step
-from .changes import ColumnLora, side_by_side
 from .indexer import Indexer
 from .loader import Loader
+from .lora import ColumnLora, side_by_side
 from .pool_indexer import PoolIndexer
 from .rotary import Places
 from .sharpening import ScalableSoftmax
@@ -73,21 +73,21 @@ class LatentAttention:
         asked = shape.heads * (latent.plain + latent.turned)
         order = self._order(latent.width, latent.size)
         latents = load.matrix(LATENTS, latent.width, shape.hidden, whole=True)[order]
-        change = load.changed([LATENTS], [latent.width], wholes=(latent.width,), order=order)
+        change = load.lora([LATENTS], [latent.width], wholes=(latent.width,), order=order)
         queries = latent.queries
         if queries:
             first = load.matrix("self_attn.q_a_proj", queries, shape.hidden, whole=True)
-            other = load.changed(["self_attn.q_a_proj"], [queries], wholes=(queries,))
+            other = load.lora(["self_attn.q_a_proj"], [queries], wholes=(queries,))
             query, changed = self._asking(load)
         else:
             order = self._order(asked // load.ranks.size, latent.plain)
             first = load.matrix("self_attn.q_proj", asked, shape.hidden)[order]
-            other = load.changed(["self_attn.q_proj"], [asked], order=order)
+            other = load.lora(["self_attn.q_proj"], [asked], order=order)
         parts, changes, gates = [first, latents], [other, change], shape.heads * latent.values
         if shape.attention_gates:
             gating = f"self_attn.{shape.gates_name}"
             parts.insert(0, load.matrix(gating, gates, shape.hidden))
-            changes.insert(0, load.changed([gating], [gates]))
+            changes.insert(0, load.lora([gating], [gates]))
         self.gates = gates // load.ranks.size if shape.attention_gates else 0  # number of columns of `inward`, the first ones
         bias = self._bias(load, asked // load.ranks.size)
         self.inward = load.laid_out(load.joined(parts), bias, side_by_side(*changes))
@@ -109,7 +109,7 @@ class LatentAttention:
         """The up-projection from query latents to queries, and its LoRA change."""
         inputs, outputs = self.latent.queries, load.shape.heads * (self.latent.plain + self.latent.turned)
         order = self._order(outputs // load.ranks.size, self.latent.plain)
-        changed = load.changed(["self_attn.q_b_proj"], [outputs], order=order, inputs=inputs)
+        changed = load.lora(["self_attn.q_b_proj"], [outputs], order=order, inputs=inputs)
         return load.matrix("self_attn.q_b_proj", outputs, inputs)[order], changed
 
     @property

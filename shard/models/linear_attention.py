@@ -13,8 +13,8 @@ from ...kernels.gated_delta import gated_delta, gated_norm
 from ...kernels.linear import Weight
 from ...kernels.spans import RecurrentStates, Spans
 from ..step import Step
-from .changes import ColumnLora, side_by_side
 from .loader import Loader
+from .lora import ColumnLora, side_by_side
 from .recurrent_shapes import LinearAttentionShape
 from .stream import Stream
 
@@ -123,8 +123,8 @@ def _by_parts(load: Loader, linear: LinearAttentionShape) -> tuple[ProjectionAnd
     gates = (f"{NAME}.in_proj_z",), linear.sizes[-1:]
     gating = (f"{NAME}.in_proj_b", f"{NAME}.in_proj_a"), (linear.value_heads,) * 2
     inward = load.joined((load.outwards(*mixed), load.outwards(*gates)))
-    change = side_by_side(load.changed(*mixed), load.changed(*gates))
-    return (inward, change), (load.unrounded(*gating), load.changed(*gating))
+    change = side_by_side(load.lora(*mixed), load.lora(*gates))
+    return (inward, change), (load.unrounded(*gating), load.lora(*gating))
 
 
 def _by_heads(load: Loader, linear: LinearAttentionShape) -> tuple[ProjectionAndLora, ProjectionAndLora]:
@@ -135,8 +135,8 @@ def _by_heads(load: Loader, linear: LinearAttentionShape) -> tuple[ProjectionAnd
     gating = (f"{NAME}.in_proj_ba",), (2 * times * heads,)
     order, other = (_apart(heads // load.ranks.size, sizes) for sizes in (each, [times] * 2))
     return (
-        (load.outwards(*inward)[order], load.changed(*inward, order=order)),
-        (load.unrounded(*gating)[other], load.changed(*gating, order=other)),
+        (load.outwards(*inward)[order], load.lora(*inward, order=order)),
+        (load.unrounded(*gating)[other], load.lora(*gating, order=other)),
     )
 
 

@@ -14,8 +14,8 @@ from ...kernels.codes import QuantizedWeight, alike, dequantized, joined
 from ...kernels.linear import Invariance, Weight
 from ..parallel import Ranks
 from ..weights import Source
-from .changes import Change, ColumnLora, LoraAdapters, Part, RowLora
 from .codes import READERS, matrix
+from .lora import ColumnLora, LoraAdapters, LoraTarget, Part, RowLora
 from .renamed import paired_name
 from .shape import Shape
 
@@ -29,11 +29,11 @@ class Loader:
     """Reads this rank's part of the named tensors of one layer (or of the model, with an empty prefix)."""
 
     def __init__(
-        self, source: Source, shape: Shape, ranks: Ranks, prefix: str, exact: Invariance, changes: LoraAdapters | None = None
+        self, source: Source, shape: Shape, ranks: Ranks, prefix: str, exact: Invariance, adapters: LoraAdapters | None = None
     ) -> None:
-        """changes: LoRA adapters that requests may use."""
+        """adapters: LoRA adapters that requests may use."""
         self.source = source
-        self.changes = changes
+        self.adapters = adapters
         self.exact = exact
         self.shape = shape
         self.ranks = ranks
@@ -79,7 +79,7 @@ class Loader:
         full, along = (full, within) if self.source.has(self.prefix + name, full) else ((heads,), 0)
         return self.source.tensor(self.prefix + name, full, self._cut(full, along, 0, heads), torch.float32).flatten()
 
-    def whole(self, name: str, outputs: int, bias: bool = False, wide: bool = False, change: Change | None = None) -> Weight:
+    def whole(self, name: str, outputs: int, bias: bool = False, wide: bool = False, change: LoraTarget | None = None) -> Weight:
         """A dense matrix [outputs, hidden] that every rank has whole, unpacked where the checkpoint has it quantized; wide: in
         float32; change: its LoRA change, if it is not wide."""
         dtype, full = torch.float32 if wide else self.source.dtype, (outputs, self.shape.hidden)
@@ -110,7 +110,7 @@ class Loader:
         """Column-parallel matrices [size, hidden], concatenated: of each this rank's part of the outputs. joint: the fused tensor's
         name, in checkpoints that have one."""
         added = self.biases(names, sizes, joint) if bias else None
-        return self.laid_out(self.outwards(names, sizes, joint), added, self.changed(names, sizes, joint))
+        return self.laid_out(self.outwards(names, sizes, joint), added, self.lora(names, sizes, joint))
 
     def heads(
         self, joint: str, names: list[str], sizes: list[int], bias: bool, wholes: Sequence[int], features: Sequence[int]
@@ -136,7 +136,7 @@ class Loader:
                 others.append(gates)
             order = torch.cat((self.ordered(torch.cat((queries, keys)), features), *others))
             found, added = found[order], added[order] if added is not None else None
-        return self.laid_out(found, added, self.changed(*where, order=order, inputs=self.shape.attention_inputs))
+        return self.laid_out(found, added, self.lora(*where, order=order, inputs=self.shape.attention_inputs))
 
     def ordered(self, heads: Tensor, order: Sequence[int]) -> Tensor:
         """Concatenated heads, [n * head size, ...], with their features in our order: see `Shape.order`."""
@@ -148,7 +148,7 @@ class Loader:
         added = None
         if bias and self.ranks.rank == 0:
             added = self.source.tensor(f"{self.prefix}{name}.bias", (self.shape.hidden,)) * self.shape.weight_factor
-        return self.laid_out(self.inwards(name, size, whole=whole), added, self._changed_inwards(name, size, whole))
+        return self.laid_out(self.inwards(name, size, whole=whole), added, self._row_lora(name, size, whole))
 
     def outwards(
         self, names: Sequence[str], sizes: Sequence[int], joint: str = "", wholes: Iterable[int] = repeat(1), inputs: int = 0
@@ -209,15 +209,15 @@ class Loader:
         """The dense form of a weight, unpacked if it is quantized."""
         return dequantized(weight, self.source.dtype) if isinstance(weight, QuantizedWeight) else weight
 
-    def laid_out(self, weight: Tensor | QuantizedWeight, bias: Tensor | None, change: Change | None = None) -> Weight:
+    def laid_out(self, weight: Tensor | QuantizedWeight, bias: Tensor | None, change: LoraTarget | None = None) -> Weight:
         """The weight laid out for matrix products; change: what LoRA adapters add to it."""
         found = quantized.lay_out(weight, bias, self.exact, self.source.dtype)
-        if self.changes is not None and change is not None:
+        if self.adapters is not None and change is not None:
             like = torch.empty(0, dtype=self.source.dtype, device=self.source.device)
-            found.lora = self.changes.lora(change, found.shape, self.exact, like)
+            found.lora = self.adapters.lora(change, found.shape, self.exact, like)
         return found
 
-    def changed(
+    def lora(
         self,
         names: Sequence[str],
         sizes: Sequence[int],
@@ -227,7 +227,7 @@ class Loader:
         inputs: int = 0,
     ) -> ColumnLora | None:
         """The LoRA change of `outwards` with the same arguments; order: of its outputs in the weight."""
-        if self.changes is None:
+        if self.adapters is None:
             return None
         parts = []
         for before, (name, full, cut) in zip(accumulate(sizes, initial=0), self._places(names, sizes, joint, wholes), strict=False):
@@ -238,20 +238,20 @@ class Loader:
             parts.append(Part(self._matrix_names(name), full, start, stop, factor, other))
         return ColumnLora(parts, inputs or self.shape.hidden, order)
 
-    def changed_parts(
+    def lora_parts(
         self, name: str, sizes: Sequence[int], wholes: Iterable[int], factors: Sequence[float]
     ) -> list[ColumnLora | None]:
         """The LoRA change of each of `matrices`; factors: of the products of each."""
-        if self.changes is None:
+        if self.adapters is None:
             return [None] * len(sizes)
         full, names = sum(sizes), self._matrix_names(name)
         cuts = [cut or (0, 0, full) for cut in self._cuts((full, self.shape.hidden), sizes, wholes)]
         parts = [Part(names, full, start, stop, factor) for (_, start, stop), factor in zip(cuts, factors, strict=True)]
         return [ColumnLora([part], self.shape.hidden) for part in parts]
 
-    def _changed_inwards(self, name: str, size: int, whole: int = 1) -> RowLora | None:
+    def _row_lora(self, name: str, size: int, whole: int = 1) -> RowLora | None:
         """The LoRA change of `rows`."""
-        if self.changes is None:
+        if self.adapters is None:
             return None
         start, own = self._own(size, whole)
         return RowLora(self._matrix_names(name), self.shape.hidden, size, start, own, self.shape.weight_factor * self._factor(name))

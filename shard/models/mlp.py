@@ -95,7 +95,7 @@ class SparseActivationMlp(Mlp):
         deviation = torch.linalg.vector_norm(gates - mean, dim=1, keepdim=True) * gates.shape[1] ** -0.5
         if self._ranks.size == 1:
             return mean, deviation
-        whole, square = self._ranks.add(torch.stack((mean, deviation.square() + mean.square()))) / self._ranks.size
+        whole, square = self._ranks.all_reduce(torch.stack((mean, deviation.square() + mean.square()))) / self._ranks.size
         return whole, (square - whole.square()).clamp_(min=0).sqrt_()
 
 
@@ -246,7 +246,7 @@ class SharedExpert:
         self.gates = Activation(load.shape.gelu, mixture.shared_limit, mixture.form)
         both, gate, up, down = (f"{name}.{part}" for part in load.shape.mlp_parts)
         gates = mixture.named(mixture.shared_gate)
-        self.gate = load.whole(gates, 1, change=load.changed([gates], [1], wholes=(1,))) if mixture.shared_gate else None
+        self.gate = load.whole(gates, 1, change=load.lora([gates], [1], wholes=(1,))) if mixture.shared_gate else None
         inward = [up] if self.ungated else [gate, up]
         self.gate_up = load.columns(both, inward, [mixture.shared] * len(inward), bias=False)
         self.down = load.rows(down, mixture.shared, bias=False)

@@ -75,7 +75,7 @@ class NgramLayer:
         own = rows - self._ranks.rank * len(self.table)
         elsewhere = (own < 0) | (own >= len(self.table))
         found = functional.embedding(own.masked_fill(elsewhere, 0), self.table)
-        return self._ranks.add(found.masked_fill_(elsewhere.unsqueeze(2), 0).flatten(1))
+        return self._ranks.all_reduce(found.masked_fill_(elsewhere.unsqueeze(2), 0).flatten(1))
 
 
 def _check(load: Loader, ngrams: NgramShape, layer: int) -> None:

@@ -9,7 +9,7 @@ from typing import ClassVar
 Matrices = list[tuple[int, int, int]]
 
 
-def changed(matrices: Matrices) -> int:
+def lora_elements(matrices: Matrices) -> int:
     """Elements of a LoRA adapter of rank 1 that changes these matrices."""
     return sum(outputs + own for outputs, _, own in matrices)
 
@@ -92,7 +92,7 @@ class ShortConvolutionShape(RecurrentShape):
 
     def adapted(self, ranks: int, hidden: int, apart: bool) -> int:
         """See `RecurrentShape`."""
-        return changed(self.matrices(ranks, hidden))
+        return lora_elements(self.matrices(ranks, hidden))
 
     def beside(self, ranks: int, hidden: int) -> int:
         """The convolution's taps, and biases."""
@@ -155,7 +155,7 @@ class LinearAttentionShape(RecurrentShape):
         gating = (1 if self.limits else 2) * self.value_heads // ranks
         first, back = self.matrices(ranks, hidden)
         twice = hidden * (apart and self.limits is not None)  # time steps are a part of the matrix that leads to the others
-        return self.joint * (gating + changed([first])) + twice + changed([back])
+        return self.joint * (gating + lora_elements([first])) + twice + lora_elements([back])
 
     def beside(self, ranks: int, hidden: int) -> int:
         """Projections to beta and decay, or to time steps, the convolution, the norm, and what is `wide`."""
@@ -197,7 +197,7 @@ class KimiDeltaShape(LinearAttentionShape):
         few, own = self.value_size, self.sizes[-1] // ranks
         gating = 2 * few + self.value_heads // ranks
         first, back = self.matrices(ranks, hidden)
-        return 6 * (gating + changed([first])) + changed([(own, few, few)] * 2) + changed([back])
+        return 6 * (gating + lora_elements([first])) + lora_elements([(own, few, few)] * 2) + lora_elements([back])
 
     def beside(self, ranks: int, hidden: int) -> int:
         """Projections to beta, the low-rank ones of decays and gates, the convolution, the norm, and what is `wide`."""

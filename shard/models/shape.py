@@ -7,7 +7,7 @@ from math import gcd, prod
 
 from .compression import CompressedLatent
 from .ngrams import NgramShape
-from .recurrent_shapes import Matrices, RecurrentShape, changed
+from .recurrent_shapes import Matrices, RecurrentShape, lora_elements
 from .traits import (
     Alibi,
     AltUpShape,
@@ -515,7 +515,7 @@ class Shape:
         if self.altup:
             found += self.altup.elements(self.hidden, self.layers)
         if self.laurel:
-            found += self.layers * (elements(self._laurels) + self.hidden)
+            found += self.layers * (elements(self._laurel_matrices) + self.hidden)
         if self.norm_gates:
             found += 2 * self.norm_gates * self.hidden * (self.layers + sum(map(bool, self.mixtures)))
         if self.recurrent:
@@ -543,7 +543,7 @@ class Shape:
         return Counter((self.windows[layer], self.latent_of(layer)) for layer in self.keyed)
 
     @property
-    def _laurels(self) -> Matrices:
+    def _laurel_matrices(self) -> Matrices:
         """Matrices of the LAuReL branch."""
         return [(self.laurel, self.hidden, self.hidden), (self.hidden, self.laurel, self.laurel)]
 
@@ -698,14 +698,14 @@ class Shape:
             # Queries, keys, values and gates side by side, or queries and latents.
             before, *others = self._projections(ranks, window, latent)
             beside = 2 + (not latent and self.keys(window).values) + bool(self.attention_gates and self.gates_name)
-            found += count * ((1 if "qkv_proj" in self.joined else beside) * changed([before]) + changed(others))
-        found += sum(changed(self._questions(ranks, window)) for window in self._keyless)
+            found += count * ((1 if "qkv_proj" in self.joined else beside) * lora_elements([before]) + lora_elements(others))
+        found += sum(lora_elements(self._questions(ranks, window)) for window in self._keyless)
         if self.blocks and self.blocks.block:  # queries and keys side by side
-            found += 2 * len(self.blocks.layers) * changed(self.blocks.matrices(ranks, self.hidden))
+            found += 2 * len(self.blocks.layers) * lora_elements(self.blocks.matrices(ranks, self.hidden))
         if self.inputs:
-            found += self.layers * changed(self.inputs.matrices(ranks, self.hidden))
+            found += self.layers * lora_elements(self.inputs.matrices(ranks, self.hidden))
         if self.laurel:
-            found += self.layers * changed(self._laurels)
+            found += self.layers * lora_elements(self._laurel_matrices)
         if self.recurrent:
             found += len(self.recurrent.layers) * self.recurrent.adapted(ranks, self.hidden, self.quantization is not None)
         for layer, mixture in self.mlps:
@@ -713,9 +713,9 @@ class Shape:
             if own:
                 sides = 2 - bool(self.ungated)
                 parts = 1 if self.mlp_parts[0] in self.joined else sides
-                found += parts * changed([(sides * own, self.hidden, self.hidden)]) + self.hidden + own
+                found += parts * lora_elements([(sides * own, self.hidden, self.hidden)]) + self.hidden + own
             if mixture and mixture.shared and mixture.shared_gate:
-                found += changed([(1, self.hidden, self.hidden)])
+                found += lora_elements([(1, self.hidden, self.hidden)])
         return found
 
     def _sparse(self, mixture: Mixture, ranks: int, tokens: int | None) -> int:

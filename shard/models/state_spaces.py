@@ -8,9 +8,9 @@ from torch.nn import functional
 from ...kernels.gated_delta import gated_norm, scaled
 from ...kernels.spans import RecurrentStates, Spans
 from ...kernels.state_space import state_space
-from .changes import side_by_side
 from .linear_attention import LinearAttention
 from .loader import Loader
+from .lora import side_by_side
 from .recurrent_shapes import LinearAttentionShape
 
 
@@ -25,7 +25,7 @@ class Mamba2(LinearAttention):
         every = (values, *sizes, linear.value_heads), (1, *wholes, 1)
         parts = load.matrices(f"{name}.in_proj", *every)
         *first, steps = (load.times(part, factor) for part, factor in zip(parts, linear.factors, strict=True))
-        *changes, gating = load.changed_parts(f"{name}.in_proj", *every, linear.factors)
+        *changes, gating = load.lora_parts(f"{name}.in_proj", *every, linear.factors)
         inward = load.joined(first[::-1]), side_by_side(*changes[::-1])  # queries are last in the checkpoint
         super().__init__(load, linear, name, inward, (load.dense(steps), gating))
         self.ranks, self.limits = load.ranks, linear.limits
@@ -53,4 +53,4 @@ class Mamba2(LinearAttention):
         gated = functional.silu(gates.float()).mul_(found)
         squares, group = gated.new_zeros(len(gated), self.groups, 1), self.ranks.rank * self.groups // self.ranks.size
         squares[:, group] = gated.square().sum(2)
-        return scaled(gated, self.ranks.add(squares)[:, group : group + 1] / self.features, gains, self.epsilon)
+        return scaled(gated, self.ranks.all_reduce(squares)[:, group : group + 1] / self.features, gains, self.epsilon)

@@ -69,12 +69,12 @@ class Stream:
     def add_part(self, x: Tensor, gains: Tensor | None = None) -> None:
         """Adds x, all-reduced over the ranks' parts, or its norm."""
         assert self._more is None
-        whole = self._ranks.add(x)
+        whole = self._ranks.all_reduce(x)
         self._more = whole if gains is None else self._norm(whole, gains)
 
     def add_each(self, parts: Sequence[Tensor], gains: Sequence[Tensor], last: Tensor | None) -> None:
         """Adds the sum of the norms of these, each all-reduced over the ranks' parts, or the norm `last` of that sum."""
-        wholes = self._ranks.add(torch.stack([*parts]))
+        wholes = self._ranks.all_reduce(torch.stack([*parts]))
         found = sum(self._norm(whole, own) for whole, own in zip(wholes, gains, strict=True))
         assert isinstance(found, Tensor)
         self._more = found if last is None else self._norm(found, last)

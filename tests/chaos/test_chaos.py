@@ -67,8 +67,8 @@ def test_memory_stays_as_it_is(server: Local, monkeypatch: pytest.MonkeyPatch, c
     plan = Plan(float(SECONDS or SOAK), 16, every=0, seed=1, think=THINK)
     found = asyncio.run(play(server, plan, QUIET))
     with capsys.disabled():
-        print("\n" + "\n".join(line for line in chaos_report.told(plan, found) if line.startswith(("answers", "memory"))))
-    assert found.good, chaos_report.told(plan, found)
+        print("\n" + "\n".join(line for line in chaos_report.summary(plan, found) if line.startswith(("answers", "memory"))))
+    assert found.good, chaos_report.summary(plan, found)
     assert sorted(found.names.values()) == ["launcher", "router", "shard 0"]
     assert found.answers > MANY or SECONDS is not None
     for pid, samples in found.memory.items():
@@ -97,7 +97,7 @@ def test_answers_that_differ_are_found(server: Local, monkeypatch: pytest.Monkey
 
     async def spoil(self: chaos.Chaos, path: str, body: chaos_requests.Json) -> dict[str, str]:
         answer = await ask(self, path, body)
-        [own] = [own for _, own in self._asked if chaos_requests.unguessed(own) == body]
+        [own] = [own for _, own in self._asked if chaos_requests.undrafted(own) == body]
         own["temperature"] = 1.0 if "temperature" in own else -1.0  # the second is wrong from now on
         return answer
 
@@ -108,11 +108,13 @@ def test_answers_that_differ_are_found(server: Local, monkeypatch: pytest.Monkey
     assert found.wrong[0]["body"]["prompt"] == "Once"
     assert "status 400" in found.errors[0]
     assert not found.good
-    told = chaos_report.told(plan, found)
-    assert f"wrong: {len(found.wrong)}; errors: {len(found.errors)}" in told[1]
+    summary = chaos_report.summary(plan, found)
+    assert f"wrong: {len(found.wrong)}; errors: {len(found.errors)}" in summary[1]
     first = found.wrong[0]
     assert any(
-        line.endswith(chaos_requests.difference(first["came"], first["expected"])) for line in told if line.startswith("wrong: /")
+        line.endswith(chaos_requests.difference(first["came"], first["expected"]))
+        for line in summary
+        if line.startswith("wrong: /")
     )
 
 
@@ -184,8 +186,8 @@ def test_line_separators_within_a_text_end_no_event() -> None:
 
 
 def test_the_place_where_answers_differ_is_told() -> None:
-    told = chaos_requests.difference({"0": "same", "1": "named Lucy. It"}, {"0": "same", "1": "named Mia. It"})
-    assert told == "choice 1 has 'Lucy. It' after 6 characters, not 'Mia. It'"
-    told = chaos_requests.difference({"0": "a", chaos_requests.COUNT: "9 2"}, {"0": "a", chaos_requests.COUNT: "8 2"})
-    assert told == "the count of tokens has '9 2' after 0 characters, not '8 2'"
+    summary = chaos_requests.difference({"0": "same", "1": "named Lucy. It"}, {"0": "same", "1": "named Mia. It"})
+    assert summary == "choice 1 has 'Lucy. It' after 6 characters, not 'Mia. It'"
+    summary = chaos_requests.difference({"0": "a", chaos_requests.COUNT: "9 2"}, {"0": "a", chaos_requests.COUNT: "8 2"})
+    assert summary == "the count of tokens has '9 2' after 0 characters, not '8 2'"
     assert chaos_requests.difference({}, {"0": "a"}) == "choice 0 has '' after 0 characters, not 'a'"

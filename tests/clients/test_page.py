@@ -25,7 +25,7 @@ from penstock.router.request import Beams, Limits, Overloaded, Refused
 from penstock.router.text import Tokenizer
 from penstock.tests import serving as real
 from penstock.tests.router.fake_batcher import FakeBatcher, make_tokenizer, serving
-from penstock.tests.router.sights import encoded, make_folder, picture
+from penstock.tests.router.vision_models import encoded, make_folder, picture
 
 playwright = pytest.importorskip("playwright.sync_api")
 expect = playwright.expect

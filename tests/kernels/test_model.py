@@ -31,10 +31,10 @@ from penstock.shard.decoding.hypotheses import Search, Stop
 from penstock.shard.drafter import Drafter
 from penstock.shard.engine import Engine
 from penstock.shard.forward import GraphExtent
-from penstock.shard.guesses import Guesses
 from penstock.shard.models import stream
 from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group, Sampling
+from penstock.shard.speculator import Speculator
 from penstock.tests.kernels import sanitizer
 from penstock.tests.shard import configurations, packing, test_invariance, test_quantized, tiny
 from penstock.tests.shard.driver import Driver, Flying, Habits, World, drive, message
@@ -279,17 +279,17 @@ def test_speculative_decoding_steps_run_as_graphs_and_generate_the_reference_tok
     engine = tiny.engine(name, 4, PAGES)
     speculation = parse(f"draft=x,{draft_shape}")
     drafter = Drafter(engine.decoder, configurations.VOCABULARY, tiny.DEVICE, speculation.most)
-    engine.guesses = Guesses(engine.decoder.ranks, tiny.DEVICE, speculation, drafter)
+    engine.speculator = Speculator(engine.decoder.ranks, tiny.DEVICE, speculation, drafter)
     engine.resize(PAGES)
     requests = groups()
     for group in requests:
-        group.drafts = engine.guesses.most
-    extent = replace(USUAL, drafts=True, trees=engine.guesses.trees)
+        group.drafts = engine.speculator.most
+    extent = replace(USUAL, drafts=True, trees=engine.speculator.trees)
     found = drive(with_graphs(engine, monkeypatch, extent), requests, Habits(chunk=5), seed=4)
     assert found.tokens == expected.tokens
     assert found.accepted > 0
     assert engine.forward.replayed > 3 * engine.forward.eager
-    drafter = engine.guesses.drafter
+    drafter = engine.speculator.drafter
     assert drafter is not None
     assert drafter.forward.replayed > 3 * drafter.forward.eager
 

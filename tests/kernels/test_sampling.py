@@ -16,7 +16,7 @@ from torch import Tensor
 from penstock.kernels import dispatch, noise
 from penstock.kernels import sampling as kernel
 from penstock.kernels.sampling import CANDIDATES, Draws, allow, draw, filtered
-from penstock.shard.decoding.sampler import Pick, Row, pick
+from penstock.shard.decoding.sampler import Pick, Row, _penalties, pick
 from penstock.shard.sequence import Sampling
 
 SEEDS = 4000
@@ -213,6 +213,23 @@ def test_penalties_match_a_plain_loop(seed: int) -> None:
         assert choice.token == expected.argmax()
         assert choice.logprob == pytest.approx(expected.max().item(), abs=1e-5)
         assert [value for _, value in choice.top] == pytest.approx(expected.topk(7).values.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({"bias": ((2, 3.0),)}, []),
+        ({"repetition_penalty": 1.2}, [(5, 0), (6, 0), (5, 1), (7, 1)]),
+        ({"presence_penalty": 0.5}, [(5, 1), (7, 1)]),
+        ({"frequency_penalty": 0.5, "bias": ((2, 3.0),)}, [(5, 1), (7, 1)]),
+    ],
+)
+def test_tokens_are_listed_only_where_they_count(asked: dict[str, Any], expected: list[tuple[int, int]]) -> None:
+    """A bias concerns no token of the text, and a prompt may be long. 50 stands for an image."""
+    rows = [Row(Sampling(bias=((1, 1.0),)), [9], 1, 0), Row(Sampling(**asked), [5, 50, 6, 5, 7], 3, 0)]
+    found = _penalties(rows, torch.zeros(2, 40))
+    assert list(zip(found.ids.tolist(), found.output.tolist(), strict=True)) == expected
+    assert set(found.rows.tolist()) <= {1}
 
 
 # Distribution

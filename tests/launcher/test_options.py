@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.launcher import cli, command_line, kinds, options
+from penstock.launcher import cli, command_line, option_types, options
 from penstock.launcher.mistake import Mistake
 from penstock.launcher.options import Options
 from penstock.router.config import RouterConfig
@@ -49,23 +49,23 @@ NEED_ANOTHER_OPTION = ("max_input_tokens", "replicas", "no_router", "shard_liste
 
 def test_every_option_is_read_from_its_variable() -> None:
     samples = {
-        kinds.count: "1",
-        kinds.size: "300000000",
-        kinds.threads: "1",
-        kinds.port: "7",
-        kinds.fraction: "0.5",
-        kinds.seconds: "0.5",
-        kinds.positive: "0.5",
-        kinds.limit: "0",
-        kinds.pixels: "5000",
-        kinds.hosts: "a.example",
-        kinds.path: "/text",
-        kinds.file: str(Path(__file__).resolve()),
-        kinds.graphs: "1,2",
-        kinds.speculation: "3",
-        kinds.rank_groups: "a:1",
-        kinds.origins: "https://a.example",
-        kinds.url: "http://localhost:4318",
+        option_types.count: "1",
+        option_types.size: "300000000",
+        option_types.threads: "1",
+        option_types.port: "7",
+        option_types.fraction: "0.5",
+        option_types.seconds: "0.5",
+        option_types.positive: "0.5",
+        option_types.limit: "0",
+        option_types.pixels: "5000",
+        option_types.hosts: "a.example",
+        option_types.path: "/text",
+        option_types.file: str(Path(__file__).resolve()),
+        option_types.graphs: "1,2",
+        option_types.speculation: "3",
+        option_types.rank_groups: "a:1",
+        option_types.origins: "https://a.example",
+        option_types.url: "http://localhost:4318",
         str: "text",
     }
     for name, field in options.FIELDS.items():
@@ -89,8 +89,8 @@ def test_help_names_the_variables_that_are_not_read() -> None:
 
 
 def test_every_kind_of_value_but_text_has_a_placeholder_in_the_help() -> None:
-    """The placeholders of other kinds in the help, such as numbers, are in `kinds.METAVARS`."""
-    kinds_of_text = {field.metadata["kind"] for field in options.FIELDS.values()} - set(kinds.METAVARS)
+    """The placeholders of other kinds in the help, such as numbers, are in `option_types.METAVARS`."""
+    kinds_of_text = {field.metadata["kind"] for field in options.FIELDS.values()} - set(option_types.METAVARS)
     assert kinds_of_text == {str}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 
-from penstock.launcher import checkpoint, children, kinds, plan, vision
+from penstock.launcher import checkpoint, children, option_types, plan, vision
 from penstock.launcher.checkpoint import Checkpoint
 from penstock.launcher.machine import Machine
 from penstock.launcher.mistake import Mistake
@@ -135,10 +135,10 @@ def test_image_options_reach_the_router_settings(folder: Path, model: Checkpoint
 
 @pytest.mark.parametrize("text", ["public", "none", "a.example,10.0.0.1:8080", "[::1]:80,[::1]"])
 def test_image_hosts_are_accepted(text: str) -> None:
-    assert kinds.hosts(text) == text
+    assert option_types.hosts(text) == text
 
 
 @pytest.mark.parametrize("text", ["", "a b", "http://a.example", "a.example,", "::1", "a:b", "*.example"])
 def test_invalid_image_hosts_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="public, none, or hosts"):
-        kinds.hosts(text)
+        option_types.hosts(text)

@@ -13,7 +13,7 @@ from penstock.router.record import begin
 from penstock.router.request import Item, Limits, Request, Sink
 from penstock.router.text import Tokenizer
 from penstock.tests.router.fake_batcher import Server, serve, until
-from penstock.tests.router.sights import encoded, make_folder, picture
+from penstock.tests.router.vision_models import encoded, make_folder, picture
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 LIMITS = Limits(max_input_tokens=100, max_total_tokens=128, vocabulary=300, images=True)

@@ -87,7 +87,7 @@ def test_steps_are_counted_by_method() -> None:
     assert values["penstock_prompt_budget_used"] == 7
 
 
-def test_what_was_guessed_is_counted() -> None:
+def test_what_was_drafted_is_counted() -> None:
     metrics = Metrics()
     allowed = Allowance(0.25, 0.0, 0.0, 0.0, 8, 0.5)
     some = shard_pb2.StepReply(

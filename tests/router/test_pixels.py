@@ -19,7 +19,7 @@ from penstock.router import pixels
 from penstock.router.pixels import MOST_PIXELS, ImagePreparer, Pixels
 from penstock.router.request import Refused
 from penstock.router.resizing import UnusableImage, longest_side, rounded
-from penstock.tests.router.sights import PATCH, PROCESSORS, bomb, encoded, make_folder, picture
+from penstock.tests.router.vision_models import PATCH, PROCESSORS, bomb, encoded, make_folder, picture
 
 MOST = 1 << 20
 SIZES = [(57, 211), (640, 480), (33, 30), (901, 1099), (28, 28), (1000, 9)]

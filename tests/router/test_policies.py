@@ -107,7 +107,7 @@ def test_hours_of_decoding_do_not_wash_out_what_a_policy_knows_of_prompts(policy
     assert policy.cost.predict(Work(300)) == pytest.approx(0.04, rel=0.1)
 
 
-def test_looking_for_guesses_in_the_text_is_a_part_of_the_step() -> None:
+def test_looking_for_drafts_in_the_text_is_a_part_of_the_step() -> None:
     """Only runs of a draft model are another's time."""
     assert Measured(seconds=0.5, draft_seconds=0.1).net == 0.5
     assert Measured(seconds=0.5, draft_seconds=0.1, rounds=2).net == 0.4

@@ -316,7 +316,7 @@ def test_answers_that_may_become_long_count_for_no_more_than_some_tokens() -> No
     assert uids(it.next()) == (1, 3, 2, 4)
 
 
-def test_guesses_count_for_what_a_job_may_take_until_the_shards_say_it() -> None:
+def test_drafts_count_for_what_a_job_may_take_until_the_shards_say_it() -> None:
     plain, guessing = Job(1, 4, 50), Job(2, 4, 50, drafts=6)
     it = scheduler()
     it.arrive(plain)

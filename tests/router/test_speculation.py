@@ -1,4 +1,4 @@
-"""Guesses, as the router sees them: who may have how many, what the shards are told of them, and what clients are told."""
+"""Speculator, as the router sees them: who may have how many, what the shards are told of them, and what clients are told."""
 
 import asyncio
 from collections import Counter
@@ -52,12 +52,12 @@ def test_a_request_may_have_fewer_than_the_server_offers(tokenizer: Tokenizer, p
         assert "`speculate` must be >= 0 and <= 4 (--speculate). Given: 5" in str(body)
         async with server.client.post(path, json=asked(path, 4, num_beams=2)) as response:
             await response.read()
-        assert server.batcher.requests[-1].drafts == 0, "beams have no guesses, and nobody minds"
+        assert server.batcher.requests[-1].drafts == 0, "beams have no drafts, and nobody minds"
 
     serve(tokenizer, test, settings=SPECULATES)
 
 
-def test_where_nothing_is_guessed_nothing_is_told_of_it(tokenizer: Tokenizer) -> None:
+def test_where_nothing_is_drafted_nothing_is_told_of_it(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         _, body, _ = await server.post("/generate", GENERATE)
         assert "speculation" not in body["details"]
@@ -69,7 +69,7 @@ def test_where_nothing_is_guessed_nothing_is_told_of_it(tokenizer: Tokenizer) ->
     serve(tokenizer, test)
 
 
-def test_details_say_what_guesses_were_worth(tokenizer: Tokenizer) -> None:
+def test_details_say_what_drafts_were_worth(tokenizer: Tokenizer) -> None:
     expected = {"drafted_tokens": 30, "accepted_tokens": 20, "steps": 10}
 
     async def test(server: Server) -> None:
@@ -154,7 +154,7 @@ def test_a_step_that_gives_several_tokens_is_one_step() -> None:
         [live] = batcher._streams.values()
         before, tokens = batcher._place(live.uid), live.choices[0].generated
         columns = {"uids": [live.uid] * 5, "choices": [0] * 5, "tokens": [65] * 5, "logprobs": [0.0] * 5, "finishes": [0] * 5}
-        batcher._deliver(shard_pb2.StepReply(**columns, guessed_uids=[live.uid], guessed_drafted=[6], guessed_accepted=[4]))
+        batcher._deliver(shard_pb2.StepReply(**columns, draft_uids=[live.uid], draft_counts=[6], accepted_counts=[4]))
         assert live.choices[0].generated == tokens + 5
         assert batcher._place(live.uid) == before + 1
         assert (live.run.drafted, live.run.accepted) == (6, 4)
@@ -163,7 +163,7 @@ def test_a_step_that_gives_several_tokens_is_one_step() -> None:
     run(test, FakeShards(seconds=0.05), speculate=4)
 
 
-def test_an_answer_tells_what_its_guesses_were_worth() -> None:
+def test_an_answer_tells_what_its_drafts_were_worth() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         for drafts, expected in ((4, Speculation(0, 0, 9)), (0, None)):
             *_, finish = await read(batcher, Request(prompt=(1, 2), max_new_tokens=9, drafts=drafts))

@@ -75,7 +75,7 @@ class World:
     cancelled: set[int] = field(default_factory=set)
     ended: set[tuple[int, int]] = field(default_factory=set)  # choices
     pauses: Counter[int] = field(default_factory=Counter)
-    drafted: int = 0  # guesses, and ...
+    drafted: int = 0  # drafts, and ...
     accepted: int = 0  # ... those that were right
     mixed: int = 0  # steps with chunks and decodes
     cached: int = 0  # tokens that were found
@@ -299,7 +299,7 @@ class Driver:
             again = wire.Group()
             again.CopyFrom(self.asked[told.uid])
             again.continuations.extend(told.continuations)
-            again.beams.told = len(self.world.tokens[told.uid, 0])
+            again.beams.streamed = len(self.world.tokens[told.uid, 0])
             if not self.asked[told.uid].HasField("beams"):
                 again.ClearField("beams")
             for part in () if again.HasField("beams") else told.continuations:
@@ -358,7 +358,7 @@ def beams(search: Search) -> wire.Beams:
         width=search.width,
         length_penalty=search.length_penalty,
         stop=wire.Beams.Stop.Name(search.stop),
-        told=search.told,
+        streamed=search.streamed,
         watched=search.watched,
     )
 

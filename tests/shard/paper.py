@@ -20,7 +20,7 @@ from penstock.shard.decoding.methods import strategy_of
 from penstock.shard.decoding.sampler import PendingPicks, Pick
 from penstock.shard.engine import Engine
 from penstock.shard.logits import StepPicks
-from penstock.shard.models.changes import LoraAdapters
+from penstock.shard.models.lora import LoraAdapters
 from penstock.shard.pages import PADDING
 from penstock.shard.sequence import Group
 from penstock.shard.step import DeviceSamples, Run, Span
@@ -121,7 +121,7 @@ class Model:
     )
     ranks = SimpleNamespace(size=1, rank=0)
     embedding = torch.zeros(1)
-    changes = LoraAdapters()
+    adapters = LoraAdapters()
     invariant = False
 
     def __init__(self) -> None:
@@ -256,8 +256,8 @@ class Paper(Engine):
         assert pool.free == pool.pages - len(held)
         for group in self.books.groups.values():
             pages = {page for sequence in group.sequences for page in sequence.pages}
-            assert group.told == (len(pages), self.most(group) - len(pages), group.lacking)
-            assert min(group.told) >= 0
+            assert group.reported == (len(pages), self.most(group) - len(pages), group.lacking)
+            assert min(group.reported) >= 0
             for sequence in group.sequences:
                 assert len(sequence.pages) == -(-sequence.computed // size)
         if self.books.prefixes is not None:

@@ -13,7 +13,7 @@ SAMPLINGS = [Sampling(), Sampling(temperature=1.0), Sampling(temperature=0.8, to
 
 
 @pytest.mark.parametrize("rule", ["gumbel", "rejection"])
-def test_a_thousand_steps_bring_all_guesses_and_one_token_more(rule: str) -> None:
+def test_a_thousand_steps_bring_all_drafts_and_one_token_more(rule: str) -> None:
     said = f"tokens={GUESSES},verify={rule}"
     own = free(engine(said, pages=REQUESTS * 40))
     groups = [tiny.group(uid, prompt(uid, 8), LENGTH, SAMPLINGS[uid % 3], drafts=all_of(said)) for uid in range(REQUESTS)]

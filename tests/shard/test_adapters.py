@@ -18,11 +18,11 @@ from penstock.shard.config import ShardConfig
 from penstock.shard.decoding.hypotheses import Search, Stop
 from penstock.shard.engine import Engine
 from penstock.shard.loading import load
-from penstock.shard.models.changes import Change, LoraAdapters
 from penstock.shard.models.decoder import Decoder
 from penstock.shard.models.families import shape
 from penstock.shard.models.kimi_linear_attention import KimiDeltaAttention
 from penstock.shard.models.linear_attention import LinearAttention
+from penstock.shard.models.lora import LoraAdapters, LoraTarget
 from penstock.shard.models.shape import Unsupported
 from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group, Sampling
@@ -123,7 +123,7 @@ def test_two_ranks_divide_them(name: str, tmp_path: Path) -> None:
         model = shape(json.loads((tiny.folder(name) / "config.json").read_text()))
         weights = Weights(tiny.folder(name), torch.float32, tiny.CPU, lambda read: None)
         own = [Adapter(key, Path(place), torch.float32, tiny.CPU) for key, place in changes]
-        found = Engine(Decoder(model, weights, rank, tiny.CPU, changes=LoraAdapters(own)), tiny.CPU, 16)
+        found = Engine(Decoder(model, weights, rank, tiny.CPU, adapters=LoraAdapters(own)), tiny.CPU, 16)
         found.resize(256)
         check(found, asked, models, Habits(chunk=9)) if rank.rank == 0 else drive(found, requests(asked), Habits(chunk=9))
 
@@ -218,7 +218,7 @@ def bring(found: Engine, key: str, place: str | Path) -> None:
 
 
 def prepared(found: Engine, place: str | Path) -> list[Any]:
-    return found.decoder.changes.prepared(Adapter("later", Path(place), torch.float32, tiny.CPU))
+    return found.decoder.adapters.prepared(Adapter("later", Path(place), torch.float32, tiny.CPU))
 
 
 # Of MiniMax M3 the plan goes by its own checkpoint, in which gates and what they let through are two matrices.
@@ -227,9 +227,9 @@ def test_one_that_comes_later_is_as_one_that_was_there(name: str, tmp_path: Path
     changes, models = lora.of(name, tmp_path)
     (_, first), (_, second) = changes
     found = with_room(name, 2, changes=(("0", first),))
-    assert found.decoder.changes.later == planned(found)
+    assert found.decoder.adapters.later == planned(found)
     bring(found, "1", second)
-    assert found.decoder.changes.later == 0
+    assert found.decoder.adapters.later == 0
     check(found, mixed(9, 3), models, Habits(chunk=7, pauses=1))
 
 
@@ -242,9 +242,9 @@ def planned(found: Engine) -> int:
 def test_beside_few_bits_none_takes_more_than_is_planned(name: str) -> None:
     found = with_room(name, 1, quantize="int8")
     assert found.decoder.shape.quantization is not None
-    assert 0.7 * planned(found) < found.decoder.changes.later <= planned(found)
+    assert 0.7 * planned(found) < found.decoder.adapters.later <= planned(found)
     if found.decoder.shape.recurrent.limits:
-        assert found.decoder.changes.later == planned(found)
+        assert found.decoder.adapters.later == planned(found)
 
 
 def test_they_come_and_go_while_others_are_asked_for(tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ def test_two_ranks_divide_those_that_come_later(tmp_path: Path) -> None:
     def work(rank: Ranks) -> None:
         model = shape(json.loads((tiny.folder("qwen2") / "config.json").read_text()))
         weights = Weights(tiny.folder("qwen2"), torch.float32, tiny.CPU, lambda read: None)
-        found = Engine(Decoder(model, weights, rank, tiny.CPU, changes=LoraAdapters(room=2, rank=8)), tiny.CPU, 16)
+        found = Engine(Decoder(model, weights, rank, tiny.CPU, adapters=LoraAdapters(room=2, rank=8)), tiny.CPU, 16)
         found.resize(256)
         for key, place in changes:
             bring(found, key, place)
@@ -292,7 +292,7 @@ def test_what_can_not_come_changes_nothing(place: Path) -> None:
     spoil(place, **{"base_model.model.model.layers.7.mlp.up_proj.lora_A.weight": torch.zeros(4, 64)})
     with pytest.raises(Unsupported, match=r"adapter later changes layers\.7\.mlp\.up_proj"):
         bring(found, "x", place)
-    assert found.decoder.changes.names == [""]
+    assert found.decoder.adapters.names == [""]
 
 
 def test_one_that_is_asked_for_stays(place: Path) -> None:
@@ -304,7 +304,7 @@ def test_one_that_is_asked_for_stays(place: Path) -> None:
     assert found.adapt("y", other) == "there is no room for adapter y: all 1 places are taken"
     found.filter([1])
     assert found.adapt("y", other, drop="x") == "there is no room for adapter y: all 1 places are taken"
-    assert "x" in found.decoder.changes.names, "who does not come takes nobody's place"
+    assert "x" in found.decoder.adapters.names, "who does not come takes nobody's place"
     assert found.adapt(drop="x") == ""
     assert found.adapt("y", other) == ""
     assert found.adapt(drop="z") == ""
@@ -487,7 +487,7 @@ class Asking(LoraAdapters):
         super().__init__(room=1, rank=1)
         self.asked = set[str]()
 
-    def lora(self, change: Change, weight: Sequence[int], exact: Invariance, like: torch.Tensor) -> None:
+    def lora(self, change: LoraTarget, weight: Sequence[int], exact: Invariance, like: torch.Tensor) -> None:
         for part in getattr(change, "parts", [change]):
             self.asked |= {*part.names}
 
@@ -500,7 +500,7 @@ def test_matrices_have_the_names_of_transformers_modules(name: str) -> None:
     """By which peft knows them, whatever the checkpoint calls them."""
     found, folder = Asking(), tiny.folder(name)
     weights = Weights(folder, torch.float32, tiny.CPU, lambda read: None)
-    Decoder(shape(json.loads((folder / "config.json").read_text())), weights, Alone(0, 1), tiny.CPU, changes=found)
+    Decoder(shape(json.loads((folder / "config.json").read_text())), weights, Alone(0, 1), tiny.CPU, adapters=found)
     modules = [key for key, module in tiny.reference(name).named_modules() if isinstance(module, torch.nn.Linear)]
     named = {key[key.index("layers.") :] for key in modules if "layers." in key and "vision_tower" not in key}
     named = {key for key in named if ".compressor." not in key}  # DeepSeek V4's, which nobody changes

@@ -127,7 +127,7 @@ ANSWERED: dict[str, wire.Command] = {
     "complete, without beams": group(continuations=[wire.Continuation(complete=True)]),
     "only complete beams": beams(beam(complete=True, score=-1)),
     "empty complete beams": beams(*[wire.Continuation(complete=True, score=-1)] * 3, stop=wire.Beams.FULL),
-    "told": beams(beam(), told=MOST),
+    "streamed": beams(beam(), streamed=MOST),
     "choices of beams": group(choices=MOST_CHOICES, **BEAMS),
     "length_penalty": beams(length_penalty=60, stop=wire.Beams.NEVER),
     "drafts": group(drafts=127, tokens=[5, 6, 7, 5, 6, 7, 5, 6]),

@@ -1,4 +1,4 @@
-"""DeepSeek V4: what config.json says of it, what its parts ask of pages, ranks and guesses, and the names of its tensors. What it
+"""DeepSeek V4: what config.json says of it, what its parts ask of pages, ranks and drafts, and the names of its tensors. What it
 computes: test_oracle.py."""
 
 import json
@@ -14,7 +14,7 @@ import transformers
 from penstock.launcher import roofline
 from penstock.proto.speculation import Speculation
 from penstock.shard.models.compression import CompressedLatent
-from penstock.shard.models.draft_families import check_guesses
+from penstock.shard.models.draft_families import check_speculation
 from penstock.shard.models.families import shape
 from penstock.shard.models.shape import Shape, Unsupported
 from penstock.shard.models.traits import HyperConnections, Quantization, Rope
@@ -123,7 +123,7 @@ def test_what_is_refused(field: dict[str, Any], words: str) -> None:
 
 
 def test_what_it_asks_of_others() -> None:
-    """Pages of any size, as many ranks as groups can be divided by, keys of all bits, and guesses that follow each other."""
+    """Pages of any size, as many ranks as groups can be divided by, keys of all bits, and drafts that follow each other."""
     found = made(num_attention_heads=24, o_groups=8, moe_intermediate_size=48)
     found.check_pages(5)
     assert found.fitting == [1, 2, 4, 8, 24]
@@ -131,9 +131,9 @@ def test_what_it_asks_of_others() -> None:
         found.check_ranks(3)
     with pytest.raises(Unsupported, match="what is compressed has more bits than keys of fp8_e4m3fn"):
         found.check_cache("fp8_e4m3fn")
-    check_guesses(found, Speculation(draft="x", widths=(1, 1)))
+    check_speculation(found, Speculation(draft="x", widths=(1, 1)))
     with pytest.raises(Unsupported, match="drafts must be a chain"):
-        check_guesses(found, Speculation(draft="x", widths=(2, 1)))
+        check_speculation(found, Speculation(draft="x", widths=(2, 1)))
 
 
 def test_experts_may_have_fewer_bits() -> None:

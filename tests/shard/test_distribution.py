@@ -23,10 +23,10 @@ from penstock.shard.decoding.strategy import Finish
 from penstock.shard.decoding.verify import Draft
 from penstock.shard.drafter import Drafter
 from penstock.shard.engine import Engine
-from penstock.shard.guesses import Guesses
 from penstock.shard.loading import load
 from penstock.shard.models.decoder import Decoder
 from penstock.shard.sequence import Group, Sampling
+from penstock.shard.speculator import Speculator
 from penstock.tests.shard import tiny
 from penstock.tests.shard.toy import g_test, joint, total_variation
 
@@ -67,7 +67,7 @@ def engine(said: str) -> Engine:
     target = tiny.decoder("four")
     speculation = parse(f"draft=x,{said}")
     drafter = Drafter(draft_model(), VOCABULARY, tiny.CPU, speculation.most)
-    result = Engine(target, tiny.CPU, 16, guesses=Guesses(target.ranks, tiny.CPU, speculation, drafter))
+    result = Engine(target, tiny.CPU, 16, speculator=Speculator(target.ranks, tiny.CPU, speculation, drafter))
     result.resize(AT_ONCE * CHOICES * 2)
     return result
 
@@ -91,7 +91,7 @@ def answers(said: str, count: int, sampling: Sampling = PLAIN, allowance: Allowa
     found: dict[tuple[int, int], Answer] = {}
     drafted = accepted = 0
     for first in range(0, count, AT_ONCE):
-        own = engine(said)  # so short answers tell nothing of how good guesses are: who is right ends
+        own = engine(said)  # so short answers tell nothing of how good drafts are: who is right ends
         groups = requests(range(first, min(count, first + AT_ONCE)), sampling, parse(f"draft=x,{said}").most)
         own.prefill(0, groups, [(group.uid, 99) for group in groups], 1 << 20, [])
         while own.books.groups:

@@ -28,7 +28,6 @@ from penstock.shard.config import ShardConfig
 from penstock.shard.decoding.growth import Frontier
 from penstock.shard.decoding.proposers import DraftRequest, Proposal
 from penstock.shard.engine import Engine
-from penstock.shard.guesses import Guesses
 from penstock.shard.loading import _drafter, load
 from penstock.shard.models.decoder import Decoder
 from penstock.shard.models.draft_families import draft_shape
@@ -37,6 +36,7 @@ from penstock.shard.models.families import shape
 from penstock.shard.models.shape import Shape, Unsupported
 from penstock.shard.models.traits import DraftFeatures
 from penstock.shard.parallel import Ranks
+from penstock.shard.speculator import Speculator
 from penstock.shard.weights import Weights
 from penstock.tests.shard import configurations, tiny
 from penstock.tests.shard.driver import UNLIMITED, Habits, World, drive
@@ -175,7 +175,7 @@ def turned(x: Tensor) -> Tensor:
 
 def watched(own: Engine, oracle: Callable[[Sequence[int], Sequence[int]], Tensor]) -> Callable[[], list[float]]:
     """Tells how far its draft model's logits were from those of the oracle, of all nodes that were asked for from now on."""
-    drafter, told = own.guesses.drafter, list[tuple[list[int], list[int], Tensor]]()
+    drafter, told = own.speculator.drafter, list[tuple[list[int], list[int], Tensor]]()
     assert drafter is not None
     logits = drafter.logits
 
@@ -267,7 +267,7 @@ def test_heads_as_speculators_has_them(said: dict[str, Any], tmp_path: Path) -> 
     tensors = {in_speculators(name): tensor for name, tensor in weights().items()}
     tensors["embed_tokens.weight"] = tiny.reference("llama").get_input_embeddings().weight.detach().clone()
     own = free(engine(written(tmp_path, config, tensors), "tree=2x2x1", 4, prefix_caching=False))
-    drafter = own.guesses.drafter
+    drafter = own.speculator.drafter
     assert drafter is not None
     assert drafter.decoder.embedding is own.decoder.embedding
     off = watched(own, Oracle("llama", normalized=True))
@@ -280,7 +280,7 @@ def test_heads_as_speculators_has_them(said: dict[str, Any], tmp_path: Path) -> 
 
 def test_what_a_token_takes_is_what_is_set_aside_for_it(head: Path) -> None:
     own = engine(head, "tokens=3", page_size=4, pages=9)
-    drafter = own.guesses.drafter
+    drafter = own.speculator.drafter
     assert drafter is not None
     held = sum(part.nbytes for cache in (own.cache, drafter.cache) for part in cache.pages)
     assert held == 10 * 4 * own.token_bytes
@@ -418,8 +418,8 @@ def test_a_layer_for_predicting_several_tokens(name: str, tables: bool, said: st
 def test_a_table_of_its_own_is_kept(head: Path, tmp_path: Path) -> None:
     table = torch.randn(configurations.VOCABULARY, 64)
     own = engine(written(tmp_path, CONFIG, weights() | {"embed_tokens.weight": table}), "tokens=2")
-    assert own.guesses.drafter is not None
-    assert own.guesses.drafter.decoder.embedding.equal(table)
+    assert own.speculator.drafter is not None
+    assert own.speculator.drafter.decoder.embedding.equal(table)
 
 
 def test_two_ranks_guess_what_one_does(head: Path) -> None:
@@ -433,7 +433,7 @@ def test_two_ranks_guess_what_one_does(head: Path) -> None:
         form = draft_shape(CONFIG, half.decoder.shape)
         drafter = _drafter(config, speculation, form, half.decoder, whole, lambda stage: None)
         assert (drafter is None) == (ranks.rank == 1)
-        half.guesses = Guesses(ranks, tiny.CPU, speculation, drafter)
+        half.speculator = Speculator(ranks, tiny.CPU, speculation, drafter)
         half.resize(300)
         return drive(free(half), asked(8), Habits(16, pause=0.03), seed=5)
 
@@ -483,10 +483,10 @@ def test_tokens_that_lead_nowhere(tmp_path: Path) -> None:
 def test_numbers_of_weights_are_as_planned(head: Path) -> None:
     """Of a head's own, without the table that it shares."""
     own = engine(head, "tokens=2")
-    assert own.guesses.drafter is not None
-    decoder = own.guesses.drafter.decoder
+    assert own.speculator.drafter is not None
+    decoder = own.speculator.drafter.decoder
     assert decoder.shape.parameters() == sum(value.numel() for name, value in weights().items() if "2" not in name)
-    assert own.guesses.drafter.token_bytes == 4 * (2 * 2 * 16 + 64)
+    assert own.speculator.drafter.token_bytes == 4 * (2 * 2 * 16 + 64)
     assert own.cache.features is not None
     assert own.cache.features.shape == (2001 * 16, 64)
 
@@ -506,7 +506,7 @@ def test_eagle_beside_linear_attention(tmp_path: Path) -> None:
 
 
 def test_the_demos_head_guesses_what_its_trainer_does() -> None:
-    """Another program, which computes everything from the beginning: the same guesses, but for near ties, and most are right."""
+    """Another program, which computes everything from the beginning: the same drafts, but for near ties, and most are right."""
     target, trained = eagle.load_target(tiny.DEMO), eagle.load(hub.DRAFTS["demo-eagle"])
     config = ShardConfig(folder=str(tiny.DEMO), model="demo", speculate=f"draft={hub.DRAFTS['demo-eagle']},tokens=4")
     own = free(load(config, lambda stage: None))
@@ -517,14 +517,14 @@ def test_the_demos_head_guesses_what_its_trainer_does() -> None:
     ]
     prompts = [tokenizer.encode(text, add_special_tokens=False).ids for text in chats]
     asked = list[tuple[list[int], list[int]]]()
-    propose = own.guesses.proposer.propose
+    propose = own.speculator.proposer.propose
 
     def noted(wanted: Sequence[DraftRequest]) -> Proposal:
         found = propose(wanted)
         asked.extend((list(one.sequence.tokens), list(draft.tree.tokens)) for one, draft in zip(wanted, found.drafts, strict=True))
         return found
 
-    own.guesses.proposer.propose = noted  # type: ignore[method-assign]
+    own.speculator.proposer.propose = noted  # type: ignore[method-assign]
     world = drive(own, [tiny.group(uid, prompt, 90, end_ids=[2], drafts=4) for uid, prompt in enumerate(prompts)], Habits(7))
     same = sum(drafts == eagle.drafts(target, trained, text, len(drafts)) for text, drafts in asked)
     assert same >= len(asked) - 1 > 20
@@ -534,8 +534,8 @@ def test_the_demos_head_guesses_what_its_trainer_does() -> None:
 def test_a_model_that_is_its_own_draft_model_guesses_as_a_whole() -> None:
     """Its folder is named, and not its own layer, which it may lack."""
     own = free(engine(tiny.folder("llama"), "tokens=4"))
-    assert own.guesses.drafter is not None
-    assert own.guesses.drafter.decoder.shape.features is None
+    assert own.speculator.drafter is not None
+    assert own.speculator.drafter.decoder.shape.features is None
     world = drive(own, asked(4)[:6], Habits())
     assert world.accepted > 20
 
@@ -551,9 +551,9 @@ def test_tables_that_a_model_has_too_are_held_once(name: str, tmp_path: Path) ->
         stored |= {f"{layer}embed_tokens.weight": stored["model.embed_tokens.weight"].clone()}
         safetensors.torch.save_file(stored, tmp_path / "model.safetensors")
     own = load(ShardConfig(folder=str(tmp_path), model=name, speculate="draft=mtp,tokens=3"), lambda stage: None)
-    assert own.guesses.drafter is not None
-    assert own.guesses.drafter.decoder.head is own.decoder.head
-    assert own.guesses.drafter.decoder.embedding is own.decoder.embedding
+    assert own.speculator.drafter is not None
+    assert own.speculator.drafter.decoder.head is own.decoder.head
+    assert own.speculator.drafter.decoder.embedding is own.decoder.embedding
 
 
 @pytest.mark.parametrize("name", ["llama", "glm4-moe", "qwen3.5"])
@@ -665,4 +665,4 @@ def test_a_checkpoint_without_its_layer(name: str, lacking: str, tmp_path: Path)
     config = ShardConfig(folder=str(folder), model=name, speculate="draft=mtp,tokens=2")
     with pytest.raises(Unsupported, match=f"the checkpoint has no {lacking}: its layer for predicting several tokens was left out"):
         load(config, lambda stage: None)
-    assert load(replace(config, load_format="dummy"), lambda stage: None).guesses.drafter is not None
+    assert load(replace(config, load_format="dummy"), lambda stage: None).speculator.drafter is not None

@@ -15,10 +15,10 @@ from penstock.shard.decoding.growth import Frontier
 from penstock.shard.draft_progress import DraftProgress
 from penstock.shard.drafter import SHORT, Drafter
 from penstock.shard.engine import Engine
-from penstock.shard.guesses import Guesses
 from penstock.shard.outcome import Outcome
 from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group, Sampling
+from penstock.shard.speculator import Speculator
 from penstock.shard.step import Span, Step
 from penstock.tests.shard import configurations, tiny
 from penstock.tests.shard.driver import UNLIMITED, Habits, World, drive
@@ -31,8 +31,8 @@ def engine(said: str, page_size: int = 16, pages: int = 1024, prefix_caching: bo
     """A tiny model with another, or itself, as its draft model."""
     target = tiny.decoder("llama")
     drafter = Drafter(tiny.decoder(draft), configurations.VOCABULARY, tiny.CPU, all_of(said))
-    guesses = Guesses(target.ranks, tiny.CPU, parse(f"draft=x,{said}"), drafter)
-    result = Engine(target, tiny.CPU, page_size, prefix_caching, guesses=guesses)
+    speculator = Speculator(target.ranks, tiny.CPU, parse(f"draft=x,{said}"), drafter)
+    result = Engine(target, tiny.CPU, page_size, prefix_caching, speculator=speculator)
     result.resize(pages)
     return result
 
@@ -93,7 +93,7 @@ def test_who_drafts_for_itself_is_always_right(page_size: int, prefix_caching: b
 
 
 def wasted(world: World, groups: Sequence[Group]) -> int:
-    """Guesses behind an end."""
+    """Speculator behind an end."""
     return sum(4 for group in groups for _ in range(len(group.waiting)) if group.end_ids)
 
 
@@ -168,9 +168,9 @@ def test_who_finds_no_room_to_catch_up_waits(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_the_draft_model_did_not_come_to_compute_is_not_taken_for_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory runs out in a round, at the first and at later ones: guesses are as good as ever after that."""
+    """Memory runs out in a round, at the first and at later ones: drafts are as good as ever after that."""
     own = free(engine("tokens=4", 4, 400))
-    drafter, count = own.guesses.drafter, iter(range(999))
+    drafter, count = own.speculator.drafter, iter(range(999))
     assert drafter is not None
     forward, follow = drafter.forward, drafter.forward.follow
 
@@ -225,7 +225,7 @@ def test_drafts_see_what_the_target_would() -> None:
         assert found[configurations.VOCABULARY :].tolist() == [-torch.inf] * 3
 
 
-def test_a_draft_model_with_another_vocabulary_only_guesses_worse() -> None:
+def test_a_draft_model_with_another_vocabulary_only_drafts_worse() -> None:
     small = Drafter(tiny.decoder("llama"), configurations.VOCABULARY - 20, tiny.CPU, 8)
     small.resize(8, 16)
     sequence = tiny.group(0, [1, 2, 3], 20).sequences[0]
@@ -240,7 +240,7 @@ def test_two_ranks_draft_the_same() -> None:
     def work(ranks: Ranks) -> World:
         drafter = Drafter(tiny.decoder("llama"), configurations.VOCABULARY, tiny.CPU, 10) if ranks.rank == 0 else None
         half = tiny.engine_of("llama", ranks, 4, 300)
-        half.guesses = Guesses(ranks, tiny.CPU, parse("draft=x,tree=2x2x1"), drafter)
+        half.speculator = Speculator(ranks, tiny.CPU, parse("draft=x,tree=2x2x1"), drafter)
         half.resize(300)
         return drive(free(half), asked(10), Habits(16, pause=0.03), seed=5)
 
@@ -261,7 +261,7 @@ def test_other_rules_are_greedy_without_a_temperature_and_alike_on_all_ranks(sai
             Drafter(tiny.decoder("llama-tied"), configurations.VOCABULARY, tiny.CPU, all_of(said)) if ranks.rank == 0 else None
         )
         half = tiny.engine_of("llama", ranks, 4, 300)
-        half.guesses = Guesses(ranks, tiny.CPU, parse(f"draft=x,{said}"), drafter)
+        half.speculator = Speculator(ranks, tiny.CPU, parse(f"draft=x,{said}"), drafter)
         half.resize(300)
         return drive(free(half), [*groups, *drawn], Habits(16), seed=5)
 

@@ -117,7 +117,7 @@ def engine_of(speculate: str = "", graphs: bool = True, **more: Any) -> Engine:
     size_pool(engine, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL, [1, 2, 4])
     engine.resize(PAGES)
     if graphs:
-        extent = GraphExtent(TOKENS, ROWS, TOTAL, PAGES, None, engine.guesses.most > 0, engine.guesses.trees)
+        extent = GraphExtent(TOKENS, ROWS, TOTAL, PAGES, None, engine.speculator.most > 0, engine.speculator.trees)
         engine.record(Recorder(), extent, lambda stage: None)
     return engine
 
@@ -151,7 +151,7 @@ def run(engine: Engine, groups: Sequence[Group], step: Callable[[], object] = la
     outcomes = []
     for one in groups:
         if not one.search:
-            one.drafts = engine.guesses.most
+            one.drafts = engine.speculator.most
         outcomes += [prefill(engine, [one], 24, [0]), prefill(engine, [], 1000, [0])]
     while engine.books.groups:
         step()
@@ -164,7 +164,7 @@ def overlapped(engine: Engine, groups: Sequence[Group], step: Callable[[], objec
     begun = []
     for one in groups:
         if not one.search:
-            one.drafts = engine.guesses.most
+            one.drafts = engine.speculator.most
         begun += [
             engine.begin_prefill(0, [one], [(one.uid, 24)], 1000, [0]),
             engine.begin_prefill(0, [], [(one.uid, 1000)], 1000, [0]),
@@ -361,8 +361,8 @@ def test_heads_without_keys_are_compiled_before_the_first_request(
     known = {(one.types, one.constants) for one in products}
     for name in DRAFTED:
         run(engine, SCENARIOS[name]())
-    assert engine.guesses.drafter is not None
-    assert engine.guesses.drafter.rounds > 10
+    assert engine.speculator.drafter is not None
+    assert engine.speculator.drafter.rounds > 10
     later = [one for one in noted.launches if one.kernel == "product_kernel"][len(products) :]
     assert len(later) > 20
     assert not {(one.types, one.constants) for one in later} - known
@@ -679,10 +679,10 @@ def test_adapters_ask_nothing(noted: Noted, tmp_path: Path, name: str, later: bo
     engine.record(Recorder(), GraphExtent(TOKENS, ROWS, TOTAL, PAGES, None, False, False), lambda stage: None)
     known = {one for one in noted.launches if one.kernel == "experts_kernel"}
     assert known
-    assert not engine.decoder.changes.later
+    assert not engine.decoder.adapters.later
     for name, place in changes if later else ():
         adapter = Adapter(name, Path(place), torch.bfloat16, torch.device("cpu"))
-        assert engine.adapt(name, engine.decoder.changes.prepared(adapter)) == ""
+        assert engine.adapt(name, engine.decoder.adapters.prepared(adapter)) == ""
     noted.waits.clear()
     groups = [tiny.group(uid, range(20 + uid), 6, adapter=adapter) for uid, adapter in enumerate(("", "0", "1", "1"), 1)]
     assert len(run(engine, groups)) == 24
@@ -772,7 +772,7 @@ def test_heads_read_what_the_model_has_put_on_the_device(
         patch.setattr("penstock.shard.service.size_pool", size)
         service._measure(wire.WarmupRequest(max_step_tokens=TOKENS, max_step_rows=ROWS, max_total_tokens=TOTAL - 2))
     *_, recorded, _ = told
-    drafter = engine.guesses.drafter
+    drafter = engine.speculator.drafter
     assert drafter is not None
     assert len(recorded) == sum(len(own._decodes) + len(own._mixed) for own in (engine.forward, drafter.forward))
     for scenario in ("greedy", "sampled"):

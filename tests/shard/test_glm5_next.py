@@ -1,4 +1,4 @@
-"""GLM 5 Next: what config.json says of it, and what its parts ask of pages and guesses. What it computes: test_oracle.py."""
+"""GLM 5 Next: what config.json says of it, and what its parts ask of pages and drafts. What it computes: test_oracle.py."""
 
 import shutil
 from pathlib import Path
@@ -11,7 +11,7 @@ import transformers
 
 from penstock.launcher import roofline
 from penstock.proto.speculation import Speculation
-from penstock.shard.models.draft_families import check_guesses, draft_shape
+from penstock.shard.models.draft_families import check_speculation, draft_shape
 from penstock.shard.models.families import shape
 from penstock.shard.models.recurrent_shapes import KimiDeltaShape
 from penstock.shard.models.shape import Shape, Unsupported
@@ -133,13 +133,13 @@ def test_pages_hold_whole_pools() -> None:
     made(index_kpool=1).check_pages(5)
 
 
-def test_guesses_follow_each_other() -> None:
+def test_drafts_follow_each_other() -> None:
     """Also where no layer remembers: a tree's nodes don't stand by their positions."""
     found = made(layer_types=["indexed_attention"] * 45)
     assert found.recurrent is None
-    check_guesses(found, Speculation(draft="x", widths=(1, 1)))
+    check_speculation(found, Speculation(draft="x", widths=(1, 1)))
     with pytest.raises(Unsupported, match="where blocks, pools or entries of tokens are chosen, drafts must be a chain"):
-        check_guesses(found, Speculation(draft="x", widths=(2, 1)))
+        check_speculation(found, Speculation(draft="x", widths=(2, 1)))
     with pytest.raises(Unsupported, match="an index chooses blocks of tokens there"):
         draft_shape(SAID | {"text_config": NEEDED | {"layer_types": ["indexed_attention"] * 45}}, found)
 

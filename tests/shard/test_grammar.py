@@ -25,6 +25,7 @@ from penstock.shard.decoding.strategy import NOT_FINITE
 from penstock.shard.decoding.tree import ROOT, Tree, chain, merge
 from penstock.shard.engine import Engine
 from penstock.shard.masks import Masks, _allow_ends
+from penstock.shard.outcome import Outcome
 from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group
 from penstock.tests.shard import tiny
@@ -457,6 +458,27 @@ def test_background_without_a_thread_says_so_and_works_again(monkeypatch: pytest
             background.submit(lambda: 3).result(10)
     assert threading.stack_size() == usual
     assert background.submit(lambda: 3).result(10) == 3
+
+
+def test_who_finds_no_thread_for_its_grammar_fails_alone_and_the_next_finds_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = with_masks(tiny.engine("demo"))
+    assert engine._masks is not None
+    engine._masks._grammars._tokenizer.result()
+    engine.prefill(1, [tiny.group(1, [1, 2, 3], 9)], [(1, 3)], 99, [])
+    bound = {"grammar": regex("[ab]{3}"), "end_ids": [END]}
+
+    def ask(uid: int) -> Outcome:
+        outcome = engine.prefill(1, [tiny.group(uid, [1, 2, 3], 9, **bound)], [(uid, 3)], 99, [])
+        while not outcome.failed and not outcome.emitted:  # as long as it is compiled
+            outcome = engine.prefill(1, [], [(uid, 3)], 99, [])
+        return outcome
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Background, "_start", lambda self: RuntimeError("can't start new thread"))
+        assert ask(2).failed == [(2, "its grammar can't be compiled now: can't start new thread")]
+    assert [uid for uid, _ in ask(3).emitted] == [3]
+    assert [uid for uid, _ in engine.decode([1]).emitted] == [1, 3]
+    assert engine._masks._grammars._size == len(regex("[ab]{3}"))
 
 
 def test_a_cancelled_job_is_left_out() -> None:

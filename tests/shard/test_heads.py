@@ -13,9 +13,9 @@ from torch import Tensor
 from penstock.shard.adapters import Adapter
 from penstock.shard.engine import Engine
 from penstock.shard.models import loader
-from penstock.shard.models.changes import LoraAdapters
 from penstock.shard.models.decoder import Decoder
 from penstock.shard.models.families import shape
+from penstock.shard.models.lora import LoraAdapters
 from penstock.shard.models.shape import Unsupported
 from penstock.shard.models.traits import Keys
 from penstock.shard.parallel import Ranks
@@ -77,7 +77,7 @@ def logits(folder: Path, size: int, adapter: Path | None = None) -> Tensor:
         model = shape(json.loads((folder / "config.json").read_text()))
         changes = [Adapter("a", adapter, torch.float32, tiny.CPU)] if adapter else []
         weights = Weights(folder, torch.float32, tiny.CPU, lambda read: None)
-        engine = Engine(Decoder(model, weights, ranks, tiny.CPU, changes=LoraAdapters(changes)), tiny.CPU, 16)
+        engine = Engine(Decoder(model, weights, ranks, tiny.CPU, adapters=LoraAdapters(changes)), tiny.CPU, 16)
         engine.resize(4)
         [sequence], _ = sequences(TOKENS, 1)
         sequence.state, sequence.adapter, found = 1, len(changes) - 1, []

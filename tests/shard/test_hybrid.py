@@ -772,7 +772,7 @@ def calm(name: str) -> World:
         ("qwen3.5", "chains", 8, 4, 7, False),
     ],
 )
-def test_guesses_are_remembered_once_they_are_right(
+def test_drafts_are_remembered_once_they_are_right(
     name: str, proposer: str, drafts: int, page_size: int, chunk: int, prefix_caching: bool
 ) -> None:
     plain, groups = calm(name), asked(drafts)
@@ -795,7 +795,7 @@ def test_a_perfect_guesser_takes_few_steps() -> None:
 
 
 @pytest.mark.parametrize(("name", "more"), [("qwen3.5", 8 * 4), ("llama", 0)])
-def test_memory_is_measured_for_right_guesses_that_are_computed_once_more(
+def test_memory_is_measured_for_right_drafts_that_are_computed_once_more(
     name: str, more: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a step that prompts fill: its tokens without them are as many as may be."""
@@ -814,7 +814,7 @@ def test_memory_is_measured_for_right_guesses_that_are_computed_once_more(
 
 
 @pytest.mark.parametrize("choices", [1, 2])
-def test_pages_are_asked_for_as_if_right_guesses_were_not_computed_once_more(choices: int) -> None:
+def test_pages_are_asked_for_as_if_right_drafts_were_not_computed_once_more(choices: int) -> None:
     """The next steps go on from all tokens: so many pages more, though less is computed."""
     group = tiny.group(0, prompt(1, 9), 40, drafts=4, continuations=[(choice, prompt(2, 8)) for choice in range(choices)])
     for sequence in group.sequences:
@@ -829,7 +829,7 @@ def test_pages_are_asked_for_as_if_right_guesses_were_not_computed_once_more(cho
 
 
 def test_what_is_computed_once_more_counts_for_no_sequence() -> None:
-    """The router takes all tokens of decodes but guesses for sequences, by whose number it learns what guesses bring."""
+    """The router takes all tokens of decodes but drafts for sequences, by whose number it learns what drafts bring."""
     own, [group] = tiny.engine("qwen3.5"), [one for one in asked(4) if one.uid == 3]
     test_speculation.choose(own, "right", calm("qwen3.5"))
     own.prefill(0, [group], [(3, UNLIMITED)], UNLIMITED, [])

@@ -127,7 +127,7 @@ def test_without_it_numbers_differ() -> None:
     assert len(differences(world, alone(lambda: make(prefix_caching=False), crowd()))) > 10
 
 
-def test_guesses_are_judged_by_the_same_numbers() -> None:
+def test_drafts_are_judged_by_the_same_numbers() -> None:
     plain, asked = calm("llama", "bfloat16"), crowd(drafts=4)
     own = engine("llama", page_size=4)
     test_speculation.choose(own, "chains", plain)

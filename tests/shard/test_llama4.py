@@ -22,7 +22,6 @@ from penstock.shard.config import ShardConfig
 from penstock.shard.decoding.hypotheses import Search, Stop
 from penstock.shard.drafter import Drafter
 from penstock.shard.engine import Engine
-from penstock.shard.guesses import Guesses
 from penstock.shard.loading import load
 from penstock.shard.models.decoder import Decoder
 from penstock.shard.models.families import shape
@@ -30,6 +29,7 @@ from penstock.shard.models.shape import Unsupported
 from penstock.shard.models.traits import TemperatureTuning
 from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group, Sampling, sequences
+from penstock.shard.speculator import Speculator
 from penstock.shard.step import Span
 from penstock.shard.weights import Weights
 from penstock.tests.shard import configurations, tiny
@@ -339,10 +339,10 @@ def test_steps_may_be_asked_for_ahead(plain: World, ahead: bool) -> None:
         ("tokens=6", 1, "llama"),
     ],
 )
-def test_guesses_change_no_token(said: str, page_size: int, draft: str, plain: World) -> None:
+def test_drafts_change_no_token(said: str, page_size: int, draft: str, plain: World) -> None:
     """By a model that sees the same chunks, or none."""
     engine = guessing("llama4", draft, said, page_size)
-    world = drive(free(engine), requests(engine.guesses.most), Habits(7, pause=0.05), seed=page_size)
+    world = drive(free(engine), requests(engine.speculator.most), Habits(7, pause=0.05), seed=page_size)
     assert world.tokens == plain.tokens
     assert world.drafted > 100
     assert world.accepted > (300 if draft == "llama4" else 0)
@@ -352,20 +352,20 @@ def test_guesses_change_no_token(said: str, page_size: int, draft: str, plain: W
 def guessing(name: str, draft: str, said: str, page_size: int) -> Engine:
     speculation = parse(f"draft=x,{said}")
     drafter = Drafter(tiny.decoder(draft), configurations.VOCABULARY, tiny.CPU, speculation.most)
-    guesses = Guesses(tiny.decoder(name).ranks, tiny.CPU, speculation, drafter)
-    engine = Engine(tiny.decoder(name), tiny.CPU, page_size, guesses=guesses)
+    speculator = Speculator(tiny.decoder(name).ranks, tiny.CPU, speculation, drafter)
+    engine = Engine(tiny.decoder(name), tiny.CPU, page_size, speculator=speculator)
     engine.resize(2000 // page_size)
     return engine
 
 
 def test_a_draft_model_may_see_chunks_that_its_model_does_not() -> None:
-    """Its trees then go beyond their ends, which costs right guesses at most."""
+    """Its trees then go beyond their ends, which costs right drafts at most."""
     asked = [tiny.group(uid, prompt(uid, 9 + uid), 30, drafts=9) for uid in range(8)]
     expected = drive(tiny.engine("llama", 16, 2000), copy.deepcopy(asked), Habits()).tokens
     assert drive(free(guessing("llama", "llama4", "tree=3x2x1", 4)), asked, Habits()).tokens == expected
 
 
-def test_guesses_end_with_their_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_end_with_their_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """And are as deep as may be before."""
     ends: list[int] = []
     planned = step.plan
@@ -380,8 +380,8 @@ def test_guesses_end_with_their_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
 
     engine = guessing("llama4", "llama", "tree=2x2x1x1", 4)
     monkeypatch.setattr("penstock.shard.forward.step.plan", plan)
-    engine.guesses.drafter = None  # whose own trees are no matter here
-    drive(free(engine), requests(engine.guesses.most), Habits(7), seed=1)
+    engine.speculator.drafter = None  # whose own trees are no matter here
+    drive(free(engine), requests(engine.speculator.most), Habits(7), seed=1)
     assert CHUNK - 1 in ends
     assert max(ends) < CHUNK
 

@@ -194,13 +194,13 @@ def test_ranks_add_up_twice_in_a_layer() -> None:
     @torch.inference_mode()
     def work(ranks: Ranks) -> None:
         engine = tiny.engine_of("longcat", ranks)
-        added, add = [0], ranks.add
+        added, all_reduce = [0], ranks.all_reduce
 
         def counted(x: torch.Tensor) -> torch.Tensor:
             added[0] += 1
-            return add(x)
+            return all_reduce(x)
 
-        ranks.add = counted  # type: ignore[method-assign]
+        ranks.all_reduce = counted  # type: ignore[method-assign]
         [sequence], _ = sequences(prompt(1, 9), 1)
         engine.pool.extend(sequence.pages, 9)
         engine.forward([Span(sequence, 0, sequence.tokens)])

@@ -19,7 +19,7 @@ from penstock.proto.speculation import parse
 from penstock.shard import memory
 from penstock.shard.config import ShardConfig
 from penstock.shard.loading import load
-from penstock.shard.models.draft_families import check_guesses
+from penstock.shard.models.draft_families import check_speculation
 from penstock.shard.models.families import shape
 from penstock.shard.models.shape import Shape, Unsupported
 from penstock.shard.models.traits import BlockIndex
@@ -172,13 +172,13 @@ def test_pages_divide_blocks() -> None:
 
 
 @pytest.mark.parametrize(("asked", "served"), [("ngram=3", True), ("draft=d,tokens=3", True), ("draft=d,nodes=9", False)])
-def test_guesses_follow_each_other(asked: str, served: bool) -> None:
+def test_drafts_follow_each_other(asked: str, served: bool) -> None:
     """A tree's nodes do not stand by their positions, as a block's tokens do."""
     if served:
-        check_guesses(text(), parse(asked))
+        check_speculation(text(), parse(asked))
     else:
         with pytest.raises(Unsupported, match="where blocks, pools or entries of tokens are chosen, drafts must be a chain"):
-            check_guesses(text(), parse(asked))
+            check_speculation(text(), parse(asked))
 
 
 def test_it_does_not_guess_for_others() -> None:

@@ -197,16 +197,16 @@ def groups_without(groups: Sequence[Group], uid: int) -> list[Group]:
     return [tiny.group(one.uid, one.sequences[0].tokens[: one.prompt_length], COUNT) for one in groups if one.uid != uid]
 
 
-def test_guesses_that_memory_does_not_suffice_for_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_that_memory_does_not_suffice_for_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, asked = tiny.engine("llama"), prompt(1, 5) * 4
-    propose, count = engine.guesses.propose, iter(range(999))
+    propose, count = engine.speculator.propose, iter(range(999))
 
     def fail(asked: Any) -> int:
         if next(count) % 2:
             raise torch.OutOfMemoryError
         return propose(asked)
 
-    monkeypatch.setattr(engine.guesses, "propose", fail)
+    monkeypatch.setattr(engine.speculator, "propose", fail)
     world = drive(engine, [tiny.group(1, asked, 40, drafts=4)], Habits())
     assert world.answers == drive(tiny.engine("llama"), [tiny.group(1, asked, 40)], Habits()).answers
     assert world.drafted > 0

@@ -3,6 +3,7 @@
 import random
 from array import array
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -182,8 +183,7 @@ class Stack(PagePool):
     """The page that was let go last is taken first."""
 
     def _evict(self) -> int:
-        page = list(self._cached)[-1]
-        self._cached = {page: None} | {other: None for other in self._cached if other != page}
+        self._cached.move_to_end(list(self._cached)[-1], last=False)
         return super()._evict()
 
 
@@ -191,7 +191,7 @@ class Uncounted(PagePool):
     """What is shared out of the cache can still be taken."""
 
     def share(self, pages: object) -> None:
-        cached = dict(self._cached)
+        cached = self._cached.copy()
         super().share(pages)  # type: ignore[arg-type]
         self._cached = cached
 
@@ -294,3 +294,26 @@ def test_where_states_are_needed_and_none_is_kept_nothing_is_found(states: int |
     first.computed = 4
     prefixes.publish(first)
     assert prefixes.adopt(second, 4) == found
+
+
+class Counting(array):  # type: ignore[type-arg]
+    """Tokens that count how many were read."""
+
+    read = 0
+
+    def __getitem__(self, place: Any) -> Any:
+        found = super().__getitem__(place)
+        Counting.read += len(found) if isinstance(place, slice) else 1
+        return found
+
+
+def test_a_prompt_that_waits_is_not_read_as_a_whole_in_each_step() -> None:
+    """Only as far as it is found, and a page more."""
+    pool = PagePool(9, SIZE)
+    prefixes = PrefixCache(pool)
+    known = Sequence(array("I", range(2 * SIZE)), 2 * SIZE, computed=2 * SIZE, pages=pool.take(2))
+    prefixes.publish(known)
+    other = Sequence(Counting("I", [*range(2 * SIZE), *range(99, 9999)]), 9000)
+    assert prefixes.known(other, 9000) == prefixes.adopt(other, 9000) == 2 * SIZE
+    assert not prefixes.adopt(other, 9000)
+    assert Counting.read == (3 + 3 + 1) * SIZE

@@ -226,7 +226,7 @@ from penstock.shard.parallel import Ranks
 ranks = Ranks(int(sys.argv[1]), 3, torch.device("cpu"), Path(sys.argv[2]), invariant=sys.argv[3] == "invariant")
 torch.manual_seed(ranks.rank)
 x = torch.randn(7, 1000)
-whole, first = ranks.add(x.clone()), ranks.add(x[:1].clone())
+whole, first = ranks.all_reduce(x.clone()), ranks.all_reduce(x[:1].clone())
 if not ranks.rank:
     print(whole[:1].equal(first))
 """

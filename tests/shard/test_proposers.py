@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.shard.decoding import sampler, verify
 from penstock.shard.decoding.growth import BestFirstTree, Drafting, Frontier, LayeredTree, TreeShape, best
 from penstock.shard.decoding.lookup import LONGEST, NgramIndex, look_up
-from penstock.shard.decoding.proposers import DraftRequest, MergedProposer, NgramProposer
+from penstock.shard.decoding.proposers import CATCH_UP, SHORT, DraftRequest, MergedProposer, NgramProposer
 from penstock.shard.decoding.tree import ROOT, Tree
 from penstock.shard.decoding.verify import VerificationRule
 from penstock.shard.sequence import Sampling
@@ -124,6 +124,27 @@ def test_lookup_is_asked_for_many() -> None:
     assert not len(second.tree)
     asked[1].sequence.tokens.extend([1])
     assert proposer.propose(asked).drafts[1].tree.tokens == (2, 1, 2)
+
+
+def test_a_long_text_is_indexed_over_several_steps_and_holds_nobody_up() -> None:
+    proposer, chance = NgramProposer(), random.Random(1)
+    texts = [[chance.randrange(9) for _ in range(3 * CATCH_UP)], [3] * 9, [chance.randrange(9) for _ in range(2 * CATCH_UP)]]
+    asked = [DraftRequest(one := group(uid, Sampling(), 9, text), one.sequences[0], 4, 3) for uid, text in enumerate(texts)]
+    ready = list[list[bool]]()
+    for _ in range(8):
+        before = [len(one.sequence.ngram_index.tokens) if one.sequence.ngram_index else 0 for one in asked]
+        ready.append([len(draft.tree) > 0 for draft in proposer.propose(asked).drafts])
+        lengths = [len(one.sequence.ngram_index.tokens) for one in asked if one.sequence.ngram_index]
+        assert sum(lengths) - sum(before) <= CATCH_UP + SHORT * len(asked)
+        for one in asked:
+            one.sequence.tokens.append(3)
+    assert ready[0] == [False, True, False]
+    assert all(short for _, short, _ in ready)
+    assert ready[-1] == [True, True, True]
+    whole = NgramIndex()
+    whole.follow(asked[0].sequence.tokens[:-1])
+    assert asked[0].sequence.ngram_index is not None
+    assert asked[0].sequence.ngram_index.earlier() == whole.earlier()
 
 
 # A draft model

@@ -1,4 +1,4 @@
-"""Qwen 4 Exp: what config.json says of it, what its checkpoints hold, and what its parts ask of pages and guesses. What it
+"""Qwen 4 Exp: what config.json says of it, what its checkpoints hold, and what its parts ask of pages and drafts. What it
 computes: test_oracle.py."""
 
 import json
@@ -16,7 +16,7 @@ from transformers.models.qwen4_exp import modeling_qwen4_exp as oracle
 from penstock.launcher import roofline
 from penstock.proto.speculation import Speculation
 from penstock.shard import forward
-from penstock.shard.models.draft_families import check_guesses
+from penstock.shard.models.draft_families import check_speculation
 from penstock.shard.models.families import shape
 from penstock.shard.models.ngrams import primes
 from penstock.shard.models.recurrent_shapes import LinearAttentionShape
@@ -141,13 +141,13 @@ def test_pages_hold_whole_pools() -> None:
     text(indexer_compress_ratio=1).check_pages(5)
 
 
-def test_guesses_follow_each_other() -> None:
+def test_drafts_follow_each_other() -> None:
     """Also where no layer remembers: a tree's nodes don't stand by their positions."""
     found = text(layer_types=["indexed_attention"] * 40, ple_layer_ids=[])
     assert found.recurrent is None
-    check_guesses(found, Speculation(draft="x", widths=(1, 1)))
+    check_speculation(found, Speculation(draft="x", widths=(1, 1)))
     with pytest.raises(Unsupported, match="where blocks, pools or entries of tokens are chosen, drafts must be a chain"):
-        check_guesses(found, Speculation(draft="x", widths=(2, 1)))
+        check_speculation(found, Speculation(draft="x", widths=(2, 1)))
 
 
 def test_a_table_in_one_tensor_or_by_parts(tmp_path: Path) -> None:

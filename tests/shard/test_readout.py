@@ -21,7 +21,6 @@ from penstock.launcher.options import Options
 from penstock.proto.speculation import parse
 from penstock.shard.config import ShardConfig
 from penstock.shard.engine import Engine
-from penstock.shard.guesses import Guesses
 from penstock.shard.loading import load
 from penstock.shard.masks import Masks
 from penstock.shard.models.draft_families import draft_shape, shaped
@@ -30,6 +29,7 @@ from penstock.shard.models.shape import Unsupported
 from penstock.shard.parallel import Ranks
 from penstock.shard.readout import Readout
 from penstock.shard.sequence import Group
+from penstock.shard.speculator import Speculator
 from penstock.tests.shard import configurations, test_distribution, tiny
 from penstock.tests.shard import test_speculation_grammar as grammars
 from penstock.tests.shard.driver import UNLIMITED, Habits, World, drive
@@ -200,7 +200,7 @@ def test_beside_an_output_matrix_in_float32(folders: dict[str, Path]) -> None:
 
 
 def test_beside_linear_attention(folders: dict[str, Path]) -> None:
-    """Where right guesses are computed once more with the next step."""
+    """Where right drafts are computed once more with the next step."""
     groups = [group for group in asked(3) if len(group.waiting) == 1][:3]
     own = free(engine(folders["speculator"], "tokens=3", 4, name="qwen3.5"))
     off = watched(own, Oracle("speculator", "qwen3.5"))
@@ -285,7 +285,7 @@ def test_grammars_are_kept(folders: dict[str, Path]) -> None:
     said = "nodes=9"
     own = free(engine(folders["medusa without outputs"], said, 4, name="words"))
     masks, plain = Masks(grammars.GRAMMAR_TOKENS, grammars.VOCABULARY), grammars.with_masks(tiny.engine("words"))
-    own.guesses = Guesses(own.decoder.ranks, tiny.CPU, parse(f"draft=x,{said}"), own.guesses.drafter, masks, LEVELS)
+    own.speculator = Speculator(own.decoder.ranks, tiny.CPU, parse(f"draft=x,{said}"), own.speculator.drafter, masks, LEVELS)
     own._masks = masks
     world = drive(own, grammars.asked(all_of(said), range(8)), Habits(7, pauses=1), seed=2)
     grammars.check(world, drive(plain, grammars.asked(0, range(8)), Habits()))
@@ -309,7 +309,7 @@ def test_answers_have_the_distribution_of_plain_sampling(
 
 
 def test_whole_models_that_hold_their_heads(tmp_path: Path) -> None:
-    """As those that were trained together: named twice, as the model and as what guesses for it."""
+    """As those that were trained together: named twice, as the model and as what drafts for it."""
     fields = json.loads((tiny.folder("llama") / "config.json").read_text()) | MEDUSA
     stored = safetensors.torch.load_file(tiny.folder("llama") / "model.safetensors")
     written(tmp_path, fields, stored | {f"medusa_head.{name}": tensor for name, tensor in weights("medusa").items()})
@@ -322,7 +322,7 @@ def test_whole_models_that_hold_their_heads(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_what_they_take_is_planned(kind: str, folders: dict[str, Path]) -> None:
     own = engine(folders[kind], "tokens=3", page_size=4, pages=9)
-    drafter = own.guesses.drafter
+    drafter = own.speculator.drafter
     assert isinstance(drafter, Readout)
     assert drafter.token_bytes == 4 * 64
     assert sum(part.nbytes for part in own.cache.pages) == 10 * 4 * own.token_bytes

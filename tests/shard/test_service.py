@@ -21,7 +21,7 @@ from penstock.shard.config import ShardConfig
 from penstock.shard.decoding.budget import Allowance, LinearCost
 from penstock.shard.loading import load
 from penstock.shard.messages import allowance_from, group_from, step_reply
-from penstock.shard.models.changes import LoraAdapters
+from penstock.shard.models.lora import LoraAdapters
 from penstock.shard.outcome import Outcome
 from penstock.shard.relay import Sender
 from penstock.shard.sequence import Sampling
@@ -316,11 +316,11 @@ def test_what_drafts_may_cost_survives_the_wire() -> None:
         assert allowance_from(type(request)()) is None
 
 
-def test_what_was_guessed_is_in_columns() -> None:
+def test_what_was_drafted_is_in_columns() -> None:
     outcome = Outcome(
         drafted=5,
         accepted=3,
-        guessed=[(7, 2, 1), (9, 3, 2)],
+        drafts=[(7, 2, 1), (9, 3, 2)],
         tried=[2, 1],
         kept=[2, 1],
         draft_seconds=0.5,
@@ -328,8 +328,8 @@ def test_what_was_guessed_is_in_columns() -> None:
         rounds=4,
     )
     step = step_reply(1, outcome).step
-    columns = zip(step.guessed_uids, step.guessed_drafted, step.guessed_accepted, strict=True)
-    assert (list(columns), step.drafted_tokens, step.accepted_tokens) == (outcome.guessed, 5, 3)
+    columns = zip(step.draft_uids, step.draft_counts, step.accepted_counts, strict=True)
+    assert (list(columns), step.drafted_tokens, step.accepted_tokens) == (outcome.drafts, 5, 3)
     assert (list(step.tried_by_depth), list(step.kept_by_depth)) == ([2, 1], [2, 1])
     assert (step.draft_seconds, step.later_seconds, step.rounds) == (0.5, 0.375, 4)
 

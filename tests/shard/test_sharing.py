@@ -193,6 +193,23 @@ def test_a_choice_that_ends_before_the_prompt_is_computed_is_not_begun() -> None
     assert [emitted.choice for _, emitted in outcome.emitted] == [1, 2]
 
 
+def test_a_choice_that_ends_needs_no_page(paper: type[Paper]) -> None:
+    """Not even of a resumed group of which the cache has more than the prompt: its choices part when there is a step, which may
+    fail it."""
+    engine = paper(9, 2)
+    engine.prefill(1, [tiny.group(1, [1, 2, 3, 0, 0], 1)], [(1, 9)], 9, [])
+    resumed = tiny.group(2, [1, 2, 3], 6, continuations=[(0, [0, 0, 1]), (1, [1]), (2, [2])])
+    engine.prefill(1, [resumed], [], 0, [])
+    engine.prefill(2, [tiny.group(3, [3] * 2 * engine.pool.free, 2)], [(3, 99)], 99, [])
+    assert not engine.pool.free
+    engine.end([(2, 2)])
+    assert [sequence.choice for sequence in resumed.sequences] == [0, 1]
+    assert [uid for uid, _ in engine.prefill(1, [], [(2, 9)], 9, []).failed] == [2]
+    assert engine.decode([2]).failed == []
+    engine.filter([3])
+    assert engine.pool.free == 9
+
+
 def test_a_group_whose_choices_all_end_before_they_begin_is_gone() -> None:
     engine = tiny.engine("llama", 4)
     engine.prefill(1, [tiny.group(1, prompt(1, 10), 9, SEEDED, choices=2)], [(1, 99)], 7, [])

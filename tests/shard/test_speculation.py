@@ -1,4 +1,4 @@
-"""Guesses change no token: the same answers with and without them, whoever guesses, whatever else happens."""
+"""Drafts change no token: the same answers with and without them, whoever guesses, whatever else happens."""
 
 import functools
 import random
@@ -39,10 +39,10 @@ class Oracle:
         count = chance.randint(0, asked.depth)
         paths = []
         for _ in range(self._width):
-            guesses = [
+            drafts = [
                 token if chance.random() < self._right else chance.randrange(configurations.VOCABULARY) for token in said[:count]
             ]
-            paths.append(chain(guesses, [-chance.random() for _ in guesses]))
+            paths.append(chain(drafts, [-chance.random() for _ in drafts]))
         return merge(paths).cut(asked.nodes)
 
 
@@ -92,7 +92,7 @@ def expected() -> World:
         ("trees", 8, 1, 7, True),
     ],
 )
-def test_guesses_change_no_token(proposer: str, drafts: int, page_size: int, chunk: int, prefix_caching: bool) -> None:
+def test_drafts_change_no_token(proposer: str, drafts: int, page_size: int, chunk: int, prefix_caching: bool) -> None:
     plain = expected()
     groups = asked(drafts)
     engine = tiny.engine("llama", page_size, room(groups, page_size) + 40 // page_size, prefix_caching)
@@ -108,7 +108,7 @@ def test_guesses_change_no_token(proposer: str, drafts: int, page_size: int, chu
 
 def choose(engine: Engine, name: str, plain: World) -> None:
     said = plain.tokens
-    engine.guesses.proposer = {
+    engine.speculator.proposer = {
         "lookup": NgramProposer(),
         "right": Oracle(said, 1.0),
         "chains": Oracle(said, 0.7),
@@ -127,7 +127,7 @@ def test_a_perfect_guesser_is_always_right() -> None:
 def test_who_guesses_wrong_is_hardly_asked_again() -> None:
     plain = expected()
     engine = tiny.engine("llama")
-    engine.guesses.proposer = Oracle(plain.tokens, 0.0)
+    engine.speculator.proposer = Oracle(plain.tokens, 0.0)
     world = drive(engine, asked(4), Habits())
     assert world.tokens == plain.tokens
     assert world.drafted < len(plain.tokens) * 16  # of the 4 a step that it may have had

@@ -1,4 +1,4 @@
-"""Guesses change no token where a grammar is kept: every draft is bound by what may follow its own path."""
+"""Speculator change no token where a grammar is kept: every draft is bound by what may follow its own path."""
 
 import functools
 import json
@@ -21,10 +21,10 @@ from penstock.shard.decoding.tree import Tree, chain, merge
 from penstock.shard.decoding.verify import Draft
 from penstock.shard.drafter import Drafter
 from penstock.shard.engine import Engine
-from penstock.shard.guesses import Guesses
 from penstock.shard.masks import Masks
 from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group, Sampling
+from penstock.shard.speculator import Speculator
 from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import Habits, World, drive
 from penstock.tests.shard.test_drafter import free
@@ -133,7 +133,7 @@ def check(world: World, plain: World) -> None:
         assert key[0] == TWO_NOWHERE or len(world.tokens[key]) == count
 
 
-def test_without_guesses_grammars_are_kept() -> None:
+def test_without_drafts_grammars_are_kept() -> None:
     """So that what the others are compared with means something."""
     plain = expected()
     assert sorted(plain.failed) == [9, TWO_NOWHERE]
@@ -153,9 +153,9 @@ def test_without_guesses_grammars_are_kept() -> None:
         ("trees", 16, 4),
     ],
 )
-def test_guesses_change_no_token(name: str, drafts: int, page_size: int) -> None:
+def test_drafts_change_no_token(name: str, drafts: int, page_size: int) -> None:
     engine = with_masks(tiny.engine("words", page_size))
-    engine.guesses.proposer = proposers()[name]
+    engine.speculator.proposer = proposers()[name]
     world = drive(engine, asked(drafts), Habits(7, pauses=1), seed=drafts)
     check(world, expected())
     assert world.drafted > 0
@@ -167,7 +167,7 @@ def test_guesses_change_no_token(name: str, drafts: int, page_size: int) -> None
 def test_who_is_always_right_is_always_believed() -> None:
     """But of the last token, which is never accepted: nothing comes after it."""
     engine = with_masks(tiny.engine("words"))
-    engine.guesses.proposer = Oracle(expected().tokens)
+    engine.speculator.proposer = Oracle(expected().tokens)
     groups = [group for group in asked(8) if group.uid not in expected().failed]
     world = drive(engine, groups, Habits())
     assert 0 <= world.drafted - world.accepted <= len(world.tokens)
@@ -178,8 +178,8 @@ def test_who_is_always_right_is_always_believed() -> None:
 def test_a_draft_model_keeps_grammars(said: str) -> None:
     """So that one which is the target is nearly always right: but of what comes after the end."""
     target, own_masks, shape = tiny.decoder("words"), Masks(Grammars(DEMO, VOCABULARY), VOCABULARY), parse(f"draft=x,{said}")
-    guesses = Guesses(target.ranks, tiny.CPU, shape, Drafter(target, VOCABULARY, tiny.CPU, shape.most), own_masks)
-    engine = Engine(target, tiny.CPU, 4, masks=own_masks, guesses=guesses)
+    speculator = Speculator(target.ranks, tiny.CPU, shape, Drafter(target, VOCABULARY, tiny.CPU, shape.most), own_masks)
+    engine = Engine(target, tiny.CPU, 4, masks=own_masks, speculator=speculator)
     engine.resize(2000)
     world = drive(free(engine), asked(shape.most), Habits(7, pauses=1), seed=2)
     if "rejection" not in said:
@@ -196,7 +196,7 @@ def test_two_ranks_keep_the_same_books() -> None:
         engine = tiny.engine_of("words", ranks, 4, 400)
         if not ranks.rank:
             with_masks(engine)
-        engine.guesses.proposer = Oracle(expected().tokens, 0.8, 4)
+        engine.speculator.proposer = Oracle(expected().tokens, 0.8, 4)
         return drive(engine, asked(9), Habits(16, pause=0.03), seed=5)
 
     world, twin = tiny.Threads().run(work)
@@ -212,7 +212,7 @@ def test_the_check_finds(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = expected()
     plant(fault, monkeypatch)
     engine = with_masks(tiny.engine("words"))
-    engine.guesses.proposer = Oracle(plain.tokens, 0.8, 4)
+    engine.speculator.proposer = Oracle(plain.tokens, 0.8, 4)
     with pytest.raises(AssertionError):
         check(drive(engine, asked(16), Habits(), seed=1), plain)
 

@@ -4,6 +4,7 @@ kind that it is there for, and finds them."""
 import functools
 import gc
 import random
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,8 +21,8 @@ from penstock.shard.decoding.proposers import DraftRequest, NgramProposer, Propo
 from penstock.shard.decoding.sampler import Pick, Row
 from penstock.shard.decoding.strategy import Finish
 from penstock.shard.decoding.tree import Tree, chain, merge
-from penstock.shard.decoding.verify import Draft, DraftToken, VerificationRule, deterministic_draft
-from penstock.shard.sequence import Group, Sampling
+from penstock.shard.decoding.verify import Draft, DraftToken, TokensView, VerificationRule, deterministic_draft
+from penstock.shard.sequence import Group, Sampling, Thinking
 from penstock.tests.shard.toy import Toy, exact, g_test, group, next_token, plainly, seeded, speculate
 
 Answers = list[list[tuple[Pick, Finish]]]
@@ -507,3 +508,39 @@ def test_where_rounding_leaves_nothing_the_target_stays() -> None:
     target = torch.tensor([[0.25, 0.75], [0.25, 0.75]])
     found = verify._residual(target, torch.tensor([[0.25, 0.75], [1.0, 0.0]]))
     assert found.tolist() == [[0.25, 0.75], [0.0, 1.0]]
+
+
+class Untouched(Sequence[int]):
+    """A long text of which one may only ask for the length, and for single tokens of its end."""
+
+    def __init__(self, tokens: Sequence[int], end: int) -> None:
+        self._tokens = tokens
+        self._end = end
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, place: Any) -> Any:
+        assert place >= self._end, "whoever looks here takes the longer the longer the text is"
+        return self._tokens[place]
+
+
+def test_a_budget_of_reasoning_looks_at_the_answer_alone() -> None:
+    """For each draft, however long the prompt is."""
+    text, thinking = [5, 6, 7, 9, 3], Thinking(most=3, end=8, begin=9)
+    view = TokensView(Untouched(text, 3), [4, 4])
+    assert view[3:] == [9, 3, 4, 4]
+    assert view[-1:] == [4]
+    assert (view[3], view[5], view[-1]) == (9, 4, 4)
+    assert thinking.overdue(view, 3)
+    assert not thinking.overdue(TokensView(Untouched(text, 3), [4]), 3)
+    assert not thinking.overdue(TokensView(Untouched(text, 3), [8, 4]), 3)
+
+
+def test_penalties_take_tokens_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one by one, which takes long for drafts after a long text."""
+    sampling, more, logits = Sampling(repetition_penalty=1.3, frequency_penalty=0.5), [2, 3, 2], torch.randn(1, 9)
+    expected = sampler.penalized(logits, [Row(sampling, [5, 1, 2, 5, *more], 3, 0)])
+    monkeypatch.setattr(TokensView, "__getitem__", None)
+    monkeypatch.setattr(TokensView, "__iter__", None)
+    assert sampler.penalized(logits, [Row(sampling, TokensView(array("I", [5, 1, 2, 5]), more), 3, 0)]).equal(expected)

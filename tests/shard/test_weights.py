@@ -90,9 +90,9 @@ def test_a_small_draft_model_is_computed_in_float32(monkeypatch: pytest.MonkeyPa
     folder = str(tiny.folder("llama"))
     config = ShardConfig(folder=folder, model="m", dtype="bfloat16", speculate=f"draft={folder},tokens=2")
     engine = load(config, lambda stage: None)
-    assert engine.guesses.drafter is not None
+    assert engine.speculator.drafter is not None
     assert engine.decoder.embedding.dtype == torch.bfloat16
-    assert engine.guesses.drafter.decoder.embedding.dtype == dtype
+    assert engine.speculator.drafter.decoder.embedding.dtype == dtype
 
 
 def test_a_tied_model_has_no_second_table() -> None:

@@ -196,18 +196,18 @@ class Threaded(Ranks):
         self.size = threads.size
         self._threads = threads
 
-    def add(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor) -> Tensor:
         first, *others = self._threads.show(self.rank, x.clone())
         return x.copy_(sum(others, first))
 
-    def join(self, x: Tensor) -> Tensor | None:
+    def gather(self, x: Tensor) -> Tensor | None:
         every = self._threads.show(self.rank, x)
         return torch.cat(every, -1) if self.rank == 0 else None
 
-    def tell(self, x: Tensor) -> Tensor:
+    def broadcast(self, x: Tensor) -> Tensor:
         return x.copy_(self._threads.show(self.rank, x.clone())[0])
 
-    def least(self, value: int) -> int:
+    def minimum(self, value: int) -> int:
         return min(self._threads.show(self.rank, value))
 
 

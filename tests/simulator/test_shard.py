@@ -233,7 +233,7 @@ def test_the_books_are_right_with_a_cache(seed: int) -> None:
             told = bounds.setdefault(uid, [])
             assert group.held <= min(told[-2:], default=10**9), "it grew beyond what it said"
             told.append(group.held + group.grow)
-            assert group.told == (group.held, group.grow, group.lacking)
+            assert group.reported == (group.held, group.grow, group.lacking)
         if random_.random() < 0.1 and shard.groups:
             world.paused.update(shard.filter(pause=[random_.choice(list(shard.groups))]).continuations)
             for uid in world.paused:

@@ -11,13 +11,13 @@ import pytest
 from penstock.proto.images import FORMS
 from penstock.router.commands import group
 from penstock.router.config import Misconfigured, RouterConfig
-from penstock.router.pictures import TIMES, expanded, marked, own_ids
+from penstock.router.image_placeholders import TIMES, expanded, marked, own_ids
 from penstock.router.pixels import Pixels
 from penstock.router.prefix_keys import PrefixKeys
 from penstock.router.request import Limits, Overloaded, Refused, Request
 from penstock.router.text import Tokenizer
 from penstock.router.validation import Parameters, Validator
-from penstock.tests.router.sights import encoded, make_folder, picture
+from penstock.tests.router.vision_models import encoded, make_folder, picture
 
 LIMITS = Limits(max_input_tokens=4000, max_total_tokens=4200, vocabulary=300, images=True)
 IMAGE = encoded(picture(112, 56))  # 2 rows of 4 tokens
@@ -103,8 +103,8 @@ AROUND = {
 def test_a_request_shows_them(tmp_path: Path, family: str) -> None:
     tokenizer = make_folder(tmp_path, family)
     validator = Validator(RouterConfig(folder=str(tmp_path), model="m", max_images=3), tokenizer)
-    assert validator.pictures is not None
-    word = validator.pictures.text
+    assert validator.image_placer is not None
+    word = validator.image_placer.text
     request = asyncio.run(validator.request(f"a{word}b{word}{word}", Parameters(images=[IMAGE, OTHER, IMAGE]), LIMITS))
     first, second, third = request.images
     assert first.columns == 17 or family != "llava_onevision"  # of which several are a tile each
@@ -113,7 +113,7 @@ def test_a_request_shows_them(tmp_path: Path, family: str) -> None:
     assert own[0] == own[2] != own[1]
     rest = [id for place, id in enumerate(request.prompt) if not any(0 <= place - one.start < length for one in request.images)]
     word = AROUND.get(family, word)
-    assert rest == [id for id in tokenizer.encode(f"a{word}b{word}{word}") if id != validator.pictures._place]
+    assert rest == [id for id in tokenizer.encode(f"a{word}b{word}{word}") if id != validator.image_placer._place]
     assert first.pixels == third.pixels != second.pixels
     message = group(1, request)
     assert [one.start for one in message.images] == [one.start for one in request.images]
@@ -141,8 +141,8 @@ def test_what_is_cut_into_tiles(tmp_path: Path, family: str) -> None:
     starts = [at for at, id in enumerate(expected) if id == place][::16]
     assert [one.start for one in request.images] == starts
     assert len({request.prompt[start : start + 16] for start in starts}) == 9 + 17
-    assert validator.pictures is not None
-    assert sum(len(one.pixels) for one in request.images) == validator.pictures._held
+    assert validator.image_placer is not None
+    assert sum(len(one.pixels) for one in request.images) == validator.image_placer._held
 
 
 def test_llama_4s_tiles(tmp_path: Path) -> None:
@@ -302,14 +302,14 @@ def test_pixels_of_all_requests_are_counted(folder: Path, tokenizer: Tokenizer) 
     async def test() -> None:
         config = RouterConfig(folder=str(folder), model="m", max_images=3, payload_limit_total=-(-3 * one // TIMES))
         validator = Validator(config, tokenizer)
-        pictures = validator.pictures
-        assert pictures is not None
+        placer = validator.image_placer
+        assert placer is not None
 
         async def ask(count: int, limits: Limits = LIMITS, last: bytes = IMAGE) -> Request:
             return await validator.request(WORD * count, Parameters(images=[IMAGE] * (count - 1) + [last]), limits)
 
         first = await ask(1)
-        assert pictures._held == one
+        assert placer._held == one
         with pytest.raises(Overloaded, match=f"more than {TIMES * config.payload_limit_total} bytes together"):
             await ask(3)
         with pytest.raises(Refused, match="image 2 is no image"):
@@ -317,20 +317,20 @@ def test_pixels_of_all_requests_are_counted(folder: Path, tokenizer: Tokenizer) 
         with pytest.raises(Refused, match="less than 8 tokens"):
             await ask(1, Limits(8, 100, 300, images=True))
         leaving = asyncio.create_task(ask(2))
-        while pictures._held == one:  # until its first image is there  # noqa: ASYNC110
+        while placer._held == one:  # until its first image is there  # noqa: ASYNC110
             await asyncio.sleep(0)
         leaving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await leaving
         del leaving
-        assert pictures._held == one
+        assert placer._held == one
         second = await ask(2)
-        assert pictures._held == 3 * one
+        assert placer._held == 3 * one
         del first, second
-        assert pictures._held == 0
-        pictures._most_together = one
+        assert placer._held == 0
+        placer._most_together = one
         assert len((await ask(3)).images) == 3  # alone
-        assert pictures._held == 0
+        assert placer._held == 0
 
     asyncio.run(test())
 
@@ -339,9 +339,9 @@ def test_pixels_of_all_requests_are_counted(folder: Path, tokenizer: Tokenizer) 
 def test_who_leaves_does_not_end_what_prepares_images(folder: Path, tokenizer: Tokenizer) -> None:
     async def test() -> None:
         validator = Validator(RouterConfig(folder=str(folder), model="m", max_images=1), tokenizer)
-        assert validator.pictures is not None
-        await validator.pictures.start()
-        workers = validator.pictures._preparer._workers
+        assert validator.image_placer is not None
+        await validator.image_placer.start()
+        workers = validator.image_placer._preparer._workers
         [process] = workers._idle
         leaving = asyncio.create_task(validator.request(WORD, Parameters(images=[IMAGE]), LIMITS))
         while not workers._jobs:  # noqa: ASYNC110

@@ -20,7 +20,7 @@ from ..adapters import Adapter
 from .shape import Unsupported
 
 
-class Change(Protocol):
+class LoraTarget(Protocol):
     """How adapters change one weight, of which this rank holds a part."""
 
     @property
@@ -65,11 +65,11 @@ class ColumnLora:
 
     @property
     def matrices(self) -> int:
-        """See Change."""
+        """See LoraTarget."""
         return len({part.names for part in self.parts})
 
     def pair(self, adapter: Adapter) -> Pair | None:
-        """See Change."""
+        """See LoraTarget."""
         parts = [part.of(adapter) for part in self.parts]
         sizes = {part.names: part.outputs for part in parts}
         pairs = {names: pair for names, size in sizes.items() if (pair := adapter.pair(names, size, self.inputs))}
@@ -113,7 +113,7 @@ class RowLora:
     matrices = 1
 
     def pair(self, adapter: Adapter) -> Pair | None:
-        """See Change."""
+        """See LoraTarget."""
         found = adapter.pair(self.names, self.outputs, self.inputs)
         return found and (found[0].narrow(1, self.start, self.own).contiguous(), found[1] * self.factor)
 
@@ -127,9 +127,9 @@ class LoraAdapters:
         self.first = first
         self.names = [adapter.name for adapter in first] + [""] * (room - len(first))  # or keys, by number; "": a free slot
         self._rank = rank if room > len(first) else 0
-        self._changed: list[tuple[LoraMatrices, Change]] = []
+        self._changed: list[tuple[LoraMatrices, LoraTarget]] = []
 
-    def lora(self, change: Change, weight: Sequence[int], exact: Invariance, like: Tensor) -> LoraMatrices | None:
+    def lora(self, change: LoraTarget, weight: Sequence[int], exact: Invariance, like: Tensor) -> LoraMatrices | None:
         """What loaded adapters add to a weight [outputs, inputs], with room for later ones; like: a tensor of the type and device
         of computation."""
         pairs = [change.pair(adapter) for adapter in self.first]

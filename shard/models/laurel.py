@@ -19,9 +19,9 @@ class LaurelBlock:
         """size: rank of the projection."""
         hidden, (left, right) = load.shape.hidden, NAMES
         self._epsilon = load.shape.norm_epsilon
-        self.inward = load.laid_out(load.all_bits(left, size), None, load.changed([left], [size], wholes=(size,)))
+        self.inward = load.laid_out(load.all_bits(left, size), None, load.lora([left], [size], wholes=(size,)))
         self.outward = load.laid_out(
-            load.all_bits(right, hidden, size), None, load.changed([right], [hidden], wholes=(hidden,), inputs=size)
+            load.all_bits(right, hidden, size), None, load.lora([right], [hidden], wholes=(hidden,), inputs=size)
         )
         self.norm = load.gains("laurel.post_laurel_norm", hidden)
 

@@ -1,4 +1,4 @@
-"""What a server counts of its guesses, over a real model: the shard's columns, the metrics and what each client is told agree."""
+"""What a server counts of its drafts, over a real model: the shard's columns, the metrics and what each client is told agree."""
 
 import asyncio
 from contextlib import aclosing
@@ -25,7 +25,7 @@ class Free(DraftBudget):
 
 
 async def answered(batcher: Batcher, request: Request) -> tuple[int, Speculation]:
-    """How many tokens it has, and what is told of its guesses."""
+    """How many tokens it has, and what is told of its drafts."""
     tokens, last = 0, None
     async with aclosing(batcher.submit(request)) as stream:
         async for items in stream:

@@ -56,7 +56,7 @@ class DraftModel(Model, Protocol):
         """Records CUDA graphs of its steps, if that is worth it; see `forward`."""
 
 
-class Guesses:
+class Speculator:
     """Drafting and verification settings of one engine: `rule` verifies what `proposer` proposes; `probabilities` are the draft
     distributions of the last step, for rejection sampling."""
 
@@ -106,7 +106,7 @@ class Guesses:
     def propose(self, asked: Listing[DraftRequest]) -> tuple[int, float]:
         """Gives the sequences their drafts. Returns how often the draft model ran, and the seconds of its runs after the first."""
         rounds, later = (self.drafter.rounds, self.drafter.later) if self.drafter else (0, 0.0)
-        proposed = self._told(asked) if self._speculation.draft else self.proposer.propose(asked)
+        proposed = self._broadcast(asked) if self._speculation.draft else self.proposer.propose(asked)
         self.probabilities = proposed.probabilities
         for one, draft in zip(asked, proposed.drafts, strict=True):
             one.sequence.draft, one.sequence.tried = draft.tree, draft.drawn
@@ -152,7 +152,7 @@ class Guesses:
         layers = max(self._deepest if asked.nodes else len(asked.widths), asked.ngram)
         return acceptance.tree(nodes, min(depth, layers), max(asked.widths, default=nodes))
 
-    def _told(self, asked: Listing[DraftRequest]) -> Proposal:
+    def _broadcast(self, asked: Listing[DraftRequest]) -> Proposal:
         """The drafts that rank 0 proposes, broadcast to all ranks."""
         if self._ranks.size == 1:
             return self.proposer.propose(asked)
@@ -161,10 +161,10 @@ class Guesses:
         for one, draft in zip(asked, proposed.drafts, strict=True):
             padding = [0] * (one.nodes - len(draft.tree))
             codes += [len(draft.tree), *draft.tree.tokens, *padding, *draft.tree.parents, *padding]
-        told = iter(self._ranks.tell(torch.tensor(codes, device=self._device)).tolist())
+        received = iter(self._ranks.broadcast(torch.tensor(codes, device=self._device)).tolist())
         if self.drafter:
             return proposed
-        return Proposal([Draft(_read(next(told), [next(told) for _ in range(2 * one.nodes)])) for one in asked])
+        return Proposal([Draft(_read(next(received), [next(received) for _ in range(2 * one.nodes)])) for one in asked])
 
 
 def _proposer(asked: Speculation, model: Model | None, deepest: int) -> Proposer:
