@@ -14,8 +14,8 @@ from penstock.router.fleet import Fleet
 from penstock.router.metrics import Metrics
 from penstock.router.request import Broken, NoModel, NotReady, Refused
 from penstock.tests.router.fakes import ByteTokenizer, FakeShards
-from penstock.tests.router.harness import ask, config
-from penstock.tests.router.test_fleet import Shards, begin, quiet, read, run, states, until, value
+from penstock.tests.router.harness import config, make_request
+from penstock.tests.router.test_fleet import Shards, metric_value, read, run, start_reading, states, until, until_idle
 
 
 def served(test: Callable[[Fleet, Shards], Awaitable[None]], replicas: int = 2, room: int = 2) -> None:
@@ -44,15 +44,15 @@ def test_one_that_is_loaded_is_on_all_replicas_and_answers(replicas: int) -> Non
         assert fleet.adapters.names == ("sql",)
         assert fleet.adapters.folder("sql") == "/adapters/sql"
         assert fleet.adapters.key("sql") == fleet.adapters.key_of_model("sql") == "sql#1"
-        found = await asyncio.gather(*begin(fleet, [ask("a", 5, adapter="sql#1"), ask("b", 5)] * 4))
+        found = await asyncio.gather(*start_reading(fleet, [make_request("a", 5, adapter="sql#1"), make_request("b", 5)] * 4))
         assert [len(items) for items in found] == [7] * 8
         await fleet.adapters.unload("sql")
         assert held(shards) == [[]] * replicas
         assert fleet.adapters.names == ()
         with pytest.raises(NoModel, match="was unloaded"):
-            await read(fleet, ask("a", 5, adapter="sql#1"))
-        assert value(fleet, "tgi_request_failure") == 1
-        await quiet(fleet, shards)
+            await read(fleet, make_request("a", 5, adapter="sql#1"))
+        assert metric_value(fleet, "tgi_request_failure") == 1
+        await until_idle(fleet, shards)
 
     served(test, replicas)
 
@@ -60,8 +60,10 @@ def test_one_that_is_loaded_is_on_all_replicas_and_answers(replicas: int) -> Non
 def test_one_that_is_unloaded_stays_until_its_last_request_has_ended() -> None:
     async def test(fleet: Fleet, shards: Shards) -> None:
         await fleet.adapters.load("a", "/a")
-        reading = begin(fleet, [ask("x", 40, adapter="a#1"), ask("y", 40, adapter="a#1"), ask("z", 60)])
-        await until(lambda: value(fleet, "penstock_generated_tokens_total") > 10)
+        reading = start_reading(
+            fleet, [make_request("x", 40, adapter="a#1"), make_request("y", 40, adapter="a#1"), make_request("z", 60)]
+        )
+        await until(lambda: metric_value(fleet, "penstock_generated_tokens_total") > 10)
         await fleet.adapters.unload("a")
         assert fleet.adapters.names == ()
         assert 'max_lora="2",model_name="",running_lora_adapters="a",waiting_lora_adapters=""' in fleet._metrics.render().decode()
@@ -70,7 +72,7 @@ def test_one_that_is_unloaded_stays_until_its_last_request_has_ended() -> None:
         assert [len(items) for items in await asyncio.gather(*reading[:2])] == [42, 42]
         await until(lambda: held(shards) == [[], []])
         assert len(await reading[2]) == 62
-        await quiet(fleet, shards)
+        await until_idle(fleet, shards)
 
     served(test)
 
@@ -78,15 +80,15 @@ def test_one_that_is_unloaded_stays_until_its_last_request_has_ended() -> None:
 def test_a_name_may_come_to_mean_another_one_while_requests_go_by_the_first() -> None:
     async def test(fleet: Fleet, shards: Shards) -> None:
         await fleet.adapters.load("a", "/a")
-        reading = begin(fleet, [ask("x", 60, adapter="a#1")])
-        await until(lambda: value(fleet, "penstock_generated_tokens_total") > 5)
+        reading = start_reading(fleet, [make_request("x", 60, adapter="a#1")])
+        await until(lambda: metric_value(fleet, "penstock_generated_tokens_total") > 5)
         with pytest.raises(Refused, match="an adapter called a is loaded already: unload it, or say `load_inplace`"):
             await fleet.adapters.load("a", "/b")
         await fleet.adapters.load("a", "/b", replace=True)
         assert fleet.adapters.key("a") == "a#2"
         assert fleet.adapters.folder("a") == "/b"
         assert held(shards) == [["a#1", "a#2"], ["a#1", "a#2"]]
-        assert len((await asyncio.gather(*begin(fleet, [ask("x", 5, adapter="a#2")])))[0]) == 7
+        assert len((await asyncio.gather(*start_reading(fleet, [make_request("x", 5, adapter="a#2")])))[0]) == 7
         with pytest.raises(Full, match=r"all 2 places for adapters are taken \(1 of them leave when their last requests end\)"):
             await fleet.adapters.load("c", "/c")
         assert len(await reading[0]) == 62
@@ -99,13 +101,13 @@ def test_a_name_may_come_to_mean_another_one_while_requests_go_by_the_first() ->
 def test_clients_that_leave_let_it_go() -> None:
     async def test(fleet: Fleet, shards: Shards) -> None:
         await fleet.adapters.load("a", "/a")
-        reading = begin(fleet, [ask("x", 60, adapter="a#1") for _ in range(3)])
-        await until(lambda: value(fleet, "penstock_generated_tokens_total") > 5)
+        reading = start_reading(fleet, [make_request("x", 60, adapter="a#1") for _ in range(3)])
+        await until(lambda: metric_value(fleet, "penstock_generated_tokens_total") > 5)
         await fleet.adapters.unload("a")
         for each in reading:
             each.cancel()
         await until(lambda: held(shards) == [[], []])
-        await quiet(fleet, shards)
+        await until_idle(fleet, shards)
 
     served(test)
 
@@ -116,15 +118,17 @@ def test_shards_that_come_anew_have_them_again() -> None:
     async def test(fleet: Fleet, shards: Shards) -> None:
         await fleet.adapters.load("a", "/a")
         await fleet.adapters.load("b", "/b")
-        reading = begin(fleet, [ask(text, 50, adapter=key) for text, key in [("x", "a#1"), ("y", "b#2"), ("z", "")] * 2])
-        await until(lambda: value(fleet, "penstock_generated_tokens_total") > 20)
+        reading = start_reading(
+            fleet, [make_request(text, 50, adapter=key) for text, key in [("x", "a#1"), ("y", "b#2"), ("z", "")] * 2]
+        )
+        await until(lambda: metric_value(fleet, "penstock_generated_tokens_total") > 20)
         await fleet.adapters.unload("b")
         for fake in shards.values():
             fake.die()
         assert held(shards) == [[], []]
         assert [len(items) for items in await asyncio.gather(*reading)] == [52] * 6
         await until(lambda: held(shards) == [["a#1"], ["a#1"]])
-        await quiet(fleet, shards)
+        await until_idle(fleet, shards)
 
     served(test)
 
@@ -188,20 +192,20 @@ def test_one_that_a_replica_can_not_load_is_on_none(faulty: str, kind: type[Exce
 def test_one_that_can_not_be_loaded_again_fails_its_own_requests_alone(caplog: pytest.LogCaptureFixture) -> None:
     async def test(fleet: Fleet, shards: Shards) -> None:
         await fleet.adapters.load("a", "/a")
-        reading = begin(fleet, [ask("x", 60, adapter="a#1"), ask("y", 60)])
-        await until(lambda: value(fleet, "penstock_generated_tokens_total") > 5)
+        reading = start_reading(fleet, [make_request("x", 60, adapter="a#1"), make_request("y", 60)])
+        await until(lambda: metric_value(fleet, "penstock_generated_tokens_total") > 5)
         shards["0"].faulty = "the folder is gone"
         shards["0"].die()
         with pytest.raises(Broken, match="the adapter by which it goes could not be loaded again"):
             await reading[0]
         assert len(await reading[1]) == 62
         with pytest.raises(Broken, match="could not be loaded again"):
-            await read(fleet, ask("x", 5, adapter="a#1"))
+            await read(fleet, make_request("x", 5, adapter="a#1"))
         assert [command.adapt.drop for command in shards["0"].commands if command.HasField("adapt")][-1] == "a#1"  # of other ranks
         await fleet.adapters.unload("a")
         shards["0"].faulty = ""
         await fleet.adapters.load("a", "/a")
-        assert len(await read(fleet, ask("x", 5, adapter="a#2"))) == 7
+        assert len(await read(fleet, make_request("x", 5, adapter="a#2"))) == 7
 
     served(test, 1)
     assert "requests that go by adapter a fail: it can't be loaded again: the folder is gone" in caplog.text
@@ -212,8 +216,8 @@ def test_one_whose_files_have_changed_is_not_loaded_again() -> None:
 
     async def test(fleet: Fleet, shards: Shards) -> None:
         await fleet.adapters.load("a", "/a")
-        reading = begin(fleet, [ask("x", 60, adapter="a#1")])
-        await until(lambda: value(fleet, "penstock_generated_tokens_total") > 5)
+        reading = start_reading(fleet, [make_request("x", 60, adapter="a#1")])
+        await until(lambda: metric_value(fleet, "penstock_generated_tokens_total") > 5)
         shards["0"].revision = ", the second"
         shards["0"].die()
         with pytest.raises(Broken, match="could not be loaded again"):
@@ -247,8 +251,8 @@ def test_shards_that_come_anew_know_which_ones_have_no_new_requests() -> None:
 
     async def test(fleet: Fleet, shards: Shards) -> None:
         await fleet.adapters.load("a", "/a")
-        reading = begin(fleet, [ask("x", 60, adapter="a#1")])
-        await until(lambda: value(fleet, "penstock_generated_tokens_total") > 5)
+        reading = start_reading(fleet, [make_request("x", 60, adapter="a#1")])
+        await until(lambda: metric_value(fleet, "penstock_generated_tokens_total") > 5)
         await fleet.adapters.load("a", "/b", replace=True)
         shards["0"].die()
         await until(lambda: states(fleet)["0"] == "ready" and shards["0"].groups_met == 2)
@@ -261,8 +265,8 @@ def test_shards_that_come_anew_know_which_ones_have_no_new_requests() -> None:
 def test_one_is_retired_where_shards_load_it_anew_in_that_moment() -> None:
     async def test(fleet: Fleet, shards: Shards) -> None:
         await fleet.adapters.load("a", "/a")
-        reading = begin(fleet, [ask("x", 300, adapter="a#1")])
-        await until(lambda: value(fleet, "penstock_generated_tokens_total") > 5)
+        reading = start_reading(fleet, [make_request("x", 300, adapter="a#1")])
+        await until(lambda: metric_value(fleet, "penstock_generated_tokens_total") > 5)
         shards["0"].gate.clear()
         shards["0"].die()
         await until(lambda: bool(shards["0"].read))
@@ -325,13 +329,13 @@ def test_who_comes_while_shards_load_it_anew_waits(replicas: int) -> None:
             fake.reading.clear()
             fake.die()
         await until(lambda: all(fake.groups_met == 2 for fake in shards.values()))
-        reading = begin(fleet, [ask("x", 9, adapter="a#1"), ask("y", 9)])
+        reading = start_reading(fleet, [make_request("x", 9, adapter="a#1"), make_request("y", 9)])
         await asyncio.sleep(0.02)
         assert not any(one.done() for one in reading)
         for fake in shards.values():
             fake.reading.set()
         assert [len(items) for items in await asyncio.gather(*reading)] == [11, 11]
-        await quiet(fleet, shards)
+        await until_idle(fleet, shards)
 
     served(test, replicas)
 
@@ -347,14 +351,14 @@ def test_who_comes_while_one_replica_is_lost_and_another_is_new_waits() -> None:
         shards["0"].break_at = 1
         shards["0"].die()
         await until(lambda: states(fleet)["0"] == "recovering")
-        reading = begin(fleet, [ask("x", 9, adapter="a#1"), ask("y", 9)])
+        reading = start_reading(fleet, [make_request("x", 9, adapter="a#1"), make_request("y", 9)])
         await asyncio.sleep(0.02)
         assert not any(one.done() for one in reading)
         shards["late"].reading.set()
         assert [len(items) for items in await asyncio.gather(*reading)] == [11, 11]
         shards["0"].break_at = 0
         await until(lambda: states(fleet)["0"] == "ready")
-        await quiet(fleet, shards)
+        await until_idle(fleet, shards)
         assert all(not member.batcher.readers for member in fleet._members.values())
 
     served(test, 1)
@@ -407,14 +411,14 @@ def test_a_stream_moves_only_to_where_its_adapter_is() -> None:
         shards["1"].die()
         await until(lambda: states(fleet)["1"] == "ready" and shards["1"].groups_met == 2)
         assert held(shards) == [["a#1"], []]
-        found = await asyncio.gather(*begin(fleet, [ask(text, 9, adapter="a#1") for text in "uvwxyz"]))
+        found = await asyncio.gather(*start_reading(fleet, [make_request(text, 9, adapter="a#1") for text in "uvwxyz"]))
         assert [len(items) for items in found] == [11] * 6
         assert not any(command.prefill.groups for command in shards["1"].commands)
         shards["0"].break_at = 1
         shards["0"].die()
         await until(lambda: states(fleet)["0"] == "recovering")
-        assert len(await read(fleet, ask("y", 9))) == 11
-        reading = begin(fleet, [ask("x", 9, adapter="a#1"), ask("y", 9, adapter="a#1")])
+        assert len(await read(fleet, make_request("y", 9))) == 11
+        reading = start_reading(fleet, [make_request("x", 9, adapter="a#1"), make_request("y", 9, adapter="a#1")])
         await asyncio.sleep(0.02)
         assert not any(one.done() for one in reading)
         shards["0"].break_at = 0
@@ -523,7 +527,7 @@ def test_random_worlds(seed: int) -> None:
         changes: list[asyncio.Task[None]] = []
 
         async def answered(key: str, most: int) -> int:
-            return len(await read(fleet, ask(f"{key}?" * luck.randint(1, 4), most, adapter=key)))
+            return len(await read(fleet, make_request(f"{key}?" * luck.randint(1, 4), most, adapter=key)))
 
         async def change(name: str) -> None:
             act = luck.choice(["load", "load", "replace", "unload"])
@@ -562,7 +566,7 @@ def test_random_worlds(seed: int) -> None:
         assert all("was unloaded" in words or "again and again" in words for words in told)
         assert all(end > 2 for end in ended if isinstance(end, int))
         await until(lambda: all(state == "ready" for state in states(fleet).values()))
-        await quiet(fleet, shards)
+        await until_idle(fleet, shards)
         keys = sorted(fleet.adapters.key(name) or "" for name in fleet.adapters.names)
         await until(lambda: [sorted(own) for own in held(shards)] == [keys] * replicas)
         assert not any(fake.read for fake in shards.values())

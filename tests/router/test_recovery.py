@@ -12,7 +12,7 @@ from penstock.router.batcher import Batcher
 from penstock.router.recovery import FURTHER, Inquest
 from penstock.router.request import Beams, Broken, Finish, Item, NotReady, Overloaded, Prompt, Request, Token
 from penstock.tests.router.fakes import END, FakeShards, letter
-from penstock.tests.router.harness import answer, ask, quiet, read, run, value
+from penstock.tests.router.harness import expected_text, make_request, metric_value, read, run, until_idle
 
 
 class World:
@@ -164,12 +164,12 @@ async def restart(shards: FakeShards) -> None:
 
 def test_streams_go_on_with_the_tokens_that_they_would_have_had() -> None:
     asked = [
-        ask("a" * 40, 160),
-        ask("b", 160, choices=3),
-        ask("cc", 150, end_ids=(END,)),
-        ask("d", 160, stop=(chr(letter(b"d", 20)) + chr(letter(b"d", 21)),)),
-        ask("f", 160, choices=3, stop=(answer("f", 8, 1)[4:],)),  # one of them ends early
-        ask("e" * 30, 120, prompt_logprobs=True),
+        make_request("a" * 40, 160),
+        make_request("b", 160, choices=3),
+        make_request("cc", 150, end_ids=(END,)),
+        make_request("d", 160, stop=(chr(letter(b"d", 20)) + chr(letter(b"d", 21)),)),
+        make_request("f", 160, choices=3, stop=(expected_text("f", 8, 1)[4:],)),  # one of them ends early
+        make_request("e" * 30, 120, prompt_logprobs=True),
     ]
 
     def fake() -> FakeShards:
@@ -185,10 +185,10 @@ def test_streams_go_on_with_the_tokens_that_they_would_have_had() -> None:
             await restart(shards)
         found = await asyncio.gather(*reading)
         assert [told(items) for items in found] == [told(items) for items in expected]
-        await quiet(batcher, shards)
-        assert value(batcher, "penstock_restarts_total") == 5
-        assert value(batcher, "penstock_replayed_requests_total") > len(asked)
-        assert value(batcher, "penstock_recovery_seconds_count") == 5
+        await until_idle(batcher, shards)
+        assert metric_value(batcher, "penstock_restarts_total") == 5
+        assert metric_value(batcher, "penstock_replayed_requests_total") > len(asked)
+        assert metric_value(batcher, "penstock_recovery_seconds_count") == 5
 
     expected: list[list[Item]] = []
     run(calm, fake())
@@ -211,42 +211,45 @@ def told(items: list[Item]) -> list[object]:
 
 def test_while_there_are_no_shards_requests_wait_and_may_leave() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
-        begun = batcher.submit(ask("a", 30))
+        begun = batcher.submit(make_request("a", 30))
         items = await anext(begun)
         shards.break_at = 1
         shards.die()
         while batcher.ready:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         assert batcher.stage == "recovering: connected"
-        leaving, waiting = asyncio.create_task(read(batcher, ask("b", 5))), asyncio.create_task(read(batcher, ask("c", 5)))
+        leaving, waiting = (
+            asyncio.create_task(read(batcher, make_request("b", 5))),
+            asyncio.create_task(read(batcher, make_request("c", 5))),
+        )
         await asyncio.sleep(0.01)
-        assert value(batcher, "penstock_waiting") + value(batcher, "penstock_paused") == 3
+        assert metric_value(batcher, "penstock_waiting") + metric_value(batcher, "penstock_paused") == 3
         leaving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await leaving
-        third = asyncio.create_task(read(batcher, ask("d", 5)))
+        third = asyncio.create_task(read(batcher, make_request("d", 5)))
         await asyncio.sleep(0)
         with pytest.raises(Overloaded):
-            batcher.submit(ask("e", 5))
+            batcher.submit(make_request("e", 5))
         shards.break_at = 0
         assert len(await waiting) == len(await third) == 7
         assert batcher.ready
         items += [item async for more in begun for item in more]
         assert [item.id for item in items if isinstance(item, Token)] == [letter(b"a", position) for position in range(30)]
-        await quiet(batcher, shards)
+        await until_idle(batcher, shards)
 
     run(test, FakeShards(seconds=0.001), max_concurrent_requests=3)
 
 
 def test_shards_that_die_while_nothing_runs_are_missed_at_once() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
-        await read(batcher, ask("a"))
+        await read(batcher, make_request("a"))
         await asyncio.sleep(0.02)  # until nothing is under way any more
         async with asyncio.timeout(5):
             await restart(shards)
         await asyncio.sleep(0.01)
         assert batcher.ready
-        assert len(await read(batcher, ask("a"))) == 7
+        assert len(await read(batcher, make_request("a"))) == 7
 
     run(test)
 
@@ -254,9 +257,9 @@ def test_shards_that_die_while_nothing_runs_are_missed_at_once() -> None:
 def test_a_request_that_kills_the_shards_fails_alone() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         shards.killers = {b"killer"}
-        asked = [ask(text, 40) for text in ("a", "b", "killer", "c")]
+        asked = [make_request(text, 40) for text in ("a", "b", "killer", "c")]
         reading = [asyncio.create_task(read(batcher, request)) for request in asked]
-        late = asyncio.create_task(read_later(batcher, ask("late")))
+        late = asyncio.create_task(read_later(batcher, make_request("late")))
         *others, last = await asyncio.gather(*reading, late, return_exceptions=True)
         killer = others.pop(2)
         assert isinstance(killer, Broken)
@@ -267,7 +270,7 @@ def test_a_request_that_kills_the_shards_fails_alone() -> None:
             assert tokens == [letter(text.encode(), position) for position in range(40)]
         assert isinstance(last, list)
         assert shards.groups_met <= 8
-        await quiet(batcher, shards)
+        await until_idle(batcher, shards)
         assert batcher.ready
 
     async def read_later(batcher: Batcher, request: Request) -> list[Item]:
@@ -279,7 +282,10 @@ def test_a_request_that_kills_the_shards_fails_alone() -> None:
 
 def test_a_smaller_pool_fails_only_what_does_not_fit_any_more() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
-        large, small = asyncio.create_task(read(batcher, ask("a", 200))), asyncio.create_task(read(batcher, ask("b", 40)))
+        large, small = (
+            asyncio.create_task(read(batcher, make_request("a", 200))),
+            asyncio.create_task(read(batcher, make_request("b", 40))),
+        )
         await asyncio.sleep(0.02)
         shards.pages = 30
         await restart(shards)
@@ -288,14 +294,14 @@ def test_a_smaller_pool_fails_only_what_does_not_fit_any_more() -> None:
         assert len(await small) == 42
         assert batcher.limits is not None
         assert batcher.limits.max_total_tokens == 120
-        await quiet(batcher, shards)
+        await until_idle(batcher, shards)
 
     run(test, FakeShards(seconds=0.001))
 
 
 def test_who_shuts_down_waits_for_no_new_shards() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
-        reading = asyncio.create_task(read(batcher, ask("a", 200)))
+        reading = asyncio.create_task(read(batcher, make_request("a", 200)))
         await asyncio.sleep(0.01)
         shards.break_at = 1
         shards.die()
@@ -361,21 +367,21 @@ def test_of_who_was_acquitted_nothing_goes_along() -> None:
 def test_a_second_killer_is_found_among_those_who_waited_for_the_first_ones_trial() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         shards.killers = {b"killer", b"second"}
-        others = [asyncio.create_task(read(batcher, ask(text, 300))) for text in ("a", "b", "c")]
+        others = [asyncio.create_task(read(batcher, make_request(text, 300))) for text in ("a", "b", "c")]
         for text in shards.killers:
             with pytest.raises(Broken, match="again and again"):
-                await read(batcher, ask(text.decode(), 40))
+                await read(batcher, make_request(text.decode(), 40))
             assert not any(reading.done() for reading in others)
         for text, items in zip(("a", "b", "c"), await asyncio.gather(*others), strict=True):
             assert [item.id for item in items if isinstance(item, Token)] == [letter(text.encode(), place) for place in range(300)]
-        await quiet(batcher, shards)
+        await until_idle(batcher, shards)
 
     run(test, FakeShards(pages=512, seconds=0.001))
 
 
 async def suspected(batcher: Batcher, shards: FakeShards) -> list["asyncio.Task[list[Item]]"]:
     """Two streams of which one has its trial, and the other waits for it."""
-    reading = [asyncio.create_task(read(batcher, ask(text, 100))) for text in ("a", "b")]
+    reading = [asyncio.create_task(read(batcher, make_request(text, 100))) for text in ("a", "b")]
     for _ in range(2):
         await computed(batcher, 2)
         await restart(shards)
@@ -392,14 +398,14 @@ async def computed(batcher: Batcher, count: int) -> None:
 def test_who_leaves_while_others_have_their_trial_is_not_admitted_after_it() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         reading = await suspected(batcher, shards)
-        late = asyncio.create_task(read(batcher, ask("late")))
+        late = asyncio.create_task(read(batcher, make_request("late")))
         await asyncio.sleep(0)
         assert len(batcher._held) == 2
         late.cancel()
         await asyncio.wait([late])
         assert [len(items) for items in await asyncio.gather(*reading)] == [102] * 2
         assert not batcher.trying
-        await quiet(batcher, shards)
+        await until_idle(batcher, shards)
 
     run(test, FakeShards(pages=512, seconds=0.005))
 
@@ -408,7 +414,7 @@ def test_who_waits_for_trials_goes_on_when_all_suspects_leave() -> None:
     """Here while there are no shards, so that no reply of theirs wakes the loop."""
 
     async def test(batcher: Batcher, shards: FakeShards) -> None:
-        reading = [asyncio.create_task(read(batcher, ask(text, 100))) for text in ("a", "b")]
+        reading = [asyncio.create_task(read(batcher, make_request(text, 100))) for text in ("a", "b")]
         await computed(batcher, 2)
         await restart(shards)
         await computed(batcher, 2)
@@ -416,14 +422,14 @@ def test_who_waits_for_trials_goes_on_when_all_suspects_leave() -> None:
         shards.die()
         while not batcher.trying:  # noqa: ASYNC110
             await asyncio.sleep(0)
-        late = asyncio.create_task(read(batcher, ask("late")))
+        late = asyncio.create_task(read(batcher, make_request("late")))
         for one in reading:
             one.cancel()
         await asyncio.wait(reading)
         assert batcher._held
         shards.break_at = 0
         assert len(await asyncio.wait_for(late, 10)) == 7
-        await quiet(batcher, shards)
+        await until_idle(batcher, shards)
 
     run(test, FakeShards(pages=512, seconds=0.005))
 
@@ -432,7 +438,7 @@ def test_what_was_cached_of_a_prompt_is_counted_where_it_goes_on() -> None:
     """And how far a search of beams has come: both begin anew."""
 
     async def test(batcher: Batcher, shards: FakeShards) -> None:
-        stream = batcher.open(ask("hello", 200), None)
+        stream = batcher.open(make_request("hello", 200), None)
         found = shard_pb2.StepReply(found_uids=[stream.uid], found_tokens=[4], searched_uids=[stream.uid], searched_tokens=[7])
         batcher._deliver(found)
         assert (stream.cached, stream.searched) == (4, 7)
@@ -447,7 +453,7 @@ def test_who_gets_further_with_its_prompt_is_not_guilty() -> None:
     """Though it has no token yet when the shards die again."""
 
     async def test(batcher: Batcher, shards: FakeShards) -> None:
-        reading = asyncio.create_task(read(batcher, ask("x" * 220, 3)))
+        reading = asyncio.create_task(read(batcher, make_request("x" * 220, 3)))
         await asyncio.sleep(0)
         [stream] = batcher.streams
         for steps in (1, 2 + FURTHER):
@@ -464,7 +470,7 @@ def test_new_shards_that_are_lost_at_once_are_looked_for_again_after_a_while(mon
     monkeypatch.setattr(module, "RETRY", 0.05)
 
     async def test(batcher: Batcher, shards: FakeShards) -> None:
-        reading = asyncio.create_task(read(batcher, ask("a", 100)))
+        reading = asyncio.create_task(read(batcher, make_request("a", 100)))
         await asyncio.sleep(0.01)
         connect, looks = shards.connect, 0
 
@@ -499,7 +505,7 @@ def test_who_is_guilty_acquits_those_who_waited_for_their_trial() -> None:
 def test_a_stream_is_replayed_from_what_its_running_choices_have() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         for beams, begun, expected in ((None, True, [0, 2]), (None, False, []), (Beams(width=3), True, [])):
-            stream = batcher.open(ask("hello", 9, choices=3, beams=beams), None)
+            stream = batcher.open(make_request("hello", 9, choices=3, beams=beams), None)
             stream.choices[1].running = False
             for choice in stream.choices if begun else ():
                 choice.ids.append(65 + choice.index)

@@ -17,7 +17,7 @@ from penstock.router.request import Beams, Broken, Finish, Grown, Prompt, Reques
 from penstock.router.scheduler import Decode, Filter
 from penstock.router.steps import Steps, Underway
 from penstock.tests.router.fakes import FakeShards
-from penstock.tests.router.harness import answer, ask, quiet, read, run, value
+from penstock.tests.router.harness import expected_text, make_request, metric_value, read, run, until_idle
 
 
 def test_the_next_step_is_asked_for_before_the_last_was_answered() -> None:
@@ -31,7 +31,7 @@ def test_the_next_step_is_asked_for_before_the_last_was_answered() -> None:
 
         shards.execute = spy  # type: ignore[method-assign]
         shards.gate.clear()
-        task = asyncio.create_task(read(batcher, ask("hello", 9)))
+        task = asyncio.create_task(read(batcher, make_request("hello", 9)))
         while len(sent) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.01)
@@ -71,7 +71,7 @@ def test_a_command_leaves_before_tokens_are_made_into_text(monkeypatch: pytest.M
             return execute(command)
 
         shards.execute = spy  # type: ignore[method-assign]
-        assert len(await read(batcher, ask("hello", 9))) == 11
+        assert len(await read(batcher, make_request("hello", 9))) == 11
         assert sent >= delivered >= 9
 
     monkeypatch.setattr(Batcher, "_deliver", looks)
@@ -81,11 +81,11 @@ def test_a_command_leaves_before_tokens_are_made_into_text(monkeypatch: pytest.M
 
 def test_a_long_step_is_followed_by_what_has_come_until_shortly_before_its_end() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
-        async with aclosing(batcher.submit(ask("runs", 90))) as running:
+        async with aclosing(batcher.submit(make_request("runs", 90))) as running:
             for _ in range(4):
                 await anext(running)
             before = len(shards.commands)
-            items = await read(batcher, ask("late", 1))  # arrives in the middle of a step
+            items = await read(batcher, make_request("late", 1))  # arrives in the middle of a step
             assert len(items) == 3
             assert len(shards.commands) - before <= 3, "the next step but one would be the fourth"
 
@@ -95,19 +95,19 @@ def test_a_long_step_is_followed_by_what_has_come_until_shortly_before_its_end()
 def test_paused_streams_show_no_gap_no_repetition_and_no_loss() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         texts = ["a" * count for count in range(1, 9)]
-        stops = [answer(text, 14, 1)[10:] for text in texts]  # which end one of several choices early
-        requests = [ask(text, 30, choices=1 + i % 2 * 2, stop=(stops[i],) * (i % 2)) for i, text in enumerate(texts)]
+        stops = [expected_text(text, 14, 1)[10:] for text in texts]  # which end one of several choices early
+        requests = [make_request(text, 30, choices=1 + i % 2 * 2, stop=(stops[i],) * (i % 2)) for i, text in enumerate(texts)]
         found = await asyncio.gather(*(read(batcher, request) for request in requests))
         for text, request, items in zip(texts, requests, found, strict=True):
             finishes = {item.choice: item.text for item in items if isinstance(item, Finish)}
             for choice in range(request.choices):
-                whole, stop = answer(text, 30, choice), request.stop[0] if request.stop else "\0"
+                whole, stop = expected_text(text, 30, choice), request.stop[0] if request.stop else "\0"
                 assert finishes[choice] == (whole[: whole.find(stop) + len(stop)] if stop in whole else whole)
                 tokens = [item.id for item in items if isinstance(item, Token) and item.choice == choice]
                 assert "".join(map(chr, tokens)) == finishes[choice]
-        await quiet(batcher, shards)
-        assert value(batcher, "penstock_pauses_total") > 3
-        assert value(batcher, "penstock_restored_tokens_total") > 0
+        await until_idle(batcher, shards)
+        assert metric_value(batcher, "penstock_pauses_total") > 3
+        assert metric_value(batcher, "penstock_restored_tokens_total") > 0
 
     run(test, FakeShards(pages=30, page_size=4))
 
@@ -125,10 +125,10 @@ def test_who_leaves_while_its_pages_are_taken_back_is_gone() -> None:
             return execute(command)
 
         shards.execute = spy  # type: ignore[method-assign]
-        ends = await asyncio.gather(*(read(batcher, ask("a" * n, 60)) for n in range(1, 5)), return_exceptions=True)
+        ends = await asyncio.gather(*(read(batcher, make_request("a" * n, 60)) for n in range(1, 5)), return_exceptions=True)
         assert left
         assert [isinstance(end, Broken) for end in ends] == [uid in left for uid in range(1, 5)]
-        await quiet(batcher, shards)
+        await until_idle(batcher, shards)
 
     run(test, FakeShards(pages=32, seconds=0.001))
 
@@ -154,7 +154,7 @@ def test_a_choice_that_ended_while_it_was_paused_does_not_come_back() -> None:
     """A stop string may be found when the pages were taken back already."""
 
     async def test(batcher: Batcher, shards: FakeShards) -> None:
-        assert resumed(batcher, ask("hello", 9, choices=3), [1], 3) == [0, 2]
+        assert resumed(batcher, make_request("hello", 9, choices=3), [1], 3) == [0, 2]
 
     run(test)
 
@@ -163,7 +163,7 @@ def test_who_comes_back_began_when_it_began_first() -> None:
     """Or its time in the queue would be told to be longer."""
 
     async def test(batcher: Batcher, shards: FakeShards) -> None:
-        stream = batcher.open(ask("hello"), None)
+        stream = batcher.open(make_request("hello"), None)
         for now in (5.0, 9.0):
             assert steps_of(batcher)._group(stream, now) is not None
             assert (stream.started, stream.run.started) == (5.0, 5.0)
@@ -176,7 +176,7 @@ def test_beams_come_back_all_of_them() -> None:
     """There are more of them than choices."""
 
     async def test(batcher: Batcher, shards: FakeShards) -> None:
-        assert resumed(batcher, ask("hello", 9, choices=2, beams=Beams(width=4)), [], 4) == [0, 1, 2, 3]
+        assert resumed(batcher, make_request("hello", 9, choices=2, beams=Beams(width=4)), [], 4) == [0, 1, 2, 3]
 
     run(test)
 
@@ -189,7 +189,7 @@ def test_what_was_told_of_beams_is_not_told_again() -> None:
         return shard_pb2.StepReply(grown=[grown])
 
     async def test(batcher: Batcher, shards: FakeShards) -> None:
-        stream = batcher.open(ask("hello", 9, choices=2, beams=Beams(width=2, watched=True)), None)
+        stream = batcher.open(make_request("hello", 9, choices=2, beams=Beams(width=2, watched=True)), None)
         for length in (1, 2, 1, 2, 3):
             batcher._deliver(step(stream.uid, length))
         first, *grown = stream.take()
@@ -202,7 +202,7 @@ def test_what_was_told_of_beams_is_not_told_again() -> None:
 
 def test_a_search_that_finds_too_few_ends_with_those() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
-        stream = batcher.open(ask("hello", 9, choices=3, beams=Beams(width=3)), None)
+        stream = batcher.open(make_request("hello", 9, choices=3, beams=Beams(width=3)), None)
         stream.started = 1.0
         scored: dict[str, Any] = {"scored_uids": [stream.uid], "scored_counts": [2], "scores": [-1.0, -2.0]}
         rows: dict[str, Any] = {"choices": [0, 1], "tokens": [65, 66], "logprobs": [-1.0] * 2, "finishes": [2, 2]}
@@ -212,7 +212,7 @@ def test_a_search_that_finds_too_few_ends_with_those() -> None:
         assert stream.left == 0
         assert not batcher.streams
         batcher.close_stream(stream)
-        assert value(batcher, "tgi_request_success") == 1
+        assert metric_value(batcher, "tgi_request_success") == 1
 
     run(test)
 
@@ -221,7 +221,7 @@ def test_a_search_that_finds_no_more_than_a_stop_string_had_ended_ends() -> None
     """The shards may see no stop string where a special token, which readers don't see, stands within it."""
 
     async def test(batcher: Batcher, shards: FakeShards) -> None:
-        stream = batcher.open(ask("hello", 9, choices=2, beams=Beams(width=2), stop=("A",)), None)
+        stream = batcher.open(make_request("hello", 9, choices=2, beams=Beams(width=2), stop=("A",)), None)
         stream.started = 1.0
         told: dict[str, Any] = {"choices": [0], "tokens": [65], "logprobs": [-1.0]}
         batcher._deliver(shard_pb2.StepReply(uids=[stream.uid], **told, finishes=[0]))
@@ -231,14 +231,14 @@ def test_a_search_that_finds_no_more_than_a_stop_string_had_ended_ends() -> None
         assert (stream.left, len(batcher.streams)) == (0, 0)
         assert [item.reason for item in stream.take() if isinstance(item, Finish)] == ["stop_sequence"]
         batcher.close_stream(stream)
-        assert value(batcher, "tgi_request_success") == 1
+        assert metric_value(batcher, "tgi_request_success") == 1
 
     run(test)
 
 
 def test_what_was_found_of_a_prompt_counts_once_where_it_was_paused() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
-        stream = batcher.open(ask("hello, hello", 9), None)
+        stream = batcher.open(make_request("hello, hello", 9), None)
         found: dict[str, Any] = {"found_uids": [stream.uid], "found_tokens": [8]}
         batcher._deliver(shard_pb2.StepReply(**found))
         reply = shard_pb2.FilterReply(free=64, paused=[shard_pb2.Paused(uid=stream.uid, grow=3, lacking=12)])
@@ -255,7 +255,7 @@ def test_an_end_is_told_the_scheduler_once() -> None:
     """A choice may have met a stop string one step before the shards ended it, and its stream may be gone by then."""
 
     async def test(batcher: Batcher, shards: FakeShards) -> None:
-        stream = batcher.open(ask("hello", 9, choices=3), None)
+        stream = batcher.open(make_request("hello", 9, choices=3), None)
         ends: dict[str, Any] = {"uids": [stream.uid] * 3 + [99], "choices": [0, 1, 2, 0], "finishes": [1, 2, 0, 1]}
         stream.choices[1].running = False
         assert steps_of(batcher)._finished(shard_pb2.StepReply(**ends)) == [stream.uid]
@@ -271,10 +271,10 @@ def test_between_tokens_of_one_step_there_is_no_interval() -> None:
         return shard_pb2.StepReply(tokens=[65] * count, logprobs=[-1.0] * count, **same)
 
     async def test(batcher: Batcher, shards: FakeShards) -> None:
-        stream = batcher.open(ask("hello", 9, drafts=3), None)
+        stream = batcher.open(make_request("hello", 9, drafts=3), None)
         for count, intervals in ((2, 0), (3, 1), (1, 2)):
             batcher._deliver(step(stream.uid, count))
-            assert value(batcher, "penstock_inter_token_latency_seconds_count") == intervals
+            assert metric_value(batcher, "penstock_inter_token_latency_seconds_count") == intervals
             await asyncio.sleep(0)
         assert stream.run.steps == 3
         batcher.close_stream(stream)
@@ -297,7 +297,7 @@ def test_a_step_lasts_from_when_the_one_before_has_ended(monkeypatch: pytest.Mon
 
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         began = monotonic()
-        await read(batcher, ask("hello", 50))
+        await read(batcher, make_request("hello", 50))
         taken = monotonic() - began
         lines = batcher._metrics.render().decode().splitlines()
         told = [float(line.split()[-1]) for line in lines if line.startswith("tgi_batch_inference_duration_sum")]
@@ -324,7 +324,7 @@ def test_where_steps_overlap_two_are_under_way_while_tokens_are_delivered(monkey
         deliver(batcher, reply)
 
     async def test(batcher: Batcher, shards: FakeShards) -> None:
-        assert len(await read(batcher, ask("hello", 9))) == 11
+        assert len(await read(batcher, make_request("hello", 9))) == 11
 
     monkeypatch.setattr(Batcher, "_deliver", looks)
     monkeypatch.setattr(Steps, "answer", listens)
