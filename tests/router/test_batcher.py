@@ -1,4 +1,5 @@
-"""Streams: what a reader gets, and what becomes of the shards' pages, whatever readers, shards and operators do."""
+"""`Batcher` on fake shards: the items of its streams, admission and overload, deadlines and priorities, failures and draining, and
+that the shards' pages are free afterwards."""
 
 import asyncio
 import gc
@@ -37,7 +38,7 @@ from penstock.tests.router.fakes import END, ByteTokenizer, FakeShards
 from penstock.tests.router.harness import config, expected_text, make_request, metric_value, read, run, until_idle
 
 
-def test_a_stream_is_a_prompt_then_tokens_then_a_finish() -> None:
+def test_stream_yields_a_prompt_then_tokens_then_a_finish() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         first, *tokens, last = await read(batcher, make_request("hello", 4))
         assert first == Prompt(())
@@ -54,7 +55,7 @@ def test_a_stream_is_a_prompt_then_tokens_then_a_finish() -> None:
     run(test)
 
 
-def test_the_end_token_is_part_of_the_stream() -> None:
+def test_end_of_sequence_token_is_part_of_the_stream() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         *_, end, last = await read(batcher, make_request("hello", 9, end_ids=(END,)))
         assert end == Token(END, "<end>", "", -1.0, True)
@@ -65,8 +66,8 @@ def test_the_end_token_is_part_of_the_stream() -> None:
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_a_token_that_ends_an_answer_is_text_as_a_stop_string_is(include: bool) -> None:
-    """Be it an ordinary one, or a special one where these are shown."""
+def test_end_tokens_text_is_kept_only_with_include_stop_or_if_shown(include: bool) -> None:
+    """That holds for ordinary tokens, and for special tokens that are shown."""
 
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         whole = expected_text("hello", 3)
@@ -82,27 +83,27 @@ def test_a_token_that_ends_an_answer_is_text_as_a_stop_string_is(include: bool) 
     run(test, FakeShards(ends_at=lambda prompt: 3))
 
 
-def test_what_a_sink_takes_does_not_come_and_nothing_is_lost_or_overtaken() -> None:
+def test_items_go_either_to_the_sink_or_to_the_reader_complete_and_in_order() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         chance = random.Random(4)
         found: list[Item] = []
-        took = in_hand = 0
+        taken = reader_has_items = 0
 
         def sink(items: list[Item]) -> bool:
-            nonlocal took
-            free = not in_hand and chance.random() < 0.6
+            nonlocal taken
+            free = not reader_has_items and chance.random() < 0.6
             if free:
                 found.extend(items)
-                took += 1
+                taken += 1
             return free
 
         async for items in batcher.submit(make_request("hello", 200, choices=2), sink):
-            in_hand = 1
-            for _ in range(chance.randrange(12)):  # turns of the loop, for some steps or none: time would differ between machines
+            reader_has_items = 1
+            for _ in range(chance.randrange(12)):  # turns of the loop, for zero or more steps: times would differ between machines
                 await asyncio.sleep(0)
             found.extend(items)
-            in_hand = 0
-        assert 20 < took < 199
+            reader_has_items = 0
+        assert 20 < taken < 199
         for choice in range(2):
             tokens = [item.id for item in found if isinstance(item, Token) and item.choice == choice]
             assert "".join(map(chr, tokens)) == expected_text("hello", 200, choice)
@@ -112,7 +113,7 @@ def test_what_a_sink_takes_does_not_come_and_nothing_is_lost_or_overtaken() -> N
     run(test, FakeShards(pages=256, seconds=0))
 
 
-def test_who_has_a_sink_that_takes_everything_is_told_of_the_end() -> None:
+def test_stream_ends_for_its_reader_when_the_sink_takes_every_item() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         found: list[Item] = []
 
@@ -127,8 +128,8 @@ def test_who_has_a_sink_that_takes_everything_is_told_of_the_end() -> None:
     run(test)
 
 
-def test_a_sink_is_offered_no_more_than_is_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it makes of items is bounded as well. The reader takes what is too much."""
+def test_sink_is_offered_at_most_the_maximum_of_items_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the sink's output is bounded, too. The reader gets the remaining items."""
     monkeypatch.setattr(streams, "MOST_ITEMS", 5)
 
     async def test(batcher: Batcher, shards: FakeShards) -> None:
@@ -147,7 +148,7 @@ def test_a_sink_is_offered_no_more_than_is_taken_at_once(monkeypatch: pytest.Mon
     run(test)
 
 
-def test_a_sink_that_raises_ends_its_own_stream_only() -> None:
+def test_exception_in_a_sink_ends_only_its_own_stream() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         calls = 0
 
@@ -158,11 +159,11 @@ def test_a_sink_that_raises_ends_its_own_stream_only() -> None:
                 raise ZeroDivisionError("in the sink")
             return True
 
-        async def watched() -> None:
+        async def read_nothing() -> None:
             async for _ in batcher.submit(make_request("bad", 50), sink):
                 raise AssertionError("the sink took everything")
 
-        bad, good = await asyncio.gather(watched(), read(batcher, make_request("good", 50)), return_exceptions=True)
+        bad, good = await asyncio.gather(read_nothing(), read(batcher, make_request("good", 50)), return_exceptions=True)
         assert isinstance(bad, ZeroDivisionError)
         assert isinstance(good, list)
         assert len(good) == 52
@@ -174,7 +175,7 @@ def test_a_sink_that_raises_ends_its_own_stream_only() -> None:
     run(test)
 
 
-def test_who_reads_late_gets_few_lists_of_bounded_length_and_no_finish_without_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_reader_gets_few_lists_of_bounded_length_and_no_finish_without_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "MOST_ITEMS", 5)
 
     async def test(batcher: Batcher, shards: FakeShards) -> None:
@@ -192,7 +193,7 @@ def test_who_reads_late_gets_few_lists_of_bounded_length_and_no_finish_without_i
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_a_stop_string_ends_the_text_and_drops_the_group(include: bool) -> None:
+def test_stop_string_ends_the_text_and_drops_the_group(include: bool) -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         text = expected_text("hello", 10)
         stop = text[2:4]
@@ -208,7 +209,7 @@ def test_a_stop_string_ends_the_text_and_drops_the_group(include: bool) -> None:
     run(test)
 
 
-def test_alternatives_and_prompt_logprobs_come_where_they_were_asked_for() -> None:
+def test_top_alternatives_and_prompt_logprobs_are_returned_only_if_requested() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         plain, rich = await asyncio.gather(
             read(batcher, make_request("plain")), read(batcher, make_request("rich", top_n=2, prompt_logprobs=True))
@@ -225,7 +226,7 @@ def test_alternatives_and_prompt_logprobs_come_where_they_were_asked_for() -> No
     run(test)
 
 
-def test_many_at_once_get_what_each_gets_alone() -> None:
+def test_concurrent_requests_get_the_same_text_as_each_alone() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         choose = random.Random(1)
         texts = ["x" * choose.randint(1, 60) + str(number) for number in range(100)]
@@ -246,7 +247,7 @@ def test_many_at_once_get_what_each_gets_alone() -> None:
     run(test)
 
 
-def test_choices_come_interleaved_and_each_ends_for_itself() -> None:
+def test_choices_are_interleaved_and_a_stop_string_ends_one_choice_alone() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         stop = expected_text("hello", 9, 1)[3:5]
         first, *items = await read(batcher, make_request("hello", 10, choices=3, stop=(stop,)))
@@ -269,7 +270,7 @@ def test_choices_come_interleaved_and_each_ends_for_itself() -> None:
     run(test)
 
 
-def test_beams_of_which_one_meets_a_stop_string_end_together() -> None:
+def test_beam_search_ends_when_all_its_choices_have_met_a_stop_string() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         stream = batcher.open(make_request("hello", 9, choices=2, beams=Beams(width=2), stop=("A",)), None)
         stream.started = 1.0
@@ -285,7 +286,7 @@ def test_beams_of_which_one_meets_a_stop_string_end_together() -> None:
     run(test)
 
 
-def test_a_fault_of_ours_is_told_to_everybody_and_ends_the_batcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_error_fails_every_stream_and_ends_the_batcher(monkeypatch: pytest.MonkeyPatch) -> None:
     def breaks(*arguments: Any) -> None:
         raise ZeroDivisionError("/a/path")
 
@@ -306,7 +307,7 @@ def test_a_fault_of_ours_is_told_to_everybody_and_ends_the_batcher(monkeypatch: 
     asyncio.run(asyncio.wait_for(main(), 10))
 
 
-def test_a_request_that_is_not_answered_in_time_ends() -> None:
+def test_request_that_exceeds_its_timeout_expires() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         late, quick = await asyncio.gather(
             read(batcher, make_request("late", 200, timeout=0.05)),
@@ -322,9 +323,9 @@ def test_a_request_that_is_not_answered_in_time_ends() -> None:
     run(test, FakeShards(seconds=0.002))
 
 
-def test_a_deadline_counts_from_when_the_request_came(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not from when it was found to be valid."""
-    streams = opened(monkeypatch)
+def test_deadline_counts_from_the_arrival_of_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not from the end of its validation."""
+    streams = record_streams(monkeypatch)
 
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         now = monotonic()
@@ -333,16 +334,16 @@ def test_a_deadline_counts_from_when_the_request_came(monkeypatch: pytest.Monkey
                 await read(batcher, make_request("a", 200, timeout=30.0, arrived=now - 29.9))
             with pytest.raises(Expired, match=": 0 tokens"):
                 await read(batcher, make_request("a", 200, timeout=30.0, arrived=now - 31.0))
-        asked = batcher.submit(make_request("a", 3, priority=Priority.BATCH, timeout=30.0, arrived=now - 20.0))
-        await anext(asked)
+        stream = batcher.submit(make_request("a", 3, priority=Priority.BATCH, timeout=30.0, arrived=now - 20.0))
+        await anext(stream)
         assert streams[-1].rank - streams[-1].arrived == pytest.approx((now + 10.0 - streams[-1].arrived) / 2)
-        await asked.aclose()
+        await stream.aclose()
         await until_idle(batcher, shards)
 
     run(test, FakeShards(seconds=0.005))
 
 
-def test_an_interactive_request_passes_those_that_came_before() -> None:
+def test_waiting_requests_are_served_by_priority() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         ends: list[str] = []
 
@@ -361,18 +362,18 @@ def test_an_interactive_request_passes_those_that_came_before() -> None:
     run(test, FakeShards(seconds=0.01), max_batch_size=1)
 
 
-def test_those_who_come_too_many_are_told_when_to_come_again() -> None:
-    pace = CompletionRate()
-    assert pace.seconds(5.0) == 1.0
+def test_completion_rate_estimates_the_seconds_until_a_request_ends() -> None:
+    rate = CompletionRate()
+    assert rate.seconds(5.0) == 1.0
     for second in range(10):
-        pace.ended(4.0 * second)
-    assert pace.seconds(38.0) == pytest.approx(3.8)
-    assert pace.seconds(10_000.0) == 60.0
-    pace.idled(10_000.0 - 38.0)
-    assert pace.seconds(10_000.0) == pytest.approx(3.8)
+        rate.ended(4.0 * second)
+    assert rate.seconds(38.0) == pytest.approx(3.8)
+    assert rate.seconds(10_000.0) == 60.0
+    rate.idled(10_000.0 - 38.0)
+    assert rate.seconds(10_000.0) == pytest.approx(3.8)
 
 
-def test_the_pace_is_that_of_requests_that_end() -> None:
+def test_seconds_to_room_follow_the_rate_of_completed_requests() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         assert batcher.seconds_to_room(monotonic() + 40) == 1.0
         for _ in range(2):
@@ -382,12 +383,12 @@ def test_the_pace_is_that_of_requests_that_end() -> None:
     run(test)
 
 
-def test_a_time_in_which_nobody_came_slows_no_pace() -> None:
+def test_idle_time_does_not_lower_the_completion_rate_in_retry_after() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         await asyncio.gather(*(read(batcher, make_request("a", 3)) for _ in range(8)))
         batcher._readers._left -= 3600.0  # an hour ago
-        pace = batcher._readers.completion_rate
-        pace._ends = deque((end - 3600.0 for end in pace._ends), 32)
+        rate = batcher._readers.completion_rate
+        rate._ends = deque((end - 3600.0 for end in rate._ends), 32)
         held = [batcher.submit(make_request("b", 90)) for _ in range(8)]
         for stream in held:
             await anext(stream)
@@ -400,14 +401,14 @@ def test_a_time_in_which_nobody_came_slows_no_pace() -> None:
     run(test, max_concurrent_requests=8)
 
 
-def test_closing_a_stream_cancels_it_wherever_it_is() -> None:
+def test_closing_a_stream_cancels_it_while_queued_prefilling_or_decoding() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         async with aclosing(batcher.submit(make_request("runs", 90))) as running:
             await anext(running)
             shards.gate.clear()
             prefilling = asyncio.create_task(read(batcher, make_request("p" * 100, 20)))
             queued = asyncio.create_task(read(batcher, make_request("q" * 100, 20)))
-            for _ in range(3):  # the gate lets the steps that are under way and the next one through
+            for _ in range(3):  # the gate lets the steps in flight and the next one through
                 shards.gate.set()
                 await asyncio.sleep(0.001)
                 shards.gate.clear()
@@ -427,9 +428,9 @@ def test_closing_a_stream_cancels_it_wherever_it_is() -> None:
     run(test, FakeShards(pages=64, page_size=4, seconds=0.001), max_batch_size=2)
 
 
-def test_a_thousand_random_cancels_leave_all_pages_free() -> None:
+def test_all_pages_are_free_after_a_thousand_random_cancels() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
-        choose, room = random.Random(2), asyncio.Semaphore(60)  # never all at once, however late they are
+        choose, room = random.Random(2), asyncio.Semaphore(60)  # bounds the requests at once, however late they are
 
         async def one(number: int) -> None:
             await asyncio.sleep(choose.random() / 2)
@@ -452,12 +453,14 @@ def test_a_thousand_random_cancels_leave_all_pages_free() -> None:
 
         await asyncio.gather(*(one(number) for number in range(1000)))
         await until_idle(batcher, shards)
-        assert metric_value(batcher, "penstock_client_disconnects_total") > 100  # on a slow machine more are refused instead
+        assert (
+            metric_value(batcher, "penstock_client_disconnects_total") > 100
+        )  # on a slow machine more requests are refused instead
 
     run(test, max_concurrent_requests=50)
 
 
-def test_more_than_allowed_are_refused_until_one_ends() -> None:
+def test_requests_beyond_max_concurrent_requests_are_refused_until_one_ends() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         first, second = batcher.submit(make_request("a", 90)), batcher.submit(make_request("b", 3))
         await anext(first)
@@ -475,10 +478,10 @@ def test_more_than_allowed_are_refused_until_one_ends() -> None:
     run(test, max_concurrent_requests=2)
 
 
-def test_who_has_all_places_shuts_no_other_tenant_out() -> None:
+def test_tenant_that_uses_all_concurrent_requests_does_not_lock_out_another() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
-        greedy = [batcher.submit(make_request("a", 90, tenant="many")) for _ in range(8)]
-        for stream in greedy:
+        streams = [batcher.submit(make_request("a", 90, tenant="many")) for _ in range(8)]
+        for stream in streams:
             await anext(stream)
         with pytest.raises(Overloaded, match="8 requests are in flight"):
             batcher.submit(make_request("a", tenant="many"))
@@ -488,7 +491,7 @@ def test_who_has_all_places_shuts_no_other_tenant_out() -> None:
         await anext(held)
         with pytest.raises(Overloaded, match="9 requests are in flight"):
             batcher.submit(make_request("b", tenant="one"))
-        for stream in (*greedy, held):
+        for stream in (*streams, held):
             await stream.aclose()
         assert not batcher.readers
         await until_idle(batcher, shards)
@@ -496,8 +499,8 @@ def test_who_has_all_places_shuts_no_other_tenant_out() -> None:
     run(test, max_concurrent_requests=8)
 
 
-def opened(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
-    """Streams from now on."""
+def record_streams(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
+    """Returns a list to which each stream record_streams from now on is added."""
     streams: list[Stream] = []
     begin = Batcher.open
 
@@ -510,8 +513,8 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
     return streams
 
 
-def test_no_alarm_keeps_a_stream_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    streams = opened(monkeypatch)
+def test_timeout_alarm_is_cancelled_when_the_stream_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = record_streams(monkeypatch)
 
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         await read(batcher, make_request("a", 3, timeout=1000.0))
@@ -531,21 +534,21 @@ def test_no_alarm_keeps_a_stream_that_has_ended(monkeypatch: pytest.MonkeyPatch)
         (Priority.INTERACTIVE, 4.0, 0.0),
     ],
 )
-def test_who_has_little_time_is_set_back_by_no_more_than_half_of_it(
+def test_priority_delay_is_at_most_half_of_the_requests_timeout(
     monkeypatch: pytest.MonkeyPatch, priority: Priority, timeout: float, delay: float
 ) -> None:
-    streams = opened(monkeypatch)
+    streams = record_streams(monkeypatch)
 
     async def test(batcher: Batcher, shards: FakeShards) -> None:
-        asked = batcher.submit(make_request("a", 3, priority=priority, timeout=timeout))
-        await anext(asked)
+        stream = batcher.submit(make_request("a", 3, priority=priority, timeout=timeout))
+        await anext(stream)
         assert streams[0].rank - streams[0].arrived == pytest.approx(delay)
-        await asked.aclose()
+        await stream.aclose()
 
     run(test)
 
 
-def test_the_first_token_of_a_request_is_counted_once() -> None:
+def test_time_to_first_token_is_observed_once_per_request_with_several_choices() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         await read(batcher, make_request("a", 4, choices=3))
         assert metric_value(batcher, "penstock_time_to_first_token_seconds_count") == 1
@@ -553,7 +556,7 @@ def test_the_first_token_of_a_request_is_counted_once() -> None:
     run(test)
 
 
-def test_a_group_that_fails_fails_alone() -> None:
+def test_group_that_fails_on_the_shards_fails_alone() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         shards.fail = {2: "not finite"}
         assert str(await failing_alone(batcher, shards, make_request("b"))) == "not finite"
@@ -563,9 +566,9 @@ def test_a_group_that_fails_fails_alone() -> None:
 
 
 async def failing_alone(batcher: Batcher, shards: FakeShards, request: Request) -> Broken:
-    """How the second of three requests fails, while the others don't notice."""
-    asked = make_request("a"), request, make_request("c")
-    good, bad, other = await asyncio.gather(*(read(batcher, one) for one in asked), return_exceptions=True)
+    """Serves `request` between two others, and checks that it fails and these succeed. Returns its error."""
+    requests = make_request("a"), request, make_request("c")
+    good, bad, other = await asyncio.gather(*(read(batcher, one) for one in requests), return_exceptions=True)
     assert isinstance(bad, Broken)
     assert isinstance(good, list)
     assert isinstance(other, list)
@@ -575,8 +578,8 @@ async def failing_alone(batcher: Batcher, shards: FakeShards, request: Request) 
     return bad
 
 
-def test_a_stream_that_fails_leaves_no_rubbish() -> None:
-    """Images may be large."""
+def test_failed_stream_leaves_no_reference_cycle_that_holds_its_images() -> None:
+    """Images may be large, and must not wait for the garbage collector."""
 
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         async def fail() -> "weakref.ref[Image]":
@@ -599,8 +602,8 @@ def test_a_stream_that_fails_leaves_no_rubbish() -> None:
     run(test)
 
 
-def test_a_request_that_cannot_be_said_fails_alone() -> None:
-    """Its value should have been refused."""
+def test_request_that_cannot_be_encoded_as_a_message_fails_alone() -> None:
+    """Validation should have refused the value."""
 
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         await failing_alone(batcher, shards, make_request("b", min_new_tokens=1 << 32))
@@ -608,7 +611,7 @@ def test_a_request_that_cannot_be_said_fails_alone() -> None:
     run(test)
 
 
-def test_when_the_shards_break_while_it_drains_every_stream_is_told_and_the_batcher_ends() -> None:
+def test_shards_lost_during_the_drain_fail_every_stream_and_end_the_batcher() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         shards.break_at = 4
         reading = [asyncio.create_task(read(batcher, make_request(text))) for text in ("a", "b")]
@@ -621,12 +624,12 @@ def test_when_the_shards_break_while_it_drains_every_stream_is_told_and_the_batc
         assert not batcher.ready
         assert batcher.stage == "shard rank 0 has ended"
         with pytest.raises(NotReady):
-            batcher.submit(make_request("c", arrived=1e-9))  # whose head came before
+            batcher.submit(make_request("c", arrived=1e-9))  # its headers arrived before the drain
 
     run(test)
 
 
-def test_it_is_the_same_failure_when_the_shards_broke_just_before_it_drains() -> None:
+def test_shards_lost_just_before_the_drain_fail_every_stream_the_same_way() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         reading = [asyncio.create_task(read(batcher, make_request(text, 200))) for text in ("a", "b")]
         await asyncio.sleep(0.01)
@@ -642,14 +645,14 @@ def test_it_is_the_same_failure_when_the_shards_broke_just_before_it_drains() ->
     run(test)
 
 
-def test_nothing_is_taken_before_the_start() -> None:
+def test_requests_are_refused_before_the_start() -> None:
     async def main() -> None:
         shards = FakeShards()
         batcher = Batcher(config(), ByteTokenizer(), shards, Metrics())
         assert (batcher.ready, batcher.limits, batcher.stage) == (False, None, "waiting")
         with pytest.raises(NotReady, match="waiting"):
             batcher.submit(make_request("a"))
-        shards.stage = "ready"  # by a router before this one
+        shards.stage = "ready"  # warmed up by a previous router
         assert (batcher.ready, batcher.stage) == (False, "taking over shards that are ready")
         await batcher.start()
         assert (batcher.ready, batcher.stage) == (True, "ready")
@@ -662,7 +665,7 @@ def test_nothing_is_taken_before_the_start() -> None:
     asyncio.run(main())
 
 
-def test_draining_lets_streams_end_and_takes_no_more() -> None:
+def test_drain_lets_streams_finish_and_refuses_new_requests() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         running = asyncio.create_task(read(batcher, make_request("a", 20)))
         await asyncio.sleep(0.01)
@@ -678,8 +681,8 @@ def test_draining_lets_streams_end_and_takes_no_more() -> None:
     run(test, FakeShards(seconds=0.002))
 
 
-def test_draining_takes_what_came_before_and_waits_for_it() -> None:
-    """It may still be on its way through validation."""
+def test_drain_accepts_and_finishes_requests_that_arrived_before_it() -> None:
+    """Such a request may still be in validation."""
 
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         before, answered = monotonic(), asyncio.Event()
@@ -702,7 +705,7 @@ def test_draining_takes_what_came_before_and_waits_for_it() -> None:
     run(test, FakeShards(seconds=0.002))
 
 
-def test_what_does_not_become_valid_in_time_is_not_waited_for_and_refused() -> None:
+def test_drain_timeout_refuses_requests_whose_validation_takes_longer() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         before = monotonic()
         await asyncio.sleep(0.001)
@@ -713,7 +716,7 @@ def test_what_does_not_become_valid_in_time_is_not_waited_for_and_refused() -> N
     run(test)
 
 
-def test_who_came_before_draining_does_not_wait_for_shards_that_nobody_starts() -> None:
+def test_drain_without_shards_refuses_requests_that_arrived_before_it() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         before, answered = monotonic(), asyncio.Event()
         shards.break_at = 1
@@ -729,7 +732,7 @@ def test_who_came_before_draining_does_not_wait_for_shards_that_nobody_starts() 
     run(test)
 
 
-def test_draining_waits_for_the_last() -> None:
+def test_drain_waits_for_the_longest_stream() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         reading = [asyncio.create_task(read(batcher, make_request("a", most))) for most in (3, 40)]
         await asyncio.sleep(0)
@@ -740,8 +743,8 @@ def test_draining_waits_for_the_last() -> None:
     run(test, FakeShards(seconds=0.001))
 
 
-def test_who_is_cut_is_counted_once() -> None:
-    """Who turns its failure into a status counts those that nobody has counted."""
+def test_stream_cut_by_the_drain_is_counted_once_as_a_failure() -> None:
+    """The code that turns failures into HTTP statuses counts those not marked as counted."""
 
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         shards.gate.clear()
@@ -756,7 +759,7 @@ def test_who_is_cut_is_counted_once() -> None:
     run(test)
 
 
-def test_draining_cuts_what_lasts_longer() -> None:
+def test_drain_timeout_cuts_streams_that_last_longer() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         running = asyncio.create_task(read(batcher, make_request("a", 200)))
         waiting = asyncio.create_task(read(batcher, make_request("b", 200)))
