@@ -1,5 +1,5 @@
-"""Loading and unloading LoRA adapters while requests are run_with_adapters: each request uses the adapter it began with until it ends, also after
-restarts of the shards and moves between replicas."""
+"""Loading and unloading LoRA adapters while requests are served: each request uses the adapter it began with until it ends, also
+after restarts of the shards and moves between replicas."""
 
 import asyncio
 import random
@@ -519,8 +519,8 @@ def test_start_fails_if_the_shards_have_no_room_for_runtime_adapters() -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_random_loads_unloads_requests_and_deaths(seed: int) -> None:
-    """Random loads, unloads, requests and deaths of shards: requests are run_with_adapters by the adapter they began with, or fail because it was
-    unloaded, and in the end all shards have exactly the adapters that clients can name."""
+    """Random loads, unloads, requests and deaths of shards: each request is served by the adapter it began with, or fails because
+    that was unloaded, and in the end all shards have exactly the adapters that clients can name."""
     chance = random.Random(seed)
     replicas, room = chance.randint(1, 3), chance.randint(1, 3)
 

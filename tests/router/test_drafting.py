@@ -1,5 +1,5 @@
-"""`DraftBudget`: learns the cost of drafts on simulated devices whose costs are known. The shards' own code (`divide`) decides with it
-how many drafts each sequence gets."""
+"""`DraftBudget`: learns the cost of drafts on simulated devices whose costs are known. The shards' own code (`divide`) decides with
+it how many drafts each sequence gets."""
 
 import random
 import statistics
