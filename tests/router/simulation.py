@@ -35,7 +35,7 @@ class Client:
 
     job: Job
     group: Asked
-    arrived: int  # step
+    arrived: int  # in which step
     running: set[int]  # choices whose end was not reported yet
     overtaken: int = 0
     paused: bool = False

@@ -212,7 +212,7 @@ def test_rare_trials_with_zero_costs_are_made_while_drafts_do_not_pay() -> None:
     drafting = DraftBudget(Cost(512, 0.5), 4096, CHAIN)
     found_allowances = list(allowances(drafting, 16, 1000, device))
     without_drafts = [not found.most for found in found_allowances]
-    steps = LEAST_TRIAL  # of many sequences
+    steps = LEAST_TRIAL  # the trial length with many sequences
     assert without_drafts[BEGUN : BEGUN + steps] == [False] * steps
     assert [found.draft for found in found_allowances[BEGUN : BEGUN + steps]] == [0.0] * steps, "or nobody would try any"
     assert 0.9 < sum(without_drafts) / len(without_drafts) < 0.995

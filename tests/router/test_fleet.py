@@ -172,7 +172,7 @@ def test_streams_of_a_dead_replica_continue_on_the_others_at_once() -> None:
         await asyncio.gather(*start_reading(fleet, mixed_requests()))
         assert shards["1"].groups_met == 2
         assert metric_value(fleet, "penstock_restarts_total") == 1
-        assert any(command.WhichOneof("kind") == "prefill" for command in shards["1"].commands[before:])  # it takes part again
+        assert any(command.WhichOneof("kind") == "prefill" for command in shards["1"].commands[before:])  # it gets requests again
 
     run(test)
 
