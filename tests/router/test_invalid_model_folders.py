@@ -1,4 +1,5 @@
-"""Tokenizers, chat templates and token ids that are not what they should be: one line, before anybody is served wrongly."""
+"""Model folders with invalid or missing files of tokenizers, chat templates and token ids: each is reported in one line, before
+requests are served with it."""
 
 import asyncio
 import errno
@@ -24,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
         ("tokenizer.json", b"", "tokenizer.json is no tokenizer"),
         ("tokenizer.json", b"[]", "tokenizer.json is no tokenizer"),
@@ -42,16 +43,16 @@ def folder(tmp_path: Path) -> Path:
         ("chat_template.jinja", b"\xff\xff", "chat_template.jinja cannot be read"),
     ],
 )
-def test_a_folder_that_cannot_be_used(folder: Path, name: str, content: bytes, said: str) -> None:
+def test_invalid_file_of_a_model_folder_is_refused_in_one_line(folder: Path, name: str, content: bytes, message: str) -> None:
     (folder / name).write_bytes(content)
     with pytest.raises(Unusable) as caught:
         Tokenizer(folder)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("name", "method"), [("tokenizer.json", "read_bytes"), ("tokenizer_config.json", "read_text")])
-def test_a_file_without_rights_need_not_be_downloaded_again(
+def test_file_without_read_permission_is_reported_as_such(
     folder: Path, name: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(path: Path, **_: str) -> bytes:
@@ -64,13 +65,13 @@ def test_a_file_without_rights_need_not_be_downloaded_again(
 
 
 @pytest.mark.parametrize("token", [5, ["</s>"], {}, {"content": 5}, {"text": "x"}])
-def test_special_tokens_that_are_no_texts_are_none(folder: Path, token: object) -> None:
+def test_special_tokens_that_are_not_strings_are_ignored(folder: Path, token: object) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
     assert Tokenizer(folder).eos_ids == ()
 
 
-def test_a_text_of_tokens_that_the_model_lacks_is_refused(folder: Path) -> None:
-    """A tokenizer with more ids than the model: an id too high would end the shard."""
+def test_prompt_with_token_ids_beyond_the_models_vocabulary_is_refused(folder: Path) -> None:
+    """A tokenizer may have more ids than the model: an id beyond the model's would end the shard."""
     tokenizer = Tokenizer(folder)
     limits = Limits(max_input_tokens=100, max_total_tokens=128, vocabulary=tokenizer.size - 1)
     validator = Validator(RouterConfig(folder="", model="m"), tokenizer)
@@ -82,19 +83,19 @@ def test_a_text_of_tokens_that_the_model_lacks_is_refused(folder: Path) -> None:
         asyncio.run(validator.request(f"abc{highest}", Parameters(), limits))
 
 
-def test_what_a_model_lacks_is_told_at_the_start(folder: Path) -> None:
+def test_missing_tokens_and_chat_template_are_reported_at_the_start(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}", "eos_token": "</s>"}))
     whole = Tokenizer(folder)
     assert [*whole.missing(whole.size)] == []
-    [said] = whole.missing(whole.size - 1)
-    assert said.startswith(f"the tokenizer has {whole.size} tokens, the model knows {whole.size - 1}")
+    [message] = whole.missing(whole.size - 1)
+    assert message.startswith(f"the tokenizer has {whole.size} tokens, the model knows {whole.size - 1}")
     (folder / "tokenizer_config.json").write_text("{}")
-    ends, chats = Tokenizer(folder).missing(whole.size)
-    assert "no file of the model names a token that ends answers" in ends
-    assert "no chat template: chats are refused; --chat-template" in chats
+    end_message, chat_message = Tokenizer(folder).missing(whole.size)
+    assert "no file of the model names a token that ends answers" in end_message
+    assert "no chat template: chats are refused; --chat-template" in chat_message
 
 
-def test_a_decoder_that_loses_spaces_is_told_at_the_start(tmp_path: Path) -> None:
+def test_decoder_that_removes_spaces_is_reported_at_the_start(tmp_path: Path) -> None:
     """As in a tokenizer.json of Yi, which strips each token where the text as a whole was meant."""
     raw = byte_fallback()
     said = [*save(tmp_path, raw).missing(raw.get_vocab_size())]
@@ -106,8 +107,8 @@ def test_a_decoder_that_loses_spaces_is_told_at_the_start(tmp_path: Path) -> Non
     assert "takes the spaces between words away" in more[0]
 
 
-def test_ids_without_a_token_have_no_text(folder: Path) -> None:
-    """A tokenizer with fewer ids than the model, whose table is often padded."""
+def test_token_ids_beyond_the_tokenizers_have_no_text(folder: Path) -> None:
+    """A tokenizer may have fewer ids than the model, whose embedding table is often padded."""
     tokenizer = Tokenizer(folder)
     stream = tokenizer.stream([5])
     assert tokenizer.token_text(tokenizer.size + 7) == ""
@@ -115,7 +116,7 @@ def test_ids_without_a_token_have_no_text(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("isolated", [False, True])
-def test_whose_keys_and_values_are_found(folder: Path, isolated: bool) -> None:
+def test_prefix_cache_keys_differ_by_tenant_only_with_isolate_tenants(folder: Path, isolated: bool) -> None:
     config = RouterConfig(folder="", model="m", isolate_tenants=isolated)
     limits = Limits(max_input_tokens=100, max_total_tokens=128, vocabulary=300)
     validator = Validator(config, Tokenizer(folder))

@@ -1,4 +1,4 @@
-"""`GrpcShards` and ranks of other machines: at an address, or wherever a file says, over TLS."""
+"""`GrpcShards` and ranks of other machines, at an address or at the address that a file names, over TLS."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -17,12 +17,12 @@ from penstock.tests.router.test_shards import WARMUP, Servicer, decode
 
 
 @pytest.fixture(scope="module")
-def known(tmp_path_factory: pytest.TempPathFactory) -> tuple[Authority, Authority]:
+def both_authorities(tmp_path_factory: pytest.TempPathFactory) -> tuple[Authority, Authority]:
     return authorities(tmp_path_factory.mktemp("certificates"))
 
 
 async def listen(certificates: Certificates | None) -> tuple[grpc.aio.Server, str, Servicer]:
-    """A rank group of one, and where it is."""
+    """A rank group of one rank, and its address."""
     servicer = Servicer(0, 1, asyncio.Barrier(1))
     server = grpc.aio.server(options=FAR_OPTIONS)
     server.add_generic_rpc_handlers((handler(servicer),))
@@ -43,8 +43,10 @@ def run(work: Callable[[], Awaitable[None]]) -> None:
 
 
 @pytest.mark.parametrize("tls", [False, True])
-def test_a_rank_at_an_address(tls: bool, known: tuple[Authority, Authority]) -> None:
-    certificates = Certificates(*known[0].files) if tls else None
+def test_commands_reach_a_rank_at_a_tcp_address_with_and_without_tls(
+    tls: bool, both_authorities: tuple[Authority, Authority]
+) -> None:
+    certificates = Certificates(*both_authorities[0].files) if tls else None
 
     async def work() -> None:
         server, address, servicer = await listen(certificates)
@@ -59,7 +61,7 @@ def test_a_rank_at_an_address(tls: bool, known: tuple[Authority, Authority]) -> 
     run(work)
 
 
-def test_a_rank_is_found_where_a_file_says_each_time_anew(tmp_path: Path) -> None:
+def test_address_file_is_read_again_for_each_connection(tmp_path: Path) -> None:
     file = tmp_path / "address"
 
     async def work() -> None:
@@ -67,7 +69,7 @@ def test_a_rank_is_found_where_a_file_says_each_time_anew(tmp_path: Path) -> Non
         for _ in range(2):
             connecting = asyncio.create_task(shards.connect())
             await asyncio.sleep(0.1)
-            assert not connecting.done()  # nobody is there
+            assert not connecting.done()  # the file does not exist yet
             server, address, servicer = await listen(None)
             file.write_text(address)
             await connecting
@@ -83,9 +85,9 @@ def test_a_rank_is_found_where_a_file_says_each_time_anew(tmp_path: Path) -> Non
     run(work)
 
 
-def test_a_rank_that_moves_while_it_is_looked_for_is_followed(tmp_path: Path) -> None:
+def test_changed_address_file_is_followed_while_connecting(tmp_path: Path) -> None:
     file = tmp_path / "address"
-    file.write_text("127.0.0.1:1")  # nobody listens there
+    file.write_text("127.0.0.1:1")  # no server listens there
 
     async def work() -> None:
         shards = GrpcShards([f"file:{file}"])
@@ -101,20 +103,20 @@ def test_a_rank_that_moves_while_it_is_looked_for_is_followed(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("stranger", ["router", "rank"])
-def test_who_has_another_certificate_is_not_talked_to(
-    stranger: str, known: tuple[Authority, Authority], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_peer_with_a_certificate_of_another_authority_is_not_connected(
+    stranger: str, both_authorities: tuple[Authority, Authority], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(shards_module, "UNREACHED", 0.3)
-    ours, others = known
-    forged = Certificates(others.files[0], others.files[1], ours.files[2])
-    mine = Certificates(*ours.files)
+    trusted, foreign = both_authorities
+    forged = Certificates(foreign.files[0], foreign.files[1], trusted.files[2])
+    valid = Certificates(*trusted.files)
 
     async def work() -> None:
-        server, address, servicer = await listen(forged if stranger == "rank" else mine)
-        shards = GrpcShards([address], certificates=forged if stranger == "router" else mine)
+        server, address, servicer = await listen(forged if stranger == "rank" else valid)
+        shards = GrpcShards([address], certificates=forged if stranger == "router" else valid)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(shards.connect(), 1.0)
-        assert next(servicer.stages) == "loading weights 40 %"  # nobody has asked
+        assert next(servicer.stages) == "loading weights 40 %"  # no call has reached it
         assert [line for line in caplog.messages if f"shard rank 0 at {address} can't be reached: " in line]
         assert shards.stage.startswith(f"waiting for shard rank 0 at {address}: ")
         await shards.close()
