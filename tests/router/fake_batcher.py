@@ -101,8 +101,7 @@ class FakeBatcher:
                 return
             texts = [self._text(request) for _ in range(request.choices)]
             answers = [
-                self.tokenizer.encode(generates, add_special_tokens=False)[: request.max_new_tokens]
-                for generates in self._texts(request)
+                self.tokenizer.encode(answer, add_special_tokens=False)[: request.max_new_tokens] for answer in self._texts(request)
             ]
             unfinished = dict(enumerate(answers))
             for count in range(1, request.max_new_tokens + 1):
@@ -133,7 +132,7 @@ class FakeBatcher:
             self.closed += 1
 
     async def _search(self, request: Request) -> AsyncGenerator[list[Item], None]:
-        """The text `generates`, and variants with a number before their end. Tokens that all share are streamed; the rest comes at the end."""
+        """The text `generates`, and variants with a number before their end. Shared tokens are streamed; the rest comes at the end."""
         found = [self._found(request, choice) for choice in range(min(request.choices, self.max_beams_found))]
         longest = max(len(tokens) for tokens, _ in found)
         shared = next(
@@ -158,11 +157,11 @@ class FakeBatcher:
 
     def _found(self, request: Request, choice: int) -> tuple[list[Token], Finish]:
         """A whole answer of a beam search. Later ones have more probable tokens: by mean log-probability they would be first."""
-        generates, number = self.generates, str(choice) if choice else ""
-        generates = generates.removesuffix("</s>") + number + "</s>" * generates.endswith("</s>")
+        answer, number = self.generates, str(choice) if choice else ""
+        answer = answer.removesuffix("</s>") + number + "</s>" * answer.endswith("</s>")
         tokens: list[Token] = []
         text = self._text(request)
-        for count, id in enumerate(self.tokenizer.encode(generates, add_special_tokens=False), 1):
+        for count, id in enumerate(self.tokenizer.encode(answer, add_special_tokens=False), 1):
             piece = text.push(id)
             special = self.tokenizer.is_special(id)
             logprob = self.logprob / (1 + choice)
