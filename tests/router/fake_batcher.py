@@ -132,7 +132,7 @@ class FakeBatcher:
             self.closed += 1
 
     async def _search(self, request: Request) -> AsyncGenerator[list[Item], None]:
-        """The text `generates`, and variants with a number before their end. Shared tokens are streamed; the rest comes at the end."""
+        """The text `generates`, and variants with a number before their end: tokens that they share one by one, then the rest."""
         found = [self._found(request, choice) for choice in range(min(request.choices, self.max_beams_found))]
         longest = max(len(tokens) for tokens, _ in found)
         shared = next(
