@@ -50,9 +50,9 @@ class PlaygroundServer:
 
     def release_tokens(self, tokens: int) -> None:
         """Lets the fake batcher send `tokens` more tokens."""
-        assert self.batcher.pace is not None
+        assert self.batcher.token_permits is not None
         for _ in range(tokens):
-            self.loop.call_soon_threadsafe(self.batcher.pace.release)
+            self.loop.call_soon_threadsafe(self.batcher.token_permits.release)
 
     def prompt(self) -> str:
         """The prompt of the last request."""
@@ -133,7 +133,7 @@ def run(page: Any, text: str) -> None:
 
 
 def test_answer_is_shown_token_by_token_with_its_probabilities(tokenizer: Tokenizer, new_page: Any) -> None:
-    with serve_playground(tokenizer, pace=asyncio.Semaphore(0), says="Hello</s>") as server:
+    with serve_playground(tokenizer, token_permits=asyncio.Semaphore(0), generates="Hello</s>") as server:
         page = new_page(server.url)
         expect(page.locator("#state")).to_have_text("ready")
         expect(page.locator("#model")).to_have_text("some/model")
@@ -153,7 +153,7 @@ def test_answer_is_shown_token_by_token_with_its_probabilities(tokenizer: Tokeni
 
 
 def test_escape_stops_the_answer_and_closes_the_stream(tokenizer: Tokenizer, new_page: Any) -> None:
-    with serve_playground(tokenizer, pace=asyncio.Semaphore(3)) as server:
+    with serve_playground(tokenizer, token_permits=asyncio.Semaphore(3)) as server:
         page = new_page(server.url)
         page.fill("#prompt", "hi")
         page.click("#run")
@@ -167,7 +167,7 @@ def test_escape_stops_the_answer_and_closes_the_stream(tokenizer: Tokenizer, new
 
 @pytest.mark.parametrize("mode", ["completion", "chat"])
 def test_no_text_is_inserted_as_markup(tokenizer: Tokenizer, new_page: Any, mode: str) -> None:
-    with serve_playground(tokenizer, says=MARKUP + "</s>") as server:
+    with serve_playground(tokenizer, generates=MARKUP + "</s>") as server:
         page = new_page(server.url)
         page.click(f"[name=mode][value={mode}] + span")
         run(page, MARKUP)
@@ -179,7 +179,7 @@ def test_no_text_is_inserted_as_markup(tokenizer: Tokenizer, new_page: Any, mode
         page.click("#code-open")
         expect(page.locator("#code-text")).to_contain_text("<script>window.hit = 1</script>")
         page.click("#code-close")
-        server.batcher.refuses = Refused(MARKUP, "temperature")
+        server.batcher.fails_with = Refused(MARKUP, "temperature")
         run(page, MARKUP)
         assert MARKUP in page.locator("#problem").text_content()
         assert page.locator("main :is(script, img, b), #card img, #code img").count() == 0
@@ -209,7 +209,7 @@ def test_keyboard_moves_between_tokens_and_continues_from_an_alternative(tokeniz
 
 
 def test_chat_continues_from_the_chosen_sample_and_from_an_alternative(tokenizer: Tokenizer, new_page: Any) -> None:
-    with serve_playground(tokenizer, says="Yo</s>") as server:
+    with serve_playground(tokenizer, generates="Yo</s>") as server:
         page = new_page(server.url)
         page.click("[name=mode][value=chat] + span")
         page.fill("#system", "Be brief")
@@ -230,7 +230,7 @@ def test_chat_continues_from_the_chosen_sample_and_from_an_alternative(tokenizer
 
 
 def test_failed_continuation_keeps_the_turns_of_a_chat(tokenizer: Tokenizer, new_page: Any) -> None:
-    with serve_playground(tokenizer, says="Yo</s>") as server:
+    with serve_playground(tokenizer, generates="Yo</s>") as server:
         page = new_page(server.url)
         page.click("[name=mode][value=chat] + span")
         for prompt in ("hi", "and?"):
@@ -349,17 +349,17 @@ def test_invalid_value_in_a_hidden_control_does_not_block_a_request(tokenizer: T
 
 
 def test_refused_parameter_is_marked_invalid_until_the_next_request(tokenizer: Tokenizer, new_page: Any) -> None:
-    with serve_playground(tokenizer, refuses=Refused("`top_p` is odd", "top_p")) as server:
+    with serve_playground(tokenizer, fails_with=Refused("`top_p` is odd", "top_p")) as server:
         page = new_page(server.url)
         run(page, "hi")
         expect(page.locator("#top_p")).to_have_attribute("aria-invalid", "true")
-        server.batcher.refuses = None
+        server.batcher.fails_with = None
         run(page, "hi")
         expect(page.locator("[aria-invalid]")).to_have_count(0)
 
 
 def test_clearing_the_completion_keeps_the_chat(tokenizer: Tokenizer, new_page: Any) -> None:
-    with serve_playground(tokenizer, says="Yo</s>") as server:
+    with serve_playground(tokenizer, generates="Yo</s>") as server:
         page = new_page(server.url)
         page.click("[name=mode][value=chat] + span")
         run(page, "hi")
@@ -431,7 +431,7 @@ def test_api_key_with_characters_that_a_header_cannot_hold_is_not_stored(tokeniz
 
 
 def test_character_of_several_tokens_is_shown_when_it_is_complete(tokenizer: Tokenizer, new_page: Any) -> None:
-    with serve_playground(tokenizer, says="né!</s>") as server:
+    with serve_playground(tokenizer, generates="né!</s>") as server:
         page = new_page(server.url)
         run(page, "hi")
         assert page.locator(".token").all_text_contents() == ["n", "", "é", "!", ""]
@@ -473,17 +473,17 @@ def test_reasoning_is_shown_but_not_sent_back(tokenizer: Tokenizer, new_page: An
 
 
 def test_refused_request_marks_its_parameter_and_returns_the_prompt(tokenizer: Tokenizer, new_page: Any) -> None:
-    with serve_playground(tokenizer, refuses=Overloaded("full", 3.0)) as server:
+    with serve_playground(tokenizer, fails_with=Overloaded("full", 3.0)) as server:
         page = new_page(server.url)
         page.click("[name=mode][value=chat] + span")
         run(page, "hi")
         expect(page.locator("#problem")).to_have_text("Model is overloaded")
         expect(page.locator(".turn")).to_have_count(0)
         expect(page.locator("#prompt")).to_have_value("hi")
-        server.batcher.refuses = Refused("`top_p` is odd", "top_p")
+        server.batcher.fails_with = Refused("`top_p` is odd", "top_p")
         run(page, "hi")
         expect(page.locator("#top_p")).to_have_attribute("aria-invalid", "true")
-        server.batcher.refuses = None
+        server.batcher.fails_with = None
         run(page, "hi")
         expect(page.locator("#problem")).to_be_hidden()
 
@@ -579,7 +579,7 @@ def fake_openai_module(server: PlaygroundServer) -> dict[str, Any]:
 def test_page_fits_the_screens_width_and_every_control_has_an_accessible_name(
     tokenizer: Tokenizer, new_page: Any, options: dict[str, Any]
 ) -> None:
-    with serve_playground(tokenizer, says="word " * 20 + "x" * 90 + "</s>") as server:
+    with serve_playground(tokenizer, generates="word " * 20 + "x" * 90 + "</s>") as server:
         page = new_page(server.url, **options)
         if options is PHONE:
             page.click("#knobs > summary")
@@ -698,7 +698,7 @@ def test_playground_with_a_real_server_and_the_demo_model(new_page: Any) -> None
 
 
 def test_beams_are_drawn_as_they_grow(tokenizer: Tokenizer, new_page: Any) -> None:
-    with serve_playground(tokenizer, pace=asyncio.Semaphore(0), says="Hello</s>") as server:
+    with serve_playground(tokenizer, token_permits=asyncio.Semaphore(0), generates="Hello</s>") as server:
         page = new_page(server.url)
         expect(page.locator("#state")).to_have_text("ready")
         assert page.locator("#length_penalty").is_hidden()

@@ -58,16 +58,16 @@ def make_tokenizer(folder: Path, template: str = TEMPLATE) -> Tokenizer:
 
 @dataclass
 class FakeBatcher:
-    """Answers every request with `says`, like a shard: it ends at </s>, at a stop string, or after max_new_tokens."""
+    """Answers every request with the text `generates`, like a shard: it ends at </s>, at a stop string, or after max_new_tokens."""
 
     tokenizer: Tokenizer
-    says: str = "Hello you</s>"
+    generates: str = "Hello you</s>"
     ready: bool = True
     stage: str = "ready"
     limits: Limits | None = LIMITS
-    refuses: Failure | None = None  # raised instead of the first item
-    breaks: tuple[int, Failure] | None = None  # raised after that many tokens
-    pace: asyncio.Semaphore | None = None  # one permit for each token
+    fails_with: Failure | None = None  # raised instead of the first item
+    fails_after: tuple[int, Failure] | None = None  # raised after that many tokens
+    token_permits: asyncio.Semaphore | None = None  # one permit for each token
     logprob: float = -0.5
     cached: int = 0  # cached tokens of every prompt
     max_beams_found: int = 1 << 30  # maximum number of answers of a beam search
@@ -88,8 +88,8 @@ class FakeBatcher:
 
     async def _items(self, request: Request) -> AsyncGenerator[list[Item], None]:
         """The choices' tokens in turn, one of each; later choices are less probable."""
-        if self.refuses is not None:
-            raise self.refuses
+        if self.fails_with is not None:
+            raise self.fails_with
         if not self.ready:
             raise NotReady(self.stage)
         self.opened += 1
@@ -101,7 +101,7 @@ class FakeBatcher:
                 return
             texts = [self._text(request) for _ in range(request.choices)]
             answers = [
-                self.tokenizer.encode(says, add_special_tokens=False)[: request.max_new_tokens] for says in self._texts(request)
+                self.tokenizer.encode(answer, add_special_tokens=False)[: request.max_new_tokens] for answer in self._texts(request)
             ]
             unfinished = dict(enumerate(answers))
             for count in range(1, request.max_new_tokens + 1):
@@ -127,12 +127,12 @@ class FakeBatcher:
                         yield [token]
                 if not unfinished:
                     return
-            raise AssertionError("`says` must be as long as max_new_tokens, or end")
+            raise AssertionError("`generates` must be as long as max_new_tokens, or end")
         finally:
             self.closed += 1
 
     async def _search(self, request: Request) -> AsyncGenerator[list[Item], None]:
-        """`says`, and variants with a number before their end. Tokens that all share are streamed; the rest comes at the end."""
+        """The text `generates`, and variants with a number before their end: tokens that they share one by one, then the rest."""
         found = [self._found(request, choice) for choice in range(min(request.choices, self.max_beams_found))]
         longest = max(len(tokens) for tokens, _ in found)
         shared = next(
@@ -157,11 +157,11 @@ class FakeBatcher:
 
     def _found(self, request: Request, choice: int) -> tuple[list[Token], Finish]:
         """A whole answer of a beam search. Later ones have more probable tokens: by mean log-probability they would be first."""
-        says, number = self.says, str(choice) if choice else ""
-        says = says.removesuffix("</s>") + number + "</s>" * says.endswith("</s>")
+        answer, number = self.generates, str(choice) if choice else ""
+        answer = answer.removesuffix("</s>") + number + "</s>" * answer.endswith("</s>")
         tokens: list[Token] = []
         text = self._text(request)
-        for count, id in enumerate(self.tokenizer.encode(says, add_special_tokens=False), 1):
+        for count, id in enumerate(self.tokenizer.encode(answer, add_special_tokens=False), 1):
             piece = text.push(id)
             special = self.tokenizer.is_special(id)
             logprob = self.logprob / (1 + choice)
@@ -170,7 +170,7 @@ class FakeBatcher:
             if reason:
                 delta = text.end()
                 return tokens, Finish(reason, text.text, delta, count, 0.25, 0.5, choice, -0.25 * (1 + choice))
-        raise AssertionError("`says` must be as long as max_new_tokens, or end")
+        raise AssertionError("`generates` must be as long as max_new_tokens, or end")
 
     def _grown(self, request: Request, best: list[Token], count: int) -> Grown:
         """From the second step on the best answer is the second beam; the first has the same token, but another parent."""
@@ -195,14 +195,14 @@ class FakeBatcher:
 
     def _texts(self, request: Request) -> list[str]:
         """One text for each choice: all but the first begin with the choice's number."""
-        return [self.says if not choice else f"{choice}{self.says}" for choice in range(request.choices)]
+        return [self.generates if not choice else f"{choice}{self.generates}" for choice in range(request.choices)]
 
     async def _wait_or_fail(self, count: int) -> None:
         await asyncio.sleep(0)
-        if self.breaks is not None and count > self.breaks[0]:
-            raise self.breaks[1]
-        if self.pace is not None:
-            await self.pace.acquire()
+        if self.fails_after is not None and count > self.fails_after[0]:
+            raise self.fails_after[1]
+        if self.token_permits is not None:
+            await self.token_permits.acquire()
 
     def _top(self, count: int) -> tuple[Alternative, ...]:
         return tuple(Alternative(id, self.tokenizer.token_text(id), -1.0 - id, False) for id in range(2, 2 + count))

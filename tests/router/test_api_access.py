@@ -130,7 +130,7 @@ def test_client_disconnect_is_logged_with_status_499(tokenizer: Tokenizer, caplo
         await until(lambda: bool(access_log(caplog)))
 
     with caplog.at_level(logging.INFO):
-        serve(tokenizer, test, pace=asyncio.Semaphore(0))
+        serve(tokenizer, test, token_permits=asyncio.Semaphore(0))
     [line] = access_log(caplog)
     assert (line.values["status"], line.values["error"]) == (499, "dropped")
 
@@ -314,7 +314,7 @@ def test_shutdown_waits_for_earlier_requests_only(tokenizer: Tokenizer, disconne
 
     async def test(server: Server) -> None:
         assert (await server.post("/generate", HELLO))[0] == 200
-        sent, pace = asyncio.Event(), asyncio.Semaphore(0)
+        sent, token_permits = asyncio.Event(), asyncio.Semaphore(0)
 
         async def slow_body() -> AsyncIterator[bytes]:
             yield b'{"inputs":'
@@ -324,7 +324,7 @@ def test_shutdown_waits_for_earlier_requests_only(tokenizer: Tokenizer, disconne
         early = asyncio.create_task(server.client.post("/generate", data=slow_body()))
         await until(lambda: server.app[UNANSWERED]._count == 1)
         answered = server.app[UNANSWERED].close()
-        server.batcher.pace = pace
+        server.batcher.token_permits = token_permits
         late = asyncio.create_task(server.post("/generate", HELLO))
         await until(lambda: server.batcher.opened == 2)
         assert not answered.is_set()
@@ -334,13 +334,13 @@ def test_shutdown_waits_for_earlier_requests_only(tokenizer: Tokenizer, disconne
             sent.set()
             await until(lambda: server.batcher.opened == 3)
             assert not answered.is_set()
-            server.batcher.pace = None
-            pace.release()
-            pace.release()
+            server.batcher.token_permits = None
+            token_permits.release()
+            token_permits.release()
             assert (await early).status == 200
         await asyncio.wait_for(answered.wait(), 5)
-        server.batcher.pace = None
-        pace.release()
+        server.batcher.token_permits = None
+        token_permits.release()
         assert (await late)[0] == 200
         assert answered.is_set()
 
@@ -373,7 +373,7 @@ def test_refused_request_is_counted_once_in_the_metrics(tokenizer: Tokenizer, fa
 
     async def test(server: Server) -> None:
         failure.counted = already_counted
-        server.batcher.refuses = failure
+        server.batcher.fails_with = failure
         for path, body in (("/generate", {"inputs": "Hi"}), ("/v1/completions", {"prompt": "Hi"})):
             assert (await server.post(path, body))[0] >= 400
         assert len(server.metrics.failures) == 2 * (not already_counted)

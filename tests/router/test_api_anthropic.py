@@ -115,7 +115,7 @@ def test_max_tokens_beyond_the_context_is_accepted_and_the_stop_reason_says_so(
             assert len(server.batcher.requests[-1].prompt) + 117 == 128
             assert (body["usage"]["output_tokens"], body["stop_reason"]) == (117, reason)
 
-    serve(tokenizer, test, says="x" * 200)
+    serve(tokenizer, test, generates="x" * 200)
 
 
 def test_too_long_prompt_has_the_error_message_that_clients_parse(tokenizer: Tokenizer) -> None:
@@ -193,7 +193,7 @@ def test_stream_events_build_the_same_message_as_without_streaming(tokenizer: To
         assert unstreamed["stop_reason"] == "tool_use"
         assert without_ids(message_from_events(await server.named_events(PATH, request_body))) == without_ids(unstreamed)
 
-    serve(tokenizer, test, says=ANSWER, cached=2)
+    serve(tokenizer, test, generates=ANSWER, cached=2)
 
 
 def test_truncated_tool_call_has_empty_input(tokenizer: Tokenizer) -> None:
@@ -202,7 +202,7 @@ def test_truncated_tool_call_has_empty_input(tokenizer: Tokenizer) -> None:
         assert without_ids(body)["content"][-1] == {"type": "tool_use", "name": "f", "input": {}}
         assert body["stop_reason"] == "max_tokens"
 
-    serve(tokenizer, test, says=ANSWER)
+    serve(tokenizer, test, generates=ANSWER)
 
 
 def test_content_blocks_become_chat_messages(tokenizer: Tokenizer) -> None:
@@ -294,7 +294,7 @@ def test_disable_parallel_tool_use_returns_one_tool_call(tokenizer: Tokenizer) -
             assert [block["type"] for block in body["content"]] == ["tool_use"] * calls
 
     call = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
-    serve(tokenizer, test, says=f"{call}{call}</s>")
+    serve(tokenizer, test, generates=f"{call}{call}</s>")
 
 
 @pytest.mark.parametrize(
@@ -349,11 +349,11 @@ def test_invalid_field_is_a_400_that_names_it(tokenizer: Tokenizer, given: dict[
 
 def test_failures_have_anthropics_error_format(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
-        server.batcher.refuses = Overloaded("full", retry_after=2.0)
+        server.batcher.fails_with = Overloaded("full", retry_after=2.0)
         status, body, response = await server.post(PATH, BODY)
         assert (status, body["error"]["type"], response.headers["Retry-After"]) == (429, "rate_limit_error", "2")
-        server.batcher.refuses = None
-        server.batcher.breaks = (3, Broken("a shard died"))
+        server.batcher.fails_with = None
+        server.batcher.fails_after = (3, Broken("a shard died"))
         found = await server.named_events(PATH, BODY)
         assert found[-1]["type"] == "error"
         assert found[-1]["error"]["type"] == "api_error"

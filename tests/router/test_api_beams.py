@@ -137,13 +137,13 @@ def test_tokens_that_all_beams_share_are_streamed_before_the_search_ends(tokeniz
             for letter in "Hell":
                 event = json.loads((await response.content.readuntil(b"\n\n")).removeprefix(b"data: "))
                 assert event["token"]["text"] == letter
-                pace.release()
+                token_permits.release()
             for _ in range(20):
-                pace.release()
+                token_permits.release()
             assert b'"best_of_sequences"' in await response.read()
 
-    pace = asyncio.Semaphore(1)
-    serve(tokenizer, test, pace=pace)
+    token_permits = asyncio.Semaphore(1)
+    serve(tokenizer, test, token_permits=token_permits)
 
 
 @pytest.mark.parametrize("found", [1, 2])

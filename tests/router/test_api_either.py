@@ -137,7 +137,7 @@ def test_failure_of_one_vertex_instance_fails_the_request(tokenizer: Tokenizer) 
         status, body, response = await server.post("/vertex", {"instances": [{"inputs": "a"}, {"inputs": "b"}]})
         assert (status, body["error_type"], response.headers["Retry-After"]) == (429, "overloaded", "1")
 
-    serve(tokenizer, test, refuses=Overloaded("full"))
+    serve(tokenizer, test, fails_with=Overloaded("full"))
 
 
 def test_aip_predict_and_health_routes_are_served(tokenizer: Tokenizer) -> None:

@@ -152,7 +152,7 @@ def test_logprobs_of_tokens_within_a_character_give_each_tokens_bytes(tokenizer:
         _, body, _ = await server.post("/v1/completions", {"prompt": "x", "logprobs": 2, "max_tokens": 2})
         assert body["choices"][0]["logprobs"]["top_logprobs"] == [{"": -0.5, "\ufffd": -0.5}, {"é": -0.5, "\ufffd": -0.5}]
 
-    serve(tokenizer, test, says="é</s>")
+    serve(tokenizer, test, generates="é</s>")
 
 
 def test_chat_logprobs_have_tokens_bytes_and_top_logprobs(tokenizer: Tokenizer) -> None:
@@ -554,8 +554,8 @@ def test_malformed_json_is_a_400_in_openais_error_format(tokenizer: Tokenizer, d
 @pytest.mark.parametrize(
     ("behaviour", "status", "kind"),
     [
-        ({"refuses": Overloaded("full")}, 429, "overloaded_error"),
-        ({"refuses": Broken("rank 0 died")}, 500, "server_error"),
+        ({"fails_with": Overloaded("full")}, 429, "overloaded_error"),
+        ({"fails_with": Broken("rank 0 died")}, 500, "server_error"),
         ({"ready": False, "stage": "loading", "limits": None}, 503, "server_error"),
     ],
 )
@@ -580,7 +580,7 @@ def test_failure_during_a_stream_is_an_error_event_before_done(tokenizer: Tokeni
         assert error["error"]["message"] == "Request failed during generation: gone"
         assert error["error_type"] == "generation"
 
-    serve(tokenizer, test, breaks=(3, Broken("gone")))
+    serve(tokenizer, test, fails_after=(3, Broken("gone")))
 
 
 def test_failure_of_one_prompt_fails_the_request_and_closes_all_streams(tokenizer: Tokenizer) -> None:
@@ -589,7 +589,7 @@ def test_failure_of_one_prompt_fails_the_request_and_closes_all_streams(tokenize
         assert (status, answer["error"]["code"]) == (500, "generation")
         await until(lambda: server.batcher.closed == 3)
 
-    serve(tokenizer, test, breaks=(3, Broken("gone")))
+    serve(tokenizer, test, fails_after=(3, Broken("gone")))
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -603,16 +603,16 @@ def test_client_disconnect_closes_all_streams(
     async def test(server: Server) -> None:
         task = asyncio.create_task(server.post(path, {**body, "stream": streaming}))
         await until(lambda: server.batcher.opened == count)
-        assert server.batcher.pace is not None
+        assert server.batcher.token_permits is not None
         for _ in range(tokens):
-            server.batcher.pace.release()
+            server.batcher.token_permits.release()
         await until(lambda: server.batcher.tokens_sent == tokens)
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
         await until(lambda: server.batcher.closed == count)
 
-    serve(tokenizer, test, pace=asyncio.Semaphore(0))
+    serve(tokenizer, test, token_permits=asyncio.Semaphore(0))
 
 
 def test_model_list_is_answered_while_shards_load(tokenizer: Tokenizer) -> None:
@@ -816,10 +816,10 @@ def test_timeout_includes_the_time_spent_rendering_the_chat_template(tokenizer: 
 
 def test_timeout_is_a_504_without_retry_and_overload_a_429_with_retry_after(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
-        server.batcher.refuses = Expired("the answer was not complete 3 s after the request came: 7 tokens were there")
+        server.batcher.fails_with = Expired("the answer was not complete 3 s after the request came: 7 tokens were there")
         status, body, response = await server.post(CHAT_PATH, CHAT)
         assert (status, body["error"]["code"], response.headers["x-should-retry"]) == (504, "timeout", "false")
-        server.batcher.refuses = Overloaded("full", 2.3)
+        server.batcher.fails_with = Overloaded("full", 2.3)
         status, _, response = await server.post(CHAT_PATH, CHAT)
         assert (status, response.headers["Retry-After"]) == (429, "3")
 
@@ -842,4 +842,4 @@ def test_unicode_line_separators_are_escaped_in_stream_events(tokenizer: Tokeniz
             text = "".join(choice["text"] if "text" in choice else choice["delta"].get("content", "") for choice in choices)
         assert text == "a\u2028b\u2029c\u0085d"
 
-    serve(tokenizer, test, says="a\u2028b\u2029c\u0085d</s>")
+    serve(tokenizer, test, generates="a\u2028b\u2029c\u0085d</s>")

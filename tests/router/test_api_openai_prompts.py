@@ -94,7 +94,7 @@ def test_text_offsets_are_positions_in_the_returned_text(tokenizer: Tokenizer) -
         assert choice["text"] == "x</s>ya</s>BC"
         assert choice["logprobs"]["text_offset"][-7:] == [0, 1, 5, 6, 7, 11, 12]
 
-    serve(tokenizer, test, says="a</s>BC")
+    serve(tokenizer, test, generates="a</s>BC")
 
 
 @pytest.mark.parametrize("skip", [True, False])
@@ -116,7 +116,7 @@ def test_text_offsets_skip_spaces_that_only_the_tokens_text_has(tmp_path: Path, 
             assert text.startswith(token, offset) or text[offset:].lstrip().startswith(token.strip()), (token, offset)
         assert found["text_offset"][found["tokens"].index("x")] == text.index("x")
 
-    serve(save(tmp_path, sentencepiece, eos_token="</s>"), test, says="x a</s>")
+    serve(save(tmp_path, sentencepiece, eos_token="</s>"), test, generates="x a</s>")
 
 
 def test_lm_eval_computes_loglikelihoods_from_echo_with_logprobs(tokenizer: Tokenizer) -> None:
@@ -266,7 +266,7 @@ def test_formatting_many_tokens_gives_other_tasks_turns_of_the_event_loop(
     monkeypatch.setattr(tokenizer, "_renderer", Renderer())  # belongs to this event loop; of three chats one may wait for it
     monkeypatch.setattr(openai_logprobs, "PART", 9)
     monkeypatch.setattr(*target, counting)
-    serve(tokenizer, test, says="y" * 90)
+    serve(tokenizer, test, generates="y" * 90)
     assert total >= 3 * 90
     assert 3 <= most_per_turn <= 9
 

@@ -117,8 +117,8 @@ def test_reasoning_content_and_tool_calls_are_parsed(tokenizer: Tokenizer) -> No
         assert "reasoning_content" not in message
         assert [request.grammar for request in server.batcher.requests] == [None] * 6
 
-    says = "<think>so é</think>Well." + call("f", '{"x": 1}') + call("g", "{}") + "</s>"
-    serve(tokenizer, test, says=says, limits=replace(LIMITS, max_total_tokens=300))
+    generates = "<think>so é</think>Well." + call("f", '{"x": 1}') + call("g", "{}") + "</s>"
+    serve(tokenizer, test, generates=generates, limits=replace(LIMITS, max_total_tokens=300))
 
 
 @pytest.mark.parametrize(
@@ -138,8 +138,8 @@ def test_finish_reason_is_stop_if_a_stop_string_cuts_a_tool_call(
         message, found = await post_and_stream(server, max_tokens=200, tools=[F, G], stop=[stop])
         assert (message.get("tool_calls"), found) == (called, reason)
 
-    says = "<think>x</think>So" + call("f", '{"x": 1}') + "Then" + call("f", '{"x": 2}') + "</s>"
-    serve(tokenizer, test, says=says, limits=replace(LIMITS, max_total_tokens=300))
+    generates = "<think>x</think>So" + call("f", '{"x": 1}') + "Then" + call("f", '{"x": 2}') + "</s>"
+    serve(tokenizer, test, generates=generates, limits=replace(LIMITS, max_total_tokens=300))
 
 
 def test_finish_reason_ignores_a_cut_call_that_parallel_tool_calls_drops(tokenizer: Tokenizer) -> None:
@@ -147,8 +147,8 @@ def test_finish_reason_ignores_a_cut_call_that_parallel_tool_calls_drops(tokeniz
         message, reason = await post_and_stream(server, max_tokens=200, tools=[F], stop=['": 2'], parallel_tool_calls=False)
         assert (message["tool_calls"], reason) == ([{"name": "f", "arguments": '{"x": 1}'}], "tool_calls")
 
-    says = "<think>x</think>" + call("f", '{"x": 1}') + call("f", '{"x": 2}') + "</s>"
-    serve(tokenizer, test, says=says, limits=replace(LIMITS, max_total_tokens=300))
+    generates = "<think>x</think>" + call("f", '{"x": 1}') + call("f", '{"x": 2}') + "</s>"
+    serve(tokenizer, test, generates=generates, limits=replace(LIMITS, max_total_tokens=300))
 
 
 def test_content_is_null_if_the_answer_has_only_tool_calls(tokenizer: Tokenizer) -> None:
@@ -162,7 +162,7 @@ def test_content_is_null_if_the_answer_has_only_tool_calls(tokenizer: Tokenizer)
         _, body, _ = await server.post(PATH, {**CHAT, "tools": [F], "max_tokens": 48})
         assert body["choices"][0]["finish_reason"] == "length"
 
-    serve(tokenizer, test, says=call("f", '{"x": 1}') + "</s>")
+    serve(tokenizer, test, generates=call("f", '{"x": 1}') + "</s>")
 
 
 @pytest.mark.parametrize("cut", [2, 20, 30])
@@ -175,7 +175,7 @@ def test_required_tool_calls_have_no_content_after_them_when_truncated(tokenizer
         assert (message["content"], reason) == (None, "length")
         assert message["tool_calls"] == [{"name": "f", "arguments": '{"x": 1}'}]
 
-    serve(tokenizer, test, says=first + "\n" + call("g", "{}") + "</s>", limits=replace(LIMITS, max_total_tokens=300))
+    serve(tokenizer, test, generates=first + "\n" + call("g", "{}") + "</s>", limits=replace(LIMITS, max_total_tokens=300))
 
 
 def test_arguments_with_a_lone_surrogate_are_accepted_in_the_history(tokenizer: Tokenizer) -> None:
@@ -190,16 +190,16 @@ def test_arguments_with_a_lone_surrogate_are_accepted_in_the_history(tokenizer: 
 
 
 def test_tool_call_is_text_if_the_request_has_no_tools(tokenizer: Tokenizer) -> None:
-    says = call("f", "{}")
+    generates = call("f", "{}")
 
     async def test(server: Server) -> None:
         for given in ({}, {"tools": []}, {"tools": [F], "tool_choice": "none"}):
             message, reason = await post_and_stream(server, **given)
-            assert message == {"role": "assistant", "content": says}
+            assert message == {"role": "assistant", "content": generates}
             assert reason == "stop"
             assert last_prompt(tokenizer, server) == "[user]hi[a]"
 
-    serve(tokenizer, test, says=says + "</s>")
+    serve(tokenizer, test, generates=generates + "</s>")
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_required_or_named_tool_choice_is_enforced_by_a_grammar(tokenizer: Token
         assert grammar.kind == "lark"
         assert [name for name in ("f", "g") if f'"name\\": \\"{name}\\"' in grammar.source] == names
 
-    serve(tokenizer, test, says=call(names[0], "{}") + "</s>")
+    serve(tokenizer, test, generates=call(names[0], "{}") + "</s>")
 
 
 PARAMETERS_TYPE = "tools[0].function.parameters.type"
@@ -337,7 +337,7 @@ def test_reasoning_before_structured_output_is_separated(tokenizer: Tokenizer, t
             message, _ = await post_and_stream(server, **given, **tools_fields)
             assert message == {"role": "assistant", "content": '{"a": "<think>"}', "reasoning_content": "Hm?"}
 
-    serve(tokenizer, test, says='<think>Hm?</think>\n\n{"a": "<think>"}</s>')
+    serve(tokenizer, test, generates='<think>Hm?</think>\n\n{"a": "<think>"}</s>')
 
 
 def test_think_tag_within_structured_output_is_content(tokenizer: Tokenizer) -> None:
@@ -347,7 +347,7 @@ def test_think_tag_within_structured_output_is_content(tokenizer: Tokenizer) -> 
         message, _ = await post_and_stream(server, guided_grammar='start: "{"')  # such a grammar covers all tokens of the answer
         assert message == {"role": "assistant", "content": '{"a": "<think>"}'}
 
-    serve(tokenizer, test, says='{"a": "<think>"}</s>')
+    serve(tokenizer, test, generates='{"a": "<think>"}</s>')
 
 
 @pytest.fixture(scope="module", params=[TEMPLATE, TEMPLATE + "<think>\n"])
@@ -411,7 +411,7 @@ def test_tools_with_a_response_format_allow_a_call_or_the_format(tokenizer: Toke
     async def test(server: Server) -> None:
         message, reason = await post_and_stream(server, **given)
         assert (message["content"], reason) == ('{"a": 1}', "stop")
-        server.batcher.says = call("f", '{"x": 1}') + "</s>"
+        server.batcher.generates = call("f", '{"x": 1}') + "</s>"
         message, reason = await post_and_stream(server, **given)
         assert (message["tool_calls"], reason) == ([{"name": "f", "arguments": '{"x": 1}'}], "tool_calls")
         grammar = server.batcher.requests[-1].grammar
@@ -424,7 +424,7 @@ def test_tools_with_a_response_format_allow_a_call_or_the_format(tokenizer: Toke
         assert start.startswith('start: ("<think>" ')
         assert start.endswith(" | answer)")
 
-    serve(tokenizer, test, says='{"a": 1}</s>')
+    serve(tokenizer, test, generates='{"a": 1}</s>')
 
 
 def test_reasoning_content_is_separated_and_its_tokens_are_counted(tokenizer: Tokenizer) -> None:
@@ -440,7 +440,7 @@ def test_reasoning_content_is_separated_and_its_tokens_are_counted(tokenizer: To
         logprobs = [chunk["choices"][0]["logprobs"] for chunk in chunks[1:-1]]
         assert "".join(one["content"][0]["token"] for one in logprobs) == "<think>Hm?</think>No.</s>"
 
-    serve(tokenizer, test, says="<think>Hm?</think>No.</s>")
+    serve(tokenizer, test, generates="<think>Hm?</think>No.</s>")
 
 
 @pytest.mark.parametrize(
@@ -462,7 +462,7 @@ def test_reasoning_of_a_continued_assistant_message_goes_on(
         assert message.get("reasoning_content") == reasoning
         assert message["content"] == content
 
-    serve(tokenizer, test, says=" add.</think>4</s>")
+    serve(tokenizer, test, generates=" add.</think>4</s>")
 
 
 def test_each_choice_is_parsed_separately(tokenizer: Tokenizer) -> None:
@@ -470,7 +470,7 @@ def test_each_choice_is_parsed_separately(tokenizer: Tokenizer) -> None:
         chunks = await server.events(PATH, {**CHAT, "n": 2, "stream": True})
         assert [message_from_chunks(chunks, index)[0]["content"] for index in range(2)] == ["No.", "1<think>Hm?</think>No."]
 
-    serve(tokenizer, test, says="<think>Hm?</think>No.</s>")
+    serve(tokenizer, test, generates="<think>Hm?</think>No.</s>")
 
 
 def test_messages_and_template_arguments_are_normalized_for_the_chat_template(tokenizer: Tokenizer) -> None:

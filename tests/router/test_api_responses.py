@@ -74,11 +74,11 @@ def test_tool_call_cut_by_a_stop_string_is_incomplete(tokenizer: Tokenizer, stop
             assert body["output"][-1]["type"] == "function_call"
             assert (body["status"], body["output"][-1]["status"]) == ("completed", status)
 
-    serve(tokenizer, test, says='<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call></s>')
+    serve(tokenizer, test, generates='<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call></s>')
 
 
 def test_stream_events_build_the_same_response_as_without_streaming(tokenizer: Tokenizer) -> None:
-    says = '<think>Hm?</think>Oh.<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call></s>'
+    generates = '<think>Hm?</think>Oh.<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call></s>'
 
     async def test(server: Server) -> None:
         request_body = {"input": "hi", "tools": [F], "max_output_tokens": 99}
@@ -110,7 +110,7 @@ def test_stream_events_build_the_same_response_as_without_streaming(tokenizer: T
         assert last["output"][2]["arguments"] == '{"x": 1}'
         assert last["output"][2]["name"] == "f"
 
-    serve(tokenizer, test, says=says)
+    serve(tokenizer, test, generates=generates)
 
 
 def test_logprobs_are_in_the_part_and_in_the_delta_of_their_text(tokenizer: Tokenizer) -> None:
@@ -138,7 +138,7 @@ def test_logprobs_of_tokens_without_text_come_with_the_next_delta(tokenizer: Tok
         deltas = [event for event in found if event["type"] == "response.output_text.delta"]
         assert [one for event in deltas for one in event["logprobs"]] == part["logprobs"]
 
-    serve(tokenizer, test, says="日本é ax</s>")
+    serve(tokenizer, test, generates="日本é ax</s>")
 
 
 def test_input_items_become_chat_messages(tokenizer: Tokenizer) -> None:
@@ -271,8 +271,8 @@ def test_failure_during_a_stream_is_its_last_event(tokenizer: Tokenizer) -> None
         assert text
         assert last["response"]["status"] == "failed"
         assert last["response"]["error"] == {"code": "server_error", "message": "Request failed during generation: gone"}
-        server.batcher.breaks = (0, Broken("gone"))
+        server.batcher.fails_after = (0, Broken("gone"))
         status, body, _ = await server.post(PATH, {"input": "hi", "stream": True})
         assert (status, body["error"]["code"]) == (500, "generation")
 
-    serve(tokenizer, test, breaks=(3, Broken("gone")))
+    serve(tokenizer, test, fails_after=(3, Broken("gone")))

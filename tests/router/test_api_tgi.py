@@ -361,9 +361,9 @@ def test_body_above_the_size_limit_is_a_413_within_seconds(tokenizer: Tokenizer)
 @pytest.mark.parametrize(
     ("behaviour", "status", "body", "headers"),
     [
-        ({"refuses": Overloaded("x")}, 429, {"error": "Model is overloaded", "error_type": "overloaded"}, {"Retry-After": "1"}),
+        ({"fails_with": Overloaded("x")}, 429, {"error": "Model is overloaded", "error_type": "overloaded"}, {"Retry-After": "1"}),
         (
-            {"refuses": Broken("rank 0 died")},
+            {"fails_with": Broken("rank 0 died")},
             424,
             {"error": "Request failed during generation: rank 0 died", "error_type": "generation"},
             {"x-should-retry": "false"},
@@ -396,22 +396,22 @@ def test_failure_during_a_stream_is_its_last_event(tokenizer: Tokenizer) -> None
         status, body, _ = await server.post("/generate", HELLO)
         assert (status, body["error_type"]) == (424, "generation")
 
-    serve(tokenizer, test, breaks=(3, Broken("gone")))
+    serve(tokenizer, test, fails_after=(3, Broken("gone")))
 
 
 def test_each_event_is_sent_before_the_next_token_is_generated(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
-        assert server.batcher.pace is not None
-        server.batcher.pace.release()  # the response begins with the first token
+        assert server.batcher.token_permits is not None
+        server.batcher.token_permits.release()  # the response begins with the first token
         async with server.client.post("/generate_stream", json=HELLO) as response:
             for count in range(1, 11):
                 line = await response.content.readline()
                 assert json.loads(line.removeprefix(b"data: "))["index"] == count
                 assert server.batcher.tokens_sent == count
                 assert await response.content.readline() == b"\n"
-                server.batcher.pace.release()
+                server.batcher.token_permits.release()
 
-    serve(tokenizer, test, pace=asyncio.Semaphore(0))
+    serve(tokenizer, test, token_permits=asyncio.Semaphore(0))
 
 
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
@@ -420,9 +420,9 @@ def test_client_disconnect_closes_the_stream(tokenizer: Tokenizer, path: str, to
     async def test(server: Server) -> None:
         task = asyncio.create_task(server.post(path, HELLO))
         await until(lambda: server.batcher.opened == 1)
-        assert server.batcher.pace is not None
+        assert server.batcher.token_permits is not None
         for _ in range(tokens):
-            server.batcher.pace.release()
+            server.batcher.token_permits.release()
         await until(lambda: server.batcher.tokens_sent == tokens)
         assert server.batcher.closed == 0
         task.cancel()
@@ -430,7 +430,7 @@ def test_client_disconnect_closes_the_stream(tokenizer: Tokenizer, path: str, to
             await task
         await until(lambda: server.batcher.closed == 1)
 
-    serve(tokenizer, test, pace=asyncio.Semaphore(0))
+    serve(tokenizer, test, token_permits=asyncio.Semaphore(0))
 
 
 def test_client_that_stops_reading_pauses_its_stream_and_disconnecting_closes_it(
@@ -453,7 +453,7 @@ def test_client_that_stops_reading_pauses_its_stream_and_disconnecting_closes_it
     serve(
         tokenizer,
         test,
-        says="x" * max_new_tokens,
+        generates="x" * max_new_tokens,
         limits=Limits(max_input_tokens=100, max_total_tokens=2 * max_new_tokens, vocabulary=300),
     )
 
@@ -462,15 +462,15 @@ def test_keep_alive_lines_are_sent_while_no_token_comes(tokenizer: Tokenizer, mo
     monkeypatch.setattr(stream, "KEEP_ALIVE", 0.05)
 
     async def test(server: Server) -> None:
-        assert server.batcher.pace is not None
+        assert server.batcher.token_permits is not None
         async with server.client.post("/generate_stream", json=HELLO) as response:
             assert response.status == 200  # before the first token: it takes too long
             assert await response.content.readline() == b"\n"
-            server.batcher.pace.release()
+            server.batcher.token_permits.release()
             lines = [await response.content.readline() for _ in range(12)]
             assert [line[:16] for line in lines if line != b"\n"] == [b'data: {"index":1']
 
-    serve(tokenizer, test, pace=asyncio.Semaphore(0))
+    serve(tokenizer, test, token_permits=asyncio.Semaphore(0))
 
 
 def test_unicode_line_separators_are_escaped_in_stream_events(tokenizer: Tokenizer) -> None:
@@ -482,7 +482,7 @@ def test_unicode_line_separators_are_escaped_in_stream_events(tokenizer: Tokeniz
         texts = [json.loads(line[6:])["token"]["text"] for line in data.split(b"\n") if line]
         assert "".join(texts) == "a\u2028b\u2029c\u0085d</s>"
 
-    serve(tokenizer, test, says="a\u2028b\u2029c\u0085d</s>")
+    serve(tokenizer, test, generates="a\u2028b\u2029c\u0085d</s>")
 
 
 def test_tokenize_of_long_text_runs_outside_the_event_loops_thread(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -639,7 +639,7 @@ def test_requests_work_with_the_demo_models_tokenizer(tmp_path: Path) -> None:
         assert body["choices"][0]["message"]["content"] == "Once upon a time."
 
     limits = Limits(max_input_tokens=100, max_total_tokens=128, vocabulary=100_000)
-    serve(tokenizer, test, says="Once upon a time." + tokenizer.token_text(end), limits=limits)
+    serve(tokenizer, test, generates="Once upon a time." + tokenizer.token_text(end), limits=limits)
 
 
 def test_best_of_returns_the_most_probable_sequence_and_the_others_in_details(tokenizer: Tokenizer) -> None:
@@ -696,13 +696,13 @@ def test_priority_timeout_and_tenant_reach_the_batcher(tokenizer: Tokenizer) -> 
 
 def test_expired_timeout_is_a_504_or_the_last_event_of_a_stream(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
-        server.batcher.refuses = Expired("late: 7 tokens were there")
+        server.batcher.fails_with = Expired("late: 7 tokens were there")
         for path in ("/generate", "/generate_stream"):
             status, body, response = await server.post(path, {"inputs": "hi"})
             assert (status, body) == (504, {"error": "late: 7 tokens were there", "error_type": "timeout"})
             assert response.headers["x-should-retry"] == "false"
-        server.batcher.refuses = None
-        server.batcher.breaks = (3, Expired("late: 3 tokens were there"))
+        server.batcher.fails_with = None
+        server.batcher.fails_after = (3, Expired("late: 3 tokens were there"))
         *tokens, last = await server.events("/generate_stream", {"inputs": "hi"})
         assert len(tokens) == 3
         assert last == {"error": "late: 3 tokens were there", "error_type": "timeout"}

@@ -170,17 +170,17 @@ def test_cache_salt_separates_the_prefix_cache(tokenizer: Tokenizer) -> None:
 
 
 def test_client_that_waits_for_a_slow_model_is_not_disconnected(tokenizer: Tokenizer) -> None:
-    pace = asyncio.Semaphore(3)
+    token_permits = asyncio.Semaphore(3)
 
     async def test(server: Server) -> None:
         reading = asyncio.create_task(server.events("/generate_stream", {"inputs": "Hi", "parameters": {"max_new_tokens": 5}}))
         await until(lambda: server.batcher.tokens_sent == 3)
         await asyncio.sleep(0.3)
-        pace.release()
-        pace.release()
+        token_permits.release()
+        token_permits.release()
         assert len(await reading) == 5
 
-    serve(tokenizer, test, settings={"slow_client_timeout": 0.05}, pace=pace)
+    serve(tokenizer, test, settings={"slow_client_timeout": 0.05}, token_permits=token_permits)
 
 
 def test_sessions_of_different_tenants_differ(tokenizer: Tokenizer) -> None:
